@@ -1,0 +1,160 @@
+"""The contract between the model and the machine: every array operation the forward pass and the sampler use.
+
+Two backends keep it: `numpy_ops` is the specification and runs anywhere, `cuda_ops` launches the kernels of `cuda/`.
+Both take and return their own arrays; only `upload` and `download` cross the border. Names of dimensions:
+
+    T  tokens of this step, over all sequences      H  hidden size             V  vocabulary (width of the logits)
+    S  sequences of this step                       D  head_dim                I  intermediate size of the MLP
+    Hq, Hkv  query and key/value heads              B  block_size              R  rows that are sampled
+
+Activations have the model's dtype (`Ops.dtype`: float32, float16 or bfloat16); accumulation is always in float32.
+Arrays that an op returns live until the surrounding `scratch()` ends.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+Array = Any
+"""A NumPy or CuPy array, whichever the backend in hand uses."""
+
+NO_WINDOW = 1 << 30
+"""Sliding-window width of a layer that attends to everything before it."""
+
+
+@dataclass(frozen=True)
+class SamplingArrays:
+    """How each of R rows of logits becomes a token. All arrays live where the backend's arrays live.
+
+    `bias_*` and `penalty_*` are ragged rows in CSR form: entries of row r are `indptr[r]:indptr[r + 1]`.
+    `None` means that no row of the step needs it. Token ids outside 0..V-1 are ignored.
+    """
+
+    temperature: Array  # float32[R], 0 = greedy
+    top_k: Array  # int32[R], V or more = off
+    top_p: Array  # float32[R], 1 = off
+    min_p: Array  # float32[R], 0 = off
+    seed: Array  # uint64[R]
+    position: Array  # uint32[R], index of the sampled token in its sequence (the counter of the RNG)
+    branch: Array  # uint32[R]
+    penalties: Penalties | None
+    bias: Bias | None
+    num_logprobs: int  # K: how many best alternatives are wanted at most over the rows; 0 = chosen token only
+    with_logprobs: bool  # False: the step needs no log-probabilities at all
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """Tokens each row has seen. Repetition counts prompt and output, presence and frequency the output alone."""
+
+    repetition: Array  # float32[R], 1 = off
+    presence: Array  # float32[R]
+    frequency: Array  # float32[R]
+    indptr: Array  # int32[R + 1]
+    token_ids: Array  # int32[N], unique within a row
+    output_counts: Array  # int32[N], 0 = seen in the prompt only
+
+
+@dataclass(frozen=True)
+class Bias:
+    """Values added to single logits (logit_bias; -inf forbids a token, as min_tokens does with the stop ids)."""
+
+    indptr: Array  # int32[R + 1]
+    token_ids: Array  # int32[N]
+    values: Array  # float32[N]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What sampling gives. Log-probabilities are of the raw logits, before penalties, bias and temperature."""
+
+    token_ids: Array  # int32[R]
+    is_nan: Array  # bool[R], the row holds a NaN or no finite logit: its token id is 0 and means nothing
+    logprobs: Array | None  # float32[R], of the chosen token
+    top_ids: Array | None  # int32[R, K], best first, ties by lower id
+    top_logprobs: Array | None  # float32[R, K]
+
+
+class Ops(Protocol):
+    """The operations. `weight` matrices are [out, in], as safetensors files hold them."""
+
+    name: str  # "numpy" | "cuda"
+    dtype: np.dtype  # of weights, activations and the KV cache
+
+    def upload(self, host: np.ndarray) -> Array:
+        """A copy of `host` where this backend computes; same shape and dtype. It lives until nothing holds it."""
+
+    def download(self, array: Array) -> np.ndarray:
+        """A host copy of `array`; waits for the work that makes it."""
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+        """Memory that outlives every scratch (weights, KV cache); contents are undefined."""
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """(free, total) bytes of the memory that `empty` draws from."""
+
+    def scratch(self) -> AbstractContextManager[None]:
+        """Frees at its end every array that ops returned within it."""
+
+    def synchronize(self) -> None:
+        """Wait until all work handed out so far is done."""
+
+    def gather_rows(self, table: Array, ids: Array) -> Array:
+        """table [N, H], ids int32[T] -> [T, H]; a row of zeros for an id outside 0..N-1."""
+
+    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
+        """x [T, H] / sqrt(mean(x^2) + eps) * weight [H]; mean in float32."""
+
+    def add_rms_norm(self, x: Array, residual: Array, weight: Array, eps: float) -> Array:
+        """residual [T, H] += x in place, then rms_norm(residual); residual is rounded to its dtype before the norm."""
+
+    def linear(self, x: Array, weight: Array, bias: Array | None = None, *, dtype: np.dtype | None = None) -> Array:
+        """x [T, K] @ weight [N, K].T + bias [N] -> [T, N] in `dtype` (the logits ask for float32), else in `self.dtype`."""
+
+    def rope_kv_write(self, qkv: Array, cos: Array, sin: Array, positions: Array, slots: Array, kv: Array, layer: int,
+                      q_norm: Array | None, k_norm: Array | None, eps: float) -> Array:
+        """Normalise q and k per head (where weights [D] are given), rotate them, write k and v to the cache, return q.
+
+        qkv [T, (Hq + 2 Hkv) * D]; cos, sin float32[max_len, D / 2]; positions int32[T]; slots int64[T] (block id * B +
+        offset); kv [num_blocks, L, 2, Hkv, B, D]. Rotation pairs element i with i + D/2 (Hugging Face's layout).
+        Rows whose slot is outside the cache are not written; rows whose position is outside the table get q of zeros.
+        Returns q [T, Hq, D].
+        """
+
+    def paged_decode_attention(self, q: Array, kv: Array, layer: int, block_tables: Array, context_lens: Array,
+                               scale: float, window: int, out: Array) -> None:
+        """One query row a sequence, at position context_lens[s] - 1, against its cached keys and values.
+
+        q, out [S, Hq, D]; block_tables int32[S, max_blocks]; context_lens int32[S] (tokens in the cache, this one
+        included). Row s sees keys from max(0, context_lens[s] - window) on. Query head h reads kv head h // (Hq / Hkv).
+        """
+
+    def paged_prefill_attention(self, q: Array, kv: Array, layer: int, block_tables: Array, context_lens: Array,
+                                query_start: Array, max_query_len: int, scale: float, window: int, out: Array) -> None:
+        """Causal attention of chunks of several sequences against the cache, which already holds the chunks' own keys.
+
+        q, out [T, Hq, D]; rows query_start[s]:query_start[s + 1] belong to sequence s and are its last positions:
+        row i sits at position context_lens[s] - (query_start[s + 1] - i). query_start int32[S + 1], starting at 0.
+        max_query_len (host int) is at least the longest chunk.
+        """
+
+    def silu_mul(self, gate_up: Array) -> Array:
+        """gate_up [T, 2 I] -> silu(gate_up[:, :I]) * gate_up[:, I:]."""
+
+    def copy_blocks(self, kv: Array, sources: Array, targets: Array) -> None:
+        """kv[targets[i]] = kv[sources[i]] over all layers; int32[N] each; no target is a source or occurs twice.
+        A pair with an id outside the pool is ignored."""
+
+    def sample(self, logits: Array, how: SamplingArrays) -> Sampled:
+        """logits float32[R, V] -> one token a row; `logits` is left as it was.
+
+        Order: bias, penalties, temperature, top-k, top-p (over what top-k left), min-p. A value that ties with the
+        threshold stays. The token is argmax(logit / temperature + Gumbel noise) over what is left, so the result does
+        not depend on any order of summation; ties go to the lower id. The noise of token v is made of word v % 4 of
+        Philox4x32-10 with key (seed low, seed high) and counter (v // 4, position, branch, 0):
+        u = ((word >> 9) + 0.5) * 2^-23, noise = -log(-log(u)).
+        """

@@ -1,0 +1,29 @@
+"""What a request asks of sampling and of its own end, in token terms; text-level wishes (stop strings) stay upstairs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Validated where requests enter; everything below trusts the ranges given here."""
+
+    max_tokens: int  # 1.. ; the door has already bounded it by max_model_len - prompt
+    min_tokens: int = 0  # 0..max_tokens; EOS and stop ids are forbidden before
+    temperature: float = 1.0  # 0..; 0 = greedy
+    top_k: int | None = None  # 1..
+    top_p: float = 1.0  # (0, 1]
+    min_p: float = 0.0  # [0, 1]
+    repetition_penalty: float = 1.0  # (0, 10]
+    presence_penalty: float = 0.0  # [-2, 2]
+    frequency_penalty: float = 0.0  # [-2, 2]
+    seed: int = 0  # 0..2^64-1; the door draws one where the client gave none
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: not wanted; K: the chosen token's and K alternatives'
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value added)
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

@@ -1,0 +1,58 @@
+"""How requests fail and how they end: one exception, one enum, one table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+@dataclass(eq=False)
+class RequestError(Exception):
+    """A request that is refused, told to its sender as it stands: never put an internal value, path or repr in it."""
+
+    status: int  # HTTP status
+    message: str
+    type: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+    retry_after_s: int | None = None
+
+
+class StartupError(Exception):
+    """The service cannot start as asked. Printed as one line, exit status 2."""
+
+
+class EndReason(StrEnum):
+    """Why a request ended. Every accepted request ends exactly once, with one of these (see ENDINGS)."""
+
+    STOP = "stop"  # EOS, a stop id or a stop string
+    LENGTH = "length"  # max_tokens or the model's length
+    CANCELLED = "cancelled"  # its client left or asked for it
+    DEADLINE = "deadline"
+    NUMERICAL_ERROR = "numerical_error"  # the model gave NaN
+    TOO_LARGE = "too_large"  # can never fit the block pool
+    INVALID = "invalid"  # the worker refused the job
+    SHUTDOWN = "shutdown"  # its worker was told to stop and the drain time ran out
+    INTERNAL = "internal"  # a bug or a dead device
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What a reason means at the HTTP door."""
+
+    finish_reason: str | None  # OpenAI's word where the request succeeded
+    status: int
+    message: str
+
+
+ENDINGS: dict[EndReason, Ending] = {
+    EndReason.STOP: Ending("stop", 200, ""),
+    EndReason.LENGTH: Ending("length", 200, ""),
+    EndReason.CANCELLED: Ending(None, 499, "The request was cancelled."),
+    EndReason.DEADLINE: Ending(None, 504, "The request ran past its deadline."),
+    EndReason.NUMERICAL_ERROR: Ending(None, 500, "The model produced no valid number for this request."),
+    EndReason.TOO_LARGE: Ending(None, 400, "The request needs more KV cache than this server has."),
+    EndReason.INVALID: Ending(None, 400, "The worker refused the job."),
+    EndReason.SHUTDOWN: Ending(None, 503, "The worker was shut down before the request ended."),
+    EndReason.INTERNAL: Ending(None, 500, "The engine failed on this request."),
+}

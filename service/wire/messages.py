@@ -1,0 +1,87 @@
+"""The messages that Redis carries: frozen, versioned, msgpack maps. `README.md` beside this lists them field by field.
+
+Token ids travel as packed little-endian uint32, so that every array in a message is small.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from model.sampling_params import SamplingParams
+from service.errors import EndReason
+
+VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One accepted request, in token terms. Written by a door, executed by a worker."""
+
+    job_id: str  # made by the door, 26 characters of Crockford base 32 or fewer
+    tenant: str
+    prompt: bytes  # uint32[num_prompt_tokens]
+    sampling: SamplingParams
+    submitted_at_s: float  # Redis time, Unix seconds
+    deadline_s: float | None = None  # Redis time, Unix seconds
+    feed: str  # the door instance that follows this job's events
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLogprobs:
+    """Log-probabilities of the tokens of one event: n tokens, K alternatives each."""
+
+    chosen: bytes  # float32[n]
+    top_ids: bytes  # uint32[n * K]
+    top: bytes  # float32[n * K]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Some more tokens of a job, or its end, or both. Numbers of a job run 1, 2, 3, ... without gap or repeat."""
+
+    job_id: str
+    number: int
+    tokens: bytes = b""  # uint32[n]
+    logprobs: TokenLogprobs | None = None
+    end: EndReason | None = None
+    usage: Usage | None = None  # with `end`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cancel:
+    """Somebody no longer wants this job."""
+
+    job_id: str
+    reason: EndReason  # CANCELLED, DEADLINE, or STOP where a door found a stop string
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerCard:
+    """What a worker says of itself with each heartbeat; lives in Redis for a few heartbeats."""
+
+    worker_id: str
+    model: str
+    ready: bool  # true after a real generation, false while draining
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    beat_at_s: float  # Redis time, set by the broker
+    stats: dict[str, float] = field(default_factory=dict)  # gauges and counters, named as in service/metrics.py
+
+
+@dataclass(frozen=True, kw_only=True)
+class IngressJob:
+    """What a foreign producer writes to its ingress stream: an OpenAI request body and where it belongs."""
+
+    v: int
+    id: str  # the producer's own name for the job, [A-Za-z0-9_.-]{1,64}
+    endpoint: str  # "/v1/completions" | "/v1/chat/completions"
+    body: dict[str, Any]
