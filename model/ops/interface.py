@@ -94,6 +94,9 @@ class Ops(Protocol):
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         """Memory that outlives every scratch (weights, KV cache); contents are undefined."""
 
+    def temporary(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+        """Memory that lives as long as an op's result does, until the surrounding scratch ends; contents undefined."""
+
     def memory_bytes(self) -> tuple[int, int]:
         """(free, total) bytes of the memory that `empty` draws from."""
 
@@ -109,14 +112,28 @@ class Ops(Protocol):
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
         """x [T, H] / sqrt(mean(x^2) + eps) * weight [H]; mean in float32."""
 
-    def add_rms_norm(self, x: Array, residual: Array, weight: Array, eps: float) -> Array:
-        """residual [T, H] += x in place, then rms_norm(residual); residual is rounded to its dtype before the norm."""
+    def add_rms_norm(self, x: Array, residual: Array, weight: Array, eps: float, out: Array | None = None) -> Array:
+        """residual [T, H] += x in place, then rms_norm(residual); residual is rounded to its dtype before the norm.
+
+        The result goes to `out` [T, H] where one is given, which may outlive the current scratch, and is returned.
+        """
 
     def linear(self, x: Array, weight: Array, bias: Array | None = None, *, dtype: np.dtype | None = None) -> Array:
         """x [T, K] @ weight [N, K].T + bias [N] -> [T, N] in `dtype` (the logits ask for float32), else in `self.dtype`."""
 
-    def rope_kv_write(self, qkv: Array, cos: Array, sin: Array, positions: Array, slots: Array, kv: Array, layer: int,
-                      q_norm: Array | None, k_norm: Array | None, eps: float) -> Array:
+    def rope_kv_write(
+        self,
+        qkv: Array,
+        cos: Array,
+        sin: Array,
+        positions: Array,
+        slots: Array,
+        kv: Array,
+        layer: int,
+        q_norm: Array | None,
+        k_norm: Array | None,
+        eps: float,
+    ) -> Array:
         """Normalise q and k per head (where weights [D] are given), rotate them, write k and v to the cache, return q.
 
         qkv [T, (Hq + 2 Hkv) * D]; cos, sin float32[max_len, D / 2]; positions int32[T]; slots int64[T] (block id * B +
@@ -125,16 +142,37 @@ class Ops(Protocol):
         Returns q [T, Hq, D].
         """
 
-    def paged_decode_attention(self, q: Array, kv: Array, layer: int, block_tables: Array, context_lens: Array,
-                               scale: float, window: int, out: Array) -> None:
+    def paged_decode_attention(
+        self,
+        q: Array,
+        kv: Array,
+        layer: int,
+        block_tables: Array,
+        context_lens: Array,
+        scale: float,
+        window: int,
+        out: Array,
+    ) -> None:
         """One query row a sequence, at position context_lens[s] - 1, against its cached keys and values.
 
         q, out [S, Hq, D]; block_tables int32[S, max_blocks]; context_lens int32[S] (tokens in the cache, this one
         included). Row s sees keys from max(0, context_lens[s] - window) on. Query head h reads kv head h // (Hq / Hkv).
+        A row with context_lens[s] = 0 is padding and gives zeros.
         """
 
-    def paged_prefill_attention(self, q: Array, kv: Array, layer: int, block_tables: Array, context_lens: Array,
-                                query_start: Array, max_query_len: int, scale: float, window: int, out: Array) -> None:
+    def paged_prefill_attention(
+        self,
+        q: Array,
+        kv: Array,
+        layer: int,
+        block_tables: Array,
+        context_lens: Array,
+        query_start: Array,
+        max_query_len: int,
+        scale: float,
+        window: int,
+        out: Array,
+    ) -> None:
         """Causal attention of chunks of several sequences against the cache, which already holds the chunks' own keys.
 
         q, out [T, Hq, D]; rows query_start[s]:query_start[s + 1] belong to sequence s and are its last positions:

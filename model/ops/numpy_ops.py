@@ -31,6 +31,9 @@ class NumpyOps:
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         return np.zeros(shape, dtype)
 
+    def temporary(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+        return np.empty(shape, dtype)
+
     def memory_bytes(self) -> tuple[int, int]:
         page = os.sysconf("SC_PAGE_SIZE")
         return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
@@ -50,9 +53,13 @@ class NumpyOps:
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
         return _normalised(_f32(x), weight, eps).astype(self.dtype, copy=False)
 
-    def add_rms_norm(self, x: Array, residual: Array, weight: Array, eps: float) -> Array:
+    def add_rms_norm(self, x: Array, residual: Array, weight: Array, eps: float, out: Array | None = None) -> Array:
         residual[...] = _f32(residual) + _f32(x)
-        return self.rms_norm(residual, weight, eps)
+        normed = self.rms_norm(residual, weight, eps)
+        if out is None:
+            return normed
+        out[...] = normed
+        return out
 
     def linear(self, x: Array, weight: Array, bias: Array | None = None, *, dtype: np.dtype | None = None) -> Array:
         out = _f32(x) @ _f32(weight).T
@@ -81,11 +88,15 @@ class NumpyOps:
         return q.astype(self.dtype, copy=False)
 
     def paged_decode_attention(self, q, kv, layer, block_tables, context_lens, scale, window, out) -> None:
+        out[context_lens == 0] = 0
         for s, length in enumerate(context_lens):
+            if length == 0:
+                continue
             out[s : s + 1] = _attention(q[s : s + 1], kv, layer, block_tables[s], int(length), scale, window)
 
-    def paged_prefill_attention(self, q, kv, layer, block_tables, context_lens, query_start, max_query_len, scale,
-                                window, out) -> None:
+    def paged_prefill_attention(
+        self, q, kv, layer, block_tables, context_lens, query_start, max_query_len, scale, window, out
+    ) -> None:
         for s, length in enumerate(context_lens):
             rows = slice(query_start[s], query_start[s + 1])
             out[rows] = _attention(q[rows], kv, layer, block_tables[s], int(length), scale, window)
