@@ -1,0 +1,252 @@
+"""Every setting of every command on one page: its flag, its variable, its default, its unit and its bounds.
+
+A setting `max_num_seqs` is the flag `--max-num-seqs` and the environment variable `QUIRE_MAX_NUM_SEQS`; a flag wins
+over a variable, a variable over the default. Settings are read once at start, checked, and never changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from service.errors import StartupError
+
+SERVE, GATEWAY, WORKER, CHECK, BENCH = VERBS = ("serve", "gateway", "worker", "check", "bench")
+_MODEL_VERBS = VERBS
+_ENGINE_VERBS = (SERVE, WORKER, CHECK, BENCH)
+_DOOR_VERBS = (SERVE, GATEWAY)
+
+
+def _setting(default: Any, help: str, *, verbs: Sequence[str], parse=str, low=None, high=None, choices=None):
+    metadata = {"help": help, "verbs": verbs, "parse": parse, "low": low, "high": high, "choices": choices}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not all(re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name) for name in names):
+        raise ValueError("names are made of letters, digits, '.', '_' and '-', 64 at most")
+    return names
+
+
+def _keys(text: str) -> tuple[str, ...]:
+    return tuple(key.strip() for key in text.split(",") if key.strip())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One process's settings. Durations are in seconds, sizes in the unit their help names."""
+
+    # Model
+    model: Path | None = _setting(
+        None, "folder of a Hugging Face model; without it the shipped demo model", verbs=_MODEL_VERBS, parse=Path
+    )
+    served_model_name: str | None = _setting(
+        None, "name the API knows the model by; without it the folder's name", verbs=(*_DOOR_VERBS, WORKER)
+    )
+    dtype: str = _setting(
+        "auto",
+        "of weights, activations and KV cache; auto: as stored on a GPU, float32 on a CPU",
+        verbs=_ENGINE_VERBS,
+        choices=("auto", "float32", "float16", "bfloat16"),
+    )
+    max_model_len: int | None = _setting(
+        None,
+        "longest sequence, prompt and output, in tokens; without it what the model and the memory allow",
+        verbs=_MODEL_VERBS,
+        parse=int,
+        low=1,
+        high=1 << 24,
+    )
+    load_format: str = _setting(
+        "safetensors",
+        "dummy: random weights of the model's shape, for measuring",
+        verbs=(CHECK, BENCH, WORKER, SERVE),
+        choices=("safetensors", "dummy"),
+    )
+    model_config: str | None = _setting(
+        None, "a shape known by name (llama-3.1-8b, ...) in place of a folder's config.json", verbs=(CHECK, BENCH)
+    )
+
+    # Engine
+    device: str = _setting(
+        "auto", "auto: the GPU where there is one", verbs=_ENGINE_VERBS, choices=("auto", "cpu", "cuda")
+    )
+    block_size: int = _setting(
+        16, "tokens in a block of the KV cache", verbs=_ENGINE_VERBS, parse=int, choices=(8, 16, 32)
+    )
+    gpu_memory_utilization: float = _setting(
+        0.9,
+        "share of the GPU's memory for weights, workspace and KV cache (a CPU gives the cache a quarter of it)",
+        verbs=_ENGINE_VERBS,
+        parse=float,
+        low=0.05,
+        high=0.98,
+    )
+    num_gpu_blocks: int | None = _setting(
+        None,
+        "blocks in the KV cache; without it what the memory holds",
+        verbs=_ENGINE_VERBS,
+        parse=int,
+        low=1,
+        high=1 << 24,
+    )
+    swap_space: float = _setting(
+        0.0,
+        "pinned host memory for swapped blocks, in GiB; 0 is all that works yet",
+        verbs=_ENGINE_VERBS,
+        parse=float,
+        low=0.0,
+        high=0.0,
+    )
+    max_num_seqs: int = _setting(256, "sequences that run at once", verbs=_ENGINE_VERBS, parse=int, low=1, high=4096)
+    max_num_batched_tokens: int | None = _setting(
+        None,
+        "token budget of one step; without it 8192 on a GPU, 512 on a CPU",
+        verbs=_ENGINE_VERBS,
+        parse=int,
+        low=1,
+        high=1 << 20,
+    )
+    tensor_parallel_size: int = _setting(
+        1, "GPUs that share one model; 1 is all that works yet", verbs=_ENGINE_VERBS, parse=int, low=1, high=1
+    )
+
+    # Queue
+    redis_url: str | None = _setting(
+        None,
+        "redis://, rediss:// or unix:// of an existing server; serve starts one of its own without it",
+        verbs=(SERVE, GATEWAY, WORKER),
+    )
+    data_dir: Path = _setting(
+        Path(".quire"), "folder of the embedded Redis: its log, lock and socket", verbs=(SERVE,), parse=Path
+    )
+    producers: tuple[str, ...] = _setting(
+        ("default",), "names of the queue producers whose ingress streams are read", verbs=_DOOR_VERBS, parse=_names
+    )
+    drain_timeout: float = _setting(
+        30.0,
+        "seconds that running requests get to finish after SIGTERM",
+        verbs=(SERVE, GATEWAY, WORKER),
+        parse=float,
+        low=0.0,
+        high=3600.0,
+    )
+
+    # HTTP
+    host: str = _setting("127.0.0.1", "address to listen on", verbs=_DOOR_VERBS)
+    port: int = _setting(8000, "port to listen on; 0 takes a free one", verbs=_DOOR_VERBS, parse=int, low=0, high=65535)
+    api_key: tuple[str, ...] = _setting(
+        (),
+        "keys that clients may show, separated by commas; without it every client may enter",
+        verbs=_DOOR_VERBS,
+        parse=_keys,
+    )
+    max_body_bytes: int = _setting(
+        2 << 20, "longest request body, in bytes", verbs=_DOOR_VERBS, parse=int, low=1024, high=1 << 28
+    )
+    request_timeout: float = _setting(
+        600.0, "seconds after which an unfinished request ends", verbs=_DOOR_VERBS, parse=float, low=1.0, high=86400.0
+    )
+    write_timeout: float = _setting(
+        30.0, "seconds that a client may leave its stream unread", verbs=_DOOR_VERBS, parse=float, low=1.0, high=3600.0
+    )
+    max_waiting: int = _setting(
+        4096,
+        "jobs that may wait for a worker before new ones get 503",
+        verbs=_DOOR_VERBS,
+        parse=int,
+        low=1,
+        high=1 << 20,
+    )
+
+    # All
+    log_level: str = _setting("info", "what is logged", verbs=VERBS, choices=("debug", "info", "warning", "error"))
+
+
+def add_flags(parser: argparse.ArgumentParser, verb: str) -> None:
+    """Give `parser` the flags of one verb. They default to None, so that `read_settings` can tell what was given."""
+    for field in _fields(verb):
+        metadata = field.metadata
+        default = "" if field.default in (None, ()) else f" (default: {_shown(field.default)})"
+        parser.add_argument(
+            _flag(field.name),
+            metavar="{" + ",".join(map(str, metadata["choices"])) + "}" if metadata["choices"] else _metavar(field),
+            help=(metadata["help"] + default).replace("%", "%%"),
+        )
+
+
+def read_settings(verb: str, flags: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
+    """Flags over environment over defaults. Raises StartupError with one line that names what is wrong."""
+    known = {_variable(field.name) for field in dataclasses.fields(Settings)}
+    unknown = sorted(name for name in environ if name.startswith("QUIRE_") and name not in known | RESERVED_VARIABLES)
+    if unknown:
+        raise StartupError(f"unknown environment variable {unknown[0]}")
+    values = {}
+    for field in _fields(verb):
+        text, source = getattr(flags, field.name), _flag(field.name)
+        if text is None:
+            text, source = environ.get(_variable(field.name)), _variable(field.name)
+        if text is not None:
+            values[field.name] = _checked(field, text, source)
+    return Settings(**values)
+
+
+RESERVED_VARIABLES = frozenset({"QUIRE_CACHE_DIR"})
+"""Variables that are no settings: where compiled kernels are kept is the machine's business, not a command's."""
+
+
+def flags_of(settings: Settings, verb: str) -> list[str]:
+    """The flags that make `verb` read these same settings; how `serve` starts its parts."""
+    flags = []
+    for field in _fields(verb):
+        value = getattr(settings, field.name)
+        if value != field.default and field.name != "api_key":
+            flags += [_flag(field.name), _shown(value)]
+    return flags
+
+
+def secrets_of(settings: Settings) -> dict[str, str]:
+    """Environment for what must not stand on a command line, where every user of the machine can read it."""
+    return {_variable("api_key"): ",".join(settings.api_key)} if settings.api_key else {}
+
+
+def _fields(verb: str) -> list[dataclasses.Field]:
+    return [field for field in dataclasses.fields(Settings) if verb in field.metadata["verbs"]]
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _variable(name: str) -> str:
+    return "QUIRE_" + name.upper()
+
+
+def _metavar(field: dataclasses.Field) -> str:
+    return {int: "N", float: "X", Path: "DIR"}.get(field.metadata["parse"], "TEXT")
+
+
+def _shown(value: Any) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _checked(field: dataclasses.Field, text: str, source: str) -> Any:
+    metadata = field.metadata
+    try:
+        value = metadata["parse"](text)
+    except ValueError as error:
+        wanted = {int: "a whole number", float: "a number"}.get(metadata["parse"], str(error))
+        raise StartupError(f"{source}: {text!r} is not accepted: {wanted}") from None
+    if metadata["choices"] and value not in metadata["choices"]:
+        raise StartupError(f"{source}: {text!r} is none of {', '.join(map(str, metadata['choices']))}")
+    low, high = metadata["low"], metadata["high"]
+    if low is not None and not (math.isfinite(value) and low <= value <= high):
+        raise StartupError(f"{source}: {text} is outside {low}..{high}")
+    return value

@@ -1,0 +1,38 @@
+"""One-line logs: time, level, process, event, then key=value pairs. Control characters never reach the terminal."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from typing import Any
+
+
+class _OneLine(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = (
+            f"{self.formatTime(record, '%H:%M:%S')} {record.levelname.lower():<7} {record.name} {record.getMessage()}"
+        )
+        if record.exc_info:
+            line += " " + json.dumps(self.formatException(record.exc_info))
+        return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in line)
+
+
+def setup_logs(level: str) -> None:
+    """Send all logs to stderr in one-line form. Called once, by the command."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_OneLine())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
+
+
+def fields(**values: Any) -> str:
+    """`key=value` pairs for a log line; strings with spaces are quoted."""
+    return " ".join(f"{key}={_shown(value)}" for key, value in values.items())
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    text = str(value)
+    return json.dumps(text) if any(c.isspace() for c in text) or not text else text
