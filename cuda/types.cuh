@@ -1,0 +1,108 @@
+// What every kernel shares: the element type of the build, 16-byte vectors, conversions, reductions.
+//
+// A build defines QUIRE_DTYPE: 0 float32, 1 float16, 2 bfloat16. `T` is that type; sums are always taken in float.
+// NVRTC has no standard headers, so nothing here includes any.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#ifndef QUIRE_DTYPE
+#error "define QUIRE_DTYPE: 0 float32, 1 float16, 2 bfloat16"
+#endif
+
+#if QUIRE_DTYPE == 0
+using T = float;
+#elif QUIRE_DTYPE == 1
+using T = __half;
+#elif QUIRE_DTYPE == 2
+using T = __nv_bfloat16;
+#else
+#error "QUIRE_DTYPE is 0, 1 or 2"
+#endif
+
+using i64 = long long;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+constexpr int WARP_SIZE = 32;
+constexpr u32 FULL_WARP = 0xffffffffu;
+
+// 16 bytes of elements: the widest access of one thread.
+template <typename Element>
+struct alignas(16) Vec {
+    static constexpr int SIZE = 16 / sizeof(Element);
+    Element at[SIZE];
+};
+
+template <typename Element>
+__device__ __forceinline__ Vec<Element> load_vec(const Element* from) {
+    return *reinterpret_cast<const Vec<Element>*>(from);
+}
+
+template <typename Element>
+__device__ __forceinline__ void store_vec(Element* to, const Vec<Element>& vec) {
+    *reinterpret_cast<Vec<Element>*>(to) = vec;
+}
+
+__device__ __forceinline__ bool is_aligned_16(const void* address) {
+    return reinterpret_cast<u64>(address) % 16 == 0;
+}
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+template <typename Element>
+__device__ __forceinline__ Element from_float(float x);
+template <>
+__device__ __forceinline__ float from_float<float>(float x) { return x; }
+template <>
+__device__ __forceinline__ __half from_float<__half>(float x) { return __float2half_rn(x); }
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
+
+__device__ __forceinline__ float positive_infinity() { return __int_as_float(0x7f800000); }
+
+// Reductions over a warp: every lane of a full warp calls, every lane gets the same result.
+template <typename Value>
+__device__ __forceinline__ Value warp_sum(Value value) {
+#pragma unroll
+    for (int offset = WARP_SIZE / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(FULL_WARP, value, offset);
+    return value;
+}
+
+template <typename Value>
+__device__ __forceinline__ Value warp_max(Value value) {
+#pragma unroll
+    for (int offset = WARP_SIZE / 2; offset > 0; offset /= 2) {
+        const Value other = __shfl_xor_sync(FULL_WARP, value, offset);
+        value = other > value ? other : value;
+    }
+    return value;
+}
+
+// Reductions over a one-dimensional block: every thread calls, every thread gets the same result, whatever the order
+// in which warps arrive. blockDim.x is a multiple of 32, at most 1024.
+template <typename Value>
+__device__ __forceinline__ Value block_sum(Value value) {
+    __shared__ Value partial[WARP_SIZE];
+    const int lane = threadIdx.x % WARP_SIZE;
+    value = warp_sum(value);
+    __syncthreads();  // readers of an earlier call are done
+    if (lane == 0) partial[threadIdx.x / WARP_SIZE] = value;
+    __syncthreads();
+    return warp_sum(lane < blockDim.x / WARP_SIZE ? partial[lane] : Value(0));
+}
+
+// `lowest` is the result of no values at all.
+template <typename Value>
+__device__ __forceinline__ Value block_max(Value value, Value lowest) {
+    __shared__ Value partial[WARP_SIZE];
+    const int lane = threadIdx.x % WARP_SIZE;
+    value = warp_max(value);
+    __syncthreads();
+    if (lane == 0) partial[threadIdx.x / WARP_SIZE] = value;
+    __syncthreads();
+    return warp_max(lane < blockDim.x / WARP_SIZE ? partial[lane] : lowest);
+}
