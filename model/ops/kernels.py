@@ -1,0 +1,159 @@
+"""Compiles, caches and loads the kernels of `cuda/`.
+
+CuPy's own compiler targets plain sm_90, asks for a device and leaves included headers out of its cache key, so the
+compile step is ours: NVRTC to a cubin for one architecture, kept on disk under a name made of everything that goes in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from cuda.pathfinder import find_nvidia_header_directory
+from cupy.cuda.function import Function, Module
+from cupy_backends.cuda.api import driver
+from cupy_backends.cuda.libs import nvrtc
+
+_MAGIC = b"quire cubin 1\n"
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+_log = logging.getLogger(__name__)
+
+
+class KernelError(Exception):
+    """A kernel could not be found or compiled; the message carries the compiler's log, with file and line."""
+
+
+class Kernels:
+    """The kernels of one device, each compiled at most once per source and loaded at most once per process."""
+
+    def __init__(self, arch: str, cache: Path | None = None):
+        """`arch` as `arch_of` gives it; `cache` is a folder, by default `cache_folder()`."""
+        self.arch = arch
+        self._cache = cache if cache is not None else cache_folder()
+        self._modules: dict[tuple, Module] = {}
+        self._functions: dict[tuple, Function] = {}
+
+    def get(self, name: str, *, entry: str | None = None, shared_bytes: int = 0, **defines: int) -> Function:
+        """The function `entry` (by default `name`) of cuda/<name>.cu built with -D<define>=<value>.
+
+        It is called as `function(grid, block, args, shared_mem, stream)`. `shared_bytes` is the most dynamic shared
+        memory it will be launched with; above 48 KiB the driver wants to know beforehand.
+        """
+        key = (name, entry, shared_bytes, *defines.items())
+        function = self._functions.get(key)
+        if function is None:
+            function = self._module(name, defines).get_function(entry or name)
+            if shared_bytes > 48 << 10:
+                attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                driver.funcSetAttribute(function.ptr, attribute, shared_bytes)
+            self._functions[key] = function
+        return function
+
+    def _module(self, name: str, defines: Mapping[str, int]) -> Module:
+        key = (name, *sorted(defines.items()))
+        module = self._modules.get(key)
+        if module is None:
+            module = Module()
+            module.load(cached_cubin(name, self.arch, defines, self._cache))
+            self._modules[key] = module
+        return module
+
+
+def arch_of(compute_capability: str) -> str:
+    """CuPy's "90" -> NVRTC's "90a": wgmma and setmaxnreg exist in Hopper's own target alone."""
+    return "90a" if compute_capability == "90" else compute_capability
+
+
+def source_folder() -> Path:
+    """`cuda/` beside `model/` in a checkout, else the data files of an installed package."""
+    checkout = Path(__file__).resolve().parents[2] / "cuda"
+    installed = Path(sys.prefix) / "share" / "quire" / "cuda"
+    for folder in (checkout, installed):
+        if (folder / "types.cuh").is_file():
+            return folder
+    raise KernelError(f"the CUDA sources are neither in {checkout} nor in {installed}")
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: $QUIRE_CACHE_DIR, else $XDG_CACHE_HOME/quire, else ~/.cache/quire."""
+    own = os.environ.get("QUIRE_CACHE_DIR")
+    root = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
+    return root / "kernels"
+
+
+def cached_cubin(name: str, arch: str, defines: Mapping[str, int], cache: Path) -> bytes:
+    """`compile_cubin`, through `cache`. A file that is torn, foreign or unreadable is compiled anew and replaced."""
+    path = cache / f"{name}-sm_{arch}-{_fingerprint(name, arch, defines)}.cubin"
+    cubin = _read(path)
+    if cubin is None:
+        cubin = compile_cubin(name, arch, defines)
+        _write(path, cubin)
+    return cubin
+
+
+def compile_cubin(name: str, arch: str, defines: Mapping[str, int]) -> bytes:
+    """cuda/<name>.cu -> machine code for sm_<arch>. Needs no GPU. Raises KernelError."""
+    folder = source_folder()
+    headers = find_nvidia_header_directory("cudart")
+    if headers is None:
+        raise KernelError("cuda_fp16.h was not found: install the 'cuda' extra (cuda-toolkit[cudart])")
+    options = (*_options(arch, defines), f"-I{folder}", f"-I{headers}")
+    program = nvrtc.createProgram(_source(folder, name), str(folder / f"{name}.cu"), (), ())
+    try:
+        nvrtc.compileProgram(program, options)
+        return nvrtc.getCUBIN(program)
+    except nvrtc.NVRTCError as error:
+        raise KernelError(f"{name} for sm_{arch}, {dict(defines)}: {error}\n{nvrtc.getProgramLog(program)}") from error
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def _options(arch: str, defines: Mapping[str, int]) -> tuple[str, ...]:
+    return ("--std=c++17", "-lineinfo", f"-arch=sm_{arch}", *(f"-D{key}={defines[key]}" for key in sorted(defines)))
+
+
+def _source(folder: Path, name: str) -> str:
+    path = folder / f"{name}.cu"
+    if not path.is_file():
+        raise KernelError(f"there is no kernel {path}")
+    return path.read_text(encoding="utf-8")
+
+
+def _fingerprint(name: str, arch: str, defines: Mapping[str, int]) -> str:
+    """Changes with the source, any shared header, the options and the compiler."""
+    folder = source_folder()
+    parts = [_source(folder, name), repr(_options(arch, defines)), repr(nvrtc.getVersion())]
+    parts += [header.name + header.read_text(encoding="utf-8") for header in sorted(folder.glob("*.cuh"))]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        _log.warning("cannot read the kernel cache %s: %s", path, error)
+        return None
+    digest, cubin = content[len(_MAGIC) :][:_DIGEST_BYTES], content[len(_MAGIC) + _DIGEST_BYTES :]
+    if not content.startswith(_MAGIC) or hashlib.sha256(cubin).digest() != digest:
+        _log.warning("%s is not a whole kernel of ours: compiling it anew", path)
+        return None
+    return cubin
+
+
+def _write(path: Path, cubin: bytes) -> None:
+    """Whole or not at all, however many processes write at once. A cache that cannot be written is only slow."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(_MAGIC + hashlib.sha256(cubin).digest() + cubin)
+        os.replace(file.name, path)
+    except OSError as error:
+        _log.warning("cannot keep a compiled kernel in %s: %s", path, error)
