@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MAX_LOGPROBS = 20
+"""Alternatives a request may ask for at each token."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:

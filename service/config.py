@@ -83,7 +83,7 @@ class Settings:
     )
     gpu_memory_utilization: float = _setting(
         0.9,
-        "share of the GPU's memory for weights, workspace and KV cache (a CPU gives the cache a quarter of it)",
+        "share of the GPU's memory for weights, workspace and KV cache; on a CPU the cache takes at most 2 GiB",
         verbs=_ENGINE_VERBS,
         parse=float,
         low=0.05,

@@ -83,6 +83,7 @@ class Ops(Protocol):
     """The operations. `weight` matrices are [out, in], as safetensors files hold them."""
 
     name: str  # "numpy" | "cuda"
+    device_name: str  # what people call it: "NVIDIA H200", "CPU"
     dtype: np.dtype  # of weights, activations and the KV cache
 
     def upload(self, host: np.ndarray) -> Array:
@@ -105,6 +106,12 @@ class Ops(Protocol):
 
     def synchronize(self) -> None:
         """Wait until all work handed out so far is done."""
+
+    def mark(self) -> Any:
+        """A point in the work handed out so far, for `elapsed_s`."""
+
+    def elapsed_s(self, begin: Any, end: Any) -> float:
+        """Seconds of the device between two marks; waits for the later one."""
 
     def gather_rows(self, table: Array, ids: Array) -> Array:
         """table [N, H], ids int32[T] -> [T, H]; a row of zeros for an id outside 0..N-1."""

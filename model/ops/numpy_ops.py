@@ -6,6 +6,7 @@ It runs anywhere, serves the demo model on a machine without a GPU, and is the t
 from __future__ import annotations
 
 import os
+import time
 from contextlib import nullcontext
 
 import numpy as np
@@ -18,6 +19,7 @@ class NumpyOps:
     """`Ops` on the CPU. Matrix products go to the BLAS that NumPy ships with."""
 
     name = "numpy"
+    device_name = "CPU"
 
     def __init__(self, dtype: np.dtype = np.dtype(np.float32)):
         self.dtype = np.dtype(dtype)
@@ -43,6 +45,12 @@ class NumpyOps:
 
     def synchronize(self) -> None:
         pass
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def elapsed_s(self, begin: float, end: float) -> float:
+        return end - begin
 
     def gather_rows(self, table: Array, ids: Array) -> Array:
         known = (ids >= 0) & (ids < len(table))

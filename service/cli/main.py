@@ -1,0 +1,71 @@
+"""`quire`: the verbs, their flags, and what a wrong word on the command line gets."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from service.cli.bench import add_bench_flags, run_bench
+from service.cli.check import add_check_flags, run_check
+from service.cli.parts import gateway_command, worker_command
+from service.cli.serve import serve_command
+from service.config import VERBS, Settings, add_flags, read_settings
+from service.errors import StartupError
+from service.logs import setup_logs
+
+DEMO_MODEL = Path(__file__).resolve().parents[2] / "model" / "demo"
+
+HELP = {
+    "serve": "everything in one process group: embedded Redis, one gateway, one worker",
+    "gateway": "the HTTP door and the queue door, on an existing Redis",
+    "worker": "one model on one device, on an existing Redis",
+    "check": "say before loading what fits: weights, blocks, concurrency",
+    "bench": "measure the engine",
+}
+
+Command = Callable[[Settings, argparse.Namespace], int]
+COMMANDS: dict[str, Command] = {
+    "serve": serve_command,
+    "gateway": gateway_command,
+    "worker": worker_command,
+    "check": run_check,
+    "bench": run_bench,
+}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The whole command line; each verb's help lists its settings with defaults and units."""
+    parser = argparse.ArgumentParser(
+        prog="quire",
+        description="Serves Llama-family models over HTTP and Redis from a paged KV cache.",
+        epilog="Every flag --some-name can be given as QUIRE_SOME_NAME in the environment; the flag wins.",
+    )
+    verbs = parser.add_subparsers(dest="verb", metavar="|".join(VERBS), required=True)
+    extra = {"check": add_check_flags, "bench": add_bench_flags}
+    for verb in VERBS:
+        verb_parser = verbs.add_parser(verb, help=HELP[verb], description=HELP[verb], allow_abbrev=False)
+        extra.get(verb, lambda parser: None)(verb_parser)
+        add_flags(verb_parser, verb)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb. 0: done, 1: it failed while running, 2: it could not start as asked."""
+    flags = make_parser().parse_args(argv)
+    try:
+        settings = read_settings(flags.verb, flags, os.environ)
+        if settings.model is None:
+            settings = replace(settings, model=DEMO_MODEL)
+        setup_logs(settings.log_level)
+        return COMMANDS[flags.verb](settings, flags)
+    except StartupError as error:
+        print(f"quire {flags.verb}: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""`quire gateway` and `quire worker`: one part of the service, on a Redis that is already there."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable, Callable
+
+import uvloop
+
+from service.config import Settings
+from service.errors import StartupError
+from service.gateway.process import run_gateway
+from service.wire.redis_broker import open_redis_broker
+from service.worker.process import EngineDied, run_worker
+
+log = logging.getLogger("quire.cli")
+
+READY = "ready"
+"""First word of the line that a part prints once it serves; `quire serve` waits for it."""
+
+
+def gateway_command(settings: Settings, _: argparse.Namespace) -> int:
+    async def run(stop: asyncio.Event) -> None:
+        broker = await open_redis_broker(_redis_url(settings))
+        try:
+            await run_gateway(settings, broker, stop, on_ready=lambda url: print(READY, url, flush=True))
+        finally:
+            await broker.close()
+
+    return run_until_signalled(run)
+
+
+def worker_command(settings: Settings, _: argparse.Namespace) -> int:
+    async def run(stop: asyncio.Event) -> None:
+        broker = await open_redis_broker(_redis_url(settings))
+        try:
+            await run_worker(settings, broker, stop, on_ready=lambda: print(READY, flush=True))
+        finally:
+            await broker.close()
+
+    try:
+        return run_until_signalled(run)
+    except EngineDied as death:
+        log.critical("the engine died", exc_info=death.__cause__)
+        return 1
+
+
+def run_until_signalled(run: Callable[[asyncio.Event], Awaitable[int | None]]) -> int:
+    """Run a coroutine that ends soon after its event is set; SIGTERM and SIGINT set it."""
+
+    async def main() -> int:
+        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        return await run(stop) or 0
+
+    return uvloop.run(main())
+
+
+def _redis_url(settings: Settings) -> str:
+    if settings.redis_url is None:
+        raise StartupError("--redis-url is missing (quire serve starts a Redis of its own)")
+    return settings.redis_url

@@ -1,0 +1,125 @@
+"""`quire serve`: an embedded Redis where none is given, one gateway, one worker; all of them end together."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+from contextlib import AsyncExitStack
+from dataclasses import replace
+
+from service.cli.parts import READY, run_until_signalled
+from service.config import GATEWAY, WORKER, Settings, flags_of, secrets_of
+from service.errors import StartupError
+from service.logs import fields
+from service.wire.embedded_redis import EmbeddedRedis, die_with_parent
+
+log = logging.getLogger("quire.serve")
+
+EXIT_GRACE_S = 10.0
+"""What a part gets on top of its drain time before it is killed."""
+
+
+class Part:
+    """A child process that runs one verb."""
+
+    def __init__(self, verb: str, process: asyncio.subprocess.Process, grace_s: float):
+        self.verb = verb
+        self._process = process
+        self._grace_s = grace_s
+
+    @classmethod
+    async def start(cls, verb: str, settings: Settings) -> Part:
+        """Start `quire <verb>` with these settings, in a session of its own, so that Ctrl-C reaches it through us."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "service.cli.main",
+            verb,
+            *flags_of(settings, verb),
+            env={**os.environ, **secrets_of(settings)},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+        return cls(verb, process, settings.drain_timeout + EXIT_GRACE_S)
+
+    async def ready(self) -> str:
+        """What stands behind the word on the part's ready line. Raises StartupError if the part ends before."""
+        async for line in self._process.stdout:
+            word, _, rest = line.decode().strip().partition(" ")
+            if word == READY:
+                return rest
+        status = await self._process.wait()
+        raise StartupError(f"the {self.verb} did not start (exit status {status}); its own line stands above")
+
+    async def ended(self) -> int:
+        return await self._process.wait()
+
+    async def stop(self) -> None:
+        """SIGTERM, its drain time, then SIGKILL."""
+        if self._process.returncode is None:
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(self._grace_s):
+                await self._process.wait()
+        except TimeoutError:
+            log.error("killed %s", fields(part=self.verb))
+            self._process.kill()
+            await self._process.wait()
+
+
+def serve_command(settings: Settings, _: argparse.Namespace) -> int:
+    return run_until_signalled(lambda stop: _serve(settings, stop))
+
+
+async def _serve(settings: Settings, stop: asyncio.Event) -> int:
+    async with AsyncExitStack() as exits:
+        if settings.redis_url is None:
+            redis = await asyncio.to_thread(EmbeddedRedis.start, settings.data_dir)
+            exits.push_async_callback(asyncio.to_thread, redis.stop)
+            settings = replace(settings, redis_url=redis.url)
+        worker = await Part.start(WORKER, settings)
+        exits.push_async_callback(worker.stop)
+        gateway = await Part.start(GATEWAY, settings)
+        exits.push_async_callback(gateway.stop)
+
+        stopped = asyncio.create_task(stop.wait())
+        started = asyncio.create_task(_all_ready(gateway, worker))
+        ends = {asyncio.create_task(part.ended()): part for part in (worker, gateway)}
+        done, _ = await asyncio.wait({stopped, started}, return_when=asyncio.FIRST_COMPLETED)
+        if started in done:
+            _greet(settings, started.result())
+            done, _ = await asyncio.wait({stopped, *ends}, return_when=asyncio.FIRST_COMPLETED)
+        started.cancel()
+        dead = [part.verb for task, part in ends.items() if task in done]
+        if dead and not stop.is_set():
+            log.critical("a part ended by itself %s", fields(part=dead[0]))
+            return 1
+        log.info("stopping")
+    return 0
+
+
+async def _all_ready(gateway: Part, worker: Part) -> str:
+    url, _ = await asyncio.gather(gateway.ready(), worker.ready())
+    return url
+
+
+def _greet(settings: Settings, url: str) -> None:
+    name = settings.served_model_name or settings.model.name
+    auth = " -H 'Authorization: Bearer YOUR_KEY'" if settings.api_key else ""
+    print(
+        f"""
+Quire serves {name} at {url}
+Queue producers: {settings.redis_url}
+
+  curl {url}/v1/chat/completions{auth} -H 'Content-Type: application/json' \\
+    -d '{{"model": "{name}", "messages": [{{"role": "user", "content": "Tell me a story about a fox."}}]}}'
+
+Ctrl-C stops it.""",
+        flush=True,
+    )

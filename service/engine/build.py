@@ -1,0 +1,113 @@
+"""Puts an engine together from settings (model, memory, scheduler) and lets nobody have it before it has generated."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from model.errors import ModelError
+from model.kv_cache import allocate
+from model.llama import Llama
+from model.loader import load_model
+from model.ops.backend import open_ops
+
+from model.config import PRESETS, ModelConfig
+from model.ops.interface import Ops
+from model.sampling_params import SamplingParams
+from service.config import Settings
+from service.engine.engine import Engine
+from service.engine.executor import ModelExecutor
+from service.engine.kv_manager import KVManager
+from service.engine.memory import MemoryPlan, plan_memory, warm_up
+from service.engine.scheduler import Limits
+from service.engine.sequence import Request
+from service.errors import EndReason, StartupError
+from service.logs import fields
+
+log = logging.getLogger("quire.engine")
+
+DEFAULT_BATCHED_TOKENS = {"cuda": 8192, "numpy": 512}
+
+
+@dataclass(frozen=True)
+class BuiltEngine:
+    """An engine that has generated, and what its worker tells of it."""
+
+    engine: Engine
+    config: ModelConfig
+    ops: Ops
+    memory: MemoryPlan
+    limits: Limits
+
+
+def read_model_config(settings: Settings) -> ModelConfig:
+    """From the folder, or the shape that `--model-config` names. Raises StartupError."""
+    if settings.model_config is None:
+        try:
+            return ModelConfig.read(Path(settings.model))
+        except ModelError as error:
+            raise StartupError(str(error)) from None
+    if settings.model_config not in PRESETS:
+        raise StartupError(f"--model-config: {settings.model_config!r} is none of {', '.join(sorted(PRESETS))}")
+    if settings.load_format != "dummy":
+        raise StartupError("--model-config names a shape without weights: add --load-format dummy")
+    return PRESETS[settings.model_config]
+
+
+def build_engine(
+    settings: Settings, *, progress: bool, wrap_ops: Callable[[Ops], Ops] = lambda ops: ops
+) -> BuiltEngine:
+    """Load, size, warm up and try. Raises StartupError with one line where that cannot work.
+
+    `wrap_ops` may put something around the backend that the model speaks to; the benches measure that way.
+    """
+    config = read_model_config(settings)
+    wanted_len = _wanted_model_len(settings, config)
+    try:
+        ops = wrap_ops(open_ops(settings.device, settings.dtype, config.dtype))
+        folder = None if settings.load_format == "dummy" else Path(settings.model)
+        model = load_model(folder, config, ops, wanted_len, load_format=settings.load_format, progress=progress)
+    except ModelError as error:
+        raise StartupError(str(error)) from None
+    budget = settings.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS[ops.name]
+    if ops.name == "cuda":
+        warm_up(model, settings.block_size, min(budget, wanted_len), settings.max_num_seqs, wanted_len)
+    memory = plan_memory(settings, config, ops, wanted_len)
+    limits = Limits(
+        max_num_seqs=settings.max_num_seqs, max_num_batched_tokens=budget, max_model_len=memory.max_model_len
+    )
+    engine = _assemble(model, memory, limits)
+    _prove(engine)
+    log.info(
+        "engine ready %s",
+        fields(device=ops.name, dtype=ops.dtype, num_blocks=memory.num_blocks, max_model_len=memory.max_model_len),
+    )
+    return BuiltEngine(engine, config, ops, memory, limits)
+
+
+def _wanted_model_len(settings: Settings, config: ModelConfig) -> int:
+    if settings.max_model_len is None:
+        return config.max_position
+    if settings.max_model_len > config.max_position:
+        raise StartupError(f"--max-model-len: this model ends at {config.max_position} tokens")
+    return settings.max_model_len
+
+
+def _assemble(model: Llama, memory: MemoryPlan, limits: Limits) -> Engine:
+    kv = allocate(model.ops, model.config, memory.num_blocks, memory.block_size)
+    eos_token_ids = frozenset(model.config.eos_token_ids)
+    executor = ModelExecutor(model, kv, eos_token_ids)
+    return Engine(executor, KVManager(memory.num_blocks, memory.block_size), limits, eos_token_ids)
+
+
+def _prove(engine: Engine) -> None:
+    """One real generation; an engine that cannot count to two must not call itself ready."""
+    wishes = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    engine.add(Request(request_id="canary", prompt=(0, 1), sampling=wishes))
+    while engine.has_work:
+        engine.step()
+    last = engine.take_outputs()[-1]
+    if last.end is not EndReason.LENGTH:
+        raise StartupError(f"the first generation ended with {last.end}: the weights or the device are at fault")

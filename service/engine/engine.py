@@ -1,0 +1,160 @@
+"""The engine: requests in, tokens out, one step at a time. Plain Python; the arrays live behind the executor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from service.engine.kv_manager import KVManager
+from service.engine.plan import SampledToken, StepPlan, StepResult, TokenLogprob
+from service.engine.scheduler import Limits, Scheduler
+from service.engine.sequence import Request, Sequence
+from service.errors import EndReason
+
+
+class Executor(Protocol):
+    """Carries plans out."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute the plan's chunks and sample where they reach the end of their sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Something a request's sender should hear: a new token, or the end, or both."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]  # as many as tokens where the request wants them, else none
+    end: EndReason | None
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A picture of the engine between two steps; counters run since its start."""
+
+    num_running: int
+    num_waiting: int
+    num_blocks_free: int
+    num_blocks_used: int
+    num_slots_held: int
+    num_slots_filled: int
+    num_steps: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_preemptions: int
+
+
+class Engine:
+    """Not thread-safe: one thread owns it."""
+
+    def __init__(self, executor: Executor, kv: KVManager, limits: Limits, eos_token_ids: frozenset[int]):
+        self._executor = executor
+        self._kv = kv
+        self._limits = limits
+        self._eos_token_ids = eos_token_ids
+        self._scheduler = Scheduler(kv, limits)
+        self._sequences: dict[str, Sequence] = {}
+        self._outbox: list[Output] = []
+        self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. One that this engine could never finish ends at once with TOO_LARGE."""
+        if request.request_id in self._sequences:
+            raise ValueError(f"request {request.request_id} is already here")
+        sequence = Sequence(request)
+        if not request.prompt or sequence.num_prompt_tokens + request.sampling.max_tokens > self._limits.max_model_len:
+            self._emit(sequence, (), (), EndReason.TOO_LARGE)
+            return
+        self._sequences[request.request_id] = sequence
+        self._scheduler.add(sequence)
+
+    def cancel(self, request_id: str, reason: EndReason) -> None:
+        """End a request now; its blocks are free before the next step. Unknown and ended ones are left alone."""
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            self._end(sequence, (), (), reason)
+
+    def cancel_all(self, reason: EndReason) -> None:
+        for request_id in list(self._sequences):
+            self.cancel(request_id, reason)
+
+    def step(self) -> None:
+        """Schedule, execute, settle. What came of it waits in the outbox."""
+        plan = self._scheduler.schedule()
+        if not plan.chunks:
+            return
+        result = self._executor.execute(plan)
+        self._settle(plan, result)
+        self._num_steps += 1
+
+    def take_outputs(self) -> list[Output]:
+        """Everything since the last call, in order."""
+        outputs, self._outbox = self._outbox, []
+        return outputs
+
+    def stats(self) -> EngineStats:
+        held, filled = self._kv.num_slots(self._scheduler.running)
+        return EngineStats(
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            num_blocks_free=self._kv.pool.num_free,
+            num_blocks_used=self._kv.pool.num_used,
+            num_slots_held=held,
+            num_slots_filled=filled,
+            num_steps=self._num_steps,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_output_tokens=self._num_output_tokens,
+            num_preemptions=self._scheduler.preemption.num_preemptions,
+        )
+
+    def check_invariants(self) -> None:
+        """All books agree; an engine without requests holds no block."""
+        self._scheduler.check_invariants()
+        if not self._sequences and self._kv.pool.num_used:
+            raise AssertionError("idle, and blocks are held")
+
+    def _settle(self, plan: StepPlan, result: StepResult) -> None:
+        sampled = iter(result.sampled)
+        for chunk in plan.chunks:
+            samples = chunk.samples
+            chunk.sequence.num_computed_tokens = chunk.end
+            if samples:
+                self._append(chunk.sequence, next(sampled))
+
+    def _append(self, sequence: Sequence, sampled: SampledToken) -> None:
+        if sequence.num_output_tokens == 0:
+            self._num_prompt_tokens += sequence.num_prompt_tokens
+        if sampled.is_nan:
+            self._end(sequence, (), (), EndReason.NUMERICAL_ERROR)
+            return
+        sequence.token_ids.append(sampled.token_id)
+        self._num_output_tokens += 1
+        tokens = (sampled.token_id,)
+        logprobs = () if sampled.logprob is None else (sampled.logprob,)
+        reason = sequence.end_after(sampled.token_id, self._eos_token_ids, self._limits.max_model_len)
+        if reason is None:
+            self._emit(sequence, tokens, logprobs, None)
+        else:
+            self._end(sequence, tokens, logprobs, reason)
+
+    def _end(
+        self, sequence: Sequence, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...], reason: EndReason
+    ) -> None:
+        sequence.end = reason
+        del self._sequences[sequence.request_id]
+        self._scheduler.remove(sequence)
+        self._emit(sequence, tokens, logprobs, reason)
+
+    def _emit(
+        self, sequence: Sequence, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...], end: EndReason | None
+    ) -> None:
+        self._outbox.append(
+            Output(sequence.request_id, tokens, logprobs, end, sequence.num_prompt_tokens, sequence.num_output_tokens)
+        )

@@ -1,0 +1,98 @@
+"""How much KV cache there is: what the memory still holds once the weights and a step's workspace have theirs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from model.kv_cache import allocate, block_bytes
+from model.llama import Llama
+
+from model.batch import Batch
+from model.config import ModelConfig
+from model.ops.interface import Ops
+from model.sampler import SampledRow, sampling_arrays
+from model.sampling_params import MAX_LOGPROBS, SamplingParams
+from service.config import Settings
+from service.errors import StartupError
+
+CPU_CACHE_BYTES = 2 << 30
+"""A CPU's memory is shared with all else on the machine: the cache takes no more of it than this."""
+
+KEPT_FREE_BYTES = 256 << 20
+"""Left alone on a GPU for what allocates outside our sight: the driver, cuBLAS, fragmentation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """The pool and the longest sequence it can hold."""
+
+    num_blocks: int
+    block_size: int
+    block_bytes: int
+    max_model_len: int
+
+
+def plan_memory(settings: Settings, config: ModelConfig, ops: Ops, wanted_len: int) -> MemoryPlan:
+    """Size the pool from what is free now. Raises StartupError where the model cannot serve at all."""
+    bytes_per_block = block_bytes(config, settings.block_size, ops.dtype)
+    num_blocks = settings.num_gpu_blocks or affordable_bytes(settings, ops) // bytes_per_block
+    useful_blocks = settings.max_num_seqs * -(-wanted_len // settings.block_size)
+    num_blocks = min(num_blocks, useful_blocks)
+    held_len = num_blocks * settings.block_size
+    if num_blocks < 1:
+        raise StartupError("no memory is left for the KV cache: free some, or take a smaller model")
+    if settings.max_model_len is not None and held_len < settings.max_model_len:
+        raise StartupError(f"--max-model-len: the KV cache holds {held_len} tokens, fewer than the length asked for")
+    return MemoryPlan(
+        num_blocks=num_blocks,
+        block_size=settings.block_size,
+        block_bytes=bytes_per_block,
+        max_model_len=min(wanted_len, held_len),
+    )
+
+
+def affordable_bytes(settings: Settings, ops: Ops, *, reserved_bytes: int = 0) -> int:
+    """Bytes the KV cache may take now, with `reserved_bytes` still to be taken by others."""
+    free, total = ops.memory_bytes()
+    free -= reserved_bytes
+    if ops.name == "cuda":
+        return int(free - total * (1 - settings.gpu_memory_utilization)) - KEPT_FREE_BYTES
+    return min(free // 4, CPU_CACHE_BYTES)
+
+
+def warm_up(model: Llama, block_size: int, num_tokens: int, num_sequences: int, max_model_len: int) -> None:
+    """Run the two largest steps there can be, so that their workspace is taken before the pool is sized.
+
+    A prefill of `num_tokens` and a decode of `num_sequences`, each sampled with all that sampling knows, on one shared
+    block: the numbers mean nothing, the kernels, their workspace and the plans of the matrix products stay.
+    """
+    ops, vocab_size = model.ops, model.config.vocab_size
+    kv = allocate(ops, model.config, 1, block_size)
+    wishes = SamplingParams(max_tokens=1, top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS)
+    for lengths in (np.array([num_tokens]), np.ones(num_sequences, np.int64)):
+        rows = [SampledRow(wishes, (0,), 1, 0)] * len(lengths)
+        with ops.scratch():
+            logits = model.forward(_shared_block_batch(ops, lengths, block_size, max_model_len), kv)
+            ops.sample(logits, sampling_arrays(rows, vocab_size, frozenset(), ops.upload))
+        ops.synchronize()
+
+
+def _shared_block_batch(ops: Ops, lengths: np.ndarray, block_size: int, max_model_len: int) -> Batch:
+    ends = np.cumsum(lengths)
+    positions = np.concatenate([np.arange(length) for length in lengths]).astype(np.int32)
+    num_decodes = int(np.count_nonzero(lengths == 1))
+    return Batch(
+        token_ids=ops.upload(np.zeros(ends[-1], np.int32)),
+        positions=ops.upload(positions),
+        slots=ops.upload((positions % block_size).astype(np.int64)),
+        block_tables=ops.upload(np.zeros((len(lengths), -(-max_model_len // block_size)), np.int32)),
+        context_lens=ops.upload(lengths.astype(np.int32)),
+        query_start=ops.upload(np.concatenate([[0], np.cumsum(lengths[num_decodes:])]).astype(np.int32)),
+        logit_rows=ops.upload((ends - 1).astype(np.int32)),
+        num_decodes=num_decodes,
+        num_tokens=int(ends[-1]),
+        num_sequences=len(lengths),
+        max_query_len=int(lengths[num_decodes:].max(initial=0)),
+        max_context_len=int(lengths.max()),
+    )

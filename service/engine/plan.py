@@ -1,0 +1,61 @@
+"""What one step does, and what came of it. Deciding makes a plan; executing it decides nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from service.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """`length` tokens of a sequence from position `start` on, whose blocks are already in its table."""
+
+    sequence: Sequence
+    start: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    @property
+    def samples(self) -> bool:
+        """The chunk reaches the sequence's last token, so that the step gives it a new one."""
+        return self.start + self.length == self.sequence.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Chunks of one token come first (see model.batch.Batch)."""
+
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.length for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of one token and of its best alternatives, best first."""
+
+    logprob: float
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """The next token of a chunk's sequence. `is_nan`: the model gave no numbers, the id means nothing."""
+
+    token_id: int
+    is_nan: bool
+    logprob: TokenLogprob | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One entry for each chunk of the plan that samples, in the plan's order."""
+
+    sampled: tuple[SampledToken, ...]

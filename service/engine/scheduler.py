@@ -1,0 +1,117 @@
+"""Who computes how many tokens in the next step.
+
+There is no prefill phase: a step has a budget of tokens, sequences that lack one token (decodes) are served first, then
+those that lack many, oldest first, each with what the budget leaves.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from service.engine.kv_manager import KVManager
+from service.engine.plan import Chunk, StepPlan
+from service.engine.preemption import Preemption
+from service.engine.sequence import Sequence, State
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bounds of a step and of a sequence, in tokens and sequences."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+class Scheduler:
+    """Owns the two queues. `running` is in order of admission: the oldest first."""
+
+    def __init__(self, kv: KVManager, limits: Limits):
+        self._kv = kv
+        self._limits = limits
+        self.preemption = Preemption(kv)
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """The sequence has ended, wherever it stood: its blocks are free at once."""
+        if sequence.state is State.RUNNING:
+            self.running.remove(sequence)
+            self._kv.release(sequence)
+        else:
+            self.waiting.remove(sequence)
+        sequence.become(State.ENDED)
+
+    def schedule(self) -> StepPlan:
+        """The plan of the next step; every chunk in it has its blocks. Empty only if there is nothing to do."""
+        num_preemptions = self.preemption.num_preemptions
+        chunks = self._continue_running()
+        budget = self._limits.max_num_batched_tokens - sum(chunk.length for chunk in chunks)
+        if self.preemption.num_preemptions == num_preemptions:
+            chunks += self._admit_waiting(budget)
+        chunks.sort(key=lambda chunk: chunk.length != 1)
+        return StepPlan(tuple(chunks))
+
+    def _continue_running(self) -> list[Chunk]:
+        budget = self._limits.max_num_batched_tokens
+        planned: dict[Sequence, Chunk] = {}
+        for sequence in sorted(self.running, key=lambda sequence: sequence.num_uncomputed_tokens > 1):
+            if budget == 0:
+                break
+            if sequence.state is not State.RUNNING:
+                continue
+            chunk = self._chunk(sequence, budget)
+            missing = self._kv.num_missing_blocks(sequence, chunk.end)
+            if missing > self._kv.pool.num_free:
+                victims = self.preemption.make_room(missing, sequence, self.running)
+                self.waiting.extendleft(victims)
+                budget += sum(planned.pop(victim).length for victim in victims if victim in planned)
+                if sequence in victims:
+                    continue
+            self._kv.extend(sequence, chunk.end)
+            planned[sequence] = chunk
+            budget -= chunk.length
+        return list(planned.values())
+
+    def _admit_waiting(self, budget: int) -> list[Chunk]:
+        """Start waiting sequences, first come first served, while the pool can hold all they have so far.
+
+        A newcomer also leaves room for what running sequences still lack of their prompts, and a small reserve, so that
+        it does not become the next victim.
+        """
+        chunks = []
+        spare = self._kv.pool.num_free - sum(
+            self._kv.num_missing_blocks(sequence, sequence.num_tokens) for sequence in self.running
+        )
+        while self.waiting and budget > 0 and len(self.running) < self._limits.max_num_seqs:
+            sequence = self.waiting[0]
+            wanted = self._kv.num_missing_blocks(sequence, sequence.num_tokens)
+            reserve = self._kv.pool.num_blocks // 100 if self.running else 0
+            if wanted + reserve > spare:
+                break
+            self.waiting.popleft()
+            sequence.become(State.RUNNING)
+            self.running.append(sequence)
+            chunk = self._chunk(sequence, budget)
+            self._kv.extend(sequence, chunk.end)
+            chunks.append(chunk)
+            budget -= chunk.length
+            spare -= wanted
+        return chunks
+
+    def _chunk(self, sequence: Sequence, budget: int) -> Chunk:
+        return Chunk(sequence, sequence.num_computed_tokens, min(sequence.num_uncomputed_tokens, budget))
+
+    def check_invariants(self) -> None:
+        """Nobody stands in both queues, waiting sequences hold nothing, and the pool's books are right."""
+        for sequence in self.waiting:
+            if sequence.state is not State.WAITING or sequence.block_table:
+                raise AssertionError(f"{sequence.request_id} waits and is not free of blocks")
+        for sequence in self.running:
+            if sequence.state is not State.RUNNING:
+                raise AssertionError(f"{sequence.request_id} stands among the running and does not run")
+        self._kv.check_invariants(self.running)

@@ -1,0 +1,89 @@
+"""A request while it runs: its tokens, how far they are computed, and the blocks that hold them."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from model.sampling_params import SamplingParams
+from service.errors import EndReason
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the engine is asked to do, in token terms."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+
+
+class State(Enum):
+    """WAITING sequences hold no blocks; RUNNING ones do; ENDED ones never come back."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    ENDED = auto()
+
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.WAITING: frozenset({State.RUNNING, State.ENDED}),
+    State.RUNNING: frozenset({State.WAITING, State.ENDED}),
+    State.ENDED: frozenset(),
+}
+
+
+class Sequence:
+    """Runs until `num_computed_tokens` reaches `num_tokens`; prefill, chunk, decode and recovery are only distances."""
+
+    def __init__(self, request: Request):
+        self.request = request
+        self.token_ids = list(request.prompt)
+        self.num_prompt_tokens = len(request.prompt)
+        self.num_computed_tokens = 0
+        self.block_table = array("i")
+        self.branch = 0
+        self.end: EndReason | None = None
+        self._state = State.WAITING
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.request.sampling
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    def become(self, state: State) -> None:
+        """Move along the transition table; anything else is a bug."""
+        if state not in TRANSITIONS[self._state]:
+            raise AssertionError(f"{self.request_id}: {self._state.name} cannot become {state.name}")
+        self._state = state
+
+    def end_after(self, token_id: int, eos_token_ids: frozenset[int], max_model_len: int) -> EndReason | None:
+        """Why the sequence ends now that `token_id` is its last token; None if it goes on."""
+        wishes = self.sampling
+        if self.num_output_tokens >= wishes.min_tokens and (
+            token_id in wishes.stop_token_ids or (token_id in eos_token_ids and not wishes.ignore_eos)
+        ):
+            return EndReason.STOP
+        if self.num_output_tokens >= wishes.max_tokens or self.num_tokens >= max_model_len:
+            return EndReason.LENGTH
+        return None

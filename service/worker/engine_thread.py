@@ -1,0 +1,97 @@
+"""The engine's own thread: obeys commands between steps, never awaits, and is the only one to touch the device."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from service.engine.engine import Engine, EngineStats, Output
+from service.engine.sequence import Request
+from service.errors import EndReason
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    request_id: str
+    reason: EndReason
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End everything that is left with this reason, then the thread."""
+
+    reason: EndReason
+
+
+Command = Add | Cancel | Stop
+
+
+class EngineThread:
+    """`deliver` gets each step's outputs and `on_death` the exception that ended the thread, both on this thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        deliver: Callable[[list[Output]], None],
+        on_death: Callable[[BaseException], None],
+    ):
+        self._engine = engine
+        self._deliver = deliver
+        self._on_death = on_death
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.stats: EngineStats = engine.stats()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def send(self, command: Command) -> None:
+        """Obeyed before the next step, in the order sent. Callable from any thread."""
+        self._inbox.put(command)
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            while self._obey():
+                self._engine.step()
+                self._report()
+        except BaseException as error:
+            self._engine.cancel_all(EndReason.INTERNAL)
+            self._report()
+            self._on_death(error)
+
+    def _obey(self) -> bool:
+        """Carry out all commands at hand, waiting for one while there is no work. False once told to stop."""
+        while True:
+            try:
+                command = self._inbox.get_nowait()
+            except queue.Empty:
+                if self._engine.has_work:
+                    return True
+                self._engine.check_invariants()
+                self._report()
+                command = self._inbox.get()
+            match command:
+                case Add(request):
+                    self._engine.add(request)
+                case Cancel(request_id, reason):
+                    self._engine.cancel(request_id, reason)
+                case Stop(reason):
+                    self._engine.cancel_all(reason)
+                    self._report()
+                    return False
+
+    def _report(self) -> None:
+        self.stats = self._engine.stats()
+        outputs = self._engine.take_outputs()
+        if outputs:
+            self._deliver(outputs)

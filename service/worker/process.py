@@ -1,0 +1,105 @@
+"""The worker process: builds the engine, wires it to the queue, and leaves in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Callable
+
+from service import metrics
+from service.config import Settings
+from service.engine.build import BuiltEngine, build_engine
+from service.errors import EndReason
+from service.logs import fields
+from service.wire.broker import WorkerBroker
+from service.wire.messages import WorkerCard
+from service.worker.courier import MAX_AHEAD, Courier
+from service.worker.engine_thread import EngineThread, Stop
+
+log = logging.getLogger("quire.worker")
+
+LAST_WORDS_S = 5.0
+"""How long the ends of what is left may take to reach the queue."""
+
+
+class EngineDied(Exception):
+    """The engine thread ended by itself; the process must end too."""
+
+
+async def run_worker(
+    settings: Settings, broker: WorkerBroker, stop: asyncio.Event, on_ready: Callable[[], None]
+) -> None:
+    """Serve jobs until `stop` is set, then drain. Raises StartupError, or EngineDied once its jobs have been ended."""
+    built = await asyncio.to_thread(build_engine, settings, progress=True)
+    worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+    loop, dead = asyncio.get_running_loop(), asyncio.Event()
+    deaths: list[BaseException] = []
+
+    def on_death(error: BaseException) -> None:
+        deaths.append(error)
+        loop.call_soon_threadsafe(dead.set)
+
+    def make_card(ready: bool) -> WorkerCard:
+        return _card(worker_id, settings, built, engine, ready)
+
+    courier = Courier(broker, make_card, built.config.vocab_size, settings.max_num_seqs + MAX_AHEAD)
+    engine = EngineThread(built.engine, courier.deliver, on_death)
+    courier.engine = engine
+    engine.start()
+    duties = asyncio.create_task(courier.run())
+    log.info("worker ready %s", fields(worker=worker_id))
+    on_ready()
+
+    ended = [asyncio.create_task(event.wait()) for event in (stop, dead)]
+    await asyncio.wait([duties, *ended], return_when=asyncio.FIRST_COMPLETED)
+    if stop.is_set() and not dead.is_set():
+        await courier.drain(settings.drain_timeout)
+        engine.send(Stop(EndReason.SHUTDOWN))
+    await _last_words(courier)
+    for task in (duties, *ended):
+        task.cancel()
+    failures = await asyncio.gather(duties, *ended, return_exceptions=True)
+    await broker.retire(worker_id)
+    engine.join(LAST_WORDS_S)
+    if deaths:
+        raise EngineDied from deaths[0]
+    if isinstance(failures[0], Exception):
+        raise failures[0]
+    log.info("worker stopped %s", fields(worker=worker_id))
+
+
+async def _last_words(courier: Courier) -> None:
+    try:
+        async with asyncio.timeout(LAST_WORDS_S):
+            await courier.settled()
+    except TimeoutError:
+        log.error("ends not written %s", fields(num_open=courier.num_open))
+
+
+def _card(worker_id: str, settings: Settings, built: BuiltEngine, engine: EngineThread, ready: bool) -> WorkerCard:
+    stats = engine.stats
+    held = stats.num_slots_held
+    return WorkerCard(
+        worker_id=worker_id,
+        model=settings.served_model_name or settings.model.name,
+        ready=ready,
+        max_model_len=built.memory.max_model_len,
+        num_blocks=built.memory.num_blocks,
+        block_size=built.memory.block_size,
+        beat_at_s=0.0,
+        stats={
+            metrics.STAT_NUM_RUNNING: stats.num_running,
+            metrics.STAT_NUM_WAITING: stats.num_waiting,
+            metrics.STAT_NUM_BLOCKS_FREE: stats.num_blocks_free,
+            metrics.STAT_NUM_BLOCKS_USED: stats.num_blocks_used,
+            metrics.STAT_KV_USAGE: stats.num_blocks_used / built.memory.num_blocks,
+            metrics.STAT_KV_WASTE_RATIO: 1 - stats.num_slots_filled / held if held else 0.0,
+            metrics.STAT_PROMPT_TOKENS_TOTAL: stats.num_prompt_tokens,
+            metrics.STAT_GENERATION_TOKENS_TOTAL: stats.num_output_tokens,
+            metrics.STAT_PREEMPTIONS_TOTAL: stats.num_preemptions,
+            metrics.STAT_STEPS_TOTAL: stats.num_steps,
+        },
+    )
