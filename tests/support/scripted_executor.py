@@ -1,0 +1,38 @@
+"""An executor without a model: the next token is a function of the tokens so far, and the memory behind the block
+tables is a plain list, so that a block in two tables or a lost write shows as a wrong token."""
+
+from __future__ import annotations
+
+import hashlib
+
+from service.engine.plan import SampledToken, StepPlan, StepResult
+
+
+def next_token(token_ids: list[int], vocab_size: int = 97) -> int:
+    """What the scripted model says after these tokens."""
+    return int.from_bytes(hashlib.blake2b(repr(token_ids).encode(), digest_size=4).digest()) % vocab_size
+
+
+class ScriptedExecutor:
+    """Writes tokens into blocks as a model writes keys, and predicts from what the blocks hold."""
+
+    def __init__(self, num_blocks: int, block_size: int, nan_after: int | None = None):
+        self.memory: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.block_size = block_size
+        self.plans: list[StepPlan] = []
+        self._nan_after = nan_after
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.plans.append(plan)
+        for chunk in plan.chunks:
+            for position in range(chunk.start, chunk.end):
+                block = chunk.sequence.block_table[position // self.block_size]
+                self.memory[block][position % self.block_size] = chunk.sequence.token_ids[position]
+        return StepResult(tuple(self._sampled(chunk) for chunk in plan.chunks if chunk.samples))
+
+    def _sampled(self, chunk) -> SampledToken:
+        cached = [
+            self.memory[chunk.sequence.block_table[position // self.block_size]][position % self.block_size]
+            for position in range(chunk.end)
+        ]
+        return SampledToken(next_token(cached), cached[-1] == self._nan_after, None)
