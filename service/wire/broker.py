@@ -80,6 +80,9 @@ class WorkerBroker(Protocol):
     async def fetch_cancels(self, wait_s: float) -> Sequence[Cancel]:
         """Cancels since the last call (since this broker was opened, at first)."""
 
+    async def now_s(self) -> float:
+        """Redis time, Unix seconds."""
+
     async def announce(self, card: WorkerCard) -> None:
         """The heartbeat."""
 

@@ -1,0 +1,50 @@
+import numpy as np
+
+from model.sampler import SampledRow, sampling_arrays
+from model.sampling_params import SamplingParams
+
+EOS = frozenset({2})
+
+
+def arrays(*rows):
+    return sampling_arrays(rows, 100, EOS, np.array)
+
+
+def row(tokens=(5, 6, 7), num_prompt=2, **wishes):
+    return SampledRow(SamplingParams(**{"max_tokens": 9} | wishes), tokens, num_prompt, 0)
+
+
+def test_plain_rows_need_neither_penalties_nor_bias_nor_logprobs():
+    how = arrays(row(temperature=0.5, seed=2**64 - 1), row(top_k=7, top_p=0.25))
+    assert how.temperature.tolist() == [0.5, 1.0]
+    assert how.top_k.tolist() == [100, 7]
+    assert how.top_p.tolist() == [1.0, 0.25]
+    assert how.seed.tolist() == [2**64 - 1, 0]
+    assert how.position.tolist() == [3, 3]
+    assert (how.penalties, how.bias, how.with_logprobs) == (None, None, False)
+
+
+def test_penalties_count_the_output_and_know_the_prompt():
+    how = arrays(row(), row((5, 5, 6, 8, 8, 5), 3, repetition_penalty=1.5, frequency_penalty=0.25))
+    seen = how.penalties
+    assert seen.indptr.tolist() == [0, 0, 3]
+    assert dict(zip(seen.token_ids.tolist(), seen.output_counts.tolist(), strict=True)) == {5: 1, 6: 0, 8: 2}
+    assert seen.repetition.tolist() == [1.0, 1.5]
+    assert seen.frequency.tolist() == [0.0, 0.25]
+
+
+def test_min_tokens_forbids_every_stop_until_then():
+    wishes = {"min_tokens": 2, "stop_token_ids": (9,), "logit_bias": ((9, 50.0), (4, 1.0))}
+    how = arrays(row((5, 6, 7), **wishes), row((5, 6, 7, 8), **wishes), row((5, 6), ignore_eos=True, **wishes))
+    rows = np.split(np.stack([how.bias.token_ids, how.bias.values], axis=1), how.bias.indptr[1:-1])
+    assert [dict(map(tuple, pairs.tolist())) for pairs in rows] == [
+        {4: 1.0, 2: -np.inf, 9: -np.inf},
+        {9: 50.0, 4: 1.0},
+        {4: 1.0, 9: -np.inf},
+    ]
+
+
+def test_as_many_alternatives_as_the_greediest_row_wants():
+    how = arrays(row(logprobs=3), row(), row(logprobs=0))
+    assert (how.with_logprobs, how.num_logprobs) == (True, 3)
+    assert arrays(row(logprobs=0)).num_logprobs == 0

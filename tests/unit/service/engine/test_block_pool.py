@@ -1,0 +1,42 @@
+import pytest
+
+from service.engine.block_pool import BlockPool, OutOfBlocks
+
+
+def test_blocks_are_taken_shared_and_given_back():
+    pool = BlockPool(4)
+    first = pool.take(3)
+    assert len(set(first)) == 3
+    assert (pool.num_free, pool.num_used) == (1, 3)
+    pool.share(first[:2])
+    pool.check_invariants([first, first[:2]])
+    pool.give_back(first)
+    assert pool.num_free == 2
+    pool.give_back(first[:2])
+    pool.check_invariants([])
+    assert pool.num_free == 4
+
+
+def test_asking_for_too_many_takes_none():
+    pool = BlockPool(2)
+    with pytest.raises(OutOfBlocks):
+        pool.take(3)
+    assert pool.num_free == 2
+
+
+def test_the_last_given_back_is_the_first_taken():
+    pool = BlockPool(8)
+    blocks = pool.take(3)
+    pool.give_back(blocks)
+    assert pool.take(3) == blocks
+
+
+def test_wrong_books_are_found():
+    pool = BlockPool(3)
+    taken = pool.take(1)
+    with pytest.raises(AssertionError, match="references"):
+        pool.check_invariants([])
+    with pytest.raises(AssertionError, match="given back twice"):
+        pool.give_back([*taken, *taken])
+    with pytest.raises(AssertionError, match="cannot be shared"):
+        pool.share(taken)

@@ -1,0 +1,202 @@
+"""The engine on a scripted model: every request gets the tokens it would get alone, whatever else happens."""
+
+import pytest
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from model.sampling_params import SamplingParams
+from service.engine.engine import Engine
+from service.engine.kv_manager import KVManager
+from service.engine.scheduler import Limits
+from service.engine.sequence import Request
+from service.errors import EndReason
+from tests.support.scripted_executor import ScriptedExecutor, next_token
+
+EOS = 7
+
+
+def make_engine(num_blocks=64, block_size=4, max_num_seqs=8, budget=16, max_len=128, nan_after=None):
+    executor = ScriptedExecutor(num_blocks, block_size, nan_after)
+    limits = Limits(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_model_len=max_len)
+    return Engine(executor, KVManager(num_blocks, block_size), limits, frozenset({EOS})), executor
+
+
+def request(name, prompt, **wishes):
+    return Request(request_id=name, prompt=tuple(prompt), sampling=SamplingParams(**{"max_tokens": 8} | wishes))
+
+
+def alone(prompt, max_tokens, stops=frozenset({EOS})):
+    """What the scripted model says after the prompt, and why it ends."""
+    tokens = list(prompt)
+    while True:
+        tokens.append(next_token(tokens))
+        if tokens[-1] in stops:
+            return tokens[len(prompt) :], EndReason.STOP
+        if len(tokens) - len(prompt) == max_tokens:
+            return tokens[len(prompt) :], EndReason.LENGTH
+
+
+def run(engine):
+    """Request id -> (tokens, end); checks that nothing follows an end."""
+    told = {}
+    while engine.has_work:
+        engine.step()
+        engine.check_invariants()
+        collect(engine, told)
+    collect(engine, told)
+    return told
+
+
+def collect(engine, told):
+    for output in engine.take_outputs():
+        tokens, end = told.get(output.request_id, ([], None))
+        assert end is None, "an output behind the end"
+        tokens = tokens + list(output.token_ids)
+        assert output.num_output_tokens == len(tokens)
+        told[output.request_id] = (tokens, output.end)
+
+
+def test_many_requests_get_what_each_would_get_alone():
+    engine, _ = make_engine()
+    prompts = {str(n): [n, *range(n % 23)] for n in range(40)}
+    for name, prompt in prompts.items():
+        engine.add(request(name, prompt, max_tokens=5 + int(name) % 11))
+    told = run(engine)
+    assert told == {name: alone(prompt, 5 + int(name) % 11) for name, prompt in prompts.items()}
+    assert engine.stats().num_blocks_used == 0
+
+
+def test_a_long_prompt_is_computed_in_chunks_beside_decodes():
+    engine, executor = make_engine(budget=8)
+    engine.add(request("short", [1], max_tokens=20, ignore_eos=True))
+    engine.step()
+    engine.add(request("long", range(50), max_tokens=2, ignore_eos=True))
+    run(engine)
+    mixed = [plan for plan in executor.plans if len(plan.chunks) == 2]
+    assert len(mixed) >= 6
+    assert all(plan.num_tokens <= 8 and plan.chunks[0].length == 1 for plan in mixed)
+
+
+def test_preempted_requests_come_back_and_lose_nothing():
+    engine, _ = make_engine(num_blocks=12, max_len=48)
+    for n in range(6):
+        engine.add(request(str(n), [n, 50, 51], max_tokens=30, ignore_eos=True))
+    told = run(engine)
+    assert engine.stats().num_preemptions > 0
+    for n in range(6):
+        assert told[str(n)] == alone([n, 50, 51], 30, stops=frozenset())
+
+
+def test_the_oldest_request_is_never_preempted():
+    engine, executor = make_engine(num_blocks=10, max_len=40)
+    for n in range(5):
+        engine.add(request(str(n), [n], max_tokens=35, ignore_eos=True))
+    oldest_starts = []
+    while engine.has_work:
+        engine.step()
+        oldest_starts += [c.start for c in executor.plans[-1].chunks if c.sequence.request_id == "0"]
+    assert engine.stats().num_preemptions > 0
+    assert oldest_starts == sorted(set(oldest_starts))
+
+
+@pytest.mark.parametrize("wishes", [{"stop_token_ids": (3, 11, 29)}, {"ignore_eos": True}, {"min_tokens": 6}])
+def test_ends(wishes):
+    engine, _ = make_engine()
+    engine.add(request("a", [5, 6], max_tokens=90, **wishes))
+    tokens, end = run(engine)["a"]
+    stops = {*wishes.get("stop_token_ids", ()), *(() if wishes.get("ignore_eos") else (EOS,))}
+    expected = [5, 6]
+    while True:
+        expected.append(next_token(expected))
+        made = len(expected) - 2
+        if (expected[-1] in stops and made >= wishes.get("min_tokens", 0)) or made == 90:
+            break
+    assert tokens == expected[2:]
+    assert end is (EndReason.STOP if tokens[-1] in stops else EndReason.LENGTH)
+
+
+def test_what_can_never_fit_ends_at_once():
+    engine, _ = make_engine(max_len=20)
+    engine.add(request("big", range(15), max_tokens=6))
+    engine.add(request("empty", []))
+    assert run(engine) == {"big": ([], EndReason.TOO_LARGE), "empty": ([], EndReason.TOO_LARGE)}
+
+
+def test_a_nan_ends_only_its_own_request():
+    engine, _ = make_engine(nan_after=96)
+    engine.add(request("bad", [1, 96]))
+    engine.add(request("good", [1, 2], ignore_eos=True, max_tokens=3))
+    told = run(engine)
+    assert told["bad"] == ([], EndReason.NUMERICAL_ERROR)
+    assert told["good"] == alone([1, 2], 3, stops=frozenset())
+
+
+def test_cancel_frees_blocks_before_the_next_step():
+    engine, _ = make_engine()
+    engine.add(request("a", range(20), ignore_eos=True, max_tokens=50))
+    engine.step()
+    assert engine.stats().num_blocks_used > 0
+    engine.cancel("a", EndReason.CANCELLED)
+    assert engine.stats().num_blocks_used == 0
+    assert [output.end for output in engine.take_outputs()] == [EndReason.CANCELLED]
+    engine.cancel("a", EndReason.CANCELLED)
+    assert engine.take_outputs() == []
+
+
+def test_the_same_id_twice_is_refused():
+    engine, _ = make_engine()
+    engine.add(request("a", [1]))
+    with pytest.raises(ValueError, match="already here"):
+        engine.add(request("a", [2]))
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Add, step and cancel in any order in a pool that is too small, against what each request would get alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.engine, _ = make_engine(num_blocks=14, max_num_seqs=5, budget=11, max_len=56)
+        self.wanted, self.told, self.cancelled = {}, {}, set()
+
+    @rule(prompt=st.lists(st.integers(0, 96), min_size=1, max_size=30), max_tokens=st.integers(1, 25))
+    def add(self, prompt, max_tokens):
+        name = str(len(self.wanted))
+        self.wanted[name] = alone(prompt, max_tokens)
+        self.engine.add(request(name, prompt, max_tokens=max_tokens))
+
+    @rule(count=st.integers(1, 12))
+    def step(self, count):
+        for _ in range(count):
+            self.engine.step()
+        collect(self.engine, self.told)
+
+    @precondition(lambda self: self.wanted)
+    @rule(data=st.data())
+    def cancel(self, data):
+        name = data.draw(st.sampled_from(sorted(self.wanted)))
+        self.engine.cancel(name, EndReason.CANCELLED)
+        collect(self.engine, self.told)
+
+    @invariant()
+    def books_agree(self):
+        self.engine.check_invariants()
+
+    def teardown(self):
+        for _ in range(2000):
+            if not self.engine.has_work:
+                break
+            self.engine.step()
+        assert not self.engine.has_work, "a request starves"
+        collect(self.engine, self.told)
+        for name, (tokens, end) in self.wanted.items():
+            told_tokens, told_end = self.told[name]
+            if told_end is EndReason.CANCELLED:
+                assert told_tokens == tokens[: len(told_tokens)]
+            else:
+                assert (told_tokens, told_end) == (tokens, end)
+        assert self.engine.stats().num_blocks_used == 0
+
+
+EngineMachine.TestCase.settings = hypothesis_settings(max_examples=60, stateful_step_count=40, deadline=None)
+test_engine_machine = EngineMachine.TestCase
