@@ -1,0 +1,86 @@
+"""The thread around the engine: order of commands, the end of everything, and death."""
+
+import queue
+
+import pytest
+
+from model.sampling_params import SamplingParams
+from service.engine.engine import Engine
+from service.engine.kv_manager import KVManager
+from service.engine.scheduler import Limits
+from service.engine.sequence import Request
+from service.errors import EndReason
+from service.worker.engine_thread import Add, Cancel, EngineThread, Stop
+from tests.support.scripted_executor import ScriptedExecutor, next_token
+
+WAIT_S = 10
+
+
+class Harness:
+    """A running thread whose outputs arrive in a queue."""
+
+    def __init__(self, executor=None):
+        self.outputs, self.deaths = queue.Queue(), queue.Queue()
+        limits = Limits(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=256)
+        engine = Engine(executor or ScriptedExecutor(64, 4), KVManager(64, 4), limits, frozenset())
+        self.thread = EngineThread(engine, lambda batch: [self.outputs.put(o) for o in batch], self.deaths.put)
+        self.thread.start()
+
+    def add(self, name, max_tokens):
+        wishes = SamplingParams(max_tokens=max_tokens)
+        self.thread.send(Add(Request(request_id=name, prompt=(1, 2), sampling=wishes)))
+
+    def until_end(self, name):
+        tokens = []
+        while True:
+            output = self.outputs.get(timeout=WAIT_S)
+            if output.request_id == name:
+                tokens += output.token_ids
+                if output.end is not None:
+                    return tokens, output.end
+
+
+@pytest.fixture
+def harness():
+    made = Harness()
+    yield made
+    made.thread.send(Stop(EndReason.SHUTDOWN))
+    made.thread.join(WAIT_S)
+
+
+def test_an_idle_thread_wakes_for_a_request(harness):
+    for name in ("first", "second"):
+        harness.add(name, 3)
+        tokens, end = harness.until_end(name)
+        expected = [1, 2]
+        for _ in range(3):
+            expected.append(next_token(expected))
+        assert (tokens, end) == (expected[2:], EndReason.LENGTH)
+    assert harness.thread.stats.num_output_tokens >= 3
+
+
+def test_cancel_reaches_a_running_request(harness):
+    harness.add("long", 250)
+    harness.outputs.get(timeout=WAIT_S)
+    harness.thread.send(Cancel("long", EndReason.CANCELLED))
+    tokens, end = harness.until_end("long")
+    assert end is EndReason.CANCELLED or len(tokens) >= 249
+
+
+def test_stop_ends_what_is_left(harness):
+    harness.add("long", 250)
+    harness.thread.send(Stop(EndReason.SHUTDOWN))
+    assert harness.until_end("long")[1] is EndReason.SHUTDOWN
+    harness.thread.join(WAIT_S)
+
+
+class BrokenExecutor:
+    def execute(self, plan):
+        raise RuntimeError("device lost")
+
+
+def test_death_is_told_and_its_requests_end():
+    harness = Harness(BrokenExecutor())
+    harness.add("a", 5)
+    assert harness.until_end("a") == ([], EndReason.INTERNAL)
+    assert isinstance(harness.deaths.get(timeout=WAIT_S), RuntimeError)
