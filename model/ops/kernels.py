@@ -115,7 +115,8 @@ def compile_cubin(name: str, arch: str, defines: Mapping[str, int]) -> bytes:
 
 
 def _options(arch: str, defines: Mapping[str, int]) -> tuple[str, ...]:
-    return ("--std=c++17", "-lineinfo", f"-arch=sm_{arch}", *(f"-D{key}={defines[key]}" for key in sorted(defines)))
+    defined = (f"-D{key}={defines[key]}" for key in sorted(defines))
+    return ("--std=c++17", "-default-device", "-lineinfo", f"-arch=sm_{arch}", *defined)
 
 
 def _source(folder: Path, name: str) -> str:
