@@ -1,0 +1,275 @@
+// Paged decode attention: one query row a sequence and head against the cached keys and values. Split-KV flash decoding.
+//
+// q, out [S, Hq, HEAD_DIM]; kv [num_blocks, L, 2, Hkv, BLOCK_SIZE, HEAD_DIM]; block_tables int32[S, max_blocks];
+// context_lens int32[S]. Twin: NumpyOps.paged_decode_attention. Grid (Hkv * SLICES, num_splits, S), THREADS threads,
+// SHARED_BYTES of dynamic shared memory. Each CTA takes one kv head's ROWS query rows and an equal part of what the
+// sequence really sees (`part_of`, read from context_lens on the device, so a captured graph serves every length); parts
+// that a short sequence does not need exit at once. A sequence of one part goes straight to out. Otherwise the parts
+// leave (sum, maximum, total) in the workspace and the last to arrive combines them: no second kernel. A planner that
+// gives parts of equal work over all sequences only has to replace `part_of` and the meaning of blockIdx.
+//
+// fp16, bf16: every warp streams tiles of 16 tokens of its own through its own STAGES of shared memory (cp.async through
+// the block table), with no barrier wider than a warp in the loop. Tokens are the M of the product, the packed query rows
+// its N: S^T = K Q^T, O^T = V^T P^T, so eight query rows cost one instruction and fragments of P are one movmatrix away.
+// fp32: CUDA cores, a query row a CTA (ROWS 1), for tests and small models.
+//
+// Preconditions: 16-byte aligned arrays; max_blocks > 0; scale > 0; window > 0; one launch at a time on a device (the
+// counters of `arrived` are shared by all). Rows with context_len <= 0 get zeros and read nothing; block ids outside the
+// pool read as zeros. Workspace: partial_sums float[S, Hq, num_splits, HEAD_DIM], partial_stats float2[S, Hq, num_splits].
+// Roofline: bytes of the visible keys and values over memory bandwidth; 0.90 of the device's copy rate from 256 MB up.
+#include "attention.cuh"
+#include "mma.cuh"
+#include "split_kv.cuh"
+#include "types.cuh"
+
+constexpr int TILE = 16;                                            // tokens of a warp's step
+constexpr int PART_STEP = WARPS * WARP_SIZE;                        // parts are multiples: every warp gets its share
+
+struct Part {
+    int first;       // token that the window shows first
+    int begin, end;  // tokens of this part; a multiple of TILE, and at most the context's end
+    int count;       // parts of the sequence that have tokens
+};
+
+__device__ __forceinline__ Part part_of(int context_len, int window, int index, int num_splits) {
+    const int first = max(0, context_len - window);
+    const int origin = first / TILE * TILE;
+    const int span = context_len - origin;
+    const int wanted = max(MIN_PART, ceil_div(span, num_splits));
+    const int size = ceil_div(wanted, PART_STEP) * PART_STEP;
+    const int begin = origin + index * size;
+    return {first, begin, min(begin + size, context_len), ceil_div(span, size)};
+}
+
+#if QUIRE_DTYPE == 0
+
+__device__ __forceinline__ void attend(const T* q, const PagedHead& head, const Part& part, int, float scale_log2,
+                                       Results& results, unsigned char*) {
+    const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
+    RowState state;
+    attend_row(state, q, head, max(part.first, part.begin) + warp * WARP_SIZE, part.end, THREADS, scale_log2);
+#pragma unroll
+    for (int i = 0; i < RowState::DIMS; ++i) {
+        const int d = lane + i * WARP_SIZE;
+        if (d < HEAD_DIM) results.sum[warp][0][d] = state.sum[i];
+    }
+    if (lane == 0) results.stats[warp][0] = make_float2(state.maximum, state.total);
+}
+
+#else
+
+constexpr int Q_TILES = ceil_div(ROWS, 8);
+constexpr int STEPS = HEAD_DIM / 16;
+constexpr int TILE_BYTES = TILE * SharedTile::ROW_BYTES;
+constexpr int HALF_CHUNKS = TILE / 2 * SharedTile::CHUNKS;
+static_assert(SHARED_BYTES == WARPS * STAGES * 2 * TILE_BYTES, "the launcher's tile sizes are not these");
+
+// Query rows of this thread's fragments are 8 n + 2t and 8 n + 2t + 1: element [n][.] of each pair below.
+struct WarpState {
+    float sum[Q_TILES][STEPS][4];
+    float maximum[Q_TILES][2];
+    float total[Q_TILES][2];  // of this thread's own tokens
+};
+
+// The ids of the two blocks that hold a tile's two halves of 8 tokens (the same unless blocks are that small).
+__device__ __forceinline__ int2 blocks_of_tile(const PagedHead& head, int tile) {
+    const int block = tile * TILE / BLOCK_SIZE;
+    if (BLOCK_SIZE >= TILE) {
+        const int id = __ldg(head.entry(block));
+        return make_int2(id, id);
+    }
+    return make_int2(__ldg(head.entry(block)), __ldg(head.entry(block + 1)));
+}
+
+// Starts the copy of a tile's keys and values; tokens outside first <= token < end become zeros and are not read.
+__device__ __forceinline__ void copy_tile(u32 key_tile, const PagedHead& head, int2 ids, int tile, int first, int end) {
+    const int lane = threadIdx.x % WARP_SIZE;
+    const int at = tile * TILE % BLOCK_SIZE;
+    const T* halves[2] = {head.key_at(ids.x, at), head.key_at(ids.y, BLOCK_SIZE >= TILE ? at + TILE / 2 : 0)};
+    const bool held[2] = {head.holds(ids.x), head.holds(ids.y)};
+    const int low = first - tile * TILE, high = end - tile * TILE;
+#pragma unroll
+    for (int i = 0; i < 2 * HALF_CHUNKS / WARP_SIZE; ++i) {
+        const int chunk = lane + i * WARP_SIZE;
+        const int half = chunk >= HALF_CHUNKS;
+        const int row = chunk / SharedTile::CHUNKS;
+        const u32 to = key_tile + SharedTile::offset(row, chunk % SharedTile::CHUNKS);
+        const T* from = (half ? halves[1] : halves[0]) + (chunk - half * HALF_CHUNKS) * 8;
+        const bool wanted = row >= low && row < high && (half ? held[1] : held[0]);
+        copy_async_16(to, from, wanted);
+        copy_async_16(to + TILE_BYTES, from + head.value_offset, wanted);
+    }
+}
+
+// S^T = K Q^T of one tile; rows (tokens) outside low <= row < high get minus infinity.
+__device__ __forceinline__ void score_tile(float (&score)[Q_TILES][4], const u32 (&q)[Q_TILES][STEPS][2], u32 key_tile,
+                                           int low, int high, float scale_log2) {
+    const int lane = threadIdx.x % WARP_SIZE, g = lane / 4;
+    float chain[2][Q_TILES][4] = {};  // two sums, so that one product need not wait for the one before
+    const u32 from = key_tile + SharedTile::offset(lane % 16, lane / 16);
+#pragma unroll
+    for (int k = 0; k < STEPS; ++k) {
+        u32 keys[4];
+        load_matrices(keys, SharedTile::right_of(from, k));
+#pragma unroll
+        for (int n = 0; n < Q_TILES; ++n) mma_16x8x16(chain[k % 2][n], keys, q[n][k][0], q[n][k][1]);
+    }
+    const bool seen[2] = {g >= low && g < high, g + 8 >= low && g + 8 < high};
+#pragma unroll
+    for (int n = 0; n < Q_TILES; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            score[n][i] = seen[i / 2] ? (chain[0][n][i] + chain[1][n][i]) * scale_log2 : minus_infinity();
+    }
+}
+
+// Turns the scores of one 8-row slice into fragments of P^T and rescales what `state` holds to the new maximum.
+__device__ __forceinline__ void weigh_tile(WarpState& state, int n, float (&score)[4], u32 (&weights)[2]) {
+    float correction[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+        float best = fmaxf(score[j], score[j + 2]);
+#pragma unroll
+        for (int offset = 4; offset < WARP_SIZE; offset *= 2) best = fmaxf(best, __shfl_xor_sync(FULL_WARP, best, offset));
+        best = fmaxf(best, state.maximum[n][j]);
+        const float base = finite_base(best);
+        correction[j] = exp2_approx(state.maximum[n][j] - base);
+        state.maximum[n][j] = best;
+        score[j] = exp2_approx(score[j] - base);
+        score[j + 2] = exp2_approx(score[j + 2] - base);
+        state.total[n][j] = state.total[n][j] * correction[j] + score[j] + score[j + 2];
+    }
+    weights[0] = transpose_matrix(pack_pair(score[0], score[1]));
+    weights[1] = transpose_matrix(pack_pair(score[2], score[3]));
+#pragma unroll
+    for (int m = 0; m < STEPS; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) state.sum[n][m][i] *= correction[i % 2];
+    }
+}
+
+__device__ __forceinline__ void attend_tile(WarpState& state, const u32 (&q)[Q_TILES][STEPS][2], u32 key_tile, int low,
+                                            int high, float scale_log2) {
+    const int lane = threadIdx.x % WARP_SIZE;
+    float score[Q_TILES][4];
+    score_tile(score, q, key_tile, low, high, scale_log2);
+    u32 weights[Q_TILES][2];
+#pragma unroll
+    for (int n = 0; n < Q_TILES; ++n) weigh_tile(state, n, score[n], weights[n]);
+
+    const u32 from = key_tile + TILE_BYTES + SharedTile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+#pragma unroll
+    for (int m = 0; m < STEPS; ++m) {
+        u32 values[4];
+        load_matrices_transposed(values, SharedTile::right_of(from, m));
+#pragma unroll
+        for (int n = 0; n < Q_TILES; ++n) mma_16x8x16(state.sum[n][m], values, weights[n][0], weights[n][1]);
+    }
+}
+
+__device__ __forceinline__ void load_queries(u32 (&fragments)[Q_TILES][STEPS][2], const T* q, int num_rows) {
+    const int lane = threadIdx.x % WARP_SIZE;
+#pragma unroll
+    for (int n = 0; n < Q_TILES; ++n) {
+        const int row = n * 8 + lane / 4;
+        const u32* pairs = reinterpret_cast<const u32*>(q + row * HEAD_DIM) + lane % 4;
+#pragma unroll
+        for (int k = 0; k < STEPS; ++k) {
+            fragments[n][k][0] = row < num_rows ? pairs[k * 8] : 0;
+            fragments[n][k][1] = row < num_rows ? pairs[k * 8 + 4] : 0;
+        }
+    }
+}
+
+// Leaves a warp's state in `results`, whose memory no warp may still read tiles from.
+__device__ __forceinline__ void leave_state(const WarpState& state, Results& results) {
+    const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
+#pragma unroll
+    for (int n = 0; n < Q_TILES; ++n) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const int row = n * 8 + lane % 4 * 2 + j;
+            float total = state.total[n][j];
+#pragma unroll
+            for (int offset = 4; offset < WARP_SIZE; offset *= 2) total += __shfl_xor_sync(FULL_WARP, total, offset);
+            if (row >= ROWS) continue;
+            if (lane < 4) results.stats[warp][row] = make_float2(state.maximum[n][j], total);
+#pragma unroll
+            for (int m = 0; m < STEPS; ++m) {
+                results.sum[warp][row][m * 16 + lane / 4] = state.sum[n][m][j];
+                results.sum[warp][row][m * 16 + lane / 4 + 8] = state.sum[n][m][j + 2];
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void attend(const T* q, const PagedHead& head, const Part& part, int num_rows,
+                                       float scale_log2, Results& results, unsigned char* tiles) {
+    const int warp = threadIdx.x / WARP_SIZE;
+    const int num_tiles = ceil_div(part.end, TILE);
+    const u32 ring = shared_address(tiles) + warp * (STAGES * 2 * TILE_BYTES);
+    int tile = part.begin / TILE + warp;
+    int2 ids[STAGES];
+#pragma unroll
+    for (int i = 0; i < STAGES; ++i) ids[i] = blocks_of_tile(head, tile + i * WARPS);
+    int2 next_ids = blocks_of_tile(head, tile + STAGES * WARPS);
+#pragma unroll
+    for (int i = 0; i < STAGES; ++i) {
+        const int ahead = tile + i * WARPS;
+        if (ahead < num_tiles) copy_tile(ring + i * 2 * TILE_BYTES, head, ids[i], ahead, part.first, part.end);
+        commit_copies();
+    }
+    u32 fragments[Q_TILES][STEPS][2];
+    load_queries(fragments, q, num_rows);
+    WarpState state = {};
+#pragma unroll
+    for (int n = 0; n < Q_TILES; ++n) state.maximum[n][0] = state.maximum[n][1] = minus_infinity();
+
+    for (u32 stage = 0; tile < num_tiles; tile += WARPS) {
+        const u32 at = ring + stage * 2 * TILE_BYTES;
+        wait_for_copies<STAGES - 1>();
+        __syncwarp();
+        attend_tile(state, fragments, at, part.first - tile * TILE, part.end - tile * TILE, scale_log2);
+        __syncwarp();
+        const int ahead = tile + STAGES * WARPS;
+        if (ahead < num_tiles) copy_tile(at, head, next_ids, ahead, part.first, part.end);
+        commit_copies();
+        next_ids = blocks_of_tile(head, ahead + WARPS);  // a step early: the copy must not wait for it
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
+    }
+    wait_for_copies<0>();
+    __syncthreads();
+    leave_state(state, results);
+}
+
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+paged_decode_attention(T* __restrict__ out, const T* __restrict__ q, const T* __restrict__ kv,
+                       const int* __restrict__ block_tables, const int* __restrict__ context_lens,
+                       float* partial_sums, float2* partial_stats, int num_blocks, int num_layers, int layer,
+                       int max_blocks, float scale_log2, int window) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const int num_kv_heads = gridDim.x / SLICES, num_splits = gridDim.y, sequence = blockIdx.z;
+    const int kv_head = blockIdx.x / SLICES, first_row = blockIdx.x % SLICES * ROWS;
+    const int num_rows = min(ROWS, GROUP - first_row);
+    const i64 row = (static_cast<i64>(sequence) * num_kv_heads + kv_head) * GROUP + first_row;
+    const PagedHead head(kv, block_tables + static_cast<i64>(sequence) * max_blocks, num_blocks, max_blocks, num_layers,
+                         layer, num_kv_heads, kv_head);
+    const Part part = part_of(head.clamped(context_lens[sequence]), window, blockIdx.y, num_splits);
+    out += row * HEAD_DIM;
+    if (blockIdx.y >= part.count) {
+        const float zeros[4] = {};
+        for (int i = threadIdx.x; part.count == 0 && blockIdx.y == 0 && i < num_rows * (HEAD_DIM / 4); i += THREADS)
+            store_four(out + i * 4, zeros);
+        return;
+    }
+    Results& results = *reinterpret_cast<Results*>(shared);
+    attend(q + row * HEAD_DIM, head, part, num_rows, scale_log2, results, shared);
+    __syncthreads();
+    float* sums = partial_sums + row * num_splits * HEAD_DIM;
+    float2* stats = partial_stats + row * num_splits;
+    merge_warps(results, num_rows, part.count == 1, out, sums + blockIdx.y * HEAD_DIM, stats + blockIdx.y, num_splits);
+    if (part.count == 1 || !is_last_to_arrive(sequence * gridDim.x + blockIdx.x, part.count)) return;
+    combine_parts(sums, stats, num_rows, part.count, num_splits, reinterpret_cast<float*>(shared), out);
+}

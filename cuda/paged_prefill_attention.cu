@@ -1,0 +1,336 @@
+// Paged varlen prefill attention: causal attention of chunks of several sequences against the cache, which already holds
+// the chunks' own keys. Flash attention with mma.sync, for every architecture from sm_80.
+//
+// q, out [T, Hq, HEAD_DIM]; kv [num_blocks, L, 2, Hkv, BLOCK_SIZE, HEAD_DIM]; block_tables int32[S, max_blocks];
+// context_lens int32[S]; query_start int32[S + 1]. Twin: NumpyOps.paged_prefill_attention. Grid (Hkv, S, num_tiles), with
+// num_tiles = ceil(max_query_len * GROUP / ROWS); THREADS threads; SHARED_BYTES of dynamic shared memory.
+//
+// A CTA takes ROWS query rows of one kv head: row r is query head r % GROUP of the chunk's token r / GROUP, so heads of a
+// group share the keys, short chunks fill the tile, and the ragged edge of the causal triangle is GROUP times thinner.
+// blockIdx.z counts tiles from a chunk's end: the longest first, over all sequences. Keys go by tiles of KEYS tokens,
+// fetched a tile ahead (cp.async through the block table, whose ids are fetched two tiles ahead) into two stages.
+// fp16, bf16: a warp has 16 * ROW_TILES rows; two row tiles halve what it reads from shared memory for each product.
+// fp32: CUDA cores, a warp a row, for tests and small models.
+//
+// Preconditions: 16-byte aligned arrays; max_blocks > 0; scale > 0; window > 0; max_query_len at least the longest chunk.
+// Rows that see no key get zeros; block ids outside the pool read as zeros.
+// Roofline: 4 * HEAD_DIM flop a visible (query, key) pair and head; on an H200 at least 300 TFLOP/s in bf16 at 4k.
+#include "attention.cuh"
+#include "mma.cuh"
+#include "types.cuh"
+
+constexpr int THREADS = WARPS * WARP_SIZE;
+
+// One CTA's share of a chunk.
+struct Chunk {
+    int start, num_rows;  // first token of the chunk in q and out; tokens * GROUP
+    int first_position;   // of the chunk's first token in its sequence
+    int first_row;        // of this CTA
+
+    __device__ __forceinline__ int position(int row) const { return first_position + row / GROUP; }
+
+    // Where a row of this kv head begins in q and out, in elements.
+    __device__ __forceinline__ i64 element(int row, int kv_head, int num_kv_heads) const {
+        const i64 token = start + row / GROUP;
+        return ((token * num_kv_heads + kv_head) * GROUP + row % GROUP) * HEAD_DIM;
+    }
+};
+
+#if QUIRE_DTYPE == 0
+
+constexpr int ROWS = WARPS * 16;
+
+__device__ __forceinline__ void attend(T* out, const T* q, const PagedHead& head, const Chunk& chunk, int kv_head,
+                                       int num_kv_heads, int context_len, float scale_log2, int window) {
+    const int lane = threadIdx.x % WARP_SIZE;
+    const int end = min(chunk.first_row + ROWS, chunk.num_rows);
+    for (int row = chunk.first_row + threadIdx.x / WARP_SIZE; row < end; row += WARPS) {
+        const int position = chunk.position(row);
+        const i64 at = chunk.element(row, kv_head, num_kv_heads);
+        RowState state;
+        attend_row(state, q + at, head, max(0, position - window + 1), min(position + 1, context_len), WARP_SIZE,
+                   scale_log2);
+        const float scale = reciprocal_or_zero(state.total);
+#pragma unroll
+        for (int i = 0; i < RowState::DIMS; ++i) {
+            const int d = lane + i * WARP_SIZE;
+            if (d < HEAD_DIM) out[at + d] = state.sum[i] * scale;
+        }
+    }
+}
+
+#else
+
+constexpr int WARP_ROWS = 16 * ROW_TILES;
+constexpr int ROWS = WARPS * WARP_ROWS;
+constexpr int STEPS = HEAD_DIM / 16;
+constexpr int KEY_STEPS = KEYS / 16;
+constexpr int NUM_IDS = ceil_div(KEYS, BLOCK_SIZE);  // blocks of a tile of keys
+constexpr int TILE_BYTES = KEYS * SharedTile::ROW_BYTES;
+constexpr int QUERY_BYTES = ROWS * SharedTile::ROW_BYTES;
+constexpr int IDS_BYTES = 64;  // of one stage
+static_assert(KEYS % BLOCK_SIZE == 0 || BLOCK_SIZE % KEYS == 0, "tiles and blocks must nest");
+static_assert(NUM_IDS * 4 <= IDS_BYTES, "a tile's block ids must fit");
+static_assert(KEYS * SharedTile::CHUNKS % THREADS == 0, "every thread copies the same number of chunks");
+static_assert(WARP_ROWS * SharedTile::CHUNKS % WARP_SIZE == 0, "every lane copies the same number of chunks");
+static_assert(SHARED_BYTES == QUERY_BYTES + 4 * TILE_BYTES + 2 * IDS_BYTES, "the launcher's tile sizes are not these");
+
+// Shared memory: query rows (later the output), then two stages of (keys, values), then their block ids.
+struct Shared {
+    unsigned char* base;
+
+    __device__ __forceinline__ u32 queries() const { return shared_address(base); }
+    __device__ __forceinline__ u32 keys(int stage) const {
+        return shared_address(base) + QUERY_BYTES + stage * 2 * TILE_BYTES;
+    }
+    __device__ __forceinline__ int* ids(int stage) const {
+        return reinterpret_cast<int*>(base + QUERY_BYTES + 4 * TILE_BYTES + stage * IDS_BYTES);
+    }
+};
+
+// Rows of this thread's fragments, in units of 8: half h of row tile r is row 16 r + 8 h + lane / 4 of the warp.
+struct WarpState {
+    float sum[ROW_TILES][2 * STEPS][4];
+    float maximum[ROW_TILES][2];  // of the raw scores
+    float total[ROW_TILES][2];    // of this thread's own keys
+};
+
+// A warp's own rows only: no other warp reads them.
+__device__ __forceinline__ void copy_queries(u32 queries, const T* q, const Chunk& chunk, int kv_head, int num_kv_heads) {
+    const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
+#pragma unroll 4
+    for (int i = lane; i < WARP_ROWS * SharedTile::CHUNKS; i += WARP_SIZE) {
+        const int row = warp * WARP_ROWS + i / SharedTile::CHUNKS, column = i % SharedTile::CHUNKS;
+        const int of_chunk = chunk.first_row + row;
+        const bool wanted = of_chunk < chunk.num_rows;
+        const T* from = q + chunk.element(wanted ? of_chunk : chunk.first_row, kv_head, num_kv_heads) + column * 8;
+        copy_async_16(queries + SharedTile::offset(row, column), from, wanted);
+    }
+}
+
+__device__ __forceinline__ void copy_ids(int* ids, const PagedHead& head, int tile) {
+    if (threadIdx.x >= NUM_IDS) return;
+    copy_async_4(shared_address(ids + threadIdx.x), head.entry(tile * KEYS / BLOCK_SIZE + threadIdx.x));
+}
+
+// Keys and values of a tile; tokens outside first <= token < end become zeros and are not read.
+__device__ __forceinline__ void copy_tile(u32 key_tile, const int* ids, const PagedHead& head, int tile, int first,
+                                          int end) {
+    const int low = first - tile * KEYS, high = end - tile * KEYS;
+    const int in_block = tile * KEYS % BLOCK_SIZE;  // not 0 where a block is larger than a tile
+#pragma unroll
+    for (int i = 0; i < KEYS * SharedTile::CHUNKS / THREADS; ++i) {
+        const int at = threadIdx.x + i * THREADS;
+        const int row = at / SharedTile::CHUNKS, column = at % SharedTile::CHUNKS;
+        const int id = ids[row / BLOCK_SIZE];
+        const T* from = head.key_at(id, in_block + row % BLOCK_SIZE) + column * 8;
+        const bool wanted = row >= low && row < high && head.holds(id);
+        const u32 to = key_tile + SharedTile::offset(row, column);
+        copy_async_16(to, from, wanted);
+        copy_async_16(to + TILE_BYTES, from + head.value_offset, wanted);
+    }
+}
+
+// score = Q K^T of this warp's rows and one tile of keys.
+__device__ __forceinline__ void score_tile(float (&score)[ROW_TILES][2 * KEY_STEPS][4], u32 warp_queries, u32 key_tile) {
+    const int lane = threadIdx.x % WARP_SIZE;
+    const u32 query_from = warp_queries + SharedTile::offset(lane % 16, lane / 16);
+    const u32 key_from = key_tile + SharedTile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+#pragma unroll
+    for (int k = 0; k < STEPS; ++k) {
+        u32 rows[ROW_TILES][4];
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; ++r)
+            load_matrices(rows[r], SharedTile::right_of(query_from, k) + r * 16 * SharedTile::ROW_BYTES);
+#pragma unroll
+        for (int n = 0; n < KEY_STEPS; ++n) {
+            u32 keys[4];
+            load_matrices(keys, SharedTile::right_of(key_from, k) + n * 16 * SharedTile::ROW_BYTES);
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; ++r) {
+                mma_16x8x16(score[r][2 * n], rows[r], keys[0], keys[1]);
+                mma_16x8x16(score[r][2 * n + 1], rows[r], keys[2], keys[3]);
+            }
+        }
+    }
+}
+
+// Minus infinity for the keys that a row does not see.
+__device__ __forceinline__ void mask_tile(float (&score)[ROW_TILES][2 * KEY_STEPS][4], const Chunk& chunk, int warp_row,
+                                          int first_key, int window) {
+    const int lane = threadIdx.x % WARP_SIZE;
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int last = chunk.position(warp_row + r * 16 + h * 8 + lane / 4) - first_key - lane % 4 * 2;
+#pragma unroll
+            for (int n = 0; n < 2 * KEY_STEPS; ++n) {
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    const int behind = last - (n * 8 + j);  // how far the key lies behind the query
+                    if (behind < 0 || behind >= window) score[r][n][2 * h + j] = minus_infinity();
+                }
+            }
+        }
+    }
+}
+
+// Turns scores into weights 2^((score - maximum) * scale_log2) and rescales what `state` holds to the new maximum.
+__device__ __forceinline__ void weigh_tile(WarpState& state, float (&score)[ROW_TILES][2 * KEY_STEPS][4],
+                                           float scale_log2) {
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r) {
+        float correction[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float best = state.maximum[r][h];
+#pragma unroll
+            for (int n = 0; n < 2 * KEY_STEPS; ++n) best = fmaxf(best, fmaxf(score[r][n][2 * h], score[r][n][2 * h + 1]));
+            best = fmaxf(best, __shfl_xor_sync(FULL_WARP, best, 1));
+            best = fmaxf(best, __shfl_xor_sync(FULL_WARP, best, 2));
+            const float base = finite_base(best) * scale_log2;
+            correction[h] = exp2_approx(state.maximum[r][h] * scale_log2 - base);
+            state.maximum[r][h] = best;
+            float total = 0.0f;
+#pragma unroll
+            for (int n = 0; n < 2 * KEY_STEPS; ++n) {
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    const float weight = exp2_approx(fmaf(score[r][n][2 * h + j], scale_log2, -base));
+                    score[r][n][2 * h + j] = weight;
+                    total += weight;
+                }
+            }
+            state.total[r][h] = fmaf(state.total[r][h], correction[h], total);
+        }
+        // Most tiles bring no new maximum to any row of the warp.
+        if (!__any_sync(FULL_WARP, correction[0] != 1.0f || correction[1] != 1.0f)) continue;
+#pragma unroll
+        for (int n = 0; n < 2 * STEPS; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) state.sum[r][n][i] *= correction[i / 2];
+        }
+    }
+}
+
+// state.sum += weights V.
+__device__ __forceinline__ void add_values(WarpState& state, const float (&weights)[ROW_TILES][2 * KEY_STEPS][4],
+                                           u32 value_tile) {
+    const int lane = threadIdx.x % WARP_SIZE;
+    const u32 from = value_tile + SharedTile::offset(lane % 16, lane / 16);
+#pragma unroll
+    for (int k = 0; k < KEY_STEPS; ++k) {
+        u32 rows[ROW_TILES][4];
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; ++r) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float(&pair)[4] = weights[r][2 * k + i / 2];
+                rows[r][i] = pack_pair(pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < STEPS; ++n) {
+            u32 values[4];
+            load_matrices_transposed(values, SharedTile::right_of(from, n) + k * 16 * SharedTile::ROW_BYTES);
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; ++r) {
+                mma_16x8x16(state.sum[r][2 * n], rows[r], values[0], values[1]);
+                mma_16x8x16(state.sum[r][2 * n + 1], rows[r], values[2], values[3]);
+            }
+        }
+    }
+}
+
+// Through the warp's own query rows, which nobody reads any more, so that lanes store 16 bytes side by side.
+__device__ __forceinline__ void store_rows(const WarpState& state, unsigned char* queries, T* out, const Chunk& chunk,
+                                           int kv_head, int num_kv_heads) {
+    const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
+    __syncwarp();
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float total = state.total[r][h];
+            total += __shfl_xor_sync(FULL_WARP, total, 1);
+            total += __shfl_xor_sync(FULL_WARP, total, 2);
+            const float scale = reciprocal_or_zero(total);
+            const int row = warp * WARP_ROWS + r * 16 + h * 8 + lane / 4;
+#pragma unroll
+            for (int n = 0; n < 2 * STEPS; ++n) {
+                const u32 pair = pack_pair(state.sum[r][n][2 * h] * scale, state.sum[r][n][2 * h + 1] * scale);
+                *reinterpret_cast<u32*>(queries + SharedTile::offset(row, n) + lane % 4 * 4) = pair;
+            }
+        }
+    }
+    __syncwarp();
+#pragma unroll 4
+    for (int i = lane; i < WARP_ROWS * SharedTile::CHUNKS; i += WARP_SIZE) {
+        const int row = warp * WARP_ROWS + i / SharedTile::CHUNKS, column = i % SharedTile::CHUNKS;
+        if (chunk.first_row + row >= chunk.num_rows) break;
+        const T* from = reinterpret_cast<const T*>(queries + SharedTile::offset(row, column));
+        store_vec(out + chunk.element(chunk.first_row + row, kv_head, num_kv_heads) + column * 8, load_vec(from));
+    }
+}
+
+__device__ __forceinline__ void attend(T* out, const T* q, const PagedHead& head, const Chunk& chunk, int kv_head,
+                                       int num_kv_heads, int context_len, float scale_log2, int window) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    const Shared shared{memory};
+    const int warp_row = threadIdx.x / WARP_SIZE * WARP_ROWS;
+    const int first_position = chunk.position(chunk.first_row);
+    const int first_key = max(0, first_position - window + 1);
+    const int end_key = min(chunk.position(min(chunk.first_row + ROWS, chunk.num_rows) - 1) + 1, context_len);
+    const int end_tile = ceil_div(end_key, KEYS);
+    int tile = first_key / KEYS;
+
+    copy_ids(shared.ids(0), head, tile);
+    copy_ids(shared.ids(1), head, tile + 1);
+    commit_copies();
+    wait_for_copies<0>();
+    __syncthreads();
+    copy_queries(shared.queries(), q, chunk, kv_head, num_kv_heads);
+    copy_tile(shared.keys(0), shared.ids(0), head, tile, first_key, end_key);
+    commit_copies();
+    WarpState state = {};
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r) state.maximum[r][0] = state.maximum[r][1] = minus_infinity();
+
+    for (int stage = 0; tile < end_tile; ++tile, stage ^= 1) {
+        wait_for_copies<0>();
+        __syncthreads();  // the tile is everyone's, and everyone has left the other stage
+        if (tile + 1 < end_tile) {
+            copy_tile(shared.keys(stage ^ 1), shared.ids(stage ^ 1), head, tile + 1, first_key, end_key);
+            copy_ids(shared.ids(stage), head, tile + 2);
+            commit_copies();
+        }
+        float score[ROW_TILES][2 * KEY_STEPS][4] = {};
+        score_tile(score, shared.queries() + warp_row * SharedTile::ROW_BYTES, shared.keys(stage));
+        const bool all_seen = tile * KEYS + KEYS - 1 <= chunk.position(chunk.first_row + warp_row) &&
+                              tile * KEYS > chunk.position(chunk.first_row + warp_row + WARP_ROWS - 1) - window;
+        if (!all_seen) mask_tile(score, chunk, chunk.first_row + warp_row, tile * KEYS, window);
+        weigh_tile(state, score, scale_log2);
+        add_values(state, score, shared.keys(stage) + TILE_BYTES);
+    }
+    wait_for_copies<0>();
+    store_rows(state, memory, out, chunk, kv_head, num_kv_heads);
+}
+
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+paged_prefill_attention(T* __restrict__ out, const T* __restrict__ q, const T* __restrict__ kv,
+                        const int* __restrict__ block_tables, const int* __restrict__ context_lens,
+                        const int* __restrict__ query_start, int num_blocks, int num_layers, int layer, int max_blocks,
+                        float scale_log2, int window) {
+    const int kv_head = blockIdx.x, num_kv_heads = gridDim.x, sequence = blockIdx.y;
+    const int start = query_start[sequence], num_tokens = query_start[sequence + 1] - start;
+    const int first_row = (ceil_div(num_tokens * GROUP, ROWS) - 1 - static_cast<int>(blockIdx.z)) * ROWS;
+    if (first_row < 0) return;
+    const int context_len = context_lens[sequence];
+    const Chunk chunk = {start, num_tokens * GROUP, context_len - num_tokens, first_row};
+    const PagedHead head(kv, block_tables + static_cast<i64>(sequence) * max_blocks, num_blocks, max_blocks, num_layers,
+                         layer, num_kv_heads, kv_head);
+    attend(out, q, head, chunk, kv_head, num_kv_heads, head.clamped(context_len), scale_log2, window);
+}
