@@ -1,0 +1,85 @@
+"""Token ids to text, a few at a time, such that nothing is lost and nothing is said twice."""
+
+from __future__ import annotations
+
+import codecs
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Sequence
+from itertools import takewhile
+
+CONTEXT_TOKENS = 4  # how far back a token may change the text of a later one in decoders that are asked as a whole
+MAX_HELD_TOKENS = 8  # a UTF-8 character has at most 4 bytes, so after 8 tokens a U+FFFD is there to stay
+
+
+class Detokenizer(ABC):
+    """Text of one stream of token ids. Ids outside the vocabulary say nothing. One thread at a time."""
+
+    @abstractmethod
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that is certain once `ids` have followed what came before."""
+
+    @abstractmethod
+    def flush(self) -> str:
+        """The text held back until now; an incomplete character becomes U+FFFD."""
+
+
+class ByteDetokenizer(Detokenizer):
+    """For vocabularies in which every token is a fixed run of bytes: holds back only an incomplete UTF-8 tail."""
+
+    def __init__(self, pieces: Sequence[bytes], num_spaces_to_strip: int) -> None:
+        """`pieces[id]` are the bytes of a token; so many leading spaces are dropped from the text."""
+        self._pieces = pieces
+        self._num_spaces_to_strip = num_spaces_to_strip
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def push(self, ids: Sequence[int]) -> str:
+        pieces = self._pieces
+        size = len(pieces)
+        text = self._decode(b"".join([pieces[i] for i in ids if 0 <= i < size]))
+        return self._stripped(text) if self._num_spaces_to_strip else text
+
+    def flush(self) -> str:
+        return self._decode(b"", True)
+
+    def _stripped(self, text: str) -> str:
+        rest = text.lstrip(" ")
+        num_spaces = min(len(text) - len(rest), self._num_spaces_to_strip)
+        self._num_spaces_to_strip = 0 if rest else self._num_spaces_to_strip - num_spaces
+        return text[num_spaces:]
+
+
+class WindowDetokenizer(Detokenizer):
+    """For any other decoder: decodes the last few tokens again with each new one and tells the difference."""
+
+    def __init__(self, decode: Callable[[list[int]], str], context: Sequence[int], spoken: Container[int]) -> None:
+        """Only ids in `spoken` have text, and `decode` knows them all; the text continues that of `context`."""
+        self._decode = decode
+        self._spoken = spoken
+        self._window = list(context)
+        self._told = decode(self._window)
+        self._num_held = 0
+
+    def push(self, ids: Sequence[int]) -> str:
+        new = [i for i in ids if i in self._spoken]
+        if not new:
+            return ""
+        self._window += new
+        self._num_held += len(new)
+        text = self._decode(self._window)
+        if text.endswith("\ufffd") and self._num_held <= MAX_HELD_TOKENS:
+            return ""
+        return self._tell(text)
+
+    def flush(self) -> str:
+        return self._tell(self._decode(self._window))
+
+    def _tell(self, text: str) -> str:
+        told, self._num_held = self._told, 0
+        self._window = self._window[-CONTEXT_TOKENS:]
+        self._told = self._decode(self._window)
+        return text[len(told) :] if text.startswith(told) else text[_num_common(told, text) :]
+
+
+def _num_common(one: str, other: str) -> int:
+    """How many characters two texts share at their start."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

@@ -1,0 +1,86 @@
+"""The text files of a model folder, read with a size limit, and what those beside `tokenizer.json` say of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from model.errors import ModelError
+from model.strict_json import read_json_object
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+MAX_CONFIG_BYTES = 16 * 2**20
+
+
+def read_text(path: Path, max_bytes: int) -> str | None:
+    """The text of `path`, or None where there is no such file. ModelError if it is too large or not UTF-8."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(max_bytes + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+    if len(data) > max_bytes:
+        raise ModelError(f"{path} is larger than {max_bytes} bytes")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path} is not UTF-8") from error
+
+
+def read_json_if_any(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`, empty where there is no such file. ModelError if it is anything else."""
+    return read_json_object(path, MAX_CONFIG_BYTES) if path.exists() else {}
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """What `tokenizer_config.json` and the older `special_tokens_map.json` say; both may be absent."""
+
+    values: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, directory: Path) -> TokenizerConfig:
+        values = read_json_if_any(directory / TOKENIZER_CONFIG)
+        if "added_tokens_decoder" not in values:  # as Hugging Face: only older folders need the second file
+            values |= read_json_if_any(directory / SPECIAL_TOKENS_MAP)
+        return cls(values)
+
+    @property
+    def named_tokens(self) -> dict[str, str]:
+        """The tokens that have a name, as "bos_token" has, by name: chat templates see them as variables."""
+        extra = self.values.get("extra_special_tokens")
+        named = {name: value for name, value in self.values.items() if name.endswith("_token")}
+        named |= extra if isinstance(extra, dict) else {}
+        texts = {name: _content(value) for name, value in named.items()}
+        return {name: text for name, text in texts.items() if text}
+
+    @property
+    def special_tokens(self) -> set[str]:
+        """Every token that these files call special, named or not."""
+        texts = set(self.named_tokens.values())
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            listed = self.values.get(key)
+            texts.update(filter(None, map(_content, listed if isinstance(listed, list) else [])))
+        decoder = self.values.get("added_tokens_decoder")
+        for token in decoder.values() if isinstance(decoder, dict) else []:
+            if isinstance(token, dict) and token.get("special") is True:
+                texts.add(_content(token) or "")
+        return texts - {""}
+
+    @property
+    def framing(self) -> tuple[bool, bool] | None:
+        """Whether BOS and EOS go around a text; None where that is left to the post-processor of tokenizer.json."""
+        if "add_bos_token" not in self.values and "add_eos_token" not in self.values:
+            return None
+        return bool(self.values.get("add_bos_token")), bool(self.values.get("add_eos_token"))
+
+
+def _content(token: Any) -> str | None:
+    """The text of a token, written plainly or as a serialised AddedToken; None for what is neither."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
