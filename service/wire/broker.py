@@ -60,7 +60,7 @@ class DoorBroker(Protocol):
         """The entry has its final reply and is removed."""
 
     async def reply(self, producer: str, producer_job_id: str, payload: bytes) -> None:
-        """Append to the reply stream that belongs to (producer, producer_job_id); it lives a while after the last write."""
+        """Append to the reply stream of (producer, producer_job_id); it lives a while after the last write."""
 
     async def close(self) -> None: ...
 

@@ -79,9 +79,24 @@ class WorkerCard:
 
 @dataclass(frozen=True, kw_only=True)
 class IngressJob:
-    """What a foreign producer writes to its ingress stream: an OpenAI request body and where it belongs."""
+    """What a foreign producer writes to its ingress stream: an OpenAI request body and where it belongs. The body
+    holds what JSON can hold; only a `prompt` of token ids may come packed (bin, uint32): a list once decoded."""
 
     v: int
     id: str  # the producer's own name for the job, [A-Za-z0-9_.-]{1,64}
     endpoint: str  # "/v1/completions" | "/v1/chat/completions"
     body: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """What a foreign producer reads from its reply stream: some more text, or the end with `done`."""
+
+    id: str  # the producer's own name for the job
+    number: int  # 1, 2, 3, ... within the job
+    index: int = 0  # which choice the text belongs to, below n
+    text: str = ""
+    finish_reason: str | None = None  # OpenAI's word, in the last reply of its choice
+    usage: Usage | None = None  # with `done`, where the job succeeded
+    error: dict[str, Any] | None = None  # OpenAI's error object, with `done`, where it did not
+    done: bool = False  # nothing follows

@@ -1,0 +1,30 @@
+"""Lets a child process end with the process that started it. Run as a script, it becomes the command it is given:
+python -I -S die_with_parent.py <parent's pid> <program> <argument>...
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Ask Linux to send this process SIGTERM when the thread that forked it ends; elsewhere, nothing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def main() -> None:
+    parent, program = int(sys.argv[1]), sys.argv[2]
+    die_with_parent()
+    if os.getppid() != parent:  # it ended before we asked
+        sys.exit(1)
+    os.execv(program, sys.argv[2:])
+
+
+if __name__ == "__main__":
+    main()

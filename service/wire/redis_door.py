@@ -1,0 +1,103 @@
+"""The doors' half of the Redis broker."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Sequence
+
+from redis.exceptions import ResponseError
+
+from service.logs import fields
+from service.wire import keys
+from service.wire.broker import BrokerUnavailable, IngressEntry
+from service.wire.codec import WireError, decode, encode
+from service.wire.messages import Cancel, Event, Job, WorkerCard
+from service.wire.redis_feed import FeedReader
+from service.wire.redis_group import GroupReader
+from service.wire.redis_link import RedisLink
+
+log = logging.getLogger("quire.redis")
+
+
+class RedisDoor:
+    """Implements DoorBroker. `name` tells this process from the others in the consumer groups."""
+
+    def __init__(self, link: RedisLink, name: str):
+        self._link = link
+        self._feeds = FeedReader(link)
+        self._ingress = GroupReader(link, keys.INGRESS_GROUP, name)
+
+    async def submit(self, job: Job) -> None:
+        payload = encode(job)
+        self._feeds.submitting(job.job_id, job.feed)
+        async with self._link.commands() as redis:
+            entry_id = await redis.xadd(keys.JOBS, {keys.PAYLOAD_FIELD: payload})
+        self._feeds.submitted(job.job_id, entry_id.decode())
+
+    def follow(self, job_id: str, after: int = 0) -> AsyncIterator[Event]:
+        return self._feeds.follow(job_id, after)
+
+    async def cancel(self, cancel: Cancel) -> None:
+        await self._link.script(
+            "cancel",
+            [keys.events(cancel.job_id), keys.cancel(cancel.job_id), keys.CANCELS],
+            [cancel.reason.value, keys.TOMBSTONE_TTL_S, keys.CANCELS_MAX_ENTRIES, encode(cancel)],
+        )
+
+    async def workers(self) -> Sequence[WorkerCard]:
+        fresh_since_s = await self._link.now_s() - keys.CARD_TTL_S
+        async with self._link.commands() as redis:
+            worker_ids = await redis.zrangebyscore(keys.WORKERS, fresh_since_s, "+inf")
+            if not worker_ids:
+                return []
+            cards = await redis.mget([keys.worker(worker_id.decode()) for worker_id in worker_ids])
+        return [card for payload in cards if payload is not None and (card := _card(payload)) is not None]
+
+    async def num_waiting(self) -> int:
+        """Entries of the stream that are pending for nobody: settling deletes them, so the rest is waiting."""
+        async with self._link.commands() as redis, redis.pipeline(transaction=True) as pipeline:
+            pipeline.xlen(keys.JOBS)
+            pipeline.xpending(keys.JOBS, keys.JOBS_GROUP)
+            num_entries, claimed = await pipeline.execute(raise_on_error=False)
+        if isinstance(claimed, ResponseError) and str(claimed).startswith("NOGROUP"):  # no worker was ever here
+            return num_entries
+        for answer in (num_entries, claimed):
+            if isinstance(answer, Exception):
+                raise BrokerUnavailable(str(answer)) from answer
+        return max(0, num_entries - claimed["pending"])
+
+    async def now_s(self) -> float:
+        return await self._link.now_s()
+
+    async def fetch_ingress(self, producers: Sequence[str], max_entries: int, wait_s: float) -> Sequence[IngressEntry]:
+        streams = {keys.ingress(producer): producer for producer in producers}
+        entries = await self._ingress.read(list(streams), max_entries, wait_s)
+        self._ingress.hold(entries)
+        return [IngressEntry(streams[entry.stream], entry.entry_id, entry.payload) for entry in entries]
+
+    async def settle_ingress(self, entry: IngressEntry) -> None:
+        stream = keys.ingress(entry.producer)
+        async with self._link.commands() as redis, redis.pipeline(transaction=True) as pipeline:
+            pipeline.xack(stream, keys.INGRESS_GROUP, entry.entry_id)
+            pipeline.xdel(stream, entry.entry_id)
+            await pipeline.execute()
+        self._ingress.release(stream, entry.entry_id)
+
+    async def reply(self, producer: str, producer_job_id: str, payload: bytes) -> None:
+        key = keys.reply(producer, producer_job_id)
+        async with self._link.commands() as redis, redis.pipeline(transaction=True) as pipeline:
+            pipeline.xadd(key, {keys.PAYLOAD_FIELD: payload})
+            pipeline.expire(key, keys.REPLY_TTL_S)
+            await pipeline.execute()
+
+    async def close_door(self) -> None:
+        """Ends the readers; who follows a job then gets BrokerUnavailable."""
+        await self._feeds.close()
+
+
+def _card(payload: bytes) -> WorkerCard | None:
+    try:
+        return decode(WorkerCard, payload)
+    except WireError as error:
+        log.warning("unreadable worker card %s", fields(error=error))
+        return None

@@ -1,0 +1,189 @@
+"""How a door follows its jobs: one reader of its feeds for all of them, one reader of logs for jobs of other doors."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from weakref import WeakSet
+
+from service.logs import fields
+from service.wire import keys
+from service.wire.broker import BrokerUnavailable
+from service.wire.codec import WireError, decode_events
+from service.wire.redis_follower import PAYLOAD, Follower, JobLogs
+from service.wire.redis_link import Outage, RedisLink
+
+log = logging.getLogger("quire.redis")
+
+PAGE_ENTRIES = 64
+FEED_BLOCK_S = 1.0
+WATCH_BLOCK_S = 0.1
+ADOPT_AFTER_S = 0.1
+"""A job that is not submitted here by then belongs to another door."""
+IDLE_CHECK_S = 5.0
+SWEEP_S = 1.0
+RESTART_S = 1.0
+MAX_OWN_JOBS = 1 << 16
+
+
+class FeedReader:
+    """Hands the events of its feeds, and of the logs it watches, to whoever follows their jobs."""
+
+    def __init__(self, link: RedisLink):
+        self._link = link
+        self._logs = JobLogs(link)
+        self._loop = asyncio.get_running_loop()
+        self._followers: dict[str, WeakSet[Follower]] = {}
+        self._positions: dict[str, str] = {}  # of each feed: the id of the last entry read
+        self._has_feeds = asyncio.Event()
+        self._own: OrderedDict[str, str | None] = OrderedDict()  # job -> its entry in quire:jobs, once there
+        self._watched: dict[str, int] = {}  # job of another door -> number of the last event read
+        self._has_watched = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def follow(self, job_id: str, after: int) -> Follower:
+        """Live from now on. Raises ValueError for a job id that is none."""
+        keys.events(job_id)
+        follower = Follower(job_id, after, self._logs, lambda: self._own.get(job_id))
+        is_own = job_id in self._own
+        if is_own or after > 0:  # its next events may have passed already
+            follower.look()
+        if not is_own:
+            self._loop.call_later(ADOPT_AFTER_S, self._adopt, job_id, after)
+        self._followers.setdefault(job_id, WeakSet()).add(follower)
+        self._start()
+        return follower
+
+    def submitting(self, job_id: str, feed: str) -> None:
+        """A job is about to be written whose events come through this feed."""
+        self._positions.setdefault(keys.feed(feed), "0-0")
+        self._has_feeds.set()
+        self._own[job_id] = None
+        if len(self._own) > MAX_OWN_JOBS:
+            self._own.popitem(last=False)
+        self._start()
+
+    def submitted(self, job_id: str, entry_id: str) -> None:
+        if job_id in self._own:
+            self._own[job_id] = entry_id
+
+    async def close(self) -> None:
+        self._logs.is_closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._look_all()
+
+    def _start(self) -> None:
+        if not self._tasks and not self._logs.is_closed:
+            duties = (self._read_feeds, self._read_watched, self._sweep)
+            self._tasks = [asyncio.create_task(self._keep_up(duty)) for duty in duties]
+
+    async def _keep_up(self, duty: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            try:
+                await duty()
+            except Exception:
+                log.exception("a reader broke and starts again %s", fields(duty=duty.__name__))
+                await asyncio.sleep(RESTART_S)
+
+    async def _read_feeds(self) -> None:
+        outage = Outage("feed")
+        while True:
+            await self._has_feeds.wait()
+            try:
+                if outage.is_on:
+                    await self._rewind_feeds()
+                for key, entries in await self._read(self._positions, FEED_BLOCK_S):
+                    for entry_id, batch in entries:
+                        self._positions[key] = entry_id
+                        self._hear(batch)
+            except BrokerUnavailable as error:
+                await asyncio.sleep(outage.failed(error))
+                continue
+            if outage.over():
+                self._look_all()
+
+    async def _rewind_feeds(self) -> None:
+        """A Redis that came back without its data, and with an earlier clock, may be behind our positions."""
+        async with self._link.commands() as redis:
+            for key, position in self._positions.items():
+                last = await redis.xrevrange(key, count=1)
+                if not last or _order(last[0][0].decode()) < _order(position):
+                    self._positions[key] = "0-0"
+
+    async def _read_watched(self) -> None:
+        outage = Outage("logs")
+        while True:
+            await self._has_watched.wait()
+            jobs = {keys.events(job_id): job_id for job_id in self._watched}
+            positions = {key: f"{self._watched[job_id]}-0" for key, job_id in jobs.items()}
+            try:
+                for key, entries in await self._read(positions, WATCH_BLOCK_S):
+                    for entry_id, event in entries:
+                        if jobs[key] in self._watched:
+                            self._watched[jobs[key]] = _order(entry_id)[0]
+                        self._hear(event)
+            except BrokerUnavailable as error:
+                await asyncio.sleep(outage.failed(error))
+                continue
+            if outage.over():
+                self._look_all()
+
+    async def _read(self, positions: dict[str, str], wait_s: float) -> list[tuple[str, list[tuple[str, bytes]]]]:
+        """Key -> entries behind the given positions, each with its payload."""
+        at = dict(positions)
+        answer = await self._link.block(lambda redis, block_ms: redis.xread(at, PAGE_ENTRIES, block_ms), wait_s)
+        return [
+            (key.decode(), [(entry_id.decode(), entry.get(PAYLOAD, b"")) for entry_id, entry in entries])
+            for key, entries in answer
+        ]
+
+    def _hear(self, batch: bytes) -> None:
+        try:
+            for event in decode_events(batch, self._followers):
+                for follower in tuple(self._followers[event.job_id]):
+                    follower.hear(event)
+                if event.end is not None:
+                    self._own.pop(event.job_id, None)
+                    self._unwatch(event.job_id)
+        except WireError as error:
+            log.error("unreadable feed entry %s", fields(error=error))
+
+    def _adopt(self, job_id: str, after: int) -> None:
+        if job_id not in self._own and self._followers.get(job_id):
+            self._watched[job_id] = min(after, self._watched.get(job_id, after))
+            self._has_watched.set()
+            for follower in tuple(self._followers[job_id]):
+                follower.look()
+
+    def _unwatch(self, job_id: str) -> None:
+        self._watched.pop(job_id, None)
+        if not self._watched:
+            self._has_watched.clear()
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            quiet_since_s = self._loop.time() - IDLE_CHECK_S
+            for job_id, followers in list(self._followers.items()):
+                for follower in tuple(followers):
+                    if follower.heard_at_s < quiet_since_s:
+                        follower.look()
+                if not followers:
+                    del self._followers[job_id]
+                    self._own.pop(job_id, None)
+                    self._unwatch(job_id)
+
+    def _look_all(self) -> None:
+        for followers in self._followers.values():
+            for follower in tuple(followers):
+                follower.look()
+
+
+def _order(entry_id: str) -> tuple[int, int]:
+    """Stream ids in their order."""
+    milliseconds, _, sequence = entry_id.partition("-")
+    return int(milliseconds), int(sequence)

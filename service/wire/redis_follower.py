@@ -1,0 +1,150 @@
+"""One job's events in order, each once: from the feed as long as they come in order, else from the job's log.
+
+A follower expects one number after the other. Anything else than the expected one (a gap, a full buffer, silence for a
+while, an outage) makes it read the log from there, so nothing needs to be remembered for a slow one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from service.wire import keys
+from service.wire.broker import BrokerUnavailable
+from service.wire.codec import WireError, decode
+from service.wire.messages import Event
+from service.wire.redis_link import Outage, RedisLink
+
+PAYLOAD = keys.PAYLOAD_FIELD.encode()
+BUFFER_EVENTS = 256
+LOG_PAGE_EVENTS = 256
+
+Answer = TypeVar("Answer")
+
+
+class JobLogs:
+    """The event logs of all jobs. Waits for Redis as long as it takes, until `close`."""
+
+    def __init__(self, link: RedisLink):
+        self._link = link
+        self.is_closed = False
+
+    async def read(self, job_id: str, start: int) -> Sequence[Event]:
+        """At most LOG_PAGE_EVENTS events from number `start` on. Raises BrokerUnavailable for a log that is broken, or
+        when closed."""
+
+        async def read() -> list[bytes]:
+            async with self._link.commands() as redis:
+                entries = await redis.xrange(keys.events(job_id), f"{start}-0", "+", count=LOG_PAGE_EVENTS)
+            return [entry.get(PAYLOAD, b"") for _, entry in entries]
+
+        try:
+            return [decode(Event, payload) for payload in await self._persist(read)]
+        except WireError as error:
+            raise BrokerUnavailable(f"the log of job {job_id} cannot be read: {error}") from error
+
+    async def is_lost(self, job_id: str, entry_id: str) -> bool:
+        """Whether a job has left the queue without a trace, as after a FLUSHALL."""
+
+        async def look() -> bool:
+            async with self._link.commands() as redis, redis.pipeline(transaction=True) as pipeline:
+                pipeline.xrange(keys.JOBS, entry_id, entry_id)
+                pipeline.exists(keys.events(job_id))
+                queued, has_log = await pipeline.execute()
+            return not queued and not has_log
+
+        return await self._persist(look)
+
+    async def _persist(self, attempt: Callable[[], Awaitable[Answer]]) -> Answer:
+        outage = Outage("log")
+        while True:
+            try:
+                return await attempt()
+            except BrokerUnavailable as error:
+                if self.is_closed:
+                    raise
+                await asyncio.sleep(outage.failed(error))
+
+
+class Follower:
+    """An iterator over one job's events. Whoever holds it is its only holder: let go of it and it is gone."""
+
+    def __init__(self, job_id: str, after: int, logs: JobLogs, entry_id: Callable[[], str | None]):
+        self.job_id = job_id
+        self.heard_at_s = _time_s()
+        self._expected = after + 1
+        self._logs = logs
+        self._entry_id = entry_id
+        self._buffer: deque[Event] = deque()
+        self._is_behind = False
+        self._has_ended = False
+        self._news = asyncio.Event()
+
+    def __aiter__(self) -> Follower:
+        return self
+
+    async def __anext__(self) -> Event:
+        while not self._buffer:
+            if self._has_ended:
+                raise StopAsyncIteration
+            if self._logs.is_closed:
+                raise BrokerUnavailable("the broker was closed")
+            if self._is_behind:
+                await self._read_log()
+            else:
+                self._news.clear()
+                await self._news.wait()
+        return self._buffer.popleft()
+
+    async def aclose(self) -> None:
+        """Let go before the end."""
+        self._has_ended = True
+        self._buffer.clear()
+        self._news.set()
+
+    def hear(self, event: Event) -> None:
+        """An event from a feed; it may come twice, or too early."""
+        if self._has_ended or event.number < self._expected:
+            return
+        if event.number == self._expected and len(self._buffer) < BUFFER_EVENTS and not self._is_behind:
+            self._append(event)
+        else:
+            self._is_behind = True
+        self._news.set()
+
+    def look(self) -> None:
+        """Something may have passed the feed by: read the log."""
+        self._is_behind = True
+        self._news.set()
+
+    def _append(self, event: Event) -> None:
+        self._buffer.append(event)
+        self._expected = event.number + 1
+        self.heard_at_s = _time_s()
+        self._has_ended = event.end is not None
+
+    async def _read_log(self) -> None:
+        self._is_behind = False
+        self.heard_at_s = _time_s()
+        # The event before comes along: if the job ended with it, nothing will follow.
+        events = await self._logs.read(self.job_id, max(1, self._expected - 1))
+        for event in events:
+            if self._has_ended:  # the feed was quicker, or we were closed
+                return
+            if event.number == self._expected:
+                self._append(event)
+            elif event.number > self._expected:
+                raise BrokerUnavailable(f"the queue has lost event {self._expected} of job {self.job_id}")
+            elif event.end is not None:
+                self._has_ended = True
+        if len(events) == LOG_PAGE_EVENTS:
+            self._is_behind = True
+        entry_id = self._entry_id()
+        if not events and self._expected == 1 and entry_id and await self._logs.is_lost(self.job_id, entry_id):
+            raise BrokerUnavailable(f"the queue has lost job {self.job_id}")
+
+
+def _time_s() -> float:
+    return asyncio.get_running_loop().time()

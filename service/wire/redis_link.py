@@ -1,0 +1,196 @@
+"""The connections to Redis: short commands on one pool, blocking reads on another, scripts; how failures are told."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from hashlib import sha1
+from importlib.resources import files
+from typing import Any
+from urllib.parse import urlsplit
+
+from redis.asyncio import BlockingConnectionPool, ConnectionPool, Redis
+from redis.asyncio.connection import parse_url
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    NoPermissionError,
+    NoScriptError,
+    RedisError,
+    ResponseError,
+)
+
+from service.errors import StartupError
+from service.logs import fields
+from service.wire.broker import BrokerUnavailable
+
+log = logging.getLogger("quire.redis")
+
+MAX_CONNECTIONS = 32
+MAX_BLOCKING_CONNECTIONS = 16
+BLOCK_MARGIN_S = 3.0
+"""How much later than asked a blocking read may answer before its connection counts as dead."""
+RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
+CLOCK_REFRESH_S = 30.0
+OLDEST_VERSION = (6, 2)
+URL_OPTIONS = {
+    "db",
+    "ssl_ca_certs",
+    "ssl_ca_path",
+    "ssl_certfile",
+    "ssl_check_hostname",
+    "ssl_cert_reqs",
+    "ssl_keyfile",
+    "ssl_password",
+}
+
+
+class GroupMissing(Exception):
+    """The stream has no such group, or is not there: Redis is new, or was emptied."""
+
+
+class RedisLink:
+    """Two pools to one Redis. No command is retried here: the broker knows which may be repeated."""
+
+    def __init__(self, url: str, timeout_s: float):
+        options = _connection_options(url)
+        common = {**options, "protocol": 2, "retry": Retry(NoBackoff(), 0), "socket_connect_timeout": timeout_s}
+        self._client = Redis.from_pool(
+            BlockingConnectionPool(
+                max_connections=MAX_CONNECTIONS, timeout=timeout_s, socket_timeout=timeout_s, **common
+            )
+        )
+        self._blocking = Redis.from_pool(
+            ConnectionPool(max_connections=MAX_BLOCKING_CONNECTIONS, socket_timeout=None, **common)
+        )
+        self._scripts: dict[str, tuple[str, str]] = {}
+        self._clock_offset_s = 0.0
+        self._clock_read_at_s = float("-inf")
+
+    async def check(self) -> None:
+        """Raises BrokerUnavailable if Redis does not answer, StartupError if it is not one that we can use."""
+        try:
+            with_names = await self._client.info("server")
+            memory = await self._client.info("memory")
+        except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
+            raise StartupError(f"Redis refuses us: {error}") from error
+        except (RedisError, OSError) as error:
+            raise BrokerUnavailable(f"Redis does not answer: {error}") from error
+        version = with_names.get("redis_version", "0")
+        if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_VERSION:
+            raise StartupError(f"Redis 6.2 or newer is needed, this is {version}")
+        policy = memory.get("maxmemory_policy", "noeviction")
+        if policy != "noeviction":
+            log.warning("redis may drop accepted jobs %s", fields(maxmemory_policy=policy, wanted="noeviction"))
+
+    @asynccontextmanager
+    async def commands(self) -> AsyncIterator[Redis]:
+        """The client for short commands; what Redis or the way to it does wrong comes out as BrokerUnavailable."""
+        try:
+            yield self._client
+        except (RedisError, OSError) as error:
+            raise BrokerUnavailable(_cause(error)) from error
+
+    async def block(self, read: Callable[[Redis, int | None], Awaitable[Any]], wait_s: float) -> Any:
+        """Run `read(client, block_ms)` on a connection of its own; block_ms is None where there is no time to wait.
+        Raises GroupMissing or BrokerUnavailable."""
+        block_ms = max(1, int(wait_s * 1000)) if wait_s > 0 else None
+        try:
+            async with asyncio.timeout(max(wait_s, 0.0) + BLOCK_MARGIN_S):
+                return await read(self._blocking, block_ms)
+        except (RedisError, OSError) as error:
+            if isinstance(error, ResponseError) and str(error).startswith("NOGROUP"):
+                raise GroupMissing(str(error)) from error
+            raise BrokerUnavailable(_cause(error)) from error
+
+    async def make_group(self, stream: str, group: str) -> None:
+        """From the stream's first entry on, so that what was written before the group is not lost."""
+        async with self.commands() as redis:
+            try:
+                await redis.xgroup_create(stream, group, id="0", mkstream=True)
+            except ResponseError as error:
+                if not str(error).startswith("BUSYGROUP"):
+                    raise
+
+    async def script(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
+        """Run `<name>.lua`, which lies beside this module."""
+        if name not in self._scripts:
+            source = files(__package__).joinpath(f"{name}.lua").read_text()
+            self._scripts[name] = (source, sha1(source.encode(), usedforsecurity=False).hexdigest())
+        source, digest = self._scripts[name]
+        async with self.commands() as redis:
+            try:
+                return await redis.evalsha(digest, len(keys), *keys, *args)
+            except NoScriptError:  # a restarted Redis has forgotten it
+                return await redis.eval(source, len(keys), *keys, *args)
+
+    async def now_s(self) -> float:
+        """Redis time, Unix seconds; asked for now and then, carried on by our monotonic clock."""
+        before_s = time.monotonic()
+        if before_s - self._clock_read_at_s > CLOCK_REFRESH_S:
+            async with self.commands() as redis:
+                seconds, microseconds = await redis.time()
+            after_s = time.monotonic()
+            self._clock_offset_s = seconds + microseconds / 1e6 - (before_s + after_s) / 2
+            self._clock_read_at_s = after_s
+        return time.monotonic() + self._clock_offset_s
+
+    async def close(self) -> None:
+        for client in (self._client, self._blocking):
+            await client.connection_pool.disconnect()
+
+
+class Outage:
+    """Says once that the queue is away and once that it is back, and how long to wait before the next try."""
+
+    def __init__(self, who: str):
+        self._who = who
+        self._num_failures = 0
+
+    @property
+    def is_on(self) -> bool:
+        return self._num_failures > 0
+
+    def failed(self, error: Exception) -> float:
+        """Seconds to wait before the next try."""
+        if self._num_failures == 0:
+            log.warning("redis is away %s", fields(reader=self._who, error=error))
+        self._num_failures += 1
+        return RETRY_S[min(self._num_failures, len(RETRY_S)) - 1]
+
+    def over(self) -> bool:
+        """To be called after a success; true if it ended an outage."""
+        if self._num_failures == 0:
+            return False
+        log.info("redis is back %s", fields(reader=self._who, num_failures=self._num_failures))
+        self._num_failures = 0
+        return True
+
+
+def _connection_options(url: str) -> dict[str, Any]:
+    """What redis-py makes of the URL, less what would change how answers look. Raises StartupError."""
+    forms = "redis://[user:password@]host[:port][/db], rediss://... or unix:///path/to/socket[?db=n]"
+    try:
+        parts = urlsplit(url)
+        options = parse_url(url)
+    except (ValueError, TypeError) as error:
+        raise StartupError(f"the Redis URL is not understood; it looks like {forms}") from error
+    path = parts.path.strip("/")
+    if parts.scheme == "unix" and not path:
+        raise StartupError(f"the Redis URL names no socket; it looks like {forms}")
+    if parts.scheme != "unix" and ((path and not path.isdecimal()) or not parts.hostname):
+        raise StartupError(f"the Redis URL names no host, or a database that is no number; it looks like {forms}")
+    kind = options.pop("connection_class", None)
+    odd = sorted(set(options) - URL_OPTIONS - {"host", "port", "path", "username", "password"})
+    if odd:
+        raise StartupError(f"the Redis URL has an option that is not supported: {odd[0]}")
+    return {**options, **({"connection_class": kind} if kind is not None else {})}
+
+
+def _cause(error: Exception) -> str:
+    return str(error) or type(error).__name__

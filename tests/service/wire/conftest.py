@@ -1,0 +1,63 @@
+"""One real Redis for the tests of the wire, emptied before each; brokers on it and in memory."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from service.wire.embedded_redis import EmbeddedRedis
+from service.wire.memory_broker import MemoryBroker
+from service.wire.redis_broker import RedisBroker, open_redis_broker
+from tests.support.wire import OpenBroker
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
+    server = EmbeddedRedis.start(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def redis_url(redis_server: EmbeddedRedis) -> str:
+    with Redis.from_url(redis_server.url) as redis:
+        redis.flushall()
+    return redis_server.url
+
+
+@pytest.fixture
+def redis(redis_url: str) -> Iterator[Redis]:
+    with Redis.from_url(redis_url) as redis:
+        yield redis
+
+
+@pytest.fixture
+async def open_broker(redis_url: str) -> AsyncIterator[OpenBroker]:
+    """Opens brokers on the test's Redis that are closed when the test is over."""
+    async with AsyncExitStack() as opened:
+
+        async def open_one(name: str | None = None, url: str = redis_url) -> RedisBroker:
+            broker = await open_redis_broker(url, name)
+            opened.push_async_callback(broker.close)
+            return broker
+
+        yield open_one
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def broker(request: pytest.FixtureRequest) -> AsyncIterator[MemoryBroker | RedisBroker]:
+    if request.param == "redis":
+        broker = await open_redis_broker(request.getfixturevalue("redis_url"))
+    else:
+        broker = MemoryBroker()
+    yield broker
+    await broker.close()
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path) -> Path:
+    return tmp_path / "data"

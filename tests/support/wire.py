@@ -1,0 +1,66 @@
+"""Messages for tests, and how tests read them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass
+
+from model.sampling_params import SamplingParams
+from service.errors import EndReason
+from service.wire.codec import pack_ids
+from service.wire.messages import Event, Job, Usage, WorkerCard
+from service.wire.redis_broker import RedisBroker
+
+OpenBroker = Callable[..., Awaitable[RedisBroker]]
+PATIENCE_S = 10.0
+
+
+def make_job(job_id: str = "JOB1", **changes) -> Job:
+    fields = {
+        "job_id": job_id,
+        "tenant": "t",
+        "prompt": pack_ids([1, 2, 3]),
+        "sampling": SamplingParams(max_tokens=8),
+        "submitted_at_s": 1.0,
+        "feed": "door1",
+    }
+    return Job(**{**fields, **changes})
+
+
+def make_event(job_id: str, number: int, end: EndReason | None = None) -> Event:
+    usage = None if end is None else Usage(prompt_tokens=3, completion_tokens=number)
+    return Event(job_id=job_id, number=number, tokens=pack_ids([number]), end=end, usage=usage)
+
+
+def make_events(job_id: str, numbers: Iterable[int]) -> list[Event]:
+    return [make_event(job_id, number) for number in numbers]
+
+
+def make_card(worker_id: str, **changes) -> WorkerCard:
+    fields = {"model": "m", "ready": True, "max_model_len": 64, "num_blocks": 8, "block_size": 16, "beat_at_s": 0.0}
+    return WorkerCard(worker_id=worker_id, **{**fields, **changes})
+
+
+async def take(events: AsyncIterator[Event], count: int) -> list[int]:
+    """The numbers of the next events."""
+    async with asyncio.timeout(PATIENCE_S):
+        return [(await anext(events)).number for _ in range(count)]
+
+
+async def read_to_end(events: AsyncIterator[Event]) -> list[Event]:
+    async with asyncio.timeout(PATIENCE_S):
+        return [event async for event in events]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job came out."""
+
+    numbers: list[int]
+    reason: EndReason | None
+
+
+async def outcome(events: AsyncIterator[Event]) -> Ended:
+    seen = await read_to_end(events)
+    return Ended([event.number for event in seen], seen[-1].end)
