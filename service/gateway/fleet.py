@@ -1,0 +1,57 @@
+"""What the workers say of themselves, asked of the broker at most a few times a second."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from service.wire.broker import DoorBroker
+from service.wire.messages import WorkerCard
+
+MAX_AGE_S = 0.25
+
+
+@dataclass(frozen=True)
+class FleetView:
+    """Fresh cards of the workers that serve this gateway's model, and how many jobs nobody has claimed."""
+
+    cards: Sequence[WorkerCard]
+    num_waiting: int
+
+    @property
+    def num_ready(self) -> int:
+        return sum(card.ready for card in self.cards)
+
+    def max_model_len(self, limit: int) -> int:
+        """The longest sequence that every worker takes, `limit` at most, since any of them may claim a job."""
+        return min([limit, *(card.max_model_len for card in self.cards)])
+
+
+class Fleet:
+    def __init__(self, broker: DoorBroker, model_name: str, clock: Callable[[], float]) -> None:
+        self._broker = broker
+        self._model_name = model_name
+        self._clock = clock
+        self._lock = asyncio.Lock()
+        self._view: FleetView | None = None
+        self._seen_at_s = 0.0
+        self._num_submitted = 0
+
+    def note_submitted(self) -> None:
+        """A job was submitted since the last look, and waits as far as this gateway knows."""
+        self._num_submitted += 1
+
+    @property
+    def num_submitted(self) -> int:
+        """Jobs submitted here since the last look."""
+        return self._num_submitted
+
+    async def view(self) -> FleetView:
+        """At most MAX_AGE_S old. Raises BrokerUnavailable."""
+        async with self._lock:
+            if self._view is None or self._clock() - self._seen_at_s > MAX_AGE_S:
+                cards = [card for card in await self._broker.workers() if card.model == self._model_name]
+                self._view = FleetView(cards, await self._broker.num_waiting())
+                self._seen_at_s, self._num_submitted = self._clock(), 0
+            return self._view

@@ -1,0 +1,99 @@
+"""What both doors open into: one validator, one admission, one relay, and the words for what goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from service.config import Settings
+from service.errors import RequestError
+from service.gateway.admission import Admission, Ticket
+from service.gateway.fleet import Fleet
+from service.gateway.openai_answers import ChatForm, CompletionForm, Form, Heading
+from service.gateway.openai_api import read_request
+from service.gateway.relay import Relay, Run
+from service.gateway.request import Request
+from service.gateway.served_model import ServedModel
+from service.gateway.strict_json import decode_object
+from service.logs import fields
+from service.metrics import GatewayMetrics
+from service.wire.broker import DoorBroker
+
+log = logging.getLogger("quire.gateway")
+
+NUM_TEXT_THREADS = 4
+DRAIN_POLL_S = 0.05
+
+
+class Hall:
+    """One per gateway. Owns the threads that parse and tokenise, so that no request stops the event loop."""
+
+    def __init__(self, settings: Settings, model: ServedModel, broker: DoorBroker, feed: str) -> None:
+        self.settings = settings
+        self.model = model
+        self.broker = broker
+        self.metrics = GatewayMetrics(model.name)
+        self.pool = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="text")
+        self.fleet = Fleet(broker, model.name, asyncio.get_running_loop().time)
+        self.admission = Admission(model, broker, self.fleet, settings, feed, self.pool)
+        self.relay = Relay(model, broker, self.fleet, self.metrics)
+
+    async def read(self, endpoint: str, body: bytes | Mapping[str, Any]) -> Request:
+        """The validated request in `body`: JSON, or what a queue entry holds. Raises RequestError (400)."""
+        if isinstance(body, bytes):
+            return await asyncio.get_running_loop().run_in_executor(self.pool, _read_json, endpoint, body)
+        return read_request(endpoint, body)
+
+    async def admit(self, request: Request, tenant: str) -> Ticket:
+        return await self.admission.admit(request, tenant)
+
+    def open(self, ticket: Ticket) -> AbstractAsyncContextManager[Run]:
+        return self.relay.open(ticket)
+
+    def form(self, ticket: Ticket) -> Form:
+        """How the answer of this request is worded."""
+        request = ticket.request
+        heading = Heading(
+            job_id=ticket.job.job_id,
+            created_s=int(ticket.job.submitted_at_s),
+            model=self.model.name,
+            fingerprint=self.model.fingerprint,
+        )
+        kind = ChatForm if request.is_chat else CompletionForm
+        return kind(
+            heading,
+            self.model.tokenizer,
+            logprobs=request.sampling.logprobs is not None,
+            usage_in_chunks=request.include_usage,
+        )
+
+    async def drain(self) -> None:
+        """Refuses what comes, and gives what is open its time to end; then ends it."""
+        self.admission.close()
+        try:
+            async with asyncio.timeout(self.settings.drain_timeout):
+                while self.relay.num_open:
+                    await asyncio.sleep(DRAIN_POLL_S)
+        except TimeoutError:
+            log.warning("drain time is over %s", fields(num_open=self.relay.num_open))
+            self.relay.end_all()
+
+    async def close(self) -> None:
+        await self.relay.close()
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
+
+def incident(error: BaseException, where: str) -> RequestError:
+    """A bug: its traceback goes to the log under a number, and only the number goes to the client."""
+    number = secrets.token_hex(6)
+    log.error("bug %s", fields(incident=number, where=where), exc_info=error)
+    return RequestError(500, f"Internal error, incident {number}.", "server_error", code="internal_error")
+
+
+def _read_json(endpoint: str, body: bytes) -> Request:
+    return read_request(endpoint, decode_object(body))

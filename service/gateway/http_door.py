@@ -1,0 +1,166 @@
+"""The HTTP door: OpenAI's routes, and those of whoever watches over the server."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from service.errors import RequestError
+from service.gateway.admission import Ticket
+from service.gateway.hall import Hall, incident
+from service.gateway.http_guard import TENANT, KeyRing, guard, json_response, read_body
+from service.gateway.openai_answers import error_json
+from service.gateway.request import CHAT, COMPLETIONS
+from service.gateway.sse import ClientGone, SseStream
+from service.gateway.text_tools import detokenize, tokenize
+from service.metrics import CONTENT_TYPE
+from service.wire.broker import BrokerUnavailable
+
+KEEP_ALIVE_S = 15.0
+
+
+class HttpDoor:
+    def __init__(self, hall: Hall, keep_alive_s: float = KEEP_ALIVE_S) -> None:
+        self._hall = hall
+        self._keep_alive_s = keep_alive_s
+
+    def app(self) -> web.Application:
+        """All routes behind the guard."""
+        settings = self._hall.settings
+        app = web.Application(
+            middlewares=[guard(KeyRing(settings.api_key), self._hall.metrics)],
+            client_max_size=settings.max_body_bytes,
+        )
+        app.add_routes(
+            [
+                web.post(COMPLETIONS, self._generation(COMPLETIONS)),
+                web.post(CHAT, self._generation(CHAT)),
+                web.get("/v1/models", self._models),
+                web.get("/v1/models/{model:.+}", self._model),
+                web.post("/tokenize", self._tokenize),
+                web.post("/detokenize", self._detokenize),
+                web.get("/metrics", self._metrics),
+                web.get("/livez", self._livez),
+                web.get("/readyz", self._readyz),
+                web.get("/health", self._readyz),
+                web.get("/", self._welcome),
+            ]
+        )
+        return app
+
+    def _generation(self, endpoint: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handle(http: web.Request) -> web.StreamResponse:
+            request = await self._hall.read(endpoint, await read_body(http))
+            ticket = await self._hall.admit(request, http[TENANT])
+            return await (self._stream(http, ticket) if request.stream else self._whole(ticket))
+
+        return handle
+
+    async def _whole(self, ticket: Ticket) -> web.Response:
+        async with self._hall.open(ticket) as run:
+            pieces = [piece async for piece in run]
+        return json_response(self._hall.form(ticket).whole(pieces, run.outcome))
+
+    async def _stream(self, http: web.Request, ticket: Ticket) -> web.StreamResponse:
+        settings = self._hall.settings
+        stream = SseStream(http, write_timeout_s=settings.write_timeout, keep_alive_s=self._keep_alive_s)
+        try:
+            try:
+                await self._tell(stream, ticket)
+            except (ClientGone, asyncio.CancelledError):
+                raise
+            except Exception as error:
+                if not stream.started:
+                    raise
+                told = error if isinstance(error, RequestError) else incident(error, "stream")
+                await stream.send(error_json(told))
+        except ClientGone:
+            pass  # the job is cancelled already, and nobody is left to hear of it
+        return stream.response
+
+    async def _tell(self, stream: SseStream, ticket: Ticket) -> None:
+        form = self._hall.form(ticket)
+        number = None
+        async with self._hall.open(ticket) as run, stream.kept_alive():
+            opening = form.opening()
+            async for piece in run:
+                if opening is not None:
+                    await stream.send(opening)
+                    opening = None
+                number = piece.number
+                await stream.send(form.chunk(piece), number)
+            if opening is not None:
+                await stream.send(opening)
+            await stream.send(form.closing(run.outcome), number)
+            if ticket.request.include_usage:
+                await stream.send(form.usage(run.outcome), number)
+            await stream.done()
+
+    async def _models(self, http: web.Request) -> web.Response:
+        return json_response({"object": "list", "data": [await self._card()]})
+
+    async def _model(self, http: web.Request) -> web.Response:
+        self._hall.model.require(http.match_info["model"])
+        return json_response(await self._card())
+
+    async def _card(self) -> dict[str, object]:
+        model = self._hall.model
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": model.created_s,
+            "owned_by": "quire",
+            "max_model_len": await self._max_model_len(),
+        }
+
+    async def _max_model_len(self) -> int:
+        """What the workers allow; what the model allows while they cannot be asked."""
+        limit = self._hall.model.max_model_len
+        try:
+            return (await self._hall.fleet.view()).max_model_len(limit)
+        except BrokerUnavailable:
+            return limit
+
+    async def _tokenize(self, http: web.Request) -> web.Response:
+        body = await read_body(http)
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(self._hall.pool, tokenize, self._hall.model, body)
+        return json_response({**found, "max_model_len": await self._max_model_len()})
+
+    async def _detokenize(self, http: web.Request) -> web.Response:
+        body = await read_body(http)
+        loop = asyncio.get_running_loop()
+        return json_response(await loop.run_in_executor(self._hall.pool, detokenize, self._hall.model, body))
+
+    async def _metrics(self, http: web.Request) -> web.Response:
+        try:
+            view = await self._hall.fleet.view()
+            self._hall.metrics.see_fleet({card.worker_id: card.stats for card in view.cards}, view.num_waiting)
+        except BrokerUnavailable:
+            self._hall.metrics.see_fleet({}, math.nan)
+        return web.Response(body=self._hall.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _livez(self, http: web.Request) -> web.Response:
+        return json_response({"status": "ok"})
+
+    async def _readyz(self, http: web.Request) -> web.Response:
+        """200 only if a request would be worked on now; otherwise what is missing."""
+        missing = ["this gateway is shutting down"] if self._hall.admission.draining else []
+        num_ready = 0
+        try:
+            num_ready = (await self._hall.fleet.view()).num_ready
+            if not num_ready:
+                missing.append("no ready worker serves this model")
+        except BrokerUnavailable:
+            missing.append("the queue is not available")
+        status = "not ready" if missing else "ok"
+        return json_response(
+            {"status": status, "missing": missing, "num_ready_workers": num_ready}, 503 if missing else 200
+        )
+
+    async def _welcome(self, http: web.Request) -> web.Response:
+        routes = sorted({resource.canonical for resource in http.app.router.resources()})
+        return json_response({"service": "quire", "model": self._hall.model.name, "routes": routes})

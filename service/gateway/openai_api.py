@@ -1,0 +1,202 @@
+"""OpenAI's request bodies to `Request`, the one validator of both doors: every field works or is refused by name."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from service.gateway.openai_bodies import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    Message,
+    StreamOptions,
+    check_ranges,
+    convert,
+    refusal,
+)
+from service.gateway.openai_fields import (
+    IDLE_CHAT_FIELDS,
+    IDLE_COMPLETION_FIELDS,
+    IDLE_MESSAGE_FIELDS,
+    without_idle_fields,
+)
+from service.gateway.request import CHAT, COMPLETIONS, Conversation, Request, SamplingWishes
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIAS = 300
+MAX_LABEL_CHARS = 512
+MAX_MESSAGES = 4096
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own
+COLDEST_TEMPERATURE = 1e-4  # below it sampling is greedy in float32 anyway, and logits / temperature would overflow
+NARROWEST_TOP_P = 1e-6  # keeps one token, as 0 does at OpenAI
+TEMPLATE_OPTIONS = ("enable_thinking",)
+"""What a client may hand to the model's chat template: switches, never text."""
+
+
+def read_request(endpoint: str, body: Mapping[str, Any]) -> Request:
+    """The request that `body`, sent to `endpoint` (one of ENDPOINTS), makes. Raises RequestError (400)."""
+    return _READERS[endpoint](body)
+
+
+def _read_completion(fields: Mapping[str, Any]) -> Request:
+    body = convert(without_idle_fields(fields, IDLE_COMPLETION_FIELDS), CompletionBody)
+    wishes = _wishes(body, _or(body.max_tokens, DEFAULT_COMPLETION_TOKENS), body.logprobs)
+    return _request(body, _prompt(body.prompt), wishes)
+
+
+def _read_chat(fields: Mapping[str, Any]) -> Request:
+    left = without_idle_fields(fields, IDLE_CHAT_FIELDS)
+    if "messages" in left:
+        left["messages"] = plain_messages(left["messages"])
+    body = convert(left, ChatBody)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise refusal("top_logprobs", "needs 'logprobs' to be true")
+    max_tokens = body.max_tokens
+    if body.max_completion_tokens is not None:
+        if max_tokens not in (None, body.max_completion_tokens):
+            raise refusal("max_tokens", "contradicts 'max_completion_tokens'")
+        max_tokens = body.max_completion_tokens
+    wishes = _wishes(body, max_tokens, (body.top_logprobs or 0) if body.logprobs else None)
+    for name in body.chat_template_kwargs:
+        if name not in TEMPLATE_OPTIONS:
+            raise refusal("chat_template_kwargs", f"takes only {', '.join(TEMPLATE_OPTIONS)}")
+    prompt = conversation(body.messages, body.add_generation_prompt, body.chat_template_kwargs)
+    return _request(body, prompt, wishes)
+
+
+_READERS: Mapping[str, Callable[[Mapping[str, Any]], Request]] = {COMPLETIONS: _read_completion, CHAT: _read_chat}
+
+
+def plain_messages(value: Any) -> Any:
+    """`value` with the idle fields of its messages removed; anything that is no list of maps is returned as it is."""
+    if not isinstance(value, list):
+        return value
+    if len(value) > MAX_MESSAGES:
+        raise refusal("messages", f"has more than {MAX_MESSAGES} entries")
+    return [
+        without_idle_fields(message, IDLE_MESSAGE_FIELDS, f"messages[{i}].") if isinstance(message, dict) else message
+        for i, message in enumerate(value)
+    ]
+
+
+def conversation(messages: list[Message], add_generation_prompt: bool, options: Mapping[str, bool]) -> Conversation:
+    """Typed messages to what the template renders. Raises RequestError (400)."""
+    if not messages:
+        raise refusal("messages", "must not be empty")
+    plain = tuple(_message(message, f"messages[{i}]") for i, message in enumerate(messages))
+    return Conversation(messages=plain, add_generation_prompt=add_generation_prompt, template_options=options)
+
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+
+def _message(message: Message, param: str) -> dict[str, str]:
+    if message.role not in _ROLES:
+        raise refusal(f"{param}.role", f"must be one of {', '.join(_ROLES)}")
+    content = message.content
+    if not isinstance(content, str):
+        if any(part.type != "text" for part in content):
+            raise refusal(f"{param}.content", "may hold only parts of type text")
+        content = "\n".join(part.text for part in content)
+    plain = {"role": _ROLES[message.role], "content": content}
+    for name in ("name", "tool_call_id"):
+        value = getattr(message, name)
+        if value is not None:
+            _check_length(f"{param}.{name}", value, MAX_LABEL_CHARS)
+            plain[name] = value
+    return plain
+
+
+def _prompt(prompt: str | list[str | int | list[int]]) -> str | tuple[int, ...]:
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        if len(prompt) > 1:
+            raise refusal("prompt", "may hold one prompt only; send a request for each")
+        prompt = prompt[0]
+    if not prompt:
+        raise refusal("prompt", "must not be empty")
+    if isinstance(prompt, str):
+        return prompt
+    if not all(isinstance(token, int) for token in prompt):
+        raise refusal("prompt", "must be a text or token ids, not a mixture")
+    return tuple(prompt)
+
+
+def _wishes(body: GenerationBody, max_tokens: int | None, logprobs: int | None) -> SamplingWishes:
+    check_ranges(body)
+    if max_tokens is not None and body.min_tokens > max_tokens:
+        raise refusal("min_tokens", "must not exceed 'max_tokens'")
+    if len(body.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise refusal("stop_token_ids", f"has more than {MAX_STOP_TOKEN_IDS} entries")
+    cold = body.temperature is not None and body.temperature < COLDEST_TEMPERATURE
+    return SamplingWishes(
+        max_tokens=max_tokens,
+        min_tokens=body.min_tokens,
+        temperature=0.0 if cold else body.temperature,
+        top_k=None if body.top_k is None else max(body.top_k, 0),
+        top_p=None if body.top_p is None else max(body.top_p, NARROWEST_TOP_P),
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        seed=None if body.seed is None else body.seed % (1 << 64),
+        stop_token_ids=tuple(dict.fromkeys(body.stop_token_ids)),
+        ignore_eos=body.ignore_eos,
+        logprobs=logprobs,
+        logit_bias=_logit_bias(body.logit_bias),
+    )
+
+
+def _logit_bias(bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise refusal("logit_bias", f"has more than {MAX_LOGIT_BIAS} entries")
+    # Only one spelling of an id: int() would also take "１２", " 1_0 " and "+1", and two spellings of one id.
+    if not all(re.fullmatch(r"0|[1-9][0-9]{0,9}", key) for key in bias):
+        raise refusal("logit_bias", "has a key that is no token id")
+    if not all(math.isfinite(value) and -100 <= value <= 100 for value in bias.values()):
+        raise refusal("logit_bias", "has a value outside -100..100")
+    return tuple((int(key), float(value)) for key, value in bias.items())
+
+
+def _request(body: GenerationBody, prompt: str | tuple[int, ...] | Conversation, wishes: SamplingWishes) -> Request:
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(dict.fromkeys(body.stop))
+    if len(stop) > MAX_STOP_STRINGS:
+        raise refusal("stop", f"has more than {MAX_STOP_STRINGS} strings")
+    if any(not 0 < len(string) <= MAX_STOP_CHARS for string in stop):
+        raise refusal("stop", f"has a string that is empty or longer than {MAX_STOP_CHARS} characters")
+    _check_length("user", body.user, MAX_LABEL_CHARS)
+    _check_length("safety_identifier", body.safety_identifier, MAX_LABEL_CHARS)
+    return Request(
+        model=body.model,
+        prompt=prompt,
+        sampling=wishes,
+        stop=stop,
+        include_stop_str_in_output=body.include_stop_str_in_output,
+        skip_special_tokens=body.skip_special_tokens,
+        stream=body.stream,
+        include_usage=_include_usage(body),
+        timeout_s=body.timeout,
+    )
+
+
+def _include_usage(body: GenerationBody) -> bool:
+    options = body.stream_options
+    if options != StreamOptions() and not body.stream:
+        raise refusal("stream_options", "needs 'stream' to be true")
+    for name in ("include_obfuscation", "continuous_usage_stats"):
+        if getattr(options, name):
+            raise refusal(f"stream_options.{name}", "is not supported here when true")
+    return bool(options.include_usage)
+
+
+def _check_length(param: str, text: str, max_chars: int) -> None:
+    if len(text) > max_chars:
+        raise refusal(param, f"is longer than {max_chars} characters")
+
+
+def _or(value: int | None, default: int) -> int:
+    return default if value is None else value

@@ -1,0 +1,136 @@
+"""The types of OpenAI's request bodies, and how a body that does not fit them is refused: by name, never by value."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from service.errors import RequestError
+
+MAX_LOGPROBS = 20
+
+RANGES: Mapping[str, tuple[float, float]] = {
+    "max_tokens": (1, 1 << 31),
+    "max_completion_tokens": (1, 1 << 31),
+    "min_tokens": (0, 1 << 31),
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "top_k": (-1, 1 << 31),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 10),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "seed": (-(1 << 63), (1 << 63) - 1),
+    "logprobs": (0, MAX_LOGPROBS),
+    "top_logprobs": (0, MAX_LOGPROBS),
+    "timeout": (0.001, 86400),
+}
+"""Closed ranges; every number of a body stands here or is checked where it is used."""
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    model: str
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] = {}
+    seed: int | None = None
+    stop: str | list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    timeout: float | None = None
+    user: str = ""
+    safety_identifier: str = ""
+
+
+class CompletionBody(GenerationBody):
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+
+
+class TextPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    type: str
+    text: str
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    role: str
+    content: str | list[TextPart]
+    name: str | None = None
+    tool_call_id: str | None = None
+
+
+class ChatBody(GenerationBody):
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, bool] = {}
+
+
+def check_ranges(body: msgspec.Struct) -> None:
+    """Holds the numbers of `body` against RANGES. Raises RequestError (400); NaN is in no range."""
+    for name in body.__struct_fields__:
+        value = getattr(body, name)
+        if name in RANGES and value is not None:
+            low, high = RANGES[name]
+            if not low <= value <= high:
+                raise refusal(name, f"must be between {low} and {high}")
+
+
+def convert(fields: Mapping[str, Any], kind: type) -> Any:
+    """`fields` as the struct `kind`, types strict. Raises RequestError (400) that names the field, never its value."""
+    known = {field.encode_name for field in msgspec.structs.fields(kind)}
+    for name in fields:
+        if name not in known:
+            shown = _showable(name)
+            raise RequestError(400, f"Unknown field '{shown}'.", param=shown, code="unknown_field")
+    try:
+        return msgspec.convert(fields, kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise _refusal_of(str(error)) from None
+
+
+def refusal(param: str, why: str) -> RequestError:
+    """The 400 of a known field with a bad value."""
+    return RequestError(400, f"'{param}' {why}.", param=param)
+
+
+def _refusal_of(complaint: str) -> RequestError:
+    """msgspec's words, which name types and places but may quote an unknown field, in ours."""
+    what, _, place = complaint.rpartition(" - at `$") if " - at `$" in complaint else (complaint, "", "")
+    place = place.rstrip("`").lstrip(".")
+    if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", what, re.DOTALL):
+        param = _showable(f"{place}.{unknown[1]}")
+        return RequestError(400, f"Unknown field '{param}'.", param=param, code="unknown_field")
+    if missing := re.fullmatch(r"Object missing required field `(\w+)`", what):
+        param = f"{place}.{missing[1]}".lstrip(".")
+        return RequestError(400, f"'{param}' is required.", param=param, code="missing_required_parameter")
+    param = _showable(place)
+    return RequestError(400, f"'{param}' has the wrong type: {what.replace('`', '').lower()}.", param=param)
+
+
+def _showable(name: Any) -> str:
+    """A name that a client made up, as far as it may stand in an answer or a log."""
+    text = name if isinstance(name, str) else "?"
+    return "".join(c if c.isascii() and c.isprintable() else "?" for c in text[:64])

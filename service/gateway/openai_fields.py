@@ -1,0 +1,112 @@
+"""Fields of OpenAI's and vLLM's requests that change nothing here: the values that ask for nothing, for each.
+
+Such a field is accepted with one of these values, or null, and refused by name with any other, so that no wish is ever
+silently ignored. A field that stands neither here nor in `openai_api` is unknown, and refused by name too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from service.errors import RequestError
+
+Idle = Mapping[str, tuple[Any, ...]]
+
+_BOTH: Idle = {
+    "n": (1,),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "beam_width": (1,),
+    "length_penalty": (1.0, 1),
+    "early_stopping": (False,),
+    "response_format": ({"type": "text"},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "structured_outputs": (),
+    "prompt_logprobs": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "truncate_prompt_tokens": (),
+    "spaces_between_special_tokens": (True,),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_ids": (False,),
+    "priority": (0,),
+    "request_id": (),
+    "cache_salt": (),
+    "prompt_cache_key": (),
+    "kv_transfer_params": (),
+    "vllm_xargs": ({},),
+    "background": (False,),
+}
+
+IDLE_COMPLETION_FIELDS: Idle = {
+    **_BOTH,
+    "echo": (False,),
+    "suffix": ("",),
+    "add_special_tokens": (True,),
+    "prompt_embeds": (),
+}
+
+IDLE_CHAT_FIELDS: Idle = {
+    **_BOTH,
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none",),
+    "store": (False,),
+    "metadata": ({},),
+    "service_tier": ("auto", "default"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "include_reasoning": (True,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "moderation": (),
+    "prompt_cache_retention": (),
+    "echo": (False,),
+    "add_special_tokens": (False,),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "documents": ([],),
+    "mm_processor_kwargs": ({},),
+}
+
+IDLE_MESSAGE_FIELDS: Idle = {
+    "tool_calls": ([],),
+    "function_call": (),
+    "refusal": (),
+    "audio": (),
+    "annotations": ([],),
+    "reasoning": (),
+    "reasoning_content": (),
+}
+
+
+def without_idle_fields(fields: Mapping[str, Any], idle: Idle, where: str = "") -> dict[str, Any]:
+    """`fields` less those that are null or ask for nothing.
+
+    Raises RequestError (400) for a field of `idle` that asks for something; `where` stands before its name.
+    """
+    left = {}
+    for name, value in fields.items():
+        if value is None:
+            continue
+        if name not in idle:
+            left[name] = value
+        elif not any(type(value) is type(accepted) and value == accepted for accepted in idle[name]):
+            param = where + name
+            raise RequestError(400, f"'{param}' is not supported here{_hint(idle[name])}.", param=param)
+    return left
+
+
+def _hint(accepted: tuple[Any, ...]) -> str:
+    return "" if not accepted else " with any but its default value"

@@ -1,0 +1,93 @@
+"""The gateway process: opens both doors, serves until it is told to stop, drains, and leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable
+
+from aiohttp import web
+
+from service.config import Settings
+from service.errors import StartupError
+from service.gateway.hall import Hall
+from service.gateway.http_door import HttpDoor
+from service.gateway.http_guard import KEEP_ALIVE_TIMEOUT_S, Protocol
+from service.gateway.queue_door import QueueDoor
+from service.gateway.served_model import ServedModel
+from service.logs import fields
+from service.wire.broker import DoorBroker
+
+log = logging.getLogger("quire.gateway")
+
+SHUTDOWN_TIMEOUT_S = 2.0
+"""For responses to be written once their requests have ended."""
+BACKLOG = 1024
+
+
+async def run_gateway(
+    settings: Settings, broker: DoorBroker, stop: asyncio.Event, *, on_ready: Callable[[str], None]
+) -> None:
+    """Serves until `stop` is set or until cancelled, then drains; `on_ready` gets the URL, with the port it took.
+
+    Raises StartupError where the model cannot be read or the port cannot be had. `broker` stays the caller's to close.
+    """
+    model = await asyncio.to_thread(ServedModel.read, settings)
+    async with serving(settings, model, broker) as url:
+        on_ready(url)
+        await stop.wait()
+
+
+@contextlib.asynccontextmanager
+async def serving(settings: Settings, model: ServedModel, broker: DoorBroker) -> AsyncIterator[str]:
+    """Both doors are open inside, under the URL given; on the way out they drain. Raises StartupError."""
+    hall = Hall(settings, model, broker, feed=f"door-{secrets.token_hex(8)}")
+    queue_door = QueueDoor(hall)
+    runner = web.AppRunner(HttpDoor(hall).app(), handler_cancellation=True, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
+    await runner.setup()
+    queue_task = None
+    try:
+        server = await _listen(runner, settings)
+        queue_task = asyncio.create_task(queue_door.run())
+        url = _url(settings.host, server.sockets[0].getsockname()[1])
+        log.info("gateway ready %s", fields(url=url, model=model.name))
+        try:
+            yield url
+        finally:
+            log.info("gateway drains %s", fields(num_open=hall.relay.num_open))
+            server.close()
+            queue_door.stop()
+            await hall.drain()
+    finally:
+        await runner.cleanup()
+        if queue_task is not None:
+            await asyncio.wait({queue_task}, timeout=SHUTDOWN_TIMEOUT_S)
+            queue_task.cancel()
+        await hall.close()
+
+
+async def _listen(runner: web.AppRunner, settings: Settings) -> asyncio.Server:
+    """A server of our own Protocol, which aiohttp's sites cannot make."""
+    loop = asyncio.get_running_loop()
+
+    def protocol() -> Protocol:
+        # Bodies stay as they came: an encoded one is refused, so nothing is ever inflated.
+        return Protocol(
+            runner.server,
+            loop=loop,
+            keepalive_timeout=KEEP_ALIVE_TIMEOUT_S,
+            auto_decompress=False,
+            access_log=None,
+        )
+
+    try:
+        return await loop.create_server(protocol, settings.host, settings.port, backlog=BACKLOG)
+    except OSError as error:
+        reason = error.strerror or "no such address"
+        raise StartupError(f"cannot listen on {settings.host}:{settings.port}: {reason}") from error
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,200 @@
+"""The queue door: serves the jobs that foreign producers write to their ingress streams.
+
+A job passes the same validator, admission and text code as an HTTP request. What only waiting can help (a full queue, a
+drain) is waited for or left to the next gateway; everything else is answered once, and the entry is settled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from service.errors import RequestError
+from service.gateway.hall import Hall, incident
+from service.gateway.openai_answers import error_object
+from service.gateway.openai_bodies import refusal
+from service.gateway.relay import Outcome
+from service.gateway.request import ENDPOINTS, Request
+from service.logs import fields
+from service.wire.broker import BrokerUnavailable, IngressEntry
+from service.wire.codec import INGRESS_ID, LIMITS, WireError, decode, encode
+from service.wire.messages import IngressJob, Reply, Usage
+
+log = logging.getLogger("quire.gateway")
+
+MAX_OPEN_JOBS = 256
+FETCH_WAIT_S = 0.5
+RETRY_S = 1.0
+MAX_REPLY_CHARS = 128 << 10
+"""A reply message is bounded in bytes; a longer text is told in several."""
+
+
+class QueueDoor:
+    def __init__(self, hall: Hall) -> None:
+        self._hall = hall
+        self._stopping = False
+        self._open: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Serves until `stop`, and returns when no job is open here any more; cancelled, it lets go of them all."""
+        try:
+            while not self._stopping:
+                try:
+                    await self._take_some()
+                except BrokerUnavailable:
+                    await asyncio.sleep(RETRY_S)
+                except Exception as error:
+                    incident(error, "queue")
+                    await asyncio.sleep(RETRY_S)
+            if self._open:
+                await asyncio.wait(self._open)
+        finally:
+            for task in self._open:
+                task.cancel()
+
+    async def _take_some(self) -> None:
+        room = MAX_OPEN_JOBS - len(self._open)
+        if room == 0:
+            await asyncio.wait(self._open, timeout=FETCH_WAIT_S, return_when=asyncio.FIRST_COMPLETED)
+            return
+        for entry in await self._hall.broker.fetch_ingress(self._hall.settings.producers, room, FETCH_WAIT_S):
+            task = asyncio.create_task(self._serve(entry))
+            self._open.add(task)
+            task.add_done_callback(self._open.discard)
+
+    def stop(self) -> None:
+        """Takes no more entries. Those that are open end, or stay unsettled for the next gateway."""
+        self._stopping = True
+
+    async def _serve(self, entry: IngressEntry) -> None:
+        answer = _Answer(self._hall, entry.producer, _reply_id(entry))
+        try:
+            if await self._answer(entry, answer):
+                await self._persistently(lambda: self._hall.broker.settle_ingress(entry))
+        except BrokerUnavailable:
+            log.warning("ingress entry left unsettled %s", fields(producer=entry.producer, entry=entry.entry_id))
+
+    async def _answer(self, entry: IngressEntry, answer: _Answer) -> bool:
+        """Whether the entry has its final reply."""
+        loop = asyncio.get_running_loop()
+        give_up_at_s = loop.time() + self._hall.settings.request_timeout
+        while True:
+            try:
+                await self._generate(entry, answer)
+                return True
+            except RequestError as error:
+                if error.status == 503 and self._hall.admission.draining:
+                    return False
+                wait_s = error.retry_after_s
+                if wait_s is None or answer.num_told or loop.time() + wait_s > give_up_at_s:
+                    await answer.fail(error)
+                    return True
+                await asyncio.sleep(wait_s)
+            except BrokerUnavailable:
+                raise
+            except Exception as error:
+                await answer.fail(incident(error, "queue"))
+                return True
+
+    async def _generate(self, entry: IngressEntry, answer: _Answer) -> None:
+        request = await self._read(entry)
+        ticket = await self._hall.admit(request, f"producer-{entry.producer}")
+        texts = []
+        async with self._hall.open(ticket) as run:
+            async for piece in run:
+                if request.stream:
+                    await answer.tell(piece.text)
+                else:
+                    texts.append(piece.text)
+        await answer.finish("".join(texts), run.outcome)
+
+    async def _read(self, entry: IngressEntry) -> Request:
+        try:
+            job = decode(IngressJob, entry.payload)
+        except WireError:
+            raise RequestError(400, "The entry is not a valid job message.", code="invalid_message") from None
+        if job.endpoint not in ENDPOINTS:
+            raise refusal("endpoint", f"must be one of {', '.join(ENDPOINTS)}")
+        request = await self._hall.read(job.endpoint, job.body)
+        if request.sampling.logprobs is not None:
+            raise refusal("logprobs", "is not carried by the queue's replies")
+        return request
+
+    async def _persistently(self, attempt: Callable[[], Awaitable[None]]) -> None:
+        await _persist(attempt, self._hall.settings.request_timeout)
+
+
+class _Answer:
+    """The replies to one job, numbered from 1."""
+
+    def __init__(self, hall: Hall, producer: str, reply_id: str) -> None:
+        self._hall = hall
+        self._producer = producer
+        self._id = reply_id
+        self.num_told = 0
+
+    async def tell(self, text: str) -> None:
+        """Some more text. Raises BrokerUnavailable where the queue stays away."""
+        for start in range(0, len(text), MAX_REPLY_CHARS):
+            await self._send(Reply(id=self._id, number=self.num_told + 1, text=text[start : start + MAX_REPLY_CHARS]))
+
+    async def finish(self, text: str, outcome: Outcome) -> None:
+        """The last text and how it ended."""
+        cut = len(text) - len(text) % MAX_REPLY_CHARS if len(text) > MAX_REPLY_CHARS else 0
+        await self.tell(text[:cut])
+        usage = Usage(
+            prompt_tokens=outcome.prompt_tokens,
+            completion_tokens=outcome.completion_tokens,
+            cached_tokens=outcome.cached_tokens or 0,
+        )
+        await self._send(
+            Reply(
+                id=self._id,
+                number=self.num_told + 1,
+                text=text[cut:],
+                finish_reason=outcome.finish_reason,
+                usage=usage,
+                done=True,
+            )
+        )
+
+    async def fail(self, error: RequestError) -> None:
+        await self._send(Reply(id=self._id, number=self.num_told + 1, error=error_object(error), done=True))
+
+    async def _send(self, reply: Reply) -> None:
+        payload = encode(reply)
+        broker = self._hall.broker
+        await _persist(lambda: broker.reply(self._producer, self._id, payload), self._hall.settings.request_timeout)
+        self.num_told += 1
+
+
+class _Named(msgspec.Struct):
+    id: str
+
+
+def _reply_id(entry: IngressEntry) -> str:
+    """Where the replies go: the producer's own name for the job, or the entry's id where a broken message has none."""
+    try:
+        if len(entry.payload) <= LIMITS[IngressJob].max_bytes:
+            name = msgspec.msgpack.decode(entry.payload, type=_Named).id
+            if INGRESS_ID.fullmatch(name):
+                return name
+    except (ValueError, RecursionError):
+        return entry.entry_id
+    return entry.entry_id
+
+
+async def _persist(attempt: Callable[[], Awaitable[None]], give_up_after_s: float) -> None:
+    """`attempt` until the queue takes it. Raises BrokerUnavailable when the time is up."""
+    loop = asyncio.get_running_loop()
+    give_up_at_s = loop.time() + give_up_after_s
+    while True:
+        try:
+            return await attempt()
+        except BrokerUnavailable:
+            if loop.time() + RETRY_S > give_up_at_s:
+                raise
+            await asyncio.sleep(RETRY_S)

@@ -1,0 +1,110 @@
+"""The text half of the model behind the doors: its name, its limits, and text to token ids."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from model.chat_template import ChatTemplate, TemplateError
+from model.config import ModelConfig, generation_defaults
+from model.errors import ModelError
+from model.tokenizer import Tokenizer
+from service.config import Settings
+from service.errors import RequestError, StartupError
+from service.gateway.openai_bodies import refusal
+from service.gateway.request import Conversation
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """Immutable and shared by all threads."""
+
+    name: str
+    vocab_size: int  # width of the logits, which is what a token id is held against
+    max_model_len: int  # tokens, prompt and output; workers may allow less
+    eos_token_ids: tuple[int, ...]
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    defaults: Mapping[str, float]  # sampling that the model's makers recommend
+    created_s: int  # Unix seconds
+    fingerprint: str
+
+    @classmethod
+    def read(cls, settings: Settings) -> ServedModel:
+        """The model in `settings.model`. Raises StartupError, one line that names the file."""
+        directory = settings.model
+        if directory is None:
+            raise StartupError("no model folder is given (--model)")
+        try:
+            config = ModelConfig.read(directory)
+            tokenizer = Tokenizer.read(directory)
+            template = ChatTemplate.read(directory, tokenizer)
+            defaults = generation_defaults(directory)
+        except ModelError as error:
+            raise StartupError(str(error)) from error
+        name = settings.served_model_name or directory.name
+        return cls(
+            name=name,
+            vocab_size=config.vocab_size,
+            max_model_len=min(config.max_position, settings.max_model_len or config.max_position),
+            eos_token_ids=config.eos_token_ids,
+            tokenizer=tokenizer,
+            template=template,
+            defaults=defaults,
+            created_s=int(time.time()),
+            fingerprint="fp_" + hashlib.sha256(f"{name} {config}".encode()).hexdigest()[:10],
+        )
+
+    def require(self, name: str) -> None:
+        """Raises RequestError (404) unless `name` is this model's."""
+        if name != self.name:
+            raise RequestError(404, "The model does not exist.", param="model", code="model_not_found")
+
+    def encode(self, prompt: str | tuple[int, ...] | Conversation) -> list[int]:
+        """Token ids of a prompt, each inside the vocabulary, at least one. Raises RequestError (400).
+
+        May take long: call it off the event loop. A text with more bytes than the longest possible prompt could have
+        is refused before any time is spent on it.
+        """
+        if isinstance(prompt, str):
+            self._check_bytes(len(prompt.encode()), "prompt")
+            return self._checked(self.tokenizer.encode(prompt), "prompt")
+        if isinstance(prompt, tuple):
+            return self._checked(list(prompt), "prompt")
+        return self._checked(self._encode_conversation(prompt), "messages")
+
+    def check_ids(self, ids: list[int] | tuple[int, ...], param: str) -> None:
+        """Raises RequestError (400) for an id that is outside the vocabulary."""
+        if ids and (min(ids) < 0 or max(ids) >= self.vocab_size):
+            raise refusal(param, "has a token id outside the vocabulary")
+
+    def _encode_conversation(self, conversation: Conversation) -> list[int]:
+        if self.template is None:
+            raise refusal("messages", "needs a chat template, and this model has none; use /v1/completions")
+        self._check_bytes(sum(len(m["content"].encode()) for m in conversation.messages), "messages")
+        try:
+            return self.template.encode(
+                list(conversation.messages),
+                add_generation_prompt=conversation.add_generation_prompt,
+                extra=dict(conversation.template_options),
+            )
+        except TemplateError as error:
+            raise RequestError(400, str(error), param="messages") from None
+
+    def _check_bytes(self, num_bytes: int, param: str) -> None:
+        if num_bytes > self.max_model_len * self.tokenizer.longest_token_bytes:
+            raise too_long(self.max_model_len, param)
+
+    def _checked(self, ids: list[int], param: str) -> list[int]:
+        if not ids:
+            raise refusal(param, "must not be empty")
+        self.check_ids(ids, param)
+        return ids
+
+
+def too_long(max_model_len: int, param: str) -> RequestError:
+    """The 400 of a prompt that, with what it asks for, is longer than the model's context."""
+    message = f"This model's context is {max_model_len} tokens; the prompt and the tokens asked for exceed it."
+    return RequestError(400, message, param=param, code="context_length_exceeded")

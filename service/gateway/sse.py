@@ -1,0 +1,81 @@
+"""Server-sent events: frames, keep-alive, and the end of clients that do not read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from service.gateway.openai_answers import Json, encode_json
+
+HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-store",
+    "X-Accel-Buffering": "no",
+}
+
+
+class ClientGone(ConnectionError):
+    """The client left, or left its stream unread for too long and was cut off."""
+
+
+class SseStream:
+    """One response of events. It starts with the first event, so that what fails before keeps its own HTTP status."""
+
+    def __init__(self, http: web.Request, *, write_timeout_s: float, keep_alive_s: float) -> None:
+        self._http = http
+        self._write_timeout_s = write_timeout_s
+        self._keep_alive_s = keep_alive_s
+        self._response = web.StreamResponse(headers=HEADERS)
+        self._written_at_s = asyncio.get_running_loop().time()
+        self._writing = asyncio.Lock()
+
+    @property
+    def response(self) -> web.StreamResponse:
+        return self._response
+
+    @property
+    def started(self) -> bool:
+        return self._response.prepared
+
+    async def send(self, data: Json, number: int | None = None) -> None:
+        """One event; `number` is what a client may later resume behind. Raises ClientGone."""
+        head = b"" if number is None else b"id: %d\n" % number
+        await self._write(head + b"data: " + encode_json(data) + b"\n\n")
+
+    async def done(self) -> None:
+        """OpenAI's mark behind an answer that is complete. Raises ClientGone."""
+        await self._write(b"data: [DONE]\n\n")
+
+    @asynccontextmanager
+    async def kept_alive(self) -> AsyncIterator[None]:
+        """While inside, a comment is written whenever the stream was silent for `keep_alive_s`."""
+        task = asyncio.create_task(self._keep_alive())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _keep_alive(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self._written_at_s + self._keep_alive_s - loop.time())
+            if loop.time() - self._written_at_s >= self._keep_alive_s:
+                await self._write(b": keep-alive\n\n")
+
+    async def _write(self, frame: bytes) -> None:
+        self._written_at_s = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(self._write_timeout_s), self._writing:
+                if not self._response.prepared:
+                    await self._response.prepare(self._http)
+                await self._response.write(frame)
+        except TimeoutError:
+            if self._http.transport is not None:
+                self._http.transport.abort()
+            raise ClientGone("the client left its stream unread") from None
+        except ConnectionError as error:
+            raise ClientGone("the client left") from error

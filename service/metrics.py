@@ -1,0 +1,199 @@
+"""Every metric on one page: vLLM's names and labels where the meaning is the same, `quire:` for the rest.
+
+Workers send their numbers as `WorkerCard.stats`, named below; the gateway re-exports them with `engine` = worker id.
+Counters of a worker start at 0 with its process, as Prometheus expects.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from service.errors import EndReason
+
+# Names in WorkerCard.stats
+STAT_NUM_RUNNING = "num_running"
+STAT_NUM_WAITING = "num_waiting"
+STAT_NUM_BLOCKS_FREE = "num_blocks_free"
+STAT_NUM_BLOCKS_USED = "num_blocks_used"
+STAT_KV_USAGE = "kv_usage"  # 0..1
+STAT_KV_WASTE_RATIO = "kv_waste_ratio"  # 0..1, slots of used blocks that hold no token
+STAT_PROMPT_TOKENS_TOTAL = "prompt_tokens_total"
+STAT_GENERATION_TOKENS_TOTAL = "generation_tokens_total"
+STAT_PREEMPTIONS_TOTAL = "preemptions_total"
+STAT_STEPS_TOTAL = "steps_total"
+STAT_STEP_TIME_MS = "step_time_ms"  # of the last step
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+GATEWAY = "gateway"
+"""Value of the label `engine` for what a gateway measures, which no single worker owns."""
+
+
+@dataclass(frozen=True)
+class _WorkerMetric:
+    """How one entry of WorkerCard.stats is exported."""
+
+    name: str
+    help: str
+    labels: tuple[tuple[str, str], ...] = ()
+
+
+_WORKER_GAUGES: Mapping[str, _WorkerMetric] = {
+    STAT_NUM_RUNNING: _WorkerMetric("vllm:num_requests_running", "Requests that the engine runs."),
+    STAT_NUM_WAITING: _WorkerMetric(
+        "vllm:num_requests_waiting", "Requests that the engine holds but does not run yet."
+    ),
+    STAT_KV_USAGE: _WorkerMetric("vllm:kv_cache_usage_perc", "Share of the KV cache's blocks in use, 0..1."),
+    STAT_KV_WASTE_RATIO: _WorkerMetric(
+        "quire:kv_waste_ratio", "Share of the used blocks' slots that hold no token, 0..1."
+    ),
+    STAT_NUM_BLOCKS_FREE: _WorkerMetric(
+        "quire:kv_blocks", "Blocks of the KV cache.", (("tier", "gpu"), ("state", "free"))
+    ),
+    STAT_NUM_BLOCKS_USED: _WorkerMetric(
+        "quire:kv_blocks", "Blocks of the KV cache.", (("tier", "gpu"), ("state", "used"))
+    ),
+    STAT_STEP_TIME_MS: _WorkerMetric("quire:step_time_ms", "Duration of the engine's last step, in milliseconds."),
+}
+_WORKER_COUNTERS: Mapping[str, _WorkerMetric] = {
+    STAT_PROMPT_TOKENS_TOTAL: _WorkerMetric("vllm:prompt_tokens", "Prompt tokens computed."),
+    STAT_GENERATION_TOKENS_TOTAL: _WorkerMetric("vllm:generation_tokens", "Tokens generated."),
+    STAT_PREEMPTIONS_TOTAL: _WorkerMetric("vllm:num_preemptions", "Requests that had to leave the GPU for others."),
+    STAT_STEPS_TOTAL: _WorkerMetric("quire:steps", "Steps of the engine."),
+}
+
+_FIRST_TOKEN_BUCKETS_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
+)  # fmt: skip
+_NEXT_TOKEN_BUCKETS_S = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
+)  # fmt: skip
+_REQUEST_BUCKETS_S = (
+    0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
+)  # fmt: skip
+_TOKEN_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+
+_SUCCESSES = {EndReason.STOP: "stop", EndReason.LENGTH: "length", EndReason.CANCELLED: "abort"}
+"""vLLM's words for the ends that it counts as successes."""
+
+
+class GatewayMetrics:
+    """The metrics of one gateway, in a registry of its own."""
+
+    def __init__(self, model_name: str) -> None:
+        self._registry = CollectorRegistry()
+        self._workers = _WorkerCollector(model_name)
+        self._registry.register(self._workers)
+        self._model_name = model_name
+        self._first_token_s = self._histogram(
+            "vllm:time_to_first_token_seconds", "Time to the first token.", _FIRST_TOKEN_BUCKETS_S
+        )
+        self._next_token_s = self._histogram(
+            "vllm:inter_token_latency_seconds", "Time between tokens.", _NEXT_TOKEN_BUCKETS_S
+        )
+        self._request_s = self._histogram(
+            "vllm:e2e_request_latency_seconds", "Time from admission to the end.", _REQUEST_BUCKETS_S
+        )
+        self._prompt_tokens = self._histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", _TOKEN_BUCKETS)
+        self._generation_tokens = self._histogram(
+            "vllm:request_generation_tokens", "Tokens generated for a request.", _TOKEN_BUCKETS
+        )
+        labels = ("model_name", "engine")
+        self._success = Counter(
+            "vllm:request_success", "Requests that ended well.", (*labels, "finished_reason"), registry=self._registry
+        )
+        self._ended = Counter(
+            "quire:requests_ended", "Requests by how they ended.", ("reason",), registry=self._registry
+        )
+        self._open = Gauge("quire:open_requests", "Requests this gateway follows.", registry=self._registry)
+        self._queue_depth = Gauge("quire:queue_depth", "Jobs no worker has claimed.", registry=self._registry)
+        self._responses = Counter(
+            "quire:http_responses", "HTTP responses.", ("route", "status"), registry=self._registry
+        )
+        for reason in EndReason:
+            self._ended.labels(reason.value)
+        for word in _SUCCESSES.values():
+            self._success.labels(model_name, GATEWAY, word)
+
+    def started(self, num_prompt_tokens: int) -> RequestTimes:
+        """A request is followed from now on."""
+        self._open.inc()
+        self._prompt_tokens.observe(num_prompt_tokens)
+        return RequestTimes(self)
+
+    def responded(self, route: str, status: int) -> None:
+        """One HTTP response; `route` is the route's pattern, never a client's path."""
+        self._responses.labels(route, str(status)).inc()
+
+    def see_fleet(self, stats_by_worker: Mapping[str, Mapping[str, float]], num_waiting: float) -> None:
+        """What the next exposition tells of workers and queue; NaN where the queue cannot be asked."""
+        self._workers.stats_by_worker = stats_by_worker
+        self._queue_depth.set(num_waiting)
+
+    def exposition(self) -> bytes:
+        """All metrics in Prometheus' text format, to be sent as CONTENT_TYPE."""
+        return generate_latest(self._registry)
+
+    def observe_tokens(self, first: bool, elapsed_s: float) -> None:
+        (self._first_token_s if first else self._next_token_s).observe(elapsed_s)
+
+    def observe_end(self, reason: EndReason, num_tokens: int, elapsed_s: float) -> None:
+        self._open.dec()
+        self._request_s.observe(elapsed_s)
+        self._generation_tokens.observe(num_tokens)
+        self._ended.labels(reason.value).inc()
+        if reason in _SUCCESSES:
+            self._success.labels(self._model_name, GATEWAY, _SUCCESSES[reason]).inc()
+
+    def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(name, help, ("model_name", "engine"), buckets=buckets, registry=self._registry)
+        return histogram.labels(self._model_name, GATEWAY)
+
+
+class RequestTimes:
+    """The clock of one request."""
+
+    def __init__(self, metrics: GatewayMetrics) -> None:
+        self._metrics = metrics
+        self._started_s = self._last_s = time.monotonic()
+        self._num_tokens = 0
+
+    def tokens(self, num_tokens: int) -> None:
+        """So many tokens have just arrived together."""
+        if num_tokens == 0:
+            return
+        now_s = time.monotonic()
+        self._metrics.observe_tokens(self._num_tokens == 0, now_s - self._last_s)
+        self._num_tokens += num_tokens
+        self._last_s = now_s
+
+    def ended(self, reason: EndReason) -> None:
+        self._metrics.observe_end(reason, self._num_tokens, time.monotonic() - self._started_s)
+
+
+class _WorkerCollector(Collector):
+    """Exports the freshest stats of every worker; those of workers that are gone vanish."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self.stats_by_worker: Mapping[str, Mapping[str, float]] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families(_WORKER_GAUGES, GaugeMetricFamily)
+        yield from self._families(_WORKER_COUNTERS, CounterMetricFamily)
+
+    def _families(self, exported: Mapping[str, _WorkerMetric], kind: type[Metric]) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for stat, metric in exported.items():
+            names = ["model_name", "engine", *(name for name, _ in metric.labels)]
+            family = families.setdefault(metric.name, kind(metric.name, metric.help, labels=names))
+            for worker_id, stats in self.stats_by_worker.items():
+                if stat in stats:
+                    labels = [self._model_name, worker_id, *(value for _, value in metric.labels)]
+                    family.add_metric(labels, stats[stat])
+        yield from families.values()

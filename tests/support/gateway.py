@@ -1,0 +1,99 @@
+"""A gateway for tests: a small tokenizer, a chat template, a memory broker, a scripted worker, a real port."""
+
+from __future__ import annotations
+
+import json
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from service.config import Settings
+from service.gateway.process import serving
+from service.gateway.served_model import ServedModel
+from service.wire.memory_broker import MemoryBroker
+from tests.support.make_tokenizers import qwen_style
+from tests.support.scripted_worker import Script, ScriptedWorker
+
+MODEL = "scripted"
+MAX_POSITION = 512
+VOCAB_PADDING = 3  # logits that stand for no token
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_model(folder: Path) -> Path:
+    """A folder with everything the text half of a model needs, and no weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    qwen_style(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    vocab = json.loads((folder / "tokenizer.json").read_text())
+    ids = {token["content"]: token["id"] for token in vocab["added_tokens"]}
+    config = {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "vocab_size": max(*vocab["model"]["vocab"].values(), *ids.values()) + 1 + VOCAB_PADDING,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": MAX_POSITION,
+        "torch_dtype": "float32",
+        "eos_token_id": ids["<|im_end|>"],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_k": 20}))
+    return folder
+
+
+def speech(model: ServedModel, text: str, *, per_step: int = 1, **how) -> Script:
+    """A script that says `text` and ends with EOS."""
+    ids = [*model.tokenizer.encode(text), model.eos_token_ids[0]]
+    return Script([ids[i : i + per_step] for i in range(0, len(ids), per_step)], **how)
+
+
+@dataclass(frozen=True)
+class Gateway:
+    """What a test holds of an open gateway."""
+
+    url: str
+    http: aiohttp.ClientSession
+    broker: MemoryBroker
+    worker: ScriptedWorker
+    model: ServedModel
+
+    async def post(self, path: str, body: object, **how) -> tuple[int, dict]:
+        """Status and JSON of one POST; bytes are sent as they are."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", **how.pop("headers", {})}
+        async with self.http.post(self.url + path, data=data, headers=headers, **how) as response:
+            return response.status, await response.json()
+
+    async def get(self, path: str, **how) -> tuple[int, dict]:
+        async with self.http.get(self.url + path, **how) as response:
+            return response.status, await response.json()
+
+    async def events(self, path: str, body: dict) -> list[str]:
+        """The data of all events of a stream."""
+        async with self.http.post(self.url + path, json={**body, "stream": True}) as response:
+            assert response.status == 200, await response.text()
+            text = await response.text()
+        return [line[len("data: ") :] for line in text.split("\n") if line.startswith("data: ")]
+
+
+@asynccontextmanager
+async def open_gateway(folder: Path, broker: MemoryBroker | None = None, **settings):
+    """A Gateway over a model folder made by `write_model`; its worker says "Hello world." to everything."""
+    chosen = Settings(**{"model": folder, "served_model_name": MODEL, "port": 0, "drain_timeout": 0.2, **settings})
+    broker = broker or MemoryBroker()
+    model = ServedModel.read(chosen)
+    worker = ScriptedWorker(broker, MODEL, lambda job: speech(model, "Hello world."))
+    async with worker.working(), serving(chosen, model, broker) as url, aiohttp.ClientSession() as http:
+        yield Gateway(url, http, broker, worker, model)
+    await broker.close()
