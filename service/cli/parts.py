@@ -6,14 +6,16 @@ import argparse
 import asyncio
 import logging
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
 import uvloop
 
 from service.config import Settings
 from service.errors import StartupError
 from service.gateway.process import run_gateway
-from service.wire.redis_broker import open_redis_broker
+from service.wire.broker import BrokerUnavailable
+from service.wire.redis_broker import RedisBroker, open_redis_broker
 from service.worker.process import EngineDied, run_worker
 
 log = logging.getLogger("quire.cli")
@@ -23,29 +25,41 @@ READY = "ready"
 
 
 def gateway_command(settings: Settings, _: argparse.Namespace) -> int:
+    """Returns the exit status; raises StartupError."""
+
     async def run(stop: asyncio.Event) -> None:
-        broker = await open_redis_broker(_redis_url(settings))
-        try:
+        async with _broker(settings) as broker:
             await run_gateway(settings, broker, stop, on_ready=lambda url: print(READY, url, flush=True))
-        finally:
-            await broker.close()
 
     return run_until_signalled(run)
 
 
 def worker_command(settings: Settings, _: argparse.Namespace) -> int:
+    """Returns the exit status, 1 if the engine died; raises StartupError."""
+
     async def run(stop: asyncio.Event) -> None:
-        broker = await open_redis_broker(_redis_url(settings))
-        try:
+        async with _broker(settings) as broker:
             await run_worker(settings, broker, stop, on_ready=lambda: print(READY, flush=True))
-        finally:
-            await broker.close()
 
     try:
         return run_until_signalled(run)
     except EngineDied as death:
         log.critical("the engine died", exc_info=death.__cause__)
         return 1
+
+
+@asynccontextmanager
+async def _broker(settings: Settings) -> AsyncIterator[RedisBroker]:
+    if settings.redis_url is None:
+        raise StartupError("--redis-url is missing (quire serve starts a Redis of its own)")
+    try:
+        broker = await open_redis_broker(settings.redis_url)
+    except BrokerUnavailable as error:
+        raise StartupError(f"--redis-url: nobody answers there: {error}") from None
+    try:
+        yield broker
+    finally:
+        await broker.close()
 
 
 def run_until_signalled(run: Callable[[asyncio.Event], Awaitable[int | None]]) -> int:
@@ -58,9 +72,3 @@ def run_until_signalled(run: Callable[[asyncio.Event], Awaitable[int | None]]) -
         return await run(stop) or 0
 
     return uvloop.run(main())
-
-
-def _redis_url(settings: Settings) -> str:
-    if settings.redis_url is None:
-        raise StartupError("--redis-url is missing (quire serve starts a Redis of its own)")
-    return settings.redis_url

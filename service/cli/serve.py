@@ -15,7 +15,8 @@ from service.cli.parts import READY, run_until_signalled
 from service.config import GATEWAY, WORKER, Settings, flags_of, secrets_of
 from service.errors import StartupError
 from service.logs import fields
-from service.wire.embedded_redis import EmbeddedRedis, die_with_parent
+from service.wire.die_with_parent import die_with_parent
+from service.wire.embedded_redis import EmbeddedRedis
 
 log = logging.getLogger("quire.serve")
 

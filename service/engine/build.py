@@ -7,13 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from model.config import PRESETS, ModelConfig
 from model.errors import ModelError
 from model.kv_cache import allocate
 from model.llama import Llama
 from model.loader import load_model
 from model.ops.backend import open_ops
-
-from model.config import PRESETS, ModelConfig
 from model.ops.interface import Ops
 from model.sampling_params import SamplingParams
 from service.config import Settings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,6 +43,7 @@ class EngineStats:
     num_slots_held: int
     num_slots_filled: int
     num_steps: int
+    last_step_s: float
     num_prompt_tokens: int
     num_output_tokens: int
     num_preemptions: int
@@ -59,6 +61,7 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
         self._outbox: list[Output] = []
         self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
+        self._last_step_s = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -87,12 +90,14 @@ class Engine:
 
     def step(self) -> None:
         """Schedule, execute, settle. What came of it waits in the outbox."""
+        start_s = time.perf_counter()
         plan = self._scheduler.schedule()
         if not plan.chunks:
             return
         result = self._executor.execute(plan)
         self._settle(plan, result)
         self._num_steps += 1
+        self._last_step_s = time.perf_counter() - start_s
 
     def take_outputs(self) -> list[Output]:
         """Everything since the last call, in order."""
@@ -109,6 +114,7 @@ class Engine:
             num_slots_held=held,
             num_slots_filled=filled,
             num_steps=self._num_steps,
+            last_step_s=self._last_step_s,
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
             num_preemptions=self._scheduler.preemption.num_preemptions,

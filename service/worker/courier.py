@@ -18,7 +18,7 @@ from service.worker.engine_thread import Add, Cancel, EngineThread
 
 log = logging.getLogger("quire.courier")
 
-FETCH_WAIT_S = 1.0
+FETCH_WAIT_S = 0.5
 HEARTBEAT_S = 1.0
 RETRY_S = 0.2
 MAX_AHEAD = 64
@@ -47,6 +47,7 @@ class Courier:
         self._refused: list[Event] = []
         self._has_news = asyncio.Event()
         self._draining = False
+        self._fetching_ended = asyncio.Event()
         self.engine: EngineThread | None = None
 
     @property
@@ -68,6 +69,7 @@ class Courier:
         self._draining = True
         try:
             async with asyncio.timeout(timeout_s):
+                await self._fetching_ended.wait()  # a claim under way still becomes an open job
                 await self.settled()
         except TimeoutError:
             log.warning("drain time is over %s", fields(num_open=self.num_open))
@@ -85,6 +87,7 @@ class Courier:
                 continue
             for claim in await self._persist(lambda room=room: self._broker.fetch(room, FETCH_WAIT_S)):
                 await self._accept(claim)
+        self._fetching_ended.set()
 
     async def _accept(self, claim: Claim) -> None:
         job = claim.job
