@@ -1,14 +1,14 @@
 """Every setting of every command on one page: its flag, its variable, its default, its unit and its bounds.
 
 A setting `max_num_seqs` is the flag `--max-num-seqs` and the environment variable `QUIRE_MAX_NUM_SEQS`; a flag wins
-over a variable, a variable over the default. Settings are read once at start, checked, and never changed.
+over a variable, a variable over the default. An empty variable counts as unset. Settings are read once at start,
+checked, and never changed.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -192,7 +192,7 @@ def read_settings(verb: str, flags: argparse.Namespace, environ: Mapping[str, st
     for field in _fields(verb):
         text, source = getattr(flags, field.name), _flag(field.name)
         if text is None:
-            text, source = environ.get(_variable(field.name)), _variable(field.name)
+            text, source = environ.get(_variable(field.name)) or None, _variable(field.name)
         if text is not None:
             values[field.name] = _checked(field, text, source)
     return Settings(**values)
@@ -201,20 +201,21 @@ def read_settings(verb: str, flags: argparse.Namespace, environ: Mapping[str, st
 RESERVED_VARIABLES = frozenset({"QUIRE_CACHE_DIR"})
 """Variables that are no settings: where compiled kernels are kept is the machine's business, not a command's."""
 
+_SECRETS = ("api_key", "redis_url")
+"""A Redis URL may hold a password."""
+
 
 def flags_of(settings: Settings, verb: str) -> list[str]:
-    """The flags that make `verb` read these same settings; how `serve` starts its parts."""
-    flags = []
-    for field in _fields(verb):
-        value = getattr(settings, field.name)
-        if value != field.default and field.name != "api_key":
-            flags += [_flag(field.name), _shown(value)]
-    return flags
+    """The flags that make `verb` read these same settings; how `serve` starts its parts. Defaults are spelled out too:
+    a part sees the same environment, and a flag that chose the default must still win over it."""
+    values = {field.name: getattr(settings, field.name) for field in _fields(verb) if field.name not in _SECRETS}
+    return [f"{_flag(name)}={_shown(value)}" for name, value in values.items() if value is not None]
 
 
 def secrets_of(settings: Settings) -> dict[str, str]:
-    """Environment for what must not stand on a command line, where every user of the machine can read it."""
-    return {_variable("api_key"): ",".join(settings.api_key)} if settings.api_key else {}
+    """Environment for what must not stand on a command line, where every user of the machine can read it. A part takes
+    it together with `flags_of`."""
+    return {_variable(name): _shown(getattr(settings, name) or "") for name in _SECRETS}
 
 
 def _fields(verb: str) -> list[dataclasses.Field]:
@@ -239,6 +240,8 @@ def _shown(value: Any) -> str:
 
 def _checked(field: dataclasses.Field, text: str, source: str) -> Any:
     metadata = field.metadata
+    if not text and metadata["parse"] in (str, Path):
+        raise StartupError(f"{source}: is empty")
     try:
         value = metadata["parse"](text)
     except ValueError as error:
@@ -247,6 +250,6 @@ def _checked(field: dataclasses.Field, text: str, source: str) -> Any:
     if metadata["choices"] and value not in metadata["choices"]:
         raise StartupError(f"{source}: {text!r} is none of {', '.join(map(str, metadata['choices']))}")
     low, high = metadata["low"], metadata["high"]
-    if low is not None and not (math.isfinite(value) and low <= value <= high):
+    if low is not None and not low <= value <= high:
         raise StartupError(f"{source}: {text} is outside {low}..{high}")
     return value
