@@ -1,0 +1,276 @@
+"""The GPU backend: checks what it is given, chooses grids, launches the kernels of `cuda/` on a stream of its own."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager
+
+import cupy
+import ml_dtypes
+import numpy as np
+
+from model.ops.arena import Arena
+from model.ops.cuda_attention import decode_attention, prefill_attention
+from model.ops.cuda_sampling import sample
+from model.ops.gemm import Gemm
+from model.ops.interface import Array, Sampled, SamplingArrays
+from model.ops.kernels import Kernels, arch_of
+
+ARENA_CHUNK_BYTES = 256 << 20
+"""One chunk holds the temporaries of a layer at usual sizes; a larger request gets a chunk of its own."""
+
+STAGED_UPLOAD_BYTES = 1 << 20
+"""Up to this size an upload is copied to pinned memory and does not wait; a larger one (weights) waits instead."""
+
+_DTYPE_CODES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dtypes.bfloat16): 2}
+"""What the kernels know as QUIRE_DTYPE."""
+
+_VEC_BYTES = 16
+_THREADS = 256
+_COPY_VECS_PER_THREAD = 4  # VECS_PER_THREAD of copy_blocks.cu
+_INT32 = np.dtype(np.int32)
+_INT64 = np.dtype(np.int64)
+_FLOAT32 = np.dtype(np.float32)
+
+
+class CudaOps:
+    """`Ops` on the current CUDA device, for one thread at a time. Arrays are CuPy's, C-contiguous.
+
+    `kernels`, `stream`, `num_sms`, `arch` and `dtype_code` serve the modules that launch for this one.
+    """
+
+    name = "cuda"
+
+    def __init__(self, dtype: np.dtype):
+        """Raises ValueError for a dtype other than float32, float16, bfloat16; CuPy's RuntimeErrors without a GPU."""
+        self.dtype = np.dtype(dtype)
+        if self.dtype not in _DTYPE_CODES:
+            raise ValueError(f"no kernels for {self.dtype}")
+        device = cupy.cuda.Device()
+        self.device_name = cupy.cuda.runtime.getDeviceProperties(device.id)["name"].decode()
+        self.dtype_code = _DTYPE_CODES[self.dtype]
+        self.num_sms = device.attributes["MultiProcessorCount"]
+        self.arch = arch_of(device.compute_capability)
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.kernels = Kernels(self.arch)
+        self._arena = Arena(self._allocate, ARENA_CHUNK_BYTES)
+        self._gemm = Gemm(self.stream)
+
+    def upload(self, host: np.ndarray) -> Array:
+        host = np.asarray(host, order="C")
+        if host.ndim and host.nbytes <= STAGED_UPLOAD_BYTES:
+            with self.stream:
+                return cupy.array(host)
+        array = self.empty(host.shape, host.dtype)
+        array.data.copy_from_host_async(host.ctypes.data, array.nbytes, self.stream)
+        self.stream.synchronize()  # the caller may change or free `host` now
+        return array
+
+    def download(self, array: Array) -> np.ndarray:
+        return array.get(stream=self.stream)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+        with self.stream:
+            return cupy.empty(shape, dtype)
+
+    def temporary(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+        dtype = np.dtype(dtype)
+        if not self._arena.is_open:
+            return self.empty(shape, dtype)
+        return cupy.ndarray(shape, dtype, self._arena.take(math.prod(shape) * dtype.itemsize))
+
+    def memory_bytes(self) -> tuple[int, int]:
+        free, total = cupy.cuda.runtime.memGetInfo()
+        return free + cupy.get_default_memory_pool().free_bytes(), total
+
+    def scratch(self) -> AbstractContextManager[None]:
+        return self._arena.scope()
+
+    def synchronize(self) -> None:
+        self.stream.synchronize()
+
+    def mark(self) -> cupy.cuda.Event:
+        event = cupy.cuda.Event()
+        event.record(self.stream)
+        return event
+
+    def elapsed_s(self, begin: cupy.cuda.Event, end: cupy.cuda.Event) -> float:
+        end.synchronize()
+        return cupy.cuda.get_elapsed_time(begin, end) / 1e3
+
+    def launch(self, name: str, grid: tuple[int, ...], args: tuple, *, threads: int = _THREADS, **defines: int) -> None:
+        """One kernel of `cuda/`, built for `self.dtype` unless the defines say otherwise. An empty grid is no work."""
+        if 0 not in grid:
+            kernel = self.kernels.get(name, **{"QUIRE_DTYPE": self.dtype_code, **defines})
+            kernel(grid, (threads,), args, 0, self.stream)
+
+    def gather_rows(self, table: Array, ids: Array) -> Array:
+        expect("table", table, self.dtype, None, None)
+        expect("ids", ids, _INT32, None)
+        num_rows, width = table.shape
+        out = self.temporary((len(ids), width), self.dtype)
+        self.launch("gather_rows", (len(ids),), (table, ids, out, np.int32(num_rows), np.int32(width)))
+        return out
+
+    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
+        rows, width = x.shape
+        expect("x", x, self.dtype, rows, width)
+        expect("weight", weight, self.dtype, width)
+        out = self.temporary(x.shape, self.dtype)
+        args = (x, weight, out, np.int32(width), np.float32(eps))
+        self.launch("rms_norm", (rows,), args, threads=self._norm_threads(rows, width))
+        return out
+
+    def add_rms_norm(self, x: Array, residual: Array, weight: Array, eps: float, out: Array | None = None) -> Array:
+        rows, width = x.shape
+        expect("x", x, self.dtype, rows, width)
+        expect("residual", residual, self.dtype, rows, width)
+        expect("weight", weight, self.dtype, width)
+        if out is None:
+            out = self.temporary(x.shape, self.dtype)
+        expect("out", out, self.dtype, rows, width)
+        args = (x, residual, weight, out, np.int32(width), np.float32(eps))
+        self.launch("add_rms_norm", (rows,), args, threads=self._norm_threads(rows, width))
+        return out
+
+    def linear(self, x: Array, weight: Array, bias: Array | None = None, *, dtype: np.dtype | None = None) -> Array:
+        rows, width = x.shape
+        expect("x", x, self.dtype, rows, width)
+        expect("weight", weight, self.dtype, None, width)
+        if bias is not None:
+            expect("bias", bias, self.dtype, len(weight))
+        out = self.temporary((rows, len(weight)), self.dtype if dtype is None else dtype)
+        if out.dtype not in (self.dtype, _FLOAT32) or width == 0:
+            raise ValueError(f"no product of {x.shape} {self.dtype} and {weight.shape} in {out.dtype}")
+        if out.size and not self._gemm(x, weight, bias, out) and bias is not None:
+            grid = (rows, math.ceil(len(weight) / _THREADS))
+            out_float = int(out.dtype == _FLOAT32)
+            self.launch("add_bias", grid, (out, bias, np.int32(len(weight))), OUT_FLOAT=out_float)
+        return out
+
+    def rope_kv_write(
+        self,
+        qkv: Array,
+        cos: Array,
+        sin: Array,
+        positions: Array,
+        slots: Array,
+        kv: Array,
+        layer: int,
+        q_norm: Array | None,
+        k_norm: Array | None,
+        eps: float,
+    ) -> Array:
+        num_blocks, num_layers, _, num_kv_heads, block_size, head_dim = kv.shape
+        rows = len(qkv)
+        num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+        expect("kv", kv, self.dtype, num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim)
+        expect("qkv", qkv, self.dtype, rows, (num_heads + 2 * num_kv_heads) * head_dim)
+        expect("cos", cos, _FLOAT32, len(cos), head_dim // 2)
+        expect("sin", sin, _FLOAT32, len(cos), head_dim // 2)
+        expect("positions", positions, _INT32, rows)
+        expect("slots", slots, _INT64, rows)
+        for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+            if weight is not None:
+                expect(name, weight, self.dtype, head_dim)
+        if head_dim * self.dtype.itemsize % (2 * _VEC_BYTES) or not 0 <= layer < num_layers:
+            raise ValueError(f"no rotation of heads of {head_dim} in layer {layer} of {num_layers}")
+
+        lanes = head_dim * self.dtype.itemsize // (2 * _VEC_BYTES)
+        heads_per_block = _THREADS >> (lanes - 1).bit_length()
+        out = self.temporary((rows, num_heads, head_dim), self.dtype)
+        sizes = (rows, num_heads, num_kv_heads, num_blocks, num_layers, layer, len(cos))
+        self.launch(
+            "rope_kv_write",
+            (math.ceil(rows * (num_heads + 2 * num_kv_heads) / heads_per_block),),
+            (qkv, cos, sin, positions, slots, kv, q_norm, k_norm, out, *map(np.int32, sizes), np.float32(eps)),
+            HEAD_DIM=head_dim,
+            BLOCK_SIZE=block_size,
+        )
+        return out
+
+    def paged_decode_attention(
+        self,
+        q: Array,
+        kv: Array,
+        layer: int,
+        block_tables: Array,
+        context_lens: Array,
+        scale: float,
+        window: int,
+        out: Array,
+    ) -> None:
+        self._expect_attention(q, kv, layer, block_tables, context_lens, out)
+        expect("q", q, self.dtype, len(context_lens), None, None)
+        decode_attention(self, q, kv, layer, block_tables, context_lens, scale, window, out)
+
+    def paged_prefill_attention(
+        self,
+        q: Array,
+        kv: Array,
+        layer: int,
+        block_tables: Array,
+        context_lens: Array,
+        query_start: Array,
+        max_query_len: int,
+        scale: float,
+        window: int,
+        out: Array,
+    ) -> None:
+        self._expect_attention(q, kv, layer, block_tables, context_lens, out)
+        expect("query_start", query_start, _INT32, len(context_lens) + 1)
+        prefill_attention(
+            self, q, kv, layer, block_tables, context_lens, query_start, max_query_len, scale, window, out
+        )
+
+    def silu_mul(self, gate_up: Array) -> Array:
+        rows, width = len(gate_up), gate_up.shape[1] // 2
+        expect("gate_up", gate_up, self.dtype, rows, 2 * width)
+        out = self.temporary((rows, width), self.dtype)
+        columns = math.ceil(width / (_THREADS * _VEC_BYTES // self.dtype.itemsize))
+        self.launch("silu_mul", (rows, columns), (gate_up, out, np.int32(width)))
+        return out
+
+    def copy_blocks(self, kv: Array, sources: Array, targets: Array) -> None:
+        expect("kv", kv, self.dtype, *kv.shape)
+        expect("sources", sources, _INT32, len(sources))
+        expect("targets", targets, _INT32, len(sources))
+        block_bytes = math.prod(kv.shape[1:]) * self.dtype.itemsize
+        if block_bytes % _VEC_BYTES:
+            raise ValueError(f"blocks of {block_bytes} bytes cannot be copied in pieces of {_VEC_BYTES}")
+        vecs = block_bytes // _VEC_BYTES
+        grid = (len(sources), math.ceil(vecs / (_THREADS * _COPY_VECS_PER_THREAD)))
+        self.launch("copy_blocks", grid, (kv, sources, targets, np.int32(len(kv)), np.int32(vecs)))
+
+    def sample(self, logits: Array, how: SamplingArrays) -> Sampled:
+        expect("logits", logits, _FLOAT32, len(how.temperature), None)
+        return sample(self, logits, how)
+
+    def _allocate(self, num_bytes: int) -> cupy.cuda.MemoryPointer:
+        with self.stream:
+            return cupy.cuda.alloc(num_bytes)
+
+    def _norm_threads(self, rows: int, width: int) -> int:
+        """A vector a thread where few rows leave the device empty, else two, so that more loads are under way."""
+        vecs = math.ceil(width * self.dtype.itemsize / _VEC_BYTES)
+        threads = vecs if rows <= 2 * self.num_sms else math.ceil(vecs / 2)
+        return min(1024, math.ceil(threads / 32) * 32)
+
+    def _expect_attention(self, q, kv, layer, block_tables, context_lens, out) -> None:
+        num_blocks, num_layers, _, num_kv_heads, block_size, head_dim = kv.shape
+        expect("kv", kv, self.dtype, num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim)
+        expect("q", q, self.dtype, None, None, head_dim)
+        expect("out", out, self.dtype, *q.shape)
+        expect("context_lens", context_lens, _INT32, None)
+        expect("block_tables", block_tables, _INT32, len(context_lens), None)
+        if q.shape[1] % num_kv_heads or not 0 <= layer < num_layers:
+            raise ValueError(f"no attention of {q.shape[1]} heads to {num_kv_heads} in layer {layer} of {num_layers}")
+
+
+def expect(name: str, array: Array, dtype: np.dtype, *shape: int | None) -> None:
+    """Raises ValueError unless `array` is C-contiguous and has the dtype and shape; None stands for any size."""
+    fits = array.ndim == len(shape) and all(
+        wanted is None or size == wanted for size, wanted in zip(array.shape, shape, strict=True)
+    )
+    if not fits or array.dtype != dtype or not array.flags.c_contiguous:
+        raise ValueError(f"{name} is {array.dtype} {array.shape}, expected {dtype} {shape}, contiguous")

@@ -1,0 +1,52 @@
+"""Launches the sampling kernels: logits in, tokens and log-probabilities out."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from model.ops.interface import Array, Sampled, SamplingArrays
+
+_THREADS = 1024  # LOGITS_THREADS of logits.cuh
+_MAX_VOCAB = 1 << 19
+"""The histograms of threshold.cuh count no more tokens in one bin."""
+
+_FP32 = 0
+"""QUIRE_DTYPE of all kernels here: logits are float32 whatever the model's dtype is."""
+
+
+def sample(ops, logits: Array, how: SamplingArrays) -> Sampled:
+    """`Ops.sample`; `ops` is the `CudaOps` in hand."""
+    rows, vocab = logits.shape
+    if not 0 < vocab <= _MAX_VOCAB:
+        raise ValueError(f"no sampling from {vocab} tokens: 1 to {_MAX_VOCAB} are possible")
+    token_ids, is_nan = ops.temporary((rows,), np.int32), ops.temporary((rows,), np.bool_)
+    columns = (how.temperature, how.top_k, how.top_p, how.min_p, how.seed, how.position, how.branch)
+    args = (_adjusted(ops, logits, how), *columns, token_ids, is_nan, np.int32(vocab))
+    ops.launch("sample_tokens", (rows,), args, threads=_THREADS, QUIRE_DTYPE=_FP32)
+    if not how.with_logprobs:
+        return Sampled(token_ids, is_nan, None, None, None)
+
+    num_best = min(how.num_logprobs, vocab)
+    chosen = ops.temporary((rows,), np.float32)
+    top_ids, top = ops.temporary((rows, num_best), np.int32), ops.temporary((rows, num_best), np.float32)
+    args = (logits, token_ids, chosen, top_ids, top, np.int32(vocab), np.int32(num_best))
+    ops.launch("top_logprobs", (rows,), args, threads=_THREADS, QUIRE_DTYPE=_FP32)
+    return Sampled(token_ids, is_nan, chosen, top_ids, top)
+
+
+def _adjusted(ops, logits: Array, how: SamplingArrays) -> Array:
+    """The logits with bias and penalties in; the logits themselves where a step has neither."""
+    bias, seen = how.bias, how.penalties
+    if bias is None and seen is None:
+        return logits
+    adjusted = ops.temporary(logits.shape, np.float32)
+    args = (
+        logits,
+        adjusted,
+        *((None, None, None) if bias is None else (bias.indptr, bias.token_ids, bias.values)),
+        *((None, None, None) if seen is None else (seen.indptr, seen.token_ids, seen.output_counts)),
+        *((None, None, None) if seen is None else (seen.repetition, seen.presence, seen.frequency)),
+        np.int32(logits.shape[1]),
+    )
+    ops.launch("apply_penalties", (len(logits),), args, threads=_THREADS, QUIRE_DTYPE=_FP32)
+    return adjusted

@@ -1,0 +1,160 @@
+"""Matrix products through cuBLASLt's own interface, which unlike CuPy's cuBLAS works while a graph is captured.
+
+What a shape needs (descriptor, layouts, algorithm) is looked up once and kept: later calls of the shape, captured ones
+among them, only launch. Sums are in float32 throughout: fp32 inputs never go through TF32, and a product split along K
+is put together in float32.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import cupy
+import ml_dtypes
+import numpy as np
+from nvmath import CudaDataType
+from nvmath.bindings import cublasLt as lt
+from nvmath.bindings.cublas import ComputeType, Operation
+
+WORKSPACE_BYTES = 32 << 20
+"""What cuBLASLt asks for on Hopper; less on smaller devices costs little."""
+
+BEST_ALIGNMENT_BYTES = 256
+"""cuBLASLt takes all pointers to be aligned to this unless told otherwise."""
+
+_TYPES = {
+    np.dtype(np.float32): CudaDataType.CUDA_R_32F,
+    np.dtype(np.float16): CudaDataType.CUDA_R_16F,
+    np.dtype(ml_dtypes.bfloat16): CudaDataType.CUDA_R_16BF,
+}
+
+
+_log = logging.getLogger(__name__)
+
+
+class GemmError(Exception):
+    """cuBLASLt offers no algorithm for a product."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How one shape is computed, in cuBLASLt's column-major terms: out.T [N, M] = weight.T.T [N, K] @ x.T [K, M]."""
+
+    operation: int
+    weight: int
+    x: int
+    out: int
+    algorithm: np.ndarray  # the heuristic's result, kept alive for its address
+    algorithm_at: int
+    adds_bias: bool
+
+
+class Gemm:
+    """Products of one device on one stream. Not for several threads: the workspace is shared."""
+
+    def __init__(self, stream: cupy.cuda.Stream):
+        self._stream = stream
+        with stream:
+            self._workspace = cupy.empty(WORKSPACE_BYTES, np.uint8)
+        self._handle = lt.create()
+        self._scalars = np.array([1, 0], np.float32)
+        self._one = self._scalars.ctypes.data
+        self._zero = self._one + self._scalars.itemsize
+        self._bias_address = np.zeros(1, np.int64)
+        self._bias_address_at = self._bias_address.ctypes.data
+        self._plans: dict[tuple, _Plan] = {}
+
+    def __call__(self, x: cupy.ndarray, weight: cupy.ndarray, bias: cupy.ndarray | None, out: cupy.ndarray) -> bool:
+        """out [M, N] = x [M, K] @ weight [N, K].T + bias [N], all C-contiguous; M, N, K of at least 1.
+
+        x, weight and bias have one dtype, out has that one or float32. Returns whether the bias is in: where cuBLASLt
+        cannot add it in the same launch the caller has to. Raises GemmError.
+        """
+        pointers = weight.data.ptr, x.data.ptr, out.data.ptr, 0 if bias is None else bias.data.ptr
+        together = pointers[0] | pointers[1] | pointers[2] | pointers[3] | BEST_ALIGNMENT_BYTES
+        alignment = together & -together
+        key = (*x.shape, len(weight), x.dtype, out.dtype, bias is None, alignment)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._planned(x, weight, bias, out, alignment)
+        if plan.adds_bias:
+            self._point_at(bias, plan.operation)
+        lt.matmul(
+            self._handle, plan.operation, self._one, pointers[0], plan.weight, pointers[1], plan.x, self._zero,
+            pointers[2], plan.out, pointers[2], plan.out, plan.algorithm_at, self._workspace.data.ptr,
+            WORKSPACE_BYTES, self._stream.ptr,
+        )  # fmt: skip
+        return plan.adds_bias
+
+    def _point_at(self, bias: cupy.ndarray, operation: int) -> None:
+        self._bias_address[0] = bias.data.ptr
+        attribute = lt.MatmulDescAttribute.BIAS_POINTER
+        lt.matmul_desc_set_attribute(operation, attribute, self._bias_address_at, self._bias_address.nbytes)
+
+    def _planned(self, x, weight, bias, out, alignment: int) -> _Plan:
+        if bias is not None and out.dtype == x.dtype:
+            try:
+                return self._plan(x, weight, bias, out, alignment)
+            except GemmError as error:
+                _log.info("the bias gets a launch of its own: %s", error)
+        return self._plan(x, weight, None, out, alignment)
+
+    def _plan(self, x, weight, bias, out, alignment: int) -> _Plan:
+        (m, k), n = x.shape, len(weight)
+        operation = _operation(adds_bias=bias is not None)
+        if bias is not None:
+            self._point_at(bias, operation)
+        layouts = (
+            lt.matrix_layout_create(_TYPES[weight.dtype], k, n, k),
+            lt.matrix_layout_create(_TYPES[x.dtype], k, m, k),
+            lt.matrix_layout_create(_TYPES[out.dtype], n, m, n),
+        )
+        shapes = f"[{m}, {k}] @ [{n}, {k}].T, {x.dtype} to {out.dtype}, aligned to {alignment} bytes"
+        algorithm = self._algorithm(operation, layouts, alignment, shapes)
+        return _Plan(operation, *layouts, algorithm, algorithm.ctypes.data, bias is not None)
+
+    def _algorithm(self, operation: int, layouts: tuple[int, int, int], alignment: int, shapes: str) -> np.ndarray:
+        """The one that cuBLASLt expects to be the quickest."""
+        weight, x, out = layouts
+        found, count = np.zeros(1, lt.matmul_heuristic_result_dtype), np.zeros(1, np.int32)
+        preference = _preference(alignment)
+        try:
+            lt.matmul_algo_get_heuristic(
+                self._handle, operation, weight, x, out, out, preference, 1, found.ctypes.data, count.ctypes.data
+            )
+        except lt.cuBLASLtError as error:
+            raise GemmError(f"cuBLASLt refuses {shapes}: {error}") from error
+        finally:
+            lt.matmul_preference_destroy(preference)
+        if count[0] == 0 or found["state"][0] != 0:
+            raise GemmError(f"cuBLASLt has no algorithm for {shapes}")
+        return found
+
+
+def _operation(adds_bias: bool) -> int:
+    operation = lt.matmul_desc_create(ComputeType.COMPUTE_32F, CudaDataType.CUDA_R_32F)
+    attributes = {lt.MatmulDescAttribute.TRANSA: np.int32(Operation.T)}
+    if adds_bias:
+        attributes[lt.MatmulDescAttribute.EPILOGUE] = np.uint32(lt.Epilogue.BIAS)
+    for attribute, value in attributes.items():
+        held = np.array([value])
+        lt.matmul_desc_set_attribute(operation, attribute, held.ctypes.data, held.nbytes)
+    return operation
+
+
+def _preference(alignment: int) -> int:
+    preference = lt.matmul_preference_create()
+    kind = lt.MatmulPreferenceAttribute
+    attributes = {
+        kind.MAX_WORKSPACE_BYTES: np.uint64(WORKSPACE_BYTES),
+        kind.REDUCTION_SCHEME_MASK: np.uint32(lt.ReductionScheme.COMPUTE_TYPE),
+        kind.MIN_ALIGNMENT_A_BYTES: np.uint32(alignment),
+        kind.MIN_ALIGNMENT_B_BYTES: np.uint32(alignment),
+        kind.MIN_ALIGNMENT_C_BYTES: np.uint32(alignment),
+        kind.MIN_ALIGNMENT_D_BYTES: np.uint32(alignment),
+    }
+    for attribute, value in attributes.items():
+        held = np.array([value])
+        lt.matmul_preference_set_attribute(preference, attribute, held.ctypes.data, held.nbytes)
+    return preference
