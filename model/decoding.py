@@ -56,8 +56,10 @@ class Decoding:
     def token_bytes(self, token: str, alphabet: Mapping[str, int]) -> bytes:
         """The bytes of a token of the model's own vocabulary; `alphabet` is `byte_alphabet()`."""
         if self.byte_level:
-            known = all(character in alphabet for character in token)
-            return bytes(alphabet[character] for character in token) if known else token.encode()
+            try:
+                return bytes(map(alphabet.__getitem__, token))
+            except KeyError:  # not in the alphabet, so the token is its own text
+                return token.encode()
         byte = _BYTE_TOKEN.fullmatch(token) if self.byte_fallback else None
         return bytes([int(byte[1], 16)]) if byte else token.replace(METASPACE, " ").encode()
 

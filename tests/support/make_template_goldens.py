@@ -82,6 +82,15 @@ def golden(tokenizer: PreTrainedTokenizerFast, case: dict[str, Any]) -> dict[str
     return {"arguments": case, "text": text, "ids": ids}
 
 
+def one_case_a_line(goldens: dict[str, Any]) -> str:
+    """JSON in which a change of one case changes one line."""
+    parts = []
+    for name, entry in goldens.items():
+        lines = ",\n".join(json.dumps(case, ensure_ascii=False) for case in entry["cases"])
+        parts.append(f'"{name}": {{"style": "{entry["style"]}", "cases": [\n{lines}\n]}}')
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
 def main() -> None:
     goldens = {}
     for name, style in STYLES.items():
@@ -90,8 +99,7 @@ def main() -> None:
             shutil.copy(TEMPLATES / f"{name}.jinja", path / "chat_template.jinja")
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
             goldens[name] = {"style": style.__name__, "cases": [golden(tokenizer, case) for case in cases(name)]}
-    text = json.dumps(goldens, ensure_ascii=False, indent=1)
-    (TEMPLATES / "goldens.json").write_text(text + "\n", encoding="utf-8")
+    (TEMPLATES / "goldens.json").write_text(one_case_a_line(goldens), encoding="utf-8")
 
 
 if __name__ == "__main__":

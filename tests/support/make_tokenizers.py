@@ -94,8 +94,8 @@ def gemma_style(folder: Path) -> Path:
 
 
 def unigram(folder: Path) -> Path:
-    """Unigram without byte fallback, under a Metaspace decoder."""
-    pieces = ["<unk>", "▁", *(f"▁{word}" for word in WORDS), *"abcdefghijklmnopqrstuvwxyz.,", *HANGUL]
+    """Unigram without byte fallback, under a Metaspace decoder. The model itself has "</s>" and may find it in text."""
+    pieces = ["<unk>", "</s>", "▁", *(f"▁{word}" for word in WORDS), *"abcdefghijklmnopqrstuvwxyz.,", *HANGUL]
     model = models.Unigram([(piece, -float(i)) for i, piece in enumerate(pieces)], unk_id=0)
     backend = Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.Metaspace()

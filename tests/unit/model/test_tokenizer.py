@@ -143,6 +143,27 @@ def test_a_token_that_only_the_configuration_calls_special(tmp_path):
     assert reader.decode(think) == ""
 
 
+def test_an_added_token_is_written_plainly(tmp_path):
+    """The library reads it as if it were in the byte-level alphabet, and gives U+FFFD for its accent."""
+    folder = make_tokenizers.llama3_style(tmp_path)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    last = content["added_tokens"][-1]
+    content["added_tokens"].append({**last, "id": last["id"] + 1, "content": "café", "special": False})
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    reader = Tokenizer.read(folder)
+    assert reader.encode("café")[1:] == [last["id"] + 1]
+    assert reader.decode([last["id"] + 1]) == "café"
+
+
+def test_text_that_no_token_covers_is_a_value_error(tmp_path):
+    model = tokenizers.models.WordLevel({"hello": 0}, unk_token="[UNK]")
+    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    reader = Tokenizer.read(tmp_path)
+    assert reader.encode("hello") == [0]
+    with pytest.raises(ValueError, match="no token"):
+        reader.encode("world")
+
+
 def test_the_older_special_tokens_map_is_read(tmp_path):
     folder = make_tokenizers.llama3_style(tmp_path)
     (folder / "tokenizer_config.json").unlink()
