@@ -1,0 +1,37 @@
+"""Opens the GPU for the tests of kernels; without one they are skipped and say why."""
+
+from __future__ import annotations
+
+import importlib
+import zlib
+
+import numpy as np
+import pytest
+
+from tests.support.kernel_checks import NUMPY_DTYPES
+
+
+@pytest.fixture(scope="session")
+def open_ops():
+    """Name of a dtype -> the GPU backend in it, poisoned; one backend a dtype."""
+    cupy = pytest.importorskip("cupy", reason="needs the packages of the cuda extra: no CuPy")
+    pytest.importorskip("nvmath", reason="needs the packages of the cuda extra: no nvmath-python")
+    try:
+        cupy.cuda.runtime.getDeviceCount()
+    except RuntimeError as error:
+        pytest.skip(f"needs an NVIDIA GPU: {error}")
+    backend = importlib.import_module("tests.support.poisoned_ops")
+    opened = {}
+
+    def open_(dtype: str):
+        if dtype not in opened:
+            opened[dtype] = backend.PoisonedOps(NUMPY_DTYPES[dtype])
+        return opened[dtype]
+
+    return open_
+
+
+@pytest.fixture
+def rng(request) -> np.random.Generator:
+    """Fresh inputs for each test, the same at each run."""
+    return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))

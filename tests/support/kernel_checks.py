@@ -1,0 +1,50 @@
+"""How a kernel is held against its NumPy twin, and how its speed is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+
+import ml_dtypes
+import numpy as np
+
+DTYPES = ("float32", "float16", "bfloat16")
+NUMPY_DTYPES = {name: np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name) for name in DTYPES}
+TOLERANCES = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 1e-2}
+"""Norm of the difference over the norm of what is expected."""
+
+
+def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, scale: float = 1.0) -> np.ndarray:
+    return (rng.standard_normal(shape) * scale).astype(NUMPY_DTYPES[dtype])
+
+
+def assert_close(actual: np.ndarray, expected: np.ndarray, dtype: str) -> None:
+    """By norm in float64; a NaN or an infinity never passes."""
+    assert actual.shape == expected.shape
+    assert actual.dtype == expected.dtype
+    got, wanted = actual.astype(np.float64), expected.astype(np.float64)
+    assert np.isfinite(got).all(), f"{np.count_nonzero(~np.isfinite(got))} of {got.size} elements are not finite"
+    error = np.linalg.norm(got - wanted) / max(np.linalg.norm(wanted), 1e-30)
+    assert error <= TOLERANCES[dtype], f"relative error {error:.2e}"
+
+
+def seconds_of(ops, launches: list[Callable[[], object]], rounds: int = 15) -> float:
+    """The median time of one launch on the device, over rounds through `launches` (one per set of inputs), warm."""
+    with ops.scratch():
+        for launch in launches:
+            launch()
+        times = []
+        for _ in range(rounds):
+            begin = ops.mark()
+            for launch in launches:
+                launch()
+            times.append(ops.elapsed_s(begin, ops.mark()) / len(launches))
+    return median(times)
+
+
+def tell_bandwidth(what: str, num_bytes: int, seconds: float) -> None:
+    print(f"\n{what}: {num_bytes / seconds / 1e9:.0f} GB/s ({seconds * 1e6:.1f} us)")
+
+
+def tell_flops(what: str, num_flops: int, seconds: float) -> None:
+    print(f"\n{what}: {num_flops / seconds / 1e12:.1f} TFLOP/s ({seconds * 1e6:.1f} us)")
