@@ -20,9 +20,6 @@ from urllib.parse import quote
 from service.errors import StartupError
 from service.logs import fields
 from service.wire import die_with_parent as launcher
-from service.wire.die_with_parent import die_with_parent
-
-__all__ = ["EmbeddedRedis", "die_with_parent"]
 
 log = logging.getLogger("quire.redis")
 

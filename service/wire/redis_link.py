@@ -38,6 +38,7 @@ BLOCK_MARGIN_S = 3.0
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 CLOCK_REFRESH_S = 30.0
 OLDEST_VERSION = (6, 2)
+REFUSALS = (AuthenticationError, AuthorizationError, NoPermissionError)
 URL_OPTIONS = {
     "db",
     "ssl_ca_certs",
@@ -75,13 +76,14 @@ class RedisLink:
     async def check(self) -> None:
         """Raises BrokerUnavailable if Redis does not answer, StartupError if it is not one that we can use."""
         try:
-            with_names = await self._client.info("server")
+            server = await self._client.info("server")
             memory = await self._client.info("memory")
-        except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
-            raise StartupError(f"Redis refuses us: {error}") from error
         except (RedisError, OSError) as error:
-            raise BrokerUnavailable(f"Redis does not answer: {error}") from error
-        version = with_names.get("redis_version", "0")
+            # The pool hides a refused password in a ConnectionError.
+            if isinstance(error, REFUSALS) or isinstance(error.__cause__, REFUSALS):
+                raise StartupError(f"Redis refuses us: {_cause(error)}") from error
+            raise BrokerUnavailable(f"Redis does not answer: {_cause(error)}") from error
+        version = server.get("redis_version", "0")
         if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_VERSION:
             raise StartupError(f"Redis 6.2 or newer is needed, this is {version}")
         policy = memory.get("maxmemory_policy", "noeviction")
@@ -104,7 +106,7 @@ class RedisLink:
             async with asyncio.timeout(max(wait_s, 0.0) + BLOCK_MARGIN_S):
                 return await read(self._blocking, block_ms)
         except (RedisError, OSError) as error:
-            if isinstance(error, ResponseError) and str(error).startswith("NOGROUP"):
+            if isinstance(error, ResponseError) and str(error).startswith(("NOGROUP", "UNBLOCKED")):
                 raise GroupMissing(str(error)) from error
             raise BrokerUnavailable(_cause(error)) from error
 

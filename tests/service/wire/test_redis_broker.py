@@ -1,0 +1,181 @@
+"""What only the Redis broker promises: its keys and their lives, sharing, and nothing lost between two hands."""
+
+from __future__ import annotations
+
+import asyncio
+
+from service.errors import EndReason
+from service.wire import keys
+from service.wire.codec import encode
+from service.wire.messages import Cancel
+from tests.support.wire import (
+    PATIENCE_S,
+    make_card,
+    make_event,
+    make_events,
+    make_job,
+    outcome,
+)
+
+
+async def test_two_workers_share_the_jobs(open_broker):
+    door, one, two = [await open_broker() for _ in range(3)]
+    for number in range(6):
+        await door.submit(make_job(f"J{number}"))
+    claims = [*await one.fetch(3, 1.0), *await two.fetch(8, 1.0)]
+    assert sorted(claim.job.job_id for claim in claims) == [f"J{number}" for number in range(6)]
+    assert list(await one.fetch(1, 0.05)) == []
+
+
+async def test_a_cancel_reaches_every_worker(open_broker):
+    door, one, two = [await open_broker() for _ in range(3)]
+    cancel = Cancel(job_id="JOB1", reason=EndReason.CANCELLED)
+    await door.cancel(cancel)
+    assert [list(await worker.fetch_cancels(1.0)) for worker in (one, two)] == [[cancel], [cancel]]
+    late = await open_broker()
+    assert list(await late.fetch_cancels(0.05)) == []
+
+
+async def test_every_key_has_the_life_it_should(open_broker, redis):
+    broker = await open_broker()
+    await broker.submit(make_job())
+    await broker.fetch(1, 1.0)
+    await broker.cancel(Cancel(job_id="JOB1", reason=EndReason.CANCELLED))
+    await broker.publish(make_events("JOB1", [1, 2]))
+    await broker.announce(make_card("w1"))
+    await broker.reply("alice", "a1", b"x")
+    for key, ttl_s in {
+        keys.events("JOB1"): keys.LOG_RUNNING_TTL_S,
+        keys.cancel("JOB1"): keys.TOMBSTONE_TTL_S,
+        keys.feed("door1"): keys.FEED_TTL_S,
+        keys.worker("w1"): keys.CARD_TTL_S,
+        keys.reply("alice", "a1"): keys.REPLY_TTL_S,
+    }.items():
+        assert ttl_s - 2 <= redis.ttl(key) <= ttl_s, key
+    await broker.publish([make_event("JOB1", 3, EndReason.STOP)])
+    assert keys.LOG_ENDED_TTL_S - 2 <= redis.ttl(keys.events("JOB1")) <= keys.LOG_ENDED_TTL_S
+    assert not redis.exists(keys.cancel("JOB1"))
+    assert redis.xlen(keys.JOBS) == 0
+    assert redis.xpending(keys.JOBS, keys.JOBS_GROUP)["pending"] == 0
+
+
+async def test_the_log_is_numbered_like_the_events_and_says_how_it_ended(open_broker, redis):
+    broker = await open_broker()
+    await broker.submit(make_job())
+    await broker.fetch(1, 1.0)
+    await broker.publish([make_event("JOB1", 1), make_event("JOB1", 2, EndReason.LENGTH)])
+    assert redis.xrange(keys.events("JOB1")) == [
+        (b"1-0", {b"m": encode(make_event("JOB1", 1))}),
+        (b"2-0", {b"m": encode(make_event("JOB1", 2, EndReason.LENGTH)), b"end": b"length"}),
+    ]
+
+
+async def test_one_step_is_one_command_and_one_feed_entry_a_door(open_broker, redis):
+    broker = await open_broker()
+    for number in range(6):
+        await broker.submit(make_job(f"J{number}", feed=f"door{number % 2}"))
+    await broker.fetch(6, 1.0)
+    await broker.publish([make_event(f"J{number}", 1) for number in range(6)])  # the script is known from here on
+    redis.config_resetstat()
+    await broker.publish([make_event(f"J{number}", 2) for number in range(6)])
+    assert redis.info("commandstats")["cmdstat_evalsha"]["calls"] == 1
+    assert [redis.xlen(keys.feed(door)) for door in ("door0", "door1")] == [2, 2]
+    assert redis.info("commandstats")["cmdstat_xadd"]["calls"] == 8
+
+
+async def test_a_cancel_after_the_end_leaves_nothing(open_broker, redis):
+    broker = await open_broker()
+    await broker.submit(make_job())
+    await broker.fetch(1, 1.0)
+    await broker.publish([make_event("JOB1", 1, EndReason.STOP)])
+    await broker.cancel(Cancel(job_id="JOB1", reason=EndReason.CANCELLED))
+    assert not redis.exists(keys.cancel("JOB1"))
+    assert list(await broker.fetch_cancels(0.0)) == []
+
+
+async def test_a_fetch_that_is_cut_off_loses_no_job(open_broker):
+    broker = await open_broker()
+    fetch = asyncio.create_task(broker.fetch(1, PATIENCE_S))
+    await asyncio.sleep(0.1)
+    # Redis answers the blocked read, whose reader is gone by the time the answer arrives.
+    submit = asyncio.create_task(broker.submit(make_job()))
+    await asyncio.sleep(0)
+    fetch.cancel()
+    await submit
+    await asyncio.gather(fetch, return_exceptions=True)
+    (claim,) = await broker.fetch(1, 1.0)
+    assert claim.job.job_id == "JOB1"
+
+
+async def test_a_worker_that_comes_back_gets_its_jobs_again(open_broker):
+    first = await open_broker("w1")
+    await first.submit(make_job())
+    await first.submit(make_job("JOB2"))
+    await first.fetch(1, 1.0)
+    await first.close()
+    second = await open_broker("w1")
+    claims = [*await second.fetch(4, 1.0), *await second.fetch(4, 1.0)]
+    assert [(claim.job.job_id, claim.attempt) for claim in claims] == [("JOB1", 2), ("JOB2", 1)]
+    assert list(await second.fetch(4, 0.05)) == []
+
+
+async def test_a_job_that_cannot_be_read_is_dropped_and_said(open_broker, redis, caplog):
+    broker = await open_broker()
+    redis.xadd(keys.JOBS, {"m": b"\xc1"})
+    redis.xadd(keys.JOBS, {"other": b"x"})
+    await broker.submit(make_job())
+    assert len(await broker.fetch(4, 1.0)) == 1
+    assert redis.xlen(keys.JOBS) == 1
+    assert caplog.text.count("unreadable job dropped") == 2
+
+
+async def test_a_cancel_heard_before_its_job_still_ends_it(open_broker, monkeypatch):
+    broker = await open_broker()
+    await broker.submit(make_job())
+    admit = broker._link.now_s
+
+    async def cancelled_meanwhile() -> float:
+        monkeypatch.setattr(broker._link, "now_s", admit)
+        await broker.cancel(Cancel(job_id="JOB1", reason=EndReason.CANCELLED))
+        await broker.fetch_cancels(1.0)
+        return await admit()
+
+    monkeypatch.setattr(broker._link, "now_s", cancelled_meanwhile)
+    assert list(await broker.fetch(1, 0.2)) == []
+    assert (await outcome(broker.follow("JOB1"))).reason is EndReason.CANCELLED
+
+
+async def test_events_of_a_job_that_is_not_ours_are_dropped(open_broker, redis, caplog):
+    broker = await open_broker()
+    await broker.publish(make_events("JOB9", [1]))
+    assert redis.keys("*") == []
+    assert "not ours" in caplog.text
+
+
+async def test_an_ingress_entry_goes_to_one_door_and_leaves_with_its_settling(open_broker, redis):
+    one, two = await open_broker(), await open_broker()
+    redis.xadd(keys.ingress("alice"), {"m": b"first"})  # before any door was there
+    redis.xadd(keys.ingress("bob"), {"m": b"second"})
+    redis.xadd(keys.ingress("bob"), {"wrong": b"third"})
+    entries = await one.fetch_ingress(["alice", "bob"], 8, 1.0)
+    assert [(entry.producer, entry.payload) for entry in entries] == [
+        ("alice", b"first"),
+        ("bob", b"second"),
+        ("bob", b""),
+    ]
+    assert list(await two.fetch_ingress(["alice", "bob"], 8, 0.05)) == []
+    for entry in entries:
+        await one.settle_ingress(entry)
+    assert redis.xlen(keys.ingress("alice")) == redis.xlen(keys.ingress("bob")) == 0
+    await one.reply("alice", "a1", b"text")
+    assert redis.xrange("quire:reply:alice:a1")[0][1] == {b"m": b"text"}
+
+
+async def test_an_ingress_entry_unsettled_is_given_again_to_the_same_door(open_broker, redis):
+    redis.xadd(keys.ingress("alice"), {"m": b"x"})
+    first = await open_broker("d1")
+    (entry,) = await first.fetch_ingress(["alice"], 8, 1.0)
+    assert list(await first.fetch_ingress(["alice"], 8, 0.05)) == []
+    await first.close()
+    second = await open_broker("d1")
+    assert list(await second.fetch_ingress(["alice"], 8, 1.0)) == [entry]

@@ -1,0 +1,226 @@
+"""Redis failing in every way, and what is left standing when it is back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import signal
+
+import pytest
+from redis.exceptions import ResponseError
+
+from service.errors import EndReason, StartupError
+from service.wire import keys, redis_feed
+from service.wire.broker import BrokerUnavailable
+from service.wire.embedded_redis import EmbeddedRedis
+from service.wire.messages import Cancel
+from service.wire.redis_broker import open_redis_broker
+from tests.support.wire import (
+    PATIENCE_S,
+    Ended,
+    make_card,
+    make_event,
+    make_events,
+    make_job,
+    outcome,
+    read_to_end,
+    take,
+)
+
+
+async def test_a_flushed_redis_is_used_on(open_broker, redis):
+    broker = await open_broker()
+    await broker.submit(make_job())
+    await broker.fetch(1, 1.0)
+    events = broker.follow("JOB1")
+    await broker.publish(make_events("JOB1", [1]))
+    assert await take(events, 1) == [1]
+    fetch = asyncio.create_task(broker.fetch(1, PATIENCE_S))
+    await asyncio.sleep(0.05)
+    redis.flushall()
+    await broker.submit(make_job("JOB2"))
+    assert [claim.job.job_id for claim in await fetch] == ["JOB2"]
+    await broker.publish([make_event("JOB1", 2), make_event("JOB1", 3, EndReason.STOP)])
+    assert await outcome(events) == Ended([2, 3], EndReason.STOP)
+    assert keys.LOG_ENDED_TTL_S - 2 <= redis.ttl(keys.events("JOB1")) <= keys.LOG_ENDED_TTL_S
+    assert await broker.num_waiting() == 0
+    assert list(await broker.fetch_ingress(["alice"], 1, 0.05)) == []
+    redis.flushall()
+    redis.xadd(keys.ingress("alice"), {"m": b"x"})
+    assert len(await broker.fetch_ingress(["alice"], 1, 1.0)) == 1
+
+
+async def test_a_queued_job_lost_in_a_flush_is_said_to_its_follower(open_broker, redis, monkeypatch):
+    monkeypatch.setattr(redis_feed, "IDLE_CHECK_S", 0.2)
+    monkeypatch.setattr(redis_feed, "SWEEP_S", 0.05)
+    broker = await open_broker()
+    events = broker.follow("JOB1")
+    await broker.submit(make_job())
+    redis.flushall()
+    with pytest.raises(BrokerUnavailable, match="lost job"):
+        await take(events, 1)
+
+
+async def test_a_redis_without_memory_is_unavailable_and_keeps_what_it_has(open_broker, redis):
+    broker = await open_broker()
+    await broker.submit(make_job())
+    await broker.fetch(1, 1.0)
+    await broker.publish(make_events("JOB1", [1]))
+    redis.config_set("maxmemory", "1")
+    try:
+        for act in (
+            broker.submit(make_job("JOB2")),
+            broker.publish(make_events("JOB1", [2])),
+            broker.cancel(Cancel(job_id="JOB1", reason=EndReason.STOP)),
+            broker.announce(make_card("w1")),
+            broker.reply("alice", "a1", b"x"),
+        ):
+            with pytest.raises(BrokerUnavailable):
+                await act
+    finally:
+        redis.config_set("maxmemory", "0")
+    await broker.publish([*make_events("JOB1", [2]), make_event("JOB1", 3, EndReason.STOP)])
+    assert await outcome(broker.follow("JOB1")) == Ended([1, 2, 3], EndReason.STOP)
+
+
+async def test_connections_that_are_cut_come_back(open_broker, redis):
+    broker = await open_broker()
+    events = broker.follow("JOB1")
+    await broker.submit(make_job())
+    await broker.fetch(1, 1.0)
+    for number in range(1, 6):
+        for kind in ("normal", "replica", "pubsub"):
+            redis.execute_command("CLIENT", "KILL", "TYPE", kind, "SKIPME", "yes")
+        await insist(lambda number=number: broker.publish(make_events("JOB1", [number])))
+        assert await take(events, 1) == [number]
+
+
+async def test_a_killed_redis_comes_back_under_its_followers(data_dir, caplog):
+    caplog.set_level(logging.INFO, "quire.redis")
+    server = EmbeddedRedis.start(data_dir)
+    broker = await open_redis_broker(server.url)
+    try:
+        events = broker.follow("JOB1")
+        await broker.submit(make_job())
+        await broker.fetch(1, 1.0)
+        await broker.publish(make_events("JOB1", [1]))
+        assert await take(events, 1) == [1]
+        await asyncio.sleep(1.2)  # everysec: what was written is on disk by then
+        waiting = asyncio.create_task(take(events, 3))
+        fetching = asyncio.create_task(broker.fetch(1, PATIENCE_S))
+        os.kill(server.pid, signal.SIGKILL)
+        server.stop()
+        with pytest.raises(BrokerUnavailable):
+            await fetching
+        with pytest.raises(BrokerUnavailable):
+            await broker.publish(make_events("JOB1", [2]))
+        await asyncio.sleep(0.5)
+        server = EmbeddedRedis.start(data_dir)
+        await insist(lambda: broker.publish([*make_events("JOB1", [2, 3]), make_event("JOB1", 4, EndReason.STOP)]))
+        assert await waiting == [2, 3, 4]
+        assert await read_to_end(events) == []
+        assert caplog.text.count("redis is away reader=feed") == 1
+        assert caplog.text.count("redis is back reader=feed") == 1
+        await broker.submit(make_job("JOB2"))
+        assert [claim.job.job_id for claim in await broker.fetch(1, 1.0)] == ["JOB2"]
+    finally:
+        await broker.close()
+        server.stop()
+
+
+async def test_an_empty_restart_is_survived(data_dir, tmp_path):
+    server = EmbeddedRedis.start(data_dir)
+    broker = await open_redis_broker(server.url)
+    try:
+        await broker.submit(make_job())
+        await broker.fetch(1, 1.0)
+        await broker.publish(make_events("JOB1", [1]))
+        events = broker.follow("JOB1", after=1)
+        os.kill(server.pid, signal.SIGKILL)
+        server.stop()
+        (data_dir / "appendonlydir").rename(tmp_path / "gone")
+        server = EmbeddedRedis.start(data_dir)
+        await insist(lambda: broker.publish([make_event("JOB1", 2), make_event("JOB1", 3, EndReason.STOP)]))
+        assert await outcome(events) == Ended([2, 3], EndReason.STOP)
+        await broker.submit(make_job("JOB2"))
+        assert [claim.job.job_id for claim in await broker.fetch(1, 1.0)] == ["JOB2"]
+    finally:
+        await broker.close()
+        server.stop()
+
+
+async def test_cancelled_calls_never_mix_up_answers(open_broker):
+    """The fault of redis-py below 4.5.5: a cancelled call left its answer on the line for the next one."""
+    broker = await open_broker()
+    dice = random.Random(7)
+    await broker.submit(make_job())
+    await broker.announce(make_card("w1"))
+
+    async def check(number: int) -> None:
+        async with broker._link.commands() as redis:
+            assert await redis.echo(f"mine {number}") == f"mine {number}".encode()
+        assert [card.worker_id for card in await broker.workers()] == ["w1"]
+        await broker.reply("alice", f"a{number}", b"x")
+        assert await broker.num_waiting() == 1
+
+    for round_ in range(40):
+        tasks = [asyncio.create_task(check(round_ * 8 + number)) for number in range(8)]
+        await asyncio.sleep(dice.uniform(0.0, 0.004))
+        for task in dice.sample(tasks, 4):
+            task.cancel()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            assert result is None or isinstance(result, asyncio.CancelledError), result
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "localhost:6379",
+        "http://h",
+        "redis://",
+        "redis://h:port",
+        "redis://h/name",
+        "unix://",
+        "redis://h?decode_responses=yes",
+    ],
+)
+async def test_a_wrong_url_is_refused_before_anything(url):
+    with pytest.raises(StartupError, match="Redis URL"):
+        await open_redis_broker(url)
+
+
+async def test_a_wrong_password_is_told_apart_from_an_absent_redis(redis, redis_url):
+    redis.execute_command("ACL", "SETUSER", "alice", "on", ">right", "~*", "+@all")
+    try:
+        with pytest.raises(StartupError, match="refuses us") as refused:
+            await open_redis_broker(redis_url.replace("unix://", "unix://alice:wrong@"))
+        assert "wrong" not in str(refused.value)
+        broker = await open_redis_broker(redis_url.replace("unix://", "unix://alice:right@"))
+        await broker.close()
+    finally:
+        redis.execute_command("ACL", "DELUSER", "alice")
+    with pytest.raises(BrokerUnavailable):
+        await open_redis_broker("redis://127.0.0.1:1")
+
+
+async def test_a_key_of_another_type_is_unavailable_not_a_crash(open_broker, redis):
+    redis.set(keys.JOBS, "x")
+    broker = await open_broker()
+    for act in (broker.submit(make_job()), broker.fetch(1, 0.05), broker.num_waiting()):
+        with pytest.raises(BrokerUnavailable):
+            await act
+    with pytest.raises(ResponseError):
+        redis.xlen(keys.JOBS)
+
+
+async def insist(act):
+    """What a courier does: ask until the queue answers."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            try:
+                return await act()
+            except BrokerUnavailable:
+                await asyncio.sleep(0.05)
