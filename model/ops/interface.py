@@ -126,7 +126,7 @@ class Ops(Protocol):
         """
 
     def linear(self, x: Array, weight: Array, bias: Array | None = None, *, dtype: np.dtype | None = None) -> Array:
-        """x [T, K] @ weight [N, K].T + bias [N] -> [T, N] in `dtype` (the logits ask for float32), else in `self.dtype`."""
+        """x [T, K] @ weight [N, K].T + bias [N] -> [T, N] in `dtype` (float32 for the logits), else in `self.dtype`."""
 
     def rope_kv_write(
         self,

@@ -14,6 +14,12 @@ import numpy as np
 from model.ops.interface import Array, Bias, Penalties, Sampled, SamplingArrays
 from model.ops.philox import gumbel_noise
 
+DECODE_GROUP = 16
+"""Sequences whose decode attention is computed at once: enough to hide NumPy's cost of a call, few enough to pad little
+and to stay in the cache."""
+
+FLOAT32 = np.dtype(np.float32)
+
 
 class NumpyOps:
     """`Ops` on the CPU. Matrix products go to the BLAS that NumPy ships with."""
@@ -21,7 +27,7 @@ class NumpyOps:
     name = "numpy"
     device_name = "CPU"
 
-    def __init__(self, dtype: np.dtype = np.dtype(np.float32)):
+    def __init__(self, dtype: np.dtype = FLOAT32):
         self.dtype = np.dtype(dtype)
 
     def upload(self, host: np.ndarray) -> Array:
@@ -79,14 +85,15 @@ class NumpyOps:
         num_blocks, _, _, num_kv_heads, block_size, head_dim = kv.shape
         heads = _f32(qkv).reshape(len(qkv), -1, head_dim)
         num_heads = heads.shape[1] - 2 * num_kv_heads
-        q, k, v = np.split(heads, [num_heads, num_heads + num_kv_heads], axis=1)
+        q, k, v = heads[:, :num_heads], heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:]
         if q_norm is not None:
             q = _normalised(q, q_norm, eps)
         if k_norm is not None:
             k = _normalised(k, k_norm, eps)
         in_table = (positions >= 0) & (positions < len(cos))
         at = np.where(in_table, positions, 0)
-        q, k = _rotated(q, cos[at], sin[at]), _rotated(k, cos[at], sin[at])
+        row_cos, row_sin = cos[at][:, None], sin[at][:, None]
+        q, k = _rotated(q, row_cos, row_sin), _rotated(k, row_cos, row_sin)
         q[~in_table] = 0
 
         written = in_table & (slots >= 0) & (slots < num_blocks * block_size)
@@ -97,20 +104,23 @@ class NumpyOps:
 
     def paged_decode_attention(self, q, kv, layer, block_tables, context_lens, scale, window, out) -> None:
         out[context_lens == 0] = 0
-        for s, length in enumerate(context_lens):
-            if length == 0:
-                continue
-            out[s : s + 1] = _attention(q[s : s + 1], kv, layer, block_tables[s], int(length), scale, window)
+        by_length = np.argsort(context_lens)[np.count_nonzero(context_lens == 0) :]
+        for start in range(0, len(by_length), DECODE_GROUP):
+            rows = by_length[start : start + DECODE_GROUP]
+            attended = _attention(q[rows, None], kv, layer, block_tables[rows], context_lens[rows], scale, window)
+            out[rows] = attended[:, 0]
 
     def paged_prefill_attention(
         self, q, kv, layer, block_tables, context_lens, query_start, max_query_len, scale, window, out
     ) -> None:
-        for s, length in enumerate(context_lens):
-            rows = slice(query_start[s], query_start[s + 1])
-            out[rows] = _attention(q[rows], kv, layer, block_tables[s], int(length), scale, window)
+        for s in range(len(context_lens)):
+            rows, one = slice(query_start[s], query_start[s + 1]), slice(s, s + 1)
+            attended = _attention(q[None, rows], kv, layer, block_tables[one], context_lens[one], scale, window)
+            out[rows] = attended[0]
 
     def silu_mul(self, gate_up: Array) -> Array:
-        gate, up = np.split(_f32(gate_up), 2, axis=1)
+        size = gate_up.shape[1] // 2
+        gate, up = _f32(gate_up[:, :size]), _f32(gate_up[:, size:])
         return (gate / (1 + np.exp(-np.clip(gate, -80, None))) * up).astype(self.dtype, copy=False)
 
     def copy_blocks(self, kv: Array, sources: Array, targets: Array) -> None:
@@ -124,9 +134,10 @@ class NumpyOps:
             _add_bias(adjusted, how.bias)
         if how.penalties is not None:
             _penalise(adjusted, how.penalties)
-        token_ids = np.zeros(len(logits), np.int32)
-        for row in np.flatnonzero(~is_nan):
-            token_ids[row] = _choose(adjusted[row], how, row)
+        drawn = np.flatnonzero((how.temperature > 0) & ~is_nan)
+        if drawn.size:
+            adjusted[drawn] = _perturbed(adjusted[drawn], how, drawn)
+        token_ids = np.where(is_nan, 0, np.argmax(adjusted, axis=1)).astype(np.int32)
         if not how.with_logprobs:
             return Sampled(token_ids, is_nan, None, None, None)
         logprobs = _log_softmax(logits)
@@ -140,35 +151,48 @@ def _f32(array: Array) -> np.ndarray:
 
 
 def _normalised(x: np.ndarray, weight: Array, eps: float) -> np.ndarray:
-    mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
+    mean_square = np.vecdot(x, x)[..., None] / np.float32(x.shape[-1])
     return x / np.sqrt(mean_square + np.float32(eps)) * _f32(weight)
 
 
 def _rotated(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    low, high = np.split(heads, 2, axis=-1)
-    cos, sin = cos[:, None], sin[:, None]
+    half = heads.shape[-1] // 2
+    low, high = heads[..., :half], heads[..., half:]
     return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
 
 
-def _attention(q, kv, layer, block_table, length, scale, window) -> np.ndarray:
-    """q [n, Hq, D], the last n positions of a sequence of `length` cached tokens -> [n, Hq, D]."""
-    num_queries, num_heads, head_dim = q.shape
+def _attention(q, kv, layer, block_tables, context_lens, scale, window) -> np.ndarray:
+    """q [S, n, Hq, D], the last n positions of S sequences of context_lens[s] >= n cached tokens -> [S, n, Hq, D].
+
+    Every sequence is padded to the longest of the S; what a query does not see may be anything, NaN included.
+    """
+    num_sequences, num_queries, _, head_dim = q.shape
     num_kv_heads, block_size = kv.shape[3], kv.shape[4]
-    first_key = max(0, length - num_queries + 1 - window) // block_size * block_size
-    blocks = block_table[first_key // block_size : -(-length // block_size)]
+    first_block = np.maximum(0, context_lens - num_queries + 1 - window) // block_size
+    num_blocks = int((-(-context_lens // block_size) - first_block).max())
+    columns = first_block[:, None] + np.arange(num_blocks)
+    blocks = np.take_along_axis(block_tables, np.minimum(columns, block_tables.shape[1] - 1), axis=1)
+    heads = np.arange(num_kv_heads)[:, None]
     keys, values = (
-        _f32(kv[blocks, layer, half]).swapaxes(0, 1).reshape(num_kv_heads, -1, head_dim)[:, : length - first_key]
+        _f32(kv[blocks[:, None], layer, half, heads]).reshape(num_sequences, num_kv_heads, -1, head_dim)
         for half in (0, 1)
     )
-    grouped = _f32(q).reshape(num_queries, num_kv_heads, -1, head_dim).transpose(1, 2, 0, 3)  # [Hkv, group, n, D]
-    scores = grouped @ keys[:, None].swapaxes(-1, -2) * np.float32(scale)
-    query_at = np.arange(length - num_queries, length)[:, None]
-    key_at = np.arange(first_key, length)[None, :]
-    visible = (key_at <= query_at) & (key_at > query_at - window)
-    scores = np.where(visible, scores, -np.inf)
+    key_at = (columns[:, :, None] * block_size + np.arange(block_size)).reshape(num_sequences, 1, -1)
+    query_at = (context_lens[:, None] - num_queries + np.arange(num_queries))[:, :, None]
+    visible = (key_at <= query_at) & (key_at > query_at - window)  # [S, n, keys]
+    values.swapaxes(1, 2)[~visible.any(axis=1)] = 0  # a weight of 0 would not silence a NaN
+
+    # [S, Hkv, D, (Hq / Hkv) * n]: keys @ queries is the order of the two that BLAS is quick at for few queries
+    by_head = _f32(q).reshape(num_sequences, num_queries, num_kv_heads, -1, head_dim)
+    queries = by_head.transpose(0, 2, 4, 3, 1).reshape(num_sequences, num_kv_heads, head_dim, -1)
+    scores = np.ascontiguousarray((keys @ queries).swapaxes(-1, -2)) * np.float32(scale)
+    grouped = (num_sequences, num_kv_heads, -1, num_queries, scores.shape[-1])
+    scores = np.where(visible[:, None, None], scores.reshape(grouped), -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
-    return (weights @ values[:, None]).transpose(2, 0, 1, 3).reshape(num_queries, num_heads, head_dim)
+    attended = weights.reshape(num_sequences, num_kv_heads, -1, scores.shape[-1]) @ values
+    attended = attended.reshape(num_sequences, num_kv_heads, -1, num_queries, head_dim)
+    return attended.transpose(0, 3, 1, 2, 4).reshape(q.shape)
 
 
 def _row_of(indptr: np.ndarray) -> np.ndarray:
@@ -190,27 +214,30 @@ def _penalise(logits: np.ndarray, seen: Penalties) -> None:
     logits[rows, ids] = values
 
 
-def _choose(logits: np.ndarray, how: SamplingArrays, row: int) -> int:
-    """One row [V] -> token id."""
-    temperature = how.temperature[row]
-    if temperature == 0:
-        return int(np.argmax(logits))
-    scaled = logits / temperature
-    kept = np.flatnonzero(scaled > -np.inf)
-    top_k = int(how.top_k[row])
-    if top_k < len(kept):
-        threshold = np.partition(scaled[kept], -top_k)[-top_k]
-        kept = kept[scaled[kept] >= threshold]
-    weights = np.exp((scaled[kept] - scaled[kept].max()).astype(np.float64))
-    threshold = how.min_p[row] * weights.max()
-    if how.top_p[row] < 1:
-        descending = np.sort(weights)[::-1]
-        mass = np.cumsum(descending)
-        last = np.searchsorted(mass, how.top_p[row] * mass[-1])
-        threshold = max(threshold, descending[min(last, len(descending) - 1)])
-    kept = kept[weights >= threshold]
-    noise = gumbel_noise(kept, int(how.seed[row]), int(how.position[row]), int(how.branch[row]))
-    return int(kept[np.argmax(scaled[kept] + noise)])
+def _perturbed(logits: np.ndarray, how: SamplingArrays, rows: np.ndarray) -> np.ndarray:
+    """logits [N, V] of the rows `rows` of `how` -> logits / temperature + noise, -inf where a token is left out."""
+    scaled = logits / how.temperature[rows, None]
+    cut = (how.top_k[rows] < logits.shape[1]) | (how.top_p[rows] < 1) | (how.min_p[rows] > 0)
+    if cut.any():
+        thresholds = _thresholds(scaled[cut], how.top_k[rows[cut]], how.top_p[rows[cut]], how.min_p[rows[cut]])
+        scaled[cut] = np.where(scaled[cut] >= thresholds[:, None], scaled[cut], -np.inf)
+    kept, token_ids = np.nonzero(scaled > -np.inf)
+    at = rows[kept]
+    scaled[kept, token_ids] += gumbel_noise(token_ids, how.seed[at], how.position[at], how.branch[at])
+    return scaled
+
+
+def _thresholds(scaled: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray) -> np.ndarray:
+    """The least value that top-k, then top-p, then min-p leave in each row of scaled [N, V]: float32[N]."""
+    descending = -np.sort(-scaled, axis=1)
+    kth = np.take_along_axis(descending, np.clip(top_k, 1, scaled.shape[1])[:, None] - 1, axis=1)
+    weights = np.exp((descending - descending[:, :1]).astype(np.float64))  # the best has weight 1
+    weights[descending < kth] = 0
+    mass = np.cumsum(weights, axis=1)
+    nucleus = np.where(top_p < 1, np.argmax(mass >= top_p[:, None] * mass[:, -1:], axis=1) + 1, scaled.shape[1])
+    likely = np.count_nonzero(weights >= min_p[:, None], axis=1)
+    last = np.minimum(nucleus, likely)[:, None] - 1
+    return np.maximum(kth, np.take_along_axis(descending, last, axis=1))[:, 0]
 
 
 def _log_softmax(logits: np.ndarray) -> np.ndarray:

@@ -9,32 +9,36 @@ from __future__ import annotations
 import numpy as np
 
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
-_WEYL = (0x9E3779B9, 0xBB67AE85)
+_WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 
 
-def philox_words(counters: np.ndarray, seed: int) -> np.ndarray:
-    """counters uint32[N, 4], 64-bit seed -> uint32[N, 4] random words."""
+def philox_words(counters: np.ndarray, seeds: np.ndarray) -> np.ndarray:
+    """counters uint32[N, 4], 64-bit seeds uint64[N] -> uint32[N, 4] random words."""
     words = [counters[:, i].astype(np.uint64) for i in range(4)]
-    keys = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF]
+    keys = [seeds & _LOW, seeds >> _HALF]
     for _ in range(10):
         first, second = words[0] * _MULTIPLIERS[0], words[2] * _MULTIPLIERS[1]
         words = [
-            (second >> _HALF) ^ words[1] ^ np.uint64(keys[0]),
+            (second >> _HALF) ^ words[1] ^ keys[0],
             second & _LOW,
-            (first >> _HALF) ^ words[3] ^ np.uint64(keys[1]),
+            (first >> _HALF) ^ words[3] ^ keys[1],
             first & _LOW,
         ]
-        keys = [(key + step) & 0xFFFFFFFF for key, step in zip(keys, _WEYL, strict=True)]
+        keys = [(key + step) & _LOW for key, step in zip(keys, _WEYL, strict=True)]
     return np.stack(words, axis=1).astype(np.uint32)
 
 
-def gumbel_noise(token_ids: np.ndarray, seed: int, position: int, branch: int) -> np.ndarray:
-    """Standard Gumbel noise float32[N] of the given token ids, as `Ops.sample` defines it."""
-    groups, index = np.unique(token_ids // 4, return_inverse=True)
-    counters = np.zeros((len(groups), 4), np.uint32)
-    counters[:, 0], counters[:, 1], counters[:, 2] = groups, position, branch
-    words = philox_words(counters, seed)[index, token_ids % 4]
+def gumbel_noise(token_ids: np.ndarray, seeds: np.ndarray, positions: np.ndarray, branches: np.ndarray) -> np.ndarray:
+    """Standard Gumbel noise float32[N] as `Ops.sample` defines it, of tokens [N] with seeds uint64[N] and so on.
+
+    Neighbours that share their four words (in order of token id, within one row) share one computation of them.
+    """
+    counters = np.zeros((len(token_ids), 4), np.uint32)
+    counters[:, 0], counters[:, 1], counters[:, 2] = token_ids // 4, positions, branches
+    is_new = np.ones(len(token_ids), bool)
+    is_new[1:] = (np.diff(counters[:, :3], axis=0) != 0).any(axis=1) | (np.diff(seeds) != 0)
+    words = philox_words(counters[is_new], seeds[is_new])[np.cumsum(is_new) - 1, token_ids % 4]
     uniform = ((words >> 9).astype(np.float64) + 0.5) * 2.0**-23
     return (-np.log(-np.log(uniform))).astype(np.float32)

@@ -1,0 +1,28 @@
+"""The three element types of weights, activations and the KV cache, by the name that settings and configs use."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+NUMPY_DTYPES: dict[str, np.dtype] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+
+
+def all_finite(array: np.ndarray) -> bool:
+    """Whether no element of a contiguous `array` of one of the three types is NaN or infinite.
+
+    Reads the bits: an exponent of all ones. In pieces that stay in the cache, for weights are large.
+    """
+    unsigned = np.dtype(f"u{array.dtype.itemsize}")
+    exponent = unsigned.type(_EXPONENT_BITS[array.dtype.name])
+    bits = array.reshape(-1).view(unsigned)
+    pieces = (bits[start : start + _PIECE] for start in range(0, bits.size, _PIECE))
+    return all(int(np.max(piece & exponent)) < exponent for piece in pieces)
+
+
+_EXPONENT_BITS = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}
+_PIECE = 1 << 16

@@ -1,0 +1,112 @@
+"""The forward pass of the Llama family (Llama, Mistral, Qwen2, Qwen3), from token ids to logits.
+
+It speaks only `Ops`, waits for nothing and takes every size from host integers, so a backend can capture it in a graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from model.batch import Batch
+from model.config import ModelConfig
+from model.ops.interface import Array, Ops
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """The weights of one layer; matrices are [out, in], what the config does not have is None."""
+
+    attention_norm: Array  # [H]
+    qkv: Array  # [(Hq + 2 Hkv) * D, H]
+    qkv_bias: Array | None
+    q_norm: Array | None  # [D]
+    k_norm: Array | None  # [D]
+    output: Array  # [H, Hq * D]
+    output_bias: Array | None
+    mlp_norm: Array  # [H]
+    gate_up: Array  # [2 I, H]
+    gate_up_bias: Array | None
+    down: Array  # [H, I]
+    down_bias: Array | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaWeights:
+    """Everything a model reads. Tied embeddings share one array."""
+
+    embedding: Array  # [V, H]
+    layers: tuple[Layer, ...]
+    final_norm: Array  # [H]
+    lm_head: Array  # [V, H]
+    cos: Array  # float32[max_model_len, D / 2]
+    sin: Array  # float32[max_model_len, D / 2]
+
+
+class Llama:
+    """A model of the family, its weights in the memory of `ops`."""
+
+    def __init__(self, config: ModelConfig, ops: Ops, weights: LlamaWeights):
+        self.config = config
+        self.ops = ops
+        self.weights = weights
+
+    def forward(self, batch: Batch, kv: Array) -> Array:
+        """Logits float32[R, V] of the rows `batch.logit_rows`; keys and values of all rows are written to `kv`.
+
+        kv [num_blocks, L, 2, Hkv, B, D]. The result lives until the scratch of the caller ends.
+        """
+        ops, weights, eps = self.ops, self.weights, self.config.rms_norm_eps
+        norms_after = [layer.attention_norm for layer in weights.layers[1:]] + [weights.final_norm]
+        residual = ops.gather_rows(weights.embedding, batch.token_ids)
+        hidden = ops.rms_norm(residual, weights.layers[0].attention_norm, eps)
+        for index, layer in enumerate(weights.layers):
+            with ops.scratch():
+                attended = self._attention(index, hidden, batch, kv)
+                normed = ops.add_rms_norm(attended, residual, layer.mlp_norm, eps)
+                ops.add_rms_norm(self._mlp(layer, normed), residual, norms_after[index], eps, out=hidden)
+        return ops.linear(ops.gather_rows(hidden, batch.logit_rows), weights.lm_head, dtype=np.dtype(np.float32))
+
+    def _attention(self, index: int, x: Array, batch: Batch, kv: Array) -> Array:
+        """x [T, H] -> [T, H]: grouped-query attention of each row to its sequence's cache, its own key included."""
+        ops, weights, layer = self.ops, self.weights, self.weights.layers[index]
+        qkv = ops.linear(x, layer.qkv, layer.qkv_bias)
+        q = ops.rope_kv_write(
+            qkv,
+            weights.cos,
+            weights.sin,
+            batch.positions,
+            batch.slots,
+            kv,
+            index,
+            layer.q_norm,
+            layer.k_norm,
+            self.config.rms_norm_eps,
+        )
+        out = ops.temporary(q.shape, ops.dtype)
+        scale, window, n = self.config.head_dim**-0.5, self.config.windows[index], batch.num_decodes
+        if n > 0:
+            ops.paged_decode_attention(
+                q[:n], kv, index, batch.block_tables[:n], batch.context_lens[:n], scale, window, out[:n]
+            )
+        if n < batch.num_sequences:
+            ops.paged_prefill_attention(
+                q[n:],
+                kv,
+                index,
+                batch.block_tables[n:],
+                batch.context_lens[n:],
+                batch.query_start,
+                batch.max_query_len,
+                scale,
+                window,
+                out[n:],
+            )
+        return ops.linear(out.reshape(len(out), -1), layer.output, layer.output_bias)
+
+    def _mlp(self, layer: Layer, x: Array) -> Array:
+        """x [T, H] -> [T, H]: SwiGLU."""
+        ops = self.ops
+        gate_up = ops.linear(x, layer.gate_up, layer.gate_up_bias)
+        return ops.linear(ops.silu_mul(gate_up), layer.down, layer.down_bias)

@@ -1,0 +1,45 @@
+"""Opens the machine a model runs on: the one gate to the GPU backend, which is imported only where it is wanted."""
+
+from __future__ import annotations
+
+import logging
+
+from model.dtypes import NUMPY_DTYPES
+from model.errors import ModelError
+from model.ops.interface import Ops
+from model.ops.numpy_ops import NumpyOps
+
+log = logging.getLogger("quire.model")
+
+
+def open_ops(device: str, dtype: str, model_dtype: str) -> Ops:
+    """The backend for `device` "auto" | "cpu" | "cuda" in `dtype` "auto" | "float32" | "float16" | "bfloat16".
+
+    Device auto is the GPU where CuPy and a usable one are there, else the CPU. Dtype auto is `model_dtype` on a GPU and
+    float32 on a CPU. Raises ModelError where a device was asked for by name and is missing.
+    """
+    if device == "cpu":
+        return _open_cpu(dtype)
+    cuda_dtype = model_dtype if dtype == "auto" else dtype
+    if device == "cuda":
+        return _open_cuda(cuda_dtype)
+    try:
+        return _open_cuda(cuda_dtype)
+    except ModelError as problem:
+        log.info("no GPU is used: %s", problem)
+        return _open_cpu(dtype)
+
+
+def _open_cpu(dtype: str) -> Ops:
+    return NumpyOps(NUMPY_DTYPES["float32" if dtype == "auto" else dtype])
+
+
+def _open_cuda(dtype: str) -> Ops:
+    try:
+        from model.ops.cuda_ops import CudaOps
+    except ImportError as error:
+        raise ModelError(f"device cuda: the GPU packages cannot be imported: {error}") from error
+    try:
+        return CudaOps(NUMPY_DTYPES[dtype])
+    except RuntimeError as error:  # CuPy's errors of the driver and the runtime are RuntimeErrors
+        raise ModelError(f"device cuda: no usable GPU: {error}") from error

@@ -1,0 +1,88 @@
+"""Tables of the rotary position embedding (Su et al., RoFormer), plain or stretched to longer contexts."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from model.rope_config import RopeConfig
+
+
+def rope_tables(rope: RopeConfig, head_dim: int, max_model_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """cos and sin, float32[max_model_len, head_dim / 2] each; yarn's attention factor is multiplied in.
+
+    A "dynamic" rope has one table for all sequences, that of `max_model_len` tokens where this is above the original
+    length and the plain one elsewhere: keys that lie rotated in the cache cannot follow a sequence as it grows.
+    """
+    frequencies = inverse_frequencies(rope, head_dim, max_model_len).astype(np.float32)
+    # Angles are rounded to float32 as in training: far out, more precise ones would be other ones.
+    angles = np.outer(np.arange(max_model_len, dtype=np.float32), frequencies)
+    factor = np.float32(attention_factor(rope))
+    return np.cos(angles) * factor, np.sin(angles) * factor
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int, max_model_len: int) -> np.ndarray:
+    """Radians a position, float64[head_dim / 2], fastest first."""
+    if rope.kind == "linear":
+        return _plain(rope.theta, head_dim) / rope.factor
+    if rope.kind == "dynamic":
+        return _dynamic(rope, head_dim, max_model_len)
+    if rope.kind == "llama3":
+        return _llama3(rope, head_dim)
+    if rope.kind == "yarn":
+        return _yarn(rope, head_dim)
+    return _plain(rope.theta, head_dim)
+
+
+def attention_factor(rope: RopeConfig) -> float:
+    """What cos and sin are multiplied with; other than 1 for yarn alone."""
+    if rope.kind != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return _yarn_scale(rope.factor, rope.mscale) / _yarn_scale(rope.factor, rope.mscale_all_dim)
+    return _yarn_scale(rope.factor, 1.0)
+
+
+def _plain(theta: float, head_dim: int) -> np.ndarray:
+    return theta ** -(np.arange(0, head_dim, 2) / head_dim)
+
+
+def _dynamic(rope: RopeConfig, head_dim: int, max_model_len: int) -> np.ndarray:
+    """NTK-aware: a larger base, so that the slowest frequency is stretched by the whole factor, the fastest by none."""
+    stretch = rope.factor * max(max_model_len / rope.original_max_position, 1.0) - (rope.factor - 1)
+    return _plain(rope.theta * stretch ** (head_dim / (head_dim - 2)), head_dim)
+
+
+def _llama3(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """Long waves are stretched by the factor, short ones kept, those between interpolated."""
+    plain = _plain(rope.theta, head_dim)
+    waves_in_original = rope.original_max_position * plain / (2 * math.pi)
+    kept = (waves_in_original - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    kept = np.clip(kept, 0, 1)
+    return plain * kept + plain / rope.factor * (1 - kept)
+
+
+def _yarn(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """Peng et al., YaRN: stretched below beta_slow turns in the original length, kept above beta_fast, else a ramp."""
+    plain = _plain(rope.theta, head_dim)
+    first = _dimension_of_turns(rope, head_dim, rope.beta_fast)
+    last = _dimension_of_turns(rope, head_dim, rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    width = last - first or 0.001  # the published code's guard: a ramp of no width is a step
+    stretched = np.clip((np.arange(head_dim // 2) - first) / width, 0, 1)
+    return plain * (1 - stretched) + plain / rope.factor * stretched
+
+
+def _dimension_of_turns(rope: RopeConfig, head_dim: int, num_turns: float) -> float:
+    """The (fractional) index of the frequency that turns `num_turns` times in the original length."""
+    turns_ratio = rope.original_max_position / (num_turns * 2 * math.pi)
+    return head_dim * math.log(turns_ratio) / (2 * math.log(rope.theta))
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

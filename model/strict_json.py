@@ -1,0 +1,47 @@
+"""JSON from files that strangers made: bounded, without duplicate names, without NaN, an object at the top."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from model.errors import ModelError
+
+
+def read_json_object(path: Path, max_bytes: int) -> dict[str, Any]:
+    """The object in `path`. Raises ModelError where the file is missing, larger than `max_bytes` or not such JSON."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(max_bytes + 1)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
+    if len(data) > max_bytes:
+        raise ModelError(f"{path}: larger than {max_bytes} bytes")
+    return parse_json_object(data, str(path))
+
+
+def parse_json_object(data: bytes, source: str) -> dict[str, Any]:
+    """The object in UTF-8 `data`; `source` names it in errors. Raises ModelError."""
+    try:
+        value = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+    except RecursionError:
+        raise ModelError(f"{source}: JSON nested too deeply") from None
+    except ValueError as error:
+        raise ModelError(f"{source}: not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{source}: not a JSON object")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = dict(pairs)
+    if len(names) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise ValueError(f"the name {twice[:100]!r} occurs twice")
+    return names
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number")
