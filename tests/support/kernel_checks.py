@@ -30,16 +30,23 @@ def assert_close(actual: np.ndarray, expected: np.ndarray, dtype: str) -> None:
 
 def seconds_of(ops, launches: list[Callable[[], object]], rounds: int = 15) -> float:
     """The median time of one launch on the device, over rounds through `launches` (one per set of inputs), warm."""
-    with ops.scratch():
-        for launch in launches:
-            launch()
+    ops.is_poisoning = False
+    try:
+        _round(ops, launches)
         times = []
         for _ in range(rounds):
             begin = ops.mark()
-            for launch in launches:
-                launch()
+            _round(ops, launches)
             times.append(ops.elapsed_s(begin, ops.mark()) / len(launches))
+    finally:
+        ops.is_poisoning = True
     return median(times)
+
+
+def _round(ops, launches: list[Callable[[], object]]) -> None:
+    for launch in launches:
+        with ops.scratch():
+            launch()
 
 
 def tell_bandwidth(what: str, num_bytes: int, seconds: float) -> None:

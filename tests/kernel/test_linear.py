@@ -1,0 +1,63 @@
+"""Products go through cuBLASLt (`model/ops/gemm.py`); the twin multiplies in float32."""
+
+import numpy as np
+import pytest
+
+from model.ops.numpy_ops import NumpyOps
+from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, assert_close, normal, seconds_of, tell_flops
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = [(1, 512, 256), (7, 96, 4096), (33, 1000, 264), (300, 768, 512), (2, 3, 5), (5, 17, 33)]
+"""M, N, K; the last two leave rows of no alignment at all."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("out_dtype", [None, "float32"])
+def test_product(open_ops, rng, dtype, shape, with_bias, out_dtype):
+    (m, n, k), ops, twin = shape, open_ops(dtype), NumpyOps(NUMPY_DTYPES[dtype])
+    x, weight = normal(rng, (m, k), dtype), normal(rng, (n, k), dtype, scale=k**-0.5)
+    bias = normal(rng, (n,), dtype) if with_bias else None
+    out_type = None if out_dtype is None else NUMPY_DTYPES[out_dtype]
+    with ops.scratch():
+        on_device = [None if each is None else ops.upload(each) for each in (x, weight, bias)]
+        out = ops.download(ops.linear(*on_device, dtype=out_type))
+        again = ops.download(ops.linear(*on_device, dtype=out_type))
+    assert_close(out, twin.linear(x, weight, bias, dtype=out_type), out_dtype or dtype)
+    np.testing.assert_array_equal(out.view(np.uint8), again.view(np.uint8))
+
+
+def test_float32_does_not_go_through_tf32(open_ops, rng):
+    """TF32 keeps 10 bits: its error here would be about 3e-4."""
+    ops = open_ops("float32")
+    x, weight = normal(rng, (256, 2048), "float32"), normal(rng, (512, 2048), "float32")
+    with ops.scratch():
+        out = ops.download(ops.linear(ops.upload(x), ops.upload(weight)))
+    exact = x.astype(np.float64) @ weight.astype(np.float64).T
+    assert np.linalg.norm(out - exact) / np.linalg.norm(exact) < 1e-5
+
+
+def test_rows_within_a_larger_array_need_no_alignment(open_ops, rng):
+    ops, twin = open_ops("bfloat16"), NumpyOps(NUMPY_DTYPES["bfloat16"])
+    x, weight = normal(rng, (9, 33), "bfloat16"), normal(rng, (40, 33), "bfloat16")
+    with ops.scratch():
+        out = ops.download(ops.linear(ops.upload(x)[3:], ops.upload(weight)[1:]))
+    assert_close(out, twin.linear(x[3:], weight[1:]), "bfloat16")
+
+
+def test_no_rows(open_ops, rng):
+    ops = open_ops("bfloat16")
+    weight = ops.upload(normal(rng, (40, 64), "bfloat16"))
+    assert ops.linear(ops.empty((0, 64), ops.dtype), weight).shape == (0, 40)
+
+
+@pytest.mark.parametrize("m", [1, 64, 4096])
+def test_speed(open_ops, m):
+    ops, n, k = open_ops("bfloat16"), 28672, 4096
+    x = ops.empty((m, k), ops.dtype)
+    weights = [ops.empty((n, k), ops.dtype) for _ in range(3)]
+    seconds = seconds_of(ops, [lambda weight=weight: ops.linear(x, weight) for weight in weights])
+    reading = f"weights at {n * k * 2 / seconds / 1e9:.0f} GB/s"
+    tell_flops(f"linear [{m}, {k}] @ [{n}, {k}].T bf16, {reading}", 2 * m * n * k, seconds)

@@ -1,0 +1,57 @@
+"""top_logprobs against the second half of NumpyOps.sample."""
+
+import numpy as np
+import pytest
+
+from model.ops.numpy_ops import NumpyOps
+from tests.support.kernel_checks import assert_close, seconds_of, tell_bandwidth
+from tests.support.sampling_cases import random_wishes, uploaded
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("vocab", [1, 3, 4096, 32003, 151936])
+@pytest.mark.parametrize("num_logprobs", [0, 1, 5, 20])
+@pytest.mark.parametrize("spread", [0.5, 4])
+def test_best_tokens_and_the_chosen_one(open_ops, rng, vocab, num_logprobs, spread):
+    """Logits are multiples of 1/64: many tie, and none that differ have the same rounded log-probability."""
+    ops, rows = open_ops("float32"), 8
+    logits = (np.round(rng.standard_normal((rows, vocab)) * spread * 64) / 64).astype(np.float32)
+    logits[0] = 2.0
+    logits[1, vocab // 2 + 1 :] = -np.inf
+    wishes = random_wishes(rng, rows, vocab, num_logprobs=num_logprobs, with_logprobs=True)
+    expected = NumpyOps().sample(logits, wishes)
+    with ops.scratch():
+        sampled = ops.sample(ops.upload(logits), uploaded(wishes, ops.upload))
+        chosen, top_ids, top = map(ops.download, (sampled.logprobs, sampled.top_ids, sampled.top_logprobs))
+    assert_close(chosen, expected.logprobs, "float32")
+    np.testing.assert_array_equal(top_ids, expected.top_ids)
+    assert top.shape == expected.top_logprobs.shape == (rows, min(num_logprobs, vocab))
+    np.testing.assert_allclose(top, expected.top_logprobs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_nan_stays_in_its_row(open_ops, rng):
+    ops, rows, vocab = open_ops("float32"), 3, 5000
+    logits = rng.standard_normal((rows, vocab)).astype(np.float32)
+    logits[1, 4321] = np.nan
+    wishes = random_wishes(rng, rows, vocab, num_logprobs=4, with_logprobs=True)
+    expected = NumpyOps().sample(logits, wishes)
+    with ops.scratch():
+        sampled = ops.sample(ops.upload(logits), uploaded(wishes, ops.upload))
+        chosen, top = ops.download(sampled.logprobs), ops.download(sampled.top_logprobs)
+    assert np.isnan(chosen[1])
+    assert np.isnan(top[1]).all()
+    assert_close(chosen[[0, 2]], expected.logprobs[[0, 2]], "float32")
+    np.testing.assert_allclose(top[[0, 2]], expected.top_logprobs[[0, 2]], rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 256])
+def test_speed(open_ops, rng, rows):
+    ops, vocab = open_ops("float32"), 151936
+    logits = ops.upload(rng.standard_normal((rows, vocab)).astype(np.float32))
+    greedy = np.zeros(rows, np.float32)
+    wishes = uploaded(
+        random_wishes(rng, rows, vocab, temperature=greedy, num_logprobs=20, with_logprobs=True), ops.upload
+    )
+    seconds = seconds_of(ops, [lambda: ops.sample(logits, wishes)])
+    tell_bandwidth(f"greedy sample_tokens + top_logprobs [{rows}, 151936], K = 20", 2 * logits.nbytes, seconds)

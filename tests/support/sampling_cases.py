@@ -1,0 +1,73 @@
+"""Random wishes of sampling, as `Ops.sample` takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from model.ops.interface import Array, Bias, Penalties, SamplingArrays
+
+
+def random_bias(rng: np.random.Generator, rows: int, vocab: int) -> Bias:
+    """Some rows without any; ids outside the vocabulary, forbidden tokens and, at most twice a row, the same token."""
+    ids = [rng.permutation(vocab)[: rng.integers(0, 9)] for _ in range(rows)]
+    ids = [np.concatenate([row, row[:1], [-1, vocab, 2**31 - 1]]) if len(row) else row for row in ids]
+    count = sum(map(len, ids))
+    values = rng.uniform(-20, 20, count).astype(np.float32)
+    values[rng.random(count) < 0.2] = -np.inf
+    return Bias(_indptr(ids), np.concatenate(ids).astype(np.int32), values)
+
+
+def random_penalties(rng: np.random.Generator, rows: int, vocab: int) -> Penalties:
+    """Some rows that have seen nothing; ids outside the vocabulary; prompt-only tokens."""
+    ids = [rng.permutation(vocab)[: rng.integers(0, 2000) * (row % 3 > 0)] for row in range(rows)]
+    ids = [np.concatenate([row, [-1, vocab]]) for row in ids]
+    count = sum(map(len, ids))
+    return Penalties(
+        repetition=rng.uniform(0.5, 2, rows).astype(np.float32),
+        presence=rng.uniform(-2, 2, rows).astype(np.float32),
+        frequency=rng.uniform(-2, 2, rows).astype(np.float32),
+        indptr=_indptr(ids),
+        token_ids=np.concatenate(ids).astype(np.int32),
+        output_counts=(rng.integers(0, 30, count) * rng.integers(0, 2, count)).astype(np.int32),
+    )
+
+
+def random_wishes(rng: np.random.Generator, rows: int, vocab: int, **fixed) -> SamplingArrays:
+    """Every mix of greedy, plain and filtered rows; `fixed` replaces whole columns or the other fields."""
+
+    def one_of(values, dtype):
+        return rng.choice(np.array(values, dtype), rows)
+
+    wishes = {
+        "temperature": one_of([0, 0.05, 0.3, 0.7, 1, 1, 1.5, 4], np.float32),
+        "top_k": one_of([1, 2, 5, 50, 1000, vocab, vocab, 2**31 - 1], np.int32),
+        "top_p": one_of([1e-6, 0.1, 0.5, 0.9, 0.95, 0.999, 1, 1], np.float32),
+        "min_p": one_of([0, 0, 0, 0.01, 0.1, 0.5, 1], np.float32),
+        "seed": rng.integers(0, 2**64, rows, np.uint64, endpoint=False),
+        "position": rng.integers(0, 2**32, rows, np.uint32, endpoint=False),
+        "branch": rng.integers(0, 2**32, rows, np.uint32, endpoint=False),
+        "penalties": None,
+        "bias": None,
+        "num_logprobs": 0,
+        "with_logprobs": False,
+    }
+    return SamplingArrays(**{**wishes, **fixed})
+
+
+def uploaded(wishes: SamplingArrays, upload: Callable[[np.ndarray], Array]) -> SamplingArrays:
+    """The same with every array where `upload` puts it."""
+    return SamplingArrays(**{key: _uploaded(each, upload) for key, each in vars(wishes).items()})
+
+
+def _uploaded(value, upload):
+    if isinstance(value, np.ndarray):
+        return upload(value)
+    if isinstance(value, Bias | Penalties):
+        return type(value)(**{key: upload(each) for key, each in vars(value).items()})
+    return value
+
+
+def _indptr(ragged: list[np.ndarray]) -> np.ndarray:
+    return np.cumsum([0, *map(len, ragged)]).astype(np.int32)
