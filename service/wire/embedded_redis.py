@@ -81,8 +81,9 @@ class EmbeddedRedis:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._socket_path.unlink(missing_ok=True)
         if self._socket_path.parent.parent != self._data_dir:
-            shutil.rmtree(self._socket_path.parent, ignore_errors=True)
+            self._socket_path.parent.rmdir()
         os.close(self._lock)
         self._lock = -1
 

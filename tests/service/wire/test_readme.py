@@ -1,0 +1,149 @@
+"""The page for foreign producers is true: its fields, its programs, its access rules."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from service.errors import EndReason
+from service.wire import messages
+from service.wire.codec import decode, encode
+from service.wire.messages import Cancel, IngressJob, Reply, Usage
+from tests.support.wire import Ended, make_card, make_event, make_job, outcome
+
+README = Path(messages.__file__).with_name("README.md").read_text()
+
+
+def block(language: str) -> str:
+    return re.search(rf"```{language}\n(.*?)```", README, re.DOTALL)[1]
+
+
+@pytest.mark.parametrize(
+    "kind", ["IngressJob", "Reply", "Job", "Event", "TokenLogprobs", "Usage", "Cancel", "WorkerCard"]
+)
+def test_every_field_is_on_the_page(kind):
+    table = re.search(rf"### {kind}\n(.*?)(?=\n##|\Z)", README, re.DOTALL)[1]
+    written = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    in_code = [field.name for field in dataclasses.fields(getattr(messages, kind))]
+    assert [name for name in written if name != "v"] == [name for name in in_code if name != "v"]
+
+
+async def answer_one(broker, replies: Sequence[Reply]) -> IngressJob:
+    """What a queue door does."""
+    (entry,) = await broker.fetch_ingress(["alice"], 1, 10.0)
+    job = decode(IngressJob, entry.payload)
+    for reply in replies:
+        await broker.reply("alice", job.id, encode(dataclasses.replace(reply, id=job.id)))
+    await broker.settle_ingress(entry)
+    return job
+
+
+async def run(*command: str, **environment: str) -> tuple[int, str, str]:
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, **environment},
+    )
+    async with asyncio.timeout(20):
+        out, err = await process.communicate()
+    return process.returncode, out.decode(errors="replace"), err.decode(errors="replace")
+
+
+USAGE = Usage(prompt_tokens=1, completion_tokens=2)
+
+
+async def test_the_python_producer_gets_its_text(open_broker, redis_url, tmp_path):
+    (tmp_path / "producer.py").write_text(block("python"))
+    broker = await open_broker()
+    running = asyncio.create_task(
+        run(sys.executable, str(tmp_path / "producer.py"), redis_url, "alice", "m", "Tell me a story.")
+    )
+    job = await answer_one(
+        broker, [Reply(id="", number=1, text="Once "), Reply(id="", number=2, text="upön", usage=USAGE, done=True)]
+    )
+    assert await running == (0, "Once upön\n", "")
+    assert job.endpoint == "/v1/chat/completions"
+    assert job.body["messages"] == [{"role": "user", "content": "Tell me a story."}]
+
+
+async def test_the_python_producer_hears_of_an_error(open_broker, redis_url, tmp_path):
+    (tmp_path / "producer.py").write_text(block("python"))
+    broker = await open_broker()
+    running = asyncio.create_task(run(sys.executable, str(tmp_path / "producer.py"), redis_url, "alice", "m", "x"))
+    await answer_one(broker, [Reply(id="", number=1, error={"message": "No such model."}, done=True)])
+    assert await running == (1, "", "No such model.\n")
+
+
+@pytest.mark.skipif(shutil.which("redis-cli") is None, reason="no redis-cli on this machine")
+async def test_the_redis_cli_producer_gets_its_text(open_broker, redis_url):
+    broker = await open_broker()
+    cli = f"redis-cli -s {redis_url.removeprefix('unix://')}"
+    running = asyncio.create_task(run("bash", "-c", block("bash"), REDIS=cli, MODEL="m"))
+    job = await answer_one(broker, [Reply(id="", number=1, text=" there was a fox", done=True)])
+    status, out, err = await running
+    assert (status, err) == (0, "")
+    assert " there was a fox" in out
+    assert job.body == {"model": "m", "prompt": "Once upon a time", "max_tokens": 32}
+
+
+@pytest.fixture
+def users(redis):
+    """The users of the page; returns the URL of each."""
+    names = []
+    for line in block("acl").replace("\\\n", "").splitlines():
+        _, name, *rules = line.split()
+        redis.execute_command("ACL", "SETUSER", name, "resetkeys", *rules)
+        names.append(name)
+    path = redis.connection_pool.connection_kwargs["path"]
+    yield lambda name, secret: f"unix://{name}:{secret}@{path}"
+    for name in names:
+        redis.execute_command("ACL", "DELUSER", name)
+
+
+async def test_the_access_rules_are_enough_for_doors_and_workers(open_broker, users, redis):
+    door = await open_broker("d", users("quire-gateway", "GATEWAY_SECRET"))
+    worker = await open_broker("w", users("quire-worker", "WORKER_SECRET"))
+    await worker.announce(make_card("w1"))
+    assert len(await door.workers()) == 1
+    events = door.follow("JOB1")
+    for number in (1, 2):
+        await door.submit(make_job(f"JOB{number}"))
+    await door.cancel(Cancel(job_id="JOB2", reason=EndReason.CANCELLED))
+    assert len(await worker.fetch(4, 1.0)) == 1
+    assert len(await worker.fetch_cancels(1.0)) == 1
+    assert await door.num_waiting() == 0
+    await worker.publish([make_event("JOB1", 1), make_event("JOB1", 2, EndReason.STOP)])
+    assert await outcome(events) == Ended([1, 2], EndReason.STOP)
+    assert (await outcome(door.follow("JOB2"))).reason is EndReason.CANCELLED
+    await worker.retire("w1")
+    redis.xadd("quire:ingress:alice", {"m": b"x"})
+    (entry,) = await door.fetch_ingress(["alice"], 4, 1.0)
+    await door.reply("alice", "a1", b"y")
+    await door.settle_ingress(entry)
+    for name, secret in (
+        ("d", users("quire-gateway", "GATEWAY_SECRET")),
+        ("w", users("quire-worker", "WORKER_SECRET")),
+    ):
+        again = await open_broker(name, secret)  # what was left over is claimed
+        await again.submit(make_job("JOB3")) if name == "d" else await again.fetch(1, 1.0)
+
+
+async def test_a_producer_reaches_its_own_keys_only(open_broker, users, tmp_path):
+    (tmp_path / "producer.py").write_text(block("python"))
+    broker = await open_broker()
+    url = users("alice", "ALICE_SECRET")
+    running = asyncio.create_task(run(sys.executable, str(tmp_path / "producer.py"), url, "alice", "m", "x"))
+    await answer_one(broker, [Reply(id="", number=1, text="yes", usage=USAGE, done=True)])
+    assert await running == (0, "yes\n", "")
+    status, _, err = await run(sys.executable, str(tmp_path / "producer.py"), url, "bob", "m", "x")
+    assert status == 1
+    assert "NoPermission" in err or "No permissions" in err
