@@ -18,8 +18,8 @@ constexpr __host__ __device__ int at_most(int a, int b) { return a < b ? a : b; 
 // A block id outside the pool is never followed: its tokens read as zeros.
 struct PagedHead {
     const T* keys;      // token 0 of block 0
-    i64 block_stride;   // elements from a block to the next
-    i64 value_offset;   // elements from a key to its value
+    u32 block_stride;   // elements from a block to the next
+    u32 value_offset;   // elements from a key to its value
     const int* table;   // the sequence's row of block_tables
     int num_blocks;
     int max_blocks;     // entries of `table`
@@ -27,9 +27,9 @@ struct PagedHead {
     __device__ __forceinline__ PagedHead(const T* kv, const int* table, int num_blocks, int max_blocks, int num_layers,
                                          int layer, int num_kv_heads, int head)
         : table(table), num_blocks(num_blocks), max_blocks(max_blocks) {
-        value_offset = static_cast<i64>(num_kv_heads) * BLOCK_SIZE * HEAD_DIM;
+        value_offset = num_kv_heads * BLOCK_SIZE * HEAD_DIM;
         block_stride = 2 * num_layers * value_offset;
-        keys = kv + 2 * layer * value_offset + static_cast<i64>(head) * BLOCK_SIZE * HEAD_DIM;
+        keys = kv + 2 * layer * value_offset + head * BLOCK_SIZE * HEAD_DIM;
     }
 
     __device__ __forceinline__ bool holds(int block_id) const {
@@ -41,7 +41,7 @@ struct PagedHead {
 
     // Key `offset` of a block; a pointer that is never followed for an id outside the pool.
     __device__ __forceinline__ const T* key_at(int block_id, int offset) const {
-        return keys + (holds(block_id) ? block_id : 0) * block_stride + offset * HEAD_DIM;
+        return keys + static_cast<u64>(holds(block_id) ? block_id : 0) * block_stride + offset * HEAD_DIM;
     }
 
     // Tokens of a context that the table can name at all.

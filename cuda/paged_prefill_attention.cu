@@ -38,7 +38,7 @@ struct Chunk {
 
 #if QUIRE_DTYPE == 0
 
-constexpr int ROWS = WARPS * 16;
+constexpr int ROWS = WARPS * 16 * ROW_TILES;
 
 __device__ __forceinline__ void attend(T* out, const T* q, const PagedHead& head, const Chunk& chunk, int kv_head,
                                        int num_kv_heads, int context_len, float scale_log2, int window) {
@@ -66,12 +66,12 @@ constexpr int ROWS = WARPS * WARP_ROWS;
 constexpr int STEPS = HEAD_DIM / 16;
 constexpr int KEY_STEPS = KEYS / 16;
 constexpr int NUM_IDS = ceil_div(KEYS, BLOCK_SIZE);  // blocks of a tile of keys
+constexpr int BLOCK_KEYS = at_most(KEYS, BLOCK_SIZE);  // keys of a tile that one block holds
 constexpr int TILE_BYTES = KEYS * SharedTile::ROW_BYTES;
 constexpr int QUERY_BYTES = ROWS * SharedTile::ROW_BYTES;
 constexpr int IDS_BYTES = 64;  // of one stage
 static_assert(KEYS % BLOCK_SIZE == 0 || BLOCK_SIZE % KEYS == 0, "tiles and blocks must nest");
 static_assert(NUM_IDS * 4 <= IDS_BYTES, "a tile's block ids must fit");
-static_assert(KEYS * SharedTile::CHUNKS % THREADS == 0, "every thread copies the same number of chunks");
 static_assert(WARP_ROWS * SharedTile::CHUNKS % WARP_SIZE == 0, "every lane copies the same number of chunks");
 static_assert(SHARED_BYTES == QUERY_BYTES + 4 * TILE_BYTES + 2 * IDS_BYTES, "the launcher's tile sizes are not these");
 
@@ -113,21 +113,26 @@ __device__ __forceinline__ void copy_ids(int* ids, const PagedHead& head, int ti
     copy_async_4(shared_address(ids + threadIdx.x), head.entry(tile * KEYS / BLOCK_SIZE + threadIdx.x));
 }
 
-// Keys and values of a tile; tokens outside first <= token < end become zeros and are not read.
+// Keys and values of a tile, block by block; tokens outside first <= token < end become zeros and are not read.
 __device__ __forceinline__ void copy_tile(u32 key_tile, const int* ids, const PagedHead& head, int tile, int first,
                                           int end) {
-    const int low = first - tile * KEYS, high = end - tile * KEYS;
+    const u32 low = first - tile * KEYS, num_wanted = max(0, end - first);
     const int in_block = tile * KEYS % BLOCK_SIZE;  // not 0 where a block is larger than a tile
+#pragma unroll 4  // more at once makes registers spill
+    for (int block = 0; block < NUM_IDS; ++block) {
+        const int id = ids[block];
+        const T* keys = head.key_at(id, in_block);
 #pragma unroll
-    for (int i = 0; i < KEYS * SharedTile::CHUNKS / THREADS; ++i) {
-        const int at = threadIdx.x + i * THREADS;
-        const int row = at / SharedTile::CHUNKS, column = at % SharedTile::CHUNKS;
-        const int id = ids[row / BLOCK_SIZE];
-        const T* from = head.key_at(id, in_block + row % BLOCK_SIZE) + column * 8;
-        const bool wanted = row >= low && row < high && head.holds(id);
-        const u32 to = key_tile + SharedTile::offset(row, column);
-        copy_async_16(to, from, wanted);
-        copy_async_16(to + TILE_BYTES, from + head.value_offset, wanted);
+        for (int i = 0; i < ceil_div(BLOCK_KEYS * SharedTile::CHUNKS, THREADS); ++i) {
+            const u32 at = threadIdx.x + i * THREADS;
+            const u32 row = at / SharedTile::CHUNKS;
+            if (row >= BLOCK_KEYS) break;
+            const bool wanted = head.holds(id) && block * BLOCK_KEYS + row - low < num_wanted;
+            const u32 to = key_tile + SharedTile::offset(row, at % SharedTile::CHUNKS) +
+                           block * BLOCK_KEYS * SharedTile::ROW_BYTES;
+            copy_async_16(to, keys + at * 8, wanted);
+            copy_async_16(to + TILE_BYTES, keys + at * 8 + head.value_offset, wanted);
+        }
     }
 }
 

@@ -26,60 +26,99 @@ _MIN_PART_TOKENS = 128
 
 _MAX_SPLITS = 256
 
-_DECODE_STAGES = 3
-_DECODE_FP32_SHARED_BYTES = 8 << 10
 
-
-def decode_attention(ops, q: Array, kv: Array, layer: int, block_tables: Array, context_lens: Array, scale: float,
-                     window: int, out: Array) -> None:
+def decode_attention(
+    ops,
+    q: Array,
+    kv: Array,
+    layer: int,
+    block_tables: Array,
+    context_lens: Array,
+    scale: float,
+    window: int,
+    out: Array,
+) -> None:
     """`Ops.paged_decode_attention`. Decode launches of one device must not overlap: they share counters."""
     num_sequences, num_heads, head_dim = q.shape
     num_blocks, num_layers, _, num_kv_heads, block_size, _ = kv.shape
+    max_blocks = block_tables.shape[1]
     if num_sequences == 0:
         return
     group = num_heads // num_kv_heads
     rows = 1 if ops.dtype_code == _FP32 else min(group, 16)
     num_ctas = num_kv_heads * math.ceil(group / rows)
-    num_splits = _num_splits(ops.num_sms, num_sequences * num_ctas, min(block_tables.shape[1] * block_size, window))
+    num_splits = _num_splits(ops.num_sms, num_sequences * num_ctas, min(max_blocks * block_size, window))
     num_partials = num_sequences * num_heads * num_splits if num_splits > 1 else 0
     partial_sums = ops.temporary((num_partials, head_dim), np.float32)
     partial_stats = ops.temporary((num_partials, 2), np.float32)
 
-    warps = 4 if head_dim <= 128 else 2
-    shared_bytes = (_DECODE_FP32_SHARED_BYTES if ops.dtype_code == _FP32
-                    else warps * _DECODE_STAGES * 2 * 16 * _shared_row_bytes(head_dim))
-    kernel = ops.kernels.get(
-        "paged_decode_attention", shared_bytes=shared_bytes, QUIRE_DTYPE=ops.dtype_code, HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size, GROUP=group, WARPS=warps, STAGES=_DECODE_STAGES, MIN_PART=_MIN_PART_TOKENS,
-        MAX_SPLITS=_MAX_SPLITS, SHARED_BYTES=shared_bytes,
-    )
-    args = (out, q, kv, block_tables, context_lens, partial_sums, partial_stats, np.int32(num_blocks),
-            np.int32(num_layers), np.int32(layer), np.int32(block_tables.shape[1]), _scale_log2(scale),
-            np.int32(window))
-    kernel((num_ctas, num_splits, num_sequences), (32 * warps, 1, 1), args, shared_bytes, ops.stream)
+    tiles = _decode_tiles(ops.dtype_code, head_dim)
+    kernel = _build(ops, "paged_decode_attention", head_dim, block_size, group, tiles)
+    sizes = map(np.int32, (num_blocks, num_layers, layer, max_blocks))
+    arrays = (out, q, kv, block_tables, context_lens, partial_sums, partial_stats)
+    args = (*arrays, *sizes, _scale_log2(scale), np.int32(window))
+    kernel((num_ctas, num_splits, num_sequences), (32 * tiles["WARPS"],), args, tiles["SHARED_BYTES"], ops.stream)
 
 
-def prefill_attention(ops, q: Array, kv: Array, layer: int, block_tables: Array, context_lens: Array,
-                      query_start: Array, max_query_len: int, scale: float, window: int, out: Array) -> None:
+def prefill_attention(
+    ops,
+    q: Array,
+    kv: Array,
+    layer: int,
+    block_tables: Array,
+    context_lens: Array,
+    query_start: Array,
+    max_query_len: int,
+    scale: float,
+    window: int,
+    out: Array,
+) -> None:
     """`Ops.paged_prefill_attention`."""
     num_tokens, num_heads, head_dim = q.shape
     num_blocks, num_layers, _, num_kv_heads, block_size, _ = kv.shape
-    num_sequences = len(context_lens)
+    max_blocks = block_tables.shape[1]
     if num_tokens == 0 or max_query_len == 0:
         return
     group = num_heads // num_kv_heads
-    max_rows = max_query_len * group
-    warps, row_tiles, keys = 4, 2 if head_dim <= 128 and max_rows > 64 else 1, 64 if head_dim <= 128 else 32
-    rows = 16 * warps * (1 if ops.dtype_code == _FP32 else row_tiles)
-    shared_bytes = 0 if ops.dtype_code == _FP32 else (rows + 4 * keys) * _shared_row_bytes(head_dim) + 128
-    kernel = ops.kernels.get(
-        "paged_prefill_attention", shared_bytes=shared_bytes, QUIRE_DTYPE=ops.dtype_code, HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size, GROUP=group, WARPS=warps, ROW_TILES=row_tiles, KEYS=keys, SHARED_BYTES=shared_bytes,
-    )
-    args = (out, q, kv, block_tables, context_lens, query_start, np.int32(num_blocks), np.int32(num_layers),
-            np.int32(layer), np.int32(block_tables.shape[1]), _scale_log2(scale), np.int32(window))
-    grid = (num_kv_heads, num_sequences, math.ceil(max_rows / rows))
-    kernel(grid, (32 * warps, 1, 1), args, shared_bytes, ops.stream)
+    tiles = _prefill_tiles(ops.dtype_code, head_dim, max_query_len * group)
+    kernel = _build(ops, "paged_prefill_attention", head_dim, block_size, group, tiles)
+    num_tiles = math.ceil(max_query_len * group / _prefill_rows(tiles))
+    sizes = map(np.int32, (num_blocks, num_layers, layer, max_blocks))
+    arrays = (out, q, kv, block_tables, context_lens, query_start)
+    args = (*arrays, *sizes, _scale_log2(scale), np.int32(window))
+    grid = (num_kv_heads, len(context_lens), num_tiles)
+    kernel(grid, (32 * tiles["WARPS"],), args, tiles["SHARED_BYTES"], ops.stream)
+
+
+def _build(ops, name: str, head_dim: int, block_size: int, group: int, tiles: dict[str, int]):
+    shape = {"QUIRE_DTYPE": ops.dtype_code, "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size, "GROUP": group}
+    return ops.kernels.get(name, shared_bytes=tiles["SHARED_BYTES"], **shape, **tiles)
+
+
+def _decode_tiles(dtype_code: int, head_dim: int) -> dict[str, int]:
+    """Each warp streams tiles of 16 keys and values through `STAGES` of its own."""
+    warps, stages = 4 if head_dim <= 128 else 2, 3
+    shared_bytes = 8 << 10 if dtype_code == _FP32 else warps * stages * 2 * 16 * _shared_row_bytes(head_dim)
+    return {
+        "WARPS": warps,
+        "STAGES": stages,
+        "MIN_PART": _MIN_PART_TOKENS,
+        "MAX_SPLITS": _MAX_SPLITS,
+        "SHARED_BYTES": shared_bytes,
+    }
+
+
+def _prefill_tiles(dtype_code: int, head_dim: int, max_rows: int) -> dict[str, int]:
+    """Query rows, then two stages of `KEYS` keys and values, then their block ids."""
+    keys = 64 if head_dim <= 128 else 32
+    tiles = {"WARPS": 4, "ROW_TILES": 2 if head_dim <= 128 and max_rows > 64 else 1, "KEYS": keys}
+    num_rows = _prefill_rows(tiles) + 4 * keys
+    return tiles | {"SHARED_BYTES": 0 if dtype_code == _FP32 else num_rows * _shared_row_bytes(head_dim) + 128}
+
+
+def _prefill_rows(tiles: dict[str, int]) -> int:
+    """Query rows of a block."""
+    return 16 * tiles["WARPS"] * tiles["ROW_TILES"]
 
 
 def _num_splits(num_sms: int, num_pairs: int, visible_tokens: int) -> int:

@@ -1,0 +1,142 @@
+"""Decode attention against its twin over every tile shape, and how near it comes to the memory's speed."""
+
+from __future__ import annotations
+
+import importlib
+
+import numpy as np
+import pytest
+
+from model.ops.interface import NO_WINDOW
+from model.ops.numpy_ops import NumpyOps
+from tests.support.kernel_checks import NUMPY_DTYPES, assert_close, normal, seconds_of, tell_bandwidth
+from tests.support.paged_cache import LAYER, Heads, PagedCache, captured, large_cache, paged_cache, poisoned
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = [0, 1, 15, 16, 17, 63, 64, 65, 1000, 333]
+
+CASES = [
+    (Heads("bfloat16", 128, 4, 2, 16), NO_WINDOW),
+    (Heads("bfloat16", 128, 8, 1, 16), 100),
+    (Heads("bfloat16", 128, 16, 1, 8), NO_WINDOW),
+    (Heads("bfloat16", 128, 20, 1, 16), 300),
+    (Heads("bfloat16", 128, 7, 1, 32), NO_WINDOW),
+    (Heads("bfloat16", 64, 1, 2, 8), NO_WINDOW),
+    (Heads("bfloat16", 96, 3, 2, 8), 33),
+    (Heads("bfloat16", 256, 2, 2, 16), NO_WINDOW),
+    (Heads("bfloat16", 256, 16, 1, 32), 500),
+    (Heads("float16", 128, 4, 2, 32), 17),
+    (Heads("float16", 64, 5, 1, 16), 1),
+    (Heads("float16", 80, 8, 1, 32), NO_WINDOW),
+    (Heads("float16", 96, 6, 1, 16), NO_WINDOW),
+    (Heads("float16", 256, 1, 2, 8), 64),
+    (Heads("float32", 64, 16, 1, 16), NO_WINDOW),
+    (Heads("float32", 80, 3, 2, 8), 70),
+    (Heads("float32", 128, 4, 2, 16), NO_WINDOW),
+    (Heads("float32", 256, 2, 1, 32), 1000),
+]
+
+
+def expected(q: np.ndarray, cache: PagedCache, scale: float, window: int) -> np.ndarray:
+    """In float32 from the rounded inputs, then in their dtype."""
+    out = np.full(q.shape, np.nan, np.float32)
+    NumpyOps().paged_decode_attention(q, cache.kv, LAYER, cache.known_tables(), cache.context_lens, scale, window, out)
+    return out.astype(q.dtype)
+
+
+def decoded(ops, q: np.ndarray, cache: PagedCache, scale: float, window: int) -> np.ndarray:
+    out = poisoned(ops, q)
+    tables, lens = ops.upload(cache.block_tables), ops.upload(cache.context_lens)
+    with ops.scratch():
+        ops.paged_decode_attention(ops.upload(q), ops.upload(cache.kv), LAYER, tables, lens, scale, window, out)
+        return ops.download(out)
+
+
+@pytest.mark.parametrize(("heads", "window"), CASES, ids=str)
+def test_is_its_twin(open_ops, rng, heads, window):
+    cache = paged_cache(rng, heads, LENGTHS, [max(0, n - window) for n in LENGTHS])
+    q = normal(rng, (len(LENGTHS), heads.num_heads, heads.head_dim), heads.dtype)
+    out = decoded(open_ops(heads.dtype), q, cache, heads.head_dim**-0.5, window)
+    assert_close(out, expected(q, cache, heads.head_dim**-0.5, window), heads.dtype)
+    assert not out[0].any()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("length", [129, 2000, 5000])
+def test_a_split_sequence_is_combined_alike_every_time(open_ops, rng, dtype, length):
+    heads = Heads(dtype, 128, 4, 2, 16)
+    cache = paged_cache(rng, heads, [length], [0])
+    q = normal(rng, (1, heads.num_heads, heads.head_dim), dtype, scale=3.0)
+    runs = [decoded(open_ops(dtype), q, cache, 0.1, NO_WINDOW) for _ in range(3)]
+    assert_close(runs[0], expected(q, cache, 0.1, NO_WINDOW), dtype)
+    for run in runs[1:]:
+        np.testing.assert_array_equal(run, runs[0])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_block_that_does_not_exist_reads_as_zeros(open_ops, rng, dtype):
+    heads = Heads(dtype, 64, 4, 2, 8)
+    cache = paged_cache(rng, heads, [50, 300], [0, 0])
+    q = normal(rng, (2, heads.num_heads, heads.head_dim), dtype)
+    zeros = cache.block_tables[0, 3], cache.block_tables[1, 10]
+    cache.kv[zeros, LAYER] = 0
+    wanted = expected(q, cache, 0.125, NO_WINDOW)
+    cache.kv[zeros, LAYER] = np.nan
+    cache.block_tables[0, 3], cache.block_tables[1, 10] = len(cache.kv), -1
+    assert_close(decoded(open_ops(dtype), q, cache, 0.125, NO_WINDOW), wanted, dtype)
+
+
+def test_a_nan_in_the_cache_reaches_the_heads_that_see_it_and_no_other(open_ops, rng):
+    heads = Heads("bfloat16", 128, 4, 2, 16)
+    cache = paged_cache(rng, heads, [100, 100], [0, 0])
+    cache.kv[cache.block_tables[0, 2], LAYER, 0, 1, 5, 7] = np.nan
+    q = normal(rng, (2, heads.num_heads, heads.head_dim), "bfloat16")
+    out = decoded(open_ops("bfloat16"), q, cache, 0.1, NO_WINDOW)
+    assert np.isnan(out[0, 4:].astype(np.float32)).all()
+    assert np.isfinite(out[0, :4].astype(np.float32)).all()
+    assert np.isfinite(out[1].astype(np.float32)).all()
+
+
+def test_a_captured_graph_serves_other_lengths(open_ops, rng):
+    ops, heads, window = open_ops("bfloat16"), Heads("bfloat16", 128, 4, 2, 16), 700
+    cache = paged_cache(rng, heads, [900, 40, 333], [0, 0, 0])
+    q = normal(rng, (3, heads.num_heads, heads.head_dim), "bfloat16")
+    out, lens = poisoned(ops, q), ops.upload(cache.context_lens)
+    arrays = ops.upload(q), ops.upload(cache.kv), LAYER, ops.upload(cache.block_tables)
+    replay = captured(ops, [lambda: ops.paged_decode_attention(*arrays, lens, 0.1, window, out)])
+    for lengths in ([900, 40, 333], [1, 0, 300], [600, 39, 0]):
+        now = PagedCache(cache.kv, cache.block_tables, np.array(lengths, np.int32))
+        with ops.stream:
+            lens.set(now.context_lens)
+        replay()
+        assert_close(ops.download(out), expected(q, now, 0.1, window), "bfloat16")
+
+
+def test_no_sequences_are_no_work(open_ops, rng):
+    ops, heads = open_ops("bfloat16"), Heads("bfloat16", 128, 4, 2, 16)
+    cache = paged_cache(rng, heads, [16], [0])
+    q = ops.upload(np.empty((0, heads.num_heads, heads.head_dim), NUMPY_DTYPES["bfloat16"]))
+    tables, lens = ops.upload(cache.block_tables[:0]), ops.upload(cache.context_lens[:0])
+    ops.paged_decode_attention(q, ops.upload(cache.kv), LAYER, tables, lens, 0.1, NO_WINDOW, q)
+    ops.synchronize()
+
+
+@pytest.mark.parametrize(("num_sequences", "length", "num_layers"), [(32, 4096, 2), (128, 1024, 2), (1, 32768, 8)])
+def test_speed(open_ops, rng, num_sequences, length, num_layers):
+    open_ops("bfloat16")  # skips without a GPU
+    ops = importlib.import_module("model.ops.cuda_ops").CudaOps(NUMPY_DTYPES["bfloat16"])  # temporaries not poisoned
+    heads = Heads("bfloat16", 128, 4, 8, 16)
+    blocks_each = length // heads.block_size
+    kv = large_cache(ops, num_sequences * blocks_each, num_layers, heads)
+    tables = rng.permutation(num_sequences * blocks_each).astype(np.int32).reshape(num_sequences, -1)
+    shape = (num_sequences, heads.num_heads, heads.head_dim)
+    q, out = ops.upload(normal(rng, shape, "bfloat16")), ops.empty(shape, ops.dtype)
+    arrays = ops.upload(tables), ops.upload(np.full(num_sequences, length, np.int32))
+    launches = [
+        lambda layer=layer: ops.paged_decode_attention(q, kv, layer, *arrays, 0.088, NO_WINDOW, out)
+        for layer in range(num_layers)
+    ]
+    seconds = seconds_of(ops, [captured(ops, launches)] * 8) / num_layers  # eight, to hide the first one's launch
+    tell_bandwidth(f"paged_decode_attention {num_sequences} x {length}", kv.nbytes // num_layers, seconds)
+    assert np.isfinite(ops.download(out).astype(np.float32)).all()

@@ -1,0 +1,87 @@
+"""Paged caches for the tests of attention: random where a sequence sees them, NaN everywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from tests.support.kernel_checks import NUMPY_DTYPES, normal
+
+LAYER, NUM_LAYERS = 1, 2
+UNKNOWN_BLOCKS = np.array([1 << 30, -1, -(1 << 31)], np.int32)
+
+
+@dataclass(frozen=True)
+class Heads:
+    dtype: str
+    head_dim: int
+    group: int
+    num_kv_heads: int
+    block_size: int
+
+    @property
+    def num_heads(self) -> int:
+        return self.group * self.num_kv_heads
+
+
+@dataclass(frozen=True)
+class PagedCache:
+    """Blocks in random order. Table entries behind a context's end name blocks that do not exist."""
+
+    kv: np.ndarray  # [num_blocks, NUM_LAYERS, 2, Hkv, block_size, head_dim], only LAYER is not NaN
+    block_tables: np.ndarray  # int32[S, max_blocks]
+    context_lens: np.ndarray  # int32[S]
+
+    def known_tables(self) -> np.ndarray:
+        """The tables with block 0 for what does not exist, for the twin: it reads what it does not use."""
+        known = (self.block_tables >= 0) & (self.block_tables < len(self.kv))
+        return np.where(known, self.block_tables, 0)
+
+
+def paged_cache(rng: np.random.Generator, heads: Heads, context_lens: list[int], first_seen: list[int]) -> PagedCache:
+    """`first_seen[s]`: the first token of the sequence that any query sees; those before it are NaN like free slots."""
+    size = heads.block_size
+    lens = np.array(context_lens, np.int32)
+    num_blocks = -(-lens // size)
+    tables = rng.choice(UNKNOWN_BLOCKS, (len(lens), int(num_blocks.max()) + 2))
+    free = rng.permutation(int(num_blocks.sum()) + 5)  # five blocks belong to nobody
+    shape = (len(free), NUM_LAYERS, 2, heads.num_kv_heads, size, heads.head_dim)
+    kv = np.full(shape, np.nan, NUMPY_DTYPES[heads.dtype])
+    for s, length in enumerate(lens):
+        tables[s, : num_blocks[s]], free = np.split(free, [num_blocks[s]])
+        at = np.arange(min(first_seen[s], length), length)
+        shown = normal(rng, (len(at), 2, heads.num_kv_heads, heads.head_dim), heads.dtype)
+        kv[tables[s, at // size], LAYER, :, :, at % size] = shown
+    return PagedCache(kv, tables.astype(np.int32), lens)
+
+
+def poisoned(ops, like: np.ndarray):
+    """An array on the device, of NaN."""
+    return ops.upload(np.full_like(like, np.nan))
+
+
+def captured(ops, launches: list[Callable[[], object]]) -> Callable[[], object]:
+    """The launches as one CUDA graph: the device's time alone, without the host's. Each has run once when this ends."""
+    for _ in range(2):  # the first makes memory, which a capture must not
+        with ops.scratch():
+            for launch in launches:
+                launch()
+    with ops.scratch():
+        ops.stream.begin_capture()
+        for launch in launches:
+            launch()
+        graph = ops.stream.end_capture()
+    return lambda: graph.launch(ops.stream)
+
+
+def large_cache(ops, num_blocks: int, num_layers: int, heads: Heads):
+    """A cache on the device that is too large to be made on the host: every block holds the same random numbers."""
+    shape = (num_blocks, num_layers, 2, heads.num_kv_heads, heads.block_size, heads.head_dim)
+    kv = ops.empty(shape, NUMPY_DTYPES[heads.dtype])
+    block = ops.upload(normal(np.random.default_rng(0), shape[1:], heads.dtype))
+    for i in range(num_blocks):
+        (kv.data + i * block.nbytes).copy_from_device_async(block.data, block.nbytes, ops.stream)
+    ops.synchronize()
+    return kv
