@@ -1,0 +1,52 @@
+"""Every family against transformers, through the paged cache: in one chunk, in chunks, token by token, side by side."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from model.dtypes import NUMPY_DTYPES
+from model.llama import Llama
+from model.ops.numpy_ops import NumpyOps
+from tests.support.goldens import NAMES, Golden, relative_error
+
+FLOAT32_ERROR = 1e-4
+HALF_ERROR = 2e-2
+WHOLE, CHUNKS, TOKENS = [104], [7, 33, 1, 16, 21, 26], [1]
+
+
+@pytest.fixture(params=NAMES, scope="module")
+def golden(request: pytest.FixtureRequest) -> Golden:
+    return Golden.load(request.param)
+
+
+@pytest.fixture(scope="module")
+def model(golden: Golden) -> Llama:
+    return golden.model(NumpyOps())
+
+
+def test_every_family_and_rope_has_a_golden():
+    assert len(NAMES) == 12
+
+
+@pytest.mark.parametrize(
+    ("lengths", "block_size"), [(WHOLE, 16), (CHUNKS, 8), (CHUNKS, 32), (TOKENS, 8), (TOKENS, 16), (TOKENS, 32)]
+)
+def test_logits(golden: Golden, model: Llama, lengths: list[int], block_size: int):
+    assert relative_error(golden.in_chunks(model, lengths, block_size), golden.logits) < FLOAT32_ERROR
+
+
+def test_greedy_continuation(golden: Golden, model: Llama):
+    assert golden.greedy(model, 16) == golden.token_ids[golden.num_prompt :].tolist()
+
+
+def test_sequences_of_one_batch_do_not_touch(golden: Golden, model: Llama):
+    for logits in golden.side_by_side(model, 16):
+        assert relative_error(logits, golden.logits) < FLOAT32_ERROR
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision(golden: Golden, dtype: str):
+    logits = golden.in_chunks(golden.model(NumpyOps(NUMPY_DTYPES[dtype])), [golden.num_prompt, 32], 16)
+    assert relative_error(logits, golden.logits) < HALF_ERROR
+    assert np.mean(logits.argmax(axis=1) == golden.logits.argmax(axis=1)) > 0.9
