@@ -11,12 +11,25 @@ from story_maker import Story, StoryMaker, Wish
 from text_grammar import mend_articles
 
 SMALL_TALK = ("greet", "how", "who", "quire", "made", "old", "can", "thanks", "bye", "ok", "sad", "glad", "weather",
-              "now", "like", "joke", "riddle", "nonsense")  # fmt: skip
+              "now", "like", "joke", "riddle", "nonsense", "why")  # fmt: skip
 TABLES = ("colour", "opposite", "sound", "live", "eat", "legs", "baby", "what", "job", "made", "capital", "after",
           "day", "season")  # fmt: skip
 WITH_ARTICLE = ("sound", "live", "eat", "legs", "baby", "job", "what")
 TYPO_LETTERS = "abcdefghijklmnopqrstuvwxyz"
 MAX_SKILLS = 4
+SHORT_FORMS = (
+    ("what is", "what's"),
+    ("what is", "whats"),
+    ("i am", "i'm"),
+    ("i am", "im"),
+    ("do not", "don't"),
+    ("are you", "r u"),
+    ("you", "u"),
+    ("please", "pls"),
+    ("'", ""),
+    ("colour", "color"),
+    (",", ""),
+)
 
 Message = dict[str, str]
 Chat = dict[str, list]  # {"messages": [...], "tools": [...] or absent}
@@ -34,16 +47,16 @@ class ChatMaker:
             (self.story, 22),
             (self.big, 9),
             (self.poem, 4),
-            (self.own_name, 4),
-            (self.echo, 3),
+            (self.own_name, 6),
+            (self.echo, 7),
             (self.choose, 1),
             (self.begin, 3),
-            (self.exact.sum, 7),
+            (self.exact.sum, 10),
             (self.exact.big_sum, 1),
-            (self.exact.quantity, 2),
+            (self.exact.quantity, 4),
             (self.exact.bigger, 1),
             (self.exact.count, 2),
-            (self.exact.reading, 4),
+            (self.exact.reading, 5),
             (self.exact.listing, 4),
             (self.exact.json_object, 3),
             (self.exact.emoji, 1),
@@ -199,6 +212,8 @@ def messages(system: str | None, turns: list[Turn]) -> list[Message]:
 def roughen(ask: str, rng: Random) -> str:
     """The question as people type it: without capitals, without its mark, with a slip of the finger."""
     style = rng.random()
+    if rng.random() < 0.1:
+        ask = ask.lower().replace(*rng.choice(SHORT_FORMS))
     if style < 0.15:
         ask = ask.lower()
     elif style < 0.35:

@@ -161,7 +161,7 @@ class ExactSkills:
 
 def tool_schema(name: str, description: str, parameters: tuple[str, ...]) -> dict:
     """A tool as the chat API writes it."""
-    properties = {parameter: {"type": "string"} for parameter in parameters}
+    properties = {parameter: {"type": "integer" if len(parameter) == 1 else "string"} for parameter in parameters}
     function = {"name": name, "description": description, "parameters": {"type": "object", "properties": properties}}
     return {"type": "function", "function": function}
 

@@ -23,8 +23,9 @@ ELDERS = (
 )
 # Answers that hold for one episode only; a second adventure chooses them anew.
 EPISODE_NAMES = ("s1", "s2", "s3", "c1", "food", "food2", "food3", "noise", "skill", "place2")
-SHARE_OF_MADE_UP_WORDS = 0.08
-MAX_TRIES = 40
+SHARE_OF_MADE_UP_WORDS = 0.15
+WANTED_MENTIONS = {"thing": 3, "kind": 2, "place": 2}
+MAX_TRIES = 400
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class StoryMaker:
         }
 
     def name_for(self, kind: str, pronoun: str, rng: Random) -> str:
-        if rng.random() < 0.15:
+        if rng.random() < 0.25:
             return self.made_up_word(rng).capitalize()
         section = PERSONS.get(kind) or ("pet" if rng.random() < 0.6 else {"he": "boy", "she": "girl"}[pronoun])
         return rng.choice(self.grammar.lines[section])
@@ -77,12 +78,10 @@ class StoryMaker:
     def cast(self, fixed: dict[str, str], rng: Random) -> Context:
         """The context of one story: two friends, an elder, a thing and a place, all different."""
         kinds = [fixed.get("kind"), fixed.get("fkind"), None]
-        for index, kind in enumerate(kinds):
-            while kind is None or (kinds.count(kind) > 1 and index > 1):
-                kind = self.pick("kind", rng)
-                if kind in kinds:
-                    kind = None
-            kinds[index] = kind
+        for index, section in enumerate(("kind", "kind", "elder.kind")):
+            while kinds[index] is None:
+                kind = self.pick(section, rng)
+                kinds[index] = None if kind in kinds else kind
         context: Context = {"kind": kinds[0], "fkind": kinds[1]}
         names: list[str] = []
         for index, prefix in enumerate(("", "f", "e")):
@@ -131,7 +130,10 @@ class StoryMaker:
             text = join(self.grammar.parts(plot, context, rng), gap, rng)
             for _ in range(num_more_adventures):
                 text = text.removesuffix(" The end.") + "\n\n" + self._adventure(context, gap, rng)
-            if all(re.search(rf"\b{re.escape(value)}", text) for value in wish.fixed.values()):
+            if all(
+                len(re.findall(rf"\b{re.escape(value)}", text)) >= WANTED_MENTIONS.get(name, 1)
+                for name, value in wish.fixed.items()
+            ):
                 return Story(text, context)
         raise ValueError(f"no story came out for {wish}")
 

@@ -1,6 +1,6 @@
 """Makes the demo model: writes the corpus, trains its tokenizer, trains the weights, writes the model folder.
 
-    python train.py --out FOLDER --million-tokens 400
+    python train.py --out FOLDER
 
 Needs PyTorch, transformers and a GPU; serving needs none of this. Seeds are fixed. Training and held-out documents come
 from different seeds of the corpus generator.
@@ -223,21 +223,22 @@ def write_folder(model: LlamaForCausalLM, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=HERE)
-    parser.add_argument("--million-tokens", type=int, default=400, help="how many tokens to train on, each seen once")
+    parser.add_argument("--million-tokens", type=int, default=280, help="how many different tokens to train on")
+    parser.add_argument("--passes", type=int, default=2, help="how often each is seen")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     tokenizer_path = arguments.out / "tokenizer.json"
     train_tokenizer(tokenizer_path)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker process has one core
     started_s = time.monotonic()
     inputs, targets = windows_of(encode_seeds(tokenizer_path, arguments.million_tokens * 1_000_000))
     held_out = windows_of(encode((str(tokenizer_path), HELD_OUT_SEED, NUM_HELD_OUT_DOCUMENTS)))
     print(f"{inputs.numel()} training tokens, {held_out[0].numel()} held out, {time.monotonic() - started_s:.0f} s")
     model = LlamaForCausalLM(LlamaConfig(**SHAPE)).cuda()
     print(f"{sum(parameter.numel() for parameter in model.parameters())} parameters")
-    train(model, inputs, targets, len(inputs) // WINDOWS_PER_STEP)
+    train(model, inputs, targets, arguments.passes * len(inputs) // WINDOWS_PER_STEP)
     print(f"held-out loss {held_out_loss(model.eval(), *held_out):.4f} nats a token")
     write_folder(model, arguments.out)
 
