@@ -23,6 +23,9 @@ log = logging.getLogger("quire.serve")
 EXIT_GRACE_S = 10.0
 """What a part gets on top of its drain time before it is killed."""
 
+BLAS_THREADS = {"OPENBLAS_NUM_THREADS": str(max(1, (os.cpu_count() or 1) - 1))}
+"""One core stays free of the spinning threads of a matrix product: the gateway and Redis run beside the worker."""
+
 
 class Part:
     """A child process that runs one verb."""
@@ -41,7 +44,7 @@ class Part:
             "service.cli.main",
             verb,
             *flags_of(settings, verb),
-            env={**os.environ, **secrets_of(settings)},
+            env={**BLAS_THREADS, **os.environ, **secrets_of(settings)},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,

@@ -48,6 +48,7 @@ class Courier:
         self._has_news = asyncio.Event()
         self._draining = False
         self._fetching_ended = asyncio.Event()
+        self.announced = asyncio.Event()
         self.engine: EngineThread | None = None
 
     @property
@@ -85,7 +86,13 @@ class Courier:
             if room <= 0:
                 await asyncio.sleep(0.01)
                 continue
-            for claim in await self._persist(lambda room=room: self._broker.fetch(room, FETCH_WAIT_S)):
+            try:
+                claims = await self._broker.fetch(room, FETCH_WAIT_S)
+            except BrokerUnavailable as error:
+                log.warning("no jobs to be had: %s", error)
+                await asyncio.sleep(RETRY_S)
+                continue
+            for claim in claims:
                 await self._accept(claim)
         self._fetching_ended.set()
 
@@ -148,6 +155,7 @@ class Courier:
     async def _beat(self) -> None:
         while True:
             await self._persist(lambda: self._broker.announce(self._make_card(not self._draining)))
+            self.announced.set()
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _persist(self, attempt):

@@ -8,13 +8,14 @@ import os
 import secrets
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 
 from service import metrics
 from service.config import Settings
 from service.engine.build import BuiltEngine, build_engine
 from service.errors import EndReason
 from service.logs import fields
-from service.wire.broker import WorkerBroker
+from service.wire.broker import BrokerUnavailable, WorkerBroker
 from service.wire.messages import WorkerCard
 from service.worker.courier import MAX_AHEAD, Courier
 from service.worker.engine_thread import EngineThread, Stop
@@ -50,19 +51,22 @@ async def run_worker(
     courier.engine = engine
     engine.start()
     duties = asyncio.create_task(courier.run())
-    log.info("worker ready %s", fields(worker=worker_id))
-    on_ready()
-
     ended = [asyncio.create_task(event.wait()) for event in (stop, dead)]
-    await asyncio.wait([duties, *ended], return_when=asyncio.FIRST_COMPLETED)
+    announced = asyncio.create_task(courier.announced.wait())
+    await asyncio.wait([duties, *ended, announced], return_when=asyncio.FIRST_COMPLETED)
+    if announced.done():
+        log.info("worker ready %s", fields(worker=worker_id))
+        on_ready()
+        await asyncio.wait([duties, *ended], return_when=asyncio.FIRST_COMPLETED)
     if stop.is_set() and not dead.is_set():
         await courier.drain(settings.drain_timeout)
         engine.send(Stop(EndReason.SHUTDOWN))
     await _last_words(courier)
-    for task in (duties, *ended):
+    for task in (duties, announced, *ended):
         task.cancel()
-    failures = await asyncio.gather(duties, *ended, return_exceptions=True)
-    await broker.retire(worker_id)
+    failures = await asyncio.gather(duties, announced, *ended, return_exceptions=True)
+    with suppress(BrokerUnavailable):  # the card goes stale by itself
+        await broker.retire(worker_id)
     engine.join(LAST_WORDS_S)
     if deaths:
         raise EngineDied from deaths[0]
@@ -91,16 +95,16 @@ def _card(worker_id: str, settings: Settings, built: BuiltEngine, engine: Engine
         block_size=built.memory.block_size,
         beat_at_s=0.0,
         stats={
-            metrics.NUM_RUNNING: stats.num_running,
-            metrics.NUM_WAITING: stats.num_waiting,
-            metrics.NUM_BLOCKS_FREE: stats.num_blocks_free,
-            metrics.NUM_BLOCKS_USED: stats.num_blocks_used,
-            metrics.KV_USAGE: stats.num_blocks_used / built.memory.num_blocks,
-            metrics.KV_WASTE_RATIO: 1 - stats.num_slots_filled / held if held else 0.0,
-            metrics.PROMPT_TOKENS_TOTAL: stats.num_prompt_tokens,
-            metrics.GENERATION_TOKENS_TOTAL: stats.num_output_tokens,
-            metrics.PREEMPTIONS_TOTAL: stats.num_preemptions,
-            metrics.STEPS_TOTAL: stats.num_steps,
-            metrics.STEP_TIME_MS: 1e3 * stats.last_step_s,
+            metrics.STAT_NUM_RUNNING: stats.num_running,
+            metrics.STAT_NUM_WAITING: stats.num_waiting,
+            metrics.STAT_NUM_BLOCKS_FREE: stats.num_blocks_free,
+            metrics.STAT_NUM_BLOCKS_USED: stats.num_blocks_used,
+            metrics.STAT_KV_USAGE: stats.num_blocks_used / built.memory.num_blocks,
+            metrics.STAT_KV_WASTE_RATIO: 1 - stats.num_slots_filled / held if held else 0.0,
+            metrics.STAT_PROMPT_TOKENS_TOTAL: stats.num_prompt_tokens,
+            metrics.STAT_GENERATION_TOKENS_TOTAL: stats.num_output_tokens,
+            metrics.STAT_PREEMPTIONS_TOTAL: stats.num_preemptions,
+            metrics.STAT_STEPS_TOTAL: stats.num_steps,
+            metrics.STAT_STEP_TIME_MS: 1e3 * stats.last_step_s,
         },
     )

@@ -1,0 +1,212 @@
+"""The whole staircase, run as a user runs it, spoken to with the official client and with plain redis-py."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+
+import msgpack
+import openai
+import pytest
+import redis
+
+from tests.support.served import REPOSITORY, Served, alive
+
+STORY = [{"role": "user", "content": "Tell me a story about a fox."}]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    running = Served(tmp_path_factory.mktemp("data"))
+    yield running
+    running.terminate()
+
+
+@pytest.fixture
+def client(served):
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none") as made:
+        yield made
+
+
+def get(url):
+    with urllib.request.urlopen(url, timeout=10) as response:
+        return response.status, response.read().decode()
+
+
+def test_the_client_completes(client):
+    answer = client.completions.create(model="demo", prompt="Once upon a time", max_tokens=20, temperature=0)
+    assert answer.choices[0].text.strip()
+    assert answer.usage.completion_tokens <= 20
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_the_client_chats_and_the_model_ends_by_itself(client):
+    answer = client.chat.completions.create(model="demo", messages=STORY, temperature=0)
+    assert answer.choices[0].finish_reason == "stop"
+    assert "fox" in answer.choices[0].message.content.lower()
+
+
+def test_a_stream_is_the_same_text_in_pieces(client):
+    whole = client.chat.completions.create(model="demo", messages=STORY, temperature=0, max_tokens=60)
+    stream = client.chat.completions.create(
+        model="demo", messages=STORY, temperature=0, max_tokens=60, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    pieces = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert "".join(pieces) == whole.choices[0].message.content
+    assert len(pieces) > 5
+    assert chunks[-1].usage == whole.usage
+
+
+def test_the_same_seed_gives_the_same_text(client):
+    def tell(seed):
+        answer = client.chat.completions.create(model="demo", messages=STORY, temperature=1.0, seed=seed, max_tokens=60)
+        return answer.choices[0].message.content
+
+    assert tell(11) == tell(11)
+    assert len({tell(seed) for seed in range(4)}) > 1
+
+
+def test_logprobs_are_of_the_tokens(client):
+    answer = client.chat.completions.create(
+        model="demo", messages=STORY, temperature=0, max_tokens=8, logprobs=True, top_logprobs=3
+    )
+    tokens = answer.choices[0].logprobs.content
+    assert len(tokens) == answer.usage.completion_tokens
+    for token in tokens:
+        assert len(token.top_logprobs) == 3
+        assert token.logprob == pytest.approx(token.top_logprobs[0].logprob, abs=1e-5)
+        assert token.logprob <= 0
+
+
+def test_a_stop_string_ends_the_text_before_it(client):
+    whole = client.completions.create(model="demo", prompt="Once upon a time", max_tokens=60, temperature=0)
+    text = whole.choices[0].text
+    stop = text[20:24]
+    cut = client.completions.create(model="demo", prompt="Once upon a time", max_tokens=60, temperature=0, stop=stop)
+    assert cut.choices[0].text == text[: text.index(stop)]
+    assert cut.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.timeout(120)
+def test_sixty_four_streams_at_once(served):
+    async def read(client, number):
+        stream = await client.chat.completions.create(
+            model="demo", messages=STORY, temperature=1.0, seed=number, max_tokens=40, stream=True
+        )
+        chunks = [chunk async for chunk in stream]
+        return chunks[-1].choices[0].finish_reason
+
+    async def everyone():
+        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+            return await asyncio.gather(*(read(client, number) for number in range(64)))
+
+    reasons = asyncio.run(everyone())
+    assert len(reasons) == 64
+    assert set(reasons) <= {"stop", "length"}
+
+
+def test_the_probes_and_the_metrics(served):
+    for path in ("/livez", "/readyz", "/health"):
+        assert get(served.url + path)[0] == 200
+    status, text = get(served.url + "/metrics")
+    assert status == 200
+    assert "vllm:generation_tokens_total" in text
+
+
+def test_a_refusal_names_the_field(client):
+    with pytest.raises(openai.BadRequestError) as refusal:
+        client.chat.completions.create(model="demo", messages=STORY, n=3)
+    assert refusal.value.param == "n"
+
+
+def test_a_queue_producer_gets_its_text(served):
+    connection = redis.Redis.from_url(served.redis_url)
+    body = {"model": "demo", "messages": STORY, "max_tokens": 12, "temperature": 0}
+    job = {"v": 1, "id": "story-1", "endpoint": "/v1/chat/completions", "body": body}
+    connection.xadd("quire:ingress:default", {"m": msgpack.packb(job)})
+    last, replies = "0", []
+    while not (replies and replies[-1]["done"]):
+        answer = connection.xread({"quire:reply:default:story-1": last}, block=20_000)
+        assert answer, f"no reply; so far {replies}"
+        entries = answer[0][1]
+        replies += [msgpack.unpackb(fields[b"m"]) for _, fields in entries]
+        last = entries[-1][0]
+    connection.close()
+    assert "".join(reply["text"] for reply in replies).strip()
+    assert replies[-1].get("error") is None
+    assert replies[-1]["usage"]["completion_tokens"] <= 12
+
+
+def test_the_readme_producer_runs_as_printed(served):
+    page = (REPOSITORY / "service" / "wire" / "README.md").read_text()
+    example = page.split("```python\n", 1)[1].split("```", 1)[0]
+    done = subprocess.run(
+        [sys.executable, "-c", example, served.redis_url, "default", "demo", "Hello"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_every_process(tmp_path, number):
+    running = Served(tmp_path)
+    processes = running.descendants()
+    assert len(processes) >= 3
+    assert running.terminate(number) == 0, running.output
+    assert alive(processes) == set()
+
+
+def test_a_killed_parent_leaves_nothing_behind(tmp_path):
+    running = Served(tmp_path)
+    processes = running.descendants()
+    running.process.kill()
+    running.kill()
+    deadline = time.monotonic() + 20
+    while alive(processes) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert alive(processes) == set()
+
+
+def test_sigterm_under_load_lets_running_requests_finish(tmp_path):
+    running = Served(tmp_path)
+    body = json.dumps({"model": "demo", "messages": STORY, "max_tokens": 60, "ignore_eos": True}).encode()
+    request = urllib.request.Request(
+        f"{running.url}/v1/chat/completions", body, {"Content-Type": "application/json"}, method="POST"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", _POST, request.full_url, body.decode()], stdout=subprocess.PIPE, text=True
+    ) as poster:
+        time.sleep(0.8)
+        assert running.terminate() == 0, running.output
+        answer = json.loads(poster.communicate(timeout=30)[0])
+    assert answer["usage"]["completion_tokens"] == 60
+
+
+_POST = """
+import sys, urllib.request
+request = urllib.request.Request(sys.argv[1], sys.argv[2].encode(), {"Content-Type": "application/json"})
+print(urllib.request.urlopen(request, timeout=60).read().decode())
+"""
+
+
+def test_a_wrong_word_is_one_line_and_exit_2(tmp_path):
+    for flags, word in [(["--port", "x"], "--port"), (["--model", str(tmp_path / "none")], "none")]:
+        done = subprocess.run(
+            [sys.executable, "-m", "service.cli.main", "serve", "--data-dir", str(tmp_path / "d"), *flags],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            cwd=REPOSITORY,
+            check=False,
+        )
+        assert done.returncode == 2
+        assert word in done.stderr
+        assert "Traceback" not in done.stderr
