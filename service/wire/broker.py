@@ -35,11 +35,13 @@ class DoorBroker(Protocol):
     """The half that gateways use."""
 
     async def submit(self, job: Job) -> None:
-        """The job is accepted when this returns. Raises BrokerUnavailable."""
+        """The job is accepted when this returns. Raises BrokerUnavailable, or WireError for one that is too large."""
 
     def follow(self, job_id: str, after: int = 0) -> AsyncIterator[Event]:
         """The job's events with numbers above `after`, in order, each once; ends behind the one that has `end`.
-        Events are live from the moment `follow` is called (not from the first iteration)."""
+        Events are live from the moment `follow` is called (not from the first iteration); calling it before `submit`
+        is cheapest. Outages are waited out; iterating raises BrokerUnavailable only for what is lost for good, and when
+        the broker is closed. Raises ValueError for an id outside [A-Za-z0-9_.-]{1,128}."""
 
     async def cancel(self, cancel: Cancel) -> None:
         """Told to every worker, and remembered for a job that is still queued."""

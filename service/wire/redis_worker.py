@@ -9,6 +9,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgpack
+
 from service.errors import EndReason
 from service.logs import fields
 from service.wire import keys
@@ -61,13 +63,16 @@ class RedisWorker:
             log.warning("events of jobs that are not ours were dropped %s", fields(num_jobs=len(strangers)))
         if not known:
             return
-        feeds = {held.feed: number for number, held in enumerate({held.feed: held for _, held in known}.values(), 1)}
-        script_keys = [keys.JOBS, *feeds]
-        args = [len(feeds), keys.FEED_MAX_ENTRIES, keys.FEED_TTL_S, keys.LOG_RUNNING_TTL_S, keys.LOG_ENDED_TTL_S]
+        numbers = {feed: number for number, feed in enumerate(dict.fromkeys(held.feed for _, held in known), 1)}
+        items: list[int | str | bytes] = []
         for event, held in known:
-            script_keys += (held.log, held.tombstone)
             reason = "" if event.end is None else event.end.value
-            args += (feeds[held.feed], event.number, encode(event), reason, held.entry_id)
+            items += (numbers[held.feed], event.number, encode(event), reason, held.entry_id)
+        logs = [held.log for _, held in known]
+        tombstones = [held.tombstone for event, held in known if event.end is not None]
+        script_keys = [keys.JOBS, *numbers, *logs, *tombstones]
+        lives = (keys.FEED_MAX_ENTRIES, keys.FEED_TTL_S, keys.LOG_RUNNING_TTL_S, keys.LOG_ENDED_TTL_S)
+        args = [len(numbers), *lives, msgpack.packb(items, use_bin_type=False)]
         await self._link.script("publish", script_keys, args)
         for event, held in known:
             if event.end is not None:

@@ -202,8 +202,9 @@ async def test_a_wrong_password_is_told_apart_from_an_absent_redis(redis, redis_
         await broker.close()
     finally:
         redis.execute_command("ACL", "DELUSER", "alice")
-    with pytest.raises(BrokerUnavailable):
-        await open_redis_broker("redis://127.0.0.1:1")
+    for nobody in ("redis://127.0.0.1:1/2", "rediss://:secret@127.0.0.1:1", "unix:///nowhere?db=1"):
+        with pytest.raises(BrokerUnavailable, match="does not answer"):
+            await open_redis_broker(nobody)
 
 
 async def test_a_key_of_another_type_is_unavailable_not_a_crash(open_broker, redis):
