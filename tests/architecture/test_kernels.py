@@ -28,7 +28,7 @@ def methods_of(modules: list[Source], name: str, class_name: str) -> set[str]:
 
 
 def homeless_kernels(kernels: Iterable[str], readme: str, ops: set[str], twins: set[str], tests: set[str]) -> list[str]:
-    """Kernels without an op, a twin or a test. A helper, named so in cuda/README.md, has those of the op it helps."""
+    """Kernels without an op, a twin or a test. A helper, named so in cuda/README.md, has the op and twin it helps."""
     helped = dict(HELPER_ROW.findall(readme))
     found = []
     for kernel in kernels:
@@ -37,9 +37,19 @@ def homeless_kernels(kernels: Iterable[str], readme: str, ops: set[str], twins: 
             found.append(f"{kernel}: no op of that name in model/ops/interface.py, and no helper in cuda/README.md")
         if op not in twins:
             found.append(f"{kernel}: no twin {op} in model/ops/numpy_ops.py")
-        if op not in tests:
-            found.append(f"{kernel}: no tests/kernel/test_{op}.py")
+        if kernel not in tests:
+            found.append(f"{kernel}: no tests/kernel/test_{kernel}.py")
     return found
+
+
+def unlisted_sources(names: Iterable[str], readme: str) -> list[str]:
+    """Sources that have no row in cuda/README.md."""
+    return [name for name in names if f"| `{name.removesuffix('.cu')}` |" not in readme]
+
+
+def test_the_readme_lists_every_source():
+    names = sorted(path.name for path in CUDA.glob("*.cu*"))
+    assert unlisted_sources(names, (CUDA / "README.md").read_text()) == []
 
 
 def test_cuda_holds_cuda_only():
@@ -78,7 +88,9 @@ def test_the_rules_can_fail():
     ]
     ops = {"linear", "rms_norm"}
     readme = "| kernel | does |\n| `add_bias` | y += b; helper of `linear` |\n"
-    assert homeless_kernels(["add_bias", "rms_norm"], readme, ops, ops, ops) == []
-    assert len(homeless_kernels(["add_bias"], "", ops, ops, ops)) == 3
+    tests = {"add_bias", "rms_norm"}
+    assert homeless_kernels(["add_bias", "rms_norm"], readme, ops, ops, tests) == []
+    assert len(homeless_kernels(["add_bias"], "", ops, ops, tests)) == 2
     assert len(homeless_kernels(["rms_norm"], readme, ops, set(), ops)) == 1
     assert len(homeless_kernels(["rms_norm"], readme, ops, ops, {"linear"})) == 1
+    assert unlisted_sources(["add_bias.cu", "types.cuh"], readme) == ["types.cuh"]
