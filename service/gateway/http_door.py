@@ -23,15 +23,14 @@ KEEP_ALIVE_S = 15.0
 
 
 class HttpDoor:
-    def __init__(self, hall: Hall, keep_alive_s: float = KEEP_ALIVE_S) -> None:
+    def __init__(self, hall: Hall) -> None:
         self._hall = hall
-        self._keep_alive_s = keep_alive_s
 
     def app(self) -> web.Application:
         """All routes behind the guard."""
         settings = self._hall.settings
         app = web.Application(
-            middlewares=[guard(KeyRing(settings.api_key), self._hall.metrics)],
+            middlewares=[guard(KeyRing(settings.api_key), self._hall.metrics, settings.write_timeout)],
             client_max_size=settings.max_body_bytes,
         )
         app.add_routes(
@@ -66,7 +65,7 @@ class HttpDoor:
 
     async def _stream(self, http: web.Request, ticket: Ticket) -> web.StreamResponse:
         settings = self._hall.settings
-        stream = SseStream(http, write_timeout_s=settings.write_timeout, keep_alive_s=self._keep_alive_s)
+        stream = SseStream(http, write_timeout_s=settings.write_timeout, keep_alive_s=KEEP_ALIVE_S)
         try:
             try:
                 await self._tell(stream, ticket)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import logging
 import re
+import socket
 from collections.abc import Awaitable, Callable, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -24,8 +26,11 @@ OPEN_ROUTES = frozenset({"/livez", "/readyz", "/health"})
 
 TENANT: web.RequestKey[str] = web.RequestKey("tenant", str)
 ANONYMOUS = "anonymous"
+log = logging.getLogger("quire.gateway")
+
 LEFT = 499
 BODY_TIMEOUT_S = 30.0
+SEND_BUFFER_BYTES = 128 << 10
 KEEP_ALIVE_TIMEOUT_S = 30.0
 """Also the time a client has for its headers: aiohttp closes a connection on which no request became complete."""
 
@@ -52,8 +57,8 @@ class KeyRing:
         return "key-" + digest.hex()[:16]
 
 
-def guard(keys: KeyRing, metrics: GatewayMetrics) -> Callable[..., Any]:
-    """The one middleware: checks host and key, and words every failure as OpenAI does."""
+def guard(keys: KeyRing, metrics: GatewayMetrics, write_timeout_s: float) -> Callable[..., Any]:
+    """The one middleware: checks host and key, words every failure as OpenAI does, and sees the answer off."""
 
     @web.middleware
     async def middleware(http: web.Request, handler: Handler) -> web.StreamResponse:
@@ -75,9 +80,35 @@ def guard(keys: KeyRing, metrics: GatewayMetrics) -> Callable[..., Any]:
         except Exception as error:
             response = error_response(incident(error, route))
         metrics.responded(route, response.status)
+        await _see_off(http, response, write_timeout_s)
         return response
 
     return middleware
+
+
+def worded(handler: Handler) -> Handler:
+    """`handler`, but what aiohttp refuses before any middleware runs (an Expect header) is worded like all else."""
+
+    async def handle(http: web.Request) -> web.StreamResponse:
+        try:
+            return await handler(http)
+        except web.HTTPException as error:
+            return _worded(error)
+
+    return handle
+
+
+async def _see_off(http: web.Request, response: web.StreamResponse, timeout_s: float) -> None:
+    """Writes the response, what a stream has left of it included; aiohttp would wait for ever for who does not read."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await response.prepare(http)
+            await response.write_eof()
+    except TimeoutError:
+        if http.transport is not None:
+            http.transport.abort()
+    except ConnectionError:
+        log.debug("client left before its answer")
 
 
 def route_of(http: web.Request) -> str:
@@ -122,9 +153,14 @@ def json_response(data: Any, status: int = 200, headers: dict[str, str] | None =
 
 
 class Protocol(web.RequestHandler):
-    """aiohttp's, but what it refuses by itself (malformed HTTP) is worded like everything else."""
+    """aiohttp's, but with bounded buffers, and what it refuses by itself (malformed HTTP) worded like all else."""
 
     __slots__ = ()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        # The kernel would keep megabytes for a client that does not read, and hide that it does not.
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
 
     def handle_error(
         self,
@@ -149,7 +185,8 @@ def _check_host(http: web.Request) -> None:
     hosts = http.headers.getall("Host", [])
     if len(hosts) > 1 or not all(_HOST.fullmatch(host) for host in hosts) or (http.version >= (1, 1) and not hosts):
         raise RequestError(400, "The Host header is missing or malformed.", code="bad_host")
-    if http.rel_url.absolute and hosts != [http.rel_url.authority]:
+    foreign = not http.raw_path.startswith("/") and not any(http.raw_path.startswith(f"http://{h}/") for h in hosts)
+    if foreign:
         raise RequestError(400, "The request is for another host.", code="bad_host")
 
 

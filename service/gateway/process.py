@@ -14,7 +14,7 @@ from service.config import Settings
 from service.errors import StartupError
 from service.gateway.hall import Hall
 from service.gateway.http_door import HttpDoor
-from service.gateway.http_guard import KEEP_ALIVE_TIMEOUT_S, Protocol
+from service.gateway.http_guard import KEEP_ALIVE_TIMEOUT_S, Protocol, worded
 from service.gateway.queue_door import QueueDoor
 from service.gateway.served_model import ServedModel
 from service.logs import fields
@@ -47,6 +47,7 @@ async def serving(settings: Settings, model: ServedModel, broker: DoorBroker) ->
     queue_door = QueueDoor(hall)
     runner = web.AppRunner(HttpDoor(hall).app(), handler_cancellation=True, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
     await runner.setup()
+    runner.server.request_handler = worded(runner.server.request_handler)
     queue_task = None
     try:
         server = await _listen(runner, settings)

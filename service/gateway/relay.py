@@ -12,6 +12,7 @@ from typing import Any
 from service.errors import ENDINGS, EndReason, RequestError
 from service.gateway.admission import Ticket, unavailable
 from service.gateway.fleet import Fleet
+from service.gateway.request import Request
 from service.gateway.served_model import ServedModel
 from service.gateway.text_stream import TextStream, without_end_token
 from service.logs import fields
@@ -63,9 +64,7 @@ class Run:
         self._times = times
         detokenizer = model.tokenizer.detokenizer(skip_special_tokens=request.skip_special_tokens)
         self._text = TextStream(detokenizer, request.stop, request.include_stop_str_in_output)
-        self._end_ids = frozenset(request.sampling.stop_token_ids) | (
-            frozenset() if request.sampling.ignore_eos else frozenset(model.eos_token_ids)
-        )
+        self._silent_ids = _silent_ids(request, model)
         self._num_tokens = 0
         self.ended_by_worker = False
         self.reason: EndReason | None = None
@@ -99,10 +98,7 @@ class Run:
     def _piece(self, event: Event) -> tuple[Piece, bool]:
         ids = unpack_ids(event.tokens)
         self._times.tokens(len(ids))
-        spoken = ids
-        if event.end is EndReason.STOP and not self._ticket.request.include_stop_str_in_output:
-            spoken = without_end_token(ids, self._end_ids)
-        told = self._text.push(spoken)
+        told = self._text.push(without_end_token(ids, self._silent_ids))
         text, stopped = told.text, told.stopped
         num_tokens = told.num_tokens if stopped else len(ids)
         if event.end is not None and not stopped:
@@ -212,6 +208,14 @@ def failure(reason: EndReason) -> RequestError:
     ending = ENDINGS[reason]
     kind = "invalid_request_error" if ending.status < 499 else "server_error"
     return RequestError(ending.status, ending.message, kind, code=reason.value)
+
+
+def _silent_ids(request: Request, model: ServedModel) -> frozenset[int]:
+    """Tokens that end the answer and are no part of its text."""
+    if request.include_stop_str_in_output:
+        return frozenset()
+    eos = () if request.sampling.ignore_eos else model.eos_token_ids
+    return frozenset((*request.sampling.stop_token_ids, *eos))
 
 
 def _logprobs(event: Event, ids: list[int]) -> tuple[TokenLogprob, ...]:

@@ -31,6 +31,7 @@ class ScriptedWorker:
         self._max_model_len = max_model_len
         self.script = script
         self.ready = True
+        self.paused = False
         self.stats: dict[str, float] = {}
         self.jobs: list[Job] = []
         self.cancels: list[Cancel] = []
@@ -69,6 +70,8 @@ class ScriptedWorker:
 
     async def _fetch(self) -> None:
         while True:
+            while self.paused:
+                await asyncio.sleep(0.01)
             for claim in await self._broker.fetch(256, 0.2):
                 self.jobs.append(claim.job)
                 self._running[claim.job.job_id] = asyncio.create_task(self._run(claim.job))

@@ -1,0 +1,67 @@
+"""HTTP by hand, for what no client library would send."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+from urllib.parse import urlsplit
+
+
+class RawClient:
+    """One TCP connection to a server's URL. Close it, or reset it."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def connect(cls, url: str, receive_bytes: int | None = None) -> RawClient:
+        """`receive_bytes` bounds what the kernel takes in for a client that does not read."""
+        parts = urlsplit(url)
+        sock = socket.socket()
+        if receive_bytes is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, (parts.hostname, parts.port))
+        return cls(*await asyncio.open_connection(sock=sock, limit=1 << 12))
+
+    async def send(self, data: bytes) -> None:
+        self._writer.write(data)
+        await self._writer.drain()
+
+    async def post(self, path: str, body: object) -> None:
+        data = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        await self.send(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+
+    async def response(self) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers by lower-case name, body: of a response with Content-Length."""
+        head = (await self._reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:] if line)}
+        body = await self._reader.readexactly(int(headers.get("content-length", 0)))
+        return int(head[0].split()[1]), headers, body
+
+    async def read_until(self, mark: bytes) -> bytes:
+        return await self._reader.readuntil(mark)
+
+    async def at_eof(self) -> bool:
+        """Waits for the server to close."""
+        try:
+            return await self._reader.read() == b""
+        except ConnectionError:
+            return True
+
+    def stop_reading(self) -> None:
+        self._writer.transport.pause_reading()
+
+    async def close(self) -> None:
+        self._writer.close()
+        await asyncio.gather(self._writer.wait_closed(), return_exceptions=True)
+
+    async def reset(self) -> None:
+        """RST instead of FIN, as when a client's process is killed."""
+        self._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._writer.transport.abort()
+        await asyncio.gather(self._writer.wait_closed(), return_exceptions=True)

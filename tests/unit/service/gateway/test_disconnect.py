@@ -1,0 +1,98 @@
+"""Clients that leave, or do not read: over real sockets, since a test client's own cancelling would hide the fault."""
+
+import asyncio
+
+import pytest
+
+from service.errors import EndReason
+from tests.support.gateway import MODEL, open_gateway, speech
+from tests.support.raw_http import RawClient
+from tests.support.scripted_worker import Script
+
+CHAT = "/v1/chat/completions"
+BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+SOON_S = 2.0
+
+
+@pytest.mark.parametrize("leave", [RawClient.close, RawClient.reset])
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("after_text", [True, False])
+async def test_job_is_cancelled_when_its_client_leaves(gateway, leave, stream, after_text):
+    text = "Hello" if after_text else ""
+    gateway.worker.script = lambda job: speech(gateway.model, text, end=None) if text else Script([], None)
+    client = await RawClient.connect(gateway.url)
+    await client.post(CHAT, {**BODY, "stream": stream})
+    while not gateway.worker.jobs:
+        await asyncio.sleep(0.005)
+    if stream and after_text:
+        await client.read_until(b'"content":"H"')
+    await leave(client)
+    async with asyncio.timeout(SOON_S):
+        cancel = await gateway.worker.cancelled()
+    assert (cancel.job_id, cancel.reason) == (gateway.worker.jobs[0].job_id, EndReason.CANCELLED)
+    assert (await gateway.get("/livez"))[0] == 200
+
+
+async def test_queued_job_is_cancelled_when_its_client_leaves(model_folder):
+    async with open_gateway(model_folder) as gateway:
+        gateway.worker.paused = True
+        await asyncio.sleep(0.25)
+        client = await RawClient.connect(gateway.url)
+        await client.post(CHAT, BODY)
+        while not await gateway.broker.num_waiting():
+            await asyncio.sleep(0.005)
+        await client.reset()
+        async with asyncio.timeout(SOON_S):
+            await gateway.worker.cancelled()
+        gateway.worker.paused = False
+        assert (await gateway.post(CHAT, BODY))[0] == 200
+        assert len(gateway.worker.jobs) == 1
+
+
+async def test_many_leave_at_once_and_the_rest_is_served(gateway):
+    gateway.worker.script = lambda job: speech(gateway.model, "Hello world.", step_s=0.02)
+    clients = [await RawClient.connect(gateway.url) for _ in range(20)]
+    for client in clients:
+        await client.post(CHAT, {**BODY, "stream": True})
+    for client in clients:
+        await client.read_until(b"data: ")
+    staying = [asyncio.create_task(gateway.post(CHAT, BODY)) for _ in range(5)]
+    for client in clients:
+        await client.reset()
+    async with asyncio.timeout(SOON_S):
+        await gateway.worker.cancelled(20)
+    assert [status for status, _ in await asyncio.gather(*staying)] == [200] * 5
+    assert len(gateway.worker.cancels) == 20
+
+
+async def test_client_that_does_not_read_is_cut_off(model_folder):
+    async with open_gateway(model_folder, write_timeout=0.2) as gateway:
+        gateway.worker.script = lambda job: Script([[65]] * 450, None)
+        client = await RawClient.connect(gateway.url, receive_bytes=4096)
+        await client.post(CHAT, {**BODY, "stream": True, "logprobs": True, "top_logprobs": 20})
+        await client.read_until(b"data: ")
+        client.stop_reading()
+        async with asyncio.timeout(SOON_S):
+            cancel = await gateway.worker.cancelled()
+        assert cancel.reason is EndReason.CANCELLED
+        await client.reset()
+
+
+async def test_sixty_four_streams_at_once(gateway):
+    texts = {str(i): f"answer {i} is hello world" for i in range(64)}
+
+    def script(job):
+        return speech(gateway.model, texts[str(job.sampling.seed)], step_s=0.001)
+
+    gateway.worker.script = script
+
+    async def ask(number):
+        body = {"model": MODEL, "prompt": "the", "seed": number, "max_tokens": 99}
+        return await gateway.events("/v1/completions", body)
+
+    answers = await asyncio.gather(*(ask(number) for number in range(64)))
+    for number, events in enumerate(answers):
+        assert events[-1] == "[DONE]"
+        spoken = "".join(event.split('"text":"', 1)[1].split('"', 1)[0] for event in events[:-1])
+        assert spoken == texts[str(number)]
+    assert gateway.worker.cancels == []

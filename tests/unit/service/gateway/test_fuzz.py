@@ -1,0 +1,194 @@
+"""Both doors against anything: always one well-formed answer, never a 500, and the same verdict at both."""
+
+import asyncio
+import json
+
+import msgpack
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from service.gateway.openai_bodies import ChatBody, CompletionBody
+from service.gateway.openai_fields import IDLE_CHAT_FIELDS, IDLE_COMPLETION_FIELDS
+from service.gateway.request import CHAT, COMPLETIONS
+from service.wire.codec import decode
+from service.wire.messages import Reply
+from tests.support.gateway import MODEL, QuickBroker, open_gateway
+
+BODIES = {
+    COMPLETIONS: {"model": MODEL, "prompt": "the and", "max_tokens": 4},
+    CHAT: {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
+}
+FIELDS = {
+    COMPLETIONS: sorted({*CompletionBody.__struct_fields__, *IDLE_COMPLETION_FIELDS, "nonsense"}),
+    CHAT: sorted({*ChatBody.__struct_fields__, *IDLE_CHAT_FIELDS, "nonsense"}),
+}
+EXAMPLES = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+LAST_WORDS_S = 5.0
+
+leaves = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.sampled_from([0, 1, -1, 2, 5, 2**31, 2**63 - 1, -(2**63), 0.0, 0.5, 1e308, -1e-320, float("nan"), float("inf")]),
+    st.integers(-(2**63), 2**64 - 1),
+    st.floats(),
+    st.text(max_size=20),
+    st.sampled_from(["user", "system", "text", "none", "auto", MODEL, "\x00", "<|im_end|>", "1", "５"]),
+)
+values = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "type", "text", "1", "include_usage"]) | st.text(max_size=5),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@st.composite
+def bodies(draw):
+    """An endpoint and a good body with some fields replaced."""
+    endpoint = draw(st.sampled_from(sorted(BODIES)))
+    changes = draw(st.dictionaries(st.sampled_from(FIELDS[endpoint]), values, max_size=4))
+    return endpoint, {**BODIES[endpoint], **changes}
+
+
+@st.composite
+def mangled(draw, start):
+    """`start` with a few bytes changed, dropped, doubled or put in."""
+    data = bytearray(start)
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, max(len(data) - 1, 0)))
+        how = draw(st.sampled_from(["change", "drop", "insert", "cut", "double"]))
+        if how == "change" and data:
+            data[at] = draw(st.integers(0, 255))
+        elif how == "drop":
+            del data[at : at + draw(st.integers(1, 8))]
+        elif how == "insert":
+            data[at:at] = draw(st.binary(min_size=1, max_size=6))
+        elif how == "cut":
+            del data[at:]
+        else:
+            data[at:at] = data[at : at + 16]
+    return bytes(data)
+
+
+class RecordingBroker(QuickBroker):
+    """Keeps the replies of all jobs in the order they were said."""
+
+    def __init__(self):
+        super().__init__()
+        self.said = []
+
+    async def reply(self, producer, producer_job_id, payload):
+        await super().reply(producer, producer_job_id, payload)
+        self.said.append(decode(Reply, payload))
+
+
+class Doors:
+    """Asks both doors, from outside their loop."""
+
+    def __init__(self, runner, gateway):
+        self._runner = runner
+        self._gateway = gateway
+
+    def http(self, endpoint, data):
+        """Status and error (None where it went well)."""
+        return self._runner.run(self._http(endpoint, data))
+
+    def queue(self, payload):
+        """The error of the one final reply (None where it went well)."""
+        return self._runner.run(self._queue(payload))
+
+    async def _http(self, endpoint, data):
+        headers = {"Content-Type": "application/json"}
+        async with self._gateway.http.post(self._gateway.url + endpoint, data=data, headers=headers) as response:
+            text = await response.text()
+        if response.status != 200:
+            error = json.loads(text)["error"]
+            assert set(error) == {"message", "type", "param", "code"}
+            assert error["message"].isprintable()
+            return response.status, error
+        if response.headers["Content-Type"].startswith("text/event-stream"):
+            assert text.endswith("data: [DONE]\n\n")
+        else:
+            assert json.loads(text)["choices"][0]["finish_reason"] in ("stop", "length")
+        return 200, None
+
+    async def _queue(self, payload):
+        broker = self._gateway.broker
+        broker.said.clear()
+        await broker.produce("default", payload)
+        async with asyncio.timeout(LAST_WORDS_S):
+            while not (broker.said and broker.said[-1].done):
+                await asyncio.sleep(0.001)
+        assert [reply.number for reply in broker.said] == list(range(1, len(broker.said) + 1))
+        assert sum(reply.done for reply in broker.said) == 1
+        return broker.said[-1].error
+
+
+@pytest.fixture(scope="module")
+def doors(model_folder):
+    with asyncio.Runner() as runner:
+        opened = open_gateway(model_folder, runner.run(_broker()))
+        gateway = runner.run(opened.__aenter__())
+        yield Doors(runner, gateway)
+        assert runner.run(gateway.get("/livez"))[0] == 200
+        assert runner.run(gateway.post(CHAT, BODIES[CHAT]))[0] == 200
+        runner.run(opened.__aexit__(None, None, None))
+
+
+async def _broker():
+    return RecordingBroker()
+
+
+def entry(endpoint, body):
+    return msgpack.packb({"v": 1, "id": "fuzz", "endpoint": endpoint, "body": body})
+
+
+@EXAMPLES
+@given(bodies())
+@example((COMPLETIONS, {**BODIES[COMPLETIONS], "prompt": [2**64 - 1]}))
+@example((COMPLETIONS, {**BODIES[COMPLETIONS], "stop_token_ids": [-(2**63)]}))
+@example((COMPLETIONS, {**BODIES[COMPLETIONS], "logit_bias": {"\ud800": 1}}))
+@example((CHAT, {**BODIES[CHAT], "messages": [{"role": "user", "content": "\x00"}]}))
+def test_any_body(doors, case):
+    endpoint, body = case
+    status, error = doors.http(endpoint, json.dumps(body).encode())
+    late = isinstance(body.get("timeout"), int | float)
+    assert status in (200, 400, 404) or (late and status == 504)
+    try:
+        payload = entry(endpoint, body)
+    except (ValueError, OverflowError):  # no msgpack, so no producer could write it
+        return
+    there = doors.queue(payload)
+    if late or (error and error["code"] == "invalid_json") or (there and there["code"] == "invalid_message"):
+        return  # time, NaN and the like are told apart by other words
+    if there and there["param"] == "logprobs" and not error:
+        return  # what replies do not carry
+    assert (there and (there["param"], there["code"])) == (error and (error["param"], error["code"]))
+
+
+@EXAMPLES
+@given(st.data(), st.sampled_from(sorted(BODIES)))
+def test_mangled_json(doors, data, endpoint):
+    status, _ = doors.http(endpoint, data.draw(mangled(json.dumps(BODIES[endpoint]).encode())))
+    assert status in (200, 400, 404)
+
+
+@EXAMPLES
+@given(st.data(), st.sampled_from(sorted(BODIES)))
+def test_mangled_msgpack(doors, data, endpoint):
+    error = doors.queue(data.draw(mangled(entry(endpoint, BODIES[endpoint]))))
+    assert error is None or error["code"] != "internal_error"
+
+
+@EXAMPLES
+@given(st.binary(max_size=200))
+def test_random_bytes(doors, data):
+    assert doors.http(COMPLETIONS, data)[0] == 400
+    assert doors.queue(data)["code"] == "invalid_message"

@@ -1,0 +1,233 @@
+"""The door itself: keys, hosts, methods, bodies, malformed HTTP. Every refusal is OpenAI's error JSON."""
+
+import gzip
+import json
+
+import pytest
+
+from service.gateway.http_guard import OPEN_ROUTES
+from tests.support.gateway import MODEL, open_gateway
+from tests.support.raw_http import RawClient
+
+CHAT = "/v1/chat/completions"
+BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+KEYS = ("first-key", "sécond-kéy")
+ROUTES = (
+    ("POST", "/v1/completions"),
+    ("POST", CHAT),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/{model}"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("GET", "/metrics"),
+    ("GET", "/"),
+    ("GET", "/nowhere"),
+    ("DELETE", CHAT),
+)
+
+
+@pytest.fixture
+async def locked(model_folder):
+    async with open_gateway(model_folder, api_key=KEYS) as opened:
+        yield opened
+
+
+def is_error(answer):
+    error = answer["error"]
+    return set(error) == {"message", "type", "param", "code"} and isinstance(error["message"], str)
+
+
+async def raw(gateway, request: bytes):
+    """Status and JSON of whatever is answered to these bytes."""
+    client = await RawClient.connect(gateway.url)
+    try:
+        await client.send(request)
+        status, headers, body = await client.response()
+        return status, headers, json.loads(body)
+    finally:
+        await client.close()
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+async def test_every_route_but_the_probes_needs_a_key(locked, method, path):
+    async with locked.http.request(method, locked.url + path) as response:
+        assert response.status == 401
+        assert response.headers["WWW-Authenticate"] == "Bearer"
+        assert is_error(await response.json())
+
+
+async def test_the_router_has_no_route_that_is_not_named_here(locked):
+    routes = (await (await locked.http.get(locked.url + "/", headers=bearer(KEYS[0]))).json())["routes"]
+    assert set(routes) == {path for _, path in ROUTES if path != "/nowhere"} | OPEN_ROUTES
+
+
+@pytest.mark.parametrize("path", sorted(OPEN_ROUTES))
+async def test_probes_need_no_key(locked, path):
+    assert (await locked.get(path))[0] == 200
+
+
+def bearer(key):
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.mark.parametrize("key", KEYS)
+async def test_known_keys_enter_and_are_told_apart(locked, key):
+    assert (await locked.post(CHAT, BODY, headers=bearer(key)))[0] == 200
+    assert (await locked.post(CHAT, BODY, headers={"Authorization": f"bearer {key}"}))[0] == 200
+    tenants = {job.tenant for job in locked.worker.jobs}
+    assert len(tenants) == 1
+    assert key not in tenants.pop()
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"Bearer wrong",
+        b"Bearer ",
+        b"Bearer",
+        b"first-key",
+        b"Basic first-key",
+        b"Bearer first-ke",
+        b"Bearer first-key2",
+        b"Bearer \xff\xfe",
+        b"Bearer s\xe9cond-k\xe9y",
+        b"Bearer first-key\r\nAuthorization: Bearer first-key",
+    ],
+)
+async def test_wrong_keys(locked, header):
+    request = b"GET /v1/models HTTP/1.1\r\nHost: a\r\nAuthorization: " + header + b"\r\n\r\n"
+    status, _, answer = await raw(locked, request)
+    assert status in (400, 401)
+    assert is_error(answer)
+
+
+async def test_key_in_utf8_bytes(locked):
+    request = b"GET /v1/models HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer " + KEYS[1].encode() + b"\r\n\r\n"
+    assert (await raw(locked, request))[0] == 200
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /livez HTTP/1.1\r\nHost: a/livez?\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nHost: a b\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nHost: \r\n\r\n",
+        b"GET /livez HTTP/1.1\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+        b"GET http://evil.example/livez HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nHost: a:99999999\r\n\r\n",
+        b"GET /livez HTTP/9.9\r\nHost: a\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nHost: a\r\nX: " + b"x" * 9000 + b"\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nHost: a\r\n" + b"X: x\r\n" * 5000 + b"\r\n",
+        b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+        b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"\r\n\r\n\x00\r\n\r\n",
+    ],
+)
+async def test_malformed_http(gateway, head):
+    status, headers, answer = await raw(gateway, head)
+    assert status == 400
+    assert headers["content-type"].startswith("application/json")
+    assert is_error(answer)
+    assert (await gateway.get("/livez"))[0] == 200
+
+
+async def test_own_absolute_form(gateway):
+    assert (await raw(gateway, b"GET http://a:80/livez HTTP/1.1\r\nHost: a:80\r\n\r\n"))[0] == 200
+    assert (await raw(gateway, b"GET /livez HTTP/1.0\r\n\r\n"))[0] == 200
+    assert (await raw(gateway, b"GET /livez HTTP/1.1\r\nHost: [::1]:8000\r\n\r\n"))[0] == 200
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "OPTIONS", "PATCH"])
+async def test_wrong_method(gateway, method):
+    async with gateway.http.request(method, gateway.url + CHAT) as response:
+        assert response.status == 405
+        assert response.headers["Allow"] == "POST"
+        assert is_error(await response.json())
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "/v1", "/v1/files", "//v1/models", "/v1/chat/completions/", "/%2e%2e/x"])
+async def test_unknown_route(gateway, path):
+    status, answer = await gateway.get(path)
+    assert status == 404
+    assert is_error(answer)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT, "/tokenize", "/detokenize"])
+async def test_body_types(gateway, path):
+    for headers in (
+        {"Content-Type": "text/plain"},
+        {"Content-Type": "multipart/form-data"},
+        {"Content-Encoding": "br"},
+    ):
+        status, answer = await gateway.post(path, BODY, headers=headers)
+        assert status == 415
+        assert is_error(answer)
+    packed = gzip.compress(b" " * 10_000_000)
+    assert (await gateway.post(path, packed, headers={"Content-Encoding": "gzip"}))[0] == 415
+
+
+async def test_no_content_type(gateway):
+    request = b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}"
+    status, _, answer = await raw(gateway, request)
+    assert (status, is_error(answer)) == (415, True)
+
+
+async def test_body_too_large(model_folder):
+    async with open_gateway(model_folder, max_body_bytes=2000) as gateway:
+        body = {**BODY, "user": "x" * 3000}
+        status, answer = await gateway.post(CHAT, body)
+        assert (status, answer["error"]["code"]) == (413, "body_too_large")
+        head = b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        status, _, answer = await raw(gateway, head + b"Content-Length: 99999999999999\r\n\r\n")
+        assert (status, is_error(answer)) == (413, True)
+        chunks = b"5\r\n     \r\n" * 1000
+        status, _, answer = await raw(gateway, head + b"Transfer-Encoding: chunked\r\n\r\n" + chunks)
+        assert (status, is_error(answer)) == (413, True)
+
+
+async def test_broken_chunks(gateway):
+    head = b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    status, _, answer = await raw(gateway, head + b"2\r\n{}\r\nzz\r\n")
+    assert (status, is_error(answer)) == (400, True)
+
+
+async def test_slow_body(gateway, monkeypatch):
+    monkeypatch.setattr("service.gateway.http_guard.BODY_TIMEOUT_S", 0.1)
+    head = b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+    status, headers, answer = await raw(gateway, head)
+    assert (status, is_error(answer)) == (408, True)
+    assert headers["connection"] == "close"
+
+
+async def test_slow_headers(model_folder, monkeypatch):
+    monkeypatch.setattr("service.gateway.process.KEEP_ALIVE_TIMEOUT_S", 0.2)
+    async with open_gateway(model_folder) as gateway:
+        client = await RawClient.connect(gateway.url)
+        await client.send(b"GET /livez HTTP/1.1\r\nHost:")
+        assert await client.at_eof()
+        await client.close()
+
+
+async def test_expectation(gateway):
+    head = b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 2\r\n"
+    status, _, answer = await raw(gateway, head + b"Expect: coffee\r\n\r\n{}")
+    assert (status, is_error(answer)) == (417, True)
+
+
+async def test_two_requests_on_one_connection(gateway):
+    client = await RawClient.connect(gateway.url)
+    await client.post(CHAT, BODY)
+    await client.post("/tokenize", {"prompt": "the"})
+    assert (await client.response())[0] == 200
+    assert (await client.response())[0] == 200
+    await client.close()
+
+
+async def test_nothing_invites_browsers(gateway):
+    async with gateway.http.get(gateway.url + "/v1/models", headers={"Origin": "http://evil.example"}) as response:
+        assert not any(name.lower().startswith("access-control") for name in response.headers)

@@ -1,0 +1,97 @@
+"""The gateway process from its start to its end, in one process with a memory broker."""
+
+import asyncio
+import json
+
+import aiohttp
+import pytest
+
+from service.config import Settings
+from service.errors import StartupError
+from service.gateway.process import run_gateway
+from service.gateway.served_model import ServedModel
+from tests.support.gateway import QuickBroker, write_model
+
+
+def settings(folder, **more):
+    return Settings(model=folder, port=0, drain_timeout=0.1, **more)
+
+
+async def test_serves_until_it_is_told_to_stop(model_folder):
+    stop, urls = asyncio.Event(), []
+    running = asyncio.create_task(run_gateway(settings(model_folder), QuickBroker(), stop, on_ready=urls.append))
+    while not urls:
+        await asyncio.sleep(0.01)
+    async with aiohttp.ClientSession() as http:
+        async with http.get(urls[0] + "/v1/models") as response:
+            assert (await response.json())["data"][0]["id"] == model_folder.name
+        stop.set()
+        async with asyncio.timeout(3):
+            await running
+        with pytest.raises(aiohttp.ClientConnectionError):
+            await http.get(urls[0] + "/livez")
+
+
+async def test_ends_when_it_is_cancelled(model_folder):
+    urls = []
+    running = asyncio.create_task(
+        run_gateway(settings(model_folder), QuickBroker(), asyncio.Event(), on_ready=urls.append)
+    )
+    while not urls:
+        await asyncio.sleep(0.01)
+    running.cancel()
+    async with asyncio.timeout(3):
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+
+async def test_port_taken(model_folder):
+    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    with pytest.raises(StartupError, match=f"cannot listen on 127.0.0.1:{port}: "):
+        await run_gateway(
+            Settings(model=model_folder, port=port), QuickBroker(), asyncio.Event(), on_ready=lambda url: None
+        )
+    server.close()
+    await server.wait_closed()
+
+
+async def test_no_such_address(model_folder):
+    with pytest.raises(StartupError, match="cannot listen"):
+        await run_gateway(
+            settings(model_folder, host="no-such-host.invalid"), QuickBroker(), asyncio.Event(), on_ready=print
+        )
+
+
+async def test_ipv6_url(model_folder):
+    stop, urls = asyncio.Event(), []
+    stop.set()
+    await run_gateway(settings(model_folder, host="::1"), QuickBroker(), stop, on_ready=urls.append)
+    assert urls[0].startswith("http://[::1]:")
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "generation_config.json"])
+def test_broken_model_folder(tmp_path, file):
+    folder = write_model(tmp_path / "model")
+    (folder / file).write_text("{")
+    with pytest.raises(StartupError, match=file):
+        ServedModel.read(settings(folder))
+
+
+def test_no_model_folder(tmp_path):
+    with pytest.raises(StartupError, match="--model"):
+        ServedModel.read(settings(None))
+    with pytest.raises(StartupError):
+        ServedModel.read(settings(tmp_path / "nowhere"))
+
+
+def test_what_a_folder_says(tmp_path):
+    folder = write_model(tmp_path / "my-model")
+    model = ServedModel.read(settings(folder, max_model_len=100))
+    assert (model.name, model.max_model_len) == ("my-model", 100)
+    assert model.defaults == {"temperature": 0.6, "top_k": 20}
+    assert ServedModel.read(settings(folder, max_model_len=10**6)).max_model_len == 512
+    assert ServedModel.read(settings(folder, served_model_name="n")).name == "n"
+    assert model.vocab_size == json.loads((folder / "config.json").read_text())["vocab_size"]
+    (folder / "chat_template.jinja").unlink()
+    assert ServedModel.read(settings(folder)).template is None

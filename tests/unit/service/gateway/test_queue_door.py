@@ -1,0 +1,206 @@
+"""The queue door: the same requests, written by foreign producers, answered on their reply streams."""
+
+import asyncio
+
+import msgpack
+import pytest
+
+from service.errors import EndReason
+from service.wire.broker import BrokerUnavailable
+from service.wire.codec import decode
+from service.wire.messages import Reply
+from tests.support.gateway import MODEL, QuickBroker, open_gateway, speech
+from tests.support.scripted_worker import Script
+
+PRODUCER = "default"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+BODIES = {
+    COMPLETIONS: {"model": MODEL, "prompt": "the and"},
+    CHAT: {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]},
+}
+
+
+class Ledger(QuickBroker):
+    """Remembers which entries were settled; `settle_failures` times it cannot."""
+
+    def __init__(self):
+        super().__init__()
+        self.settled = []
+        self.settle_failures = 0
+
+    async def settle_ingress(self, entry):
+        if self.settle_failures:
+            self.settle_failures -= 1
+            raise BrokerUnavailable("away")
+        await super().settle_ingress(entry)
+        self.settled.append(entry.entry_id)
+
+
+@pytest.fixture
+async def door(model_folder):
+    async with open_gateway(model_folder, Ledger()) as opened:
+        yield opened
+
+
+def payload(name="job", endpoint=CHAT, **more):
+    return msgpack.packb({"v": 1, "id": name, "endpoint": endpoint, "body": {**BODIES[endpoint], **more}})
+
+
+async def answer(gateway, data, name="job", within_s=5.0):
+    """All replies to one entry, once the last is there and the entry is settled."""
+    num_settled = len(gateway.broker.settled)
+    await gateway.broker.produce(PRODUCER, data)
+    async with asyncio.timeout(within_s):
+        while len(gateway.broker.settled) == num_settled:
+            await asyncio.sleep(0.005)
+    replies = [decode(Reply, reply) for reply in gateway.broker.replies(PRODUCER, name)]
+    assert [reply.number for reply in replies] == list(range(1, len(replies) + 1))
+    assert [reply.done for reply in replies] == [False] * (len(replies) - 1) + [True]
+    return replies
+
+
+@pytest.mark.parametrize("endpoint", BODIES)
+async def test_one_final_reply(door, endpoint):
+    (reply,) = await answer(door, payload(endpoint=endpoint))
+    assert (reply.id, reply.text, reply.finish_reason, reply.error) == ("job", "Hello world.", "stop", None)
+    assert reply.usage.completion_tokens == 8
+    assert door.worker.jobs[0].tenant == "producer-default"
+
+
+@pytest.mark.parametrize("endpoint", BODIES)
+async def test_text_deltas_where_a_stream_is_asked_for(door, endpoint):
+    replies = await answer(door, payload(endpoint=endpoint, stream=True))
+    assert len(replies) > 2
+    assert "".join(reply.text for reply in replies) == "Hello world."
+    assert replies[-1].finish_reason == "stop"
+    assert all(reply.usage is None for reply in replies[:-1])
+
+
+async def test_packed_prompt(door):
+    data = payload(endpoint=COMPLETIONS, prompt=b"\x01\0\0\0\x02\0\0\0")
+    assert (await answer(door, data))[0].usage.prompt_tokens == 2
+
+
+async def test_long_text_comes_in_several_replies(door, monkeypatch):
+    monkeypatch.setattr("service.gateway.queue_door.MAX_REPLY_CHARS", 5)
+    replies = await answer(door, payload())
+    assert [reply.text for reply in replies] == ["Hello", " worl", "d."]
+
+
+@pytest.mark.parametrize(
+    ("data", "name", "code", "param"),
+    [
+        (payload(temperature=3), "job", None, "temperature"),
+        (payload(n=2), "job", None, "n"),
+        (payload(bogus=1), "job", "unknown_field", "bogus"),
+        (payload(model="other"), "job", "model_not_found", "model"),
+        (payload(logprobs=True), "job", None, "logprobs"),
+        (payload(endpoint=COMPLETIONS, prompt=[10**6]), "job", None, "prompt"),
+        (payload(endpoint=COMPLETIONS, prompt=b"\x01\0\0"), "job", "invalid_message", None),
+        (msgpack.packb({"v": 1, "id": "x", "endpoint": "/v1/embeddings", "body": {}}), "x", None, "endpoint"),
+        (msgpack.packb({"v": 9, "id": "x", "endpoint": CHAT, "body": {}}), "x", "invalid_message", None),
+        (msgpack.packb({"v": 1, "id": "x", "endpoint": CHAT, "body": []}), "x", "invalid_message", None),
+        (msgpack.packb({"v": 1, "id": "x", "reply_to": "quire:jobs"}), "x", "invalid_message", None),
+        (msgpack.packb({"id": "../../jobs"}), None, "invalid_message", None),
+        (msgpack.packb({"id": 5}), None, "invalid_message", None),
+        (msgpack.packb([1, 2]), None, "invalid_message", None),
+        (b"", None, "invalid_message", None),
+        (b"\xc1", None, "invalid_message", None),
+        (b"\x91" * 100_000, None, "invalid_message", None),
+        (b"\x81\xa1a" * 100_000, None, "invalid_message", None),
+        (b"\xdd\xff\xff\xff\xff", None, "invalid_message", None),
+        (b"\x81\xa2id\xc7\x05\x01abcde", None, "invalid_message", None),
+        (b"a" * (2 << 20), None, "invalid_message", None),
+    ],
+)
+async def test_bad_entries_get_one_error_and_are_settled(door, data, name, code, param):
+    # An entry that names no job of its own is answered under the entry's id, which its producer got from XADD.
+    (reply,) = await answer(door, data, name or "1-0")
+    assert set(reply.error) <= {"message", "type", "param", "code"}
+    assert (reply.error.get("code"), reply.error.get("param")) == (code, param)
+    assert reply.usage is None
+    assert door.worker.jobs == []
+    assert (await answer(door, payload("next"), "next"))[0].text == "Hello world."
+
+
+@pytest.mark.parametrize("end", [EndReason.INTERNAL, EndReason.TOO_LARGE, EndReason.NUMERICAL_ERROR])
+async def test_jobs_that_fail(door, end):
+    door.worker.script = lambda job: speech(door.model, "He", end=end)
+    replies = await answer(door, payload(stream=True))
+    assert replies[-1].error["code"] == end.value
+    assert "".join(reply.text for reply in replies) == "He"
+
+
+async def test_deadline(door):
+    door.worker.script = lambda job: Script([], None)
+    assert (await answer(door, payload(timeout=0.05)))[0].error["code"] == "deadline"
+    assert (await door.worker.cancelled()).reason is EndReason.DEADLINE
+
+
+async def test_many_at_once(door):
+    door.worker.script = lambda job: speech(door.model, "Hello world.", step_s=0.005)
+    for number in range(50):
+        await door.broker.produce(PRODUCER, payload(f"job{number}"))
+    async with asyncio.timeout(5):
+        while len(door.broker.settled) < 50:
+            await asyncio.sleep(0.01)
+    for number in range(50):
+        (reply,) = (decode(Reply, data) for data in door.broker.replies(PRODUCER, f"job{number}"))
+        assert reply.text == "Hello world."
+
+
+async def test_bounded_concurrency(model_folder, monkeypatch):
+    monkeypatch.setattr("service.gateway.queue_door.MAX_OPEN_JOBS", 3)
+    async with open_gateway(model_folder, Ledger()) as door:
+        door.worker.script = lambda job: Script([], None)
+        for number in range(10):
+            await door.broker.produce(PRODUCER, payload(f"job{number}", timeout=0.1))
+        while len(door.worker.jobs) < 3:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.03)
+        assert len(door.worker.jobs) == 3
+
+
+async def test_a_full_queue_is_waited_for(model_folder, monkeypatch):
+    monkeypatch.setattr("service.gateway.admission.RETRY_AFTER_S", 0.05)
+    async with open_gateway(model_folder, Ledger(), max_waiting=1) as door:
+
+        async def one():
+            return 1
+
+        async def none():
+            return 0
+
+        door.broker.num_waiting = one
+        waiting = asyncio.create_task(answer(door, payload()))
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
+        door.broker.num_waiting = none
+        assert (await waiting)[0].text == "Hello world."
+
+
+async def test_settling_is_tried_again(door, monkeypatch):
+    monkeypatch.setattr("service.gateway.queue_door.RETRY_S", 0.01)
+    door.broker.settle_failures = 3
+    (reply,) = await answer(door, payload())
+    assert reply.text == "Hello world."
+
+
+async def test_what_a_drain_cuts_short_stays_unsettled_and_unanswered(model_folder):
+    broker = Ledger()
+    async with open_gateway(model_folder, broker, drain_timeout=0.05) as door:
+        door.worker.script = lambda job: Script([], None)
+        await broker.produce(PRODUCER, payload())
+        while not door.worker.jobs:
+            await asyncio.sleep(0.005)
+    assert broker.settled == []
+    assert broker.replies(PRODUCER, "job") == ()
+
+
+async def test_a_bug_costs_one_job_only(door, monkeypatch, caplog):
+    with monkeypatch.context() as patch:
+        patch.setattr("service.gateway.served_model.ServedModel.encode", lambda *args: 1 / 0)
+        (reply,) = await answer(door, payload())
+    assert reply.error["code"] == "internal_error"
+    assert "ZeroDivisionError" in caplog.text
+    assert (await answer(door, payload("next"), "next"))[0].text == "Hello world."

@@ -1,0 +1,97 @@
+"""What Prometheus sees."""
+
+import math
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from service import metrics
+from service.errors import EndReason
+from service.metrics import GatewayMetrics
+
+
+def samples(gateway_metrics):
+    """Every sample by name and labels."""
+    families = text_string_to_metric_families(gateway_metrics.exposition().decode())
+    return {(s.name, *sorted(s.labels.items())): s.value for family in families for s in family.samples}
+
+
+def find(gateway_metrics, name, **labels):
+    return samples(gateway_metrics)[(name, *sorted(labels.items()))]
+
+
+MINE = {"model_name": "m", "engine": "gateway"}
+
+
+def test_request_that_ends_well():
+    page = GatewayMetrics("m")
+    times = page.started(30)
+    assert find(page, "quire:open_requests") == 1
+    for num_tokens in (1, 2, 0, 1):
+        times.tokens(num_tokens)
+    times.ended(EndReason.STOP)
+    assert find(page, "quire:open_requests") == 0
+    assert find(page, "vllm:time_to_first_token_seconds_count", **MINE) == 1
+    assert find(page, "vllm:inter_token_latency_seconds_count", **MINE) == 2
+    assert find(page, "vllm:e2e_request_latency_seconds_count", **MINE) == 1
+    assert find(page, "vllm:request_prompt_tokens_sum", **MINE) == 30
+    assert find(page, "vllm:request_generation_tokens_sum", **MINE) == 4
+    assert find(page, "vllm:request_success_total", **MINE, finished_reason="stop") == 1
+    assert find(page, "quire:requests_ended_total", reason="stop") == 1
+
+
+def test_every_end_has_its_label():
+    page = GatewayMetrics("m")
+    for reason in EndReason:
+        page.started(1).ended(reason)
+        assert find(page, "quire:requests_ended_total", reason=reason.value) == 1
+    successes = {key: value for key, value in samples(page).items() if key[0] == "vllm:request_success_total"}
+    assert sum(successes.values()) == 3
+    assert find(page, "vllm:request_success_total", **MINE, finished_reason="abort") == 1
+
+
+def test_numbers_of_the_workers():
+    page = GatewayMetrics("m")
+    stats = {
+        metrics.STAT_NUM_RUNNING: 3,
+        metrics.STAT_NUM_WAITING: 4,
+        metrics.STAT_NUM_BLOCKS_FREE: 5,
+        metrics.STAT_NUM_BLOCKS_USED: 6,
+        metrics.STAT_KV_USAGE: 0.5,
+        metrics.STAT_KV_WASTE_RATIO: 0.1,
+        metrics.STAT_PROMPT_TOKENS_TOTAL: 70,
+        metrics.STAT_GENERATION_TOKENS_TOTAL: 80,
+        metrics.STAT_PREEMPTIONS_TOTAL: 9,
+        metrics.STAT_STEPS_TOTAL: 10,
+        metrics.STAT_STEP_TIME_MS: 11.5,
+        "something new": 1,
+    }
+    page.see_fleet({"w1": stats, "w2": {metrics.STAT_NUM_RUNNING: 1}}, 12)
+    one = {"model_name": "m", "engine": "w1"}
+    assert find(page, "vllm:num_requests_running", **one) == 3
+    assert find(page, "vllm:num_requests_running", model_name="m", engine="w2") == 1
+    assert find(page, "vllm:num_requests_waiting", **one) == 4
+    assert find(page, "quire:kv_blocks", **one, tier="gpu", state="free") == 5
+    assert find(page, "quire:kv_blocks", **one, tier="gpu", state="used") == 6
+    assert find(page, "vllm:kv_cache_usage_perc", **one) == 0.5
+    assert find(page, "quire:kv_waste_ratio", **one) == 0.1
+    assert find(page, "vllm:prompt_tokens_total", **one) == 70
+    assert find(page, "vllm:generation_tokens_total", **one) == 80
+    assert find(page, "vllm:num_preemptions_total", **one) == 9
+    assert find(page, "quire:steps_total", **one) == 10
+    assert find(page, "quire:step_time_ms", **one) == 11.5
+    assert find(page, "quire:queue_depth") == 12
+    page.see_fleet({}, math.nan)
+    assert not any(("engine", "w1") in key for key in samples(page))
+
+
+def test_responses_by_route():
+    page = GatewayMetrics("m")
+    page.responded("/v1/models/{model}", 404)
+    page.responded("/v1/models/{model}", 404)
+    assert find(page, "quire:http_responses_total", route="/v1/models/{model}", status="404") == 2
+
+
+def test_two_pages_share_nothing():
+    one, other = GatewayMetrics("a"), GatewayMetrics("b")
+    one.started(1).ended(EndReason.STOP)
+    assert find(other, "quire:requests_ended_total", reason="stop") == 0
