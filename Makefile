@@ -31,8 +31,8 @@ install: $(VENV)/$$(LOCK).stamp $(VENV)/quire.stamp ## make .venv with the quire
 run: install ## install, then serve on http://127.0.0.1:8000 (ARGS="--model DIR --port 9000" are passed on)
 	@exec $(VENV)/bin/quire serve $(ARGS)
 
-test: install $(VENV)/requirements-test.stamp ## install, then every test that needs no GPU, with coverage
-	@$(VENV)/bin/python -m pytest -m "not gpu" --cov=service --cov=model --cov-report=term:skip-covered $(ARGS)
+test: install $(VENV)/requirements-test.stamp ## install, then every test, with coverage (what needs a GPU is skipped by name)
+	@$(VENV)/bin/python -m pytest --cov=service --cov=model --cov-report=term:skip-covered $(ARGS)
 
 test-gpu: $(if $(PYTHON_BIN),,gpu-env) ## each kernel against its NumPy twin (PYTHON_BIN=python3 uses that Python as it is)
 	@$(or $(PYTHON_BIN),$(VENV)/bin/python) -m pytest tests/kernel -m gpu $(ARGS)
