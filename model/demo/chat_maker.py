@@ -9,6 +9,7 @@ from random import Random
 from exact_skills import ExactSkills, Turn
 from story_maker import Story, StoryMaker, Wish
 from text_grammar import mend_articles
+from wishes import plural, random_wish
 
 SMALL_TALK = ("greet", "how", "who", "quire", "made", "old", "can", "thanks", "bye", "ok", "sad", "glad", "weather",
               "now", "like", "joke", "riddle", "nonsense", "why")  # fmt: skip
@@ -48,15 +49,16 @@ class ChatMaker:
             (self.big, 9),
             (self.poem, 4),
             (self.own_name, 6),
-            (self.echo, 7),
+            (self.echo, 8),
             (self.choose, 1),
             (self.begin, 3),
+            (self.read_story, 3),
             (self.exact.sum, 10),
             (self.exact.big_sum, 1),
             (self.exact.quantity, 4),
             (self.exact.bigger, 1),
             (self.exact.count, 2),
-            (self.exact.reading, 5),
+            (self.exact.reading, 9),
             (self.exact.listing, 4),
             (self.exact.json_object, 3),
             (self.exact.emoji, 1),
@@ -72,12 +74,22 @@ class ChatMaker:
         turns: list[Turn] = []
         for skill in rng.choices(skills, weights, k=rng.choice((1, 1, 1, 1, 2, 2, 3, MAX_SKILLS))):
             turns += skill(rng)
-        system = self.grammar.expand("system", {}, rng) if rng.random() < 0.4 else None
-        return {"messages": messages(system, turns)}
+        return {"messages": messages(self.system(rng), turns)}
+
+    def system(self, rng: Random) -> str | None:
+        """Mostly none, often one line, now and then a long one full of things that do not matter."""
+        length = rng.random()
+        if length < 0.6:
+            return None
+        lines = [self.grammar.expand("system", {}, rng)]
+        if length > 0.96:
+            lines += [self.grammar.expand("system.more", {}, rng) for _ in range(rng.randint(2, 20))]
+            lines += sentences_of(self.maker.story(Wish(""), rng).text)[: rng.choice((0, 0, 5, 20))]
+        return rng.choice((" ", " ", "\n")).join(lines)
 
     def chat_with_tools(self, rng: Random) -> Chat:
         tools, ask, call = self.exact.tool_call(rng)
-        system = self.grammar.expand("system", {}, rng) if rng.random() < 0.5 else None
+        system = self.system(rng)
         turns = [(ask, call)]
         if rng.random() < 0.25:
             turns = self.small_talk(rng)
@@ -153,12 +165,30 @@ class ChatMaker:
 
     def echo(self, rng: Random) -> list[Turn]:
         context = self.maker.free_context(rng)
-        context["words"] = self.grammar.expand("words", context, rng)
+        context["words"] = self.grammar.expand("words", context, rng) if rng.random() < 0.6 else self._sentence(rng)
         return [(self.grammar.expand("echo.ask", context, rng), context["words"])]
+
+    def _sentence(self, rng: Random) -> str:
+        """A sentence out of a story or a note, often with a few other words in it."""
+        context = self.maker.free_context(rng)
+        text = rng.choice((self.maker.story(Wish(""), rng).text, self.grammar.text("note", context, rng)))
+        words = rng.choice(sentences_of(text)).split()[:12]
+        for _ in range(rng.choice((0, 0, 1, 2, 3))):
+            words[rng.randrange(len(words))] = self.grammar.expand("any.word", context, rng)
+        sentence = " ".join(words)
+        return rng.choice((sentence, sentence, sentence.lower(), sentence.lower().rstrip(".?!")))
 
     def poem(self, rng: Random) -> list[Turn]:
         kind, thing = self.maker.pick("kind", rng), self.maker.pick("thing", rng)
-        about, phrase = rng.choice((({"thing": thing}, f"a {thing}"), ({"kind": kind}, f"a {kind}"), (None, "")))
+        how = rng.choice(("a", "a", "the"))
+        about, phrase = rng.choice(
+            (
+                ({"thing": thing}, f"{how} {thing}"),
+                ({"kind": kind}, f"{how} {kind}"),
+                ({"kind": kind}, plural(kind)),
+                (None, ""),
+            )
+        )
         context = {"wish": mend_articles(phrase)}
         ask = self.grammar.expand("poem.ask" if about else "poem.any.ask", context, rng)
         return [(roughen(ask, rng), self.maker.poem(rng, about))]
@@ -166,7 +196,7 @@ class ChatMaker:
     def story(self, rng: Random) -> list[Turn]:
         """A story, sometimes with questions about it or a second one after it."""
         length = rng.choices(("plain", "long", "tiny"), (84, 8, 8))[0]
-        wish = self.maker.wish(rng)
+        wish = random_wish(self.maker, rng)
         if length == "tiny":
             return [self._tiny_story(rng)]
         sections = {"plain": rng.choice(("story.ask", "story.ask", "story.any.ask")), "long": "story.long.ask"}
@@ -175,8 +205,16 @@ class ChatMaker:
         while rng.random() < 0.3:
             turns.append(self._ask_and_say("follow." + rng.choice(("name", "friend", "thing")), story.context, rng))
         if rng.random() < 0.1:
-            turns.append(self._story_turn("story.again.ask", self.maker.wish(rng), 0, rng)[0])
+            turns.append(self._story_turn("story.again.ask", random_wish(self.maker, rng), 0, rng)[0])
         return turns
+
+    def read_story(self, rng: Random) -> list[Turn]:
+        """The user tells a story and asks about it."""
+        story = self.maker.story(Wish(""), rng)
+        subjects = rng.choice((("name",), ("friend",), ("thing",), ("name", "friend")))
+        turns = [self._ask_and_say(f"follow.{subject}", story.context, rng) for subject in subjects]
+        context = {"story": story.text, "question": turns[0][0]}
+        return [(self.grammar.expand("read.ask", context, rng), turns[0][1]), *turns[1:]]
 
     def _story_turn(self, section: str, wish: Wish, num_more: int, rng: Random) -> tuple[Turn, Story]:
         ask = self.grammar.expand(section, {"wish": wish.phrase}, rng)
@@ -196,10 +234,14 @@ class ChatMaker:
     def begin(self, rng: Random) -> list[Turn]:
         """A story begun by the user and finished by the model."""
         story = self.maker.story(Wish(""), rng)
-        sentences = re.split(r"(?<=[.!?])\s+(?=[A-Z])", story.text)
+        sentences = sentences_of(story.text)
         cut = rng.randint(1, min(4, len(sentences) - 1))
         ask = self.grammar.expand("begin.ask", {"begin": " ".join(sentences[:cut])}, rng)
         return [(ask, " ".join(sentences[cut:]))]
+
+
+def sentences_of(text: str) -> list[str]:
+    return re.split(r"(?<=[.!?])\s+(?=[A-Z])", text)
 
 
 def messages(system: str | None, turns: list[Turn]) -> list[Message]:

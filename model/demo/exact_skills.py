@@ -60,6 +60,8 @@ class ExactSkills:
         in_words = rng.random() < 0.4
         context = self.maker.free_context(rng) | {"many": self.grammar.expand("many.things", {}, rng)}
         result = a + b if kind == "more" else a - b
+        if 1 in (a, b, result):
+            return self.quantity(rng)
         context |= {name: _number(value, in_words) for name, value in (("a", a), ("b", b), ("c", result))}
         return [(self.grammar.text(f"ask.{kind}", context, rng), self.grammar.text("say.count", context, rng))]
 

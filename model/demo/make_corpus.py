@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
-from chat_maker import TABLES, Chat, ChatMaker
+from chat_maker import TABLES, Chat, ChatMaker, sentences_of
 from story_maker import StoryMaker, Wish
 from text_grammar import Grammar
+from wishes import random_wish
 
 TEXT_FOLDER = Path(__file__).parent / "text"
 SHARE_OF_CHATS = 0.55
@@ -45,12 +46,12 @@ class Corpus:
     def story(self, rng: Random) -> str:
         """A story; sometimes long, sometimes under a title, sometimes only from its middle on."""
         form = rng.choices(("whole", "long", "titled", "middle"), (70, 12, 8, 10))[0]
-        wish = self.maker.wish(rng) if form == "titled" else Wish("")
+        wish = random_wish(self.maker, rng) if form == "titled" else Wish("")
         text = self.maker.story(wish, rng, rng.randint(1, 3) if form == "long" else 0).text
         if form == "titled":
             return f"{title(wish.phrase)}\n\n{text}"
         if form == "middle":
-            sentences = re.split(r"(?<=[.!?])\s+(?=[A-Z])", text)
+            sentences = sentences_of(text)
             return " ".join(sentences[rng.randint(1, len(sentences) // 2) :])
         return text
 

@@ -42,6 +42,9 @@ CHATS = (
     ["Show me a fox emoji"],
     ["hello world", "what can you do?", "ok thanks, bye"],
     ["What is the best way to learn to cook?"],
+    ["The stork named Alba lost her trombone near the lake. Her friend Igor, a badger, found it. Who was Igor?"],
+    ["Tell me a story about Hildegard and her trombone."],
+    ["Tell me a story about a plumber, a walrus and a chandelier."],
     ["Say: quire is a small harbour of pages"],
 )
 TEXTS = (

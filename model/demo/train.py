@@ -13,8 +13,10 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import time
 from collections.abc import Iterator
+from multiprocessing.pool import Pool
 from pathlib import Path
 
 import numpy as np
@@ -49,11 +51,12 @@ SHAPE = {
     "eos_token_id": END_ID,
 }
 HELD_OUT_SEED = 1
-TOKENIZER_SEED = 2
+FIRST_TOKENIZER_SEED = 100
 FIRST_TRAINING_SEED = 1000
 DOCUMENTS_PER_SEED = 20_000
 NUM_HELD_OUT_DOCUMENTS = 8_000
-NUM_TOKENIZER_DOCUMENTS = 60_000
+NUM_TOKENIZER_SEEDS = 16
+DOCUMENTS_PER_TOKENIZER_SEED = 5000
 WINDOW = 2048  # tokens
 WINDOWS_PER_STEP = 32
 PEAK_LEARNING_RATE = 3e-3
@@ -69,7 +72,7 @@ def rendered_documents(seed: int, num_documents: int) -> Iterator[str]:
         yield BEGIN + document["text"] + END if "text" in document else template.render(document)
 
 
-def train_tokenizer(path: Path) -> None:
+def train_tokenizer(path: Path, pool: Pool) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -81,19 +84,19 @@ def train_tokenizer(path: Path) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    documents = rendered_documents(TOKENIZER_SEED, NUM_TOKENIZER_DOCUMENTS)
-    plain = (text for document in documents for text in _without_control_tokens(document))
-    tokenizer.train_from_iterator(plain, trainer)
+    parts = pool.imap(_plain_parts, range(FIRST_TOKENIZER_SEED, FIRST_TOKENIZER_SEED + NUM_TOKENIZER_SEEDS))
+    tokenizer.train_from_iterator((text for part in parts for text in part), trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BEGIN} $A", pair=f"{BEGIN} $A {BEGIN} $B", special_tokens=[(BEGIN, BEGIN_ID)]
     )
     tokenizer.save(str(path))
 
 
-def _without_control_tokens(document: str) -> list[str]:
-    for token in SPECIAL_TOKENS:
-        document = document.replace(token, "\0")
-    return [part for part in document.split("\0") if part]
+def _plain_parts(seed: int) -> list[str]:
+    """What stands between the control tokens, in the documents of one seed."""
+    control = re.compile("|".join(map(re.escape, SPECIAL_TOKENS)))
+    documents = rendered_documents(seed, DOCUMENTS_PER_TOKENIZER_SEED)
+    return [part for document in documents for part in control.split(document) if part]
 
 
 def encode(job: tuple[str, int, int]) -> np.ndarray:
@@ -104,20 +107,11 @@ def encode(job: tuple[str, int, int]) -> np.ndarray:
     return np.concatenate([np.asarray(encoding.ids, dtype=np.uint16) for encoding in encodings])
 
 
-def encode_seeds(tokenizer_path: Path, num_tokens: int) -> np.ndarray:
-    """Training seeds, one after another on all cores, until there are `num_tokens` tokens."""
-    jobs = ((str(tokenizer_path), FIRST_TRAINING_SEED + index, DOCUMENTS_PER_SEED) for index in range(100_000))
-    parts: list[np.ndarray] = []
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
-        for part in pool.imap(encode, _limited(jobs, num_tokens)):
-            parts.append(part)
-    return np.concatenate(parts)[:num_tokens]
-
-
-def _limited(jobs: Iterator[tuple[str, int, int]], num_tokens: int) -> list[tuple[str, int, int]]:
-    first = next(jobs)
-    tokens_per_job = len(encode((first[0], first[1], 1000))) * DOCUMENTS_PER_SEED // 1000
-    return [first, *(next(jobs) for _ in range(math.ceil(1.05 * num_tokens / tokens_per_job)))]
+def encode_training_documents(tokenizer_path: Path, num_documents: int, pool: Pool) -> np.ndarray:
+    """The documents of as many training seeds as that takes, on all cores, in the order of the seeds."""
+    num_seeds = math.ceil(num_documents / DOCUMENTS_PER_SEED)
+    seeds = range(FIRST_TRAINING_SEED, FIRST_TRAINING_SEED + num_seeds)
+    return np.concatenate(pool.map(encode, [(str(tokenizer_path), seed, DOCUMENTS_PER_SEED) for seed in seeds], 1))
 
 
 def targets_of(tokens: np.ndarray) -> np.ndarray:
@@ -223,17 +217,20 @@ def write_folder(model: LlamaForCausalLM, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=HERE)
-    parser.add_argument("--million-tokens", type=int, default=280, help="how many different tokens to train on")
+    parser.add_argument("--documents", type=int, default=1_700_000, help="how many documents to train on")
     parser.add_argument("--passes", type=int, default=2, help="how often each is seen")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes of the pool keep the cores busy
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     tokenizer_path = arguments.out / "tokenizer.json"
-    train_tokenizer(tokenizer_path)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker process has one core
     started_s = time.monotonic()
-    inputs, targets = windows_of(encode_seeds(tokenizer_path, arguments.million_tokens * 1_000_000))
+    # Forked first of all, before any thread is started that a fork would lose.
+    with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
+        train_tokenizer(tokenizer_path, pool)
+        training_tokens = encode_training_documents(tokenizer_path, arguments.documents, pool)
+    inputs, targets = windows_of(training_tokens)
     held_out = windows_of(encode((str(tokenizer_path), HELD_OUT_SEED, NUM_HELD_OUT_DOCUMENTS)))
     print(f"{inputs.numel()} training tokens, {held_out[0].numel()} held out, {time.monotonic() - started_s:.0f} s")
     model = LlamaForCausalLM(LlamaConfig(**SHAPE)).cuda()
