@@ -29,9 +29,7 @@ def test_every_family_and_rope_has_a_golden():
     assert len(NAMES) == 12
 
 
-@pytest.mark.parametrize(
-    ("lengths", "block_size"), [(WHOLE, 16), (CHUNKS, 8), (CHUNKS, 32), (TOKENS, 8), (TOKENS, 16), (TOKENS, 32)]
-)
+@pytest.mark.parametrize(("lengths", "block_size"), [(WHOLE, 16), (CHUNKS, 8), (CHUNKS, 32), (TOKENS, 8), (TOKENS, 32)])
 def test_logits(golden: Golden, model: Llama, lengths: list[int], block_size: int):
     assert relative_error(golden.in_chunks(model, lengths, block_size), golden.logits) < FLOAT32_ERROR
 

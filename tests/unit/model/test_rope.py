@@ -1,0 +1,93 @@
+"""Rope tables against their formulas; the goldens hold them against transformers."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from model.rope import attention_factor, inverse_frequencies, rope_tables
+from model.rope_config import RopeConfig
+
+DEFAULT = RopeConfig(kind="default", theta=10000.0)
+LLAMA3 = RopeConfig(
+    kind="llama3", theta=500000.0, factor=8.0, original_max_position=8192, low_freq_factor=1.0, high_freq_factor=4.0
+)
+YARN = RopeConfig(kind="yarn", theta=10000.0, factor=4.0, original_max_position=2048)
+
+
+def test_default_tables():
+    cos, sin = rope_tables(DEFAULT, 64, 100)
+    assert cos.shape == sin.shape == (100, 32)
+    assert cos.dtype == sin.dtype == np.float32
+    angle = 77 * 10000.0 ** (-2 * 5 / 64)
+    assert cos[77, 5] == pytest.approx(math.cos(angle), abs=1e-5)
+    assert sin[77, 5] == pytest.approx(math.sin(angle), abs=1e-5)
+    assert (cos[0] == 1).all()
+    assert (sin[0] == 0).all()
+
+
+def test_linear_reads_positions_closer_together():
+    cos, _ = rope_tables(RopeConfig(kind="linear", theta=10000.0, factor=4.0), 64, 100)
+    plain, _ = rope_tables(DEFAULT, 64, 25)
+    np.testing.assert_allclose(cos[::4], plain, atol=1e-5)
+
+
+def test_dynamic_is_plain_up_to_the_original_length():
+    rope = RopeConfig(kind="dynamic", theta=10000.0, factor=2.0, original_max_position=128)
+    plain = inverse_frequencies(DEFAULT, 64, 0)
+    for max_model_len in (1, 128):
+        np.testing.assert_array_equal(inverse_frequencies(rope, 64, max_model_len), plain)
+    # At twice the length, 2 * 2 - 1 = 3: the slowest frequency is that much slower, the fastest is not
+    stretched = inverse_frequencies(rope, 64, 256)
+    assert stretched[0] == plain[0] == 1
+    assert stretched[-1] == pytest.approx(plain[-1] / 3)
+
+
+def test_llama3_against_the_published_loop():
+    plain = inverse_frequencies(RopeConfig(kind="default", theta=500000.0), 128, 0)
+    expected = []
+    for frequency in plain:
+        wavelength = 2 * math.pi / frequency
+        if wavelength < 8192 / 4.0:
+            expected.append(frequency)
+        elif wavelength > 8192 / 1.0:
+            expected.append(frequency / 8.0)
+        else:
+            smooth = (8192 / wavelength - 1.0) / (4.0 - 1.0)
+            expected.append((1 - smooth) * frequency / 8.0 + smooth * frequency)
+    np.testing.assert_allclose(inverse_frequencies(LLAMA3, 128, 0), expected, rtol=1e-12)
+    assert len({bool(e == p) for e, p in zip(expected, plain, strict=True)}) == 2
+
+
+def test_yarn_keeps_fast_and_stretches_slow_frequencies():
+    plain, yarn = inverse_frequencies(DEFAULT, 128, 0), inverse_frequencies(YARN, 128, 0)
+    turns = 2048 * plain / (2 * math.pi)
+    np.testing.assert_allclose(yarn[turns > 40], plain[turns > 40])
+    np.testing.assert_allclose(yarn[turns < 0.8], plain[turns < 0.8] / 4)
+    assert (np.diff(yarn / plain) <= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 0.1 * math.log(4) + 1),
+        ({"attention_factor": 0.5}, 0.5),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
+        ({"mscale": 2.0, "mscale_all_dim": 1.0}, (0.2 * math.log(4) + 1) / (0.1 * math.log(4) + 1)),
+        ({"factor": 1.0}, 1.0),
+        ({"kind": "linear", "attention_factor": 0.5}, 1.0),
+    ],
+)
+def test_attention_factor_is_in_both_tables(changes: dict, expected: float):
+    rope = RopeConfig(**{**YARN.__dict__, **changes})
+    assert attention_factor(rope) == pytest.approx(expected)
+    cos, sin = rope_tables(rope, 64, 50)
+    np.testing.assert_allclose(np.hypot(cos, sin), expected, rtol=1e-5)
+
+
+def test_yarn_ramp_of_no_width_is_a_step():
+    rope = RopeConfig(**{**YARN.__dict__, "beta_fast": 8.0, "beta_slow": 8.0, "truncate": False})
+    ratio = inverse_frequencies(rope, 128, 0) / inverse_frequencies(DEFAULT, 128, 0)
+    assert {round(value, 6) for value in ratio.tolist()} == {1.0, 0.25}
