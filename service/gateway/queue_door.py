@@ -76,6 +76,8 @@ class QueueDoor:
                 await self._persistently(lambda: self._hall.broker.settle_ingress(entry))
         except BrokerUnavailable:
             log.warning("ingress entry left unsettled %s", fields(producer=entry.producer, entry=entry.entry_id))
+        except Exception as error:
+            incident(error, "queue")
 
     async def _answer(self, entry: IngressEntry, answer: _Answer) -> bool:
         """Whether the entry has its final reply."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from service.errors import ENDINGS, EndReason, RequestError
 from service.gateway.admission import Ticket, unavailable
@@ -54,10 +54,18 @@ class Outcome:
     cached_tokens: int | None  # None where the end was seen here before the worker told it
 
 
+class EventStream(Protocol):
+    """What the brokers' `follow` gives: an iterator that can be let go of before its end."""
+
+    async def __anext__(self) -> Event: ...
+
+    async def aclose(self) -> None: ...
+
+
 class Run:
     """One open request: iterate it to its end, then look at `outcome`."""
 
-    def __init__(self, ticket: Ticket, events: AsyncGenerator[Event], model: ServedModel, times: RequestTimes) -> None:
+    def __init__(self, ticket: Ticket, events: EventStream, model: ServedModel, times: RequestTimes) -> None:
         request = ticket.request
         self._ticket = ticket
         self._events = events
@@ -175,7 +183,7 @@ class Relay:
         if self._cancels:
             await asyncio.wait(self._cancels, timeout=CLOSE_TIMEOUT_S)
 
-    def _leave(self, run: Run, job_id: str, events: AsyncGenerator[Event]) -> None:
+    def _leave(self, run: Run, job_id: str, events: EventStream) -> None:
         # Said by a task of its own: the request's task may itself be cancelled, its client having left.
         if not run.ended_by_worker:
             reason = run.reason if run.reason in (EndReason.STOP, EndReason.DEADLINE) else EndReason.CANCELLED
