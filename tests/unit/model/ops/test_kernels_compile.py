@@ -1,0 +1,54 @@
+"""Every kernel compiles, in every dtype and for the oldest and the newest architectures; no GPU is needed for that."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from model.ops.cuda_attention import decode_attention, prefill_attention
+from model.ops.interface import NO_WINDOW
+from tests.support.source_tree import ROOT
+
+BUILDS = (("float32", "80"), ("float16", "80"), ("bfloat16", "80"), ("bfloat16", "90a"), ("bfloat16", "120"))
+DTYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}
+SHAPE = {"HEAD_DIM": 128, "BLOCK_SIZE": 16}
+ALSO = {"add_bias": ({"OUT_FLOAT": 0}, {"OUT_FLOAT": 1})}
+NAMES = sorted(path.stem for path in (ROOT / "cuda").glob("*.cu"))
+
+
+def builds_of(name: str, dtype_code: int) -> list[dict[str, int]]:
+    """The sets of defines that this kernel is built with for Llama-3.1-8B's heads."""
+    if name not in ("paged_decode_attention", "paged_prefill_attention"):
+        return [{"QUIRE_DTYPE": dtype_code, **SHAPE, **more} for more in ALSO.get(name, ({},))]
+    builds = []
+    kernels = SimpleNamespace(
+        get=lambda _, *, shared_bytes, **defines: builds.append(defines) or (lambda *launch: None)
+    )
+    ops = SimpleNamespace(dtype_code=dtype_code, kernels=kernels, num_sms=132, stream=None, temporary=np.empty)
+    q, kv = np.empty((96, 32, 128), np.float32), np.empty((1, 1, 2, 8, 16, 128), np.float32)
+    ints = np.zeros(97, np.int32)
+    tables = np.zeros((96, 64), np.int32)
+    if name == "paged_decode_attention":
+        decode_attention(ops, q, kv, 0, tables, ints[:96], 0.1, NO_WINDOW, q)
+    else:
+        for longest in (1, 96):
+            prefill_attention(ops, q, kv, 0, tables, ints[:96], ints, longest, 0.1, NO_WINDOW, q)
+    return builds
+
+
+@pytest.mark.parametrize(("dtype", "architecture"), BUILDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_it_compiles(name, dtype, architecture):
+    reason = "no compiler: needs the packages of the compile extra"
+    kernels = pytest.importorskip("model.ops.kernels", reason=reason, exc_type=ImportError)
+    for defines in builds_of(name, DTYPE_CODES[dtype]):
+        assert kernels.compile_cubin(name, architecture, defines).startswith(b"\x7fELF")
+
+
+def test_a_mistake_is_told_with_its_line():
+    reason = "no compiler: needs the packages of the compile extra"
+    kernels = pytest.importorskip("model.ops.kernels", reason=reason, exc_type=ImportError)
+    with pytest.raises(kernels.KernelError, match=r"types\.cuh\(\d+\).*QUIRE_DTYPE is 0, 1 or 2"):
+        kernels.compile_cubin("rms_norm", "80", {"QUIRE_DTYPE": 7})
