@@ -14,16 +14,17 @@
 // fp32: CUDA cores, a query row a CTA (ROWS 1), for tests and small models.
 //
 // Preconditions: 16-byte aligned arrays; max_blocks > 0; scale > 0; window > 0; one launch at a time on a device (the
-// counters of `arrived` are shared by all). Rows with context_len <= 0 get zeros and read nothing; block ids outside the
-// pool read as zeros. Workspace: partial_sums float[S, Hq, num_splits, HEAD_DIM], partial_stats float2[S, Hq, num_splits].
+// counters of `arrived` are shared by all); num_splits at most MAX_SPLITS, and 1 where S * gridDim.x is above MAX_PAIRS.
+// Rows with context_len <= 0 get zeros and read nothing; block ids outside the pool read as zeros. Workspace, not touched
+// by one split: partial_sums float[S, Hq, num_splits, HEAD_DIM], partial_stats float2[S, Hq, num_splits].
 // Roofline: bytes of the visible keys and values over memory bandwidth; 0.90 of the device's copy rate from 256 MB up.
 #include "attention.cuh"
 #include "mma.cuh"
 #include "split_kv.cuh"
 #include "types.cuh"
 
-constexpr int TILE = 16;                                            // tokens of a warp's step
-constexpr int PART_STEP = WARPS * WARP_SIZE;                        // parts are multiples: every warp gets its share
+constexpr int TILE = 16;                      // tokens of a warp's step
+constexpr int PART_STEP = WARPS * WARP_SIZE;  // parts are multiples of it, so that every warp gets its share
 
 struct Part {
     int first;       // token that the window shows first

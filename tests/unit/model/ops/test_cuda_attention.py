@@ -1,0 +1,118 @@
+"""What the attention launchers ask for, without a GPU: tiles that fit every architecture, grids the host can know."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from model.ops.cuda_attention import decode_attention, prefill_attention
+from model.ops.interface import NO_WINDOW
+
+SMALLEST_SHARED_LIMIT_BYTES = 99 << 10  # a block's on sm_86, sm_89 and sm_120
+FP32, BF16 = 0, 2
+
+
+class RecordingOps:
+    """Keeps the last launch instead of making it."""
+
+    num_sms = 132
+    stream = None
+
+    def __init__(self, dtype_code: int):
+        self.dtype_code = dtype_code
+        self.kernels = SimpleNamespace(get=self._get)
+        self.temporaries = []
+        self.build, self.grid, self.block, self.shared_bytes = None, None, None, None
+
+    def temporary(self, shape, dtype):
+        self.temporaries.append(shape)
+        return np.empty(shape, dtype)
+
+    def _get(self, name, *, shared_bytes, **defines):
+        self.build = (name, defines)
+
+        def launch(grid, block, args, shared_mem, stream):
+            assert shared_mem == shared_bytes
+            assert not any(type(argument) in (int, float) for argument in args), "a plain number has no C width"
+            self.grid, self.block, self.shared_bytes = grid, block, shared_mem
+
+        return launch
+
+
+def decoded(dtype_code=BF16, num_sequences=1, heads=(32, 8), head_dim=128, max_blocks=2048, window=NO_WINDOW):
+    ops = RecordingOps(dtype_code)
+    q = np.empty((num_sequences, heads[0], head_dim), np.float32)
+    kv = np.empty((1, 1, 2, heads[1], 16, head_dim), np.float32)
+    tables = np.empty((num_sequences, max_blocks), np.int32)
+    decode_attention(ops, q, kv, 0, tables, np.empty(num_sequences, np.int32), 0.1, window, q)
+    return ops
+
+
+def prefilled(dtype_code=BF16, chunks=(4096,), heads=(32, 8), head_dim=128):
+    ops = RecordingOps(dtype_code)
+    q = np.empty((sum(chunks), heads[0], head_dim), np.float32)
+    kv = np.empty((1, 1, 2, heads[1], 16, head_dim), np.float32)
+    tables, lens = np.empty((len(chunks), 256), np.int32), np.empty(len(chunks), np.int32)
+    start = np.empty(len(chunks) + 1, np.int32)
+    prefill_attention(ops, q, kv, 0, tables, lens, start, max(chunks), 0.1, NO_WINDOW, q)
+    return ops
+
+
+@pytest.mark.parametrize("dtype_code", [FP32, BF16])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_tiles_fit_every_architecture(dtype_code, head_dim):
+    assert decoded(dtype_code, head_dim=head_dim).shared_bytes <= SMALLEST_SHARED_LIMIT_BYTES
+    for chunks in ((1,), (4096,)):
+        assert prefilled(dtype_code, chunks, head_dim=head_dim).shared_bytes <= SMALLEST_SHARED_LIMIT_BYTES
+
+
+def test_one_long_sequence_is_cut_to_fill_the_device():
+    ops = decoded(max_blocks=2048)
+    assert ops.grid == (8, 33, 1)
+    assert ops.temporaries == [(32 * 33, 128), (32 * 33, 2)]
+
+
+def test_many_sequences_are_not_cut_and_need_no_workspace():
+    ops = decoded(num_sequences=128)
+    assert ops.grid == (8, 1, 128)
+    assert ops.temporaries == [(0, 128), (0, 2)]
+
+
+def test_parts_are_not_shorter_than_they_are_worth():
+    assert decoded(max_blocks=32).grid == (8, 4, 1)  # 512 tokens
+    assert decoded(max_blocks=2048, window=200).grid == (8, 2, 1)
+
+
+def test_parts_of_one_kv_head_stay_within_the_memory_for_their_weights():
+    ops = decoded(heads=(4, 1), max_blocks=8192)
+    assert ops.grid == (1, 256, 1)
+    assert ops.build[1]["MAX_SPLITS"] == 256
+
+
+def test_a_large_group_is_shared_by_several_blocks():
+    assert decoded(num_sequences=128, heads=(40, 2)).grid == (4, 1, 128)
+    assert decoded(FP32, num_sequences=128, heads=(32, 8)).grid == (32, 1, 128)
+
+
+def test_prefill_packs_the_heads_of_a_group_into_its_rows():
+    assert prefilled().grid == (8, 1, 128)
+    assert prefilled(chunks=(100, 7, 64)).grid == (8, 3, 4)
+    assert prefilled(chunks=(16, 3)).grid == (8, 2, 1)
+    assert prefilled(chunks=(16, 3)).build[1]["ROW_TILES"] == 1
+
+
+def test_no_rows_are_no_launch():
+    assert decoded(num_sequences=0).grid is None
+    assert prefilled(chunks=(0,)).grid is None
+
+
+@pytest.mark.parametrize("head_dim", [80, 256])
+def test_the_kernels_agree_on_the_shared_memory(head_dim):
+    kernels = pytest.importorskip(
+        "model.ops.kernels", reason="needs the packages of the cuda extra", exc_type=ImportError
+    )
+    for ops in (decoded(head_dim=head_dim), prefilled(head_dim=head_dim)):
+        name, defines = ops.build
+        assert kernels.compile_cubin(name, "86", defines).startswith(b"\x7fELF")
