@@ -14,7 +14,7 @@ static_assert(BLOCK_SIZE >= 8 && (BLOCK_SIZE & (BLOCK_SIZE - 1)) == 0, "block_si
 constexpr __host__ __device__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 constexpr __host__ __device__ int at_most(int a, int b) { return a < b ? a : b; }
 
-// Keys and values of one layer and kv head, as one sequence sees them: kv [num_blocks, L, 2, Hkv, BLOCK_SIZE, HEAD_DIM].
+// Keys and values of one layer and kv head of kv [num_blocks, L, 2, Hkv, BLOCK_SIZE, HEAD_DIM], as one sequence sees them.
 // A block id outside the pool is never followed: its tokens read as zeros.
 struct PagedHead {
     const T* keys;      // token 0 of block 0
@@ -56,7 +56,9 @@ __device__ __forceinline__ float minus_infinity() { return -positive_infinity();
 __device__ __forceinline__ float finite_base(float maximum) { return maximum == minus_infinity() ? 0.0f : maximum; }
 
 // 1 / total, 0 for a row that saw nothing; a NaN stays one.
-__device__ __forceinline__ float reciprocal_or_zero(float total) { return total == 0.0f ? 0.0f : __fdividef(1.0f, total); }
+__device__ __forceinline__ float reciprocal_or_zero(float total) {
+    return total == 0.0f ? 0.0f : __fdividef(1.0f, total);
+}
 
 #if QUIRE_DTYPE != 0
 

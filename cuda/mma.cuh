@@ -1,7 +1,7 @@
 // The tensor-core and asynchronous-copy instructions of sm_80 and later, as functions. Nothing but inline PTX lives
 // here: mma.h does not compile under NVRTC, and the fragments' layouts are needed anyway.
 //
-// Fragment layouts, with g = lane / 4 and t = lane % 4 (rows x columns, two 16-bit elements a register, low half first):
+// Fragment layouts, g = lane / 4 and t = lane % 4 (rows x columns, two 16-bit elements a register, low half first):
 //   A, 16 x 16   a[0] = A[g][2t, 2t+1]   a[1] = A[g+8][2t, 2t+1]   a[2] = A[g][2t+8, 2t+9]   a[3] = A[g+8][2t+8, 2t+9]
 //   B, 16 x 8    b0 = B[2t, 2t+1][g]     b1 = B[2t+8, 2t+9][g]
 //   C, 16 x 8    c[0], c[1] = C[g][2t, 2t+1]     c[2], c[3] = C[g+8][2t, 2t+1]

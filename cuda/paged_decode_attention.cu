@@ -1,23 +1,25 @@
-// Paged decode attention: one query row a sequence and head against the cached keys and values. Split-KV flash decoding.
+// Paged decode attention: one query row a sequence and head against the cached keys and values. Split-KV flash
+// decoding.
 //
 // q, out [S, Hq, HEAD_DIM]; kv [num_blocks, L, 2, Hkv, BLOCK_SIZE, HEAD_DIM]; block_tables int32[S, max_blocks];
 // context_lens int32[S]. Twin: NumpyOps.paged_decode_attention. Grid (Hkv * SLICES, num_splits, S), THREADS threads,
 // SHARED_BYTES of dynamic shared memory. Each CTA takes one kv head's ROWS query rows and an equal part of what the
-// sequence really sees (`part_of`, read from context_lens on the device, so a captured graph serves every length); parts
-// that a short sequence does not need exit at once. A sequence of one part goes straight to out. Otherwise the parts
-// leave (sum, maximum, total) in the workspace and the last to arrive combines them: no second kernel. A planner that
-// gives parts of equal work over all sequences only has to replace `part_of` and the meaning of blockIdx.
+// sequence really sees (`part_of`, read from context_lens on the device, so a captured graph serves every length);
+// parts that a short sequence does not need exit at once. A sequence of one part goes straight to out. Otherwise the
+// parts leave (sum, maximum, total) in the workspace and the last to arrive combines them: no second kernel. A planner
+// that gives parts of equal work over all sequences only has to replace `part_of` and the meaning of blockIdx.
 //
-// fp16, bf16: every warp streams tiles of 16 tokens of its own through its own STAGES of shared memory (cp.async through
-// the block table), with no barrier wider than a warp in the loop. Tokens are the M of the product, the packed query rows
-// its N: S^T = K Q^T, O^T = V^T P^T, so eight query rows cost one instruction and fragments of P are one movmatrix away.
-// fp32: CUDA cores, a query row a CTA (ROWS 1), for tests and small models.
+// fp16, bf16: every warp streams tiles of 16 tokens of its own through its own STAGES of shared memory (cp.async
+// through the block table), with no barrier wider than a warp in the loop. Tokens are the M of the product, the packed
+// query rows its N: S^T = K Q^T, O^T = V^T P^T, so eight query rows cost one instruction and fragments of P are one
+// movmatrix away. fp32: CUDA cores, a query row a CTA (ROWS 1), for tests and small models.
 //
 // Preconditions: 16-byte aligned arrays; max_blocks > 0; scale > 0; window > 0; one launch at a time on a device (the
-// counters of `arrived` are shared by all); num_splits at most MAX_SPLITS, and 1 where S * gridDim.x is above MAX_PAIRS.
-// Rows with context_len <= 0 get zeros and read nothing; block ids outside the pool read as zeros. Workspace, not touched
-// by one split: partial_sums float[S, Hq, num_splits, HEAD_DIM], partial_stats float2[S, Hq, num_splits].
-// Roofline: bytes of the visible keys and values over memory bandwidth; 0.90 of the device's copy rate from 256 MB up.
+// counters of `arrived` are shared by all); num_splits at most MAX_SPLITS, and 1 where S * gridDim.x is above
+// MAX_PAIRS. Rows with context_len <= 0 get zeros and read nothing; block ids outside the pool read as zeros.
+// Workspace, not touched by one split: partial_sums float[S, Hq, num_splits, HEAD_DIM], partial_stats float2[S, Hq,
+// num_splits]. Roofline: bytes of the visible keys and values over memory bandwidth; 0.90 of the device's copy rate
+// from 256 MB up.
 #include "attention.cuh"
 #include "mma.cuh"
 #include "split_kv.cuh"
@@ -131,7 +133,8 @@ __device__ __forceinline__ void weigh_tile(WarpState& state, int n, float (&scor
     for (int j = 0; j < 2; ++j) {
         float best = fmaxf(score[j], score[j + 2]);
 #pragma unroll
-        for (int offset = 4; offset < WARP_SIZE; offset *= 2) best = fmaxf(best, __shfl_xor_sync(FULL_WARP, best, offset));
+        for (int offset = 4; offset < WARP_SIZE; offset *= 2)
+            best = fmaxf(best, __shfl_xor_sync(FULL_WARP, best, offset));
         best = fmaxf(best, state.maximum[n][j]);
         const float base = finite_base(best);
         correction[j] = exp2_approx(state.maximum[n][j] - base);

@@ -1,20 +1,20 @@
-// Paged varlen prefill attention: causal attention of chunks of several sequences against the cache, which already holds
-// the chunks' own keys. Flash attention with mma.sync, for every architecture from sm_80.
+// Paged varlen prefill attention: causal attention of chunks of several sequences against the cache, which already
+// holds the chunks' own keys. Flash attention with mma.sync, for every architecture from sm_80.
 //
 // q, out [T, Hq, HEAD_DIM]; kv [num_blocks, L, 2, Hkv, BLOCK_SIZE, HEAD_DIM]; block_tables int32[S, max_blocks];
-// context_lens int32[S]; query_start int32[S + 1]. Twin: NumpyOps.paged_prefill_attention. Grid (Hkv, S, num_tiles), with
-// num_tiles = ceil(max_query_len * GROUP / ROWS); THREADS threads; SHARED_BYTES of dynamic shared memory.
+// context_lens int32[S]; query_start int32[S + 1]. Twin: NumpyOps.paged_prefill_attention. Grid (Hkv, S, num_tiles),
+// with num_tiles = ceil(max_query_len * GROUP / ROWS); THREADS threads; SHARED_BYTES of dynamic shared memory.
 //
-// A CTA takes ROWS query rows of one kv head: row r is query head r % GROUP of the chunk's token r / GROUP, so heads of a
-// group share the keys, short chunks fill the tile, and the ragged edge of the causal triangle is GROUP times thinner.
-// blockIdx.z counts tiles from a chunk's end: the longest first, over all sequences. Keys go by tiles of KEYS tokens,
-// fetched a tile ahead (cp.async through the block table, whose ids are fetched two tiles ahead) into two stages.
-// fp16, bf16: a warp has 16 * ROW_TILES rows; two row tiles halve what it reads from shared memory for each product.
-// fp32: CUDA cores, a warp a row, for tests and small models.
+// A CTA takes ROWS query rows of one kv head: row r is query head r % GROUP of the chunk's token r / GROUP, so heads
+// of a group share the keys, short chunks fill the tile, and the ragged edge of the causal triangle is GROUP times
+// thinner. blockIdx.z counts tiles from a chunk's end: the longest first, over all sequences. Keys go by tiles of KEYS
+// tokens, fetched a tile ahead (cp.async through the block table, whose ids are fetched two tiles ahead) into two
+// stages. fp16, bf16: a warp has 16 * ROW_TILES rows; two row tiles halve what it reads from shared memory for each
+// product. fp32: CUDA cores, a warp a row, for tests and small models.
 //
-// Preconditions: 16-byte aligned arrays; max_blocks > 0; scale > 0; window > 0; max_query_len at least the longest chunk.
-// Rows that see no key get zeros; block ids outside the pool read as zeros.
-// Roofline: 4 * HEAD_DIM flop a visible (query, key) pair and head; on an H200 at least 300 TFLOP/s in bf16 at 4k.
+// Preconditions: 16-byte aligned arrays; max_blocks > 0; scale > 0; window > 0; max_query_len at least the longest
+// chunk. Rows that see no key get zeros; block ids outside the pool read as zeros. Roofline: 4 * HEAD_DIM flop a
+// visible (query, key) pair and head; on an H200 at least 300 TFLOP/s in bf16 at 4k.
 #include "attention.cuh"
 #include "mma.cuh"
 #include "types.cuh"
@@ -96,7 +96,8 @@ struct WarpState {
 };
 
 // A warp's own rows only: no other warp reads them.
-__device__ __forceinline__ void copy_queries(u32 queries, const T* q, const Chunk& chunk, int kv_head, int num_kv_heads) {
+__device__ __forceinline__ void copy_queries(u32 queries, const T* q, const Chunk& chunk, int kv_head,
+                                             int num_kv_heads) {
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
 #pragma unroll 4
     for (int i = lane; i < WARP_ROWS * SharedTile::CHUNKS; i += WARP_SIZE) {
@@ -137,7 +138,8 @@ __device__ __forceinline__ void copy_tile(u32 key_tile, const int* ids, const Pa
 }
 
 // score = Q K^T of this warp's rows and one tile of keys.
-__device__ __forceinline__ void score_tile(float (&score)[ROW_TILES][2 * KEY_STEPS][4], u32 warp_queries, u32 key_tile) {
+__device__ __forceinline__ void score_tile(float (&score)[ROW_TILES][2 * KEY_STEPS][4], u32 warp_queries,
+                                           u32 key_tile) {
     const int lane = threadIdx.x % WARP_SIZE;
     const u32 query_from = warp_queries + SharedTile::offset(lane % 16, lane / 16);
     const u32 key_from = key_tile + SharedTile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
@@ -191,7 +193,8 @@ __device__ __forceinline__ void weigh_tile(WarpState& state, float (&score)[ROW_
         for (int h = 0; h < 2; ++h) {
             float best = state.maximum[r][h];
 #pragma unroll
-            for (int n = 0; n < 2 * KEY_STEPS; ++n) best = fmaxf(best, fmaxf(score[r][n][2 * h], score[r][n][2 * h + 1]));
+            for (int n = 0; n < 2 * KEY_STEPS; ++n)
+                best = fmaxf(best, fmaxf(score[r][n][2 * h], score[r][n][2 * h + 1]));
             best = fmaxf(best, __shfl_xor_sync(FULL_WARP, best, 1));
             best = fmaxf(best, __shfl_xor_sync(FULL_WARP, best, 2));
             const float base = finite_base(best) * scale_log2;

@@ -1,8 +1,8 @@
 // The end of split-KV decode: warps' results become a part's, parts become the row. Both are softmax sums relative to
 // their own maximum, so adding them means weighing each by 2^(its maximum - the largest).
 //
-// The parts of one sequence and kv head meet in global memory, and the CTA that comes last combines them: that saves the
-// launch of a second kernel. A build defines WARPS, MAX_SPLITS and SHARED_BYTES besides what attention.cuh needs.
+// The parts of one sequence and kv head meet in global memory, and the CTA that comes last combines them: that saves
+// the launch of a second kernel. A build defines WARPS, MAX_SPLITS and SHARED_BYTES besides what attention.cuh needs.
 #pragma once
 
 #include "attention.cuh"
@@ -62,7 +62,7 @@ __device__ __forceinline__ void merge_warps(const Results& results, int num_rows
     }
 }
 
-// True in every thread of the CTA that is the last of `count` to come here for this pair; what the others wrote is seen.
+// True in every thread of the CTA that is the last of `count` to come here for this pair; it sees what they wrote.
 __device__ __forceinline__ bool is_last_to_arrive(int pair, int count) {
     __threadfence();
     __syncthreads();
