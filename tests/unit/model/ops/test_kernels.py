@@ -1,0 +1,91 @@
+"""The cache of compiled kernels. It needs the compiler, no GPU."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+kernels = pytest.importorskip(
+    "model.ops.kernels", reason="no compiler: needs the packages of the compile extra", exc_type=ImportError
+)
+
+KERNEL = ("copy_blocks", "90a", {"QUIRE_DTYPE": 2})
+
+
+@pytest.fixture
+def compiled(monkeypatch) -> list:
+    """What is really compiled from here on."""
+    calls = []
+    compile_cubin = kernels.compile_cubin
+
+    def counting(*kernel):
+        calls.append(kernel)
+        return compile_cubin(*kernel)
+
+    monkeypatch.setattr(kernels, "compile_cubin", counting)
+    return calls
+
+
+def test_a_kernel_is_compiled_once(tmp_path, compiled):
+    first = kernels.cached_cubin(*KERNEL, tmp_path / "new" / "folder")
+    assert first.startswith(b"\x7fELF")
+    assert kernels.cached_cubin(*KERNEL, tmp_path / "new" / "folder") == first
+    assert compiled == [KERNEL]
+    assert [path.name.rpartition("-")[0] for path in (tmp_path / "new" / "folder").iterdir()] == ["copy_blocks-sm_90a"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x7fELF not ours", "torn", "flipped"])
+def test_a_file_that_is_not_whole_is_made_anew(tmp_path, compiled, caplog, damage):
+    good = kernels.cached_cubin(*KERNEL, tmp_path)
+    (path,) = tmp_path.iterdir()
+    content = path.read_bytes()
+    path.write_bytes({"torn": content[:-9], "flipped": content[:-1] + bytes([content[-1] ^ 1])}.get(damage, damage))
+    assert kernels.cached_cubin(*KERNEL, tmp_path) == good
+    assert path.read_bytes() == content
+    assert len(compiled) == 2
+    assert "compiling it anew" in caplog.text
+
+
+def test_a_cache_that_cannot_be_used_only_costs_time(tmp_path, compiled, caplog):
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("not a folder")
+    assert kernels.cached_cubin(*KERNEL, in_the_way).startswith(b"\x7fELF")
+    assert len(compiled) == 1
+    assert "cannot read" in caplog.text
+    assert "cannot keep" in caplog.text
+
+
+@pytest.mark.parametrize("changed", ["copy_blocks.cu", "types.cuh"])
+def test_a_changed_source_or_header_is_another_kernel(tmp_path, monkeypatch, compiled, changed):
+    sources = shutil.copytree(kernels.source_folder(), tmp_path / "cuda")
+    monkeypatch.setattr(kernels, "source_folder", lambda: sources)
+    kernels.cached_cubin(*KERNEL, tmp_path / "cache")
+    with (sources / changed).open("a") as file:
+        file.write("// changed\n")
+    kernels.cached_cubin(*KERNEL, tmp_path / "cache")
+    assert len(compiled) == 2
+
+
+def test_types_architectures_and_defines_are_kept_apart(tmp_path, compiled):
+    name, arch, defines = KERNEL
+    for kernel in ((name, arch, defines), (name, "80", defines), (name, arch, {"QUIRE_DTYPE": 0})):
+        kernels.cached_cubin(*kernel, tmp_path)
+    assert len(compiled) == len(list(tmp_path.iterdir())) == 3
+
+
+def test_an_unknown_kernel_is_named(tmp_path):
+    with pytest.raises(kernels.KernelError, match=r"there is no kernel .*no_such\.cu"):
+        kernels.cached_cubin("no_such", "90a", {}, tmp_path)
+
+
+def test_where_the_cache_is(monkeypatch, tmp_path):
+    monkeypatch.delenv("QUIRE_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert kernels.cache_folder() == tmp_path / "quire" / "kernels"
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "own"))
+    assert kernels.cache_folder() == tmp_path / "own" / "kernels"
+
+
+def test_hopper_gets_its_own_instructions():
+    assert [kernels.arch_of(capability) for capability in ("80", "90", "120")] == ["80", "90a", "120"]
