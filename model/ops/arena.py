@@ -34,10 +34,6 @@ class Arena:
         """Whether a scope is open: outside of one nothing says when memory may be taken back."""
         return self._depth > 0
 
-    @property
-    def size_bytes(self) -> int:
-        return sum(size for _, size in self._chunks)
-
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Takes back at its end everything handed out within it. Scopes nest."""
