@@ -1,4 +1,4 @@
-"""What a request asks of sampling and of its own end, in token terms; text-level wishes (stop strings) stay upstairs."""
+"""What a request asks of sampling and of its own end, in token terms; stop strings and other text stay upstairs."""
 
 from __future__ import annotations
 

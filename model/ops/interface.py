@@ -73,7 +73,7 @@ class Sampled:
     """What sampling gives. Log-probabilities are of the raw logits, before penalties, bias and temperature."""
 
     token_ids: Array  # int32[R]
-    is_nan: Array  # bool[R], the row holds a NaN or no finite logit: its token id is 0 and means nothing
+    is_nan: Array  # bool[R], the row, bias and penalties included, has no finite best: its token id is 0, meaningless
     logprobs: Array | None  # float32[R], of the chosen token
     top_ids: Array | None  # int32[R, K], best first, ties by lower id
     top_logprobs: Array | None  # float32[R, K]

@@ -128,12 +128,12 @@ class NumpyOps:
         kv[targets[known]] = kv[sources[known]]
 
     def sample(self, logits: Array, how: SamplingArrays) -> Sampled:
-        is_nan = np.isnan(logits).any(axis=1) | ~np.isfinite(logits).any(axis=1)
         adjusted = np.array(logits)
         if how.bias is not None:
             _add_bias(adjusted, how.bias)
         if how.penalties is not None:
             _penalise(adjusted, how.penalties)
+        is_nan = ~np.isfinite(adjusted.max(axis=1))
         drawn = np.flatnonzero((how.temperature > 0) & ~is_nan)
         if drawn.size:
             adjusted[drawn] = _perturbed(adjusted[drawn], how, drawn)

@@ -162,7 +162,8 @@ def _read_trace(path: Path) -> list[tuple[int, int]]:
 
 
 def _record(settings: Settings, flags: argparse.Namespace, built: BuiltEngine, figures: Figures) -> dict:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    ask = ["git", "-c", "safe.directory=*", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(ask, capture_output=True, text=True, check=False)
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "commit": commit.stdout.strip() or None,

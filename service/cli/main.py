@@ -62,6 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             settings = replace(settings, model=DEMO_MODEL)
         setup_logs(settings.log_level)
         return COMMANDS[flags.verb](settings, flags)
+    except BrokenPipeError:  # the reader of our output has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except StartupError as error:
         print(f"quire {flags.verb}: {error}", file=sys.stderr)
         return 2

@@ -10,6 +10,7 @@ import signal
 import sys
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from pathlib import Path
 
 from service.cli.parts import READY, run_until_signalled
 from service.config import GATEWAY, WORKER, Settings, flags_of, secrets_of
@@ -40,11 +41,12 @@ class Part:
         """Start `quire <verb>` with these settings, in a session of its own, so that Ctrl-C reaches it through us."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",
             "-m",
             "service.cli.main",
             verb,
             *flags_of(settings, verb),
-            env={**BLAS_THREADS, **os.environ, **secrets_of(settings)},
+            env={**BLAS_THREADS, **os.environ, **secrets_of(settings), "PYTHONPATH": _module_path()},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
@@ -113,13 +115,24 @@ async def _all_ready(gateway: Part, worker: Part) -> str:
     return url
 
 
+def _module_path() -> str:
+    """Ours first, and the folder we were started in not at all: it may hold a `model` or `service` of its own."""
+    ours = str(Path(__file__).resolve().parents[2])
+    return os.pathsep.join(filter(None, (ours, os.environ.get("PYTHONPATH"))))
+
+
+def _without_password(url: str) -> str:
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}"
+
+
 def _greet(settings: Settings, url: str) -> None:
     name = settings.served_model_name or settings.model.name
     auth = " -H 'Authorization: Bearer YOUR_KEY'" if settings.api_key else ""
     print(
         f"""
 Quire serves {name} at {url}
-Queue producers: {settings.redis_url}
+Queue producers: {_without_password(settings.redis_url)}
 
   curl {url}/v1/chat/completions{auth} -H 'Content-Type: application/json' \\
     -d '{{"model": "{name}", "messages": [{{"role": "user", "content": "Tell me a story about a fox."}}]}}'
