@@ -21,9 +21,8 @@ class Batch:
     block_tables: Array  # int32[S, max_blocks], rows padded with 0
     context_lens: Array  # int32[S], tokens in the cache once this step has written its own
     query_start: Array  # int32[S - num_decodes + 1], row offsets of the sequences after the decodes, starting at 0
-    logit_rows: Array  # int32[R], the rows of T whose logits are wanted
+    logit_rows: Array | None  # int32[R], the rows of T whose logits are wanted; None: all of them
     num_decodes: int
     num_tokens: int
     num_sequences: int
     max_query_len: int  # of the sequences after the decodes
-    max_context_len: int

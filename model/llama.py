@@ -52,10 +52,11 @@ class Llama:
         self.ops = ops
         self.weights = weights
 
-    def forward(self, batch: Batch, kv: Array) -> Array:
+    def forward(self, batch: Batch, kv: Array, out: Array | None = None) -> Array:
         """Logits float32[R, V] of the rows `batch.logit_rows`; keys and values of all rows are written to `kv`.
 
-        kv [num_blocks, L, 2, Hkv, B, D]. The result lives until the scratch of the caller ends.
+        kv [num_blocks, L, 2, Hkv, B, D]. The logits are in `out` where one is given, else they live until the caller's
+        scratch ends.
         """
         ops, weights, eps = self.ops, self.weights, self.config.rms_norm_eps
         norms_after = [layer.attention_norm for layer in weights.layers[1:]] + [weights.final_norm]
@@ -66,7 +67,9 @@ class Llama:
                 attended = self._attention(index, hidden, batch, kv)
                 normed = ops.add_rms_norm(attended, residual, layer.mlp_norm, eps)
                 ops.add_rms_norm(self._mlp(layer, normed), residual, norms_after[index], eps, out=hidden)
-        return ops.linear(ops.gather_rows(hidden, batch.logit_rows), weights.lm_head, dtype=np.dtype(np.float32))
+        if batch.logit_rows is not None:
+            hidden = ops.gather_rows(hidden, batch.logit_rows)
+        return ops.linear(hidden, weights.lm_head, dtype=np.dtype(np.float32), out=out)
 
     def _attention(self, index: int, x: Array, batch: Batch, kv: Array) -> Array:
         """x [T, H] -> [T, H]: grouped-query attention of each row to its sequence's cache, its own key included."""

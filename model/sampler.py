@@ -14,11 +14,12 @@ from model.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class SampledRow:
-    """One sequence about to get its next token, which will stand at position len(token_ids)."""
+    """One sequence about to get its next token, which will stand at `position`."""
 
     sampling: SamplingParams
-    token_ids: Sequence[int]  # prompt and output so far
+    token_ids: Sequence[int]  # prompt and output so far; all of them where the sampling has penalties
     num_prompt_tokens: int
+    position: int
     branch: int
 
 
@@ -26,42 +27,49 @@ def sampling_arrays(
     rows: Sequence[SampledRow],
     vocab_size: int,
     eos_token_ids: frozenset[int],
-    upload: Callable[[np.ndarray], Array],
+    upload_all: Callable[[Sequence[np.ndarray]], list[Array]],
 ) -> SamplingArrays:
-    """Arrays for R = len(rows) rows, sent by `upload` to where the logits are."""
-    wishes = [row.sampling for row in rows]
-
-    def column(values, dtype) -> Array:
-        return upload(np.fromiter(values, dtype, len(rows)))
-
-    alternatives = [wish.logprobs for wish in wishes if wish.logprobs is not None]
+    """Arrays for R = len(rows) rows, sent by `upload_all` to where the logits are, in one go."""
+    columns, penalties, bias = _columns(rows, vocab_size), _penalties(rows), _bias(rows, eos_token_ids)
+    sent = upload_all([*columns, *penalties, *bias])
+    after_columns, after_penalties = len(columns), len(columns) + len(penalties)
+    alternatives = [row.sampling.logprobs for row in rows if row.sampling.logprobs is not None]
     return SamplingArrays(
-        temperature=column((wish.temperature for wish in wishes), np.float32),
-        top_k=column((vocab_size if wish.top_k is None else min(wish.top_k, vocab_size) for wish in wishes), np.int32),
-        top_p=column((wish.top_p for wish in wishes), np.float32),
-        min_p=column((wish.min_p for wish in wishes), np.float32),
-        seed=column((wish.seed for wish in wishes), np.uint64),
-        position=column((len(row.token_ids) for row in rows), np.uint32),
-        branch=column((row.branch for row in rows), np.uint32),
-        penalties=_penalties(rows, column, upload),
-        bias=_bias(rows, eos_token_ids, upload),
+        *sent[:after_columns],
+        penalties=Penalties(*sent[after_columns:after_penalties]) if penalties else None,
+        bias=Bias(*sent[after_penalties:]) if bias else None,
         num_logprobs=max(alternatives, default=0),
         with_logprobs=bool(alternatives),
     )
 
 
-def _penalties(rows: Sequence[SampledRow], column, upload) -> Penalties | None:
-    if not any(row.sampling.has_penalties for row in rows):
-        return None
-    seen = [_seen_tokens(row) if row.sampling.has_penalties else {} for row in rows]
-    return Penalties(
-        repetition=column((row.sampling.repetition_penalty for row in rows), np.float32),
-        presence=column((row.sampling.presence_penalty for row in rows), np.float32),
-        frequency=column((row.sampling.frequency_penalty for row in rows), np.float32),
-        indptr=upload(_indptr(seen)),
-        token_ids=upload(np.array([token for counts in seen for token in counts], np.int32)),
-        output_counts=upload(np.array([count for counts in seen for count in counts.values()], np.int32)),
+def _columns(rows: Sequence[SampledRow], vocab_size: int) -> list[np.ndarray]:
+    """In the order of SamplingArrays' fields."""
+    wishes = [row.sampling for row in rows]
+    values = (
+        ((wish.temperature for wish in wishes), np.float32),
+        ((vocab_size if wish.top_k is None else min(wish.top_k, vocab_size) for wish in wishes), np.int32),
+        ((wish.top_p for wish in wishes), np.float32),
+        ((wish.min_p for wish in wishes), np.float32),
+        ((wish.seed for wish in wishes), np.uint64),
+        ((row.position for row in rows), np.uint32),
+        ((row.branch for row in rows), np.uint32),
     )
+    return [np.fromiter(column, dtype, len(rows)) for column, dtype in values]
+
+
+def _penalties(rows: Sequence[SampledRow]) -> list[np.ndarray]:
+    """In the order of Penalties' fields; empty where no row has any."""
+    if not any(row.sampling.has_penalties for row in rows):
+        return []
+    seen = [_seen_tokens(row) if row.sampling.has_penalties else {} for row in rows]
+    wishes = [(w.repetition_penalty, w.presence_penalty, w.frequency_penalty) for w in (row.sampling for row in rows)]
+    return [
+        *np.array(wishes, np.float32).T,
+        _indptr(seen),
+        np.array([token for counts in seen for token in counts], np.int32),
+        np.array([count for counts in seen for count in counts.values()], np.int32),
+    ]
 
 
 def _seen_tokens(row: SampledRow) -> dict[int, int]:
@@ -71,20 +79,21 @@ def _seen_tokens(row: SampledRow) -> dict[int, int]:
     return counts
 
 
-def _bias(rows: Sequence[SampledRow], eos_token_ids: frozenset[int], upload) -> Bias | None:
+def _bias(rows: Sequence[SampledRow], eos_token_ids: frozenset[int]) -> list[np.ndarray]:
+    """In the order of Bias' fields; empty where no row has any."""
     biases = [_row_bias(row, eos_token_ids) for row in rows]
     if not any(biases):
-        return None
-    return Bias(
-        indptr=upload(_indptr(biases)),
-        token_ids=upload(np.array([token for bias in biases for token, _ in bias], np.int32)),
-        values=upload(np.array([value for bias in biases for _, value in bias], np.float32)),
-    )
+        return []
+    return [
+        _indptr(biases),
+        np.array([token for bias in biases for token, _ in bias], np.int32),
+        np.array([value for bias in biases for _, value in bias], np.float32),
+    ]
 
 
 def _row_bias(row: SampledRow, eos_token_ids: frozenset[int]) -> list[tuple[int, float]]:
     wish = row.sampling
-    if len(row.token_ids) - row.num_prompt_tokens >= wish.min_tokens:
+    if row.position - row.num_prompt_tokens >= wish.min_tokens:
         return list(wish.logit_bias)
     forbidden = set(wish.stop_token_ids) | (frozenset() if wish.ignore_eos else eos_token_ids)
     return [pair for pair in wish.logit_bias if pair[0] not in forbidden] + [(i, -np.inf) for i in sorted(forbidden)]

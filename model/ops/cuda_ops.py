@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import cupy
@@ -12,15 +13,13 @@ import numpy as np
 from model.ops.arena import Arena
 from model.ops.cuda_attention import decode_attention, prefill_attention
 from model.ops.cuda_sampling import sample
+from model.ops.cuda_transfers import Transfers
 from model.ops.gemm import Gemm
 from model.ops.interface import Array, Sampled, SamplingArrays
 from model.ops.kernels import Kernels, arch_of
 
 ARENA_CHUNK_BYTES = 256 << 20
 """One chunk holds the temporaries of a layer at usual sizes; a larger request gets a chunk of its own."""
-
-STAGED_UPLOAD_BYTES = 1 << 20
-"""Up to this size an upload is copied to pinned memory and does not wait; a larger one (weights) waits instead."""
 
 _DTYPE_CODES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dtypes.bfloat16): 2}
 """What the kernels know as QUIRE_DTYPE."""
@@ -55,16 +54,36 @@ class CudaOps:
         self.kernels = Kernels(self.arch)
         self._arena = Arena(self._allocate, ARENA_CHUNK_BYTES)
         self._gemm = Gemm(self.stream)
+        self._transfers = Transfers(self.stream)
 
     def upload(self, host: np.ndarray) -> Array:
         host = np.asarray(host, order="C")
-        if host.ndim and host.nbytes <= STAGED_UPLOAD_BYTES:
-            with self.stream:
-                return cupy.array(host)
         array = self.empty(host.shape, host.dtype)
-        array.data.copy_from_host_async(host.ctypes.data, array.nbytes, self.stream)
-        self.stream.synchronize()  # the caller may change or free `host` now
+        self._transfers.upload(host, array)
         return array
+
+    def upload_all(self, hosts: Sequence[np.ndarray], into: Array | None = None) -> list[Array]:
+        return self._transfers.upload_all(hosts, into)
+
+    def upload_rows(self, host: np.ndarray, table: Array) -> None:
+        expect("table", table, _INT32, None, None)
+        if host.dtype != _INT32 or host.shape[0] > table.shape[0] or host.shape[1] > table.shape[1]:
+            raise ValueError(f"{host.dtype} {host.shape} does not fit into a table of {table.shape}")
+        self._transfers.upload_rows(host, table)
+
+    def download_later(self, arrays: Sequence[Array]) -> Callable[[], list[np.ndarray]]:
+        return self._transfers.download_later(arrays)
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        work()  # for real: kernels are loaded, products planned and the arena grown before anything is recorded
+        self.stream.synchronize()
+        with self.stream:
+            self.stream.begin_capture()
+            try:
+                work()
+            finally:
+                graph = self.stream.end_capture()
+        return lambda: graph.launch(self.stream)
 
     def download(self, array: Array) -> np.ndarray:
         return array.get(stream=self.stream)
@@ -112,6 +131,13 @@ class CudaOps:
         self.launch("gather_rows", (len(ids),), (table, ids, out, np.int32(num_rows), np.int32(width)))
         return out
 
+    def pick_tokens(self, token_ids: Array, previous: Array, source: Array) -> None:
+        expect("token_ids", token_ids, _INT32, None)
+        expect("previous", previous, _INT32, None)
+        expect("source", source, _INT32, len(token_ids))
+        sizes = np.int32(len(token_ids)), np.int32(len(previous))
+        self.launch("pick_tokens", (math.ceil(len(token_ids) / _THREADS),), (token_ids, previous, source, *sizes))
+
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
         rows, width = x.shape
         expect("x", x, self.dtype, rows, width)
@@ -133,13 +159,23 @@ class CudaOps:
         self.launch("add_rms_norm", (rows,), args, threads=self._norm_threads(rows, width))
         return out
 
-    def linear(self, x: Array, weight: Array, bias: Array | None = None, *, dtype: np.dtype | None = None) -> Array:
+    def linear(
+        self,
+        x: Array,
+        weight: Array,
+        bias: Array | None = None,
+        *,
+        dtype: np.dtype | None = None,
+        out: Array | None = None,
+    ) -> Array:
         rows, width = x.shape
         expect("x", x, self.dtype, rows, width)
         expect("weight", weight, self.dtype, None, width)
         if bias is not None:
             expect("bias", bias, self.dtype, len(weight))
-        out = self.temporary((rows, len(weight)), self.dtype if dtype is None else dtype)
+        if out is None:
+            out = self.temporary((rows, len(weight)), self.dtype if dtype is None else dtype)
+        expect("out", out, out.dtype, rows, len(weight))
         if out.dtype not in (self.dtype, _FLOAT32) or width == 0:
             raise ValueError(f"no product of {x.shape} {self.dtype} and {weight.shape} in {out.dtype}")
         if out.size and not self._gemm(x, weight, bias, out) and bias is not None:
@@ -242,9 +278,11 @@ class CudaOps:
         grid = (len(sources), math.ceil(vecs / (_THREADS * _COPY_VECS_PER_THREAD)))
         self.launch("copy_blocks", grid, (kv, sources, targets, np.int32(len(kv)), np.int32(vecs)))
 
-    def sample(self, logits: Array, how: SamplingArrays) -> Sampled:
+    def sample(self, logits: Array, how: SamplingArrays, out: Array | None = None) -> Sampled:
         expect("logits", logits, _FLOAT32, len(how.temperature), None)
-        return sample(self, logits, how)
+        if out is not None:
+            expect("out", out, _INT32, len(logits))
+        return sample(self, logits, how, out)
 
     def _allocate(self, num_bytes: int) -> cupy.cuda.MemoryPointer:
         with self.stream:

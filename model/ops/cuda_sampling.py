@@ -14,12 +14,13 @@ _FP32 = 0
 """QUIRE_DTYPE of all kernels here: logits are float32 whatever the model's dtype is."""
 
 
-def sample(ops, logits: Array, how: SamplingArrays) -> Sampled:
+def sample(ops, logits: Array, how: SamplingArrays, out: Array | None) -> Sampled:
     """`Ops.sample`; `ops` is the `CudaOps` in hand."""
     rows, vocab = logits.shape
     if not 0 < vocab <= _MAX_VOCAB:
         raise ValueError(f"no sampling from {vocab} tokens: 1 to {_MAX_VOCAB} are possible")
-    token_ids, is_nan = ops.temporary((rows,), np.int32), ops.temporary((rows,), np.bool_)
+    token_ids = ops.temporary((rows,), np.int32) if out is None else out
+    is_nan = ops.temporary((rows,), np.bool_)
     columns = (how.temperature, how.top_k, how.top_p, how.min_p, how.seed, how.position, how.branch)
     args = (_adjusted(ops, logits, how), *columns, token_ids, is_nan, np.int32(vocab))
     ops.launch("sample_tokens", (rows,), args, threads=_THREADS, QUIRE_DTYPE=_FP32)

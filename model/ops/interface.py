@@ -13,6 +13,7 @@ Arrays that an op returns live until the surrounding `scratch()` ends.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -89,6 +90,25 @@ class Ops(Protocol):
     def upload(self, host: np.ndarray) -> Array:
         """A copy of `host` where this backend computes; same shape and dtype. It lives until nothing holds it."""
 
+    def upload_all(self, hosts: Sequence[np.ndarray], into: Array | None = None) -> list[Array]:
+        """Copies of small host arrays in one transfer, which nobody waits for; `hosts` may change at once.
+
+        They live in `into` uint8[N] where one is given (at the same places for the same shapes), else as `upload`'s do.
+        """
+
+    def upload_rows(self, host: np.ndarray, table: Array) -> None:
+        """table[:n, :w] = host [n, w], both int32, in one transfer that nobody waits for; `host` may change at once."""
+
+    def download_later(self, arrays: Sequence[Array]) -> Callable[[], list[np.ndarray]]:
+        """Starts to copy what `arrays` hold after all work handed out so far; calling the result waits for the copies.
+        """
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """What runs `work` again, on the same arrays and at once where the backend can record it.
+
+        `work` runs here too, may use only ops of this backend, and must reach nothing but memory that stays.
+        """
+
     def download(self, array: Array) -> np.ndarray:
         """A host copy of `array`; waits for the work that makes it."""
 
@@ -116,6 +136,10 @@ class Ops(Protocol):
     def gather_rows(self, table: Array, ids: Array) -> Array:
         """table [N, H], ids int32[T] -> [T, H]; a row of zeros for an id outside 0..N-1."""
 
+    def pick_tokens(self, token_ids: Array, previous: Array, source: Array) -> None:
+        """token_ids[i] = previous[source[i]] in place wherever 0 <= source[i] < P; token_ids, source int32[T],
+        previous int32[P]: tokens that the step before has sampled and the host does not know yet."""
+
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
         """x [T, H] / sqrt(mean(x^2) + eps) * weight [H]; mean in float32."""
 
@@ -125,8 +149,17 @@ class Ops(Protocol):
         The result goes to `out` [T, H] where one is given, which may outlive the current scratch, and is returned.
         """
 
-    def linear(self, x: Array, weight: Array, bias: Array | None = None, *, dtype: np.dtype | None = None) -> Array:
-        """x [T, K] @ weight [N, K].T + bias [N] -> [T, N] in `dtype` (float32 for the logits), else in `self.dtype`."""
+    def linear(
+        self,
+        x: Array,
+        weight: Array,
+        bias: Array | None = None,
+        *,
+        dtype: np.dtype | None = None,
+        out: Array | None = None,
+    ) -> Array:
+        """x [T, K] @ weight [N, K].T + bias [N] -> [T, N] in `dtype` (float32 for the logits), else in `self.dtype`;
+        in `out`, of that dtype, where one is given."""
 
     def rope_kv_write(
         self,
@@ -194,8 +227,8 @@ class Ops(Protocol):
         """kv[targets[i]] = kv[sources[i]] over all layers; int32[N] each; no target is a source or occurs twice.
         A pair with an id outside the pool is ignored."""
 
-    def sample(self, logits: Array, how: SamplingArrays) -> Sampled:
-        """logits float32[R, V] -> one token a row; `logits` is left as it was.
+    def sample(self, logits: Array, how: SamplingArrays, out: Array | None = None) -> Sampled:
+        """logits float32[R, V] -> one token a row; `logits` is left as it was. The ids are in `out` int32[R] if given.
 
         Order: bias, penalties, temperature, top-k, top-p (over what top-k left), min-p. A value that ties with the
         threshold stays. The token is argmax(logit / temperature + Gumbel noise) over what is left, so the result does

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import numpy as np
 
 from model.ops.interface import Array, Bias, Penalties, Sampled, SamplingArrays
+from model.ops.packing import Packing
 from model.ops.philox import gumbel_noise
 
 DECODE_GROUP = 16
@@ -32,6 +34,23 @@ class NumpyOps:
 
     def upload(self, host: np.ndarray) -> Array:
         return np.array(host)
+
+    def upload_all(self, hosts: Sequence[np.ndarray], into: Array | None = None) -> list[Array]:
+        packing = Packing.of(hosts)
+        piece = np.empty(packing.num_bytes, np.uint8) if into is None else into
+        packing.fill(piece, hosts)
+        return packing.views(piece, hosts)
+
+    def upload_rows(self, host: np.ndarray, table: Array) -> None:
+        table[: host.shape[0], : host.shape[1]] = host
+
+    def download_later(self, arrays: Sequence[Array]) -> Callable[[], list[np.ndarray]]:
+        copies = [np.array(array) for array in arrays]
+        return lambda: copies
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        work()
+        return work
 
     def download(self, array: Array) -> np.ndarray:
         return np.array(array)
@@ -64,6 +83,10 @@ class NumpyOps:
         rows[~known] = 0
         return rows
 
+    def pick_tokens(self, token_ids: Array, previous: Array, source: Array) -> None:
+        known = (source >= 0) & (source < len(previous))
+        token_ids[known] = previous[source[known]]
+
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
         return _normalised(_f32(x), weight, eps).astype(self.dtype, copy=False)
 
@@ -75,11 +98,22 @@ class NumpyOps:
         out[...] = normed
         return out
 
-    def linear(self, x: Array, weight: Array, bias: Array | None = None, *, dtype: np.dtype | None = None) -> Array:
-        out = _f32(x) @ _f32(weight).T
+    def linear(
+        self,
+        x: Array,
+        weight: Array,
+        bias: Array | None = None,
+        *,
+        dtype: np.dtype | None = None,
+        out: Array | None = None,
+    ) -> Array:
+        product = _f32(x) @ _f32(weight).T
         if bias is not None:
-            out += _f32(bias)
-        return out.astype(dtype or self.dtype, copy=False)
+            product += _f32(bias)
+        if out is None:
+            return product.astype(dtype or self.dtype, copy=False)
+        out[...] = product
+        return out
 
     def rope_kv_write(self, qkv, cos, sin, positions, slots, kv, layer, q_norm, k_norm, eps) -> Array:
         num_blocks, _, _, num_kv_heads, block_size, head_dim = kv.shape
@@ -127,7 +161,7 @@ class NumpyOps:
         known = (sources >= 0) & (sources < len(kv)) & (targets >= 0) & (targets < len(kv))
         kv[targets[known]] = kv[sources[known]]
 
-    def sample(self, logits: Array, how: SamplingArrays) -> Sampled:
+    def sample(self, logits: Array, how: SamplingArrays, out: Array | None = None) -> Sampled:
         adjusted = np.array(logits)
         if how.bias is not None:
             _add_bias(adjusted, how.bias)
@@ -138,6 +172,8 @@ class NumpyOps:
         if drawn.size:
             adjusted[drawn] = _perturbed(adjusted[drawn], how, drawn)
         token_ids = np.where(is_nan, 0, np.argmax(adjusted, axis=1)).astype(np.int32)
+        if out is not None:
+            out[...] = token_ids
         if not how.with_logprobs:
             return Sampled(token_ids, is_nan, None, None, None)
         logprobs = _log_softmax(logits)

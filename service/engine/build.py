@@ -10,7 +10,6 @@ from pathlib import Path
 from model.config import PRESETS, ModelConfig
 from model.errors import ModelError
 from model.kv_cache import allocate
-from model.llama import Llama
 from model.loader import load_model
 from model.ops.backend import open_ops
 from model.ops.interface import Ops
@@ -71,13 +70,17 @@ def build_engine(
     except ModelError as error:
         raise StartupError(str(error)) from None
     budget = settings.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS[ops.name]
+    max_blocks = -(-wanted_len // settings.block_size)
+    executor = ModelExecutor(model, frozenset(config.eos_token_ids), settings.max_num_seqs, max_blocks)
     if ops.name == "cuda":
         warm_up(model, settings.block_size, min(budget, wanted_len), settings.max_num_seqs, wanted_len)
     memory = plan_memory(settings, config, ops, wanted_len)
     limits = Limits(
         max_num_seqs=settings.max_num_seqs, max_num_batched_tokens=budget, max_model_len=memory.max_model_len
     )
-    engine = _assemble(model, memory, limits)
+    executor.attach(allocate(ops, config, memory.num_blocks, memory.block_size), progress=progress)
+    kv = KVManager(memory.num_blocks, memory.block_size)
+    engine = Engine(executor, kv, limits, frozenset(config.eos_token_ids))
     _prove(engine)
     log.info(
         "engine ready %s",
@@ -92,13 +95,6 @@ def _wanted_model_len(settings: Settings, config: ModelConfig) -> int:
     if settings.max_model_len > config.max_position:
         raise StartupError(f"--max-model-len: this model ends at {config.max_position} tokens")
     return settings.max_model_len
-
-
-def _assemble(model: Llama, memory: MemoryPlan, limits: Limits) -> Engine:
-    kv = allocate(model.ops, model.config, memory.num_blocks, memory.block_size)
-    eos_token_ids = frozenset(model.config.eos_token_ids)
-    executor = ModelExecutor(model, kv, eos_token_ids)
-    return Engine(executor, KVManager(memory.num_blocks, memory.block_size), limits, eos_token_ids)
 
 
 def _prove(engine: Engine) -> None:

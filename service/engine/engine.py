@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from service.engine.kv_manager import KVManager
 from service.engine.plan import SampledToken, StepPlan, StepResult, TokenLogprob
 from service.engine.scheduler import Limits, Scheduler
-from service.engine.sequence import Request, Sequence
+from service.engine.sequence import Request, Sequence, State
 from service.errors import EndReason
 
 
 class Executor(Protocol):
-    """Carries plans out."""
+    """Carries plans out, in the order given."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Compute the plan's chunks and sample where they reach the end of their sequence."""
+    runs_ahead: bool
+    """Whether a step may be launched before the one before it was collected: its pending tokens never leave the device.
+    """
+
+    def launch(self, plan: StepPlan) -> Any:
+        """Start to compute the plan's chunks and to sample where they reach their sequence's end; for `collect`."""
+
+    def collect(self, launched: Any) -> StepResult:
+        """Wait for a launched step. Each is collected once, in the order of launching."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step under way."""
+
+    plan: StepPlan
+    launched: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +76,13 @@ class Engine:
         self._scheduler = Scheduler(kv, limits)
         self._sequences: dict[str, Sequence] = {}
         self._outbox: list[Output] = []
+        self._flights: deque[_Flight] = deque()
         self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
         self._last_step_s = 0.0
 
     @property
     def has_work(self) -> bool:
-        return bool(self._sequences)
+        return bool(self._sequences or self._flights)
 
     def add(self, request: Request) -> None:
         """Queue a request. One that this engine could never finish ends at once with TOO_LARGE."""
@@ -89,14 +106,22 @@ class Engine:
             self.cancel(request_id, reason)
 
     def step(self) -> None:
-        """Schedule, execute, settle. What came of it waits in the outbox."""
+        """Schedule and launch a step, settle the one before: the host works while the device does.
+
+        What is settled waits in the outbox. Blocks of a sequence that ends while a later step still computes it are
+        free at once: whoever gets them writes in a later step yet, and the device runs steps one after the other.
+        """
         start_s = time.perf_counter()
+        if not self._may_run_ahead():
+            self._settle_flights(0)
         plan = self._scheduler.schedule()
-        if not plan.chunks:
-            return
-        result = self._executor.execute(plan)
-        self._settle(plan, result)
-        self._num_steps += 1
+        if plan.chunks:
+            self._flights.append(_Flight(plan, self._executor.launch(plan)))
+            for chunk in plan.chunks:
+                chunk.sequence.num_computed_tokens = chunk.end
+                chunk.sequence.num_pending_tokens += chunk.samples
+            self._num_steps += 1
+        self._settle_flights(1 if plan.chunks and self._executor.runs_ahead else 0)
         self._last_step_s = time.perf_counter() - start_s
 
     def take_outputs(self) -> list[Output]:
@@ -126,13 +151,19 @@ class Engine:
         if not self._sequences and self._kv.pool.num_used:
             raise AssertionError("idle, and blocks are held")
 
-    def _settle(self, plan: StepPlan, result: StepResult) -> None:
-        sampled = iter(result.sampled)
-        for chunk in plan.chunks:
-            samples = chunk.samples
-            chunk.sequence.num_computed_tokens = chunk.end
-            if samples:
-                self._append(chunk.sequence, next(sampled))
+    def _may_run_ahead(self) -> bool:
+        """Penalties need every token by its id, the pending ones too."""
+        return not any(sequence.sampling.has_penalties for sequence in self._scheduler.running)
+
+    def _settle_flights(self, num_left: int) -> None:
+        while len(self._flights) > num_left:
+            flight = self._flights.popleft()
+            result = self._executor.collect(flight.launched)
+            due = [chunk.sequence for chunk in flight.plan.chunks if chunk.samples]
+            for sequence, sampled in zip(due, result.sampled, strict=True):
+                sequence.num_pending_tokens -= 1
+                if sequence.state is not State.ENDED:
+                    self._append(sequence, sampled)
 
     def _append(self, sequence: Sequence, sampled: SampledToken) -> None:
         if sequence.num_output_tokens == 0:

@@ -2,89 +2,176 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
 import numpy as np
-from model.llama import Llama
 
 from model.batch import Batch
+from model.decode_graphs import DecodeGraphs, DecodeInputs
+from model.llama import Llama
 from model.ops.interface import Array, Sampled
 from model.sampler import SampledRow, sampling_arrays
 from service.engine.plan import Chunk, SampledToken, StepPlan, StepResult, TokenLogprob
 
 
-class ModelExecutor:
-    """Owns the model and the KV cache `kv` [num_blocks, L, 2, Hkv, B, D] of its backend."""
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step on its way: how many alternatives each row wants, and what waits for the sampled arrays."""
 
-    def __init__(self, model: Llama, kv: Array, eos_token_ids: frozenset[int]):
+    wanted: list[int | None]
+    arrive: Callable[[], list[np.ndarray]]
+
+
+class ModelExecutor:
+    """Owns a model's buffers for steps of at most `max_num_seqs` sequences of at most `max_blocks` blocks.
+
+    On a GPU it runs ahead: what a step samples stays in `_sampled` for the next one, whose host side needs only to know
+    from which row. The cache comes with `attach`, once the memory that all else leaves is known.
+    """
+
+    def __init__(self, model: Llama, eos_token_ids: frozenset[int], max_num_seqs: int, max_blocks: int):
         self._model = model
         self._ops = model.ops
+        self._eos_token_ids = eos_token_ids
+        self._sampled = model.ops.empty((max_num_seqs,), np.dtype(np.int32))
+        self._sampled_rows: dict[object, int] = {}
+        self._no_source = max_num_seqs
+        self.runs_ahead = model.ops.name == "cuda"
+        self._graphs = DecodeGraphs(model, self._sampled, max_num_seqs, max_blocks) if self.runs_ahead else None
+
+    def attach(self, kv: Array, *, progress: bool = False) -> None:
+        """Work on this cache [num_blocks, L, 2, Hkv, B, D] from now on."""
         self._kv = kv
         self._block_size = kv.shape[4]
-        self._eos_token_ids = eos_token_ids
+        if self._graphs is not None:
+            self._graphs.capture(kv, progress=progress)
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> _Launched:
         """See service.engine.engine.Executor."""
-        due = [chunk.sequence for chunk in plan.chunks if chunk.samples]
+        due = [chunk for chunk in plan.chunks if chunk.samples]
         with self._ops.scratch():
-            logits = self._model.forward(self.batch(plan.chunks), self._kv)
-            if not due:
-                self._ops.synchronize()
-                return StepResult(())
-            rows = [
-                SampledRow(sequence.sampling, sequence.token_ids, sequence.num_prompt_tokens, sequence.branch)
-                for sequence in due
-            ]
-            how = sampling_arrays(rows, self._model.config.vocab_size, self._eos_token_ids, self._ops.upload)
-            return StepResult(self._tokens(rows, self._ops.sample(logits, how)))
+            logits = self._forward(plan.chunks, all_sample=len(due) == len(plan.chunks))
+            sampled = self._sample(logits, due) if due else ()
+            arrive = self._ops.download_later(sampled)
+        if due:
+            self._sampled_rows = {chunk.sequence: row for row, chunk in enumerate(due)}
+        return _Launched([chunk.sequence.sampling.logprobs for chunk in due], arrive)
 
-    def batch(self, chunks: tuple[Chunk, ...]) -> Batch:
-        """The arrays of a step; chunks of one token come first."""
-        lengths = np.fromiter((chunk.length for chunk in chunks), np.int32, len(chunks))
+    def collect(self, launched: _Launched) -> StepResult:
+        """See service.engine.engine.Executor."""
+        arrays = [array.tolist() for array in launched.arrive()]
+        if not launched.wanted:
+            return StepResult(())
+        token_ids, is_nan, *logprobs = arrays
+        told = _logprobs(launched.wanted, *logprobs) if logprobs else [None] * len(token_ids)
+        return StepResult(tuple(map(SampledToken, token_ids, is_nan, told)))
+
+    def _forward(self, chunks: tuple[Chunk, ...], *, all_sample: bool) -> Array:
+        """Logits of the chunks that sample, in order."""
+        host = _HostBatch(chunks, self._block_size, self._sampled_rows, self._no_source)
+        if self._graphs is not None and all_sample and host.num_decodes == len(chunks):
+            return self._graphs.forward(host.decode_inputs())
+        batch, source = host.upload(self._ops)
+        self._ops.pick_tokens(batch.token_ids, self._sampled, source)
+        return self._model.forward(batch, self._kv)
+
+    def _sample(self, logits: Array, due: Sequence[Chunk]) -> tuple[Array, ...]:
+        rows = [
+            SampledRow(
+                c.sequence.sampling, c.sequence.token_ids, c.sequence.num_prompt_tokens, c.end, c.sequence.branch
+            )
+            for c in due
+        ]
+        vocab_size = self._model.config.vocab_size
+        how = sampling_arrays(rows, vocab_size, self._eos_token_ids, self._ops.upload_all)
+        sampled: Sampled = self._ops.sample(logits, how, out=self._sampled[: len(due)])
+        if sampled.logprobs is None:
+            return sampled.token_ids, sampled.is_nan
+        return sampled.token_ids, sampled.is_nan, sampled.logprobs, sampled.top_ids, sampled.top_logprobs
+
+
+class _HostBatch:
+    """A step's arrays on the host. Chunks of one token come first."""
+
+    def __init__(self, chunks: tuple[Chunk, ...], block_size: int, sampled_rows: dict[object, int], no_source: int):
+        self._samples = [chunk.samples for chunk in chunks]
+        self._lengths = np.fromiter((chunk.length for chunk in chunks), np.int32, len(chunks))
         starts = np.fromiter((chunk.start for chunk in chunks), np.int32, len(chunks))
-        num_decodes = int(np.count_nonzero(lengths == 1))
-        ends = np.cumsum(lengths)
-        row_of = np.repeat(np.arange(len(chunks)), lengths)
-        positions = (np.arange(ends[-1]) - (ends - lengths)[row_of] + starts[row_of]).astype(np.int32)
-        tables = self._block_tables(chunks)
-        slots = tables[row_of, positions // self._block_size].astype(np.int64) * self._block_size
-        slots += positions % self._block_size
-        tokens = [token for chunk in chunks for token in chunk.sequence.token_ids[chunk.start : chunk.end]]
-        upload = self._ops.upload
-        return Batch(
-            token_ids=upload(np.array(tokens, np.int32)),
-            positions=upload(positions),
-            slots=upload(slots),
-            block_tables=upload(tables),
-            context_lens=upload(starts + lengths),
-            query_start=upload(np.concatenate([[0], np.cumsum(lengths[num_decodes:])]).astype(np.int32)),
-            logit_rows=upload((ends - 1)[[chunk.samples for chunk in chunks]].astype(np.int32)),
-            num_decodes=num_decodes,
-            num_tokens=int(ends[-1]),
-            num_sequences=len(chunks),
-            max_query_len=int(lengths[num_decodes:].max(initial=0)),
-            max_context_len=int((starts + lengths).max()),
+        self.num_decodes = int(np.count_nonzero(self._lengths == 1))
+        self._context_lens = starts + self._lengths
+        self._ends = np.cumsum(self._lengths)
+        row_of = np.repeat(np.arange(len(chunks)), self._lengths)
+        first_row = self._ends - self._lengths
+        self._positions = (np.arange(self._ends[-1]) - (first_row - starts)[row_of]).astype(np.int32)
+        self._tables = _block_tables(chunks)
+        block, offset = np.divmod(self._positions, block_size)
+        self._slots = self._tables[row_of, block].astype(np.int64) * block_size + offset
+        self._token_ids, self._source = _tokens(chunks, first_row, int(self._ends[-1]), sampled_rows, no_source)
+
+    def decode_inputs(self) -> DecodeInputs:
+        """Where every chunk is one token."""
+        return DecodeInputs(
+            token_ids=self._token_ids,
+            source=self._source,
+            positions=self._positions,
+            slots=self._slots,
+            context_lens=self._context_lens,
+            block_tables=self._tables,
         )
 
-    def _block_tables(self, chunks: tuple[Chunk, ...]) -> np.ndarray:
-        width = max(len(chunk.sequence.block_table) for chunk in chunks)
-        tables = np.zeros((len(chunks), width), np.int32)
-        for row, chunk in enumerate(chunks):
-            blocks = chunk.sequence.block_table
-            tables[row, : len(blocks)] = np.frombuffer(blocks, np.int32)
-        return tables
+    def upload(self, ops) -> tuple[Batch, Array]:
+        """The batch on the backend, and for each token the row of `pick_tokens`."""
+        query_lengths = self._lengths[self.num_decodes :]
+        hosts = (
+            self._token_ids,
+            self._source,
+            self._positions,
+            self._slots,
+            self._tables,
+            self._context_lens,
+            np.concatenate([[0], np.cumsum(query_lengths)]).astype(np.int32),
+            (self._ends - 1)[self._samples].astype(np.int32),
+        )
+        token_ids, source, positions, slots, tables, context_lens, query_start, logit_rows = ops.upload_all(hosts)
+        batch = Batch(
+            token_ids=token_ids,
+            positions=positions,
+            slots=slots,
+            block_tables=tables,
+            context_lens=context_lens,
+            query_start=query_start,
+            logit_rows=logit_rows,
+            num_decodes=self.num_decodes,
+            num_tokens=len(self._token_ids),
+            num_sequences=len(self._lengths),
+            max_query_len=int(query_lengths.max(initial=0)),
+        )
+        return batch, source
 
-    def _tokens(self, rows: list[SampledRow], sampled: Sampled) -> tuple[SampledToken, ...]:
-        token_ids = self._ops.download(sampled.token_ids).tolist()
-        is_nan = self._ops.download(sampled.is_nan).tolist()
-        logprobs = self._logprobs(rows, sampled) if sampled.logprobs is not None else [None] * len(rows)
-        return tuple(map(SampledToken, token_ids, is_nan, logprobs))
 
-    def _logprobs(self, rows: list[SampledRow], sampled: Sampled) -> list[TokenLogprob | None]:
-        chosen = self._ops.download(sampled.logprobs).tolist()
-        top_ids = self._ops.download(sampled.top_ids).tolist()
-        top = self._ops.download(sampled.top_logprobs).tolist()
-        return [
-            None
-            if (wanted := row.sampling.logprobs) is None
-            else TokenLogprob(chosen[r], tuple(top_ids[r][:wanted]), tuple(top[r][:wanted]))
-            for r, row in enumerate(rows)
-        ]
+def _block_tables(chunks: tuple[Chunk, ...]) -> np.ndarray:
+    """int32[S, widest], padded with 0."""
+    tables = np.zeros((len(chunks), max(len(chunk.sequence.block_table) for chunk in chunks)), np.int32)
+    for row, chunk in zip(tables, chunks, strict=True):
+        blocks = chunk.sequence.block_table
+        row[: len(blocks)] = np.frombuffer(blocks, np.int32)
+    return tables
+
+
+def _tokens(chunks, first_row, num_tokens: int, sampled_rows: dict, no_source: int) -> tuple[np.ndarray, np.ndarray]:
+    """(token ids, source) int32[T]: a token that is still pending has the row it was sampled in as its source."""
+    token_ids, source = np.zeros(num_tokens, np.int32), np.full(num_tokens, no_source, np.int32)
+    for row, chunk in zip(first_row.tolist(), chunks, strict=True):
+        known = chunk.sequence.token_ids
+        if chunk.end > len(known):
+            source[row + chunk.length - 1] = sampled_rows[chunk.sequence]
+        token_ids[row : row + len(known) - chunk.start] = known[chunk.start : chunk.end]
+    return token_ids, source
+
+
+def _logprobs(wanted: list[int | None], chosen: list, top_ids: list, top: list) -> list[TokenLogprob | None]:
+    return [
+        None if count is None else TokenLogprob(chosen[row], tuple(top_ids[row][:count]), tuple(top[row][:count]))
+        for row, count in enumerate(wanted)
+    ]

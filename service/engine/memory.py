@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from model.kv_cache import allocate, block_bytes
-from model.llama import Llama
 
 from model.batch import Batch
 from model.config import ModelConfig
+from model.kv_cache import allocate, block_bytes
+from model.llama import Llama
 from model.ops.interface import Ops
 from model.sampler import SampledRow, sampling_arrays
 from model.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -71,10 +71,10 @@ def warm_up(model: Llama, block_size: int, num_tokens: int, num_sequences: int, 
     kv = allocate(ops, model.config, 1, block_size)
     wishes = SamplingParams(max_tokens=1, top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS)
     for lengths in (np.array([num_tokens]), np.ones(num_sequences, np.int64)):
-        rows = [SampledRow(wishes, (0,), 1, 0)] * len(lengths)
+        rows = [SampledRow(wishes, (0,), 1, 1, 0)] * len(lengths)
         with ops.scratch():
             logits = model.forward(_shared_block_batch(ops, lengths, block_size, max_model_len), kv)
-            ops.sample(logits, sampling_arrays(rows, vocab_size, frozenset(), ops.upload))
+            ops.sample(logits, sampling_arrays(rows, vocab_size, frozenset(), ops.upload_all))
         ops.synchronize()
 
 
@@ -94,5 +94,4 @@ def _shared_block_batch(ops: Ops, lengths: np.ndarray, block_size: int, max_mode
         num_tokens=int(ends[-1]),
         num_sequences=len(lengths),
         max_query_len=int(lengths[num_decodes:].max(initial=0)),
-        max_context_len=int(lengths.max()),
     )

@@ -9,20 +9,19 @@ from service.engine.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """`length` tokens of a sequence from position `start` on, whose blocks are already in its table."""
+    """`length` tokens of a sequence from position `start` on, whose blocks are already in its table.
+
+    `samples`: the chunk reaches the sequence's last token, so that the step gives it a new one.
+    """
 
     sequence: Sequence
     start: int
     length: int
+    samples: bool
 
     @property
     def end(self) -> int:
         return self.start + self.length
-
-    @property
-    def samples(self) -> bool:
-        """The chunk reaches the sequence's last token, so that the step gives it a new one."""
-        return self.start + self.length == self.sequence.num_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ class Scheduler:
         for sequence in sorted(self.running, key=lambda sequence: sequence.num_uncomputed_tokens > 1):
             if budget == 0:
                 break
-            if sequence.state is not State.RUNNING:
+            if sequence.state is not State.RUNNING or sequence.is_full(self._limits.max_model_len):
                 continue
             chunk = self._chunk(sequence, budget)
             missing = self._kv.num_missing_blocks(sequence, chunk.end)
@@ -91,7 +91,7 @@ class Scheduler:
             sequence = self.waiting[0]
             wanted = self._kv.num_missing_blocks(sequence, sequence.num_tokens)
             reserve = self._kv.pool.num_blocks // 100 if self.running else 0
-            if wanted + reserve > spare:
+            if wanted + reserve > spare or sequence.num_pending_tokens > 0:
                 break
             self.waiting.popleft()
             sequence.become(State.RUNNING)
@@ -104,7 +104,8 @@ class Scheduler:
         return chunks
 
     def _chunk(self, sequence: Sequence, budget: int) -> Chunk:
-        return Chunk(sequence, sequence.num_computed_tokens, min(sequence.num_uncomputed_tokens, budget))
+        length = min(sequence.num_uncomputed_tokens, budget)
+        return Chunk(sequence, sequence.num_computed_tokens, length, length == sequence.num_uncomputed_tokens)
 
     def check_invariants(self) -> None:
         """Nobody stands in both queues, waiting sequences hold nothing, and the pool's books are right."""

@@ -35,13 +35,17 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 
 
 class Sequence:
-    """Runs until `num_computed_tokens` reaches `num_tokens`; prefill, chunk, decode and recovery are only distances."""
+    """Runs until `num_computed_tokens` reaches `num_tokens`; prefill, chunk, decode and recovery are only distances.
+
+    `num_pending_tokens` of its tokens are sampled by steps that are still under way: they count, and nobody knows them.
+    """
 
     def __init__(self, request: Request):
         self.request = request
         self.token_ids = list(request.prompt)
         self.num_prompt_tokens = len(request.prompt)
         self.num_computed_tokens = 0
+        self.num_pending_tokens = 0
         self.block_table = array("i")
         self.branch = 0
         self.end: EndReason | None = None
@@ -57,7 +61,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        return len(self.token_ids) + self.num_pending_tokens
 
     @property
     def num_output_tokens(self) -> int:
@@ -65,7 +69,7 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        return len(self.token_ids) - self.num_computed_tokens
+        return len(self.token_ids) + self.num_pending_tokens - self.num_computed_tokens
 
     @property
     def state(self) -> State:
@@ -77,6 +81,10 @@ class Sequence:
             raise AssertionError(f"{self.request_id}: {self._state.name} cannot become {state.name}")
         self._state = state
 
+    def is_full(self, max_model_len: int) -> bool:
+        """With its pending tokens it is as long as it may get: it ends once they are known."""
+        return self.num_tokens >= min(self.num_prompt_tokens + self.sampling.max_tokens, max_model_len)
+
     def end_after(self, token_id: int, eos_token_ids: frozenset[int], max_model_len: int) -> EndReason | None:
         """Why the sequence ends now that `token_id` is its last token; None if it goes on."""
         wishes = self.sampling
@@ -84,6 +92,6 @@ class Sequence:
             token_id in wishes.stop_token_ids or (token_id in eos_token_ids and not wishes.ignore_eos)
         ):
             return EndReason.STOP
-        if self.num_output_tokens >= wishes.max_tokens or self.num_tokens >= max_model_len:
+        if len(self.token_ids) >= min(self.num_prompt_tokens + wishes.max_tokens, max_model_len):
             return EndReason.LENGTH
         return None

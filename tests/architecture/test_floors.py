@@ -24,7 +24,9 @@ TEXT_HALF = (
     "tokenizer", "tokenizer_files", "vocabulary", "decoding", "detokenizer",
     "chat_template", "template_sandbox", "disguise", "grammar",
 )  # fmt: skip
-ARRAY_HALF = ("loader", "weights", "safetensors_file", "llama", "rope", "kv_cache", "batch", "sampler", "ops")
+ARRAY_HALF = (
+    "loader", "weights", "safetensors_file", "llama", "decode_graphs", "rope", "kv_cache", "batch", "sampler", "ops",
+)  # fmt: skip
 COMMON = (
     "config", "config_fields", "rope_config", "sampling_params", "dtypes", "strict_json", "errors", "ops.interface",
 )  # fmt: skip

@@ -58,5 +58,4 @@ class PagedSequences:
             num_tokens=int(lengths.sum()),
             num_sequences=len(chunks),
             max_query_len=int(lengths[num_decodes:].max(initial=0)),
-            max_context_len=int((starts + lengths).max()),
         )

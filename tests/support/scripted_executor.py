@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import hashlib
 
-from service.engine.plan import SampledToken, StepPlan, StepResult
+from service.engine.plan import Chunk, SampledToken, StepPlan, StepResult
+from service.engine.sequence import Sequence
 
 
 def next_token(token_ids: list[int], vocab_size: int = 97) -> int:
@@ -14,23 +15,37 @@ def next_token(token_ids: list[int], vocab_size: int = 97) -> int:
 
 
 class ScriptedExecutor:
-    """Writes tokens into blocks as a model writes keys, and predicts from what the blocks hold."""
+    """Writes tokens into blocks as a model writes keys, and predicts from what the blocks hold.
 
-    def __init__(self, num_blocks: int, block_size: int, nan_after: int | None = None):
+    A pending token is known to it alone, as it would be on the device.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, nan_after: int | None = None, runs_ahead: bool = False):
         self.memory: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.block_size = block_size
         self.plans: list[StepPlan] = []
+        self.runs_ahead = runs_ahead
         self._nan_after = nan_after
+        self._last: dict[Sequence, int] = {}
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
         for chunk in plan.chunks:
             for position in range(chunk.start, chunk.end):
                 block = chunk.sequence.block_table[position // self.block_size]
-                self.memory[block][position % self.block_size] = chunk.sequence.token_ids[position]
-        return StepResult(tuple(self._sampled(chunk) for chunk in plan.chunks if chunk.samples))
+                self.memory[block][position % self.block_size] = self._token(chunk.sequence, position)
+        sampled = {chunk.sequence: self._sampled(chunk) for chunk in plan.chunks if chunk.samples}
+        self._last = {sequence: token.token_id for sequence, token in sampled.items()}
+        return StepResult(tuple(sampled.values()))
 
-    def _sampled(self, chunk) -> SampledToken:
+    def collect(self, launched: StepResult) -> StepResult:
+        return launched
+
+    def _token(self, sequence: Sequence, position: int) -> int:
+        known = sequence.token_ids
+        return known[position] if position < len(known) else self._last[sequence]
+
+    def _sampled(self, chunk: Chunk) -> SampledToken:
         cached = [
             self.memory[chunk.sequence.block_table[position // self.block_size]][position % self.block_size]
             for position in range(chunk.end)

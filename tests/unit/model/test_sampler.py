@@ -7,11 +7,11 @@ EOS = frozenset({2})
 
 
 def arrays(*rows):
-    return sampling_arrays(rows, 100, EOS, np.array)
+    return sampling_arrays(rows, 100, EOS, lambda hosts: list(map(np.array, hosts)))
 
 
 def row(tokens=(5, 6, 7), num_prompt=2, **wishes):
-    return SampledRow(SamplingParams(**{"max_tokens": 9} | wishes), tokens, num_prompt, 0)
+    return SampledRow(SamplingParams(**{"max_tokens": 9} | wishes), tokens, num_prompt, len(tokens), 0)
 
 
 def test_plain_rows_need_neither_penalties_nor_bias_nor_logprobs():

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from model.sampling_params import SamplingParams
 from service.engine.engine import Engine
@@ -16,8 +16,16 @@ from tests.support.scripted_executor import ScriptedExecutor, next_token
 EOS = 7
 
 
-def make_engine(num_blocks=64, block_size=4, max_num_seqs=8, budget=16, max_len=128, nan_after=None):
-    executor = ScriptedExecutor(num_blocks, block_size, nan_after)
+@pytest.fixture(params=[False, True], ids=["in step", "one step ahead"])
+def make_engine(request):
+    def make(**sizes):
+        return engine_of(runs_ahead=request.param, **sizes)
+
+    return make
+
+
+def engine_of(runs_ahead, num_blocks=64, block_size=4, max_num_seqs=8, budget=16, max_len=128, nan_after=None):
+    executor = ScriptedExecutor(num_blocks, block_size, nan_after, runs_ahead)
     limits = Limits(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_model_len=max_len)
     return Engine(executor, KVManager(num_blocks, block_size), limits, frozenset({EOS})), executor
 
@@ -57,7 +65,7 @@ def collect(engine, told):
         told[output.request_id] = (tokens, output.end)
 
 
-def test_many_requests_get_what_each_would_get_alone():
+def test_many_requests_get_what_each_would_get_alone(make_engine):
     engine, _ = make_engine()
     prompts = {str(n): [n, *range(n % 23)] for n in range(40)}
     for name, prompt in prompts.items():
@@ -67,7 +75,7 @@ def test_many_requests_get_what_each_would_get_alone():
     assert engine.stats().num_blocks_used == 0
 
 
-def test_a_long_prompt_is_computed_in_chunks_beside_decodes():
+def test_a_long_prompt_is_computed_in_chunks_beside_decodes(make_engine):
     engine, executor = make_engine(budget=8)
     engine.add(request("short", [1], max_tokens=20, ignore_eos=True))
     engine.step()
@@ -78,7 +86,7 @@ def test_a_long_prompt_is_computed_in_chunks_beside_decodes():
     assert all(plan.num_tokens <= 8 and plan.chunks[0].length == 1 for plan in mixed)
 
 
-def test_preempted_requests_come_back_and_lose_nothing():
+def test_preempted_requests_come_back_and_lose_nothing(make_engine):
     engine, _ = make_engine(num_blocks=12, max_len=48)
     for n in range(6):
         engine.add(request(str(n), [n, 50, 51], max_tokens=30, ignore_eos=True))
@@ -88,20 +96,18 @@ def test_preempted_requests_come_back_and_lose_nothing():
         assert told[str(n)] == alone([n, 50, 51], 30, stops=frozenset())
 
 
-def test_the_oldest_request_is_never_preempted():
+def test_the_oldest_request_is_never_preempted(make_engine):
     engine, executor = make_engine(num_blocks=10, max_len=40)
     for n in range(5):
         engine.add(request(str(n), [n], max_tokens=35, ignore_eos=True))
-    oldest_starts = []
-    while engine.has_work:
-        engine.step()
-        oldest_starts += [c.start for c in executor.plans[-1].chunks if c.sequence.request_id == "0"]
+    run(engine)
+    oldest_starts = [c.start for plan in executor.plans for c in plan.chunks if c.sequence.request_id == "0"]
     assert engine.stats().num_preemptions > 0
     assert oldest_starts == sorted(set(oldest_starts))
 
 
 @pytest.mark.parametrize("wishes", [{"stop_token_ids": (3, 11, 29)}, {"ignore_eos": True}, {"min_tokens": 6}])
-def test_ends(wishes):
+def test_ends(make_engine, wishes):
     engine, _ = make_engine()
     engine.add(request("a", [5, 6], max_tokens=90, **wishes))
     tokens, end = run(engine)["a"]
@@ -116,14 +122,14 @@ def test_ends(wishes):
     assert end is (EndReason.STOP if tokens[-1] in stops else EndReason.LENGTH)
 
 
-def test_what_can_never_fit_ends_at_once():
+def test_what_can_never_fit_ends_at_once(make_engine):
     engine, _ = make_engine(max_len=20)
     engine.add(request("big", range(15), max_tokens=6))
     engine.add(request("empty", []))
     assert run(engine) == {"big": ([], EndReason.TOO_LARGE), "empty": ([], EndReason.TOO_LARGE)}
 
 
-def test_a_nan_ends_only_its_own_request():
+def test_a_nan_ends_only_its_own_request(make_engine):
     engine, _ = make_engine(nan_after=96)
     engine.add(request("bad", [1, 96]))
     engine.add(request("good", [1, 2], ignore_eos=True, max_tokens=3))
@@ -132,7 +138,7 @@ def test_a_nan_ends_only_its_own_request():
     assert told["good"] == alone([1, 2], 3, stops=frozenset())
 
 
-def test_cancel_frees_blocks_before_the_next_step():
+def test_cancel_frees_blocks_before_the_next_step(make_engine):
     engine, _ = make_engine()
     engine.add(request("a", range(20), ignore_eos=True, max_tokens=50))
     engine.step()
@@ -144,7 +150,7 @@ def test_cancel_frees_blocks_before_the_next_step():
     assert engine.take_outputs() == []
 
 
-def test_the_same_id_twice_is_refused():
+def test_the_same_id_twice_is_refused(make_engine):
     engine, _ = make_engine()
     engine.add(request("a", [1]))
     with pytest.raises(ValueError, match="already here"):
@@ -154,16 +160,20 @@ def test_the_same_id_twice_is_refused():
 class EngineMachine(RuleBasedStateMachine):
     """Add, step and cancel in any order in a pool that is too small, against what each request would get alone."""
 
-    def __init__(self):
-        super().__init__()
-        self.engine, _ = make_engine(num_blocks=14, max_num_seqs=5, budget=11, max_len=56)
+    @initialize(runs_ahead=st.booleans())
+    def start(self, runs_ahead):
+        self.engine, _ = engine_of(runs_ahead, num_blocks=14, max_num_seqs=5, budget=11, max_len=56)
         self.wanted, self.told, self.cancelled = {}, {}, set()
 
-    @rule(prompt=st.lists(st.integers(0, 96), min_size=1, max_size=30), max_tokens=st.integers(1, 25))
-    def add(self, prompt, max_tokens):
+    @rule(
+        prompt=st.lists(st.integers(0, 96), min_size=1, max_size=30),
+        max_tokens=st.integers(1, 25),
+        penalty=st.sampled_from([0.0, 0.0, 0.0, 1.0]),
+    )
+    def add(self, prompt, max_tokens, penalty):
         name = str(len(self.wanted))
         self.wanted[name] = alone(prompt, max_tokens)
-        self.engine.add(request(name, prompt, max_tokens=max_tokens))
+        self.engine.add(request(name, prompt, max_tokens=max_tokens, presence_penalty=penalty))
 
     @rule(count=st.integers(1, 12))
     def step(self, count):

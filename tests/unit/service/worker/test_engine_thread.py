@@ -75,7 +75,9 @@ def test_stop_ends_what_is_left(harness):
 
 
 class BrokenExecutor:
-    def execute(self, plan):
+    runs_ahead = True
+
+    def launch(self, plan):
         raise RuntimeError("device lost")
 
 

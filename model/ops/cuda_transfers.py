@@ -1,0 +1,96 @@
+"""Arrays between host and device on one stream, through pinned memory, so that small transfers make nobody wait."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import cupy
+import numpy as np
+from cupy.cuda import runtime
+
+from model.ops.packing import Packing
+
+STAGED_BYTES = 1 << 20
+"""Up to this size an upload is copied to pinned memory and does not wait; a larger one (weights) waits instead."""
+
+NUM_PIECES = 8
+"""Staged transfers under way before one has to be waited for: more than a step makes."""
+
+
+class Transfers:
+    """Of one stream, for one thread at a time."""
+
+    def __init__(self, stream: cupy.cuda.Stream):
+        self._stream = stream
+        self._pieces = [_Piece() for _ in range(NUM_PIECES)]
+        self._next = 0
+
+    def upload(self, host: np.ndarray, array: cupy.ndarray) -> None:
+        """Fill `array`, of the shape and dtype of `host`."""
+        if host.nbytes > STAGED_BYTES:
+            array.data.copy_from_host_async(host.ctypes.data, array.nbytes, self._stream)
+            self._stream.synchronize()  # the caller may change or free `host` now
+        elif host.nbytes:
+            self.upload_all([host], array.reshape(-1).view(np.uint8))
+
+    def upload_all(self, hosts: Sequence[np.ndarray], into: cupy.ndarray | None) -> list[cupy.ndarray]:
+        """See `Ops.upload_all`."""
+        packing = Packing.of(hosts)
+        if into is None:
+            with self._stream:
+                into = cupy.empty(packing.num_bytes, np.uint8)
+        piece = self._take(packing.num_bytes)
+        packing.fill(piece.host, hosts)
+        into.data.copy_from_host_async(piece.host.ctypes.data, min(packing.num_bytes, into.nbytes), self._stream)
+        piece.event.record(self._stream)
+        return packing.views(into, hosts)
+
+    def upload_rows(self, host: np.ndarray, table: cupy.ndarray) -> None:
+        """See `Ops.upload_rows`."""
+        num_rows, row_bytes = len(host), host.shape[1] * host.itemsize
+        piece = self._take(host.nbytes)
+        piece.host[: host.nbytes] = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
+        runtime.memcpy2DAsync(
+            table.data.ptr, table.strides[0], piece.host.ctypes.data, row_bytes, row_bytes, num_rows,
+            runtime.memcpyHostToDevice, self._stream.ptr,
+        )  # fmt: skip
+        piece.event.record(self._stream)
+
+    def download_later(self, arrays: Sequence[cupy.ndarray]) -> Callable[[], list[np.ndarray]]:
+        """See `Ops.download_later`."""
+        hosts = [_pinned(array.shape, array.dtype) for array in arrays]
+        for host, array in zip(hosts, arrays, strict=True):
+            if array.nbytes:
+                array.data.copy_to_host_async(host.ctypes.data, array.nbytes, self._stream)
+        done = self._stream.record(cupy.cuda.Event(disable_timing=True))
+
+        def wait() -> list[np.ndarray]:
+            done.synchronize()
+            return hosts
+
+        return wait
+
+    def _take(self, num_bytes: int) -> _Piece:
+        """The next piece of the ring, at least so large. It is filled again only when its last transfer is done."""
+        piece = self._pieces[self._next]
+        self._next = (self._next + 1) % NUM_PIECES
+        piece.event.synchronize()
+        if num_bytes > len(piece.host):
+            piece.host = _pinned((max(4096, 1 << (num_bytes - 1).bit_length()),), np.dtype(np.uint8))
+        return piece
+
+
+class _Piece:
+    """`host` uint8[N] is pinned memory; `event` follows the transfer that last used it."""
+
+    def __init__(self):
+        self.event = cupy.cuda.Event(disable_timing=True)
+        self.host = np.empty(0, np.uint8)
+
+
+def _pinned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Host memory that the device reads and writes by itself; contents undefined."""
+    count = math.prod(shape)
+    memory = cupy.cuda.alloc_pinned_memory(max(1, count * dtype.itemsize))
+    return np.frombuffer(memory, dtype, count).reshape(shape)
