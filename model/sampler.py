@@ -11,77 +11,108 @@ import numpy as np
 from model.ops.interface import Array, Bias, Penalties, SamplingArrays
 from model.sampling_params import SamplingParams
 
+RECORD = np.dtype(
+    [
+        ("seed", np.uint64),
+        ("temperature", np.float32),
+        ("top_k", np.int32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("branch", np.uint32),
+        ("num_logprobs", np.int32),  # 0: none, else one more than the alternatives wanted
+        ("is_shaped", np.int32),  # 1: penalties, biases or a minimum length have a say
+    ]
+)
+"""What sampling needs to know of a sequence and does not change while it runs."""
 
-@dataclass(frozen=True, slots=True)
-class SampledRow:
-    """One sequence about to get its next token, which will stand at `position`."""
+NO_TOP_K = np.iinfo(np.int32).max
 
-    sampling: SamplingParams
-    token_ids: Sequence[int]  # prompt and output so far; all of them where the sampling has penalties
-    num_prompt_tokens: int
-    position: int
-    branch: int
+
+def sampling_record(wish: SamplingParams, branch: int) -> bytes:
+    """One RECORD, packed once so that a step only joins those of its rows."""
+    is_shaped = wish.has_penalties or bool(wish.logit_bias) or wish.min_tokens > 0
+    num_logprobs = 0 if wish.logprobs is None else wish.logprobs + 1
+    top_k = NO_TOP_K if wish.top_k is None else min(wish.top_k, NO_TOP_K)
+    fields = (wish.seed, wish.temperature, top_k, wish.top_p, wish.min_p, branch, num_logprobs, is_shaped)
+    return np.array([fields], RECORD).tobytes()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledRows:
+    """R sequences about to get their next tokens, which will stand at `positions`."""
+
+    records: list[bytes]
+    positions: np.ndarray  # uint32[R]
+    sampling: list[SamplingParams]
+    token_ids: list[Sequence[int]]  # prompt and output so far; all of them where the sampling has penalties
+    num_prompt_tokens: list[int]
 
 
 def sampling_arrays(
-    rows: Sequence[SampledRow],
+    rows: SampledRows,
     vocab_size: int,
     eos_token_ids: frozenset[int],
     upload_all: Callable[[Sequence[np.ndarray]], list[Array]],
 ) -> SamplingArrays:
-    """Arrays for R = len(rows) rows, sent by `upload_all` to where the logits are, in one go."""
-    columns, penalties, bias = _columns(rows, vocab_size), _penalties(rows), _bias(rows, eos_token_ids)
+    """Arrays for R rows, sent by `upload_all` to where the logits are, in one go."""
+    records = np.frombuffer(b"".join(rows.records), RECORD)
+    columns = [
+        records["temperature"],
+        np.minimum(records["top_k"], vocab_size, dtype=np.int32),
+        records["top_p"],
+        records["min_p"],
+        records["seed"],
+        rows.positions,
+        records["branch"],
+    ]
+    is_shaped = bool(records["is_shaped"].any())
+    penalties = _penalties(rows) if is_shaped else []
+    bias = _bias(rows, eos_token_ids) if is_shaped else []
     sent = upload_all([*columns, *penalties, *bias])
     after_columns, after_penalties = len(columns), len(columns) + len(penalties)
-    alternatives = [row.sampling.logprobs for row in rows if row.sampling.logprobs is not None]
+    num_logprobs = int(records["num_logprobs"].max(initial=0))
     return SamplingArrays(
         *sent[:after_columns],
         penalties=Penalties(*sent[after_columns:after_penalties]) if penalties else None,
         bias=Bias(*sent[after_penalties:]) if bias else None,
-        num_logprobs=max(alternatives, default=0),
-        with_logprobs=bool(alternatives),
+        num_logprobs=max(0, num_logprobs - 1),
+        with_logprobs=num_logprobs > 0,
     )
 
 
-def _columns(rows: Sequence[SampledRow], vocab_size: int) -> list[np.ndarray]:
-    """In the order of SamplingArrays' fields."""
-    wishes = [row.sampling for row in rows]
-    values = (
-        ((wish.temperature for wish in wishes), np.float32),
-        ((vocab_size if wish.top_k is None else min(wish.top_k, vocab_size) for wish in wishes), np.int32),
-        ((wish.top_p for wish in wishes), np.float32),
-        ((wish.min_p for wish in wishes), np.float32),
-        ((wish.seed for wish in wishes), np.uint64),
-        ((row.position for row in rows), np.uint32),
-        ((row.branch for row in rows), np.uint32),
-    )
-    return [np.fromiter(column, dtype, len(rows)) for column, dtype in values]
-
-
-def _penalties(rows: Sequence[SampledRow]) -> list[np.ndarray]:
+def _penalties(rows: SampledRows) -> list[np.ndarray]:
     """In the order of Penalties' fields; empty where no row has any."""
-    if not any(row.sampling.has_penalties for row in rows):
+    if not any(wish.has_penalties for wish in rows.sampling):
         return []
-    seen = [_seen_tokens(row) if row.sampling.has_penalties else {} for row in rows]
-    wishes = [(w.repetition_penalty, w.presence_penalty, w.frequency_penalty) for w in (row.sampling for row in rows)]
+    seen = [
+        _seen_tokens(token_ids, num_prompt_tokens) if wish.has_penalties else {}
+        for wish, token_ids, num_prompt_tokens in zip(
+            rows.sampling, rows.token_ids, rows.num_prompt_tokens, strict=True
+        )
+    ]
+    factors = [(wish.repetition_penalty, wish.presence_penalty, wish.frequency_penalty) for wish in rows.sampling]
     return [
-        *np.array(wishes, np.float32).T,
+        *np.array(factors, np.float32).T,
         _indptr(seen),
         np.array([token for counts in seen for token in counts], np.int32),
         np.array([count for counts in seen for count in counts.values()], np.int32),
     ]
 
 
-def _seen_tokens(row: SampledRow) -> dict[int, int]:
+def _seen_tokens(token_ids: Sequence[int], num_prompt_tokens: int) -> dict[int, int]:
     """Token id -> times in the output, over prompt and output."""
-    counts = dict.fromkeys(row.token_ids[: row.num_prompt_tokens], 0)
-    counts.update(Counter(row.token_ids[row.num_prompt_tokens :]))
+    counts = dict.fromkeys(token_ids[:num_prompt_tokens], 0)
+    counts.update(Counter(token_ids[num_prompt_tokens:]))
     return counts
 
 
-def _bias(rows: Sequence[SampledRow], eos_token_ids: frozenset[int]) -> list[np.ndarray]:
+def _bias(rows: SampledRows, eos_token_ids: frozenset[int]) -> list[np.ndarray]:
     """In the order of Bias' fields; empty where no row has any."""
-    biases = [_row_bias(row, eos_token_ids) for row in rows]
+    num_outputs = rows.positions.astype(np.int64) - np.array(rows.num_prompt_tokens)
+    biases = [
+        _row_bias(wish, num_output, eos_token_ids)
+        for wish, num_output in zip(rows.sampling, num_outputs.tolist(), strict=True)
+    ]
     if not any(biases):
         return []
     return [
@@ -91,9 +122,8 @@ def _bias(rows: Sequence[SampledRow], eos_token_ids: frozenset[int]) -> list[np.
     ]
 
 
-def _row_bias(row: SampledRow, eos_token_ids: frozenset[int]) -> list[tuple[int, float]]:
-    wish = row.sampling
-    if row.position - row.num_prompt_tokens >= wish.min_tokens:
+def _row_bias(wish: SamplingParams, num_output: int, eos_token_ids: frozenset[int]) -> list[tuple[int, float]]:
+    if num_output >= wish.min_tokens:
         return list(wish.logit_bias)
     forbidden = set(wish.stop_token_ids) | (frozenset() if wish.ignore_eos else eos_token_ids)
     return [pair for pair in wish.logit_bias if pair[0] not in forbidden] + [(i, -np.inf) for i in sorted(forbidden)]

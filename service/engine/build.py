@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,17 +53,12 @@ def read_model_config(settings: Settings) -> ModelConfig:
     return PRESETS[settings.model_config]
 
 
-def build_engine(
-    settings: Settings, *, progress: bool, wrap_ops: Callable[[Ops], Ops] = lambda ops: ops
-) -> BuiltEngine:
-    """Load, size, warm up and try. Raises StartupError with one line where that cannot work.
-
-    `wrap_ops` may put something around the backend that the model speaks to; the benches measure that way.
-    """
+def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
+    """Load, size, warm up and try. Raises StartupError with one line where that cannot work."""
     config = read_model_config(settings)
     wanted_len = _wanted_model_len(settings, config)
     try:
-        ops = wrap_ops(open_ops(settings.device, settings.dtype, config.dtype))
+        ops = open_ops(settings.device, settings.dtype, config.dtype)
         folder = None if settings.load_format == "dummy" else Path(settings.model)
         model = load_model(folder, config, ops, wanted_len, load_format=settings.load_format, progress=progress)
     except ModelError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from service.engine.kv_manager import KVManager
 from service.engine.plan import SampledToken, StepPlan, StepResult, TokenLogprob
@@ -36,8 +36,7 @@ class _Flight:
     launched: Any
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(NamedTuple):
     """Something a request's sender should hear: a new token, or the end, or both."""
 
     request_id: str
@@ -81,6 +80,11 @@ class Engine:
         self._last_step_s = 0.0
 
     @property
+    def num_waiting(self) -> int:
+        """May be read from other threads."""
+        return len(self._scheduler.waiting)
+
+    @property
     def has_work(self) -> bool:
         return bool(self._sequences or self._flights)
 
@@ -117,9 +121,9 @@ class Engine:
         plan = self._scheduler.schedule()
         if plan.chunks:
             self._flights.append(_Flight(plan, self._executor.launch(plan)))
-            for chunk in plan.chunks:
-                chunk.sequence.num_computed_tokens = chunk.end
-                chunk.sequence.num_pending_tokens += chunk.samples
+            for sequence, start, length, samples in plan.chunks:
+                sequence.num_computed_tokens = start + length
+                sequence.num_pending_tokens += samples
             self._num_steps += 1
         self._settle_flights(1 if plan.chunks and self._executor.runs_ahead else 0)
         self._last_step_s = time.perf_counter() - start_s
@@ -153,7 +157,7 @@ class Engine:
 
     def _may_run_ahead(self) -> bool:
         """Penalties need every token by its id, the pending ones too."""
-        return not any(sequence.sampling.has_penalties for sequence in self._scheduler.running)
+        return not any(sequence.has_penalties for sequence in self._scheduler.running)
 
     def _settle_flights(self, num_left: int) -> None:
         while len(self._flights) > num_left:
@@ -175,7 +179,7 @@ class Engine:
         self._num_output_tokens += 1
         tokens = (sampled.token_id,)
         logprobs = () if sampled.logprob is None else (sampled.logprob,)
-        reason = sequence.end_after(sampled.token_id, self._eos_token_ids, self._limits.max_model_len)
+        reason = sequence.end_after(sampled.token_id, self._eos_token_ids)
         if reason is None:
             self._emit(sequence, tokens, logprobs, None)
         else:

@@ -11,15 +11,15 @@ from model.batch import Batch
 from model.decode_graphs import DecodeGraphs, DecodeInputs
 from model.llama import Llama
 from model.ops.interface import Array, Sampled
-from model.sampler import SampledRow, sampling_arrays
+from model.sampler import SampledRows, sampling_arrays
 from service.engine.plan import Chunk, SampledToken, StepPlan, StepResult, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step on its way: how many alternatives each row wants, and what waits for the sampled arrays."""
+    """A step on its way: the chunks that get a token, and what waits for the sampled arrays."""
 
-    wanted: list[int | None]
+    due: list[Chunk]
     arrive: Callable[[], list[np.ndarray]]
 
 
@@ -56,15 +56,15 @@ class ModelExecutor:
             arrive = self._ops.download_later(sampled)
         if due:
             self._sampled_rows = {chunk.sequence: row for row, chunk in enumerate(due)}
-        return _Launched([chunk.sequence.sampling.logprobs for chunk in due], arrive)
+        return _Launched(due, arrive)
 
     def collect(self, launched: _Launched) -> StepResult:
         """See service.engine.engine.Executor."""
         arrays = [array.tolist() for array in launched.arrive()]
-        if not launched.wanted:
+        if not launched.due:
             return StepResult(())
         token_ids, is_nan, *logprobs = arrays
-        told = _logprobs(launched.wanted, *logprobs) if logprobs else [None] * len(token_ids)
+        told = _logprobs(launched.due, *logprobs) if logprobs else [None] * len(token_ids)
         return StepResult(tuple(map(SampledToken, token_ids, is_nan, told)))
 
     def _forward(self, chunks: tuple[Chunk, ...], *, all_sample: bool) -> Array:
@@ -77,12 +77,13 @@ class ModelExecutor:
         return self._model.forward(batch, self._kv)
 
     def _sample(self, logits: Array, due: Sequence[Chunk]) -> tuple[Array, ...]:
-        rows = [
-            SampledRow(
-                c.sequence.sampling, c.sequence.token_ids, c.sequence.num_prompt_tokens, c.end, c.sequence.branch
-            )
-            for c in due
-        ]
+        rows = SampledRows(
+            records=[chunk.sequence.sampling_record for chunk in due],
+            positions=np.array([chunk.end for chunk in due], np.uint32),
+            sampling=[chunk.sequence.sampling for chunk in due],
+            token_ids=[chunk.sequence.token_ids for chunk in due],
+            num_prompt_tokens=[chunk.sequence.num_prompt_tokens for chunk in due],
+        )
         vocab_size = self._model.config.vocab_size
         how = sampling_arrays(rows, vocab_size, self._eos_token_ids, self._ops.upload_all)
         sampled: Sampled = self._ops.sample(logits, how, out=self._sampled[: len(due)])
@@ -96,8 +97,8 @@ class _HostBatch:
 
     def __init__(self, chunks: tuple[Chunk, ...], block_size: int, sampled_rows: dict[object, int], no_source: int):
         self._samples = [chunk.samples for chunk in chunks]
-        self._lengths = np.fromiter((chunk.length for chunk in chunks), np.int32, len(chunks))
-        starts = np.fromiter((chunk.start for chunk in chunks), np.int32, len(chunks))
+        self._lengths = np.array([chunk.length for chunk in chunks], np.int32)
+        starts = np.array([chunk.start for chunk in chunks], np.int32)
         self.num_decodes = int(np.count_nonzero(self._lengths == 1))
         self._context_lens = starts + self._lengths
         self._ends = np.cumsum(self._lengths)
@@ -152,25 +153,28 @@ class _HostBatch:
 
 def _block_tables(chunks: tuple[Chunk, ...]) -> np.ndarray:
     """int32[S, widest], padded with 0."""
-    tables = np.zeros((len(chunks), max(len(chunk.sequence.block_table) for chunk in chunks)), np.int32)
-    for row, chunk in zip(tables, chunks, strict=True):
-        blocks = chunk.sequence.block_table
-        row[: len(blocks)] = np.frombuffer(blocks, np.int32)
-    return tables
+    width_bytes = 4 * max([len(chunk.sequence.block_table) for chunk in chunks])
+    rows = [chunk.sequence.block_table.tobytes().ljust(width_bytes, b"\0") for chunk in chunks]
+    return np.frombuffer(b"".join(rows), np.int32).reshape(len(chunks), -1)
 
 
 def _tokens(chunks, first_row, num_tokens: int, sampled_rows: dict, no_source: int) -> tuple[np.ndarray, np.ndarray]:
     """(token ids, source) int32[T]: a token that is still pending has the row it was sampled in as its source."""
-    token_ids, source = np.zeros(num_tokens, np.int32), np.full(num_tokens, no_source, np.int32)
-    for row, chunk in zip(first_row.tolist(), chunks, strict=True):
-        known = chunk.sequence.token_ids
-        if chunk.end > len(known):
-            source[row + chunk.length - 1] = sampled_rows[chunk.sequence]
-        token_ids[row : row + len(known) - chunk.start] = known[chunk.start : chunk.end]
-    return token_ids, source
+    token_ids: list[int] = []
+    source = [no_source] * num_tokens
+    for row, (sequence, start, length, _) in zip(first_row.tolist(), chunks, strict=True):
+        known = sequence.token_ids
+        if start + length > len(known):
+            source[row + length - 1] = sampled_rows[sequence]
+            token_ids += known[start:]
+            token_ids.append(0)
+        else:
+            token_ids += known[start : start + length]
+    return np.array(token_ids, np.int32), np.array(source, np.int32)
 
 
-def _logprobs(wanted: list[int | None], chosen: list, top_ids: list, top: list) -> list[TokenLogprob | None]:
+def _logprobs(due: list[Chunk], chosen: list, top_ids: list, top: list) -> list[TokenLogprob | None]:
+    wanted = [chunk.sequence.sampling.logprobs for chunk in due]
     return [
         None if count is None else TokenLogprob(chosen[row], tuple(top_ids[row][:count]), tuple(top[row][:count]))
         for row, count in enumerate(wanted)

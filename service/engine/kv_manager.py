@@ -17,7 +17,8 @@ class KVManager:
 
     def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
         """Blocks the sequence lacks to hold its first `num_tokens` tokens."""
-        return max(0, -(-num_tokens // self.block_size) - len(sequence.block_table))
+        missing = -(-num_tokens // self.block_size) - len(sequence.block_table)
+        return missing if missing > 0 else 0
 
     def extend(self, sequence: Sequence, num_tokens: int) -> None:
         """Give the sequence room for its first `num_tokens` tokens. Raises OutOfBlocks and then changes nothing."""

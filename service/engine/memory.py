@@ -11,7 +11,7 @@ from model.config import ModelConfig
 from model.kv_cache import allocate, block_bytes
 from model.llama import Llama
 from model.ops.interface import Ops
-from model.sampler import SampledRow, sampling_arrays
+from model.sampler import SampledRows, sampling_arrays, sampling_record
 from model.sampling_params import MAX_LOGPROBS, SamplingParams
 from service.config import Settings
 from service.errors import StartupError
@@ -71,7 +71,14 @@ def warm_up(model: Llama, block_size: int, num_tokens: int, num_sequences: int, 
     kv = allocate(ops, model.config, 1, block_size)
     wishes = SamplingParams(max_tokens=1, top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS)
     for lengths in (np.array([num_tokens]), np.ones(num_sequences, np.int64)):
-        rows = [SampledRow(wishes, (0,), 1, 1, 0)] * len(lengths)
+        count = len(lengths)
+        rows = SampledRows(
+            records=[sampling_record(wishes, 0)] * count,
+            positions=np.ones(count, np.uint32),
+            sampling=[wishes] * count,
+            token_ids=[(0,)] * count,
+            num_prompt_tokens=[1] * count,
+        )
         with ops.scratch():
             logits = model.forward(_shared_block_batch(ops, lengths, block_size, max_model_len), kv)
             ops.sample(logits, sampling_arrays(rows, vocab_size, frozenset(), ops.upload_all))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from service.engine.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """`length` tokens of a sequence from position `start` on, whose blocks are already in its table.
 
     `samples`: the chunk reaches the sequence's last token, so that the step gives it a new one.
@@ -44,8 +44,7 @@ class TokenLogprob:
     top_logprobs: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """The next token of a chunk's sequence. `is_nan`: the model gave no numbers, the id means nothing."""
 
     token_id: int

@@ -49,33 +49,33 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """The plan of the next step; every chunk in it has its blocks. Empty only if there is nothing to do."""
         num_preemptions = self.preemption.num_preemptions
-        chunks = self._continue_running()
-        budget = self._limits.max_num_batched_tokens - sum(chunk.length for chunk in chunks)
-        if self.preemption.num_preemptions == num_preemptions:
+        chunks, budget = self._continue_running(self._limits.max_num_batched_tokens)
+        if self.waiting and budget > 0 and self.preemption.num_preemptions == num_preemptions:
             chunks += self._admit_waiting(budget)
         chunks.sort(key=lambda chunk: chunk.length != 1)
         return StepPlan(tuple(chunks))
 
-    def _continue_running(self) -> list[Chunk]:
-        budget = self._limits.max_num_batched_tokens
-        planned: dict[Sequence, Chunk] = {}
+    def _continue_running(self, budget: int) -> tuple[list[Chunk], int]:
+        """Chunks of running sequences, those that lack one token first, and what is left of the budget."""
+        chunks: list[Chunk] = []
         for sequence in sorted(self.running, key=lambda sequence: sequence.num_uncomputed_tokens > 1):
             if budget == 0:
                 break
-            if sequence.state is not State.RUNNING or sequence.is_full(self._limits.max_model_len):
+            if sequence.state is not State.RUNNING or sequence.is_full:
                 continue
             chunk = self._chunk(sequence, budget)
             missing = self._kv.num_missing_blocks(sequence, chunk.end)
-            if missing > self._kv.pool.num_free:
-                victims = self.preemption.make_room(missing, sequence, self.running)
-                self.waiting.extendleft(victims)
-                budget += sum(planned.pop(victim).length for victim in victims if victim in planned)
-                if sequence in victims:
-                    continue
-            self._kv.extend(sequence, chunk.end)
-            planned[sequence] = chunk
+            if missing:
+                if missing > self._kv.pool.num_free:
+                    self.waiting.extendleft(self.preemption.make_room(missing, sequence, self.running))
+                    budget += sum(chunk.length for chunk in chunks if chunk.sequence.state is not State.RUNNING)
+                    chunks = [chunk for chunk in chunks if chunk.sequence.state is State.RUNNING]
+                    if sequence.state is not State.RUNNING:
+                        continue
+                self._kv.extend(sequence, chunk.end)
+            chunks.append(chunk)
             budget -= chunk.length
-        return list(planned.values())
+        return chunks, budget
 
     def _admit_waiting(self, budget: int) -> list[Chunk]:
         """Start waiting sequences, first come first served, while the pool can hold all they have so far.
@@ -104,8 +104,9 @@ class Scheduler:
         return chunks
 
     def _chunk(self, sequence: Sequence, budget: int) -> Chunk:
-        length = min(sequence.num_uncomputed_tokens, budget)
-        return Chunk(sequence, sequence.num_computed_tokens, length, length == sequence.num_uncomputed_tokens)
+        lacking = sequence.num_uncomputed_tokens
+        length = lacking if lacking < budget else budget
+        return Chunk(sequence, sequence.num_computed_tokens, length, length == lacking)
 
     def check_invariants(self) -> None:
         """Nobody stands in both queues, waiting sequences hold nothing, and the pool's books are right."""

@@ -6,6 +6,7 @@ from array import array
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from model.sampler import sampling_record
 from model.sampling_params import SamplingParams
 from service.errors import EndReason
 
@@ -17,6 +18,10 @@ class Request:
     request_id: str
     prompt: tuple[int, ...]
     sampling: SamplingParams
+
+
+BRANCH = 0
+"""Which of a request's branches a sequence is: every request has one."""
 
 
 class State(Enum):
@@ -42,22 +47,18 @@ class Sequence:
 
     def __init__(self, request: Request):
         self.request = request
+        self.request_id = request.request_id
+        self.sampling = request.sampling
+        self.sampling_record = sampling_record(request.sampling, BRANCH)
+        self.has_penalties = request.sampling.has_penalties
         self.token_ids = list(request.prompt)
         self.num_prompt_tokens = len(request.prompt)
+        self.max_num_tokens = len(request.prompt) + request.sampling.max_tokens
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
         self.block_table = array("i")
-        self.branch = 0
         self.end: EndReason | None = None
         self._state = State.WAITING
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    @property
-    def sampling(self) -> SamplingParams:
-        return self.request.sampling
 
     @property
     def num_tokens(self) -> int:
@@ -81,17 +82,18 @@ class Sequence:
             raise AssertionError(f"{self.request_id}: {self._state.name} cannot become {state.name}")
         self._state = state
 
-    def is_full(self, max_model_len: int) -> bool:
+    @property
+    def is_full(self) -> bool:
         """With its pending tokens it is as long as it may get: it ends once they are known."""
-        return self.num_tokens >= min(self.num_prompt_tokens + self.sampling.max_tokens, max_model_len)
+        return len(self.token_ids) + self.num_pending_tokens >= self.max_num_tokens
 
-    def end_after(self, token_id: int, eos_token_ids: frozenset[int], max_model_len: int) -> EndReason | None:
+    def end_after(self, token_id: int, eos_token_ids: frozenset[int]) -> EndReason | None:
         """Why the sequence ends now that `token_id` is its last token; None if it goes on."""
         wishes = self.sampling
         if self.num_output_tokens >= wishes.min_tokens and (
             token_id in wishes.stop_token_ids or (token_id in eos_token_ids and not wishes.ignore_eos)
         ):
             return EndReason.STOP
-        if len(self.token_ids) >= min(self.num_prompt_tokens + wishes.max_tokens, max_model_len):
+        if len(self.token_ids) >= self.max_num_tokens:
             return EndReason.LENGTH
         return None

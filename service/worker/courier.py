@@ -82,7 +82,7 @@ class Courier:
 
     async def _fetch(self) -> None:
         while not self._draining:
-            room = min(self._max_open - len(self._open), MAX_AHEAD - self.engine.stats.num_waiting)
+            room = min(self._max_open - len(self._open), MAX_AHEAD - self.engine.num_waiting)
             if room <= 0:
                 await asyncio.sleep(0.01)
                 continue

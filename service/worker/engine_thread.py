@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -30,6 +31,9 @@ class Stop:
     reason: EndReason
 
 
+STATS_EVERY_S = 0.1
+"""Statistics are for people: a step need not pay for them."""
+
 Command = Add | Cancel | Stop
 
 
@@ -48,6 +52,12 @@ class EngineThread:
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.stats: EngineStats = engine.stats()
+        self._stats_due_s = 0.0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait inside the engine, up to date."""
+        return self._engine.num_waiting
 
     def start(self) -> None:
         self._thread.start()
@@ -78,6 +88,7 @@ class EngineThread:
                 if self._engine.has_work:
                     return True
                 self._engine.check_invariants()
+                self._stats_due_s = 0.0
                 self._report()
                 command = self._inbox.get()
             match command:
@@ -91,7 +102,9 @@ class EngineThread:
                     return False
 
     def _report(self) -> None:
-        self.stats = self._engine.stats()
+        now_s = time.monotonic()
+        if now_s > self._stats_due_s:
+            self.stats, self._stats_due_s = self._engine.stats(), now_s + STATS_EVERY_S
         outputs = self._engine.take_outputs()
         if outputs:
             self._deliver(outputs)

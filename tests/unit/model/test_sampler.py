@@ -1,17 +1,25 @@
 import numpy as np
 
-from model.sampler import SampledRow, sampling_arrays
+from model.sampler import SampledRows, sampling_arrays, sampling_record
 from model.sampling_params import SamplingParams
 
 EOS = frozenset({2})
 
 
 def arrays(*rows):
-    return sampling_arrays(rows, 100, EOS, lambda hosts: list(map(np.array, hosts)))
+    wishes, tokens, num_prompt_tokens = map(list, zip(*rows, strict=True))
+    gathered = SampledRows(
+        records=[sampling_record(wish, 0) for wish in wishes],
+        positions=np.array(list(map(len, tokens)), np.uint32),
+        sampling=wishes,
+        token_ids=tokens,
+        num_prompt_tokens=num_prompt_tokens,
+    )
+    return sampling_arrays(gathered, 100, EOS, lambda hosts: list(map(np.array, hosts)))
 
 
 def row(tokens=(5, 6, 7), num_prompt=2, **wishes):
-    return SampledRow(SamplingParams(**{"max_tokens": 9} | wishes), tokens, num_prompt, len(tokens), 0)
+    return SamplingParams(**{"max_tokens": 9} | wishes), tokens, num_prompt
 
 
 def test_plain_rows_need_neither_penalties_nor_bias_nor_logprobs():
