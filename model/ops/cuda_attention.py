@@ -1,10 +1,11 @@
 """Launches the paged attention kernels: tile sizes by shape, grids by what the host knows, workspace from the arena.
 
 Nothing here looks at device data, so both launches can be captured in a graph. Tile sizes are chosen here alone; the
-kernels check at compile time that they agree on the shared memory that follows from them. No choice needs more than the
-99 KiB a block that sm_86, sm_89 and sm_120 have.
+kernels check at compile time that they agree on the shared memory that follows from them. No choice but Hopper's own
+needs more than the 99 KiB a block that sm_86, sm_89 and sm_120 have.
 
-`ops` is the `CudaOps` in hand; of it, `kernels`, `stream`, `temporary`, `num_sms` and `dtype_code` are used.
+`ops` is the `CudaOps` in hand; of it, `kernels`, `tensor_maps`, `stream`, `temporary`, `num_sms`, `arch` and
+`dtype_code` are used.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ _MIN_PART_TOKENS = 128
 """A shorter part of a sequence costs more in the merge than it saves."""
 
 _MAX_SPLITS = 256
+
+_HOPPER_ROWS, _HOPPER_KEYS, _HOPPER_THREADS = 128, 128, 384
+"""PADDED_ROWS, KEYS and THREADS of paged_prefill_attention_sm90.cu."""
 
 
 def decode_attention(
@@ -79,6 +83,10 @@ def prefill_attention(
     max_blocks = block_tables.shape[1]
     if num_tokens == 0 or max_query_len == 0:
         return
+    if _suits_hopper(ops, head_dim, max_query_len * num_heads // num_kv_heads):
+        args = (layer, block_tables, context_lens, query_start, scale, window)
+        _prefill_on_hopper(ops, out, q, kv, *args)
+        return
     group = num_heads // num_kv_heads
     tiles = _prefill_tiles(ops.dtype_code, head_dim, max_query_len * group)
     kernel = _build(ops, "paged_prefill_attention", head_dim, block_size, group, tiles)
@@ -88,6 +96,29 @@ def prefill_attention(
     args = (*arrays, *sizes, _scale_log2(scale), np.int32(window))
     grid = (num_kv_heads, len(context_lens), num_tiles)
     kernel(grid, (32 * tiles["WARPS"],), args, tiles["SHARED_BYTES"], ops.stream)
+
+
+def _suits_hopper(ops, head_dim: int, max_rows: int) -> bool:
+    """Whether wgmma can do it, and has rows enough to pay."""
+    return ops.arch == "90a" and ops.dtype_code != _FP32 and head_dim in (64, 128) and max_rows > 64
+
+
+def _prefill_on_hopper(ops, out, q, kv, layer, block_tables, context_lens, query_start, scale, window) -> None:
+    num_tokens, num_heads, head_dim = q.shape
+    num_blocks, num_layers, _, num_kv_heads, block_size, _ = kv.shape
+    group = num_heads // num_kv_heads
+    tokens = _HOPPER_ROWS // group  # of a piece of work
+    query_map = ops.tensor_maps.get(q, q.shape[::-1], (64, group, tokens))
+    cache_map = ops.tensor_maps.get(kv, (head_dim, math.prod(kv.shape[:-1])), (64, min(_HOPPER_KEYS, block_size)))
+    shared_bytes = 2 * head_dim * (_HOPPER_ROWS + 4 * _HOPPER_KEYS) + 256  # queries, two stages of keys and values
+    kernel = _build(
+        ops, "paged_prefill_attention_sm90", head_dim, block_size, group, {"SHARED_BYTES": shared_bytes}
+    )
+    sizes = (len(context_lens), num_kv_heads, num_blocks, num_layers, layer, block_tables.shape[1])
+    args = (out, query_map, cache_map, block_tables, context_lens, query_start, *map(np.int32, sizes))
+    most_pieces = num_kv_heads * (num_tokens // tokens + len(context_lens))
+    grid = (min(ops.num_sms, most_pieces),)
+    kernel(grid, (_HOPPER_THREADS,), (*args, _scale_log2(scale), np.int32(window)), shared_bytes, ops.stream)
 
 
 def _build(ops, name: str, head_dim: int, block_size: int, group: int, tiles: dict[str, int]):

@@ -17,6 +17,7 @@ from model.ops.cuda_transfers import Transfers
 from model.ops.gemm import Gemm
 from model.ops.interface import Array, Sampled, SamplingArrays
 from model.ops.kernels import Kernels, arch_of
+from model.ops.tensor_maps import TensorMaps
 
 ARENA_CHUNK_BYTES = 256 << 20
 """One chunk holds the temporaries of a layer at usual sizes; a larger request gets a chunk of its own."""
@@ -35,7 +36,7 @@ _FLOAT32 = np.dtype(np.float32)
 class CudaOps:
     """`Ops` on the current CUDA device, for one thread at a time. Arrays are CuPy's, C-contiguous.
 
-    `kernels`, `stream`, `num_sms`, `arch` and `dtype_code` serve the modules that launch for this one.
+    `kernels`, `tensor_maps`, `stream`, `num_sms`, `arch` and `dtype_code` serve the modules that launch for this one.
     """
 
     name = "cuda"
@@ -52,6 +53,7 @@ class CudaOps:
         self.arch = arch_of(device.compute_capability)
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.kernels = Kernels(self.arch)
+        self.tensor_maps = TensorMaps()
         self._arena = Arena(self._allocate, ARENA_CHUNK_BYTES)
         self._gemm = Gemm(self.stream)
         self._transfers = Transfers(self.stream)

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import importlib
-
 import numpy as np
 import pytest
 
 from model.ops.interface import NO_WINDOW
-from model.ops.numpy_ops import NumpyOps
-from tests.support.kernel_checks import NUMPY_DTYPES, assert_close, normal, seconds_of, tell_flops
-from tests.support.paged_cache import LAYER, Heads, PagedCache, captured, large_cache, paged_cache, poisoned
+from tests.support.kernel_checks import assert_close
+from tests.support.paged_cache import LAYER, Heads
+from tests.support.prefill_chunks import CHUNKS, FRESH, backend, cached, expected, prefilled, tell_speed
 
 pytestmark = pytest.mark.gpu
 
-FRESH = [(n, n) for n in (1, 15, 16, 17, 63, 64, 65)]
-"""(length of the context, of the chunk): whole prompts."""
-
-CHUNKS = [(1000, 130), (200, 1), (64, 0), (333, 64), (129, 100)]
-"""Chunks behind what is cached already."""
-
 LONG = [(1000, 1000)]
+
+
+@pytest.fixture
+def open_ops(open_ops, monkeypatch):
+    """Without the kernel that Hopper has for itself."""
+
+    def open_(dtype: str):
+        ops = open_ops(dtype)
+        monkeypatch.setattr(ops, "arch", "80")
+        return ops
+
+    return open_
+
 
 CASES = [
     (Heads("bfloat16", 128, 4, 2, 16), NO_WINDOW, FRESH + CHUNKS),
@@ -42,38 +47,6 @@ CASES = [
     (Heads("float32", 128, 2, 2, 16), NO_WINDOW, CHUNKS),
     (Heads("float32", 256, 1, 1, 32), 1000, FRESH),
 ]
-
-
-def start_of(chunks: list[tuple[int, int]]) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum([n for _, n in chunks])]).astype(np.int32)
-
-
-def expected(q: np.ndarray, cache: PagedCache, start: np.ndarray, scale: float, window: int) -> np.ndarray:
-    """In float32 from the rounded inputs, then in their dtype. The twin knows no empty chunks."""
-    out = np.full(q.shape, np.nan, np.float32)
-    some = np.flatnonzero(np.diff(start))
-    tables, lens, longest = cache.known_tables()[some], cache.context_lens[some], int(np.diff(start).max())
-    start = np.append(start[some], start[-1])
-    NumpyOps().paged_prefill_attention(q, cache.kv, LAYER, tables, lens, start, longest, scale, window, out)
-    return out.astype(q.dtype)
-
-
-def prefilled(ops, q, cache: PagedCache, start: np.ndarray, max_query_len: int, scale: float, window: int):
-    out = poisoned(ops, q)
-    rows = ops.upload(cache.block_tables), ops.upload(cache.context_lens), ops.upload(start)
-    with ops.scratch():
-        ops.paged_prefill_attention(
-            ops.upload(q), ops.upload(cache.kv), LAYER, *rows, max_query_len, scale, window, out
-        )
-        return ops.download(out)
-
-
-def cached(rng, heads: Heads, window: int, chunks: list[tuple[int, int]]):
-    """(q, cache, query_start) of these chunks."""
-    lengths = [length for length, _ in chunks]
-    cache = paged_cache(rng, heads, lengths, [max(0, length - n + 1 - window) for length, n in chunks])
-    start = start_of(chunks)
-    return normal(rng, (start[-1], heads.num_heads, heads.head_dim), heads.dtype), cache, start
 
 
 @pytest.mark.parametrize(("heads", "window", "chunks"), CASES, ids=str)
@@ -112,22 +85,8 @@ def test_a_nan_in_the_cache_reaches_the_rows_that_see_it_and_no_other(open_ops, 
 
 
 @pytest.mark.parametrize("num_sequences", [1, 4])
-def test_speed(open_ops, rng, num_sequences):
+def test_speed(open_ops, rng, monkeypatch, num_sequences):
     open_ops("bfloat16")  # skips without a GPU
-    ops = importlib.import_module("model.ops.cuda_ops").CudaOps(NUMPY_DTYPES["bfloat16"])  # temporaries not poisoned
-    heads, length, num_layers = Heads("bfloat16", 128, 4, 8, 16), 4096, 4
-    blocks_each = length // heads.block_size
-    kv = large_cache(ops, num_sequences * blocks_each, num_layers, heads)
-    tables = rng.permutation(num_sequences * blocks_each).astype(np.int32).reshape(num_sequences, -1)
-    start = ops.upload(np.arange(num_sequences + 1, dtype=np.int32) * length)
-    shape = (num_sequences * length, heads.num_heads, heads.head_dim)
-    q, out = ops.upload(normal(rng, shape, "bfloat16")), ops.empty(shape, ops.dtype)
-    arrays = ops.upload(tables), ops.upload(np.full(num_sequences, length, np.int32)), start
-    launches = [
-        lambda layer=layer: ops.paged_prefill_attention(q, kv, layer, *arrays, length, 0.088, NO_WINDOW, out)
-        for layer in range(num_layers)
-    ]
-    seconds = seconds_of(ops, [captured(ops, launches)] * 8) / num_layers  # eight, to hide the first one's launch
-    num_flops = 4 * heads.head_dim * heads.num_heads * num_sequences * length * (length + 1) // 2
-    tell_flops(f"paged_prefill_attention {num_sequences} x {length}", num_flops, seconds)
-    assert np.isfinite(ops.download(out).astype(np.float32)).all()
+    ops = backend()
+    monkeypatch.setattr(ops, "arch", "80")
+    tell_speed(ops, rng, num_sequences, 4096, "paged_prefill_attention")

@@ -11,6 +11,7 @@ from model.ops.cuda_attention import decode_attention, prefill_attention
 from model.ops.interface import NO_WINDOW
 
 SMALLEST_SHARED_LIMIT_BYTES = 99 << 10  # a block's on sm_86, sm_89 and sm_120
+HOPPER_SHARED_LIMIT_BYTES = 227 << 10
 FP32, BF16 = 0, 2
 
 
@@ -20,8 +21,9 @@ class RecordingOps:
     num_sms = 132
     stream = None
 
-    def __init__(self, dtype_code: int):
-        self.dtype_code = dtype_code
+    def __init__(self, dtype_code: int, arch: str = "80"):
+        self.dtype_code, self.arch = dtype_code, arch
+        self.tensor_maps = SimpleNamespace(get=lambda array, sizes, box: (sizes, box))
         self.kernels = SimpleNamespace(get=self._get)
         self.temporaries = []
         self.build, self.grid, self.block, self.shared_bytes = None, None, None, None
@@ -50,8 +52,8 @@ def decoded(dtype_code=BF16, num_sequences=1, heads=(32, 8), head_dim=128, max_b
     return ops
 
 
-def prefilled(dtype_code=BF16, chunks=(4096,), heads=(32, 8), head_dim=128):
-    ops = RecordingOps(dtype_code)
+def prefilled(dtype_code=BF16, chunks=(4096,), heads=(32, 8), head_dim=128, arch="80"):
+    ops = RecordingOps(dtype_code, arch)
     q = np.empty((sum(chunks), heads[0], head_dim), np.float32)
     kv = np.empty((1, 1, 2, heads[1], 16, head_dim), np.float32)
     tables, lens = np.empty((len(chunks), 256), np.int32), np.empty(len(chunks), np.int32)
@@ -101,6 +103,18 @@ def test_prefill_packs_the_heads_of_a_group_into_its_rows():
     assert prefilled(chunks=(100, 7, 64)).grid == (8, 3, 4)
     assert prefilled(chunks=(16, 3)).grid == (8, 2, 1)
     assert prefilled(chunks=(16, 3)).build[1]["ROW_TILES"] == 1
+
+
+def test_prefill_on_hopper_is_a_grid_that_stays():
+    assert prefilled(arch="90a").build[0] == "paged_prefill_attention_sm90"
+    assert prefilled(arch="90a").grid == (132,)
+    assert prefilled(arch="90a", chunks=(100, 7, 64)).grid == (8 * (171 // 32 + 3),)
+    assert prefilled(arch="90a").shared_bytes <= HOPPER_SHARED_LIMIT_BYTES
+
+
+@pytest.mark.parametrize("what", [{"dtype_code": FP32}, {"head_dim": 96}, {"chunks": (16, 3)}], ids=str)
+def test_prefill_on_hopper_leaves_what_does_not_suit_it(what):
+    assert prefilled(arch="90a", **what).build[0] == "paged_prefill_attention"
 
 
 def test_no_rows_are_no_launch():

@@ -1,0 +1,77 @@
+// How prefill attention of several chunks is cut into pieces of work, and how a ticket names a piece: for grids of fewer
+// blocks than pieces, which draw tickets until there are no more.
+//
+// A piece is ROWS query rows of one kv head: row r is query head r % GROUP of the chunk's token r / GROUP. Tickets run
+// through the kv heads of a piece, then through a chunk's pieces, the longest first, then through the sequences.
+#pragma once
+
+#include "attention.cuh"
+#include "types.cuh"
+
+constexpr int PADDED_ROWS = 128;
+constexpr int ROWS = PADDED_ROWS / GROUP * GROUP;
+constexpr int KEYS = 128;  // of a tile
+
+struct Work {
+    int kv_head;
+    int start, num_rows;  // first token of the chunk in q and out; tokens * GROUP
+    int first_position;   // of the chunk's first token in its sequence
+    int first_row;        // of the piece; behind num_rows where there is no more work
+    int first_key, end_key;
+
+    __device__ __forceinline__ int position(int row) const { return first_position + row / GROUP; }
+    __device__ __forceinline__ int first_tile() const { return first_key / KEYS; }
+    __device__ __forceinline__ int num_tiles() const { return max(0, ceil_div(end_key, KEYS) - first_tile()); }
+};
+
+// What a launch works on, and the piece of it that a ticket stands for.
+struct Batch {
+    const int* context_lens;
+    const int* query_start;
+    int num_sequences, num_kv_heads, max_blocks, window;
+
+    // Every lane of a warp calls, and gets the same. `num_pieces` is known once a ticket lies behind all of them.
+    __device__ __forceinline__ int find(Work& work, int ticket, int& num_pieces) const {
+        const int lane = threadIdx.x % WARP_SIZE, wanted = ticket / num_kv_heads;
+        int before = 0;
+        for (int base = 0; base < num_sequences; base += WARP_SIZE) {
+            const int sequence = base + lane;
+            int start = 0, num_tokens = 0;
+            if (sequence < num_sequences) {
+                start = query_start[sequence];
+                num_tokens = query_start[sequence + 1] - start;
+            }
+            const int count = ceil_div(max(0, num_tokens) * GROUP, ROWS);
+            int end = count;
+#pragma unroll
+            for (int offset = 1; offset < WARP_SIZE; offset *= 2) {
+                const int left = __shfl_up_sync(FULL_WARP, end, offset);
+                if (lane >= offset) end += left;
+            }
+            const u32 behind = __ballot_sync(FULL_WARP, before + end > wanted);
+            if (behind != 0) {
+                const int owner = __ffs(behind) - 1;
+                const int piece = before + __shfl_sync(FULL_WARP, end, owner) - 1 - wanted;  // from the chunk's start
+                describe(work, base + owner, ticket % num_kv_heads, piece * ROWS);
+                return base + owner;
+            }
+            before += __shfl_sync(FULL_WARP, end, WARP_SIZE - 1);
+        }
+        num_pieces = before * num_kv_heads;
+        work.first_row = work.num_rows = 0;
+        return num_sequences;
+    }
+
+    __device__ __forceinline__ void describe(Work& work, int sequence, int kv_head, int first_row) const {
+        const int context_len = context_lens[sequence], start = query_start[sequence];
+        const int num_tokens = query_start[sequence + 1] - start;
+        work.kv_head = kv_head;
+        work.start = start;
+        work.num_rows = num_tokens * GROUP;
+        work.first_position = context_len - num_tokens;
+        work.first_row = first_row;
+        work.first_key = max(0, work.position(first_row) - window + 1);
+        const int end = work.position(min(first_row + ROWS, work.num_rows) - 1) + 1;
+        work.end_key = min(end, max(0, min(context_len, max_blocks * BLOCK_SIZE)));
+    }
+};

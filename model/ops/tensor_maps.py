@@ -1,0 +1,52 @@
+"""Tensor maps: how Hopper's copy engine is told the shape of an array and of the box that one copy brings."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+
+import numpy as np
+from cuda.bindings import driver
+
+from model.ops.interface import Array
+
+_BYTES = 128
+_REMEMBERED = 256
+
+
+class TensorMaps:
+    """Makes them for one process. A map is a matter of address and sizes alone, so the latest are remembered."""
+
+    def __init__(self):
+        self._encode = lru_cache(_REMEMBERED)(_encode)
+
+    def get(self, array: Array, sizes: tuple[int, ...], box: tuple[int, ...]) -> np.ndarray:
+        """A contiguous array of 16-bit elements, seen with these `sizes`, in boxes; the fastest dimension comes first.
+
+        Boxes arrive in the 128-byte swizzle: `box[0]` is 64. What of a box lies outside arrives as zeros. The result
+        goes to a kernel by value, as a `__grid_constant__` parameter. Raises ValueError for what the driver refuses.
+        """
+        return self._encode(array.data.ptr, sizes, box)
+
+
+def _encode(address: int, sizes: tuple[int, ...], box: tuple[int, ...]) -> np.ndarray:
+    strides, stride = [], 2
+    for size in sizes[:-1]:
+        stride *= size
+        strides.append(driver.cuuint64_t(stride))
+    status, encoded = driver.cuTensorMapEncodeTiled(
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16,
+        len(sizes),
+        address,
+        [driver.cuuint64_t(size) for size in sizes],
+        strides,
+        [driver.cuuint32_t(size) for size in box],
+        [driver.cuuint32_t(1)] * len(sizes),
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise ValueError(f"no tensor map of {sizes} in boxes of {box} at {address:#x}: {status.name}")
+    return np.frombuffer(ctypes.string_at(int(encoded.getPtr()), _BYTES), f"V{_BYTES}")

@@ -1,0 +1,75 @@
+"""Chunks of several sequences for the tests of prefill attention, what its twin makes of them, and its speed."""
+
+from __future__ import annotations
+
+import importlib
+
+import numpy as np
+
+from model.ops.interface import NO_WINDOW
+from model.ops.numpy_ops import NumpyOps
+from tests.support.kernel_checks import NUMPY_DTYPES, normal, seconds_of, tell_flops
+from tests.support.paged_cache import LAYER, Heads, PagedCache, captured, large_cache, paged_cache, poisoned
+
+FRESH = [(n, n) for n in (1, 15, 16, 17, 63, 64, 65)]
+"""(length of the context, of the chunk): whole prompts."""
+
+CHUNKS = [(1000, 130), (200, 1), (64, 0), (333, 64), (129, 100)]
+"""Chunks behind what is cached already."""
+
+
+def start_of(chunks: list[tuple[int, int]]) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum([n for _, n in chunks])]).astype(np.int32)
+
+
+def expected(q: np.ndarray, cache: PagedCache, start: np.ndarray, scale: float, window: int) -> np.ndarray:
+    """In float32 from the rounded inputs, then in their dtype. The twin knows no empty chunks."""
+    out = np.full(q.shape, np.nan, np.float32)
+    some = np.flatnonzero(np.diff(start))
+    tables, lens, longest = cache.known_tables()[some], cache.context_lens[some], int(np.diff(start).max())
+    start = np.append(start[some], start[-1])
+    NumpyOps().paged_prefill_attention(q, cache.kv, LAYER, tables, lens, start, longest, scale, window, out)
+    return out.astype(q.dtype)
+
+
+def prefilled(ops, q, cache: PagedCache, start: np.ndarray, max_query_len: int, scale: float, window: int):
+    out = poisoned(ops, q)
+    rows = ops.upload(cache.block_tables), ops.upload(cache.context_lens), ops.upload(start)
+    with ops.scratch():
+        ops.paged_prefill_attention(
+            ops.upload(q), ops.upload(cache.kv), LAYER, *rows, max_query_len, scale, window, out
+        )
+        return ops.download(out)
+
+
+def cached(rng, heads: Heads, window: int, chunks: list[tuple[int, int]]):
+    """(q, cache, query_start) of these chunks."""
+    lengths = [length for length, _ in chunks]
+    cache = paged_cache(rng, heads, lengths, [max(0, length - n + 1 - window) for length, n in chunks])
+    start = start_of(chunks)
+    return normal(rng, (start[-1], heads.num_heads, heads.head_dim), heads.dtype), cache, start
+
+
+def backend():
+    """The GPU backend in bfloat16 with temporaries that are not poisoned, for timing."""
+    return importlib.import_module("model.ops.cuda_ops").CudaOps(NUMPY_DTYPES["bfloat16"])
+
+
+def tell_speed(ops, rng, num_sequences: int, length: int, what: str) -> None:
+    """Of whole prompts with the heads of Llama-3.1-8B."""
+    heads, num_layers = Heads("bfloat16", 128, 4, 8, 16), 4
+    blocks_each = length // heads.block_size
+    kv = large_cache(ops, num_sequences * blocks_each, num_layers, heads)
+    tables = rng.permutation(num_sequences * blocks_each).astype(np.int32).reshape(num_sequences, -1)
+    start = ops.upload(np.arange(num_sequences + 1, dtype=np.int32) * length)
+    shape = (num_sequences * length, heads.num_heads, heads.head_dim)
+    q, out = ops.upload(normal(rng, shape, "bfloat16")), ops.empty(shape, ops.dtype)
+    arrays = ops.upload(tables), ops.upload(np.full(num_sequences, length, np.int32)), start
+    launches = [
+        lambda layer=layer: ops.paged_prefill_attention(q, kv, layer, *arrays, length, 0.088, NO_WINDOW, out)
+        for layer in range(num_layers)
+    ]
+    seconds = seconds_of(ops, [captured(ops, launches)] * 8) / num_layers  # eight, to hide the first one's launch
+    num_flops = 4 * heads.head_dim * heads.num_heads * num_sequences * length * (length + 1) // 2
+    tell_flops(f"{what} {num_sequences} x {length}", num_flops, seconds)
+    assert np.isfinite(ops.download(out).astype(np.float32)).all()
