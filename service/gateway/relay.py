@@ -70,7 +70,8 @@ class Run:
         self._ticket = ticket
         self._events = events
         self._times = times
-        detokenizer = model.tokenizer.detokenizer(skip_special_tokens=request.skip_special_tokens)
+        # A reply is a text of its own; a completion goes on where its prompt stopped, leading space and all.
+        detokenizer = model.tokenizer.detokenizer(request.skip_special_tokens, at_start=request.is_chat)
         self._text = TextStream(detokenizer, request.stop, request.include_stop_str_in_output)
         self._silent_ids = _silent_ids(request, model)
         self._num_tokens = 0
