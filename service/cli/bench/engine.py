@@ -1,0 +1,134 @@
+"""`quire bench engine`: the engine alone, offline, as fast as it goes."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from service.cli.bench.engine_measures import (
+    DecodeFigures,
+    PrefillFigures,
+    Step,
+    measure_decode,
+    measure_prefill,
+    measure_trace,
+)
+from service.cli.bench.flag_values import product, whole_number, whole_numbers
+from service.cli.bench.report import Figure, write_report
+from service.cli.bench.trace import read_trace
+from service.cli.table import print_grid, print_table, shown
+from service.config import Settings
+from service.engine.build import BuiltEngine, build_engine
+from service.errors import StartupError
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    work = parser.add_argument_group("work", "one of --trace, --batch, --prefill")
+    work.add_argument("--trace", type=Path, metavar="FILE", help="all requests of a trace at once, to their ends")
+    work.add_argument("--num-requests", metavar="N", help="only the first N requests of the trace")
+    work.add_argument("--batch", metavar="N,...", help="steady decode of N sequences; several N, one after the other")
+    work.add_argument("--context", metavar="N", help="mean tokens a sequence holds in --batch (default: 1100)")
+    work.add_argument("--steps", metavar="N", help="decode steps timed in --batch (default: 64)")
+    work.add_argument("--prefill", metavar="NxL", help="N prompts of L tokens at once, one output token each")
+
+
+def run_engine_bench(settings: Settings, flags: argparse.Namespace) -> int:
+    """0; raises StartupError where the work is not named well or does not fit."""
+    if sum(wish is not None for wish in (flags.trace, flags.batch, flags.prefill)) != 1:
+        raise StartupError("engine: give one of --trace FILE, --batch N and --prefill NxL")
+    for flag, value, owner in (
+        ("--num-requests", flags.num_requests, flags.trace),
+        ("--context", flags.context, flags.batch),
+        ("--steps", flags.steps, flags.batch),
+    ):
+        if value is not None and owner is None:
+            raise StartupError(f"{flag} does not go with this work")
+    if flags.trace is not None:
+        return _run_trace(settings, flags)
+    return _run_decode(settings, flags) if flags.batch is not None else _run_prefill(settings, flags)
+
+
+def _run_trace(settings: Settings, flags: argparse.Namespace) -> int:
+    requests = read_trace(flags.trace)
+    if flags.num_requests is not None:
+        requests = requests[: whole_number("--num-requests", flags.num_requests)]
+    built, start_s = _build(settings)
+    figures, course = measure_trace(built, requests, engine_start_s=start_s)
+    print_table([(name.replace("_", " "), shown(value)) for name, value in asdict(figures).items()])
+    record = {**_describe(settings, built), "trace": flags.trace.stem, **asdict(figures)}
+    write_report(flags, record, _course_figure(course, f"{flags.trace.stem} on {built.ops.device_name}"))
+    return 0
+
+
+def _run_decode(settings: Settings, flags: argparse.Namespace) -> int:
+    batches = whole_numbers("--batch", flags.batch)
+    context = whole_number("--context", flags.context or "1100")
+    num_steps = whole_number("--steps", flags.steps or "64")
+    built, start_s = _build(settings, least_seqs=max(batches))
+    rows = [measure_decode(built, batch, context, num_steps) for batch in batches]
+    _print_rows(rows)
+    record = {**_describe(settings, built), "engine_start_s": start_s, "decode": [asdict(row) for row in rows]}
+    panel = {"kind": "line", "title": "a decode step", "x": "sequences", "y": "ms", "series": []}
+    for label in ("step_p50_ms", "step_p99_ms"):
+        panel["series"].append({"label": label, "x": list(batches), "y": [asdict(row)[label] for row in rows]})
+    write_report(flags, record, {"title": f"context {context}, {built.ops.device_name}", "panels": [panel]})
+    return 0
+
+
+def _run_prefill(settings: Settings, flags: argparse.Namespace) -> int:
+    num_prompts, length = product("--prefill", flags.prefill)
+    built, start_s = _build(settings, least_seqs=num_prompts)
+    figures, rounds_s = measure_prefill(built, num_prompts, length)
+    _print_rows([figures])
+    record = {**_describe(settings, built), "engine_start_s": start_s, **asdict(figures)}
+    rates = [num_prompts * length / round_s for round_s in rounds_s]
+    bars = {"label": "rounds", "x": [f"round {number}" for number in range(1, len(rates) + 1)], "y": rates}
+    panel = {"kind": "bars", "title": "", "x": "prompt tokens/s", "y": "", "series": [bars]}
+    write_report(flags, record, {"title": f"prefill {num_prompts} x {length}", "panels": [panel]})
+    return 0
+
+
+def _build(settings: Settings, least_seqs: int = 1) -> tuple[BuiltEngine, float]:
+    """An engine that lets `least_seqs` sequences run at once, and the seconds that making it took."""
+    settings = replace(settings, max_num_seqs=max(settings.max_num_seqs, least_seqs))
+    start_s = time.perf_counter()
+    built = build_engine(settings, progress=True)
+    return built, time.perf_counter() - start_s
+
+
+def _print_rows(rows: Sequence[DecodeFigures | PrefillFigures]) -> None:
+    names = [name.replace("_", " ") for name in asdict(rows[0])]
+    print_grid(names, [[shown(value) for value in asdict(row).values()] for row in rows])
+
+
+def _describe(settings: Settings, built: BuiltEngine) -> dict[str, Any]:
+    return {
+        "bench": "engine",
+        "device": built.ops.device_name,
+        "model": settings.model_config or settings.model.name,
+        "dtype": str(built.ops.dtype),
+        "num_blocks": built.memory.num_blocks,
+        "max_num_seqs": built.limits.max_num_seqs,
+        "max_num_batched_tokens": built.limits.max_num_batched_tokens,
+    }
+
+
+def _course_figure(course: Sequence[Step], title: str) -> Figure:
+    times_s = np.cumsum([step.seconds for step in course]).tolist()
+    panels = [
+        ("the steps", "ms", [1e3 * step.seconds for step in course]),
+        ("sequences that run", "sequences", [step.num_running for step in course]),
+    ]
+    return {
+        "title": title,
+        "panels": [
+            {"kind": "steps", "title": name, "x": "s", "y": y, "series": [{"label": name, "x": times_s, "y": values}]}
+            for name, y, values in panels
+        ],
+    }

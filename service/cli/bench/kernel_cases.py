@@ -1,0 +1,268 @@
+"""The operations of `Ops` at the sizes where their speed counts, each with the work that it cannot do without."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from model.config import ModelConfig
+from model.kv_cache import block_shape
+from model.ops.interface import NO_WINDOW, Array, Ops, SamplingArrays
+from model.rope import rope_tables
+
+RANDOM_TILE = 1_000_003
+"""Random numbers that inputs repeat: a prime, so that no two rows are alike."""
+
+CACHE_LAYERS = 2
+"""Layers of the cache that attention is timed on, by turns."""
+
+Launch = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation at one size. `num_bytes` and `num_flops` are the least it must move and compute. `make(i)` gives
+    the launch on the i-th set of inputs. `peer` is the same work as `torch_reference.py` knows it."""
+
+    op: str
+    size: str
+    num_bytes: int
+    num_flops: int
+    make: Callable[[int], Launch]
+    peer: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the cases are. Attention is (sequences, tokens each). Sets of inputs are taken by turns until they fill
+    `rotated_bytes`: on a GPU more than twice the largest L2; on a CPU small cases stay in its cache, as they do in use.
+    """
+
+    num_tokens: int
+    rows: tuple[int, ...]
+    decode: tuple[tuple[int, int], ...]
+    prefill: tuple[tuple[int, int], ...]
+    sampled: tuple[int, ...]
+    copied_blocks: int
+    rotated_bytes: int
+
+    @property
+    def cache_tokens(self) -> int:
+        return max(sequences * length for sequences, length in (*self.decode, *self.prefill))
+
+
+GPU_SIZES = Sizes(
+    num_tokens=8192,
+    rows=(1, 16, 64, 256, 512, 8192),
+    decode=((32, 4096), (128, 1024), (256, 512), (1, 32768)),
+    prefill=((4, 1024), (1, 4096), (1, 16384)),
+    sampled=(64, 256),
+    copied_blocks=64,
+    rotated_bytes=256 << 20,
+)
+CPU_SIZES = Sizes(
+    num_tokens=256,
+    rows=(1, 16, 64),
+    decode=((1, 512), (16, 256)),
+    prefill=((1, 256),),
+    sampled=(16,),
+    copied_blocks=16,
+    rotated_bytes=4 << 20,
+)
+
+
+class KernelCases:
+    """Makes the cases of a model's shape on a backend."""
+
+    def __init__(self, ops: Ops, config: ModelConfig, sizes: Sizes, block_size: int = 16):
+        self._ops = ops
+        self._config = config
+        self.sizes = sizes
+        self._block_size = block_size
+        self._item = ops.dtype.itemsize
+        self._rng = np.random.default_rng(0)
+        self._tile = self._rng.standard_normal(RANDOM_TILE, np.float32)
+        num_blocks = max(math.ceil(sizes.cache_tokens / block_size), 2 * sizes.copied_blocks)
+        _, *of_a_layer = block_shape(config, block_size)
+        self._kv = self._random((num_blocks, CACHE_LAYERS, *of_a_layer))
+        self._kept: dict[tuple[str | int, ...], Array] = {}
+
+    def all(self) -> Iterator[Case]:
+        """Every case, in the order of a forward pass."""
+        yield from self._rows()
+        yield from self._products()
+        yield self._rope()
+        yield from (self._decode(*each) for each in self.sizes.decode)
+        yield from (self._prefill(*each) for each in self.sizes.prefill)
+        yield self._copies()
+        yield from self._sampling()
+
+    def _rows(self) -> Iterator[Case]:
+        ops, tokens, width = self._ops, self.sizes.num_tokens, self._config.hidden_size
+        inner, row_bytes, eps = self._config.intermediate_size, tokens * width * self._item, self._config.rms_norm_eps
+        weight = self._random((width,))
+
+        def gather(_: int) -> Launch:
+            table = self._random((2 * tokens, width))
+            ids = ops.upload(self._rng.permutation(2 * tokens)[:tokens].astype(np.int32))
+            return lambda: ops.gather_rows(table, ids)
+
+        def pick(_: int) -> Launch:
+            ids, previous = (ops.upload(np.zeros(tokens, np.int32)) for _ in range(2))
+            source = ops.upload(self._rng.permutation(tokens).astype(np.int32))
+            return lambda: ops.pick_tokens(ids, previous, source)
+
+        def norm(_: int) -> Launch:
+            x = self._random((tokens, width))
+            return lambda: ops.rms_norm(x, weight, eps)
+
+        def add_norm(_: int) -> Launch:
+            x, residual = self._random((tokens, width)), self._random((tokens, width))
+            return lambda: ops.add_rms_norm(x, residual, weight, eps)
+
+        def silu(_: int) -> Launch:
+            gate_up = self._random((tokens, 2 * inner))
+            return lambda: ops.silu_mul(gate_up)
+
+        yield Case("gather_rows", f"{tokens} x {width}", 2 * row_bytes, 0, gather)
+        yield Case("pick_tokens", f"{tokens}", 12 * tokens, 0, pick)
+        yield Case("rms_norm", f"{tokens} x {width}", 2 * row_bytes, 0, norm)
+        yield Case("add_rms_norm", f"{tokens} x {width}", 4 * row_bytes, 0, add_norm)
+        yield Case("silu_mul", f"{tokens} x {inner}", 3 * tokens * inner * self._item, 0, silu)
+
+    def _products(self) -> Iterator[Case]:
+        config, head_rows = self._config, max(self.sizes.sampled)
+        heads = config.num_heads + 2 * config.num_kv_heads
+        matrices = {
+            "qkv": (heads * config.head_dim, config.hidden_size),
+            "output": (config.hidden_size, config.num_heads * config.head_dim),
+            "gate_up": (2 * config.intermediate_size, config.hidden_size),
+            "down": (config.hidden_size, config.intermediate_size),
+        }
+        for rows in self.sizes.rows:
+            yield from (self._product(name, rows, *shape) for name, shape in matrices.items())
+            if rows <= head_rows:
+                yield self._product("lm_head", rows, config.vocab_size, config.hidden_size)
+
+    def _product(self, name: str, rows: int, width: int, inner: int) -> Case:
+        ops = self._ops
+
+        def make(i: int) -> Launch:
+            x, weight = self._random((rows, inner)), self._keep((name, i), (width, inner), inner**-0.5)
+            return lambda: ops.linear(x, weight)
+
+        num_bytes = (rows * inner + width * inner + rows * width) * self._item
+        peer = {"what": "linear", "rows": rows, "width": width, "inner": inner}
+        return Case("linear", f"{name} {rows} x {width} x {inner}", num_bytes, 2 * rows * width * inner, make, peer)
+
+    def _rope(self) -> Case:
+        ops, config, tokens = self._ops, self._config, min(self.sizes.num_tokens, self.sizes.cache_tokens)
+        width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        cos, sin = map(ops.upload, rope_tables(config.rope, config.head_dim, tokens))
+        positions = ops.upload(np.arange(tokens, dtype=np.int32))
+        slots = ops.upload(self._rng.permutation(self.sizes.cache_tokens)[:tokens].astype(np.int64))
+
+        def make(i: int) -> Launch:
+            qkv, layer = self._random((tokens, width)), i % CACHE_LAYERS
+            return lambda: ops.rope_kv_write(qkv, cos, sin, positions, slots, self._kv, layer, None, None, 1e-5)
+
+        return Case("rope_kv_write", f"{tokens} x {width}", 2 * tokens * width * self._item, 0, make)
+
+    def _decode(self, sequences: int, length: int) -> Case:
+        ops, config = self._ops, self._config
+        tables, lengths = self._paged(sequences, length)
+        shape = (sequences, config.num_heads, config.head_dim)
+
+        def make(i: int) -> Launch:
+            q, out, layer = self._random(shape), ops.empty(shape, ops.dtype), i % CACHE_LAYERS
+            scale = config.head_dim**-0.5
+            return lambda: ops.paged_decode_attention(q, self._kv, layer, tables, lengths, scale, NO_WINDOW, out)
+
+        cached = 2 * sequences * length * config.num_kv_heads * config.head_dim
+        num_bytes = (cached + 2 * math.prod(shape)) * self._item
+        peer = self._peer("decode", sequences, length)
+        num_flops = 4 * math.prod(shape) * length
+        return Case("paged_decode_attention", f"{sequences} x {length}", num_bytes, num_flops, make, peer)
+
+    def _prefill(self, sequences: int, length: int) -> Case:
+        ops, config = self._ops, self._config
+        tables, lengths = self._paged(sequences, length)
+        start = ops.upload(np.arange(sequences + 1, dtype=np.int32) * length)
+        shape = (sequences * length, config.num_heads, config.head_dim)
+
+        def make(i: int) -> Launch:
+            q, out, layer = self._random(shape), ops.empty(shape, ops.dtype), i % CACHE_LAYERS
+            cache, scale = (self._kv, layer, tables, lengths, start), config.head_dim**-0.5
+            return lambda: ops.paged_prefill_attention(q, *cache, length, scale, NO_WINDOW, out)
+
+        cached = 2 * sequences * length * config.num_kv_heads * config.head_dim
+        num_bytes = (cached + 2 * math.prod(shape)) * self._item
+        num_flops = 4 * config.num_heads * config.head_dim * sequences * (length * (length + 1) // 2)
+        peer = self._peer("prefill", sequences, length)
+        return Case("paged_prefill_attention", f"{sequences} x {length}", num_bytes, num_flops, make, peer)
+
+    def _copies(self) -> Case:
+        ops, count = self._ops, self.sizes.copied_blocks
+        num_bytes = 2 * count * math.prod(self._kv.shape[1:]) * self._item
+
+        def make(_: int) -> Launch:
+            sources, targets = self._rng.permutation(len(self._kv))[: 2 * count].astype(np.int32).reshape(2, count)
+            blocks = ops.upload(sources), ops.upload(targets)
+            return lambda: ops.copy_blocks(self._kv, *blocks)
+
+        return Case("copy_blocks", f"{count} of {CACHE_LAYERS} layers", num_bytes, 0, make)
+
+    def _sampling(self) -> Iterator[Case]:
+        vocab = self._config.vocab_size
+        ways = {"greedy": {"temperature": 0.0}, "top-p": {"temperature": 0.7, "top_p": 0.9}, "5 logprobs": {"best": 5}}
+        for rows in self.sizes.sampled:
+            for name, way in ways.items():
+                make = self._sampler(rows, **way)
+                yield Case("sample", f"{name}, {rows} x {vocab}", 4 * rows * vocab, 0, make)
+
+    def _sampler(self, rows: int, temperature: float = 1.0, top_p: float = 1.0, best: int = 0):
+        upload, vocab = self._ops.upload, self._config.vocab_size
+        how = SamplingArrays(
+            temperature=upload(np.full(rows, temperature, np.float32)),
+            top_k=upload(np.full(rows, vocab, np.int32)),
+            top_p=upload(np.full(rows, top_p, np.float32)),
+            min_p=upload(np.zeros(rows, np.float32)),
+            seed=upload(np.arange(rows, dtype=np.uint64)),
+            position=upload(np.arange(rows, dtype=np.uint32)),
+            branch=upload(np.zeros(rows, np.uint32)),
+            penalties=None,
+            bias=None,
+            num_logprobs=best,
+            with_logprobs=best > 0,
+        )
+
+        def make(i: int) -> Launch:
+            logits = self._keep(("logits", rows, i), (rows, vocab), 2.5, np.dtype(np.float32))
+            return lambda: self._ops.sample(logits, how)
+
+        return make
+
+    def _paged(self, sequences: int, length: int) -> tuple[Array, Array]:
+        """Block tables that scatter these sequences over the cache, and their lengths."""
+        width = math.ceil(length / self._block_size)
+        tables = self._rng.permutation(len(self._kv))[: sequences * width].astype(np.int32).reshape(sequences, width)
+        return self._ops.upload(tables), self._ops.upload(np.full(sequences, length, np.int32))
+
+    def _peer(self, what: str, sequences: int, length: int) -> dict[str, Any]:
+        config = self._config
+        heads = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
+        return {"what": what, "sequences": sequences, "length": length, **heads}
+
+    def _keep(self, name: tuple[str | int, ...], shape: tuple[int, ...], scale: float, dtype=None) -> Array:
+        """Random numbers that several cases read: large ones take longer to make than to measure."""
+        if name not in self._kept:
+            self._kept[name] = self._random(shape, scale, dtype)
+        return self._kept[name]
+
+    def _random(self, shape: tuple[int, ...], scale: float = 1.0, dtype: np.dtype | None = None) -> Array:
+        tile = (self._tile * scale).astype(dtype or self._ops.dtype)
+        return self._ops.upload(np.resize(np.roll(tile, int(self._rng.integers(RANDOM_TILE))), shape))

@@ -1,0 +1,144 @@
+"""One client process of `quire bench serve`: sends its share of the requests when each is due, notes what comes when.
+
+A script: its task is one line of JSON on standard input, it prints "ready", gets the start on a second line, as a time
+of the machine's monotonic clock, and prints one line of JSON: an `Answer` for each request, in the task's order.
+
+All times of an answer count from when its request was due, not from when it was sent: a client that falls behind must
+not make the service look better.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+
+import aiohttp
+import uvloop
+
+MAX_EVENT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one process is asked to do. `requests` are (number, prompt tokens, output tokens, seconds after start)."""
+
+    url: str  # of the service, without a path
+    api_key: str | None
+    model: str
+    vocab_size: int
+    max_seconds: float
+    requests: list[tuple[int, int, int, float]]
+
+
+@dataclass
+class Answer:
+    """What one request saw, in seconds after it was due."""
+
+    sent_s: float = 0.0
+    chunks_s: list[float] = field(default_factory=list)  # of each event that carries text
+    end_s: float = 0.0
+    num_tokens: int = 0  # as the service counts them
+    error: str | None = None  # None: all of it came
+
+
+class EventLines:
+    """Cuts a stream of server-sent events into the data of each."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The data of every event that is complete now. Raises ValueError for one that grows without end."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > MAX_EVENT_BYTES:
+            raise ValueError("an event without end")
+        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
+
+
+def body_of(task: Task, number: int, num_prompt: int, num_output: int) -> bytes:
+    """The request, made of `number` alone, so that every run sends the same."""
+    prompt = random.Random(number).choices(range(task.vocab_size), k=num_prompt)
+    wishes = {"max_tokens": num_output, "temperature": 0, "ignore_eos": True, "stream": True}
+    usage = {"stream_options": {"include_usage": True}}
+    return json.dumps({"model": task.model, "prompt": prompt, **wishes, **usage}).encode()
+
+
+async def ask(http: aiohttp.ClientSession, url: str, body: bytes, due_s: float, deadline_s: float) -> Answer:
+    """Send one request at `due_s` and follow its answer; both times are of `time.monotonic`."""
+    answer = Answer()
+    try:
+        async with asyncio.timeout(max(0.0, deadline_s - time.monotonic())):
+            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+            answer.sent_s = time.monotonic() - due_s
+            await _follow(http, url, body, due_s, answer)
+    except TimeoutError:
+        answer.error = "unfinished at the end of the run"
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        answer.error = f"{type(error).__name__}: {error}"[:200]
+    answer.end_s = time.monotonic() - due_s
+    return answer
+
+
+async def _follow(http: aiohttp.ClientSession, url: str, body: bytes, due_s: float, answer: Answer) -> None:
+    events, is_done = EventLines(), False
+    async with http.post(url, data=body, allow_redirects=False) as response:
+        if response.status != 200:
+            answer.error = f"HTTP {response.status}"
+            return
+        async for data in response.content.iter_any():
+            now_s = time.monotonic() - due_s
+            for event in events.feed(data):
+                if event == b"[DONE]":
+                    is_done = True
+                else:
+                    _note(event, now_s, answer)
+    if answer.error is None and not is_done:
+        answer.error = "the stream ended early"
+
+
+def _note(event: bytes, now_s: float, answer: Answer) -> None:
+    """Only the few events that are no plain piece of text are parsed: the client must cost little."""
+    if b'"usage":{' in event or b'"usage": {' in event or event.startswith(b'{"error"'):
+        parsed = json.loads(event)
+        if "error" in parsed:
+            answer.error = "an error event"
+            return
+        answer.num_tokens = parsed["usage"]["completion_tokens"]
+        if not parsed["choices"]:
+            return
+    answer.chunks_s.append(now_s)
+
+
+async def run(task: Task, wait_for_start) -> list[Answer]:
+    """All requests of the task; `wait_for_start` is called once they are prepared and gives the start."""
+    bodies = [body_of(task, *request[:3]) for request in task.requests]
+    headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
+    if task.api_key:
+        headers["Authorization"] = f"Bearer {task.api_key}"
+    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=timeout) as http:
+        start_s = wait_for_start()
+        deadline_s, url = start_s + task.max_seconds, task.url + "/v1/completions"
+        due = [start_s + request[3] for request in task.requests]
+        return await asyncio.gather(
+            *(ask(http, url, body, due_s, deadline_s) for body, due_s in zip(bodies, due, strict=True))
+        )
+
+
+def main() -> None:
+    task = Task(**json.loads(sys.stdin.readline()))
+
+    def wait_for_start() -> float:
+        print("ready", flush=True)
+        return float(sys.stdin.readline())
+
+    answers = uvloop.run(run(task, wait_for_start))
+    print(json.dumps([asdict(answer) for answer in answers]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Draws one `report.Figure`, read as JSON from standard input, into the file that its argument names.
+
+A script, run in a process of its own, so that matplotlib stays an extra that nothing else imports.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import matplotlib.figure
+
+PANEL_WIDTH_IN = 6.4
+PANEL_HEIGHT_IN = 4.4
+BAR_HEIGHT_IN = 0.24
+
+
+def draw(figure: dict, path: str) -> None:
+    """One panel beside the other."""
+    panels = figure["panels"]
+    bars = [len(series["x"]) for panel in panels if panel["kind"] == "bars" for series in panel["series"]]
+    size = (PANEL_WIDTH_IN * len(panels), max(PANEL_HEIGHT_IN, 1 + BAR_HEIGHT_IN * max(bars, default=0)))
+    canvas = matplotlib.figure.Figure(figsize=size, layout="constrained")
+    canvas.suptitle(figure["title"])
+    for axes, panel in zip(canvas.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        axes.set(title=panel["title"], xlabel=panel["x"], ylabel=panel["y"])
+        axes.grid(alpha=0.3)
+        for series in panel["series"]:
+            _add(axes, panel["kind"], series)
+        if len(panel["series"]) > 1:
+            axes.legend()
+    canvas.savefig(path, dpi=130)
+
+
+def _add(axes, kind: str, series: dict) -> None:
+    if kind == "bars":
+        axes.barh(series["x"], series["y"])
+        axes.invert_yaxis()
+    elif kind == "steps":
+        axes.plot(series["x"], series["y"], label=series["label"], linewidth=0.7)
+    else:
+        axes.plot(series["x"], series["y"], label=series["label"], marker="o", markersize=3)
+
+
+if __name__ == "__main__":
+    draw(json.load(sys.stdin), sys.argv[1])

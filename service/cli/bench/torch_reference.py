@@ -1,0 +1,91 @@
+"""Times the same work in PyTorch: cases as JSON on standard input, their seconds (null: not possible) as JSON out.
+
+A script, run in a process of its own, so that nothing of Quire ever imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+ROTATED_BYTES = 256 << 20
+ROUNDS = 7
+
+
+def main() -> None:
+    request = json.load(sys.stdin)
+    dtype = getattr(torch, request["dtype"])
+    seconds = []
+    for case in request["cases"]:
+        try:
+            seconds.append(_seconds_of(_launches(case, dtype)))
+        except RuntimeError as error:  # no cuDNN kernel for the shape, or no memory
+            print(f"torch: {case}: {error}", file=sys.stderr)
+            seconds.append(None)
+        torch.cuda.empty_cache()
+    json.dump(seconds, sys.stdout)
+
+
+def _launches(case: dict, dtype: torch.dtype) -> list[Callable[[], object]]:
+    """One for each set of inputs; the sets together are larger than any cache."""
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=dtype, device="cuda")
+
+    if case["what"] == "linear":
+        shapes = (case["rows"], case["inner"]), (case["width"], case["inner"])
+        return [_linear(*(random(*shape) for shape in shapes)) for _ in range(_num_sets(shapes, dtype))]
+    sequences, length = case["sequences"], case["length"]
+    queries = 1 if case["what"] == "decode" else length
+    kv_shape = (sequences, case["num_kv_heads"], length, case["head_dim"])
+    shapes = ((sequences, case["num_heads"], queries, case["head_dim"]), kv_shape, kv_shape)
+    is_causal = case["what"] == "prefill"
+    return [_attention(*(random(*shape) for shape in shapes), is_causal) for _ in range(_num_sets(shapes, dtype))]
+
+
+def _num_sets(shapes: tuple, dtype: torch.dtype) -> int:
+    num_bytes = sum(torch.Size(shape).numel() for shape in shapes) * dtype.itemsize
+    return min(64, -(-ROTATED_BYTES // num_bytes))
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor) -> Callable[[], object]:
+    return lambda: linear(x, weight)
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> Callable[[], object]:
+    def launch() -> object:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
+
+    return launch
+
+
+def _seconds_of(launches: list[Callable[[], object]]) -> float:
+    """The median of one launch on the device, replayed from a graph."""
+    for launch in launches:
+        launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for launch in launches:
+            launch()
+    times = []
+    for _ in range(ROUNDS):
+        graph.replay()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3 / len(launches))
+    return statistics.median(times)
+
+
+if __name__ == "__main__":
+    main()

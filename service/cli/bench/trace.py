@@ -1,0 +1,53 @@
+"""Traces: how long the prompts and the answers of a workload are, and when they come."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from service.errors import StartupError
+
+MOST_TOKENS = 1 << 24
+
+
+@dataclass(frozen=True)
+class TracedRequest:
+    """One request of a trace. `arrival` counts in mean gaps between requests from the trace's start, so that dividing
+    it by a rate gives seconds."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    arrival: float
+
+
+def read_trace(path: Path) -> list[TracedRequest]:
+    """Of JSON {"requests": [{"prompt_tokens", "output_tokens", "arrival"}, ...]}; a missing arrival is 0.
+
+    Raises StartupError, one line that names the file and the request.
+    """
+    try:
+        entries = json.loads(path.read_text())["requests"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StartupError(f"--trace: {path} is no trace: {error}") from None
+    if not isinstance(entries, list) or not entries:
+        raise StartupError(f"--trace: {path} has no requests")
+    requests = [_request(entry, f"--trace: {path}: request {number}") for number, entry in enumerate(entries)]
+    if any(later.arrival < earlier.arrival for earlier, later in pairwise(requests)):
+        raise StartupError(f"--trace: {path}: arrivals go back in time")
+    return requests
+
+
+def _request(entry: Any, where: str) -> TracedRequest:
+    if not isinstance(entry, dict):
+        raise StartupError(f"{where} is no object")
+    lengths = [entry.get(name) for name in ("prompt_tokens", "output_tokens")]
+    if not all(type(length) is int and 1 <= length <= MOST_TOKENS for length in lengths):
+        raise StartupError(f"{where}: prompt_tokens and output_tokens are whole numbers in 1..{MOST_TOKENS}")
+    arrival = entry.get("arrival", 0.0)
+    if type(arrival) not in (int, float) or not (math.isfinite(arrival) and arrival >= 0):
+        raise StartupError(f"{where}: arrival is a number, 0 or more")
+    return TracedRequest(*lengths, float(arrival))

@@ -1,0 +1,38 @@
+"""`quire bench`: the three benches, and what each of them is asked with."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from service.cli.bench.engine import add_engine_flags, run_engine_bench
+from service.cli.bench.kernels import add_kernel_flags, run_kernel_bench
+from service.cli.bench.report import add_report_flags, check_report_flags
+from service.cli.bench.serve import add_serve_flags, run_serve_bench
+from service.config import BENCH, Settings, add_flags
+
+BENCHES = {
+    "engine": (add_engine_flags, run_engine_bench, "the engine alone, offline: a trace at once, decode steps, prefill"),
+    "kernels": (add_kernel_flags, run_kernel_bench, "every operation of the model: time, rate, share of the ceiling"),
+    "serve": (add_serve_flags, run_serve_bench, "a running service over HTTP: open loop, what clients see"),
+}
+
+
+def add_bench_flags(parser: argparse.ArgumentParser) -> None:
+    """Each bench lists its own flags and, where it loads something itself, the settings of the verb."""
+    benches = parser.add_subparsers(dest="what", metavar="|".join(BENCHES), required=True)
+    for name, (add_own_flags, _, help_text) in BENCHES.items():
+        bench = benches.add_parser(name, help=help_text, description=help_text, allow_abbrev=False)
+        add_own_flags(bench)
+        add_report_flags(bench)
+        if name == "serve":
+            bench.set_defaults(**{field.name: None for field in dataclasses.fields(Settings)})
+        else:
+            add_flags(bench, BENCH)
+
+
+def run_bench(settings: Settings, flags: argparse.Namespace) -> int:
+    """The exit status; raises StartupError."""
+    check_report_flags(flags)
+    _, run, _ = BENCHES[flags.what]
+    return run(settings, flags)

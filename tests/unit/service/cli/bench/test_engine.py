@@ -1,0 +1,88 @@
+"""`quire bench engine` on the demo model, on the CPU."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+
+from service.cli.main import main
+
+QUICK = ("--device", "cpu", "--max-model-len", "512", "--num-gpu-blocks", "128", "--max-num-seqs", "4")
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_they_were():
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+
+
+@pytest.fixture
+def trace(tmp_path):
+    requests = [{"prompt_tokens": 5 * i, "output_tokens": 3 + i} for i in range(1, 8)]
+    path = tmp_path / "few.json"
+    path.write_text(json.dumps({"requests": requests}))
+    return path
+
+
+def bench(tmp_path, *flags) -> dict:
+    out = tmp_path / "out.json"
+    assert main(["bench", "engine", *QUICK, *map(str, flags), "--out", str(out)]) == 0
+    return json.loads(out.read_text())
+
+
+def test_a_trace_runs_to_its_end(tmp_path, trace, capsys):
+    record = bench(tmp_path, "--trace", trace, "--num-requests", 5)
+    assert record["num_requests"] == 5
+    assert record["num_prompt_tokens"] == 75
+    assert record["num_output_tokens"] == 30
+    assert record["num_steps"] >= 8
+    assert 0 < record["mean_running"] <= 4
+    assert 0 <= record["kv_waste_ratio"] < 1
+    assert record["step_p50_ms"] <= record["step_p99_ms"]
+    assert record["output_tokens_per_s"] == pytest.approx(30 / record["total_s"])
+    assert (record["trace"], record["model"], record["device"]) == ("few", "demo", "CPU")
+    assert "output tokens per s" in capsys.readouterr().out
+
+
+def test_steady_decode_of_several_batches(tmp_path, capsys):
+    record = bench(tmp_path, "--batch", "1,6", "--context", 40, "--steps", 8)  # more than --max-num-seqs
+    assert [row["batch"] for row in record["decode"]] == [1, 6]
+    for row in record["decode"]:
+        assert row["mean_context"] == pytest.approx(40, abs=8)
+        assert 0 < row["step_p50_ms"] <= row["step_p99_ms"]
+        assert row["output_tokens_per_s"] == pytest.approx(1e3 * row["batch"] / row["step_mean_ms"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[0] == "batch"
+    assert len(lines) == 3
+
+
+def test_prefill(tmp_path):
+    record = bench(tmp_path, "--prefill", "3x50")
+    assert (record["num_prompts"], record["prompt_tokens"]) == (3, 50)
+    assert record["prompt_tokens_per_s"] == pytest.approx(150 / record["total_s"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ([], "engine: give one of"),
+        (["--batch", "1", "--prefill", "1x1"], "engine: give one of"),
+        (["--prefill", "1x1", "--steps", "3"], "--steps does not go with"),
+        (["--batch", "1", "--num-requests", "3"], "--num-requests does not go with"),
+        (["--batch", "1,zwei"], "--batch: 'zwei' is not a whole number"),
+        (["--batch", "0"], "--batch: 0 is outside"),
+        (["--prefill", "64"], "--prefill: '64' is not of the form 64x1024"),
+        (["--prefill", "64x0"], "--prefill: 0 is outside"),
+        (["--batch", "1", "--context", "500"], "engine: 541 tokens a sequence are more than 512"),
+        (["--prefill", "64x64"], "engine: that needs 320 blocks, and the pool has 128"),
+    ],
+)
+def test_wrong_work_is_one_line(capsys, flags, complaint):
+    assert main(["bench", "engine", *QUICK, "--log-level", "error", *flags]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line and "weights" not in line]
+    assert len(errors) == 1
+    assert errors[0].startswith(f"quire bench: {complaint}")
