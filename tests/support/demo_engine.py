@@ -1,0 +1,82 @@
+"""The demo model behind a small engine on any backend, and requests that use all that sampling knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from model.config import ModelConfig
+from model.kv_cache import allocate
+from model.loader import load_model
+from model.ops.interface import Ops
+from model.sampling_params import SamplingParams
+from service.engine.engine import Engine
+from service.engine.executor import ModelExecutor
+from service.engine.kv_manager import KVManager
+from service.engine.plan import TokenLogprob
+from service.engine.scheduler import Limits
+from service.engine.sequence import Request
+
+DEMO = Path(__file__).parents[2] / "model" / "demo"
+MAX_LEN = 160
+BLOCK_SIZE = 8
+
+WISHES = (
+    {"temperature": 0.0},
+    {"temperature": 0.0, "ignore_eos": True, "max_tokens": 40},
+    {"temperature": 1.0, "seed": 7, "top_p": 0.9},
+    {"temperature": 1.0, "seed": 8, "top_k": 20, "logprobs": 3},
+    {"temperature": 0.8, "seed": 9, "min_tokens": 12, "logit_bias": ((300, 5.0),)},
+    {"temperature": 0.0, "logprobs": 0},
+    {"temperature": 0.5, "seed": 10, "min_p": 0.1},
+    {"temperature": 0.0, "max_tokens": 1},
+)
+
+Told = dict[str, tuple[list[int], list[TokenLogprob]]]
+
+
+class DemoEngines:
+    """Engines that share one copy of the model on `ops`."""
+
+    def __init__(self, ops: Ops):
+        self._config = ModelConfig.read(DEMO)
+        self._model = load_model(DEMO, self._config, ops, MAX_LEN)
+
+    def make(self, num_blocks: int = 200, budget: int = 64, max_num_seqs: int = 6) -> Engine:
+        eos_token_ids = frozenset(self._config.eos_token_ids)
+        executor = ModelExecutor(self._model, eos_token_ids, max_num_seqs, MAX_LEN // BLOCK_SIZE)
+        executor.attach(allocate(self._model.ops, self._config, num_blocks, BLOCK_SIZE))
+        limits = Limits(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_model_len=MAX_LEN)
+        return Engine(executor, KVManager(num_blocks, BLOCK_SIZE), limits, eos_token_ids)
+
+    def each_alone(self) -> dict[str, list[int]]:
+        """What every one of WISHES gets when nobody else is there."""
+        told: dict[str, list[int]] = {}
+        for number in range(len(WISHES)):
+            engine = self.make(num_blocks=40, budget=256, max_num_seqs=1)
+            engine.add(_request(number, WISHES[number]))
+            told |= {name: tokens for name, (tokens, _) in run(engine).items()}
+        return told
+
+
+def tell_all(engine: Engine, wishes=WISHES) -> Told:
+    """Give all requests at once and run them to their ends."""
+    for number, wish in enumerate(wishes):
+        engine.add(_request(number, wish))
+    return run(engine)
+
+
+def run(engine: Engine) -> Told:
+    told: Told = {}
+    while engine.has_work:
+        engine.step()
+        engine.check_invariants()
+        for output in engine.take_outputs():
+            tokens, logprobs = told.setdefault(output.request_id, ([], []))
+            tokens += output.token_ids
+            logprobs += output.logprobs
+    return told
+
+
+def _request(number: int, wish: dict) -> Request:
+    prompt = tuple(range(5 + number, 25 + 4 * number))
+    return Request(request_id=str(number), prompt=prompt, sampling=SamplingParams(**{"max_tokens": 24} | wish))
