@@ -35,6 +35,7 @@ def draw(figure: dict, path: str) -> None:
 def _add(axes, kind: str, series: dict) -> None:
     if kind == "bars":
         axes.barh(series["x"], series["y"])
+        axes.margins(y=0.01)
         axes.invert_yaxis()
     elif kind == "steps":
         axes.plot(series["x"], series["y"], label=series["label"], linewidth=0.7)
