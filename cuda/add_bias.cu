@@ -13,6 +13,8 @@ using Out = T;
 #endif
 
 extern "C" __global__ void __launch_bounds__(256) add_bias(Out* out, const T* bias, int width) {
+    start_next_kernel();
+    wait_for_previous_kernel();
     const int n = blockIdx.y * blockDim.x + threadIdx.x;
     if (n >= width) return;
     Out* at = out + static_cast<i64>(blockIdx.x) * width + n;

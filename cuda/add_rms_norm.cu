@@ -8,6 +8,8 @@
 
 extern "C" __global__ void __launch_bounds__(1024)
     add_rms_norm(const T* x, T* residual, const T* weight, T* out, int width, float eps) {
+    start_next_kernel();
+    wait_for_previous_kernel();
     const i64 start = static_cast<i64>(blockIdx.x) * width;
     const T* added = x + start;
     T* row = residual + start;

@@ -8,6 +8,8 @@
 
 extern "C" __global__ void __launch_bounds__(256)
     gather_rows(const T* table, const int* ids, T* out, int num_rows, int width) {
+    start_next_kernel();
+    wait_for_previous_kernel();
     const int id = ids[blockIdx.x];
     const bool known = id >= 0 && id < num_rows;
     const T* from = table + static_cast<i64>(known ? id : 0) * width;

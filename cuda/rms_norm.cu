@@ -8,6 +8,8 @@
 
 extern "C" __global__ void __launch_bounds__(1024)
     rms_norm(const T* x, const T* weight, T* out, int width, float eps) {
+    start_next_kernel();
+    wait_for_previous_kernel();
     const i64 start = static_cast<i64>(blockIdx.x) * width;
     const T* row = x + start;
     const bool aligned =

@@ -85,6 +85,8 @@ extern "C" __global__ void __launch_bounds__(256)
     rope_kv_write(const T* qkv, const float* cos, const float* sin, const int* positions, const i64* slots, T* kv,
                   const T* q_norm, const T* k_norm, T* q_out, int num_tokens, int num_heads, int num_kv_heads,
                   int num_blocks, int num_layers, int layer, int table_len, float eps) {
+    start_next_kernel();
+    wait_for_previous_kernel();
     const int all_heads = num_heads + 2 * num_kv_heads;
     const int task = (blockIdx.x * blockDim.x + threadIdx.x) / TEAM;
     const int lane = threadIdx.x % TEAM;

@@ -12,6 +12,8 @@ __device__ __forceinline__ T gated(T gate, T up) {
 }
 
 extern "C" __global__ void __launch_bounds__(256) silu_mul(const T* gate_up, T* out, int width) {
+    start_next_kernel();
+    wait_for_previous_kernel();
     constexpr int SIZE = Vec<T>::SIZE;
     const T* gate = gate_up + 2 * static_cast<i64>(blockIdx.x) * width;
     const T* up = gate + width;

@@ -106,3 +106,19 @@ __device__ __forceinline__ Value block_max(Value value, Value lowest) {
     __syncthreads();
     return warp_max(lane < blockDim.x / WARP_SIZE ? partial[lane] : lowest);
 }
+
+// Programmatic dependent launch: a kernel launched so may begin before the one ahead of it in the stream has ended. It
+// touches nothing that another kernel writes, or still reads, before it has called `wait_for_previous_kernel`. Both do
+// nothing in a plain launch, and before sm_90.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" : : : "memory");
+#endif
+}
+
+// The next kernel may begin once every block of this one has called this or ended.
+__device__ __forceinline__ void start_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
+#endif
+}

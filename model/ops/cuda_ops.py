@@ -12,11 +12,12 @@ import numpy as np
 
 from model.ops.arena import Arena
 from model.ops.cuda_attention import decode_attention, prefill_attention
+from model.ops.cuda_linear import Linear
 from model.ops.cuda_sampling import sample
 from model.ops.cuda_transfers import Transfers
-from model.ops.gemm import Gemm
 from model.ops.interface import Array, Sampled, SamplingArrays
 from model.ops.kernels import Kernels, arch_of
+from model.ops.overlapped_launch import OverlappedLaunch
 from model.ops.tensor_maps import TensorMaps
 
 ARENA_CHUNK_BYTES = 256 << 20
@@ -36,7 +37,8 @@ _FLOAT32 = np.dtype(np.float32)
 class CudaOps:
     """`Ops` on the current CUDA device, for one thread at a time. Arrays are CuPy's, C-contiguous.
 
-    `kernels`, `tensor_maps`, `stream`, `num_sms`, `arch` and `dtype_code` serve the modules that launch for this one.
+    `kernels`, `tensor_maps`, `stream`, `num_sms`, `max_shared_bytes`, `arch` and `dtype_code` serve the modules that
+    launch for this one.
     """
 
     name = "cuda"
@@ -55,7 +57,10 @@ class CudaOps:
         self.kernels = Kernels(self.arch)
         self.tensor_maps = TensorMaps()
         self._arena = Arena(self._allocate, ARENA_CHUNK_BYTES)
-        self._gemm = Gemm(self.stream)
+        self.max_shared_bytes = device.attributes["MaxSharedMemoryPerBlockOptin"]
+        self._linear = Linear(self)
+        self._launch_overlapped = OverlappedLaunch(self.stream) if int(device.compute_capability) >= 90 else None
+        self._is_capturing = False
         self._transfers = Transfers(self.stream)
 
     def upload(self, host: np.ndarray) -> Array:
@@ -73,6 +78,9 @@ class CudaOps:
             raise ValueError(f"{host.dtype} {host.shape} does not fit into a table of {table.shape}")
         self._transfers.upload_rows(host, table)
 
+    def fill(self, targets: Sequence[Array], read: Callable[[int, int, np.ndarray], None]) -> None:
+        self._transfers.fill(targets, read)
+
     def download_later(self, arrays: Sequence[Array]) -> Callable[[], list[np.ndarray]]:
         return self._transfers.download_later(arrays)
 
@@ -81,9 +89,11 @@ class CudaOps:
         self.stream.synchronize()
         with self.stream:
             self.stream.begin_capture()
+            self._is_capturing = True
             try:
                 work()
             finally:
+                self._is_capturing = False
                 graph = self.stream.end_capture()
         return lambda: graph.launch(self.stream)
 
@@ -119,18 +129,37 @@ class CudaOps:
         end.synchronize()
         return cupy.cuda.get_elapsed_time(begin, end) / 1e3
 
-    def launch(self, name: str, grid: tuple[int, ...], args: tuple, *, threads: int = _THREADS, **defines: int) -> None:
-        """One kernel of `cuda/`, built for `self.dtype` unless the defines say otherwise. An empty grid is no work."""
-        if 0 not in grid:
-            kernel = self.kernels.get(name, **{"QUIRE_DTYPE": self.dtype_code, **defines})
-            kernel(grid, (threads,), args, 0, self.stream)
+    def launch(
+        self,
+        name: str,
+        grid: tuple[int, ...],
+        args: tuple,
+        *,
+        threads: int = _THREADS,
+        shared_bytes: int = 0,
+        overlaps: bool = False,
+        **defines: int,
+    ) -> None:
+        """One kernel of `cuda/`, built for `self.dtype` unless the defines say otherwise. An empty grid is no work.
+
+        `overlaps` says that the kernel calls `wait_for_previous_kernel` (cuda/types.cuh): in a captured graph it may
+        begin before the kernel ahead of it has ended. Outside of graphs the host is too slow for that to gain.
+        """
+        if 0 in grid:
+            return
+        kernel = self.kernels.get(name, shared_bytes=shared_bytes, **{"QUIRE_DTYPE": self.dtype_code, **defines})
+        if overlaps and self._is_capturing and self._launch_overlapped is not None:
+            self._launch_overlapped(kernel, grid, threads, args, shared_bytes)
+        else:
+            kernel(grid, (threads,), args, shared_bytes, self.stream)
 
     def gather_rows(self, table: Array, ids: Array) -> Array:
         expect("table", table, self.dtype, None, None)
         expect("ids", ids, _INT32, None)
         num_rows, width = table.shape
         out = self.temporary((len(ids), width), self.dtype)
-        self.launch("gather_rows", (len(ids),), (table, ids, out, np.int32(num_rows), np.int32(width)))
+        args = (table, ids, out, np.int32(num_rows), np.int32(width))
+        self.launch("gather_rows", (len(ids),), args, overlaps=True)
         return out
 
     def pick_tokens(self, token_ids: Array, previous: Array, source: Array) -> None:
@@ -146,7 +175,7 @@ class CudaOps:
         expect("weight", weight, self.dtype, width)
         out = self.temporary(x.shape, self.dtype)
         args = (x, weight, out, np.int32(width), np.float32(eps))
-        self.launch("rms_norm", (rows,), args, threads=self._norm_threads(rows, width))
+        self.launch("rms_norm", (rows,), args, threads=self._norm_threads(rows, width), overlaps=True)
         return out
 
     def add_rms_norm(self, x: Array, residual: Array, weight: Array, eps: float, out: Array | None = None) -> Array:
@@ -158,7 +187,7 @@ class CudaOps:
             out = self.temporary(x.shape, self.dtype)
         expect("out", out, self.dtype, rows, width)
         args = (x, residual, weight, out, np.int32(width), np.float32(eps))
-        self.launch("add_rms_norm", (rows,), args, threads=self._norm_threads(rows, width))
+        self.launch("add_rms_norm", (rows,), args, threads=self._norm_threads(rows, width), overlaps=True)
         return out
 
     def linear(
@@ -180,11 +209,27 @@ class CudaOps:
         expect("out", out, out.dtype, rows, len(weight))
         if out.dtype not in (self.dtype, _FLOAT32) or width == 0:
             raise ValueError(f"no product of {x.shape} {self.dtype} and {weight.shape} in {out.dtype}")
-        if out.size and not self._gemm(x, weight, bias, out) and bias is not None:
-            grid = (rows, math.ceil(len(weight) / _THREADS))
-            out_float = int(out.dtype == _FLOAT32)
-            self.launch("add_bias", grid, (out, bias, np.int32(len(weight))), OUT_FLOAT=out_float)
+        if out.size:
+            self._linear(x, weight, bias, out)
         return out
+
+    def tune_linear(
+        self,
+        weights: Sequence[Array],
+        bias: Array | None,
+        num_rows: Sequence[int],
+        *,
+        dtype: np.dtype | None = None,
+    ) -> None:
+        """Find the quickest way for `linear` of so many rows with these weights, which are of one shape [N, K].
+
+        Costs about 30 ms for each number of rows, once for a device and version of cuBLASLt: the answers are kept on
+        disk. `weights` are used in turn; all layers' together, they come from memory as they do in a step. For
+        products outside of what was tuned cuBLASLt's first choice is taken. Not within `capture`.
+        """
+        for weight in weights:
+            expect("weight", weight, self.dtype, *weights[0].shape)
+        self._linear.tune(weights, bias, num_rows, self.dtype if dtype is None else np.dtype(dtype))
 
     def rope_kv_write(
         self,
@@ -222,6 +267,7 @@ class CudaOps:
             "rope_kv_write",
             (math.ceil(rows * (num_heads + 2 * num_kv_heads) / heads_per_block),),
             (qkv, cos, sin, positions, slots, kv, q_norm, k_norm, out, *map(np.int32, sizes), np.float32(eps)),
+            overlaps=True,
             HEAD_DIM=head_dim,
             BLOCK_SIZE=block_size,
         )
@@ -266,7 +312,7 @@ class CudaOps:
         expect("gate_up", gate_up, self.dtype, rows, 2 * width)
         out = self.temporary((rows, width), self.dtype)
         columns = math.ceil(width / (_THREADS * _VEC_BYTES // self.dtype.itemsize))
-        self.launch("silu_mul", (rows, columns), (gate_up, out, np.int32(width)))
+        self.launch("silu_mul", (rows, columns), (gate_up, out, np.int32(width)), overlaps=True)
         return out
 
     def copy_blocks(self, kv: Array, sources: Array, targets: Array) -> None:

@@ -23,6 +23,9 @@ WORKSPACE_BYTES = 32 << 20
 BEST_ALIGNMENT_BYTES = 256
 """cuBLASLt takes all pointers to be aligned to this unless told otherwise."""
 
+MAX_ALGORITHMS = 8
+"""How many of cuBLASLt's algorithms are looked at for one shape, the one it expects to be quickest first."""
+
 _TYPES = {
     np.dtype(np.float32): CudaDataType.CUDA_R_32F,
     np.dtype(np.float16): CudaDataType.CUDA_R_16F,
@@ -45,8 +48,8 @@ class _Plan:
     weight: int
     x: int
     out: int
-    algorithm: np.ndarray  # the heuristic's result, kept alive for its address
-    algorithm_at: int
+    algorithms: np.ndarray  # the heuristic's results, best first by its own estimate; kept alive for their addresses
+    algorithms_at: tuple[int, ...]
     adds_bias: bool
 
 
@@ -65,34 +68,53 @@ class Gemm:
         self._bias_address_at = self._bias_address.ctypes.data
         self._plans: dict[tuple, _Plan] = {}
 
-    def __call__(self, x: cupy.ndarray, weight: cupy.ndarray, bias: cupy.ndarray | None, out: cupy.ndarray) -> bool:
+    def __call__(
+        self,
+        x: cupy.ndarray,
+        weight: cupy.ndarray,
+        bias: cupy.ndarray | None,
+        out: cupy.ndarray,
+        algorithm: int = 0,
+    ) -> bool:
         """out [M, N] = x [M, K] @ weight [N, K].T + bias [N], all C-contiguous; M, N, K of at least 1.
 
-        x, weight and bias have one dtype, out has that one or float32. Returns whether the bias is in: where cuBLASLt
-        cannot add it in the same launch the caller has to. Raises GemmError.
+        x, weight and bias have one dtype, out has that one or float32. `algorithm` is below `num_algorithms` of the
+        same arrays. Returns whether the bias is in: where cuBLASLt cannot add it in the same launch the caller has to.
+        Raises GemmError, and cuBLASLt's own error where an algorithm fails.
         """
+        pointers, plan = self._planned(x, weight, bias, out)
+        if plan.adds_bias:
+            self._point_at(bias, plan.operation)
+        lt.matmul(
+            self._handle, plan.operation, self._one, pointers[0], plan.weight, pointers[1], plan.x, self._zero,
+            pointers[2], plan.out, pointers[2], plan.out, plan.algorithms_at[algorithm], self._workspace.data.ptr,
+            WORKSPACE_BYTES, self._stream.ptr,
+        )  # fmt: skip
+        return plan.adds_bias
+
+    def num_algorithms(
+        self, x: cupy.ndarray, weight: cupy.ndarray, bias: cupy.ndarray | None, out: cupy.ndarray
+    ) -> int:
+        """How many algorithms there are to choose from. Raises GemmError."""
+        return len(self._planned(x, weight, bias, out)[1].algorithms)
+
+    def _planned(self, x, weight, bias, out) -> tuple[tuple[int, ...], _Plan]:
+        """The addresses of weight, x, out and bias, and the plan of their shapes."""
         pointers = weight.data.ptr, x.data.ptr, out.data.ptr, 0 if bias is None else bias.data.ptr
         together = pointers[0] | pointers[1] | pointers[2] | pointers[3] | BEST_ALIGNMENT_BYTES
         alignment = together & -together
         key = (*x.shape, len(weight), x.dtype, out.dtype, bias is None, alignment)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = self._planned(x, weight, bias, out, alignment)
-        if plan.adds_bias:
-            self._point_at(bias, plan.operation)
-        lt.matmul(
-            self._handle, plan.operation, self._one, pointers[0], plan.weight, pointers[1], plan.x, self._zero,
-            pointers[2], plan.out, pointers[2], plan.out, plan.algorithm_at, self._workspace.data.ptr,
-            WORKSPACE_BYTES, self._stream.ptr,
-        )  # fmt: skip
-        return plan.adds_bias
+            plan = self._plans[key] = self._plan_with_bias(x, weight, bias, out, alignment)
+        return pointers, plan
 
     def _point_at(self, bias: cupy.ndarray, operation: int) -> None:
         self._bias_address[0] = bias.data.ptr
         attribute = lt.MatmulDescAttribute.BIAS_POINTER
         lt.matmul_desc_set_attribute(operation, attribute, self._bias_address_at, self._bias_address.nbytes)
 
-    def _planned(self, x, weight, bias, out, alignment: int) -> _Plan:
+    def _plan_with_bias(self, x, weight, bias, out, alignment: int) -> _Plan:
         if bias is not None and out.dtype == x.dtype:
             try:
                 return self._plan(x, weight, bias, out, alignment)
@@ -111,23 +133,27 @@ class Gemm:
             lt.matrix_layout_create(_TYPES[out.dtype], n, m, n),
         )
         shapes = f"[{m}, {k}] @ [{n}, {k}].T, {x.dtype} to {out.dtype}, aligned to {alignment} bytes"
-        algorithm = self._algorithm(operation, layouts, alignment, shapes)
-        return _Plan(operation, *layouts, algorithm, algorithm.ctypes.data, bias is not None)
+        algorithms = self._algorithms(operation, layouts, alignment, shapes)
+        addresses = tuple(algorithms.ctypes.data + i * algorithms.itemsize for i in range(len(algorithms)))
+        return _Plan(operation, *layouts, algorithms, addresses, bias is not None)
 
-    def _algorithm(self, operation: int, layouts: tuple[int, int, int], alignment: int, shapes: str) -> np.ndarray:
-        """The one that cuBLASLt expects to be the quickest."""
+    def _algorithms(self, operation: int, layouts: tuple[int, int, int], alignment: int, shapes: str) -> np.ndarray:
+        """Those that cuBLASLt expects to be the quickest, best first."""
         weight, x, out = layouts
-        found, count = np.zeros(1, lt.matmul_heuristic_result_dtype), np.zeros(1, np.int32)
+        found, count = np.zeros(MAX_ALGORITHMS, lt.matmul_heuristic_result_dtype), np.zeros(1, np.int32)
         preference = _preference(alignment)
         try:
             lt.matmul_algo_get_heuristic(
-                self._handle, operation, weight, x, out, out, preference, 1, found.ctypes.data, count.ctypes.data
-            )
+                self._handle, operation, weight, x, out, out, preference, MAX_ALGORITHMS, found.ctypes.data,
+                count.ctypes.data,
+            )  # fmt: skip
         except lt.cuBLASLtError as error:
             raise GemmError(f"cuBLASLt refuses {shapes}: {error}") from error
         finally:
             lt.matmul_preference_destroy(preference)
-        if count[0] == 0 or found["state"][0] != 0:
+        found = found[: count[0]]
+        found = found[found["state"] == 0]
+        if len(found) == 0:
             raise GemmError(f"cuBLASLt has no algorithm for {shapes}")
         return found
 

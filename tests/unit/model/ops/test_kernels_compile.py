@@ -26,6 +26,8 @@ NAMES = sorted(path.stem for path in (ROOT / "cuda").glob("*.cu"))
 
 def builds_of(name: str, dtype_code: int, architecture: str) -> list[dict[str, int]]:
     """The sets of defines that this kernel is built with for Llama-3.1-8B's heads; none where it is never launched."""
+    if name == "skinny_linear":
+        return skinny_builds(dtype_code)
     if not name.startswith(("paged_decode_attention", "paged_prefill_attention")):
         return [{"QUIRE_DTYPE": dtype_code, **SHAPE, **more} for more in ALSO.get(name, ({},))]
     builds = []
@@ -45,6 +47,17 @@ def builds_of(name: str, dtype_code: int, architecture: str) -> list[dict[str, i
         for longest in (1, 96):
             prefill_attention(ops, q, kv, 0, tables, ints[:96], ints, longest, 0.1, NO_WINDOW, q)
     return [defines for asked, defines in builds if asked == name]
+
+
+def skinny_builds(dtype_code: int) -> list[dict[str, int]]:
+    """All of them, in each type of result; there is none for float32."""
+    cuda_linear = pytest.importorskip("model.ops.cuda_linear", reason="needs nvmath-python", exc_type=ImportError)
+    return [
+        {"QUIRE_DTYPE": dtype_code, "OUT_FLOAT": out_float, **build.defines}
+        for build in cuda_linear.SKINNY_BUILDS
+        for out_float in (0, 1)
+        if dtype_code != DTYPE_CODES["float32"]
+    ]
 
 
 @pytest.mark.parametrize(("dtype", "architecture"), BUILDS)
