@@ -161,6 +161,20 @@ class Ops(Protocol):
         """x [T, K] @ weight [N, K].T + bias [N] -> [T, N] in `dtype` (float32 for the logits), else in `self.dtype`;
         in `out`, of that dtype, where one is given."""
 
+    def tune_linear(
+        self,
+        weights: Sequence[Array],
+        bias: Array | None,
+        num_rows: Sequence[int],
+        *,
+        dtype: np.dtype | None = None,
+    ) -> None:
+        """Find the quickest way for `linear` of so many rows with these weights, which are all of one shape [N, K].
+
+        A matter of speed alone, worth its time for the numbers of rows that graphs are captured for. The weights are
+        used in turn; all layers' together, they come from memory as they do in a step. Not within `capture`.
+        """
+
     def rope_kv_write(
         self,
         qkv: Array,

@@ -115,6 +115,9 @@ class NumpyOps:
         out[...] = product
         return out
 
+    def tune_linear(self, weights, bias, num_rows, *, dtype=None) -> None:
+        """NumPy knows one way."""
+
     def rope_kv_write(self, qkv, cos, sin, positions, slots, kv, layer, q_norm, k_norm, eps) -> Array:
         num_blocks, _, _, num_kv_heads, block_size, head_dim = kv.shape
         heads = _f32(qkv).reshape(len(qkv), -1, head_dim)
