@@ -1,10 +1,11 @@
-"""Builds a model where it computes: each layer's tensors read, checked, converted, fused and uploaded in turn."""
+"""Builds a model where it computes: takes memory for the fused weights, then has all of it filled at once."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from threading import Lock
 from typing import Protocol
 
 import numpy as np
@@ -26,23 +27,26 @@ RANDOM_TILE = 1_000_003
 class TensorSource(Protocol):
     """Where tensors come from, by their names in the files."""
 
-    def read(self, name: str, dtype: np.dtype) -> np.ndarray:
-        """The tensor in `dtype`; a view where that is possible. Raises ModelError."""
+    def read_into(self, name: str, start: int, out: np.ndarray) -> None:
+        """Fill `out` [n] with the tensor's elements from `start` on, in the dtype of `out`. Raises ModelError."""
 
 
 class DummyWeights:
-    """Random weights of a config's shapes: slices of one host array, so that uploading them is what takes the time."""
+    """Random weights: every matrix repeats the same numbers, every norm is 1."""
 
     def __init__(self, config: ModelConfig, dtype: np.dtype):
-        self._shapes = expected_shapes(config)
         tile = np.random.default_rng(0).standard_normal(RANDOM_TILE, np.float32) * config.hidden_size**-0.5
-        self._values = np.resize(tile.astype(dtype), max(math.prod(shape) for shape in self._shapes.values()))
+        self._tile = tile.astype(dtype)
 
-    def read(self, name: str, dtype: np.dtype) -> np.ndarray:
-        shape = self._shapes[name]
+    def read_into(self, name: str, start: int, out: np.ndarray) -> None:
         if name.endswith("norm.weight"):
-            return np.ones(shape, dtype)
-        return self._values[: math.prod(shape)].reshape(shape)
+            out[:] = 1
+            return
+        offset = start % RANDOM_TILE
+        borders = [0, *range(RANDOM_TILE - offset, out.size, RANDOM_TILE), out.size]
+        for begin, end in pairwise(borders):
+            first = (offset + begin) % RANDOM_TILE
+            out[begin:end] = self._tile[first : first + end - begin]
 
 
 def load_model(
@@ -64,14 +68,12 @@ def load_model(
         raise ModelError("weights cannot be loaded without a model folder")
     else:
         source = Checkpoint.open(directory, config)
-    with tqdm(
-        total=weight_bytes(config, ops.dtype), unit="B", unit_scale=True, desc="weights", disable=not progress
-    ) as bar:
-        upload = _Uploader(source, config, ops, bar)
-        embedding = upload.tensor("model.embed_tokens.weight")
-        layers = tuple(_load_layer(upload, f"model.layers.{index}.") for index in range(config.num_layers))
-        final_norm = upload.tensor("model.norm.weight")
-        lm_head = embedding if config.tied_embeddings else upload.tensor(LM_HEAD)
+    plan = _Plan(config, ops)
+    embedding = plan.tensor("model.embed_tokens.weight")
+    layers = tuple(_plan_layer(plan, f"model.layers.{index}.") for index in range(config.num_layers))
+    final_norm = plan.tensor("model.norm.weight")
+    lm_head = embedding if config.tied_embeddings else plan.tensor(LM_HEAD)
+    plan.fill(source, progress)
     cos, sin = rope_tables(config.rope, config.head_dim, max_model_len)
     weights = LlamaWeights(
         embedding=embedding,
@@ -84,44 +86,57 @@ def load_model(
     return Llama(config, ops, weights)
 
 
-class _Uploader:
-    """Tensors by name from their source to the backend; names that the config does not have give None."""
+class _Plan:
+    """Memory of weights, by the names of their tensors; names that the config does not have give None."""
 
-    def __init__(self, source: TensorSource, config: ModelConfig, ops: Ops, bar: tqdm):
-        self._source = source
-        self._names = expected_shapes(config).keys()
+    def __init__(self, config: ModelConfig, ops: Ops):
+        self._shapes = expected_shapes(config)
         self._ops = ops
-        self._bar = bar
+        self._names: list[str] = []
+        self._targets: list[Array] = []
 
     def tensor(self, name: str) -> Array:
         return self.stacked([name])
 
     def stacked(self, names: Sequence[str]) -> Array:
-        """The tensors of one layer below one another, as a single matrix."""
-        parts = [self._source.read(name, self._ops.dtype) for name in names]
-        array = self._ops.upload(parts[0] if len(parts) == 1 else np.concatenate(parts))
-        self._bar.update(array.nbytes)
+        """A single array for the tensors of one layer below one another."""
+        ends = np.cumsum([self._shapes[name][0] for name in names]).tolist()
+        array = self._ops.empty((ends[-1], *self._shapes[names[0]][1:]), self._ops.dtype)
+        self._names += names
+        self._targets += [array[begin:end] for begin, end in pairwise([0, *ends])]
         return array
 
     def optional(self, names: Sequence[str]) -> Array | None:
-        return self.stacked(names) if names[0] in self._names else None
+        return self.stacked(names) if names[0] in self._shapes else None
+
+    def fill(self, source: TensorSource, progress: bool) -> None:
+        num_bytes = sum(target.nbytes for target in self._targets)
+        counting = Lock()
+        with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="weights", disable=not progress) as bar:
+
+            def read(target: int, start: int, out: np.ndarray) -> None:
+                source.read_into(self._names[target], start, out)
+                with counting:
+                    bar.update(out.nbytes)
+
+            self._ops.fill(self._targets, read)
 
 
-def _load_layer(upload: _Uploader, prefix: str) -> Layer:
+def _plan_layer(plan: _Plan, prefix: str) -> Layer:
     def names(room: str, projections: str, kind: str) -> list[str]:
         return [f"{prefix}{room}.{letter}_proj.{kind}" for letter in projections.split()]
 
     return Layer(
-        attention_norm=upload.tensor(f"{prefix}input_layernorm.weight"),
-        qkv=upload.stacked(names("self_attn", "q k v", "weight")),
-        qkv_bias=upload.optional(names("self_attn", "q k v", "bias")),
-        q_norm=upload.optional([f"{prefix}self_attn.q_norm.weight"]),
-        k_norm=upload.optional([f"{prefix}self_attn.k_norm.weight"]),
-        output=upload.stacked(names("self_attn", "o", "weight")),
-        output_bias=upload.optional(names("self_attn", "o", "bias")),
-        mlp_norm=upload.tensor(f"{prefix}post_attention_layernorm.weight"),
-        gate_up=upload.stacked(names("mlp", "gate up", "weight")),
-        gate_up_bias=upload.optional(names("mlp", "gate up", "bias")),
-        down=upload.stacked(names("mlp", "down", "weight")),
-        down_bias=upload.optional(names("mlp", "down", "bias")),
+        attention_norm=plan.tensor(f"{prefix}input_layernorm.weight"),
+        qkv=plan.stacked(names("self_attn", "q k v", "weight")),
+        qkv_bias=plan.optional(names("self_attn", "q k v", "bias")),
+        q_norm=plan.optional([f"{prefix}self_attn.q_norm.weight"]),
+        k_norm=plan.optional([f"{prefix}self_attn.k_norm.weight"]),
+        output=plan.stacked(names("self_attn", "o", "weight")),
+        output_bias=plan.optional(names("self_attn", "o", "bias")),
+        mlp_norm=plan.tensor(f"{prefix}post_attention_layernorm.weight"),
+        gate_up=plan.stacked(names("mlp", "gate up", "weight")),
+        gate_up_bias=plan.optional(names("mlp", "gate up", "bias")),
+        down=plan.stacked(names("mlp", "down", "weight")),
+        down_bias=plan.optional(names("mlp", "down", "bias")),
     )

@@ -1,8 +1,13 @@
-"""One safetensors file, memory-mapped: nothing in its header is believed before it has been checked."""
+"""One safetensors file: nothing in its header is believed before it has been checked.
+
+Read by position, not mapped: a file that is cut short while it is read is an error here, where a map would end the
+process, and the bytes go straight to where they are wanted.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,11 +32,31 @@ MAX_DIMENSION = 1 << 40
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor where it lies in its file. `array` is a read-only view of the mapped file; its values are unchecked."""
+    """A tensor where it lies in its file, from byte `offset` on."""
 
     name: str
     file: Path
-    array: np.ndarray
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    def read_into(self, start: int, out: np.ndarray) -> None:
+        """Fill contiguous `out`, of the tensor's dtype, with its elements from `start` on, unchecked.
+
+        For any number of threads at once. Raises ModelError where the file does not give them any more.
+        """
+        what = f"{self.file}: tensor {self.name[:200]!r}"
+        rest = memoryview(out.reshape(-1).view(np.uint8))
+        position = self.offset + start * self.dtype.itemsize
+        try:
+            with open(self.file, "rb", buffering=0) as file:
+                while rest:
+                    num_bytes = os.preadv(file.fileno(), [rest], position)
+                    if num_bytes == 0:
+                        raise ModelError(f"{what}: ends beyond the file; the file was cut short")
+                    rest, position = rest[num_bytes:], position + num_bytes
+        except OSError as error:
+            raise ModelError(f"{what}: cannot be read: {error.strerror}") from None
 
 
 def read_safetensors(path: Path) -> dict[str, StoredTensor]:
@@ -40,30 +65,33 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
     Checked: the header's size and JSON, each dtype (float32, float16, bfloat16), that shape and byte range agree, and
     that the ranges fill the file from end to end without overlap, gap or rest.
     """
-    data = _mapped(path)
-    header_end = 8 + int.from_bytes(data[:8].tobytes(), "little")
-    if header_end > min(len(data), 8 + HEADER_BYTES):
-        raise ModelError(f"{path}: the header ends at byte {header_end}, beyond the file or the largest header")
-    header = parse_json_object(data[8:header_end].tobytes(), str(path))
+    header_end, num_data_bytes, text = _read_header(path)
+    header = parse_json_object(text, str(path))
     header.pop("__metadata__", None)
     tensors, ranges = {}, []
     for name, entry in header.items():
         shape, dtype, begin, end = _checked_entry(f"{path}: tensor {name[:200]!r}", entry)
         ranges.append((begin, end, name))
-        piece = data[header_end + begin : header_end + end]
-        if len(piece) != end - begin:
+        if end > num_data_bytes:
             raise ModelError(f"{path}: tensor {name[:200]!r}: ends beyond the file; the file is cut short")
-        tensors[name] = StoredTensor(name, path, piece.view(dtype).reshape(shape))
-    _check_ranges(path, ranges, len(data) - header_end)
+        tensors[name] = StoredTensor(name, path, dtype, shape, header_end + begin)
+    _check_ranges(path, ranges, num_data_bytes)
     return tensors
 
 
-def _mapped(path: Path) -> np.ndarray:
+def _read_header(path: Path) -> tuple[int, int, bytes]:
+    """(where the header ends, bytes behind it, its JSON)."""
     try:
         num_bytes = path.stat().st_size
         if num_bytes < 8 or not path.is_file():
             raise ModelError(f"{path}: not a safetensors file (shorter than its first field, or no file)")
-        return np.asarray(np.memmap(path, np.uint8, mode="r"))
+        with path.open("rb") as file:
+            header_end = 8 + int.from_bytes(file.read(8), "little")
+            if header_end > min(num_bytes, 8 + HEADER_BYTES):
+                raise ModelError(
+                    f"{path}: the header ends at byte {header_end}, beyond the file or the largest header"
+                )
+            return header_end, num_bytes - header_end, file.read(header_end - 8)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
 

@@ -48,7 +48,7 @@ class Checkpoint:
 
     @staticmethod
     def open(directory: Path, config: ModelConfig) -> Checkpoint:
-        """Map the folder's files (one, or shards with an index) and hold names and shapes against `config`.
+        """Read the headers of the folder's files (one, or shards with an index) and hold them against `config`.
 
         Raises ModelError, one line with the file and the tensor at fault.
         """
@@ -65,18 +65,23 @@ class Checkpoint:
         _check_names(directory, expected_shapes(config), tensors)
         return Checkpoint(tensors)
 
-    def read(self, name: str, dtype: np.dtype) -> np.ndarray:
-        """The tensor in `dtype`, a view of the file where that is its own. Raises ModelError for NaN and infinity."""
+    def read_into(self, name: str, start: int, out: np.ndarray) -> None:
+        """Fill contiguous `out` with the tensor's elements from `start` on, in the dtype of `out`.
+
+        For any number of threads at once. Where the dtypes differ, the elements as they are stored take memory too.
+        Raises ModelError for NaN, infinity, and what that dtype cannot hold.
+        """
         tensor = self._tensors[name]
-        if not all_finite(tensor.array):
+        values = out if out.dtype == tensor.dtype else np.empty(out.shape, tensor.dtype)
+        tensor.read_into(start, values)
+        if not all_finite(values):
             raise ModelError(f"{tensor.file}: tensor {name!r}: holds NaN or infinity")
-        if tensor.array.dtype == dtype:
-            return tensor.array
+        if values is out:
+            return
         with np.errstate(over="ignore"):
-            converted = tensor.array.astype(dtype)
-        if not all_finite(converted):
-            raise ModelError(f"{tensor.file}: tensor {name!r}: holds values too large for {dtype.name}")
-        return converted
+            out[:] = values
+        if not all_finite(out):
+            raise ModelError(f"{tensor.file}: tensor {name!r}: holds values too large for {out.dtype.name}")
 
 
 def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -136,10 +141,8 @@ def _check_names(directory: Path, shapes: dict[str, tuple[int, ...]], tensors: d
         raise ModelError(f"{directory}: tensor {unexpected[0][:200]!r}{_and_more(unexpected)}: no part of this model")
     for name, shape in shapes.items():
         tensor = tensors[name]
-        if tensor.array.shape != shape:
-            raise ModelError(
-                f"{tensor.file}: tensor {name!r}: shape {tensor.array.shape}, but config.json makes it {shape}"
-            )
+        if tensor.shape != shape:
+            raise ModelError(f"{tensor.file}: tensor {name!r}: shape {tensor.shape}, but config.json makes it {shape}")
 
 
 def _and_more(names: list[str]) -> str:

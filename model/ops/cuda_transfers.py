@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import cupy
 import numpy as np
 from cupy.cuda import runtime
 
+from model.ops.filling import PIECE_BYTES, Piece, fill_in_threads
 from model.ops.packing import Packing
 
 STAGED_BYTES = 1 << 20
-"""Up to this size an upload is copied to pinned memory and does not wait; a larger one (weights) waits instead."""
+"""Up to this size an upload is copied to pinned memory and does not wait; a larger one waits instead."""
 
 NUM_PIECES = 8
 """Staged transfers under way before one has to be waited for: more than a step makes."""
@@ -57,6 +58,30 @@ class Transfers:
         )  # fmt: skip
         piece.event.record(self._stream)
 
+    def fill(self, targets: Sequence[cupy.ndarray], read: Callable[[int, int, np.ndarray], None]) -> None:
+        """See `Ops.fill`. Each thread reads into one piece of pinned memory while its other one is copied."""
+        device = cupy.cuda.Device()
+        self._stream.synchronize()  # the targets' memory may still be in use by what had it before
+
+        def work(pieces: Iterator[Piece]) -> None:
+            device.use()
+            stream = cupy.cuda.Stream(non_blocking=True)
+            stagings = [_Piece(PIECE_BYTES), _Piece(PIECE_BYTES)]
+            try:
+                for turn, piece in enumerate(pieces):
+                    staging, target = stagings[turn % 2], targets[piece.target]
+                    staging.event.synchronize()
+                    num_bytes = (piece.stop - piece.start) * target.itemsize
+                    read(piece.target, piece.start, staging.host[:num_bytes].view(target.dtype))
+                    place = target.data + piece.start * target.itemsize
+                    place.copy_from_host_async(staging.host.ctypes.data, num_bytes, stream)
+                    staging.event.record(stream)
+            finally:
+                stream.synchronize()
+
+        fill_in_threads(targets, work)
+        cupy.get_default_pinned_memory_pool().free_all_blocks()
+
     def download_later(self, arrays: Sequence[cupy.ndarray]) -> Callable[[], list[np.ndarray]]:
         """See `Ops.download_later`."""
         hosts = [_pinned(array.shape, array.dtype) for array in arrays]
@@ -84,9 +109,9 @@ class Transfers:
 class _Piece:
     """`host` uint8[N] is pinned memory; `event` follows the transfer that last used it."""
 
-    def __init__(self):
+    def __init__(self, num_bytes: int = 0):
         self.event = cupy.cuda.Event(disable_timing=True)
-        self.host = np.empty(0, np.uint8)
+        self.host = _pinned((num_bytes,), np.dtype(np.uint8))
 
 
 def _pinned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

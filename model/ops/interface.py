@@ -99,6 +99,13 @@ class Ops(Protocol):
     def upload_rows(self, host: np.ndarray, table: Array) -> None:
         """table[:n, :w] = host [n, w], both int32, in one transfer that nobody waits for; `host` may change at once."""
 
+    def fill(self, targets: Sequence[Array], read: Callable[[int, int, np.ndarray], None]) -> None:
+        """Fill large contiguous arrays from the host; waits until they are full.
+
+        read(i, start, out) writes the elements of targets[i], flattened, from `start` on into `out` [n], of its dtype;
+        `out` is the caller's again after that. It is called in several threads at once. What it raises is raised here.
+        """
+
     def download_later(self, arrays: Sequence[Array]) -> Callable[[], list[np.ndarray]]:
         """Starts to copy what `arrays` hold after all work handed out so far; calling the result waits for the copies.
         """

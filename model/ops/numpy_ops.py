@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 
 import numpy as np
 
+from model.ops.filling import Piece, fill_in_threads
 from model.ops.interface import Array, Bias, Penalties, Sampled, SamplingArrays
 from model.ops.packing import Packing
 from model.ops.philox import gumbel_noise
@@ -43,6 +44,13 @@ class NumpyOps:
 
     def upload_rows(self, host: np.ndarray, table: Array) -> None:
         table[: host.shape[0], : host.shape[1]] = host
+
+    def fill(self, targets: Sequence[Array], read: Callable[[int, int, np.ndarray], None]) -> None:
+        def work(pieces: Iterator[Piece]) -> None:
+            for piece in pieces:
+                read(piece.target, piece.start, targets[piece.target].reshape(-1)[piece.start : piece.stop])
+
+        fill_in_threads(targets, work)
 
     def download_later(self, arrays: Sequence[Array]) -> Callable[[], list[np.ndarray]]:
         copies = [np.array(array) for array in arrays]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from model.safetensors_file import WEIGHT_DTYPES
+from model.safetensors_file import WEIGHT_DTYPES, StoredTensor
 
 DTYPE_NAMES = {dtype: name for name, dtype in WEIGHT_DTYPES.items()}
 
@@ -34,3 +34,10 @@ def write(path: Path, header: dict[str, Any] | bytes, data: bytes, header_bytes:
 
 def save(path: Path, tensors: dict[str, np.ndarray]) -> None:
     write(path, *entries_of(tensors))
+
+
+def stored_values(tensor: StoredTensor) -> np.ndarray:
+    """All of a tensor, as it is stored."""
+    out = np.empty(tensor.shape, tensor.dtype)
+    tensor.read_into(0, out)
+    return out

@@ -12,9 +12,10 @@ from model.config import ModelConfig
 from model.dtypes import NUMPY_DTYPES
 from model.errors import ModelError
 from model.kv_cache import allocate, block_bytes
-from model.loader import load_model, weight_bytes
+from model.loader import RANDOM_TILE, DummyWeights, load_model, weight_bytes
 from model.ops.numpy_ops import NumpyOps
-from model.weights import Checkpoint
+from model.safetensors_file import read_safetensors
+from model.weights import Checkpoint, expected_shapes
 from tests.support.goldens import FOLDER, Golden, relative_error
 from tests.support.paged import PagedSequences
 
@@ -22,11 +23,14 @@ from tests.support.paged import PagedSequences
 def test_qkv_and_gate_up_are_stacked_in_that_order():
     folder = FOLDER / "qwen2_bf16"
     config, float32 = ModelConfig.read(folder), NUMPY_DTYPES["float32"]
-    checkpoint = Checkpoint.open(folder, config)
+    checkpoint, shapes = Checkpoint.open(folder, config), expected_shapes(config)
     layer = load_model(folder, config, NumpyOps(), 16).weights.layers[1]
 
     def stored(*names: str) -> np.ndarray:
-        return np.concatenate([checkpoint.read(f"model.layers.1.{name}", float32) for name in names])
+        parts = [np.empty(shapes[f"model.layers.1.{name}"], float32) for name in names]
+        for name, part in zip(names, parts, strict=True):
+            checkpoint.read_into(f"model.layers.1.{name}", 0, part)
+        return np.concatenate(parts)
 
     projections = [f"self_attn.{letter}_proj" for letter in "qkv"]
     np.testing.assert_array_equal(layer.qkv, stored(*[f"{name}.weight" for name in projections]))
@@ -87,3 +91,28 @@ def test_kv_cache_blocks_are_one_piece():
     assert kv.shape == (7, 2, 2, 1, 16, 64)
     assert kv.dtype == ops.dtype
     assert kv[0].nbytes == block_bytes(config, 16, ops.dtype) == kv.strides[0]
+
+
+def test_dummy_weights_are_the_same_however_they_are_cut():
+    config, dtype = ModelConfig.read(FOLDER / "qwen3_bf16"), NUMPY_DTYPES["float32"]
+    source = DummyWeights(config, dtype)
+    whole = np.empty(2 * RANDOM_TILE + 10, dtype)
+    source.read_into("model.embed_tokens.weight", 0, whole)
+    np.testing.assert_array_equal(whole[:RANDOM_TILE], whole[RANDOM_TILE : 2 * RANDOM_TILE])
+    for start, length in ((5, 7), (RANDOM_TILE - 3, RANDOM_TILE + 8), (RANDOM_TILE, RANDOM_TILE)):
+        part = np.empty(length, dtype)
+        source.read_into("model.embed_tokens.weight", start, part)
+        np.testing.assert_array_equal(part, whole[start : start + length])
+
+
+def test_a_fault_in_one_tensor_ends_the_load_with_its_name(tmp_path: Path):
+    golden = Golden.load("llama3_gqa_bf16")
+    for path in golden.folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    file = tmp_path / "model.safetensors"
+    tensor = read_safetensors(file)["model.layers.1.mlp.up_proj.weight"]
+    content = bytearray(file.read_bytes())
+    content[tensor.offset + 6 : tensor.offset + 8] = b"\xc0\x7f"
+    file.write_bytes(content)
+    with pytest.raises(ModelError, match=f"{file}: tensor '{tensor.name}': holds NaN or infinity"):
+        replace(golden, folder=tmp_path).model(NumpyOps())
