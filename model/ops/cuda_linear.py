@@ -106,12 +106,11 @@ class Linear:
         `weights` are used in turn: together they should be far larger than the L2, as a model's layers are. Shapes
         that are known, from the disk or from before, cost nothing; others about 30 ms each. Not while capturing.
         """
-        n, k = weights[0].shape
-        found = {}
+        ops, (n, k), found = self._ops, weights[0].shape, {}
         for m in num_rows:
-            x, out = self._ops.empty((m, k), self._ops.dtype), self._ops.empty((m, n), out_dtype)
-            product = _product(x, weights[0], bias, out)
+            product = Product(m, n, k, ops.dtype.name, out_dtype.name, bias is not None)
             if product not in self._ways:
+                x, out = ops.empty((m, k), ops.dtype), ops.empty((m, n), out_dtype)
                 self._fill(x, weights[0])
                 found[product] = self._quickest(product, x, weights, bias, out)
         if found:
