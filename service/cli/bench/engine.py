@@ -76,7 +76,8 @@ def _run_decode(settings: Settings, flags: argparse.Namespace) -> int:
     record = {**_describe(settings, built), "engine_start_s": start_s, "decode": [asdict(row) for row in rows]}
     panel = {"kind": "line", "title": "a decode step", "x": "sequences", "y": "ms", "series": []}
     for label in ("step_p50_ms", "step_p99_ms"):
-        panel["series"].append({"label": label, "x": list(batches), "y": [asdict(row)[label] for row in rows]})
+        curve = {"x": list(batches), "y": [asdict(row)[label] for row in rows]}
+        panel["series"].append({"label": label.replace("_", " "), **curve})
     write_report(flags, record, {"title": f"context {context}, {built.ops.device_name}", "panels": [panel]})
     return 0
 

@@ -158,23 +158,33 @@ def _gaps_ms(answer: Answer) -> list[float]:
 async def _drive(plan: Plan, model: str | None) -> list[Answer]:
     """Every answer, in the order of the plan's requests."""
     model = model or await _first_model(plan)
-    clients = [await _start_client(plan, model, number) for number in range(plan.num_clients)]
+    clients: list[asyncio.subprocess.Process] = []
     try:
+        for number in range(plan.num_clients):
+            clients.append(await _start_client(plan, model, number))
         async with asyncio.timeout(plan.max_seconds + GRACE_S):
-            await asyncio.gather(*(client.stdout.readuntil(b"ready\n") for client in clients))
-            start = f"{time.monotonic() + START_DELAY_S!r}\n".encode()
-            for client in clients:
-                client.stdin.write(start)
-            lines = await asyncio.gather(*(client.stdout.readline() for client in clients))
+            lines = await _let_run(clients)
         shares = [[Answer(**answer) for answer in json.loads(line)] for line in lines]
-    except (TimeoutError, ValueError, OSError, asyncio.IncompleteReadError) as error:
-        raise StartupError(f"serve: a client process ended without an answer: {error}") from None
-    finally:
+    except BaseException as error:
         for client in clients:
             if client.returncode is None:
                 client.kill()
+        if not isinstance(error, TimeoutError | ValueError | OSError | asyncio.IncompleteReadError):
+            raise
+        raise StartupError(f"serve: a client process ended without an answer: {error}") from None
+    finally:
+        for client in clients:
             await client.wait()
     return [shares[number % len(shares)][number // len(shares)] for number in range(len(plan.requests))]
+
+
+async def _let_run(clients: Sequence[asyncio.subprocess.Process]) -> list[bytes]:
+    """Start them all at once when all are ready; the line that each ends with."""
+    await asyncio.gather(*(client.stdout.readuntil(b"ready\n") for client in clients))
+    start = f"{time.monotonic() + START_DELAY_S!r}\n".encode()
+    for client in clients:
+        client.stdin.write(start)
+    return await asyncio.gather(*(client.stdout.readline() for client in clients))
 
 
 async def _first_model(plan: Plan) -> str:
