@@ -1,12 +1,26 @@
-"""For every test: hypothesis never fails for slowness, and in CI it draws the same cases each time.
+"""For every test: hypothesis never fails for slowness, in CI it draws the same cases each time, and logs stay apart.
 
 New cases are for the bench and the desk; a check of a change must give the same answer twice.
 """
 
+import logging
 import os
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("desk", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, database=None)
 settings.load_profile("ci" if os.environ.get("CI") else "desk")
+
+
+@pytest.fixture(autouse=True)
+def logs_as_they_were():
+    """A test that runs a command in this process sets up its logs; the next test must not see them."""
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    yield
+    root.setLevel(level)
+    for handler in [handler for handler in root.handlers if handler not in handlers]:
+        root.removeHandler(handler)
+        handler.close()
