@@ -1,42 +1,45 @@
 // Paged varlen prefill attention on Hopper (sm_90a): what paged_prefill_attention.cu computes, for fp16 and bf16 and a
 // HEAD_DIM of 64 or 128, by wgmma and the copy engine.
 //
-// q, out [T, Hq, HEAD_DIM], block_tables, context_lens, query_start: as there. `query_map` is q as a 3-D tensor map with
-// boxes of 64 elements x GROUP heads x ROWS / GROUP tokens; `cache_map` is kv as a 2-D one of rows of HEAD_DIM, with boxes
-// of 64 elements x min(KEYS, BLOCK_SIZE) rows; both with the 128-byte swizzle. Twin: NumpyOps.paged_prefill_attention.
-// Grid (num_ctas), at most one CTA an SM, THREADS threads, SHARED_BYTES of dynamic shared memory. Launches must not
-// overlap: all draw their work from one counter, which the last drawer sets back.
+// q, out [T, Hq, HEAD_DIM], block_tables, context_lens, query_start: as there. `query_map` is q as a 3-D tensor map
+// with boxes of 64 elements x GROUP heads x ROWS / GROUP tokens; `cache_map` is kv as a 2-D one of rows of HEAD_DIM,
+// with boxes of 64 elements x min(KEYS, BLOCK_SIZE) rows; both with the 128-byte swizzle. Twin:
+// NumpyOps.paged_prefill_attention. Grid (num_ctas), at most one CTA an SM, THREADS threads, SHARED_BYTES of dynamic
+// shared memory. Launches must not overlap: all draw their work from one counter, which the last drawer sets back.
 //
-// A piece of work is ROWS query rows of one kv head (row r is query head r % GROUP of the chunk's token r / GROUP). CTAs
-// draw pieces, sequence by sequence, the longest of each first. In a CTA, one warp has queries and tiles of KEYS keys and
-// values brought to shared memory, two stages ahead, a copy a block and 64 dimensions; two warpgroups of 64 rows multiply:
-// while the tensor cores work on the scores of a tile and the values of the one before, the other warpgroup makes weights.
+// A piece of work is ROWS query rows of one kv head (row r is query head r % GROUP of the chunk's token r / GROUP).
+// CTAs draw pieces, sequence by sequence, the longest of each first. In a CTA, one warp has queries and tiles of KEYS
+// keys and values brought to shared memory, two stages ahead, a copy a block and 64 dimensions. Three warpgroups of
+// 64 rows each take a tile at their own pace, so that the tensor cores work for one while others make weights. Three,
+// because what bounds two is the road from L2: 128 rows reach 560 TFLOP/s, 690 if they need not wait for keys; 192
+// read a third less.
 //
-// Keys run from the last tile to the first. Rows that see no key get zeros; block ids outside the pool, and blocks that no
-// row sees, arrive as zeros (boxes outside the map); what else lies outside in the first and last block is overwritten.
-// Preconditions: those of paged_prefill_attention.cu. Roofline: 4 * HEAD_DIM flop a visible (query, key) pair and head; on
-// an H200 at least 500 TFLOP/s in bf16 at 4k.
+// Keys run from the last tile to the first. Rows that see no key get zeros; block ids outside the pool, and blocks
+// that no row sees, arrive as zeros (boxes outside the map); what else lies outside in the first and last block is
+// overwritten.
+// Preconditions: those of paged_prefill_attention.cu. Roofline: 4 * HEAD_DIM flop a visible (query, key) pair and
+// head; on an H200 440 / 585 / 635 TFLOP/s in bf16 at 1k / 4k / 16k, warm.
 #include "attention.cuh"
 #include "mma.cuh"
+#include "prefill_rows.cuh"
 #include "prefill_work.cuh"
 #include "types.cuh"
 #include "wgmma.cuh"
 
 constexpr int STAGES = 2;
-constexpr int NUM_CONSUMERS = 2;  // warpgroups
+constexpr int NUM_CONSUMERS = 3;  // warpgroups
 constexpr int WARPGROUP_ROWS = 64;
 static_assert(PADDED_ROWS == NUM_CONSUMERS * WARPGROUP_ROWS, "every row has a warpgroup");
 constexpr int THREADS = (NUM_CONSUMERS + 1) * WARPGROUP_SIZE;
 constexpr int CONSUMER_WARPS = NUM_CONSUMERS * WARPGROUP_SIZE / WARP_SIZE;
-constexpr int COLUMNS = HEAD_DIM / 64;                // of 64 elements, 128 bytes: a row of shared memory
+constexpr int COLUMNS = HEAD_DIM / 64;                 // of 64 elements, 128 bytes: a row of shared memory
 constexpr int BLOCK_KEYS = at_most(KEYS, BLOCK_SIZE);  // keys of a tile that one block holds
 constexpr int NUM_IDS = KEYS / BLOCK_KEYS;
 constexpr int QUERY_COLUMN_BYTES = PADDED_ROWS * 128;
 constexpr int KEY_COLUMN_BYTES = KEYS * 128;
 constexpr int QUERY_BYTES = COLUMNS * QUERY_COLUMN_BYTES;
 constexpr int TILE_BYTES = COLUMNS * KEY_COLUMN_BYTES;
-constexpr int FIRST_TURN_MEETING = 1;                     // named barriers: a consumer's turn at the tensor cores
-constexpr int FIRST_OWN_MEETING = 1 + NUM_CONSUMERS;      // of one consumer's own threads
+constexpr int FIRST_MEETING = 1;  // named barriers: one for each consumer's own threads
 constexpr int TAIL_BYTES = 256;  // barriers and the piece of work
 static_assert(QUIRE_DTYPE != 0 && (HEAD_DIM == 64 || HEAD_DIM == 128), "fp16 or bf16, rows of 128 or 256 bytes");
 static_assert(SHARED_BYTES == QUERY_BYTES + 2 * STAGES * TILE_BYTES + TAIL_BYTES, "the launcher's memory is not this");
@@ -72,7 +75,8 @@ struct Turn {
 struct Pool {
     int num_blocks, block_rows, layer_row, value_rows;
 
-    __device__ __forceinline__ Pool(int num_blocks, int num_layers, int layer, int num_kv_heads) : num_blocks(num_blocks) {
+    __device__ __forceinline__ Pool(int num_blocks, int num_layers, int layer, int num_kv_heads)
+        : num_blocks(num_blocks) {
         value_rows = num_kv_heads * BLOCK_SIZE;
         block_rows = 2 * num_layers * value_rows;
         layer_row = 2 * layer * value_rows;
@@ -89,15 +93,12 @@ struct Pool {
 // The lanes of a warp fetch a tile, a box each.
 __device__ __forceinline__ void fetch_tile(u32 tile, const TensorMap& map, int row, u32 barrier) {
     const int lane = threadIdx.x % WARP_SIZE;
-    if (lane == 0) arrive_expecting(barrier, TILE_BYTES);
+        if (lane == 0) arrive_expecting(barrier, TILE_BYTES);
     __syncwarp();
+    if (lane >= NUM_IDS) return;
 #pragma unroll
-    for (int block = 0; block < NUM_IDS; block += WARP_SIZE) {
-        if (block + lane >= NUM_IDS) break;
-#pragma unroll
-        for (int column = 0; column < COLUMNS; ++column)
-            copy_box(tile + column * KEY_COLUMN_BYTES + (block + lane) * BLOCK_KEYS * 128, map, column * 64, row, barrier);
-    }
+    for (int column = 0; column < COLUMNS; ++column)
+        copy_box(tile + column * KEY_COLUMN_BYTES + lane * BLOCK_KEYS * 128, map, column * 64, row, barrier);
 }
 
 static_assert(NUM_IDS <= WARP_SIZE, "a lane fetches one block of a tile");
@@ -148,21 +149,6 @@ __device__ __forceinline__ void produce(const Shared& shared, const TensorMap& q
     }
 }
 
-// This thread's part of its warpgroup's rows: half h is row 8 h + lane / 4 of its warp.
-struct Rows {
-    float sum[HEAD_DIM / 2];
-    float maximum[2];  // of the raw scores
-    float total[2];    // of this thread's own keys
-    u32 weights[KEYS / 16][4];
-
-    __device__ __forceinline__ Rows() {
-#pragma unroll
-        for (int i = 0; i < HEAD_DIM / 2; ++i) sum[i] = 0.0f;
-        maximum[0] = maximum[1] = minus_infinity();
-        total[0] = total[1] = 0.0f;
-    }
-};
-
 __device__ __forceinline__ void start_scores(float (&score)[KEYS / 2], u32 queries, u32 keys) {
     const u64 a = operand(queries, 0), b = operand(keys, 0);
     multiply<0>(score, a, b);
@@ -173,49 +159,11 @@ __device__ __forceinline__ void start_scores(float (&score)[KEYS / 2], u32 queri
     commit_products();
 }
 
-__device__ __forceinline__ void start_values(Rows& rows, u32 values) {
+__device__ __forceinline__ void start_values(Rows& rows, const u32 (&weights)[KEYS / 16][4], u32 values) {
     const u64 b = operand(values, KEY_COLUMN_BYTES);
 #pragma unroll
-    for (int k = 0; k < KEYS / 16; ++k) multiply(rows.sum, rows.weights[k], b + k * 16 * 128 / 16);
+    for (int k = 0; k < KEYS / 16; ++k) multiply(rows.sum, weights[k], b + k * 16 * 128 / 16);
     commit_products();
-}
-
-// Minus infinity for the keys that a row does not see; `behind` tells how far the tile's first key lies behind the rows.
-__device__ __forceinline__ void mask_tile(float (&score)[KEYS / 2], const int (&behind)[2], int window) {
-#pragma unroll
-    for (int i = 0; i < KEYS / 2; ++i) {
-        const int distance = behind[i / 2 % 2] - (i / 4 * 8 + i % 2) - threadIdx.x % 4 * 2;
-        if (static_cast<u32>(distance) >= static_cast<u32>(window)) score[i] = minus_infinity();
-    }
-}
-
-// Turns scores into weights 2^((score - maximum) * scale_log2); `correction` is what older weights are too large by.
-__device__ __forceinline__ void weigh_tile(Rows& rows, float (&score)[KEYS / 2], float (&correction)[2],
-                                           float scale_log2) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        float best = rows.maximum[h];
-#pragma unroll
-        for (int i = 2 * h; i < KEYS / 2; i += 4) best = fmaxf(best, fmaxf(score[i], score[i + 1]));
-        best = fmaxf(best, __shfl_xor_sync(FULL_WARP, best, 1));
-        best = fmaxf(best, __shfl_xor_sync(FULL_WARP, best, 2));
-        const float base = finite_base(best) * scale_log2;
-        correction[h] = exp2_approx(rows.maximum[h] * scale_log2 - base);
-        rows.maximum[h] = best;
-        float total = 0.0f;
-#pragma unroll
-        for (int i = 2 * h; i < KEYS / 2; i += 4) {
-            score[i] = exp2_approx(fmaf(score[i], scale_log2, -base));
-            score[i + 1] = exp2_approx(fmaf(score[i + 1], scale_log2, -base));
-            total += score[i] + score[i + 1];
-        }
-        rows.total[h] = fmaf(rows.total[h], correction[h], total);
-    }
-}
-
-__device__ __forceinline__ void pack_weights(Rows& rows, const float (&score)[KEYS / 2]) {
-#pragma unroll
-    for (int i = 0; i < KEYS / 4; ++i) rows.weights[i / 4][i % 4] = pack_pair(score[2 * i], score[2 * i + 1]);
 }
 
 // Whether a block of the tile holds keys that no row of the piece sees: nobody may have written their values.
@@ -225,7 +173,7 @@ __device__ __forceinline__ bool is_cut(const Work& work, int tile) {
            (work.end_key < begin + KEYS && work.end_key % BLOCK_KEYS != 0);
 }
 
-// Zeros for the values of those keys, by a warpgroup for itself: the other one writes the same.
+// Zeros for the values of those keys, by a warpgroup for itself: the others write the same.
 __device__ __forceinline__ void clear_unseen_values(u32 values, const Work& work, int tile, int consumer) {
     for (int i = threadIdx.x % WARPGROUP_SIZE; i < KEYS * COLUMNS * 8; i += WARPGROUP_SIZE) {
         const int key = tile * KEYS + i / 8 % KEYS;
@@ -233,43 +181,7 @@ __device__ __forceinline__ void clear_unseen_values(u32 values, const Work& work
         asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" : : "r"(values + i * 16), "r"(0) : "memory");
     }
     publish_stores();
-    meet(FIRST_OWN_MEETING + consumer, WARPGROUP_SIZE);
-}
-
-// Lane t of four gets pair[t] of each, in the lanes' order: eight columns side by side.
-__device__ __forceinline__ uint4 gather_pairs(const u32 (&pair)[4]) {
-    const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
-    const u32 low = __shfl_xor_sync(FULL_WARP, odd ? pair[0] : pair[1], 1);
-    const u32 high = __shfl_xor_sync(FULL_WARP, odd ? pair[2] : pair[3], 1);
-    const u32 near[4] = {odd ? low : pair[0], odd ? pair[1] : low, odd ? high : pair[2], odd ? pair[3] : high};
-    const u32 first = __shfl_xor_sync(FULL_WARP, upper ? near[0] : near[2], 2);
-    const u32 second = __shfl_xor_sync(FULL_WARP, upper ? near[1] : near[3], 2);
-    return upper ? make_uint4(first, second, near[2], near[3]) : make_uint4(near[0], near[1], first, second);
-}
-
-__device__ __forceinline__ void store_rows(const Rows& rows, T* out, const Work& work, int first_row, int num_kv_heads) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        float total = rows.total[h];
-        total += __shfl_xor_sync(FULL_WARP, total, 1);
-        total += __shfl_xor_sync(FULL_WARP, total, 2);
-        const float scale = reciprocal_or_zero(total);
-        const int row = first_row + 8 * h, of_chunk = work.first_row + row;
-        const i64 token = work.start + of_chunk / GROUP;
-        T* to = out + ((token * num_kv_heads + work.kv_head) * GROUP + of_chunk % GROUP) * HEAD_DIM + threadIdx.x % 4 * 8;
-        const bool is_mine = row < ROWS && of_chunk < work.num_rows;
-#pragma unroll
-        for (int n = 0; n < HEAD_DIM / 32; ++n) {
-            u32 pair[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int at = 16 * n + 4 * i + 2 * h;
-                pair[i] = pack_pair(rows.sum[at] * scale, rows.sum[at + 1] * scale);
-            }
-            const uint4 columns = gather_pairs(pair);
-            if (is_mine) *reinterpret_cast<uint4*>(to + 32 * n) = columns;
-        }
-    }
+    meet(FIRST_MEETING + consumer, WARPGROUP_SIZE);
 }
 
 // A warp is done with what the barrier guards.
@@ -288,9 +200,8 @@ struct Consumer {
 
     __device__ __forceinline__ u32 queries() const { return shared.queries() + index * WARPGROUP_ROWS * 128; }
 
-    // Scores of a tile -> weights.
-    __device__ __forceinline__ void weigh(Rows& rows, float (&score)[KEYS / 2], float (&correction)[2], const Work& work,
-                                          int tile) const {
+    // Turns the scores of a tile into weights; only a tile at an edge of what the rows see needs the mask.
+    __device__ __forceinline__ void weigh(Rows& rows, float (&score)[KEYS / 2], const Work& work, int tile) const {
         const int first = work.first_row + index * WARPGROUP_ROWS, begin = tile * KEYS;
         const bool all_seen = begin + KEYS - 1 <= work.position(first) &&
                               begin > work.position(first + WARPGROUP_ROWS - 1) - window;
@@ -299,54 +210,32 @@ struct Consumer {
             const int behind[2] = {work.position(row) - begin, work.position(row + 8) - begin};
             mask_tile(score, behind, window);
         }
-        weigh_tile(rows, score, correction, scale_log2);
+        weigh_tile(rows, score, scale_log2);
     }
 
     __device__ __forceinline__ void attend(Rows& rows, const Work& work) {
         const int first_tile = work.first_tile();
         int tile = first_tile + work.num_tiles() - 1;
         if (tile < first_tile) return release(shared.queries_empty());
-        float score[KEYS / 2] = {}, correction[2];
-        wait_for(shared.keys_full(turn.stage()), turn.parity());
-        begin_products();
-        start_scores(score, queries(), shared.keys(turn.stage()));
-        wait_for_products<0>(score);
-        release(shared.keys_empty(turn.stage()));
-        if (tile == first_tile) release(shared.queries_empty());
-        weigh(rows, score, correction, work, tile);
-        pack_weights(rows, score);
-        for (--tile; tile >= first_tile; --tile) {
-            const Turn before = turn;
-            ++turn.count;
-            const int stage = turn.stage(), stage_before = before.stage();
-            if (is_cut(work, tile + 1)) {
-                wait_for(shared.values_full(stage_before), before.parity());
-                clear_unseen_values(shared.values(stage_before), work, tile + 1, index);
-            }
+        for (; tile >= first_tile; --tile, ++turn.count) {
+            const int stage = turn.stage();
+            float score[KEYS / 2];
             wait_for(shared.keys_full(stage), turn.parity());
-            meet(FIRST_TURN_MEETING + index, NUM_CONSUMERS * WARPGROUP_SIZE);
             begin_products();
             start_scores(score, queries(), shared.keys(stage));
-            wait_for(shared.values_full(stage_before), before.parity());
-            start_values(rows, shared.values(stage_before));
-            announce(FIRST_TURN_MEETING + 1 - index, NUM_CONSUMERS * WARPGROUP_SIZE);
-            wait_for_products<1>(score);
+            wait_for_products<0>(score);
             release(shared.keys_empty(stage));
             if (tile == first_tile) release(shared.queries_empty());
-            weigh(rows, score, correction, work, tile);
+            weigh(rows, score, work, tile);
+            u32 weights[KEYS / 16][4];
+            pack_weights(weights, score);
+            wait_for(shared.values_full(stage), turn.parity());
+            if (is_cut(work, tile)) clear_unseen_values(shared.values(stage), work, tile, index);
+            begin_products();
+            start_values(rows, weights, shared.values(stage));
             wait_for_products<0>(rows.sum);
-            release(shared.values_empty(stage_before));
-#pragma unroll
-            for (int i = 0; i < HEAD_DIM / 2; ++i) rows.sum[i] *= correction[i / 2 % 2];
-            pack_weights(rows, score);
+            release(shared.values_empty(stage));
         }
-        wait_for(shared.values_full(turn.stage()), turn.parity());
-        if (is_cut(work, first_tile)) clear_unseen_values(shared.values(turn.stage()), work, first_tile, index);
-        begin_products();
-        start_values(rows, shared.values(turn.stage()));
-        wait_for_products<0>(rows.sum);
-        release(shared.values_empty(turn.stage()));
-        ++turn.count;
     }
 };
 
@@ -354,7 +243,6 @@ __device__ __forceinline__ void consume(const Shared& shared, T* out, int num_kv
     const int index = threadIdx.x / WARPGROUP_SIZE - 1, lane = threadIdx.x % WARP_SIZE;
     const int warp = threadIdx.x / WARP_SIZE - WARPGROUP_SIZE / WARP_SIZE;
     Consumer consumer = {shared, index, warp * 16 + lane / 4, scale_log2, window, {}};
-    if (index == 1) announce(FIRST_TURN_MEETING, NUM_CONSUMERS * WARPGROUP_SIZE);  // the other one goes first
     for (u32 round = 0;; ++round) {
         wait_for(shared.queries_full(), round % 2);
         const Work work = *shared.work();
@@ -386,12 +274,12 @@ paged_prefill_attention_sm90(T* __restrict__ out, const __grid_constant__ Tensor
     }
     __syncthreads();
     if (threadIdx.x < WARPGROUP_SIZE) {
-        give_up_registers<40>();
+        give_up_registers<32>();
         if (threadIdx.x >= WARP_SIZE) return;
         const Batch batch = {context_lens, query_start, num_sequences, num_kv_heads, max_blocks, window};
         produce(shared, query_map, cache_map, batch, Pool(num_blocks, num_layers, layer, num_kv_heads), block_tables);
     } else {
-        take_registers<232>();
+        take_registers<160>();
         consume(shared, out, num_kv_heads, scale_log2, window);
     }
 }

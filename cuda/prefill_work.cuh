@@ -1,5 +1,5 @@
-// How prefill attention of several chunks is cut into pieces of work, and how a ticket names a piece: for grids of fewer
-// blocks than pieces, which draw tickets until there are no more.
+// How prefill attention of several chunks is cut into pieces of work, and how a ticket names a piece: for grids of
+// fewer blocks than pieces, which draw tickets until there are no more.
 //
 // A piece is ROWS query rows of one kv head: row r is query head r % GROUP of the chunk's token r / GROUP. Tickets run
 // through the kv heads of a piece, then through a chunk's pieces, the longest first, then through the sequences.
@@ -8,7 +8,7 @@
 #include "attention.cuh"
 #include "types.cuh"
 
-constexpr int PADDED_ROWS = 128;
+constexpr int PADDED_ROWS = 192;
 constexpr int ROWS = PADDED_ROWS / GROUP * GROUP;
 constexpr int KEYS = 128;  // of a tile
 

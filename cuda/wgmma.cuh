@@ -27,7 +27,9 @@ __device__ __forceinline__ void make_barrier(u32 barrier, int num_arrivals) {
 }
 
 // Makes new barriers known to the copy engine.
-__device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" : : : "memory"); }
+__device__ __forceinline__ void publish_barriers() {
+    asm volatile("fence.mbarrier_init.release.cluster;" : : : "memory");
+}
 
 __device__ __forceinline__ void arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(barrier) : "memory");
@@ -71,13 +73,9 @@ __device__ __forceinline__ void copy_box(u32 to_shared, const TensorMap& map, in
 // Orders this thread's ordinary stores to shared memory before what the tensor cores read next.
 __device__ __forceinline__ void publish_stores() { asm volatile("fence.proxy.async.shared::cta;" : : : "memory"); }
 
-// Barriers among warps by number (0 is __syncthreads'): some only arrive, the others wait for all.
+// A barrier among some warps of a block, by number (0 is __syncthreads').
 __device__ __forceinline__ void meet(int number, int num_threads) {
     asm volatile("bar.sync %0, %1;" : : "r"(number), "r"(num_threads) : "memory");
-}
-
-__device__ __forceinline__ void announce(int number, int num_threads) {
-    asm volatile("bar.arrive %0, %1;" : : "r"(number), "r"(num_threads) : "memory");
 }
 
 template <int REGISTERS>
@@ -90,8 +88,9 @@ __device__ __forceinline__ void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" : : "n"(REGISTERS));
 }
 
-// Operands in shared memory: rows of 128 bytes whose 16-byte chunks are XORed with the row (the 128-byte swizzle), eight
-// rows after eight. `repeat_bytes` lies between columns of 64 where the rows are the sum's dimension; else it is not used.
+// Operands in shared memory: rows of 128 bytes whose 16-byte chunks are XORed with the row (the 128-byte swizzle),
+// eight rows after eight. `repeat_bytes` lies between columns of 64 where the rows are the sum's dimension; else it
+// is not used.
 __device__ __forceinline__ u64 operand(u32 address, u32 repeat_bytes) {
     return (1ull << 62) | (static_cast<u64>(1024 >> 4) << 32) | (static_cast<u64>(repeat_bytes >> 4) << 16) |
            ((address & 0x3ffff) >> 4);
