@@ -47,6 +47,30 @@ def test_rows_within_a_larger_array_need_no_alignment(open_ops, rng):
     assert_close(out, twin.linear(x[3:], weight[1:]), "bfloat16")
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_tuned_product_is_right_and_its_way_is_kept(open_ops, rng, monkeypatch, tmp_path, with_bias):
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
+    cuda_linear = pytest.importorskip("model.ops.cuda_linear", reason="needs the packages of the cuda extra")
+    ops, twin = open_ops("bfloat16"), NumpyOps(NUMPY_DTYPES["bfloat16"])
+    monkeypatch.setattr(ops, "_linear", cuda_linear.Linear(ops))
+    ops.is_poisoning = False
+    weights = [normal(rng, (768, 512), "bfloat16", scale=512**-0.5) for _ in range(2)]
+    bias = normal(rng, (768,), "bfloat16") if with_bias else None
+    on_device, bias_on_device = [ops.upload(weight) for weight in weights], None if bias is None else ops.upload(bias)
+    try:
+        ops.tune_linear(on_device, bias_on_device, [1, 5, 40])
+    finally:
+        ops.is_poisoning = True
+    for m in (1, 5, 40, 41):
+        x = normal(rng, (m, 512), "bfloat16")
+        with ops.scratch():
+            out = ops.download(ops.linear(ops.upload(x), on_device[1], bias_on_device))
+        assert_close(out, twin.linear(x, weights[1], bias), "bfloat16")
+    kept = cuda_linear.Linear(ops)
+    monkeypatch.setattr(kept, "_quickest", None)  # nothing is left to measure
+    kept.tune(on_device, bias_on_device, [40, 5, 1], ops.dtype)
+
+
 def test_no_rows(open_ops, rng):
     ops = open_ops("bfloat16")
     weight = ops.upload(normal(rng, (40, 64), "bfloat16"))
