@@ -5,6 +5,7 @@ It speaks only `Ops`, waits for nothing and takes every size from host integers,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,6 +71,14 @@ class Llama:
         if batch.logit_rows is not None:
             hidden = ops.gather_rows(hidden, batch.logit_rows)
         return ops.linear(hidden, weights.lm_head, dtype=np.dtype(np.float32), out=out)
+
+    def tune(self, num_rows: Sequence[int]) -> None:
+        """Find the quickest way for the products of passes over so many rows; see `Ops.tune_linear`."""
+        ops, layers = self.ops, self.weights.layers
+        for name in ("qkv", "output", "gate_up", "down"):
+            bias = getattr(layers[0], f"{name}_bias")
+            ops.tune_linear([getattr(layer, name) for layer in layers], bias, num_rows)
+        ops.tune_linear([self.weights.lm_head], None, num_rows, dtype=np.dtype(np.float32))
 
     def _attention(self, index: int, x: Array, batch: Batch, kv: Array) -> Array:
         """x [T, H] -> [T, H]: grouped-query attention of each row to its sequence's cache, its own key included."""

@@ -106,8 +106,17 @@ class Ops(Protocol):
         `out` is the caller's again after that. It is called in several threads at once. What it raises is raised here.
         """
 
+    def find_nonfinite(self, x: Array, found: Array) -> None:
+        """found[0] = 1 if x, of `self.dtype` and any shape, holds NaN or infinity, else as it was; found int32[1]."""
+
     def download_later(self, arrays: Sequence[Array]) -> Callable[[], list[np.ndarray]]:
         """Starts to copy what `arrays` hold after all work handed out so far; calling the result waits for the copies.
+        """
+
+    def prepare(self, work: Callable[[], None]) -> None:
+        """Run `work`, whose results nobody wants, so that all it needs is there the next time.
+
+        It may be run twice, the first time with ops that write nothing: what they write must steer nothing in it.
         """
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
@@ -238,7 +247,8 @@ class Ops(Protocol):
 
         q, out [T, Hq, D]; rows query_start[s]:query_start[s + 1] belong to sequence s and are its last positions:
         row i sits at position context_lens[s] - (query_start[s + 1] - i). query_start int32[S + 1], starting at 0.
-        max_query_len (host int) is at least the longest chunk.
+        max_query_len (host int) is at least the longest chunk. A sequence may have no row; rows behind the last
+        sequence's are left alone.
         """
 
     def silu_mul(self, gate_up: Array) -> Array:

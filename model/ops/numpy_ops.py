@@ -12,6 +12,7 @@ from contextlib import nullcontext
 
 import numpy as np
 
+from model.dtypes import all_finite
 from model.ops.filling import Piece, fill_in_threads
 from model.ops.interface import Array, Bias, Penalties, Sampled, SamplingArrays
 from model.ops.packing import Packing
@@ -52,9 +53,16 @@ class NumpyOps:
 
         fill_in_threads(targets, work)
 
+    def find_nonfinite(self, x: Array, found: Array) -> None:
+        if not all_finite(x):
+            found[0] = 1
+
     def download_later(self, arrays: Sequence[Array]) -> Callable[[], list[np.ndarray]]:
         copies = [np.array(array) for array in arrays]
         return lambda: copies
+
+    def prepare(self, work: Callable[[], None]) -> None:
+        work()
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         work()
@@ -158,7 +166,7 @@ class NumpyOps:
     def paged_prefill_attention(
         self, q, kv, layer, block_tables, context_lens, query_start, max_query_len, scale, window, out
     ) -> None:
-        for s in range(len(context_lens)):
+        for s in np.flatnonzero(np.diff(query_start)):
             rows, one = slice(query_start[s], query_start[s + 1]), slice(s, s + 1)
             attended = _attention(q[None, rows], kv, layer, block_tables[one], context_lens[one], scale, window)
             out[rows] = attended[0]

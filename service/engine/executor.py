@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from model.batch import Batch
-from model.decode_graphs import DecodeGraphs, DecodeInputs
 from model.llama import Llama
-from model.ops.interface import Array, Sampled
+from model.ops.interface import Array, Ops, Sampled
 from model.sampler import SampledRows, sampling_arrays
+from model.step_graphs import StepGraphs, StepInputs
 from service.engine.plan import Chunk, SampledToken, StepPlan, StepResult, TokenLogprob
 
 
@@ -38,7 +38,7 @@ class ModelExecutor:
         self._sampled_rows: dict[object, int] = {}
         self._no_source = max_num_seqs
         self.runs_ahead = model.ops.name == "cuda"
-        self._graphs = DecodeGraphs(model, self._sampled, max_num_seqs, max_blocks) if self.runs_ahead else None
+        self._graphs = StepGraphs(model, self._sampled, max_num_seqs, max_blocks) if self.runs_ahead else None
 
     def attach(self, kv: Array, *, progress: bool = False) -> None:
         """Work on this cache [num_blocks, L, 2, Hkv, B, D] from now on."""
@@ -51,7 +51,7 @@ class ModelExecutor:
         """See service.engine.engine.Executor."""
         due = [chunk for chunk in plan.chunks if chunk.samples]
         with self._ops.scratch():
-            logits = self._forward(plan.chunks, all_sample=len(due) == len(plan.chunks))
+            logits = self._forward(plan.chunks)
             sampled = self._sample(logits, due) if due else ()
             arrive = self._ops.download_later(sampled)
         if due:
@@ -67,12 +67,13 @@ class ModelExecutor:
         told = _logprobs(launched.due, *logprobs) if logprobs else [None] * len(token_ids)
         return StepResult(tuple(map(SampledToken, token_ids, is_nan, told)))
 
-    def _forward(self, chunks: tuple[Chunk, ...], *, all_sample: bool) -> Array:
+    def _forward(self, chunks: tuple[Chunk, ...]) -> Array:
         """Logits of the chunks that sample, in order."""
-        host = _HostBatch(chunks, self._block_size, self._sampled_rows, self._no_source)
-        if self._graphs is not None and all_sample and host.num_decodes == len(chunks):
-            return self._graphs.forward(host.decode_inputs())
-        batch, source = host.upload(self._ops)
+        inputs = _step_inputs(chunks, self._block_size, self._sampled_rows, self._no_source)
+        logits = None if self._graphs is None else self._graphs.forward(inputs)
+        if logits is not None:
+            return logits
+        batch, source = _upload(inputs, self._ops)
         self._ops.pick_tokens(batch.token_ids, self._sampled, source)
         return self._model.forward(batch, self._kv)
 
@@ -92,63 +93,60 @@ class ModelExecutor:
         return sampled.token_ids, sampled.is_nan, sampled.logprobs, sampled.top_ids, sampled.top_logprobs
 
 
-class _HostBatch:
+def _step_inputs(
+    chunks: tuple[Chunk, ...], block_size: int, sampled_rows: dict[object, int], no_source: int
+) -> StepInputs:
     """A step's arrays on the host. Chunks of one token come first."""
+    lengths = np.array([chunk.length for chunk in chunks], np.int32)
+    starts = np.array([chunk.start for chunk in chunks], np.int32)
+    ends = np.cumsum(lengths)
+    first_rows = ends - lengths
+    row_of = np.repeat(np.arange(len(chunks)), lengths)
+    positions = (np.arange(ends[-1]) - (first_rows - starts)[row_of]).astype(np.int32)
+    tables = _block_tables(chunks)
+    block, offset = np.divmod(positions, block_size)
+    token_ids, source = _tokens(chunks, first_rows, int(ends[-1]), sampled_rows, no_source)
+    return StepInputs(
+        token_ids=token_ids,
+        source=source,
+        positions=positions,
+        slots=tables[row_of, block].astype(np.int64) * block_size + offset,
+        context_lens=starts + lengths,
+        block_tables=tables,
+        query_lens=lengths,
+        logit_rows=(ends - 1)[[chunk.samples for chunk in chunks]].astype(np.int32),
+        num_decodes=int(np.count_nonzero(lengths == 1)),
+    )
 
-    def __init__(self, chunks: tuple[Chunk, ...], block_size: int, sampled_rows: dict[object, int], no_source: int):
-        self._samples = [chunk.samples for chunk in chunks]
-        self._lengths = np.array([chunk.length for chunk in chunks], np.int32)
-        starts = np.array([chunk.start for chunk in chunks], np.int32)
-        self.num_decodes = int(np.count_nonzero(self._lengths == 1))
-        self._context_lens = starts + self._lengths
-        self._ends = np.cumsum(self._lengths)
-        row_of = np.repeat(np.arange(len(chunks)), self._lengths)
-        first_row = self._ends - self._lengths
-        self._positions = (np.arange(self._ends[-1]) - (first_row - starts)[row_of]).astype(np.int32)
-        self._tables = _block_tables(chunks)
-        block, offset = np.divmod(self._positions, block_size)
-        self._slots = self._tables[row_of, block].astype(np.int64) * block_size + offset
-        self._token_ids, self._source = _tokens(chunks, first_row, int(self._ends[-1]), sampled_rows, no_source)
 
-    def decode_inputs(self) -> DecodeInputs:
-        """Where every chunk is one token."""
-        return DecodeInputs(
-            token_ids=self._token_ids,
-            source=self._source,
-            positions=self._positions,
-            slots=self._slots,
-            context_lens=self._context_lens,
-            block_tables=self._tables,
-        )
-
-    def upload(self, ops) -> tuple[Batch, Array]:
-        """The batch on the backend, and for each token the row of `pick_tokens`."""
-        query_lengths = self._lengths[self.num_decodes :]
-        hosts = (
-            self._token_ids,
-            self._source,
-            self._positions,
-            self._slots,
-            self._tables,
-            self._context_lens,
-            np.concatenate([[0], np.cumsum(query_lengths)]).astype(np.int32),
-            (self._ends - 1)[self._samples].astype(np.int32),
-        )
-        token_ids, source, positions, slots, tables, context_lens, query_start, logit_rows = ops.upload_all(hosts)
-        batch = Batch(
-            token_ids=token_ids,
-            positions=positions,
-            slots=slots,
-            block_tables=tables,
-            context_lens=context_lens,
-            query_start=query_start,
-            logit_rows=logit_rows,
-            num_decodes=self.num_decodes,
-            num_tokens=len(self._token_ids),
-            num_sequences=len(self._lengths),
-            max_query_len=int(query_lengths.max(initial=0)),
-        )
-        return batch, source
+def _upload(inputs: StepInputs, ops: Ops) -> tuple[Batch, Array]:
+    """The batch on the backend, and for each token the row of `pick_tokens`."""
+    query_lens = inputs.query_lens[inputs.num_decodes :]
+    hosts = (
+        inputs.token_ids,
+        inputs.source,
+        inputs.positions,
+        inputs.slots,
+        inputs.block_tables,
+        inputs.context_lens,
+        np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32),
+        inputs.logit_rows,
+    )
+    token_ids, source, positions, slots, tables, context_lens, query_start, logit_rows = ops.upload_all(hosts)
+    batch = Batch(
+        token_ids=token_ids,
+        positions=positions,
+        slots=slots,
+        block_tables=tables,
+        context_lens=context_lens,
+        query_start=query_start,
+        logit_rows=logit_rows,
+        num_decodes=inputs.num_decodes,
+        num_tokens=len(inputs.token_ids),
+        num_sequences=len(inputs.query_lens),
+        max_query_len=int(query_lens.max(initial=0)),
+    )
+    return batch, source
 
 
 def _block_tables(chunks: tuple[Chunk, ...]) -> np.ndarray:

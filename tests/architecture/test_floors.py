@@ -25,7 +25,7 @@ TEXT_HALF = (
     "chat_template", "template_sandbox", "disguise", "grammar",
 )  # fmt: skip
 ARRAY_HALF = (
-    "loader", "weights", "safetensors_file", "llama", "decode_graphs", "rope", "kv_cache", "batch", "sampler", "ops",
+    "loader", "weights", "safetensors_file", "llama", "step_graphs", "rope", "kv_cache", "batch", "sampler", "ops",
 )  # fmt: skip
 COMMON = (
     "config", "config_fields", "rope_config", "sampling_params", "dtypes", "strict_json", "errors", "ops.interface",

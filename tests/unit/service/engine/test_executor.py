@@ -14,6 +14,9 @@ class AheadOps(NumpyOps):
 
     name = "cuda"
 
+    def temporary(self, shape, dtype):
+        return np.zeros(shape, dtype)  # rows of padding hold what was there, and NumPy warns of strange numbers
+
 
 @pytest.fixture(scope="module", params=[NumpyOps, AheadOps])
 def engines(request):
