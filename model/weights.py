@@ -1,4 +1,4 @@
-"""The weights of a model folder: which tensors there must be, where they lie, and that they hold numbers."""
+"""The weights of a model folder: which tensors there must be, where they lie, and what is wrong with one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def weight_bytes(config: ModelConfig, dtype: np.dtype) -> int:
 
 
 class Checkpoint:
-    """The checked tensors of a folder. Their values are checked as each is read."""
+    """The tensors of a folder, all but their values checked."""
 
     def __init__(self, tensors: dict[str, StoredTensor]):
         self._tensors = tensors
@@ -69,19 +69,24 @@ class Checkpoint:
         """Fill contiguous `out` with the tensor's elements from `start` on, in the dtype of `out`.
 
         For any number of threads at once. Where the dtypes differ, the elements as they are stored take memory too.
-        Raises ModelError for NaN, infinity, and what that dtype cannot hold.
+        Raises ModelError where the file cannot be read.
         """
         tensor = self._tensors[name]
-        values = out if out.dtype == tensor.dtype else np.empty(out.shape, tensor.dtype)
-        tensor.read_into(start, values)
-        if not all_finite(values):
-            raise ModelError(f"{tensor.file}: tensor {name!r}: holds NaN or infinity")
-        if values is out:
+        if out.dtype == tensor.dtype:
+            tensor.read_into(start, out)
             return
-        with np.errstate(over="ignore"):
-            out[:] = values
-        if not all_finite(out):
-            raise ModelError(f"{tensor.file}: tensor {name!r}: holds values too large for {out.dtype.name}")
+        values = np.empty(out.shape, tensor.dtype)
+        tensor.read_into(start, values)
+        with np.errstate(over="ignore", invalid="ignore"):
+            out[...] = values
+
+    def nonfinite(self, name: str, dtype: np.dtype) -> ModelError:
+        """What to say of a tensor that holds NaN or infinity once it is read in `dtype`."""
+        tensor = self._tensors[name]
+        values = np.empty(tensor.shape, tensor.dtype)
+        tensor.read_into(0, values)
+        problem = f"values too large for {dtype.name}" if all_finite(values) else "NaN or infinity"
+        return ModelError(f"{tensor.file}: tensor {name!r}: holds {problem}")
 
 
 def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

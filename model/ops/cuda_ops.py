@@ -28,6 +28,7 @@ _DTYPE_CODES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dt
 
 _VEC_BYTES = 16
 _THREADS = 256
+_FIND_BLOCKS_PER_SM = 8
 _COPY_VECS_PER_THREAD = 4  # VECS_PER_THREAD of copy_blocks.cu
 _INT32 = np.dtype(np.int32)
 _INT64 = np.dtype(np.int64)
@@ -81,8 +82,17 @@ class CudaOps:
     def fill(self, targets: Sequence[Array], read: Callable[[int, int, np.ndarray], None]) -> None:
         self._transfers.fill(targets, read)
 
+    def find_nonfinite(self, x: Array, found: Array) -> None:
+        expect("x", x, self.dtype, *x.shape)
+        expect("found", found, _INT32, 1)
+        num_blocks = min(_FIND_BLOCKS_PER_SM * self.num_sms, math.ceil(x.nbytes / (_THREADS * _VEC_BYTES)))
+        self.launch("find_nonfinite", (num_blocks,), (x, found, np.int64(x.size)))
+
     def download_later(self, arrays: Sequence[Array]) -> Callable[[], list[np.ndarray]]:
         return self._transfers.download_later(arrays)
+
+    def prepare(self, work: Callable[[], None]) -> None:
+        self.kernels.compile_together(work)
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         work()  # for real: kernels are loaded, products planned and the arena grown before anything is recorded

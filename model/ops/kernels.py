@@ -11,7 +11,8 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from cuda.pathfinder import find_nvidia_header_directory
@@ -38,6 +39,8 @@ class Kernels:
         self._cache = cache if cache is not None else cache_folder()
         self._modules: dict[tuple, Module] = {}
         self._functions: dict[tuple, Function] = {}
+        self._compilers: ThreadPoolExecutor | None = None
+        self._compiling: dict[tuple, Future] = {}
 
     def get(self, name: str, *, entry: str | None = None, shared_bytes: int = 0, **defines: int) -> Function:
         """The function `entry` (by default `name`) of cuda/<name>.cu built with -D<define>=<value>.
@@ -45,6 +48,8 @@ class Kernels:
         It is called as `function(grid, block, args, shared_mem, stream)`. `shared_bytes` is the most dynamic shared
         memory it will be launched with; above 48 KiB the driver wants to know beforehand.
         """
+        if self._compilers is not None and self._is_compiling(name, defines):
+            return _launch_nothing
         key = (name, entry, shared_bytes, *defines.items())
         function = self._functions.get(key)
         if function is None:
@@ -55,14 +60,47 @@ class Kernels:
             self._functions[key] = function
         return function
 
+    def compile_together(self, work: Callable[[], None]) -> None:
+        """Run `work`, which launches kernels. Those that the cache lacks are compiled at once instead of one by one.
+
+        For that `work` is run twice, the first time launching nothing from the first such kernel on: no kernel runs on
+        what another should have written. `work` itself must not depend on what they write.
+        """
+        with ThreadPoolExecutor(thread_name_prefix="compile") as self._compilers:
+            try:
+                work()
+            finally:
+                self._compilers = None
+        compiling, self._compiling = self._compiling, {}
+        for key, compiled in compiling.items():
+            self._modules[key] = _loaded(compiled.result())
+        if compiling:
+            work()
+
+    def _is_compiling(self, name: str, defines: Mapping[str, int]) -> bool:
+        """Whether this kernel or one asked for before it is not there yet."""
+        key = (name, *sorted(defines.items()))
+        is_known = key in self._modules or key in self._compiling
+        if not is_known and not os.path.exists(_cubin_path(name, self.arch, defines, self._cache)):
+            self._compiling[key] = self._compilers.submit(cached_cubin, name, self.arch, defines, self._cache)
+        return bool(self._compiling)
+
     def _module(self, name: str, defines: Mapping[str, int]) -> Module:
         key = (name, *sorted(defines.items()))
         module = self._modules.get(key)
         if module is None:
-            module = Module()
-            module.load(cached_cubin(name, self.arch, defines, self._cache))
-            self._modules[key] = module
+            module = self._modules[key] = _loaded(cached_cubin(name, self.arch, defines, self._cache))
         return module
+
+
+def _loaded(cubin: bytes) -> Module:
+    module = Module()
+    module.load(cubin)
+    return module
+
+
+def _launch_nothing(grid: tuple, block: tuple, args: tuple, shared_bytes: int, stream) -> None:
+    """Stands for a kernel that is still being compiled."""
 
 
 def arch_of(compute_capability: str) -> str:
@@ -89,12 +127,16 @@ def cache_folder() -> Path:
 
 def cached_cubin(name: str, arch: str, defines: Mapping[str, int], cache: Path) -> bytes:
     """`compile_cubin`, through `cache`. A file that is torn, foreign or unreadable is compiled anew and replaced."""
-    path = cache / f"{name}-sm_{arch}-{_fingerprint(name, arch, defines)}.cubin"
+    path = _cubin_path(name, arch, defines, cache)
     cubin = _read(path)
     if cubin is None:
         cubin = compile_cubin(name, arch, defines)
         _write(path, cubin)
     return cubin
+
+
+def _cubin_path(name: str, arch: str, defines: Mapping[str, int], cache: Path) -> Path:
+    return cache / f"{name}-sm_{arch}-{_fingerprint(name, arch, defines)}.cubin"
 
 
 def compile_cubin(name: str, arch: str, defines: Mapping[str, int]) -> bytes:

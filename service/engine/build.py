@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from model.config import PRESETS, ModelConfig
@@ -67,7 +68,8 @@ def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
     max_blocks = -(-wanted_len // settings.block_size)
     executor = ModelExecutor(model, frozenset(config.eos_token_ids), settings.max_num_seqs, max_blocks)
     if ops.name == "cuda":
-        warm_up(model, settings.block_size, min(budget, wanted_len), settings.max_num_seqs, wanted_len)
+        sizes = (min(budget, wanted_len), settings.max_num_seqs, wanted_len)
+        ops.prepare(partial(warm_up, model, settings.block_size, *sizes))
     memory = plan_memory(settings, config, ops, wanted_len)
     limits = Limits(
         max_num_seqs=settings.max_num_seqs, max_num_batched_tokens=budget, max_model_len=memory.max_model_len

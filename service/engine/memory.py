@@ -65,12 +65,13 @@ def warm_up(model: Llama, block_size: int, num_tokens: int, num_sequences: int, 
     """Run the two largest steps there can be, so that their workspace is taken before the pool is sized.
 
     A prefill of `num_tokens` and a decode of `num_sequences`, each sampled with all that sampling knows, on one shared
-    block: the numbers mean nothing, the kernels, their workspace and the plans of the matrix products stay.
+    block: the numbers mean nothing, the kernels, their workspace and the plans of the matrix products stay. And a
+    prefill of two tokens, for short ones have kernels of their own.
     """
     ops, vocab_size = model.ops, model.config.vocab_size
     kv = allocate(ops, model.config, 1, block_size)
     wishes = SamplingParams(max_tokens=1, top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS)
-    for lengths in (np.array([num_tokens]), np.ones(num_sequences, np.int64)):
+    for lengths in (np.array([num_tokens]), np.ones(num_sequences, np.int64), np.array([min(2, num_tokens)])):
         count = len(lengths)
         rows = SampledRows(
             records=[sampling_record(wishes, 0)] * count,

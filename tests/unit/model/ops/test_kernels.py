@@ -89,3 +89,48 @@ def test_where_the_cache_is(monkeypatch, tmp_path):
 
 def test_hopper_gets_its_own_instructions():
     assert [kernels.arch_of(capability) for capability in ("80", "90", "120")] == ["80", "90a", "120"]
+
+
+def test_what_the_cache_lacks_is_compiled_together_and_launched_by_the_second_run(tmp_path, monkeypatch, compiled):
+    loaded, launched = [], []
+
+    class Module:
+        def load(self, cubin: bytes):
+            loaded.append(cubin)
+
+        def get_function(self, name: str):
+            return lambda *launch: launched.append(name)
+
+    monkeypatch.setattr(kernels, "Module", Module)
+    runs = []
+
+    def work():
+        runs.append(len(launched))
+        for name in ("copy_blocks", "rms_norm", "copy_blocks"):
+            store.get(name, QUIRE_DTYPE=2)((1,), (32,), (), 0, None)
+
+    def forget(name: str):
+        next(path for path in tmp_path.iterdir() if path.name.startswith(name)).unlink()
+
+    store = kernels.Kernels("90a", tmp_path)
+    store.compile_together(work)
+    assert runs == [0, 0]
+    assert launched == ["copy_blocks", "rms_norm", "copy_blocks"]
+    assert len(compiled) == len(loaded) == len(list(tmp_path.iterdir())) == 2
+
+    store = kernels.Kernels("90a", tmp_path)
+    store.compile_together(work)
+    assert runs == [0, 0, 3]
+    assert len(compiled) == 2
+
+    forget("rms_norm")
+    store = kernels.Kernels("90a", tmp_path)
+    store.compile_together(work)
+    assert runs == [0, 0, 3, 6, 7]  # the kernels before the missing one were launched, those behind it were not
+    assert len(compiled) == 3
+
+
+def test_a_kernel_that_does_not_compile_ends_the_preparation(tmp_path):
+    store = kernels.Kernels("90a", tmp_path)
+    with pytest.raises(kernels.KernelError, match="QUIRE_DTYPE is 0, 1 or 2"):
+        store.compile_together(lambda: store.get("rms_norm", QUIRE_DTYPE=7)((1,), (32,), (), 0, None))

@@ -184,3 +184,10 @@ def test_attention_survives_large_scores(rng):
     q, out = normal(rng, 1, 2, 16), np.empty((1, 2, 16), np.float32)
     OPS.paged_decode_attention(q, case.kv, case.layer, case.tables, case.lengths, 1e4, NO_WINDOW, out)
     np.testing.assert_allclose(out[0], case.naive(0, q[0], 19, 1e4, NO_WINDOW), rtol=1e-3, atol=1e-4)
+
+
+def test_find_nonfinite_sets_its_mark_and_no_other():
+    ops, found = NumpyOps(), np.zeros(3, np.int32)
+    for index, x in enumerate(([[1.0, -2.0]], [[1.0, np.inf]], [[np.nan, 0.0]])):
+        ops.find_nonfinite(np.array(x, np.float32), found[index : index + 1])
+    np.testing.assert_array_equal(found, [0, 1, 1])

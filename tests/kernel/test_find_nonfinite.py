@@ -1,0 +1,33 @@
+import numpy as np
+import pytest
+
+from model.ops.numpy_ops import NumpyOps
+from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, normal, seconds_of, tell_bandwidth
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [1, 7, 8, 2049, 1_000_003])
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_one_element_anywhere_is_found(open_ops, rng, dtype, count, skipped):
+    ops, twin = open_ops(dtype), NumpyOps(NUMPY_DTYPES[dtype])
+    host = normal(rng, (count + skipped,), dtype)
+    for value in (0.0, np.finfo(np.float16).max, np.nan, np.inf, -np.inf):
+        for place in {skipped, skipped + count // 2, skipped + count - 1}:
+            changed = host.copy()
+            changed[place] = value
+            changed[:skipped] = np.nan  # before x begins
+            found, expected = ops.upload(np.zeros(2, np.int32)), np.zeros(2, np.int32)
+            ops.find_nonfinite(ops.upload(changed)[skipped:], found[1:])
+            twin.find_nonfinite(changed[skipped:], expected[1:])
+            np.testing.assert_array_equal(ops.download(found), expected)
+            assert expected[1] == (not np.isfinite(value))
+
+
+def test_speed(open_ops, rng):
+    """Llama-3.1-8B: the matrix of gate and up."""
+    ops = open_ops("bfloat16")
+    host, found = normal(rng, (28672, 4096), "bfloat16"), ops.upload(np.zeros(1, np.int32))
+    seconds = seconds_of(ops, [lambda x=x: ops.find_nonfinite(x, found) for x in (ops.upload(host), ops.upload(host))])
+    tell_bandwidth("find_nonfinite 28672 x 4096", host.nbytes, seconds)
