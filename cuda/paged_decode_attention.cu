@@ -2,12 +2,11 @@
 // decoding.
 //
 // q, out [S, Hq, HEAD_DIM]; kv [num_blocks, L, 2, Hkv, BLOCK_SIZE, HEAD_DIM]; block_tables int32[S, max_blocks];
-// context_lens int32[S]. Twin: NumpyOps.paged_decode_attention. Grid (Hkv * SLICES, num_splits, S), THREADS threads,
-// SHARED_BYTES of dynamic shared memory. Each CTA takes one kv head's ROWS query rows and an equal part of what the
-// sequence really sees (`part_of`, read from context_lens on the device, so a captured graph serves every length);
-// parts that a short sequence does not need exit at once. A sequence of one part goes straight to out. Otherwise the
-// parts leave (sum, maximum, total) in the workspace and the last to arrive combines them: no second kernel. A planner
-// that gives parts of equal work over all sequences only has to replace `part_of` and the meaning of blockIdx.
+// context_lens int32[S]. Twin: NumpyOps.paged_decode_attention. Grid (Hkv * SLICES, num_slots), THREADS threads,
+// SHARED_BYTES of dynamic shared memory. Each CTA takes one kv head's ROWS query rows and the part of a sequence that
+// its slot stands for (decode_parts.cuh); slots behind the last part exit at once. A sequence of one part goes straight
+// to out. Otherwise the parts leave (sum, maximum, total) in the workspace and the last to arrive combines them: no
+// second kernel.
 //
 // fp16, bf16: every warp streams tiles of 16 tokens of its own through its own STAGES of shared memory (cp.async
 // through the block table), with no barrier wider than a warp in the loop. Tokens are the M of the product, the packed
@@ -15,34 +14,16 @@
 // movmatrix away. fp32: CUDA cores, a query row a CTA (ROWS 1), for tests and small models.
 //
 // Preconditions: 16-byte aligned arrays; max_blocks > 0; scale > 0; window > 0; one launch at a time on a device (the
-// counters of `arrived` are shared by all); num_splits at most MAX_SPLITS, and 1 where S * gridDim.x is above
-// MAX_PAIRS. Rows with context_len <= 0 get zeros and read nothing; block ids outside the pool read as zeros.
-// Workspace, not touched by one split: partial_sums float[S, Hq, num_splits, HEAD_DIM], partial_stats float2[S, Hq,
-// num_splits]. Roofline: bytes of the visible keys and values over memory bandwidth; 0.90 of the device's copy rate
-// from 256 MB up.
+// counters of `arrived` are shared by all); num_shares 0 where S * gridDim.x is above MAX_PAIRS; num_slots at least S,
+// and S + 2 * num_shares where that is not 0. Rows with context_len <= 0 get zeros and read nothing; block ids outside
+// the pool read as zeros. Workspace, only touched by sequences of several parts: partial_sums float[num_slots, Hq,
+// HEAD_DIM], partial_stats float2[num_slots, Hq]. Roofline: bytes of the visible keys and values over memory bandwidth;
+// 0.90 of the device's copy rate from 256 MB up.
 #include "attention.cuh"
+#include "decode_parts.cuh"
 #include "mma.cuh"
 #include "split_kv.cuh"
 #include "types.cuh"
-
-constexpr int TILE = 16;                      // tokens of a warp's step
-constexpr int PART_STEP = WARPS * WARP_SIZE;  // parts are multiples of it, so that every warp gets its share
-
-struct Part {
-    int first;       // token that the window shows first
-    int begin, end;  // tokens of this part; a multiple of TILE, and at most the context's end
-    int count;       // parts of the sequence that have tokens
-};
-
-__device__ __forceinline__ Part part_of(int context_len, int window, int index, int num_splits) {
-    const int first = max(0, context_len - window);
-    const int origin = first / TILE * TILE;
-    const int span = context_len - origin;
-    const int wanted = max(MIN_PART, ceil_div(span, num_splits));
-    const int size = ceil_div(wanted, PART_STEP) * PART_STEP;
-    const int begin = origin + index * size;
-    return {first, begin, min(begin + size, context_len), ceil_div(span, size)};
-}
 
 #if QUIRE_DTYPE == 0
 
@@ -251,29 +232,31 @@ __device__ __forceinline__ void attend(const T* q, const PagedHead& head, const 
 extern "C" __global__ void __launch_bounds__(THREADS)
 paged_decode_attention(T* __restrict__ out, const T* __restrict__ q, const T* __restrict__ kv,
                        const int* __restrict__ block_tables, const int* __restrict__ context_lens,
-                       float* partial_sums, float2* partial_stats, int num_blocks, int num_layers, int layer,
-                       int max_blocks, float scale_log2, int window) {
+                       float* partial_sums, float2* partial_stats, int num_sequences, int num_shares, int num_blocks,
+                       int num_layers, int layer, int max_blocks, float scale_log2, int window) {
     extern __shared__ __align__(1024) unsigned char shared[];
-    const int num_kv_heads = gridDim.x / SLICES, num_splits = gridDim.y, sequence = blockIdx.z;
+    const int num_kv_heads = gridDim.x / SLICES, slot = blockIdx.y;
     const int kv_head = blockIdx.x / SLICES, first_row = blockIdx.x % SLICES * ROWS;
-    const int num_rows = min(ROWS, GROUP - first_row);
-    const i64 row = (static_cast<i64>(sequence) * num_kv_heads + kv_head) * GROUP + first_row;
-    const PagedHead head(kv, block_tables + static_cast<i64>(sequence) * max_blocks, num_blocks, max_blocks, num_layers,
-                         layer, num_kv_heads, kv_head);
-    const Part part = part_of(head.clamped(context_lens[sequence]), window, blockIdx.y, num_splits);
+    const int num_rows = min(ROWS, GROUP - first_row), num_heads = num_kv_heads * GROUP;
+    const Part part = Parts(context_lens, num_sequences, max_blocks * BLOCK_SIZE, window, num_shares).find(slot);
+    if (part.sequence >= num_sequences) return;
+    const int head_row = kv_head * GROUP + first_row;
+    const i64 row = static_cast<i64>(part.sequence) * num_heads + head_row;
+    const PagedHead head(kv, block_tables + static_cast<i64>(part.sequence) * max_blocks, num_blocks, max_blocks,
+                         num_layers, layer, num_kv_heads, kv_head);
     out += row * HEAD_DIM;
-    if (blockIdx.y >= part.count) {
+    if (part.end <= part.begin) {
         const float zeros[4] = {};
-        for (int i = threadIdx.x; part.count == 0 && blockIdx.y == 0 && i < num_rows * (HEAD_DIM / 4); i += THREADS)
-            store_four(out + i * 4, zeros);
+        for (int i = threadIdx.x; i < num_rows * (HEAD_DIM / 4); i += THREADS) store_four(out + i * 4, zeros);
         return;
     }
     Results& results = *reinterpret_cast<Results*>(shared);
     attend(q + row * HEAD_DIM, head, part, num_rows, scale_log2, results, shared);
     __syncthreads();
-    float* sums = partial_sums + row * num_splits * HEAD_DIM;
-    float2* stats = partial_stats + row * num_splits;
-    merge_warps(results, num_rows, part.count == 1, out, sums + blockIdx.y * HEAD_DIM, stats + blockIdx.y, num_splits);
-    if (part.count == 1 || !is_last_to_arrive(sequence * gridDim.x + blockIdx.x, part.count)) return;
-    combine_parts(sums, stats, num_rows, part.count, num_splits, reinterpret_cast<float*>(shared), out);
+    const i64 mine = static_cast<i64>(slot) * num_heads + head_row;
+    merge_warps(results, num_rows, part.count == 1, out, partial_sums + mine * HEAD_DIM, partial_stats + mine);
+    if (part.count == 1 || !is_last_to_arrive(part.sequence * gridDim.x + blockIdx.x, part.count)) return;
+    const i64 first = static_cast<i64>(part.first_slot) * num_heads + head_row;
+    combine_parts(partial_sums + first * HEAD_DIM, partial_stats + first, num_rows, part.count, num_heads,
+                  reinterpret_cast<float*>(shared), out);
 }

@@ -33,10 +33,9 @@ __device__ __forceinline__ void store_four(T* to, const float (&x)[4]) {
     *reinterpret_cast<Four*>(to) = four;
 }
 
-// Adds the warps' results: the whole row goes to `out`, or one part of it to the workspace (`sums`, `stats`; row r at
-// r * num_splits).
+// Adds the warps' results: the whole row goes to `out`, or one part of it to the workspace (`sums`, `stats`).
 __device__ __forceinline__ void merge_warps(const Results& results, int num_rows, bool is_whole, T* out, float* sums,
-                                            float2* stats, int num_splits) {
+                                            float2* stats) {
     for (int i = threadIdx.x; i < num_rows * (HEAD_DIM / 4); i += THREADS) {
         const int row = i / (HEAD_DIM / 4), d = i % (HEAD_DIM / 4) * 4;
         float maximum = minus_infinity(), total = 0.0f, sum[4] = {};
@@ -55,9 +54,8 @@ __device__ __forceinline__ void merge_warps(const Results& results, int num_rows
             for (int j = 0; j < 4; ++j) sum[j] *= scale;
             store_four(out + row * HEAD_DIM + d, sum);
         } else {
-            const i64 slot = static_cast<i64>(row) * num_splits;
-            *reinterpret_cast<float4*>(sums + slot * HEAD_DIM + d) = make_float4(sum[0], sum[1], sum[2], sum[3]);
-            if (d == 0) stats[slot] = make_float2(maximum, total);
+            *reinterpret_cast<float4*>(sums + row * HEAD_DIM + d) = make_float4(sum[0], sum[1], sum[2], sum[3]);
+            if (d == 0) stats[row] = make_float2(maximum, total);
         }
     }
 }
@@ -71,33 +69,34 @@ __device__ __forceinline__ bool is_last_to_arrive(int pair, int count) {
     return is_last;
 }
 
-// out = the parts of each row, weighted by their shares of the softmax. `weights` is shared float[ROWS][num_splits].
+// out = the parts of each row, weighted by their shares of the softmax; from a part to the next are `stride` rows of
+// the workspace. `weights` is shared float[ROWS][count].
 __device__ __forceinline__ void combine_parts(const float* sums, const float2* stats, int num_rows, int count,
-                                              int num_splits, float* weights, T* out) {
+                                              int stride, float* weights, T* out) {
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
     for (int row = warp; row < num_rows; row += WARPS) {
-        const float2* parts = stats + static_cast<i64>(row) * num_splits;
+        const float2* parts = stats + row;
         float maximum = minus_infinity(), total = 0.0f;
-        for (int i = lane; i < count; i += WARP_SIZE) maximum = fmaxf(maximum, __ldcg(parts + i).x);
+        for (int i = lane; i < count; i += WARP_SIZE) maximum = fmaxf(maximum, __ldcg(parts + i * stride).x);
         const float base = finite_base(warp_max(maximum));
         for (int i = lane; i < count; i += WARP_SIZE) {
-            const float2 part = __ldcg(parts + i);
+            const float2 part = __ldcg(parts + i * stride);
             const float weight = exp2_approx(part.x - base);
-            weights[row * num_splits + i] = weight;
+            weights[row * count + i] = weight;
             total += weight * part.y;
         }
         const float scale = reciprocal_or_zero(warp_sum(total));
-        for (int i = lane; i < count; i += WARP_SIZE) weights[row * num_splits + i] *= scale;
+        for (int i = lane; i < count; i += WARP_SIZE) weights[row * count + i] *= scale;
     }
     __syncthreads();
     for (int i = threadIdx.x; i < num_rows * (HEAD_DIM / 4); i += THREADS) {
         const int row = i / (HEAD_DIM / 4), d = i % (HEAD_DIM / 4) * 4;
-        const float* from = sums + static_cast<i64>(row) * num_splits * HEAD_DIM + d;
+        const float* from = sums + row * HEAD_DIM + d;
         float sum[4] = {};
 #pragma unroll 8
         for (int part = 0; part < count; ++part) {
-            const float weight = weights[row * num_splits + part];
-            const float4 x = __ldcg(reinterpret_cast<const float4*>(from + static_cast<i64>(part) * HEAD_DIM));
+            const float weight = weights[row * count + part];
+            const float4 x = __ldcg(reinterpret_cast<const float4*>(from + static_cast<i64>(part) * stride * HEAD_DIM));
             sum[0] += weight * x.x, sum[1] += weight * x.y, sum[2] += weight * x.z, sum[3] += weight * x.w;
         }
         store_four(out + row * HEAD_DIM + d, sum);

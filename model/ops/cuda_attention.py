@@ -25,7 +25,13 @@ _DECODE_CTAS_PER_SM = 2
 _MIN_PART_TOKENS = 128
 """A shorter part of a sequence costs more in the merge than it saves."""
 
+_DECODE_TILE_TOKENS = 16
+"""TILE of decode_parts.cuh: a window is read from the tile on in which it begins."""
+
 _MAX_SPLITS = 256
+
+_MAX_PAIRS = 1 << 14
+"""MAX_PAIRS of split_kv.cuh."""
 
 _HOPPER_ROWS, _HOPPER_KEYS, _HOPPER_THREADS = 192, 128, 512
 """PADDED_ROWS, KEYS and THREADS of paged_prefill_attention_sm90.cu."""
@@ -51,17 +57,20 @@ def decode_attention(
     group = num_heads // num_kv_heads
     rows = 1 if ops.dtype_code == _FP32 else min(group, 16)
     num_ctas = num_kv_heads * math.ceil(group / rows)
-    num_splits = _num_splits(ops.num_sms, num_sequences * num_ctas, min(max_blocks * block_size, window))
-    num_partials = num_sequences * num_heads * num_splits if num_splits > 1 else 0
+    num_shares = _num_shares(ops.num_sms, num_sequences, num_ctas)
+    most_parts = math.ceil(min(max_blocks * block_size, window + _DECODE_TILE_TOKENS) / _MIN_PART_TOKENS)
+    num_slots = min(num_sequences + 2 * num_shares, num_sequences * most_parts)
+    num_partials = num_slots * num_heads if num_slots > num_sequences else 0
     partial_sums = ops.temporary((num_partials, head_dim), np.float32)
     partial_stats = ops.temporary((num_partials, 2), np.float32)
 
     tiles = _decode_tiles(ops.dtype_code, head_dim)
     kernel = _build(ops, "paged_decode_attention", head_dim, block_size, group, tiles)
-    sizes = map(np.int32, (num_blocks, num_layers, layer, max_blocks))
+    shares = num_shares if num_partials else 0
+    sizes = map(np.int32, (num_sequences, shares, num_blocks, num_layers, layer, max_blocks))
     arrays = (out, q, kv, block_tables, context_lens, partial_sums, partial_stats)
     args = (*arrays, *sizes, _scale_log2(scale), np.int32(window))
-    kernel((num_ctas, num_splits, num_sequences), (32 * tiles["WARPS"],), args, tiles["SHARED_BYTES"], ops.stream)
+    kernel((num_ctas, num_slots), (32 * tiles["WARPS"],), args, tiles["SHARED_BYTES"], ops.stream)
 
 
 def prefill_attention(
@@ -152,10 +161,11 @@ def _prefill_rows(tiles: dict[str, int]) -> int:
     return 16 * tiles["WARPS"] * tiles["ROW_TILES"]
 
 
-def _num_splits(num_sms: int, num_pairs: int, visible_tokens: int) -> int:
-    """Into how many parts a sequence may be cut at most: enough to fill the device, none of them too short."""
-    to_fill = math.ceil(_DECODE_CTAS_PER_SM * num_sms / num_pairs)
-    return max(1, min(to_fill, math.ceil(visible_tokens / _MIN_PART_TOKENS), _MAX_SPLITS))
+def _num_shares(num_sms: int, num_sequences: int, num_ctas: int) -> int:
+    """Into how many parts of equal size a batch must be cut to fill the device once; 0 where none may be cut."""
+    if num_sequences * num_ctas > _MAX_PAIRS:
+        return 0
+    return max(1, _DECODE_CTAS_PER_SM * num_sms // num_ctas)
 
 
 def _shared_row_bytes(head_dim: int) -> int:

@@ -75,6 +75,19 @@ def test_a_split_sequence_is_combined_alike_every_time(open_ops, rng, dtype, len
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("window", [NO_WINDOW, 3000])
+@pytest.mark.parametrize("long_at", [0, 20, 39])
+def test_long_sequences_among_short_ones(open_ops, rng, dtype, window, long_at):
+    heads = Heads(dtype, 128, 4, 2, 16)
+    lengths = [int(n) for n in rng.integers(0, 90, 40)]
+    lengths[long_at], lengths[long_at // 2] = 9001, 3500
+    cache = paged_cache(rng, heads, lengths, [max(0, n - window) for n in lengths])
+    q = normal(rng, (len(lengths), heads.num_heads, heads.head_dim), dtype)
+    out = decoded(open_ops(dtype), q, cache, 0.1, window)
+    assert_close(out, expected(q, cache, 0.1, window), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_block_that_does_not_exist_reads_as_zeros(open_ops, rng, dtype):
     heads = Heads(dtype, 64, 4, 2, 8)
     cache = paged_cache(rng, heads, [50, 300], [0, 0])
@@ -122,21 +135,28 @@ def test_no_sequences_are_no_work(open_ops, rng):
     ops.synchronize()
 
 
-@pytest.mark.parametrize(("num_sequences", "length", "num_layers"), [(32, 4096, 2), (128, 1024, 2), (1, 32768, 8)])
-def test_speed(open_ops, rng, num_sequences, length, num_layers):
+@pytest.mark.parametrize(
+    ("lengths", "num_layers"),
+    [([4096] * 32, 2), ([1024] * 128, 2), ([512] * 256, 2), ([32768], 8), ([4096] * 31 + [131072], 2)],
+    ids=lambda value: f"{len(value)}_of_up_to_{max(value)}" if isinstance(value, list) else f"{value}_layers",
+)
+def test_speed(open_ops, rng, lengths, num_layers):
     open_ops("bfloat16")  # skips without a GPU
     ops = importlib.import_module("model.ops.cuda_ops").CudaOps(NUMPY_DTYPES["bfloat16"])  # temporaries not poisoned
     heads = Heads("bfloat16", 128, 4, 8, 16)
-    blocks_each = length // heads.block_size
-    kv = large_cache(ops, num_sequences * blocks_each, num_layers, heads)
-    tables = rng.permutation(num_sequences * blocks_each).astype(np.int32).reshape(num_sequences, -1)
-    shape = (num_sequences, heads.num_heads, heads.head_dim)
+    blocks_of = [length // heads.block_size for length in lengths]
+    kv = large_cache(ops, sum(blocks_of), num_layers, heads)
+    tables = np.zeros((len(lengths), max(blocks_of)), np.int32)
+    for row, ids in zip(tables, np.split(rng.permutation(sum(blocks_of)), np.cumsum(blocks_of)[:-1]), strict=True):
+        row[: len(ids)] = ids
+    shape = (len(lengths), heads.num_heads, heads.head_dim)
     q, out = ops.upload(normal(rng, shape, "bfloat16")), ops.empty(shape, ops.dtype)
-    arrays = ops.upload(tables), ops.upload(np.full(num_sequences, length, np.int32))
+    arrays = ops.upload(tables), ops.upload(np.array(lengths, np.int32))
     launches = [
         lambda layer=layer: ops.paged_decode_attention(q, kv, layer, *arrays, 0.088, NO_WINDOW, out)
         for layer in range(num_layers)
     ]
     seconds = seconds_of(ops, [captured(ops, launches)] * 8) / num_layers  # eight, to hide the first one's launch
-    tell_bandwidth(f"paged_decode_attention {num_sequences} x {length}", kv.nbytes // num_layers, seconds)
+    what = f"paged_decode_attention {len(lengths)} x up to {max(lengths)}"
+    tell_bandwidth(what, kv.nbytes // num_layers, seconds)
     assert np.isfinite(ops.download(out).astype(np.float32)).all()

@@ -70,32 +70,39 @@ def test_tiles_fit_every_architecture(dtype_code, head_dim):
         assert prefilled(dtype_code, chunks, head_dim=head_dim).shared_bytes <= SMALLEST_SHARED_LIMIT_BYTES
 
 
-def test_one_long_sequence_is_cut_to_fill_the_device():
+def test_a_sequence_can_be_cut_to_fill_the_device_twice():
     ops = decoded(max_blocks=2048)
-    assert ops.grid == (8, 33, 1)
-    assert ops.temporaries == [(32 * 33, 128), (32 * 33, 2)]
+    assert ops.grid == (8, 1 + 2 * 33)
+    assert ops.temporaries == [(32 * 67, 128), (32 * 67, 2)]
 
 
-def test_many_sequences_are_not_cut_and_need_no_workspace():
+def test_many_sequences_leave_room_to_cut_the_long_ones():
     ops = decoded(num_sequences=128)
-    assert ops.grid == (8, 1, 128)
+    assert ops.grid == (8, 128 + 2 * 33)
+    assert ops.temporaries == [(32 * 194, 128), (32 * 194, 2)]
+
+
+def test_more_sequences_than_counters_are_not_cut_and_need_no_workspace():
+    ops = decoded(num_sequences=2049)
+    assert ops.grid == (8, 2049)
     assert ops.temporaries == [(0, 128), (0, 2)]
 
 
 def test_parts_are_not_shorter_than_they_are_worth():
-    assert decoded(max_blocks=32).grid == (8, 4, 1)  # 512 tokens
-    assert decoded(max_blocks=2048, window=200).grid == (8, 2, 1)
+    assert decoded(max_blocks=32).grid == (8, 4)  # 512 tokens
+    assert decoded(max_blocks=2048, window=200).grid == (8, 2)
+    assert decoded(max_blocks=2048, window=256).grid == (8, 3)  # begins within a tile
 
 
 def test_parts_of_one_kv_head_stay_within_the_memory_for_their_weights():
     ops = decoded(heads=(4, 1), max_blocks=8192)
-    assert ops.grid == (1, 256, 1)
+    assert ops.grid == (1, 1 + 2 * 264)
     assert ops.build[1]["MAX_SPLITS"] == 256
 
 
 def test_a_large_group_is_shared_by_several_blocks():
-    assert decoded(num_sequences=128, heads=(40, 2)).grid == (4, 1, 128)
-    assert decoded(FP32, num_sequences=128, heads=(32, 8)).grid == (32, 1, 128)
+    assert decoded(num_sequences=128, heads=(40, 2)).grid == (4, 128 + 2 * 66)
+    assert decoded(FP32, num_sequences=128, heads=(32, 8)).grid == (32, 128 + 2 * 8)
 
 
 def test_prefill_packs_the_heads_of_a_group_into_its_rows():
