@@ -23,7 +23,7 @@ from model.ops.packing import Packing
 CHUNKED_TOKENS = (64, 128, 256, 512)
 """Captured sizes of what stands behind the decodes. Above, the device is busy for longer than launching takes."""
 
-MAX_CHUNKS = 16
+MAX_CHUNKS = 32
 """Longer chunks in a captured step."""
 
 

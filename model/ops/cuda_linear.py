@@ -158,7 +158,7 @@ class Linear:
         first = seconds.get(FIRST_CHOICE, math.inf)
         if seconds[best] > (1 - MIN_GAIN) * first:
             best = FIRST_CHOICE
-        _log.info("%s: %.1f us by %s, %.1f by %s", product, seconds[best] * 1e6, best, first * 1e6, FIRST_CHOICE)
+        _log.debug("%s: %.1f us by %s, %.1f by %s", product, seconds[best] * 1e6, best, first * 1e6, FIRST_CHOICE)
         return best
 
     def _seconds(self, way: Way, x: Array, weights: Sequence[Array], bias: Array | None, out: Array) -> float:

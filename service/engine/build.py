@@ -27,6 +27,8 @@ from service.logs import fields
 log = logging.getLogger("quire.engine")
 
 DEFAULT_BATCHED_TOKENS = {"cuda": 8192, "numpy": 512}
+DEFAULT_PREFILL_CHUNK = {"cuda": 512, "numpy": 128}
+"""On a GPU, so many that the matrix products of a step are at their best, and a step that carries them is captured."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,10 @@ def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
         ops.prepare(partial(warm_up, model, settings.block_size, *sizes))
     memory = plan_memory(settings, config, ops, wanted_len)
     limits = Limits(
-        max_num_seqs=settings.max_num_seqs, max_num_batched_tokens=budget, max_model_len=memory.max_model_len
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_prefill_chunk=settings.max_prefill_chunk or DEFAULT_PREFILL_CHUNK[ops.name],
+        max_model_len=memory.max_model_len,
     )
     executor.attach(allocate(ops, config, memory.num_blocks, memory.block_size), progress=progress)
     kv = KVManager(memory.num_blocks, memory.block_size)

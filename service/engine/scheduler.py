@@ -1,7 +1,8 @@
 """Who computes how many tokens in the next step.
 
 There is no prefill phase: a step has a budget of tokens, sequences that lack one token (decodes) are served first, then
-those that lack many, oldest first, each with what the budget leaves.
+those that lack many, oldest first, each with what the budget leaves. While others decode, prompts get a smaller budget:
+every decode waits for the whole step.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ class Limits:
 
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_prefill_chunk: int  # prompt tokens of a step that also decodes
     max_model_len: int
 
 
@@ -49,16 +51,20 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """The plan of the next step; every chunk in it has its blocks. Empty only if there is nothing to do."""
         num_preemptions = self.preemption.num_preemptions
-        chunks, budget = self._continue_running(self._limits.max_num_batched_tokens)
+        decodes = [sequence for sequence in self.running if sequence.num_uncomputed_tokens == 1]
+        prefills = [sequence for sequence in self.running if sequence.num_uncomputed_tokens > 1]
+        chunks, budget = self._continue([], decodes, self._limits.max_num_batched_tokens)
+        if chunks:
+            budget = min(budget, self._limits.max_prefill_chunk)
+        chunks, budget = self._continue(chunks, prefills, budget)
         if self.waiting and budget > 0 and self.preemption.num_preemptions == num_preemptions:
             chunks += self._admit_waiting(budget)
         chunks.sort(key=lambda chunk: chunk.length != 1)
         return StepPlan(tuple(chunks))
 
-    def _continue_running(self, budget: int) -> tuple[list[Chunk], int]:
-        """Chunks of running sequences, those that lack one token first, and what is left of the budget."""
-        chunks: list[Chunk] = []
-        for sequence in sorted(self.running, key=lambda sequence: sequence.num_uncomputed_tokens > 1):
+    def _continue(self, chunks: list[Chunk], sequences: list[Sequence], budget: int) -> tuple[list[Chunk], int]:
+        """`chunks` and those of these running sequences, oldest first, and what is left of the budget."""
+        for sequence in sequences:
             if budget == 0:
                 break
             if sequence.state is not State.RUNNING or sequence.is_full:

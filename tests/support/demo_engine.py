@@ -45,7 +45,9 @@ class DemoEngines:
         eos_token_ids = frozenset(self._config.eos_token_ids)
         executor = ModelExecutor(self._model, eos_token_ids, max_num_seqs, MAX_LEN // BLOCK_SIZE)
         executor.attach(allocate(self._model.ops, self._config, num_blocks, BLOCK_SIZE))
-        limits = Limits(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_model_len=MAX_LEN)
+        limits = Limits(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_prefill_chunk=budget, max_model_len=MAX_LEN
+        )
         return Engine(executor, KVManager(num_blocks, BLOCK_SIZE), limits, eos_token_ids)
 
     def each_alone(self) -> dict[str, list[int]]:

@@ -26,7 +26,9 @@ def make_engine(request):
 
 def engine_of(runs_ahead, num_blocks=64, block_size=4, max_num_seqs=8, budget=16, max_len=128, nan_after=None):
     executor = ScriptedExecutor(num_blocks, block_size, nan_after, runs_ahead)
-    limits = Limits(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_model_len=max_len)
+    limits = Limits(
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_prefill_chunk=budget, max_model_len=max_len
+    )
     return Engine(executor, KVManager(num_blocks, block_size), limits, frozenset({EOS})), executor
 
 
@@ -210,3 +212,16 @@ class EngineMachine(RuleBasedStateMachine):
 
 EngineMachine.TestCase.settings = hypothesis_settings(max_examples=60, stateful_step_count=40, deadline=None)
 test_engine_machine = EngineMachine.TestCase
+
+
+def test_prompts_get_a_smaller_share_of_a_step_while_others_decode():
+    executor = ScriptedExecutor(64, 4)
+    limits = Limits(max_num_seqs=8, max_num_batched_tokens=32, max_prefill_chunk=6, max_model_len=128)
+    engine = Engine(executor, KVManager(64, 4), limits, frozenset({EOS}))
+    engine.add(request("alone", range(30), max_tokens=30, ignore_eos=True))
+    engine.step()
+    engine.add(request("later", range(20, 50), max_tokens=2, ignore_eos=True))
+    run(engine)
+    lengths = [sum(c.length for c in plan.chunks if c.length > 1) for plan in executor.plans]
+    assert lengths[0] == 30
+    assert lengths[1:6] == [6, 6, 6, 6, 6]

@@ -28,7 +28,7 @@ class House:
 
     def __init__(self, broker):
         self.broker = broker
-        limits = Limits(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=4000)
+        limits = Limits(max_num_seqs=4, max_num_batched_tokens=32, max_prefill_chunk=32, max_model_len=4000)
         engine = Engine(ScriptedExecutor(1024, 4), KVManager(1024, 4), limits, frozenset())
         self.courier = Courier(broker, self.card, VOCAB, max_open=8)
         self.engine = EngineThread(engine, self.courier.deliver, lambda error: None)

@@ -21,7 +21,7 @@ class Harness:
 
     def __init__(self, executor=None):
         self.outputs, self.deaths = queue.Queue(), queue.Queue()
-        limits = Limits(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=256)
+        limits = Limits(max_num_seqs=4, max_num_batched_tokens=16, max_prefill_chunk=16, max_model_len=256)
         engine = Engine(executor or ScriptedExecutor(64, 4), KVManager(64, 4), limits, frozenset())
         self.thread = EngineThread(engine, lambda batch: [self.outputs.put(o) for o in batch], self.deaths.put)
         self.thread.start()
