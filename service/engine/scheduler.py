@@ -1,8 +1,8 @@
 """Who computes how many tokens in the next step.
 
 There is no prefill phase: a step has a budget of tokens, sequences that lack one token (decodes) are served first, then
-those that lack many, oldest first, each with what the budget leaves. While others decode, prompts get a smaller budget:
-every decode waits for the whole step.
+those that lack many, oldest first, each with what the budget leaves. While others decode, prompts get a smaller budget,
+for every decode waits for the whole step; but the more of them wait, the larger it is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Limits:
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_prefill_chunk: int  # prompt tokens of a step that also decodes
+    max_prefill_chunk: int  # prompt tokens of a step that also decodes, for each prompt that is not done
     max_model_len: int
 
 
@@ -55,7 +55,8 @@ class Scheduler:
         prefills = [sequence for sequence in self.running if sequence.num_uncomputed_tokens > 1]
         chunks, budget = self._continue([], decodes, self._limits.max_num_batched_tokens)
         if chunks:
-            budget = min(budget, self._limits.max_prefill_chunk)
+            num_prompts = max(1, len(prefills) + len(self.waiting))
+            budget = min(budget, num_prompts * self._limits.max_prefill_chunk)
         chunks, budget = self._continue(chunks, prefills, budget)
         if self.waiting and budget > 0 and self.preemption.num_preemptions == num_preemptions:
             chunks += self._admit_waiting(budget)

@@ -222,6 +222,13 @@ def test_prompts_get_a_smaller_share_of_a_step_while_others_decode():
     engine.step()
     engine.add(request("later", range(20, 50), max_tokens=2, ignore_eos=True))
     run(engine)
+    engine.add(request("a", range(40, 70), max_tokens=9, ignore_eos=True))
+    engine.step()
+    for name in ("b", "c", "d"):
+        engine.add(request(name, range(60, 90), max_tokens=2, ignore_eos=True))
+    run(engine)
     lengths = [sum(c.length for c in plan.chunks if c.length > 1) for plan in executor.plans]
     assert lengths[0] == 30
     assert lengths[1:6] == [6, 6, 6, 6, 6]
+    with_three = next(n for n, plan in enumerate(executor.plans) if plan.chunks[-1].sequence.request_id == "b")
+    assert lengths[with_three] == 18
