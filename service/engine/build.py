@@ -36,6 +36,7 @@ class BuiltEngine:
     """An engine that has generated, and what its worker tells of it."""
 
     engine: Engine
+    executor: ModelExecutor
     config: ModelConfig
     ops: Ops
     memory: MemoryPlan
@@ -87,7 +88,7 @@ def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
         "engine ready %s",
         fields(device=ops.name, dtype=ops.dtype, num_blocks=memory.num_blocks, max_model_len=memory.max_model_len),
     )
-    return BuiltEngine(engine, config, ops, memory, limits)
+    return BuiltEngine(engine, executor, config, ops, memory, limits)
 
 
 def _wanted_model_len(settings: Settings, config: ModelConfig) -> int:

@@ -85,6 +85,11 @@ class Engine:
         return len(self._scheduler.waiting)
 
     @property
+    def running(self) -> tuple[Sequence, ...]:
+        """The sequences that hold blocks, the oldest first; to look at, between two steps."""
+        return tuple(self._scheduler.running)
+
+    @property
     def has_work(self) -> bool:
         return bool(self._sequences or self._flights)
 

@@ -37,12 +37,13 @@ class ModelExecutor:
         self._sampled = model.ops.empty((max_num_seqs,), np.dtype(np.int32))
         self._sampled_rows: dict[object, int] = {}
         self._no_source = max_num_seqs
+        self.kv: Array | None = None
         self.runs_ahead = model.ops.name == "cuda"
         self._graphs = StepGraphs(model, self._sampled, max_num_seqs, max_blocks) if self.runs_ahead else None
 
     def attach(self, kv: Array, *, progress: bool = False) -> None:
         """Work on this cache [num_blocks, L, 2, Hkv, B, D] from now on."""
-        self._kv = kv
+        self.kv = kv
         self._block_size = kv.shape[4]
         if self._graphs is not None:
             self._graphs.capture(kv, progress=progress)
@@ -75,7 +76,7 @@ class ModelExecutor:
             return logits
         batch, source = _upload(inputs, self._ops)
         self._ops.pick_tokens(batch.token_ids, self._sampled, source)
-        return self._model.forward(batch, self._kv)
+        return self._model.forward(batch, self.kv)
 
     def _sample(self, logits: Array, due: Sequence[Chunk]) -> tuple[Array, ...]:
         rows = SampledRows(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from model.sampling_params import SamplingParams
+from service.cli.bench.attention_probe import AttentionProbe
 from service.cli.bench.trace import TracedRequest
 from service.engine.build import BuiltEngine
 from service.engine.sequence import Request
@@ -21,6 +22,10 @@ WARM_STEPS = 8
 
 PREFILL_ROUNDS = 3
 
+FIRST_LOOK = 4
+LOOK_EVERY = 64
+"""Steps between two looks at the cache. What a look takes is not counted."""
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -29,7 +34,6 @@ class Step:
     seconds: float
     num_tokens: int  # that it gave
     num_running: int
-    waste_ratio: float | None  # slots held and empty over slots held; None where no slot is held
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +50,8 @@ class TraceFigures:
     step_p50_ms: float
     step_p99_ms: float
     mean_running: float
-    kv_waste_ratio: float  # Step.waste_ratio, mean over the steps
+    attention_gb_per_s: float  # keys and values that decode attention reads over its time, timed at each look
+    kv_waste_ratio: float  # slots held and empty over slots held, mean over the looks
     num_preemptions: int
 
 
@@ -86,12 +91,18 @@ def measure_trace(
     if min(map(min, lengths)) < 1:
         raise StartupError(f"--trace: it has answers too long for this engine's {longest} tokens a sequence")
     _add(built, lengths)
-    course = []
+    course, wastes, probe, looks_s = [], [], AttentionProbe(built), 0.0
     num_preemptions = engine.stats().num_preemptions
     start_s = time.perf_counter()
     while engine.has_work:
         course.append(_timed_step(built))
-    total_s = time.perf_counter() - start_s
+        if len(course) % LOOK_EVERY == FIRST_LOOK:
+            built.ops.synchronize()  # the step under way is the run's, not the look's
+            look_s = time.perf_counter()
+            probe.look()
+            wastes.append(_waste_ratio(built))
+            looks_s += time.perf_counter() - look_s
+    total_s = time.perf_counter() - start_s - looks_s
     num_outputs = sum(step.num_tokens for step in course)
     steps_ms = [1e3 * step.seconds for step in course]
     figures = TraceFigures(
@@ -105,7 +116,8 @@ def measure_trace(
         step_p50_ms=statistics.median(steps_ms),
         step_p99_ms=float(np.percentile(steps_ms, 99)),
         mean_running=statistics.fmean(step.num_running for step in course),
-        kv_waste_ratio=statistics.fmean(step.waste_ratio for step in course if step.waste_ratio is not None),
+        attention_gb_per_s=probe.gb_per_s,
+        kv_waste_ratio=statistics.fmean(wastes) if wastes else 0.0,
         num_preemptions=engine.stats().num_preemptions - num_preemptions,
     )
     return figures, course
@@ -193,6 +205,9 @@ def _timed_step(built: BuiltEngine) -> Step:
     built.engine.step()
     seconds = time.perf_counter() - start_s
     num_tokens = sum(len(output.token_ids) for output in built.engine.take_outputs())
+    return Step(seconds, num_tokens, len(built.engine.running))
+
+
+def _waste_ratio(built: BuiltEngine) -> float:
     stats = built.engine.stats()
-    waste_ratio = 1 - stats.num_slots_filled / stats.num_slots_held if stats.num_slots_held else None
-    return Step(seconds, num_tokens, stats.num_running, waste_ratio)
+    return 1 - stats.num_slots_filled / stats.num_slots_held if stats.num_slots_held else 0.0

@@ -116,6 +116,10 @@ class KernelCases:
             source = ops.upload(self._rng.permutation(tokens).astype(np.int32))
             return lambda: ops.pick_tokens(ids, previous, source)
 
+        def nonfinite(_: int) -> Launch:
+            x, found = self._random((tokens, width)), ops.upload(np.zeros(1, np.int32))
+            return lambda: ops.find_nonfinite(x, found)
+
         def norm(_: int) -> Launch:
             x = self._random((tokens, width))
             return lambda: ops.rms_norm(x, weight, eps)
@@ -130,6 +134,7 @@ class KernelCases:
 
         yield Case("gather_rows", f"{tokens} x {width}", 2 * row_bytes, 0, gather)
         yield Case("pick_tokens", f"{tokens}", 12 * tokens, 0, pick)
+        yield Case("find_nonfinite", f"{tokens} x {width}", row_bytes, 0, nonfinite)
         yield Case("rms_norm", f"{tokens} x {width}", 2 * row_bytes, 0, norm)
         yield Case("add_rms_norm", f"{tokens} x {width}", 4 * row_bytes, 0, add_norm)
         yield Case("silu_mul", f"{tokens} x {inner}", 3 * tokens * inner * self._item, 0, silu)

@@ -41,7 +41,8 @@ def test_a_trace_runs_to_its_end(tmp_path, trace, capsys):
     assert record["num_output_tokens"] == 30
     assert record["num_steps"] >= 8
     assert 0 < record["mean_running"] <= 4
-    assert 0 <= record["kv_waste_ratio"] < 1
+    assert 0 < record["kv_waste_ratio"] < 1
+    assert record["attention_gb_per_s"] > 0
     assert record["step_p50_ms"] <= record["step_p99_ms"]
     assert record["output_tokens_per_s"] == pytest.approx(30 / record["total_s"])
     assert (record["trace"], record["model"], record["device"]) == ("few", "demo", "CPU")

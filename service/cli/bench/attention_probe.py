@@ -1,0 +1,54 @@
+"""How fast decode attention reads the cache in the middle of a run.
+
+A captured step is one piece to the clock, so its attention is run once more by itself: on the run's own cache, block
+tables and lengths, over all layers. What it computes is thrown away.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from model.ops.interface import Array
+from service.engine.build import BuiltEngine
+
+
+class AttentionProbe:
+    """Sums what `look` sees."""
+
+    def __init__(self, built: BuiltEngine):
+        self._built = built
+        self._num_bytes = 0
+        self._seconds = 0.0
+
+    @property
+    def gb_per_s(self) -> float:
+        """Keys and values read over device time, 1e9 bytes a second; 0 if there was nothing to look at."""
+        return self._num_bytes / self._seconds / 1e9 if self._seconds else 0.0
+
+    def look(self) -> None:
+        """Time one pass for the sequences that run now."""
+        tables = [sequence.block_table for sequence in self._built.engine.running if sequence.num_computed_tokens]
+        lengths = [
+            sequence.num_computed_tokens for sequence in self._built.engine.running if sequence.num_computed_tokens
+        ]
+        if not tables:
+            return
+        ops, config, kv = self._built.ops, self._built.config, self._built.executor.kv
+        padded = np.zeros((len(tables), max(map(len, tables))), np.int32)
+        for row, blocks in zip(padded, tables, strict=True):
+            row[: len(blocks)] = np.frombuffer(blocks, np.int32)
+        q = np.random.default_rng(0).standard_normal((len(tables), config.num_heads, config.head_dim), np.float32)
+        on_device = (ops.upload(q.astype(ops.dtype)), ops.upload(padded), ops.upload(np.array(lengths, np.int32)))
+        out = ops.empty(q.shape, ops.dtype)
+        replay = ops.capture(lambda: self._pass(*on_device, kv, out))
+        begin = ops.mark()
+        replay()
+        self._seconds += ops.elapsed_s(begin, ops.mark())
+        seen = sum(min(length, window) for window in config.windows for length in lengths)
+        self._num_bytes += seen * 2 * config.num_kv_heads * config.head_dim * ops.dtype.itemsize
+
+    def _pass(self, q: Array, tables: Array, lengths: Array, kv: Array, out: Array) -> None:
+        ops, config = self._built.ops, self._built.config
+        for layer, window in enumerate(config.windows):
+            with ops.scratch():
+                ops.paged_decode_attention(q, kv, layer, tables, lengths, config.head_dim**-0.5, window, out)
