@@ -116,7 +116,7 @@ class Settings:
     )
     max_prefill_chunk: int | None = _setting(
         None,
-        "prompt tokens of a step, for each unfinished prompt, while others decode; 512 on a GPU, 128 on a CPU",
+        "prompt tokens of a step, for each open prompt, while others decode; without it 512 on a GPU, 128 on a CPU",
         verbs=_ENGINE_VERBS,
         parse=int,
         low=1,
