@@ -25,8 +25,7 @@ from nvmath.bindings import cublasLt as lt
 from model.ops.gemm import BEST_ALIGNMENT_BYTES, Gemm, GemmError
 from model.ops.interface import Array
 from model.ops.kernels import cache_folder, source_folder
-
-SKINNY_MAX_ROWS = 8
+from model.ops.skinny_builds import SKINNY_BUILDS, SKINNY_MAX_ROWS, SkinnyBuild, skinny_build
 
 CUBLASLT, SKINNY = "cublasLt", "skinny_linear"
 
@@ -39,30 +38,6 @@ MIN_GAIN = 0.02
 _THREADS = 256
 _FLOAT32 = np.dtype(np.float32)
 _log = logging.getLogger(__name__)
-
-
-class SkinnyBuild(NamedTuple):
-    """The sizes that skinny_linear.cu is built with, and how many of its blocks an SM holds."""
-
-    warps: int
-    row_tiles: int
-    span: int
-    stages: int
-    blocks_per_sm: int
-
-    @property
-    def defines(self) -> dict[str, int]:
-        return {"WARPS": self.warps, "ROW_TILES": self.row_tiles, "SPAN": self.span, "STAGES": self.stages}
-
-    @property
-    def shared_bytes(self) -> int:
-        """SHARED_BYTES of the kernel: the ring of each warp, and two sets of sums."""
-        rows = 16 * self.row_tiles
-        return self.warps * self.stages * rows * self.span * 2 + 2 * self.warps * SKINNY_MAX_ROWS * rows * 4
-
-
-SKINNY_BUILDS = (SkinnyBuild(16, 1, 128, 2, 1), SkinnyBuild(4, 1, 128, 3, 4))
-"""The second is for devices with less shared memory, where no two kernels overlap. See `skinny_build`."""
 
 
 class Product(NamedTuple):
@@ -188,17 +163,6 @@ class Linear:
 def fits_skinny(product: Product) -> bool:
     """Whether skinny_linear.cu takes it."""
     return product.m <= SKINNY_MAX_ROWS and product.k % 8 == 0 and product.dtype != "float32"
-
-
-def skinny_build(max_shared_bytes: int) -> int:
-    """Which of SKINNY_BUILDS all products take on a device with this much shared memory a block.
-
-    One for all: blocks of neighbouring kernels share an SM while one gives way to the other, and builds that differ
-    get in each other's way (on an H200 up to 6 us a layer, which measuring one product by itself does not show). The
-    first was the best of eleven for the matrices of a layer of Llama-3.1-8B, in turn and between their small kernels.
-    """
-    large, small = range(len(SKINNY_BUILDS))
-    return large if SKINNY_BUILDS[large].shared_bytes <= max_shared_bytes else small
 
 
 def _product(x: Array, weight: Array, bias: Array | None, out: Array) -> Product:

@@ -9,6 +9,7 @@ import pytest
 
 from model.ops.cuda_attention import decode_attention, prefill_attention
 from model.ops.interface import NO_WINDOW
+from model.ops.skinny_builds import SKINNY_BUILDS
 from tests.support.source_tree import ROOT
 
 BUILDS = (
@@ -51,10 +52,9 @@ def builds_of(name: str, dtype_code: int, architecture: str) -> list[dict[str, i
 
 def skinny_builds(dtype_code: int) -> list[dict[str, int]]:
     """All of them, in each type of result; there is none for float32."""
-    cuda_linear = pytest.importorskip("model.ops.cuda_linear", reason="needs nvmath-python", exc_type=ImportError)
     return [
         {"QUIRE_DTYPE": dtype_code, "OUT_FLOAT": out_float, **build.defines}
-        for build in cuda_linear.SKINNY_BUILDS
+        for build in SKINNY_BUILDS
         for out_float in (0, 1)
         if dtype_code != DTYPE_CODES["float32"]
     ]

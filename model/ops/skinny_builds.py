@@ -1,0 +1,42 @@
+"""The builds of `skinny_linear.cu`, and which of them suits a device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+SKINNY_MAX_ROWS = 8
+
+
+class SkinnyBuild(NamedTuple):
+    """The sizes that skinny_linear.cu is built with, and how many of its blocks an SM holds."""
+
+    warps: int
+    row_tiles: int
+    span: int
+    stages: int
+    blocks_per_sm: int
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {"WARPS": self.warps, "ROW_TILES": self.row_tiles, "SPAN": self.span, "STAGES": self.stages}
+
+    @property
+    def shared_bytes(self) -> int:
+        """SHARED_BYTES of the kernel: the ring of each warp, and two sets of sums."""
+        rows = 16 * self.row_tiles
+        return self.warps * self.stages * rows * self.span * 2 + 2 * self.warps * SKINNY_MAX_ROWS * rows * 4
+
+
+SKINNY_BUILDS = (SkinnyBuild(16, 1, 128, 2, 1), SkinnyBuild(4, 1, 128, 3, 4))
+"""The second is for devices with less shared memory, where no two kernels overlap. See `skinny_build`."""
+
+
+def skinny_build(max_shared_bytes: int) -> int:
+    """Which of SKINNY_BUILDS all products take on a device with this much shared memory a block.
+
+    One for all: blocks of neighbouring kernels share an SM while one gives way to the other, and builds that differ
+    get in each other's way (on an H200 up to 6 us a layer, which measuring one product by itself does not show). The
+    first was the best of eleven for the matrices of a layer of Llama-3.1-8B, in turn and between their small kernels.
+    """
+    large, small = range(len(SKINNY_BUILDS))
+    return large if SKINNY_BUILDS[large].shared_bytes <= max_shared_bytes else small
