@@ -20,6 +20,7 @@ from service.errors import StartupError
 SERVE, GATEWAY, WORKER, CHECK, BENCH = VERBS = ("serve", "gateway", "worker", "check", "bench")
 _MODEL_VERBS = VERBS
 _ENGINE_VERBS = (SERVE, WORKER, CHECK, BENCH)
+_STEP_VERBS = (SERVE, WORKER, BENCH)
 _DOOR_VERBS = (SERVE, GATEWAY)
 
 
@@ -109,7 +110,7 @@ class Settings:
     max_num_batched_tokens: int | None = _setting(
         None,
         "token budget of one step; without it 8192 on a GPU, 512 on a CPU",
-        verbs=_ENGINE_VERBS,
+        verbs=_STEP_VERBS,
         parse=int,
         low=1,
         high=1 << 20,
@@ -117,7 +118,7 @@ class Settings:
     max_prefill_chunk: int | None = _setting(
         None,
         "prompt tokens of a step, for each open prompt, while others decode; without it 512 on a GPU, 128 on a CPU",
-        verbs=_ENGINE_VERBS,
+        verbs=_STEP_VERBS,
         parse=int,
         low=1,
         high=1 << 20,

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 
@@ -79,7 +80,7 @@ class NumpyOps:
 
     def memory_bytes(self) -> tuple[int, int]:
         page = os.sysconf("SC_PAGE_SIZE")
-        return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
+        return _available_bytes() or os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
 
     def scratch(self):
         return nullcontext()
@@ -199,6 +200,15 @@ class NumpyOps:
         top_ids = np.argsort(-logprobs, axis=1, kind="stable")[:, : how.num_logprobs].astype(np.int32)
         chosen = np.take_along_axis(logprobs, token_ids[:, None].astype(np.int64), axis=1)[:, 0]
         return Sampled(token_ids, is_nan, chosen, top_ids, np.take_along_axis(logprobs, top_ids, axis=1))
+
+
+def _available_bytes() -> int:
+    """What Linux would give, pages included that only cache files; 0 where it does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 0)
 
 
 def _f32(array: Array) -> np.ndarray:

@@ -51,9 +51,6 @@ class BlockPool:
             if self._references[block] == 0:
                 self._free.append(block)
 
-    def references(self, block: int) -> int:
-        return self._references[block]
-
     def check_invariants(self, holders: Iterable[Sequence[int]]) -> None:
         """Free and used make the total, and every reference count equals the number of tables that hold the block."""
         held = Counter(block for table in holders for block in table)

@@ -60,7 +60,7 @@ def read_model_config(settings: Settings) -> ModelConfig:
 def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
     """Load, size, warm up and try. Raises StartupError with one line where that cannot work."""
     config = read_model_config(settings)
-    wanted_len = _wanted_model_len(settings, config)
+    wanted_len = wanted_model_len(settings, config)
     try:
         ops = open_ops(settings.device, settings.dtype, config.dtype)
         folder = None if settings.load_format == "dummy" else Path(settings.model)
@@ -91,7 +91,8 @@ def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
     return BuiltEngine(engine, executor, config, ops, memory, limits)
 
 
-def _wanted_model_len(settings: Settings, config: ModelConfig) -> int:
+def wanted_model_len(settings: Settings, config: ModelConfig) -> int:
+    """The longest sequence to serve if memory allows it. Raises StartupError for more than the model can."""
     if settings.max_model_len is None:
         return config.max_position
     if settings.max_model_len > config.max_position:

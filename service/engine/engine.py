@@ -193,7 +193,6 @@ class Engine:
     def _end(
         self, sequence: Sequence, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...], reason: EndReason
     ) -> None:
-        sequence.end = reason
         del self._sequences[sequence.request_id]
         self._scheduler.remove(sequence)
         self._emit(sequence, tokens, logprobs, reason)

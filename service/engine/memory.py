@@ -33,15 +33,19 @@ class MemoryPlan:
     max_model_len: int
 
 
-def plan_memory(settings: Settings, config: ModelConfig, ops: Ops, wanted_len: int) -> MemoryPlan:
-    """Size the pool from what is free now. Raises StartupError where the model cannot serve at all."""
+def plan_memory(
+    settings: Settings, config: ModelConfig, ops: Ops, wanted_len: int, *, reserved_bytes: int = 0
+) -> MemoryPlan:
+    """Size the pool from what is free now, less `reserved_bytes`. Raises StartupError where that cannot serve."""
     bytes_per_block = block_bytes(config, settings.block_size, ops.dtype)
-    num_blocks = settings.num_gpu_blocks or affordable_bytes(settings, ops) // bytes_per_block
+    num_blocks = settings.num_gpu_blocks or _affordable_bytes(settings, ops, reserved_bytes) // bytes_per_block
     useful_blocks = settings.max_num_seqs * -(-wanted_len // settings.block_size)
     num_blocks = min(num_blocks, useful_blocks)
     held_len = num_blocks * settings.block_size
     if num_blocks < 1:
         raise StartupError("no memory is left for the KV cache: free some, or take a smaller model")
+    if num_blocks * bytes_per_block > ops.memory_bytes()[0] - reserved_bytes:
+        raise StartupError(f"--num-gpu-blocks: {num_blocks} blocks of {bytes_per_block} bytes are more than is free")
     if settings.max_model_len is not None and held_len < settings.max_model_len:
         raise StartupError(f"--max-model-len: the KV cache holds {held_len} tokens, fewer than the length asked for")
     return MemoryPlan(
@@ -52,7 +56,7 @@ def plan_memory(settings: Settings, config: ModelConfig, ops: Ops, wanted_len: i
     )
 
 
-def affordable_bytes(settings: Settings, ops: Ops, *, reserved_bytes: int = 0) -> int:
+def _affordable_bytes(settings: Settings, ops: Ops, reserved_bytes: int) -> int:
     """Bytes the KV cache may take now, with `reserved_bytes` still to be taken by others."""
     free, total = ops.memory_bytes()
     free -= reserved_bytes

@@ -57,7 +57,6 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
         self.block_table = array("i")
-        self.end: EndReason | None = None
         self._state = State.WAITING
 
     @property

@@ -4,6 +4,7 @@ tables is a plain list, so that a block in two tables or a lost write shows as a
 from __future__ import annotations
 
 import hashlib
+import time
 
 from service.engine.plan import Chunk, SampledToken, StepPlan, StepResult
 from service.engine.sequence import Sequence
@@ -20,16 +21,25 @@ class ScriptedExecutor:
     A pending token is known to it alone, as it would be on the device.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, nan_after: int | None = None, runs_ahead: bool = False):
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        nan_after: int | None = None,
+        runs_ahead: bool = False,
+        step_s: float = 0.0,
+    ):
         self.memory: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.block_size = block_size
         self.plans: list[StepPlan] = []
         self.runs_ahead = runs_ahead
         self._nan_after = nan_after
+        self._step_s = step_s
         self._last: dict[Sequence, int] = {}
 
     def launch(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
+        time.sleep(self._step_s)
         for chunk in plan.chunks:
             for position in range(chunk.start, chunk.end):
                 block = chunk.sequence.block_table[position // self.block_size]

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
 
 import pytest
 
 from service.cli.main import main
 
 QUICK = ("--device", "cpu", "--max-model-len", "512", "--num-gpu-blocks", "128", "--max-num-seqs", "4")
-
-
-@pytest.fixture(autouse=True)
-def _logs_as_they_were():
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:], root.level = handlers, level
 
 
 @pytest.fixture

@@ -1,0 +1,69 @@
+"""How large the pool becomes, and what `quire check` says of it."""
+
+import numpy as np
+import pytest
+
+from model.config import PRESETS
+from model.ops.numpy_ops import NumpyOps
+from service.cli.main import main
+from service.config import Settings
+from service.engine.memory import plan_memory
+from service.errors import StartupError
+
+CONFIG = PRESETS["llama-3.2-1b"]
+GIB = 1 << 30
+
+
+class SizedOps(NumpyOps):
+    """A device of 80 GiB with so much free."""
+
+    def __init__(self, name, free_bytes):
+        super().__init__(np.dtype(np.float16))
+        self.name, self.free_bytes = name, free_bytes
+
+    def memory_bytes(self):
+        return self.free_bytes, 80 * GIB
+
+
+def plan(ops, wanted_len=4096, reserved_bytes=0, **settings):
+    return plan_memory(Settings(**settings), CONFIG, ops, wanted_len, reserved_bytes=reserved_bytes)
+
+
+def test_a_gpu_gives_its_share_less_what_is_taken():
+    memory = plan(SizedOps("cuda", 60 * GIB), gpu_memory_utilization=0.9, max_num_seqs=4096)
+    held = memory.num_blocks * memory.block_bytes
+    assert memory.block_bytes == CONFIG.num_layers * 2 * CONFIG.num_kv_heads * 16 * CONFIG.head_dim * 2
+    assert 60 * GIB - 8 * GIB - GIB < held <= 60 * GIB - 8 * GIB
+    assert plan(SizedOps("cuda", 60 * GIB), reserved_bytes=10 * GIB, max_num_seqs=4096).num_blocks < memory.num_blocks
+
+
+def test_a_cpu_gives_a_bounded_part_and_nobody_more_than_the_sequences_can_use():
+    assert plan(SizedOps("numpy", 60 * GIB), max_num_seqs=4096).num_blocks * 524288 == 2 * GIB
+    assert plan(SizedOps("cuda", 60 * GIB), max_num_seqs=2).num_blocks == 2 * 4096 // 16
+
+
+def test_a_small_pool_shortens_the_longest_sequence():
+    assert plan(SizedOps("cuda", 60 * GIB), num_gpu_blocks=10).max_model_len == 160
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "settings", "word"),
+    [
+        (8 * GIB, {}, "no memory"),
+        (60 * GIB, {"num_gpu_blocks": 10, "max_model_len": 161}, "--max-model-len"),
+        (GIB, {"num_gpu_blocks": 30_000}, "--num-gpu-blocks"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(free_bytes, settings, word):
+    with pytest.raises(StartupError, match=word) as refusal:
+        plan(SizedOps("cuda", free_bytes), **settings)
+    assert "\n" not in str(refusal.value)
+
+
+def test_check_tells_the_pool_that_the_worker_would_make(capsys):
+    assert main(["check", "--device", "cpu", "--num-gpu-blocks", "64", "--length", "100"]) == 0
+    told = capsys.readouterr().out
+    assert "64 of 16 tokens" in told
+    assert "100 tokens each  10 sequences at once" in told
+    assert main(["check", "--device", "cpu", "--num-gpu-blocks", "4", "--max-model-len", "100"]) == 1
+    assert "does not fit" in capsys.readouterr().out
