@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 MAX_LOGPROBS = 20
 """Alternatives a request may ask for at each token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamSearch:
+    """Keep the `width` likeliest continuations; the words are Hugging Face's and vLLM's."""
+
+    width: int  # 1..16
+    length_penalty: float = 1.0  # a beam's score is its log-probability over its length to this power
+    early_stopping: bool | Literal["never"] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +36,9 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # None: not wanted; K: the chosen token's and K alternatives'
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value added)
+    n: int = 1  # answers wanted
+    best_of: int = 1  # n.. ; branches sampled, of which the n best are told apart at the end
+    beam: BeamSearch | None = None  # instead of sampling; n..width answers; best_of is 1 then
 
     @property
     def has_penalties(self) -> bool:

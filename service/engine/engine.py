@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from service.engine.kv_manager import KVManager
 from service.engine.plan import SampledToken, StepPlan, StepResult, TokenLogprob
 from service.engine.scheduler import Limits, Scheduler
-from service.engine.sequence import Request, Sequence, State
+from service.engine.sequence import BRANCH, Request, Sequence, State
 from service.errors import EndReason
 
 
@@ -36,15 +36,25 @@ class _Flight:
     launched: Any
 
 
+class BranchOutput(NamedTuple):
+    """What one branch has to tell: a new token, or its end, or both."""
+
+    branch: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]  # as many as tokens where the request wants or ranks by them, else none
+    end: EndReason | None  # STOP or LENGTH: nothing of this branch follows
+
+
 class Output(NamedTuple):
-    """Something a request's sender should hear: a new token, or the end, or both."""
+    """Something a request's sender should hear: news of its branches, or the end, or both."""
 
     request_id: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...]  # as many as tokens where the request wants them, else none
-    end: EndReason | None
+    parts: tuple[BranchOutput, ...]
+    end: EndReason | None  # of the whole request: once, in its last output
+    choices: tuple[int, ...]  # with an end that is a success: the n branches to answer with, best first
     num_prompt_tokens: int
-    num_output_tokens: int
+    num_output_tokens: int  # of all branches
+    num_cached_tokens: int  # of the prompt, found in the prefix cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +210,8 @@ class Engine:
     def _emit(
         self, sequence: Sequence, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...], end: EndReason | None
     ) -> None:
-        self._outbox.append(
-            Output(sequence.request_id, tokens, logprobs, end, sequence.num_prompt_tokens, sequence.num_output_tokens)
-        )
+        good_end = end if end in (EndReason.STOP, EndReason.LENGTH) else None
+        parts = (BranchOutput(BRANCH, tokens, logprobs, good_end),) if tokens or good_end else ()
+        choices = (BRANCH,) if good_end else ()
+        counts = (sequence.num_prompt_tokens, sequence.num_output_tokens, 0)
+        self._outbox.append(Output(sequence.request_id, parts, end, choices, *counts))

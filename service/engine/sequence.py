@@ -12,12 +12,23 @@ from service.errors import EndReason
 
 
 @dataclass(frozen=True, kw_only=True)
+class BranchPast:
+    """What another engine has already told of a branch: this one goes on behind it."""
+
+    token_ids: tuple[int, ...] = ()
+    end: EndReason | None = None
+    sum_logprob: float = 0.0  # of the tokens, where the request ranks its branches
+
+
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """What the engine is asked to do, in token terms."""
 
     request_id: str
     prompt: tuple[int, ...]
     sampling: SamplingParams
+    cache_salt: str = ""  # prompts share blocks only with prompts of the same salt
+    past: tuple[BranchPast, ...] = ()  # by branch, what was told before this engine; empty: nothing
 
 
 BRANCH = 0

@@ -19,7 +19,7 @@ from service.logs import fields
 from service.metrics import GatewayMetrics, RequestTimes
 from service.wire.broker import BrokerUnavailable, DoorBroker
 from service.wire.codec import unpack_floats, unpack_ids
-from service.wire.messages import Cancel, Event
+from service.wire.messages import Cancel, Event, Part
 
 log = logging.getLogger("quire.gateway")
 
@@ -105,7 +105,8 @@ class Run:
         return piece
 
     def _piece(self, event: Event) -> tuple[Piece, bool]:
-        ids = unpack_ids(event.tokens)
+        parts = event.parts
+        ids = [token for part in parts for token in unpack_ids(part.tokens)]
         self._times.tokens(len(ids))
         told = self._text.push(without_end_token(ids, self._silent_ids))
         text, stopped = told.text, told.stopped
@@ -114,7 +115,7 @@ class Run:
             last = self._text.end()
             text, stopped = text + last.text, last.stopped
         self._num_tokens += num_tokens
-        return Piece(event.number, text, _logprobs(event, ids[:num_tokens])), stopped
+        return Piece(event.number, text, _logprobs(parts[0], ids[:num_tokens]) if parts else ()), stopped
 
     def _close(self, reason: EndReason, event: Event | None) -> None:
         self.reason = reason
@@ -227,11 +228,11 @@ def _silent_ids(request: Request, model: ServedModel) -> frozenset[int]:
     return frozenset((*request.sampling.stop_token_ids, *eos))
 
 
-def _logprobs(event: Event, ids: list[int]) -> tuple[TokenLogprob, ...]:
-    if event.logprobs is None:
+def _logprobs(part: Part, ids: list[int]) -> tuple[TokenLogprob, ...]:
+    if part.logprobs is None:
         return ()
-    chosen = unpack_floats(event.logprobs.chosen)
-    top = list(zip(unpack_ids(event.logprobs.top_ids), unpack_floats(event.logprobs.top), strict=True))
+    chosen = unpack_floats(part.logprobs.chosen)
+    top = list(zip(unpack_ids(part.logprobs.top_ids), unpack_floats(part.logprobs.top), strict=True))
     width = len(top) // len(chosen) if chosen else 0
     return tuple(
         TokenLogprob(token, logprob, tuple(top[i * width : (i + 1) * width]))

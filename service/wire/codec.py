@@ -39,7 +39,7 @@ class Limits:
 
 LIMITS: dict[type, Limits] = {
     Job: Limits(max_bytes=8 << 20, max_array_len=1024, max_map_len=64, max_containers=2048),
-    Event: Limits(max_bytes=1 << 20, max_array_len=8, max_map_len=16, max_containers=16),
+    Event: Limits(max_bytes=1 << 20, max_array_len=32, max_map_len=16, max_containers=80),
     Cancel: Limits(max_bytes=1 << 10, max_array_len=8, max_map_len=8, max_containers=8),
     WorkerCard: Limits(max_bytes=64 << 10, max_array_len=8, max_map_len=512, max_containers=16),
     IngressJob: Limits(max_bytes=1 << 20, max_array_len=4096, max_map_len=1024, max_containers=16384),
@@ -53,17 +53,25 @@ INGRESS_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 def encode(message: Message) -> bytes:
-    """A msgpack map with the version `v`; fields that are None are left out. Raises WireError for what msgpack cannot
-    carry (integers beyond 64 bits, broken text) and for a message above its kind's size."""
+    """A msgpack map with the version `v`; fields that are None or () are left out. Raises WireError for what msgpack
+    cannot carry (integers beyond 64 bits, broken text) and for a message above its kind's size."""
     fields = msgspec.to_builtins(message, builtin_types=(bytes,))
-    present = {name: value for name, value in fields.items() if value is not None}
     try:
-        payload = msgpack.packb({"v": VERSION, **present})
+        payload = msgpack.packb({"v": VERSION, **_present(fields)})
     except (ValueError, TypeError, OverflowError) as error:
         raise WireError("the message holds a value that msgpack cannot carry") from error
     if len(payload) > LIMITS[type(message)].max_bytes:
         raise WireError(f"the message takes {len(payload)} bytes, {LIMITS[type(message)].max_bytes} are allowed")
     return payload
+
+
+def _present(fields: dict[str, Any]) -> dict[str, Any]:
+    """`fields` less those that are None or (), also in messages that stand in a tuple."""
+    present = {name: value for name, value in fields.items() if value is not None and value != ()}
+    for name, value in present.items():
+        if type(value) is tuple and type(value[0]) is dict:
+            present[name] = [_present(item) for item in value]
+    return present
 
 
 def decode(kind: type[Message], payload: bytes) -> Message:
@@ -225,7 +233,7 @@ class _Fields:
         inner = {}
         for name, hint in get_type_hints(kind).items():
             for part in (hint, *get_args(hint)):
-                if dataclasses.is_dataclass(part):
+                if isinstance(part, type) and dataclasses.is_dataclass(part):
                     inner[name] = cls.of(part)
         return cls(frozenset(field.name for field in dataclasses.fields(kind)), inner)
 
@@ -238,8 +246,10 @@ def _refuse_unknown(known: _Fields, raw: dict[str, Any]) -> None:
     if not raw.keys() <= known.names:
         raise WireError("an unknown field")
     for name, fields in known.inner.items():
-        if isinstance(raw.get(name), dict):
-            _refuse_unknown(fields, raw[name])
+        value = raw.get(name)
+        for item in value if isinstance(value, list) else (value,):
+            if isinstance(item, dict):
+                _refuse_unknown(fields, item)
 
 
 def _checked_ingress(job: IngressJob) -> IngressJob:

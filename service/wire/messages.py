@@ -44,23 +44,34 @@ class Usage:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one branch of a job has to tell: some more tokens, or its end, or both."""
+
+    branch: int = 0
+    tokens: bytes = b""  # uint32[n]
+    logprobs: TokenLogprobs | None = None
+    end: EndReason | None = None  # STOP or LENGTH: nothing of this branch follows
+
+
+@dataclass(frozen=True, kw_only=True)
 class Event:
-    """Some more tokens of a job, or its end, or both. Numbers of a job run 1, 2, 3, ... without gap or repeat."""
+    """Some news of a job's branches, or its end, or both. Numbers of a job run 1, 2, 3, ... without gap or repeat."""
 
     job_id: str
     number: int
-    tokens: bytes = b""  # uint32[n]
-    logprobs: TokenLogprobs | None = None
-    end: EndReason | None = None
+    parts: tuple[Part, ...] = ()
+    end: EndReason | None = None  # of the whole job: exactly one event has it, the last
     usage: Usage | None = None  # with `end`
+    choices: tuple[int, ...] = ()  # with an `end` that is a success: the n branches to answer with, best first
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cancel:
-    """Somebody no longer wants this job."""
+    """Somebody no longer wants this job, or one branch of it."""
 
     job_id: str
     reason: EndReason  # CANCELLED, DEADLINE, or STOP where a door found a stop string
+    branch: int | None = None  # only this one; the others go on
 
 
 @dataclass(frozen=True, kw_only=True)

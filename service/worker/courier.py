@@ -7,13 +7,13 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from service.engine.engine import Output
+from service.engine.engine import BranchOutput, Output
 from service.engine.sequence import Request
 from service.errors import EndReason
 from service.logs import fields
 from service.wire.broker import BrokerUnavailable, Claim, WorkerBroker
 from service.wire.codec import pack_floats, pack_ids, unpack_ids
-from service.wire.messages import Event, TokenLogprobs, Usage, WorkerCard
+from service.wire.messages import Event, Part, TokenLogprobs, Usage, WorkerCard
 from service.worker.engine_thread import Add, Cancel, EngineThread
 
 log = logging.getLogger("quire.courier")
@@ -109,7 +109,9 @@ class Courier:
             timer = self._loop.call_later(left_s, self.engine.send, Cancel(job.job_id, EndReason.DEADLINE))
         self._open[job.job_id] = _OpenJob(1, timer)
         log.debug("claimed %s", fields(job=job.job_id, prompt_tokens=len(prompt), attempt=claim.attempt))
-        self.engine.send(Add(Request(request_id=job.job_id, prompt=prompt, sampling=job.sampling)))
+        self.engine.send(
+            Add(Request(request_id=job.job_id, prompt=prompt, sampling=job.sampling, cache_salt=job.tenant))
+        )
 
     def _take_in(self, outputs: list[Output]) -> None:
         self._outputs += outputs
@@ -140,9 +142,9 @@ class Courier:
         for output in outputs:
             by_job.setdefault(output.request_id, []).append(output)
         events = []
-        for job_id, parts in by_job.items():
+        for job_id, news in by_job.items():
             job = self._open[job_id]
-            events.append(_event(job_id, job.next_number, parts))
+            events.append(_event(job_id, job.next_number, news))
             job.next_number += 1
         return events
 
@@ -168,15 +170,33 @@ class Courier:
                 await asyncio.sleep(RETRY_S)
 
 
-def _event(job_id: str, number: int, parts: Sequence[Output]) -> Event:
+def _event(job_id: str, number: int, outputs: Sequence[Output]) -> Event:
     """One event of a job's outputs since the last one."""
-    last = parts[-1]
-    logprobs = [logprob for part in parts for logprob in part.logprobs]
-    usage = Usage(prompt_tokens=last.num_prompt_tokens, completion_tokens=last.num_output_tokens)
+    by_branch: dict[int, list[BranchOutput]] = {}
+    for output in outputs:
+        for part in output.parts:
+            by_branch.setdefault(part.branch, []).append(part)
+    last = outputs[-1]
+    usage = Usage(
+        prompt_tokens=last.num_prompt_tokens,
+        completion_tokens=last.num_output_tokens,
+        cached_tokens=last.num_cached_tokens,
+    )
     return Event(
         job_id=job_id,
         number=number,
-        tokens=pack_ids([token for part in parts for token in part.token_ids]),
+        parts=tuple(_part(branch, news) for branch, news in by_branch.items()),
+        end=last.end,
+        usage=usage if last.end is not None else None,
+        choices=last.choices,
+    )
+
+
+def _part(branch: int, news: Sequence[BranchOutput]) -> Part:
+    logprobs = [logprob for part in news for logprob in part.logprobs]
+    return Part(
+        branch=branch,
+        tokens=pack_ids([token for part in news for token in part.token_ids]),
         logprobs=TokenLogprobs(
             chosen=pack_floats([logprob.logprob for logprob in logprobs]),
             top_ids=pack_ids([token for logprob in logprobs for token in logprob.top_ids]),
@@ -184,8 +204,7 @@ def _event(job_id: str, number: int, parts: Sequence[Output]) -> Event:
         )
         if logprobs
         else None,
-        end=last.end,
-        usage=usage if last.end is not None else None,
+        end=news[-1].end,
     )
 
 

@@ -74,8 +74,9 @@ def run(engine: Engine) -> Told:
         engine.check_invariants()
         for output in engine.take_outputs():
             tokens, logprobs = told.setdefault(output.request_id, ([], []))
-            tokens += output.token_ids
-            logprobs += output.logprobs
+            for part in output.parts:
+                tokens += part.token_ids
+                logprobs += part.logprobs
     return told
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from service.errors import EndReason
 from service.wire.broker import WorkerBroker
 from service.wire.codec import pack_floats, pack_ids
-from service.wire.messages import Cancel, Event, Job, TokenLogprobs, Usage, WorkerCard
+from service.wire.messages import Cancel, Event, Job, Part, TokenLogprobs, Usage, WorkerCard
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class ScriptedWorker:
             )
         number = self._next_number(job.job_id)
         await self._broker.publish(
-            [Event(job_id=job.job_id, number=number, tokens=pack_ids(tokens), logprobs=logprobs)]
+            [Event(job_id=job.job_id, number=number, parts=(Part(tokens=pack_ids(tokens), logprobs=logprobs),))]
         )
 
     async def _end(self, job_id: str, end: EndReason, num_tokens: int, num_prompt_tokens: int = 0) -> None:

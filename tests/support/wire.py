@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from model.sampling_params import SamplingParams
 from service.errors import EndReason
 from service.wire.codec import pack_ids
-from service.wire.messages import Event, Job, Usage, WorkerCard
+from service.wire.messages import Event, Job, Part, Usage, WorkerCard
 from service.wire.redis_broker import RedisBroker
 
 OpenBroker = Callable[..., Awaitable[RedisBroker]]
@@ -30,7 +30,7 @@ def make_job(job_id: str = "JOB1", **changes) -> Job:
 
 def make_event(job_id: str, number: int, end: EndReason | None = None) -> Event:
     usage = None if end is None else Usage(prompt_tokens=3, completion_tokens=number)
-    return Event(job_id=job_id, number=number, tokens=pack_ids([number]), end=end, usage=usage)
+    return Event(job_id=job_id, number=number, parts=(Part(tokens=pack_ids([number])),), end=end, usage=usage)
 
 
 def make_events(job_id: str, numbers: Iterable[int]) -> list[Event]:

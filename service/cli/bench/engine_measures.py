@@ -134,7 +134,7 @@ def measure_decode(built: BuiltEngine, batch: int, context: int, num_steps: int)
     engine, started = built.engine, set()
     while len(started) < batch:
         engine.step()
-        started |= {output.request_id for output in engine.take_outputs() if output.token_ids}
+        started |= {output.request_id for output in engine.take_outputs() if output.parts}
     for _ in range(WARM_STEPS):
         _timed_step(built)
     held_before = engine.stats().num_slots_filled
@@ -204,7 +204,7 @@ def _timed_step(built: BuiltEngine) -> Step:
     start_s = time.perf_counter()
     built.engine.step()
     seconds = time.perf_counter() - start_s
-    num_tokens = sum(len(output.token_ids) for output in built.engine.take_outputs())
+    num_tokens = sum(len(part.token_ids) for output in built.engine.take_outputs() for part in output.parts)
     return Step(seconds, num_tokens, len(built.engine.running))
 
 

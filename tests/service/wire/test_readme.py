@@ -27,7 +27,7 @@ def block(language: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "kind", ["IngressJob", "Reply", "Job", "Event", "TokenLogprobs", "Usage", "Cancel", "WorkerCard"]
+    "kind", ["IngressJob", "Reply", "Job", "Event", "Part", "TokenLogprobs", "Usage", "Cancel", "WorkerCard"]
 )
 def test_every_field_is_on_the_page(kind):
     table = re.search(rf"### {kind}\n(.*?)(?=\n##|\Z)", README, re.DOTALL)[1]

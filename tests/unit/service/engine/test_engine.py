@@ -62,7 +62,7 @@ def collect(engine, told):
     for output in engine.take_outputs():
         tokens, end = told.get(output.request_id, ([], None))
         assert end is None, "an output behind the end"
-        tokens = tokens + list(output.token_ids)
+        tokens = tokens + [token for part in output.parts for token in part.token_ids]
         assert output.num_output_tokens == len(tokens)
         told[output.request_id] = (tokens, output.end)
 

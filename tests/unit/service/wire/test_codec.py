@@ -24,7 +24,7 @@ from service.wire.codec import (
     unpack_floats,
     unpack_ids,
 )
-from service.wire.messages import Cancel, Event, IngressJob, Job, Reply, TokenLogprobs, Usage, WorkerCard
+from service.wire.messages import Cancel, Event, IngressJob, Job, Part, Reply, TokenLogprobs, Usage, WorkerCard
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "häß"}], "temperature": 0.5, "n": 1, "stop": None}
 SAMPLES = [
@@ -39,12 +39,15 @@ SAMPLES = [
         deadline_s=9.25,
         feed="d",
     ),
-    Event(job_id="J", number=1, tokens=pack_ids([5])),
+    Event(job_id="J", number=1, parts=(Part(tokens=pack_ids([5])), Part(branch=1, end=EndReason.STOP))),
     Event(
         job_id="J",
         number=2,
-        logprobs=TokenLogprobs(chosen=pack_floats([-0.5]), top_ids=pack_ids([1]), top=pack_floats([-0.5])),
+        parts=(
+            Part(logprobs=TokenLogprobs(chosen=pack_floats([-0.5]), top_ids=pack_ids([1]), top=pack_floats([-0.5]))),
+        ),
         end=EndReason.LENGTH,
+        choices=(0,),
         usage=Usage(prompt_tokens=1, completion_tokens=2, cached_tokens=1),
     ),
     Cancel(job_id="J", reason=EndReason.DEADLINE),
@@ -77,7 +80,12 @@ def test_messages_survive_the_way(message):
 
 
 def test_the_wire_form_is_a_plain_map_with_a_version():
-    assert as_map(SAMPLES[1]) == {"v": 1, "job_id": "J", "number": 1, "tokens": b"\x05\0\0\0"}
+    assert as_map(SAMPLES[1]) == {
+        "v": 1,
+        "job_id": "J",
+        "number": 1,
+        "parts": [{"branch": 0, "tokens": b"\x05\0\0\0"}, {"branch": 1, "tokens": b"", "end": "stop"}],
+    }
     assert as_map(SAMPLES[5]) == {"v": 1, "id": "a.b-c_1", "endpoint": "/v1/chat/completions", "body": BODY}
 
 

@@ -71,7 +71,7 @@ async def told(events):
         async for event in events:
             number += 1
             assert event.number == number
-            tokens += unpack_ids(event.tokens)
+            tokens += [token for part in event.parts for token in unpack_ids(part.tokens)]
             last = event
     return tokens, last.end, last.usage
 

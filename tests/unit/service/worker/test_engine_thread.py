@@ -35,7 +35,7 @@ class Harness:
         while True:
             output = self.outputs.get(timeout=WAIT_S)
             if output.request_id == name:
-                tokens += output.token_ids
+                tokens += [token for part in output.parts for token in part.token_ids]
                 if output.end is not None:
                     return tokens, output.end
 
