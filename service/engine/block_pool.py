@@ -26,6 +26,10 @@ class BlockPool:
     def num_used(self) -> int:
         return self.num_blocks - len(self._free)
 
+    def is_shared(self, block: int) -> bool:
+        """Whether more than one holds the block."""
+        return self._references[block] > 1
+
     def take(self, count: int) -> list[int]:
         """`count` free blocks, each with one reference. Raises OutOfBlocks."""
         if count > len(self._free):

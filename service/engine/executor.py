@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ from model.llama import Llama
 from model.ops.interface import Array, Ops, Sampled
 from model.sampler import SampledRows, sampling_arrays
 from model.step_graphs import StepGraphs, StepInputs
-from service.engine.plan import Chunk, SampledToken, StepPlan, StepResult, TokenLogprob
+from service.engine.plan import BlockCopy, Chunk, SampledToken, StepPlan, StepResult, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,8 @@ class ModelExecutor:
         """See service.engine.engine.Executor."""
         due = [chunk for chunk in plan.chunks if chunk.samples]
         with self._ops.scratch():
+            if plan.copies:
+                self._copy(plan.copies)
             logits = self._forward(plan.chunks)
             sampled = self._sample(logits, due) if due else ()
             arrive = self._ops.download_later(sampled)
@@ -67,6 +69,11 @@ class ModelExecutor:
         token_ids, is_nan, *logprobs = arrays
         told = _logprobs(launched.due, *logprobs) if logprobs else [None] * len(token_ids)
         return StepResult(tuple(map(SampledToken, token_ids, is_nan, told)))
+
+    def _copy(self, copies: tuple[BlockCopy, ...]) -> None:
+        for together in _independent(copies):
+            sources, targets = (np.array(ids, np.int32) for ids in zip(*together, strict=True))
+            self._ops.copy_blocks(self.kv, *self._ops.upload_all([sources, targets]))
 
     def _forward(self, chunks: tuple[Chunk, ...]) -> Array:
         """Logits of the chunks that sample, in order."""
@@ -92,6 +99,23 @@ class ModelExecutor:
         if sampled.logprobs is None:
             return sampled.token_ids, sampled.is_nan
         return sampled.token_ids, sampled.is_nan, sampled.logprobs, sampled.top_ids, sampled.top_logprobs
+
+
+def _independent(copies: Iterable[BlockCopy]) -> list[list[BlockCopy]]:
+    """The copies in their order, in runs in which no target is a source or occurs twice.
+
+    One run nearly always: only what was preempted while the step was planned can have its blocks in it twice.
+    """
+    runs: list[list[BlockCopy]] = [[]]
+    seen_sources, seen_targets = set(), set()
+    for copy in copies:
+        if copy.target in seen_sources or copy.target in seen_targets or copy.source in seen_targets:
+            runs.append([])
+            seen_sources, seen_targets = set(), set()
+        runs[-1].append(copy)
+        seen_sources.add(copy.source)
+        seen_targets.add(copy.target)
+    return runs
 
 
 def _step_inputs(

@@ -1,10 +1,14 @@
-"""The memory of sequences: grows and releases block tables. It decides about blocks and moves no data itself."""
+"""The memory of sequences: grows, forks and releases block tables.
+
+It decides about blocks and moves no data itself: what has to be copied is recorded for the plan of the step.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from service.engine.block_pool import BlockPool
+from service.engine.plan import BlockCopy
 from service.engine.sequence import Sequence
 
 
@@ -14,17 +18,49 @@ class KVManager:
     def __init__(self, num_blocks: int, block_size: int):
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
+        self.num_copies = 0
+        self._copies: list[BlockCopy] = []
 
     def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
-        """Blocks the sequence lacks to hold its first `num_tokens` tokens."""
-        missing = -(-num_tokens // self.block_size) - len(sequence.block_table)
-        return missing if missing > 0 else 0
+        """Blocks the sequence lacks to write its tokens from the first uncomputed one up to `num_tokens`."""
+        table, size = sequence.block_table, self.block_size
+        first, end = sequence.num_computed_tokens // size, -(-num_tokens // size)
+        if end == first + 1 <= len(table):  # most steps of most sequences
+            return int(self.pool.is_shared(table[first]))
+        return max(0, end - len(table)) + sum(map(self.pool.is_shared, table[first:end]))
 
     def extend(self, sequence: Sequence, num_tokens: int) -> None:
-        """Give the sequence room for its first `num_tokens` tokens. Raises OutOfBlocks and then changes nothing."""
+        """Let the sequence write its tokens from the first uncomputed one up to `num_tokens`.
+
+        A block in that range which others hold too is replaced by a copy of its own; the last holder writes in place.
+        Raises OutOfBlocks and then changes nothing.
+        """
         missing = self.num_missing_blocks(sequence, num_tokens)
-        if missing:
-            sequence.block_table.extend(self.pool.take(missing))
+        if not missing:
+            return
+        table, fresh = sequence.block_table, self.pool.take(missing)
+        end = min(-(-num_tokens // self.block_size), len(table))
+        for index in range(sequence.num_computed_tokens // self.block_size, end):
+            if self.pool.is_shared(table[index]):
+                self._copies.append(BlockCopy(table[index], fresh[-1]))
+                self.pool.give_back((table[index],))
+                table[index] = fresh.pop()
+                self.num_copies += 1
+        table.extend(fresh)
+
+    def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
+        """Let the child, which holds nothing, begin as a copy of the parent's first `num_tokens` computed tokens.
+
+        Every block is shared, the last one too where it is not full; whoever writes into it first copies it.
+        """
+        child.block_table.extend(parent.block_table[: -(-num_tokens // self.block_size)])
+        self.pool.share(child.block_table)
+        child.num_computed_tokens = num_tokens
+
+    def take_copies(self) -> tuple[BlockCopy, ...]:
+        """The copies that `extend` has asked for since the last call, to be carried out before anything is written."""
+        copies, self._copies = tuple(self._copies), []
+        return copies
 
     def release(self, sequence: Sequence) -> None:
         """Take all blocks away; nothing of the sequence is computed any more."""

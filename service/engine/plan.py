@@ -24,11 +24,20 @@ class Chunk(NamedTuple):
         return self.start + self.length
 
 
+class BlockCopy(NamedTuple):
+    """Block `target` becomes what block `source` is."""
+
+    source: int
+    target: int
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Chunks of one token come first (see model.batch.Batch)."""
+    """Chunks of one token come first (see model.batch.Batch). The copies come before anything is written, and each
+    after those named before it."""
 
     chunks: tuple[Chunk, ...]
+    copies: tuple[BlockCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -61,7 +61,7 @@ class Scheduler:
         if self.waiting and budget > 0 and self.preemption.num_preemptions == num_preemptions:
             chunks += self._admit_waiting(budget)
         chunks.sort(key=lambda chunk: chunk.length != 1)
-        return StepPlan(tuple(chunks))
+        return StepPlan(tuple(chunks), self._kv.take_copies())
 
     def _continue(self, chunks: list[Chunk], sequences: list[Sequence], budget: int) -> tuple[list[Chunk], int]:
         """`chunks` and those of these running sequences, oldest first, and what is left of the budget."""

@@ -42,13 +42,18 @@ class DemoEngines:
         self._model = load_model(DEMO, self._config, ops, MAX_LEN)
 
     def make(self, num_blocks: int = 200, budget: int = 64, max_num_seqs: int = 6) -> Engine:
-        eos_token_ids = frozenset(self._config.eos_token_ids)
-        executor = ModelExecutor(self._model, eos_token_ids, max_num_seqs, MAX_LEN // BLOCK_SIZE)
-        executor.attach(allocate(self._model.ops, self._config, num_blocks, BLOCK_SIZE))
+        executor = self.executor(num_blocks, max_num_seqs)
         limits = Limits(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_prefill_chunk=budget, max_model_len=MAX_LEN
         )
-        return Engine(executor, KVManager(num_blocks, BLOCK_SIZE), limits, eos_token_ids)
+        return Engine(executor, KVManager(num_blocks, BLOCK_SIZE), limits, frozenset(self._config.eos_token_ids))
+
+    def executor(self, num_blocks: int, max_num_seqs: int) -> ModelExecutor:
+        """With a cache of its own, of zeros."""
+        eos_token_ids = frozenset(self._config.eos_token_ids)
+        executor = ModelExecutor(self._model, eos_token_ids, max_num_seqs, MAX_LEN // BLOCK_SIZE)
+        executor.attach(allocate(self._model.ops, self._config, num_blocks, BLOCK_SIZE))
+        return executor
 
     def each_alone(self) -> dict[str, list[int]]:
         """What every one of WISHES gets when nobody else is there."""

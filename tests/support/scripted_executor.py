@@ -40,6 +40,8 @@ class ScriptedExecutor:
     def launch(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
         time.sleep(self._step_s)
+        for source, target in plan.copies:
+            self.memory[target] = list(self.memory[source])
         for chunk in plan.chunks:
             for position in range(chunk.start, chunk.end):
                 block = chunk.sequence.block_table[position // self.block_size]
