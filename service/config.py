@@ -1,8 +1,8 @@
 """Every setting of every command on one page: its flag, its variable, its default, its unit and its bounds.
 
 A setting `max_num_seqs` is the flag `--max-num-seqs` and the environment variable `QUIRE_MAX_NUM_SEQS`; a flag wins
-over a variable, a variable over the default. An empty variable counts as unset. Settings are read once at start,
-checked, and never changed.
+over a variable, a variable over the line `max_num_seqs = N` of the TOML file that `--config` or `QUIRE_CONFIG` names,
+that over the default. An empty variable counts as unset. Settings are read once at start, checked, and never changed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,6 +182,9 @@ class Settings:
 
 def add_flags(parser: argparse.ArgumentParser, verb: str) -> None:
     """Give `parser` the flags of one verb. They default to None, so that `read_settings` can tell what was given."""
+    parser.add_argument(
+        _flag(CONFIG), metavar="FILE", help="TOML file of settings, named as here but with '_'; without it none is read"
+    )
     for field in _fields(verb):
         metadata = field.metadata
         default = "" if field.default in (None, ()) else f" (default: {_shown(field.default)})"
@@ -192,23 +196,53 @@ def add_flags(parser: argparse.ArgumentParser, verb: str) -> None:
 
 
 def read_settings(verb: str, flags: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
-    """Flags over environment over defaults. Raises StartupError with one line that names what is wrong."""
+    """Flags over environment over the file over defaults. Raises StartupError with one line that names the wrong."""
     known = {_variable(field.name) for field in dataclasses.fields(Settings)}
     unknown = sorted(name for name in environ if name.startswith("QUIRE_") and name not in known | RESERVED_VARIABLES)
     if unknown:
         raise StartupError(f"unknown environment variable {unknown[0]}")
+    path = getattr(flags, CONFIG, None) or environ.get(_variable(CONFIG))
+    lines = _file_lines(path) if path else {}
     values = {}
     for field in _fields(verb):
         text, source = getattr(flags, field.name), _flag(field.name)
         if text is None:
             text, source = environ.get(_variable(field.name)) or None, _variable(field.name)
+        if text is None:
+            text, source = lines.get(field.name), f"{path}: {field.name}"
         if text is not None:
             values[field.name] = _checked(field, text, source)
     return Settings(**values)
 
 
-RESERVED_VARIABLES = frozenset({"QUIRE_CACHE_DIR"})
-"""Variables that are no settings: where compiled kernels are kept is the machine's business, not a command's."""
+def _file_lines(path: str) -> dict[str, str]:
+    """The settings of a file, worded as flags would be. Those of other verbs may stand there too."""
+    try:
+        with open(path, "rb") as file:
+            lines = tomllib.load(file)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise StartupError(f"--config: {path}: {reason}") from None
+    unknown = sorted(lines.keys() - {field.name for field in dataclasses.fields(Settings)})
+    if unknown:
+        raise StartupError(f"--config: {path}: {unknown[0]} is no setting")
+    return {name: _worded(name, value, path) for name, value in lines.items()}
+
+
+def _worded(name: str, value: Any, path: str) -> str:
+    items = value if isinstance(value, list) else [value]
+    if any(isinstance(item, bool) or not isinstance(item, str | int | float) for item in items):
+        raise StartupError(f"--config: {path}: {name}: a text, a number or a list of texts is wanted")
+    return _shown(tuple(map(str, items)))
+
+
+CONFIG = "config"
+WITHOUT_FILE = {"QUIRE_CONFIG": ""}
+"""Environment for a part: its parent has read the file."""
+
+RESERVED_VARIABLES = frozenset({"QUIRE_CACHE_DIR", "QUIRE_CONFIG", "QUIRE_URL"})
+"""Variables that are no settings: where compiled kernels are kept is the machine's business, and where a
+service is that of the verbs that talk to one."""
 
 _SECRETS = ("api_key", "redis_url")
 """A Redis URL may hold a password."""
@@ -223,7 +257,7 @@ def flags_of(settings: Settings, verb: str) -> list[str]:
 
 def secrets_of(settings: Settings) -> dict[str, str]:
     """Environment for what must not stand on a command line, where every user of the machine can read it. A part takes
-    it together with `flags_of`."""
+    it together with `flags_of` and WITHOUT_FILE."""
     return {_variable(name): _shown(getattr(settings, name) or "") for name in _SECRETS}
 
 

@@ -29,6 +29,22 @@ STAT_PREEMPTIONS_TOTAL = "preemptions_total"
 STAT_STEPS_TOTAL = "steps_total"
 STAT_STEP_TIME_MS = "step_time_ms"  # of the last step
 
+# Names in the exposition that `quire top` reads back
+FIRST_TOKEN_S = "vllm:time_to_first_token_seconds"
+NEXT_TOKEN_S = "vllm:inter_token_latency_seconds"
+NUM_RUNNING = "vllm:num_requests_running"
+NUM_WAITING = "vllm:num_requests_waiting"
+PROMPT_TOKENS = "vllm:prompt_tokens"
+GENERATION_TOKENS = "vllm:generation_tokens"
+PREEMPTIONS = "vllm:num_preemptions"
+REQUESTS_ENDED = "quire:requests_ended"
+OPEN_REQUESTS = "quire:open_requests"
+QUEUE_DEPTH = "quire:queue_depth"
+KV_BLOCKS = "quire:kv_blocks"
+KV_WASTE_RATIO = "quire:kv_waste_ratio"
+STEPS = "quire:steps"
+STEP_TIME_MS = "quire:step_time_ms"
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 GATEWAY = "gateway"
 """Value of the label `engine` for what a gateway measures, which no single worker owns."""
@@ -44,27 +60,19 @@ class _WorkerMetric:
 
 
 _WORKER_GAUGES: Mapping[str, _WorkerMetric] = {
-    STAT_NUM_RUNNING: _WorkerMetric("vllm:num_requests_running", "Requests that the engine runs."),
-    STAT_NUM_WAITING: _WorkerMetric(
-        "vllm:num_requests_waiting", "Requests that the engine holds but does not run yet."
-    ),
+    STAT_NUM_RUNNING: _WorkerMetric(NUM_RUNNING, "Requests that the engine runs."),
+    STAT_NUM_WAITING: _WorkerMetric(NUM_WAITING, "Requests that the engine holds but does not run yet."),
     STAT_KV_USAGE: _WorkerMetric("vllm:kv_cache_usage_perc", "Share of the KV cache's blocks in use, 0..1."),
-    STAT_KV_WASTE_RATIO: _WorkerMetric(
-        "quire:kv_waste_ratio", "Share of the used blocks' slots that hold no token, 0..1."
-    ),
-    STAT_NUM_BLOCKS_FREE: _WorkerMetric(
-        "quire:kv_blocks", "Blocks of the KV cache.", (("tier", "gpu"), ("state", "free"))
-    ),
-    STAT_NUM_BLOCKS_USED: _WorkerMetric(
-        "quire:kv_blocks", "Blocks of the KV cache.", (("tier", "gpu"), ("state", "used"))
-    ),
-    STAT_STEP_TIME_MS: _WorkerMetric("quire:step_time_ms", "Duration of the engine's last step, in milliseconds."),
+    STAT_KV_WASTE_RATIO: _WorkerMetric(KV_WASTE_RATIO, "Share of the used blocks' slots that hold no token, 0..1."),
+    STAT_NUM_BLOCKS_FREE: _WorkerMetric(KV_BLOCKS, "Blocks of the KV cache.", (("tier", "gpu"), ("state", "free"))),
+    STAT_NUM_BLOCKS_USED: _WorkerMetric(KV_BLOCKS, "Blocks of the KV cache.", (("tier", "gpu"), ("state", "used"))),
+    STAT_STEP_TIME_MS: _WorkerMetric(STEP_TIME_MS, "Duration of the engine's last step, in milliseconds."),
 }
 _WORKER_COUNTERS: Mapping[str, _WorkerMetric] = {
-    STAT_PROMPT_TOKENS_TOTAL: _WorkerMetric("vllm:prompt_tokens", "Prompt tokens computed."),
-    STAT_GENERATION_TOKENS_TOTAL: _WorkerMetric("vllm:generation_tokens", "Tokens generated."),
-    STAT_PREEMPTIONS_TOTAL: _WorkerMetric("vllm:num_preemptions", "Requests that had to leave the GPU for others."),
-    STAT_STEPS_TOTAL: _WorkerMetric("quire:steps", "Steps of the engine."),
+    STAT_PROMPT_TOKENS_TOTAL: _WorkerMetric(PROMPT_TOKENS, "Prompt tokens computed."),
+    STAT_GENERATION_TOKENS_TOTAL: _WorkerMetric(GENERATION_TOKENS, "Tokens generated."),
+    STAT_PREEMPTIONS_TOTAL: _WorkerMetric(PREEMPTIONS, "Requests that had to leave the GPU for others."),
+    STAT_STEPS_TOTAL: _WorkerMetric(STEPS, "Steps of the engine."),
 }
 
 _FIRST_TOKEN_BUCKETS_S = (
@@ -90,12 +98,8 @@ class GatewayMetrics:
         self._workers = _WorkerCollector(model_name)
         self._registry.register(self._workers)
         self._model_name = model_name
-        self._first_token_s = self._histogram(
-            "vllm:time_to_first_token_seconds", "Time to the first token.", _FIRST_TOKEN_BUCKETS_S
-        )
-        self._next_token_s = self._histogram(
-            "vllm:inter_token_latency_seconds", "Time between tokens.", _NEXT_TOKEN_BUCKETS_S
-        )
+        self._first_token_s = self._histogram(FIRST_TOKEN_S, "Time to the first token.", _FIRST_TOKEN_BUCKETS_S)
+        self._next_token_s = self._histogram(NEXT_TOKEN_S, "Time between tokens.", _NEXT_TOKEN_BUCKETS_S)
         self._request_s = self._histogram(
             "vllm:e2e_request_latency_seconds", "Time from admission to the end.", _REQUEST_BUCKETS_S
         )
@@ -107,11 +111,9 @@ class GatewayMetrics:
         self._success = Counter(
             "vllm:request_success", "Requests that ended well.", (*labels, "finished_reason"), registry=self._registry
         )
-        self._ended = Counter(
-            "quire:requests_ended", "Requests by how they ended.", ("reason",), registry=self._registry
-        )
-        self._open = Gauge("quire:open_requests", "Requests this gateway follows.", registry=self._registry)
-        self._queue_depth = Gauge("quire:queue_depth", "Jobs no worker has claimed.", registry=self._registry)
+        self._ended = Counter(REQUESTS_ENDED, "Requests by how they ended.", ("reason",), registry=self._registry)
+        self._open = Gauge(OPEN_REQUESTS, "Requests this gateway follows.", registry=self._registry)
+        self._queue_depth = Gauge(QUEUE_DEPTH, "Jobs no worker has claimed.", registry=self._registry)
         self._responses = Counter(
             "quire:http_responses", "HTTP responses.", ("route", "status"), registry=self._registry
         )

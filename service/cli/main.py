@@ -11,6 +11,8 @@ from pathlib import Path
 
 from service.cli.bench.verb import add_bench_flags, run_bench
 from service.cli.check import add_check_flags, run_check
+from service.cli.client.talk import add_chat_flags, add_complete_flags, run_chat, run_complete
+from service.cli.client.top import add_top_flags, run_top
 from service.cli.parts import gateway_command, worker_command
 from service.cli.serve import serve_command
 from service.config import BENCH, VERBS, Settings, add_flags, read_settings
@@ -28,6 +30,14 @@ HELP = {
 }
 
 Command = Callable[[Settings, argparse.Namespace], int]
+
+CLIENT_VERBS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
+    "chat": ("talk with the model of a running service", add_chat_flags, run_chat),
+    "complete": ("let the model of a running service go on with a text", add_complete_flags, run_complete),
+    "top": ("watch a running service: requests, tokens, latencies, KV blocks", add_top_flags, run_top),
+}
+"""Verbs that speak to a service and read no settings: help, flags, command."""
+
 COMMANDS: dict[str, Command] = {
     "serve": serve_command,
     "gateway": gateway_command,
@@ -44,13 +54,15 @@ def make_parser() -> argparse.ArgumentParser:
         description="Serves Llama-family models over HTTP and Redis from a paged KV cache.",
         epilog="Every flag --some-name can be given as QUIRE_SOME_NAME in the environment; the flag wins.",
     )
-    verbs = parser.add_subparsers(dest="verb", metavar="|".join(VERBS), required=True)
+    verbs = parser.add_subparsers(dest="verb", metavar="|".join((*VERBS, *CLIENT_VERBS)), required=True)
     extra = {"check": add_check_flags, "bench": add_bench_flags}
     for verb in VERBS:
         verb_parser = verbs.add_parser(verb, help=HELP[verb], description=HELP[verb], allow_abbrev=False)
         extra.get(verb, lambda parser: None)(verb_parser)
         if verb != BENCH:  # each of its benches lists the settings it reads
             add_flags(verb_parser, verb)
+    for verb, (help, add_verb_flags, _) in CLIENT_VERBS.items():
+        add_verb_flags(verbs.add_parser(verb, help=help, description=help, allow_abbrev=False))
     return parser
 
 
@@ -58,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb. 0: done, 1: it failed while running, 2: it could not start as asked."""
     flags = make_parser().parse_args(argv)
     try:
+        if flags.verb in CLIENT_VERBS:
+            return CLIENT_VERBS[flags.verb][2](flags)
         settings = read_settings(flags.verb, flags, os.environ)
         if settings.model is None:
             settings = replace(settings, model=DEMO_MODEL)

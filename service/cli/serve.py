@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from service.cli.parts import READY, run_until_signalled
-from service.config import GATEWAY, WORKER, Settings, flags_of, secrets_of
+from service.config import GATEWAY, WITHOUT_FILE, WORKER, Settings, flags_of, secrets_of
 from service.errors import StartupError
 from service.logs import fields
 from service.wire.die_with_parent import die_with_parent
@@ -46,7 +46,7 @@ class Part:
             "service.cli.main",
             verb,
             *flags_of(settings, verb),
-            env={**BLAS_THREADS, **os.environ, **secrets_of(settings), "PYTHONPATH": _module_path()},
+            env={**BLAS_THREADS, **os.environ, **secrets_of(settings), **WITHOUT_FILE, "PYTHONPATH": _module_path()},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,

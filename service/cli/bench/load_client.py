@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 import aiohttp
 import uvloop
 
-MAX_EVENT_BYTES = 1 << 20
+from service.cli.client.event_lines import EventLines
 
 
 @dataclass(frozen=True)
@@ -43,20 +43,6 @@ class Answer:
     end_s: float = 0.0
     num_tokens: int = 0  # as the service counts them
     error: str | None = None  # None: all of it came
-
-
-class EventLines:
-    """Cuts a stream of server-sent events into the data of each."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """The data of every event that is complete now. Raises ValueError for one that grows without end."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > MAX_EVENT_BYTES:
-            raise ValueError("an event without end")
-        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
 
 def body_of(task: Task, number: int, num_prompt: int, num_output: int) -> bytes:

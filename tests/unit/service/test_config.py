@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from service.config import VERBS, Settings, add_flags, flags_of, read_settings, secrets_of
+from service.config import VERBS, WITHOUT_FILE, Settings, add_flags, flags_of, read_settings, secrets_of
 from service.errors import StartupError
 
 FIELDS = dataclasses.fields(Settings)
@@ -150,6 +150,56 @@ def test_a_flag_that_chose_the_default_wins_over_the_environment_in_the_parts_to
     environ = {"QUIRE_" + field.name.upper(): example_of(field) for field in FIELDS if field.default not in (None, ())}
     chosen = Settings()
     assert read(verb, *flags_of(chosen, verb), **{**environ, **secrets_of(chosen)}) == chosen
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "quire.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_file_is_read_under_the_environment_and_the_flags(tmp_path):
+    path = write(
+        tmp_path, 'max_num_seqs = 3\nport = 1\nhost = "h"\nproducers = ["a", "b"]\ngpu_memory_utilization = 0.5\n'
+    )
+    settings = read("serve", "--config", path, "--port", "9", QUIRE_HOST="x")
+    assert (settings.max_num_seqs, settings.port, settings.host) == (3, 9, "x")
+    assert (settings.producers, settings.gpu_memory_utilization) == (("a", "b"), 0.5)
+    assert read("serve", QUIRE_CONFIG=path).port == 1
+    assert read("check", "--config", path).max_num_seqs == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("max_seqs = 3", "max_seqs is no setting"),
+        ("max_num_seqs = 0", "max_num_seqs: 0 is outside 1..4096"),
+        ("max_num_seqs = true", "max_num_seqs: a text, a number or a list of texts is wanted"),
+        ("[serve]\nport = 3", "serve is no setting"),
+        ("port = ", "Invalid value"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused_in_one_line(tmp_path, text, complaint):
+    with pytest.raises(StartupError) as refusal:
+        read("serve", "--config", write(tmp_path, text))
+    assert complaint in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_file_that_is_not_there_is_refused():
+    with pytest.raises(StartupError, match=r"^--config: /nowhere/x\.toml: No such file or directory$"):
+        read("serve", "--config", "/nowhere/x.toml")
+
+
+def test_a_part_does_not_read_the_file_its_parent_has_read(tmp_path):
+    path = write(tmp_path, 'api_key = "old"')
+    settings = read("serve", "--config", path, "--api-key=")
+    assert (
+        read(
+            "gateway", *flags_of(settings, "gateway"), **{"QUIRE_CONFIG": path, **secrets_of(settings), **WITHOUT_FILE}
+        ).api_key
+        == ()
+    )
 
 
 def test_a_part_does_not_take_over_a_secret_that_its_parent_refused():

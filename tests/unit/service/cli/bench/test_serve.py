@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from service.cli.bench.load_client import Answer, EventLines, Task, body_of
+from service.cli.bench.load_client import Answer, Task, body_of
 from service.cli.bench.report import Spread
 from service.cli.bench.serve import Plan, summarize
 from service.cli.bench.trace import TracedRequest
@@ -86,19 +86,6 @@ def test_a_run_in_which_nothing_came_has_no_latencies():
 def test_percentiles():
     assert Spread.of(range(101)) == Spread(50, 90, 99)
     assert Spread.of([]) is None
-
-
-def test_events_are_cut_wherever_the_bytes_break():
-    stream = b': hello\n\nid: 3\ndata: {"a": 1}\r\n\r\ndata:[DONE]\n\n'
-    for size in (1, 2, 7, len(stream)):
-        lines = EventLines()
-        found = [event for i in range(0, len(stream), size) for event in lines.feed(stream[i : i + size])]
-        assert found == [b'{"a": 1}', b"[DONE]"]
-
-
-def test_an_event_without_end_is_refused():
-    with pytest.raises(ValueError, match="without end"):
-        EventLines().feed(b"x" * ((1 << 20) + 1))
 
 
 def test_a_request_is_the_same_in_every_run():

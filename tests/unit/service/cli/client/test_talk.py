@@ -1,0 +1,100 @@
+"""The verbs that speak to a running service: what they print, and what they say where it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+
+import pytest
+
+from service.cli.main import main
+from service.errors import EndReason
+from tests.support.gateway import open_gateway, write_model
+from tests.support.scripted_worker import Script
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def no_terminal(monkeypatch):
+    monkeypatch.delenv("QUIRE_URL", raising=False)
+    monkeypatch.delenv("QUIRE_API_KEY", raising=False)
+
+
+async def quire(*argv: str) -> int:
+    return await asyncio.to_thread(main, list(argv))
+
+
+async def test_chat_prints_the_answer(folder, capsys):
+    async with open_gateway(folder) as gateway:
+        assert await quire("chat", "--url", gateway.url, "--system", "Be brief.", "--seed", "3", "Hi") == 0
+        text = gateway.model.tokenizer.decode(_ids(gateway.worker.jobs[0].prompt), skip_special_tokens=False)
+    assert capsys.readouterr().out == "Hello world.\n"
+    assert text.index("Be brief.") < text.index("Hi")
+    assert gateway.worker.jobs[0].sampling.seed == 3
+
+
+async def test_a_pipe_is_a_message_and_a_prompt(folder, capsys, monkeypatch):
+    async with open_gateway(folder) as gateway:
+        monkeypatch.setattr("sys.stdin", io.StringIO("the and"))
+        assert await quire("complete", "--url", gateway.url, "--max-tokens", "2") == 0
+        assert capsys.readouterr().out.startswith("the and")
+        monkeypatch.setattr("sys.stdin", io.StringIO("Hi"))
+        assert await quire("chat", "--url", gateway.url) == 0
+        assert capsys.readouterr().out == "Hello world.\n"
+
+
+async def test_a_refusal_is_one_line(folder, capsys):
+    async with open_gateway(folder, api_key=("right",)) as gateway:
+        assert await quire("chat", "--url", gateway.url, "--api-key", "right", "Hi") == 0
+        for flags, complaint in (
+            (["--api-key", "wrong", "Hi"], "key"),
+            (["--api-key", "right", "--max-tokens", "0", "Hi"], "max_tokens"),
+            (["--api-key", "right", "--model", "other", "Hi"], "model"),
+        ):
+            assert await quire("chat", "--url", gateway.url, *flags) == 1
+            told = capsys.readouterr().err
+            assert told.startswith("quire chat: ")
+            assert complaint in told
+            assert told.count("\n") == 1
+
+
+async def test_an_answer_that_fails_behind_its_beginning_fails(folder, capsys):
+    async with open_gateway(folder) as gateway:
+        gateway.worker.script = lambda job: Script([gateway.model.tokenizer.encode("Hello")], EndReason.INTERNAL)
+        assert await quire("chat", "--url", gateway.url, "Hi") == 1
+    said = capsys.readouterr()
+    assert said.out == "Hello"
+    assert "engine failed" in said.err
+
+
+@pytest.mark.parametrize(
+    ("url", "complaint"), [("http://127.0.0.1:9", "cannot be reached"), ("foo", "is no address of a service")]
+)
+def test_where_nothing_is_found(url, complaint, capsys):
+    for verb in (["chat", "Hi"], ["complete", "Hi"], ["top", "--once"]):
+        assert main([verb[0], "--url", url, *verb[1:]]) == 1
+        assert complaint in capsys.readouterr().err
+
+
+async def test_top_draws_a_live_service(folder, capsys):
+    async with open_gateway(folder) as gateway:
+        gateway.worker.stats = {"steps_total": 5.0, "num_blocks_free": 8.0, "num_blocks_used": 8.0}
+        await gateway.worker.announce()
+        assert await quire("top", "--url", gateway.url, "--once", "--every", "0.1") == 0
+    told = capsys.readouterr().out
+    assert "requests  0 open" in told
+    assert "worker    scripted" in told
+    assert "8 used" in told
+
+
+def test_top_refuses_a_span_that_is_none(capsys):
+    assert main(["top", "--every", "0"]) == 2
+    assert "--every" in capsys.readouterr().err
+
+
+def _ids(packed: bytes) -> list[int]:
+    return list(memoryview(packed).cast("I"))
