@@ -41,6 +41,12 @@ def _keys(text: str) -> tuple[str, ...]:
     return tuple(key.strip() for key in text.split(",") if key.strip())
 
 
+def _switch(text: str) -> bool:
+    if text.lower() not in ("true", "false", "1", "0"):
+        raise ValueError("true or false")
+    return text.lower() in ("true", "1")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """One process's settings. Durations are in seconds, sizes in the unit their help names."""
@@ -106,6 +112,13 @@ class Settings:
         parse=float,
         low=0.0,
         high=0.0,
+    )
+    enable_prefix_caching: bool = _setting(
+        True,
+        "keep the blocks of ended requests, and begin others of the same tenant and beginning with them",
+        verbs=_ENGINE_VERBS,
+        parse=_switch,
+        choices=(True, False),
     )
     max_num_seqs: int = _setting(256, "sequences that run at once", verbs=_ENGINE_VERBS, parse=int, low=1, high=4096)
     max_num_batched_tokens: int | None = _setting(
@@ -192,7 +205,11 @@ def add_flags(parser: argparse.ArgumentParser, verb: str) -> None:
             _flag(field.name),
             metavar="{" + ",".join(map(str, metadata["choices"])) + "}" if metadata["choices"] else _metavar(field),
             help=(metadata["help"] + default).replace("%", "%%"),
+            **({"nargs": "?", "const": "true"} if metadata["parse"] is _switch else {}),
         )
+        if metadata["parse"] is _switch:
+            off = f"--no-{_flag(field.name)[2:]}"
+            parser.add_argument(off, dest=field.name, action="store_const", const="false", help="turns it off")
 
 
 def read_settings(verb: str, flags: argparse.Namespace, environ: Mapping[str, str]) -> Settings:

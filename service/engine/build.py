@@ -81,7 +81,7 @@ def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
         max_model_len=memory.max_model_len,
     )
     executor.attach(allocate(ops, config, memory.num_blocks, memory.block_size), progress=progress)
-    kv = KVManager(memory.num_blocks, memory.block_size)
+    kv = KVManager(memory.num_blocks, memory.block_size, prefix_caching=settings.enable_prefix_caching)
     engine = Engine(executor, kv, limits, frozenset(config.eos_token_ids))
     _prove(engine)
     log.info(

@@ -64,6 +64,7 @@ class EngineStats:
     num_running: int
     num_waiting: int
     num_blocks_free: int
+    num_blocks_cached: int
     num_blocks_used: int
     num_slots_held: int
     num_slots_filled: int
@@ -154,6 +155,7 @@ class Engine:
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting),
             num_blocks_free=self._kv.pool.num_free,
+            num_blocks_cached=self._kv.pool.num_cached,
             num_blocks_used=self._kv.pool.num_used,
             num_slots_held=held,
             num_slots_filled=filled,
@@ -179,6 +181,8 @@ class Engine:
             flight = self._flights.popleft()
             result = self._executor.collect(flight.launched)
             due = [chunk.sequence for chunk in flight.plan.chunks if chunk.samples]
+            failed = {sequence for sequence, token in zip(due, result.sampled, strict=True) if token.is_nan}
+            self._kv.settle(flight.plan.chunks, failed)
             for sequence, sampled in zip(due, result.sampled, strict=True):
                 sequence.num_pending_tokens -= 1
                 if sequence.state is not State.ENDED:
@@ -213,5 +217,5 @@ class Engine:
         good_end = end if end in (EndReason.STOP, EndReason.LENGTH) else None
         parts = (BranchOutput(BRANCH, tokens, logprobs, good_end),) if tokens or good_end else ()
         choices = (BRANCH,) if good_end else ()
-        counts = (sequence.num_prompt_tokens, sequence.num_output_tokens, 0)
+        counts = (sequence.num_prompt_tokens, sequence.num_output_tokens, sequence.num_cached_tokens or 0)
         self._outbox.append(Output(sequence.request_id, parts, end, choices, *counts))

@@ -23,7 +23,7 @@ class Preemption:
         Returns the victims, youngest first; they are WAITING and no longer in `running`.
         """
         victims = []
-        while self._kv.pool.num_free < num_blocks and claimant not in victims:
+        while self._kv.pool.num_available < num_blocks and claimant not in victims:
             victim = running.pop()
             self._kv.release(victim)
             victim.become(State.WAITING)

@@ -50,6 +50,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """The plan of the next step; every chunk in it has its blocks. Empty only if there is nothing to do."""
+        self._kv.start_step()
         num_preemptions = self.preemption.num_preemptions
         decodes = [sequence for sequence in self.running if sequence.num_uncomputed_tokens == 1]
         prefills = [sequence for sequence in self.running if sequence.num_uncomputed_tokens > 1]
@@ -58,6 +59,9 @@ class Scheduler:
             num_prompts = max(1, len(prefills) + len(self.waiting))
             budget = min(budget, num_prompts * self._limits.max_prefill_chunk)
         chunks, budget = self._continue(chunks, prefills, budget)
+        for chunk in chunks:
+            if chunk.length > 1:
+                self._kv.remember(chunk.sequence, chunk.end)
         if self.waiting and budget > 0 and self.preemption.num_preemptions == num_preemptions:
             chunks += self._admit_waiting(budget)
         chunks.sort(key=lambda chunk: chunk.length != 1)
@@ -73,7 +77,7 @@ class Scheduler:
             chunk = self._chunk(sequence, budget)
             missing = self._kv.num_missing_blocks(sequence, chunk.end)
             if missing:
-                if missing > self._kv.pool.num_free:
+                if missing > self._kv.pool.num_available:
                     self.waiting.extendleft(self.preemption.make_room(missing, sequence, self.running))
                     budget += sum(chunk.length for chunk in chunks if chunk.sequence.state is not State.RUNNING)
                     chunks = [chunk for chunk in chunks if chunk.sequence.state is State.RUNNING]
@@ -87,24 +91,30 @@ class Scheduler:
     def _admit_waiting(self, budget: int) -> list[Chunk]:
         """Start waiting sequences, first come first served, while the pool can hold all they have so far.
 
-        A newcomer also leaves room for what running sequences still lack of their prompts, and a small reserve, so that
-        it does not become the next victim.
+        Each begins with what the cache has of it, written by this very step perhaps: this is planned behind all
+        preemptions, so that nothing which others count on is taken back. A newcomer also leaves room for what running
+        sequences still lack of their prompts, and a small reserve, so that it does not become the next victim.
         """
         chunks = []
-        spare = self._kv.pool.num_free - sum(
+        spare = self._kv.pool.num_available - sum(
             self._kv.num_missing_blocks(sequence, sequence.num_tokens) for sequence in self.running
         )
         while self.waiting and budget > 0 and len(self.running) < self._limits.max_num_seqs:
             sequence = self.waiting[0]
-            wanted = self._kv.num_missing_blocks(sequence, sequence.num_tokens)
+            if sequence.num_pending_tokens > 0:
+                break
+            match = self._kv.match(sequence)
+            wanted = self._kv.num_wanted_blocks(sequence, match)
             reserve = self._kv.pool.num_blocks // 100 if self.running else 0
-            if wanted + reserve > spare or sequence.num_pending_tokens > 0:
+            if wanted + reserve > spare:
                 break
             self.waiting.popleft()
             sequence.become(State.RUNNING)
             self.running.append(sequence)
+            self._kv.begin(sequence, match)
             chunk = self._chunk(sequence, budget)
             self._kv.extend(sequence, chunk.end)
+            self._kv.remember(sequence, chunk.end)
             chunks.append(chunk)
             budget -= chunk.length
             spare -= wanted

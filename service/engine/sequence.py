@@ -67,6 +67,7 @@ class Sequence:
         self.max_num_tokens = len(request.prompt) + request.sampling.max_tokens
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
+        self.num_cached_tokens: int | None = None  # of the prompt, found in memory when it first ran
         self.block_table = array("i")
         self._state = State.WAITING
 

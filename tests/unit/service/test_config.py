@@ -231,3 +231,11 @@ def test_settings_cannot_change():
 
 def test_every_secret_is_a_setting():
     assert set(secrets_of(Settings())) == {"QUIRE_" + name.upper() for name in SECRETS}
+
+
+def test_a_switch_is_turned_by_its_flag_alone_and_by_its_negation():
+    assert read("serve", "--enable-prefix-caching").enable_prefix_caching
+    assert not read("serve", "--no-enable-prefix-caching", QUIRE_ENABLE_PREFIX_CACHING="1").enable_prefix_caching
+    assert not read("serve", QUIRE_ENABLE_PREFIX_CACHING="0").enable_prefix_caching
+    with pytest.raises(StartupError, match="QUIRE_ENABLE_PREFIX_CACHING: 'maybe' is not accepted: true or false"):
+        read("serve", QUIRE_ENABLE_PREFIX_CACHING="maybe")

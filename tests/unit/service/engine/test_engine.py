@@ -17,19 +17,27 @@ EOS = 7
 
 
 @pytest.fixture(params=[False, True], ids=["in step", "one step ahead"])
-def make_engine(request):
+def runs_ahead(request):
+    return request.param
+
+
+@pytest.fixture(params=[False, True], ids=["", "caching"])
+def make_engine(request, runs_ahead):
     def make(**sizes):
-        return engine_of(runs_ahead=request.param, **sizes)
+        return engine_of(runs_ahead=runs_ahead, caches=request.param, **sizes)
 
     return make
 
 
-def engine_of(runs_ahead, num_blocks=64, block_size=4, max_num_seqs=8, budget=16, max_len=128, nan_after=None):
+def engine_of(
+    runs_ahead, caches=False, num_blocks=64, block_size=4, max_num_seqs=8, budget=16, max_len=128, nan_after=None
+):
     executor = ScriptedExecutor(num_blocks, block_size, nan_after, runs_ahead)
     limits = Limits(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_prefill_chunk=budget, max_model_len=max_len
     )
-    return Engine(executor, KVManager(num_blocks, block_size), limits, frozenset({EOS})), executor
+    kv = KVManager(num_blocks, block_size, prefix_caching=caches)
+    return Engine(executor, kv, limits, frozenset({EOS})), executor
 
 
 def request(name, prompt, **wishes):
@@ -159,16 +167,40 @@ def test_the_same_id_twice_is_refused(make_engine):
         engine.add(request("a", [2]))
 
 
+def test_later_requests_begin_with_what_earlier_ones_have_left(runs_ahead):
+    engine, executor = engine_of(runs_ahead, caches=True)
+    engine.add(request("first", range(30), max_tokens=10, ignore_eos=True))
+    tokens, _ = run(engine)["first"]
+    turn = [*range(30), *tokens, 5, 6]
+    engine.add(request("next", turn, max_tokens=4, ignore_eos=True))
+    cached = []
+    while engine.has_work:
+        engine.step()
+        cached += [output.num_cached_tokens for output in engine.take_outputs()]
+    assert cached == [36] * 4  # the first one has computed 39; its last block was not full
+    assert sum(c.length for plan in executor.plans for c in plan.chunks if c.sequence.request_id == "next") == 6 + 3
+
+
+def test_requests_of_one_beginning_compute_it_once_though_they_come_together(runs_ahead):
+    engine, executor = engine_of(runs_ahead, caches=True, budget=256)
+    prompts = {str(n): [*range(40), 60 + n] for n in range(8)}
+    for name, prompt in prompts.items():
+        engine.add(request(name, prompt, max_tokens=3))
+    assert run(engine) == {name: alone(prompt, 3) for name, prompt in prompts.items()}
+    assert executor.plans[0].num_tokens == 41 + 7
+
+
 class EngineMachine(RuleBasedStateMachine):
     """Add, step and cancel in any order in a pool that is too small, against what each request would get alone."""
 
-    @initialize(runs_ahead=st.booleans())
-    def start(self, runs_ahead):
-        self.engine, _ = engine_of(runs_ahead, num_blocks=14, max_num_seqs=5, budget=11, max_len=56)
+    @initialize(runs_ahead=st.booleans(), caches=st.booleans())
+    def start(self, runs_ahead, caches):
+        self.engine, _ = engine_of(runs_ahead, caches, num_blocks=14, max_num_seqs=5, budget=11, max_len=56)
         self.wanted, self.told, self.cancelled = {}, {}, set()
 
     @rule(
-        prompt=st.lists(st.integers(0, 96), min_size=1, max_size=30),
+        prompt=st.lists(st.integers(0, 96), min_size=1, max_size=30)
+        | st.lists(st.integers(0, 1), min_size=1, max_size=30),
         max_tokens=st.integers(1, 25),
         penalty=st.sampled_from([0.0, 0.0, 0.0, 1.0]),
     )
