@@ -37,6 +37,13 @@ def _names(text: str) -> tuple[str, ...]:
     return names
 
 
+def _hosts(text: str) -> tuple[str, ...]:
+    hosts = tuple(host.strip().lower() for host in text.split(",") if host.strip())
+    if not all(re.fullmatch(r"\*|(\*\.)?[a-z0-9_.-]{1,253}|\[?[0-9a-f:.]+\]?", host) for host in hosts):
+        raise ValueError("hosts are names, addresses, *.some.domain or *, without a port")
+    return hosts
+
+
 def _keys(text: str) -> tuple[str, ...]:
     return tuple(key.strip() for key in text.split(",") if key.strip())
 
@@ -140,6 +147,14 @@ class Settings:
     tensor_parallel_size: int = _setting(
         1, "GPUs that share one model; 1 is all that works yet", verbs=_ENGINE_VERBS, parse=int, low=1, high=1
     )
+    step_timeout: float | None = _setting(
+        None,
+        "seconds after which a step counts as hung and its worker ends; without it 60 on a GPU, 600 on a CPU",
+        verbs=(SERVE, WORKER),
+        parse=float,
+        low=0.5,
+        high=86400.0,
+    )
 
     # Queue
     redis_url: str | None = _setting(
@@ -147,8 +162,17 @@ class Settings:
         "redis://, rediss:// or unix:// of an existing server; serve starts one of its own without it",
         verbs=(SERVE, GATEWAY, WORKER),
     )
+    redis_password_file: Path | None = _setting(
+        None,
+        "file that holds the password of the URL's user; without it what the URL says",
+        verbs=(SERVE, GATEWAY, WORKER),
+        parse=Path,
+    )
     data_dir: Path = _setting(
-        Path(".quire"), "folder of the embedded Redis: its log, lock and socket", verbs=(SERVE,), parse=Path
+        Path(".quire"),
+        "folder of the embedded Redis: its data, log, lock and socket",
+        verbs=(SERVE,),
+        parse=Path,
     )
     producers: tuple[str, ...] = _setting(
         ("default",), "names of the queue producers whose ingress streams are read", verbs=_DOOR_VERBS, parse=_names
@@ -167,15 +191,64 @@ class Settings:
     port: int = _setting(8000, "port to listen on; 0 takes a free one", verbs=_DOOR_VERBS, parse=int, low=0, high=65535)
     api_key: tuple[str, ...] = _setting(
         (),
-        "keys that clients may show, separated by commas; without it every client may enter",
+        "keys that clients may show, separated by commas; without it only those of --api-key-file, or none is asked",
         verbs=_DOOR_VERBS,
         parse=_keys,
+    )
+    api_key_file: Path | None = _setting(
+        None,
+        "file of hashed keys, made by `quire key`, read again when it changes; without it only those of --api-key",
+        verbs=_DOOR_VERBS,
+        parse=Path,
+    )
+    allowed_hosts: tuple[str, ...] = _setting(
+        (),
+        "names that a Host header may hold, with *.some.domain and *; without it addresses, localhost, --host and this "
+        "machine's name, and every name where keys are asked for",
+        verbs=_DOOR_VERBS,
+        parse=_hosts,
+    )
+    ssl_certfile: Path | None = _setting(
+        None, "PEM file of the certificate and its chain; without it plain HTTP", verbs=_DOOR_VERBS, parse=Path
+    )
+    ssl_keyfile: Path | None = _setting(
+        None, "PEM file of its private key; without it in the certificate's file", verbs=_DOOR_VERBS, parse=Path
+    )
+    probe_port: int | None = _setting(
+        None,
+        "port where a thread of its own answers /livez and /readyz, whatever else is busy; without it only --port does",
+        verbs=_DOOR_VERBS,
+        parse=int,
+        low=0,
+        high=65535,
+    )
+    max_connections: int = _setting(
+        16384, "HTTP connections at once", verbs=_DOOR_VERBS, parse=int, low=1, high=1 << 20
+    )
+    max_connections_per_client: int = _setting(
+        8192, "HTTP connections at once from one address", verbs=_DOOR_VERBS, parse=int, low=1, high=1 << 20
+    )
+    max_open_per_key: int = _setting(
+        8192,
+        "requests at once with one key, where its line in --api-key-file says nothing else",
+        verbs=_DOOR_VERBS,
+        parse=int,
+        low=1,
+        high=1 << 20,
     )
     max_body_bytes: int = _setting(
         2 << 20, "longest request body, in bytes", verbs=_DOOR_VERBS, parse=int, low=1024, high=1 << 28
     )
     request_timeout: float = _setting(
         600.0, "seconds after which an unfinished request ends", verbs=_DOOR_VERBS, parse=float, low=1.0, high=86400.0
+    )
+    read_timeout: float = _setting(
+        30.0,
+        "seconds that a client has for its headers, and again for its body",
+        verbs=_DOOR_VERBS,
+        parse=float,
+        low=0.1,
+        high=3600.0,
     )
     write_timeout: float = _setting(
         30.0, "seconds that a client may leave its stream unread", verbs=_DOOR_VERBS, parse=float, low=1.0, high=3600.0

@@ -13,6 +13,7 @@ from service.cli.bench.verb import add_bench_flags, run_bench
 from service.cli.check import add_check_flags, run_check
 from service.cli.client.talk import add_chat_flags, add_complete_flags, run_chat, run_complete
 from service.cli.client.top import add_top_flags, run_top
+from service.cli.key import add_key_flags, run_key
 from service.cli.parts import gateway_command, worker_command
 from service.cli.serve import serve_command
 from service.config import BENCH, VERBS, Settings, add_flags, read_settings
@@ -31,12 +32,13 @@ HELP = {
 
 Command = Callable[[Settings, argparse.Namespace], int]
 
-CLIENT_VERBS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
+OTHER_VERBS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
     "chat": ("talk with the model of a running service", add_chat_flags, run_chat),
     "complete": ("let the model of a running service go on with a text", add_complete_flags, run_complete),
     "top": ("watch a running service: requests, tokens, latencies, KV blocks", add_top_flags, run_top),
+    "key": ("make an API key and its line for --api-key-file", add_key_flags, run_key),
 }
-"""Verbs that speak to a service and read no settings: help, flags, command."""
+"""Verbs that read no settings: help, flags, command."""
 
 COMMANDS: dict[str, Command] = {
     "serve": serve_command,
@@ -54,14 +56,14 @@ def make_parser() -> argparse.ArgumentParser:
         description="Serves Llama-family models over HTTP and Redis from a paged KV cache.",
         epilog="Every flag --some-name can be given as QUIRE_SOME_NAME in the environment; the flag wins.",
     )
-    verbs = parser.add_subparsers(dest="verb", metavar="|".join((*VERBS, *CLIENT_VERBS)), required=True)
+    verbs = parser.add_subparsers(dest="verb", metavar="|".join((*VERBS, *OTHER_VERBS)), required=True)
     extra = {"check": add_check_flags, "bench": add_bench_flags}
     for verb in VERBS:
         verb_parser = verbs.add_parser(verb, help=HELP[verb], description=HELP[verb], allow_abbrev=False)
         extra.get(verb, lambda parser: None)(verb_parser)
         if verb != BENCH:  # each of its benches lists the settings it reads
             add_flags(verb_parser, verb)
-    for verb, (help, add_verb_flags, _) in CLIENT_VERBS.items():
+    for verb, (help, add_verb_flags, _) in OTHER_VERBS.items():
         add_verb_flags(verbs.add_parser(verb, help=help, description=help, allow_abbrev=False))
     return parser
 
@@ -70,8 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb. 0: done, 1: it failed while running, 2: it could not start as asked."""
     flags = make_parser().parse_args(argv)
     try:
-        if flags.verb in CLIENT_VERBS:
-            return CLIENT_VERBS[flags.verb][2](flags)
+        if flags.verb in OTHER_VERBS:
+            return OTHER_VERBS[flags.verb][2](flags)
         settings = read_settings(flags.verb, flags, os.environ)
         if settings.model is None:
             settings = replace(settings, model=DEMO_MODEL)

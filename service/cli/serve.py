@@ -128,7 +128,7 @@ def _without_password(url: str) -> str:
 
 def _greet(settings: Settings, url: str) -> None:
     name = settings.served_model_name or settings.model.name
-    auth = " -H 'Authorization: Bearer YOUR_KEY'" if settings.api_key else ""
+    auth = " -H 'Authorization: Bearer YOUR_KEY'" if settings.api_key or settings.api_key_file else ""
     print(
         f"""
 Quire serves {name} at {url}

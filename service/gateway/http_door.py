@@ -11,7 +11,7 @@ from aiohttp import web
 from service.errors import RequestError
 from service.gateway.admission import Ticket
 from service.gateway.hall import Hall, incident
-from service.gateway.http_guard import TENANT, KeyRing, guard, json_response, read_body
+from service.gateway.http_guard import READ_TIMEOUT_S, TENANT, Doorkeeper, guard, json_response, read_body
 from service.gateway.openai_answers import error_json
 from service.gateway.request import CHAT, COMPLETIONS
 from service.gateway.sse import ClientGone, SseStream
@@ -27,12 +27,13 @@ class HttpDoor:
         self._hall = hall
 
     def app(self) -> web.Application:
-        """All routes behind the guard."""
+        """All routes behind the guard. Raises StartupError for a key file that cannot be used."""
         settings = self._hall.settings
         app = web.Application(
-            middlewares=[guard(KeyRing(settings.api_key), self._hall.metrics, settings.write_timeout)],
+            middlewares=[guard(Doorkeeper(settings), self._hall.metrics, settings.write_timeout)],
             client_max_size=settings.max_body_bytes,
         )
+        app[READ_TIMEOUT_S] = settings.read_timeout
         app.add_routes(
             [
                 web.post(COMPLETIONS, self._generation(COMPLETIONS)),

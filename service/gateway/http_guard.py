@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import logging
-import re
-import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from http import HTTPStatus
 from typing import Any
 
 from aiohttp import web
 
+from service.config import Settings
 from service.errors import RequestError
+from service.gateway.api_keys import KeyRing
 from service.gateway.hall import incident
+from service.gateway.host_check import HostCheck
 from service.gateway.openai_answers import encode_json, error_json
 from service.metrics import GatewayMetrics
 
@@ -25,62 +26,70 @@ OPEN_ROUTES = frozenset({"/livez", "/readyz", "/health"})
 """Patterns of the routes that need no key; every other one does, unknown ones included."""
 
 TENANT: web.RequestKey[str] = web.RequestKey("tenant", str)
-ANONYMOUS = "anonymous"
+READ_TIMEOUT_S: web.AppKey[float] = web.AppKey("read_timeout_s", float)
 log = logging.getLogger("quire.gateway")
 
 LEFT = 499
-BODY_TIMEOUT_S = 30.0
-SEND_BUFFER_BYTES = 128 << 10
-KEEP_ALIVE_TIMEOUT_S = 30.0
-"""Also the time a client has for its headers: aiohttp closes a connection on which no request became complete."""
-
-_HOST = re.compile(r"([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 
 
-class KeyRing:
-    """The keys that may enter. Only their hashes are kept."""
+class Doorkeeper:
+    """Who may enter, by which host, and with how many requests at once."""
 
-    def __init__(self, keys: Sequence[str]) -> None:
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+    def __init__(self, settings: Settings) -> None:
+        """Raises StartupError for a key file that cannot be used."""
+        self._keys = KeyRing(settings.api_key, settings.api_key_file)
+        self._hosts = HostCheck(settings, keys_required=not self._keys.is_open)
+        self._max_open = settings.max_open_per_key
+        self._open: Counter[str] = Counter()
 
-    def tenant(self, http: web.Request) -> str:
-        """Whose request it is. Raises RequestError (401)."""
-        if not self._digests:
-            return ANONYMOUS
-        headers = http.headers.getall("Authorization", [])
-        scheme, _, key = headers[0].partition(" ") if len(headers) == 1 else ("", "", "")
-        # Bytes, since comparing non-ASCII text raises; all keys, so that time tells nothing.
-        digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
-        known = [hmac.compare_digest(digest, other) for other in self._digests]
-        if scheme.lower() != "bearer" or not any(known):
-            raise RequestError(401, "A valid API key is required.", code="invalid_api_key")
-        return "key-" + digest.hex()[:16]
+    def check_form(self, http: web.Request) -> None:
+        """What even a probe must keep to. Raises RequestError (400)."""
+        hosts = http.headers.getall("Host", [])
+        self._hosts.require_form(hosts, http.raw_path, needs_host=http.version >= (1, 1))
+
+    @contextmanager
+    def admitted(self, http: web.Request) -> Iterator[None]:
+        """Inside, the request counts as open and knows its TENANT. Raises RequestError: 400, 401, 429."""
+        self._hosts.require_known(http.headers.getall("Host", []))
+        client = self._keys.client(http.headers.getall("Authorization", []))
+        http[TENANT] = client.tenant
+        if not self._keys.is_open and self._open[client.name] >= (client.max_open or self._max_open):
+            message = "Too many requests are open with this key."
+            raise RequestError(429, message, "rate_limit_error", code="too_many_open_requests", retry_after_s=1)
+        self._open[client.name] += 1
+        try:
+            yield
+        finally:
+            self._open[client.name] -= 1
+            if not self._open[client.name]:
+                del self._open[client.name]
 
 
-def guard(keys: KeyRing, metrics: GatewayMetrics, write_timeout_s: float) -> Callable[..., Any]:
+def guard(doorkeeper: Doorkeeper, metrics: GatewayMetrics, write_timeout_s: float) -> Callable[..., Any]:
     """The one middleware: checks host and key, words every failure as OpenAI does, and sees the answer off."""
 
     @web.middleware
     async def middleware(http: web.Request, handler: Handler) -> web.StreamResponse:
         route = route_of(http)
-        try:
-            _check_host(http)
-            if route not in OPEN_ROUTES:
-                http[TENANT] = keys.tenant(http)
-            response = await handler(http)
-        except RequestError as error:
-            response = error_response(error)
-        except web.HTTPException as error:
-            response = _worded(error)
-        except ConnectionError:
-            response = error_response(RequestError(LEFT, "The client left."))  # nobody hears it
-        except asyncio.CancelledError:
-            metrics.responded(route, LEFT)
-            raise
-        except Exception as error:
-            response = error_response(incident(error, route))
-        metrics.responded(route, response.status)
-        await _see_off(http, response, write_timeout_s)
+        with ExitStack() as inside:
+            try:
+                doorkeeper.check_form(http)
+                if route not in OPEN_ROUTES:
+                    inside.enter_context(doorkeeper.admitted(http))
+                response = await handler(http)
+            except RequestError as error:
+                response = error_response(error)
+            except web.HTTPException as error:
+                response = _worded(error)
+            except ConnectionError:
+                response = error_response(RequestError(LEFT, "The client left."))  # nobody hears it
+            except asyncio.CancelledError:
+                metrics.responded(route, LEFT)
+                raise
+            except Exception as error:
+                response = error_response(incident(error, route))
+            metrics.responded(route, response.status)
+            await _see_off(http, response, write_timeout_s)
         return response
 
     return middleware
@@ -126,7 +135,7 @@ async def read_body(http: web.Request) -> bytes:
     if (http.content_length or 0) > http.client_max_size:
         raise _too_large()
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
+        async with asyncio.timeout(http.app[READ_TIMEOUT_S]):
             return await http.read()
     except TimeoutError:
         raise RequestError(408, "The body did not arrive in time.", code="request_timeout") from None
@@ -150,44 +159,6 @@ def error_response(error: RequestError) -> web.Response:
 
 def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
     return web.Response(body=encode_json(data), status=status, headers=headers, content_type="application/json")
-
-
-class Protocol(web.RequestHandler):
-    """aiohttp's, but with bounded buffers, and what it refuses by itself (malformed HTTP) worded like all else."""
-
-    __slots__ = ()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        # The kernel would keep megabytes for a client that does not read, and hide that it does not.
-        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        if request.writer.output_size > 0:
-            raise ConnectionError("a response is under way, no other can be sent")
-        if status == 400:
-            error = RequestError(400, "The request is not well-formed HTTP.", code="bad_request")
-        else:
-            error = incident(exc or RuntimeError(f"aiohttp refuses with {status}"), "http")
-        response = error_response(error)
-        response.force_close()
-        return response
-
-
-def _check_host(http: web.Request) -> None:
-    """Nothing here is decided on the host, but what stands behind a wrong one is not meant for us."""
-    hosts = http.headers.getall("Host", [])
-    if len(hosts) > 1 or not all(_HOST.fullmatch(host) for host in hosts) or (http.version >= (1, 1) and not hosts):
-        raise RequestError(400, "The Host header is missing or malformed.", code="bad_host")
-    foreign = not http.raw_path.startswith("/") and not any(http.raw_path.startswith(f"http://{h}/") for h in hosts)
-    if foreign:
-        raise RequestError(400, "The request is for another host.", code="bad_host")
 
 
 def _worded(error: web.HTTPException) -> web.Response:

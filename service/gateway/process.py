@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import ssl
 from collections.abc import AsyncIterator, Callable
 
 from aiohttp import web
@@ -14,9 +15,11 @@ from service.config import Settings
 from service.errors import StartupError
 from service.gateway.hall import Hall
 from service.gateway.http_door import HttpDoor
-from service.gateway.http_guard import KEEP_ALIVE_TIMEOUT_S, Protocol, worded
+from service.gateway.http_guard import worded
+from service.gateway.http_protocol import Connections, Protocol
 from service.gateway.queue_door import QueueDoor
 from service.gateway.served_model import ServedModel
+from service.gateway.tls import open_tls
 from service.logs import fields
 from service.wire.broker import DoorBroker
 
@@ -25,6 +28,7 @@ log = logging.getLogger("quire.gateway")
 SHUTDOWN_TIMEOUT_S = 2.0
 """For responses to be written once their requests have ended."""
 BACKLOG = 1024
+HANDSHAKE_S = 10.0
 
 
 async def run_gateway(
@@ -43,16 +47,18 @@ async def run_gateway(
 @contextlib.asynccontextmanager
 async def serving(settings: Settings, model: ServedModel, broker: DoorBroker) -> AsyncIterator[str]:
     """Both doors are open inside, under the URL given; on the way out they drain. Raises StartupError."""
+    tls = open_tls(settings.ssl_certfile, settings.ssl_keyfile)
     hall = Hall(settings, model, broker, feed=f"door-{secrets.token_hex(8)}")
+    connections = Connections(settings.max_connections, settings.max_connections_per_client)
     queue_door = QueueDoor(hall)
     runner = web.AppRunner(HttpDoor(hall).app(), handler_cancellation=True, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
     await runner.setup()
     runner.server.request_handler = worded(runner.server.request_handler)
     queue_task = None
     try:
-        server = await _listen(runner, settings)
+        server = await _listen(runner, settings, connections, tls)
         queue_task = asyncio.create_task(queue_door.run())
-        url = _url(settings.host, server.sockets[0].getsockname()[1])
+        url = _url("http" if tls is None else "https", settings.host, server.sockets[0].getsockname()[1])
         log.info("gateway ready %s", fields(url=url, model=model.name))
         try:
             yield url
@@ -63,32 +69,38 @@ async def serving(settings: Settings, model: ServedModel, broker: DoorBroker) ->
             await hall.drain()
     finally:
         await runner.cleanup()
+        connections.close()
         if queue_task is not None:
             await asyncio.wait({queue_task}, timeout=SHUTDOWN_TIMEOUT_S)
             queue_task.cancel()
         await hall.close()
 
 
-async def _listen(runner: web.AppRunner, settings: Settings) -> asyncio.Server:
+async def _listen(
+    runner: web.AppRunner, settings: Settings, connections: Connections, tls: ssl.SSLContext | None
+) -> asyncio.Server:
     """A server of our own Protocol, which aiohttp's sites cannot make."""
     loop = asyncio.get_running_loop()
 
     def protocol() -> Protocol:
         # Bodies stay as they came: an encoded one is refused, so nothing is ever inflated.
+        # Until its headers are complete a connection counts as idle, so this is their deadline too.
         return Protocol(
             runner.server,
+            connections,
             loop=loop,
-            keepalive_timeout=KEEP_ALIVE_TIMEOUT_S,
+            keepalive_timeout=settings.read_timeout,
             auto_decompress=False,
             access_log=None,
         )
 
+    handshake = {} if tls is None else {"ssl": tls, "ssl_handshake_timeout": min(settings.read_timeout, HANDSHAKE_S)}
     try:
-        return await loop.create_server(protocol, settings.host, settings.port, backlog=BACKLOG)
+        return await loop.create_server(protocol, settings.host, settings.port, backlog=BACKLOG, **handshake)
     except OSError as error:
         reason = error.strerror or "no such address"
         raise StartupError(f"cannot listen on {settings.host}:{settings.port}: {reason}") from error
 
 
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def _url(scheme: str, host: str, port: int) -> str:
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -103,7 +103,7 @@ class QueueDoor:
 
     async def _generate(self, entry: IngressEntry, answer: _Answer) -> None:
         request = await self._read(entry)
-        ticket = await self._hall.admit(request, f"producer-{entry.producer}")
+        ticket = await self._hall.admit(request, entry.producer)
         texts = []
         async with self._hall.open(ticket) as run:
             async for piece in run:

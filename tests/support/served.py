@@ -33,7 +33,7 @@ class Served:
         self._collector = threading.Thread(target=self._collect, daemon=True)
         self._collector.start()
         try:
-            self.url = self._await_line(r"Quire serves (?P<name>\S+) at (?P<found>http://\S+)")
+            self.url = self._await_line(r"Quire serves (?P<name>\S+) at (?P<found>https?://\S+)")
             self.redis_url = self._await_line(r"Queue producers: (?P<found>\S+)")
         except BaseException:
             self.kill()

@@ -32,7 +32,8 @@ def example_of(field: dataclasses.Field) -> str:
         return str(next(choice for choice in metadata["choices"] if choice != field.default))
     if metadata["low"] is not None:
         return str(metadata["high"])
-    return {"producers": "a,b", "api_key": "k1,k2", "redis_url": "redis://h:1/0"}.get(field.name, f"x/{field.name}")
+    examples = {"producers": "a,b", "api_key": "k1,k2", "redis_url": "redis://h:1/0", "allowed_hosts": "a.b,*.c.d"}
+    return examples.get(field.name, f"x/{field.name}")
 
 
 @pytest.mark.parametrize("verb", VERBS)

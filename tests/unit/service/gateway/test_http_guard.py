@@ -1,13 +1,16 @@
 """The door itself: keys, hosts, methods, bodies, malformed HTTP. Every refusal is OpenAI's error JSON."""
 
+import asyncio
 import gzip
 import json
 
 import pytest
 
+from service.gateway.api_keys import line_of
 from service.gateway.http_guard import OPEN_ROUTES
 from tests.support.gateway import MODEL, open_gateway
 from tests.support.raw_http import RawClient
+from tests.support.scripted_worker import Script
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
@@ -117,9 +120,6 @@ async def test_key_in_utf8_bytes(locked):
         b"GET http://evil.example/livez HTTP/1.1\r\nHost: a\r\n\r\n",
         b"GET /livez HTTP/1.1\r\nHost: a:99999999\r\n\r\n",
         b"GET /livez HTTP/9.9\r\nHost: a\r\n\r\n",
-        b"GET /livez HTTP/1.1\r\nHost: a\r\nX: " + b"x" * 9000 + b"\r\n\r\n",
-        b"GET /livez HTTP/1.1\r\nHost: a\r\n" + b"X: x\r\n" * 5000 + b"\r\n",
-        b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
         b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
         b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
         b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
@@ -133,6 +133,21 @@ async def test_malformed_http(gateway, head):
     assert status == 400
     assert headers["content-type"].startswith("application/json")
     assert is_error(answer)
+    assert (await gateway.get("/livez"))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET /livez HTTP/1.1\r\nHost: a\r\nX: " + b"x" * 9000 + b"\r\n\r\n", 431),
+        (b"GET /livez HTTP/1.1\r\nHost: a\r\n" + b"x" * 9000 + b": x\r\n\r\n", 431),
+        (b"GET /livez HTTP/1.1\r\nHost: a\r\n" + b"X: x\r\n" * 200 + b"\r\n", 431),
+        (b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\nHost: a\r\n\r\n", 414),
+    ],
+)
+async def test_too_much_before_the_body(gateway, head, status):
+    answered, _, answer = await raw(gateway, head)
+    assert (answered, is_error(answer)) == (status, True)
     assert (await gateway.get("/livez"))[0] == 200
 
 
@@ -172,7 +187,7 @@ async def test_body_types(gateway, path):
 
 
 async def test_no_content_type(gateway):
-    request = b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}"
+    request = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}"
     status, _, answer = await raw(gateway, request)
     assert (status, is_error(answer)) == (415, True)
 
@@ -182,7 +197,7 @@ async def test_body_too_large(model_folder):
         body = {**BODY, "user": "x" * 3000}
         status, answer = await gateway.post(CHAT, body)
         assert (status, answer["error"]["code"]) == (413, "body_too_large")
-        head = b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         status, _, answer = await raw(gateway, head + b"Content-Length: 99999999999999\r\n\r\n")
         assert (status, is_error(answer)) == (413, True)
         chunks = b"5\r\n     \r\n" * 1000
@@ -191,22 +206,23 @@ async def test_body_too_large(model_folder):
 
 
 async def test_broken_chunks(gateway):
-    head = b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = b"POST /tokenize HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\n"
+    head += b"Transfer-Encoding: chunked\r\n\r\n"
     status, _, answer = await raw(gateway, head + b"2\r\n{}\r\nzz\r\n")
     assert (status, is_error(answer)) == (400, True)
 
 
-async def test_slow_body(gateway, monkeypatch):
-    monkeypatch.setattr("service.gateway.http_guard.BODY_TIMEOUT_S", 0.1)
-    head = b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
-    status, headers, answer = await raw(gateway, head)
-    assert (status, is_error(answer)) == (408, True)
-    assert headers["connection"] == "close"
+async def test_slow_body(model_folder):
+    async with open_gateway(model_folder, read_timeout=0.1) as gateway:
+        head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += b"Content-Length: 9\r\n\r\n{"
+        status, headers, answer = await raw(gateway, head)
+        assert (status, is_error(answer)) == (408, True)
+        assert headers["connection"] == "close"
 
 
-async def test_slow_headers(model_folder, monkeypatch):
-    monkeypatch.setattr("service.gateway.process.KEEP_ALIVE_TIMEOUT_S", 0.2)
-    async with open_gateway(model_folder) as gateway:
+async def test_slow_headers(model_folder):
+    async with open_gateway(model_folder, read_timeout=0.2) as gateway:
         client = await RawClient.connect(gateway.url)
         await client.send(b"GET /livez HTTP/1.1\r\nHost:")
         assert await client.at_eof()
@@ -226,6 +242,71 @@ async def test_two_requests_on_one_connection(gateway):
     assert (await client.response())[0] == 200
     assert (await client.response())[0] == 200
     await client.close()
+
+
+async def test_a_page_that_names_itself_is_not_for_us(gateway):
+    for host, status in (("evil.example", 400), ("localhost", 200), ("127.0.0.1:80", 200), ("[::1]:80", 200)):
+        assert (await gateway.get("/v1/models", headers={"Host": host}))[0] == status
+        assert (await gateway.get("/livez", headers={"Host": host}))[0] == 200
+
+
+async def test_any_host_where_a_key_is_asked_for_and_only_those_listed(locked, model_folder):
+    evil = {"Host": "evil.example"}
+    assert (await locked.get("/v1/models", headers={**evil, **bearer(KEYS[0])}))[0] == 200
+    async with open_gateway(model_folder, api_key=KEYS, allowed_hosts=("good.example",)) as gateway:
+        status, answer = await gateway.get("/v1/models", headers={**evil, **bearer(KEYS[0])})
+        assert (status, answer["error"]["code"]) == (400, "unknown_host")
+        good = {"Host": "good.example:8000", **bearer(KEYS[0])}
+        assert (await gateway.get("/v1/models", headers=good))[0] == 200
+
+
+async def test_a_key_may_hold_so_many_requests_open(model_folder, tmp_path):
+    path = tmp_path / "keys"
+    path.write_text(line_of("one", "a", None, 2) + "\n" + line_of("two", "b", "team", None) + "\n")
+    async with open_gateway(model_folder, api_key_file=path) as gateway:
+        talk, gateway.worker.script = gateway.worker.script, lambda job: Script([], end=None)
+        held = [asyncio.create_task(gateway.post(CHAT, BODY, headers=bearer("one"))) for _ in range(2)]
+        while len(gateway.worker.jobs) < 2:
+            await asyncio.sleep(0.01)
+        gateway.worker.script = talk
+        async with gateway.http.post(gateway.url + CHAT, json=BODY, headers=bearer("one")) as refused:
+            assert (refused.status, refused.headers["Retry-After"]) == (429, "1")
+            assert is_error(await refused.json())
+        assert (await gateway.post(CHAT, BODY, headers=bearer("two")))[0] == 200
+        held[0].cancel()
+        await gateway.worker.cancelled()
+        assert (await gateway.post(CHAT, BODY, headers=bearer("one")))[0] == 200
+        assert {job.tenant for job in gateway.worker.jobs} == {"a", "team"}
+        held[1].cancel()
+        await asyncio.gather(*held, return_exceptions=True)
+
+
+async def test_connections_from_one_address_are_counted(model_folder):
+    async with open_gateway(model_folder, max_connections_per_client=2) as gateway:
+        assert await _turned_away(gateway, num_held=2) == 429
+    async with open_gateway(model_folder, max_connections=2) as gateway:
+        assert await _turned_away(gateway, num_held=2) == 503
+
+
+async def _turned_away(gateway, num_held):
+    """The status that one connection more gets; after one of them has left, there is room again."""
+    held = [await RawClient.connect(gateway.url) for _ in range(num_held)]
+    for client in held:
+        await client.send(b"GET /livez HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert (await client.response())[0] == 200
+    late = await RawClient.connect(gateway.url)
+    status, headers, body = await late.response()
+    assert (headers["connection"], is_error(json.loads(body))) == ("close", True)
+    assert int(headers["retry-after"]) > 0
+    assert await late.at_eof()
+    await late.close()
+    await held.pop().close()
+    async with asyncio.timeout(5):
+        while (await gateway.get("/livez"))[0] != 200:
+            await asyncio.sleep(0.01)
+    for client in held:
+        await client.close()
+    return status
 
 
 async def test_nothing_invites_browsers(gateway):

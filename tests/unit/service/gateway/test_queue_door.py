@@ -64,7 +64,7 @@ async def test_one_final_reply(door, endpoint):
     (reply,) = await answer(door, payload(endpoint=endpoint))
     assert (reply.id, reply.text, reply.finish_reason, reply.error) == ("job", "Hello world.", "stop", None)
     assert reply.usage.completion_tokens == 8
-    assert door.worker.jobs[0].tenant == "producer-default"
+    assert door.worker.jobs[0].tenant == "default"
 
 
 @pytest.mark.parametrize("endpoint", BODIES)

@@ -1,0 +1,59 @@
+"""Which Host headers are for us. A page that makes its own name point at this machine is not let in by that name."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections.abc import Sequence
+
+from service.config import Settings
+from service.errors import RequestError
+
+_HOST = re.compile(r"([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
+
+
+class HostCheck:
+    """With `--allowed-hosts` those names alone. Without it addresses (a page that lies about its name has none),
+    localhost, what we listen on and the machine's name; any name where keys are asked for, which no page knows."""
+
+    def __init__(self, settings: Settings, *, keys_required: bool) -> None:
+        self._is_listed = bool(settings.allowed_hosts)
+        names = settings.allowed_hosts or ("localhost", "*.localhost", settings.host, socket.gethostname())
+        self._any = "*" in settings.allowed_hosts or (keys_required and not self._is_listed)
+        self._names = {_bare(name) for name in names if not name.startswith("*")}
+        self._domains = tuple(name[1:].lower() for name in names if name.startswith("*."))
+
+    def require_form(self, hosts: Sequence[str], target: str, *, needs_host: bool) -> None:
+        """`hosts` are the request's Host headers, `target` what it asks for. Raises RequestError (400)."""
+        if len(hosts) > 1 or not all(_HOST.fullmatch(host) for host in hosts) or (needs_host and not hosts):
+            raise RequestError(400, "The Host header is missing or malformed.", code="bad_host")
+        schemes = ("http://", "https://")
+        if not target.startswith("/") and not any(target.startswith(f"{s}{h}/") for s in schemes for h in hosts):
+            raise RequestError(400, "The request is for another host.", code="bad_host")
+
+    def require_known(self, hosts: Sequence[str]) -> None:
+        """Raises RequestError (400) for a name that is not ours."""
+        if not self._any and not all(self._knows(_bare(host)) for host in hosts):
+            raise RequestError(400, "This host is not among --allowed-hosts.", code="unknown_host")
+
+    def _knows(self, name: str) -> bool:
+        if name in self._names or name.endswith(self._domains):
+            return True
+        return not self._is_listed and _is_address(name)
+
+
+def _bare(host: str) -> str:
+    """Without port, brackets, a last dot and capitals."""
+    name = host.lower()
+    if name.startswith("["):
+        return name[1:].partition("]")[0]
+    return (name if name.count(":") > 1 else name.partition(":")[0]).removesuffix(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
