@@ -76,17 +76,22 @@ class ChatTemplate:
         messages: Sequence[Json],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Json] | None = None,
         extra: Json | None = None,
     ) -> list[int]:
         """The prompt as token ids; special tokens spelt in messages, tools or `extra` are plain text there.
 
+        With `continue_final_message` it ends where the last message's content ends, whatever the template puts behind.
         TemplateError if it cannot be rendered or holds a lone surrogate.
         """
         variables = _variables(messages, add_generation_prompt, tools, extra)
         try:
             disguised, stand_ins = self._disguise.put_on(variables)
-            return self._tokenizer.encode_template(self._render(disguised), stand_ins)
+            rendered = self._render(disguised)
+            if continue_final_message:
+                rendered = _cut_behind(rendered, disguised["messages"][-1]["content"])
+            return self._tokenizer.encode_template(rendered, stand_ins)
         except TemplateError:
             raise
         except RecursionError as error:
@@ -142,6 +147,16 @@ def _variables(
         raise TemplateError(f"The template variable {min(clash)} cannot be set.")
     own = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
     return {**own, **(extra or {})}
+
+
+def _cut_behind(rendered: str, content: str) -> str:
+    """`rendered` up to the end of its last `content`, whose outer spaces the template may have dropped."""
+    core = content.strip()
+    start = rendered.rfind(core)
+    if not core or start < 0:
+        raise TemplateError("The model's chat template does not show the last message, so it cannot be continued.")
+    whole = content.lstrip()
+    return rendered[: start + len(whole if rendered.startswith(whole, start) else core)]
 
 
 def _read_sources(directory: Path) -> dict[str, str]:

@@ -59,17 +59,17 @@ class Tokenizer:
         """Ids run from 0 to one less than this; a few of them may stand for no token."""
         return self._vocabulary.size
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a prompt, with BOS or what else the model puts around one. Special tokens spelt in it are plain text.
 
         ValueError if `text` holds a lone surrogate.
         """
-        encoding = self._encode(text, add_special_tokens=self._frame is None)
+        encoding = self._encode(text, add_special_tokens and self._frame is None)
         ids = encoding.ids
         if not self._spellings.keys().isdisjoint(ids):
             pairs = zip(ids, encoding.special_tokens_mask, strict=True)
             ids = [j for i, is_frame in pairs for j in ([i] if is_frame else self._spellings.get(i, [i]))]
-        before, after = self._frame or ([], [])
+        before, after = (self._frame if add_special_tokens else None) or ([], [])
         return [*before, *ids, *after]
 
     def encode_template(self, rendered: str, stand_ins: Mapping[str, str] = NO_STAND_INS) -> list[int]:

@@ -262,6 +262,18 @@ class Settings:
         high=1 << 20,
     )
 
+    max_n: int = _setting(
+        8, "choices that a request may ask of one prompt", verbs=_DOOR_VERBS, parse=int, low=1, high=128
+    )
+    max_request_tokens: int = _setting(
+        1 << 20,
+        "tokens that one request may cost: its prompts and all it may generate, over all its choices",
+        verbs=_DOOR_VERBS,
+        parse=int,
+        low=1,
+        high=1 << 31,
+    )
+
     # All
     log_level: str = _setting("info", "what is logged", verbs=VERBS, choices=("debug", "info", "warning", "error"))
 

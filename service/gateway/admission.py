@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from typing import Any
 
 from model.sampling_params import SamplingParams
 from service.config import Settings
 from service.errors import RequestError
 from service.gateway.fleet import Fleet, FleetView
-from service.gateway.request import Request
+from service.gateway.openai_bodies import refusal
+from service.gateway.request import Request, SamplingWishes
 from service.gateway.served_model import ServedModel, too_long
 from service.wire.broker import BrokerUnavailable, DoorBroker
 from service.wire.codec import pack_ids
@@ -23,12 +26,27 @@ RETRY_AFTER_S = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Ticket:
-    """An admitted request: the job to submit and what is needed to follow it."""
+    """An admitted request: the jobs to submit, one a prompt, and what is needed to follow them."""
 
     request: Request
-    job: Job
-    num_prompt_tokens: int
+    jobs: tuple[Job, ...]
+    prompt_texts: tuple[str, ...]  # by prompt, where the request wants them told again; else none
     timeout_s: float
+
+    @property
+    def job_id(self) -> str:
+        """The request's name: that of its first job."""
+        return self.jobs[0].job_id
+
+    @property
+    def created_s(self) -> int:
+        """Unix seconds."""
+        return int(self.jobs[0].submitted_at_s)
+
+    @property
+    def num_prompt_tokens(self) -> tuple[int, ...]:
+        """By job."""
+        return tuple(len(job.prompt) // 4 for job in self.jobs)
 
 
 class Admission:
@@ -54,28 +72,67 @@ class Admission:
     async def admit(self, request: Request, tenant: str) -> Ticket:
         """Raises RequestError: 400, 404, or 503 with Retry-After while there is no room or no queue."""
         self._model.require(request.model)
-        view = await self._room()
+        self._check_choices(request)
+        view = await self._room(len(request.prompts))
         timeout_s = self._timeout_s(request)
         self._check_ids(request)
         loop = asyncio.get_running_loop()
-        prompt = await loop.run_in_executor(self._pool, self._model.encode, request.prompt)
-        sampling = self._sampling(request, len(prompt), view.max_model_len(self._model.max_model_len))
+        max_model_len = view.max_model_len(self._model.max_model_len)
+        prompts = await loop.run_in_executor(self._pool, self._encode, request, max_model_len)
+        texts = await loop.run_in_executor(self._pool, self._prompt_texts, request, prompts)
+        samplings = self._samplings(request, [len(prompt) for prompt in prompts], max_model_len)
         try:
             now_s = await self._broker.now_s()
         except BrokerUnavailable:
             raise unavailable() from None
-        job = Job(
-            job_id=new_job_id(),
-            tenant=tenant,
-            prompt=pack_ids(prompt),
-            sampling=sampling,
-            submitted_at_s=now_s,
-            deadline_s=now_s + timeout_s,
-            feed=self._feed,
+        job_id = new_job_id()
+        jobs = tuple(
+            Job(
+                job_id=f"{job_id}.{number}" if number else job_id,
+                tenant=tenant,
+                prompt=pack_ids(prompt),
+                sampling=sampling,
+                submitted_at_s=now_s,
+                deadline_s=now_s + timeout_s,
+                feed=self._feed,
+            )
+            for number, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
         )
-        return Ticket(request=request, job=job, num_prompt_tokens=len(prompt), timeout_s=timeout_s)
+        return Ticket(request=request, jobs=jobs, prompt_texts=texts, timeout_s=timeout_s)
 
-    async def _room(self) -> FleetView:
+    def _check_choices(self, request: Request) -> None:
+        most, wishes = self._settings.max_n, request.sampling
+        for name, value in (("n", wishes.n), ("best_of", wishes.best_of)):
+            if value > most:
+                raise refusal(name, f"must be at most {most} here")
+
+    def _encode(self, request: Request, max_model_len: int) -> list[list[int]]:
+        return [
+            self._kept(request, self._model.encode(p, request.add_special_tokens), max_model_len)
+            for p in request.prompts
+        ]
+
+    def _kept(self, request: Request, prompt: list[int], max_model_len: int) -> list[int]:
+        """What `truncate_prompt_tokens` leaves of a prompt."""
+        most = request.truncate_prompt_tokens
+        if most is None:
+            return prompt
+        if most < 0:
+            most = max(1, max_model_len - (request.sampling.max_tokens or 1))
+        return prompt[-most:]
+
+    def _prompt_texts(self, request: Request, prompts: Sequence[list[int]]) -> tuple[str, ...]:
+        """The prompts as the answer repeats them: as they came, or what is left of them."""
+        if not request.echo:
+            return ()
+        decode = self._model.tokenizer.decode
+        as_they_came = request.truncate_prompt_tokens is None
+        return tuple(
+            text if isinstance(text, str) and as_they_came else decode(ids, request.skip_special_tokens)
+            for text, ids in zip(request.prompts, prompts, strict=True)
+        )
+
+    async def _room(self, num_jobs: int) -> FleetView:
         if self._draining:
             raise RequestError(
                 503, "The server is shutting down.", "server_error", code="draining", retry_after_s=RETRY_AFTER_S
@@ -84,7 +141,7 @@ class Admission:
             view = await self._fleet.view()
         except BrokerUnavailable:
             raise unavailable() from None
-        if view.num_waiting + self._fleet.num_submitted >= self._settings.max_waiting:
+        if view.num_waiting + self._fleet.num_submitted + num_jobs > self._settings.max_waiting:
             raise RequestError(
                 503, "Too many requests are waiting.", "server_error", code="overloaded", retry_after_s=RETRY_AFTER_S
             )
@@ -102,19 +159,33 @@ class Admission:
         self._model.check_ids(request.sampling.stop_token_ids, "stop_token_ids")
         self._model.check_ids(tuple(token for token, _ in request.sampling.logit_bias), "logit_bias")
 
-    def _sampling(self, request: Request, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
+    def _samplings(self, request: Request, lengths: Sequence[int], max_model_len: int) -> list[SamplingParams]:
+        """By prompt. Raises RequestError (400) where one is too long or all together cost too much."""
         wishes, param = request.sampling, "messages" if request.is_chat else "prompt"
-        room = max_model_len - num_prompt_tokens
-        max_tokens = room if wishes.max_tokens is None else wishes.max_tokens
-        if room < 1 or max_tokens > room or wishes.min_tokens > max_tokens:
-            raise too_long(max_model_len, param)
+        budget = self._settings.max_request_tokens
+        fair_share = (budget - sum(lengths)) // (wishes.num_branches * len(lengths))
+        samplings = []
+        for length in lengths:
+            room = max_model_len - length
+            max_tokens = min(room, max(fair_share, 1)) if wishes.max_tokens is None else wishes.max_tokens
+            if room < 1 or max_tokens > room or wishes.min_tokens > max_tokens:
+                raise too_long(max_model_len, param)
+            samplings.append(self._sampling(wishes, max_tokens))
+        if sum(lengths) + wishes.num_branches * sum(sampling.max_tokens for sampling in samplings) > budget:
+            raise RequestError(
+                400,
+                f"The prompts and the tokens asked for, over all choices, exceed {budget} tokens.",
+                param="max_tokens",
+                code="request_too_large",
+            )
+        return samplings
+
+    def _sampling(self, wishes: SamplingWishes, max_tokens: int) -> SamplingParams:
+        chance = self._chance(wishes) if wishes.beam is None else {"temperature": 0.0, "top_k": None}
         return SamplingParams(
             max_tokens=max_tokens,
             min_tokens=wishes.min_tokens,
-            temperature=self._wished(wishes.temperature, "temperature", 1.0),
-            top_k=int(self._wished(wishes.top_k, "top_k", 0)) or None,
-            top_p=self._wished(wishes.top_p, "top_p", 1.0),
-            min_p=self._wished(wishes.min_p, "min_p", 0.0),
+            **chance,
             repetition_penalty=self._wished(wishes.repetition_penalty, "repetition_penalty", 1.0),
             presence_penalty=wishes.presence_penalty,
             frequency_penalty=wishes.frequency_penalty,
@@ -123,7 +194,19 @@ class Admission:
             ignore_eos=wishes.ignore_eos,
             logprobs=wishes.logprobs,
             logit_bias=wishes.logit_bias,
+            n=wishes.n,
+            best_of=wishes.best_of,
+            beam=wishes.beam,
         )
+
+    def _chance(self, wishes: SamplingWishes) -> dict[str, Any]:
+        """What shapes the distribution that is sampled from."""
+        return {
+            "temperature": self._wished(wishes.temperature, "temperature", 1.0),
+            "top_k": int(self._wished(wishes.top_k, "top_k", 0)) or None,
+            "top_p": self._wished(wishes.top_p, "top_p", 1.0),
+            "min_p": self._wished(wishes.min_p, "min_p", 0.0),
+        }
 
     def _wished(self, wish: float | None, name: str, neutral: float) -> float:
         return float(self._model.defaults.get(name, neutral) if wish is None else wish)

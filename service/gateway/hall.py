@@ -14,10 +14,11 @@ from service.config import Settings
 from service.errors import RequestError
 from service.gateway.admission import Admission, Ticket
 from service.gateway.fleet import Fleet
-from service.gateway.openai_answers import ChatForm, CompletionForm, Form, Heading
+from service.gateway.openai_answers import ChatForm, CompletionForm, Form, Heading, Wording
 from service.gateway.openai_api import read_request
-from service.gateway.relay import Relay, Run
+from service.gateway.relay import Relay
 from service.gateway.request import Request
+from service.gateway.run import Run
 from service.gateway.served_model import ServedModel
 from service.gateway.strict_json import decode_object
 from service.logs import fields
@@ -59,18 +60,21 @@ class Hall:
         """How the answer of this request is worded."""
         request = ticket.request
         heading = Heading(
-            job_id=ticket.job.job_id,
-            created_s=int(ticket.job.submitted_at_s),
+            job_id=ticket.job_id,
+            created_s=ticket.created_s,
             model=self.model.name,
             fingerprint=self.model.fingerprint,
         )
-        kind = ChatForm if request.is_chat else CompletionForm
-        return kind(
-            heading,
-            self.model.tokenizer,
+        wording = Wording(
             logprobs=request.sampling.logprobs is not None,
-            usage_in_chunks=request.include_usage,
+            tokens_as_ids=request.tokens_as_ids,
+            num_choices=request.num_choices,
+            prompt_texts=ticket.prompt_texts,
+            usage=request.include_usage,
+            usage_in_chunks=request.usage_in_chunks,
+            num_prompt_tokens=sum(ticket.num_prompt_tokens),
         )
+        return (ChatForm if request.is_chat else CompletionForm)(heading, self.model.tokenizer, wording)
 
     async def drain(self) -> None:
         """Refuses what comes, and gives what is open its time to end; then ends it."""

@@ -76,27 +76,19 @@ class HttpDoor:
                 if not stream.started:
                     raise
                 told = error if isinstance(error, RequestError) else incident(error, "stream")
-                await stream.send(error_json(told))
+                await stream.fail(error_json(told))
         except ClientGone:
             pass  # the job is cancelled already, and nobody is left to hear of it
         return stream.response
 
     async def _tell(self, stream: SseStream, ticket: Ticket) -> None:
         form = self._hall.form(ticket)
-        number = None
         async with self._hall.open(ticket) as run, stream.kept_alive():
-            opening = form.opening()
             async for piece in run:
-                if opening is not None:
-                    await stream.send(opening)
-                    opening = None
-                number = piece.number
-                await stream.send(form.chunk(piece), number)
-            if opening is not None:
-                await stream.send(opening)
-            await stream.send(form.closing(run.outcome), number)
-            if ticket.request.include_usage:
-                await stream.send(form.usage(run.outcome), number)
+                for chunk in form.chunks(piece):
+                    await stream.send(chunk)
+            for chunk in form.closing(run.outcome):
+                await stream.send(chunk)
             await stream.done()
 
     async def _models(self, http: web.Request) -> web.Response:

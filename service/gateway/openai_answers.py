@@ -12,7 +12,8 @@ import msgspec
 
 from model.tokenizer import Tokenizer
 from service.errors import RequestError
-from service.gateway.relay import Outcome, Piece, TokenLogprob
+from service.gateway.job_text import Piece, TokenLogprob
+from service.gateway.run import Outcome
 
 Json = dict[str, Any]
 
@@ -51,45 +52,79 @@ class Heading:
     fingerprint: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class Wording:
+    """What a client may choose of an answer's form."""
+
+    logprobs: bool = False
+    tokens_as_ids: bool = False  # in log-probabilities
+    num_choices: int = 1
+    prompt_texts: tuple[str, ...] = ()  # told before the choices of each prompt; none: not wanted
+    usage: bool = False  # of a stream: in a last chunk of its own
+    usage_in_chunks: bool = False  # of a stream: so far, in every chunk
+    num_prompt_tokens: int = 0
+
+
 class Form(ABC):
-    """How one endpoint words an answer."""
+    """How one endpoint words an answer. One object words one answer, from its first piece to its last."""
 
     _prefix: str
     _whole_object: str
     _chunk_object: str
 
-    def __init__(self, heading: Heading, tokenizer: Tokenizer, *, logprobs: bool, usage_in_chunks: bool) -> None:
+    def __init__(self, heading: Heading, tokenizer: Tokenizer, wording: Wording) -> None:
         self._heading = heading
         self._tokenizer = tokenizer
-        self._logprobs = logprobs
-        self._usage_in_chunks = usage_in_chunks
+        self._wording = wording
+        self._opened: set[int] = set()  # choices
+        self._num_tokens = 0  # told of in chunks so far
 
     def whole(self, pieces: Sequence[Piece], outcome: Outcome) -> Json:
         """The answer as one object."""
-        text = "".join(piece.text for piece in pieces)
-        logprobs = self._logprobs_json([entry for piece in pieces for entry in piece.logprobs])
-        choice = {"index": 0, **self._content(text), "logprobs": logprobs, "finish_reason": outcome.finish_reason}
-        return {**self._head(self._whole_object), "choices": [choice], "usage": usage_json(outcome)}
+        by_index: dict[int, list[Piece]] = {index: [] for index in range(self._wording.num_choices)}
+        for piece in pieces:
+            by_index[piece.index].append(piece)
+        choices = [self._choice(index, said) for index, said in by_index.items()]
+        return {**self._head(self._whole_object), "choices": choices, "usage": usage_json(outcome)}
 
-    @abstractmethod
-    def opening(self) -> Json | None:
-        """The chunk before the first text, if the endpoint has one."""
+    def _choice(self, index: int, pieces: Sequence[Piece]) -> Json:
+        text = self._echo(index) + "".join(piece.text for piece in pieces)
+        logprobs = self._logprobs_json(index, [entry for piece in pieces for entry in piece.logprobs])
+        finish_reason = pieces[-1].finish_reason if pieces else None
+        return {"index": index, **self._content(text), "logprobs": logprobs, "finish_reason": finish_reason}
 
-    def chunk(self, piece: Piece) -> Json:
-        return self._chunk(self._delta(piece.text), self._logprobs_json(piece.logprobs), None)
+    def chunks(self, piece: Piece) -> list[Json]:
+        """The chunks of a stream that tell `piece`; a choice's first brings those that open it."""
+        self._num_tokens += piece.num_tokens
+        index = piece.index
+        chunks = []
+        if index not in self._opened:
+            self._opened.add(index)
+            opening = self._opening(index)
+            if opening is not None:
+                chunks.append(self._chunk(index, opening, None, None))
+        if piece.text or piece.logprobs:
+            logprobs = self._logprobs_json(index, piece.logprobs)
+            chunks.append(self._chunk(index, self._delta(piece.text), logprobs, None))
+        if piece.finish_reason is not None:
+            chunks.append(self._chunk(index, self._delta(""), None, piece.finish_reason))
+        return chunks
 
-    def closing(self, outcome: Outcome) -> Json:
-        """The chunk that says why the answer ends."""
-        return self._chunk(self._delta(""), None, outcome.finish_reason)
+    def closing(self, outcome: Outcome) -> list[Json]:
+        """What follows the last piece."""
+        if not self._wording.usage:
+            return []
+        return [{**self._head(self._chunk_object), "choices": [], "usage": usage_json(outcome)}]
 
-    def usage(self, outcome: Outcome) -> Json:
-        """The last chunk, where the client asked for usage."""
-        return {**self._head(self._chunk_object), "choices": [], "usage": usage_json(outcome)}
-
-    def _chunk(self, delta: Json, logprobs: Json | None, finish_reason: str | None) -> Json:
-        choice = {"index": 0, **delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        usage = {"usage": None} if self._usage_in_chunks else {}
+    def _chunk(self, index: int, delta: Json, logprobs: Json | None, finish_reason: str | None) -> Json:
+        choice = {"index": index, **delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        usage = {"usage": self._usage_so_far()} if self._wording.usage else {}
         return {**self._head(self._chunk_object), "choices": [choice], **usage}
+
+    def _usage_so_far(self) -> Json | None:
+        if not self._wording.usage_in_chunks:
+            return None
+        return usage_json(Outcome(self._wording.num_prompt_tokens, self._num_tokens, None))
 
     def _head(self, kind: str) -> Json:
         heading = self._heading
@@ -101,6 +136,15 @@ class Form(ABC):
             "system_fingerprint": heading.fingerprint,
         }
 
+    def _echo(self, index: int) -> str:
+        """The text of the choice's prompt, where it is wanted."""
+        texts = self._wording.prompt_texts
+        return texts[index * len(texts) // self._wording.num_choices] if texts else ""
+
+    @abstractmethod
+    def _opening(self, index: int) -> Json | None:
+        """What a choice says before its first text, if anything."""
+
     @abstractmethod
     def _content(self, text: str) -> Json: ...
 
@@ -108,32 +152,34 @@ class Form(ABC):
     def _delta(self, text: str) -> Json: ...
 
     @abstractmethod
-    def _logprobs_json(self, entries: Sequence[TokenLogprob]) -> Json | None: ...
+    def _logprobs_json(self, index: int, entries: Sequence[TokenLogprob]) -> Json | None: ...
 
 
 class CompletionForm(Form):
     _prefix = "cmpl-"
     _whole_object = _chunk_object = "text_completion"
-    _num_chars = 0  # told so far, for text_offset
 
-    def opening(self) -> None:
-        return None
+    def __init__(self, heading: Heading, tokenizer: Tokenizer, wording: Wording) -> None:
+        super().__init__(heading, tokenizer, wording)
+        self._num_chars: dict[int, int] = {}  # told of each choice so far, for text_offset
+
+    def _opening(self, index: int) -> Json | None:
+        return self._delta(self._echo(index)) if self._wording.prompt_texts else None
 
     def _content(self, text: str) -> Json:
         return {"text": text}
 
     _delta = _content
 
-    def _logprobs_json(self, entries: Sequence[TokenLogprob]) -> Json | None:
-        if not self._logprobs or not entries:
+    def _logprobs_json(self, index: int, entries: Sequence[TokenLogprob]) -> Json | None:
+        if not self._wording.logprobs or not entries:
             return None
-        texts = [self._text(entry.token_id) for entry in entries]
-        offsets = []
-        for text in texts:
-            offsets.append(self._num_chars)
-            self._num_chars += len(text)
+        offsets = [self._num_chars.get(index, 0)]
+        for entry in entries:
+            offsets.append(offsets[-1] + len(self._plain_text(entry.token_id)))
+        self._num_chars[index] = offsets.pop()
         return {
-            "tokens": texts,
+            "tokens": [self._text(entry.token_id) for entry in entries],
             "token_logprobs": [_finite(entry.logprob) for entry in entries],
             "top_logprobs": [self._alternatives(entry) for entry in entries],
             "text_offset": offsets,
@@ -147,6 +193,9 @@ class CompletionForm(Form):
         return found
 
     def _text(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._wording.tokens_as_ids else self._plain_text(token_id)
+
+    def _plain_text(self, token_id: int) -> str:
         data = self._tokenizer.token_bytes(token_id)
         try:
             return data.decode()
@@ -159,8 +208,8 @@ class ChatForm(Form):
     _whole_object = "chat.completion"
     _chunk_object = "chat.completion.chunk"
 
-    def opening(self) -> Json:
-        return self._chunk({"delta": {"role": "assistant", "content": ""}}, None, None)
+    def _opening(self, index: int) -> Json:
+        return {"delta": {"role": "assistant", "content": ""}}
 
     def _content(self, text: str) -> Json:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
@@ -168,8 +217,8 @@ class ChatForm(Form):
     def _delta(self, text: str) -> Json:
         return {"delta": {"content": text} if text else {}}
 
-    def _logprobs_json(self, entries: Sequence[TokenLogprob]) -> Json | None:
-        if not self._logprobs or not entries:
+    def _logprobs_json(self, index: int, entries: Sequence[TokenLogprob]) -> Json | None:
+        if not self._wording.logprobs or not entries:
             return None
         content = [
             {
@@ -182,7 +231,8 @@ class ChatForm(Form):
 
     def _entry(self, token_id: int, logprob: float) -> Json:
         data = self._tokenizer.token_bytes(token_id)
-        return {"token": data.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(data)}
+        text = f"token_id:{token_id}" if self._wording.tokens_as_ids else data.decode("utf-8", "replace")
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(data)}
 
 
 def _finite(logprob: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from service.gateway.openai_bodies import (
@@ -17,13 +18,14 @@ from service.gateway.openai_bodies import (
     convert,
     refusal,
 )
+from service.gateway.openai_choices import read_choices
 from service.gateway.openai_fields import (
     IDLE_CHAT_FIELDS,
     IDLE_COMPLETION_FIELDS,
     IDLE_MESSAGE_FIELDS,
     without_idle_fields,
 )
-from service.gateway.request import CHAT, COMPLETIONS, Conversation, Request, SamplingWishes
+from service.gateway.request import CHAT, COMPLETIONS, Conversation, Prompt, Request, SamplingWishes
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
@@ -31,6 +33,7 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 300
 MAX_LABEL_CHARS = 512
 MAX_MESSAGES = 4096
+MAX_PROMPTS = 1024
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own
 COLDEST_TEMPERATURE = 1e-4  # below it sampling is greedy in float32 anyway, and logits / temperature would overflow
 NARROWEST_TOP_P = 1e-6  # keeps one token, as 0 does at OpenAI
@@ -45,8 +48,11 @@ def read_request(endpoint: str, body: Mapping[str, Any]) -> Request:
 
 def _read_completion(fields: Mapping[str, Any]) -> Request:
     body = convert(without_idle_fields(fields, IDLE_COMPLETION_FIELDS), CompletionBody)
+    if body.echo and body.logprobs is not None:
+        raise refusal("logprobs", "of the prompt are not supported here, so it cannot go with 'echo'")
     wishes = _wishes(body, _or(body.max_tokens, DEFAULT_COMPLETION_TOKENS), body.logprobs)
-    return _request(body, _prompt(body.prompt), wishes)
+    request = _request(COMPLETIONS, body, _prompts(body.prompt), wishes)
+    return replace(request, echo=body.echo, add_special_tokens=body.add_special_tokens)
 
 
 def _read_chat(fields: Mapping[str, Any]) -> Request:
@@ -65,8 +71,15 @@ def _read_chat(fields: Mapping[str, Any]) -> Request:
     for name in body.chat_template_kwargs:
         if name not in TEMPLATE_OPTIONS:
             raise refusal("chat_template_kwargs", f"takes only {', '.join(TEMPLATE_OPTIONS)}")
-    prompt = conversation(body.messages, body.add_generation_prompt, body.chat_template_kwargs)
-    return _request(body, prompt, wishes)
+    if body.continue_final_message and body.add_generation_prompt:
+        raise refusal("continue_final_message", "contradicts 'add_generation_prompt'")
+    prompt = conversation(
+        body.messages,
+        not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt,
+        body.chat_template_kwargs,
+    )
+    prompt = replace(prompt, continue_final_message=body.continue_final_message)
+    return _request(CHAT, body, (prompt,), wishes)
 
 
 _READERS: Mapping[str, Callable[[Mapping[str, Any]], Request]] = {COMPLETIONS: _read_completion, CHAT: _read_chat}
@@ -112,18 +125,19 @@ def _message(message: Message, param: str) -> dict[str, str]:
     return plain
 
 
-def _prompt(prompt: str | list[str | int | list[int]]) -> str | tuple[int, ...]:
-    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        if len(prompt) > 1:
-            raise refusal("prompt", "may hold one prompt only; send a request for each")
-        prompt = prompt[0]
-    if not prompt:
+def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[str | tuple[int, ...], ...]:
+    """The prompts in OpenAI's four forms: a text, token ids, a list of texts, a list of token ids."""
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        prompt = [prompt]
+    if len(prompt) > MAX_PROMPTS:
+        raise refusal("prompt", f"has more than {MAX_PROMPTS} entries")
+    if not prompt or not all(prompt):
         raise refusal("prompt", "must not be empty")
-    if isinstance(prompt, str):
-        return prompt
-    if not all(isinstance(token, int) for token in prompt):
-        raise refusal("prompt", "must be a text or token ids, not a mixture")
-    return tuple(prompt)
+    if all(isinstance(text, str) for text in prompt):
+        return tuple(prompt)
+    if not all(isinstance(ids, list) and all(isinstance(token, int) for token in ids) for ids in prompt):
+        raise refusal("prompt", "must be texts or token ids, not a mixture")
+    return tuple(map(tuple, prompt))
 
 
 def _wishes(body: GenerationBody, max_tokens: int | None, logprobs: int | None) -> SamplingWishes:
@@ -132,6 +146,9 @@ def _wishes(body: GenerationBody, max_tokens: int | None, logprobs: int | None) 
         raise refusal("min_tokens", "must not exceed 'max_tokens'")
     if len(body.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise refusal("stop_token_ids", f"has more than {MAX_STOP_TOKEN_IDS} entries")
+    if body.truncate_prompt_tokens == 0:
+        raise refusal("truncate_prompt_tokens", "must be at least 1, or -1 for what fits")
+    choices = read_choices(body)
     cold = body.temperature is not None and body.temperature < COLDEST_TEMPERATURE
     return SamplingWishes(
         max_tokens=max_tokens,
@@ -148,6 +165,9 @@ def _wishes(body: GenerationBody, max_tokens: int | None, logprobs: int | None) 
         ignore_eos=body.ignore_eos,
         logprobs=logprobs,
         logit_bias=_logit_bias(body.logit_bias),
+        n=choices.n,
+        best_of=choices.best_of,
+        beam=choices.beam,
     )
 
 
@@ -162,7 +182,7 @@ def _logit_bias(bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
     return tuple((int(key), float(value)) for key, value in bias.items())
 
 
-def _request(body: GenerationBody, prompt: str | tuple[int, ...] | Conversation, wishes: SamplingWishes) -> Request:
+def _request(endpoint: str, body: GenerationBody, prompts: tuple[Prompt, ...], wishes: SamplingWishes) -> Request:
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(dict.fromkeys(body.stop))
     if len(stop) > MAX_STOP_STRINGS:
         raise refusal("stop", f"has more than {MAX_STOP_STRINGS} strings")
@@ -170,27 +190,32 @@ def _request(body: GenerationBody, prompt: str | tuple[int, ...] | Conversation,
         raise refusal("stop", f"has a string that is empty or longer than {MAX_STOP_CHARS} characters")
     _check_length("user", body.user, MAX_LABEL_CHARS)
     _check_length("safety_identifier", body.safety_identifier, MAX_LABEL_CHARS)
+    _check_stream_options(body)
     return Request(
+        endpoint=endpoint,
         model=body.model,
-        prompt=prompt,
+        prompts=prompts,
         sampling=wishes,
         stop=stop,
         include_stop_str_in_output=body.include_stop_str_in_output,
         skip_special_tokens=body.skip_special_tokens,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        tokens_as_ids=body.return_tokens_as_token_ids,
         stream=body.stream,
-        include_usage=_include_usage(body),
+        include_usage=bool(body.stream_options.include_usage),
+        usage_in_chunks=bool(body.stream_options.continuous_usage_stats),
         timeout_s=body.timeout,
     )
 
 
-def _include_usage(body: GenerationBody) -> bool:
+def _check_stream_options(body: GenerationBody) -> None:
     options = body.stream_options
     if options != StreamOptions() and not body.stream:
         raise refusal("stream_options", "needs 'stream' to be true")
-    for name in ("include_obfuscation", "continuous_usage_stats"):
-        if getattr(options, name):
-            raise refusal(f"stream_options.{name}", "is not supported here when true")
-    return bool(options.include_usage)
+    if options.include_obfuscation:
+        raise refusal("stream_options.include_obfuscation", "is not supported here when true")
+    if options.continuous_usage_stats and not options.include_usage:
+        raise refusal("stream_options.continuous_usage_stats", "needs 'include_usage' to be true")
 
 
 def _check_length(param: str, text: str, max_chars: int) -> None:

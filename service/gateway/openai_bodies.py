@@ -11,6 +11,8 @@ import msgspec
 from service.errors import RequestError
 
 MAX_LOGPROBS = 20
+MAX_CHOICES = 128  # OpenAI's own; `--max-n` bounds it further
+MAX_BEAM_WIDTH = 16
 
 RANGES: Mapping[str, tuple[float, float]] = {
     "max_tokens": (1, 1 << 31),
@@ -27,6 +29,11 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "logprobs": (0, MAX_LOGPROBS),
     "top_logprobs": (0, MAX_LOGPROBS),
     "timeout": (0.001, 86400),
+    "n": (1, MAX_CHOICES),
+    "best_of": (1, MAX_CHOICES),
+    "beam_width": (1, MAX_BEAM_WIDTH),
+    "length_penalty": (-10, 10),
+    "truncate_prompt_tokens": (-1, 1 << 31),
 }
 """Closed ranges; every number of a body stands here or is checked where it is used."""
 
@@ -50,11 +57,19 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] = {}
     seed: int | None = None
+    n: int = 1
+    best_of: int | None = None
+    use_beam_search: bool = False
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
     stop: str | list[str] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = None
+    return_tokens_as_token_ids: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     timeout: float | None = None
@@ -65,6 +80,8 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
 class CompletionBody(GenerationBody):
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
+    echo: bool = False
+    add_special_tokens: bool = True
 
 
 class TextPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -84,7 +101,8 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
     chat_template_kwargs: dict[str, bool] = {}
 
 

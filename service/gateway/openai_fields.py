@@ -14,12 +14,6 @@ from service.errors import RequestError
 Idle = Mapping[str, tuple[Any, ...]]
 
 _BOTH: Idle = {
-    "n": (1,),
-    "best_of": (1,),
-    "use_beam_search": (False,),
-    "beam_width": (1,),
-    "length_penalty": (1.0, 1),
-    "early_stopping": (False,),
     "response_format": ({"type": "text"},),
     "guided_json": (),
     "guided_regex": (),
@@ -32,9 +26,7 @@ _BOTH: Idle = {
     "allowed_token_ids": (),
     "bad_words": ([],),
     "logits_processors": ([],),
-    "truncate_prompt_tokens": (),
     "spaces_between_special_tokens": (True,),
-    "return_tokens_as_token_ids": (False,),
     "return_token_ids": (False,),
     "priority": (0,),
     "request_id": (),
@@ -47,9 +39,7 @@ _BOTH: Idle = {
 
 IDLE_COMPLETION_FIELDS: Idle = {
     **_BOTH,
-    "echo": (False,),
     "suffix": ("",),
-    "add_special_tokens": (True,),
     "prompt_embeds": (),
 }
 
@@ -74,7 +64,6 @@ IDLE_CHAT_FIELDS: Idle = {
     "prompt_cache_retention": (),
     "echo": (False,),
     "add_special_tokens": (False,),
-    "continue_final_message": (False,),
     "chat_template": (),
     "documents": ([],),
     "mm_processor_kwargs": ({},),

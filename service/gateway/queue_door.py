@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -16,8 +17,8 @@ from service.errors import RequestError
 from service.gateway.hall import Hall, incident
 from service.gateway.openai_answers import error_object
 from service.gateway.openai_bodies import refusal
-from service.gateway.relay import Outcome
 from service.gateway.request import ENDPOINTS, Request
+from service.gateway.run import Outcome
 from service.logs import fields
 from service.wire.broker import BrokerUnavailable, IngressEntry
 from service.wire.codec import INGRESS_ID, LIMITS, WireError, decode, encode
@@ -104,14 +105,15 @@ class QueueDoor:
     async def _generate(self, entry: IngressEntry, answer: _Answer) -> None:
         request = await self._read(entry)
         ticket = await self._hall.admit(request, entry.producer)
-        texts = []
+        choices = {index: _Choice(index) for index in range(request.num_choices)}
         async with self._hall.open(ticket) as run:
             async for piece in run:
-                if request.stream:
-                    await answer.tell(piece.text)
-                else:
-                    texts.append(piece.text)
-        await answer.finish("".join(texts), run.outcome)
+                choice = choices[piece.index]
+                choice.text += piece.text
+                choice.finish_reason = piece.finish_reason
+                if request.stream and piece.finish_reason is None:
+                    await answer.tell(piece.index, choice.take())
+        await answer.finish(list(choices.values()), run.outcome)
 
     async def _read(self, entry: IngressEntry) -> Request:
         try:
@@ -129,6 +131,19 @@ class QueueDoor:
         await _persist(attempt, self._hall.settings.request_timeout)
 
 
+@dataclass
+class _Choice:
+    """What is yet to be told of one choice."""
+
+    index: int
+    text: str = ""
+    finish_reason: str | None = None
+
+    def take(self) -> str:
+        text, self.text = self.text, ""
+        return text
+
+
 class _Answer:
     """The replies to one job, numbered from 1."""
 
@@ -138,30 +153,35 @@ class _Answer:
         self._id = reply_id
         self.num_told = 0
 
-    async def tell(self, text: str) -> None:
-        """Some more text. Raises BrokerUnavailable where the queue stays away."""
+    async def tell(self, index: int, text: str) -> None:
+        """Some more text of a choice. Raises BrokerUnavailable where the queue stays away."""
         for start in range(0, len(text), MAX_REPLY_CHARS):
-            await self._send(Reply(id=self._id, number=self.num_told + 1, text=text[start : start + MAX_REPLY_CHARS]))
+            part = text[start : start + MAX_REPLY_CHARS]
+            await self._send(Reply(id=self._id, number=self.num_told + 1, index=index, text=part))
 
-    async def finish(self, text: str, outcome: Outcome) -> None:
-        """The last text and how it ended."""
-        cut = len(text) - len(text) % MAX_REPLY_CHARS if len(text) > MAX_REPLY_CHARS else 0
-        await self.tell(text[:cut])
+    async def finish(self, choices: Sequence[_Choice], outcome: Outcome) -> None:
+        """The last text of each choice and how it ended; what it cost, with the last."""
         usage = Usage(
             prompt_tokens=outcome.prompt_tokens,
             completion_tokens=outcome.completion_tokens,
             cached_tokens=outcome.cached_tokens or 0,
         )
-        await self._send(
-            Reply(
-                id=self._id,
-                number=self.num_told + 1,
-                text=text[cut:],
-                finish_reason=outcome.finish_reason,
-                usage=usage,
-                done=True,
+        for choice in choices:
+            text = choice.take()
+            cut = len(text) - len(text) % MAX_REPLY_CHARS if len(text) > MAX_REPLY_CHARS else 0
+            await self.tell(choice.index, text[:cut])
+            is_last = choice is choices[-1]
+            await self._send(
+                Reply(
+                    id=self._id,
+                    number=self.num_told + 1,
+                    index=choice.index,
+                    text=text[cut:],
+                    finish_reason=choice.finish_reason,
+                    usage=usage if is_last else None,
+                    done=is_last,
+                )
             )
-        )
 
     async def fail(self, error: RequestError) -> None:
         await self._send(Reply(id=self._id, number=self.num_told + 1, error=error_object(error), done=True))

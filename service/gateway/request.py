@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from model.sampling_params import BeamSearch
+
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 ENDPOINTS = (COMPLETIONS, CHAT)
@@ -16,7 +18,11 @@ class Conversation:
 
     messages: tuple[dict[str, str], ...]
     add_generation_prompt: bool = True
+    continue_final_message: bool = False  # the answer goes on inside the last message; no generation prompt then
     template_options: Mapping[str, bool] = field(default_factory=dict)  # from a short list of known names
+
+
+Prompt = str | tuple[int, ...] | Conversation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,22 +43,51 @@ class SamplingWishes:
     ignore_eos: bool = False
     logprobs: int | None = None  # None: not wanted; K: the chosen token's and K alternatives'
     logit_bias: tuple[tuple[int, float], ...] = ()
+    n: int = 1  # choices of each prompt
+    best_of: int = 1  # n.. ; branches sampled for each prompt
+    beam: BeamSearch | None = None  # instead of sampling
+
+    @property
+    def num_branches(self) -> int:
+        """Continuations of a prompt that run side by side."""
+        return self.beam.width if self.beam is not None else self.best_of
+
+    @property
+    def is_ranked(self) -> bool:
+        """Which branches are answered with is known at the end only."""
+        return self.beam is not None or self.best_of > self.n
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One generation. Token ids are not yet held against the vocabulary, nor lengths against the model."""
+    """One or several generations. Token ids are not yet held against the vocabulary, nor lengths against the model."""
 
+    endpoint: str  # one of ENDPOINTS
     model: str
-    prompt: str | tuple[int, ...] | Conversation
+    prompts: tuple[Prompt, ...]  # one at least; exactly one in a chat
     sampling: SamplingWishes
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    add_special_tokens: bool = True  # to a prompt that is text; a conversation has what its template says
+    truncate_prompt_tokens: int | None = None  # keep so many, the last; -1: as many as fit
+    echo: bool = False
+    tokens_as_ids: bool = False  # in log-probabilities
     stream: bool = False
     include_usage: bool = False
+    usage_in_chunks: bool = False
     timeout_s: float | None = None
 
     @property
     def is_chat(self) -> bool:
-        return isinstance(self.prompt, Conversation)
+        return self.endpoint == CHAT
+
+    @property
+    def begins_a_text(self) -> bool:
+        """Whether the answer is a text of its own, and not the rest of another."""
+        prompt = self.prompts[0]
+        return isinstance(prompt, Conversation) and not prompt.continue_final_message
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.sampling.n

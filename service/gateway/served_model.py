@@ -14,7 +14,7 @@ from model.tokenizer import Tokenizer
 from service.config import Settings
 from service.errors import RequestError, StartupError
 from service.gateway.openai_bodies import refusal
-from service.gateway.request import Conversation
+from service.gateway.request import Conversation, Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class ServedModel:
         if name != self.name:
             raise RequestError(404, "The model does not exist.", param="model", code="model_not_found")
 
-    def encode(self, prompt: str | tuple[int, ...] | Conversation) -> list[int]:
+    def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, each inside the vocabulary, at least one. Raises RequestError (400).
 
         May take long: call it off the event loop. A text with more bytes than the longest possible prompt could have
@@ -70,7 +70,7 @@ class ServedModel:
         """
         if isinstance(prompt, str):
             self._check_bytes(len(prompt.encode()), "prompt")
-            return self._checked(self.tokenizer.encode(prompt), "prompt")
+            return self._checked(self.tokenizer.encode(prompt, add_special_tokens), "prompt")
         if isinstance(prompt, tuple):
             return self._checked(list(prompt), "prompt")
         return self._checked(self._encode_conversation(prompt), "messages")
@@ -88,6 +88,7 @@ class ServedModel:
             return self.template.encode(
                 list(conversation.messages),
                 add_generation_prompt=conversation.add_generation_prompt,
+                continue_final_message=conversation.continue_final_message,
                 extra=dict(conversation.template_options),
             )
         except TemplateError as error:

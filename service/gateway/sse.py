@@ -31,6 +31,7 @@ class SseStream:
         self._response = web.StreamResponse(headers=HEADERS)
         self._written_at_s = asyncio.get_running_loop().time()
         self._writing = asyncio.Lock()
+        self._num_sent = 0
 
     @property
     def response(self) -> web.StreamResponse:
@@ -40,10 +41,14 @@ class SseStream:
     def started(self) -> bool:
         return self._response.prepared
 
-    async def send(self, data: Json, number: int | None = None) -> None:
-        """One event; `number` is what a client may later resume behind. Raises ClientGone."""
-        head = b"" if number is None else b"id: %d\n" % number
-        await self._write(head + b"data: " + encode_json(data) + b"\n\n")
+    async def send(self, data: Json) -> None:
+        """The next event, under its number. Raises ClientGone."""
+        self._num_sent += 1
+        await self._write(b"id: %d\ndata: %b\n\n" % (self._num_sent, encode_json(data)))
+
+    async def fail(self, data: Json) -> None:
+        """The event of an error: it has no number, since nothing follows. Raises ClientGone."""
+        await self._write(b"data: %b\n\n" % encode_json(data))
 
     async def done(self) -> None:
         """OpenAI's mark behind an answer that is complete. Raises ClientGone."""

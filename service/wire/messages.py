@@ -18,7 +18,7 @@ VERSION = 1
 class Job:
     """One accepted request, in token terms. Written by a door, executed by a worker."""
 
-    job_id: str  # made by the door, 26 characters of Crockford base 32 or fewer
+    job_id: str  # made by the door: 26 characters of Crockford base 32; `.1`, `.2`, ... behind them for further prompts
     tenant: str
     prompt: bytes  # uint32[num_prompt_tokens]
     sampling: SamplingParams

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from service.errors import EndReason
 from service.wire.broker import WorkerBroker
@@ -15,11 +15,16 @@ from service.wire.messages import Cancel, Event, Job, Part, TokenLogprobs, Usage
 
 @dataclass(frozen=True)
 class Script:
-    """What one job gets: tokens a step, then its end. `end` None: it stays silent until it is cancelled."""
+    """What one job gets: tokens a step, then its end. `end` None: it stays silent until it is cancelled.
 
-    steps: Sequence[Sequence[int]]
+    `branches` says what each branch gets, where they differ; `choices` which of them the answer is made of.
+    """
+
+    steps: Sequence[Sequence[int]] = ()
     end: EndReason | None = EndReason.STOP
     step_s: float = 0.0
+    branches: Sequence[Sequence[Sequence[int]]] = ()
+    choices: tuple[int, ...] = ()
 
 
 class ScriptedWorker:
@@ -37,6 +42,7 @@ class ScriptedWorker:
         self.cancels: list[Cancel] = []
         self._running: dict[str, asyncio.Task[None]] = {}
         self._numbers: dict[str, int] = {}
+        self._stopped: set[tuple[str, int]] = set()
 
     @asynccontextmanager
     async def working(self):
@@ -81,42 +87,76 @@ class ScriptedWorker:
             for cancel in await self._broker.fetch_cancels(0.2):
                 self.cancels.append(cancel)
                 task = self._running.get(cancel.job_id)
-                if task is not None and not task.done():
-                    task.cancel()
-                    await self._end(cancel.job_id, cancel.reason, 0)
+                if task is None or task.done():
+                    continue
+                if cancel.branch is not None:
+                    self._stopped.add((cancel.job_id, cancel.branch))
+                    continue
+                task.cancel()
+                await self._end(cancel.job_id, cancel.reason, 0)
 
     async def _run(self, job: Job) -> None:
-        script = self.script(job)
-        num_left, end = job.sampling.max_tokens, script.end
-        for step in script.steps:
+        script, sampling = self.script(job), job.sampling
+        num_branches = sampling.beam.width if sampling.beam else sampling.best_of
+        scripts = script.branches or [script.steps] * num_branches
+        branches = [_Branch(steps, sampling.max_tokens, script.end) for steps in scripts]
+        while any(branch.end is None for branch in branches):
             if script.step_s:
                 await asyncio.sleep(script.step_s)
-            if len(step) >= num_left:
-                step, end = step[:num_left], EndReason.LENGTH
-            num_left -= len(step)
-            await self._publish(job, step)
-            if num_left == 0:
-                break
-        if end is not None:
-            await self._end(job.job_id, end, job.sampling.max_tokens - num_left, len(job.prompt) // 4)
+            parts = [self._part(job, number, branch) for number, branch in enumerate(branches) if branch.end is None]
+            if any(part.tokens or part.end for part in parts):
+                await self._publish(Event(job_id=job.job_id, number=0, parts=tuple(parts)))
+            else:
+                await asyncio.sleep(0.005)
+        # The worst of its branches' ends: the reasons stand in that order.
+        end = max((branch.end for branch in branches), key=list(EndReason).index)
+        num_tokens = sum(branch.num_told for branch in branches)
+        await self._end(job.job_id, end, num_tokens, len(job.prompt) // 4, script.choices)
 
-    async def _publish(self, job: Job, tokens: Sequence[int]) -> None:
+    def _part(self, job: Job, number: int, branch: _Branch) -> Part:
+        """The next step of a branch."""
+        tokens = () if (job.job_id, number) in self._stopped else branch.step()
+        if (job.job_id, number) in self._stopped:
+            branch.end = EndReason.STOP
         logprobs = None
-        if (width := job.sampling.logprobs) is not None:
+        if (width := job.sampling.logprobs) is not None and tokens:
             logprobs = TokenLogprobs(
                 chosen=pack_floats([-0.5] * len(tokens)),
                 top_ids=pack_ids([(token + k) % 256 for token in tokens for k in range(width)]),
                 top=pack_floats([-0.5 * (k + 1) for _ in tokens for k in range(width)]),
             )
-        number = self._next_number(job.job_id)
-        await self._broker.publish(
-            [Event(job_id=job.job_id, number=number, parts=(Part(tokens=pack_ids(tokens), logprobs=logprobs),))]
-        )
+        good_end = branch.end if branch.end in (EndReason.STOP, EndReason.LENGTH) else None
+        return Part(branch=number, tokens=pack_ids(tokens), logprobs=logprobs, end=good_end)
 
-    async def _end(self, job_id: str, end: EndReason, num_tokens: int, num_prompt_tokens: int = 0) -> None:
+    async def _end(
+        self, job_id: str, end: EndReason, num_tokens: int, num_prompt_tokens: int = 0, choices: tuple[int, ...] = ()
+    ) -> None:
         usage = Usage(prompt_tokens=num_prompt_tokens, completion_tokens=num_tokens, cached_tokens=1)
-        await self._broker.publish([Event(job_id=job_id, number=self._next_number(job_id), end=end, usage=usage)])
+        await self._publish(Event(job_id=job_id, number=0, end=end, usage=usage, choices=choices))
 
-    def _next_number(self, job_id: str) -> int:
-        self._numbers[job_id] = self._numbers.get(job_id, 0) + 1
-        return self._numbers[job_id]
+    async def _publish(self, event: Event) -> None:
+        """Under the next number of its job."""
+        self._numbers[event.job_id] = self._numbers.get(event.job_id, 0) + 1
+        await self._broker.publish([replace(event, number=self._numbers[event.job_id])])
+
+
+class _Branch:
+    """What a branch has yet to say."""
+
+    def __init__(self, steps: Sequence[Sequence[int]], max_tokens: int, end: EndReason | None):
+        self._steps = list(steps)
+        self._max_tokens = max_tokens
+        self._last = end
+        self.num_told = 0
+        self.end: EndReason | None = None if steps else end
+
+    def step(self) -> Sequence[int]:
+        if not self._steps:
+            return ()
+        tokens = self._steps.pop(0)[: self._max_tokens - self.num_told]
+        self.num_told += len(tokens)
+        if self.num_told == self._max_tokens:
+            self.end = EndReason.LENGTH
+        elif not self._steps:
+            self.end = self._last
+        return tokens

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from model.sampling_params import BeamSearch
 from service.errors import RequestError
 from service.gateway.openai_api import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, read_request
 from service.gateway.openai_fields import IDLE_CHAT_FIELDS, IDLE_COMPLETION_FIELDS, IDLE_MESSAGE_FIELDS
@@ -52,6 +53,14 @@ BOTH = {
     "timeout": [0, -1, NAN, INF, "1", True, 10**9],
     "user": [1, "u" * 513],
     "stream_options": [True, [], {"include_usage": 1}, {"include_usage": True}],
+    "n": [0, -1, 129, True, 1.0, "2"],
+    "best_of": [0, 129, True, 2.0],
+    "use_beam_search": [1, "true"],
+    "beam_width": [0, 17, True, 4],
+    "length_penalty": [NAN, INF, 11, -11, "1", 0.5],
+    "early_stopping": [1, "always", True, "never"],
+    "truncate_prompt_tokens": [0, -2, True, 1.5],
+    "return_tokens_as_token_ids": [1],
 }
 ONE_DOOR = {
     COMPLETIONS: {
@@ -60,10 +69,13 @@ ONE_DOOR = {
             [],
             [[]],
             [""],
-            ["a", "b"],
-            [[1], [2]],
+            ["a", ""],
+            [[1], []],
+            ["a"] * 1025,
             [1, "a"],
             ["a", 1],
+            ["a", [1]],
+            [[1], 2],
             [1.5],
             [True],
             [None],
@@ -72,6 +84,8 @@ ONE_DOOR = {
             {},
         ],
         "logprobs": [-1, 21, True, 1.5, 10**30],
+        "echo": [1, "yes"],
+        "add_special_tokens": [0],
     },
     CHAT: {
         "messages": [
@@ -99,6 +113,7 @@ ONE_DOOR = {
         "top_logprobs": [-1, 21, True, 3],
         "max_completion_tokens": [0, -1, True],
         "add_generation_prompt": [1],
+        "continue_final_message": [1],
         "chat_template_kwargs": [{"tokenize": True}, {"enable_thinking": "x"}, {"messages": False}, []],
     },
 }
@@ -143,9 +158,7 @@ def test_idle_fields_take_only_what_asks_for_nothing(endpoint, idle):
 
 
 def test_a_number_is_no_boolean_in_idle_fields():
-    refused(COMPLETIONS, {**BODIES[COMPLETIONS], "n": True})
-    refused(COMPLETIONS, {**BODIES[COMPLETIONS], "echo": 0})
-    assert refused(COMPLETIONS, {**BODIES[COMPLETIONS], "n": 2}).param == "n"
+    refused(COMPLETIONS, {**BODIES[COMPLETIONS], "return_token_ids": 0})
 
 
 def test_idle_fields_of_messages():
@@ -217,7 +230,7 @@ def test_everything_that_works():
         },
     )
     wishes = request.sampling
-    assert request.prompt == (1, 2, 3)
+    assert request.prompts == ((1, 2, 3),)
     assert (wishes.max_tokens, wishes.min_tokens, wishes.temperature, wishes.top_p) == (7, 2, 0, 0.5)
     assert (wishes.top_k, wishes.min_p, wishes.repetition_penalty) == (4, 0.1, 1.1)
     assert (wishes.presence_penalty, wishes.frequency_penalty) == (1, -1)
@@ -233,13 +246,15 @@ def test_everything_that_works():
 
 def test_defaults():
     completion = read_request(COMPLETIONS, {"model": "m", "prompt": ["hi"]})
-    assert completion.prompt == "hi"
+    assert completion.prompts == ("hi",)
     assert completion.sampling.max_tokens == 16
     assert completion.sampling.temperature is None
     chat = read_request(CHAT, BODIES[CHAT])
     assert chat.sampling.max_tokens is None
     assert chat.sampling.logprobs is None
-    assert read_request(COMPLETIONS, {"model": "m", "prompt": [[1, 2]]}).prompt == (1, 2)
+    assert read_request(COMPLETIONS, {"model": "m", "prompt": [[1, 2]]}).prompts == ((1, 2),)
+    assert read_request(COMPLETIONS, {"model": "m", "prompt": [[1], [2, 0]]}).prompts == ((1,), (2, 0))
+    assert read_request(COMPLETIONS, {"model": "m", "prompt": ["a", "b"]}).prompts == ("a", "b")
 
 
 def test_chat_logprobs_and_lengths():
@@ -253,6 +268,60 @@ def test_chat_logprobs_and_lengths():
     assert sampling(max_completion_tokens=5, max_tokens=5).max_tokens == 5
     refused(CHAT, {**BODIES[CHAT], "max_completion_tokens": 5, "max_tokens": 6})
     refused(CHAT, {**BODIES[CHAT], "max_tokens": 5, "min_tokens": 6})
+
+
+@pytest.mark.parametrize("endpoint", BODIES)
+def test_how_many_choices(endpoint):
+    def choices(**more):
+        wishes = read_request(endpoint, {**BODIES[endpoint], **more}).sampling
+        return wishes.n, wishes.best_of, wishes.beam
+
+    def beams(**more):
+        return choices(use_beam_search=True, **more)
+
+    assert choices() == (1, 1, None)
+    assert choices(n=3) == (3, 3, None)
+    assert choices(n=2, best_of=4) == (2, 4, None)
+    assert choices(use_beam_search=False, length_penalty=1, early_stopping=False) == (1, 1, None)
+    assert beams(n=3) == (3, 1, BeamSearch(width=3))
+    assert beams(n=2, best_of=4, temperature=0) == (2, 1, BeamSearch(width=4))
+    assert beams(beam_width=5, length_penalty=0, early_stopping="never") == (
+        1, 1, BeamSearch(width=5, length_penalty=0, early_stopping="never"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"beam_width": 2}, "beam_width"),
+        ({"length_penalty": 0.5}, "length_penalty"),
+        ({"early_stopping": True}, "early_stopping"),
+        ({"use_beam_search": True, "early_stopping": "now"}, "early_stopping"),
+        ({"use_beam_search": True, "beam_width": 2, "n": 3}, "n"),
+        ({"use_beam_search": True, "beam_width": 2, "best_of": 3}, "best_of"),
+        ({"use_beam_search": True, "n": 17}, "beam_width"),
+        ({"use_beam_search": True, "temperature": 0.7}, "temperature"),
+        ({"use_beam_search": True, "top_p": 0.7}, "top_p"),
+        ({"use_beam_search": True, "top_k": 7}, "top_k"),
+        ({"use_beam_search": True, "min_p": 0.7}, "min_p"),
+        ({"echo": True, "logprobs": 1}, "logprobs"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
+    ],
+)
+def test_fields_that_contradict_each_other(body, param):
+    assert refused(COMPLETIONS, {**BODIES[COMPLETIONS], **body}).param == param
+
+
+def test_continuing_the_final_message():
+    def prompt(**more):
+        return read_request(CHAT, {**BODIES[CHAT], **more}).prompts[0]
+
+    assert prompt().add_generation_prompt
+    continued = prompt(continue_final_message=True)
+    assert (continued.continue_final_message, continued.add_generation_prompt) == (True, False)
+    error = refused(CHAT, {**BODIES[CHAT], "continue_final_message": True, "add_generation_prompt": True})
+    assert error.param == "continue_final_message"
 
 
 def test_messages():
@@ -272,7 +341,7 @@ def test_messages():
             "add_generation_prompt": False,
             "chat_template_kwargs": {"enable_thinking": False},
         },
-    ).prompt
+    ).prompts[0]
     assert prompt.messages == (
         {"role": "system", "content": "be"},
         {"role": "user", "content": "a\nb", "name": "n"},

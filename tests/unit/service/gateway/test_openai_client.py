@@ -55,6 +55,22 @@ async def test_streams(served):
     assert "".join([chunk.choices[0].text async for chunk in stream]) == "Hello world."
 
 
+async def test_several_choices(served):
+    _, client = served
+    answer = await client.chat.completions.create(model=MODEL, messages=MESSAGES, n=3)
+    assert [choice.message.content for choice in answer.choices] == ["Hello world."] * 3
+    texts = {0: "", 1: ""}
+    async for chunk in await client.chat.completions.create(model=MODEL, messages=MESSAGES, n=2, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == {0: "Hello world.", 1: "Hello world."}
+    answer = await client.completions.create(model=MODEL, prompt=["the", "and"], n=2, best_of=3, echo=True)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert [choice.text[:3] for choice in answer.choices] == ["the", "the", "and", "and"]
+    beams = {"use_beam_search": True, "beam_width": 4}
+    answer = await client.completions.create(model=MODEL, prompt=[1, 2], n=2, extra_body=beams)
+    assert len(answer.choices) == 2
+
+
 async def test_stream_helper(served):
     _, client = served
     async with client.chat.completions.stream(model=MODEL, messages=MESSAGES) as stream:
@@ -83,7 +99,7 @@ async def test_errors(served):
         await client.chat.completions.create(model="gpt-4", messages=MESSAGES)
     assert not_found.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as bad:
-        await client.chat.completions.create(model=MODEL, messages=MESSAGES, n=2)
+        await client.chat.completions.create(model=MODEL, messages=MESSAGES, n=9)
     assert bad.value.param == "n"
     with pytest.raises(openai.BadRequestError, match="top_a"):
         await client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body={"top_a": 1})

@@ -91,7 +91,7 @@ async def test_long_text_comes_in_several_replies(door, monkeypatch):
     ("data", "name", "code", "param"),
     [
         (payload(temperature=3), "job", None, "temperature"),
-        (payload(n=2), "job", None, "n"),
+        (payload(n=9), "job", None, "n"),
         (payload(bogus=1), "job", "unknown_field", "bogus"),
         (payload(model="other"), "job", "model_not_found", "model"),
         (payload(logprobs=True), "job", None, "logprobs"),
