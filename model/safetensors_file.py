@@ -88,9 +88,7 @@ def _read_header(path: Path) -> tuple[int, int, bytes]:
         with path.open("rb") as file:
             header_end = 8 + int.from_bytes(file.read(8), "little")
             if header_end > min(num_bytes, 8 + HEADER_BYTES):
-                raise ModelError(
-                    f"{path}: the header ends at byte {header_end}, beyond the file or the largest header"
-                )
+                raise ModelError(f"{path}: the header ends at byte {header_end}, beyond the file or the largest header")
             return header_end, num_bytes - header_end, file.read(header_end - 8)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from None

@@ -328,7 +328,11 @@ def _file_lines(path: str) -> dict[str, str]:
     unknown = sorted(lines.keys() - {field.name for field in dataclasses.fields(Settings)})
     if unknown:
         raise StartupError(f"--config: {path}: {unknown[0]} is no setting")
-    return {name: _worded(name, value, path) for name, value in lines.items()}
+    switches = {field.name for field in dataclasses.fields(Settings) if field.metadata["parse"] is _switch}
+    return {
+        name: str(value) if name in switches and isinstance(value, bool) else _worded(name, value, path)
+        for name, value in lines.items()
+    }
 
 
 def _worded(name: str, value: Any, path: str) -> str:

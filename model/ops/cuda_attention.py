@@ -120,9 +120,7 @@ def _prefill_on_hopper(ops, out, q, kv, layer, block_tables, context_lens, query
     query_map = ops.tensor_maps.get(q, q.shape[::-1], (64, group, tokens))
     cache_map = ops.tensor_maps.get(kv, (head_dim, math.prod(kv.shape[:-1])), (64, min(_HOPPER_KEYS, block_size)))
     shared_bytes = 2 * head_dim * (_HOPPER_ROWS + 4 * _HOPPER_KEYS) + 256  # queries, two stages of keys and values
-    kernel = _build(
-        ops, "paged_prefill_attention_sm90", head_dim, block_size, group, {"SHARED_BYTES": shared_bytes}
-    )
+    kernel = _build(ops, "paged_prefill_attention_sm90", head_dim, block_size, group, {"SHARED_BYTES": shared_bytes})
     sizes = (len(context_lens), num_kv_heads, num_blocks, num_layers, layer, block_tables.shape[1])
     args = (out, query_map, cache_map, block_tables, context_lens, query_start, *map(np.int32, sizes))
     most_pieces = num_kv_heads * (num_tokens // tokens + len(context_lens))

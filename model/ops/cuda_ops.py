@@ -12,6 +12,7 @@ import numpy as np
 
 from model.ops.arena import Arena
 from model.ops.cuda_attention import decode_attention, prefill_attention
+from model.ops.cuda_host_blocks import CudaHostBlocks
 from model.ops.cuda_linear import Linear
 from model.ops.cuda_sampling import sample
 from model.ops.cuda_transfers import Transfers
@@ -119,6 +120,9 @@ class CudaOps:
         if not self._arena.is_open:
             return self.empty(shape, dtype)
         return cupy.ndarray(shape, dtype, self._arena.take(math.prod(shape) * dtype.itemsize))
+
+    def host_blocks(self, kv: Array, num_blocks: int) -> CudaHostBlocks:
+        return CudaHostBlocks(kv, num_blocks, self.stream)
 
     def memory_bytes(self) -> tuple[int, int]:
         free, total = cupy.cuda.runtime.memGetInfo()

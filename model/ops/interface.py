@@ -80,6 +80,40 @@ class Sampled:
     top_logprobs: Array | None  # float32[R, K]
 
 
+class Transfer(Protocol):
+    """Blocks on their way between a cache and the host."""
+
+    def is_done(self) -> bool:
+        """Whether all of them have arrived; waits for nothing."""
+
+    def wait(self) -> None:
+        """Wait until they have."""
+
+    def seconds(self) -> float:
+        """The device's time from the first byte to the last; once it is done."""
+
+
+class HostBlocks(Protocol):
+    """Memory of the host for blocks of one cache, and the copies between the two.
+
+    A transfer begins when all work that was handed to the `Ops` before it is done. Those of one direction go in their
+    order; the two directions and later work of the `Ops` go on side by side. Whoever asks for a transfer leaves its
+    blocks alone until it is done.
+    """
+
+    num_ready: int  # blocks 0..num_ready - 1 may be used; it grows up to what was asked for, in the background
+    failure: Exception | None  # why it grows no more, where it ended early
+
+    def copy_out(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> Transfer:
+        """The host's blocks become what these blocks of the cache are; as many of the one as of the other."""
+
+    def copy_in(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> Transfer:
+        """These blocks of the cache become what the host's blocks are."""
+
+    def close(self) -> None:
+        """Give the memory back, once all transfers are done."""
+
+
 class Ops(Protocol):
     """The operations. `weight` matrices are [out, in], as safetensors files hold them."""
 
@@ -110,8 +144,7 @@ class Ops(Protocol):
         """found[0] = 1 if x, of `self.dtype` and any shape, holds NaN or infinity, else as it was; found int32[1]."""
 
     def download_later(self, arrays: Sequence[Array]) -> Callable[[], list[np.ndarray]]:
-        """Starts to copy what `arrays` hold after all work handed out so far; calling the result waits for the copies.
-        """
+        """Starts to copy what `arrays` hold after all work handed out so far; calling the result waits for the copies."""
 
     def prepare(self, work: Callable[[], None]) -> None:
         """Run `work`, whose results nobody wants, so that all it needs is there the next time.
@@ -133,6 +166,9 @@ class Ops(Protocol):
 
     def temporary(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         """Memory that lives as long as an op's result does, until the surrounding scratch ends; contents undefined."""
+
+    def host_blocks(self, kv: Array, num_blocks: int) -> HostBlocks:
+        """Memory of the host for `num_blocks` blocks of the cache `kv` [N, L, 2, Hkv, B, D]; waits for none of it."""
 
     def memory_bytes(self) -> tuple[int, int]:
         """(free, total) bytes of the memory that `empty` draws from."""

@@ -16,6 +16,7 @@ import numpy as np
 from model.dtypes import all_finite
 from model.ops.filling import Piece, fill_in_threads
 from model.ops.interface import Array, Bias, Penalties, Sampled, SamplingArrays
+from model.ops.numpy_host_blocks import NumpyHostBlocks
 from model.ops.packing import Packing
 from model.ops.philox import gumbel_noise
 
@@ -77,6 +78,9 @@ class NumpyOps:
 
     def temporary(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         return np.empty(shape, dtype)
+
+    def host_blocks(self, kv: Array, num_blocks: int) -> NumpyHostBlocks:
+        return NumpyHostBlocks(kv, num_blocks)
 
     def memory_bytes(self) -> tuple[int, int]:
         page = os.sysconf("SC_PAGE_SIZE")

@@ -240,3 +240,9 @@ def test_a_switch_is_turned_by_its_flag_alone_and_by_its_negation():
     assert not read("serve", QUIRE_ENABLE_PREFIX_CACHING="0").enable_prefix_caching
     with pytest.raises(StartupError, match="QUIRE_ENABLE_PREFIX_CACHING: 'maybe' is not accepted: true or false"):
         read("serve", QUIRE_ENABLE_PREFIX_CACHING="maybe")
+
+
+def test_a_switch_is_a_truth_value_in_a_file(tmp_path):
+    path = tmp_path / "quire.toml"
+    path.write_text("enable_prefix_caching = false")
+    assert not read("serve", "--config", str(path)).enable_prefix_caching

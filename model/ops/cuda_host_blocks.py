@@ -1,0 +1,110 @@
+"""Blocks of the cache in pinned memory of the host: one plain copy a block, on a stream of its own for each direction.
+
+Pinning gigabytes takes seconds, so a thread does it in pieces while the engine runs already. A piece is touched first,
+which needs no driver, and then registered, for which the driver's lock is held only shortly.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Sequence
+
+import cupy
+import numpy as np
+from cuda.bindings import runtime as cudart
+from cupy.cuda import runtime
+
+PIECE_BYTES = 64 << 20
+"""Registered at once. A block never lies across two pieces: no copy may."""
+
+
+class CudaTransfer:
+    """`Transfer`: the events before and behind its copies."""
+
+    def __init__(self, begin: cupy.cuda.Event, end: cupy.cuda.Event):
+        self._begin = begin
+        self._end = end
+
+    def is_done(self) -> bool:
+        return self._end.done
+
+    def wait(self) -> None:
+        self._end.synchronize()
+
+    def seconds(self) -> float:
+        return cupy.cuda.get_elapsed_time(self._begin, self._end) / 1e3
+
+
+class CudaHostBlocks:
+    """`HostBlocks` beside the work of `stream`; transfers are asked for by one thread at a time."""
+
+    def __init__(self, kv: cupy.ndarray, num_blocks: int, stream: cupy.cuda.Stream):
+        self.num_ready = 0
+        self._kv = kv  # keeps its memory
+        self._block_bytes = kv.nbytes // len(kv)
+        self._compute = stream
+        self._out = cupy.cuda.Stream(non_blocking=True)
+        self._in = cupy.cuda.Stream(non_blocking=True)
+        num_bytes = max(1, num_blocks * self._block_bytes)
+        self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes = np.frombuffer(self._memory, np.uint8)
+        self._address = self._bytes.ctypes.data
+        self._pinned: list[int] = []  # addresses of the registered pieces
+        self._is_closing = False
+        self.failure: Exception | None = None
+        self._pinning = threading.Thread(target=self._pin, args=(num_blocks,), name="pinning", daemon=True)
+        self._pinning.start()
+
+    def copy_out(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> CudaTransfer:
+        return self._copy(self._out, host_blocks, self._address, blocks, self._kv.data.ptr)
+
+    def copy_in(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> CudaTransfer:
+        return self._copy(self._in, blocks, self._kv.data.ptr, host_blocks, self._address)
+
+    def close(self) -> None:
+        self._is_closing = True
+        self._pinning.join()
+        self._out.synchronize()
+        self._in.synchronize()
+        self.num_ready = 0
+        for address in self._pinned:
+            _check(cudart.cudaHostUnregister(address))
+        self._pinned.clear()
+        del self._bytes
+        self._memory.close()
+
+    def _copy(
+        self, stream: cupy.cuda.Stream, targets: Sequence[int], to: int, sources: Sequence[int], origin: int
+    ) -> CudaTransfer:
+        size = self._block_bytes
+        stream.wait_event(self._compute.record(cupy.cuda.Event(disable_timing=True)))
+        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+        begin.record(stream)
+        for target, source in zip(targets, sources, strict=True):
+            runtime.memcpyAsync(to + target * size, origin + source * size, size, runtime.memcpyDefault, stream.ptr)
+        end.record(stream)
+        return CudaTransfer(begin, end)
+
+    def _pin(self, num_blocks: int) -> None:
+        """On the thread: make the memory usable from its beginning on."""
+        piece_blocks = max(1, PIECE_BYTES // self._block_bytes)
+        try:
+            self._kv.device.use()
+            for first in range(0, num_blocks, piece_blocks):
+                last = min(first + piece_blocks, num_blocks)
+                piece = self._bytes[first * self._block_bytes : last * self._block_bytes]
+                piece.fill(0)
+                if self._is_closing:
+                    return
+                _check(cudart.cudaHostRegister(piece.ctypes.data, piece.nbytes, cudart.cudaHostRegisterPortable))
+                self._pinned.append(piece.ctypes.data)
+                self.num_ready = last
+        except Exception as error:  # what is pinned by now stays in use
+            self.failure = error
+
+
+def _check(result: tuple) -> None:
+    if result[0] != cudart.cudaError_t.cudaSuccess:
+        raise RuntimeError(f"host memory cannot be pinned: {result[0].name}")
