@@ -1,0 +1,25 @@
+# The doors: HTTP and queue. No CUDA in it, no GPU needed.
+#   docker build -f deploy/docker/gateway.Dockerfile -t quire-gateway .
+FROM python:3.12-slim-bookworm AS build
+WORKDIR /src
+COPY requirements.txt ./
+RUN python -m venv /opt/quire \
+    && /opt/quire/bin/pip install --no-cache-dir --require-hashes -r requirements.txt
+COPY pyproject.toml README.md LICENSE ./
+COPY service ./service
+COPY model ./model
+COPY cuda ./cuda
+RUN /opt/quire/bin/pip install --no-cache-dir --no-deps --no-build-isolation .
+
+FROM python:3.12-slim-bookworm
+RUN useradd --system --uid 10001 --no-create-home quire
+COPY --from=build /opt/quire /opt/quire
+ENV PATH=/opt/quire/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    QUIRE_HOST=0.0.0.0
+USER 10001
+EXPOSE 8000
+# Alive is all that a container's health should mean: an orchestrator asks /readyz before it sends requests.
+HEALTHCHECK --interval=5s --timeout=3s --start-period=20s CMD \
+    ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/livez', timeout=2)"]
+ENTRYPOINT ["quire", "gateway"]
