@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
-from model.ops.interface import Array, Bias, Penalties, SamplingArrays
+from model.ops.interface import Array, Bias, Penalties, SamplingArrays, TokenMask
 from model.sampling_params import SamplingParams
 
 RECORD = np.dtype(
@@ -46,6 +47,7 @@ class SampledRows:
     sampling: list[SamplingParams]
     token_ids: list[Sequence[int]]  # prompt and output so far; all of them where the sampling has penalties
     num_prompt_tokens: list[int]
+    mask: TokenMask | None = None  # on the host
 
 
 def sampling_arrays(
@@ -68,13 +70,16 @@ def sampling_arrays(
     is_shaped = bool(records["is_shaped"].any())
     penalties = _penalties(rows) if is_shaped else []
     bias = _bias(rows, eos_token_ids) if is_shaped else []
-    sent = upload_all([*columns, *penalties, *bias])
-    after_columns, after_penalties = len(columns), len(columns) + len(penalties)
+    mask = [] if rows.mask is None else [rows.mask.rows, rows.mask.words]
+    parts = (columns, penalties, bias, mask)
+    sent = iter(upload_all([array for part in parts for array in part]))
+    columns, penalties, bias, mask = (list(islice(sent, len(part))) for part in parts)
     num_logprobs = int(records["num_logprobs"].max(initial=0))
     return SamplingArrays(
-        *sent[:after_columns],
-        penalties=Penalties(*sent[after_columns:after_penalties]) if penalties else None,
-        bias=Bias(*sent[after_penalties:]) if bias else None,
+        *columns,
+        penalties=Penalties(*penalties) if penalties else None,
+        bias=Bias(*bias) if bias else None,
+        mask=TokenMask(*mask) if mask else None,
         num_logprobs=max(0, num_logprobs - 1),
         with_logprobs=num_logprobs > 0,
     )

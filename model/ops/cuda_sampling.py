@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from model.ops.interface import Array, Sampled, SamplingArrays
 
 _THREADS = 1024  # LOGITS_THREADS of logits.cuh
+_MASK_THREADS = 256
+_MASKED_PER_BLOCK = 4096  # tokens: four a group, GROUPS_PER_THREAD groups of apply_token_mask.cu
 _MAX_VOCAB = 1 << 19
 """The histograms of threshold.cuh count no more tokens in one bin."""
 
@@ -22,7 +26,8 @@ def sample(ops, logits: Array, how: SamplingArrays, out: Array | None) -> Sample
     token_ids = ops.temporary((rows,), np.int32) if out is None else out
     is_nan = ops.temporary((rows,), np.bool_)
     columns = (how.temperature, how.top_k, how.top_p, how.min_p, how.seed, how.position, how.branch)
-    args = (_adjusted(ops, logits, how), *columns, token_ids, is_nan, np.int32(vocab))
+    adjusted = _masked(ops, logits, _adjusted(ops, logits, how), how)
+    args = (adjusted, *columns, token_ids, is_nan, np.int32(vocab))
     ops.launch("sample_tokens", (rows,), args, threads=_THREADS, QUIRE_DTYPE=_FP32)
     if not how.with_logprobs:
         return Sampled(token_ids, is_nan, None, None, None)
@@ -51,3 +56,18 @@ def _adjusted(ops, logits: Array, how: SamplingArrays) -> Array:
     )
     ops.launch("apply_penalties", (len(logits),), args, threads=_THREADS, QUIRE_DTYPE=_FP32)
     return adjusted
+
+
+def _masked(ops, logits: Array, adjusted: Array, how: SamplingArrays) -> Array:
+    """The adjusted logits with -inf where a mask forbids; `logits` are left as they were."""
+    mask = how.mask
+    if mask is None:
+        return adjusted
+    rows, vocab = logits.shape
+    masked = ops.temporary(logits.shape, np.float32) if adjusted is logits else adjusted
+    num_masks, num_words = mask.words.shape
+    sizes = map(np.int32, (num_masks, num_words, vocab))
+    grid = (rows, math.ceil(vocab / _MASKED_PER_BLOCK))
+    args = (adjusted, masked, mask.rows, mask.words, *sizes)
+    ops.launch("apply_token_mask", grid, args, threads=_MASK_THREADS, QUIRE_DTYPE=_FP32)
+    return masked

@@ -46,6 +46,7 @@ class SamplingArrays:
     bias: Bias | None
     num_logprobs: int  # K: how many best alternatives are wanted at most over the rows; 0 = chosen token only
     with_logprobs: bool  # False: the step needs no log-probabilities at all
+    mask: TokenMask | None = None
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,19 @@ class Bias:
 
 
 @dataclass(frozen=True)
+class TokenMask:
+    """Tokens that a grammar allows, a bit each: bit i % 32 of word i // 32 is token i's; beyond the words none is."""
+
+    rows: Array  # int32[R], the row of `words` that holds for a row of logits; outside 0..M-1: all is allowed
+    words: Array  # uint32[M, W]
+
+
+@dataclass(frozen=True)
 class Sampled:
-    """What sampling gives. Log-probabilities are of the raw logits, before penalties, bias and temperature."""
+    """What sampling gives. Log-probabilities are of the raw logits, before bias, penalties, mask and temperature."""
 
     token_ids: Array  # int32[R]
-    is_nan: Array  # bool[R], the row, bias and penalties included, has no finite best: its token id is 0, meaningless
+    is_nan: Array  # bool[R], the row, with all that adjusts it, has no finite best: its token id is 0, meaningless
     logprobs: Array | None  # float32[R], of the chosen token
     top_ids: Array | None  # int32[R, K], best first, ties by lower id
     top_logprobs: Array | None  # float32[R, K]
@@ -297,9 +306,9 @@ class Ops(Protocol):
     def sample(self, logits: Array, how: SamplingArrays, out: Array | None = None) -> Sampled:
         """logits float32[R, V] -> one token a row; `logits` is left as it was. The ids are in `out` int32[R] if given.
 
-        Order: bias, penalties, temperature, top-k, top-p (over what top-k left), min-p. A value that ties with the
-        threshold stays. The token is argmax(logit / temperature + Gumbel noise) over what is left, so the result does
-        not depend on any order of summation; ties go to the lower id. The noise of token v is made of word v % 4 of
-        Philox4x32-10 with key (seed low, seed high) and counter (v // 4, position, branch, 0):
+        Order: bias, penalties, mask, temperature, top-k, top-p (over what top-k left), min-p. A value that ties with
+        the threshold stays. The token is argmax(logit / temperature + Gumbel noise) over what is left, so the result
+        does not depend on any order of summation; ties go to the lower id. The noise of token v is made of word v % 4
+        of Philox4x32-10 with key (seed low, seed high) and counter (v // 4, position, branch, 0):
         u = ((word >> 9) + 0.5) * 2^-23, noise = -log(-log(u)).
         """

@@ -15,7 +15,7 @@ import numpy as np
 
 from model.dtypes import all_finite
 from model.ops.filling import Piece, fill_in_threads
-from model.ops.interface import Array, Bias, Penalties, Sampled, SamplingArrays
+from model.ops.interface import Array, Bias, Penalties, Sampled, SamplingArrays, TokenMask
 from model.ops.numpy_host_blocks import NumpyHostBlocks
 from model.ops.packing import Packing
 from model.ops.philox import gumbel_noise
@@ -191,6 +191,8 @@ class NumpyOps:
             _add_bias(adjusted, how.bias)
         if how.penalties is not None:
             _penalise(adjusted, how.penalties)
+        if how.mask is not None:
+            _forbid(adjusted, how.mask)
         is_nan = ~np.isfinite(adjusted.max(axis=1))
         drawn = np.flatnonzero((how.temperature > 0) & ~is_nan)
         if drawn.size:
@@ -281,6 +283,13 @@ def _penalise(logits: np.ndarray, seen: Penalties) -> None:
     values = np.where(values > 0, values / factor, values * factor)
     values -= seen.frequency[rows] * counts + seen.presence[rows] * (counts > 0)
     logits[rows, ids] = values
+
+
+def _forbid(logits: np.ndarray, mask: TokenMask) -> None:
+    masked = np.flatnonzero((mask.rows >= 0) & (mask.rows < len(mask.words)))
+    words = mask.words[mask.rows[masked]].astype("<u4")
+    bits = np.unpackbits(words.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
+    logits[masked] = np.where(bits, logits[masked], -np.inf)
 
 
 def _perturbed(logits: np.ndarray, how: SamplingArrays, rows: np.ndarray) -> np.ndarray:

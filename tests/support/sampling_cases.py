@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from model.ops.interface import Array, Bias, Penalties, SamplingArrays
+from model.ops.interface import Array, Bias, Penalties, SamplingArrays, TokenMask
 
 
 def random_bias(rng: np.random.Generator, rows: int, vocab: int) -> Bias:
@@ -32,6 +32,18 @@ def random_penalties(rng: np.random.Generator, rows: int, vocab: int) -> Penalti
         token_ids=np.concatenate(ids).astype(np.int32),
         output_counts=(rng.integers(0, 30, count) * rng.integers(0, 2, count)).astype(np.int32),
     )
+
+
+def random_mask(rng: np.random.Generator, rows: int, vocab: int) -> TokenMask:
+    """Every third row without one; one row that allows a single token; the last words cut off."""
+    num_words = max(1, -(-vocab // 32) - 1)
+    words = rng.integers(0, 2**32, (rows, num_words), np.uint32, endpoint=False)
+    words[0] = 0
+    words[0, rng.integers(num_words)] = 1
+    mask_rows = rng.permutation(rows).astype(np.int32)
+    mask_rows[2::3] = rng.choice([-1, rows, 2**31 - 1], len(mask_rows[2::3]))
+    mask_rows[0] = 0
+    return TokenMask(mask_rows, words)
 
 
 def random_wishes(rng: np.random.Generator, rows: int, vocab: int, **fixed) -> SamplingArrays:
@@ -64,7 +76,7 @@ def uploaded(wishes: SamplingArrays, upload: Callable[[np.ndarray], Array]) -> S
 def _uploaded(value, upload):
     if isinstance(value, np.ndarray):
         return upload(value)
-    if isinstance(value, Bias | Penalties):
+    if isinstance(value, Bias | Penalties | TokenMask):
         return type(value)(**{key: upload(each) for key, each in vars(value).items()})
     return value
 

@@ -1,12 +1,13 @@
 import numpy as np
 
+from model.ops.interface import TokenMask
 from model.sampler import SampledRows, sampling_arrays, sampling_record
 from model.sampling_params import SamplingParams
 
 EOS = frozenset({2})
 
 
-def arrays(*rows):
+def arrays(*rows, mask=None):
     wishes, tokens, num_prompt_tokens = map(list, zip(*rows, strict=True))
     gathered = SampledRows(
         records=[sampling_record(wish, 0) for wish in wishes],
@@ -14,6 +15,7 @@ def arrays(*rows):
         sampling=wishes,
         token_ids=tokens,
         num_prompt_tokens=num_prompt_tokens,
+        mask=mask,
     )
     return sampling_arrays(gathered, 100, EOS, lambda hosts: list(map(np.array, hosts)))
 
@@ -56,3 +58,13 @@ def test_as_many_alternatives_as_the_greediest_row_wants():
     how = arrays(row(logprobs=3), row(), row(logprobs=0))
     assert (how.with_logprobs, how.num_logprobs) == (True, 3)
     assert arrays(row(logprobs=0)).num_logprobs == 0
+
+
+def test_a_mask_goes_along():
+    mask = TokenMask(np.array([0, -1], np.int32), np.array([[1, 2, 3, 4]], np.uint32))
+    for wishes in ({}, {"frequency_penalty": 1.0, "logit_bias": ((4, 1.0),)}):
+        how = arrays(row(**wishes), row(), mask=mask)
+        assert how.mask.rows.tolist() == [0, -1]
+        assert how.mask.words.tolist() == [[1, 2, 3, 4]]
+        assert (how.bias is None, how.penalties is None) == (not wishes, not wishes)
+    assert arrays(row()).mask is None

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from model.ops.interface import Bias, Penalties, Sampled, SamplingArrays
+from model.ops.interface import Bias, Penalties, Sampled, SamplingArrays, TokenMask
 from model.ops.numpy_ops import NumpyOps
 
 OPS = NumpyOps()
@@ -141,6 +141,27 @@ def test_bias_forces_and_forbids():
     logits = np.tile(np.array(LOGITS, np.float32), (3, 1))
     # Row 0 loses its best to row 8's token; row 2's ids 99 and -1 are no tokens
     assert sample(logits, temperature=0, bias=bias).token_ids.tolist() == [8, 3, 0]
+
+
+def test_a_mask_leaves_what_it_allows():
+    logits = np.tile(np.array(LOGITS, np.float32), (5, 1))
+    bias = Bias(np.array([0, 1, 1, 1, 1, 1], np.int32), np.array([3], np.int32), np.array([100], np.float32))
+    words = np.array([[0b110], [0], [1 << 31 | 0b1 << 10]], np.uint32)
+    mask = TokenMask(np.array([0, 2, -1, 3, 1], np.int32), words)
+    sampled = sample(logits, temperature=0, bias=bias, mask=mask, num_logprobs=1, with_logprobs=True)
+    assert sampled.token_ids.tolist() == [2, 10, 3, 3, 0]
+    assert sampled.is_nan.tolist() == [False, False, False, False, True]
+    assert sampled.top_ids.ravel().tolist() == [3] * 5  # of the raw logits
+    allowed = np.zeros(11)
+    allowed[[1, 2]] = WEIGHTS[[1, 2]]
+    many = TokenMask(np.zeros(4000, np.int32), words)
+    assert_follows(draws(LOGITS, mask=many, top_k=9), allowed)
+
+
+def test_tokens_beyond_the_words_of_a_mask_are_forbidden():
+    logits = np.arange(70, dtype=np.float32)[None]
+    mask = TokenMask(np.zeros(1, np.int32), np.full((1, 2), 0xFFFFFFFF, np.uint32))
+    assert sample(logits, temperature=0, mask=mask).token_ids.tolist() == [63]
 
 
 def test_penalties_by_hand():

@@ -1,0 +1,133 @@
+"""Grammars over a model's tokens: which may come next, as bits, and what has come so far."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from model.grammar import GrammarError
+from model.tokenizer import Tokenizer
+
+MAX_GRAMMAR_BYTES = 256 << 10
+MAX_KEPT = 64
+"""Compiled grammars kept for whoever asks for the same again."""
+MAX_LEXER_STATES = 20_000  # about 2 KB each
+ALL = np.uint32(0xFFFFFFFF)
+SPECIAL = b"\xff"
+"""Begins the bytes of a special token for llguidance: no text holds it, so no text is ever read as one."""
+
+
+class GrammarCompiler:
+    """Makes matchers for one model's tokens. Any number of threads may use it."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """`vocab_size` is the width of the logits; ids without a token are never allowed."""
+        self.num_words = num_mask_words(vocab_size)
+        self._eos_token_ids = [token for token in eos_token_ids if token < vocab_size]
+        wrapper = TokenizerWrapper(_Vocabulary(tokenizer, vocab_size, self._eos_token_ids))
+        self._tokenizer = LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=self._eos_token_ids)
+        self._limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def compile(self, grammar: str) -> Matcher:
+        """A matcher at the beginning of a text of `model.grammar`. Takes milliseconds, a second at worst, mostly
+        without Python's lock. Raises GrammarError."""
+        if len(grammar.encode("utf-8", "replace")) > MAX_GRAMMAR_BYTES:
+            raise GrammarError(f"The grammar takes more than {MAX_GRAMMAR_BYTES} bytes.")
+        with self._lock:
+            found = self._kept.get(grammar)
+            if found is not None:
+                self._kept.move_to_end(grammar)
+        if found is None:
+            found = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+            if found.is_error():
+                raise GrammarError(f"The grammar cannot be used: {_first_line(found.get_error())}")
+            with self._lock:
+                self._kept[grammar] = found
+                while len(self._kept) > MAX_KEPT:
+                    self._kept.popitem(last=False)
+        return Matcher(found.deep_copy(), self._eos_token_ids)
+
+
+class Matcher:
+    """One text on its way through its grammar. One thread at a time; another may fill while this one waits for it."""
+
+    def __init__(self, inner: LLMatcher, eos_token_ids: Sequence[int]) -> None:
+        self._inner = inner
+        self._eos_token_ids = eos_token_ids
+
+    @property
+    def has_failed(self) -> bool:
+        """It grew beyond its limits, or took a token that it had forbidden: it knows nothing any more."""
+        return self._inner.is_error()
+
+    @property
+    def is_complete(self) -> bool:
+        """The text is as the grammar wants it, and may end here."""
+        return self._inner.is_accepting()
+
+    @property
+    def is_finished(self) -> bool:
+        """Nothing may follow any more."""
+        return self._inner.is_stopped()
+
+    def advance(self, token_ids: Sequence[int]) -> bool:
+        """The text goes on with these tokens. False: they do not fit, and the matcher has failed."""
+        return self._inner.consume_tokens(list(token_ids))
+
+    def fill(self, words: np.ndarray, end_token_ids: Iterable[int]) -> bool:
+        """Sets words uint32[num_words] to the tokens that may follow: bit i % 32 of word i // 32 is token i's.
+
+        Where the text may end, `end_token_ids` are allowed too, and EOS only if it is one of them. Leaves Python's
+        lock while it computes. False: the matcher has failed, and everything is allowed.
+        """
+        self._inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if self._inner.is_error():
+            words[:] = ALL
+            return False
+        for token in self._eos_token_ids:
+            words[token // 32] &= ~_bit(token)
+        if self._inner.is_accepting():
+            for token in end_token_ids:
+                words[token // 32] |= _bit(token)
+        return True
+
+    def copy(self) -> Matcher:
+        """Another at the same place, which goes its own way from here."""
+        return Matcher(self._inner.deep_copy(), self._eos_token_ids)
+
+
+def num_mask_words(vocab_size: int) -> int:
+    """Words of 32 bits that hold one bit for each token."""
+    return -(-vocab_size // 32)
+
+
+def _bit(token: int) -> np.uint32:
+    return np.uint32(1 << token % 32)
+
+
+class _Vocabulary:
+    """A tokenizer in the shape that llguidance asks for."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self.eos_token_id = eos_token_ids[0] if eos_token_ids else None
+        self.bos_token_id = None
+        special = tokenizer.special_ids
+        self.special_token_ids = sorted(token for token in special if token < vocab_size)
+        self.tokens = [
+            SPECIAL + tokenizer.token_bytes(token) if token in special else tokenizer.token_bytes(token)
+            for token in range(vocab_size)
+        ]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Asked for only where a grammar forces text in canonical tokens, and ours force nothing."""
+        raise NotImplementedError
+
+
+def _first_line(error: str) -> str:
+    return error.partition("\n")[0].strip()[:300]
