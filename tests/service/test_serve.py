@@ -119,7 +119,7 @@ def test_the_probes_and_the_metrics(served):
 
 def test_a_refusal_names_the_field(client):
     with pytest.raises(openai.BadRequestError) as refusal:
-        client.chat.completions.create(model="demo", messages=STORY, n=3)
+        client.chat.completions.create(model="demo", messages=STORY, n=9)
     assert refusal.value.param == "n"
 
 
