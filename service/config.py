@@ -263,7 +263,7 @@ class Settings:
     )
 
     max_n: int = _setting(
-        8, "choices that a request may ask of one prompt", verbs=_DOOR_VERBS, parse=int, low=1, high=128
+        8, "choices that a request may ask of one prompt", verbs=_DOOR_VERBS, parse=int, low=1, high=32
     )
     max_request_tokens: int = _setting(
         1 << 20,
