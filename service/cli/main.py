@@ -16,7 +16,8 @@ from service.cli.client.top import add_top_flags, run_top
 from service.cli.key import add_key_flags, run_key
 from service.cli.parts import gateway_command, worker_command
 from service.cli.serve import serve_command
-from service.config import BENCH, VERBS, Settings, add_flags, read_settings
+from service.config import BENCH, VERBS, Settings
+from service.config_sources import add_flags, read_settings
 from service.errors import StartupError
 from service.logs import setup_logs
 

@@ -13,7 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from service.cli.parts import READY, run_until_signalled
-from service.config import GATEWAY, WITHOUT_FILE, WORKER, Settings, flags_of, secrets_of
+from service.config import GATEWAY, WORKER, Settings
+from service.config_sources import WITHOUT_FILE, flags_of, secrets_of
 from service.errors import StartupError
 from service.logs import fields
 from service.wire.die_with_parent import die_with_parent

@@ -14,6 +14,7 @@ FLOORS = (
     ("service.cli",),
     ("service.gateway", "service.worker"),
     ("service.engine", "service.wire"),
+    ("service.config_sources",),
     ("service.config", "service.logs", "service.metrics"),
     ("service.errors",),
     ("model",),

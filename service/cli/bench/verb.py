@@ -9,7 +9,8 @@ from service.cli.bench.engine import add_engine_flags, run_engine_bench
 from service.cli.bench.kernels import add_kernel_flags, run_kernel_bench
 from service.cli.bench.report import add_report_flags, check_report_flags
 from service.cli.bench.serve import add_serve_flags, run_serve_bench
-from service.config import BENCH, Settings, add_flags
+from service.config import BENCH, Settings
+from service.config_sources import add_flags
 
 BENCHES = {
     "engine": (add_engine_flags, run_engine_bench, "the engine alone, offline: a trace at once, decode steps, prefill"),

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from service.config import VERBS, WITHOUT_FILE, Settings, add_flags, flags_of, read_settings, secrets_of
+from service.config import VERBS, Settings
+from service.config_sources import WITHOUT_FILE, add_flags, flags_of, read_settings, secrets_of
 from service.errors import StartupError
 
 FIELDS = dataclasses.fields(Settings)
