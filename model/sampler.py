@@ -29,13 +29,23 @@ RECORD = np.dtype(
 NO_TOP_K = np.iinfo(np.int32).max
 
 
-def sampling_record(wish: SamplingParams, branch: int) -> bytes:
-    """One RECORD, packed once so that a step only joins those of its rows."""
-    is_shaped = wish.has_penalties or bool(wish.logit_bias) or wish.min_tokens > 0
-    num_logprobs = 0 if wish.logprobs is None else wish.logprobs + 1
-    top_k = NO_TOP_K if wish.top_k is None else min(wish.top_k, NO_TOP_K)
-    fields = (wish.seed, wish.temperature, top_k, wish.top_p, wish.min_p, branch, num_logprobs, is_shaped)
-    return np.array([fields], RECORD).tobytes()
+def sampling_record(wish: SamplingParams, branch: int, num_alternatives: int | None) -> bytes:
+    """One RECORD, packed once so that a step only joins those of its rows. `num_alternatives`: how many tokens are
+    wanted with their log-probabilities beside the chosen one; None: not even that one.
+
+    A beam wants its best tokens alone: nothing is drawn, and what shapes a draw has no say.
+    """
+    num_logprobs = 0 if num_alternatives is None else num_alternatives + 1
+    draw = (wish.seed, 0.0, NO_TOP_K, 1.0, 0.0)
+    if wish.beam is None:
+        top_k = NO_TOP_K if wish.top_k is None else min(wish.top_k, NO_TOP_K)
+        draw = (wish.seed, wish.temperature, top_k, wish.top_p, wish.min_p)
+    return np.array([(*draw, branch, num_logprobs, is_shaped(wish))], RECORD).tobytes()
+
+
+def is_shaped(wish: SamplingParams) -> bool:
+    """Whether penalties, biases or a minimum length have a say."""
+    return wish.has_penalties or bool(wish.logit_bias) or wish.min_tokens > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +65,8 @@ def sampling_arrays(
     vocab_size: int,
     eos_token_ids: frozenset[int],
     upload_all: Callable[[Sequence[np.ndarray]], list[Array]],
+    *,
+    logprobs_adjusted: bool = False,
 ) -> SamplingArrays:
     """Arrays for R rows, sent by `upload_all` to where the logits are, in one go."""
     records = np.frombuffer(b"".join(rows.records), RECORD)
@@ -67,9 +79,9 @@ def sampling_arrays(
         rows.positions,
         records["branch"],
     ]
-    is_shaped = bool(records["is_shaped"].any())
-    penalties = _penalties(rows) if is_shaped else []
-    bias = _bias(rows, eos_token_ids) if is_shaped else []
+    any_shaped = bool(records["is_shaped"].any())
+    penalties = _penalties(rows) if any_shaped else []
+    bias = _bias(rows, eos_token_ids) if any_shaped else []
     mask = [] if rows.mask is None else [rows.mask.rows, rows.mask.words]
     parts = (columns, penalties, bias, mask)
     sent = iter(upload_all([array for part in parts for array in part]))
@@ -82,6 +94,7 @@ def sampling_arrays(
         mask=TokenMask(*mask) if mask else None,
         num_logprobs=max(0, num_logprobs - 1),
         with_logprobs=num_logprobs > 0,
+        logprobs_adjusted=logprobs_adjusted,
     )
 
 

@@ -14,7 +14,7 @@ class BeamSearch:
     """Keep the `width` likeliest continuations; the words are Hugging Face's and vLLM's."""
 
     width: int  # 1..16
-    length_penalty: float = 1.0  # a beam's score is its log-probability over its length to this power
+    length_penalty: float = 1.0  # -10..10; a beam's score is its log-probability over its length to this power
     early_stopping: bool | Literal["never"] = False
 
 
@@ -37,8 +37,18 @@ class SamplingParams:
     logprobs: int | None = None  # None: not wanted; K: the chosen token's and K alternatives'
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value added)
     n: int = 1  # answers wanted
-    best_of: int = 1  # n.. ; branches sampled, of which the n best are told apart at the end
+    best_of: int = 1  # n.. ; branches sampled; the n of the highest mean log-probability a token are the answers
     beam: BeamSearch | None = None  # instead of sampling; n..width answers; best_of is 1 then
+
+    @property
+    def num_branches(self) -> int:
+        """Sequences that the request runs at once."""
+        return self.beam.width if self.beam is not None else max(self.n, self.best_of)
+
+    @property
+    def ranks_branches(self) -> bool:
+        """More are sampled than answered with, so that every chosen token's log-probability is needed."""
+        return self.beam is None and self.best_of > self.n
 
     @property
     def has_penalties(self) -> bool:

@@ -168,12 +168,13 @@ class CudaOps:
             kernel(grid, (threads,), args, shared_bytes, self.stream)
 
     def gather_rows(self, table: Array, ids: Array) -> Array:
-        expect("table", table, self.dtype, None, None)
+        dtype = _FLOAT32 if table.dtype == _FLOAT32 else self.dtype
+        expect("table", table, dtype, None, None)
         expect("ids", ids, _INT32, None)
         num_rows, width = table.shape
-        out = self.temporary((len(ids), width), self.dtype)
+        out = self.temporary((len(ids), width), dtype)
         args = (table, ids, out, np.int32(num_rows), np.int32(width))
-        self.launch("gather_rows", (len(ids),), args, overlaps=True)
+        self.launch("gather_rows", (len(ids),), args, overlaps=True, QUIRE_DTYPE=_DTYPE_CODES[dtype])
         return out
 
     def pick_tokens(self, token_ids: Array, previous: Array, source: Array) -> None:

@@ -35,7 +35,8 @@ def sample(ops, logits: Array, how: SamplingArrays, out: Array | None) -> Sample
     num_best = min(how.num_logprobs, vocab)
     chosen = ops.temporary((rows,), np.float32)
     top_ids, top = ops.temporary((rows, num_best), np.int32), ops.temporary((rows, num_best), np.float32)
-    args = (logits, token_ids, chosen, top_ids, top, np.int32(vocab), np.int32(num_best))
+    told = adjusted if how.logprobs_adjusted else logits
+    args = (told, token_ids, chosen, top_ids, top, np.int32(vocab), np.int32(num_best))
     ops.launch("top_logprobs", (rows,), args, threads=_THREADS, QUIRE_DTYPE=_FP32)
     return Sampled(token_ids, is_nan, chosen, top_ids, top)
 

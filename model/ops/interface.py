@@ -47,6 +47,7 @@ class SamplingArrays:
     num_logprobs: int  # K: how many best alternatives are wanted at most over the rows; 0 = chosen token only
     with_logprobs: bool  # False: the step needs no log-probabilities at all
     mask: TokenMask | None = None
+    logprobs_adjusted: bool = False  # log-probabilities are of the logits with bias, penalties and mask in
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ class TokenMask:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What sampling gives. Log-probabilities are of the raw logits, before bias, penalties, mask and temperature."""
+    """What sampling gives. Log-probabilities are of the raw logits, before bias, penalties, mask and temperature; where
+    `SamplingArrays.logprobs_adjusted`, all but the temperature is in them."""
 
     token_ids: Array  # int32[R]
     is_nan: Array  # bool[R], the row, with all that adjusts it, has no finite best: its token id is 0, meaningless
@@ -195,7 +197,7 @@ class Ops(Protocol):
         """Seconds of the device between two marks; waits for the later one."""
 
     def gather_rows(self, table: Array, ids: Array) -> Array:
-        """table [N, H], ids int32[T] -> [T, H]; a row of zeros for an id outside 0..N-1."""
+        """table [N, H] of activations or float32, ids int32[T] -> [T, H]; a row of zeros for an id outside 0..N-1."""
 
     def pick_tokens(self, token_ids: Array, previous: Array, source: Array) -> None:
         """token_ids[i] = previous[source[i]] in place wherever 0 <= source[i] < P; token_ids, source int32[T],

@@ -194,6 +194,7 @@ class NumpyOps:
         if how.mask is not None:
             _forbid(adjusted, how.mask)
         is_nan = ~np.isfinite(adjusted.max(axis=1))
+        told = adjusted.copy() if how.logprobs_adjusted else logits
         drawn = np.flatnonzero((how.temperature > 0) & ~is_nan)
         if drawn.size:
             adjusted[drawn] = _perturbed(adjusted[drawn], how, drawn)
@@ -202,7 +203,7 @@ class NumpyOps:
             out[...] = token_ids
         if not how.with_logprobs:
             return Sampled(token_ids, is_nan, None, None, None)
-        logprobs = _log_softmax(logits)
+        logprobs = _log_softmax(told)
         top_ids = np.argsort(-logprobs, axis=1, kind="stable")[:, : how.num_logprobs].astype(np.int32)
         chosen = np.take_along_axis(logprobs, token_ids[:, None].astype(np.int64), axis=1)[:, 0]
         return Sampled(token_ids, is_nan, chosen, top_ids, np.take_along_axis(logprobs, top_ids, axis=1))

@@ -7,11 +7,12 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from service.engine.beam_search import BeamGroup
 from service.engine.kv_manager import KVManager
 from service.engine.plan import SampledToken, StepPlan, StepResult, TokenLogprob
 from service.engine.scheduler import Limits, Scheduler
-from service.engine.sequence import BRANCH, Request, Sequence, State
-from service.errors import EndReason
+from service.engine.sequence import Request, Sequence, SequenceGroup, State
+from service.errors import ENDINGS, EndReason
 
 
 class Executor(Protocol):
@@ -22,7 +23,7 @@ class Executor(Protocol):
     """
 
     def launch(self, plan: StepPlan) -> Any:
-        """Start to compute the plan's chunks and to sample where they reach their sequence's end; for `collect`."""
+        """Start to compute the plan's chunks and to sample for its samplers; for `collect`."""
 
     def collect(self, launched: Any) -> StepResult:
         """Wait for a launched step. Each is collected once, in the order of launching."""
@@ -66,6 +67,8 @@ class EngineStats:
     num_blocks_free: int
     num_blocks_cached: int
     num_blocks_used: int
+    num_blocks_logical: int  # as many as would be used if no sequence shared any
+    num_block_copies: int
     num_slots_held: int
     num_slots_filled: int
     num_steps: int
@@ -84,7 +87,7 @@ class Engine:
         self._limits = limits
         self._eos_token_ids = eos_token_ids
         self._scheduler = Scheduler(kv, limits)
-        self._sequences: dict[str, Sequence] = {}
+        self._groups: dict[str, SequenceGroup] = {}
         self._outbox: list[Output] = []
         self._flights: deque[_Flight] = deque()
         self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
@@ -102,27 +105,43 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._sequences or self._flights)
+        return bool(self._groups or self._flights)
 
     def add(self, request: Request) -> None:
-        """Queue a request. One that this engine could never finish ends at once with TOO_LARGE."""
-        if request.request_id in self._sequences:
+        """Queue a request. One that this engine could never finish ends at once with TOO_LARGE, and one that has told
+        all before (see Request.past) as it would have."""
+        if request.request_id in self._groups:
             raise ValueError(f"request {request.request_id} is already here")
-        sequence = Sequence(request)
-        if not request.prompt or sequence.num_prompt_tokens + request.sampling.max_tokens > self._limits.max_model_len:
-            self._emit(sequence, (), (), EndReason.TOO_LARGE)
+        kind = SequenceGroup if request.sampling.beam is None else BeamGroup
+        group = kind(request, self._eos_token_ids)
+        if not self._can_hold(group):
+            self._emit(group, (), EndReason.TOO_LARGE)
             return
-        self._sequences[request.request_id] = sequence
-        self._scheduler.add(sequence)
+        self._groups[request.request_id] = group
+        self._scheduler.add(group)
+        for sequence in group.branches:
+            if sequence.end is not None:
+                self._end_branch(sequence, (), (), sequence.end, is_told=True)
+            elif sequence.num_output_tokens:
+                reason = sequence.end_after(sequence.token_ids[-1])
+                if reason is not None:
+                    self._end_branch(sequence, (), (), reason)
 
-    def cancel(self, request_id: str, reason: EndReason) -> None:
-        """End a request now; its blocks are free before the next step. Unknown and ended ones are left alone."""
-        sequence = self._sequences.get(request_id)
-        if sequence is not None:
-            self._end(sequence, (), (), reason)
+    def cancel(self, request_id: str, reason: EndReason, branch: int | None = None) -> None:
+        """End a request, or one branch of it, now; its blocks are free before the next step. Unknown and ended ones are
+        left alone, and so are single beams: they have no name before their end."""
+        group = self._groups.get(request_id)
+        if group is None:
+            return
+        if branch is None:
+            self._end_group(group, reason)
+        elif not isinstance(group, BeamGroup):
+            for sequence in group.live:
+                if sequence.branch == branch:
+                    self._end_branch(sequence, (), (), reason)
 
     def cancel_all(self, reason: EndReason) -> None:
-        for request_id in list(self._sequences):
+        for request_id in list(self._groups):
             self.cancel(request_id, reason)
 
     def step(self) -> None:
@@ -132,14 +151,15 @@ class Engine:
         free at once: whoever gets them writes in a later step yet, and the device runs steps one after the other.
         """
         start_s = time.perf_counter()
-        if not self._may_run_ahead():
-            self._settle_flights(0)
         plan = self._scheduler.schedule()
         if plan.chunks:
             self._flights.append(_Flight(plan, self._executor.launch(plan)))
-            for sequence, start, length, samples in plan.chunks:
+            for sequence, start, length, samplers in plan.chunks:
                 sequence.num_computed_tokens = start + length
-                sequence.num_pending_tokens += samples
+                for sampler in samplers:
+                    sampler.num_pending_tokens += 1
+                if sequence.followers:
+                    self._scheduler.fork(sequence)
             self._num_steps += 1
         self._settle_flights(1 if plan.chunks and self._executor.runs_ahead else 0)
         self._last_step_s = time.perf_counter() - start_s
@@ -157,6 +177,8 @@ class Engine:
             num_blocks_free=self._kv.pool.num_free,
             num_blocks_cached=self._kv.pool.num_cached,
             num_blocks_used=self._kv.pool.num_used,
+            num_blocks_logical=sum(len(sequence.block_table) for sequence in self._scheduler.running),
+            num_block_copies=self._kv.num_copies,
             num_slots_held=held,
             num_slots_filled=filled,
             num_steps=self._num_steps,
@@ -169,53 +191,104 @@ class Engine:
     def check_invariants(self) -> None:
         """All books agree; an engine without requests holds no block."""
         self._scheduler.check_invariants()
-        if not self._sequences and self._kv.pool.num_used:
+        if not self._groups and self._kv.pool.num_used:
             raise AssertionError("idle, and blocks are held")
 
-    def _may_run_ahead(self) -> bool:
-        """Penalties need every token by its id, the pending ones too."""
-        return not any(sequence.has_penalties for sequence in self._scheduler.running)
+    def _can_hold(self, group: SequenceGroup) -> bool:
+        """Whether the group could run to its end if it were alone."""
+        longest = group.num_prompt_tokens + group.request.sampling.max_tokens
+        return (
+            group.num_prompt_tokens > 0
+            and longest <= self._limits.max_model_len
+            and len(group.branches) <= self._limits.max_num_seqs
+            and group.most_blocks(self._kv.block_size) <= self._kv.pool.num_blocks
+        )
 
     def _settle_flights(self, num_left: int) -> None:
         while len(self._flights) > num_left:
             flight = self._flights.popleft()
             result = self._executor.collect(flight.launched)
-            due = [chunk.sequence for chunk in flight.plan.chunks if chunk.samples]
-            failed = {sequence for sequence, token in zip(due, result.sampled, strict=True) if token.is_nan}
+            samplers = flight.plan.samplers
+            failed = {sequence for sequence, token in zip(samplers, result.sampled, strict=True) if token.is_nan}
             self._kv.settle(flight.plan.chunks, failed)
-            for sequence, sampled in zip(due, result.sampled, strict=True):
+            for sequence, sampled in zip(samplers, result.sampled, strict=True):
                 sequence.num_pending_tokens -= 1
                 if sequence.state is not State.ENDED:
-                    self._append(sequence, sampled)
+                    self._settle(sequence, sampled)
 
-    def _append(self, sequence: Sequence, sampled: SampledToken) -> None:
-        if sequence.num_output_tokens == 0:
-            self._num_prompt_tokens += sequence.num_prompt_tokens
+    def _settle(self, sequence: Sequence, sampled: SampledToken) -> None:
+        group, token_id, logprob = sequence.group, sampled.token_id, sampled.logprob
+        if not group.has_sampled:
+            group.has_sampled = True
+            self._num_prompt_tokens += group.num_prompt_tokens
         if sampled.is_nan:
-            self._end(sequence, (), (), EndReason.NUMERICAL_ERROR)
-            return
-        sequence.token_ids.append(sampled.token_id)
-        self._num_output_tokens += 1
-        tokens = (sampled.token_id,)
-        logprobs = () if sampled.logprob is None else (sampled.logprob,)
-        reason = sequence.end_after(sampled.token_id, self._eos_token_ids)
-        if reason is None:
-            self._emit(sequence, tokens, logprobs, None)
+            self._end_group(group, EndReason.NUMERICAL_ERROR)
+        elif isinstance(group, BeamGroup):
+            self._settle_beam(group, sequence, logprob)
         else:
-            self._end(sequence, tokens, logprobs, reason)
+            self._num_output_tokens += 1
+            reason = group.append(sequence, token_id, 0.0 if logprob is None else logprob.logprob)
+            logprobs = () if logprob is None else (logprob,)
+            if reason is None:
+                self._emit(group, (BranchOutput(sequence.branch, (token_id,), logprobs, None),))
+            else:
+                self._end_branch(sequence, (token_id,), logprobs, reason)
 
-    def _end(
-        self, sequence: Sequence, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...], reason: EndReason
+    def _settle_beam(self, group: BeamGroup, sequence: Sequence, row: TokenLogprob) -> None:
+        """The unused places are given up; without any left, the answers are told."""
+        for unused in reversed(group.advance(sequence, row, self._kv)):
+            self._scheduler.remove(unused)
+        if group.live:
+            return
+        del self._groups[group.request_id]
+        answers = group.answers[: group.request.sampling.n]
+        parts = tuple(BranchOutput(i, one.token_ids, one.logprobs, one.end) for i, one in enumerate(answers))
+        num_tokens = sum(len(part.token_ids) for part in parts)
+        self._num_output_tokens += num_tokens
+        group.num_output_tokens = num_tokens
+        self._emit(group, parts, parts[0].end, tuple(range(len(parts))))
+
+    def _end_branch(
+        self,
+        sequence: Sequence,
+        tokens: tuple[int, ...],
+        logprobs: tuple[TokenLogprob, ...],
+        reason: EndReason,
+        *,
+        is_told: bool = False,
     ) -> None:
-        del self._sequences[sequence.request_id]
+        """The branch is done, and with the last of them the request."""
+        group, sequence.end = sequence.group, reason
         self._scheduler.remove(sequence)
-        self._emit(sequence, tokens, logprobs, reason)
+        parts = () if is_told else (BranchOutput(sequence.branch, tokens, logprobs, reason),)
+        if group.live:
+            if parts:
+                self._emit(group, parts)
+            return
+        del self._groups[group.request_id]
+        choices = group.choices()
+        end = group.branches[choices[0]].end if choices else reason
+        self._emit(group, parts, end, choices)
+
+    def _end_group(self, group: SequenceGroup, reason: EndReason) -> None:
+        """All that is left of the request ends now."""
+        del self._groups[group.request_id]
+        parts = []
+        for sequence in reversed(group.live):
+            self._scheduler.remove(sequence)
+            sequence.end = reason
+            parts.append(BranchOutput(sequence.branch, (), (), reason))
+        if ENDINGS[reason].finish_reason is None:
+            self._emit(group, (), reason)
+        else:
+            self._emit(group, tuple(reversed(parts)), reason, group.choices())
 
     def _emit(
-        self, sequence: Sequence, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...], end: EndReason | None
+        self,
+        group: SequenceGroup,
+        parts: tuple[BranchOutput, ...],
+        end: EndReason | None = None,
+        choices: tuple[int, ...] = (),
     ) -> None:
-        good_end = end if end in (EndReason.STOP, EndReason.LENGTH) else None
-        parts = (BranchOutput(BRANCH, tokens, logprobs, good_end),) if tokens or good_end else ()
-        choices = (BRANCH,) if good_end else ()
-        counts = (sequence.num_prompt_tokens, sequence.num_output_tokens, sequence.num_cached_tokens or 0)
-        self._outbox.append(Output(sequence.request_id, parts, end, choices, *counts))
+        counts = (group.num_prompt_tokens, group.num_output_tokens, group.num_cached_tokens or 0)
+        self._outbox.append(Output(group.request_id, parts, end, choices, *counts))

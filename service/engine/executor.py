@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,14 +13,21 @@ from model.ops.interface import Array, Ops, Sampled
 from model.sampler import SampledRows, sampling_arrays
 from model.step_graphs import StepGraphs, StepInputs
 from service.engine.plan import BlockCopy, Chunk, SampledToken, StepPlan, StepResult, TokenLogprob
+from service.engine.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class _Launched:
-    """A step on its way: the chunks that get a token, and what waits for the sampled arrays."""
+class _Draw(NamedTuple):
+    """Sequences that get their tokens from one call of `Ops.sample`, and what waits for its arrays."""
 
-    due: list[Chunk]
+    samplers: list[Sequence]
     arrive: Callable[[], list[np.ndarray]]
+
+
+class _Launched(NamedTuple):
+    """A step on its way: the sequences that get a token, and how they get it; one draw at least."""
+
+    samplers: list[Sequence]
+    draws: list[_Draw]
 
 
 class ModelExecutor:
@@ -50,25 +57,30 @@ class ModelExecutor:
 
     def launch(self, plan: StepPlan) -> _Launched:
         """See service.engine.engine.Executor."""
-        due = [chunk for chunk in plan.chunks if chunk.samples]
+        samplers = plan.samplers
         with self._ops.scratch():
             if plan.copies:
                 self._copy(plan.copies)
             logits = self._forward(plan.chunks)
-            sampled = self._sample(logits, due) if due else ()
-            arrive = self._ops.download_later(sampled)
-        if due:
-            self._sampled_rows = {chunk.sequence: row for row, chunk in enumerate(due)}
-        return _Launched(due, arrive)
+            draws = self._draws(logits, plan.chunks, samplers)
+        if samplers:
+            self._sampled_rows = {sequence: row for row, sequence in enumerate(draws[0].samplers)}
+        return _Launched(samplers, draws)
 
     def collect(self, launched: _Launched) -> StepResult:
         """See service.engine.engine.Executor."""
-        arrays = [array.tolist() for array in launched.arrive()]
-        if not launched.due:
-            return StepResult(())
-        token_ids, is_nan, *logprobs = arrays
-        told = _logprobs(launched.due, *logprobs) if logprobs else [None] * len(token_ids)
-        return StepResult(tuple(map(SampledToken, token_ids, is_nan, told)))
+        tokens: list[SampledToken] = []
+        for samplers, arrive in launched.draws:
+            arrays = [array.tolist() for array in arrive()]
+            if samplers:
+                token_ids, is_nan, *logprobs = arrays
+                told = _logprobs(samplers, *logprobs) if logprobs else [None] * len(token_ids)
+                tokens += map(SampledToken, token_ids, is_nan, told)
+        if len(launched.draws) > 1:
+            drawn = [sequence for draw in launched.draws for sequence in draw.samplers]
+            by_sequence = dict(zip(drawn, tokens, strict=True))
+            tokens = [by_sequence[sequence] for sequence in launched.samplers]
+        return StepResult(tuple(tokens))
 
     def _copy(self, copies: tuple[BlockCopy, ...]) -> None:
         for together in _independent(copies):
@@ -85,20 +97,45 @@ class ModelExecutor:
         self._ops.pick_tokens(batch.token_ids, self._sampled, source)
         return self._model.forward(batch, self.kv)
 
-    def _sample(self, logits: Array, due: Sequence[Chunk]) -> tuple[Array, ...]:
+    def _draws(self, logits: Array, chunks: tuple[Chunk, ...], samplers: list[Sequence]) -> list[_Draw]:
+        """Sample from `logits`, a row for each chunk that has samplers.
+
+        Beams whose log-probabilities are of adjusted logits are a draw of their own, behind the one whose tokens the
+        next step may need before the host knows them.
+        """
+        due = [chunk for chunk in chunks if chunk.samplers]
+        positions = [chunk.end for chunk in due for _ in chunk.samplers]
+        scored = [row for row, sequence in enumerate(samplers) if sequence.scores_adjusted]
+        if len(due) == len(samplers) and not scored:
+            return [self._draw(logits, samplers, positions, adjusted=False)]
+        source = [row for row, chunk in enumerate(due) for _ in chunk.samplers]
+        plain = sorted(set(range(len(samplers))) - set(scored))
+        draws = []
+        for rows, adjusted in ((plain, False), (scored, True)):
+            if rows:
+                picked = self._ops.upload(np.array([source[row] for row in rows], np.int32))
+                own = self._ops.gather_rows(logits, picked)
+                mine, at = [samplers[row] for row in rows], [positions[row] for row in rows]
+                draws.append(self._draw(own, mine, at, adjusted=adjusted))
+        return draws
+
+    def _draw(self, logits: Array, samplers: list[Sequence], positions: list[int], *, adjusted: bool) -> _Draw:
+        if not samplers:
+            return _Draw(samplers, self._ops.download_later(()))
         rows = SampledRows(
-            records=[chunk.sequence.sampling_record for chunk in due],
-            positions=np.array([chunk.end for chunk in due], np.uint32),
-            sampling=[chunk.sequence.sampling for chunk in due],
-            token_ids=[chunk.sequence.token_ids for chunk in due],
-            num_prompt_tokens=[chunk.sequence.num_prompt_tokens for chunk in due],
+            records=[sequence.sampling_record for sequence in samplers],
+            positions=np.array(positions, np.uint32),
+            sampling=[sequence.sampling for sequence in samplers],
+            token_ids=[sequence.token_ids for sequence in samplers],
+            num_prompt_tokens=[sequence.num_prompt_tokens for sequence in samplers],
         )
-        vocab_size = self._model.config.vocab_size
-        how = sampling_arrays(rows, vocab_size, self._eos_token_ids, self._ops.upload_all)
-        sampled: Sampled = self._ops.sample(logits, how, out=self._sampled[: len(due)])
-        if sampled.logprobs is None:
-            return sampled.token_ids, sampled.is_nan
-        return sampled.token_ids, sampled.is_nan, sampled.logprobs, sampled.top_ids, sampled.top_logprobs
+        vocab_size, send = self._model.config.vocab_size, self._ops.upload_all
+        how = sampling_arrays(rows, vocab_size, self._eos_token_ids, send, logprobs_adjusted=adjusted)
+        sampled: Sampled = self._ops.sample(logits, how, out=None if adjusted else self._sampled[: len(samplers)])
+        arrays = [sampled.token_ids, sampled.is_nan]
+        if sampled.logprobs is not None:
+            arrays += [sampled.logprobs, sampled.top_ids, sampled.top_logprobs]
+        return _Draw(samplers, self._ops.download_later(arrays))
 
 
 def _independent(copies: Iterable[BlockCopy]) -> list[list[BlockCopy]]:
@@ -139,7 +176,7 @@ def _step_inputs(
         context_lens=starts + lengths,
         block_tables=tables,
         query_lens=lengths,
-        logit_rows=(ends - 1)[[chunk.samples for chunk in chunks]].astype(np.int32),
+        logit_rows=(ends - 1)[[bool(chunk.samplers) for chunk in chunks]].astype(np.int32),
         num_decodes=int(np.count_nonzero(lengths == 1)),
     )
 
@@ -196,8 +233,8 @@ def _tokens(chunks, first_row, num_tokens: int, sampled_rows: dict, no_source: i
     return np.array(token_ids, np.int32), np.array(source, np.int32)
 
 
-def _logprobs(due: list[Chunk], chosen: list, top_ids: list, top: list) -> list[TokenLogprob | None]:
-    wanted = [chunk.sequence.sampling.logprobs for chunk in due]
+def _logprobs(samplers: list[Sequence], chosen: list, top_ids: list, top: list) -> list[TokenLogprob | None]:
+    wanted = [sequence.num_alternatives for sequence in samplers]
     return [
         None if count is None else TokenLogprob(chosen[row], tuple(top_ids[row][:count]), tuple(top[row][:count]))
         for row, count in enumerate(wanted)

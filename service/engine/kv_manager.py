@@ -76,10 +76,10 @@ class KVManager:
         self.pool.share(sequence.block_table)
         sequence.num_computed_tokens = match.num_tokens
         self._tails[sequence] = match.nodes[-1] if match.nodes else self._tree.root(sequence.request.cache_salt)
-        if sequence.num_cached_tokens is None:
-            sequence.num_cached_tokens = match.num_tokens
+        if sequence.group.num_cached_tokens is None:
+            num_hits = sequence.group.num_cached_tokens = min(match.num_tokens, sequence.num_prompt_tokens)
             self.num_query_tokens += sequence.num_prompt_tokens
-            self.num_hit_tokens += match.num_tokens
+            self.num_hit_tokens += num_hits
 
     def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
         """Blocks the sequence lacks to write its tokens from the first uncomputed one up to `num_tokens`."""

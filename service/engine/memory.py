@@ -78,7 +78,7 @@ def warm_up(model: Llama, block_size: int, num_tokens: int, num_sequences: int, 
     for lengths in (np.array([num_tokens]), np.ones(num_sequences, np.int64), np.array([min(2, num_tokens)])):
         count = len(lengths)
         rows = SampledRows(
-            records=[sampling_record(wishes, 0)] * count,
+            records=[sampling_record(wishes, 0, MAX_LOGPROBS)] * count,
             positions=np.ones(count, np.uint32),
             sampling=[wishes] * count,
             token_ids=[(0,)] * count,
@@ -86,8 +86,10 @@ def warm_up(model: Llama, block_size: int, num_tokens: int, num_sequences: int, 
         )
         with ops.scratch():
             logits = model.forward(_shared_block_batch(ops, lengths, block_size, max_model_len), kv)
+            logits = ops.gather_rows(logits, ops.upload(np.zeros(count, np.int32)))  # as where branches fork
             ops.sample(logits, sampling_arrays(rows, vocab_size, frozenset(), ops.upload_all))
         ops.synchronize()
+    ops.copy_blocks(kv, *ops.upload_all([np.zeros(1, np.int32), np.ones(1, np.int32)]))  # to a block there is not
 
 
 def _shared_block_batch(ops: Ops, lengths: np.ndarray, block_size: int, max_model_len: int) -> Batch:

@@ -11,13 +11,14 @@ from service.engine.sequence import Sequence
 class Chunk(NamedTuple):
     """`length` tokens of a sequence from position `start` on, whose blocks are already in its table.
 
-    `samples`: the chunk reaches the sequence's last token, so that the step gives it a new one.
+    `samplers` get a token each from the logits of the chunk's last one: nobody where the chunk does not reach the end
+    of its sequence, else the sequence, and with it those that fork from it there.
     """
 
     sequence: Sequence
     start: int
     length: int
-    samples: bool
+    samplers: tuple[Sequence, ...]
 
     @property
     def end(self) -> int:
@@ -40,6 +41,11 @@ class StepPlan:
     copies: tuple[BlockCopy, ...] = ()
 
     @property
+    def samplers(self) -> list[Sequence]:
+        """All sequences that get a token, in the order of StepResult."""
+        return [sampler for chunk in self.chunks for sampler in chunk.samplers]
+
+    @property
     def num_tokens(self) -> int:
         return sum(chunk.length for chunk in self.chunks)
 
@@ -54,7 +60,7 @@ class TokenLogprob:
 
 
 class SampledToken(NamedTuple):
-    """The next token of a chunk's sequence. `is_nan`: the model gave no numbers, the id means nothing."""
+    """The next token of a sequence. `is_nan`: the model gave no numbers, the id means nothing."""
 
     token_id: int
     is_nan: bool
@@ -63,6 +69,6 @@ class SampledToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One entry for each chunk of the plan that samples, in the plan's order."""
+    """One entry for each of the plan's samplers, in their order."""
 
     sampled: tuple[SampledToken, ...]

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from service.engine.kv_manager import KVManager
+from service.engine.kv_manager import NO_MATCH, KVManager
 from service.engine.plan import Chunk, StepPlan
 from service.engine.preemption import Preemption
-from service.engine.sequence import Sequence, State
+from service.engine.sequence import Sequence, SequenceGroup, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,33 +27,59 @@ class Limits:
 
 
 class Scheduler:
-    """Owns the two queues. `running` is in order of admission: the oldest first."""
+    """Owns the two queues. `running` is in order of admission, the oldest first, and the branches of a group side by
+    side."""
 
     def __init__(self, kv: KVManager, limits: Limits):
         self._kv = kv
         self._limits = limits
         self.preemption = Preemption(kv)
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: deque[SequenceGroup] = deque()
         self.running: list[Sequence] = []
 
-    def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+    def add(self, group: SequenceGroup) -> None:
+        self.waiting.append(group)
 
     def remove(self, sequence: Sequence) -> None:
         """The sequence has ended, wherever it stood: its blocks are free at once."""
-        if sequence.state is State.RUNNING:
-            self.running.remove(sequence)
-            self._kv.release(sequence)
-        else:
-            self.waiting.remove(sequence)
+        group, state = sequence.group, sequence.state
         sequence.become(State.ENDED)
+        if state is State.RUNNING:
+            self.running.remove(sequence)
+            if sequence.followers:
+                self._hand_over(sequence)
+            elif sequence.is_parked:
+                self._leave(sequence)
+            self._kv.release(sequence)
+        elif not group.live:
+            self.waiting.remove(group)
+
+    def fork(self, leader: Sequence) -> None:
+        """The followers that part from the leader within what it has computed go on by themselves."""
+        parting = [one for one in leader.followers if one.num_inherited_tokens <= leader.num_computed_tokens]
+        for follower in parting:
+            follower.is_parked = False
+            match = self._kv.match(follower) if follower.num_output_tokens else NO_MATCH
+            if match.num_tokens > follower.num_inherited_tokens:  # of what it had before it was preempted
+                self._kv.begin(follower, match)
+            else:
+                self._kv.fork(leader, follower, follower.num_inherited_tokens)
+        leader.lead([one for one in leader.followers if one.is_parked])
 
     def schedule(self) -> StepPlan:
-        """The plan of the next step; every chunk in it has its blocks. Empty only if there is nothing to do."""
+        """The plan of the next step; every chunk in it has its blocks. Empty if nothing can be done before more tokens
+        are known, or at all."""
         self._kv.start_step()
         num_preemptions = self.preemption.num_preemptions
-        decodes = [sequence for sequence in self.running if sequence.num_uncomputed_tokens == 1]
-        prefills = [sequence for sequence in self.running if sequence.num_uncomputed_tokens > 1]
+        decodes, prefills = [], []
+        for sequence in self.running:
+            if sequence.is_parked or (sequence.num_pending_tokens and sequence.needs_ids):
+                continue
+            lacking = sequence.num_uncomputed_tokens
+            if lacking == 1:
+                decodes.append(sequence)
+            elif lacking:
+                prefills.append(sequence)
         chunks, budget = self._continue([], decodes, self._limits.max_num_batched_tokens)
         if chunks:
             num_prompts = max(1, len(prefills) + len(self.waiting))
@@ -89,48 +115,77 @@ class Scheduler:
         return chunks, budget
 
     def _admit_waiting(self, budget: int) -> list[Chunk]:
-        """Start waiting sequences, first come first served, while the pool can hold all they have so far.
+        """Start waiting groups, first come first served, while the pool can hold all they have so far.
 
         Each begins with what the cache has of it, written by this very step perhaps: this is planned behind all
         preemptions, so that nothing which others count on is taken back. A newcomer also leaves room for what running
         sequences still lack of their prompts, and a small reserve, so that it does not become the next victim.
         """
         chunks = []
-        spare = self._kv.pool.num_available - sum(
-            self._kv.num_missing_blocks(sequence, sequence.num_tokens) for sequence in self.running
-        )
-        while self.waiting and budget > 0 and len(self.running) < self._limits.max_num_seqs:
-            sequence = self.waiting[0]
-            if sequence.num_pending_tokens > 0:
+        spare = self._kv.pool.num_available - sum(map(self._num_lacking_blocks, self.running))
+        while self.waiting and budget > 0:
+            group = self.waiting[0]
+            if group.has_pending_tokens or len(self.running) + len(group.live) > self._limits.max_num_seqs:
                 break
-            match = self._kv.match(sequence)
-            wanted = self._kv.num_wanted_blocks(sequence, match)
+            group.park()
+            leader, *others = group.live
+            match = self._kv.match(leader)
+            wanted = self._kv.num_wanted_blocks(leader, match) + sum(map(self._num_lacking_blocks, others))
             reserve = self._kv.pool.num_blocks // 100 if self.running else 0
             if wanted + reserve > spare:
+                group.disband()
                 break
             self.waiting.popleft()
-            sequence.become(State.RUNNING)
-            self.running.append(sequence)
-            self._kv.begin(sequence, match)
-            chunk = self._chunk(sequence, budget)
-            self._kv.extend(sequence, chunk.end)
-            self._kv.remember(sequence, chunk.end)
+            for sequence in (leader, *others):
+                sequence.become(State.RUNNING)
+                self.running.append(sequence)
+            self._kv.begin(leader, match)
+            chunk = self._chunk(leader, budget)
+            self._kv.extend(leader, chunk.end)
+            self._kv.remember(leader, chunk.end)
             chunks.append(chunk)
             budget -= chunk.length
             spare -= wanted
         return chunks
 
+    def _num_lacking_blocks(self, sequence: Sequence) -> int:
+        """Blocks the sequence lacks to hold all its tokens, less those that it will share with its leader for good."""
+        if sequence.is_parked:
+            size = self._kv.block_size
+            return -(-sequence.num_tokens // size) - sequence.num_inherited_tokens // size
+        return self._kv.num_missing_blocks(sequence, sequence.num_tokens)
+
+    def _hand_over(self, leader: Sequence) -> None:
+        """The leader leaves: the first of its followers goes on with what it has computed, and leads the others."""
+        heir, *others = leader.followers
+        self._kv.fork(leader, heir, min(leader.num_computed_tokens, heir.num_inherited_tokens))
+        heir.is_parked = False
+        heir.lead(others)
+
+    def _leave(self, follower: Sequence) -> None:
+        for leader in follower.group.live:
+            if follower in leader.followers:
+                leader.lead([one for one in leader.followers if one is not follower])
+
     def _chunk(self, sequence: Sequence, budget: int) -> Chunk:
         lacking = sequence.num_uncomputed_tokens
-        length = lacking if lacking < budget else budget
-        return Chunk(sequence, sequence.num_computed_tokens, length, length == lacking)
+        if lacking > budget:
+            return Chunk(sequence, sequence.num_computed_tokens, budget, ())
+        return Chunk(sequence, sequence.num_computed_tokens, lacking, sequence.samplers)
 
     def check_invariants(self) -> None:
-        """Nobody stands in both queues, waiting sequences hold nothing, and the pool's books are right."""
-        for sequence in self.waiting:
-            if sequence.state is not State.WAITING or sequence.block_table:
-                raise AssertionError(f"{sequence.request_id} waits and is not free of blocks")
-        for sequence in self.running:
-            if sequence.state is not State.RUNNING:
+        """Nobody stands in both queues, groups are whole, the waiting and the parked hold nothing, and the pool's books
+        are right."""
+        for group in self.waiting:
+            for sequence in group.live:
+                if sequence.state is not State.WAITING or sequence.block_table or sequence.is_parked:
+                    raise AssertionError(f"{sequence.request_id} waits and is not free of blocks")
+        places: dict[SequenceGroup, list[int]] = {}
+        for place, sequence in enumerate(self.running):
+            places.setdefault(sequence.group, []).append(place)
+            if sequence.state is not State.RUNNING or (sequence.is_parked and sequence.block_table):
                 raise AssertionError(f"{sequence.request_id} stands among the running and does not run")
+        for group, held in places.items():
+            if len(held) != len(group.live) or held[-1] - held[0] != len(held) - 1:
+                raise AssertionError(f"{group.request_id} does not run as one")
         self._kv.check_invariants(self.running)

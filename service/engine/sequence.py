@@ -1,4 +1,5 @@
-"""A request while it runs: its tokens, how far they are computed, and the blocks that hold them."""
+"""A request while it runs: one sequence, or several branches that begin alike; their tokens, how far they are computed,
+and the blocks that hold them."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ from array import array
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from model.sampler import sampling_record
+from model.sampler import is_shaped, sampling_record
 from model.sampling_params import SamplingParams
-from service.errors import EndReason
+from service.errors import ENDINGS, EndReason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +32,6 @@ class Request:
     past: tuple[BranchPast, ...] = ()  # by branch, what was told before this engine; empty: nothing
 
 
-BRANCH = 0
-"""Which of a request's branches a sequence is: every request has one."""
-
-
 class State(Enum):
     """WAITING sequences hold no blocks; RUNNING ones do; ENDED ones never come back."""
 
@@ -54,21 +51,37 @@ class Sequence:
     """Runs until `num_computed_tokens` reaches `num_tokens`; prefill, chunk, decode and recovery are only distances.
 
     `num_pending_tokens` of its tokens are sampled by steps that are still under way: they count, and nobody knows them.
+    What branches of one request have in common is computed by one of them, their leader: its followers hold nothing
+    (they are *parked*) until it has come to where they part from it.
     """
 
-    def __init__(self, request: Request):
+    def __init__(self, group: SequenceGroup, branch: int, num_alternatives: int | None):
+        """`num_alternatives`: how many tokens are to be told with their log-probabilities beside each chosen one;
+        None: not even that one's."""
+        request, wishes = group.request, group.request.sampling
+        self.group = group
         self.request = request
         self.request_id = request.request_id
-        self.sampling = request.sampling
-        self.sampling_record = sampling_record(request.sampling, BRANCH)
-        self.has_penalties = request.sampling.has_penalties
+        self.branch = branch
+        self.sampling = wishes
+        self.num_alternatives = num_alternatives
+        self.sampling_record = sampling_record(wishes, branch, num_alternatives)
+        self.needs_ids = wishes.has_penalties or wishes.beam is not None
+        """No step computes it before the tokens of the one before are known."""
+        self.scores_adjusted = wishes.beam is not None and is_shaped(wishes)
+        """Its log-probabilities are of the logits with penalties and biases in."""
         self.token_ids = list(request.prompt)
         self.num_prompt_tokens = len(request.prompt)
-        self.max_num_tokens = len(request.prompt) + request.sampling.max_tokens
+        self.max_num_tokens = len(request.prompt) + wishes.max_tokens
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
-        self.num_cached_tokens: int | None = None  # of the prompt, found in memory when it first ran
         self.block_table = array("i")
+        self.end: EndReason | None = None
+        self.samplers: tuple[Sequence, ...] = (self,)
+        """Who gets a token from the logits of its last one: besides itself, followers that part from it there."""
+        self.followers: list[Sequence] = []
+        self.is_parked = False
+        self.num_inherited_tokens = 0  # while parked: those it will not compute by itself
         self._state = State.WAITING
 
     @property
@@ -93,18 +106,112 @@ class Sequence:
             raise AssertionError(f"{self.request_id}: {self._state.name} cannot become {state.name}")
         self._state = state
 
+    def lead(self, others: list[Sequence]) -> None:
+        """These branches, which hold nothing, wait until this one has come to where they part from it."""
+        for other in others:
+            other.is_parked = True
+            other.num_inherited_tokens = _num_inherited(self, other)
+        with_it = [other for other in others if other.num_inherited_tokens == other.num_tokens]
+        self.samplers, self.followers = (self, *with_it), others
+
     @property
     def is_full(self) -> bool:
         """With its pending tokens it is as long as it may get: it ends once they are known."""
         return len(self.token_ids) + self.num_pending_tokens >= self.max_num_tokens
 
-    def end_after(self, token_id: int, eos_token_ids: frozenset[int]) -> EndReason | None:
+    def end_after(self, token_id: int) -> EndReason | None:
         """Why the sequence ends now that `token_id` is its last token; None if it goes on."""
-        wishes = self.sampling
-        if self.num_output_tokens >= wishes.min_tokens and (
-            token_id in wishes.stop_token_ids or (token_id in eos_token_ids and not wishes.ignore_eos)
-        ):
+        if token_id in self.group.stop_ids and self.num_output_tokens >= self.sampling.min_tokens:
             return EndReason.STOP
         if len(self.token_ids) >= self.max_num_tokens:
             return EndReason.LENGTH
         return None
+
+
+class SequenceGroup:
+    """The branches of one request hold blocks together or not at all: a group runs or waits as one."""
+
+    def __init__(self, request: Request, eos_token_ids: frozenset[int]):
+        wishes = request.sampling
+        self.request = request
+        self.request_id = request.request_id
+        self.num_prompt_tokens = len(request.prompt)
+        self.stop_ids = stop_ids(wishes, eos_token_ids)
+        count = self._num_alternatives()
+        self.branches = [Sequence(self, branch, count) for branch in range(wishes.num_branches)]
+        self.num_output_tokens = 0
+        self.num_cached_tokens: int | None = None  # of the prompt, found in memory when it first ran
+        self.has_sampled = False  # in this engine
+        self._sums_logprob = [0.0] * len(self.branches)
+        for sequence, past in zip(self.branches, self._past(), strict=False):
+            sequence.token_ids += past.token_ids
+            sequence.end = past.end
+            self.num_output_tokens += len(past.token_ids)
+            self._sums_logprob[sequence.branch] = past.sum_logprob
+
+    @property
+    def live(self) -> list[Sequence]:
+        """The branches that have not ended; the first of them is the one that others may follow."""
+        return [sequence for sequence in self.branches if sequence.state is not State.ENDED]
+
+    @property
+    def has_pending_tokens(self) -> bool:
+        return any(sequence.num_pending_tokens for sequence in self.branches)
+
+    def most_blocks(self, block_size: int) -> int:
+        """What the group holds at most at once: all branches at full length, with nothing but the prompt in common."""
+        whole = -(-(self.num_prompt_tokens + self.request.sampling.max_tokens) // block_size)
+        shared = (self.num_prompt_tokens - 1) // block_size
+        return whole + (len(self.branches) - 1) * (whole - shared)
+
+    def append(self, sequence: Sequence, token_id: int, logprob: float) -> EndReason | None:
+        """The branch's next token, and its log-probability where the branches are ranked; why the branch ends with it,
+        if it does."""
+        sequence.token_ids.append(token_id)
+        self.num_output_tokens += 1
+        self._sums_logprob[sequence.branch] += logprob
+        return sequence.end_after(token_id)
+
+    def choices(self) -> tuple[int, ...]:
+        """The branches to answer with once all have ended, the best first."""
+        good = [one for one in self.branches if one.end is not None and ENDINGS[one.end].finish_reason is not None]
+        if self.request.sampling.ranks_branches:
+            good.sort(key=lambda one: -self._sums_logprob[one.branch] / max(1, one.num_output_tokens))
+        return tuple(one.branch for one in good[: self.request.sampling.n])
+
+    def park(self) -> None:
+        """The group is about to run: all live branches but the first wait until that one has computed what they have
+        in common with it."""
+        leader, *others = self.live
+        leader.lead(others)
+
+    def disband(self) -> None:
+        """The group holds nothing any more: nobody waits for anybody."""
+        for sequence in self.live:
+            sequence.is_parked = False
+            sequence.lead([])
+
+    def _num_alternatives(self) -> int | None:
+        wishes = self.request.sampling
+        return 0 if wishes.logprobs is None and wishes.ranks_branches else wishes.logprobs
+
+    def _past(self) -> tuple[BranchPast, ...]:
+        """What this engine need not do again."""
+        return self.request.past
+
+
+def stop_ids(wishes: SamplingParams, eos_token_ids: frozenset[int]) -> frozenset[int]:
+    """The tokens that end an answer."""
+    return frozenset(wishes.stop_token_ids) | (frozenset() if wishes.ignore_eos else eos_token_ids)
+
+
+def _num_inherited(leader: Sequence, other: Sequence) -> int:
+    """Tokens that `other` need not compute behind this leader: what they have in common, but the last one of `other`
+    only if both are to sample from it."""
+    ours, theirs = leader.token_ids, other.token_ids
+    count, end = other.num_prompt_tokens, min(len(ours), len(theirs))
+    while count < end and ours[count] == theirs[count]:
+        count += 1
+    if count == len(theirs) and len(ours) > count:
+        count -= 1
+    return count

@@ -22,6 +22,7 @@ class Add:
 class Cancel:
     request_id: str
     reason: EndReason
+    branch: int | None = None  # only this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +95,8 @@ class EngineThread:
             match command:
                 case Add(request):
                     self._engine.add(request)
-                case Cancel(request_id, reason):
-                    self._engine.cancel(request_id, reason)
+                case Cancel(request_id, reason, branch):
+                    self._engine.cancel(request_id, reason, branch)
                 case Stop(reason):
                     self._engine.cancel_all(reason)
                     self._report()

@@ -4,15 +4,29 @@ tables is a plain list, so that a block in two tables or a lost write shows as a
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 
-from service.engine.plan import Chunk, SampledToken, StepPlan, StepResult
+from service.engine.plan import Chunk, SampledToken, StepPlan, StepResult, TokenLogprob
 from service.engine.sequence import Sequence
 
+VOCAB_SIZE = 97
 
-def next_token(token_ids: list[int], vocab_size: int = 97) -> int:
-    """What the scripted model says after these tokens."""
-    return int.from_bytes(hashlib.blake2b(repr(token_ids).encode(), digest_size=4).digest()) % vocab_size
+
+def next_token(token_ids: list[int], branch: int = 0) -> int:
+    """What the scripted model says after these tokens in this branch."""
+    return _hashed((token_ids, branch) if branch else token_ids) % VOCAB_SIZE
+
+
+def logprobs_after(token_ids: list[int]) -> list[float]:
+    """The scripted model's log-probability of each token after these."""
+    weights = [1 + _hashed((token_ids, "weight", token)) % 1000 for token in range(VOCAB_SIZE)]
+    total = sum(weights)
+    return [math.log(weight / total) for weight in weights]
+
+
+def _hashed(value: object) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=4).digest())
 
 
 class ScriptedExecutor:
@@ -46,7 +60,7 @@ class ScriptedExecutor:
             for position in range(chunk.start, chunk.end):
                 block = chunk.sequence.block_table[position // self.block_size]
                 self.memory[block][position % self.block_size] = self._token(chunk.sequence, position)
-        sampled = {chunk.sequence: self._sampled(chunk) for chunk in plan.chunks if chunk.samples}
+        sampled = {sampler: self._sampled(chunk, sampler) for chunk in plan.chunks for sampler in chunk.samplers}
         self._last = {sequence: token.token_id for sequence, token in sampled.items()}
         return StepResult(tuple(sampled.values()))
 
@@ -57,9 +71,15 @@ class ScriptedExecutor:
         known = sequence.token_ids
         return known[position] if position < len(known) else self._last[sequence]
 
-    def _sampled(self, chunk: Chunk) -> SampledToken:
+    def _sampled(self, chunk: Chunk, sampler: Sequence) -> SampledToken:
         cached = [
             self.memory[chunk.sequence.block_table[position // self.block_size]][position % self.block_size]
             for position in range(chunk.end)
         ]
-        return SampledToken(next_token(cached), cached[-1] == self._nan_after, None)
+        token_id, count = next_token(cached, sampler.branch), sampler.num_alternatives
+        if count is None:
+            return SampledToken(token_id, cached[-1] == self._nan_after, None)
+        logprobs = logprobs_after(cached)
+        best = sorted(range(VOCAB_SIZE), key=lambda token: (-logprobs[token], token))[:count]
+        told = TokenLogprob(logprobs[token_id], tuple(best), tuple(logprobs[token] for token in best))
+        return SampledToken(token_id, cached[-1] == self._nan_after, told)

@@ -10,7 +10,7 @@ EOS = frozenset({2})
 def arrays(*rows, mask=None):
     wishes, tokens, num_prompt_tokens = map(list, zip(*rows, strict=True))
     gathered = SampledRows(
-        records=[sampling_record(wish, 0) for wish in wishes],
+        records=[sampling_record(wish, 0, wish.logprobs) for wish in wishes],
         positions=np.array(list(map(len, tokens)), np.uint32),
         sampling=wishes,
         token_ids=tokens,

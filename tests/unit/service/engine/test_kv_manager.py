@@ -8,7 +8,7 @@ from model.sampling_params import SamplingParams
 from service.engine.block_pool import OutOfBlocks
 from service.engine.kv_manager import KVManager
 from service.engine.plan import BlockCopy, Chunk, StepPlan
-from service.engine.sequence import Request, Sequence
+from service.engine.sequence import Request, SequenceGroup
 from tests.support.demo_engine import DemoEngines
 
 SIZE = 4
@@ -16,7 +16,8 @@ SIZE = 4
 
 def sequence(num_tokens=0):
     wishes = SamplingParams(max_tokens=100)
-    return Sequence(Request(request_id="s", prompt=tuple(range(num_tokens)), sampling=wishes))
+    request = Request(request_id="s", prompt=tuple(range(num_tokens)), sampling=wishes)
+    return SequenceGroup(request, frozenset()).branches[0]
 
 
 def computed(kv, num_tokens):
@@ -122,5 +123,5 @@ def test_copies_of_one_step_are_carried_out_in_their_order():
     only = sequence(1)
     only.block_table.append(5)
     copies = (BlockCopy(0, 1), BlockCopy(2, 0), BlockCopy(3, 1), BlockCopy(1, 4))
-    executor.collect(executor.launch(StepPlan((Chunk(only, 0, 1, True),), copies)))
+    executor.collect(executor.launch(StepPlan((Chunk(only, 0, 1, (only,)),), copies)))
     assert [float(block.flat[0]) for block in cache[:5]] == [2, 3, 2, 3, 3]

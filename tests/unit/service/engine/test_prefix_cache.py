@@ -10,7 +10,7 @@ from model.sampling_params import SamplingParams
 from service.engine.kv_manager import KVManager
 from service.engine.plan import Chunk
 from service.engine.prefix_cache import LOOK_FOR_BARE_ROOTS, PrefixTree, num_common_tokens, pack_tokens
-from service.engine.sequence import Request, Sequence, State
+from service.engine.sequence import Request, SequenceGroup, State
 
 SIZE = 4
 tokens = st.lists(st.sampled_from([0, 1, 255, 256, 65535, 1 << 31]), max_size=14)
@@ -18,7 +18,8 @@ tokens = st.lists(st.sampled_from([0, 1, 255, 256, 65535, 1 << 31]), max_size=14
 
 def sequence(token_ids, salt=""):
     wishes = SamplingParams(max_tokens=100)
-    made = Sequence(Request(request_id="s", prompt=tuple(token_ids), sampling=wishes, cache_salt=salt))
+    request = Request(request_id="s", prompt=tuple(token_ids), sampling=wishes, cache_salt=salt)
+    made = SequenceGroup(request, frozenset()).branches[0]
     made.become(State.RUNNING)
     return made
 
@@ -35,7 +36,7 @@ def planned(kv, made):
     kv.extend(made, made.num_tokens)
     kv.remember(made, made.num_tokens)
     made.num_computed_tokens = made.num_tokens
-    return Chunk(made, start, made.num_tokens - start, True)
+    return Chunk(made, start, made.num_tokens - start, (made,))
 
 
 def computed(kv, token_ids, salt=""):
@@ -87,7 +88,7 @@ def test_a_prompt_begins_with_the_blocks_of_one_before_it():
     first = computed(kv, range(10))
     second = begun(kv, [*range(8), 50, 51, 52])
     assert list(second.block_table) == list(first.block_table)[:2]
-    assert (second.num_computed_tokens, second.num_cached_tokens) == (8, 8)
+    assert (second.num_computed_tokens, second.group.num_cached_tokens) == (8, 8)
     assert (kv.num_query_tokens, kv.num_hit_tokens) == (10 + 11, 8)
     assert kv.pool.num_shared == 2
     kv.check_invariants([first, second])
@@ -134,7 +135,7 @@ def test_generated_blocks_are_found_in_the_next_turn():
         kv.start_step()
         kv.extend(first, first.num_tokens)
         first.num_computed_tokens = first.num_tokens
-        kv.settle([Chunk(first, first.num_tokens - 1, 1, True)], set())
+        kv.settle([Chunk(first, first.num_tokens - 1, 1, (first,))], set())
     kv.release(first)
     turn = [*range(6), 70, 71, 72, 73, 20, 21]
     assert kv.match(sequence(turn)).num_tokens == 8
@@ -198,7 +199,7 @@ def test_nan_is_not_remembered_and_takes_nothing_proven_along():
     bad = begun(kv, range(12))
     shares = begun(kv, [*range(12), 13]) if planned(kv, bad) else None
     assert shares.num_computed_tokens == 12
-    chunk = Chunk(bad, 4, 8, True)
+    chunk = Chunk(bad, 4, 8, (bad,))
     kv.settle([chunk, planned(kv, shares)], {bad, shares})
     assert kv.match(sequence([*range(12), 13])).num_tokens == 4
     for one in (good, bad, shares):

@@ -1,0 +1,49 @@
+"""Beam search as one would write it down: whole sequences, no cache, every token of the vocabulary an offer. What it
+means by an answer, a score and an end is said in service/engine/beam_search.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from model.sampling_params import SamplingParams
+
+Answer = tuple[list[int], float, bool]
+"""Output tokens, score, whether a stop id ended it."""
+
+
+def search(
+    prompt: Sequence[int],
+    wishes: SamplingParams,
+    stop_ids: frozenset[int],
+    logprobs_after: Callable[[list[int]], Sequence[float]],
+) -> list[Answer]:
+    """All answers, the best first; `logprobs_after` gives the log-probability of each token after these ones."""
+    beam, longest = wishes.beam, wishes.max_tokens
+    beams: list[tuple[float, list[int]]] = [(0.0, [])]
+    answers: list[Answer] = []
+    for length in range(1, longest + 1):
+        offers = [
+            (total + logprob, rank, token)
+            for rank, (total, output) in enumerate(beams)
+            for token, logprob in enumerate(logprobs_after([*prompt, *output]))
+            if logprob > -math.inf
+        ]
+        offers.sort(key=lambda offer: (-offer[0], offer[1], offer[2]))
+        following = []
+        for place, (total, rank, token) in enumerate(offers):
+            output = [*beams[rank][1], token]
+            if token not in stop_ids and length < longest:
+                following.append((total, output))
+            elif place < beam.width:
+                answers.append((output, total / length**beam.length_penalty, token in stop_ids))
+        answers = sorted(answers, key=lambda answer: -answer[1])[: beam.width]
+        beams = following[: beam.width]
+        if not beams:
+            break
+        if len(answers) < beam.width:
+            continue
+        full = longest if beam.early_stopping == "never" and beam.length_penalty > 0 else length
+        if beam.early_stopping is True or beams[0][0] / full**beam.length_penalty <= answers[-1][1]:
+            break
+    return answers

@@ -1,0 +1,380 @@
+"""n, best_of and beam search on the scripted model: branches share what they have in common, and each says what it
+would say alone."""
+
+import pytest
+
+from model.sampling_params import BeamSearch, SamplingParams
+from service.engine.engine import Engine
+from service.engine.kv_manager import KVManager
+from service.engine.scheduler import Limits
+from service.engine.sequence import BranchPast, Request
+from service.errors import EndReason
+from tests.support.beam_reference import search
+from tests.support.scripted_executor import ScriptedExecutor, logprobs_after, next_token
+
+EOS = 7
+BLOCK = 4
+
+
+@pytest.fixture(params=[(False, False), (True, False), (True, True)], ids=["in step", "ahead", "ahead, caching"])
+def make_engine(request):
+    runs_ahead, caching = request.param
+
+    def make(num_blocks=200, max_num_seqs=24, budget=64, max_len=160, nan_after=None, block_size=BLOCK):
+        executor = ScriptedExecutor(num_blocks, block_size, nan_after, runs_ahead)
+        limits = Limits(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_prefill_chunk=budget, max_model_len=max_len
+        )
+        kv = KVManager(num_blocks, block_size, prefix_caching=caching)
+        return Engine(executor, kv, limits, frozenset({EOS})), executor
+
+    return make
+
+
+def request(name, prompt, past=(), **wishes):
+    sampling = SamplingParams(**{"max_tokens": 8} | wishes)
+    return Request(request_id=name, prompt=tuple(prompt), sampling=sampling, past=past)
+
+
+def alone(prompt, branch, max_tokens, stops=frozenset({EOS})):
+    """What the scripted model says in this branch after the prompt, and why it ends."""
+    tokens = list(prompt)
+    while True:
+        tokens.append(next_token(tokens, branch))
+        if tokens[-1] in stops:
+            return tokens[len(prompt) :], EndReason.STOP
+        if len(tokens) - len(prompt) == max_tokens:
+            return tokens[len(prompt) :], EndReason.LENGTH
+
+
+class Told:
+    """What a request's sender has heard."""
+
+    def __init__(self):
+        self.branches, self.ends, self.logprobs, self.end, self.choices = {}, {}, {}, None, None
+
+    def hear(self, output):
+        assert self.end is None, "an output behind the end"
+        for part in output.parts:
+            assert part.branch not in self.ends, "tokens behind a branch's end"
+            self.branches.setdefault(part.branch, []).extend(part.token_ids)
+            self.logprobs.setdefault(part.branch, []).extend(part.logprobs)
+            if part.end is not None:
+                self.ends[part.branch] = part.end
+        if output.end is not None:
+            self.end, self.choices = output.end, output.choices
+            self.num_output_tokens = output.num_output_tokens
+
+    def by_branch(self):
+        return {branch: (tokens, self.ends.get(branch)) for branch, tokens in self.branches.items()}
+
+
+def run(engine, told=None, num_steps=10_000):
+    told = {} if told is None else told
+    while engine.has_work and num_steps:
+        num_steps -= 1
+        engine.step()
+        engine.check_invariants()
+        hear(engine, told)
+    hear(engine, told)
+    return told
+
+
+def hear(engine, told):
+    for output in engine.take_outputs():
+        told.setdefault(output.request_id, Told()).hear(output)
+
+
+@pytest.mark.parametrize("prompt", [range(1), range(8), range(50, 77)], ids=len)
+def test_branches_say_what_each_would_say_alone(make_engine, prompt):
+    engine, _ = make_engine(budget=16)
+    engine.add(request("a", prompt, n=4, best_of=4, max_tokens=20))
+    engine.add(request("other", [9, 8], max_tokens=20))
+    told = run(engine)
+    assert told["a"].by_branch() == {branch: alone(prompt, branch, 20) for branch in range(4)}
+    assert told["a"].choices == (0, 1, 2, 3)
+    assert told["a"].num_output_tokens == sum(len(alone(prompt, branch, 20)[0]) for branch in range(4))
+    assert told["other"].by_branch() == {0: alone([9, 8], 0, 20)}
+    assert engine.stats().num_blocks_used == 0
+
+
+@pytest.mark.parametrize(("length", "num_copies"), [(40, 0), (41, 7), (43, 7)])
+def test_eight_branches_hold_one_prompt(make_engine, length, num_copies):
+    engine, executor = make_engine()
+    engine.add(request("a", range(length), n=8, best_of=8, max_tokens=30, ignore_eos=True))
+    engine.step()
+    assert sum(plan.num_tokens for plan in executor.plans) == length
+    assert engine.stats().num_blocks_used == -(-length // BLOCK)
+    run(engine, num_steps=8)
+    longest = max(len(sequence.token_ids) for sequence in engine.running)
+    assert longest > length + BLOCK
+    tails = [len(sequence.block_table) - length // BLOCK for sequence in engine.running]
+    stats = engine.stats()
+    assert stats.num_blocks_used == length // BLOCK + sum(tails)
+    assert stats.num_blocks_logical == 8 * (length // BLOCK) + sum(tails)
+    run(engine)
+    assert engine.stats().num_block_copies == num_copies
+    assert sum(plan.num_tokens for plan in executor.plans) <= length + 8 * 30
+
+
+def test_the_best_of_many_by_mean_logprob(make_engine):
+    engine, _ = make_engine()
+    prompt = [3, 1, 4]
+    engine.add(request("a", prompt, n=2, best_of=6, max_tokens=12))
+    told = run(engine)["a"]
+    answers = {branch: alone(prompt, branch, 12)[0] for branch in range(6)}
+    assert told.branches == answers
+    means = {}
+    for branch, output in answers.items():
+        logprobs = [logprobs_after([*prompt, *output[:at]])[token] for at, token in enumerate(output)]
+        assert [one.logprob for one in told.logprobs[branch]] == logprobs
+        means[branch] = sum(logprobs) / len(logprobs)
+    assert told.choices == tuple(sorted(means, key=means.get, reverse=True)[:2])
+    assert told.end is told.ends[told.choices[0]]
+
+
+def test_a_stop_string_ends_one_branch_and_frees_its_blocks(make_engine):
+    engine, _ = make_engine()
+    engine.add(request("a", range(20), n=3, best_of=3, max_tokens=40, ignore_eos=True))
+    told = run(engine, num_steps=10)
+    before = engine.stats().num_blocks_used
+    engine.cancel("a", EndReason.STOP, branch=1)
+    engine.check_invariants()
+    assert engine.stats().num_blocks_used < before
+    told = run(engine, told)["a"]
+    assert told.ends == {0: EndReason.LENGTH, 1: EndReason.STOP, 2: EndReason.LENGTH}
+    assert [len(told.branches[branch]) for branch in (0, 2)] == [40, 40]
+    assert told.branches[1] == alone(range(20), 1, 40, frozenset())[0][: len(told.branches[1])]
+    assert told.choices == (0, 1, 2)
+    engine.cancel("a", EndReason.STOP, branch=1)
+    assert engine.take_outputs() == []
+
+
+def test_the_last_branch_that_ends_ends_the_request(make_engine):
+    engine, _ = make_engine()
+    engine.add(request("a", [1, 2], n=2, best_of=2, max_tokens=40, ignore_eos=True))
+    told = run(engine, num_steps=5)
+    for branch in (1, 0):
+        engine.cancel("a", EndReason.STOP, branch=branch)
+    told = run(engine, told)["a"]
+    assert (told.end, told.choices) == (EndReason.STOP, (0, 1))
+    assert engine.stats().num_blocks_used == 0
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 4, 5])
+def test_the_leader_may_leave_at_any_time(make_engine, num_steps):
+    engine, _ = make_engine(budget=8)
+    engine.add(request("a", range(30), n=3, best_of=3, max_tokens=9, ignore_eos=True))
+    told = run(engine, num_steps=num_steps)
+    engine.cancel("a", EndReason.STOP, branch=0)
+    engine.check_invariants()
+    told = run(engine, told)["a"]
+    for branch in (1, 2):
+        assert told.by_branch()[branch] == alone(range(30), branch, 9, frozenset())
+    assert told.choices == (0, 1, 2)
+
+
+def test_a_parked_branch_may_leave(make_engine):
+    engine, _ = make_engine(budget=8)
+    engine.add(request("a", range(30), n=3, best_of=3, max_tokens=9, ignore_eos=True))
+    told = run(engine, num_steps=1)
+    engine.cancel("a", EndReason.STOP, branch=2)
+    told = run(engine, told)["a"]
+    assert told.branches[2] == []
+    assert told.by_branch()[1] == alone(range(30), 1, 9, frozenset())
+
+
+@pytest.mark.parametrize("wishes", [{"n": 3, "best_of": 3}, {"beam": BeamSearch(width=3), "n": 3}], ids=str)
+def test_cancelled_while_it_waits_runs_and_forks(make_engine, wishes):
+    for num_steps in range(8):
+        engine, _ = make_engine(budget=8)
+        engine.add(request("a", range(20), max_tokens=30, **wishes))
+        told = run(engine, num_steps=num_steps)
+        engine.cancel("a", EndReason.CANCELLED)
+        assert engine.stats().num_blocks_used == 0
+        told = run(engine, told)["a"]
+        assert (told.end, told.choices) == (EndReason.CANCELLED, ())
+
+
+def test_preempted_groups_leave_and_return_whole_and_share_again(make_engine):
+    engine, executor = make_engine(num_blocks=52, max_len=60, budget=24)
+    prompts = {str(number): range(number, number + 22) for number in range(3)}
+    for name, prompt in prompts.items():
+        engine.add(request(name, prompt, n=4, best_of=4, max_tokens=18, ignore_eos=True))
+    told, most_held = {}, 0
+    while engine.has_work:
+        run(engine, told, num_steps=1)
+        most_held = max(most_held, engine.stats().num_blocks_used)
+    assert engine.stats().num_preemptions > 0
+    for name, prompt in prompts.items():
+        assert told[name].by_branch() == {branch: alone(prompt, branch, 18, frozenset()) for branch in range(4)}
+    starts = [
+        (chunk.sequence.request_id, chunk.sequence.branch, chunk.start)
+        for plan in executor.plans
+        for chunk in plan.chunks
+    ]
+    assert not [one for one in starts if one[1] > 0 and one[2] < 22], "a prompt was computed for a second branch"
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+def test_other_block_sizes(make_engine, block_size):
+    engine, _ = make_engine(block_size=block_size)
+    engine.add(request("a", range(37), n=4, best_of=4, max_tokens=40, ignore_eos=True))
+    engine.add(request("b", range(37), n=2, beam=BeamSearch(width=4), max_tokens=12))
+    told = run(engine)
+    assert told["a"].by_branch() == {branch: alone(range(37), branch, 40, frozenset()) for branch in range(4)}
+    assert_beams(told["b"], range(37), n=2, beam=BeamSearch(width=4), max_tokens=12)
+
+
+def test_a_nan_ends_the_whole_request(make_engine):
+    engine, _ = make_engine(nan_after=96)
+    engine.add(request("bad", [1, 96], n=3, best_of=3))
+    told = run(engine)["bad"]
+    assert (told.end, told.choices, told.branches) == (EndReason.NUMERICAL_ERROR, (), {})
+
+
+def test_what_can_never_fit_ends_at_once(make_engine):
+    engine, _ = make_engine(num_blocks=20, max_num_seqs=4)
+    engine.add(request("wide", [1, 2], n=5, best_of=5))
+    engine.add(request("long", range(20), n=4, best_of=4, max_tokens=15))
+    engine.add(request("fits", range(20), n=4, best_of=4, max_tokens=12, ignore_eos=True))
+    told = run(engine)
+    assert [told[name].end for name in ("wide", "long")] == [EndReason.TOO_LARGE] * 2
+    assert told["fits"].end is EndReason.LENGTH
+
+
+def assert_beams(told, prompt, stops=frozenset({EOS}), **wishes):
+    wanted = search(list(prompt), SamplingParams(**wishes), stops, logprobs_after)[: wishes.get("n", 1)]
+    assert [told.branches[branch] for branch in range(len(wanted))] == [tokens for tokens, _, _ in wanted]
+    reasons = [EndReason.STOP if is_stop else EndReason.LENGTH for _, _, is_stop in wanted]
+    assert [told.ends[branch] for branch in range(len(wanted))] == reasons
+    assert told.choices == tuple(range(len(wanted)))
+    assert told.end is reasons[0]
+
+
+STOPS = tuple(range(0, 60, 3))  # so many that beams often end
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+@pytest.mark.parametrize("length_penalty", [1.0, 0.0, -1.0, 2.5])
+def test_beams_are_those_of_the_reference(make_engine, width, early_stopping, length_penalty):
+    engine, _ = make_engine()
+    beam = BeamSearch(width=width, early_stopping=early_stopping, length_penalty=length_penalty)
+    wishes = {"beam": beam, "n": width, "max_tokens": 9, "stop_token_ids": STOPS}
+    engine.add(request("few stops", range(10), beam=beam, n=width, max_tokens=9))
+    engine.add(request("many stops", range(9), **wishes))
+    told = run(engine)
+    assert_beams(told["few stops"], range(10), beam=beam, n=width, max_tokens=9)
+    assert_beams(told["many stops"], range(9), stops=frozenset({EOS, *STOPS}), **wishes)
+    assert engine.stats().num_blocks_used == 0
+
+
+def test_beams_never_copy_a_full_block(make_engine):
+    engine, executor = make_engine()
+    engine.add(request("a", range(30), beam=BeamSearch(width=8), n=8, max_tokens=40, ignore_eos=True))
+    run(engine)
+    for plan in executor.plans:
+        writers = len(plan.chunks)
+        assert len(plan.copies) < max(1, writers), "one of those that write into a block keeps it"
+        if plan.chunks[0].start % BLOCK == 0:
+            assert plan.copies == ()
+    assert engine.stats().num_block_copies > 0
+
+
+def test_beams_and_their_logprobs_are_told_at_the_end(make_engine):
+    engine, _ = make_engine()
+    engine.add(request("a", range(5), beam=BeamSearch(width=4), n=2, max_tokens=6, logprobs=3))
+    told, outputs = Told(), []
+    while engine.has_work:
+        engine.step()
+        outputs += engine.take_outputs()
+    assert len(outputs) == 1
+    told.hear(outputs[0])
+    for branch in (0, 1):
+        tokens = list(range(5))
+        for token, one in zip(told.branches[branch], told.logprobs[branch], strict=True):
+            logprobs = logprobs_after(tokens)
+            best = sorted(range(len(logprobs)), key=lambda token: (-logprobs[token], token))[:3]
+            assert (one.logprob, one.top_ids) == (logprobs[token], tuple(best))
+            tokens.append(token)
+    assert outputs[0].num_output_tokens == sum(map(len, told.branches.values()))
+
+
+def test_preempted_beams_find_the_same_answers(make_engine):
+    engine, _ = make_engine(num_blocks=26, max_len=60, budget=20)
+    wishes = {"beam": BeamSearch(width=4), "n": 4, "max_tokens": 16, "ignore_eos": True}
+    for number in range(4):
+        engine.add(request(str(number), range(number, number + 18), **wishes))
+    told = run(engine)
+    assert engine.stats().num_preemptions > 0
+    for number in range(4):
+        assert_beams(told[str(number)], range(number, number + 18), stops=frozenset(), **wishes)
+
+
+@pytest.mark.parametrize("wishes", [{"n": 3, "best_of": 3}, {"n": 1, "best_of": 3}, {"n": 2, "logprobs": 2}], ids=str)
+def test_taken_up_after_any_step_it_tells_the_rest(make_engine, wishes):
+    prompt, wishes = range(10), {"max_tokens": 14, **wishes}
+    engine, _ = make_engine()
+    engine.add(request("a", prompt, **wishes))
+    whole = run(engine)["a"]
+    for num_steps in range(1, 18):
+        before, _ = make_engine()
+        before.add(request("a", prompt, **wishes))
+        told = run(before, num_steps=num_steps)
+        if not told:
+            continue
+        if told["a"].end is not None:
+            told["a"].end = told["a"].choices = None  # its last words are lost
+        after, _ = make_engine()
+        after.add(request("a", prompt, past=past_of(told["a"], len(whole.branches)), **wishes))
+        told = run(after, told)["a"]
+        assert told.by_branch() == whole.by_branch()
+        assert told.logprobs == whole.logprobs
+        assert (told.end, told.choices) == (whole.end, whole.choices)
+        assert told.num_output_tokens == whole.num_output_tokens
+        assert after.stats().num_blocks_used == 0
+
+
+def past_of(told, num_branches):
+    return tuple(
+        BranchPast(
+            token_ids=tuple(told.branches.get(branch, ())),
+            end=told.ends.get(branch),
+            sum_logprob=sum(one.logprob for one in told.logprobs.get(branch, ())),
+        )
+        for branch in range(num_branches)
+    )
+
+
+@pytest.mark.parametrize("given", [[3, 0, 5], [0, 4, 1], [0, 0, 2]])
+def test_branches_taken_up_at_different_lengths(make_engine, given):
+    prompt = range(10)
+    wanted = {branch: alone(prompt, branch, 12, frozenset()) for branch in range(3)}
+    past = tuple(BranchPast(token_ids=tuple(wanted[branch][0][:count])) for branch, count in enumerate(given))
+    engine, executor = make_engine()
+    engine.add(request("a", prompt, past=past, n=3, best_of=3, max_tokens=12, ignore_eos=True))
+    told = run(engine)["a"]
+    assert {branch: (wanted[branch][0][count:], EndReason.LENGTH) for branch, count in enumerate(given)} == (
+        told.by_branch()
+    )
+    assert sum(plan.num_tokens for plan in executor.plans) <= len(prompt) + 3 * 12 + 2
+
+
+def test_a_past_with_its_end_untold_is_ended_without_a_step(make_engine):
+    prompt, wishes = range(6), {"n": 2, "best_of": 2, "max_tokens": 5}
+    engine, executor = make_engine()
+    wanted = {branch: alone(prompt, branch, 5) for branch in range(2)}
+    past = tuple(BranchPast(token_ids=tuple(tokens)) for tokens, _ in wanted.values())
+    engine.add(request("a", prompt, past=past, **wishes))
+    told = run(engine)["a"]
+    assert told.by_branch() == {branch: ([], end) for branch, (_, end) in wanted.items()}
+    assert (told.choices, executor.plans) == ((0, 1), [])
+    assert told.num_output_tokens == sum(len(tokens) for tokens, _ in wanted.values())
+
+
+def test_beams_start_over(make_engine):
+    wishes = {"beam": BeamSearch(width=2), "n": 2, "max_tokens": 7}
+    engine, _ = make_engine()
+    engine.add(request("a", [5], past=(BranchPast(token_ids=(1, 2)),), **wishes))
+    assert_beams(run(engine)["a"], [5], **wishes)
