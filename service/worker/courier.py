@@ -152,7 +152,7 @@ class Courier:
         while True:
             for cancel in await self._persist(lambda: self._broker.fetch_cancels(FETCH_WAIT_S)):
                 if cancel.job_id in self._open:
-                    self.engine.send(Cancel(cancel.job_id, cancel.reason))
+                    self.engine.send(Cancel(cancel.job_id, cancel.reason, cancel.branch))
 
     async def _beat(self) -> None:
         while True:
