@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from service.wire.messages import Cancel, Event, Job, WorkerCard
+from service.wire.messages import Cancel, Event, Job, RequestRecord, WorkerCard
 
 
 class BrokerUnavailable(Exception):
@@ -63,6 +63,22 @@ class DoorBroker(Protocol):
 
     async def reply(self, producer: str, producer_job_id: str, payload: bytes) -> None:
         """Append to the reply stream of (producer, producer_job_id); it lives a while after the last write."""
+
+    async def remember(self, record: RequestRecord, idempotency: str | None = None) -> str:
+        """Keep a record until LOG_ENDED_TTL_S after its deadline. Where another request came first under the same
+        `idempotency` (a hash), nothing is kept and that one's id is returned, else the record's own."""
+
+    async def recall(self, request_id: str) -> RequestRecord | None:
+        """The record, while it is kept. Raises ValueError for an id outside [A-Za-z0-9_.-]{1,128}."""
+
+    async def last_events(self, job_ids: Sequence[str]) -> Sequence[Event | None]:
+        """By job, the last event that stands in its log; None where none does."""
+
+    async def watch(self, request_id: str, for_s: float) -> None:
+        """Somebody waits for the request now; the mark stays `for_s` seconds."""
+
+    async def is_watched(self, request_id: str) -> bool:
+        """Whether the mark of a `watch` is there."""
 
     async def close(self) -> None: ...
 

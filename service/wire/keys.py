@@ -50,6 +50,23 @@ def cancel(job_id: str) -> str:
     return f"quire:{{{_name(job_id)}}}:cancel"
 
 
+def request(request_id: str) -> str:
+    """String. RequestRecord. Doors write and read. From acceptance to LOG_ENDED_TTL_S after its deadline."""
+    return f"quire:{{{_name(request_id)}}}:request"
+
+
+def watched(request_id: str) -> str:
+    """String. There while somebody waits for a request that outlives its clients, and a while after. Doors write and
+    read. As long as its writer says."""
+    return f"quire:{{{_name(request_id)}}}:watched"
+
+
+def idempotency(digest: str) -> str:
+    """String. Request id that a client's Idempotency-Key stands for; the key is hashed together with its tenant. Doors
+    write and read. As long as the request's record."""
+    return f"quire:idempotency:{_name(digest)}"
+
+
 def feed(door: str) -> str:
     """Stream. All events for one door, one entry a step and worker, m = Events one behind the other. Workers write,
     that door reads. The last FEED_MAX_ENTRIES, FEED_TTL_S after the last."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from service.errors import EndReason
 from service.wire import keys
 from service.wire.broker import BrokerUnavailable, Claim, IngressEntry
-from service.wire.messages import Cancel, Event, Job, Usage, WorkerCard
+from service.wire.memory_requests import MemoryRequests
+from service.wire.messages import Cancel, Event, Job, RequestRecord, Usage, WorkerCard
 
 
 @dataclass
@@ -37,6 +38,7 @@ class MemoryBroker:
         self._replies: dict[tuple[str, str], list[bytes]] = {}
         self._num_entries = 0
         self._is_closed = False
+        self._requests = MemoryRequests()
 
     async def submit(self, job: Job) -> None:
         self._check_open()
@@ -79,6 +81,25 @@ class MemoryBroker:
         self._check_open()
         keys.reply(producer, producer_job_id)
         self._replies.setdefault((producer, producer_job_id), []).append(payload)
+
+    async def remember(self, record: RequestRecord, idempotency: str | None = None) -> str:
+        self._check_open()
+        return self._requests.remember(record, idempotency)
+
+    async def recall(self, request_id: str) -> RequestRecord | None:
+        keys.request(request_id)
+        return self._requests.recall(request_id)
+
+    async def last_events(self, job_ids: Sequence[str]) -> Sequence[Event | None]:
+        logs = [self._logs.get(job_id) for job_id in job_ids]
+        return [log.events[-1] if log is not None and log.events else None for log in logs]
+
+    async def watch(self, request_id: str, for_s: float) -> None:
+        self._check_open()
+        self._requests.watch(request_id, for_s)
+
+    async def is_watched(self, request_id: str) -> bool:
+        return self._requests.is_watched(request_id)
 
     async def produce(self, producer: str, payload: bytes) -> None:
         """What a foreign producer does: put an entry on its ingress stream."""

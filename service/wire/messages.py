@@ -75,6 +75,23 @@ class Cancel:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RequestRecord:
+    """What any gateway must know of an accepted request to tell its answer, or to end it. Its jobs are `request_id`,
+    `<request_id>.1`, ..., one a prompt."""
+
+    request_id: str
+    tenant: str  # who may ask for it
+    endpoint: str
+    outline: bytes  # the JSON body, but for its prompts, in whose place the shortest possible stand
+    digest: bytes  # SHA-256 of endpoint and whole body
+    created_s: float  # Redis time, Unix seconds
+    deadline_s: float  # Redis time, Unix seconds
+    num_prompt_tokens: bytes  # uint32[num_jobs]
+    prompt_texts: tuple[str, ...] = ()  # where the answer repeats them
+    stays: bool = False  # it outlives its client: for a while, or in the background to its end
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkerCard:
     """What a worker says of itself with each heartbeat; lives in Redis for a few heartbeats."""
 

@@ -9,16 +9,18 @@ import socket
 from service.wire import keys
 from service.wire.redis_door import RedisDoor
 from service.wire.redis_link import RedisLink
+from service.wire.redis_requests import RedisRequests
 from service.wire.redis_worker import RedisWorker
 
 TIMEOUT_S = 3.0
 
 
-class RedisBroker(RedisDoor, RedisWorker):
+class RedisBroker(RedisDoor, RedisRequests, RedisWorker):
     """DoorBroker and WorkerBroker in one. Made by `open_redis_broker`."""
 
     def __init__(self, link: RedisLink, name: str, cancels_from: str):
         RedisDoor.__init__(self, link, name)
+        RedisRequests.__init__(self, link)
         RedisWorker.__init__(self, link, name, cancels_from)
 
     async def close(self) -> None:

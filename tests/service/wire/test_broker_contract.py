@@ -8,7 +8,8 @@ import time
 import pytest
 
 from service.errors import EndReason
-from service.wire.messages import Cancel, Usage
+from service.wire.codec import pack_ids
+from service.wire.messages import Cancel, RequestRecord, Usage
 from tests.support.wire import (
     PATIENCE_S,
     Ended,
@@ -199,3 +200,57 @@ async def test_an_abandoned_follower_is_let_go(broker):
 async def test_an_id_that_would_reach_other_keys_is_refused(broker, job_id):
     with pytest.raises(ValueError, match="Redis key"):
         broker.follow(job_id)
+
+
+def make_record(request_id: str = "JOB1", **changes) -> RequestRecord:
+    now_s = time.time()
+    fields = {
+        "tenant": "t",
+        "endpoint": "/v1/completions",
+        "outline": b"{}",
+        "digest": b"d",
+        "created_s": now_s,
+        "deadline_s": now_s + 60.0,
+        "num_prompt_tokens": pack_ids([3]),
+    }
+    return RequestRecord(request_id=request_id, **{**fields, **changes})
+
+
+async def test_a_request_is_remembered(broker):
+    record = make_record(prompt_texts=("a", "b"), stays=True)
+    assert await broker.recall("JOB1") is None
+    assert await broker.remember(record) == "JOB1"
+    assert await broker.recall("JOB1") == record
+    for request_id in ("", "a b", "x}:events"):
+        with pytest.raises(ValueError, match="Redis key"):
+            await broker.recall(request_id)
+
+
+async def test_an_idempotency_key_stands_for_the_first_request(broker):
+    assert await broker.remember(make_record("A"), "key") == "A"
+    assert await broker.remember(make_record("B"), "key") == "A"
+    assert await broker.recall("B") is None
+    assert await broker.remember(make_record("A"), "key") == "A"
+    assert await broker.remember(make_record("C"), "other") == "C"
+    assert (await broker.recall("A")).request_id == "A"
+
+
+async def test_the_last_event_of_each_job(broker):
+    await broker.submit(make_job("A"))
+    await broker.submit(make_job("B"))
+    await broker.fetch(4, 1.0)
+    await broker.publish([*make_events("A", [1, 2]), make_event("B", 1, EndReason.STOP)])
+    first, second, none = await broker.last_events(["A", "B", "C"])
+    assert (first.number, first.end) == (2, None)
+    assert (second.number, second.end) == (1, EndReason.STOP)
+    assert none is None
+
+
+async def test_a_request_is_watched_for_a_while(broker):
+    assert not await broker.is_watched("A")
+    await broker.watch("A", 30.0)
+    assert await broker.is_watched("A")
+    await broker.watch("A", 0.01)
+    async with asyncio.timeout(5.0):
+        while await broker.is_watched("A"):
+            await asyncio.sleep(0.005)

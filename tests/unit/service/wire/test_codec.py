@@ -66,6 +66,18 @@ SAMPLES = [
         id="a", number=3, text="x", finish_reason="stop", usage=Usage(prompt_tokens=1, completion_tokens=2), done=True
     ),
     Reply(id="a", number=1, error={"message": "no", "type": "t", "param": None, "code": None}, done=True),
+    RequestRecord(
+        request_id="R",
+        tenant="t",
+        endpoint="/v1/completions",
+        outline=b"{}",
+        digest=b"d",
+        created_s=1.0,
+        deadline_s=2.0,
+        num_prompt_tokens=pack_ids([3, 4]),
+        prompt_texts=("a", "b"),
+        stays=True,
+    ),
 ]
 KINDS = list(LIMITS)
 

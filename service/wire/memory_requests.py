@@ -1,0 +1,45 @@
+"""What the broker in memory keeps of requests, beside their jobs."""
+
+from __future__ import annotations
+
+import time
+
+from service.wire import keys
+from service.wire.messages import RequestRecord
+
+
+class MemoryRequests:
+    """Records, idempotency keys and marks, each until its time is over."""
+
+    def __init__(self):
+        self._records: dict[str, tuple[RequestRecord, float]] = {}
+        self._holders: dict[str, tuple[str, float]] = {}
+        self._watched: dict[str, float] = {}
+
+    def remember(self, record: RequestRecord, idempotency: str | None) -> str:
+        now_s = time.time()
+        self._forget_old(now_s)
+        until_s = record.deadline_s + keys.LOG_ENDED_TTL_S
+        if idempotency is not None:
+            holder, _ = self._holders.setdefault(idempotency, (record.request_id, until_s))
+            if holder != record.request_id:
+                return holder
+        self._records[record.request_id] = (record, until_s)
+        return record.request_id
+
+    def recall(self, request_id: str) -> RequestRecord | None:
+        record, until_s = self._records.get(request_id, (None, 0.0))
+        return record if until_s > time.time() else None
+
+    def watch(self, request_id: str, for_s: float) -> None:
+        self._watched[request_id] = time.monotonic() + for_s
+
+    def is_watched(self, request_id: str) -> bool:
+        return self._watched.get(request_id, 0.0) > time.monotonic()
+
+    def _forget_old(self, now_s: float) -> None:
+        for kept in (self._records, self._holders):
+            for name in [name for name, (_, until_s) in kept.items() if until_s <= now_s]:
+                del kept[name]
+        for name in [name for name, until_s in self._watched.items() if until_s <= time.monotonic()]:
+            del self._watched[name]

@@ -1,0 +1,55 @@
+"""What the Redis broker keeps of requests, beside their jobs: records, idempotency keys, who waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from service.wire import keys
+from service.wire.codec import decode, encode
+from service.wire.messages import Event, RequestRecord
+from service.wire.redis_link import RedisLink
+
+PAYLOAD = keys.PAYLOAD_FIELD.encode()
+
+
+class RedisRequests:
+    """Implements the part of DoorBroker that speaks of requests."""
+
+    def __init__(self, link: RedisLink):
+        self._link = link
+
+    async def remember(self, record: RequestRecord, idempotency: str | None = None) -> str:
+        now_s = await self._link.now_s()
+        life_s = int(record.deadline_s - now_s) + keys.LOG_ENDED_TTL_S
+        key = keys.request(record.request_id)
+        async with self._link.commands() as redis, redis.pipeline(transaction=True) as pipeline:
+            pipeline.set(key, encode(record), ex=life_s)
+            if idempotency is not None:
+                pipeline.set(keys.idempotency(idempotency), record.request_id, ex=life_s, nx=True)
+                pipeline.get(keys.idempotency(idempotency))
+            answers = await pipeline.execute()
+            holder = record.request_id if idempotency is None else answers[-1].decode()
+            if holder != record.request_id:
+                await redis.delete(key)
+        return holder
+
+    async def recall(self, request_id: str) -> RequestRecord | None:
+        key = keys.request(request_id)
+        async with self._link.commands() as redis:
+            payload = await redis.get(key)
+        return None if payload is None else decode(RequestRecord, payload)
+
+    async def last_events(self, job_ids: Sequence[str]) -> Sequence[Event | None]:
+        async with self._link.commands() as redis, redis.pipeline(transaction=False) as pipeline:
+            for job_id in job_ids:
+                pipeline.xrevrange(keys.events(job_id), count=1)
+            logs = await pipeline.execute()
+        return [decode(Event, log[0][1].get(PAYLOAD, b"")) if log else None for log in logs]
+
+    async def watch(self, request_id: str, for_s: float) -> None:
+        async with self._link.commands() as redis:
+            await redis.set(keys.watched(request_id), b"1", px=max(1, int(for_s * 1000)))
+
+    async def is_watched(self, request_id: str) -> bool:
+        async with self._link.commands() as redis:
+            return bool(await redis.exists(keys.watched(request_id)))
