@@ -24,7 +24,18 @@ from service.wire.codec import (
     unpack_floats,
     unpack_ids,
 )
-from service.wire.messages import Cancel, Event, IngressJob, Job, Part, Reply, TokenLogprobs, Usage, WorkerCard
+from service.wire.messages import (
+    Cancel,
+    Event,
+    IngressJob,
+    Job,
+    Part,
+    Reply,
+    RequestRecord,
+    TokenLogprobs,
+    Usage,
+    WorkerCard,
+)
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "häß"}], "temperature": 0.5, "n": 1, "stop": None}
 SAMPLES = [
