@@ -25,11 +25,27 @@ def draw(figure: dict, path: str) -> None:
     for axes, panel in zip(canvas.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         axes.set(title=panel["title"], xlabel=panel["x"], ylabel=panel["y"])
         axes.grid(alpha=0.3)
-        for series in panel["series"]:
-            _add(axes, panel["kind"], series)
-        if len(panel["series"]) > 1:
+        if panel["kind"] == "stack":
+            _stack(axes, panel["series"])
+        else:
+            for series in panel["series"]:
+                _add(axes, panel["kind"], series)
+        if "y_max" in panel:
+            axes.set_ylim(0, panel["y_max"])
+        if panel["kind"] == "stack":  # bars leave no room among them
+            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=len(panel["series"]), frameon=False)
+        elif len(panel["series"]) > 1:
             axes.legend()
     canvas.savefig(path, dpi=130)
+
+
+def _stack(axes, layers: list[dict]) -> None:
+    """Each layer begins where the ones before it end."""
+    ends = [0.0] * len(layers[0]["x"])
+    for layer in layers:
+        axes.barh(layer["x"], layer["y"], left=ends, label=layer["label"])
+        ends = [end + width for end, width in zip(ends, layer["y"], strict=True)]
+    axes.invert_yaxis()
 
 
 def _add(axes, kind: str, series: dict) -> None:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 Figure = dict[str, Any]
 """A drawing, as `plot.py` takes it: {"title", "panels": [{"kind", "title", "x", "y", "series": [{"label", "x", "y"}]}]}
-with kind "line", "steps" or "bars"."""
+with kind "line", "steps", "bars" or "stack" (bars, one series behind the other); a panel may have a "y_max"."""
 
 
 @dataclass(frozen=True)

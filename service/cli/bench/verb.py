@@ -1,4 +1,4 @@
-"""`quire bench`: the three benches, and what each of them is asked with."""
+"""`quire bench`: the benches, and what each of them is asked with."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 
 from service.cli.bench.engine import add_engine_flags, run_engine_bench
 from service.cli.bench.kernels import add_kernel_flags, run_kernel_bench
+from service.cli.bench.memory import add_memory_flags, run_memory_bench
 from service.cli.bench.report import add_report_flags, check_report_flags
 from service.cli.bench.serve import add_serve_flags, run_serve_bench
 from service.config import BENCH, Settings
@@ -15,6 +16,7 @@ from service.config_sources import add_flags
 BENCHES = {
     "engine": (add_engine_flags, run_engine_bench, "the engine alone, offline: a trace at once, decode steps, prefill"),
     "kernels": (add_kernel_flags, run_kernel_bench, "every operation of the model: time, rate, share of the ceiling"),
+    "memory": (add_memory_flags, run_memory_bench, "paging against contiguous regions and static batches, on a trace"),
     "serve": (add_serve_flags, run_serve_bench, "a running service over HTTP: open loop, what clients see"),
 }
 

@@ -1,0 +1,140 @@
+"""`quire bench memory`: the PagedAttention paper's own comparison, on this engine and these kernels."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+
+from service.cli.bench.flag_values import positive_number, whole_number
+from service.cli.bench.memory_figure import comparison_figure
+from service.cli.bench.memory_policies import DEFAULT_POLICIES, TEXTS, read_policies
+from service.cli.bench.memory_replay import fit_lengths
+from service.cli.bench.memory_runs import PAPER_MAX_LEN, real_ground, simulated_ground
+from service.cli.bench.memory_simulation import MACHINES
+from service.cli.bench.memory_sweep import Comparison, PolicyFigures, compare
+from service.cli.bench.report import write_report
+from service.cli.bench.trace import read_trace
+from service.cli.table import print_grid, shown
+from service.config import Settings
+from service.errors import StartupError
+
+SIMULATED_REQUESTS = 300
+"""Enough for a steady state, few enough for all policies to be done in seconds."""
+
+
+def add_memory_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trace", type=Path, metavar="FILE", required=True, help="lengths and arrivals of requests")
+    parser.add_argument(
+        "--num-requests",
+        metavar="N",
+        help=f"only the first N requests of the trace; without it all of them, in a simulation {SIMULATED_REQUESTS}",
+    )
+    parser.add_argument(
+        "--simulate",
+        choices=tuple(MACHINES),
+        help="this machine's clock, cost by cost, with no model and no GPU; without it the real engine",
+    )
+    parser.add_argument(
+        "--policies",
+        metavar="P,...",
+        default=DEFAULT_POLICIES,
+        help="the others are held against the first (default: %(default)s); oracle, reserve-pow2 and reserve-max may "
+        "have :best-fit or :buddy behind them",
+    )
+    parser.add_argument(
+        "--rates",
+        metavar="X,...",
+        help="requests a second; without it, for each policy, around what it keeps up with; 0: only all at once",
+    )
+    parser.add_argument(
+        "--latency-limit",
+        metavar="X",
+        help="seconds a token at which rates are compared; without it 5 times the first policy's least",
+    )
+    parser.epilog = (
+        "Policies. "
+        + "; ".join(f"{name}: {text}" for name, text in TEXTS.items())
+        + f". Without --max-model-len the longest sequence has {PAPER_MAX_LEN} tokens; without --num-gpu-blocks the "
+        "pool is the simulated machine's, and the paper's 15.7K slots on the real engine."
+    )
+
+
+def run_memory_bench(settings: Settings, flags: argparse.Namespace) -> int:
+    """0; raises StartupError where the work is not named well or does not fit."""
+    policies, rates = read_policies(flags.policies), _read_rates(flags.rates)
+    limit_s = None if flags.latency_limit is None else positive_number("--latency-limit", flags.latency_limit)
+    requests = read_trace(flags.trace)
+    if flags.num_requests is not None:
+        requests = requests[: whole_number("--num-requests", flags.num_requests)]
+    elif flags.simulate is not None:
+        requests = requests[:SIMULATED_REQUESTS]
+    ground = real_ground(settings) if flags.simulate is None else simulated_ground(settings, flags.simulate)
+    pool = ground.pool
+    if pool.num_longest < 1:
+        raise StartupError(f"memory: {pool.num_slots} slots hold no sequence of {pool.max_model_len} tokens")
+    fitted = fit_lengths(requests, pool.max_model_len)
+    mean_output = fmean(request.num_output_tokens for request in fitted)
+    comparison = compare(partial(ground.replay, fitted), policies, mean_output, rates, limit_s)
+    _print(comparison)
+    record = {
+        "bench": "memory",
+        **ground.description,
+        **asdict(pool),
+        "trace": flags.trace.stem,
+        "num_requests": len(fitted),
+        "num_shortened": sum(before != after for before, after in zip(requests, fitted, strict=True)),
+        **asdict(comparison),
+    }
+    title = f"{flags.trace.stem}, {pool.num_slots:,} slots, {ground.description['device']}"
+    write_report(flags, record, comparison_figure(comparison, title))
+    return 0
+
+
+def _read_rates(text: str | None) -> list[float] | None:
+    """None: each policy's own."""
+    if text is None:
+        return None
+    if text.strip() == "0":
+        return []
+    return sorted(positive_number("--rates", part.strip()) for part in text.split(","))
+
+
+def _print(comparison: Comparison) -> None:
+    first = comparison.policies[0].policy
+    print("\nAll requests at once, while they wait for memory; shares in % of the pool; x: times over by " + first)
+    shares = ("tokens", "reserved", "internal", "external", "held empty")
+    header = ("policy", "running", "peak", *shares, "requests/s", "tokens/s", "x running", "x requests/s")
+    print_grid(header, [_loaded_cells(row) for row in comparison.policies])
+    runs = [run for row in comparison.policies for run in row.curve]
+    if not runs:
+        return
+    limit = f"{comparison.latency_limit_s:.3g} s/token"
+    print(f"\nNormalised latency, s/token, at requests/s; which rate keeps {limit}; x: times over by {first}")
+    columns = [f"{run.rate:.3g}/s" for run in comparison.policies[0].curve]
+    if len({run.rate for run in runs}) > len(columns):  # each policy has rates of its own
+        columns = [f"rate {number}" for number in range(1, len(columns) + 1)]
+    print_grid(("policy", *columns, f"at {limit}", "x"), [_latency_cells(row) for row in comparison.policies])
+
+
+def _loaded_cells(row: PolicyFigures) -> list[str]:
+    loaded, use = row.loaded, row.loaded.use
+    shares = (use.tokens, use.reserved, use.internal, use.external, use.held_waste)
+    counts = (loaded.mean_running, loaded.peak_running)
+    rates = (row.loaded_rate, loaded.loaded_tokens_per_s)
+    ratios = (row.running_ratio, row.loaded_ratio)
+    return [
+        row.policy,
+        *map(shown, counts),
+        *(f"{100 * share:.1f}" for share in shares),
+        *map(shown, rates),
+        *(f"{ratio:.2f}" for ratio in ratios),
+    ]
+
+
+def _latency_cells(row: PolicyFigures) -> list[str]:
+    cells = [f"{run.rate:.3g}: {run.normalized_latency_s:.3f}" for run in row.curve]
+    ratio = "-" if row.limit_ratio is None else f"{row.limit_ratio:.2f}"
+    return [row.policy, *cells, shown(row.rate_at_limit), ratio]

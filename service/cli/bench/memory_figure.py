@@ -1,0 +1,41 @@
+"""The two drawings that the PagedAttention paper is known for: where the cache goes, and latency against rate."""
+
+from __future__ import annotations
+
+from service.cli.bench.memory_sweep import Comparison
+from service.cli.bench.report import Figure
+
+SHARES = {
+    "tokens": "tokens",
+    "reserved": "reserved",
+    "internal": "internal",
+    "external": "external",
+    "free": "free",
+}
+
+HEADROOM = 3.0
+"""How many latency limits the drawing shows: what lies higher is out of bounds anyway."""
+
+
+def comparison_figure(comparison: Comparison, title: str) -> Figure:
+    """For `report.write_report`."""
+    names = [row.policy for row in comparison.policies]
+    bars = [
+        {"label": label, "x": names, "y": [100 * getattr(row.loaded.use, share) for row in comparison.policies]}
+        for share, label in SHARES.items()
+        if any(getattr(row.loaded.use, share) for row in comparison.policies)
+    ]
+    panels = [{"kind": "stack", "title": "KV cache, loaded", "x": "% of the pool", "y": "", "series": bars}]
+    curves = [
+        {
+            "label": row.policy,
+            "x": [run.rate for run in row.curve],
+            "y": [run.normalized_latency_s for run in row.curve],
+        }
+        for row in comparison.policies
+        if row.curve
+    ]
+    if curves:
+        axes = {"x": "requests/s", "y": "s/token", "y_max": HEADROOM * comparison.latency_limit_s}
+        panels.append({"kind": "line", "title": "normalised latency", **axes, "series": curves})
+    return {"title": title, "panels": panels}

@@ -1,0 +1,121 @@
+"""What replays run on: the real engine, built once, or a simulated machine, a process for each core."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+from service.cli.bench.memory_policies import POLICIES, ComparedKV, Policy, Pool
+from service.cli.bench.memory_replay import Bench, Clock, Replay, ReplayFigures, WallClock, Watch, WatchedExecutor
+from service.cli.bench.memory_simulation import MACHINES, SimulatedClock, SimulatedExecutor
+from service.cli.bench.trace import TracedRequest
+from service.config import Settings
+from service.engine.build import BuiltEngine, build_engine
+from service.engine.engine import Engine
+from service.engine.scheduler import Limits
+
+PAPER_MAX_LEN = 2048
+"""The longest sequence where none is named: the paper's, whose models end there."""
+
+SIMULATED_BATCHED_TOKENS = 8192
+SIMULATED_PREFILL_CHUNK = 512
+"""As the engine has them on a GPU."""
+
+SIMULATED_VOCAB = 32768
+
+Runs = Sequence[tuple[Policy, float | None]]
+"""Policies and rates in requests a second; None is all at once."""
+
+
+@dataclass(frozen=True)
+class Ground:
+    """`replay` takes requests that fit the pool, and runs; it gives the figures of each run, in order."""
+
+    description: dict[str, Any]
+    pool: Pool
+    replay: Callable[[Sequence[TracedRequest], Runs], list[ReplayFigures]]
+
+
+def real_ground(settings: Settings) -> Ground:
+    """Every policy has its turn with one model and one cache. Raises StartupError."""
+    if settings.num_gpu_blocks is None:
+        settings = replace(settings, num_gpu_blocks=MACHINES["opt-13b-a100"].num_blocks)
+    built = build_engine(replace(settings, max_model_len=settings.max_model_len or PAPER_MAX_LEN), progress=True)
+    pool = Pool(
+        num_blocks=built.memory.num_blocks,
+        block_size=built.memory.block_size,
+        max_model_len=built.limits.max_model_len,
+    )
+    bench = Bench(pool, built.config.vocab_size, built.limits.max_num_seqs, partial(_real_engine, built))
+    description = {
+        "device": built.ops.device_name,
+        "is_simulated": False,
+        "model": settings.model_config or settings.model.name,
+        "dtype": str(built.ops.dtype),
+    }
+    return Ground(description, pool, partial(_replay_in_turn, bench))
+
+
+def simulated_ground(settings: Settings, machine_name: str) -> Ground:
+    machine = MACHINES[machine_name]
+    pool = Pool(
+        num_blocks=settings.num_gpu_blocks or machine.num_blocks * 16 // settings.block_size,
+        block_size=settings.block_size,
+        max_model_len=settings.max_model_len or PAPER_MAX_LEN,
+    )
+    limits = Limits(
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens or SIMULATED_BATCHED_TOKENS,
+        max_prefill_chunk=settings.max_prefill_chunk or SIMULATED_PREFILL_CHUNK,
+        max_model_len=pool.max_model_len,
+    )
+    description = {"device": machine_name, "is_simulated": True, "costs": asdict(machine.costs)}
+    return Ground(description, pool, partial(_replay_in_processes, _Simulation(machine_name, pool, limits)))
+
+
+@dataclass(frozen=True)
+class _Simulation:
+    """All that a process has to know of a simulated machine."""
+
+    machine: str
+    pool: Pool
+    limits: Limits
+
+    def replay(self, requests: Sequence[TracedRequest], policy: str, rate: float | None) -> ReplayFigures:
+        bench = Bench(self.pool, SIMULATED_VOCAB, self.limits.max_num_seqs, self._engine)
+        return Replay(bench, POLICIES[policy], requests, rate).run()
+
+    def _engine(self, kv: ComparedKV, on_launch: Watch) -> tuple[Engine, Clock]:
+        clock = SimulatedClock()
+        executor = WatchedExecutor(SimulatedExecutor(clock, MACHINES[self.machine].costs), on_launch)
+        return Engine(executor, kv, self.limits, frozenset()), clock
+
+
+def _replay_in_processes(simulation: _Simulation, requests: Sequence[TracedRequest], runs: Runs) -> list[ReplayFigures]:
+    """One for each core: nothing in a simulation waits."""
+    tasks = [(policy.name, rate) for policy, rate in runs]
+    num_processes = min(os.cpu_count() or 1, len(tasks))
+    if num_processes < 2:
+        return [simulation.replay(requests, *task) for task in tasks]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_processes, mp_context=context) as processes:
+        return list(processes.map(partial(simulation.replay, requests), *zip(*tasks, strict=True)))
+
+
+def _real_engine(built: BuiltEngine, kv: ComparedKV, on_launch: Watch) -> tuple[Engine, Clock]:
+    executor = WatchedExecutor(built.executor, on_launch)
+    return Engine(executor, kv, built.limits, frozenset(built.config.eos_token_ids)), WallClock()
+
+
+def _replay_in_turn(bench: Bench, requests: Sequence[TracedRequest], runs: Runs) -> list[ReplayFigures]:
+    figures = []
+    for policy, rate in runs:
+        figures.append(Replay(bench, policy, requests, rate).run())
+        pace = "all at once" if rate is None else f"{rate:.3g} requests/s"
+        print(f"{policy.name}, {pace}: {figures[-1].total_s:.1f} s", flush=True)
+    return figures

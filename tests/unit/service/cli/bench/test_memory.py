@@ -1,0 +1,166 @@
+"""`quire bench memory`: simulated, and on the demo model on the CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from service.cli.bench.memory_simulation import MACHINES
+from service.cli.bench.memory_sweep import compare, rate_at
+from service.cli.main import main
+
+RESULTS = Path(__file__).parents[4] / "bench" / "results"
+
+
+def runs(*points):
+    return [SimpleNamespace(rate=rate, normalized_latency_s=latency_s) for rate, latency_s in points]
+
+
+def test_where_a_curve_crosses_the_limit():
+    curve = runs((1.0, 0.02), (2.0, 0.1), (3.0, 10.0))
+    assert rate_at(curve, 1.0) == pytest.approx(2.5)  # halfway between 0.1 and 10, in logarithms
+    assert rate_at(curve, 0.1) == pytest.approx(2.0)
+    assert rate_at(curve, 20.0) == 3.0
+    assert rate_at(curve, 0.01) is None
+    assert rate_at([], 1.0) is None
+
+
+def test_ratios_are_the_first_policys_over_the_others():
+    """A policy of 20 sequences and 40 tokens a second beside one of 5 and 10; latencies double at what each keeps up
+    with: 4 and 1 requests a second."""
+    policies = [SimpleNamespace(name="a", keeps=4.0), SimpleNamespace(name="b", keeps=1.0)]
+
+    def replay(plan):
+        return [
+            SimpleNamespace(
+                policy=policy.name,
+                rate=rate,
+                mean_running=5 * policy.keeps,
+                loaded_tokens_per_s=10 * policy.keeps,
+                normalized_latency_s=0.01 * 10 ** (rate / policy.keeps) if rate else 9.0,
+            )
+            for policy, rate in plan
+        ]
+
+    comparison = compare(replay, policies, 10.0, None, None)
+    assert comparison.latency_limit_s == pytest.approx(5 * 0.01 * 10**0.3)
+    first, second = comparison.policies
+    assert (first.running_ratio, first.loaded_ratio, first.limit_ratio) == (1, 1, 1)
+    assert (second.running_ratio, second.loaded_ratio) == (4, 4)
+    assert second.limit_ratio == pytest.approx(4)
+    assert [run.rate for run in second.curve] == pytest.approx([0.3, 0.6, 0.8, 0.9, 1.0, 1.1, 1.25])
+    fixed = compare(replay, policies, 10.0, [1.0, 2.0], 0.05)
+    assert [[run.rate for run in row.curve] for row in fixed.policies] == [[1.0, 2.0]] * 2
+    assert fixed.policies[0].rate_at_limit == 2.0  # the last that was tried
+    assert fixed.policies[1].limit_ratio is None
+
+
+def test_the_simulated_h200_costs_what_was_measured():
+    costs = MACHINES["llama-3.1-8b-h200"].costs
+    decode = json.loads((RESULTS / "2026-11-21-h200-engine-decode.json").read_text())["decode"]
+    for row in decode:
+        step_s = costs.step_s(row["batch"], row["batch"] * row["mean_context"])
+        assert 1e3 * step_s == pytest.approx(row["step_p50_ms"], rel=0.07)
+    prefill = json.loads((RESULTS / "2026-11-21-h200-engine-prefill.json").read_text())
+    num_steps = prefill["num_prompts"] * prefill["prompt_tokens"] // prefill["max_num_batched_tokens"]
+    step_s = costs.step_s(prefill["max_num_batched_tokens"], prefill["max_num_batched_tokens"])
+    assert num_steps * step_s == pytest.approx(prefill["total_s"], rel=0.01)
+
+
+def test_the_papers_machine_has_its_weights_read_in_the_time_of_its_bandwidth():
+    costs = MACHINES["opt-13b-a100"].costs
+    assert costs.weights_s == pytest.approx(26e9 / (0.86 * 1555e9))
+    assert costs.step_s(1, 0) == costs.fixed_s + costs.weights_s
+    assert costs.step_s(1000, 0) == costs.fixed_s + 1000 * costs.token_s
+
+
+@pytest.fixture
+def trace(tmp_path):
+    requests = [
+        {"prompt_tokens": 1 + 13 * i % 40, "output_tokens": 1 + 17 * i % 50, "arrival": i / 2} for i in range(60)
+    ]
+    path = tmp_path / "few.json"
+    path.write_text(json.dumps({"requests": requests}))
+    return path
+
+
+def bench(tmp_path, *flags) -> dict:
+    out = tmp_path / "out.json"
+    assert main(["bench", "memory", *map(str, flags), "--out", str(out)]) == 0
+    return json.loads(out.read_text())
+
+
+def test_a_simulated_comparison(tmp_path, trace, capsys):
+    flags = ("--simulate", "opt-13b-a100", "--max-model-len", 128, "--num-gpu-blocks", 40)
+    record = bench(tmp_path, "--trace", trace, *flags, "--policies", "paged,oracle:buddy,reserve-max,static-hf")
+    rows = {row["policy"]: row for row in record["policies"]}
+    assert list(rows) == ["paged", "oracle:buddy", "reserve-max:best-fit", "static-hf"]
+    assert rows["reserve-max:best-fit"]["loaded"]["peak_running"] == 5
+    assert rows["static-hf"]["loaded"]["peak_running"] == 4
+    at_once = [row["loaded"]["mean_running"] for row in rows.values()]
+    assert at_once == sorted(at_once, reverse=True)
+    rates = [row["loaded_rate"] for row in rows.values()]
+    assert rates == sorted(rates, reverse=True)
+    assert all(len(row["curve"]) == 7 for row in rows.values())
+    assert (record["is_simulated"], record["num_blocks"], record["num_shortened"]) == (True, 40, 0)
+    shown = capsys.readouterr().out
+    assert "internal" in shown
+    assert "Normalised latency" in shown
+
+
+def test_a_simulation_gives_the_same_figures_twice(tmp_path, trace):
+    flags = ("--simulate", "llama-3.1-8b-h200", "--max-model-len", 100, "--num-gpu-blocks", 40, "--rates", 0)
+    first, second = (bench(tmp_path, "--trace", trace, *flags, "--policies", "paged,static-ft") for _ in range(2))
+    assert first == second
+    assert first["policies"][0]["curve"] == []
+
+
+def test_the_real_engine_under_every_policy(tmp_path, trace):
+    pytest.importorskip("matplotlib")
+    flags = ("--device", "cpu", "--max-model-len", 128, "--num-gpu-blocks", 24, "--num-requests", 10)
+    plot = tmp_path / "figure.png"
+    record = bench(tmp_path, "--trace", trace, *flags, "--rates", "0", "--plot", plot)
+    assert len(record["policies"]) == 7
+    assert (record["device"], record["is_simulated"]) == ("CPU", False)
+    for row in record["policies"]:
+        use = row["loaded"]["use"]
+        assert sum(use.values()) == pytest.approx(1)
+        assert row["loaded"]["output_tokens_per_s"] > 0
+    assert record["policies"][0]["loaded"]["peak_running"] > record["policies"][4]["loaded"]["peak_running"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_real_engine_at_a_rate(tmp_path, trace):
+    flags = ("--device", "cpu", "--max-model-len", 128, "--num-requests", 4, "--policies", "paged", "--rates", 40)
+    (row,) = bench(tmp_path, "--trace", trace, *flags)["policies"]
+    assert row["curve"][0]["rate"] == 40
+    assert row["curve"][0]["total_s"] > 1.5 / 40  # when the last one comes
+    assert row["curve"][0]["normalized_latency_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--policies", "paged,orca"], "--policies: 'orca' is none of paged,"),
+        (["--rates", "1,x"], "--rates: 'x' is not a number"),
+        (["--latency-limit", "-1"], "--latency-limit: -1 is not above 0"),
+        (["--num-requests", "0"], "--num-requests: 0 is outside"),
+        (["--num-gpu-blocks", "100"], "memory: 1600 slots hold no sequence of 2048 tokens"),
+    ],
+)
+def test_wrong_work_is_one_line(capsys, trace, flags, complaint):
+    assert main(["bench", "memory", "--trace", str(trace), "--simulate", "opt-13b-a100", *flags]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert len(errors) == 1
+    assert errors[0].startswith(f"quire bench: {complaint}")
+
+
+def test_help_names_every_policy(capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "memory", "--help"])
+    shown = "".join(capsys.readouterr().out.split())  # lines break after hyphens too
+    for word in ("paged", "oracle", "reserve-pow2", "reserve-max", "static-ft", "static-hf", "--simulate", "buddy"):
+        assert word in shown
