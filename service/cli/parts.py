@@ -5,17 +5,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import uvloop
 
+from service.cli.supervised import supervised
 from service.config import Settings
 from service.errors import StartupError
 from service.gateway.process import run_gateway
+from service.sd_notify import Supervisor
 from service.wire.broker import BrokerUnavailable
 from service.wire.redis_broker import RedisBroker, open_redis_broker
+from service.wire.redis_url import with_password
 from service.worker.process import EngineDied, run_worker
 
 log = logging.getLogger("quire.cli")
@@ -27,9 +32,15 @@ READY = "ready"
 def gateway_command(settings: Settings, _: argparse.Namespace) -> int:
     """Returns the exit status; raises StartupError."""
 
+    supervisor = Supervisor(os.environ)
+
+    def on_ready(url: str) -> None:
+        supervisor.ready(f"listens on {url}")
+        print(READY, url, flush=True)
+
     async def run(stop: asyncio.Event) -> None:
-        async with _broker(settings) as broker:
-            await run_gateway(settings, broker, stop, on_ready=lambda url: print(READY, url, flush=True))
+        async with supervised(supervisor, stop, by_loop=True), _broker(settings) as broker:
+            await run_gateway(settings, broker, stop, on_ready=on_ready)
 
     return run_until_signalled(run)
 
@@ -37,15 +48,23 @@ def gateway_command(settings: Settings, _: argparse.Namespace) -> int:
 def worker_command(settings: Settings, _: argparse.Namespace) -> int:
     """Returns the exit status, 1 if the engine died; raises StartupError."""
 
+    supervisor = Supervisor(os.environ)
+
+    def on_ready() -> None:
+        supervisor.ready("takes jobs")
+        print(READY, flush=True)
+
     async def run(stop: asyncio.Event) -> None:
-        async with _broker(settings) as broker:
-            await run_worker(settings, broker, stop, on_ready=lambda: print(READY, flush=True))
+        async with supervised(supervisor, stop, by_loop=False), _broker(settings) as broker:
+            await run_worker(settings, broker, stop, supervisor, on_ready)
 
     try:
         return run_until_signalled(run)
     except EngineDied as death:
         log.critical("the engine died", exc_info=death.__cause__)
-        return 1
+        sys.stdout.flush()
+        logging.shutdown()
+        os._exit(1)  # tidying up would wait for a device, or a thread, that never answers
 
 
 @asynccontextmanager
@@ -53,7 +72,7 @@ async def _broker(settings: Settings) -> AsyncIterator[RedisBroker]:
     if settings.redis_url is None:
         raise StartupError("--redis-url is missing (quire serve starts a Redis of its own)")
     try:
-        broker = await open_redis_broker(settings.redis_url)
+        broker = await open_redis_broker(with_password(settings.redis_url, settings.redis_password_file))
     except BrokerUnavailable as error:
         raise StartupError(f"--redis-url: nobody answers there: {error}") from None
     try:

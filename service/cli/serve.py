@@ -13,10 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from service.cli.parts import READY, run_until_signalled
+from service.cli.supervised import supervised
 from service.config import GATEWAY, WORKER, Settings
 from service.config_sources import WITHOUT_FILE, flags_of, secrets_of
 from service.errors import StartupError
 from service.logs import fields
+from service.sd_notify import VARIABLES as SUPERVISOR_VARIABLES
+from service.sd_notify import Supervisor
 from service.wire.die_with_parent import die_with_parent
 from service.wire.embedded_redis import EmbeddedRedis
 
@@ -47,7 +50,13 @@ class Part:
             "service.cli.main",
             verb,
             *flags_of(settings, verb),
-            env={**BLAS_THREADS, **os.environ, **secrets_of(settings), **WITHOUT_FILE, "PYTHONPATH": _module_path()},
+            env={
+                **BLAS_THREADS,
+                **{name: value for name, value in os.environ.items() if name not in SUPERVISOR_VARIABLES},
+                **secrets_of(settings),
+                **WITHOUT_FILE,
+                "PYTHONPATH": _module_path(),
+            },
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
@@ -85,8 +94,11 @@ def serve_command(settings: Settings, _: argparse.Namespace) -> int:
 
 
 async def _serve(settings: Settings, stop: asyncio.Event) -> int:
-    async with AsyncExitStack() as exits:
+    supervisor = Supervisor(os.environ)
+    async with supervised(supervisor, stop, by_loop=True), AsyncExitStack() as exits:
         if settings.redis_url is None:
+            if settings.redis_password_file is not None:
+                raise StartupError("--redis-password-file is of no use without --redis-url")
             redis = await asyncio.to_thread(EmbeddedRedis.start, settings.data_dir)
             exits.push_async_callback(asyncio.to_thread, redis.stop)
             settings = replace(settings, redis_url=redis.url)
@@ -101,6 +113,7 @@ async def _serve(settings: Settings, stop: asyncio.Event) -> int:
         done, _ = await asyncio.wait({stopped, started}, return_when=asyncio.FIRST_COMPLETED)
         if started in done:
             _greet(settings, started.result())
+            supervisor.ready(f"serves at {started.result()}")
             done, _ = await asyncio.wait({stopped, *ends}, return_when=asyncio.FIRST_COMPLETED)
         started.cancel()
         dead = [part.verb for task, part in ends.items() if task in done]

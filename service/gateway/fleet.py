@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from service.wire.broker import DoorBroker
+from service.wire.keys import CARD_LATE_S
 from service.wire.messages import WorkerCard
 
 MAX_AGE_S = 0.25
@@ -18,10 +19,12 @@ class FleetView:
 
     cards: Sequence[WorkerCard]
     num_waiting: int
+    seen_at_s: float  # Redis time, as in the cards
 
     @property
     def num_ready(self) -> int:
-        return sum(card.ready for card in self.cards)
+        """Workers that say so and have said it lately: one that was stopped or hangs still has a card for a while."""
+        return sum(card.ready and self.seen_at_s - card.beat_at_s < CARD_LATE_S for card in self.cards)
 
     def max_model_len(self, limit: int) -> int:
         """The longest sequence that every worker takes, `limit` at most, since any of them may claim a job."""
@@ -52,6 +55,6 @@ class Fleet:
         async with self._lock:
             if self._view is None or self._clock() - self._seen_at_s > MAX_AGE_S:
                 cards = [card for card in await self._broker.workers() if card.model == self._model_name]
-                self._view = FleetView(cards, await self._broker.num_waiting())
+                self._view = FleetView(cards, await self._broker.num_waiting(), await self._broker.now_s())
                 self._seen_at_s, self._num_submitted = self._clock(), 0
             return self._view

@@ -13,6 +13,7 @@ from service.gateway.admission import Ticket
 from service.gateway.hall import Hall, incident
 from service.gateway.http_guard import READ_TIMEOUT_S, TENANT, Doorkeeper, guard, json_response, read_body
 from service.gateway.openai_answers import error_json
+from service.gateway.probes import readiness
 from service.gateway.request import CHAT, COMPLETIONS
 from service.gateway.sse import ClientGone, SseStream
 from service.gateway.text_tools import detokenize, tokenize
@@ -139,19 +140,8 @@ class HttpDoor:
         return json_response({"status": "ok"})
 
     async def _readyz(self, http: web.Request) -> web.Response:
-        """200 only if a request would be worked on now; otherwise what is missing."""
-        missing = ["this gateway is shutting down"] if self._hall.admission.draining else []
-        num_ready = 0
-        try:
-            num_ready = (await self._hall.fleet.view()).num_ready
-            if not num_ready:
-                missing.append("no ready worker serves this model")
-        except BrokerUnavailable:
-            missing.append("the queue is not available")
-        status = "not ready" if missing else "ok"
-        return json_response(
-            {"status": status, "missing": missing, "num_ready_workers": num_ready}, 503 if missing else 200
-        )
+        status, body = await readiness(self._hall)
+        return json_response(body, status)
 
     async def _welcome(self, http: web.Request) -> web.Response:
         routes = sorted({resource.canonical for resource in http.app.router.resources()})

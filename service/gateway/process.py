@@ -17,6 +17,7 @@ from service.gateway.hall import Hall
 from service.gateway.http_door import HttpDoor
 from service.gateway.http_guard import worded
 from service.gateway.http_protocol import Connections, Protocol
+from service.gateway.probes import probed
 from service.gateway.queue_door import QueueDoor
 from service.gateway.served_model import ServedModel
 from service.gateway.tls import open_tls
@@ -56,17 +57,18 @@ async def serving(settings: Settings, model: ServedModel, broker: DoorBroker) ->
     runner.server.request_handler = worded(runner.server.request_handler)
     queue_task = None
     try:
-        server = await _listen(runner, settings, connections, tls)
-        queue_task = asyncio.create_task(queue_door.run())
-        url = _url("http" if tls is None else "https", settings.host, server.sockets[0].getsockname()[1])
-        log.info("gateway ready %s", fields(url=url, model=model.name))
-        try:
-            yield url
-        finally:
-            log.info("gateway drains %s", fields(num_open=hall.relay.num_open))
-            server.close()
-            queue_door.stop()
-            await hall.drain()
+        async with probed(hall, settings.host, settings.probe_port):
+            server = await _listen(runner, settings, connections, tls)
+            queue_task = asyncio.create_task(queue_door.run())
+            url = _url("http" if tls is None else "https", settings.host, server.sockets[0].getsockname()[1])
+            log.info("gateway ready %s", fields(url=url, model=model.name))
+            try:
+                yield url
+            finally:
+                log.info("gateway drains %s", fields(num_open=hall.relay.num_open))
+                server.close()
+                queue_door.stop()
+                await hall.drain()
     finally:
         await runner.cleanup()
         connections.close()

@@ -24,6 +24,8 @@ CANCELS_MAX_ENTRIES = 8192
 WORKERS = "quire:workers"
 """Sorted set. Worker ids by the Redis time of their last heartbeat. Workers write, doors read. CARD_TTL_S likewise."""
 CARD_TTL_S = 10
+CARD_LATE_S = 3.5
+"""A worker writes its card every second; one whose card is older than this is not ready."""
 
 LOG_RUNNING_TTL_S = 24 * 3600
 LOG_ENDED_TTL_S = 600

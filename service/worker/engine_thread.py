@@ -35,21 +35,28 @@ class Stop:
 STATS_EVERY_S = 0.1
 """Statistics are for people: a step need not pay for them."""
 
+IDLE_TURN_S = 0.5
+"""How often a thread without work shows that it would do some."""
+
 Command = Add | Cancel | Stop
 
 
 class EngineThread:
-    """`deliver` gets each step's outputs and `on_death` the exception that ended the thread, both on this thread."""
+    """`deliver` gets each step's outputs, `on_death` the exception that ended the thread, `on_turn` the monotonic time
+    between two steps; all on this thread."""
 
     def __init__(
         self,
         engine: Engine,
         deliver: Callable[[list[Output]], None],
         on_death: Callable[[BaseException], None],
+        on_turn: Callable[[float], None] = lambda now_s: None,
     ):
         self._engine = engine
         self._deliver = deliver
         self._on_death = on_death
+        self._on_turn = on_turn
+        self._turned_at_s = time.monotonic()
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.stats: EngineStats = engine.stats()
@@ -60,15 +67,28 @@ class EngineThread:
         """Requests that wait inside the engine, up to date."""
         return self._engine.num_waiting
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the thread last came round: those of the step under way, growing for ever if it hangs."""
+        return time.monotonic() - self._turned_at_s
+
+    @property
+    def ident(self) -> int | None:
+        """The thread's, as Python numbers threads."""
+        return self._thread.ident
+
     def start(self) -> None:
+        self._turned_at_s = time.monotonic()
         self._thread.start()
 
     def send(self, command: Command) -> None:
         """Obeyed before the next step, in the order sent. Callable from any thread."""
         self._inbox.put(command)
 
-    def join(self, timeout_s: float) -> None:
+    def join(self, timeout_s: float) -> bool:
+        """Whether the thread has ended."""
         self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:
@@ -82,6 +102,7 @@ class EngineThread:
 
     def _obey(self) -> bool:
         """Carry out all commands at hand, waiting for one while there is no work. False once told to stop."""
+        self._turn()
         while True:
             try:
                 command = self._inbox.get_nowait()
@@ -91,7 +112,7 @@ class EngineThread:
                 self._engine.check_invariants()
                 self._stats_due_s = 0.0
                 self._report()
-                command = self._inbox.get()
+                command = self._await_command()
             match command:
                 case Add(request):
                     self._engine.add(request)
@@ -101,6 +122,17 @@ class EngineThread:
                     self._engine.cancel_all(reason)
                     self._report()
                     return False
+
+    def _await_command(self) -> Command:
+        while True:
+            try:
+                return self._inbox.get(timeout=IDLE_TURN_S)
+            except queue.Empty:
+                self._turn()
+
+    def _turn(self) -> None:
+        self._turned_at_s = time.monotonic()
+        self._on_turn(self._turned_at_s)
 
     def _report(self) -> None:
         now_s = time.monotonic()

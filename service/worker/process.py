@@ -15,25 +15,34 @@ from service.config import Settings
 from service.engine.build import BuiltEngine, build_engine
 from service.errors import EndReason
 from service.logs import fields
+from service.sd_notify import Supervisor
 from service.wire.broker import BrokerUnavailable, WorkerBroker
 from service.wire.messages import WorkerCard
 from service.worker.courier import MAX_AHEAD, Courier
 from service.worker.engine_thread import EngineThread, Stop
+from service.worker.watchdog import DEFAULT_STEP_TIMEOUT_S, EngineHung, Watchdog
 
 log = logging.getLogger("quire.worker")
 
+READY_SILENCE_S = 2.0
+"""A worker whose step takes longer says that it is not ready, long before the step counts as hung."""
 LAST_WORDS_S = 5.0
 """How long the ends of what is left may take to reach the queue."""
 
 
 class EngineDied(Exception):
-    """The engine thread ended by itself; the process must end too."""
+    """The engine thread ended by itself, or hangs; the process must end too."""
 
 
 async def run_worker(
-    settings: Settings, broker: WorkerBroker, stop: asyncio.Event, on_ready: Callable[[], None]
+    settings: Settings,
+    broker: WorkerBroker,
+    stop: asyncio.Event,
+    supervisor: Supervisor,
+    on_ready: Callable[[], None],
 ) -> None:
-    """Serve jobs until `stop` is set, then drain. Raises StartupError, or EngineDied once its jobs have been ended."""
+    """Serve jobs until `stop` is set, then drain. `supervisor` hears of the engine's turns. Raises StartupError, or
+    EngineDied once its jobs have been ended."""
     built = await asyncio.to_thread(build_engine, settings, progress=True)
     worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     loop, dead = asyncio.get_running_loop(), asyncio.Event()
@@ -44,12 +53,14 @@ async def run_worker(
         loop.call_soon_threadsafe(dead.set)
 
     def make_card(ready: bool) -> WorkerCard:
-        return _card(worker_id, settings, built, engine, ready)
+        return _card(worker_id, settings, built, engine, ready and engine.silent_s < READY_SILENCE_S)
 
     courier = Courier(broker, make_card, built.config.vocab_size, settings.max_num_seqs + MAX_AHEAD)
-    engine = EngineThread(built.engine, courier.deliver, on_death)
+    watchdog = Watchdog(settings.step_timeout or DEFAULT_STEP_TIMEOUT_S[built.ops.name], supervisor)
+    engine = EngineThread(built.engine, courier.deliver, on_death, watchdog.turned)
     courier.engine = engine
     engine.start()
+    watchdog.watch(engine, on_death)
     duties = asyncio.create_task(courier.run())
     ended = [asyncio.create_task(event.wait()) for event in (stop, dead)]
     announced = asyncio.create_task(courier.announced.wait())
@@ -61,13 +72,15 @@ async def run_worker(
     if stop.is_set() and not dead.is_set():
         await courier.drain(settings.drain_timeout)
         engine.send(Stop(EndReason.SHUTDOWN))
-    await _last_words(courier)
+    if not any(isinstance(death, EngineHung) for death in deaths):  # who hangs says nothing more
+        await _last_words(courier)
     for task in (duties, announced, *ended):
         task.cancel()
     failures = await asyncio.gather(duties, announced, *ended, return_exceptions=True)
     with suppress(BrokerUnavailable):  # the card goes stale by itself
         await broker.retire(worker_id)
-    engine.join(LAST_WORDS_S)
+    if engine.join(LAST_WORDS_S):
+        watchdog.stop()
     if deaths:
         raise EngineDied from deaths[0]
     if isinstance(failures[0], Exception):

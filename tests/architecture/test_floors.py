@@ -15,7 +15,7 @@ FLOORS = (
     ("service.gateway", "service.worker"),
     ("service.engine", "service.wire"),
     ("service.config_sources",),
-    ("service.config", "service.logs", "service.metrics"),
+    ("service.config", "service.logs", "service.metrics", "service.sd_notify"),
     ("service.errors",),
     ("model",),
 )
