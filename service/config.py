@@ -249,6 +249,14 @@ class Settings:
     write_timeout: float = _setting(
         30.0, "seconds that a client may leave its stream unread", verbs=_DOOR_VERBS, parse=float, low=1.0, high=3600.0
     )
+    resume_grace: float = _setting(
+        30.0,
+        "seconds that a resumable request goes on while no client waits for it",
+        verbs=_DOOR_VERBS,
+        parse=float,
+        low=0.05,
+        high=86400.0,
+    )
     max_waiting: int = _setting(
         4096,
         "jobs that may wait for a worker before new ones get 503",

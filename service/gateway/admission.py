@@ -6,7 +6,6 @@ import asyncio
 import secrets
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from typing import Any
 
 from model.sampling_params import SamplingParams
@@ -16,37 +15,13 @@ from service.gateway.fleet import Fleet, FleetView
 from service.gateway.openai_bodies import refusal
 from service.gateway.request import Request, SamplingWishes
 from service.gateway.served_model import ServedModel, too_long
+from service.gateway.ticket import Ticket, job_names
 from service.wire.broker import BrokerUnavailable, DoorBroker
 from service.wire.codec import pack_ids
 from service.wire.messages import Job
 
 CROCKFORD = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 RETRY_AFTER_S = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ticket:
-    """An admitted request: the jobs to submit, one a prompt, and what is needed to follow them."""
-
-    request: Request
-    jobs: tuple[Job, ...]
-    prompt_texts: tuple[str, ...]  # by prompt, where the request wants them told again; else none
-    timeout_s: float
-
-    @property
-    def job_id(self) -> str:
-        """The request's name: that of its first job."""
-        return self.jobs[0].job_id
-
-    @property
-    def created_s(self) -> int:
-        """Unix seconds."""
-        return int(self.jobs[0].submitted_at_s)
-
-    @property
-    def num_prompt_tokens(self) -> tuple[int, ...]:
-        """By job."""
-        return tuple(len(job.prompt) // 4 for job in self.jobs)
 
 
 class Admission:
@@ -88,7 +63,7 @@ class Admission:
         job_id = new_job_id()
         jobs = tuple(
             Job(
-                job_id=f"{job_id}.{number}" if number else job_id,
+                job_id=name,
                 tenant=tenant,
                 prompt=pack_ids(prompt),
                 sampling=sampling,
@@ -96,9 +71,18 @@ class Admission:
                 deadline_s=now_s + timeout_s,
                 feed=self._feed,
             )
-            for number, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
+            for name, prompt, sampling in zip(job_names(job_id, len(prompts)), prompts, samplings, strict=True)
         )
-        return Ticket(request=request, jobs=jobs, prompt_texts=texts, timeout_s=timeout_s)
+        return Ticket(
+            request=request,
+            request_id=job_id,
+            tenant=tenant,
+            created_s=now_s,
+            timeout_s=timeout_s,
+            num_prompt_tokens=tuple(map(len, prompts)),
+            prompt_texts=texts,
+            jobs=jobs,
+        )
 
     def _check_choices(self, request: Request) -> None:
         most, wishes = self._settings.max_n, request.sampling

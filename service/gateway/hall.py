@@ -8,19 +8,22 @@ import secrets
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from typing import Any
 
 from service.config import Settings
 from service.errors import RequestError
-from service.gateway.admission import Admission, Ticket
+from service.gateway.admission import Admission
 from service.gateway.fleet import Fleet
-from service.gateway.openai_answers import ChatForm, CompletionForm, Form, Heading, Wording
-from service.gateway.openai_api import read_request
+from service.gateway.openai_answers import ChatForm, CompletionForm, Form, Heading, Json, Wording
+from service.gateway.openai_api import read_request, source_of
 from service.gateway.relay import Relay
 from service.gateway.request import Request
+from service.gateway.requests import Requests
 from service.gateway.run import Run
 from service.gateway.served_model import ServedModel
 from service.gateway.strict_json import decode_object
+from service.gateway.ticket import Ticket
 from service.logs import fields
 from service.metrics import GatewayMetrics
 from service.wire.broker import DoorBroker
@@ -42,16 +45,36 @@ class Hall:
         self.pool = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="text")
         self.fleet = Fleet(broker, model.name, asyncio.get_running_loop().time)
         self.admission = Admission(model, broker, self.fleet, settings, feed, self.pool)
-        self.relay = Relay(model, broker, self.fleet, self.metrics)
+        self.relay = Relay(model, broker, self.fleet, self.metrics, settings.resume_grace)
+        self.requests = Requests(broker, self.admission, self.relay)
 
     async def read(self, endpoint: str, body: bytes | Mapping[str, Any]) -> Request:
         """The validated request in `body`: JSON, or what a queue entry holds. Raises RequestError (400)."""
         if isinstance(body, bytes):
             return await asyncio.get_running_loop().run_in_executor(self.pool, _read_json, endpoint, body)
-        return read_request(endpoint, body)
+        return _read(endpoint, body)
 
     async def admit(self, request: Request, tenant: str) -> Ticket:
         return await self.admission.admit(request, tenant)
+
+    async def accept(self, request: Request, tenant: str, idempotency_key: str | None) -> Ticket:
+        """Like `admit`, but the request can be found again. A ticket without jobs: it came before under its key."""
+        return await self.requests.accept(request, tenant, idempotency_key)
+
+    async def find(self, request_id: str, tenant: str) -> Ticket:
+        return await self.requests.find(request_id, tenant)
+
+    async def state(self, ticket: Ticket) -> Json:
+        return await self.requests.state(ticket, self.form(ticket))
+
+    async def cancel(self, ticket: Ticket) -> None:
+        await self.requests.cancel(ticket)
+
+    async def keep(self, ticket: Ticket) -> None:
+        await self.relay.keep(ticket)
+
+    def view(self, ticket: Ticket) -> AbstractAsyncContextManager[Run]:
+        return self.relay.view(ticket)
 
     def open(self, ticket: Ticket) -> AbstractAsyncContextManager[Run]:
         return self.relay.open(ticket)
@@ -60,8 +83,8 @@ class Hall:
         """How the answer of this request is worded."""
         request = ticket.request
         heading = Heading(
-            job_id=ticket.job_id,
-            created_s=ticket.created_s,
+            job_id=ticket.request_id,
+            created_s=int(ticket.created_s),
             model=self.model.name,
             fingerprint=self.model.fingerprint,
         )
@@ -79,6 +102,7 @@ class Hall:
     async def drain(self) -> None:
         """Refuses what comes, and gives what is open its time to end; then ends it."""
         self.admission.close()
+        self.relay.let_go()
         try:
             async with asyncio.timeout(self.settings.drain_timeout):
                 while self.relay.num_open:
@@ -100,4 +124,9 @@ def incident(error: BaseException, where: str) -> RequestError:
 
 
 def _read_json(endpoint: str, body: bytes) -> Request:
-    return read_request(endpoint, decode_object(body))
+    return _read(endpoint, decode_object(body))
+
+
+def _read(endpoint: str, fields: Mapping[str, Any]) -> Request:
+    request = read_request(endpoint, fields)
+    return replace(request, source=source_of(request, fields))

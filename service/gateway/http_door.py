@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from service.errors import RequestError
-from service.gateway.admission import Ticket
-from service.gateway.hall import Hall, incident
-from service.gateway.http_guard import READ_TIMEOUT_S, TENANT, Doorkeeper, guard, json_response, read_body
-from service.gateway.openai_answers import error_json
+from service.gateway.hall import Hall
+from service.gateway.http_generation import REQUEST_ROUTE, Generations
+from service.gateway.http_guard import READ_TIMEOUT_S, Doorkeeper, guard, json_response, read_body
 from service.gateway.probes import readiness
 from service.gateway.request import CHAT, COMPLETIONS
-from service.gateway.sse import ClientGone, SseStream
 from service.gateway.text_tools import detokenize, tokenize
 from service.metrics import CONTENT_TYPE
 from service.wire.broker import BrokerUnavailable
-
-KEEP_ALIVE_S = 15.0
 
 
 class HttpDoor:
@@ -29,7 +23,7 @@ class HttpDoor:
 
     def app(self) -> web.Application:
         """All routes behind the guard. Raises StartupError for a key file that cannot be used."""
-        settings = self._hall.settings
+        settings, generations = self._hall.settings, Generations(self._hall)
         app = web.Application(
             middlewares=[guard(Doorkeeper(settings), self._hall.metrics, settings.write_timeout)],
             client_max_size=settings.max_body_bytes,
@@ -37,8 +31,10 @@ class HttpDoor:
         app[READ_TIMEOUT_S] = settings.read_timeout
         app.add_routes(
             [
-                web.post(COMPLETIONS, self._generation(COMPLETIONS)),
-                web.post(CHAT, self._generation(CHAT)),
+                web.post(COMPLETIONS, generations.create(COMPLETIONS)),
+                web.post(CHAT, generations.create(CHAT)),
+                web.get(REQUEST_ROUTE, generations.get),
+                web.delete(REQUEST_ROUTE, generations.delete),
                 web.get("/v1/models", self._models),
                 web.get("/v1/models/{model:.+}", self._model),
                 web.post("/tokenize", self._tokenize),
@@ -51,46 +47,6 @@ class HttpDoor:
             ]
         )
         return app
-
-    def _generation(self, endpoint: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        async def handle(http: web.Request) -> web.StreamResponse:
-            request = await self._hall.read(endpoint, await read_body(http))
-            ticket = await self._hall.admit(request, http[TENANT])
-            return await (self._stream(http, ticket) if request.stream else self._whole(ticket))
-
-        return handle
-
-    async def _whole(self, ticket: Ticket) -> web.Response:
-        async with self._hall.open(ticket) as run:
-            pieces = [piece async for piece in run]
-        return json_response(self._hall.form(ticket).whole(pieces, run.outcome))
-
-    async def _stream(self, http: web.Request, ticket: Ticket) -> web.StreamResponse:
-        settings = self._hall.settings
-        stream = SseStream(http, write_timeout_s=settings.write_timeout, keep_alive_s=KEEP_ALIVE_S)
-        try:
-            try:
-                await self._tell(stream, ticket)
-            except (ClientGone, asyncio.CancelledError):
-                raise
-            except Exception as error:
-                if not stream.started:
-                    raise
-                told = error if isinstance(error, RequestError) else incident(error, "stream")
-                await stream.fail(error_json(told))
-        except ClientGone:
-            pass  # the job is cancelled already, and nobody is left to hear of it
-        return stream.response
-
-    async def _tell(self, stream: SseStream, ticket: Ticket) -> None:
-        form = self._hall.form(ticket)
-        async with self._hall.open(ticket) as run, stream.kept_alive():
-            async for piece in run:
-                for chunk in form.chunks(piece):
-                    await stream.send(chunk)
-            for chunk in form.closing(run.outcome):
-                await stream.send(chunk)
-            await stream.done()
 
     async def _models(self, http: web.Request) -> web.Response:
         return json_response({"object": "list", "data": [await self._card()]})

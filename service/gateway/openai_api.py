@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
+
+import msgspec
 
 from service.gateway.openai_bodies import (
     ChatBody,
@@ -25,7 +28,7 @@ from service.gateway.openai_fields import (
     IDLE_MESSAGE_FIELDS,
     without_idle_fields,
 )
-from service.gateway.request import CHAT, COMPLETIONS, Conversation, Prompt, Request, SamplingWishes
+from service.gateway.request import CHAT, COMPLETIONS, Conversation, Prompt, Request, SamplingWishes, Source
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
@@ -44,6 +47,16 @@ TEMPLATE_OPTIONS = ("enable_thinking",)
 def read_request(endpoint: str, body: Mapping[str, Any]) -> Request:
     """The request that `body`, sent to `endpoint` (one of ENDPOINTS), makes. Raises RequestError (400)."""
     return _READERS[endpoint](body)
+
+
+def source_of(request: Request, body: Mapping[str, Any]) -> Source:
+    """What `read_request` needs to make of `body` the same request again, but for its prompts."""
+    prompts = {"messages": [{"role": "user", "content": "."}]} if request.is_chat else {"prompt": [[0]]}
+    if not request.is_chat:
+        prompts["prompt"] *= len(request.prompts)
+    encode = msgspec.json.Encoder(order="deterministic").encode
+    digest = hashlib.sha256(encode([request.endpoint, body])).digest()
+    return Source(encode({**body, **prompts}), digest)
 
 
 def _read_completion(fields: Mapping[str, Any]) -> Request:
@@ -191,6 +204,10 @@ def _request(endpoint: str, body: GenerationBody, prompts: tuple[Prompt, ...], w
     _check_length("user", body.user, MAX_LABEL_CHARS)
     _check_length("safety_identifier", body.safety_identifier, MAX_LABEL_CHARS)
     _check_stream_options(body)
+    if body.background and body.stream:
+        raise refusal("background", "has no stream; take the answer as one from /v1/requests/{id}")
+    if body.resumable and body.stream and len(prompts) > 1:
+        raise refusal("resumable", "needs a single prompt where 'stream' is true")
     return Request(
         endpoint=endpoint,
         model=body.model,
@@ -205,6 +222,8 @@ def _request(endpoint: str, body: GenerationBody, prompts: tuple[Prompt, ...], w
         include_usage=bool(body.stream_options.include_usage),
         usage_in_chunks=bool(body.stream_options.continuous_usage_stats),
         timeout_s=body.timeout,
+        resumable=body.resumable,
+        background=body.background,
     )
 
 

@@ -73,6 +73,8 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     timeout: float | None = None
+    resumable: bool = False
+    background: bool = False
     user: str = ""
     safety_identifier: str = ""
 

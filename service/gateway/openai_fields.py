@@ -34,7 +34,6 @@ _BOTH: Idle = {
     "prompt_cache_key": (),
     "kv_transfer_params": (),
     "vllm_xargs": ({},),
-    "background": (False,),
 }
 
 IDLE_COMPLETION_FIELDS: Idle = {

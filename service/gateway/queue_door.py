@@ -123,6 +123,9 @@ class QueueDoor:
         if job.endpoint not in ENDPOINTS:
             raise refusal("endpoint", f"must be one of {', '.join(ENDPOINTS)}")
         request = await self._hall.read(job.endpoint, job.body)
+        for name in ("resumable", "background"):
+            if getattr(request, name):
+                raise refusal(name, "is for HTTP; a reply stream waits for whoever reads it")
         if request.sampling.logprobs is not None:
             raise refusal("logprobs", "is not carried by the queue's replies")
         return request

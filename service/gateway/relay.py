@@ -9,12 +9,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from service.errors import EndReason
-from service.gateway.admission import Ticket, unavailable
+from service.errors import EndReason, RequestError
+from service.gateway.admission import unavailable
 from service.gateway.fleet import Fleet
 from service.gateway.job_text import JobText
 from service.gateway.run import JobRun, Run, failure
 from service.gateway.served_model import ServedModel
+from service.gateway.ticket import Ticket
 from service.logs import fields
 from service.metrics import GatewayMetrics
 from service.wire.broker import BrokerUnavailable, DoorBroker
@@ -26,12 +27,17 @@ CLOSE_TIMEOUT_S = 2.0
 
 
 class Relay:
-    def __init__(self, model: ServedModel, broker: DoorBroker, fleet: Fleet, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self, model: ServedModel, broker: DoorBroker, fleet: Fleet, metrics: GatewayMetrics, grace_s: float
+    ) -> None:
+        """`grace_s`: how long a resumable request goes on with nobody there."""
         self._model = model
         self._broker = broker
         self._fleet = fleet
         self._metrics = metrics
         self._open: set[_Scope] = set()
+        self._grace_s = grace_s
+        self._keepers: set[asyncio.Task[None]] = set()
         self._cancels: set[asyncio.Task[None]] = set()
 
     @property
@@ -44,47 +50,131 @@ class Relay:
 
         Raises RequestError: 503 where a job could not be submitted or this door closes, 504 past the deadline.
         """
-        jobs = [self._follow(ticket, number) for number in range(len(ticket.jobs))]
-        run = Run(jobs, sum(ticket.num_prompt_tokens))
-        scope = _Scope(asyncio.timeout(ticket.timeout_s))
-        self._open.add(scope)
-        reason = None
+        async with self._opened(ticket, _Scope(asyncio.timeout(ticket.timeout_s), owns_jobs=True)) as run:
+            for job in ticket.jobs:
+                await self._broker.submit(job)
+                self._fleet.note_submitted()
+            yield run
+
+    @asynccontextmanager
+    async def view(self, ticket: Ticket) -> AsyncIterator[Run]:
+        """The answer of a request that is under way or over, from its beginning. Leaving ends nothing.
+
+        While inside, a request that outlives its clients knows that one is there. Raises RequestError like `open`.
+        """
+        watching = asyncio.create_task(self._watch(ticket)) if ticket.request.resumable else None
         try:
-            async with scope.timeout:
+            async with self._opened(ticket, _Scope(asyncio.timeout(ticket.timeout_s), owns_jobs=False)) as run:
+                yield run
+        finally:
+            if watching is not None:
+                watching.cancel()
+                self._spawn(self._mark(ticket))
+
+    async def keep(self, ticket: Ticket) -> None:
+        """Submits the jobs and sees to them without a client: in the background to their end, else until nobody has
+        been there for `resume_grace` seconds. Returns when they are accepted. Raises RequestError."""
+        accepted = asyncio.get_running_loop().create_future()
+        accepted.add_done_callback(asyncio.Future.exception)  # its client may have left before it could hear
+        task = asyncio.create_task(self._keep(ticket, accepted))
+        self._keepers.add(task)
+        task.add_done_callback(self._keepers.discard)
+        await asyncio.wait({accepted})
+        accepted.result()
+
+    async def _keep(self, ticket: Ticket, accepted: asyncio.Future[None]) -> None:
+        scope = _Scope(asyncio.timeout(ticket.timeout_s), owns_jobs=True, is_kept=True)
+        patience = None
+        try:
+            async with self._opened(ticket, scope) as run:
                 for job in ticket.jobs:
                     await self._broker.submit(job)
                     self._fleet.note_submitted()
-                yield run
+                if ticket.request.resumable:
+                    await self._mark(ticket)
+                    patience = asyncio.create_task(self._await_desertion(ticket, scope))
+                accepted.set_result(None)
+                async for _ in run:
+                    pass
+        except RequestError as error:
+            if not accepted.done():
+                accepted.set_exception(error)
+        except Exception:
+            log.exception("a request is no longer kept %s", fields(request=ticket.request_id))
+        finally:
+            if patience is not None:
+                patience.cancel()
+            if not accepted.done():
+                accepted.set_exception(unavailable())
+
+    async def _await_desertion(self, ticket: Ticket, scope: _Scope) -> None:
+        while True:
+            await asyncio.sleep(self._grace_s / 4)
+            try:
+                if await self._broker.is_watched(ticket.request_id):
+                    continue
+            except BrokerUnavailable:
+                continue
+            scope.end(EndReason.CANCELLED)
+            return
+
+    async def _watch(self, ticket: Ticket) -> None:
+        while True:
+            await self._mark(ticket)
+            await asyncio.sleep(self._grace_s / 3)
+
+    async def _mark(self, ticket: Ticket) -> None:
+        try:
+            await self._broker.watch(ticket.request_id, self._grace_s)
         except BrokerUnavailable:
-            reason = EndReason.INTERNAL
+            log.warning("request not marked as watched %s", fields(request=ticket.request_id))
+
+    @asynccontextmanager
+    async def _opened(self, ticket: Ticket, scope: _Scope) -> AsyncIterator[Run]:
+        jobs = [self._follow(ticket, number, measured=scope.owns_jobs) for number in range(len(ticket.job_ids))]
+        run = Run(jobs, sum(ticket.num_prompt_tokens))
+        self._open.add(scope)
+        reason, is_kept = EndReason.CANCELLED, scope.is_kept
+        try:
+            async with scope.timeout:
+                yield run
+        except RequestError:
+            is_kept = False  # one of its jobs has failed
+            raise
+        except BrokerUnavailable:
+            reason, is_kept = EndReason.INTERNAL, False
             raise unavailable() from None
         except TimeoutError:
             if not scope.timeout.expired():
                 raise
-            reason = scope.reason
-            raise failure(scope.reason) from None
+            reason, is_kept = scope.reason, is_kept and scope.reason is EndReason.SHUTDOWN
+            raise failure(reason) from None
         finally:
             self._open.discard(scope)
-            run.leave(reason)
-            for job in jobs:
-                self._spawn(job.close())
+            run.leave(reason, jobs_go_on=is_kept or not scope.owns_jobs)
+            self._spawn(run.close())
 
-    def _follow(self, ticket: Ticket, number: int) -> JobRun:
-        job_id = ticket.jobs[number].job_id
+    def _follow(self, ticket: Ticket, number: int, measured: bool) -> JobRun:
+        job_id = ticket.job_ids[number]
         text = JobText(ticket.request, self._model, number * ticket.request.sampling.n)
-        times = self._metrics.started(ticket.num_prompt_tokens[number])
-        return JobRun(job_id, self._broker.follow(job_id), text, times, self._cancel)
+        times = self._metrics.started(ticket.num_prompt_tokens[number]) if measured else None
+        return JobRun(job_id, self._broker.follow(job_id), text, self._cancel, times)
+
+    def let_go(self) -> None:
+        """Requests that outlive their clients outlive this gateway too."""
+        for scope in [scope for scope in self._open if scope.is_kept]:
+            scope.end(EndReason.SHUTDOWN)
 
     def end_all(self) -> None:
         """Every open request ends now, with SHUTDOWN."""
         for scope in self._open:
-            scope.reason = EndReason.SHUTDOWN
-            scope.timeout.reschedule(asyncio.get_running_loop().time())
+            scope.end(EndReason.SHUTDOWN)
 
     async def close(self) -> None:
         """Waits until the cancels on their way have been said, a while at most."""
-        if self._cancels:
-            await asyncio.wait(self._cancels, timeout=CLOSE_TIMEOUT_S)
+        for tasks in (self._keepers, self._cancels):
+            if tasks:
+                await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
 
     def _cancel(self, cancel: Cancel) -> None:
         # Said by a task of its own: the request's task may itself be cancelled, its client having left.
@@ -108,4 +198,10 @@ class _Scope:
     """What bounds an open request in time, and what it means when the time is up."""
 
     timeout: asyncio.Timeout
+    owns_jobs: bool  # they end with it
+    is_kept: bool = False  # it has no client of its own
     reason: EndReason = EndReason.DEADLINE
+
+    def end(self, reason: EndReason) -> None:
+        self.reason = reason
+        self.timeout.reschedule(asyncio.get_running_loop().time())

@@ -58,6 +58,17 @@ class SamplingWishes:
         return self.beam is not None or self.best_of > self.n
 
 
+@dataclass(frozen=True)
+class Source:
+    """The body that a request was read from, for whoever has to read it again."""
+
+    outline: bytes  # JSON; the shortest possible prompts stand in place of its own
+    digest: bytes  # SHA-256 of endpoint and whole body
+
+
+NO_SOURCE = Source(b"", b"")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """One or several generations. Token ids are not yet held against the vocabulary, nor lengths against the model."""
@@ -77,6 +88,14 @@ class Request:
     include_usage: bool = False
     usage_in_chunks: bool = False
     timeout_s: float | None = None
+    resumable: bool = False  # goes on for a while when its client leaves
+    background: bool = False  # goes on without a client
+    source: Source = NO_SOURCE
+
+    @property
+    def stays(self) -> bool:
+        """Whether it outlives its client."""
+        return self.resumable or self.background
 
     @property
     def is_chat(self) -> bool:

@@ -39,14 +39,20 @@ class JobRun:
     """One job of an open request: iterate it to its end."""
 
     def __init__(
-        self, job_id: str, events: EventStream, text: JobText, times: RequestTimes, cancel: Callable[[Cancel], None]
+        self,
+        job_id: str,
+        events: EventStream,
+        text: JobText,
+        cancel: Callable[[Cancel], None],
+        times: RequestTimes | None,
     ) -> None:
+        """`times`: None where others measure."""
         self.job_id = job_id
         self.text = text
         self.ended_by_worker = False
         self._events = events
-        self._times = times
         self._cancel = cancel
+        self._times = times
         self._ready: deque[Piece] = deque()
 
     def __aiter__(self) -> JobRun:
@@ -67,7 +73,8 @@ class JobRun:
 
     def _take(self, event: Event) -> None:
         self.ended_by_worker = event.end is not None
-        self._times.tokens(sum(len(part.tokens) // 4 for part in event.parts))
+        if self._times is not None:
+            self._times.tokens(sum(len(part.tokens) // 4 for part in event.parts))
         pieces, stopped = self.text.take(event)
         reason = self.text.reason
         if reason is None:
@@ -77,13 +84,15 @@ class JobRun:
             raise failure(reason)
         self._ready += pieces
 
-    def leave(self, reason: EndReason | None) -> None:
-        """No more is read; a job that still runs is cancelled. `reason` is why the request ends, if not by itself."""
-        reason = self.text.reason or reason or EndReason.CANCELLED
-        if not self.ended_by_worker:
+    def leave(self, reason: EndReason, job_goes_on: bool) -> None:
+        """No more is read. A job that still runs is cancelled, unless it `goes_on` without us; one that a stop string
+        has ended is in any case. `reason` is why the request ends, if not by itself."""
+        reason = self.text.reason or reason
+        if not self.ended_by_worker and (reason is EndReason.STOP or not job_goes_on):
             said = reason if reason in (EndReason.STOP, EndReason.DEADLINE) else EndReason.CANCELLED
             self._cancel(Cancel(job_id=self.job_id, reason=said))
-        self._times.ended(reason)
+        if self._times is not None:
+            self._times.ended(reason)
 
     async def close(self) -> None:
         await self._events.aclose()
@@ -100,12 +109,16 @@ class Run:
     def __aiter__(self) -> AsyncIterator[Piece]:
         return self._pieces
 
-    def leave(self, reason: EndReason | None) -> None:
+    def leave(self, reason: EndReason, jobs_go_on: bool) -> None:
         """Lets go of every job, ended or not; `reason` is why, where the request does not end by itself."""
         if isinstance(self._pieces, _Merge):
             self._pieces.close()
         for job in self._jobs:
-            job.leave(reason)
+            job.leave(reason, jobs_go_on)
+
+    async def close(self) -> None:
+        for job in self._jobs:
+            await job.close()
 
     @property
     def outcome(self) -> Outcome:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 from aiohttp import web
@@ -24,14 +24,24 @@ class ClientGone(ConnectionError):
 class SseStream:
     """One response of events. It starts with the first event, so that what fails before keeps its own HTTP status."""
 
-    def __init__(self, http: web.Request, *, write_timeout_s: float, keep_alive_s: float) -> None:
+    def __init__(
+        self,
+        http: web.Request,
+        *,
+        headers: Mapping[str, str],
+        write_timeout_s: float,
+        keep_alive_s: float,
+        after: int = 0,
+    ) -> None:
+        """Events up to number `after` are known to the client and left out."""
         self._http = http
         self._write_timeout_s = write_timeout_s
         self._keep_alive_s = keep_alive_s
-        self._response = web.StreamResponse(headers=HEADERS)
+        self._response = web.StreamResponse(headers={**HEADERS, **headers})
         self._written_at_s = asyncio.get_running_loop().time()
         self._writing = asyncio.Lock()
-        self._num_sent = 0
+        self._number = 0
+        self._after = after
 
     @property
     def response(self) -> web.StreamResponse:
@@ -43,11 +53,13 @@ class SseStream:
 
     async def send(self, data: Json) -> None:
         """The next event, under its number. Raises ClientGone."""
-        self._num_sent += 1
-        await self._write(b"id: %d\ndata: %b\n\n" % (self._num_sent, encode_json(data)))
+        self._number += 1
+        if self._number > self._after:
+            await self._write(b"id: %d\ndata: %b\n\n" % (self._number, encode_json(data)))
 
-    async def fail(self, data: Json) -> None:
-        """The event of an error: it has no number, since nothing follows. Raises ClientGone."""
+    async def send_unnumbered(self, data: Json) -> None:
+        """An event that nobody can resume behind: an error, or one whose place among the others is chance. Raises
+        ClientGone."""
         await self._write(b"data: %b\n\n" % encode_json(data))
 
     async def done(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import aiohttp
@@ -92,6 +92,14 @@ class Gateway:
             assert response.status == 200, await response.text()
             text = await response.text()
         return [line[len("data: ") :] for line in text.split("\n") if line.startswith("data: ")]
+
+
+@asynccontextmanager
+async def beside(gateway: Gateway, folder: Path, **settings):
+    """Another gateway on the same queue and worker."""
+    chosen = Settings(**{"model": folder, "served_model_name": MODEL, "port": 0, "drain_timeout": 0.2, **settings})
+    async with serving(chosen, ServedModel.read(chosen), gateway.broker) as url:
+        yield replace(gateway, url=url)
 
 
 @asynccontextmanager

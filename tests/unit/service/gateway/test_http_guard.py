@@ -20,6 +20,8 @@ ROUTES = (
     ("POST", CHAT),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{model}"),
+    ("GET", "/v1/requests/{id}"),
+    ("DELETE", "/v1/requests/{id}"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
     ("GET", "/metrics"),
