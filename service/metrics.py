@@ -137,6 +137,10 @@ class GatewayMetrics:
         self._workers.stats_by_worker = stats_by_worker
         self._queue_depth.set(num_waiting)
 
+    def latency_buckets(self) -> dict[str, list[tuple[float, float]]]:
+        """(upper bound in s, how many so far were at most that) of TTFT and of the gap between tokens."""
+        return {"ttft": _buckets(self._first_token_s), "gap": _buckets(self._next_token_s)}
+
     def exposition(self) -> bytes:
         """All metrics in Prometheus' text format, to be sent as CONTENT_TYPE."""
         return generate_latest(self._registry)
@@ -155,6 +159,11 @@ class GatewayMetrics:
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
         histogram = Histogram(name, help, ("model_name", "engine"), buckets=buckets, registry=self._registry)
         return histogram.labels(self._model_name, GATEWAY)
+
+
+def _buckets(histogram: Histogram) -> list[tuple[float, float]]:
+    samples = [sample for metric in histogram.collect() for sample in metric.samples]
+    return [(float(sample.labels["le"]), sample.value) for sample in samples if sample.name.endswith("_bucket")]
 
 
 class RequestTimes:

@@ -155,7 +155,7 @@ class Ops(Protocol):
         """found[0] = 1 if x, of `self.dtype` and any shape, holds NaN or infinity, else as it was; found int32[1]."""
 
     def download_later(self, arrays: Sequence[Array]) -> Callable[[], list[np.ndarray]]:
-        """Starts to copy what `arrays` hold after all work handed out so far; calling the result waits for the copies."""
+        """Starts to copy what `arrays` hold after all work handed out so far; a call of the result waits for it."""
 
     def prepare(self, work: Callable[[], None]) -> None:
         """Run `work`, whose results nobody wants, so that all it needs is there the next time.

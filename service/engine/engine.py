@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from service.engine.beam_search import BeamGroup
+from service.engine.block_map import draw_blocks
 from service.engine.kv_manager import KVManager
 from service.engine.plan import SampledToken, StepPlan, StepResult, TokenLogprob
 from service.engine.scheduler import Limits, Scheduler
@@ -187,6 +188,10 @@ class Engine:
             num_output_tokens=self._num_output_tokens,
             num_preemptions=self._scheduler.preemption.num_preemptions,
         )
+
+    def draw_blocks(self) -> bytes:
+        """The block pool as a picture, see service.engine.block_map."""
+        return draw_blocks(self._kv.pool, self._scheduler.running)
 
     def check_invariants(self) -> None:
         """All books agree; an engine without requests holds no block."""

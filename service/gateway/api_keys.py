@@ -7,6 +7,7 @@ A plain hash is enough: `quire key` makes keys of 256 bits of chance, which nobo
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import logging
@@ -74,11 +75,11 @@ class KeyRing:
         if self.is_open:
             return Client(ANONYMOUS, ANONYMOUS)
         self._look()
-        scheme, _, key = authorization[0].partition(" ") if len(authorization) == 1 else ("", "", "")
+        key = _key_in(authorization[0]) if len(authorization) == 1 else None
         # Bytes, since comparing non-ASCII text raises; all keys, so that time tells nothing.
-        digest = _digest(key.strip().encode("utf-8", "surrogateescape"))
+        digest = _digest(key or b"")
         found = [known for known in (*self._fixed, *self._listed) if hmac.compare_digest(digest, known.digest)]
-        if scheme.lower() != "bearer" or not found:
+        if key is None or not found:
             raise RequestError(401, "A valid API key is required.", code="invalid_api_key")
         return found[0].client
 
@@ -167,6 +168,20 @@ def _unnamed(key: str) -> HashedKey:
     digest = _digest(key.encode())
     name = "key-" + digest.hex()[:16]
     return HashedKey(digest, Client(name, name))
+
+
+def _key_in(authorization: str) -> bytes | None:
+    """`Bearer KEY`, or what a browser makes of a key that its user typed as a password: `Basic base64(name:KEY)`."""
+    scheme, _, rest = authorization.partition(" ")
+    told = rest.strip().encode("utf-8", "surrogateescape")
+    if scheme.lower() == "bearer":
+        return told
+    if scheme.lower() != "basic":
+        return None
+    try:
+        return base64.b64decode(told, validate=True).partition(b":")[2]
+    except ValueError:
+        return None
 
 
 def _digest(key: bytes) -> bytes:

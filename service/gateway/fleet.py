@@ -50,6 +50,10 @@ class Fleet:
         """Jobs submitted here since the last look."""
         return self._num_submitted
 
+    async def look(self) -> None:
+        """The cards show the workers' blocks for a while. Raises BrokerUnavailable."""
+        await self._broker.look()
+
     async def view(self) -> FleetView:
         """At most MAX_AGE_S old. Raises BrokerUnavailable."""
         async with self._lock:

@@ -10,6 +10,7 @@ from aiohttp import web
 from service.gateway.hall import Hall
 from service.gateway.http_generation import REQUEST_ROUTE, Generations
 from service.gateway.http_guard import READ_TIMEOUT_S, Doorkeeper, guard, json_response, read_body
+from service.gateway.operations import operations_routes
 from service.gateway.probes import readiness
 from service.gateway.request import CHAT, COMPLETIONS
 from service.gateway.text_tools import detokenize, tokenize
@@ -44,6 +45,7 @@ class HttpDoor:
                 web.get("/readyz", self._readyz),
                 web.get("/health", self._readyz),
                 web.get("/", self._welcome),
+                *operations_routes(self._hall),
             ]
         )
         return app

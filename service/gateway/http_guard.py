@@ -25,6 +25,9 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 OPEN_ROUTES = frozenset({"/livez", "/readyz", "/health"})
 """Patterns of the routes that need no key; every other one does, unknown ones included."""
 
+PAGE = "/ui"
+"""Opened in a browser, which asks its user for the key if the refusal says so in a way that browsers know."""
+
 TENANT: web.RequestKey[str] = web.RequestKey("tenant", str)
 READ_TIMEOUT_S: web.AppKey[float] = web.AppKey("read_timeout_s", float)
 log = logging.getLogger("quire.gateway")
@@ -79,6 +82,8 @@ def guard(doorkeeper: Doorkeeper, metrics: GatewayMetrics, write_timeout_s: floa
                 response = await handler(http)
             except RequestError as error:
                 response = error_response(error)
+                if error.status == 401 and route.startswith(PAGE):
+                    response.headers["WWW-Authenticate"] = 'Basic realm="Quire: the API key is the password"'
             except web.HTTPException as error:
                 response = _worded(error)
             except ConnectionError:

@@ -49,6 +49,9 @@ class DoorBroker(Protocol):
     async def workers(self) -> Sequence[WorkerCard]:
         """Cards of the workers whose heartbeat is fresh."""
 
+    async def look(self) -> None:
+        """Asks the workers to show their blocks on their cards for a while."""
+
     async def num_waiting(self) -> int:
         """Jobs that no worker has claimed yet."""
 
@@ -101,8 +104,8 @@ class WorkerBroker(Protocol):
     async def now_s(self) -> float:
         """Redis time, Unix seconds."""
 
-    async def announce(self, card: WorkerCard) -> None:
-        """The heartbeat."""
+    async def announce(self, card: WorkerCard) -> bool:
+        """The heartbeat. Returns whether somebody wants to see `card.blocks`."""
 
     async def retire(self, worker_id: str) -> None:
         """Take the card away: the worker leaves."""

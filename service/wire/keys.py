@@ -27,6 +27,10 @@ CARD_TTL_S = 10
 CARD_LATE_S = 3.5
 """A worker writes its card every second; one whose card is older than this is not ready."""
 
+LOOKED_AT = "quire:looked_at"
+"""String. There while somebody looks at the workers' blocks. Doors write, workers read. LOOKED_AT_TTL_S."""
+LOOKED_AT_TTL_S = 10
+
 LOG_RUNNING_TTL_S = 24 * 3600
 LOG_ENDED_TTL_S = 600
 TOMBSTONE_TTL_S = 24 * 3600

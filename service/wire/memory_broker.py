@@ -34,6 +34,7 @@ class MemoryBroker:
         self._tombstones: dict[str, EndReason] = {}
         self._cancels: list[Cancel] = []
         self._cards: dict[str, WorkerCard] = {}
+        self._looked_at_until_s = 0.0
         self._ingress: dict[str, deque[IngressEntry]] = {}
         self._replies: dict[tuple[str, str], list[bytes]] = {}
         self._num_entries = 0
@@ -62,6 +63,10 @@ class MemoryBroker:
     async def workers(self) -> Sequence[WorkerCard]:
         fresh_since_s = time.time() - keys.CARD_TTL_S
         return [card for card in self._cards.values() if card.beat_at_s >= fresh_since_s]
+
+    async def look(self) -> None:
+        self._check_open()
+        self._looked_at_until_s = time.monotonic() + keys.LOOKED_AT_TTL_S
 
     async def num_waiting(self) -> int:
         return len(self._queue)
@@ -142,9 +147,10 @@ class MemoryBroker:
         cancels, self._cancels = self._cancels, []
         return cancels
 
-    async def announce(self, card: WorkerCard) -> None:
+    async def announce(self, card: WorkerCard) -> bool:
         self._check_open()
         self._cards[card.worker_id] = replace(card, beat_at_s=time.time())
+        return time.monotonic() < self._looked_at_until_s
 
     async def retire(self, worker_id: str) -> None:
         self._cards.pop(worker_id, None)

@@ -53,6 +53,10 @@ class RedisDoor:
             cards = await redis.mget([keys.worker(worker_id.decode()) for worker_id in worker_ids])
         return [card for payload in cards if payload is not None and (card := _card(payload)) is not None]
 
+    async def look(self) -> None:
+        async with self._link.commands() as redis:
+            await redis.set(keys.LOOKED_AT, 1, ex=keys.LOOKED_AT_TTL_S)
+
     async def num_waiting(self) -> int:
         """Entries of the stream that are pending for nobody: settling deletes them, so the rest is waiting."""
         async with self._link.commands() as redis, redis.pipeline(transaction=True) as pipeline:

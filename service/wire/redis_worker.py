@@ -97,14 +97,16 @@ class RedisWorker:
             self._cancels.popitem(last=False)
         return cancels
 
-    async def announce(self, card: WorkerCard) -> None:
+    async def announce(self, card: WorkerCard) -> bool:
         now_s = await self._link.now_s()
         payload = encode(dataclasses.replace(card, beat_at_s=now_s))
         async with self._link.commands() as redis, redis.pipeline(transaction=True) as pipeline:
             pipeline.set(keys.worker(card.worker_id), payload, ex=keys.CARD_TTL_S)
             pipeline.zadd(keys.WORKERS, {card.worker_id: now_s})
             pipeline.zremrangebyscore(keys.WORKERS, "-inf", now_s - keys.CARD_TTL_S)
-            await pipeline.execute()
+            pipeline.mget([keys.LOOKED_AT])
+            *_, (looked_at,) = await pipeline.execute()
+        return looked_at is not None
 
     async def retire(self, worker_id: str) -> None:
         async with self._link.commands() as redis, redis.pipeline(transaction=True) as pipeline:

@@ -156,7 +156,8 @@ class Courier:
 
     async def _beat(self) -> None:
         while True:
-            await self._persist(lambda: self._broker.announce(self._make_card(not self._draining)))
+            looked_at = await self._persist(lambda: self._broker.announce(self._make_card(not self._draining)))
+            self.engine.show(looked_at)
             self.announced.set()
             await asyncio.sleep(HEARTBEAT_S)
 

@@ -32,13 +32,21 @@ class Stop:
     reason: EndReason
 
 
+@dataclass(frozen=True, slots=True)
+class Show:
+    """Somebody looks at the blocks: an idle engine draws them too."""
+
+
 STATS_EVERY_S = 0.1
 """Statistics are for people: a step need not pay for them."""
 
 IDLE_TURN_S = 0.5
 """How often a thread without work shows that it would do some."""
 
-Command = Add | Cancel | Stop
+DRAW_EVERY_S = 0.9
+"""A picture of the blocks costs milliseconds, and a heartbeat carries one."""
+
+Command = Add | Cancel | Stop | Show
 
 
 class EngineThread:
@@ -61,6 +69,9 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.stats: EngineStats = engine.stats()
         self._stats_due_s = 0.0
+        self._is_looked_at = False
+        self.blocks = b""
+        self._blocks_due_s = 0.0
 
     @property
     def num_waiting(self) -> int:
@@ -80,6 +91,18 @@ class EngineThread:
     def start(self) -> None:
         self._turned_at_s = time.monotonic()
         self._thread.start()
+
+    def show(self, is_looked_at: bool) -> None:
+        """Keep `blocks` fresh from now on, or no longer. Callable from any thread."""
+        self._is_looked_at = is_looked_at
+        if is_looked_at:
+            self.send(Show())
+
+    def _draw(self, now_s: float) -> None:
+        if not self._is_looked_at:
+            self.blocks = b""
+        elif now_s > self._blocks_due_s:
+            self.blocks, self._blocks_due_s = self._engine.draw_blocks(), now_s + DRAW_EVERY_S
 
     def send(self, command: Command) -> None:
         """Obeyed before the next step, in the order sent. Callable from any thread."""
@@ -114,6 +137,8 @@ class EngineThread:
                 self._report()
                 command = self._await_command()
             match command:
+                case Show():
+                    pass
                 case Add(request):
                     self._engine.add(request)
                 case Cancel(request_id, reason, branch):
@@ -138,6 +163,7 @@ class EngineThread:
         now_s = time.monotonic()
         if now_s > self._stats_due_s:
             self.stats, self._stats_due_s = self._engine.stats(), now_s + STATS_EVERY_S
+            self._draw(now_s)
         outputs = self._engine.take_outputs()
         if outputs:
             self._deliver(outputs)

@@ -107,6 +107,7 @@ def _card(worker_id: str, settings: Settings, built: BuiltEngine, engine: Engine
         num_blocks=built.memory.num_blocks,
         block_size=built.memory.block_size,
         beat_at_s=0.0,
+        blocks=engine.blocks,
         stats={
             metrics.STAT_NUM_RUNNING: stats.num_running,
             metrics.STAT_NUM_WAITING: stats.num_waiting,

@@ -38,6 +38,7 @@ class ScriptedWorker:
         self.ready = True
         self.paused = False
         self.stats: dict[str, float] = {}
+        self.blocks = b""
         self.jobs: list[Job] = []
         self.cancels: list[Cancel] = []
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -55,7 +56,7 @@ class ScriptedWorker:
                 task.cancel()
             await asyncio.gather(*duties, *self._running.values(), return_exceptions=True)
 
-    async def announce(self) -> None:
+    async def announce(self) -> bool:
         card = WorkerCard(
             worker_id="scripted",
             model=self._model,
@@ -64,9 +65,10 @@ class ScriptedWorker:
             num_blocks=64,
             block_size=16,
             beat_at_s=0.0,
+            blocks=self.blocks,
             stats=self.stats,
         )
-        await self._broker.announce(card)
+        return await self._broker.announce(card)
 
     async def cancelled(self, number: int = 1) -> Cancel:
         """Waits for the `number`th cancel."""

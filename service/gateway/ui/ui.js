@@ -1,0 +1,137 @@
+// The operations page: asks /ui/state once a second, draws what it says, and talks with the model.
+import { Playground } from "./playground.js";
+import { Chart, drawBlocks } from "./drawing.js";
+
+const EVERY_MS = 1000;
+const SPAN = 120; // looks that are kept
+const PERCENTILE_SPAN = 30;
+
+const find = (id) => document.getElementById(id);
+const number = (value, digits = 0) =>
+  value === null ? "–" : value.toLocaleString("en", { maximumFractionDigits: digits, minimumFractionDigits: 0 });
+
+const looks = [];
+const charts = { tokens: new Chart(find("chart-tokens")), requests: new Chart(find("chart-requests")) };
+
+async function look() {
+  const response = await fetch("ui/state", { cache: "no-store" });
+  if (!response.ok) {
+    const told = await response.json().catch(() => null);
+    throw new Error(told?.error?.message ?? `HTTP ${response.status}`);
+  }
+  const state = await response.json();
+  looks.push(state);
+  if (looks.length > SPAN) looks.shift();
+  return state;
+}
+
+const sum = (state, name) => state.workers.reduce((total, worker) => total + (worker.stats[name] ?? 0), 0);
+
+/** Growth of a counter between two looks, per second; a worker that left or started anew counts from zero. */
+function rate(name, before, now) {
+  if (!before) return 0;
+  const then = new Map(before.workers.map((worker) => [worker.id, worker.stats[name] ?? 0]));
+  const grown = now.workers.reduce(
+    (total, worker) => total + Math.max(0, (worker.stats[name] ?? 0) - (then.get(worker.id) ?? worker.stats[name] ?? 0)), 0);
+  return grown / Math.max(now.at_s - before.at_s, 1e-3);
+}
+
+/** Upper bound, in ms, of the bucket that holds this share of what was observed since an earlier look. */
+function percentile(name, share, before, now) {
+  const earlier = before ? before.latency[name] : now.latency[name].map(() => 0);
+  const counts = now.latency[name].map((count, index) => count - earlier[index]);
+  const total = counts.at(-1);
+  if (!(total > 0)) return null;
+  const index = counts.findIndex((count) => count >= total * share);
+  const bound = now.latency_bounds_s[name][index];
+  return bound === null ? null : bound * 1000;
+}
+
+function tiles(now) {
+  const last = looks.at(-2);
+  const earlier = looks.length > PERCENTILE_SPAN ? looks[looks.length - 1 - PERCENTILE_SPAN] : looks[0];
+  const spread = (name) => [0.5, 0.99].map((share) => number(percentile(name, share, earlier, now))).join(" / ");
+  const used = sum(now, "num_blocks_used");
+  const blocks = now.workers.reduce((total, worker) => total + worker.num_blocks, 0);
+  const asked = sum(now, "prefix_cache_query_tokens_total");
+  return [
+    ["Running", number(sum(now, "num_running"))],
+    ["Waiting", number(sum(now, "num_waiting") + (now.num_queued ?? 0))],
+    ["Output tokens/s", number(rate("generation_tokens_total", last, now))],
+    ["Prompt tokens/s", number(rate("prompt_tokens_total", last, now))],
+    ["TTFT p50 / p99, ms", spread("ttft")],
+    ["Gap p50 / p99, ms", spread("gap")],
+    ["Step, ms", number(Math.max(0, ...now.workers.map((worker) => worker.stats.step_time_ms ?? 0)), 1)],
+    ["Blocks in use", blocks ? `${number((100 * used) / blocks, 1)} %` : "–"],
+    ["Waste", `${number(100 * Math.max(0, ...now.workers.map((worker) => worker.stats.kv_waste_ratio ?? 0)), 1)} %`],
+    ["Prefix hits", asked ? `${number((100 * sum(now, "prefix_cache_hit_tokens_total")) / asked, 1)} %` : "–"],
+    ["Preemptions", number(sum(now, "preemptions_total"))],
+    ["Workers", number(now.workers.filter((worker) => worker.ready).length)],
+  ];
+}
+
+function show(now) {
+  find("model").textContent = now.model;
+  const ready = now.workers.some((worker) => worker.ready);
+  find("status").textContent = ready ? "" : "No worker is ready: requests wait.";
+  find("status").classList.toggle("bad", !ready);
+  find("tiles").replaceChildren(...tiles(now).map(([name, value]) => {
+    const tile = document.createElement("div");
+    const [term, told] = ["dt", "dd"].map((tag) => document.createElement(tag));
+    [term.textContent, told.textContent] = [name, value];
+    tile.append(term, told);
+    return tile;
+  }));
+  charts.tokens.draw([{ name: "--accent", values: looks.map((state, index) => rate("generation_tokens_total", looks[index - 1], state)) }]);
+  charts.requests.draw([
+    { name: "--accent", values: looks.map((state) => sum(state, "num_running")) },
+    { name: "--accent-2", values: looks.map((state) => sum(state, "num_waiting") + (state.num_queued ?? 0)) },
+  ]);
+  pools(now);
+}
+
+function pools(now) {
+  const room = find("workers");
+  const known = new Map([...room.children].map((part) => [part.dataset.id, part]));
+  for (const worker of now.workers) {
+    const part = known.get(worker.id) ?? pool(room, worker.id);
+    known.delete(worker.id);
+    const { stats } = worker;
+    const counted = ["used", "shared", "cached", "free"]
+      .filter((state) => stats[`num_blocks_${state}`] !== undefined)
+      .map((state) => `${number(stats[`num_blocks_${state}`])} ${state}`);
+    const each = worker.blocks_per_cell > 1 ? `; a square stands for ${worker.blocks_per_cell} and shows the first` : "";
+    part.children[0].textContent = worker.id + (worker.ready ? "" : " (leaving)");
+    part.children[1].textContent = `${number(worker.num_blocks)} blocks of ${worker.block_size} tokens: ${counted.join(", ")}${each}`;
+    part.children[2].setAttribute("aria-label", `Blocks: ${counted.join(", ")}`);
+    if (worker.blocks) drawBlocks(part.children[2], worker.blocks);
+  }
+  for (const gone of known.values()) gone.remove();
+}
+
+function pool(room, id) {
+  const part = document.createElement("div");
+  part.className = "worker";
+  part.dataset.id = id;
+  const title = document.createElement("p");
+  const counts = document.createElement("p");
+  counts.className = "quiet";
+  const canvas = document.createElement("canvas");
+  canvas.setAttribute("role", "img");
+  part.append(title, counts, canvas);
+  room.append(part);
+  return part;
+}
+
+async function watch() {
+  try {
+    show(await look());
+  } catch (error) {
+    find("status").textContent = error.message || "The gateway does not answer.";
+    find("status").classList.add("bad");
+  }
+  setTimeout(watch, document.hidden ? 5 * EVERY_MS : EVERY_MS);
+}
+
+new Playground(() => looks.at(-1)?.model);
+watch();

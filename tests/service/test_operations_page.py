@@ -1,0 +1,52 @@
+"""The operations page in a real browser."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import subprocess
+from html import unescape
+
+import pytest
+
+from service.engine.block_map import SHARED
+from tests.support.gateway import open_gateway, write_model
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+QUIET = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+
+
+def opened(url: str, profile: str, *flags: str) -> str:
+    """The page as it stands after five seconds of its own time."""
+    command = [CHROMIUM, *QUIET, f"--user-data-dir={profile}", "--virtual-time-budget=5000", *flags, "--dump-dom", url]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+@pytest.mark.parametrize("width", [360, 1200])
+async def test_a_browser_draws_the_fleet(tmp_path, width):
+    async with open_gateway(write_model(tmp_path / "model")) as gateway:
+        gateway.worker.stats = {"num_running": 3.0, "num_blocks_used": 16.0, "num_blocks_free": 48.0}
+        gateway.worker.blocks = bytes([SHARED] * 16 + [0] * 48)
+        await gateway.worker.announce()
+        page = await asyncio.to_thread(
+            opened, gateway.url + "/ui", str(tmp_path / "profile"), f"--window-size={width},900"
+        )
+    text = unescape(re.sub(r"<[^>]+>", " ", page))
+    assert re.search(r"Running\s+3\b", text)
+    assert re.search(r"Blocks in use\s+25 %", text)
+    assert "64 blocks of 16 tokens: 16 used, 48 free" in text
+    canvas = re.search(r'<canvas role="img" aria-label="Blocks: 16 used, 48 free"[^>]*height: (\d+)px', page)
+    assert canvas is not None, "the pool was not drawn"
+    assert int(canvas[1]) > 0
