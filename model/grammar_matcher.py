@@ -13,6 +13,7 @@ from model.grammar import GrammarError
 from model.tokenizer import Tokenizer
 
 MAX_GRAMMAR_BYTES = 256 << 10
+MAX_ERROR_CHARS = 160
 MAX_KEPT = 64
 """Compiled grammars kept for whoever asks for the same again."""
 MAX_LEXER_STATES = 20_000  # about 2 KB each
@@ -46,7 +47,7 @@ class GrammarCompiler:
         if found is None:
             found = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
             if found.is_error():
-                raise GrammarError(f"The grammar cannot be used: {_first_line(found.get_error())}")
+                raise GrammarError(f"The grammar cannot be compiled: {_first_line(found.get_error())}")
             with self._lock:
                 self._kept[grammar] = found
                 while len(self._kept) > MAX_KEPT:
@@ -130,4 +131,5 @@ class _Vocabulary:
 
 
 def _first_line(error: str) -> str:
-    return error.partition("\n")[0].strip()[:300]
+    line = error.partition("\n")[0].strip()[:MAX_ERROR_CHARS]
+    return "".join(char if char.isprintable() else "?" for char in line)

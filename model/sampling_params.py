@@ -36,6 +36,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # None: not wanted; K: the chosen token's and K alternatives'
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value added)
+    grammar: str | None = None  # what the answer must look like, as model.grammar writes it
     n: int = 1  # answers wanted
     best_of: int = 1  # n.. ; branches sampled; the n of the highest mean log-probability a token are the answers
     beam: BeamSearch | None = None  # instead of sampling; n..width answers; best_of is 1 then

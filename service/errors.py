@@ -31,6 +31,7 @@ class EndReason(StrEnum):
     DEADLINE = "deadline"
     NUMERICAL_ERROR = "numerical_error"  # the model gave NaN
     TOO_LARGE = "too_large"  # can never fit the block pool
+    GRAMMAR = "grammar"  # its grammar cannot be compiled, or grew beyond its limits on the way
     INVALID = "invalid"  # the worker refused the job
     SHUTDOWN = "shutdown"  # its worker was told to stop and the drain time ran out
     INTERNAL = "internal"  # a bug or a dead device
@@ -52,6 +53,7 @@ ENDINGS: dict[EndReason, Ending] = {
     EndReason.DEADLINE: Ending(None, 504, "The request ran past its deadline."),
     EndReason.NUMERICAL_ERROR: Ending(None, 500, "The model produced no valid number for this request."),
     EndReason.TOO_LARGE: Ending(None, 400, "The request needs more KV cache than this server has."),
+    EndReason.GRAMMAR: Ending(None, 400, "The grammar that this request asks for is more than this server can follow."),
     EndReason.INVALID: Ending(None, 400, "The worker refused the job."),
     EndReason.SHUTDOWN: Ending(None, 503, "The worker was shut down before the request ended."),
     EndReason.INTERNAL: Ending(None, 500, "The engine failed on this request."),

@@ -9,8 +9,8 @@ the others are the next beams. An answer's score is its sum over its length, the
 is False, by the score it would have at full length where it is "never" and the penalty favours length. This is what
 Hugging Face's `generate` does.
 
-Log-probabilities are of the logits with logit_bias and the penalties in, so these work on beams as they do on samples;
-stop ids are forbidden up to min_tokens. Temperature, top_k, top_p, min_p and the seed have no say.
+Log-probabilities are of the logits with logit_bias, the penalties and a grammar's mask in, so these work on beams as
+they do on samples; stop ids are forbidden up to min_tokens. Temperature, top_k, top_p, min_p and the seed have no say.
 """
 
 from __future__ import annotations
@@ -172,6 +172,8 @@ class BeamGroup(SequenceGroup):
         self._search.beams = [self._search.follow(offer, rows[offer.rank], place) for offer, place in chosen]
         for offer, place in chosen:
             place.token_ids.append(offer.token_id)
+            if place.matcher is not None:
+                place.matcher.advance((offer.token_id,))
         return unused
 
     def _places(self, parents: list[Sequence], kv: KVManager) -> tuple[list[Sequence], list[Sequence]]:
@@ -189,6 +191,7 @@ class BeamGroup(SequenceGroup):
                 place = free.pop(0)
                 place.is_parked = False
                 place.token_ids = parent.token_ids.copy()
+                place.matcher = None if parent.matcher is None else parent.matcher.copy()
                 kv.fork(parent, place, parent.num_computed_tokens)
             places.append(place)
         return places, free

@@ -9,14 +9,18 @@ from pathlib import Path
 
 from model.config import PRESETS, ModelConfig
 from model.errors import ModelError
+from model.grammar import GrammarError
+from model.grammar_matcher import GrammarCompiler
 from model.kv_cache import allocate
 from model.loader import load_model
 from model.ops.backend import open_ops
 from model.ops.interface import Ops
 from model.sampling_params import SamplingParams
+from model.tokenizer import Tokenizer
 from service.config import Settings
 from service.engine.engine import Engine
 from service.engine.executor import ModelExecutor
+from service.engine.grammars import Grammars
 from service.engine.kv_manager import KVManager
 from service.engine.memory import MemoryPlan, plan_memory, warm_up
 from service.engine.scheduler import Limits
@@ -61,6 +65,7 @@ def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
     """Load, size, warm up and try. Raises StartupError with one line where that cannot work."""
     config = read_model_config(settings)
     wanted_len = wanted_model_len(settings, config)
+    grammars = Grammars(partial(grammar_compiler, settings, config))
     try:
         ops = open_ops(settings.device, settings.dtype, config.dtype)
         folder = None if settings.load_format == "dummy" else Path(settings.model)
@@ -82,13 +87,24 @@ def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
     )
     executor.attach(allocate(ops, config, memory.num_blocks, memory.block_size), progress=progress)
     kv = KVManager(memory.num_blocks, memory.block_size, prefix_caching=settings.enable_prefix_caching)
-    engine = Engine(executor, kv, limits, frozenset(config.eos_token_ids))
+    engine = Engine(executor, kv, limits, frozenset(config.eos_token_ids), grammars)
     _prove(engine)
     log.info(
         "engine ready %s",
         fields(device=ops.name, dtype=ops.dtype, num_blocks=memory.num_blocks, max_model_len=memory.max_model_len),
     )
     return BuiltEngine(engine, executor, config, ops, memory, limits)
+
+
+def grammar_compiler(settings: Settings, config: ModelConfig) -> GrammarCompiler:
+    """Raises GrammarError for a model without a tokenizer."""
+    if settings.model_config is not None:
+        raise GrammarError("A shape alone has no tokens.")
+    try:
+        tokenizer = Tokenizer.read(Path(settings.model))
+    except ModelError as error:
+        raise GrammarError("The model has no tokenizer.") from error
+    return GrammarCompiler(tokenizer, config.vocab_size, config.eos_token_ids)
 
 
 def wanted_model_len(settings: Settings, config: ModelConfig) -> int:

@@ -9,11 +9,15 @@ from typing import Any, NamedTuple, Protocol
 
 from service.engine.beam_search import BeamGroup
 from service.engine.block_map import draw_blocks
+from service.engine.grammars import Grammars
 from service.engine.kv_manager import KVManager
 from service.engine.plan import SampledToken, StepPlan, StepResult, TokenLogprob
 from service.engine.scheduler import Limits, Scheduler
 from service.engine.sequence import Request, Sequence, SequenceGroup, State
 from service.errors import ENDINGS, EndReason
+
+COMPILE_WAIT_S = 0.01
+"""How long a step that has nothing to compute waits for a grammar; commands are heard in between."""
 
 
 class Executor(Protocol):
@@ -26,8 +30,12 @@ class Executor(Protocol):
     def launch(self, plan: StepPlan) -> Any:
         """Start to compute the plan's chunks and to sample for its samplers; for `collect`."""
 
+    def draw(self, launched: Any) -> None:
+        """The tokens of all steps before are settled: sample what could not be without knowing them (see
+        Sequence.draws_late). Each launched step is drawn once, before the next is launched."""
+
     def collect(self, launched: Any) -> StepResult:
-        """Wait for a launched step. Each is collected once, in the order of launching."""
+        """Wait for a step that was launched and drawn. Each is collected once, in the order of launching."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +90,16 @@ class EngineStats:
 class Engine:
     """Not thread-safe: one thread owns it."""
 
-    def __init__(self, executor: Executor, kv: KVManager, limits: Limits, eos_token_ids: frozenset[int]):
+    def __init__(
+        self,
+        executor: Executor,
+        kv: KVManager,
+        limits: Limits,
+        eos_token_ids: frozenset[int],
+        grammars: Grammars | None = None,
+    ):
+        """Without `grammars`, requests that have one end with GRAMMAR."""
+        self._grammars = grammars
         self._executor = executor
         self._kv = kv
         self._limits = limits
@@ -118,6 +135,11 @@ class Engine:
         if not self._can_hold(group):
             self._emit(group, (), EndReason.TOO_LARGE)
             return
+        if request.sampling.grammar is not None:
+            if self._grammars is None:
+                self._emit(group, (), EndReason.GRAMMAR)
+                return
+            self._grammars.begin(group)
         self._groups[request.request_id] = group
         self._scheduler.add(group)
         for sequence in group.branches:
@@ -152,9 +174,12 @@ class Engine:
         free at once: whoever gets them writes in a later step yet, and the device runs steps one after the other.
         """
         start_s = time.perf_counter()
+        if self._grammars is not None:
+            self._take_ready(self._grammars)
         plan = self._scheduler.schedule()
         if plan.chunks:
-            self._flights.append(_Flight(plan, self._executor.launch(plan)))
+            launched = self._executor.launch(plan)
+            self._flights.append(_Flight(plan, launched))
             for sequence, start, length, samplers in plan.chunks:
                 sequence.num_computed_tokens = start + length
                 for sampler in samplers:
@@ -162,6 +187,10 @@ class Engine:
                 if sequence.followers:
                     self._scheduler.fork(sequence)
             self._num_steps += 1
+            self._settle_flights(1)
+            self._executor.draw(launched)
+        elif self._grammars is not None and not self._flights:
+            self._grammars.wait(COMPILE_WAIT_S)
         self._settle_flights(1 if plan.chunks and self._executor.runs_ahead else 0)
         self._last_step_s = time.perf_counter() - start_s
 
@@ -209,6 +238,15 @@ class Engine:
             and group.most_blocks(self._kv.block_size) <= self._kv.pool.num_blocks
         )
 
+    def _take_ready(self, grammars: Grammars) -> None:
+        """Groups whose grammar has been compiled may run, or end here and now."""
+        for group, is_good in grammars.take_ready():
+            if not is_good and group.live:
+                self._end_group(group, EndReason.GRAMMAR)
+            for sequence in group.live:
+                if sequence.matcher.is_finished:
+                    self._end_branch(sequence, (), (), EndReason.STOP)
+
     def _settle_flights(self, num_left: int) -> None:
         while len(self._flights) > num_left:
             flight = self._flights.popleft()
@@ -234,7 +272,9 @@ class Engine:
             self._num_output_tokens += 1
             reason = group.append(sequence, token_id, 0.0 if logprob is None else logprob.logprob)
             logprobs = () if logprob is None else (logprob,)
-            if reason is None:
+            if reason is EndReason.GRAMMAR:
+                self._end_group(group, reason)
+            elif reason is None:
                 self._emit(group, (BranchOutput(sequence.branch, (token_id,), logprobs, None),))
             else:
                 self._end_branch(sequence, (token_id,), logprobs, reason)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +14,7 @@ from model.llama import Llama
 from model.ops.interface import Array, Ops, Sampled
 from model.sampler import SampledRows, sampling_arrays
 from model.step_graphs import StepGraphs, StepInputs
+from service.engine.grammars import MaskBuilder
 from service.engine.plan import BlockCopy, Chunk, SampledToken, StepPlan, StepResult, TokenLogprob
 from service.engine.sequence import Sequence
 
@@ -23,10 +26,14 @@ class _Draw(NamedTuple):
     arrive: Callable[[], list[np.ndarray]]
 
 
-class _Launched(NamedTuple):
-    """A step on its way: the sequences that get a token, and how they get it; one draw at least."""
+@dataclass(slots=True)
+class _Launched:
+    """A step on its way: the sequences that get a token, and how they get it; one draw at least, once it is drawn."""
 
+    plan: StepPlan
     samplers: list[Sequence]
+    logits: Array | None  # a row for each chunk that has samplers, until they are drawn from
+    scratch: ExitStack  # the memory that the logits may live in
     draws: list[_Draw]
 
 
@@ -41,6 +48,7 @@ class ModelExecutor:
         self._model = model
         self._ops = model.ops
         self._eos_token_ids = eos_token_ids
+        self._masks = MaskBuilder(model.config.vocab_size)
         self._sampled = model.ops.empty((max_num_seqs,), np.dtype(np.int32))
         self._sampled_rows: dict[object, int] = {}
         self._no_source = max_num_seqs
@@ -57,15 +65,24 @@ class ModelExecutor:
 
     def launch(self, plan: StepPlan) -> _Launched:
         """See service.engine.engine.Executor."""
-        samplers = plan.samplers
-        with self._ops.scratch():
-            if plan.copies:
-                self._copy(plan.copies)
-            logits = self._forward(plan.chunks)
-            draws = self._draws(logits, plan.chunks, samplers)
-        if samplers:
-            self._sampled_rows = {sequence: row for row, sequence in enumerate(draws[0].samplers)}
-        return _Launched(samplers, draws)
+        samplers, scratch = plan.samplers, ExitStack()
+        scratch.enter_context(self._ops.scratch())
+        if plan.copies:
+            self._copy(plan.copies)
+        launched = _Launched(plan, samplers, self._forward(plan.chunks), scratch, [])
+        if not any(sequence.draws_late for sequence in samplers):
+            self.draw(launched)
+        return launched
+
+    def draw(self, launched: _Launched) -> None:
+        """See service.engine.engine.Executor. What the host does here, the forward pass hides."""
+        if launched.logits is None:
+            return
+        with launched.scratch:
+            launched.draws = self._draws(launched.logits, launched.plan.chunks, launched.samplers)
+            launched.logits = None
+        if launched.samplers:
+            self._sampled_rows = {sequence: row for row, sequence in enumerate(launched.draws[0].samplers)}
 
     def collect(self, launched: _Launched) -> StepResult:
         """See service.engine.engine.Executor."""
@@ -128,6 +145,7 @@ class ModelExecutor:
             sampling=[sequence.sampling for sequence in samplers],
             token_ids=[sequence.token_ids for sequence in samplers],
             num_prompt_tokens=[sequence.num_prompt_tokens for sequence in samplers],
+            mask=self._masks.build(samplers),
         )
         vocab_size, send = self._model.config.vocab_size, self._ops.upload_all
         how = sampling_arrays(rows, vocab_size, self._eos_token_ids, send, logprobs_adjusted=adjusted)

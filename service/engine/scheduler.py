@@ -115,7 +115,7 @@ class Scheduler:
         return chunks, budget
 
     def _admit_waiting(self, budget: int) -> list[Chunk]:
-        """Start waiting groups, first come first served, while the pool can hold all they have so far.
+        """Start waiting groups that are ready, first come first served, while the pool can hold all they have so far.
 
         Each begins with what the cache has of it, written by this very step perhaps: this is planned behind all
         preemptions, so that nothing which others count on is taken back. A newcomer also leaves room for what running
@@ -124,8 +124,10 @@ class Scheduler:
         chunks = []
         spare = self._kv.pool.num_available - sum(map(self._num_lacking_blocks, self.running))
         while self.waiting and budget > 0:
-            group = self.waiting[0]
-            if group.has_pending_tokens or len(self.running) + len(group.live) > self._limits.max_num_seqs:
+            group = next((group for group in self.waiting if group.is_ready), None)
+            if group is None or group.has_pending_tokens:
+                break
+            if len(self.running) + len(group.live) > self._limits.max_num_seqs:
                 break
             group.park()
             leader, *others = group.live
@@ -135,7 +137,7 @@ class Scheduler:
             if wanted + reserve > spare:
                 group.disband()
                 break
-            self.waiting.popleft()
+            self.waiting.remove(group)
             for sequence in (leader, *others):
                 sequence.become(State.RUNNING)
                 self.running.append(sequence)

@@ -7,6 +7,7 @@ from array import array
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from model.grammar_matcher import Matcher
 from model.sampler import is_shaped, sampling_record
 from model.sampling_params import SamplingParams
 from service.errors import ENDINGS, EndReason
@@ -66,10 +67,13 @@ class Sequence:
         self.sampling = wishes
         self.num_alternatives = num_alternatives
         self.sampling_record = sampling_record(wishes, branch, num_alternatives)
-        self.needs_ids = wishes.has_penalties or wishes.beam is not None
+        self.needs_ids = wishes.beam is not None
         """No step computes it before the tokens of the one before are known."""
-        self.scores_adjusted = wishes.beam is not None and is_shaped(wishes)
-        """Its log-probabilities are of the logits with penalties and biases in."""
+        self.draws_late = wishes.has_penalties or wishes.grammar is not None
+        """A step computes it before, but draws its token only after."""
+        self.scores_adjusted = wishes.beam is not None and (is_shaped(wishes) or wishes.grammar is not None)
+        """Its log-probabilities are of the logits with penalties, biases and mask in."""
+        self.matcher: Matcher | None = None  # of its grammar, if it has one, at its last known token
         self.token_ids = list(request.prompt)
         self.num_prompt_tokens = len(request.prompt)
         self.max_num_tokens = len(request.prompt) + wishes.max_tokens
@@ -142,6 +146,7 @@ class SequenceGroup:
         self.num_output_tokens = 0
         self.num_cached_tokens: int | None = None  # of the prompt, found in memory when it first ran
         self.has_sampled = False  # in this engine
+        self.is_ready = True  # to run: its grammar, if it has one, is compiled
         self._sums_logprob = [0.0] * len(self.branches)
         for sequence, past in zip(self.branches, self._past(), strict=False):
             sequence.token_ids += past.token_ids
@@ -170,7 +175,12 @@ class SequenceGroup:
         sequence.token_ids.append(token_id)
         self.num_output_tokens += 1
         self._sums_logprob[sequence.branch] += logprob
-        return sequence.end_after(token_id)
+        reason = sequence.end_after(token_id)
+        if sequence.matcher is None or reason is EndReason.STOP:
+            return reason
+        if not sequence.matcher.advance((token_id,)):
+            return EndReason.GRAMMAR
+        return EndReason.STOP if sequence.matcher.is_finished else reason
 
     def choices(self) -> tuple[int, ...]:
         """The branches to answer with once all have ended, the best first."""

@@ -91,6 +91,7 @@ class Admission:
                 raise refusal(name, f"must be at most {most} here")
 
     def _encode(self, request: Request, max_model_len: int) -> list[list[int]]:
+        self._model.check_grammar(request.sampling.grammar)
         return [
             self._kept(request, self._model.encode(p, request.add_special_tokens), max_model_len)
             for p in request.prompts
@@ -178,6 +179,7 @@ class Admission:
             ignore_eos=wishes.ignore_eos,
             logprobs=wishes.logprobs,
             logit_bias=wishes.logit_bias,
+            grammar=None if wishes.grammar is None else wishes.grammar.text,
             n=wishes.n,
             best_of=wishes.best_of,
             beam=wishes.beam,

@@ -28,6 +28,7 @@ from service.gateway.openai_fields import (
     IDLE_MESSAGE_FIELDS,
     without_idle_fields,
 )
+from service.gateway.openai_grammar import read_grammar
 from service.gateway.request import CHAT, COMPLETIONS, Conversation, Prompt, Request, SamplingWishes, Source
 
 MAX_STOP_STRINGS = 16
@@ -178,6 +179,7 @@ def _wishes(body: GenerationBody, max_tokens: int | None, logprobs: int | None) 
         ignore_eos=body.ignore_eos,
         logprobs=logprobs,
         logit_bias=_logit_bias(body.logit_bias),
+        grammar=read_grammar(body),
         n=choices.n,
         best_of=choices.best_of,
         beam=choices.beam,

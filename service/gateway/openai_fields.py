@@ -14,14 +14,6 @@ from service.errors import RequestError
 Idle = Mapping[str, tuple[Any, ...]]
 
 _BOTH: Idle = {
-    "response_format": ({"type": "text"},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_decoding_backend": (),
-    "guided_whitespace_pattern": (),
-    "structured_outputs": (),
     "prompt_logprobs": (),
     "allowed_token_ids": (),
     "bad_words": ([],),

@@ -25,6 +25,14 @@ class Conversation:
 Prompt = str | tuple[int, ...] | Conversation
 
 
+@dataclass(frozen=True)
+class GrammarWish:
+    """What the answer must look like."""
+
+    text: str  # as `model.grammar` writes it; not yet compiled
+    param: str  # the field that asks for it
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingWishes:
     """What the client said of sampling, ranges checked; None where it was silent and a default may speak."""
@@ -43,6 +51,7 @@ class SamplingWishes:
     ignore_eos: bool = False
     logprobs: int | None = None  # None: not wanted; K: the chosen token's and K alternatives'
     logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: GrammarWish | None = None
     n: int = 1  # choices of each prompt
     best_of: int = 1  # n.. ; branches sampled for each prompt
     beam: BeamSearch | None = None  # instead of sampling

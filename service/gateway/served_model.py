@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from model.chat_template import ChatTemplate, TemplateError
 from model.config import ModelConfig, generation_defaults
 from model.errors import ModelError
+from model.grammar import GrammarError
+from model.grammar_matcher import GrammarCompiler
 from model.tokenizer import Tokenizer
 from service.config import Settings
 from service.errors import RequestError, StartupError
 from service.gateway.openai_bodies import refusal
-from service.gateway.request import Conversation, Prompt
+from service.gateway.openai_grammar import grammar_refusal
+from service.gateway.request import Conversation, GrammarWish, Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +30,7 @@ class ServedModel:
     eos_token_ids: tuple[int, ...]
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    grammars: GrammarCompiler
     defaults: Mapping[str, float]  # sampling that the model's makers recommend
     created_s: int  # Unix seconds
     fingerprint: str
@@ -52,6 +56,7 @@ class ServedModel:
             eos_token_ids=config.eos_token_ids,
             tokenizer=tokenizer,
             template=template,
+            grammars=GrammarCompiler(tokenizer, config.vocab_size, config.eos_token_ids),
             defaults=defaults,
             created_s=int(time.time()),
             fingerprint="fp_" + hashlib.sha256(f"{name} {config}".encode()).hexdigest()[:10],
@@ -79,6 +84,15 @@ class ServedModel:
         """Raises RequestError (400) for an id that is outside the vocabulary."""
         if ids and (min(ids) < 0 or max(ids) >= self.vocab_size):
             raise refusal(param, "has a token id outside the vocabulary")
+
+    def check_grammar(self, wish: GrammarWish | None) -> None:
+        """Compiles it, which may take long: call it off the event loop. Raises RequestError (400)."""
+        if wish is None:
+            return
+        try:
+            self.grammars.compile(wish.text)
+        except GrammarError as error:
+            raise grammar_refusal(error, wish.param) from None
 
     def _encode_conversation(self, conversation: Conversation) -> list[int]:
         if self.template is None:

@@ -28,7 +28,7 @@ def decode_object(data: bytes) -> dict[str, Any]:
         raise _invalid("it is malformed or not UTF-8") from None
     if not isinstance(value, dict):
         raise _invalid("it must be an object")
-    if _depth_exceeds(value, MAX_DEPTH):
+    if depth_exceeds(value, MAX_DEPTH):
         raise _invalid("it is nested too deeply")
     try:
         json.loads(data, object_pairs_hook=_refuse_repeats, parse_int=str)
@@ -37,8 +37,17 @@ def decode_object(data: bytes) -> dict[str, Any]:
     return value
 
 
-def _depth_exceeds(value: Any, max_depth: int) -> bool:
-    level = [value]
+def decode_value(text: str, param: str) -> Any:
+    """The JSON value in a text that stands in field `param`. Raises RequestError (400)."""
+    try:
+        return msgspec.json.decode(text)
+    except (ValueError, RecursionError):
+        raise RequestError(400, f"'{param}' is not valid JSON.", param=param) from None
+
+
+def depth_exceeds(value: Any, max_depth: int) -> bool:
+    """Whether lists and maps nest deeper than that."""
+    level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(max_depth):
         level = [child for node in level for child in _children(node)]
         if not level:

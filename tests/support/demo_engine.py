@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from model.config import ModelConfig
+from model.grammar_matcher import GrammarCompiler
 from model.kv_cache import allocate
 from model.loader import load_model
 from model.ops.interface import Ops
 from model.sampling_params import SamplingParams
+from model.tokenizer import Tokenizer
 from service.engine.engine import Engine
 from service.engine.executor import ModelExecutor
+from service.engine.grammars import Grammars
 from service.engine.kv_manager import KVManager
 from service.engine.plan import TokenLogprob
 from service.engine.scheduler import Limits
@@ -46,7 +49,11 @@ class DemoEngines:
         limits = Limits(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_prefill_chunk=budget, max_model_len=MAX_LEN
         )
-        return Engine(executor, KVManager(num_blocks, BLOCK_SIZE), limits, frozenset(self._config.eos_token_ids))
+        kv, ends = KVManager(num_blocks, BLOCK_SIZE), frozenset(self._config.eos_token_ids)
+        return Engine(executor, kv, limits, ends, Grammars(self._compiler))
+
+    def _compiler(self) -> GrammarCompiler:
+        return GrammarCompiler(Tokenizer.read(DEMO), self._config.vocab_size, self._config.eos_token_ids)
 
     def executor(self, num_blocks: int, max_num_seqs: int) -> ModelExecutor:
         """With a cache of its own, of zeros."""

@@ -64,6 +64,9 @@ class ScriptedExecutor:
         self._last = {sequence: token.token_id for sequence, token in sampled.items()}
         return StepResult(tuple(sampled.values()))
 
+    def draw(self, launched: StepResult) -> None:
+        """It knows all tokens when it launches."""
+
     def collect(self, launched: StepResult) -> StepResult:
         return launched
 

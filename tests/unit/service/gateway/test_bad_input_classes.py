@@ -19,6 +19,9 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = {"model": MODEL, "prompt": "the and", "max_tokens": 4}
 MESSAGES = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 
+CHAIN_OF_RULES = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(3000)) + '\nr3000: "z"'
+"""Enough to fell a compiler that recurses."""
+
 REFUSED = [
     ("fan-out", COMPLETIONS, {"n": 16384}, "n"),
     ("fan-out", COMPLETIONS, {"best_of": 1000, "n": 1}, "best_of"),
@@ -51,11 +54,19 @@ REFUSED = [
     (
         "grammars",
         CHAT,
-        {"response_format": {"type": "json_schema", "json_schema": {"pattern": "(" * 60000}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"pattern": "(" * 60000}}}},
         "response_format",
     ),
-    ("grammars", CHAT, {"guided_regex": "(a+)+$"}, "guided_regex"),
-    ("grammars", CHAT, {"structured_outputs": {"grammar": "("}}, "structured_outputs"),
+    ("grammars", CHAT, {"guided_regex": "(a+)+$" * 1000}, "guided_regex"),
+    ("grammars", COMPLETIONS, {"guided_regex": "(a"}, "guided_regex"),
+    ("grammars", COMPLETIONS, {"guided_regex": r"\bword"}, "guided_regex"),
+    ("grammars", COMPLETIONS, {"guided_json": "[" * 100_000}, "guided_json"),
+    ("grammars", COMPLETIONS, {"guided_json": {"multipleOf": 1e-9}}, "guided_json"),
+    ("grammars", COMPLETIONS, {"guided_json": {"$ref": "https://example.com"}}, "guided_json"),
+    ("grammars", COMPLETIONS, {"guided_grammar": "start: " + "(" * 10_000}, "guided_grammar"),
+    ("grammars", COMPLETIONS, {"guided_grammar": CHAIN_OF_RULES}, "guided_grammar"),
+    ("grammars", COMPLETIONS, {"guided_choice": ["a"] * 5000}, "guided_choice"),
+    ("grammars", CHAT, {"structured_outputs": {"grammar": "("}}, "structured_outputs.grammar"),
     (
         "tools",
         CHAT,

@@ -1,0 +1,102 @@
+"""Grammars of requests: compiled beside the engine's steps, followed token by token, told to the sampler as masks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+
+import numpy as np
+
+from model.grammar import GrammarError
+from model.grammar_matcher import GrammarCompiler, Matcher, num_mask_words
+from model.ops.interface import TokenMask
+from service.engine.sequence import Sequence, SequenceGroup, State
+
+NUM_COMPILING_THREADS = 2
+MAX_FILLING_THREADS = 8
+MASKS_PER_THREAD = 4
+"""Fewer are filled sooner than a thread is woken."""
+
+
+class Grammars:
+    """Compiles on threads of its own: the engine goes on meanwhile, and a bad grammar fails its own request alone."""
+
+    def __init__(self, make_compiler: Callable[[], GrammarCompiler]):
+        """`make_compiler` is called once, on one of the threads. Raises GrammarError where there is no text half."""
+        self._pool = ThreadPoolExecutor(NUM_COMPILING_THREADS, thread_name_prefix="grammar")
+        self._compiler = self._pool.submit(make_compiler)
+        self._compiling: dict[SequenceGroup, Future[list[Matcher]]] = {}
+
+    def begin(self, group: SequenceGroup) -> None:
+        """Compile the group's grammar, and bring a matcher for each branch to where the branch is."""
+        group.is_ready = False
+        outputs = [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in group.branches]
+        self._compiling[group] = self._pool.submit(self._matchers, group.request.sampling.grammar, outputs)
+
+    def take_ready(self) -> list[tuple[SequenceGroup, bool]]:
+        """The groups whose compiling has ended since the last call, and whether it went well: they have matchers."""
+        ready = []
+        for group, future in list(self._compiling.items()):
+            if future.done():
+                del self._compiling[group]
+                matchers = _result(future)
+                group.is_ready = True
+                for sequence, matcher in zip(group.branches, matchers, strict=False):
+                    sequence.matcher = matcher
+                ready.append((group, bool(matchers)))
+        return ready
+
+    def wait(self, timeout_s: float) -> None:
+        """Until some compiling has ended, if any is under way."""
+        if self._compiling:
+            wait(self._compiling.values(), timeout_s, FIRST_COMPLETED)
+
+    def _matchers(self, grammar: str, outputs: list[list[int]]) -> list[Matcher]:
+        first = self._compiler.result().compile(grammar)
+        matchers = [first.copy() for _ in outputs[1:]] + [first]
+        for matcher, output in zip(matchers, outputs, strict=True):
+            if output and not matcher.is_finished and not matcher.advance(output):
+                raise GrammarError("What was told before does not fit the grammar.")
+        return matchers
+
+
+class MaskBuilder:
+    """Fills masks by several threads: each leaves Python's lock while it computes."""
+
+    def __init__(self, vocab_size: int):
+        self._num_words = num_mask_words(vocab_size)
+        self._num_threads = max(1, min(MAX_FILLING_THREADS, len(os.sched_getaffinity(0)) // 2))
+        self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="masks")
+
+    def build(self, samplers: Iterable[Sequence]) -> TokenMask | None:
+        """On the host: what the grammars of the sequences allow next; None where nobody has one."""
+        rows, masked = [], []
+        for sequence in samplers:
+            has_mask = sequence.matcher is not None and sequence.state is not State.ENDED
+            rows.append(len(masked) if has_mask else -1)
+            if has_mask:
+                masked.append(sequence)
+        if not masked:
+            return None
+        words = np.empty((len(masked), self._num_words), np.uint32)
+
+        def fill(part: range) -> None:
+            for row in part:
+                masked[row].matcher.fill(words[row], masked[row].group.stop_ids)
+
+        num_parts = min(self._num_threads, -(-len(masked) // MASKS_PER_THREAD))
+        parts = [range(first, len(masked), num_parts) for first in range(num_parts)]
+        others = [self._pool.submit(fill, part) for part in parts[1:]]
+        fill(parts[0])
+        for other in others:
+            other.result()
+        return TokenMask(np.array(rows, np.int32), words)
+
+
+def _result(future: Future[list[Matcher]]) -> list[Matcher]:
+    """Empty where the grammar cannot be had."""
+    try:
+        return future.result()
+    except GrammarError:
+        return []

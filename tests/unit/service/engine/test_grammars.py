@@ -1,0 +1,235 @@
+"""Grammars in the engine: every answer fits, beside others that have none, in every kind of request, and after a
+crash; a bad one fails its own request alone."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import threading
+import time
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+from model.grammar import COMPACT, of_choice, of_json, of_regex
+from model.ops.numpy_ops import NumpyOps
+from model.sampling_params import BeamSearch, SamplingParams
+from model.tokenizer import Tokenizer
+from service.engine.grammars import Grammars, MaskBuilder
+from service.engine.sequence import BranchPast, Request
+from service.errors import EndReason
+from tests.support.demo_engine import DEMO, DemoEngines
+from tests.support.random_schemas import is_valid, random_schema
+from tests.unit.service.engine.test_executor import FLOAT32, AheadOps
+
+EOS = 1
+TOKENIZER = Tokenizer.read(DEMO)
+PROMPT = tuple(TOKENIZER.encode("Once upon a time"))
+
+
+@pytest.fixture(scope="module", params=[NumpyOps, AheadOps])
+def engines(request):
+    return DemoEngines(request.param(FLOAT32))
+
+
+def ask(name: str, grammar: str | None, past: tuple[BranchPast, ...] = (), **wishes) -> Request:
+    wishes = {"max_tokens": 120, "temperature": 1.0, "seed": 3} | wishes
+    return Request(request_id=name, prompt=PROMPT, sampling=SamplingParams(grammar=grammar, **wishes), past=past)
+
+
+def run(engine, *requests, max_steps=None):
+    """By request and branch its tokens, and by request its end."""
+    told, ends = defaultdict(list), {}
+    for request in requests:
+        engine.add(request)
+    num_steps = 0
+    while num_steps != max_steps:
+        engine.step()
+        engine.check_invariants()
+        num_steps += 1
+        outputs = engine.take_outputs()
+        for output in outputs:
+            for part in output.parts:
+                told[output.request_id, part.branch] += part.token_ids
+            if output.end is not None:
+                ends[output.request_id] = output.end
+        if not engine.has_work:
+            break
+    return told, ends
+
+
+def text(ids) -> str:
+    return TOKENIZER.decode([token for token in ids if token != EOS])
+
+
+def test_every_answer_fits_its_schema(engines):
+    schemas = [random_schema(random.Random(seed), depth=2) for seed in range(5)]
+    asked = [
+        ask(str(i), of_json(schema, whitespace=COMPACT), seed=i, temperature=i % 3 / 2, max_tokens=130)
+        for i, schema in enumerate(schemas)
+    ]
+    told, ends = run(engines.make(num_blocks=300), *asked)
+    finished = [i for i in range(len(schemas)) if ends[str(i)] is EndReason.STOP]
+    assert len(finished) >= 3
+    for i in finished:
+        assert is_valid(json.loads(text(told[str(i), 0])), schemas[i])
+
+
+def test_others_get_what_they_would_get_alone(engines):
+    free = ask("free", None, max_tokens=30)
+    alone, _ = run(engines.make(), free)
+    told, _ = run(engines.make(), ask("bound", of_regex("[a-z ]{40}")), free)
+    assert told["free", 0] == alone["free", 0]
+    assert re.fullmatch("[a-z ]{40}", text(told["bound", 0]))
+
+
+def test_an_answer_that_can_only_end_ends_without_eos(engines):
+    told, ends = run(engines.make(), ask("a", of_choice(["the cat"]), ignore_eos=True, min_tokens=50))
+    assert text(told["a", 0]) == "the cat"
+    assert EOS not in told["a", 0]
+    assert ends == {"a": EndReason.STOP}
+
+
+def test_length_cuts_and_the_stop_ids_end(engines):
+    comma = TOKENIZER.encode(",")[-1]
+    told, ends = run(
+        engines.make(),
+        ask("cut", of_regex("[a-z]{300}"), max_tokens=10),
+        ask("stopped", of_regex("a(,a)*"), stop_token_ids=(comma,), logit_bias=((comma, 100.0),)),
+    )
+    assert (len(told["cut", 0]), ends["cut"]) == (10, EndReason.LENGTH)
+    assert (told["stopped", 0][-1], ends["stopped"]) == (comma, EndReason.STOP)
+
+
+def test_branches_go_their_own_ways(engines):
+    pattern = "[a-z]{3,6}-[0-9]{4}"
+    told, ends = run(engines.make(), ask("n", of_regex(pattern), n=4, best_of=5))
+    answers = [text(ids) for ids in told.values()]
+    assert len(answers) == 5
+    assert all(re.fullmatch(pattern, answer) for answer in answers)
+    assert len(set(answers)) > 1
+    assert ends == {"n": EndReason.STOP}
+
+
+def test_beams_hold_to_the_grammar(engines):
+    pattern = "(red|green|blue)( and (red|green|blue))?"
+    told, ends = run(engines.make(), ask("b", of_regex(pattern), n=3, temperature=0.0, beam=BeamSearch(width=4)))
+    answers = [text(told["b", i]) for i in range(3)]
+    assert all(re.fullmatch(pattern, answer) for answer in answers)
+    assert len({tuple(told["b", i]) for i in range(3)}) == 3  # some perhaps alike in text, in other tokens
+    assert ends == {"b": EndReason.STOP}
+
+
+def test_penalties_and_a_grammar_together(engines):
+    wishes = {"temperature": 0.0, "frequency_penalty": 2.0}
+    told, _ = run(engines.make(), ask("a", of_regex("[a-z]{60}"), **wishes), ask("b", None, max_tokens=30, **wishes))
+    assert re.fullmatch("[a-z]{60}", text(told["a", 0]))
+    assert len(set(told["b", 0])) > 15
+
+
+def test_another_engine_goes_on_behind_what_was_told(engines):
+    for wishes in ({}, {"n": 2, "best_of": 2}):
+        request = ask("r", of_json(random_schema(random.Random(5), depth=2), whitespace=COMPACT), seed=11, **wishes)
+        whole, ends = run(engines.make(), request)
+        before, early = run(engines.make(), request, max_steps=14)
+        assert not early
+        past = tuple(BranchPast(token_ids=tuple(before["r", branch])) for branch in range(request.sampling.n))
+        assert all(one.token_ids for one in past)
+        after, ends_after = run(engines.make(), ask("r", request.sampling.grammar, past, seed=11, **wishes))
+        for branch, one in enumerate(past):
+            assert [*one.token_ids, *after["r", branch]] == whole["r", branch]
+        assert ends_after == ends
+
+
+def test_a_finished_past_ends_at_once(engines):
+    past = (BranchPast(token_ids=tuple(TOKENIZER.encode("yes")[1:])),)
+    assert text(past[0].token_ids) == "yes"
+    told, ends = run(engines.make(), ask("r", of_choice(["yes", "no"]), past))
+    assert (told["r", 0], ends) == ([], {"r": EndReason.STOP})
+
+
+def test_preempted_and_taken_up_again(engines):
+    asked = [ask(str(i), of_regex("[a-z]{90,99}"), seed=i) for i in range(5)]
+    engine = engines.make(num_blocks=17)
+    told, _ = run(engine, *asked)
+    assert engine.stats().num_preemptions > 0
+    roomy, _ = run(engines.make(), *asked)
+    assert told == roomy
+    assert all(re.fullmatch("[a-z]{90,99}", text(ids)) for ids in told.values())
+
+
+@pytest.mark.parametrize("grammar", ["start: missing", 'start: "a' + "a" * (300 << 10) + '"'])
+def test_a_grammar_that_cannot_be_had_fails_its_own_request(engines, grammar):
+    told, ends = run(engines.make(), ask("bad", grammar), ask("good", of_choice(["the dog"])))
+    assert ends == {"bad": EndReason.GRAMMAR, "good": EndReason.STOP}
+    assert text(told["good", 0]) == "the dog"
+
+
+def test_one_that_grows_beyond_its_limits_fails_its_own_request(engines):
+    engine = engines.make()
+    engine.add(ask("bad", of_regex("[a-z]{50}")))
+    engine.add(ask("good", of_regex("[a-z]{9}")))
+    while not any(sequence.num_output_tokens > 3 for sequence in engine.running):
+        engine.step()
+    next(one for one in engine.running if one.request_id == "bad").matcher.advance((0,))  # as a limit would leave it
+    _, ends = run(engine)
+    assert ends == {"bad": EndReason.GRAMMAR, "good": EndReason.STOP}
+
+
+def test_a_past_that_does_not_fit_is_no_crash(engines):
+    _, ends = run(engines.make(), ask("r", of_choice(["yes"]), (BranchPast(token_ids=(0, 0)),)))
+    assert ends == {"r": EndReason.GRAMMAR}
+
+
+def test_without_a_compiler_the_request_ends(engines):
+    engine = engines.make()
+    engine._grammars = None
+    assert run(engine, ask("r", of_choice(["yes"])))[1] == {"r": EndReason.GRAMMAR}
+
+
+def test_while_one_compiles_others_run_and_it_can_be_cancelled(engines):
+    released = threading.Event()
+    engine = engines.make()
+    compiler = engines._compiler()
+
+    def slow_compiler():
+        assert released.wait(30)
+        return compiler
+
+    engine._grammars = Grammars(slow_compiler)
+    engine.add(ask("slow", of_choice(["yes"])))
+    engine.add(ask("gone", of_choice(["yes"])))
+    try:
+        _, ends = run(engine, ask("other", None, max_tokens=5, ignore_eos=True), max_steps=8)
+        assert ends == {"other": EndReason.LENGTH}
+        engine.cancel("gone", EndReason.CANCELLED)
+        start_s = time.perf_counter()
+        engine.step()
+        assert time.perf_counter() - start_s < 5  # it waits a little, not for the grammar
+    finally:
+        released.set()
+    told, ends = run(engine)
+    assert ends == {"gone": EndReason.CANCELLED, "slow": EndReason.STOP}
+    assert text(told["slow", 0]) == "yes"
+
+
+def test_masks_of_many_sequences_are_those_of_each(engines):
+    engine = engines.make(max_num_seqs=30, num_blocks=400)
+    for i in range(20):
+        engine.add(ask(str(i), None if i % 4 == 0 else of_regex(f"[{chr(97 + i)}0-9]{{30}}"), max_tokens=40))
+    while len(engine.running) < 20:
+        engine.step()
+    samplers = engine.running
+    builder = MaskBuilder(4096)
+    builder._num_threads = 3
+    mask = builder.build(samplers)
+    assert (mask.rows >= 0).tolist() == [one.matcher is not None for one in samplers]
+    for row, sequence in zip(mask.rows, samplers, strict=True):
+        if sequence.matcher is not None:
+            words = np.zeros(128, np.uint32)
+            assert sequence.matcher.fill(words, ())
+            np.testing.assert_array_equal(mask.words[row], words)
+    assert builder.build(one for one in samplers if one.matcher is None) is None
+    engine.cancel_all(EndReason.CANCELLED)
