@@ -26,6 +26,12 @@ def _setting(default: Any, help: str, *, verbs: Sequence[str], parse=str, low=No
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def _name(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", text):
+        raise ValueError("a name is made of letters, digits, '.', '_' and '-', 64 at most")
+    return text
+
+
 def _names(text: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     if not all(re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name) for name in names):
@@ -180,6 +186,20 @@ class Settings:
         parse=float,
         low=0.0,
         high=3600.0,
+    )
+    lease: float = _setting(
+        10.0,
+        "seconds without a heartbeat after which a worker's requests go on elsewhere",
+        verbs=(SERVE, WORKER),
+        parse=float,
+        low=0.5,
+        high=300.0,
+    )
+    worker_name: str | None = _setting(
+        None,
+        "this worker's own, kept over restarts: it takes up at once what it left; without it a new one each time",
+        verbs=(WORKER,),
+        parse=_name,
     )
 
     # HTTP

@@ -35,6 +35,8 @@ class EndReason(StrEnum):
     INVALID = "invalid"  # the worker refused the job
     SHUTDOWN = "shutdown"  # its worker was told to stop and the drain time ran out
     INTERNAL = "internal"  # a bug or a dead device
+    POISONED = "poisoned"  # engines died of it; it stands among the dead letters
+    LOST = "lost"  # Redis lost its data, and nobody had this request
 
 
 @dataclass(frozen=True)
@@ -57,4 +59,6 @@ ENDINGS: dict[EndReason, Ending] = {
     EndReason.INVALID: Ending(None, 400, "The worker refused the job."),
     EndReason.SHUTDOWN: Ending(None, 503, "The worker was shut down before the request ended."),
     EndReason.INTERNAL: Ending(None, 500, "The engine failed on this request."),
+    EndReason.POISONED: Ending(None, 500, "The engine failed on this request again and again; it was given up."),
+    EndReason.LOST: Ending(None, 503, "The queue lost this request."),
 }

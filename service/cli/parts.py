@@ -72,7 +72,8 @@ async def _broker(settings: Settings) -> AsyncIterator[RedisBroker]:
     if settings.redis_url is None:
         raise StartupError("--redis-url is missing (quire serve starts a Redis of its own)")
     try:
-        broker = await open_redis_broker(with_password(settings.redis_url, settings.redis_password_file))
+        url = with_password(settings.redis_url, settings.redis_password_file)
+        broker = await open_redis_broker(url, settings.worker_name, lease_s=settings.lease)
     except BrokerUnavailable as error:
         raise StartupError(f"--redis-url: nobody answers there: {error}") from None
     try:

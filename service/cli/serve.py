@@ -28,6 +28,9 @@ log = logging.getLogger("quire.serve")
 EXIT_GRACE_S = 10.0
 """What a part gets on top of its drain time before it is killed."""
 
+ONLY_WORKER = "serve"
+"""The name of the worker on a Redis that nobody else has: a new one takes up at once what the last one left."""
+
 BLAS_THREADS = {"OPENBLAS_NUM_THREADS": str(max(1, (os.cpu_count() or 1) - 1))}
 """One core stays free of the spinning threads of a matrix product: the gateway and Redis run beside the worker."""
 
@@ -101,7 +104,7 @@ async def _serve(settings: Settings, stop: asyncio.Event) -> int:
                 raise StartupError("--redis-password-file is of no use without --redis-url")
             redis = await asyncio.to_thread(EmbeddedRedis.start, settings.data_dir)
             exits.push_async_callback(asyncio.to_thread, redis.stop)
-            settings = replace(settings, redis_url=redis.url)
+            settings = replace(settings, redis_url=redis.url, worker_name=ONLY_WORKER)
         worker = await Part.start(WORKER, settings)
         exits.push_async_callback(worker.stop)
         gateway = await Part.start(GATEWAY, settings)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,13 +13,28 @@ class BrokerUnavailable(Exception):
     """The queue cannot be reached or takes no writes now; nothing was accepted. Try again later."""
 
 
+SUSPECT_AFTER_DEATHS = 2
+MAX_DEATHS = 3
+"""Engine deaths that a job may be in flight at: after the second it runs alone, after the third it is buried."""
+
+
 @dataclass(frozen=True)
 class Claim:
-    """A job in the hands of one worker. `attempt` counts deliveries from 1 and fences stale owners out."""
+    """A job in the hands of one worker. `attempt` counts claims from 1 and fences earlier owners out."""
 
     job: Job
     attempt: int
-    entry_id: str
+    deaths: int = 0  # engine deaths while it was in flight
+    past: tuple[Event, ...] = ()  # what earlier owners told: numbers 1, 2, 3, ... without gap, none with `end`
+    stops: tuple[Cancel, ...] = ()  # branches that are no longer wanted
+
+
+@dataclass(frozen=True)
+class Lease:
+    """What a worker learns from its heartbeat."""
+
+    lost: frozenset[str]  # jobs that are not its own any more: others have them, nothing of them may be told
+    runs_suspects: bool  # it is the one to run suspects now, each alone
 
 
 @dataclass(frozen=True)
@@ -35,16 +50,19 @@ class DoorBroker(Protocol):
     """The half that gateways use."""
 
     async def submit(self, job: Job) -> None:
-        """The job is accepted when this returns. Raises BrokerUnavailable, or WireError for one that is too large."""
+        """The job is accepted when this returns; a second time changes nothing. Raises BrokerUnavailable, or WireError
+        for one that is too large."""
 
     def follow(self, job_id: str, after: int = 0) -> AsyncIterator[Event]:
         """The job's events with numbers above `after`, in order, each once; ends behind the one that has `end`.
         Events are live from the moment `follow` is called (not from the first iteration); calling it before `submit`
-        is cheapest. Outages are waited out; iterating raises BrokerUnavailable only for what is lost for good, and when
-        the broker is closed. Raises ValueError for an id outside [A-Za-z0-9_.-]{1,128}."""
+        is cheapest. Outages are waited out, and a job that the queue has lost ends with LOST; iterating raises
+        BrokerUnavailable only for a log with a hole, and when the broker is closed. Raises ValueError for an id
+        outside [A-Za-z0-9_.-]{1,128}."""
 
     async def cancel(self, cancel: Cancel) -> None:
-        """Told to every worker, and remembered for a job that is still queued."""
+        """A job that is queued ends here; the worker of one that runs is told, and whoever takes it over. For one that
+        is still to come it is remembered."""
 
     async def workers(self) -> Sequence[WorkerCard]:
         """Cards of the workers whose heartbeat is fresh."""
@@ -87,16 +105,36 @@ class DoorBroker(Protocol):
 
 
 class WorkerBroker(Protocol):
-    """The half that workers use."""
+    """The half that workers use. A worker's jobs are its own while its lease runs, `lease_s` from each `renew`; when it
+    has run out, any other may take them over, and from then on nothing that this one writes counts."""
+
+    lease_s: float
 
     async def fetch(self, max_jobs: int, wait_s: float) -> Sequence[Claim]:
-        """Up to max_jobs claims, waiting at most wait_s for the first. A job cancelled while queued is ended here
-        and never returned."""
+        """Up to max_jobs claims, waiting at most wait_s for the first; jobs that others had before come first. One
+        that was cancelled while queued or is past its deadline is ended here and never returned, and so is one that
+        killed MAX_DEATHS engines, or whose past is lost. To be called by one task at a time."""
 
-    async def publish(self, events: Sequence[Event]) -> None:
+    async def fetch_suspect(self) -> Claim | None:
+        """A job that was in flight at two engine deaths, to be run with no other; none if there is none."""
+
+    async def publish(self, events: Sequence[Event]) -> frozenset[str]:
         """One round trip for all events of a step. An event with `end` also settles its job: it leaves the queue in
-        the same atomic act. Raises BrokerUnavailable, in which case the same events may be published again: a number
-        already written is not written twice."""
+        the same atomic act. Returns jobs that are not ours any more: of those nothing was written. Raises
+        BrokerUnavailable, in which case the same events may be published again: a number already written is not
+        written twice."""
+
+    async def renew(self) -> Lease:
+        """The heartbeat of the lease, to be given only while the engine makes progress."""
+
+    async def take_over(self) -> int:
+        """Put the jobs of dead workers back in the queue, before all others, and end those that waited past their
+        deadline. Before the first fetch also the jobs of a worker of our name that was here before. How many were
+        put back."""
+
+    async def hand_back(self, job_ids: Collection[str], cause: str | None = None) -> None:
+        """Give jobs back, with what was told of them; other workers go on with them at once. `cause`: what the engine
+        died of while they were in flight. Jobs that are not ours are left alone."""
 
     async def fetch_cancels(self, wait_s: float) -> Sequence[Cancel]:
         """Cancels since the last call (since this broker was opened, at first)."""
@@ -105,9 +143,13 @@ class WorkerBroker(Protocol):
         """Redis time, Unix seconds."""
 
     async def announce(self, card: WorkerCard) -> bool:
-        """The heartbeat. Returns whether somebody wants to see `card.blocks`."""
+        """Tell the doors, and other workers, that this one is here. Returns whether somebody wants to see
+        `card.blocks`."""
+
+    async def workers(self) -> Sequence[WorkerCard]:
+        """Cards of the workers that were here in the last few seconds."""
 
     async def retire(self, worker_id: str) -> None:
-        """Take the card away: the worker leaves."""
+        """Take the card away, and the lease: the worker leaves."""
 
     async def close(self) -> None: ...

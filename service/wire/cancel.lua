@@ -1,13 +1,30 @@
--- Tells every worker that a job is no longer wanted, and remembers it for the one that will claim it.
+-- Somebody no longer wants a job, or one branch of it. One that waits ends here; the worker of one that runs is told,
+-- and whoever may take it over; for one that is still to come it is remembered.
 --
--- KEYS[1]  quire:{<job>}:events   stream, its event log: the last entry of an ended job has the field `end`
--- KEYS[2]  quire:{<job>}:cancel   string, its tombstone: why it is not wanted
--- KEYS[3]  quire:cancels          stream, read by every worker
--- ARGV[1] reason   ARGV[2] tombstone's life (s)   ARGV[3] longest quire:cancels (entries)   ARGV[4] message
+-- KEYS[10] quire:{<job>}:cancel  string, its tombstone: why it is not wanted
+-- KEYS[11] quire:{<job>}:events  stream, its event log
+-- KEYS[12] quire:cancels         stream, read by every worker
+-- ARGV[6] job   ARGV[7] reason   ARGV[8] branch or ''   ARGV[9] tombstone's life (s)
+-- ARGV[10] longest quire:cancels (entries)   ARGV[11] message
 -- Returns 1, or 0 where the job has ended already.
 
-local last = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', '1')[1]
-if last and #last[2] > 2 then return 0 end
-redis.call('SET', KEYS[2], ARGV[1], 'EX', ARGV[2], 'NX')
-redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[3], '*', 'm', ARGV[4])
+local job, reason, branch = ARGV[6], ARGV[7], ARGV[8]
+local state = read_state(job)
+if not state then
+  if has_ended(last_entry(KEYS[11])) then return 0 end
+  if branch == '' then redis.call('SET', KEYS[10], reason, 'EX', ARGV[9], 'NX') end
+  return 1
+end
+if branch ~= '' then
+  state.stops = state.stops or {}
+  state.stops[#state.stops + 1] = branch .. ' ' .. reason
+  write_state(job, state)
+elseif state.entry then
+  end_job(job, state, reason)
+  return 1
+elseif not state.cancel then
+  state.cancel = reason
+  write_state(job, state)
+end
+redis.call('XADD', KEYS[12], 'MAXLEN', '~', ARGV[10], '*', 'm', ARGV[11])
 return 1

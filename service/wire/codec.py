@@ -18,9 +18,9 @@ from typing import Any, TypeVar, get_args, get_type_hints
 import msgpack
 import msgspec
 
-from service.wire.messages import VERSION, Cancel, Event, IngressJob, Job, Reply, RequestRecord, WorkerCard
+from service.wire.messages import VERSION, Cancel, DeadLetter, Event, IngressJob, Job, Reply, RequestRecord, WorkerCard
 
-Message = TypeVar("Message", Job, Event, Cancel, WorkerCard, RequestRecord, IngressJob, Reply)
+Message = TypeVar("Message", Job, Event, Cancel, WorkerCard, RequestRecord, DeadLetter, IngressJob, Reply)
 
 
 class WireError(ValueError):
@@ -43,6 +43,7 @@ LIMITS: dict[type, Limits] = {
     Cancel: Limits(max_bytes=1 << 10, max_array_len=8, max_map_len=8, max_containers=8),
     RequestRecord: Limits(max_bytes=4 << 20, max_array_len=1024, max_map_len=16, max_containers=8),
     WorkerCard: Limits(max_bytes=64 << 10, max_array_len=8, max_map_len=512, max_containers=16),
+    DeadLetter: Limits(max_bytes=9 << 20, max_array_len=8, max_map_len=8, max_containers=8),
     IngressJob: Limits(max_bytes=1 << 20, max_array_len=4096, max_map_len=1024, max_containers=16384),
     Reply: Limits(max_bytes=1 << 20, max_array_len=1024, max_map_len=64, max_containers=1024),
 }

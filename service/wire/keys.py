@@ -12,10 +12,34 @@ PAYLOAD_FIELD = "m"
 END_FIELD = "end"
 
 JOBS = "quire:jobs"
-"""Stream. Accepted jobs, m = Job; those pending in the group are claimed. Doors write, workers read. An entry lives
-until its job has ended."""
-JOBS_GROUP = "workers"
-"""Group of JOBS; a consumer is one worker's broker."""
+"""Hash. Job id to Job. Doors write, workers read. From acceptance to the end."""
+STATES = "quire:states"
+"""Hash. Job id to what the scripts must know of it (see common.lua). Doors and workers write and read, by scripts
+alone. From acceptance to the end."""
+CLAIMS = "quire:claims"
+"""Hash. Job id to its fence, `<attempt> <worker>`. Workers write and read. While it is claimed."""
+DEADLINES = "quire:deadlines"
+"""Sorted set. Job ids by deadline, Redis time. Doors write, workers read. From acceptance to the end."""
+WAITING = "quire:waiting"
+"""Stream. Accepted jobs, m = job id. Doors write, workers read. An entry lives until its job is claimed."""
+RETURNED = "quire:returned"
+"""Stream. Jobs that were claimed before, m = job id; they go first. Workers write and read. Until claimed again."""
+SUSPECTS = "quire:suspects"
+"""Stream. Jobs that were in flight at two engine deaths, m = job id; they run alone. Workers write and read. Until
+claimed again."""
+LEASES = "quire:leases"
+"""Sorted set. Workers by the Redis time at which their lease runs out. Workers write and read. Until taken over."""
+EPOCH = "quire:epoch"
+"""String. A random name of these data: who finds another knows that Redis has lost everything. Doors and workers write
+and read. For ever."""
+QUEUE = (JOBS, STATES, CLAIMS, DEADLINES, WAITING, RETURNED, SUSPECTS, LEASES, EPOCH)
+"""The first keys of every script."""
+
+ALONE = "quire:alone"
+"""String. The worker that runs suspects. Workers write and read. As long as a lease."""
+DEAD = "quire:dead"
+"""Stream. Jobs that killed engines, m = DeadLetter. Workers write, people read. The last DEAD_MAX_ENTRIES."""
+DEAD_MAX_ENTRIES = 1024
 
 CANCELS = "quire:cancels"
 """Stream. Cancels for every worker, m = Cancel. Doors write, workers read. The last CANCELS_MAX_ENTRIES."""
@@ -51,8 +75,8 @@ def events(job_id: str) -> str:
 
 
 def cancel(job_id: str) -> str:
-    """String. Tombstone: why a job that may still be queued is no longer wanted (an EndReason). Doors write,
-    workers read. Until the job has ended, TOMBSTONE_TTL_S at most."""
+    """String. Tombstone: why a job that is still to come is not wanted (an EndReason). Doors write and read. Until the
+    job comes, TOMBSTONE_TTL_S at most."""
     return f"quire:{{{_name(job_id)}}}:cancel"
 
 

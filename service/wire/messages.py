@@ -107,6 +107,17 @@ class WorkerCard:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeadLetter:
+    """A job that was ended because engines died of it, kept for whoever wants to see why."""
+
+    job_id: str
+    job: bytes  # the Job, as it was accepted
+    deaths: int  # engine deaths while it was in flight; at the last one it ran alone
+    cause: str  # of the last death
+    buried_at_s: float  # Redis time, Unix seconds
+
+
+@dataclass(frozen=True, kw_only=True)
 class IngressJob:
     """What a foreign producer writes to its ingress stream: an OpenAI request body and where it belongs. The body
     holds what JSON can hold; only a `prompt` of token ids may come packed (bin, uint32): a list once decoded."""

@@ -13,25 +13,29 @@ from service.wire.redis_requests import RedisRequests
 from service.wire.redis_worker import RedisWorker
 
 TIMEOUT_S = 3.0
+LEASE_S = 10.0
 
 
 class RedisBroker(RedisDoor, RedisRequests, RedisWorker):
     """DoorBroker and WorkerBroker in one. Made by `open_redis_broker`."""
 
-    def __init__(self, link: RedisLink, name: str, cancels_from: str):
+    def __init__(self, link: RedisLink, name: str, cancels_from: str, lease_s: float):
         RedisDoor.__init__(self, link, name)
         RedisRequests.__init__(self, link)
-        RedisWorker.__init__(self, link, name, cancels_from)
+        RedisWorker.__init__(self, link, name, cancels_from, lease_s)
 
     async def close(self) -> None:
         await self.close_door()
         await self._link.close()
 
 
-async def open_redis_broker(url: str, name: str | None = None, timeout_s: float = TIMEOUT_S) -> RedisBroker:
-    """Connect to redis://, rediss:// or unix://. `name` is this process's name in the consumer groups, unique among
-    those alive; one that comes back gets what it had not settled. A command that takes longer than timeout_s has
-    failed. Raises StartupError for a URL or a server that cannot be used, BrokerUnavailable if nobody answers."""
+async def open_redis_broker(
+    url: str, name: str | None = None, timeout_s: float = TIMEOUT_S, lease_s: float = LEASE_S
+) -> RedisBroker:
+    """Connect to redis://, rediss:// or unix://. `name` is this process's name, unique among those alive; one that
+    comes back gets what it had not settled. A command that takes longer than timeout_s has failed; a worker's jobs are
+    its own for lease_s after each heartbeat. Raises StartupError for a URL or a server that cannot be used,
+    BrokerUnavailable if nobody answers."""
     link = RedisLink(url, timeout_s)
     try:
         await link.check()
@@ -41,7 +45,7 @@ async def open_redis_broker(url: str, name: str | None = None, timeout_s: float 
         await link.close()
         raise
     cancels_from = last[0][0].decode() if last else "0-0"
-    return RedisBroker(link, name or _own_name(), cancels_from)
+    return RedisBroker(link, name or _own_name(), cancels_from, lease_s)
 
 
 def _own_name() -> str:

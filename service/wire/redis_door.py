@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import AsyncIterator, Sequence
-
-from redis.exceptions import ResponseError
 
 from service.logs import fields
 from service.wire import keys
-from service.wire.broker import BrokerUnavailable, IngressEntry
+from service.wire.broker import IngressEntry
 from service.wire.codec import WireError, decode, encode
 from service.wire.messages import Cancel, Event, Job, WorkerCard
 from service.wire.redis_feed import FeedReader
 from service.wire.redis_group import GroupReader
 from service.wire.redis_link import RedisLink
+from service.wire.redis_state import deadline_arg, new_state
 
 log = logging.getLogger("quire.redis")
 
@@ -24,24 +24,32 @@ class RedisDoor:
 
     def __init__(self, link: RedisLink, name: str):
         self._link = link
-        self._feeds = FeedReader(link)
+        self._feeds = FeedReader(link, self.submit)
         self._ingress = GroupReader(link, keys.INGRESS_GROUP, name)
 
     async def submit(self, job: Job) -> None:
         payload = encode(job)
-        self._feeds.submitting(job.job_id, job.feed)
-        async with self._link.commands() as redis:
-            entry_id = await redis.xadd(keys.JOBS, {keys.PAYLOAD_FIELD: payload})
-        self._feeds.submitted(job.job_id, entry_id.decode())
+        self._feeds.submitting(job)
+        args = [secrets.token_hex(8), job.job_id, payload, new_state(job), deadline_arg(job)]
+        await self._link.script("submit", [keys.cancel(job.job_id)], args)
+        self._feeds.submitted(job.job_id)
 
     def follow(self, job_id: str, after: int = 0) -> AsyncIterator[Event]:
         return self._feeds.follow(job_id, after)
 
     async def cancel(self, cancel: Cancel) -> None:
+        branch = "" if cancel.branch is None else cancel.branch
         await self._link.script(
             "cancel",
-            [keys.events(cancel.job_id), keys.cancel(cancel.job_id), keys.CANCELS],
-            [cancel.reason.value, keys.TOMBSTONE_TTL_S, keys.CANCELS_MAX_ENTRIES, encode(cancel)],
+            [keys.cancel(cancel.job_id), keys.events(cancel.job_id), keys.CANCELS],
+            [
+                cancel.job_id,
+                cancel.reason.value,
+                branch,
+                keys.TOMBSTONE_TTL_S,
+                keys.CANCELS_MAX_ENTRIES,
+                encode(cancel),
+            ],
         )
 
     async def workers(self) -> Sequence[WorkerCard]:
@@ -58,17 +66,10 @@ class RedisDoor:
             await redis.set(keys.LOOKED_AT, 1, ex=keys.LOOKED_AT_TTL_S)
 
     async def num_waiting(self) -> int:
-        """Entries of the stream that are pending for nobody: settling deletes them, so the rest is waiting."""
         async with self._link.commands() as redis, redis.pipeline(transaction=True) as pipeline:
-            pipeline.xlen(keys.JOBS)
-            pipeline.xpending(keys.JOBS, keys.JOBS_GROUP)
-            num_entries, claimed = await pipeline.execute(raise_on_error=False)
-        if isinstance(claimed, ResponseError) and str(claimed).startswith("NOGROUP"):  # no worker was ever here
-            return num_entries
-        for answer in (num_entries, claimed):
-            if isinstance(answer, Exception):
-                raise BrokerUnavailable(str(answer)) from answer
-        return max(0, num_entries - claimed["pending"])
+            for queue in (keys.RETURNED, keys.WAITING, keys.SUSPECTS):
+                pipeline.xlen(queue)
+            return sum(await pipeline.execute())
 
     async def now_s(self) -> float:
         return await self._link.now_s()

@@ -12,6 +12,7 @@ from service.logs import fields
 from service.wire import keys
 from service.wire.broker import BrokerUnavailable
 from service.wire.codec import WireError, decode_events
+from service.wire.messages import Job
 from service.wire.redis_follower import PAYLOAD, Follower, JobLogs
 from service.wire.redis_link import Outage, RedisLink
 
@@ -31,14 +32,16 @@ MAX_OWN_JOBS = 1 << 16
 class FeedReader:
     """Hands the events of its feeds, and of the logs it watches, to whoever follows their jobs."""
 
-    def __init__(self, link: RedisLink):
+    def __init__(self, link: RedisLink, submit: Callable[[Job], Awaitable[None]]):
+        """`submit` writes a job again that Redis has lost before anybody took it."""
         self._link = link
-        self._logs = JobLogs(link)
+        self._logs = JobLogs(link, submit)
         self._loop = asyncio.get_running_loop()
         self._followers: dict[str, WeakSet[Follower]] = {}
         self._positions: dict[str, str] = {}  # of each feed: the id of the last entry read
         self._has_feeds = asyncio.Event()
-        self._own: OrderedDict[str, str | None] = OrderedDict()  # job -> its entry in quire:jobs, once there
+        self._own: OrderedDict[str, Job] = OrderedDict()
+        self._accepted: set[str] = set()  # of our own
         self._watched: dict[str, int] = {}  # job of another door -> number of the last event read
         self._has_watched = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -46,7 +49,7 @@ class FeedReader:
     def follow(self, job_id: str, after: int) -> Follower:
         """Live from now on. Raises ValueError for a job id that is none."""
         keys.events(job_id)
-        follower = Follower(job_id, after, self._logs, lambda: self._own.get(job_id))
+        follower = Follower(job_id, after, self._logs, lambda: self._accepted_job(job_id))
         is_own = job_id in self._own
         if is_own or after > 0:  # its next events may have passed already
             follower.look()
@@ -56,18 +59,18 @@ class FeedReader:
         self._start()
         return follower
 
-    def submitting(self, job_id: str, feed: str) -> None:
-        """A job is about to be written whose events come through this feed."""
-        self._positions.setdefault(keys.feed(feed), "0-0")
+    def submitting(self, job: Job) -> None:
+        """A job is about to be written whose events come through its feed."""
+        self._positions.setdefault(keys.feed(job.feed), "0-0")
         self._has_feeds.set()
-        self._own[job_id] = None
+        self._own[job.job_id] = job
         if len(self._own) > MAX_OWN_JOBS:
-            self._own.popitem(last=False)
+            self._disown(next(iter(self._own)))
         self._start()
 
-    def submitted(self, job_id: str, entry_id: str) -> None:
+    def submitted(self, job_id: str) -> None:
         if job_id in self._own:
-            self._own[job_id] = entry_id
+            self._accepted.add(job_id)
 
     async def close(self) -> None:
         self._logs.is_closed = True
@@ -147,7 +150,7 @@ class FeedReader:
                 for follower in tuple(self._followers[event.job_id]):
                     follower.hear(event)
                 if event.end is not None:
-                    self._own.pop(event.job_id, None)
+                    self._disown(event.job_id)
                     self._unwatch(event.job_id)
         except WireError as error:
             log.error("unreadable feed entry %s", fields(error=error))
@@ -158,6 +161,13 @@ class FeedReader:
             self._has_watched.set()
             for follower in tuple(self._followers[job_id]):
                 follower.look()
+
+    def _accepted_job(self, job_id: str) -> Job | None:
+        return self._own.get(job_id) if job_id in self._accepted else None
+
+    def _disown(self, job_id: str) -> None:
+        self._own.pop(job_id, None)
+        self._accepted.discard(job_id)
 
     def _unwatch(self, job_id: str) -> None:
         self._watched.pop(job_id, None)
@@ -174,7 +184,7 @@ class FeedReader:
                         follower.look()
                 if not followers:
                     del self._followers[job_id]
-                    self._own.pop(job_id, None)
+                    self._disown(job_id)
                     self._unwatch(job_id)
 
     def _look_all(self) -> None:

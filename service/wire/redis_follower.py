@@ -7,19 +7,26 @@ while, an outage) makes it read the log from there, so nothing needs to be remem
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
+from service.errors import EndReason
+from service.logs import fields
 from service.wire import keys
 from service.wire.broker import BrokerUnavailable
 from service.wire.codec import WireError, decode
-from service.wire.messages import Event
+from service.wire.messages import Event, Job, Usage
 from service.wire.redis_link import Outage, RedisLink
+
+log = logging.getLogger("quire.redis")
 
 PAYLOAD = keys.PAYLOAD_FIELD.encode()
 BUFFER_EVENTS = 256
 LOG_PAGE_EVENTS = 256
+LOST_AFTER_S = 15.0
+"""How long a job may be nowhere before nobody is expected to bring it back: a worker's lease and a half."""
 
 Answer = TypeVar("Answer")
 
@@ -27,8 +34,9 @@ Answer = TypeVar("Answer")
 class JobLogs:
     """The event logs of all jobs. Waits for Redis as long as it takes, until `close`."""
 
-    def __init__(self, link: RedisLink):
+    def __init__(self, link: RedisLink, submit: Callable[[Job], Awaitable[None]]):
         self._link = link
+        self._submit = submit
         self.is_closed = False
 
     async def read(self, job_id: str, start: int) -> Sequence[Event]:
@@ -45,17 +53,22 @@ class JobLogs:
         except WireError as error:
             raise BrokerUnavailable(f"the log of job {job_id} cannot be read: {error}") from error
 
-    async def is_lost(self, job_id: str, entry_id: str) -> bool:
-        """Whether a job has left the queue without a trace, as after a FLUSHALL."""
+    async def is_lost(self, job_id: str) -> bool:
+        """Whether nothing is left of a job, as after a FLUSHALL."""
 
         async def look() -> bool:
             async with self._link.commands() as redis, redis.pipeline(transaction=True) as pipeline:
-                pipeline.xrange(keys.JOBS, entry_id, entry_id)
+                pipeline.hexists(keys.JOBS, job_id)
                 pipeline.exists(keys.events(job_id))
-                queued, has_log = await pipeline.execute()
-            return not queued and not has_log
+                is_there, has_log = await pipeline.execute()
+            return not is_there and not has_log
 
         return await self._persist(look)
+
+    async def submit_again(self, job: Job) -> None:
+        """Nothing happens where it is there after all."""
+        log.warning("a lost job is submitted again %s", fields(job=job.job_id))
+        await self._persist(lambda: self._submit(job))
 
     async def _persist(self, attempt: Callable[[], Awaitable[Answer]]) -> Answer:
         outage = Outage("log")
@@ -71,12 +84,13 @@ class JobLogs:
 class Follower:
     """An iterator over one job's events. Whoever holds it is its only holder: let go of it and it is gone."""
 
-    def __init__(self, job_id: str, after: int, logs: JobLogs, entry_id: Callable[[], str | None]):
+    def __init__(self, job_id: str, after: int, logs: JobLogs, accepted: Callable[[], Job | None]):
         self.job_id = job_id
         self.heard_at_s = _time_s()
         self._expected = after + 1
         self._logs = logs
-        self._entry_id = entry_id
+        self._accepted = accepted
+        self._lost_since_s: float | None = None
         self._buffer: deque[Event] = deque()
         self._is_behind = False
         self._has_ended = False
@@ -141,9 +155,22 @@ class Follower:
                 self._has_ended = True
         if len(events) == LOG_PAGE_EVENTS:
             self._is_behind = True
-        entry_id = self._entry_id()
-        if not events and self._expected == 1 and entry_id and await self._logs.is_lost(self.job_id, entry_id):
-            raise BrokerUnavailable(f"the queue has lost job {self.job_id}")
+        if events:
+            self._lost_since_s = None
+        elif (self._expected > 1 or self._accepted()) and await self._logs.is_lost(self.job_id):
+            await self._bear_loss()
+
+    async def _bear_loss(self) -> None:
+        """Redis has lost the job. Its worker brings it back, if it has one that lives; a job of which nothing was told
+        can be submitted again; else it ends here."""
+        if self._lost_since_s is None:
+            self._lost_since_s = _time_s()
+        job = self._accepted()
+        if job is not None and self._expected == 1:
+            await self._logs.submit_again(job)
+        elif _time_s() - self._lost_since_s > LOST_AFTER_S:
+            usage = Usage(prompt_tokens=0, completion_tokens=0)
+            self._append(Event(job_id=self.job_id, number=self._expected, end=EndReason.LOST, usage=usage))
 
 
 def _time_s() -> float:

@@ -21,13 +21,15 @@ from redis.exceptions import (
     AuthorizationError,
     NoPermissionError,
     NoScriptError,
+    ReadOnlyError,
     RedisError,
     ResponseError,
 )
 
 from service.errors import StartupError
 from service.logs import fields
-from service.wire.broker import BrokerUnavailable
+from service.wire.broker import SUSPECT_AFTER_DEATHS, BrokerUnavailable
+from service.wire.keys import FEED_MAX_ENTRIES, FEED_TTL_S, LOG_ENDED_TTL_S, LOG_RUNNING_TTL_S, QUEUE
 
 log = logging.getLogger("quire.redis")
 
@@ -38,6 +40,8 @@ BLOCK_MARGIN_S = 3.0
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 CLOCK_REFRESH_S = 30.0
 OLDEST_VERSION = (6, 2)
+LIVES = (FEED_MAX_ENTRIES, FEED_TTL_S, LOG_RUNNING_TTL_S, LOG_ENDED_TTL_S, SUSPECT_AFTER_DEATHS)
+"""The first arguments of every script."""
 REFUSALS = (AuthenticationError, AuthorizationError, NoPermissionError)
 URL_OPTIONS = {
     "db",
@@ -53,6 +57,10 @@ URL_OPTIONS = {
 
 class GroupMissing(Exception):
     """The stream has no such group, or is not there: Redis is new, or was emptied."""
+
+
+class DataLost(BrokerUnavailable):
+    """Redis answers, and has not the data that we knew."""
 
 
 class RedisLink:
@@ -96,6 +104,10 @@ class RedisLink:
         try:
             yield self._client
         except (RedisError, OSError) as error:
+            if isinstance(error, ReadOnlyError):  # it has become a replica: the way to the primary is a new one
+                await self.close()
+            if str(error).startswith("EPOCH"):
+                raise DataLost(str(error)) from error
             raise BrokerUnavailable(_cause(error)) from error
 
     async def block(self, read: Callable[[Redis, int | None], Awaitable[Any]], wait_s: float) -> Any:
@@ -120,11 +132,14 @@ class RedisLink:
                     raise
 
     async def script(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
-        """Run `<name>.lua`, which lies beside this module."""
+        """Run `<name>.lua`, which lies beside this module, behind `common.lua`. Raises BrokerUnavailable, or DataLost
+        where Redis has another epoch than the script was told."""
         if name not in self._scripts:
-            source = files(__package__).joinpath(f"{name}.lua").read_text()
+            room = files(__package__)
+            source = "".join(room.joinpath(f"{part}.lua").read_text() for part in ("common", name))
             self._scripts[name] = (source, sha1(source.encode(), usedforsecurity=False).hexdigest())
         source, digest = self._scripts[name]
+        keys, args = (*QUEUE, *keys), (*LIVES, *args)
         async with self.commands() as redis:
             try:
                 return await redis.evalsha(digest, len(keys), *keys, *args)

@@ -5,80 +5,72 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import msgpack
 
 from service.errors import EndReason
 from service.logs import fields
 from service.wire import keys
-from service.wire.broker import Claim
+from service.wire.broker import MAX_DEATHS, Claim, Lease
 from service.wire.codec import WireError, decode, encode
-from service.wire.messages import Cancel, Event, Job, Usage, WorkerCard
-from service.wire.redis_group import PAYLOAD, GroupEntry, GroupReader
+from service.wire.messages import Cancel, DeadLetter, Event, Job, WorkerCard
+from service.wire.redis_held import HeldJob, HeldJobs
 from service.wire.redis_link import RedisLink
 
 log = logging.getLogger("quire.redis")
 
 MAX_CANCELS_READ = 1024
-MAX_CANCELS_KEPT = 8192
-
-
-@dataclass(frozen=True)
-class _Held:
-    """Where a claimed job's events go."""
-
-    entry_id: str
-    feed: str
-    log: str
-    tombstone: str
+PAYLOAD = keys.PAYLOAD_FIELD.encode()
 
 
 class RedisWorker:
-    """Implements WorkerBroker. `name` tells this process from the others in the consumer group."""
+    """Implements WorkerBroker. `name` is the owner of its claims: unique among the workers that are alive, and the
+    name of one that is dead if this one stands in its place."""
 
-    def __init__(self, link: RedisLink, name: str, cancels_from: str):
+    def __init__(self, link: RedisLink, name: str, cancels_from: str, lease_s: float):
+        self.lease_s = lease_s
         self._link = link
-        self._jobs = GroupReader(link, keys.JOBS_GROUP, name)
-        self._held: dict[str, _Held] = {}
+        self._owner = name
+        self._held = HeldJobs(link, name, lease_s)
+        self._may_have_more = True  # claimed by an act whose answer we never saw, or in the life before
+        self._may_have_predecessor = True
         self._cancels_from = cancels_from
-        self._cancels: OrderedDict[str, EndReason] = OrderedDict()  # heard lately
 
     async def fetch(self, max_jobs: int, wait_s: float) -> Sequence[Claim]:
         give_up_s = time.monotonic() + wait_s
+        queues = (keys.RETURNED, keys.WAITING)
+        bell = dict.fromkeys(queues, "0-0")  # claimed entries are gone, so whatever is there is news
         while True:
-            entries = await self._jobs.read([keys.JOBS], max_jobs, give_up_s - time.monotonic())
-            claims = await self._admit(entries)
-            claimed = {claim.entry_id for claim in claims}
-            self._jobs.hold(entry for entry in entries if entry.entry_id in claimed)
-            if claims or time.monotonic() >= give_up_s:
+            claims = await self._claim(queues, max_jobs)
+            left_s = give_up_s - time.monotonic()
+            if claims or left_s <= 0:
                 return claims
+            await self._held.watch(self._link.block(lambda redis, ms: redis.xread(bell, 1, ms), left_s))
 
-    async def publish(self, events: Sequence[Event]) -> None:
-        known = [(event, self._held[event.job_id]) for event in events if event.job_id in self._held]
-        if len(known) < len(events):
-            strangers = {event.job_id for event in events} - self._held.keys()
-            log.warning("events of jobs that are not ours were dropped %s", fields(num_jobs=len(strangers)))
-        if not known:
-            return
-        numbers = {feed: number for number, feed in enumerate(dict.fromkeys(held.feed for _, held in known), 1)}
-        items: list[int | str | bytes] = []
-        for event, held in known:
-            reason = "" if event.end is None else event.end.value
-            items += (numbers[held.feed], event.number, encode(event), reason, held.entry_id)
-        logs = [held.log for _, held in known]
-        tombstones = [held.tombstone for event, held in known if event.end is not None]
-        script_keys = [keys.JOBS, *numbers, *logs, *tombstones]
-        lives = (keys.FEED_MAX_ENTRIES, keys.FEED_TTL_S, keys.LOG_RUNNING_TTL_S, keys.LOG_ENDED_TTL_S)
-        args = [len(numbers), *lives, msgpack.packb(items, use_bin_type=False)]
-        await self._link.script("publish", script_keys, args)
-        for event, held in known:
-            if event.end is not None:
-                self._held.pop(event.job_id, None)
-                self._jobs.release(keys.JOBS, held.entry_id)
-                self._cancels.pop(event.job_id, None)
+    async def fetch_suspect(self) -> Claim | None:
+        claims = await self._claim((keys.SUSPECTS,), 1)
+        return claims[0] if claims else None
+
+    async def publish(self, events: Sequence[Event]) -> frozenset[str]:
+        return await self._held.publish(events)
+
+    async def renew(self) -> Lease:
+        return await self._held.renew()
+
+    async def take_over(self) -> int:
+        # Who has just come back from an outage cannot tell the dead from those whose heartbeat met it too.
+        may_judge = self._held.contact_s() >= self.lease_s
+        has_predecessor = int(self._may_have_predecessor)
+        num_back = await self._held.run("take_over", [], [int(may_judge), self._owner, has_predecessor])
+        self._may_have_predecessor = False
+        if num_back:
+            log.warning("jobs of dead workers go back to the queue %s", fields(num_jobs=num_back))
+        return num_back
+
+    async def hand_back(self, job_ids: Collection[str], cause: str | None = None) -> None:
+        await self._held.hand_back(job_ids, "" if cause is None else cause[:500] or "the engine died")
 
     async def fetch_cancels(self, wait_s: float) -> Sequence[Cancel]:
         answer = await self._link.block(
@@ -90,12 +82,11 @@ class RedisWorker:
             try:
                 cancels.append(decode(Cancel, entry.get(PAYLOAD, b"")))
             except WireError as error:
-                log.error("unreadable cancel %s", fields(entry=entry_id.decode(), error=error))
-        for cancel in cancels:
-            self._cancels[cancel.job_id] = cancel.reason
-        while len(self._cancels) > MAX_CANCELS_KEPT:
-            self._cancels.popitem(last=False)
+                log.error("unreadable cancel %s", fields(entry=self._cancels_from, error=error))
         return cancels
+
+    async def now_s(self) -> float:
+        return await self._link.now_s()
 
     async def announce(self, card: WorkerCard) -> bool:
         now_s = await self._link.now_s()
@@ -112,72 +103,71 @@ class RedisWorker:
         async with self._link.commands() as redis, redis.pipeline(transaction=True) as pipeline:
             pipeline.delete(keys.worker(worker_id))
             pipeline.zrem(keys.WORKERS, worker_id)
+            if not self._held.job_ids():
+                pipeline.zrem(keys.LEASES, self._owner)
             await pipeline.execute()
 
-    async def _admit(self, entries: Sequence[GroupEntry]) -> list[Claim]:
-        """Claims of the jobs that are still wanted; the others are ended here."""
-        claims = await self._readable(entries)
-        if not claims:
-            return []
+    async def _claim(self, queues: Sequence[str], max_jobs: int) -> list[Claim]:
+        """Jobs count as held from the moment this returns; were it cut off, they come again."""
+        ask_for_more, self._may_have_more, self._may_have_predecessor = self._may_have_more, True, False
+        held = msgpack.packb(list(self._held.job_ids())) if ask_for_more else b""
+        args = [self._owner, max_jobs, self.lease_s, int(ask_for_more), held]
+        opened = [await self._open(answer) for answer in await self._held.run_sure("claim", queues, args)]
+        claimed = [pair for pair in opened if pair is not None]
+        for _, job in claimed:
+            self._held.add(job)
+        self._may_have_more = False
+        return [claim for claim, _ in claimed]
+
+    async def _open(self, answer: Sequence[Any]) -> tuple[Claim, HeldJob] | None:
+        """A claim with its past. None for a job that nobody can go on with: it is ended here."""
+        job_id, message, attempt, deaths, cause, stops = answer
+        job_id, cause = job_id.decode(), cause.decode(errors="replace")
+        fence = f"{attempt} {self._owner}"
+        if deaths >= MAX_DEATHS:
+            await self._bury(job_id, fence, message, deaths, cause)
+            return None
+        try:
+            job = decode(Job, message)
+            held = HeldJob(job, attempt, deaths, self._owner, message)
+        except ValueError as error:
+            log.error("unreadable job %s", fields(job=job_id, error=error))
+            await self._end(job_id, fence, EndReason.INVALID)
+            return None
+        if attempt > 1:
+            held.told = await self._read_log(held.log)
+        try:
+            past = tuple(decode(Event, payload) for payload in held.told)
+        except WireError as error:
+            log.error("unreadable log %s", fields(job=job_id, error=error))
+            past = (Event(job_id=job_id, number=0),)
+        if [event.number for event in past] != list(range(1, len(past) + 1)) or any(event.end for event in past):
+            log.error("a past with holes %s", fields(job=job_id, attempt=attempt))
+            await self._end(job_id, fence, EndReason.LOST)
+            return None
+        return Claim(job, attempt, deaths, past, _stops(job_id, stops)), held
+
+    async def _read_log(self, log_key: str) -> list[bytes]:
         async with self._link.commands() as redis:
-            tombstones = await redis.mget([keys.cancel(claim.job.job_id) for claim in claims])
-        now_s = await self._link.now_s()
-        endings = {}
-        for claim, tombstone in zip(claims, tombstones, strict=True):
-            if tombstone is not None:
-                endings[claim.job.job_id] = _reason(tombstone)
-            elif claim.job.deadline_s is not None and claim.job.deadline_s <= now_s:
-                endings[claim.job.job_id] = EndReason.DEADLINE
-        while True:
-            await self._end_all([claim for claim in claims if claim.job.job_id in endings], endings)
-            claims = [claim for claim in claims if claim.job.job_id not in endings]
-            # A cancel heard since we looked for tombstones reached its reader before the job did.
-            heard = {claim.job.job_id: self._cancels.get(claim.job.job_id) for claim in claims}
-            endings = {job_id: reason for job_id, reason in heard.items() if reason is not None}
-            if not endings:
-                return claims
+            return [entry.get(PAYLOAD, b"") for _, entry in await redis.xrange(log_key)]
 
-    async def _readable(self, entries: Sequence[GroupEntry]) -> list[Claim]:
-        claims = []
-        for entry in entries:
-            try:
-                job = decode(Job, entry.payload)
-                held = _Held(entry.entry_id, keys.feed(job.feed), keys.events(job.job_id), keys.cancel(job.job_id))
-            except ValueError as error:
-                log.error("unreadable job dropped %s", fields(entry=entry.entry_id, error=error))
-                await self._drop(entry)
-                continue
-            if job.job_id in self._held and self._held[job.job_id].entry_id != entry.entry_id:
-                log.warning("a job was queued twice %s", fields(job=job.job_id))
-                await self._drop(entry)
-                continue
-            self._held[job.job_id] = held
-            claims.append(Claim(job, entry.attempt, entry.entry_id))
-        return claims
+    async def _end(self, job_id: str, fence: str, reason: EndReason) -> None:
+        await self._held.run("end", [], [job_id, fence, reason.value])
 
-    async def _drop(self, entry: GroupEntry) -> None:
-        async with self._link.commands() as redis, redis.pipeline(transaction=True) as pipeline:
-            pipeline.xack(entry.stream, keys.JOBS_GROUP, entry.entry_id)
-            pipeline.xdel(entry.stream, entry.entry_id)
-            await pipeline.execute()
-
-    async def _end_all(self, claims: Sequence[Claim], endings: dict[str, EndReason]) -> None:
-        if not claims:
-            return
-        usage = Usage(prompt_tokens=0, completion_tokens=0)
-        async with self._link.commands() as redis, redis.pipeline(transaction=False) as pipeline:
-            for claim in claims:
-                pipeline.xrevrange(keys.events(claim.job.job_id), count=1)
-            logs = await pipeline.execute()
-        ends = []
-        for claim, last in zip(claims, logs, strict=True):
-            number = int(last[0][0].partition(b"-")[0]) if last else 0
-            ends.append(Event(job_id=claim.job.job_id, number=number + 1, end=endings[claim.job.job_id], usage=usage))
-        await self.publish(ends)
+    async def _bury(self, job_id: str, fence: str, message: bytes, deaths: int, cause: str) -> None:
+        letter = DeadLetter(
+            job_id=job_id, job=message, deaths=deaths, cause=cause, buried_at_s=await self._link.now_s()
+        )
+        await self._held.run(
+            "end", [keys.DEAD], [job_id, fence, EndReason.POISONED.value, keys.DEAD_MAX_ENTRIES, encode(letter)]
+        )
+        log.error("a job that kills engines was buried %s", fields(job=job_id, deaths=deaths, cause=cause))
 
 
-def _reason(tombstone: bytes) -> EndReason:
-    try:
-        return EndReason(tombstone.decode())
-    except ValueError:  # a door that is newer than we are
-        return EndReason.CANCELLED
+def _stops(job_id: str, packed: bytes) -> tuple[Cancel, ...]:
+    """Branches that are no longer wanted, from "<branch> <reason>" each."""
+    stops = []
+    for word in msgpack.unpackb(packed) if packed else ():
+        branch, _, reason = word.partition(" ")
+        stops.append(Cancel(job_id=job_id, branch=int(branch), reason=EndReason(reason)))
+    return tuple(stops)

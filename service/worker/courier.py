@@ -4,33 +4,43 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 
-from service.engine.engine import BranchOutput, Output
+from service.engine.engine import Output
 from service.engine.sequence import Request
 from service.errors import EndReason
 from service.logs import fields
-from service.wire.broker import BrokerUnavailable, Claim, WorkerBroker
-from service.wire.codec import pack_floats, pack_ids, unpack_ids
-from service.wire.messages import Event, Part, TokenLogprobs, Usage, WorkerCard
+from service.wire import messages
+from service.wire.broker import SUSPECT_AFTER_DEATHS, BrokerUnavailable, Claim, Lease, WorkerBroker
+from service.wire.codec import unpack_ids
+from service.wire.messages import Event, WorkerCard
 from service.worker.engine_thread import Add, Cancel, EngineThread
+from service.worker.job_events import event_of, refusal, without_end
+from service.worker.recovery import branch_pasts, keep_lease
 
 log = logging.getLogger("quire.courier")
 
 FETCH_WAIT_S = 0.5
 HEARTBEAT_S = 1.0
+FRESH_CARD_S = 3.5
+"""A worker that has not said for longer that it is ready takes no job for certain."""
 RETRY_S = 0.2
 MAX_AHEAD = 64
 """Claimed jobs that may wait inside this worker; the rest stays in the queue, where others can take it."""
+MAX_HEARD = 8192
 
 
 @dataclass
 class _OpenJob:
     """A job between its claim and its last event."""
 
+    request_id: str  # of this claim: what an earlier one of the same job still says is not mistaken for it
     next_number: int
     deadline: asyncio.TimerHandle | None
+    is_leaving: bool = False  # it goes on elsewhere, as soon as the engine has let go of it
 
 
 class Courier:
@@ -46,6 +56,10 @@ class Courier:
         self._outputs: list[Output] = []
         self._refused: list[Event] = []
         self._has_news = asyncio.Event()
+        self._publishing = asyncio.Lock()
+        self._heard: OrderedDict[str, list[messages.Cancel]] = OrderedDict()  # of jobs that are not open (yet)
+        self._runs_suspects = False
+        self._runs_alone = False  # the open job is a suspect
         self._draining = False
         self._fetching_ended = asyncio.Event()
         self.announced = asyncio.Event()
@@ -60,20 +74,37 @@ class Courier:
         self._loop.call_soon_threadsafe(self._take_in, outputs)
 
     async def run(self) -> None:
-        """Until cancelled. Fetching stops for good once `drain` was called."""
+        """Until cancelled. Fetching stops for good once `drain` or `abandon` was called."""
         async with asyncio.TaskGroup() as tasks:
-            for duty in (self._fetch, self._publish, self._hear_cancels, self._beat):
+            for duty in (self._fetch, self._publish, self._hear_cancels, self._beat, self._keep_lease):
                 tasks.create_task(duty(), name=duty.__name__)
 
     async def drain(self, timeout_s: float) -> None:
-        """Claim nothing more and wait until every open job has its last event out, `timeout_s` at most."""
+        """Claim nothing more. Open jobs go to another worker where one is ready, with what was told of them; as long as
+        there is none they run to their ends, and what is left after `timeout_s` waits for whoever comes."""
         self._draining = True
         try:
             async with asyncio.timeout(timeout_s):
-                await self._fetching_ended.wait()  # a claim under way still becomes an open job
-                await self.settled()
+                while self._open and not await self._has_heir():
+                    await asyncio.sleep(0.1)
         except TimeoutError:
             log.warning("drain time is over %s", fields(num_open=self.num_open))
+        for job in self._open.values():
+            job.is_leaving = True
+            self.engine.send(Cancel(job.request_id, EndReason.SHUTDOWN))
+        await self._fetching_ended.wait()
+
+    async def abandon(self, in_flight: Collection[str], cause: str) -> None:
+        """The engine is dead: what it told goes out, and every open job back to the queue. Those whose requests were
+        `in_flight` will be suspected of having killed it."""
+        self._draining = True
+        await self._fetching_ended.wait()
+        await self._publish_all()
+        blamed = [job_id for job_id, job in self._open.items() if job.request_id in in_flight]
+        await self._persist(lambda: self._broker.hand_back(blamed, cause))
+        await self._persist(lambda: self._broker.hand_back(list(self._open)))
+        for job_id in list(self._open):
+            self._close(job_id)
 
     async def settled(self) -> None:
         """Wait until no job is open."""
@@ -81,37 +112,58 @@ class Courier:
             await asyncio.sleep(0.02)
 
     async def _fetch(self) -> None:
+        await self._persist(self._broker.take_over)
         while not self._draining:
             room = min(self._max_open - len(self._open), MAX_AHEAD - self.engine.num_waiting)
-            if room <= 0:
+            if room <= 0 or (self._open and (self._runs_suspects or self._runs_alone)):
                 await asyncio.sleep(0.01)
                 continue
             try:
-                claims = await self._broker.fetch(room, FETCH_WAIT_S)
+                await self._fetch_some(room)
             except BrokerUnavailable as error:
                 log.warning("no jobs to be had: %s", error)
                 await asyncio.sleep(RETRY_S)
-                continue
-            for claim in claims:
-                await self._accept(claim)
         self._fetching_ended.set()
 
+    async def _fetch_some(self, room: int) -> None:
+        """Jobs, or one suspect: nothing else is fetched while that is open."""
+        self._runs_alone = False
+        if self._runs_suspects:
+            suspect = await self._broker.fetch_suspect()
+            self._runs_suspects = self._runs_alone = suspect is not None
+            claims = [] if suspect is None else [suspect]
+        else:
+            claims = await self._broker.fetch(room, FETCH_WAIT_S)
+        for claim in claims:
+            # A suspect comes this way where its claim by `fetch_suspect` was cut off.
+            if self._draining or (claim.deaths == SUSPECT_AFTER_DEATHS and not self._runs_alone):
+                await self._persist(partial(self._broker.hand_back, [claim.job.job_id]))
+            else:
+                await self._accept(claim)
+
     async def _accept(self, claim: Claim) -> None:
-        job = claim.job
+        job, next_number = claim.job, len(claim.past) + 1
+        request_id = f"{job.job_id}/{claim.attempt}"
         prompt = tuple(unpack_ids(job.prompt))
         if any(token >= self._vocab_size for token in prompt):
-            self._refused.append(_end(job.job_id, EndReason.INVALID))
+            self._refused.append(refusal(job.job_id, next_number, EndReason.INVALID))
             self._has_news.set()
             return
         timer = None
         if job.deadline_s is not None:
             left_s = job.deadline_s - await self._persist(self._broker.now_s)
-            timer = self._loop.call_later(left_s, self.engine.send, Cancel(job.job_id, EndReason.DEADLINE))
-        self._open[job.job_id] = _OpenJob(1, timer)
+            timer = self._loop.call_later(left_s, self.engine.send, Cancel(request_id, EndReason.DEADLINE))
+        self._open[job.job_id] = _OpenJob(request_id, next_number, timer)
         log.debug("claimed %s", fields(job=job.job_id, prompt_tokens=len(prompt), attempt=claim.attempt))
+        if claim.attempt > 1:
+            log.info("goes on with %s", fields(job=job.job_id, attempt=claim.attempt, num_events=len(claim.past)))
+        past = branch_pasts(claim.past)
+        salt, wishes = job.tenant, job.sampling
         self.engine.send(
-            Add(Request(request_id=job.job_id, prompt=prompt, sampling=job.sampling, cache_salt=job.tenant))
+            Add(Request(request_id=request_id, prompt=prompt, sampling=wishes, cache_salt=salt, past=past))
         )
+        for cancel in (*claim.stops, *self._heard.pop(job.job_id, ())):
+            self.engine.send(Cancel(request_id, cancel.reason, cancel.branch))
 
     def _take_in(self, outputs: list[Output]) -> None:
         self._outputs += outputs
@@ -121,38 +173,69 @@ class Courier:
         """Everything since the last round trip goes out in the next, so a slow Redis makes batches, not a queue."""
         while True:
             await self._has_news.wait()
+            await self._publish_all()
+
+    async def _publish_all(self) -> None:
+        async with self._publishing:
             self._has_news.clear()
             outputs, self._outputs = self._outputs, []
             refused, self._refused = self._refused, []
-            events = refused + self._events(outputs)
+            told, leaving = self._events(outputs)
+            events = refused + told
             if events:
-                await self._persist(lambda events=events: self._broker.publish(events))
+                self._drop(await self._persist(lambda: self._broker.publish(events)))
             for event in events:
                 if event.end is not None:
-                    self._close(event)
+                    self._close(event.job_id)
+            if leaving:
+                await self._persist(lambda: self._broker.hand_back(leaving))
+                for job_id in leaving:
+                    self._close(job_id)
 
-    def _close(self, event: Event) -> None:
-        job = self._open.pop(event.job_id, None)
-        if job is not None and job.deadline is not None:
-            job.deadline.cancel()
-        log.debug("ended %s", fields(job=event.job_id, reason=event.end))
-
-    def _events(self, outputs: list[Output]) -> list[Event]:
+    def _events(self, outputs: list[Output]) -> tuple[list[Event], list[str]]:
+        """What to tell, and the jobs that the engine has let go of for others."""
         by_job: dict[str, list[Output]] = {}
         for output in outputs:
-            by_job.setdefault(output.request_id, []).append(output)
-        events = []
+            job_id = output.request_id.rpartition("/")[0]
+            job = self._open.get(job_id)
+            if job is not None and job.request_id == output.request_id:
+                by_job.setdefault(job_id, []).append(output)
+        events, leaving = [], []
         for job_id, news in by_job.items():
             job = self._open[job_id]
-            events.append(_event(job_id, job.next_number, news))
-            job.next_number += 1
-        return events
+            event = event_of(job_id, job.next_number, news)
+            if job.is_leaving and event.end is EndReason.SHUTDOWN:
+                leaving.append(job_id)
+                event = without_end(event)
+            if event.parts or event.end is not None:
+                events.append(event)
+                job.next_number += 1
+        return events, leaving
+
+    def _close(self, job_id: str) -> None:
+        job = self._open.pop(job_id, None)
+        if job is not None and job.deadline is not None:
+            job.deadline.cancel()
+        log.debug("let go of %s", fields(job=job_id))
+
+    def _drop(self, job_ids: Collection[str]) -> None:
+        """Others have these jobs now: what our engine says of them is said no more."""
+        for job_id in job_ids:
+            job = self._open.get(job_id)
+            if job is not None:
+                self.engine.send(Cancel(job.request_id, EndReason.CANCELLED))
+                self._close(job_id)
 
     async def _hear_cancels(self) -> None:
         while True:
             for cancel in await self._persist(lambda: self._broker.fetch_cancels(FETCH_WAIT_S)):
-                if cancel.job_id in self._open:
-                    self.engine.send(Cancel(cancel.job_id, cancel.reason, cancel.branch))
+                job = self._open.get(cancel.job_id)
+                if job is not None:
+                    self.engine.send(Cancel(job.request_id, cancel.reason, cancel.branch))
+                    continue
+                self._heard.setdefault(cancel.job_id, []).append(cancel)
+                if len(self._heard) > MAX_HEARD:
+                    self._heard.popitem(last=False)
 
     async def _beat(self) -> None:
         while True:
@@ -160,6 +243,23 @@ class Courier:
             self.engine.show(looked_at)
             self.announced.set()
             await asyncio.sleep(HEARTBEAT_S)
+
+    async def _keep_lease(self) -> None:
+        await keep_lease(self._broker, lambda: self.engine.silent_s, self._on_lease)
+
+    async def _on_lease(self, lease: Lease) -> None:
+        self._drop(lease.lost)
+        self._runs_suspects = lease.runs_suspects
+
+    async def _has_heir(self) -> bool:
+        """Whether another worker of this model is there and takes jobs."""
+        ours = self._make_card(False)
+        now_s, cards = await self._persist(self._broker.now_s), await self._persist(self._broker.workers)
+        return any(
+            card.ready and card.model == ours.model and now_s - card.beat_at_s < FRESH_CARD_S
+            for card in cards
+            if card.worker_id != ours.worker_id
+        )
 
     async def _persist(self, attempt):
         """Ask until the queue answers: what the engine has computed is kept here until it is written there."""
@@ -169,45 +269,3 @@ class Courier:
             except BrokerUnavailable as error:
                 log.warning("the queue is away: %s", error)
                 await asyncio.sleep(RETRY_S)
-
-
-def _event(job_id: str, number: int, outputs: Sequence[Output]) -> Event:
-    """One event of a job's outputs since the last one."""
-    by_branch: dict[int, list[BranchOutput]] = {}
-    for output in outputs:
-        for part in output.parts:
-            by_branch.setdefault(part.branch, []).append(part)
-    last = outputs[-1]
-    usage = Usage(
-        prompt_tokens=last.num_prompt_tokens,
-        completion_tokens=last.num_output_tokens,
-        cached_tokens=last.num_cached_tokens,
-    )
-    return Event(
-        job_id=job_id,
-        number=number,
-        parts=tuple(_part(branch, news) for branch, news in by_branch.items()),
-        end=last.end,
-        usage=usage if last.end is not None else None,
-        choices=last.choices,
-    )
-
-
-def _part(branch: int, news: Sequence[BranchOutput]) -> Part:
-    logprobs = [logprob for part in news for logprob in part.logprobs]
-    return Part(
-        branch=branch,
-        tokens=pack_ids([token for part in news for token in part.token_ids]),
-        logprobs=TokenLogprobs(
-            chosen=pack_floats([logprob.logprob for logprob in logprobs]),
-            top_ids=pack_ids([token for logprob in logprobs for token in logprob.top_ids]),
-            top=pack_floats([value for logprob in logprobs for value in logprob.top_logprobs]),
-        )
-        if logprobs
-        else None,
-        end=news[-1].end,
-    )
-
-
-def _end(job_id: str, reason: EndReason) -> Event:
-    return Event(job_id=job_id, number=1, end=reason, usage=Usage(prompt_tokens=0, completion_tokens=0))

@@ -88,6 +88,11 @@ class EngineThread:
         """The thread's, as Python numbers threads."""
         return self._thread.ident
 
+    @property
+    def in_flight(self) -> frozenset[str]:
+        """Requests that the engine runs: who is to be asked when it has died. Callable from any thread."""
+        return frozenset(sequence.request_id for sequence in self._engine.running)
+
     def start(self) -> None:
         self._turned_at_s = time.monotonic()
         self._thread.start()
@@ -119,7 +124,6 @@ class EngineThread:
                 self._engine.step()
                 self._report()
         except BaseException as error:
-            self._engine.cancel_all(EndReason.INTERNAL)
             self._report()
             self._on_death(error)
 

@@ -20,14 +20,14 @@ from service.wire.broker import BrokerUnavailable, WorkerBroker
 from service.wire.messages import WorkerCard
 from service.worker.courier import MAX_AHEAD, Courier
 from service.worker.engine_thread import EngineThread, Stop
-from service.worker.watchdog import DEFAULT_STEP_TIMEOUT_S, EngineHung, Watchdog
+from service.worker.watchdog import DEFAULT_STEP_TIMEOUT_S, Watchdog
 
 log = logging.getLogger("quire.worker")
 
 READY_SILENCE_S = 2.0
 """A worker whose step takes longer says that it is not ready, long before the step counts as hung."""
 LAST_WORDS_S = 5.0
-"""How long the ends of what is left may take to reach the queue."""
+"""How long what is left may take to reach the queue."""
 
 
 class EngineDied(Exception):
@@ -42,7 +42,7 @@ async def run_worker(
     on_ready: Callable[[], None],
 ) -> None:
     """Serve jobs until `stop` is set, then drain. `supervisor` hears of the engine's turns. Raises StartupError, or
-    EngineDied once its jobs have been ended."""
+    EngineDied once its jobs are back in the queue."""
     built = await asyncio.to_thread(build_engine, settings, progress=True)
     worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     loop, dead = asyncio.get_running_loop(), asyncio.Event()
@@ -70,10 +70,11 @@ async def run_worker(
         on_ready()
         await asyncio.wait([duties, *ended], return_when=asyncio.FIRST_COMPLETED)
     if stop.is_set() and not dead.is_set():
-        await courier.drain(settings.drain_timeout)
+        draining = asyncio.create_task(courier.drain(settings.drain_timeout))
+        await asyncio.wait([draining, *ended[1:]], return_when=asyncio.FIRST_COMPLETED)
+        draining.cancel()
         engine.send(Stop(EndReason.SHUTDOWN))
-    if not any(isinstance(death, EngineHung) for death in deaths):  # who hangs says nothing more
-        await _last_words(courier)
+    await _last_words(courier, engine, deaths)
     for task in (duties, announced, *ended):
         task.cancel()
     failures = await asyncio.gather(duties, announced, *ended, return_exceptions=True)
@@ -88,12 +89,16 @@ async def run_worker(
     log.info("worker stopped %s", fields(worker=worker_id))
 
 
-async def _last_words(courier: Courier) -> None:
+async def _last_words(courier: Courier, engine: EngineThread, deaths: list[BaseException]) -> None:
+    """What was told goes out; what is left goes back to the queue."""
     try:
         async with asyncio.timeout(LAST_WORDS_S):
-            await courier.settled()
-    except TimeoutError:
-        log.error("ends not written %s", fields(num_open=courier.num_open))
+            if deaths:
+                await courier.abandon(engine.in_flight, f"{type(deaths[0]).__name__}: {deaths[0]}")
+            else:
+                await courier.settled()
+    except TimeoutError:  # others take over once the lease has run out
+        log.error("jobs not given back %s", fields(num_open=courier.num_open))
 
 
 def _card(worker_id: str, settings: Settings, built: BuiltEngine, engine: EngineThread, ready: bool) -> WorkerCard:

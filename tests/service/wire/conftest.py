@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from redis import Redis
 
 from service.wire.embedded_redis import EmbeddedRedis
 from service.wire.memory_broker import MemoryBroker
+from service.wire.memory_queue import MemoryQueue
 from service.wire.redis_broker import RedisBroker, open_redis_broker
 from tests.support.wire import OpenBroker
 
@@ -40,8 +41,8 @@ async def open_broker(redis_url: str) -> AsyncIterator[OpenBroker]:
     """Opens brokers on the test's Redis that are closed when the test is over."""
     async with AsyncExitStack() as opened:
 
-        async def open_one(name: str | None = None, url: str = redis_url) -> RedisBroker:
-            broker = await open_redis_broker(url, name)
+        async def open_one(name: str | None = None, url: str = redis_url, **options) -> RedisBroker:
+            broker = await open_redis_broker(url, name, **options)
             opened.push_async_callback(broker.close)
             return broker
 
@@ -56,6 +57,23 @@ async def broker(request: pytest.FixtureRequest) -> AsyncIterator[MemoryBroker |
         broker = MemoryBroker()
     yield broker
     await broker.close()
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def join(request: pytest.FixtureRequest) -> AsyncIterator[Callable[..., Awaitable[MemoryBroker | RedisBroker]]]:
+    """Opens brokers that meet in one queue, of either kind; closed when the test is over."""
+    queue = MemoryQueue()
+    async with AsyncExitStack() as opened:
+
+        async def join_one(name: str | None = None, lease_s: float = 10.0) -> MemoryBroker | RedisBroker:
+            if request.param == "redis":
+                broker = await open_redis_broker(request.getfixturevalue("redis_url"), name, lease_s=lease_s)
+            else:
+                broker = MemoryBroker(queue, name, lease_s)
+            opened.push_async_callback(broker.close)
+            return broker
+
+        yield join_one
 
 
 @pytest.fixture

@@ -27,7 +27,8 @@ def block(language: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "kind", ["IngressJob", "Reply", "Job", "Event", "Part", "TokenLogprobs", "Usage", "Cancel", "WorkerCard"]
+    "kind",
+    ["IngressJob", "Reply", "Job", "Event", "Part", "TokenLogprobs", "Usage", "Cancel", "WorkerCard", "DeadLetter"],
 )
 def test_every_field_is_on_the_page(kind):
     table = re.search(rf"### {kind}\n(.*?)(?=\n##|\Z)", README, re.DOTALL)[1]
@@ -119,7 +120,6 @@ async def test_the_access_rules_are_enough_for_doors_and_workers(open_broker, us
         await door.submit(make_job(f"JOB{number}"))
     await door.cancel(Cancel(job_id="JOB2", reason=EndReason.CANCELLED))
     assert len(await worker.fetch(4, 1.0)) == 1
-    assert len(await worker.fetch_cancels(1.0)) == 1
     assert await door.num_waiting() == 0
     await worker.publish([make_event("JOB1", 1), make_event("JOB1", 2, EndReason.STOP)])
     assert await outcome(events) == Ended([1, 2], EndReason.STOP)
@@ -129,10 +129,33 @@ async def test_the_access_rules_are_enough_for_doors_and_workers(open_broker, us
     (entry,) = await door.fetch_ingress(["alice"], 4, 1.0)
     await door.reply("alice", "a1", b"y")
     await door.settle_ingress(entry)
-    await door.submit(make_job("JOB3"))
-    await worker.fetch(1, 1.0)
-    returned = await open_broker("w", users("quire-worker", "WORKER_SECRET"))
+    await work_that_fails(door, worker, users("quire-worker", "WORKER_SECRET"), open_broker)
+
+
+async def work_that_fails(door, worker, worker_url, open_broker):
+    """What a worker may have to say beside the usual."""
+    for number in (3, 4):
+        await door.submit(make_job(f"JOB{number}", deadline_s=await door.now_s() + 60))
+    await worker.fetch(2, 1.0)
+    await worker.renew()
+    await worker.publish([make_event("JOB4", 1)])
+    await door.cancel(Cancel(job_id="JOB4", reason=EndReason.STOP, branch=1))
+    assert len(await worker.fetch_cancels(1.0)) == 1
+    for _ in range(2):
+        await worker.hand_back(["JOB3"], "a test")
+        await worker.fetch(1, 0.0)
+    assert (await worker.renew()).runs_suspects
+    assert (await worker.fetch_suspect()).deaths == 2
+    await worker.hand_back(["JOB3"], "a test")
+    assert list(await worker.fetch(1, 0.0)) == []
+    assert (await outcome(door.follow("JOB3"))).reason is EndReason.POISONED
+    await worker.renew()
+    worker._held._is_unsure = True
+    await worker.renew()
+    returned = await open_broker("w", worker_url)
+    assert await returned.take_over() == 1
     assert [claim.attempt for claim in await returned.fetch(1, 1.0)] == [2]
+    assert len(await returned.workers()) == 0
 
 
 async def test_a_producer_reaches_its_own_keys_only(open_broker, users, tmp_path):

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from service.errors import EndReason
 from service.wire import keys
+from service.wire.broker import BrokerUnavailable, Claim
 from service.wire.codec import encode
 from service.wire.messages import Cancel
 from tests.support.wire import (
     PATIENCE_S,
+    Ended,
     make_card,
     make_event,
     make_events,
@@ -30,6 +34,8 @@ async def test_two_workers_share_the_jobs(open_broker):
 async def test_a_cancel_reaches_every_worker(open_broker):
     door, one, two = [await open_broker() for _ in range(3)]
     cancel = Cancel(job_id="JOB1", reason=EndReason.CANCELLED)
+    await door.submit(make_job())
+    await one.fetch(1, 1.0)
     await door.cancel(cancel)
     assert [list(await worker.fetch_cancels(1.0)) for worker in (one, two)] == [[cancel], [cancel]]
     late = await open_broker()
@@ -40,13 +46,13 @@ async def test_every_key_has_the_life_it_should(open_broker, redis):
     broker = await open_broker()
     await broker.submit(make_job())
     await broker.fetch(1, 1.0)
-    await broker.cancel(Cancel(job_id="JOB1", reason=EndReason.CANCELLED))
+    await broker.cancel(Cancel(job_id="JOB2", reason=EndReason.CANCELLED))
     await broker.publish(make_events("JOB1", [1, 2]))
     await broker.announce(make_card("w1"))
     await broker.reply("alice", "a1", b"x")
     for key, ttl_s in {
         keys.events("JOB1"): keys.LOG_RUNNING_TTL_S,
-        keys.cancel("JOB1"): keys.TOMBSTONE_TTL_S,
+        keys.cancel("JOB2"): keys.TOMBSTONE_TTL_S,
         keys.feed("door1"): keys.FEED_TTL_S,
         keys.worker("w1"): keys.CARD_TTL_S,
         keys.reply("alice", "a1"): keys.REPLY_TTL_S,
@@ -54,9 +60,13 @@ async def test_every_key_has_the_life_it_should(open_broker, redis):
         assert ttl_s - 2 <= redis.ttl(key) <= ttl_s, key
     await broker.publish([make_event("JOB1", 3, EndReason.STOP)])
     assert keys.LOG_ENDED_TTL_S - 2 <= redis.ttl(keys.events("JOB1")) <= keys.LOG_ENDED_TTL_S
-    assert not redis.exists(keys.cancel("JOB1"))
-    assert redis.xlen(keys.JOBS) == 0
-    assert redis.xpending(keys.JOBS, keys.JOBS_GROUP)["pending"] == 0
+    await broker.submit(make_job("JOB2"))
+    assert not redis.exists(keys.cancel("JOB2"))
+    await broker.retire("w1")
+    streams = (keys.WAITING, keys.RETURNED, keys.SUSPECTS, keys.DEAD)
+    assert [redis.xlen(stream) for stream in streams] == [0, 0, 0, 0]
+    gone = (keys.JOBS, keys.STATES, keys.CLAIMS, keys.DEADLINES, keys.LEASES, keys.WORKERS, keys.ALONE)
+    assert redis.exists(*gone) == 0
 
 
 async def test_the_log_is_numbered_like_the_events_and_says_how_it_ended(open_broker, redis):
@@ -112,44 +122,64 @@ async def test_a_worker_that_comes_back_gets_its_jobs_again(open_broker):
     await first.submit(make_job())
     await first.submit(make_job("JOB2"))
     await first.fetch(1, 1.0)
+    await first.publish(make_events("JOB1", [1]))
     await first.close()
     second = await open_broker("w1")
-    claims = [*await second.fetch(4, 1.0), *await second.fetch(4, 1.0)]
-    assert [(claim.job.job_id, claim.attempt) for claim in claims] == [("JOB1", 2), ("JOB2", 1)]
-    assert list(await second.fetch(4, 0.05)) == []
+    assert await second.take_over() == 1
+    claims = await second.fetch(4, 1.0)
+    assert [(claim.job.job_id, claim.attempt, claim.deaths) for claim in claims] == [("JOB1", 2, 1), ("JOB2", 1, 0)]
+    assert list(claims[0].past) == make_events("JOB1", [1])
+    assert (await second.take_over(), list(await second.fetch(4, 0.05))) == (0, [])
 
 
-async def test_a_job_that_cannot_be_read_is_dropped_and_said(open_broker, redis, caplog):
-    broker = await open_broker()
-    redis.xadd(keys.JOBS, {"m": b"\xc1"})
-    redis.xadd(keys.JOBS, {"other": b"x"})
-    await broker.submit(make_job())
-    assert len(await broker.fetch(4, 1.0)) == 1
-    assert redis.xlen(keys.JOBS) == 1
-    assert caplog.text.count("unreadable job dropped") == 2
-
-
-async def test_a_cancel_heard_before_its_job_still_ends_it(open_broker, monkeypatch):
+async def test_an_answer_that_was_lost_is_given_again(open_broker):
     broker = await open_broker()
     await broker.submit(make_job())
-    admit = broker._link.now_s
+    script = broker._link.script
 
-    async def cancelled_meanwhile() -> float:
-        monkeypatch.setattr(broker._link, "now_s", admit)
-        await broker.cancel(Cancel(job_id="JOB1", reason=EndReason.CANCELLED))
-        await broker.fetch_cancels(1.0)
-        return await admit()
+    async def cut_off(name, *args):
+        answer = await script(name, *args)
+        if name == "claim":
+            raise BrokerUnavailable("cut off")
+        return answer
 
-    monkeypatch.setattr(broker._link, "now_s", cancelled_meanwhile)
-    assert list(await broker.fetch(1, 0.2)) == []
-    assert (await outcome(broker.follow("JOB1"))).reason is EndReason.CANCELLED
+    broker._link.script = cut_off
+    with pytest.raises(BrokerUnavailable):
+        await broker.fetch(1, 1.0)
+    broker._link.script = script
+    assert list(await broker.fetch(1, 1.0)) == [Claim(make_job(), 2)]
+    assert list(await broker.fetch(1, 0.05)) == []
 
 
-async def test_events_of_a_job_that_is_not_ours_are_dropped(open_broker, redis, caplog):
+async def test_a_job_that_cannot_be_read_is_ended_and_said(open_broker, redis, caplog):
     broker = await open_broker()
-    await broker.publish(make_events("JOB9", [1]))
-    assert redis.keys("*") == []
-    assert "not ours" in caplog.text
+    await broker.submit(make_job("JOB1"))
+    redis.hset(keys.JOBS, "JOB1", b"\xc1")
+    redis.xadd(keys.WAITING, {"m": b"nobody"})
+    redis.xadd(keys.WAITING, {"other": b"x"})
+    await broker.submit(make_job("JOB2"))
+    assert [claim.job.job_id for claim in await broker.fetch(4, 1.0)] == ["JOB2"]
+    assert redis.xlen(keys.WAITING) == 0
+    assert caplog.text.count("unreadable job") == 1
+    assert await outcome(broker.follow("JOB1")) == Ended([1], EndReason.INVALID)
+
+
+async def test_a_past_with_a_hole_ends_its_job(open_broker, redis):
+    broker = await open_broker()
+    await broker.submit(make_job())
+    await broker.fetch(1, 1.0)
+    await broker.publish(make_events("JOB1", [1, 2, 3]))
+    redis.xdel(keys.events("JOB1"), "2-0")
+    await broker.hand_back(["JOB1"])
+    assert list(await broker.fetch(1, 0.05)) == []
+    last = redis.xrevrange(keys.events("JOB1"), count=1)[0]
+    assert (last[0], last[1][b"end"]) == (b"4-0", b"lost")
+
+
+async def test_events_of_a_job_that_is_not_ours_are_dropped(open_broker, redis):
+    broker = await open_broker()
+    assert await broker.publish(make_events("JOB9", [1])) == {"JOB9"}
+    assert set(redis.keys("*")) == {b"quire:epoch", b"quire:leases"}
 
 
 async def test_an_ingress_entry_goes_to_one_door_and_leaves_with_its_settling(open_broker, redis):

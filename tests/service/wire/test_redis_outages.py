@@ -8,12 +8,13 @@ import os
 import random
 import signal
 
+import msgpack
 import pytest
 from redis.exceptions import ResponseError
 
 from service.errors import EndReason, StartupError
-from service.wire import keys, redis_feed
-from service.wire.broker import BrokerUnavailable
+from service.wire import keys, redis_feed, redis_follower
+from service.wire.broker import BrokerUnavailable, Claim
 from service.wire.embedded_redis import EmbeddedRedis
 from service.wire.messages import Cancel
 from service.wire.redis_broker import open_redis_broker
@@ -52,15 +53,80 @@ async def test_a_flushed_redis_is_used_on(open_broker, redis):
     assert len(await broker.fetch_ingress(["alice"], 1, 1.0)) == 1
 
 
-async def test_a_queued_job_lost_in_a_flush_is_said_to_its_follower(open_broker, redis, monkeypatch):
+async def test_a_queued_job_lost_in_a_flush_is_submitted_again(open_broker, redis, monkeypatch):
     monkeypatch.setattr(redis_feed, "IDLE_CHECK_S", 0.2)
     monkeypatch.setattr(redis_feed, "SWEEP_S", 0.05)
     broker = await open_broker()
     events = broker.follow("JOB1")
     await broker.submit(make_job())
     redis.flushall()
-    with pytest.raises(BrokerUnavailable, match="lost job"):
-        await take(events, 1)
+    following = asyncio.create_task(outcome(events))
+    (claim,) = await broker.fetch(1, PATIENCE_S)
+    assert claim == Claim(make_job(), 1)
+    await broker.publish([make_event("JOB1", 1, EndReason.STOP)])
+    assert await following == Ended([1], EndReason.STOP)
+
+
+async def test_a_running_job_whose_worker_is_lost_too_ends_with_a_named_reason(open_broker, redis, monkeypatch):
+    monkeypatch.setattr(redis_feed, "IDLE_CHECK_S", 0.1)
+    monkeypatch.setattr(redis_feed, "SWEEP_S", 0.05)
+    monkeypatch.setattr(redis_follower, "LOST_AFTER_S", 0.3)
+    door, worker = await open_broker(), await open_broker()
+    events = door.follow("JOB1")
+    await door.submit(make_job())
+    await worker.fetch(1, 1.0)
+    await worker.publish(make_events("JOB1", [1]))
+    assert await take(events, 1) == [1]
+    await worker.close()
+    redis.flushall()
+    assert await outcome(events) == Ended([2], EndReason.LOST)
+
+
+async def test_a_flush_takes_nothing_from_running_jobs(open_broker, redis):
+    """Whole logs come back: who reads them anew, and who takes the job over, misses nothing."""
+    door, worker, heir = [await open_broker() for _ in range(3)]
+    for job_id in ("JOB1", "JOB2"):
+        await door.submit(make_job(job_id))
+    await worker.fetch(2, 1.0)
+    await worker.publish([*make_events("JOB1", [1, 2]), *make_events("JOB2", [1])])
+    await worker.publish([make_event("JOB2", 2, EndReason.STOP)])
+    redis.flushall()
+    await worker.publish(make_events("JOB1", [3]))
+    assert await outcome(door.follow("JOB2")) == Ended([1, 2], EndReason.STOP)
+    await worker.hand_back(["JOB1"])
+    (claim,) = await heir.fetch(1, 1.0)
+    assert [event.number for event in claim.past] == [1, 2, 3]
+    await heir.publish([make_event("JOB1", 4, EndReason.LENGTH)])
+    assert await outcome(door.follow("JOB1")) == Ended([1, 2, 3, 4], EndReason.LENGTH)
+
+
+async def test_what_the_last_second_lost_is_told_again(open_broker, redis):
+    """As after a crash of Redis with `everysec`: a tail of the log, a claim, an end that were there are gone."""
+    door, worker = await open_broker(), await open_broker()
+    jobs = [make_job(f"J{number}") for number in range(3)]
+    for job in jobs:
+        await door.submit(job)
+    await worker.fetch(3, 1.0)
+    await worker.publish([event for job in jobs for event in make_events(job.job_id, [1, 2, 3])])
+    kept = {key: redis.dump(key) for key in redis.keys("*")}
+    await worker.publish([make_event(job.job_id, 4) for job in jobs])
+    await worker.publish([make_event("J2", 5, EndReason.STOP)])
+    redis.flushall()
+    for key, value in kept.items():
+        redis.restore(key, 0, value)
+    redis.xdel(keys.events("J0"), "3-0")
+    state = msgpack.unpackb(redis.hget(keys.STATES, "J1"))
+    entry = redis.xadd(keys.RETURNED, {"m": "J1"})
+    state |= {"attempts": 0, "queue": keys.RETURNED, "entry": entry.decode()}
+    redis.hset(keys.STATES, "J1", msgpack.packb(state))
+    redis.hdel(keys.CLAIMS, "J1")
+    worker._held._is_unsure = True  # what any failed call leaves behind
+    assert await worker.publish([make_event("J0", 5, EndReason.LENGTH), make_event("J1", 5, EndReason.STOP)]) == set()
+    for job, reason in zip(jobs, (EndReason.LENGTH, EndReason.STOP, EndReason.STOP), strict=True):
+        log = [int(entry_id.partition(b"-")[0]) for entry_id, _ in redis.xrange(keys.events(job.job_id))]
+        assert log[-2:] == [4, 5]
+        assert redis.xrange(keys.events(job.job_id))[-1][1][b"end"].decode() == reason
+    assert redis.hlen(keys.JOBS) == redis.hlen(keys.CLAIMS) == redis.xlen(keys.RETURNED) == 0
 
 
 async def test_a_redis_without_memory_is_unavailable_and_keeps_what_it_has(open_broker, redis):
@@ -208,13 +274,13 @@ async def test_a_wrong_password_is_told_apart_from_an_absent_redis(redis, redis_
 
 
 async def test_a_key_of_another_type_is_unavailable_not_a_crash(open_broker, redis):
-    redis.set(keys.JOBS, "x")
+    redis.set(keys.WAITING, "x")
     broker = await open_broker()
-    for act in (broker.submit(make_job()), broker.fetch(1, 0.05), broker.num_waiting()):
+    for act in (lambda: broker.submit(make_job()), lambda: broker.fetch(1, 0.05), broker.num_waiting):
         with pytest.raises(BrokerUnavailable):
-            await act
+            await act()
     with pytest.raises(ResponseError):
-        redis.xlen(keys.JOBS)
+        redis.xlen(keys.WAITING)
 
 
 async def insist(act):

@@ -34,6 +34,7 @@ def example_of(field: dataclasses.Field) -> str:
     if metadata["low"] is not None:
         return str(metadata["high"])
     examples = {"producers": "a,b", "api_key": "k1,k2", "redis_url": "redis://h:1/0", "allowed_hosts": "a.b,*.c.d"}
+    examples["worker_name"] = "gpu-0.host_1"
     return examples.get(field.name, f"x/{field.name}")
 
 

@@ -43,7 +43,8 @@ async def test_queued_job_is_cancelled_when_its_client_leaves(model_folder):
             await asyncio.sleep(0.005)
         await client.reset()
         async with asyncio.timeout(SOON_S):
-            await gateway.worker.cancelled()
+            while await gateway.broker.num_waiting():
+                await asyncio.sleep(0.005)
         gateway.worker.paused = False
         assert (await gateway.post(CHAT, BODY))[0] == 200
         assert len(gateway.worker.jobs) == 1

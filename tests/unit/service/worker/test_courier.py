@@ -6,81 +6,12 @@ import time
 
 import pytest
 
-from model.sampling_params import SamplingParams
-from service.engine.engine import Engine
-from service.engine.kv_manager import KVManager
-from service.engine.scheduler import Limits
 from service.errors import EndReason
 from service.wire.broker import BrokerUnavailable
-from service.wire.codec import pack_ids, unpack_ids
+from service.wire.codec import unpack_ids
 from service.wire.memory_broker import MemoryBroker
-from service.wire.messages import Cancel, Job, WorkerCard
-from service.worker.courier import Courier
-from service.worker.engine_thread import EngineThread, Stop
-from tests.support.scripted_executor import ScriptedExecutor, next_token
-
-VOCAB = 97
-NUMBERS = itertools.count()
-
-
-class House:
-    """A broker, a courier and an engine thread, wired as the worker process wires them."""
-
-    def __init__(self, broker, step_s=0.0):
-        self.broker = broker
-        limits = Limits(max_num_seqs=4, max_num_batched_tokens=32, max_prefill_chunk=32, max_model_len=4000)
-        engine = Engine(ScriptedExecutor(1024, 4, step_s=step_s), KVManager(1024, 4), limits, frozenset())
-        self.courier = Courier(broker, self.card, VOCAB, max_open=8)
-        self.engine = EngineThread(engine, self.courier.deliver, lambda error: None)
-        self.courier.engine = self.engine
-
-    def card(self, ready):
-        return WorkerCard(
-            worker_id="w", model="m", ready=ready, max_model_len=4000, num_blocks=1024, block_size=4, beat_at_s=0.0
-        )
-
-    async def __aenter__(self):
-        self.engine.start()
-        self.duties = asyncio.create_task(self.courier.run())
-        return self
-
-    async def __aexit__(self, *_):
-        self.engine.send(Stop(EndReason.SHUTDOWN))
-        self.duties.cancel()
-        await asyncio.wait({self.duties})
-        self.engine.join(10)
-
-    async def submit(self, prompt, deadline_s=None, **wishes):
-        """Submit a job and follow it; (id, iterator of its events)."""
-        job_id = f"JOB{next(NUMBERS)}"
-        events = self.broker.follow(job_id)
-        sampling = SamplingParams(**{"max_tokens": 5} | wishes)
-        await self.broker.submit(
-            Job(
-                job_id=job_id, tenant="t", prompt=pack_ids(prompt), sampling=sampling, submitted_at_s=time.time(),
-                deadline_s=deadline_s, feed="f",
-            )
-        )  # fmt: skip
-        return job_id, events
-
-
-async def told(events):
-    """(tokens, end, usage) of a followed job; event numbers run without gap."""
-    tokens, number = [], 0
-    async with asyncio.timeout(10):
-        async for event in events:
-            number += 1
-            assert event.number == number
-            tokens += [token for part in event.parts for token in unpack_ids(part.tokens)]
-            last = event
-    return tokens, last.end, last.usage
-
-
-def alone(prompt, count):
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(next_token(tokens))
-    return tokens[len(prompt) :]
+from service.wire.messages import Cancel
+from tests.support.worker_house import VOCAB, House, alone, told
 
 
 async def test_jobs_come_back_as_events():
@@ -139,7 +70,7 @@ class AbsentBroker(MemoryBroker):
     async def publish(self, events):
         if next(self.calls) % 3 == 0:
             raise BrokerUnavailable("away")
-        await super().publish(events)
+        return await super().publish(events)
 
 
 async def test_no_event_is_lost_while_the_queue_is_away():
@@ -152,9 +83,9 @@ async def test_no_event_is_lost_while_the_queue_is_away():
 async def test_a_drained_courier_claims_nothing_more():
     async with House(MemoryBroker()) as house:
         _, first = await house.submit([1], max_tokens=200)
-        await asyncio.sleep(0.05)
+        await anext(first)
         await house.courier.drain(timeout_s=10)
-        assert (await told(first))[1] is EndReason.LENGTH
+        assert (await told(first, after=1))[1] is EndReason.LENGTH
         await house.submit([2])
         await asyncio.sleep(0.1)
         assert await house.broker.num_waiting() == 1

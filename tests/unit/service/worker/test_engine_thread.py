@@ -78,15 +78,32 @@ def test_stop_ends_what_is_left(harness):
     harness.thread.join(WAIT_S)
 
 
-class BrokenExecutor:
-    runs_ahead = True
+class BrokenExecutor(ScriptedExecutor):
+    """Computes some steps and dies."""
 
     def launch(self, plan):
-        raise RuntimeError("device lost")
+        if len(self.plans) == 3:
+            raise RuntimeError("device lost")
+        return super().launch(plan)
 
 
-def test_death_is_told_and_its_requests_end():
-    harness = Harness(BrokenExecutor())
+def test_death_is_told_and_its_requests_are_open_still():
+    harness = Harness(BrokenExecutor(64, 4))
     harness.add("a", 5)
-    assert harness.until_end("a") == ([], EndReason.INTERNAL)
     assert isinstance(harness.deaths.get(timeout=WAIT_S), RuntimeError)
+    outputs = [harness.outputs.get(timeout=WAIT_S) for _ in range(3)]
+    assert [output.end for output in outputs] == [None, None, None]
+    assert harness.outputs.empty()
+    assert harness.thread.in_flight == {"a"}
+    assert harness.thread.join(WAIT_S)
+
+
+def test_the_thread_shows_that_it_moves_and_falls_silent_in_a_step():
+    harness = Harness(ScriptedExecutor(64, 4, step_s=0.5))
+    harness.add("a", 1)
+    silent_s = max(harness.thread.silent_s for _ in iter(lambda: harness.outputs.empty(), False))
+    assert 0.3 < silent_s < 2.0
+    assert harness.until_end("a")[1] is EndReason.LENGTH
+    assert harness.thread.silent_s < 1.0
+    harness.thread.send(Stop(EndReason.SHUTDOWN))
+    assert harness.thread.join(WAIT_S)

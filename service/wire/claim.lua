@@ -1,0 +1,52 @@
+-- Gives a worker jobs: those that were claimed before come first. One past its deadline ends here.
+--
+-- KEYS[10..] the queues to take from, in their order
+-- ARGV[6] epoch   ARGV[7] worker   ARGV[8] most jobs   ARGV[9] length of a lease (s), where it has none yet
+-- ARGV[10] '1': the answer to an earlier claim may be lost, so jobs that are this worker's but for those in
+-- ARGV[11] (msgpack list) come before all others
+-- Returns for each job: id, message, attempt, deaths, cause, stops (msgpack list or '').
+
+if redis.call('GET', EPOCH) ~= ARGV[6] then return redis.error_reply('EPOCH Redis has lost what it knew') end
+local owner, most, now = ARGV[7], tonumber(ARGV[8]), now_s()
+redis.call('ZADD', LEASES, 'NX', now + tonumber(ARGV[9]), owner)
+local claimed = {}
+
+local function take(job, state)
+  if state.cancel then return end_job(job, state, state.cancel) end
+  if state.deadline and state.deadline <= now then return end_job(job, state, 'deadline') end
+  leave_queue(state)
+  state.attempts = state.attempts + 1
+  write_state(job, state)
+  redis.call('HSET', CLAIMS, job, state.attempts .. ' ' .. owner)
+  local stops = state.stops and cmsgpack.pack(state.stops) or ''
+  claimed[#claimed + 1] =
+    {job, redis.call('HGET', JOBS, job), state.attempts, state.deaths, state.cause or '', stops}
+end
+
+if ARGV[10] == '1' then
+  local held = {}
+  for _, job in ipairs(cmsgpack.unpack(ARGV[11])) do held[job] = true end
+  local claims = redis.call('HGETALL', CLAIMS)
+  for i = 1, #claims, 2 do
+    if #claimed == most then break end
+    if not held[claims[i]] and string.match(claims[i + 1], '^%d+ (.*)$') == owner then
+      take(claims[i], read_state(claims[i]))
+    end
+  end
+end
+
+for queue = 10, #KEYS do
+  while #claimed < most do
+    local entries = redis.call('XRANGE', KEYS[queue], '-', '+', 'COUNT', most - #claimed)
+    if #entries == 0 then break end
+    for _, entry in ipairs(entries) do
+      local state = read_state(entry[2][2])
+      if state and state.entry == entry[1] then
+        take(entry[2][2], state)
+      else
+        redis.call('XDEL', KEYS[queue], entry[1])
+      end
+    end
+  end
+end
+return claimed

@@ -1,0 +1,98 @@
+-- Stands before every script of the queue: its keys, and what happens to a job in more than one of them.
+--
+-- KEYS[1]  quire:jobs       hash, job id -> Job message, from acceptance to the end
+-- KEYS[2]  quire:states     hash, job id -> state, a msgpack map as long as the job is there:
+--            feed, log, deadline    where its events go; Redis time, Unix seconds
+--            queue, entry           where it waits; both absent while it is claimed
+--            attempts, deaths       how often it was claimed; engine deaths while it was in flight
+--            cancel                 why it is no longer wanted, though it was claimed when that was said
+--            cause                  what the last of those deaths was
+--            stops                  list of "<branch> <reason>": branches that are no longer wanted
+-- KEYS[3]  quire:claims     hash, job id -> fence "<attempt> <owner>", while it is claimed
+-- KEYS[4]  quire:deadlines  sorted set, job ids by deadline
+-- KEYS[5]  quire:waiting    stream, ids of accepted jobs
+-- KEYS[6]  quire:returned   stream, ids of jobs that were claimed before
+-- KEYS[7]  quire:suspects   stream, ids of jobs that run alone
+-- KEYS[8]  quire:leases     sorted set, workers by the Redis time their lease runs out
+-- KEYS[9]  quire:epoch      string, made with the data and lost with them
+-- ARGV[1] longest feed (entries)      ARGV[2] feed's life (s)
+-- ARGV[3] life of a log without news (s)   ARGV[4] life of a log after the end (s)
+-- ARGV[5] engine deaths that make a suspect
+-- The keys of a job's feed and log are taken from its state where a script learns only here which job it is about.
+
+local JOBS, STATES, CLAIMS, DEADLINES, WAITING, RETURNED, SUSPECTS, LEASES, EPOCH = unpack(KEYS, 1, 9)
+local FEED_ENTRIES, FEED_LIFE_S, RUNNING_LIFE_S, ENDED_LIFE_S = unpack(ARGV, 1, 4)
+local SUSPECT_AFTER_DEATHS = tonumber(ARGV[5])
+
+local function now_s()
+  local time = redis.call('TIME')
+  return tonumber(time[1]) + tonumber(time[2]) / 1e6
+end
+
+local function read_state(job)
+  local packed = redis.call('HGET', STATES, job)
+  return packed and cmsgpack.unpack(packed) or nil
+end
+
+local function write_state(job, state)
+  redis.call('HSET', STATES, job, cmsgpack.pack(state))
+end
+
+local function tell(feed, messages)
+  redis.call('XADD', feed, 'MAXLEN', '~', FEED_ENTRIES, '*', 'm', messages)
+  redis.call('EXPIRE', feed, FEED_LIFE_S)
+end
+
+local function enqueue(job, state, queue)
+  state.queue, state.entry = queue, redis.call('XADD', queue, '*', 'm', job)
+  write_state(job, state)
+end
+
+local function leave_queue(state)
+  if state.entry then redis.call('XDEL', state.queue, state.entry) end
+  state.queue, state.entry = nil, nil
+end
+
+local function forget(job)
+  redis.call('HDEL', JOBS, job)
+  redis.call('HDEL', STATES, job)
+  redis.call('HDEL', CLAIMS, job)
+  redis.call('ZREM', DEADLINES, job)
+end
+
+local function last_entry(log)
+  return redis.call('XREVRANGE', log, '+', '-', 'COUNT', '1')[1]
+end
+
+local function has_ended(entry)
+  return entry and #entry[2] > 2
+end
+
+-- Ends a job that no engine has. Of its tokens nobody here knows more than its log.
+local function end_job(job, state, reason)
+  local last = last_entry(state.log)
+  if not has_ended(last) then
+    local number = last and tonumber(string.match(last[1], '^%d+')) + 1 or 1
+    local usage = {prompt_tokens = 0, completion_tokens = 0}
+    local message = cmsgpack.pack({v = 1, job_id = job, number = number, ['end'] = reason, usage = usage})
+    redis.call('XADD', state.log, number .. '-0', 'm', message, 'end', reason)
+    redis.call('EXPIRE', state.log, ENDED_LIFE_S)
+    tell(state.feed, message)
+  end
+  leave_queue(state)
+  forget(job)
+end
+
+-- Takes a claimed job from its worker and queues it where it belongs, before all that was never claimed.
+-- `cause` is what the engine died of that had it in flight; nil: it was given back in peace.
+local function put_back(job, state, cause)
+  redis.call('HDEL', CLAIMS, job)
+  if not state then return forget(job) end
+  if state.cancel then return end_job(job, state, state.cancel) end
+  if cause then
+    state.deaths = state.deaths + 1
+    state.cause = cause
+  end
+  enqueue(job, state, state.deaths == SUSPECT_AFTER_DEATHS and SUSPECTS or RETURNED)
+end
+

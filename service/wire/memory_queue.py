@@ -1,0 +1,226 @@
+"""What several brokers in memory share: jobs, claims, leases, logs. The plain statement of what the scripts do."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from service.errors import EndReason
+from service.wire import keys
+from service.wire.broker import MAX_DEATHS, SUSPECT_AFTER_DEATHS, Claim, IngressEntry
+from service.wire.memory_requests import MemoryRequests
+from service.wire.messages import Cancel, Event, Job, Usage, WorkerCard
+
+
+@dataclass
+class Log:
+    """The events of one job; event n is at n - 1."""
+
+    events: list[Event] = field(default_factory=list)
+    ended_at_s: float | None = None
+
+
+@dataclass
+class _State:
+    """A job from its acceptance to its end. It waits in one of the queues, or has an owner."""
+
+    job: Job
+    owner: str | None = None
+    attempts: int = 0
+    deaths: int = 0
+    cause: str = ""
+    cancel: EndReason | None = None
+    stops: tuple[Cancel, ...] = ()
+
+    @property
+    def is_past_deadline(self) -> bool:
+        return self.job.deadline_s is not None and self.job.deadline_s <= time.time()
+
+
+class MemoryQueue:
+    """On one event loop. `news` is another event after each change."""
+
+    def __init__(self):
+        self.news = asyncio.Event()
+        self.logs: dict[str, Log] = {}
+        self.cancels: list[Cancel] = []
+        self.cards: dict[str, WorkerCard] = {}
+        self.looked_at_until_s = 0.0
+        self.replies: dict[tuple[str, str], list[bytes]] = {}
+        self.requests = MemoryRequests()
+        self.dead: list[tuple[Job, str]] = []
+        self._ingress: dict[str, deque[IngressEntry]] = {}
+        self._states: dict[str, _State] = {}
+        self._waiting: deque[str] = deque()
+        self._returned: deque[str] = deque()
+        self._suspects: deque[str] = deque()
+        self._tombstones: dict[str, EndReason] = {}
+        self._leases: dict[str, float] = {}  # worker -> monotonic time of its end
+        self._runs_suspects: str | None = None
+        self._num_entries = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + len(self._returned) + len(self._suspects)
+
+    @property
+    def num_claimable(self) -> int:
+        return len(self._waiting) + len(self._returned)
+
+    def submit(self, job: Job) -> None:
+        self._forget_old()
+        if job.job_id in self._states or job.job_id in self.logs:
+            return
+        self._states[job.job_id] = _State(job)
+        self._waiting.append(job.job_id)
+        reason = self._tombstones.pop(job.job_id, None)
+        if reason is not None:
+            self._end(job.job_id, reason)
+        self.tell()
+
+    def cancel(self, cancel: Cancel) -> None:
+        state = self._states.get(cancel.job_id)
+        log = self.logs.get(cancel.job_id)
+        if state is None:
+            if cancel.branch is None and (log is None or log.ended_at_s is None):
+                self._tombstones.setdefault(cancel.job_id, cancel.reason)
+            return
+        if cancel.branch is not None:
+            state.stops += (cancel,)
+        elif state.owner is None:
+            self._end(cancel.job_id, cancel.reason)
+            return
+        else:
+            state.cancel = state.cancel or cancel.reason
+        self.cancels.append(cancel)
+        self.tell()
+
+    def claim(self, owner: str, max_jobs: int) -> Sequence[Claim]:
+        """Those that were claimed before come first."""
+        claims = []
+        for waiting in (self._returned, self._waiting):
+            while waiting and len(claims) < max_jobs:
+                claim = self._take(waiting[0], owner)
+                claims += [] if claim is None else [claim]
+        return claims
+
+    def claim_suspect(self, owner: str) -> Claim | None:
+        while self._suspects:
+            claim = self._take(self._suspects[0], owner)
+            if claim is not None:
+                return claim
+        return None
+
+    def holds(self, job_id: str, owner: str, attempt: int) -> bool:
+        state = self._states.get(job_id)
+        return state is not None and (state.owner, state.attempts) == (owner, attempt)
+
+    def write(self, event: Event, owner: str, attempt: int) -> bool:
+        """Append an event, once; its end settles the job. False: the job is not this worker's."""
+        if not self.holds(event.job_id, owner, attempt):
+            return False
+        log = self.logs.setdefault(event.job_id, Log())
+        if event.number == len(log.events) + 1:
+            log.events.append(event)
+        if event.end is not None:
+            log.ended_at_s = time.monotonic()
+            del self._states[event.job_id]
+        return True
+
+    def put_back(self, job_id: str, cause: str | None) -> None:
+        """A claimed job is queued again. `cause`: what the engine died of while it was in flight."""
+        state = self._states[job_id]
+        state.owner = None
+        if state.cancel is not None:
+            self._end(job_id, state.cancel)
+            return
+        if cause is not None:
+            state.deaths, state.cause = state.deaths + 1, cause
+        (self._suspects if state.deaths == SUSPECT_AFTER_DEATHS else self._returned).append(job_id)
+
+    def take_over(self, owner: str, has_predecessor: bool) -> int:
+        """Put back what dead workers held, end what waited past its deadline; how many jobs were put back. The one
+        that asks is alive, but another of its name may have been here before."""
+        now_s = time.monotonic()
+        dead = {name for name, ends_at_s in self._leases.items() if ends_at_s < now_s} - {owner}
+        dead |= {owner} if has_predecessor else set()
+        orphans = [job_id for job_id, state in self._states.items() if state.owner is not None and state.owner in dead]
+        for job_id in orphans:
+            self.put_back(job_id, f"the worker {self._states[job_id].owner} died")
+        for owner in dead:
+            self._leases.pop(owner, None)
+        for job_id in [job_id for job_id, state in self._states.items() if not state.owner and state.is_past_deadline]:
+            self._end(job_id, EndReason.DEADLINE)
+        self.tell()
+        return len(orphans)
+
+    def start_lease(self, owner: str, lease_s: float) -> None:
+        self._leases.setdefault(owner, time.monotonic() + lease_s)
+
+    def renew_lease(self, owner: str, lease_s: float) -> None:
+        self._leases[owner] = time.monotonic() + lease_s
+
+    def end_lease(self, owner: str) -> None:
+        self._leases.pop(owner, None)
+
+    def runs_suspects(self, owner: str) -> bool:
+        """One worker at a time, as long as its lease runs; it stays the one until no suspect is left."""
+        if self._runs_suspects is not None and self._leases.get(self._runs_suspects, 0.0) < time.monotonic():
+            self._runs_suspects = None
+        if self._suspects and self._runs_suspects is None:
+            self._runs_suspects = owner
+        elif not self._suspects and self._runs_suspects == owner:
+            self._runs_suspects = None
+        return self._runs_suspects == owner
+
+    def ingress_of(self, producer: str) -> deque[IngressEntry]:
+        return self._ingress.setdefault(keys.ingress(producer), deque())
+
+    def produce(self, producer: str, payload: bytes) -> None:
+        self._num_entries += 1
+        self.ingress_of(producer).append(IngressEntry(producer, f"{self._num_entries}-0", payload))
+        self.tell()
+
+    def tell(self) -> None:
+        """Wake who waits; who looks now and finds nothing waits for the next time."""
+        news, self.news = self.news, asyncio.Event()
+        news.set()
+
+    def _take(self, job_id: str, owner: str) -> Claim | None:
+        """None for a job that ended here instead."""
+        state = self._states[job_id]
+        if state.deaths >= MAX_DEATHS:
+            self.dead.append((state.job, state.cause))
+            self._end(job_id, EndReason.POISONED)
+            return None
+        if state.is_past_deadline:
+            self._end(job_id, EndReason.DEADLINE)
+            return None
+        self._leave_queue(job_id)
+        state.owner, state.attempts = owner, state.attempts + 1
+        past = tuple(self.logs[job_id].events) if job_id in self.logs else ()
+        return Claim(state.job, state.attempts, state.deaths, past, state.stops)
+
+    def _end(self, job_id: str, reason: EndReason) -> None:
+        """Ends a job that no engine has."""
+        self._leave_queue(job_id)
+        log = self.logs.setdefault(job_id, Log())
+        usage = Usage(prompt_tokens=0, completion_tokens=0)
+        log.events.append(Event(job_id=job_id, number=len(log.events) + 1, end=reason, usage=usage))
+        log.ended_at_s = time.monotonic()
+        del self._states[job_id]
+        self.tell()
+
+    def _leave_queue(self, job_id: str) -> None:
+        for queue in (self._waiting, self._returned, self._suspects):
+            if job_id in queue:
+                queue.remove(job_id)
+
+    def _forget_old(self) -> None:
+        """Logs live a while after the end, as they do in Redis."""
+        old_s = time.monotonic() - keys.LOG_ENDED_TTL_S
+        for job_id in [job_id for job_id, log in self.logs.items() if log.ended_at_s and log.ended_at_s < old_s]:
+            del self.logs[job_id]

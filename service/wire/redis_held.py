@@ -1,0 +1,215 @@
+"""The jobs that a worker holds: its fence on each, what it told of them, and how both outlive a failing Redis.
+
+Redis may come back from an outage without its last second, or without anything. So what was told of a job is kept here
+as long as the job, and a while longer: after an outage the claims are asserted again and each log is filled up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Awaitable, Collection, Sequence
+from typing import Any, TypeVar
+
+import msgpack
+
+from service.logs import fields
+from service.wire import keys
+from service.wire.broker import BrokerUnavailable, Lease
+from service.wire.codec import encode
+from service.wire.messages import Event, Job
+from service.wire.redis_link import DataLost, RedisLink
+from service.wire.redis_state import deadline_arg, new_state
+
+log = logging.getLogger("quire.redis")
+
+SETTLED_KEPT_S = 3.0
+"""How long an ended job is remembered: longer than what `appendfsync everysec` may lose."""
+REPLAY_EVENTS = 512
+
+Answer = TypeVar("Answer")
+
+
+class HeldJob:
+    """A claimed job: where its events go, and all of them so far, encoded (event `n` is at `n - 1`)."""
+
+    def __init__(self, job: Job, attempt: int, deaths: int, owner: str, message: bytes):
+        """Raises ValueError for a job whose names are none."""
+        self.job_id = job.job_id
+        self.attempt = attempt
+        self.fence = f"{attempt} {owner}"
+        self.feed = keys.feed(job.feed)
+        self.log = keys.events(job.job_id)
+        self.told: list[bytes] = []
+        self.end = ""
+        self._restoring = (job.job_id, attempt, message, new_state(job, attempt, deaths), deadline_arg(job))
+
+    @property
+    def restoring(self) -> tuple[Any, ...]:
+        """The five things that `restore.lua` wants of a job."""
+        return self._restoring
+
+
+class HeldJobs:
+    """Of one worker. Every call to Redis that may meet an outage goes through `watch`."""
+
+    def __init__(self, link: RedisLink, owner: str, lease_s: float):
+        self._link = link
+        self._owner = owner
+        self._lease_s = lease_s
+        self._held: dict[str, HeldJob] = {}
+        self._settled: deque[tuple[float, HeldJob]] = deque()
+        self._lost: set[str] = set()  # not yet told to whoever runs them
+        self._epoch = ""
+        self._is_unsure = True
+        self._asserting = asyncio.Lock()
+        self._contact_since_s: float | None = None
+
+    def job_ids(self) -> Collection[str]:
+        return self._held.keys()
+
+    def add(self, held: HeldJob) -> None:
+        self._held[held.job_id] = held
+        self._lost.discard(held.job_id)
+
+    def contact_s(self) -> float:
+        """How long Redis has answered without a failure."""
+        return 0.0 if self._contact_since_s is None else time.monotonic() - self._contact_since_s
+
+    async def watch(self, act: Awaitable[Answer]) -> Answer:
+        """Notes whether Redis answered: after a failure nothing is sure."""
+        try:
+            answer = await act
+        except BrokerUnavailable:
+            self._is_unsure, self._contact_since_s = True, None
+            raise
+        if self._contact_since_s is None:
+            self._contact_since_s = time.monotonic()
+        return answer
+
+    async def run(self, script: str, script_keys: Sequence[str], args: Sequence[Any]) -> Any:
+        return await self.watch(self._link.script(script, script_keys, args))
+
+    async def run_sure(self, script: str, script_keys: Sequence[str], args: Sequence[Any]) -> Any:
+        """Of a script that wants the epoch first: our claims stand when it runs."""
+        await self.assert_claims()
+        try:
+            return await self.run(script, script_keys, [self._epoch, *args])
+        except DataLost:
+            await self.assert_claims()
+            return await self.run(script, script_keys, [self._epoch, *args])
+
+    async def publish(self, events: Sequence[Event]) -> frozenset[str]:
+        """As WorkerBroker says."""
+        await self.assert_claims()
+        known = [(self._held[event.job_id], event) for event in events if event.job_id in self._held]
+        strangers = {event.job_id for event in events} - self._held.keys()
+        if known:
+            payloads = [encode(event) for _, event in known]
+            items = [
+                (held, event.number, payload, "" if event.end is None else event.end.value)
+                for (held, event), payload in zip(known, payloads, strict=True)
+            ]
+            refused = await self.run_sure("publish", *_packed(items))
+            refused = {known[index - 1][1].job_id for index in refused}
+            for (held, event), payload in zip(known, payloads, strict=True):
+                if event.job_id not in refused:
+                    self._note_told(held, event, payload)
+            self._lose(refused)
+        return self._take_lost() | strangers
+
+    async def renew(self) -> Lease:
+        """As WorkerBroker says."""
+        await self.assert_claims()
+        held = msgpack.packb([word for held in self._held.values() for word in (held.job_id, held.fence)])
+        runs_suspects, *lost = await self.run_sure("renew", [keys.ALONE], [self._owner, self._lease_s, held])
+        self._lose({job_id.decode() for job_id in lost})
+        return Lease(self._take_lost(), bool(runs_suspects))
+
+    async def hand_back(self, job_ids: Collection[str], cause: str) -> None:
+        """As WorkerBroker says; an empty cause is none."""
+        await self.assert_claims()
+        held = [self._held[job_id] for job_id in job_ids if job_id in self._held]
+        if held:
+            fences = msgpack.packb([word for job in held for word in (job.job_id, job.fence)])
+            await self.run("hand_back", [], [cause, fences])
+        for job in held:
+            self._held.pop(job.job_id, None)
+
+    def _note_told(self, held: HeldJob, event: Event, payload: bytes) -> None:
+        if event.number == len(held.told) + 1:
+            held.told.append(payload)
+        if event.end is not None and self._held.pop(event.job_id, None) is not None:
+            held.end = event.end.value
+            now_s = time.monotonic()
+            self._settled.append((now_s, held))
+            while self._settled[0][0] < now_s - SETTLED_KEPT_S:
+                self._settled.popleft()
+
+    def _lose(self, job_ids: Collection[str]) -> None:
+        lost = [job_id for job_id in job_ids if self._held.pop(job_id, None) is not None]
+        if lost:
+            log.warning("jobs were taken from us %s", fields(num_jobs=len(lost), first=lost[0]))
+            self._lost.update(lost)
+
+    def _take_lost(self) -> frozenset[str]:
+        lost, self._lost = frozenset(self._lost), set()
+        return lost
+
+    async def assert_claims(self) -> None:
+        """After an outage, before anything else is said: our claims hold or are lost, and logs have what we told."""
+        if not self._is_unsure:
+            return
+        async with self._asserting:
+            while self._is_unsure:
+                self._is_unsure = False  # whoever fails from here on says so again
+                jobs = {held.job_id: held for _, held in self._settled} | self._held
+                items = [word for held in jobs.values() for word in held.restoring]
+                args = [
+                    self._epoch,
+                    secrets.token_hex(8),
+                    self._owner,
+                    self._lease_s,
+                    msgpack.packb(items, use_bin_type=False),
+                ]
+                epoch, *lost = await self.run("restore", [], args)
+                if self._epoch and epoch.decode() != self._epoch:
+                    log.error("redis has lost its data; our jobs are there again %s", fields(num_jobs=len(jobs)))
+                self._epoch = epoch.decode()
+                lost = {job_id.decode() for job_id in lost}
+                self._lose(lost)
+                await self._refill([held for job_id, held in jobs.items() if job_id not in lost])
+
+    async def _refill(self, jobs: Sequence[HeldJob]) -> None:
+        """Append what the logs of these jobs lack."""
+        if not jobs:
+            return
+
+        async def last_numbers() -> list[int]:
+            async with self._link.commands() as redis, redis.pipeline(transaction=False) as pipeline:
+                for held in jobs:
+                    pipeline.xrevrange(held.log, count=1)
+                ends = await pipeline.execute()
+            return [int(last[0][0].partition(b"-")[0]) if last else 0 for last in ends]
+
+        items = []
+        for held, last in zip(jobs, await self.watch(last_numbers()), strict=True):
+            for number in range(last + 1, len(held.told) + 1):
+                items.append((held, number, held.told[number - 1], held.end if number == len(held.told) else ""))
+        if items:
+            log.warning("events that redis lost are told again %s", fields(num_events=len(items)))
+        for start in range(0, len(items), REPLAY_EVENTS):
+            script_keys, args = _packed(items[start : start + REPLAY_EVENTS])
+            await self.run("publish", script_keys, [self._epoch, *args])
+
+
+def _packed(items: Sequence[tuple[HeldJob, int, bytes, str]]) -> tuple[list[str], list[Any]]:
+    """Keys and arguments of `publish.lua` for events as (job, number, payload, end)."""
+    feeds = {feed: number for number, feed in enumerate(dict.fromkeys(held.feed for held, *_ in items), 1)}
+    packed: list[int | str | bytes] = []
+    for held, number, payload, end in items:
+        packed += (feeds[held.feed], held.job_id, held.fence, number, payload, end)
+    return [*feeds, *(held.log for held, *_ in items)], [len(feeds), msgpack.packb(packed, use_bin_type=False)]

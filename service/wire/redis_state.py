@@ -1,0 +1,22 @@
+"""What the scripts are told of a job when it enters the queue (`common.lua` says what becomes of it)."""
+
+from __future__ import annotations
+
+import msgpack
+
+from service.wire import keys
+from service.wire.messages import Job
+
+
+def new_state(job: Job, attempts: int = 0, deaths: int = 0) -> bytes:
+    """The state of a job that nobody has, or that its only owner brings back. Raises ValueError for a job or a door
+    whose name is none."""
+    state = {"feed": keys.feed(job.feed), "log": keys.events(job.job_id), "attempts": attempts, "deaths": deaths}
+    if job.deadline_s is not None:
+        state["deadline"] = job.deadline_s
+    return msgpack.packb(state)
+
+
+def deadline_arg(job: Job) -> str:
+    """A deadline as the scripts take it: empty where there is none."""
+    return "" if job.deadline_s is None else repr(float(job.deadline_s))

@@ -1,0 +1,19 @@
+-- Accepts a job, once: a second time nothing happens. One that was cancelled before it came ends here.
+--
+-- KEYS[10] quire:{<job>}:cancel  string, its tombstone
+-- ARGV[6] epoch, if there is none   ARGV[7] job   ARGV[8] message   ARGV[9] state   ARGV[10] deadline or ''
+-- Returns 1, or 0 for one that is there already.
+
+redis.call('SET', EPOCH, ARGV[6], 'NX')
+local job, state = ARGV[7], cmsgpack.unpack(ARGV[9])
+if redis.call('HEXISTS', JOBS, job) == 1 or redis.call('EXISTS', state.log) == 1 then return 0 end
+local unwanted = redis.call('GET', KEYS[10])
+if unwanted then
+  redis.call('DEL', KEYS[10])
+  end_job(job, state, unwanted)
+  return 1
+end
+redis.call('HSET', JOBS, job, ARGV[8])
+enqueue(job, state, WAITING)
+if ARGV[10] ~= '' then redis.call('ZADD', DEADLINES, ARGV[10], job) end
+return 1

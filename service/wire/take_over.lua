@@ -1,0 +1,27 @@
+-- Puts the jobs of dead workers back, and ends those that waited past their deadline.
+--
+-- ARGV[6] '1': workers whose lease has run out are dead; '0': this is not to be judged now
+-- ARGV[7] the worker that asks, which is alive   ARGV[8] '1': one of its name was here before, and is dead
+-- Returns how many jobs were put back.
+
+local now, dead, num_back = now_s(), {}, 0
+if ARGV[6] == '1' then
+  for _, owner in ipairs(redis.call('ZRANGEBYSCORE', LEASES, '-inf', now)) do dead[owner] = true end
+end
+dead[ARGV[7]] = ARGV[8] == '1' or nil
+if next(dead) then
+  local claims = redis.call('HGETALL', CLAIMS)
+  for i = 1, #claims, 2 do
+    local owner = string.match(claims[i + 1], '^%d+ (.*)$')
+    if dead[owner] then
+      put_back(claims[i], read_state(claims[i]), 'the worker ' .. owner .. ' died')
+      num_back = num_back + 1
+    end
+  end
+  for owner in pairs(dead) do redis.call('ZREM', LEASES, owner) end
+end
+for _, job in ipairs(redis.call('ZRANGEBYSCORE', DEADLINES, '-inf', now, 'LIMIT', '0', '256')) do
+  local state = read_state(job)
+  if state and state.entry then end_job(job, state, 'deadline') end
+end
+return num_back

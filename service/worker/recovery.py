@@ -1,0 +1,63 @@
+"""How requests outlive their workers: the lease that says who is alive, the jobs of those who are not, and a job's past
+as the engine takes it up."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+
+from service.engine.sequence import BranchPast
+from service.wire.broker import BrokerUnavailable, Lease, WorkerBroker
+from service.wire.codec import unpack_floats, unpack_ids
+from service.wire.messages import Event
+
+log = logging.getLogger("quire.recovery")
+
+BEATS_PER_LEASE = 10 / 3
+"""A lease of 10 s is renewed every 3 s: two beats may be lost."""
+MAX_LOOK_S = 1.0
+"""How often the living look for the dead."""
+
+
+async def keep_lease(
+    broker: WorkerBroker, silent_s: Callable[[], float], on_lease: Callable[[Lease], Awaitable[None]]
+) -> None:
+    """Renew the lease for ever, as long as the engine makes progress, and take over from those whose lease ran out.
+
+    `silent_s`: seconds since the engine's thread last came round. One that hangs loses its jobs to others, though this
+    loop goes on; `on_lease` hears what every renewal says.
+    """
+    beat_s = broker.lease_s / BEATS_PER_LEASE
+    look_s = min(MAX_LOOK_S, beat_s)
+    loop = asyncio.get_running_loop()
+    due_s = loop.time()
+    while True:
+        try:
+            if loop.time() >= due_s and silent_s() < beat_s:
+                due_s = loop.time() + beat_s
+                await on_lease(await broker.renew())
+            await broker.take_over()
+        except BrokerUnavailable as error:
+            log.warning("no heartbeat: %s", error)
+            due_s = loop.time()
+        await asyncio.sleep(look_s)
+
+
+def branch_pasts(events: Iterable[Event]) -> tuple[BranchPast, ...]:
+    """What was told of each branch, in order of their numbers, from a job's events so far. Log-probabilities are added
+    in the order in which the engine added them, so that branches rank as they would have."""
+    token_ids: dict[int, list[int]] = {}
+    ends, sums = {}, {}
+    for event in events:
+        for part in event.parts:
+            token_ids.setdefault(part.branch, []).extend(unpack_ids(part.tokens))
+            if part.end is not None:
+                ends[part.branch] = part.end
+            if part.logprobs is not None:
+                for logprob in unpack_floats(part.logprobs.chosen):
+                    sums[part.branch] = sums.get(part.branch, 0.0) + logprob
+    return tuple(
+        BranchPast(token_ids=tuple(token_ids.get(branch, ())), end=ends.get(branch), sum_logprob=sums.get(branch, 0.0))
+        for branch in range(max(token_ids, default=-1) + 1)
+    )

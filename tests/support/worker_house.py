@@ -1,0 +1,97 @@
+"""A worker without its process: broker, courier and engine thread wired as the process wires them, a scripted model."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+
+from model.sampling_params import SamplingParams
+from service.engine.engine import Engine
+from service.engine.kv_manager import KVManager
+from service.engine.scheduler import Limits
+from service.errors import EndReason
+from service.wire.codec import pack_ids, unpack_ids
+from service.wire.messages import Job, WorkerCard
+from service.worker.courier import Courier
+from service.worker.engine_thread import EngineThread, Stop
+from tests.support.scripted_executor import ScriptedExecutor, next_token
+
+VOCAB = 97
+NUMBERS = itertools.count()
+
+
+class House:
+    """Serves jobs inside `async with`. `dead` has what ended the engine."""
+
+    def __init__(self, broker, step_s=0.0, executor=None, name="w"):
+        self.broker, self.name = broker, name
+        limits = Limits(max_num_seqs=4, max_num_batched_tokens=32, max_prefill_chunk=32, max_model_len=4000)
+        executor = executor or ScriptedExecutor(1024, 4, step_s=step_s)
+        self.dead = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        engine = Engine(executor, KVManager(1024, 4), limits, frozenset())
+        self.courier = Courier(broker, self.card, VOCAB, max_open=8)
+        self.engine = EngineThread(
+            engine, self.courier.deliver, lambda error: loop.call_soon_threadsafe(self.dead.set_result, error)
+        )
+        self.courier.engine = self.engine
+
+    def card(self, ready):
+        return WorkerCard(
+            worker_id=self.name,
+            model="m",
+            ready=ready,
+            max_model_len=4000,
+            num_blocks=1024,
+            block_size=4,
+            beat_at_s=0.0,
+        )
+
+    async def __aenter__(self):
+        self.engine.start()
+        self.duties = asyncio.create_task(self.courier.run())
+        return self
+
+    async def __aexit__(self, *_):
+        self.engine.send(Stop(EndReason.SHUTDOWN))
+        self.duties.cancel()
+        await asyncio.wait({self.duties})
+        self.engine.join(10)
+
+    async def die(self):
+        """As by SIGKILL: nothing more is said, and the lease stands."""
+        self.duties.cancel()
+        await asyncio.wait({self.duties})
+
+    async def submit(self, prompt, deadline_s=None, **wishes):
+        """Submit a job and follow it; (id, iterator of its events)."""
+        job_id = f"JOB{next(NUMBERS)}"
+        events = self.broker.follow(job_id)
+        sampling = SamplingParams(**{"max_tokens": 5} | wishes)
+        await self.broker.submit(
+            Job(
+                job_id=job_id, tenant="t", prompt=pack_ids(prompt), sampling=sampling, submitted_at_s=time.time(),
+                deadline_s=deadline_s, feed="f",
+            )
+        )  # fmt: skip
+        return job_id, events
+
+
+async def told(events, after=0):
+    """(tokens, end, usage) of a followed job; event numbers run without gap."""
+    tokens, number = [], after
+    async with asyncio.timeout(10):
+        async for event in events:
+            number += 1
+            assert event.number == number
+            tokens += [token for part in event.parts for token in unpack_ids(part.tokens)]
+            last = event
+    return tokens, last.end, last.usage
+
+
+def alone(prompt, count):
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]

@@ -1,0 +1,193 @@
+"""Workers that die, hang, leave or are fooled: whoever goes on with their requests, clients see one answer."""
+
+import asyncio
+import time
+
+import pytest
+
+from service.engine.sequence import BranchPast
+from service.errors import EndReason
+from service.wire.codec import pack_floats, pack_ids
+from service.wire.memory_broker import MemoryBroker
+from service.wire.memory_queue import MemoryQueue
+from service.wire.messages import Cancel, Event, Part, TokenLogprobs
+from service.worker.recovery import branch_pasts
+from tests.support.scripted_executor import ScriptedExecutor
+from tests.support.worker_house import House, alone, told
+
+LEASE_S = 0.4
+POISON = 91
+
+
+@pytest.fixture
+def queue():
+    return MemoryQueue()
+
+
+def join(queue, **options):
+    return House(MemoryBroker(queue, lease_s=LEASE_S), **options)
+
+
+async def test_another_worker_goes_on_where_a_dead_one_stopped(queue):
+    async with join(queue, step_s=0.005, name="first") as first, join(queue, name="second") as second:
+        second.courier._draining = True  # it looks for the dead, and takes no job yet
+        jobs = [await first.submit([n, 1], max_tokens=60) for n in range(4)]
+        for _, events in jobs:
+            await anext(events)
+        await first.die()
+        second.courier._draining = False
+        second.duties.cancel()
+        second.duties = asyncio.create_task(second.courier.run())
+        killed_s = time.monotonic()
+        for n, (job_id, _) in enumerate(jobs):
+            tokens, end, usage = await told(second.broker.follow(job_id))
+            assert (tokens, end) == (alone([n, 1], 60), EndReason.LENGTH)
+            assert usage.completion_tokens == 60
+        assert time.monotonic() - killed_s < 3 * LEASE_S + 2.0
+
+
+async def test_a_worker_that_leaves_hands_its_jobs_to_one_that_is_ready(queue):
+    async with join(queue, step_s=0.01, name="old") as old, join(queue, name="new") as new:
+        new.courier._max_open = 0
+        jobs = [await old.submit([n], max_tokens=150) for n in range(6)]
+        for _, events in jobs[:4]:
+            await anext(events)
+        new.courier._max_open = 8
+        started_s = time.monotonic()
+        await old.courier.drain(timeout_s=10)
+        await old.courier.settled()
+        assert time.monotonic() - started_s < 1.0
+        for n, (job_id, _) in enumerate(jobs):
+            tokens, end, _ = await told(new.broker.follow(job_id))
+            assert (tokens, end) == (alone([n], 150), EndReason.LENGTH)
+
+
+async def test_what_is_left_after_the_drain_waits_for_whoever_comes(queue):
+    async with join(queue, step_s=0.01) as old:
+        job_id, events = await old.submit([3], max_tokens=100)
+        await anext(events)
+        await old.courier.drain(timeout_s=0.2)
+        await old.courier.settled()
+        assert await old.broker.num_waiting() == 1
+    async with join(queue) as new:
+        assert (await told(new.broker.follow(job_id)))[:2] == (alone([3], 100), EndReason.LENGTH)
+
+
+async def test_who_lost_its_jobs_stops_computing_them(queue):
+    """Its heart stood still past the lease; then it goes on as if nothing had been."""
+    async with join(queue, step_s=0.005, name="zombie") as zombie, join(queue, name="heir") as heir:
+        heir.courier._max_open = 0
+        job_id, events = await zombie.submit([5], max_tokens=500)
+        await anext(events)
+        zombie.broker.renew = zombie.broker.take_over = asyncio.Event().wait
+        heir.courier._max_open = 8
+        async with asyncio.timeout(10):
+            while zombie.courier.num_open:
+                await asyncio.sleep(0.02)
+            while zombie.engine.stats.num_running:
+                await asyncio.sleep(0.02)
+        assert (await told(heir.broker.follow(job_id)))[:2] == (alone([5], 500), EndReason.LENGTH)
+
+
+async def test_an_engine_that_hangs_loses_its_jobs(queue):
+    async with join(queue, step_s=0.005, name="hung") as hung, join(queue, name="heir") as heir:
+        heir.courier._max_open = 0
+        job_id, events = await hung.submit([5], max_tokens=200)
+        await anext(events)
+        hung.courier.engine = _Silent(hung.engine)
+        heir.courier._max_open = 8
+        assert (await told(heir.broker.follow(job_id)))[:2] == (alone([5], 200), EndReason.LENGTH)
+        async with asyncio.timeout(10):
+            while hung.courier.num_open:
+                await asyncio.sleep(0.02)
+
+
+class _Silent:
+    """An engine thread that has not come round for a minute."""
+
+    silent_s = 60.0
+
+    def __init__(self, engine):
+        self._engine = engine
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+
+class DyingExecutor(ScriptedExecutor):
+    """Dies of every step that computes the poisonous token."""
+
+    def launch(self, plan):
+        for chunk in plan.chunks:
+            if POISON in chunk.sequence.request.prompt and chunk.start > 0:
+                raise RuntimeError("device lost")
+        return super().launch(plan)
+
+
+async def serve_with_many_lives(queue, is_over):
+    """Worker after worker, as a supervisor would start them; how many engines died."""
+    num_deaths = 0
+    while True:
+        async with join(queue, executor=DyingExecutor(1024, 4, step_s=0.001), name=f"w{num_deaths}") as house:
+            over = asyncio.create_task(is_over.wait())
+            await asyncio.wait([over, house.dead], return_when=asyncio.FIRST_COMPLETED)
+            over.cancel()
+            if not house.dead.done():
+                return num_deaths
+            num_deaths += 1
+            await house.courier.abandon(house.engine.in_flight, str(house.dead.result()))
+            assert house.courier.num_open == 0
+
+
+async def test_a_job_that_kills_engines_is_buried_and_all_others_complete(queue):
+    is_over = asyncio.Event()
+    supervisor = asyncio.create_task(serve_with_many_lives(queue, is_over))
+    door = House(MemoryBroker(queue))
+    jobs = [await door.submit([n, 1], max_tokens=40) for n in range(10)]
+    _, poisoned = await door.submit([POISON, 2], max_tokens=40)
+    jobs += [await door.submit([n, 1], max_tokens=40) for n in range(10, 20)]
+    for n, (_, events) in enumerate(jobs):
+        assert (await told(events))[:2] == (alone([n, 1], 40), EndReason.LENGTH)
+    assert (await told(poisoned))[1] is EndReason.POISONED
+    is_over.set()
+    assert await supervisor == 3
+    ((job, cause),) = queue.dead
+    assert (job.prompt, cause) == (pack_ids([POISON, 2]), "device lost")
+
+
+async def test_a_cancel_heard_between_claim_and_start_counts(queue):
+    async with join(queue, step_s=0.01) as house:
+        fetch, was_claimed = house.broker.fetch, asyncio.Event()
+
+        async def fetch_and_wait(*args):
+            claims = await fetch(*args)
+            if claims:
+                was_claimed.set()
+                await asyncio.sleep(0.2)
+            return claims
+
+        house.broker.fetch = fetch_and_wait
+        await asyncio.sleep(0.7)  # a fetch of the old kind may still be waiting
+        job_id, events = await house.submit([1], max_tokens=3900)
+        await was_claimed.wait()
+        await house.broker.cancel(Cancel(job_id=job_id, reason=EndReason.CANCELLED))
+        assert (await told(events))[1] is EndReason.CANCELLED
+
+
+def test_the_past_of_each_branch_is_what_was_told_of_it():
+    def part(branch, ids, logprobs=None, end=None):
+        packed = None
+        if logprobs is not None:
+            packed = TokenLogprobs(chosen=pack_floats(logprobs), top_ids=b"", top=b"")
+        return Part(branch=branch, tokens=pack_ids(ids), logprobs=packed, end=end)
+
+    events = [
+        Event(job_id="J", number=1, parts=(part(0, [1, 2], [-0.5, -0.25]), part(2, [3], [-1.0]))),
+        Event(job_id="J", number=2, parts=(part(2, [4], [-2.0], EndReason.STOP), part(0, [5], [-0.125]))),
+    ]
+    assert branch_pasts(events) == (
+        BranchPast(token_ids=(1, 2, 5), sum_logprob=-0.875),
+        BranchPast(),
+        BranchPast(token_ids=(3, 4), end=EndReason.STOP, sum_logprob=-3.0),
+    )
+    assert branch_pasts([]) == ()
