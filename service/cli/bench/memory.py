@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 
 from service.cli.bench.flag_values import positive_number, whole_number
-from service.cli.bench.memory_figure import comparison_figure
+from service.cli.bench.memory_figure import comparison_figure, sharing_figure
 from service.cli.bench.memory_policies import DEFAULT_POLICIES, TEXTS, read_policies
 from service.cli.bench.memory_replay import fit_lengths
 from service.cli.bench.memory_runs import PAPER_MAX_LEN, real_ground, simulated_ground
+from service.cli.bench.memory_sharing import METHODS, WIDTHS, SharingFigures
 from service.cli.bench.memory_simulation import MACHINES
 from service.cli.bench.memory_sweep import Comparison, PolicyFigures, compare
 from service.cli.bench.report import write_report
-from service.cli.bench.trace import read_trace
+from service.cli.bench.trace import TracedRequest, read_trace
 from service.cli.table import print_grid, shown
 from service.config import Settings
 from service.errors import StartupError
@@ -50,6 +52,11 @@ def add_memory_flags(parser: argparse.ArgumentParser) -> None:
         help="requests a second; without it, for each policy, around what it keeps up with; 0: only all at once",
     )
     parser.add_argument(
+        "--sharing",
+        action="store_true",
+        help="instead: what parallel sampling and beam search save by sharing, at 2, 4 and 6 branches",
+    )
+    parser.add_argument(
         "--latency-limit",
         metavar="X",
         help="seconds a token at which rates are compared; without it 5 times the first policy's least",
@@ -66,19 +73,12 @@ def run_memory_bench(settings: Settings, flags: argparse.Namespace) -> int:
     """0; raises StartupError where the work is not named well or does not fit."""
     policies, rates = read_policies(flags.policies), _read_rates(flags.rates)
     limit_s = None if flags.latency_limit is None else positive_number("--latency-limit", flags.latency_limit)
-    requests = read_trace(flags.trace)
-    if flags.num_requests is not None:
-        requests = requests[: whole_number("--num-requests", flags.num_requests)]
-    elif flags.simulate is not None:
-        requests = requests[:SIMULATED_REQUESTS]
+    requests = _read_requests(flags)
     ground = real_ground(settings) if flags.simulate is None else simulated_ground(settings, flags.simulate)
     pool = ground.pool
     if pool.num_longest < 1:
         raise StartupError(f"memory: {pool.num_slots} slots hold no sequence of {pool.max_model_len} tokens")
     fitted = fit_lengths(requests, pool.max_model_len)
-    mean_output = fmean(request.num_output_tokens for request in fitted)
-    comparison = compare(partial(ground.replay, fitted), policies, mean_output, rates, limit_s)
-    _print(comparison)
     record = {
         "bench": "memory",
         **ground.description,
@@ -86,11 +86,25 @@ def run_memory_bench(settings: Settings, flags: argparse.Namespace) -> int:
         "trace": flags.trace.stem,
         "num_requests": len(fitted),
         "num_shortened": sum(before != after for before, after in zip(requests, fitted, strict=True)),
-        **asdict(comparison),
     }
     title = f"{flags.trace.stem}, {pool.num_slots:,} slots, {ground.description['device']}"
-    write_report(flags, record, comparison_figure(comparison, title))
+    if flags.sharing:
+        shared = ground.share(fitted, [(method, width) for method in METHODS for width in WIDTHS])
+        _print_sharing(shared)
+        write_report(flags, {**record, "sharing": [asdict(row) for row in shared]}, sharing_figure(shared, title))
+        return 0
+    mean_output = fmean(request.num_output_tokens for request in fitted)
+    comparison = compare(partial(ground.replay, fitted), policies, mean_output, rates, limit_s)
+    _print(comparison)
+    write_report(flags, {**record, **asdict(comparison)}, comparison_figure(comparison, title))
     return 0
+
+
+def _read_requests(flags: argparse.Namespace) -> list[TracedRequest]:
+    requests = read_trace(flags.trace)
+    if flags.num_requests is not None:
+        return requests[: whole_number("--num-requests", flags.num_requests)]
+    return requests if flags.simulate is None else requests[:SIMULATED_REQUESTS]
 
 
 def _read_rates(text: str | None) -> list[float] | None:
@@ -138,3 +152,16 @@ def _latency_cells(row: PolicyFigures) -> list[str]:
     cells = [f"{run.rate:.3g}: {run.normalized_latency_s:.3f}" for run in row.curve]
     ratio = "-" if row.limit_ratio is None else f"{row.limit_ratio:.2f}"
     return [row.policy, *cells, shown(row.rate_at_limit), ratio]
+
+
+def _print_sharing(rows: Sequence[SharingFigures]) -> None:
+    print(
+        "\nAll requests at once. Blocks: means over the steps; saved: % of what branches would hold each for itself"
+    )
+    header = ("method", "branches", "running", "blocks alone", "blocks held", "saved", "copies", "preemptions")
+    cells = []
+    for row in rows:
+        means = (row.running, row.logical_blocks, row.used_blocks, 100 * row.saved)
+        counts = (row.num_copies, row.num_preemptions)
+        cells.append([row.method, shown(row.width), *map(shown, means), *map(shown, counts)])
+    print_grid(header, cells)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from service.cli.bench.memory_sharing import SharingFigures
 from service.cli.bench.memory_sweep import Comparison
 from service.cli.bench.report import Figure
 
@@ -39,3 +42,14 @@ def comparison_figure(comparison: Comparison, title: str) -> Figure:
         axes = {"x": "requests/s", "y": "s/token", "y_max": HEADROOM * comparison.latency_limit_s}
         panels.append({"kind": "line", "title": "normalised latency", **axes, "series": curves})
     return {"title": title, "panels": panels}
+
+
+def sharing_figure(rows: Sequence[SharingFigures], title: str) -> Figure:
+    """For `report.write_report`."""
+    bars = {
+        "label": "saved",
+        "x": [f"{row.method}, {row.width}" for row in rows],
+        "y": [100 * row.saved for row in rows],
+    }
+    panel = {"kind": "bars", "title": "saved by sharing blocks", "x": "% of the blocks", "y": "", "series": [bars]}
+    return {"title": title, "panels": [panel]}

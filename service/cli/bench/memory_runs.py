@@ -12,11 +12,13 @@ from typing import Any
 
 from service.cli.bench.memory_policies import POLICIES, ComparedKV, Policy, Pool
 from service.cli.bench.memory_replay import Bench, Clock, Replay, ReplayFigures, WallClock, Watch, WatchedExecutor
-from service.cli.bench.memory_simulation import MACHINES, SimulatedClock, SimulatedExecutor
+from service.cli.bench.memory_sharing import SharingFigures, measure_sharing, random_prompts, written_prompts
+from service.cli.bench.memory_simulation import MACHINES, SimulatedClock, SimulatedExecutor, SimulatedSampler
 from service.cli.bench.trace import TracedRequest
 from service.config import Settings
 from service.engine.build import BuiltEngine, build_engine
 from service.engine.engine import Engine
+from service.engine.kv_manager import KVManager
 from service.engine.scheduler import Limits
 
 PAPER_MAX_LEN = 2048
@@ -28,17 +30,22 @@ SIMULATED_PREFILL_CHUNK = 512
 
 SIMULATED_VOCAB = 32768
 
+Widths = Sequence[tuple[str, int]]
+"""Methods of `memory_sharing` and how many branches they run."""
+
 Runs = Sequence[tuple[Policy, float | None]]
 """Policies and rates in requests a second; None is all at once."""
 
 
 @dataclass(frozen=True)
 class Ground:
-    """`replay` takes requests that fit the pool, and runs; it gives the figures of each run, in order."""
+    """Both take requests that fit the pool. `replay` gives the figures of each run, in order; `share` those of a method
+    and a width, each with all requests."""
 
     description: dict[str, Any]
     pool: Pool
     replay: Callable[[Sequence[TracedRequest], Runs], list[ReplayFigures]]
+    share: Callable[[Sequence[TracedRequest], Widths], list[SharingFigures]]
 
 
 def real_ground(settings: Settings) -> Ground:
@@ -58,7 +65,8 @@ def real_ground(settings: Settings) -> Ground:
         "model": settings.model_config or settings.model.name,
         "dtype": str(built.ops.dtype),
     }
-    return Ground(description, pool, partial(_replay_in_turn, bench))
+    share = partial(_share_in_turn, built, settings.enable_prefix_caching, settings.load_format == "dummy")
+    return Ground(description, pool, partial(_replay_in_turn, bench), share)
 
 
 def simulated_ground(settings: Settings, machine_name: str) -> Ground:
@@ -75,7 +83,10 @@ def simulated_ground(settings: Settings, machine_name: str) -> Ground:
         max_model_len=pool.max_model_len,
     )
     description = {"device": machine_name, "is_simulated": True, "costs": asdict(machine.costs)}
-    return Ground(description, pool, partial(_replay_in_processes, _Simulation(machine_name, pool, limits)))
+    simulation = _Simulation(machine_name, pool, limits, settings.enable_prefix_caching)
+    return Ground(
+        description, pool, partial(_replay_in_processes, simulation), partial(_share_in_processes, simulation)
+    )
 
 
 @dataclass(frozen=True)
@@ -85,6 +96,7 @@ class _Simulation:
     machine: str
     pool: Pool
     limits: Limits
+    prefix_caching: bool
 
     def replay(self, requests: Sequence[TracedRequest], policy: str, rate: float | None) -> ReplayFigures:
         bench = Bench(self.pool, SIMULATED_VOCAB, self.limits.max_num_seqs, self._engine)
@@ -95,16 +107,31 @@ class _Simulation:
         executor = WatchedExecutor(SimulatedExecutor(clock, MACHINES[self.machine].costs), on_launch)
         return Engine(executor, kv, self.limits, frozenset()), clock
 
+    def share(self, requests: Sequence[TracedRequest], method: str, width: int) -> SharingFigures:
+        executor = SimulatedSampler(SimulatedClock(), MACHINES[self.machine].costs, SIMULATED_VOCAB)
+        kv = KVManager(self.pool.num_blocks, self.pool.block_size, prefix_caching=self.prefix_caching)
+        engine = Engine(executor, kv, self.limits, frozenset())
+        return measure_sharing(engine, random_prompts(requests, SIMULATED_VOCAB), requests, method, width)
+
 
 def _replay_in_processes(simulation: _Simulation, requests: Sequence[TracedRequest], runs: Runs) -> list[ReplayFigures]:
+    return _in_processes(partial(simulation.replay, requests), [(policy.name, rate) for policy, rate in runs])
+
+
+def _share_in_processes(
+    simulation: _Simulation, requests: Sequence[TracedRequest], widths: Widths
+) -> list[SharingFigures]:
+    return _in_processes(partial(simulation.share, requests), widths)
+
+
+def _in_processes(function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> list[Any]:
     """One for each core: nothing in a simulation waits."""
-    tasks = [(policy.name, rate) for policy, rate in runs]
     num_processes = min(os.cpu_count() or 1, len(tasks))
     if num_processes < 2:
-        return [simulation.replay(requests, *task) for task in tasks]
+        return [function(*task) for task in tasks]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_processes, mp_context=context) as processes:
-        return list(processes.map(partial(simulation.replay, requests), *zip(*tasks, strict=True)))
+        return list(processes.map(function, *zip(*tasks, strict=True)))
 
 
 def _real_engine(built: BuiltEngine, kv: ComparedKV, on_launch: Watch) -> tuple[Engine, Clock]:
@@ -118,4 +145,26 @@ def _replay_in_turn(bench: Bench, requests: Sequence[TracedRequest], runs: Runs)
         figures.append(Replay(bench, policy, requests, rate).run())
         pace = "all at once" if rate is None else f"{rate:.3g} requests/s"
         print(f"{policy.name}, {pace}: {figures[-1].total_s:.1f} s", flush=True)
+    return figures
+
+
+def _share_in_turn(
+    built: BuiltEngine, prefix_caching: bool, is_dummy: bool, requests: Sequence[TracedRequest], widths: Widths
+) -> list[SharingFigures]:
+    """Random weights write no prompts that tell more than random ones."""
+    config, memory = built.config, built.memory
+
+    def idle_engine() -> Engine:
+        kv = KVManager(memory.num_blocks, memory.block_size, prefix_caching=prefix_caching)
+        return Engine(built.executor, kv, built.limits, frozenset(config.eos_token_ids))
+
+    if is_dummy:
+        prompts = random_prompts(requests, config.vocab_size)
+    else:
+        lengths = [request.num_prompt_tokens for request in requests]
+        prompts = written_prompts(idle_engine(), lengths, config.bos_token_id or 0)
+    figures = []
+    for method, width in widths:
+        figures.append(measure_sharing(idle_engine(), prompts, requests, method, width))
+        print(f"{method}, {width}: {100 * figures[-1].saved:.1f} % saved", flush=True)
     return figures

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+import numpy as np
+
 from model.sampling_params import BeamSearch, SamplingParams
 from service.cli.bench.trace import TracedRequest
 from service.engine.engine import Engine
@@ -75,17 +77,20 @@ def measure_sharing(
 
 def written_prompts(engine: Engine, lengths: Sequence[int], first_token: int) -> list[tuple[int, ...]]:
     """Prompts of these lengths that the engine's model writes behind `first_token`."""
-    prompts = {}
+    prompts = [[first_token] for _ in lengths]
     for number, length in enumerate(lengths):
-        if length == 1:
-            prompts[number] = [first_token]
-            continue
-        wishes = SamplingParams(max_tokens=length - 1, min_tokens=length - 1, seed=number)
-        engine.add(Request(request_id=str(number), prompt=(first_token,), sampling=wishes))
-        prompts[number] = [first_token]
+        if length > 1:
+            wishes = SamplingParams(max_tokens=length - 1, min_tokens=length - 1, seed=number)
+            engine.add(Request(request_id=str(number), prompt=(first_token,), sampling=wishes))
     while engine.has_work:
         engine.step()
         for output in engine.take_outputs():
             for part in output.parts:
                 prompts[int(output.request_id)] += part.token_ids
-    return [tuple(prompt) for prompt in prompts.values()]
+    return [tuple(prompt) for prompt in prompts]
+
+
+def random_prompts(requests: Sequence[TracedRequest], vocab_size: int) -> list[tuple[int, ...]]:
+    """Of their lengths, with nothing in common."""
+    random = np.random.default_rng(1)
+    return [tuple(random.integers(0, vocab_size, request.num_prompt_tokens).tolist()) for request in requests]
