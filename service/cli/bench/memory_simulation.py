@@ -96,6 +96,9 @@ class SimulatedExecutor:
         self._clock.now_s += self._costs.step_s(num_tokens, num_cached_tokens)
         return StepResult((SAMPLED,) * num_due)
 
+    def draw(self, launched: StepResult) -> None:
+        """It knows all tokens when it launches."""
+
     def collect(self, launched: StepResult) -> StepResult:
         """See service.engine.engine.Executor."""
         return launched
