@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+from importlib.metadata import version
 
 from aiohttp import web
 
 from service.gateway.hall import Hall
 from service.gateway.http_generation import REQUEST_ROUTE, Generations
 from service.gateway.http_guard import READ_TIMEOUT_S, Doorkeeper, guard, json_response, read_body
+from service.gateway.openapi import openapi_document
 from service.gateway.operations import operations_routes
 from service.gateway.probes import readiness
 from service.gateway.request import CHAT, COMPLETIONS
@@ -45,6 +47,7 @@ class HttpDoor:
                 web.get("/readyz", self._readyz),
                 web.get("/health", self._readyz),
                 web.get("/", self._welcome),
+                web.get("/openapi.json", self._openapi),
                 *operations_routes(self._hall),
             ]
         )
@@ -100,6 +103,9 @@ class HttpDoor:
     async def _readyz(self, http: web.Request) -> web.Response:
         status, body = await readiness(self._hall)
         return json_response(body, status)
+
+    async def _openapi(self, http: web.Request) -> web.Response:
+        return json_response(openapi_document(version("quire")))
 
     async def _welcome(self, http: web.Request) -> web.Response:
         routes = sorted({resource.canonical for resource in http.app.router.resources()})

@@ -1,4 +1,4 @@
-"""The systemd units: systemd itself reads and scores them, and what they say agrees with the settings they run under."""
+"""The systemd units: systemd itself reads and scores them, and what they say agrees with the settings beneath."""
 
 from __future__ import annotations
 

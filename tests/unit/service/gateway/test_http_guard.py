@@ -26,6 +26,7 @@ ROUTES = (
     ("POST", "/detokenize"),
     ("GET", "/metrics"),
     ("GET", "/"),
+    ("GET", "/openapi.json"),
     ("GET", "/ui"),
     *(("GET", f"/ui/{name}") for name in ("state", "ui.css", "ui.js", "drawing.js", "playground.js")),
     ("GET", "/nowhere"),

@@ -1,0 +1,147 @@
+"""`/openapi.json`: what the routes take and give, made from the very types and ranges that requests are read with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from service.gateway import openapi_answers as answers
+from service.gateway.openai_bodies import RANGES, ChatBody, CompletionBody
+from service.gateway.openai_fields import IDLE_CHAT_FIELDS, IDLE_COMPLETION_FIELDS, IDLE_MESSAGE_FIELDS, Idle
+from service.gateway.request import CHAT, COMPLETIONS
+from service.gateway.text_tools import DetokenizeBody, TokenizeBody
+
+Json = dict[str, Any]
+
+REF = "#/components/schemas/{name}"
+BODIES: tuple[type[msgspec.Struct], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+IDLE: Mapping[str, Idle] = {
+    "CompletionBody": IDLE_COMPLETION_FIELDS,
+    "ChatBody": IDLE_CHAT_FIELDS,
+    "Message": IDLE_MESSAGE_FIELDS,
+}
+REFUSALS = {
+    "400": "A field is wrong or not supported; `param` names it.",
+    "401": "A valid API key is required.",
+    "404": "There is no such model or route.",
+    "408": "The body did not arrive in time.",
+    "409": "The Idempotency-Key stands for another request.",
+    "413": "The body is too large.",
+    "415": "The body is not JSON.",
+    "429": "Too many requests of this client.",
+    "500": "A fault of the server, with an incident number.",
+    "503": "Overloaded, draining, or without its queue; Retry-After says when to come again.",
+    "504": "The request ran past its deadline.",
+}
+
+
+def openapi_document(version: str) -> Json:
+    """The document, as OpenAPI 3.1 wants it."""
+    _, schemas = msgspec.json.schema_components((*BODIES, *answers.ANSWERS), ref_template=REF)
+    for name, schema in schemas.items():
+        if name in _REQUEST_PARTS or name in {body.__name__ for body in BODIES}:
+            _widen(name, schema)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Quire", "version": version, "description": "OpenAI's API over a paged KV cache."},
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"key": []}],
+        "paths": _paths(),
+    }
+
+
+_REQUEST_PARTS = ("Message", "StreamOptions", "ResponseFormat", "JsonSchemaFormat", "StructuredOutputs")
+
+
+def _widen(name: str, schema: Json) -> None:
+    """Ranges; the fields that may stand there and change nothing; and null, which counts as absent."""
+    properties = schema.get("properties", {})
+    for field, what in properties.items():
+        if field in RANGES and name in IDLE:
+            _bound(what, *RANGES[field])
+    required = set(schema.get("required", ()))
+    for field, accepted in IDLE.get(name, {}).items():
+        properties[field] = {
+            "enum": [*accepted],
+            "description": "Accepted with a value that changes nothing, refused by name with any other.",
+        }
+    for field, what in properties.items():
+        if field not in required:
+            properties[field] = _or_null(what)
+
+
+def _bound(schema: Json, low: float, high: float) -> None:
+    for form in schema.get("anyOf", [schema]):
+        if form["type"] in ("integer", "number"):
+            form |= {"minimum": low, "maximum": high}
+
+
+def _or_null(schema: Json) -> Json:
+    if "enum" in schema:
+        return {**schema, "enum": [*schema["enum"], None]}
+    forms = schema.get("anyOf", [schema])
+    return schema if {"type": "null"} in forms else {"anyOf": [*forms, {"type": "null"}]}
+
+
+def _paths() -> Json:
+    generation = {
+        "Idempotency-Key": "The same key and body find the first request's answer instead of making a second one.",
+    }
+    return {
+        COMPLETIONS: {"post": _post("CompletionBody", "Completion", "Go on with a text.", generation, streams=True)},
+        CHAT: {"post": _post("ChatBody", "ChatCompletion", "Answer a conversation.", generation, streams=True)},
+        "/v1/models": {"get": _get("ModelList", "The model that is served.")},
+        "/tokenize": {"post": _post("TokenizeBody", "Tokens", "A text or a conversation as token ids.")},
+        "/detokenize": {"post": _post("DetokenizeBody", "Detokenized", "Token ids as text.")},
+        "/livez": {"get": _get("Status", "Whether the process lives.", open_to_all=True)},
+        "/readyz": {
+            "get": _get("Readiness", "Whether a request would be worked on now.", open_to_all=True, or_503=True)
+        },
+        "/health": {"get": _get("Readiness", "The same, by vLLM's name.", open_to_all=True, or_503=True)},
+    }
+
+
+def _post(
+    body: str, answer: str, summary: str, headers: Mapping[str, str] | None = None, *, streams: bool = False
+) -> Json:
+    content: Json = {"application/json": {"schema": _ref(answer)}}
+    if streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    responses = {"200": {"description": summary, "content": content}, **_refusals(REFUSALS)}
+    if streams:
+        accepted = {"application/json": {"schema": {"type": "object"}}}
+        responses["202"] = {"description": "Runs in the background: look under its id.", "content": accepted}
+    parameters = [
+        {"name": name, "in": "header", "description": text, "schema": {"type": "string", "pattern": "^[!-~]{1,255}$"}}
+        for name, text in (headers or {}).items()
+    ]
+    return {
+        "summary": summary,
+        "parameters": parameters,
+        "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(body)}}},
+        "responses": responses,
+    }
+
+
+def _get(answer: str, summary: str, *, open_to_all: bool = False, or_503: bool = False) -> Json:
+    content = {"application/json": {"schema": _ref(answer)}}
+    responses = {"200": {"description": summary, "content": content}, **_refusals(("400", "401", "429", "500", "503"))}
+    if or_503:
+        responses["503"] = {"description": "Not ready, and what is missing.", "content": content}
+    return {"summary": summary, "responses": responses, **({"security": []} if open_to_all else {})}
+
+
+def _refusals(statuses: Any) -> Json:
+    return {
+        status: {"description": REFUSALS[status], "content": {"application/json": {"schema": _ref("Refusal")}}}
+        for status in statuses
+    }
+
+
+def _ref(name: str) -> Json:
+    return {"$ref": REF.format(name=name)}

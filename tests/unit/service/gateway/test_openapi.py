@@ -1,0 +1,62 @@
+"""`/openapi.json` tells the truth: it names every route, and real answers and real refusals keep to it."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from service.gateway import openapi_answers as answers
+from service.gateway.openapi import openapi_document
+from service.gateway.request import CHAT, COMPLETIONS
+from tests.support.gateway import MODEL, open_gateway, write_model
+
+HELLO = [{"role": "user", "content": "Hi"}]
+UNTYPED = {"/", "/openapi.json", "/metrics", "/ui", "/v1/models/{model}", "/v1/requests/{id}"}
+"""Routes for people, and those whose answers are other routes'."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+async def test_every_route_stands_there(folder):
+    async with open_gateway(folder) as gateway:
+        _, welcome = await gateway.get("/")
+        _, document = await gateway.get("/openapi.json")
+    routes = {route for route in welcome["routes"] if not route.startswith("/ui/")}
+    assert routes - set(document["paths"]) == UNTYPED
+    assert set(document["paths"]) <= routes
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "shape"),
+    [
+        (COMPLETIONS, {"prompt": "the", "logprobs": 2, "n": 2}, answers.Completion),
+        (COMPLETIONS, {"prompt": ["the", "and"], "echo": True}, answers.Completion),
+        (CHAT, {"messages": HELLO}, answers.ChatCompletion),
+        (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 2}, answers.ChatCompletion),
+        (CHAT, {"messages": HELLO, "n": 9}, answers.Refusal),
+        ("/tokenize", {"prompt": "the", "return_token_strs": True}, answers.Tokens),
+        ("/detokenize", {"tokens": [1, 2]}, answers.Detokenized),
+        ("/v1/models", None, answers.ModelList),
+        ("/livez", None, answers.Status),
+        ("/readyz", None, answers.Readiness),
+        ("/nowhere", None, answers.Refusal),
+    ],
+)
+async def test_answers_have_the_shape_that_is_told(folder, path, body, shape):
+    async with open_gateway(folder) as gateway:
+        if body is None:
+            _, answer = await gateway.get(path)
+        else:
+            _, answer = await gateway.post(path, {"model": MODEL, "max_tokens": 3, **body} if "v1" in path else body)
+    msgspec.convert(answer, shape, strict=True)
+
+
+def test_ranges_and_refused_wishes_are_told():
+    fields = openapi_document("1")["components"]["schemas"]["ChatBody"]["properties"]
+    assert fields["temperature"]["anyOf"][0]["maximum"] == 2
+    assert {"type": "null"} in fields["top_p"]["anyOf"]
+    assert fields["store"]["enum"] == [False, None]
+    assert "required" in openapi_document("1")["components"]["schemas"]["CompletionBody"]
