@@ -105,7 +105,9 @@ class HttpDoor:
         return json_response(body, status)
 
     async def _openapi(self, http: web.Request) -> web.Response:
-        return json_response(openapi_document(version("quire")))
+        settings = self._hall.settings
+        keys_required = bool(settings.api_key or settings.api_key_file)
+        return json_response(openapi_document(version("quire"), self._hall.model.name, keys_required=keys_required))
 
     async def _welcome(self, http: web.Request) -> web.Response:
         routes = sorted({resource.canonical for resource in http.app.router.resources()})

@@ -37,11 +37,13 @@ REFUSALS = {
 }
 
 
-def openapi_document(version: str) -> Json:
-    """The document, as OpenAPI 3.1 wants it."""
+def openapi_document(version: str, model_name: str, *, keys_required: bool) -> Json:
+    """The document, as OpenAPI 3.1 wants it, of a gateway that serves this model."""
     _, schemas = msgspec.json.schema_components((*BODIES, *answers.ANSWERS), ref_template=REF)
     for name, schema in schemas.items():
         if name in _REQUEST_PARTS or name in {body.__name__ for body in BODIES}:
+            if "model" in schema["properties"]:
+                schema["properties"]["model"] = {"enum": [model_name]}
             _widen(name, schema)
     return {
         "openapi": "3.1.0",
@@ -50,7 +52,7 @@ def openapi_document(version: str) -> Json:
             "schemas": schemas,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
-        "security": [{"key": []}],
+        "security": [{"key": []}] if keys_required else [],
         "paths": _paths(),
     }
 

@@ -55,8 +55,8 @@ async def test_answers_have_the_shape_that_is_told(folder, path, body, shape):
 
 
 def test_ranges_and_refused_wishes_are_told():
-    fields = openapi_document("1")["components"]["schemas"]["ChatBody"]["properties"]
+    fields = openapi_document("1", "m", keys_required=True)["components"]["schemas"]["ChatBody"]["properties"]
     assert fields["temperature"]["anyOf"][0]["maximum"] == 2
     assert {"type": "null"} in fields["top_p"]["anyOf"]
     assert fields["store"]["enum"] == [False, None]
-    assert "required" in openapi_document("1")["components"]["schemas"]["CompletionBody"]
+    assert "required" in openapi_document("1", "m", keys_required=True)["components"]["schemas"]["CompletionBody"]
