@@ -126,7 +126,9 @@ def _print(comparison: Comparison) -> None:
     if not runs:
         return
     limit = f"{comparison.latency_limit_s:.3g} s/token"
-    print(f"\nNormalised latency, s/token, at requests/s; which rate keeps {limit}; x: times over by {first}")
+    print(
+        f"\nNormalised latency, s/token, at requests/s; which rate keeps {limit} (+: or more); x: times over by {first}"
+    )
     columns = [f"{run.rate:.3g}/s" for run in comparison.policies[0].curve]
     if len({run.rate for run in runs}) > len(columns):  # each policy has rates of its own
         columns = [f"rate {number}" for number in range(1, len(columns) + 1)]
@@ -151,13 +153,12 @@ def _loaded_cells(row: PolicyFigures) -> list[str]:
 def _latency_cells(row: PolicyFigures) -> list[str]:
     cells = [f"{run.rate:.3g}: {run.normalized_latency_s:.3f}" for run in row.curve]
     ratio = "-" if row.limit_ratio is None else f"{row.limit_ratio:.2f}"
-    return [row.policy, *cells, shown(row.rate_at_limit), ratio]
+    rate = shown(row.rate_at_limit) + ("" if row.is_limit_reached else "+")
+    return [row.policy, *cells, rate, ratio]
 
 
 def _print_sharing(rows: Sequence[SharingFigures]) -> None:
-    print(
-        "\nAll requests at once. Blocks: means over the steps; saved: % of what branches would hold each for itself"
-    )
+    print("\nAll requests at once. Blocks: means over the steps; saved: % of what branches would hold each for itself")
     header = ("method", "branches", "running", "blocks alone", "blocks held", "saved", "copies", "preemptions")
     cells = []
     for row in rows:

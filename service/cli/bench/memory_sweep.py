@@ -27,9 +27,10 @@ class PolicyFigures:
     loaded_rate: float
     curve: list[ReplayFigures]  # by rate
     rate_at_limit: float | None  # None: over the limit at every rate that was tried
+    is_limit_reached: bool  # False: the rate is the highest that was tried
     running_ratio: float  # the first policy's over this one's: sequences at once,
     loaded_ratio: float  # requests a second when loaded,
-    limit_ratio: float | None  # requests a second at the limit
+    limit_ratio: float | None  # requests a second at the limit; None where this one's is not known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,7 @@ def compare(
     if latency_limit_s is None:
         latency_limit_s = LATENCY_FACTOR * min(run.normalized_latency_s for run in curves[0] or loaded[:1])
     limits = [rate_at(curve, latency_limit_s) for curve in curves]
+    is_reached = [any(run.normalized_latency_s > latency_limit_s for run in curve) for curve in curves]
     figures = [
         PolicyFigures(
             policy=policy.name,
@@ -68,9 +70,10 @@ def compare(
             loaded_rate=loaded_rates[i],
             curve=curves[i],
             rate_at_limit=limits[i],
+            is_limit_reached=is_reached[i],
             running_ratio=loaded[0].mean_running / loaded[i].mean_running,
             loaded_ratio=loaded_rates[0] / loaded_rates[i],
-            limit_ratio=limits[0] / limits[i] if limits[0] and limits[i] else None,
+            limit_ratio=limits[0] / limits[i] if limits[0] and limits[i] and (is_reached[i] or i == 0) else None,
         )
         for i, policy in enumerate(policies)
     ]

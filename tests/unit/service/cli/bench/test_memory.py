@@ -54,7 +54,8 @@ def test_ratios_are_the_first_policys_over_the_others():
     assert [run.rate for run in second.curve] == pytest.approx([0.3, 0.6, 0.8, 0.9, 1.0, 1.1, 1.25])
     fixed = compare(replay, policies, 10.0, [1.0, 2.0], 0.05)
     assert [[run.rate for run in row.curve] for row in fixed.policies] == [[1.0, 2.0]] * 2
-    assert fixed.policies[0].rate_at_limit == 2.0  # the last that was tried
+    assert fixed.policies[0].rate_at_limit == 2.0
+    assert [row.is_limit_reached for row in fixed.policies] == [False, True]
     assert fixed.policies[1].limit_ratio is None
 
 
