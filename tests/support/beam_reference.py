@@ -6,6 +6,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from model.sampling_params import SamplingParams
 
 Answer = tuple[list[int], float, bool]
@@ -23,16 +25,14 @@ def search(
     beams: list[tuple[float, list[int]]] = [(0.0, [])]
     answers: list[Answer] = []
     for length in range(1, longest + 1):
-        offers = [
-            (total + logprob, rank, token)
-            for rank, (total, output) in enumerate(beams)
-            for token, logprob in enumerate(logprobs_after([*prompt, *output]))
-            if logprob > -math.inf
-        ]
-        offers.sort(key=lambda offer: (-offer[0], offer[1], offer[2]))
+        rows = [np.array(logprobs_after([*prompt, *output]), np.float64) + total for total, output in beams]
+        totals = np.concatenate(rows)
         following = []
-        for place, (total, rank, token) in enumerate(offers):
-            output = [*beams[rank][1], token]
+        for place, offer in enumerate(np.argsort(-totals, kind="stable").tolist()):
+            rank, token = divmod(offer, len(rows[0]))
+            total, output = float(totals[offer]), [*beams[rank][1], token]
+            if total == -math.inf or (place >= beam.width and len(following) == beam.width):
+                break
             if token not in stop_ids and length < longest:
                 following.append((total, output))
             elif place < beam.width:

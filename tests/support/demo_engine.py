@@ -42,24 +42,31 @@ class DemoEngines:
 
     def __init__(self, ops: Ops):
         self._config = ModelConfig.read(DEMO)
-        self._model = load_model(DEMO, self._config, ops, MAX_LEN)
+        self.model = load_model(DEMO, self._config, ops, MAX_LEN)
+        self.eos_token_ids = frozenset(self._config.eos_token_ids)
 
-    def make(self, num_blocks: int = 200, budget: int = 64, max_num_seqs: int = 6) -> Engine:
-        executor = self.executor(num_blocks, max_num_seqs)
+    def make(
+        self,
+        num_blocks: int = 200,
+        budget: int = 64,
+        max_num_seqs: int = 6,
+        block_size: int = BLOCK_SIZE,
+        prefix_caching: bool = False,
+    ) -> Engine:
+        executor = self.executor(num_blocks, max_num_seqs, block_size)
         limits = Limits(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_prefill_chunk=budget, max_model_len=MAX_LEN
         )
-        kv, ends = KVManager(num_blocks, BLOCK_SIZE), frozenset(self._config.eos_token_ids)
-        return Engine(executor, kv, limits, ends, Grammars(self._compiler))
+        kv = KVManager(num_blocks, block_size, prefix_caching=prefix_caching)
+        return Engine(executor, kv, limits, self.eos_token_ids, Grammars(self._compiler))
 
     def _compiler(self) -> GrammarCompiler:
         return GrammarCompiler(Tokenizer.read(DEMO), self._config.vocab_size, self._config.eos_token_ids)
 
-    def executor(self, num_blocks: int, max_num_seqs: int) -> ModelExecutor:
+    def executor(self, num_blocks: int, max_num_seqs: int, block_size: int = BLOCK_SIZE) -> ModelExecutor:
         """With a cache of its own, of zeros."""
-        eos_token_ids = frozenset(self._config.eos_token_ids)
-        executor = ModelExecutor(self._model, eos_token_ids, max_num_seqs, MAX_LEN // BLOCK_SIZE)
-        executor.attach(allocate(self._model.ops, self._config, num_blocks, BLOCK_SIZE))
+        executor = ModelExecutor(self.model, self.eos_token_ids, max_num_seqs, MAX_LEN // block_size)
+        executor.attach(allocate(self.model.ops, self._config, num_blocks, block_size))
         return executor
 
     def each_alone(self) -> dict[str, list[int]]:

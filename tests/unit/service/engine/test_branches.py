@@ -11,6 +11,7 @@ from service.engine.sequence import BranchPast, Request
 from service.errors import EndReason
 from tests.support.beam_reference import search
 from tests.support.scripted_executor import ScriptedExecutor, logprobs_after, next_token
+from tests.support.told import Told, run_steps
 
 EOS = 7
 BLOCK = 4
@@ -47,50 +48,12 @@ def alone(prompt, branch, max_tokens, stops=frozenset({EOS})):
             return tokens[len(prompt) :], EndReason.LENGTH
 
 
-class Told:
-    """What a request's sender has heard."""
-
-    def __init__(self):
-        self.branches, self.ends, self.logprobs, self.end, self.choices = {}, {}, {}, None, None
-
-    def hear(self, output):
-        assert self.end is None, "an output behind the end"
-        for part in output.parts:
-            assert part.branch not in self.ends, "tokens behind a branch's end"
-            self.branches.setdefault(part.branch, []).extend(part.token_ids)
-            self.logprobs.setdefault(part.branch, []).extend(part.logprobs)
-            if part.end is not None:
-                self.ends[part.branch] = part.end
-        if output.end is not None:
-            self.end, self.choices = output.end, output.choices
-            self.num_output_tokens = output.num_output_tokens
-
-    def by_branch(self):
-        return {branch: (tokens, self.ends.get(branch)) for branch, tokens in self.branches.items()}
-
-
-def run(engine, told=None, num_steps=10_000):
-    told = {} if told is None else told
-    while engine.has_work and num_steps:
-        num_steps -= 1
-        engine.step()
-        engine.check_invariants()
-        hear(engine, told)
-    hear(engine, told)
-    return told
-
-
-def hear(engine, told):
-    for output in engine.take_outputs():
-        told.setdefault(output.request_id, Told()).hear(output)
-
-
 @pytest.mark.parametrize("prompt", [range(1), range(8), range(50, 77)], ids=len)
 def test_branches_say_what_each_would_say_alone(make_engine, prompt):
     engine, _ = make_engine(budget=16)
     engine.add(request("a", prompt, n=4, best_of=4, max_tokens=20))
     engine.add(request("other", [9, 8], max_tokens=20))
-    told = run(engine)
+    told = run_steps(engine)
     assert told["a"].by_branch() == {branch: alone(prompt, branch, 20) for branch in range(4)}
     assert told["a"].choices == (0, 1, 2, 3)
     assert told["a"].num_output_tokens == sum(len(alone(prompt, branch, 20)[0]) for branch in range(4))
@@ -105,14 +68,14 @@ def test_eight_branches_hold_one_prompt(make_engine, length, num_copies):
     engine.step()
     assert sum(plan.num_tokens for plan in executor.plans) == length
     assert engine.stats().num_blocks_used == -(-length // BLOCK)
-    run(engine, num_steps=8)
+    run_steps(engine, num_steps=8)
     longest = max(len(sequence.token_ids) for sequence in engine.running)
     assert longest > length + BLOCK
     tails = [len(sequence.block_table) - length // BLOCK for sequence in engine.running]
     stats = engine.stats()
     assert stats.num_blocks_used == length // BLOCK + sum(tails)
     assert stats.num_blocks_logical == 8 * (length // BLOCK) + sum(tails)
-    run(engine)
+    run_steps(engine)
     assert engine.stats().num_block_copies == num_copies
     assert sum(plan.num_tokens for plan in executor.plans) <= length + 8 * 30
 
@@ -121,7 +84,7 @@ def test_the_best_of_many_by_mean_logprob(make_engine):
     engine, _ = make_engine()
     prompt = [3, 1, 4]
     engine.add(request("a", prompt, n=2, best_of=6, max_tokens=12))
-    told = run(engine)["a"]
+    told = run_steps(engine)["a"]
     answers = {branch: alone(prompt, branch, 12)[0] for branch in range(6)}
     assert told.branches == answers
     means = {}
@@ -136,12 +99,12 @@ def test_the_best_of_many_by_mean_logprob(make_engine):
 def test_a_stop_string_ends_one_branch_and_frees_its_blocks(make_engine):
     engine, _ = make_engine()
     engine.add(request("a", range(20), n=3, best_of=3, max_tokens=40, ignore_eos=True))
-    told = run(engine, num_steps=10)
+    told = run_steps(engine, num_steps=10)
     before = engine.stats().num_blocks_used
     engine.cancel("a", EndReason.STOP, branch=1)
     engine.check_invariants()
     assert engine.stats().num_blocks_used < before
-    told = run(engine, told)["a"]
+    told = run_steps(engine, told)["a"]
     assert told.ends == {0: EndReason.LENGTH, 1: EndReason.STOP, 2: EndReason.LENGTH}
     assert [len(told.branches[branch]) for branch in (0, 2)] == [40, 40]
     assert told.branches[1] == alone(range(20), 1, 40, frozenset())[0][: len(told.branches[1])]
@@ -153,10 +116,10 @@ def test_a_stop_string_ends_one_branch_and_frees_its_blocks(make_engine):
 def test_the_last_branch_that_ends_ends_the_request(make_engine):
     engine, _ = make_engine()
     engine.add(request("a", [1, 2], n=2, best_of=2, max_tokens=40, ignore_eos=True))
-    told = run(engine, num_steps=5)
+    told = run_steps(engine, num_steps=5)
     for branch in (1, 0):
         engine.cancel("a", EndReason.STOP, branch=branch)
-    told = run(engine, told)["a"]
+    told = run_steps(engine, told)["a"]
     assert (told.end, told.choices) == (EndReason.STOP, (0, 1))
     assert engine.stats().num_blocks_used == 0
 
@@ -165,10 +128,10 @@ def test_the_last_branch_that_ends_ends_the_request(make_engine):
 def test_the_leader_may_leave_at_any_time(make_engine, num_steps):
     engine, _ = make_engine(budget=8)
     engine.add(request("a", range(30), n=3, best_of=3, max_tokens=9, ignore_eos=True))
-    told = run(engine, num_steps=num_steps)
+    told = run_steps(engine, num_steps=num_steps)
     engine.cancel("a", EndReason.STOP, branch=0)
     engine.check_invariants()
-    told = run(engine, told)["a"]
+    told = run_steps(engine, told)["a"]
     for branch in (1, 2):
         assert told.by_branch()[branch] == alone(range(30), branch, 9, frozenset())
     assert told.choices == (0, 1, 2)
@@ -177,9 +140,9 @@ def test_the_leader_may_leave_at_any_time(make_engine, num_steps):
 def test_a_parked_branch_may_leave(make_engine):
     engine, _ = make_engine(budget=8)
     engine.add(request("a", range(30), n=3, best_of=3, max_tokens=9, ignore_eos=True))
-    told = run(engine, num_steps=1)
+    told = run_steps(engine, num_steps=1)
     engine.cancel("a", EndReason.STOP, branch=2)
-    told = run(engine, told)["a"]
+    told = run_steps(engine, told)["a"]
     assert told.branches[2] == []
     assert told.by_branch()[1] == alone(range(30), 1, 9, frozenset())
 
@@ -189,10 +152,10 @@ def test_cancelled_while_it_waits_runs_and_forks(make_engine, wishes):
     for num_steps in range(8):
         engine, _ = make_engine(budget=8)
         engine.add(request("a", range(20), max_tokens=30, **wishes))
-        told = run(engine, num_steps=num_steps)
+        told = run_steps(engine, num_steps=num_steps)
         engine.cancel("a", EndReason.CANCELLED)
         assert engine.stats().num_blocks_used == 0
-        told = run(engine, told)["a"]
+        told = run_steps(engine, told)["a"]
         assert (told.end, told.choices) == (EndReason.CANCELLED, ())
 
 
@@ -203,7 +166,7 @@ def test_preempted_groups_leave_and_return_whole_and_share_again(make_engine):
         engine.add(request(name, prompt, n=4, best_of=4, max_tokens=18, ignore_eos=True))
     told, most_held = {}, 0
     while engine.has_work:
-        run(engine, told, num_steps=1)
+        run_steps(engine, told, num_steps=1)
         most_held = max(most_held, engine.stats().num_blocks_used)
     assert engine.stats().num_preemptions > 0
     for name, prompt in prompts.items():
@@ -221,7 +184,7 @@ def test_other_block_sizes(make_engine, block_size):
     engine, _ = make_engine(block_size=block_size)
     engine.add(request("a", range(37), n=4, best_of=4, max_tokens=40, ignore_eos=True))
     engine.add(request("b", range(37), n=2, beam=BeamSearch(width=4), max_tokens=12))
-    told = run(engine)
+    told = run_steps(engine)
     assert told["a"].by_branch() == {branch: alone(range(37), branch, 40, frozenset()) for branch in range(4)}
     assert_beams(told["b"], range(37), n=2, beam=BeamSearch(width=4), max_tokens=12)
 
@@ -229,7 +192,7 @@ def test_other_block_sizes(make_engine, block_size):
 def test_a_nan_ends_the_whole_request(make_engine):
     engine, _ = make_engine(nan_after=96)
     engine.add(request("bad", [1, 96], n=3, best_of=3))
-    told = run(engine)["bad"]
+    told = run_steps(engine)["bad"]
     assert (told.end, told.choices, told.branches) == (EndReason.NUMERICAL_ERROR, (), {})
 
 
@@ -238,7 +201,7 @@ def test_what_can_never_fit_ends_at_once(make_engine):
     engine.add(request("wide", [1, 2], n=5, best_of=5))
     engine.add(request("long", range(20), n=4, best_of=4, max_tokens=15))
     engine.add(request("fits", range(20), n=4, best_of=4, max_tokens=12, ignore_eos=True))
-    told = run(engine)
+    told = run_steps(engine)
     assert [told[name].end for name in ("wide", "long")] == [EndReason.TOO_LARGE] * 2
     assert told["fits"].end is EndReason.LENGTH
 
@@ -264,7 +227,7 @@ def test_beams_are_those_of_the_reference(make_engine, width, early_stopping, le
     wishes = {"beam": beam, "n": width, "max_tokens": 9, "stop_token_ids": STOPS}
     engine.add(request("few stops", range(10), beam=beam, n=width, max_tokens=9))
     engine.add(request("many stops", range(9), **wishes))
-    told = run(engine)
+    told = run_steps(engine)
     assert_beams(told["few stops"], range(10), beam=beam, n=width, max_tokens=9)
     assert_beams(told["many stops"], range(9), stops=frozenset({EOS, *STOPS}), **wishes)
     assert engine.stats().num_blocks_used == 0
@@ -273,7 +236,7 @@ def test_beams_are_those_of_the_reference(make_engine, width, early_stopping, le
 def test_beams_never_copy_a_full_block(make_engine):
     engine, executor = make_engine()
     engine.add(request("a", range(30), beam=BeamSearch(width=8), n=8, max_tokens=40, ignore_eos=True))
-    run(engine)
+    run_steps(engine)
     for plan in executor.plans:
         writers = len(plan.chunks)
         assert len(plan.copies) < max(1, writers), "one of those that write into a block keeps it"
@@ -306,7 +269,7 @@ def test_preempted_beams_find_the_same_answers(make_engine):
     wishes = {"beam": BeamSearch(width=4), "n": 4, "max_tokens": 16, "ignore_eos": True}
     for number in range(4):
         engine.add(request(str(number), range(number, number + 18), **wishes))
-    told = run(engine)
+    told = run_steps(engine)
     assert engine.stats().num_preemptions > 0
     for number in range(4):
         assert_beams(told[str(number)], range(number, number + 18), stops=frozenset(), **wishes)
@@ -317,34 +280,21 @@ def test_taken_up_after_any_step_it_tells_the_rest(make_engine, wishes):
     prompt, wishes = range(10), {"max_tokens": 14, **wishes}
     engine, _ = make_engine()
     engine.add(request("a", prompt, **wishes))
-    whole = run(engine)["a"]
+    whole = run_steps(engine)["a"]
     for num_steps in range(1, 18):
         before, _ = make_engine()
         before.add(request("a", prompt, **wishes))
-        told = run(before, num_steps=num_steps)
+        told = run_steps(before, num_steps=num_steps)
         if not told:
             continue
-        if told["a"].end is not None:
-            told["a"].end = told["a"].choices = None  # its last words are lost
         after, _ = make_engine()
-        after.add(request("a", prompt, past=past_of(told["a"], len(whole.branches)), **wishes))
-        told = run(after, told)["a"]
+        after.add(request("a", prompt, past=told["a"].past(len(whole.branches)), **wishes))
+        told = run_steps(after, told)["a"]
         assert told.by_branch() == whole.by_branch()
         assert told.logprobs == whole.logprobs
         assert (told.end, told.choices) == (whole.end, whole.choices)
         assert told.num_output_tokens == whole.num_output_tokens
         assert after.stats().num_blocks_used == 0
-
-
-def past_of(told, num_branches):
-    return tuple(
-        BranchPast(
-            token_ids=tuple(told.branches.get(branch, ())),
-            end=told.ends.get(branch),
-            sum_logprob=sum(one.logprob for one in told.logprobs.get(branch, ())),
-        )
-        for branch in range(num_branches)
-    )
 
 
 @pytest.mark.parametrize("given", [[3, 0, 5], [0, 4, 1], [0, 0, 2]])
@@ -354,7 +304,7 @@ def test_branches_taken_up_at_different_lengths(make_engine, given):
     past = tuple(BranchPast(token_ids=tuple(wanted[branch][0][:count])) for branch, count in enumerate(given))
     engine, executor = make_engine()
     engine.add(request("a", prompt, past=past, n=3, best_of=3, max_tokens=12, ignore_eos=True))
-    told = run(engine)["a"]
+    told = run_steps(engine)["a"]
     assert {branch: (wanted[branch][0][count:], EndReason.LENGTH) for branch, count in enumerate(given)} == (
         told.by_branch()
     )
@@ -367,7 +317,7 @@ def test_a_past_with_its_end_untold_is_ended_without_a_step(make_engine):
     wanted = {branch: alone(prompt, branch, 5) for branch in range(2)}
     past = tuple(BranchPast(token_ids=tuple(tokens)) for tokens, _ in wanted.values())
     engine.add(request("a", prompt, past=past, **wishes))
-    told = run(engine)["a"]
+    told = run_steps(engine)["a"]
     assert told.by_branch() == {branch: ([], end) for branch, (_, end) in wanted.items()}
     assert (told.choices, executor.plans) == ((0, 1), [])
     assert told.num_output_tokens == sum(len(tokens) for tokens, _ in wanted.values())
@@ -377,4 +327,4 @@ def test_beams_start_over(make_engine):
     wishes = {"beam": BeamSearch(width=2), "n": 2, "max_tokens": 7}
     engine, _ = make_engine()
     engine.add(request("a", [5], past=(BranchPast(token_ids=(1, 2)),), **wishes))
-    assert_beams(run(engine)["a"], [5], **wishes)
+    assert_beams(run_steps(engine)["a"], [5], **wishes)

@@ -1,0 +1,66 @@
+"""What the senders of an engine's requests hear, branch by branch."""
+
+from __future__ import annotations
+
+from service.engine.engine import Engine, Output
+from service.engine.plan import TokenLogprob
+from service.engine.sequence import BranchPast
+from service.errors import EndReason
+
+
+class Told:
+    """All that was said of one request; nothing may follow the end of it or of a branch."""
+
+    def __init__(self) -> None:
+        self.branches: dict[int, list[int]] = {}
+        self.logprobs: dict[int, list[TokenLogprob]] = {}
+        self.ends: dict[int, EndReason] = {}
+        self.end: EndReason | None = None
+        self.choices: tuple[int, ...] | None = None
+        self.num_output_tokens = 0
+        self.num_outputs = 0
+
+    def hear(self, output: Output) -> None:
+        assert self.end is None, "an output behind the end"
+        self.num_outputs += 1
+        for part in output.parts:
+            assert part.branch not in self.ends, "something behind a branch's end"
+            self.branches.setdefault(part.branch, []).extend(part.token_ids)
+            self.logprobs.setdefault(part.branch, []).extend(part.logprobs)
+            if part.end is not None:
+                self.ends[part.branch] = part.end
+        if output.end is not None:
+            self.end, self.choices = output.end, output.choices
+            self.num_output_tokens = output.num_output_tokens
+
+    def by_branch(self) -> dict[int, tuple[list[int], EndReason | None]]:
+        return {branch: (tokens, self.ends.get(branch)) for branch, tokens in self.branches.items()}
+
+    def past(self, num_branches: int) -> tuple[BranchPast, ...]:
+        """What another engine must know to go on from here. The end of the whole request counts as lost."""
+        self.end = self.choices = None
+        return tuple(
+            BranchPast(
+                token_ids=tuple(self.branches.get(branch, ())),
+                end=self.ends.get(branch),
+                sum_logprob=sum(one.logprob for one in self.logprobs.get(branch, ())),
+            )
+            for branch in range(num_branches)
+        )
+
+
+def run_steps(engine: Engine, told: dict[str, Told] | None = None, num_steps: int = 10_000) -> dict[str, Told]:
+    """By request id, what is told in so many steps, or to the end; the engine's books are checked after each."""
+    told = {} if told is None else told
+    while engine.has_work and num_steps:
+        num_steps -= 1
+        engine.step()
+        engine.check_invariants()
+        _hear(engine, told)
+    _hear(engine, told)
+    return told
+
+
+def _hear(engine: Engine, told: dict[str, Told]) -> None:
+    for output in engine.take_outputs():
+        told.setdefault(output.request_id, Told()).hear(output)
