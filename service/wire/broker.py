@@ -15,7 +15,12 @@ class BrokerUnavailable(Exception):
 
 SUSPECT_AFTER_DEATHS = 2
 MAX_DEATHS = 3
-"""Engine deaths that a job may be in flight at: after the second it runs alone, after the third it is buried."""
+"""Engine deaths that a job may be in flight at without getting any further between them: after the second it runs
+alone, after the third it is buried."""
+GETS_ON_BY_EVENTS = 8
+"""A job that kills at every decode still tells a token a life, from the prefill with which it is taken up."""
+MAX_DEATHS_IN_ALL = 6
+"""The same for one that does get further: it runs alone before the last two."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,7 @@ class Claim:
 
     job: Job
     attempt: int
-    deaths: int = 0  # engine deaths while it was in flight
+    is_suspect: bool = False  # engines died while it was in flight: it has to run alone
     past: tuple[Event, ...] = ()  # what earlier owners told: numbers 1, 2, 3, ... without gap, none with `end`
     stops: tuple[Cancel, ...] = ()  # branches that are no longer wanted
 
@@ -113,10 +118,10 @@ class WorkerBroker(Protocol):
     async def fetch(self, max_jobs: int, wait_s: float) -> Sequence[Claim]:
         """Up to max_jobs claims, waiting at most wait_s for the first; jobs that others had before come first. One
         that was cancelled while queued or is past its deadline is ended here and never returned, and so is one that
-        killed MAX_DEATHS engines, or whose past is lost. To be called by one task at a time."""
+        kills engines, or whose past is lost. To be called by one task at a time."""
 
     async def fetch_suspect(self) -> Claim | None:
-        """A job that was in flight at two engine deaths, to be run with no other; none if there is none."""
+        """A job that may have killed engines, to be run with no other; none if there is none."""
 
     async def publish(self, events: Sequence[Event]) -> frozenset[str]:
         """One round trip for all events of a step. An event with `end` also settles its job: it leaves the queue in

@@ -4,15 +4,15 @@
 -- KEYS[10] quire:{<job>}:cancel  string, its tombstone: why it is not wanted
 -- KEYS[11] quire:{<job>}:events  stream, its event log
 -- KEYS[12] quire:cancels         stream, read by every worker
--- ARGV[6] job   ARGV[7] reason   ARGV[8] branch or ''   ARGV[9] tombstone's life (s)
--- ARGV[10] longest quire:cancels (entries)   ARGV[11] message
+-- ARGV[9] job   ARGV[10] reason   ARGV[11] branch or ''   ARGV[12] tombstone's life (s)
+-- ARGV[13] longest quire:cancels (entries)   ARGV[14] message
 -- Returns 1, or 0 where the job has ended already.
 
-local job, reason, branch = ARGV[6], ARGV[7], ARGV[8]
+local job, reason, branch = ARGV[9], ARGV[10], ARGV[11]
 local state = read_state(job)
 if not state then
   if has_ended(last_entry(KEYS[11])) then return 0 end
-  if branch == '' then redis.call('SET', KEYS[10], reason, 'EX', ARGV[9], 'NX') end
+  if branch == '' then redis.call('SET', KEYS[10], reason, 'EX', ARGV[12], 'NX') end
   return 1
 end
 if branch ~= '' then
@@ -26,5 +26,5 @@ elseif not state.cancel then
   state.cancel = reason
   write_state(job, state)
 end
-redis.call('XADD', KEYS[12], 'MAXLEN', '~', ARGV[10], '*', 'm', ARGV[11])
+redis.call('XADD', KEYS[12], 'MAXLEN', '~', ARGV[13], '*', 'm', ARGV[14])
 return 1

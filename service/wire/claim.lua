@@ -1,14 +1,15 @@
 -- Gives a worker jobs: those that were claimed before come first. One past its deadline ends here.
 --
 -- KEYS[10..] the queues to take from, in their order
--- ARGV[6] epoch   ARGV[7] worker   ARGV[8] most jobs   ARGV[9] length of a lease (s), where it has none yet
--- ARGV[10] '1': the answer to an earlier claim may be lost, so jobs that are this worker's but for those in
--- ARGV[11] (msgpack list) come before all others
--- Returns for each job: id, message, attempt, deaths, cause, stops (msgpack list or '').
+-- ARGV[9] epoch   ARGV[10] worker   ARGV[11] most jobs   ARGV[12] length of a lease (s), where it has none yet
+-- ARGV[13] '1': the answer to an earlier claim may be lost, so jobs that are this worker's but for those in
+-- ARGV[14] (msgpack list) come before all others
+-- Returns for each job: id, message, attempt, standing ('', 'suspect' or 'deadly'), deaths in all, cause, stops (msgpack
+-- list or '').
 
-if redis.call('GET', EPOCH) ~= ARGV[6] then return redis.error_reply('EPOCH Redis has lost what it knew') end
-local owner, most, now = ARGV[7], tonumber(ARGV[8]), now_s()
-redis.call('ZADD', LEASES, 'NX', now + tonumber(ARGV[9]), owner)
+if redis.call('GET', EPOCH) ~= ARGV[9] then return redis.error_reply('EPOCH Redis has lost what it knew') end
+local owner, most, now = ARGV[10], tonumber(ARGV[11]), now_s()
+redis.call('ZADD', LEASES, 'NX', now + tonumber(ARGV[12]), owner)
 local claimed = {}
 
 local function take(job, state)
@@ -16,16 +17,18 @@ local function take(job, state)
   if state.deadline and state.deadline <= now then return end_job(job, state, 'deadline') end
   leave_queue(state)
   state.attempts = state.attempts + 1
+  state.told = state.attempts > 1 and last_number(state.log) or 0
   write_state(job, state)
   redis.call('HSET', CLAIMS, job, state.attempts .. ' ' .. owner)
   local stops = state.stops and cmsgpack.pack(state.stops) or ''
-  claimed[#claimed + 1] =
-    {job, redis.call('HGET', JOBS, job), state.attempts, state.deaths, state.cause or '', stops}
+  local standing = is_deadly(state) and 'deadly' or is_suspect(state) and 'suspect' or ''
+  local message = redis.call('HGET', JOBS, job)
+  claimed[#claimed + 1] = {job, message, state.attempts, standing, state.deaths_in_all, state.cause or '', stops}
 end
 
-if ARGV[10] == '1' then
+if ARGV[13] == '1' then
   local held = {}
-  for _, job in ipairs(cmsgpack.unpack(ARGV[11])) do held[job] = true end
+  for _, job in ipairs(cmsgpack.unpack(ARGV[14])) do held[job] = true end
   local claims = redis.call('HGETALL', CLAIMS)
   for i = 1, #claims, 2 do
     if #claimed == most then break end

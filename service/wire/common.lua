@@ -4,7 +4,8 @@
 -- KEYS[2]  quire:states     hash, job id -> state, a msgpack map as long as the job is there:
 --            feed, log, deadline    where its events go; Redis time, Unix seconds
 --            queue, entry           where it waits; both absent while it is claimed
---            attempts, deaths       how often it was claimed; engine deaths while it was in flight
+--            attempts, told         how often it was claimed; the last event in its log at the last claim
+--            deaths, deaths_in_all  engine deaths while it was in flight, since it last got on; from the beginning
 --            cancel                 why it is no longer wanted, though it was claimed when that was said
 --            cause                  what the last of those deaths was
 --            stops                  list of "<branch> <reason>": branches that are no longer wanted
@@ -17,12 +18,14 @@
 -- KEYS[9]  quire:epoch      string, made with the data and lost with them
 -- ARGV[1] longest feed (entries)      ARGV[2] feed's life (s)
 -- ARGV[3] life of a log without news (s)   ARGV[4] life of a log after the end (s)
--- ARGV[5] engine deaths that make a suspect
+-- ARGV[5] deaths that make a suspect   ARGV[6] deaths that are enough   ARGV[7] deaths in all that are enough
+-- ARGV[8] events by which a job gets on
 -- The keys of a job's feed and log are taken from its state where a script learns only here which job it is about.
 
 local JOBS, STATES, CLAIMS, DEADLINES, WAITING, RETURNED, SUSPECTS, LEASES, EPOCH = unpack(KEYS, 1, 9)
 local FEED_ENTRIES, FEED_LIFE_S, RUNNING_LIFE_S, ENDED_LIFE_S = unpack(ARGV, 1, 4)
-local SUSPECT_AFTER_DEATHS = tonumber(ARGV[5])
+local SUSPECT_AFTER_DEATHS, MAX_DEATHS, MAX_DEATHS_IN_ALL = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
+local GETS_ON_BY_EVENTS = tonumber(ARGV[8])
 
 local function now_s()
   local time = redis.call('TIME')
@@ -68,11 +71,25 @@ local function has_ended(entry)
   return entry and #entry[2] > 2
 end
 
+local function last_number(log)
+  local last = last_entry(log)
+  return last and tonumber(string.match(last[1], '^%d+')) or 0
+end
+
+-- A job that kills engines is told from those that were near by what it tells in between: it gets no further.
+local function is_deadly(state)
+  return state.deaths >= MAX_DEATHS or state.deaths_in_all >= MAX_DEATHS_IN_ALL
+end
+
+local function is_suspect(state)
+  return state.deaths >= SUSPECT_AFTER_DEATHS or state.deaths_in_all >= MAX_DEATHS_IN_ALL - 2
+end
+
 -- Ends a job that no engine has. Of its tokens nobody here knows more than its log.
 local function end_job(job, state, reason)
   local last = last_entry(state.log)
   if not has_ended(last) then
-    local number = last and tonumber(string.match(last[1], '^%d+')) + 1 or 1
+    local number = last_number(state.log) + 1
     local usage = {prompt_tokens = 0, completion_tokens = 0}
     local message = cmsgpack.pack({v = 1, job_id = job, number = number, ['end'] = reason, usage = usage})
     redis.call('XADD', state.log, number .. '-0', 'm', message, 'end', reason)
@@ -90,9 +107,10 @@ local function put_back(job, state, cause)
   if not state then return forget(job) end
   if state.cancel then return end_job(job, state, state.cancel) end
   if cause then
-    state.deaths = state.deaths + 1
+    state.deaths = last_number(state.log) >= state.told + GETS_ON_BY_EVENTS and 1 or state.deaths + 1
+    state.deaths_in_all = state.deaths_in_all + 1
     state.cause = cause
   end
-  enqueue(job, state, state.deaths == SUSPECT_AFTER_DEATHS and SUSPECTS or RETURNED)
+  enqueue(job, state, is_suspect(state) and not is_deadly(state) and SUSPECTS or RETURNED)
 end
 

@@ -10,7 +10,14 @@ from dataclasses import dataclass, field
 
 from service.errors import EndReason
 from service.wire import keys
-from service.wire.broker import MAX_DEATHS, SUSPECT_AFTER_DEATHS, Claim, IngressEntry
+from service.wire.broker import (
+    GETS_ON_BY_EVENTS,
+    MAX_DEATHS,
+    MAX_DEATHS_IN_ALL,
+    SUSPECT_AFTER_DEATHS,
+    Claim,
+    IngressEntry,
+)
 from service.wire.memory_requests import MemoryRequests
 from service.wire.messages import Cancel, Event, Job, Usage, WorkerCard
 
@@ -30,10 +37,20 @@ class _State:
     job: Job
     owner: str | None = None
     attempts: int = 0
-    deaths: int = 0
+    told: int = 0  # events in its log at the last claim
+    deaths: int = 0  # of engines while it was in flight, since it last got on
+    deaths_in_all: int = 0
     cause: str = ""
     cancel: EndReason | None = None
     stops: tuple[Cancel, ...] = ()
+
+    @property
+    def is_deadly(self) -> bool:
+        return self.deaths >= MAX_DEATHS or self.deaths_in_all >= MAX_DEATHS_IN_ALL
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.deaths >= SUSPECT_AFTER_DEATHS or self.deaths_in_all >= MAX_DEATHS_IN_ALL - 2
 
     @property
     def is_past_deadline(self) -> bool:
@@ -138,8 +155,10 @@ class MemoryQueue:
             self._end(job_id, state.cancel)
             return
         if cause is not None:
-            state.deaths, state.cause = state.deaths + 1, cause
-        (self._suspects if state.deaths == SUSPECT_AFTER_DEATHS else self._returned).append(job_id)
+            gets_on = self._num_told(job_id) >= state.told + GETS_ON_BY_EVENTS
+            state.deaths = 1 if gets_on else state.deaths + 1
+            state.deaths_in_all, state.cause = state.deaths_in_all + 1, cause
+        (self._suspects if state.is_suspect and not state.is_deadly else self._returned).append(job_id)
 
     def take_over(self, owner: str, has_predecessor: bool) -> int:
         """Put back what dead workers held, end what waited past its deadline; how many jobs were put back. The one
@@ -192,7 +211,7 @@ class MemoryQueue:
     def _take(self, job_id: str, owner: str) -> Claim | None:
         """None for a job that ended here instead."""
         state = self._states[job_id]
-        if state.deaths >= MAX_DEATHS:
+        if state.is_deadly:
             self.dead.append((state.job, state.cause))
             self._end(job_id, EndReason.POISONED)
             return None
@@ -200,9 +219,12 @@ class MemoryQueue:
             self._end(job_id, EndReason.DEADLINE)
             return None
         self._leave_queue(job_id)
-        state.owner, state.attempts = owner, state.attempts + 1
+        state.owner, state.attempts, state.told = owner, state.attempts + 1, self._num_told(job_id)
         past = tuple(self.logs[job_id].events) if job_id in self.logs else ()
-        return Claim(state.job, state.attempts, state.deaths, past, state.stops)
+        return Claim(state.job, state.attempts, state.is_suspect, past, state.stops)
+
+    def _num_told(self, job_id: str) -> int:
+        return len(self.logs[job_id].events) if job_id in self.logs else 0
 
     def _end(self, job_id: str, reason: EndReason) -> None:
         """Ends a job that no engine has."""

@@ -112,7 +112,7 @@ class DeadLetter:
 
     job_id: str
     job: bytes  # the Job, as it was accepted
-    deaths: int  # engine deaths while it was in flight; at the last one it ran alone
+    deaths: int  # engine deaths while it was in flight; at the last it ran alone
     cause: str  # of the last death
     buried_at_s: float  # Redis time, Unix seconds
 

@@ -3,14 +3,14 @@
 --
 -- KEYS[10..9+F]        quire:feed:<door>       stream: the step's events for one door, in one entry
 -- then for each event  quire:{<job>}:events    stream, its job's event log: entry <number>-0
--- ARGV[6] epoch   ARGV[7] number of feeds F
--- ARGV[8] msgpack list (one argument, since clients pack many slowly), for each event six items:
+-- ARGV[9] epoch   ARGV[10] number of feeds F
+-- ARGV[11] msgpack list (one argument, since clients pack many slowly), for each event six items:
 --         feed (1..F), job, fence, number, message, reason of the end or ''
 -- Returns the events (1..) that were refused by the fence. A number already in the log is not written again.
 
-if redis.call('GET', EPOCH) ~= ARGV[6] then return redis.error_reply('EPOCH Redis has lost what it knew') end
-local num_feeds = tonumber(ARGV[7])
-local items = cmsgpack.unpack(ARGV[8])
+if redis.call('GET', EPOCH) ~= ARGV[9] then return redis.error_reply('EPOCH Redis has lost what it knew') end
+local num_feeds = tonumber(ARGV[10])
+local items = cmsgpack.unpack(ARGV[11])
 local num_events = #items / 6
 local jobs, batches, ended, refused = {}, {}, {}, {}
 for feed = 1, num_feeds do batches[feed] = {} end

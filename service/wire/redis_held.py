@@ -36,7 +36,7 @@ Answer = TypeVar("Answer")
 class HeldJob:
     """A claimed job: where its events go, and all of them so far, encoded (event `n` is at `n - 1`)."""
 
-    def __init__(self, job: Job, attempt: int, deaths: int, owner: str, message: bytes):
+    def __init__(self, job: Job, attempt: int, owner: str, message: bytes):
         """Raises ValueError for a job whose names are none."""
         self.job_id = job.job_id
         self.attempt = attempt
@@ -45,7 +45,7 @@ class HeldJob:
         self.log = keys.events(job.job_id)
         self.told: list[bytes] = []
         self.end = ""
-        self._restoring = (job.job_id, attempt, message, new_state(job, attempt, deaths), deadline_arg(job))
+        self._restoring = (job.job_id, attempt, message, new_state(job, attempt), deadline_arg(job))
 
     @property
     def restoring(self) -> tuple[Any, ...]:

@@ -28,7 +28,13 @@ from redis.exceptions import (
 
 from service.errors import StartupError
 from service.logs import fields
-from service.wire.broker import SUSPECT_AFTER_DEATHS, BrokerUnavailable
+from service.wire.broker import (
+    GETS_ON_BY_EVENTS,
+    MAX_DEATHS,
+    MAX_DEATHS_IN_ALL,
+    SUSPECT_AFTER_DEATHS,
+    BrokerUnavailable,
+)
 from service.wire.keys import FEED_MAX_ENTRIES, FEED_TTL_S, LOG_ENDED_TTL_S, LOG_RUNNING_TTL_S, QUEUE
 
 log = logging.getLogger("quire.redis")
@@ -40,7 +46,10 @@ BLOCK_MARGIN_S = 3.0
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 CLOCK_REFRESH_S = 30.0
 OLDEST_VERSION = (6, 2)
-LIVES = (FEED_MAX_ENTRIES, FEED_TTL_S, LOG_RUNNING_TTL_S, LOG_ENDED_TTL_S, SUSPECT_AFTER_DEATHS)
+BOUNDS = (
+    *(FEED_MAX_ENTRIES, FEED_TTL_S, LOG_RUNNING_TTL_S, LOG_ENDED_TTL_S),
+    *(SUSPECT_AFTER_DEATHS, MAX_DEATHS, MAX_DEATHS_IN_ALL, GETS_ON_BY_EVENTS),
+)
 """The first arguments of every script."""
 REFUSALS = (AuthenticationError, AuthorizationError, NoPermissionError)
 URL_OPTIONS = {
@@ -139,7 +148,7 @@ class RedisLink:
             source = "".join(room.joinpath(f"{part}.lua").read_text() for part in ("common", name))
             self._scripts[name] = (source, sha1(source.encode(), usedforsecurity=False).hexdigest())
         source, digest = self._scripts[name]
-        keys, args = (*QUEUE, *keys), (*LIVES, *args)
+        keys, args = (*QUEUE, *keys), (*BOUNDS, *args)
         async with self.commands() as redis:
             try:
                 return await redis.evalsha(digest, len(keys), *keys, *args)

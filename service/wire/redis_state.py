@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgpack
 
 from service.wire import keys
 from service.wire.messages import Job
 
 
-def new_state(job: Job, attempts: int = 0, deaths: int = 0) -> bytes:
+def new_state(job: Job, attempts: int = 0) -> bytes:
     """The state of a job that nobody has, or that its only owner brings back. Raises ValueError for a job or a door
     whose name is none."""
-    state = {"feed": keys.feed(job.feed), "log": keys.events(job.job_id), "attempts": attempts, "deaths": deaths}
+    state: dict[str, Any] = {"feed": keys.feed(job.feed), "log": keys.events(job.job_id)}
+    state |= {"attempts": attempts, "told": 0, "deaths": 0, "deaths_in_all": 0}
     if job.deadline_s is not None:
         state["deadline"] = job.deadline_s
     return msgpack.packb(state)

@@ -13,7 +13,7 @@ import msgpack
 from service.errors import EndReason
 from service.logs import fields
 from service.wire import keys
-from service.wire.broker import MAX_DEATHS, Claim, Lease
+from service.wire.broker import Claim, Lease
 from service.wire.codec import WireError, decode, encode
 from service.wire.messages import Cancel, DeadLetter, Event, Job, WorkerCard
 from service.wire.redis_held import HeldJob, HeldJobs
@@ -121,15 +121,15 @@ class RedisWorker:
 
     async def _open(self, answer: Sequence[Any]) -> tuple[Claim, HeldJob] | None:
         """A claim with its past. None for a job that nobody can go on with: it is ended here."""
-        job_id, message, attempt, deaths, cause, stops = answer
+        job_id, message, attempt, standing, deaths, cause, stops = answer
         job_id, cause = job_id.decode(), cause.decode(errors="replace")
         fence = f"{attempt} {self._owner}"
-        if deaths >= MAX_DEATHS:
+        if standing == b"deadly":
             await self._bury(job_id, fence, message, deaths, cause)
             return None
         try:
             job = decode(Job, message)
-            held = HeldJob(job, attempt, deaths, self._owner, message)
+            held = HeldJob(job, attempt, self._owner, message)
         except ValueError as error:
             log.error("unreadable job %s", fields(job=job_id, error=error))
             await self._end(job_id, fence, EndReason.INVALID)
@@ -145,7 +145,7 @@ class RedisWorker:
             log.error("a past with holes %s", fields(job=job_id, attempt=attempt))
             await self._end(job_id, fence, EndReason.LOST)
             return None
-        return Claim(job, attempt, deaths, past, _stops(job_id, stops)), held
+        return Claim(job, attempt, standing == b"suspect", past, _stops(job_id, stops)), held
 
     async def _read_log(self, log_key: str) -> list[bytes]:
         async with self._link.commands() as redis:

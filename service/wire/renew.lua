@@ -2,12 +2,12 @@
 -- whether it is the one to run suspects alone now.
 --
 -- KEYS[10] quire:alone  string, the worker that runs suspects; lives as long as a lease
--- ARGV[6] epoch   ARGV[7] worker   ARGV[8] length of a lease (s)   ARGV[9] msgpack list: job, fence, job, fence, ...
+-- ARGV[9] epoch   ARGV[10] worker   ARGV[11] length of a lease (s)   ARGV[12] msgpack list: job, fence, job, fence, ...
 -- Returns {1 where it is to run suspects, else 0; jobs that are lost ...}.
 
-if redis.call('GET', EPOCH) ~= ARGV[6] then return redis.error_reply('EPOCH Redis has lost what it knew') end
-local owner, held = ARGV[7], cmsgpack.unpack(ARGV[9])
-redis.call('ZADD', LEASES, now_s() + tonumber(ARGV[8]), owner)
+if redis.call('GET', EPOCH) ~= ARGV[9] then return redis.error_reply('EPOCH Redis has lost what it knew') end
+local owner, held = ARGV[10], cmsgpack.unpack(ARGV[12])
+redis.call('ZADD', LEASES, now_s() + tonumber(ARGV[11]), owner)
 local answer = {0}
 for i = 1, #held, 2 do
   if redis.call('HGET', CLAIMS, held[i]) ~= held[i + 1] then answer[#answer + 1] = held[i] end
@@ -15,7 +15,7 @@ end
 if redis.call('XLEN', SUSPECTS) > 0 then
   redis.call('SET', KEYS[10], owner, 'NX')
   if redis.call('GET', KEYS[10]) == owner then
-    redis.call('PEXPIRE', KEYS[10], math.ceil(tonumber(ARGV[8]) * 1000))
+    redis.call('PEXPIRE', KEYS[10], math.ceil(tonumber(ARGV[11]) * 1000))
     answer[1] = 1
   end
 elseif redis.call('GET', KEYS[10]) == owner then

@@ -1,16 +1,16 @@
 -- After an outage: a worker says which jobs it holds. Redis may have lost its last second, or everything.
 --
--- ARGV[6] epoch that the worker knew   ARGV[7] a new one, if there is none   ARGV[8] worker
--- ARGV[9] length of a lease (s)
--- ARGV[10] msgpack list, for each job five items: job, attempt, message, state, deadline or ''
+-- ARGV[9] epoch that the worker knew   ARGV[10] a new one, if there is none   ARGV[11] worker
+-- ARGV[12] length of a lease (s)
+-- ARGV[13] msgpack list, for each job five items: job, attempt, message, state, deadline or ''
 -- Returns {epoch, jobs that are not ours any more ...}. A claim that was lost is ours again where the job has had no
 -- later one. A job of which nothing is left is made again only if everything was lost: else it has simply ended.
 
-redis.call('SET', EPOCH, ARGV[7], 'NX')
+redis.call('SET', EPOCH, ARGV[10], 'NX')
 local epoch = redis.call('GET', EPOCH)
-local is_new, owner = epoch ~= ARGV[6], ARGV[8]
-redis.call('ZADD', LEASES, now_s() + tonumber(ARGV[9]), owner)
-local answer, items = {epoch}, cmsgpack.unpack(ARGV[10])
+local is_new, owner = epoch ~= ARGV[9], ARGV[11]
+redis.call('ZADD', LEASES, now_s() + tonumber(ARGV[12]), owner)
+local answer, items = {epoch}, cmsgpack.unpack(ARGV[13])
 for i = 1, #items, 5 do
   local job, attempt, message, fresh, deadline = unpack(items, i, i + 4)
   local fence, claim, state = attempt .. ' ' .. owner, redis.call('HGET', CLAIMS, job), read_state(job)

@@ -1,11 +1,11 @@
 -- Accepts a job, once: a second time nothing happens. One that was cancelled before it came ends here.
 --
 -- KEYS[10] quire:{<job>}:cancel  string, its tombstone
--- ARGV[6] epoch, if there is none   ARGV[7] job   ARGV[8] message   ARGV[9] state   ARGV[10] deadline or ''
+-- ARGV[9] epoch, if there is none   ARGV[10] job   ARGV[11] message   ARGV[12] state   ARGV[13] deadline or ''
 -- Returns 1, or 0 for one that is there already.
 
-redis.call('SET', EPOCH, ARGV[6], 'NX')
-local job, state = ARGV[7], cmsgpack.unpack(ARGV[9])
+redis.call('SET', EPOCH, ARGV[9], 'NX')
+local job, state = ARGV[10], cmsgpack.unpack(ARGV[12])
 if redis.call('HEXISTS', JOBS, job) == 1 or redis.call('EXISTS', state.log) == 1 then return 0 end
 local unwanted = redis.call('GET', KEYS[10])
 if unwanted then
@@ -13,7 +13,7 @@ if unwanted then
   end_job(job, state, unwanted)
   return 1
 end
-redis.call('HSET', JOBS, job, ARGV[8])
+redis.call('HSET', JOBS, job, ARGV[11])
 enqueue(job, state, WAITING)
-if ARGV[10] ~= '' then redis.call('ZADD', DEADLINES, ARGV[10], job) end
+if ARGV[13] ~= '' then redis.call('ZADD', DEADLINES, ARGV[13], job) end
 return 1

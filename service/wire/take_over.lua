@@ -1,14 +1,14 @@
 -- Puts the jobs of dead workers back, and ends those that waited past their deadline.
 --
--- ARGV[6] '1': workers whose lease has run out are dead; '0': this is not to be judged now
--- ARGV[7] the worker that asks, which is alive   ARGV[8] '1': one of its name was here before, and is dead
+-- ARGV[9] '1': workers whose lease has run out are dead; '0': this is not to be judged now
+-- ARGV[10] the worker that asks, which is alive   ARGV[11] '1': one of its name was here before, and is dead
 -- Returns how many jobs were put back.
 
 local now, dead, num_back = now_s(), {}, 0
-if ARGV[6] == '1' then
+if ARGV[9] == '1' then
   for _, owner in ipairs(redis.call('ZRANGEBYSCORE', LEASES, '-inf', now)) do dead[owner] = true end
 end
-dead[ARGV[7]] = ARGV[8] == '1' or nil
+dead[ARGV[10]] = ARGV[11] == '1' or nil
 if next(dead) then
   local claims = redis.call('HGETALL', CLAIMS)
   for i = 1, #claims, 2 do

@@ -14,7 +14,7 @@ from service.engine.sequence import Request
 from service.errors import EndReason
 from service.logs import fields
 from service.wire import messages
-from service.wire.broker import SUSPECT_AFTER_DEATHS, BrokerUnavailable, Claim, Lease, WorkerBroker
+from service.wire.broker import BrokerUnavailable, Claim, Lease, WorkerBroker
 from service.wire.codec import unpack_ids
 from service.wire.messages import Event, WorkerCard
 from service.worker.engine_thread import Add, Cancel, EngineThread
@@ -28,8 +28,9 @@ HEARTBEAT_S = 1.0
 FRESH_CARD_S = 3.5
 """A worker that has not said for longer that it is ready takes no job for certain."""
 RETRY_S = 0.2
-MAX_AHEAD = 64
-"""Claimed jobs that may wait inside this worker; the rest stays in the queue, where others can take it."""
+MAX_AHEAD = 32
+"""Claimed jobs that may wait inside this worker; the rest stays in the queue, where others can take it, and where no
+engine's death is laid to its charge."""
 MAX_HEARD = 8192
 
 
@@ -136,7 +137,7 @@ class Courier:
             claims = await self._broker.fetch(room, FETCH_WAIT_S)
         for claim in claims:
             # A suspect comes this way where its claim by `fetch_suspect` was cut off.
-            if self._draining or (claim.deaths == SUSPECT_AFTER_DEATHS and not self._runs_alone):
+            if self._draining or (claim.is_suspect and not self._runs_alone):
                 await self._persist(partial(self._broker.hand_back, [claim.job.job_id]))
             else:
                 await self._accept(claim)

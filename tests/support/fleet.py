@@ -1,44 +1,151 @@
-"""Several gateways over one real Redis, with a scripted worker: what the measures of the doors run on."""
+"""A Redis and workers on the demo model, real processes all, for tests that kill them."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
-from service.config import Settings
-from service.gateway.process import serving
-from service.gateway.served_model import ServedModel
-from service.wire.redis_broker import open_redis_broker
-from tests.support.gateway import MODEL, speech, write_model
-from tests.support.scripted_worker import ScriptedWorker
+from redis import Redis
+
+from service.wire.embedded_redis import EmbeddedRedis
+from service.wire.redis_broker import RedisBroker, open_redis_broker
+from tests.support.served import REPOSITORY
+
+PROGRAM = REPOSITORY / "tests" / "support" / "chaos_worker.py"
+START_WITHIN_S = 90.0
 
 
-@dataclass(frozen=True)
-class GatewayFleet:
-    urls: Sequence[str]
-    worker: ScriptedWorker
-    model: ServedModel
+class Worker:
+    """One process. Its log is a file, so that nobody has to read it for it to go on."""
+
+    def __init__(self, fleet: Fleet, name: str, step_s: float):
+        self.name = name
+        self._log = fleet.folder / f"{name}.log"
+        environ = {key: value for key, value in os.environ.items() if not key.startswith("QUIRE_")}
+        environ |= {"PYTHONPATH": str(REPOSITORY), "CHAOS_STEP_S": str(step_s), "OPENBLAS_NUM_THREADS": "1"}
+        flags = (f"--redis-url={fleet.redis_url}", f"--lease={fleet.lease_s}", f"--worker-name={name}", "--device=cpu")
+        with self._log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    str(PROGRAM),
+                    str(fleet.orders),
+                    "worker",
+                    "--num-gpu-blocks=2048",
+                    *flags,
+                    *fleet.flags,
+                ],
+                cwd=REPOSITORY,
+                env={
+                    **environ,
+                    "PYTHONPATH": str(REPOSITORY),
+                    "CHAOS_STEP_S": str(step_s),
+                    "OPENBLAS_NUM_THREADS": "1",
+                },
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    @property
+    def is_ready(self) -> bool:
+        return "\nready\n" in self.output
+
+    def send(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def end(self, number: int = signal.SIGTERM, within_s: float = 60.0) -> int:
+        """The exit status after this signal."""
+        if self.is_alive:
+            self.send(number)
+        return self.process.wait(within_s)
 
 
-@asynccontextmanager
-async def open_fleet(
-    redis_url: str, folder: Path, num_gateways: int, worker_type=ScriptedWorker, **settings
-) -> AsyncIterator[GatewayFleet]:
-    """Each gateway has its own connections to Redis, and so has the worker. `folder` is made if it is not there."""
-    if not (folder / "config.json").exists():
-        write_model(folder)
-    chosen = Settings(**{"model": folder, "served_model_name": MODEL, "port": 0, "drain_timeout": 1.0, **settings})
-    model = ServedModel.read(chosen)
-    async with AsyncExitStack() as opened:
+class Fleet:
+    """Starts and ends everything; `orders` is where the workers look for theirs."""
 
-        async def broker():
-            found = await open_redis_broker(redis_url)
-            opened.push_async_callback(found.close)
-            return found
+    def __init__(self, folder: Path, lease_s: float = 2.0, flags: tuple[str, ...] = ()):
+        self.folder, self.lease_s, self.flags = folder, lease_s, flags
+        self.orders = folder / "orders"
+        self.orders.mkdir()
+        self.redis = EmbeddedRedis.start(folder / "redis")
+        self.redis_url = self.redis.url
+        self.workers: list[Worker] = []
+        self._num_started = 0
 
-        worker = worker_type(await broker(), MODEL, lambda job: speech(model, "Hello world."))
-        await opened.enter_async_context(worker.working())
-        urls = [await opened.enter_async_context(serving(chosen, model, await broker())) for _ in range(num_gateways)]
-        yield GatewayFleet(urls, worker, model)
+    @property
+    def living(self) -> list[Worker]:
+        return [worker for worker in self.workers if worker.is_alive]
+
+    def client(self) -> Redis:
+        return Redis.from_url(self.redis_url)
+
+    async def door(self) -> RedisBroker:
+        return await open_redis_broker(self.redis_url)
+
+    def start(self, step_s: float = 0.01) -> Worker:
+        self._num_started += 1
+        self.workers.append(Worker(self, f"worker{self._num_started}", step_s))
+        return self.workers[-1]
+
+    async def have(self, num_workers: int, step_s: float = 0.01) -> list[Worker]:
+        """So many living workers, all of them ready."""
+        while len(self.living) < num_workers:
+            self.start(step_s)
+        give_up_s = time.monotonic() + START_WITHIN_S
+        while not all(worker.is_ready for worker in self.living):
+            assert time.monotonic() < give_up_s, self.output
+            await asyncio.sleep(0.05)
+        assert len(self.living) >= num_workers, self.output
+        return self.living
+
+    def order(self, name: str) -> None:
+        (self.orders / name).touch()
+
+    async def obeyed(self, name: str, within_s: float = 30.0) -> float:
+        """The monotonic time at which somebody has carried the order out and is dead."""
+        give_up_s = time.monotonic() + within_s
+        num_alive = len(self.living)
+        while (self.orders / name).exists():
+            assert time.monotonic() < give_up_s, f"{name} was not obeyed:\n{self.output}"
+            num_alive = len(self.living)
+            await asyncio.sleep(0.002)
+        while len(self.living) == num_alive:
+            assert time.monotonic() < give_up_s, self.output
+            await asyncio.sleep(0.002)
+        return time.monotonic()
+
+    def kill_redis(self) -> None:
+        """By SIGKILL; what it has written since the last fsync of each second may be lost."""
+        os.kill(self.redis.pid, signal.SIGKILL)
+        self.redis.stop()
+
+    def start_redis(self) -> None:
+        """Again, under the same URL."""
+        self.redis = EmbeddedRedis.start(self.folder / "redis")
+        assert self.redis.url == self.redis_url
+
+    @property
+    def output(self) -> str:
+        return "\n".join(f"--- {worker.name}\n{worker.output}" for worker in self.workers)
+
+    def close(self) -> None:
+        for worker in self.living:
+            worker.send(signal.SIGCONT)
+            worker.process.kill()
+        for worker in self.workers:
+            worker.process.wait()
+        self.redis.stop()

@@ -29,7 +29,7 @@ async def die_with(join, door, number: int) -> None:
     """A worker takes a job and is never heard of again; another puts the job back."""
     victim, witness = await join(lease_s=LEASE_S), await join(lease_s=LEASE_S)
     claim = await victim.fetch_suspect() or (await victim.fetch(1, 1.0))[0]
-    assert claim.deaths == number - 1
+    assert claim.attempt == number
     assert await until_taken_over(witness) == 1
 
 
@@ -43,7 +43,7 @@ async def test_the_jobs_of_a_dead_worker_go_on_with_another(join):
     assert await until_taken_over(heir) == 1
     assert await door.num_waiting() == 2
     first, second = await heir.fetch(4, 1.0)
-    assert (first.job, first.attempt, first.deaths) == (make_job(), 2, 1)
+    assert (first.job, first.attempt, first.is_suspect) == (make_job(), 2, False)
     assert list(first.past) == make_events("JOB1", [1, 2])
     assert (second.job.job_id, second.attempt, second.past) == ("JOB2", 1, ())
     await heir.publish([make_event("JOB1", 3), make_event("JOB1", 4, EndReason.STOP)])
@@ -126,9 +126,9 @@ async def test_jobs_handed_back_go_on_at_once_and_before_all_others(join):
     await asyncio.sleep(0.05)
     await leaver.hand_back(["JOB1", "JOB0", "JOB9"])
     claims = [*await fetch, *await heir.fetch(8, 0.1)]
-    assert sorted((claim.job.job_id, claim.attempt, claim.deaths) for claim in claims) == [
-        ("JOB0", 2, 0),
-        ("JOB1", 2, 0),
+    assert sorted((claim.job.job_id, claim.attempt, claim.is_suspect) for claim in claims) == [
+        ("JOB0", 2, False),
+        ("JOB1", 2, False),
     ]
     assert await leaver.publish(make_events("JOB1", [2])) == {"JOB1"}
     await heir.publish([make_event("JOB1", 2, EndReason.STOP)])
@@ -146,7 +146,7 @@ async def test_a_job_that_kills_engines_runs_alone_and_is_buried(join):
     assert (await worker.renew()).runs_suspects
     assert not (await other.renew()).runs_suspects
     claim = await worker.fetch_suspect()
-    assert (claim.job.job_id, claim.attempt, claim.deaths) == ("JOB1", 3, 2)
+    assert (claim.job.job_id, claim.attempt, claim.is_suspect) == ("JOB1", 3, True)
     assert await worker.fetch_suspect() is None
     await worker.hand_back(["JOB1"], "CUDA error 700")
     assert not (await other.renew()).runs_suspects
@@ -160,14 +160,26 @@ async def test_a_suspect_that_is_innocent_completes(join):
     door, worker = await join(), await join()
     await door.submit(make_job())
     for _ in range(2):
-        (claim,) = await worker.fetch(1, 1.0)
-        await worker.publish([make_event("JOB1", len(claim.past) + 1)])
+        await worker.fetch(1, 1.0)
         await worker.hand_back(["JOB1"], "another was to blame")
     claim = await worker.fetch_suspect()
-    assert len(claim.past) == 2
-    await worker.publish([make_event("JOB1", 3, EndReason.STOP)])
-    assert await outcome(door.follow("JOB1")) == Ended([1, 2, 3], EndReason.STOP)
+    assert claim.is_suspect
+    await worker.publish([make_event("JOB1", 1, EndReason.STOP)])
+    assert await outcome(door.follow("JOB1")) == Ended([1], EndReason.STOP)
     assert not (await worker.renew()).runs_suspects
+
+
+async def test_a_job_that_gets_on_between_deaths_is_suspected_later(join):
+    door, worker = await join(), await join()
+    await door.submit(make_job())
+    for life in range(6):
+        claims = await worker.fetch(1, 0.05)
+        claim = claims[0] if claims else await worker.fetch_suspect()
+        assert (claim.is_suspect, len(claim.past)) == (life >= 4, 8 * life)
+        await worker.publish(make_events("JOB1", range(8 * life + 1, 8 * life + 9)))
+        await worker.hand_back(["JOB1"], "somebody was to blame")
+    assert list(await worker.fetch(1, 0.05)) == []
+    assert await outcome(door.follow("JOB1")) == Ended(list(range(1, 50)), EndReason.POISONED)
 
 
 @pytest.mark.parametrize("dies", [True, False])
@@ -250,4 +262,4 @@ async def test_who_leaves_in_peace_is_nobodys_victim(join):
         await other.renew()
         assert await other.take_over() == 0
         await asyncio.sleep(0.05)
-    assert claim.deaths == 0
+    assert claim.attempt == 2

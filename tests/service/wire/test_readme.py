@@ -145,7 +145,7 @@ async def work_that_fails(door, worker, worker_url, open_broker):
         await worker.hand_back(["JOB3"], "a test")
         await worker.fetch(1, 0.0)
     assert (await worker.renew()).runs_suspects
-    assert (await worker.fetch_suspect()).deaths == 2
+    assert (await worker.fetch_suspect()).is_suspect
     await worker.hand_back(["JOB3"], "a test")
     assert list(await worker.fetch(1, 0.0)) == []
     assert (await outcome(door.follow("JOB3"))).reason is EndReason.POISONED

@@ -1,0 +1,83 @@
+"""Workers that die, sleep and leave under running requests: a quick part of the suite, for every `make test`."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+
+import pytest
+
+from service.wire import keys
+from tests.support.history import Storyteller, check_logs, check_stories, until_told
+
+pytestmark = pytest.mark.timeout(300)
+
+WISHES = (
+    {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True},
+    {"temperature": 1.0, "seed": 7, "max_tokens": 60, "ignore_eos": True, "logprobs": 2},
+    {"temperature": 0.8, "seed": 8, "top_p": 0.9, "max_tokens": 50, "ignore_eos": True, "presence_penalty": 0.5},
+    {"temperature": 1.0, "seed": 9, "n": 3, "best_of": 4, "max_tokens": 40, "ignore_eos": True},
+)
+
+
+async def tell_some(teller: Storyteller) -> None:
+    for number, wishes in enumerate(WISHES):
+        await teller.tell(tuple(range(20 + number, 40 + 3 * number)), **wishes)
+
+
+async def finish(fleet, door, teller, goldens) -> None:
+    stories = await teller.over()
+    check_stories(stories, goldens)
+    with fleet.client() as redis:
+        check_logs(redis, stories)
+    await door.close()
+
+
+async def test_killed_at_a_token_another_goes_on(fleet, goldens):
+    await fleet.have(2)
+    door = await fleet.door()
+    teller = Storyteller(door)
+    fleet.order("token-5")
+    await tell_some(teller)
+    killed_s = await fleet.obeyed("token-5")
+    await finish(fleet, door, teller, goldens)
+    resumed = [story for story in teller.stories if story.seen_at_s[-1] > killed_s]
+    assert max(story.first_seen_after(killed_s) for story in resumed) < fleet.lease_s + 5.0
+
+
+async def test_stopped_past_its_lease_and_woken_it_adds_nothing(fleet, goldens):
+    await fleet.have(2)
+    door = await fleet.door()
+    teller = Storyteller(door)
+    await tell_some(teller)
+    for story in teller.stories:
+        await until_told(story, 3)
+    with fleet.client() as redis:
+        owners = {claim.decode().partition(" ")[2] for claim in redis.hvals(keys.CLAIMS)}
+    sleeper = next(worker for worker in fleet.living if worker.name in owners)
+    sleeper.send(signal.SIGSTOP)
+    stories = await teller.over()
+    sleeper.send(signal.SIGCONT)
+    await asyncio.sleep(1.0)
+    check_stories(stories, goldens)
+    await finish(fleet, door, teller, goldens)
+    assert sleeper.is_alive
+    assert "jobs were taken from us" in sleeper.output
+
+
+async def test_told_to_leave_it_hands_over_at_once(fleet, goldens):
+    first, _ = (await fleet.have(2))[:2]
+    door = await fleet.door()
+    teller = Storyteller(door)
+    for _ in range(3):
+        await tell_some(teller)
+    for story in teller.stories:
+        await until_told(story, 3)
+    left_s = time.monotonic()
+    assert first.end() == 0, first.output
+    took_s = time.monotonic() - left_s
+    await finish(fleet, door, teller, goldens)
+    resumed = [story for story in teller.stories if story.seen_at_s[-1] > left_s]
+    assert took_s < 5.0
+    assert max(story.first_seen_after(left_s) for story in resumed) < 3.0

@@ -1,0 +1,74 @@
+"""`quire worker` that dies where a test wants it to: python chaos_worker.py FOLDER worker --redis-url ...
+
+A file in FOLDER is an order, carried out once by whichever worker takes it first: `claim`, `prefill`, `token-7` and
+`settle` say where to die, by SIGKILL. Every step takes STEP_S longer, so that there is time for faults, and a prompt
+that begins with POISON kills the worker in any step that computes it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from service.cli.main import main
+from service.engine.executor import ModelExecutor
+from service.wire.redis_held import HeldJobs
+from service.wire.redis_worker import RedisWorker
+
+POISON = (13, 13, 13, 13)
+STEP_S = float(os.environ.get("CHAOS_STEP_S", "0.01"))
+
+
+class Orders:
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    def die(self, name: str) -> None:
+        """By SIGKILL, if there is such an order and nobody else has taken it."""
+        try:
+            (self._folder / name).unlink()
+        except FileNotFoundError:
+            return
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def token(self) -> int | None:
+        """The event after which somebody is to die."""
+        return next((int(order.name.partition("-")[2]) for order in self._folder.glob("token-*")), None)
+
+
+def obey(orders: Orders) -> None:
+    fetch, publish, launch = RedisWorker.fetch, HeldJobs.publish, ModelExecutor.launch
+
+    async def fetch_and_die(worker, max_jobs, wait_s):
+        claims = await fetch(worker, max_jobs, wait_s)
+        if claims:
+            orders.die("claim")
+        return claims
+
+    async def publish_and_die(held, events):
+        if any(event.end is not None for event in events):
+            orders.die("settle")
+        lost = await publish(held, events)
+        token = orders.token()
+        if token is not None and any(event.number >= token for event in events):
+            orders.die(f"token-{token}")
+        return lost
+
+    def launch_and_die(executor, plan):
+        time.sleep(STEP_S)
+        if any(chunk.sequence.request.prompt[: len(POISON)] == POISON for chunk in plan.chunks):
+            os.kill(os.getpid(), signal.SIGKILL)
+        launched = launch(executor, plan)
+        if any(chunk.length > 1 for chunk in plan.chunks):
+            orders.die("prefill")
+        return launched
+
+    RedisWorker.fetch, HeldJobs.publish, ModelExecutor.launch = fetch_and_die, publish_and_die, launch_and_die
+
+
+if __name__ == "__main__":
+    obey(Orders(Path(sys.argv[1])))
+    sys.exit(main(sys.argv[2:]))
