@@ -10,11 +10,11 @@ from service.wire import keys
 from service.wire.messages import Job
 
 
-def new_state(job: Job, attempts: int = 0) -> bytes:
+def new_state(job: Job, attempts: int = 0, deaths: int = 0) -> bytes:
     """The state of a job that nobody has, or that its only owner brings back. Raises ValueError for a job or a door
     whose name is none."""
     state: dict[str, Any] = {"feed": keys.feed(job.feed), "log": keys.events(job.job_id)}
-    state |= {"attempts": attempts, "told": 0, "deaths": 0, "deaths_in_all": 0}
+    state |= {"attempts": attempts, "told": 0, "deaths": deaths, "deaths_in_all": deaths}
     if job.deadline_s is not None:
         state["deadline"] = job.deadline_s
     return msgpack.packb(state)

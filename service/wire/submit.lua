@@ -14,6 +14,6 @@ if unwanted then
   return 1
 end
 redis.call('HSET', JOBS, job, ARGV[11])
-enqueue(job, state, WAITING)
+enqueue(job, state, is_suspect(state) and SUSPECTS or WAITING)
 if ARGV[13] ~= '' then redis.call('ZADD', DEADLINES, ARGV[13], job) end
 return 1
