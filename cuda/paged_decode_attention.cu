@@ -2,7 +2,7 @@
 // decoding.
 //
 // q, out [S, Hq, HEAD_DIM]; kv [num_blocks, L, 2, Hkv, BLOCK_SIZE, HEAD_DIM]; block_tables int32[S, max_blocks];
-// context_lens int32[S]. Twin: NumpyOps.paged_decode_attention. Grid (Hkv * SLICES, num_slots), THREADS threads,
+// parts Part[num_slots], as plan_decode_attention makes them. Twin: NumpyOps.paged_decode_attention. Grid (Hkv * SLICES, num_slots), THREADS threads,
 // SHARED_BYTES of dynamic shared memory. Each CTA takes one kv head's ROWS query rows and the part of a sequence that
 // its slot stands for (decode_parts.cuh); slots behind the last part exit at once. A sequence of one part goes straight
 // to out. Otherwise the parts leave (sum, maximum, total) in the workspace and the last to arrive combines them: no
@@ -14,11 +14,10 @@
 // movmatrix away. fp32: CUDA cores, a query row a CTA (ROWS 1), for tests and small models.
 //
 // Preconditions: 16-byte aligned arrays; max_blocks > 0; scale > 0; window > 0; one launch at a time on a device (the
-// counters of `arrived` are shared by all); num_shares 0 where S * gridDim.x is above MAX_PAIRS; num_slots at least S,
-// and S + 2 * num_shares where that is not 0. Rows with context_len <= 0 get zeros and read nothing; block ids outside
-// the pool read as zeros. Workspace, only touched by sequences of several parts: partial_sums float[num_slots, Hq,
-// HEAD_DIM], partial_stats float2[num_slots, Hq]. Roofline: bytes of the visible keys and values over memory bandwidth;
-// 0.90 of the device's copy rate from 256 MB up.
+// counters of `arrived` are shared by all); no sequence in several parts where S * gridDim.x is above MAX_PAIRS. Rows
+// with context_len <= 0 get zeros and read nothing; block ids outside the pool read as zeros. Workspace, only touched
+// by sequences of several parts: partial_sums float[num_slots, Hq, HEAD_DIM], partial_stats float2[num_slots, Hq].
+// Roofline: bytes of the visible keys and values over memory bandwidth; 0.90 of the device's copy rate from 256 MB up.
 #include "attention.cuh"
 #include "decode_parts.cuh"
 #include "mma.cuh"
@@ -231,15 +230,17 @@ __device__ __forceinline__ void attend(const T* q, const PagedHead& head, const 
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 paged_decode_attention(T* __restrict__ out, const T* __restrict__ q, const T* __restrict__ kv,
-                       const int* __restrict__ block_tables, const int* __restrict__ context_lens,
-                       float* partial_sums, float2* partial_stats, int num_sequences, int num_shares, int num_blocks,
-                       int num_layers, int layer, int max_blocks, float scale_log2, int window) {
+                       const int* __restrict__ block_tables, const Part* __restrict__ parts, float* partial_sums,
+                       float2* partial_stats, int num_sequences, int num_blocks, int num_layers, int layer,
+                       int max_blocks, float scale_log2) {
     extern __shared__ __align__(1024) unsigned char shared[];
+    start_next_kernel();
+    wait_for_previous_kernel();
     const int num_kv_heads = gridDim.x / SLICES, slot = blockIdx.y;
+    const Part part = parts[slot];
+    if (part.sequence >= num_sequences) return;
     const int kv_head = blockIdx.x / SLICES, first_row = blockIdx.x % SLICES * ROWS;
     const int num_rows = min(ROWS, GROUP - first_row), num_heads = num_kv_heads * GROUP;
-    const Part part = Parts(context_lens, num_sequences, max_blocks * BLOCK_SIZE, window, num_shares).find(slot);
-    if (part.sequence >= num_sequences) return;
     const int head_row = kv_head * GROUP + first_row;
     const i64 row = static_cast<i64>(part.sequence) * num_heads + head_row;
     const PagedHead head(kv, block_tables + static_cast<i64>(part.sequence) * max_blocks, num_blocks, max_blocks,

@@ -5,7 +5,7 @@ It speaks only `Ops`, waits for nothing and takes every size from host integers,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,11 +61,12 @@ class Llama:
         """
         ops, weights, eps = self.ops, self.weights, self.config.rms_norm_eps
         norms_after = [layer.attention_norm for layer in weights.layers[1:]] + [weights.final_norm]
+        plans = self._decode_plans(batch, kv)
         residual = ops.gather_rows(weights.embedding, batch.token_ids)
         hidden = ops.rms_norm(residual, weights.layers[0].attention_norm, eps)
         for index, layer in enumerate(weights.layers):
             with ops.scratch():
-                attended = self._attention(index, hidden, batch, kv)
+                attended = self._attention(index, hidden, batch, kv, plans)
                 normed = ops.add_rms_norm(attended, residual, layer.mlp_norm, eps)
                 ops.add_rms_norm(self._mlp(layer, normed), residual, norms_after[index], eps, out=hidden)
         if batch.logit_rows is not None:
@@ -80,7 +81,18 @@ class Llama:
             ops.tune_linear([getattr(layer, name) for layer in layers], bias, num_rows)
         ops.tune_linear([self.weights.lm_head], None, num_rows, dtype=np.dtype(np.float32))
 
-    def _attention(self, index: int, x: Array, batch: Batch, kv: Array) -> Array:
+    def _decode_plans(self, batch: Batch, kv: Array) -> dict[int, Array | None]:
+        """Window -> how its layers share out the decodes; made once for all of them."""
+        n, num_heads = batch.num_decodes, self.config.num_heads
+        if n == 0:
+            return {}
+        tables, lens = batch.block_tables[:n], batch.context_lens[:n]
+        return {
+            window: self.ops.plan_decode_attention(num_heads, kv, tables, lens, window)
+            for window in dict.fromkeys(self.config.windows)
+        }
+
+    def _attention(self, index: int, x: Array, batch: Batch, kv: Array, plans: Mapping[int, Array | None]) -> Array:
         """x [T, H] -> [T, H]: grouped-query attention of each row to its sequence's cache, its own key included."""
         ops, weights, layer = self.ops, self.weights, self.weights.layers[index]
         qkv = ops.linear(x, layer.qkv, layer.qkv_bias)
@@ -100,7 +112,15 @@ class Llama:
         scale, window, n = self.config.head_dim**-0.5, self.config.windows[index], batch.num_decodes
         if n > 0:
             ops.paged_decode_attention(
-                q[:n], kv, index, batch.block_tables[:n], batch.context_lens[:n], scale, window, out[:n]
+                q[:n],
+                kv,
+                index,
+                batch.block_tables[:n],
+                batch.context_lens[:n],
+                scale,
+                window,
+                out[:n],
+                plans[window],
             )
         if n < batch.num_sequences:
             ops.paged_prefill_attention(

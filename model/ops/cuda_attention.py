@@ -4,13 +4,14 @@ Nothing here looks at device data, so both launches can be captured in a graph. 
 kernels check at compile time that they agree on the shared memory that follows from them. No choice but Hopper's own
 needs more than the 99 KiB a block that sm_86, sm_89 and sm_120 have.
 
-`ops` is the `CudaOps` in hand; of it, `kernels`, `tensor_maps`, `stream`, `temporary`, `num_sms`, `arch` and
+`ops` is the `CudaOps` in hand; of it, `launch`, `kernels`, `tensor_maps`, `stream`, `temporary`, `num_sms`, `arch` and
 `dtype_code` are used.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,11 +31,43 @@ _DECODE_TILE_TOKENS = 16
 
 _MAX_SPLITS = 256
 
+_PART_INTS, _PLAN_THREADS = 8, 1024
+"""Of Part in decode_parts.cuh; THREADS of plan_decode_attention.cu."""
+
 _MAX_PAIRS = 1 << 14
 """MAX_PAIRS of split_kv.cuh."""
 
 _HOPPER_ROWS, _HOPPER_KEYS, _HOPPER_THREADS = 192, 128, 512
 """PADDED_ROWS, KEYS and THREADS of paged_prefill_attention_sm90.cu."""
+
+
+class _Split(NamedTuple):
+    """How a batch is cut: kernel `plan_decode_attention` fills `num_slots` parts from it."""
+
+    num_ctas: int  # of a part
+    num_shares: int  # of equal size that would fill the device once; 0 where no sequence may be cut
+    num_slots: int
+
+
+def plan_decode_attention(
+    ops, num_heads: int, kv: Array, block_tables: Array, context_lens: Array, window: int
+) -> Array:
+    """`Ops.plan_decode_attention`: int32[num_slots, 8], rows as `Part` of decode_parts.cuh."""
+    split = _split(ops, num_heads, kv, block_tables, window)
+    parts = ops.temporary((split.num_slots, _PART_INTS), np.int32)
+    max_tokens = block_tables.shape[1] * kv.shape[4]
+    sizes = (len(context_lens), split.num_slots, split.num_shares, max_tokens, window)
+    warps = _decode_tiles(ops.dtype_code, kv.shape[5])["WARPS"]
+    ops.launch(
+        "plan_decode_attention",
+        (1,),
+        (parts, context_lens, *map(np.int32, sizes)),
+        threads=_PLAN_THREADS,
+        WARPS=warps,
+        MIN_PART=_MIN_PART_TOKENS,
+        MAX_SPLITS=_MAX_SPLITS,
+    )
+    return parts
 
 
 def decode_attention(
@@ -47,30 +80,33 @@ def decode_attention(
     scale: float,
     window: int,
     out: Array,
+    plan: Array | None = None,
 ) -> None:
     """`Ops.paged_decode_attention`. Decode launches of one device must not overlap: they share counters."""
     num_sequences, num_heads, head_dim = q.shape
     num_blocks, num_layers, _, num_kv_heads, block_size, _ = kv.shape
-    max_blocks = block_tables.shape[1]
     if num_sequences == 0:
         return
-    group = num_heads // num_kv_heads
-    rows = 1 if ops.dtype_code == _FP32 else min(group, 16)
-    num_ctas = num_kv_heads * math.ceil(group / rows)
-    num_shares = _num_shares(ops.num_sms, num_sequences, num_ctas)
-    most_parts = math.ceil(min(max_blocks * block_size, window + _DECODE_TILE_TOKENS) / _MIN_PART_TOKENS)
-    num_slots = min(num_sequences + 2 * num_shares, num_sequences * most_parts)
-    num_partials = num_slots * num_heads if num_slots > num_sequences else 0
+    if plan is None:
+        plan = plan_decode_attention(ops, num_heads, kv, block_tables, context_lens, window)
+    split = _split(ops, num_heads, kv, block_tables, window)
+    num_partials = split.num_slots * num_heads if split.num_slots > num_sequences else 0
     partial_sums = ops.temporary((num_partials, head_dim), np.float32)
     partial_stats = ops.temporary((num_partials, 2), np.float32)
-
     tiles = _decode_tiles(ops.dtype_code, head_dim)
-    kernel = _build(ops, "paged_decode_attention", head_dim, block_size, group, tiles)
-    shares = num_shares if num_partials else 0
-    sizes = map(np.int32, (num_sequences, shares, num_blocks, num_layers, layer, max_blocks))
-    arrays = (out, q, kv, block_tables, context_lens, partial_sums, partial_stats)
-    args = (*arrays, *sizes, _scale_log2(scale), np.int32(window))
-    kernel((num_ctas, num_slots), (32 * tiles["WARPS"],), args, tiles["SHARED_BYTES"], ops.stream)
+    sizes = map(np.int32, (num_sequences, num_blocks, num_layers, layer, block_tables.shape[1]))
+    ops.launch(
+        "paged_decode_attention",
+        (split.num_ctas, split.num_slots),
+        (out, q, kv, block_tables, plan, partial_sums, partial_stats, *sizes, _scale_log2(scale)),
+        threads=32 * tiles["WARPS"],
+        shared_bytes=tiles["SHARED_BYTES"],
+        overlaps=True,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        GROUP=num_heads // num_kv_heads,
+        **tiles,
+    )
 
 
 def prefill_attention(
@@ -159,11 +195,17 @@ def _prefill_rows(tiles: dict[str, int]) -> int:
     return 16 * tiles["WARPS"] * tiles["ROW_TILES"]
 
 
-def _num_shares(num_sms: int, num_sequences: int, num_ctas: int) -> int:
-    """Into how many parts of equal size a batch must be cut to fill the device once; 0 where none may be cut."""
-    if num_sequences * num_ctas > _MAX_PAIRS:
-        return 0
-    return max(1, _DECODE_CTAS_PER_SM * num_sms // num_ctas)
+def _split(ops, num_heads: int, kv: Array, block_tables: Array, window: int) -> _Split:
+    """Aims at parts of equal size that fill the device once."""
+    (num_sequences, max_blocks), num_kv_heads = block_tables.shape, kv.shape[3]
+    group = num_heads // num_kv_heads
+    rows = 1 if ops.dtype_code == _FP32 else min(group, 16)
+    num_ctas = num_kv_heads * math.ceil(group / rows)
+    is_cut = num_sequences * num_ctas <= _MAX_PAIRS
+    num_shares = max(1, _DECODE_CTAS_PER_SM * ops.num_sms // num_ctas) if is_cut else 0
+    most_parts = math.ceil(min(max_blocks * kv.shape[4], window + _DECODE_TILE_TOKENS) / _MIN_PART_TOKENS)
+    num_slots = min(num_sequences + 2 * num_shares, num_sequences * most_parts)
+    return _Split(num_ctas, num_shares if num_slots > num_sequences else 0, num_slots)
 
 
 def _shared_row_bytes(head_dim: int) -> int:

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from model.ops.arena import Arena
-from model.ops.cuda_attention import decode_attention, prefill_attention
+from model.ops.cuda_attention import decode_attention, plan_decode_attention, prefill_attention
 from model.ops.cuda_host_blocks import CudaHostBlocks
 from model.ops.cuda_linear import Linear
 from model.ops.cuda_sampling import sample
@@ -288,6 +288,13 @@ class CudaOps:
         )
         return out
 
+    def plan_decode_attention(
+        self, num_heads: int, kv: Array, block_tables: Array, context_lens: Array, window: int
+    ) -> Array:
+        expect("context_lens", context_lens, _INT32, None)
+        expect("block_tables", block_tables, _INT32, len(context_lens), None)
+        return plan_decode_attention(self, num_heads, kv, block_tables, context_lens, window)
+
     def paged_decode_attention(
         self,
         q: Array,
@@ -298,10 +305,11 @@ class CudaOps:
         scale: float,
         window: int,
         out: Array,
+        plan: Array | None = None,
     ) -> None:
         self._expect_attention(q, kv, layer, block_tables, context_lens, out)
         expect("q", q, self.dtype, len(context_lens), None, None)
-        decode_attention(self, q, kv, layer, block_tables, context_lens, scale, window, out)
+        decode_attention(self, q, kv, layer, block_tables, context_lens, scale, window, out, plan)
 
     def paged_prefill_attention(
         self,

@@ -259,6 +259,14 @@ class Ops(Protocol):
         Returns q [T, Hq, D].
         """
 
+    def plan_decode_attention(
+        self, num_heads: int, kv: Array, block_tables: Array, context_lens: Array, window: int
+    ) -> Array | None:
+        """How the device shares out this batch, for every layer of this window; None where a backend has no use for it.
+
+        For `paged_decode_attention` of the same arrays' shapes, and of `num_heads` query heads.
+        """
+
     def paged_decode_attention(
         self,
         q: Array,
@@ -269,12 +277,14 @@ class Ops(Protocol):
         scale: float,
         window: int,
         out: Array,
+        plan: Array | None = None,
     ) -> None:
         """One query row a sequence, at position context_lens[s] - 1, against its cached keys and values.
 
         q, out [S, Hq, D]; block_tables int32[S, max_blocks]; context_lens int32[S] (tokens in the cache, this one
         included). Row s sees keys from max(0, context_lens[s] - window) on. Query head h reads kv head h // (Hq / Hkv).
-        A row with context_lens[s] = 0 is padding and gives zeros.
+        A row with context_lens[s] = 0 is padding and gives zeros. `plan` is what `plan_decode_attention` gave for this
+        batch and window; without it the op makes its own.
         """
 
     def paged_prefill_attention(

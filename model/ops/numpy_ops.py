@@ -160,7 +160,10 @@ class NumpyOps:
         kv[block, layer, 1, :, offset] = v[written]
         return q.astype(self.dtype, copy=False)
 
-    def paged_decode_attention(self, q, kv, layer, block_tables, context_lens, scale, window, out) -> None:
+    def plan_decode_attention(self, num_heads, kv, block_tables, context_lens, window) -> None:
+        return None
+
+    def paged_decode_attention(self, q, kv, layer, block_tables, context_lens, scale, window, out, plan=None) -> None:
         out[context_lens == 0] = 0
         by_length = np.argsort(context_lens)[np.count_nonzero(context_lens == 0) :]
         for start in range(0, len(by_length), DECODE_GROUP):

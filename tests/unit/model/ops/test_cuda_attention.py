@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from model.ops.cuda_attention import decode_attention, prefill_attention
+from model.ops.cuda_attention import decode_attention, plan_decode_attention, prefill_attention
 from model.ops.interface import NO_WINDOW
 
 SMALLEST_SHARED_LIMIT_BYTES = 99 << 10  # a block's on sm_86, sm_89 and sm_120
@@ -31,6 +31,11 @@ class RecordingOps:
     def temporary(self, shape, dtype):
         self.temporaries.append(shape)
         return np.empty(shape, dtype)
+
+    def launch(self, name, grid, args, *, threads, shared_bytes=0, overlaps=False, **defines):
+        assert overlaps == (name == "paged_decode_attention"), "only this one waits for the kernel ahead"
+        defines["QUIRE_DTYPE"] = self.dtype_code
+        self.kernels.get(name, shared_bytes=shared_bytes, **defines)(grid, (threads,), args, shared_bytes, self.stream)
 
     def _get(self, name, *, shared_bytes, **defines):
         self.build = (name, defines)
@@ -73,19 +78,31 @@ def test_tiles_fit_every_architecture(dtype_code, head_dim):
 def test_a_sequence_can_be_cut_to_fill_the_device_twice():
     ops = decoded(max_blocks=2048)
     assert ops.grid == (8, 1 + 2 * 33)
-    assert ops.temporaries == [(32 * 67, 128), (32 * 67, 2)]
+    assert ops.temporaries == [(67, 8), (32 * 67, 128), (32 * 67, 2)]
 
 
 def test_many_sequences_leave_room_to_cut_the_long_ones():
     ops = decoded(num_sequences=128)
     assert ops.grid == (8, 128 + 2 * 33)
-    assert ops.temporaries == [(32 * 194, 128), (32 * 194, 2)]
+    assert ops.temporaries == [(194, 8), (32 * 194, 128), (32 * 194, 2)]
 
 
 def test_more_sequences_than_counters_are_not_cut_and_need_no_workspace():
     ops = decoded(num_sequences=2049)
     assert ops.grid == (8, 2049)
-    assert ops.temporaries == [(0, 128), (0, 2)]
+    assert ops.temporaries == [(2049, 8), (0, 128), (0, 2)]
+
+
+def test_a_plan_that_is_given_is_not_made_again():
+    ops, q = RecordingOps(BF16), np.empty((2, 32, 128), np.float32)
+    kv, tables, lens = np.empty((1, 1, 2, 8, 16, 128), np.float32), np.empty((2, 64), np.int32), np.empty(2, np.int32)
+    plan = plan_decode_attention(ops, 32, kv, tables, lens, NO_WINDOW)
+    assert ops.build[0] == "plan_decode_attention"
+    assert ops.grid == (1,)
+    decode_attention(ops, q, kv, 0, tables, lens, 0.1, NO_WINDOW, q, plan)
+    assert ops.build[0] == "paged_decode_attention"
+    assert len(plan) == ops.grid[1] == 2 * 8
+    assert ops.temporaries == [(16, 8), (32 * 16, 128), (32 * 16, 2)]
 
 
 def test_parts_are_not_shorter_than_they_are_worth():

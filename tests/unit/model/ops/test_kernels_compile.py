@@ -29,20 +29,30 @@ def builds_of(name: str, dtype_code: int, architecture: str) -> list[dict[str, i
     """The sets of defines that this kernel is built with for Llama-3.1-8B's heads; none where it is never launched."""
     if name == "skinny_linear":
         return skinny_builds(dtype_code)
-    if not name.startswith(("paged_decode_attention", "paged_prefill_attention")):
+    if not name.startswith(("plan_decode_attention", "paged_decode_attention", "paged_prefill_attention")):
         return [{"QUIRE_DTYPE": dtype_code, **SHAPE, **more} for more in ALSO.get(name, ({},))]
     builds = []
-    kernels = SimpleNamespace(
-        get=lambda asked, *, shared_bytes, **defines: builds.append((asked, defines)) or (lambda *launch: None)
-    )
+
+    def get(asked, *, shared_bytes, **defines):
+        builds.append((asked, defines))
+        return lambda *launch: None
+
     ops = SimpleNamespace(
-        arch=architecture, dtype_code=dtype_code, kernels=kernels, num_sms=132, stream=None, temporary=np.empty,
+        launch=lambda asked, grid, args, *, threads, shared_bytes=0, overlaps=False, **defines: builds.append(
+            (asked, {"QUIRE_DTYPE": dtype_code, **defines})
+        ),
+        arch=architecture,
+        dtype_code=dtype_code,
+        kernels=SimpleNamespace(get=get),
+        num_sms=132,
+        stream=None,
+        temporary=np.empty,
         tensor_maps=SimpleNamespace(get=lambda *_: None),
-    )  # fmt: skip
+    )
     q, kv = np.empty((96, 32, 128), np.float32), np.empty((1, 1, 2, 8, 16, 128), np.float32)
     ints = np.zeros(97, np.int32)
     tables = np.zeros((96, 64), np.int32)
-    if name == "paged_decode_attention":
+    if name in ("plan_decode_attention", "paged_decode_attention"):
         decode_attention(ops, q, kv, 0, tables, ints[:96], 0.1, NO_WINDOW, q)
     else:
         for longest in (1, 96):
