@@ -20,7 +20,7 @@ class Batch:
     slots: Array  # int64[T], block id * block_size + offset
     block_tables: Array  # int32[S, max_blocks], rows padded with 0
     context_lens: Array  # int32[S], tokens in the cache once this step has written its own
-    query_start: Array  # int32[S - num_decodes + 1], row offsets of the sequences after the decodes, starting at 0
+    query_start: Array  # int32[S - num_decodes + 1], rows of T where the sequences after the decodes begin and end
     logit_rows: Array | None  # int32[R], the rows of T whose logits are wanted; None: all of them
     num_decodes: int
     num_tokens: int

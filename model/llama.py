@@ -124,7 +124,7 @@ class Llama:
             )
         if n < batch.num_sequences:
             ops.paged_prefill_attention(
-                q[n:],
+                q,
                 kv,
                 index,
                 batch.block_tables[n:],
@@ -133,7 +133,7 @@ class Llama:
                 batch.max_query_len,
                 scale,
                 window,
-                out[n:],
+                out,
             )
         return ops.linear(out.reshape(len(out), -1), layer.output, layer.output_bias)
 

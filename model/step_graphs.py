@@ -1,8 +1,9 @@
 """The forward pass on buffers that never move, captured once for each of some sizes.
 
-A size is so many single-token rows (decodes) and so many tokens of longer chunks behind them. A step runs on the
-smallest captured size that holds it; what the size has more is padding: it has no context, writes no key, and nobody
-reads its logits. A step that fits no size is the caller's to run by itself.
+A size is so many single-token rows (decodes) and so many rows more. Longer chunks follow the decodes of a step at once,
+so that they use what the decodes leave of theirs. A step runs on the smallest captured size that holds it; what the
+size has more is padding: it has no context, writes no key, and nobody reads its logits. A step that fits no size is
+the caller's to run by itself.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from model.ops.packing import Packing
 CHUNKED_TOKENS = (64, 128, 256, 512)
 """Captured sizes of what stands behind the decodes. Above, the device is busy for longer than launching takes."""
 
+CHUNKED_TOKENS_BESIDE_MANY = tuple(range(64, 513, 64))
+"""The same beside many decodes, where each token more costs its share of the step."""
+
 MAX_CHUNKS = 32
 """Longer chunks in a captured step."""
 
@@ -40,6 +44,12 @@ class StepInputs:
     query_lens: np.ndarray  # int32[S]
     logit_rows: np.ndarray  # int32[R]
     num_decodes: int
+
+    @property
+    def query_start(self) -> np.ndarray:
+        """int32[S - num_decodes + 1], see model.batch.Batch"""
+        ends = np.cumsum(self.query_lens[self.num_decodes :])
+        return np.concatenate([[0], ends]).astype(np.int32) + np.int32(self.num_decodes)
 
 
 @dataclass(frozen=True)
@@ -82,7 +92,7 @@ class StepGraphs:
         Products are tuned for batches of a power of two: each more costs a start with an empty cache about 0.2 s.
         """
         self._num_slots = kv.shape[0] * kv.shape[4]
-        sizes = [(decodes, tokens) for tokens in CHUNKED_TOKENS for decodes in self._decodes_beside_chunks]
+        sizes = [(decodes, more) for decodes in self._decodes_beside_chunks for more in self._rows_beside(decodes)]
         sizes += [(decodes, 0) for decodes in self._decodes_only]
         self._model.ops.upload_all(self._padding(), self._packed)
         self._model.tune([size for size in self._decodes_only if size.bit_count() == 1])
@@ -104,10 +114,15 @@ class StepGraphs:
         num_decodes, num_chunks = inputs.num_decodes, len(inputs.query_lens) - inputs.num_decodes
         if num_chunks == 0 and len(inputs.logit_rows) == num_decodes:
             return _at_least(self._decodes_only, num_decodes), 0
-        num_tokens = len(inputs.token_ids) - num_decodes
-        if num_chunks > MAX_CHUNKS or num_tokens > CHUNKED_TOKENS[-1]:
+        decodes = _at_least(self._decodes_beside_chunks, num_decodes)
+        num_more, captured = len(inputs.token_ids) - decodes, self._rows_beside(decodes)
+        if num_chunks > MAX_CHUNKS or num_more > captured[-1]:
             return None
-        return _at_least(self._decodes_beside_chunks, num_decodes), _at_least(CHUNKED_TOKENS, num_tokens)
+        return decodes, _at_least(captured, num_more)
+
+    def _rows_beside(self, decodes: int) -> Sequence[int]:
+        """Rows that steps of so many decodes are captured with besides."""
+        return CHUNKED_TOKENS_BESIDE_MANY if decodes >= self._max_rows // 2 else CHUNKED_TOKENS
 
     def _run(self, batch: Batch, kv: Array) -> None:
         ops = self._model.ops
@@ -116,10 +131,10 @@ class StepGraphs:
             num_logits = batch.num_tokens if batch.logit_rows is None else len(batch.logit_rows)
             self._model.forward(batch, kv, out=self._logits[:num_logits])
 
-    def _batch(self, decodes: int, tokens: int) -> Batch:
-        """The beginnings of the buffers: `decodes` rows, then `tokens` of up to MAX_CHUNKS longer chunks."""
-        buffers, total = self._buffers, decodes + tokens
-        num_sequences = decodes + (MAX_CHUNKS if tokens else 0)
+    def _batch(self, decodes: int, more: int) -> Batch:
+        """The beginnings of the buffers: `decodes` rows, and `more` if there are up to MAX_CHUNKS longer chunks."""
+        buffers, total = self._buffers, decodes + more
+        num_sequences = decodes + (MAX_CHUNKS if more else 0)
         return Batch(
             token_ids=buffers.token_ids[:total],
             positions=buffers.positions[:total],
@@ -127,11 +142,11 @@ class StepGraphs:
             block_tables=self._block_tables[:num_sequences],
             context_lens=buffers.context_lens[:num_sequences],
             query_start=buffers.query_start,
-            logit_rows=buffers.logit_rows[:num_sequences] if tokens else None,
+            logit_rows=buffers.logit_rows[:num_sequences] if more else None,
             num_decodes=decodes,
             num_tokens=total,
             num_sequences=num_sequences,
-            max_query_len=tokens,
+            max_query_len=total if more else 0,
         )
 
     def _padding(self) -> list[np.ndarray]:
@@ -147,25 +162,27 @@ class StepGraphs:
             np.zeros(num_sequences, np.int32),
         ]
 
-    def _padded(self, inputs: StepInputs, decodes: int, tokens: int) -> tuple[list[np.ndarray], np.ndarray]:
-        """The buffers' contents for a step at this size, and its block tables: padding stands between the decodes and
-        the longer chunks, and behind them."""
+    def _padded(self, inputs: StepInputs, decodes: int, more: int) -> tuple[list[np.ndarray], np.ndarray]:
+        """The buffers' contents for a step at this size, and its block tables. Padding stands behind the tokens; of the
+        sequences it stands between the decodes and the longer chunks, and behind these."""
         n, columns = inputs.num_decodes, self._padding()
-        shift = decodes - n
-        by_token = (inputs.token_ids, inputs.source, inputs.positions, inputs.slots)
-        for column, known in zip(columns, (*by_token, inputs.context_lens), strict=False):
-            column[:n] = known[:n]
-            column[decodes : len(known) + shift] = known[n:]
-        *_, query_start, logit_rows = columns
-        chunk_ends = np.cumsum(inputs.query_lens[n:])
-        query_start[1 : len(chunk_ends) + 1] = chunk_ends
-        query_start[len(chunk_ends) + 1 :] = chunk_ends[-1] if len(chunk_ends) else 0
-        rows = inputs.logit_rows
-        logit_rows[: len(rows)] = np.where(rows < n, rows, rows + shift)
-        if not tokens:
+        token_ids, source, positions, slots, context_lens, query_start, logit_rows = columns
+        for column, known in (
+            (token_ids, inputs.token_ids),
+            (source, inputs.source),
+            (positions, inputs.positions),
+            (slots, inputs.slots),
+            (logit_rows, inputs.logit_rows),
+        ):
+            column[: len(known)] = known
+        num_chunks = len(inputs.query_lens) - n
+        context_lens[:n], context_lens[decodes : decodes + num_chunks] = np.split(inputs.context_lens, [n])
+        query_start[: num_chunks + 1] = inputs.query_start
+        query_start[num_chunks + 1 :] = inputs.query_start[-1]
+        if not more:
             return columns, inputs.block_tables
-        tables = np.zeros((len(inputs.context_lens) + shift, inputs.block_tables.shape[1]), np.int32)
-        tables[:n], tables[decodes:] = inputs.block_tables[:n], inputs.block_tables[n:]
+        tables = np.zeros((decodes + num_chunks, inputs.block_tables.shape[1]), np.int32)
+        tables[:n], tables[decodes:] = np.split(inputs.block_tables, [n])
         return columns, tables
 
 

@@ -303,9 +303,9 @@ class Ops(Protocol):
         """Causal attention of chunks of several sequences against the cache, which already holds the chunks' own keys.
 
         q, out [T, Hq, D]; rows query_start[s]:query_start[s + 1] belong to sequence s and are its last positions:
-        row i sits at position context_lens[s] - (query_start[s + 1] - i). query_start int32[S + 1], starting at 0.
-        max_query_len (host int) is at least the longest chunk. A sequence may have no row; rows behind the last
-        sequence's are left alone.
+        row i sits at position context_lens[s] - (query_start[s + 1] - i). query_start int32[S + 1]; max_query_len (host
+        int) is at least the longest chunk. A sequence may have no row; rows before the first sequence's and behind the
+        last's are left alone.
         """
 
     def silu_mul(self, gate_up: Array) -> Array:

@@ -209,7 +209,7 @@ def _upload(inputs: StepInputs, ops: Ops) -> tuple[Batch, Array]:
         inputs.slots,
         inputs.block_tables,
         inputs.context_lens,
-        np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32),
+        inputs.query_start,
         inputs.logit_rows,
     )
     token_ids, source, positions, slots, tables, context_lens, query_start, logit_rows = ops.upload_all(hosts)

@@ -102,7 +102,7 @@ def _shared_block_batch(ops: Ops, lengths: np.ndarray, block_size: int, max_mode
         slots=ops.upload((positions % block_size).astype(np.int64)),
         block_tables=ops.upload(np.zeros((len(lengths), -(-max_model_len // block_size)), np.int32)),
         context_lens=ops.upload(lengths.astype(np.int32)),
-        query_start=ops.upload(np.concatenate([[0], np.cumsum(lengths[num_decodes:])]).astype(np.int32)),
+        query_start=ops.upload(np.concatenate([[num_decodes], ends[num_decodes:]]).astype(np.int32)),
         logit_rows=ops.upload((ends - 1).astype(np.int32)),
         num_decodes=num_decodes,
         num_tokens=int(ends[-1]),

@@ -52,7 +52,7 @@ class PagedSequences:
             slots=upload(blocks * self._block_size + positions % self._block_size),
             block_tables=upload(tables),
             context_lens=upload(starts + lengths),
-            query_start=upload(np.concatenate([[0], np.cumsum(lengths[num_decodes:])]).astype(np.int32)),
+            query_start=upload(np.concatenate([[num_decodes], lengths.cumsum()[num_decodes:]]).astype(np.int32)),
             logit_rows=upload(np.arange(lengths.sum(), dtype=np.int32)),
             num_decodes=num_decodes,
             num_tokens=int(lengths.sum()),
