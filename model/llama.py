@@ -73,13 +73,14 @@ class Llama:
             hidden = ops.gather_rows(hidden, batch.logit_rows)
         return ops.linear(hidden, weights.lm_head, dtype=np.dtype(np.float32), out=out)
 
-    def tune(self, num_rows: Sequence[int]) -> None:
-        """Find the quickest way for the products of passes over so many rows; see `Ops.tune_linear`."""
+    def tune(self, num_rows: Sequence[int], num_logit_rows: Sequence[int]) -> None:
+        """Find the quickest way for the products of passes over so many rows, and so many of them with logits; see
+        `Ops.tune_linear`."""
         ops, layers = self.ops, self.weights.layers
         for name in ("qkv", "output", "gate_up", "down"):
             bias = getattr(layers[0], f"{name}_bias")
             ops.tune_linear([getattr(layer, name) for layer in layers], bias, num_rows)
-        ops.tune_linear([self.weights.lm_head], None, num_rows, dtype=np.dtype(np.float32))
+        ops.tune_linear([self.weights.lm_head], None, num_logit_rows, dtype=np.dtype(np.float32))
 
     def _decode_plans(self, batch: Batch, kv: Array) -> dict[int, Array | None]:
         """Window -> how its layers share out the decodes; made once for all of them."""

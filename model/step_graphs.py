@@ -21,11 +21,9 @@ from model.llama import Llama
 from model.ops.interface import Array
 from model.ops.packing import Packing
 
-CHUNKED_TOKENS = (64, 128, 256, 512)
-"""Captured sizes of what stands behind the decodes. Above, the device is busy for longer than launching takes."""
-
-CHUNKED_TOKENS_BESIDE_MANY = tuple(range(64, 513, 64))
-"""The same beside many decodes, where each token more costs its share of the step."""
+ROWS_BESIDE = tuple(range(64, 513, 64))
+"""Captured sizes of what longer chunks need besides the decodes' rows. Above, the device is busy for longer than
+launching takes."""
 
 MAX_CHUNKS = 32
 """Longer chunks in a captured step."""
@@ -81,9 +79,7 @@ class StepGraphs:
         self._packed = ops.empty((Packing.of(padding).num_bytes,), np.dtype(np.uint8))
         self._buffers = _Buffers(*ops.upload_all(padding, self._packed))
         self._decodes_only = decode_sizes(max_rows)
-        self._decodes_beside_chunks = self._decodes_only[3::4] or self._decodes_only[-1:]
-        if self._decodes_beside_chunks[-1] != max_rows:
-            self._decodes_beside_chunks.append(max_rows)
+        self._decodes_beside_chunks = _decodes_beside_chunks(max_rows)
         self._replays: dict[tuple[int, int], Callable[[], None]] = {}
 
     def capture(self, kv: Array, *, progress: bool = False) -> None:
@@ -92,10 +88,11 @@ class StepGraphs:
         Products are tuned for batches of a power of two: each more costs a start with an empty cache about 0.2 s.
         """
         self._num_slots = kv.shape[0] * kv.shape[4]
-        sizes = [(decodes, more) for decodes in self._decodes_beside_chunks for more in self._rows_beside(decodes)]
+        sizes = [(decodes, more) for decodes in self._decodes_beside_chunks for more in ROWS_BESIDE]
         sizes += [(decodes, 0) for decodes in self._decodes_only]
         self._model.ops.upload_all(self._padding(), self._packed)
-        self._model.tune([size for size in self._decodes_only if size.bit_count() == 1])
+        tuned = [size for size in self._decodes_only if size.bit_count() == 1]
+        self._model.tune(tuned, tuned)
         for size in tqdm(sorted(sizes, key=sum, reverse=True), desc="graphs", disable=not progress):
             self._replays[size] = self._model.ops.capture(partial(self._run, self._batch(*size), kv))
 
@@ -115,14 +112,17 @@ class StepGraphs:
         if num_chunks == 0 and len(inputs.logit_rows) == num_decodes:
             return _at_least(self._decodes_only, num_decodes), 0
         decodes = _at_least(self._decodes_beside_chunks, num_decodes)
-        num_more, captured = len(inputs.token_ids) - decodes, self._rows_beside(decodes)
-        if num_chunks > MAX_CHUNKS or num_more > captured[-1]:
+        num_more = len(inputs.token_ids) - decodes
+        if num_chunks > MAX_CHUNKS or num_more > ROWS_BESIDE[-1]:
             return None
-        return decodes, _at_least(captured, num_more)
+        return decodes, _at_least(ROWS_BESIDE, num_more)
 
-    def _rows_beside(self, decodes: int) -> Sequence[int]:
-        """Rows that steps of so many decodes are captured with besides."""
-        return CHUNKED_TOKENS_BESIDE_MANY if decodes >= self._max_rows // 2 else CHUNKED_TOKENS
+    def num_rows(self) -> tuple[list[int], list[int]]:
+        """Of the products in what is captured: of the layers, of the head."""
+        beside = self._decodes_beside_chunks
+        in_layers = {decodes + more for decodes in beside for more in ROWS_BESIDE}
+        in_head = {decodes + MAX_CHUNKS for decodes in beside}
+        return sorted(in_layers.union(self._decodes_only)), sorted(in_head.union(self._decodes_only))
 
     def _run(self, batch: Batch, kv: Array) -> None:
         ops = self._model.ops
@@ -151,7 +151,7 @@ class StepGraphs:
 
     def _padding(self) -> list[np.ndarray]:
         """In the order of _Buffers' fields: a step of padding alone. A slot outside the cache is not written."""
-        num_tokens, num_sequences = self._max_rows + CHUNKED_TOKENS[-1], self._max_rows + MAX_CHUNKS
+        num_tokens, num_sequences = self._max_rows + ROWS_BESIDE[-1], self._max_rows + MAX_CHUNKS
         return [
             np.zeros(num_tokens, np.int32),
             np.full(num_tokens, self._max_rows, np.int32),
@@ -194,6 +194,11 @@ def decode_sizes(max_rows: int) -> list[int]:
         sizes.append(size)
         size += max(8, (1 << size.bit_length()) // 16)
     return [*sizes, max_rows]
+
+
+def _decodes_beside_chunks(max_rows: int) -> list[int]:
+    """Coarse: the chunks use the rows that the decodes leave, only attention sees that there are more."""
+    return [size for size in (16, 64, *range(128, max_rows, 128)) if size < max_rows] + [max_rows]
 
 
 def _at_least(sizes: Sequence[int], wanted: int) -> int:

@@ -140,7 +140,8 @@ class Settings:
     )
     max_prefill_chunk: int | None = _setting(
         None,
-        "prompt tokens of a step, for each open prompt, while others decode; without it 512 on a GPU, 128 on a CPU",
+        "prompt tokens of a step while others decode: so many for each open prompt, up to three, and more in a long "
+        "queue; without it 512 on a GPU, 128 on a CPU",
         verbs=_STEP_VERBS,
         parse=int,
         low=1,

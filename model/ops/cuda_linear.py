@@ -1,7 +1,8 @@
 """How a product of rows and weights is computed: by one of cuBLASLt's algorithms, or by `skinny_linear` for few rows.
 
 Which is quickest is measured for the shapes that `tune` is told of, and kept on disk beside the compiled kernels, so
-that the next process finds it there and makes the same choice. Other shapes go to cuBLASLt's own first choice.
+that the next process finds it there and makes the same choice. Other shapes go to cuBLASLt's own first choice. What was
+measured beforehand comes with the package: service/cli/bench/measure_products.py makes these files.
 
 `ops` is the `CudaOps` in hand; of it, `stream`, `launch`, `capture`, `scratch`, `empty`, `rms_norm`, `mark`,
 `elapsed_s`, `num_sms`, `max_shared_bytes`, `dtype` and `device_name` are used.
@@ -28,6 +29,9 @@ from model.ops.kernels import cache_folder, source_folder
 from model.ops.skinny_builds import SKINNY_BUILDS, SKINNY_MAX_ROWS, SkinnyBuild, skinny_build
 
 CUBLASLT, SKINNY = "cublasLt", "skinny_linear"
+
+MEASURED = Path(__file__).with_name("measured")
+"""What came with the package, by the same names."""
 
 MEASURED_S = 1e-3
 """About how long one way is measured for one product, three times over."""
@@ -65,8 +69,8 @@ class Linear:
     def __init__(self, ops):
         self._ops = ops
         self._gemm = Gemm(ops.stream)
-        self._path = _path_of(ops.device_name)
-        self._ways = read_ways(self._path)
+        self._path = cache_folder() / file_name(ops.device_name)
+        self._ways = {**read_ways(MEASURED / self._path.name), **read_ways(self._path)}
 
     def __call__(self, x: Array, weight: Array, bias: Array | None, out: Array) -> None:
         """out [M, N] = x [M, K] @ weight [N, K].T + bias [N], all C-contiguous; M, N, K of at least 1."""
@@ -82,15 +86,17 @@ class Linear:
         that are known, from the disk or from before, cost nothing; others about 30 ms each. Not while capturing.
         """
         ops, (n, k), found = self._ops, weights[0].shape, {}
-        for m in num_rows:
-            product = Product(m, n, k, ops.dtype.name, out_dtype.name, bias is not None)
-            if product not in self._ways:
-                x, out = ops.empty((m, k), ops.dtype), ops.empty((m, n), out_dtype)
-                self._fill(x, weights[0])
-                found[product] = self._quickest(product, x, weights, bias, out)
-        if found:
-            self._ways = {**read_ways(self._path), **self._ways, **found}
-            write_ways(self._path, self._ways)
+        products = [Product(m, n, k, ops.dtype.name, out_dtype.name, bias is not None) for m in num_rows]
+        products = [product for product in products if product not in self._ways]
+        if not products:
+            return
+        most = max(product.m for product in products)
+        x, out = ops.empty((most, k), ops.dtype), ops.empty((most, n), out_dtype)  # one for all: the pool keeps them
+        self._fill(x, weights[0])
+        for product in products:
+            found[product] = self._quickest(product, x[: product.m], weights, bias, out[: product.m])
+        self._ways = {**read_ways(self._path), **self._ways, **found}
+        write_ways(self._path, self._ways)
 
     def _carry_out(self, way: Way, x: Array, weight: Array, bias: Array | None, out: Array) -> None:
         if way.kind == SKINNY:
@@ -169,12 +175,12 @@ def _product(x: Array, weight: Array, bias: Array | None, out: Array) -> Product
     return Product(len(x), *weight.shape, x.dtype.name, out.dtype.name, bias is not None)
 
 
-def _path_of(device_name: str) -> Path:
+def file_name(device_name: str) -> str:
     """One file for each device, cuBLASLt and state of our kernel: other ones, other speeds."""
     parts = [device_name, str(lt.get_version()), repr(SKINNY_BUILDS)]
     parts += [(source_folder() / f"{SKINNY}.cu").read_text(encoding="utf-8")]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
-    return cache_folder() / f"linear-{digest}.json"
+    return f"linear-{digest}.json"
 
 
 def read_ways(path: Path) -> dict[Product, Way]:

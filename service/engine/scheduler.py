@@ -15,6 +15,12 @@ from service.engine.plan import Chunk, StepPlan
 from service.engine.preemption import Preemption
 from service.engine.sequence import Sequence, SequenceGroup, State
 
+MAX_OPEN_CHUNKS = 3
+"""Prefill chunks of a step that also decodes, however many prompts are open ..."""
+
+PROMPTS_A_CHUNK = 64
+"""... until so many wait for each."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -22,7 +28,7 @@ class Limits:
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_prefill_chunk: int  # prompt tokens of a step that also decodes, for each prompt that is not done
+    max_prefill_chunk: int  # prompt tokens of a step that also decodes, for each of the first open prompts
     max_model_len: int
 
 
@@ -83,7 +89,7 @@ class Scheduler:
         chunks, budget = self._continue([], decodes, self._limits.max_num_batched_tokens)
         if chunks:
             num_prompts = max(1, len(prefills) + len(self.waiting))
-            budget = min(budget, num_prompts * self._limits.max_prefill_chunk)
+            budget = min(budget, self._prompt_budget(num_prompts, len(chunks)))
         chunks, budget = self._continue(chunks, prefills, budget)
         for chunk in chunks:
             if chunk.length > 1:
@@ -92,6 +98,16 @@ class Scheduler:
             chunks += self._admit_waiting(budget)
         chunks.sort(key=lambda chunk: chunk.length != 1)
         return StepPlan(tuple(chunks), self._kv.take_copies())
+
+    def _prompt_budget(self, num_prompts: int, num_decodes: int) -> int:
+        """Prompt tokens of a step that also decodes.
+
+        A chunk where one prompt is open. Where more are, as many whole chunks as that, decodes and all, but few: every
+        decode waits for them. Only a long queue wants throughput more than a short step.
+        """
+        chunk = self._limits.max_prefill_chunk
+        num_chunks = max(min(num_prompts, MAX_OPEN_CHUNKS), num_prompts // PROMPTS_A_CHUNK)
+        return max(chunk, num_chunks * chunk - num_decodes)
 
     def _continue(self, chunks: list[Chunk], sequences: list[Sequence], budget: int) -> tuple[list[Chunk], int]:
         """`chunks` and those of these running sequences, oldest first, and what is left of the budget."""

@@ -1,5 +1,7 @@
 """The engine on a scripted model: every request gets the tokens it would get alone, whatever else happens."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -263,4 +265,20 @@ def test_prompts_get_a_smaller_share_of_a_step_while_others_decode():
     assert lengths[0] == 30
     assert lengths[1:6] == [6, 6, 6, 6, 6]
     with_three = next(n for n, plan in enumerate(executor.plans) if plan.chunks[-1].sequence.request_id == "b")
-    assert lengths[with_three] == 18
+    assert lengths[with_three] == 3 * 6 - 1
+
+
+def test_a_long_queue_gets_more_of_a_step_than_a_short_one():
+    executor = ScriptedExecutor(4096, 4)
+    limits = Limits(max_num_seqs=512, max_num_batched_tokens=512, max_prefill_chunk=16, max_model_len=128)
+    engine = Engine(executor, KVManager(4096, 4), limits, frozenset({EOS}))
+    engine.add(request("first", range(4), max_tokens=124, ignore_eos=True))
+    engine.step()
+    for number in range(400):
+        engine.add(request(str(number), range(10), max_tokens=1, ignore_eos=True))
+    run(engine)
+    prompts = [[c for c in plan.chunks if c.length > 1] for plan in executor.plans[1:]]
+    lengths = [sum(c.length for c in chunks) for chunks in prompts if chunks]
+    assert lengths[0] == 400 // 64 * 16 - 1
+    assert all(later <= earlier + 1 for earlier, later in pairwise(lengths))  # a last token of a prompt is a decode
+    assert lengths[-2] == 3 * 16 - 1
