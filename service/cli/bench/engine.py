@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from service.cli.bench.engine_measures import (
+    WHOLE_STEPS,
     DecodeFigures,
     PrefillFigures,
     Step,
@@ -70,6 +71,7 @@ def _run_decode(settings: Settings, flags: argparse.Namespace) -> int:
     batches = whole_numbers("--batch", flags.batch)
     context = whole_number("--context", flags.context or "1100")
     num_steps = whole_number("--steps", flags.steps or "64")
+    settings = replace(settings, max_prefill_chunk=WHOLE_STEPS)  # what is timed comes after the prompts
     built, start_s = _build(settings, least_seqs=max(batches))
     rows = [measure_decode(built, batch, context, num_steps) for batch in batches]
     _print_rows(rows)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,9 @@ from service.errors import EndReason, StartupError
 
 WARM_STEPS = 8
 """Decode steps at the full batch before the first that counts: kernels are built and graphs captured in them."""
+
+WHOLE_STEPS = 1 << 20
+"""A prefill chunk with which prompts get whatever a step's budget holds, though others decode."""
 
 PREFILL_ROUNDS = 3
 
@@ -123,9 +127,13 @@ def measure_trace(
     return figures, course
 
 
-def measure_decode(built: BuiltEngine, batch: int, context: int, num_steps: int) -> DecodeFigures:
-    """`num_steps` steps of `batch` sequences that hold about `context` tokens each. Raises StartupError where the pool
-    or the model's length does not hold them."""
+@contextmanager
+def steady_decode(built: BuiltEngine, batch: int, context: int, num_steps: int) -> Iterator[None]:
+    """`batch` sequences that decode within, and hold about `context` tokens each halfway through `num_steps` steps.
+
+    The engine should give prompts whole steps, or the first ones have grown by when the last ones begin. Raises
+    StartupError where the pool or the model's length does not hold them.
+    """
     num_prompt = max(1, context - WARM_STEPS - num_steps // 2)
     budget = max(1, built.limits.max_num_batched_tokens - batch)  # the first ones decode while the last ones prefill
     num_output = math.ceil(batch * num_prompt / budget) + 2 * WARM_STEPS + num_steps
@@ -137,15 +145,22 @@ def measure_decode(built: BuiltEngine, batch: int, context: int, num_steps: int)
         started |= {output.request_id for output in engine.take_outputs() if output.parts}
     for _ in range(WARM_STEPS):
         _timed_step(built)
-    held_before = engine.stats().num_slots_filled
-    start_s = time.perf_counter()
-    steps = [_timed_step(built) for _ in range(num_steps)]
-    total_s = time.perf_counter() - start_s
-    held = (held_before + engine.stats().num_slots_filled) / 2
+    yield
     engine.cancel_all(EndReason.CANCELLED)
     while engine.has_work:
         engine.step()
     engine.take_outputs()
+
+
+def measure_decode(built: BuiltEngine, batch: int, context: int, num_steps: int) -> DecodeFigures:
+    """`num_steps` steps of `batch` sequences that hold about `context` tokens each. Raises StartupError where the pool
+    or the model's length does not hold them."""
+    with steady_decode(built, batch, context, num_steps):
+        held_before = built.engine.stats().num_slots_filled
+        start_s = time.perf_counter()
+        steps = [_timed_step(built) for _ in range(num_steps)]
+        total_s = time.perf_counter() - start_s
+        held = (held_before + built.engine.stats().num_slots_filled) / 2
     if any(step.num_tokens != batch for step in steps):
         raise StartupError(f"--batch: the steps were not all of {batch} sequences; the pool is too small for them")
     steps_ms = [1e3 * step.seconds for step in steps]
