@@ -96,6 +96,7 @@ class KernelCases:
         yield from self._rows()
         yield from self._products()
         yield self._rope()
+        yield self._plan()
         yield from (self._decode(*each) for each in self.sizes.decode)
         yield from (self._prefill(*each) for each in self.sizes.prefill)
         yield self._copies()
@@ -176,6 +177,16 @@ class KernelCases:
             return lambda: ops.rope_kv_write(qkv, cos, sin, positions, slots, self._kv, layer, None, None, 1e-5)
 
         return Case("rope_kv_write", f"{tokens} x {width}", 2 * tokens * width * self._item, 0, make)
+
+    def _plan(self) -> Case:
+        ops, num_heads, sequences = self._ops, self._config.num_heads, max(self.sizes.rows[:-1])
+        tables = ops.upload(np.zeros((sequences, 2), np.int32))
+        lengths = ops.upload(self._rng.integers(1, 2 * self._block_size, sequences).astype(np.int32))
+
+        def make(_: int) -> Launch:
+            return lambda: ops.plan_decode_attention(num_heads, self._kv, tables, lengths, NO_WINDOW)
+
+        return Case("plan_decode_attention", f"{sequences}", 36 * sequences, 0, make)
 
     def _decode(self, sequences: int, length: int) -> Case:
         ops, config = self._ops, self._config

@@ -58,3 +58,10 @@ def test_the_kernel_for_few_rows_takes_few_rows_in_16_bits():
 def test_a_device_takes_a_build_that_it_has_shared_memory_for(kib, build):
     assert cuda_linear.skinny_build(kib << 10) == build
     assert cuda_linear.SKINNY_BUILDS[build].shared_bytes <= kib << 10
+
+
+@pytest.mark.parametrize("path", sorted(cuda_linear.MEASURED.glob("*.json")), ids=lambda path: path.name)
+def test_what_came_with_the_package_is_whole(path):
+    ways = cuda_linear.read_ways(path)
+    assert {product.m for product in ways} > {1, 64, 512}
+    assert all(way.kind == cuda_linear.CUBLASLT or cuda_linear.fits_skinny(product) for product, way in ways.items())
