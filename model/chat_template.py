@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 
 from model.disguise import Disguise
 from model.errors import ModelError
@@ -56,6 +56,9 @@ class ChatTemplate:
         self._sandbox = TemplateSandbox(limits or RenderLimits(), now)
         self._templates = {name: self._sandbox.from_string(source) for name, source in sources.items()}
         self._disguise = self._make_disguise(sources.values())
+        self.tool_source = sources.get("tool_use", sources["default"])
+        """The text that renders conversations with tools."""
+        self.knows_tools = "tools" in meta.find_undeclared_variables(self._sandbox.parse(self.tool_source))
 
     def render(
         self,

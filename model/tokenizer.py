@@ -44,6 +44,7 @@ class Tokenizer:
         self.named_tokens = config.named_tokens
         self.special_tokens = frozenset(specials)
         self.special_ids = frozenset(specials.values())
+        self._special_id_by_text = specials
         self._vocabulary = Vocabulary(backend, self.special_ids)
         self.longest_token_bytes = max(map(len, self._vocabulary.pieces))
         self._frame = _read_frame(backend, config)
@@ -88,6 +89,10 @@ class Tokenizer:
             special = self._special_by_guard.get(token.strip())
             ids += self._spellings.get(token_id, [token_id]) if special is None else [special]
         return ids
+
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token that is spelt so, if there is one."""
+        return self._special_id_by_text.get(text)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that the token adds to a text; empty for an id that is not in the vocabulary."""

@@ -67,6 +67,12 @@ class Settings:
     served_model_name: str | None = _setting(
         None, "name the API knows the model by; without it the folder's name", verbs=(*_DOOR_VERBS, WORKER)
     )
+    tool_call_parser: str | None = _setting(
+        None,
+        "how the model writes calls of functions; without it as its chat template does",
+        verbs=_DOOR_VERBS,
+        choices=("hermes", "llama3_json", "mistral"),
+    )
     dtype: str = _setting(
         "auto",
         "of weights, activations and KV cache; auto: as stored on a GPU, float32 on a CPU",

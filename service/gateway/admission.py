@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from typing import Any
 
 from model.sampling_params import SamplingParams
@@ -55,6 +56,7 @@ class Admission:
         max_model_len = view.max_model_len(self._model.max_model_len)
         prompts = await loop.run_in_executor(self._pool, self._encode, request, max_model_len)
         texts = await loop.run_in_executor(self._pool, self._prompt_texts, request, prompts)
+        grammar = await loop.run_in_executor(self._pool, self._model.grammar, request)
         samplings = self._samplings(request, [len(prompt) for prompt in prompts], max_model_len)
         try:
             now_s = await self._broker.now_s()
@@ -66,7 +68,7 @@ class Admission:
                 job_id=name,
                 tenant=tenant,
                 prompt=pack_ids(prompt),
-                sampling=sampling,
+                sampling=replace(sampling, grammar=grammar),
                 submitted_at_s=now_s,
                 deadline_s=now_s + timeout_s,
                 feed=self._feed,
@@ -91,7 +93,6 @@ class Admission:
                 raise refusal(name, f"must be at most {most} here")
 
     def _encode(self, request: Request, max_model_len: int) -> list[list[int]]:
-        self._model.check_grammar(request.sampling.grammar)
         return [
             self._kept(request, self._model.encode(p, request.add_special_tokens), max_model_len)
             for p in request.prompts
@@ -179,7 +180,6 @@ class Admission:
             ignore_eos=wishes.ignore_eos,
             logprobs=wishes.logprobs,
             logit_bias=wishes.logit_bias,
-            grammar=None if wishes.grammar is None else wishes.grammar.text,
             n=wishes.n,
             best_of=wishes.best_of,
             beam=wishes.beam,

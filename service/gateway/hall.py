@@ -96,6 +96,7 @@ class Hall:
             usage=request.include_usage,
             usage_in_chunks=request.usage_in_chunks,
             num_prompt_tokens=sum(ticket.num_prompt_tokens),
+            calls=self.model.call_wording(request.tools),
         )
         return (ChatForm if request.is_chat else CompletionForm)(heading, self.model.tokenizer, wording)
 

@@ -67,7 +67,9 @@ class JobText:
         if number not in self._branches:
             request, tokenizer = self._request, self._model.tokenizer
             # A reply is a text of its own; a completion goes on where its prompt stopped, leading space and all.
-            detokenizer = tokenizer.detokenizer(request.skip_special_tokens, at_start=request.begins_a_text)
+            # Calls may begin with a special token, which is told apart later.
+            skip = request.skip_special_tokens and request.tools is None
+            detokenizer = tokenizer.detokenizer(skip, at_start=request.begins_a_text)
             text = TextStream(detokenizer, request.stop, request.include_stop_str_in_output)
             self._branches[number] = _Branch(text, request.sampling.logprobs is not None)
         return self._branches[number]

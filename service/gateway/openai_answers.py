@@ -13,6 +13,7 @@ import msgspec
 from model.tokenizer import Tokenizer
 from service.errors import RequestError
 from service.gateway.job_text import Piece, TokenLogprob
+from service.gateway.openai_calls import CallTeller, CallWording
 from service.gateway.run import Outcome
 
 Json = dict[str, Any]
@@ -63,6 +64,7 @@ class Wording:
     usage: bool = False  # of a stream: in a last chunk of its own
     usage_in_chunks: bool = False  # of a stream: so far, in every chunk
     num_prompt_tokens: int = 0
+    calls: CallWording | None = None  # None: the answer calls nothing
 
 
 class Form(ABC):
@@ -90,8 +92,9 @@ class Form(ABC):
     def _choice(self, index: int, pieces: Sequence[Piece]) -> Json:
         text = self._echo(index) + "".join(piece.text for piece in pieces)
         logprobs = self._logprobs_json(index, [entry for piece in pieces for entry in piece.logprobs])
-        finish_reason = pieces[-1].finish_reason if pieces else None
-        return {"index": index, **self._content(text), "logprobs": logprobs, "finish_reason": finish_reason}
+        content = self._content(index, text)
+        finish_reason = self._finish_reason(index, pieces[-1].finish_reason if pieces else None)
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def chunks(self, piece: Piece) -> list[Json]:
         """The chunks of a stream that tell `piece`; a choice's first brings those that open it."""
@@ -103,11 +106,17 @@ class Form(ABC):
             opening = self._opening(index)
             if opening is not None:
                 chunks.append(self._chunk(index, opening, None, None))
-        if piece.text or piece.logprobs:
-            logprobs = self._logprobs_json(index, piece.logprobs)
-            chunks.append(self._chunk(index, self._delta(piece.text), logprobs, None))
-        if piece.finish_reason is not None:
-            chunks.append(self._chunk(index, self._delta(""), None, piece.finish_reason))
+        is_last = piece.finish_reason is not None
+        deltas = self._deltas(index, piece.text, is_last=is_last)
+        logprobs = self._logprobs_json(index, piece.logprobs)
+        if logprobs is not None and not deltas:
+            deltas = [self._delta("")]
+        for delta in deltas:
+            chunks.append(self._chunk(index, delta, logprobs, None))
+            logprobs = None
+        if is_last:
+            reason = self._finish_reason(index, piece.finish_reason)
+            chunks.append(self._chunk(index, self._delta(""), None, reason))
         return chunks
 
     def closing(self, outcome: Outcome) -> list[Json]:
@@ -145,8 +154,14 @@ class Form(ABC):
     def _opening(self, index: int) -> Json | None:
         """What a choice says before its first text, if anything."""
 
+    def _deltas(self, index: int, text: str, *, is_last: bool) -> list[Json]:
+        return [self._delta(text)] if text else []
+
+    def _finish_reason(self, index: int, word: str | None) -> str | None:
+        return word
+
     @abstractmethod
-    def _content(self, text: str) -> Json: ...
+    def _content(self, index: int, text: str) -> Json: ...
 
     @abstractmethod
     def _delta(self, text: str) -> Json: ...
@@ -166,10 +181,11 @@ class CompletionForm(Form):
     def _opening(self, index: int) -> Json | None:
         return self._delta(self._echo(index)) if self._wording.prompt_texts else None
 
-    def _content(self, text: str) -> Json:
+    def _content(self, index: int, text: str) -> Json:
         return {"text": text}
 
-    _delta = _content
+    def _delta(self, text: str) -> Json:
+        return {"text": text}
 
     def _logprobs_json(self, index: int, entries: Sequence[TokenLogprob]) -> Json | None:
         if not self._wording.logprobs or not entries:
@@ -208,11 +224,24 @@ class ChatForm(Form):
     _whole_object = "chat.completion"
     _chunk_object = "chat.completion.chunk"
 
+    def __init__(self, heading: Heading, tokenizer: Tokenizer, wording: Wording) -> None:
+        super().__init__(heading, tokenizer, wording)
+        self._calls = None if wording.calls is None else CallTeller(heading.job_id, wording.calls)
+
     def _opening(self, index: int) -> Json:
         return {"delta": {"role": "assistant", "content": ""}}
 
-    def _content(self, text: str) -> Json:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def _content(self, index: int, text: str) -> Json:
+        said = {"content": text} if self._calls is None else self._calls.message(index, text)
+        return {"message": {"role": "assistant", **said, "refusal": None}}
+
+    def _deltas(self, index: int, text: str, *, is_last: bool) -> list[Json]:
+        if self._calls is None:
+            return super()._deltas(index, text, is_last=is_last)
+        return [{"delta": delta} for delta in self._calls.deltas(index, text, is_last=is_last)]
+
+    def _finish_reason(self, index: int, word: str | None) -> str | None:
+        return word if self._calls is None else self._calls.finish_reason(index, word)
 
     def _delta(self, text: str) -> Json:
         return {"delta": {"content": text} if text else {}}

@@ -29,6 +29,7 @@ from service.gateway.openai_fields import (
     without_idle_fields,
 )
 from service.gateway.openai_grammar import read_grammar
+from service.gateway.openai_tools import calls_of, read_tools
 from service.gateway.request import CHAT, COMPLETIONS, Conversation, Prompt, Request, SamplingWishes, Source
 
 MAX_STOP_STRINGS = 16
@@ -92,8 +93,13 @@ def _read_chat(fields: Mapping[str, Any]) -> Request:
         not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt,
         body.chat_template_kwargs,
     )
-    prompt = replace(prompt, continue_final_message=body.continue_final_message)
-    return _request(CHAT, body, (prompt,), wishes)
+    tools = read_tools(body)
+    if tools is not None and wishes.grammar is not None:
+        raise refusal(wishes.grammar.param, "cannot go with 'tools' that may be called")
+    prompt = replace(
+        prompt, continue_final_message=body.continue_final_message, tools=() if tools is None else tools.tools
+    )
+    return replace(_request(CHAT, body, (prompt,), wishes), tools=tools)
 
 
 _READERS: Mapping[str, Callable[[Mapping[str, Any]], Request]] = {COMPLETIONS: _read_completion, CHAT: _read_chat}
@@ -122,10 +128,16 @@ def conversation(messages: list[Message], add_generation_prompt: bool, options: 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
-def _message(message: Message, param: str) -> dict[str, str]:
+def _message(message: Message, param: str) -> dict[str, Any]:
     if message.role not in _ROLES:
         raise refusal(f"{param}.role", f"must be one of {', '.join(_ROLES)}")
     content = message.content
+    if message.tool_calls and message.role != "assistant":
+        raise refusal(f"{param}.tool_calls", "belong to messages of the assistant")
+    if content is None:
+        if not message.tool_calls:
+            raise refusal(f"{param}.content", "is required")
+        content = ""
     if not isinstance(content, str):
         if any(part.type != "text" for part in content):
             raise refusal(f"{param}.content", "may hold only parts of type text")
@@ -136,6 +148,8 @@ def _message(message: Message, param: str) -> dict[str, str]:
         if value is not None:
             _check_length(f"{param}.{name}", value, MAX_LABEL_CHARS)
             plain[name] = value
+    if message.tool_calls:
+        plain["tool_calls"] = calls_of(message.tool_calls, f"{param}.tool_calls")
     return plain
 
 

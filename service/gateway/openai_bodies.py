@@ -125,11 +125,45 @@ class TextPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=
     text: str
 
 
+class CalledFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    name: str
+    arguments: str = ""
+
+
+class ToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    id: str
+    type: str = "function"
+    function: CalledFunction
+    index: int | None = None  # where a client sends back what a stream told it
+
+
 class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     role: str
-    content: str | list[TextPart]
+    content: str | list[TextPart] | None = None
     name: str | None = None
+    tool_calls: list[ToolCall] = []
     tool_call_id: str | None = None
+
+
+class FunctionTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    type: str
+    function: FunctionTool
+
+
+class FunctionName(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    name: str
+
+
+class NamedTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    type: str
+    function: FunctionName
 
 
 class ChatBody(GenerationBody):
@@ -139,6 +173,9 @@ class ChatBody(GenerationBody):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
+    tools: list[Tool] = []
+    tool_choice: str | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, bool] = {}
 
 

@@ -36,9 +36,6 @@ IDLE_COMPLETION_FIELDS: Idle = {
 
 IDLE_CHAT_FIELDS: Idle = {
     **_BOTH,
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none",),
     "store": (False,),
@@ -61,7 +58,6 @@ IDLE_CHAT_FIELDS: Idle = {
 }
 
 IDLE_MESSAGE_FIELDS: Idle = {
-    "tool_calls": ([],),
     "function_call": (),
     "refusal": (),
     "audio": (),

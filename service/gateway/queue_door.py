@@ -126,6 +126,8 @@ class QueueDoor:
         for name in ("resumable", "background"):
             if getattr(request, name):
                 raise refusal(name, "is for HTTP; a reply stream waits for whoever reads it")
+        if request.tools is not None:
+            raise refusal("tools", "are not carried by the queue's replies")
         if request.sampling.logprobs is not None:
             raise refusal("logprobs", "is not carried by the queue's replies")
         return request

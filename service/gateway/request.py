@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from model.sampling_params import BeamSearch
+from model.tool_calls import Function
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -14,9 +16,11 @@ ENDPOINTS = (COMPLETIONS, CHAT)
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """What a chat template renders. Every message is a map of `role`, `content` and perhaps `name`, all text."""
+    """What a chat template renders. Every message is a map of `role`, `content` and perhaps `name`, all text, and of
+    `tool_calls`, whose arguments are JSON values."""
 
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] = ()  # OpenAI's objects, which templates know
     add_generation_prompt: bool = True
     continue_final_message: bool = False  # the answer goes on inside the last message; no generation prompt then
     template_options: Mapping[str, bool] = field(default_factory=dict)  # from a short list of known names
@@ -31,6 +35,17 @@ class GrammarWish:
 
     text: str  # as `model.grammar` writes it; not yet compiled
     param: str  # the field that asks for it
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolWish:
+    """Functions that an answer may call, or must."""
+
+    tools: tuple[dict[str, Any], ...]  # all that the model hears of, for its template
+    callable: tuple[Function, ...]
+    must_call: bool = False
+    is_named: bool = False  # the client chose the function
+    only_one: bool = False  # call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +101,7 @@ class Request:
     model: str
     prompts: tuple[Prompt, ...]  # one at least; exactly one in a chat
     sampling: SamplingWishes
+    tools: ToolWish | None = None
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True

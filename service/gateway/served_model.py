@@ -7,17 +7,24 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from model.chat_template import ChatTemplate, TemplateError
 from model.config import ModelConfig, generation_defaults
 from model.errors import ModelError
 from model.grammar import GrammarError
 from model.grammar_matcher import GrammarCompiler
 from model.tokenizer import Tokenizer
+from model.tool_calls import FORMS, MAX_FORCED_CALLS, CallForm, arguments_key, calls_grammar, form_of
 from service.config import Settings
 from service.errors import RequestError, StartupError
 from service.gateway.openai_bodies import refusal
+from service.gateway.openai_calls import CallWording
 from service.gateway.openai_grammar import grammar_refusal
-from service.gateway.request import Conversation, GrammarWish, Prompt
+from service.gateway.request import Conversation, Prompt, Request, ToolWish
+
+MAX_ESCAPE_BYTES = 6
+"""JSON's longest way to write a character of one byte."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +38,7 @@ class ServedModel:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     grammars: GrammarCompiler
+    call_form: CallForm | None  # how it writes calls of functions; None: its template does not tell it of any
     defaults: Mapping[str, float]  # sampling that the model's makers recommend
     created_s: int  # Unix seconds
     fingerprint: str
@@ -56,6 +64,7 @@ class ServedModel:
             eos_token_ids=config.eos_token_ids,
             tokenizer=tokenizer,
             template=template,
+            call_form=_call_form(settings, template),
             grammars=GrammarCompiler(tokenizer, config.vocab_size, config.eos_token_ids),
             defaults=defaults,
             created_s=int(time.time()),
@@ -85,23 +94,49 @@ class ServedModel:
         if ids and (min(ids) < 0 or max(ids) >= self.vocab_size):
             raise refusal(param, "has a token id outside the vocabulary")
 
-    def check_grammar(self, wish: GrammarWish | None) -> None:
-        """Compiles it, which may take long: call it off the event loop. Raises RequestError (400)."""
-        if wish is None:
-            return
+    def grammar(self, request: Request) -> str | None:
+        """What holds the answer to its form, if anything does; compiled, which may take long: call it off the event
+        loop. Raises RequestError (400)."""
+        wish = request.sampling.grammar
+        param = "tools" if wish is None else wish.param
         try:
-            self.grammars.compile(wish.text)
+            text = self._calls(request.tools) if wish is None else wish.text
+            if text is not None:
+                self.grammars.compile(text)
+            return text
         except GrammarError as error:
-            raise grammar_refusal(error, wish.param) from None
+            raise grammar_refusal(error, param) from None
+
+    def call_wording(self, wish: ToolWish | None) -> CallWording | None:
+        """How calls are told from text in the answer, where it may have any."""
+        if wish is None or self.call_form is None:
+            return None
+        names = frozenset(function.name for function in wish.callable)
+        return CallWording(self.call_form, names, wish.only_one, wish.is_named)
+
+    def _calls(self, wish: ToolWish | None) -> str | None:
+        """The grammar of the calls that must be, or that must be right."""
+        if wish is None:
+            return None
+        if self.call_form is None:
+            raise refusal("tools", "cannot be had: this model's chat template knows none")
+        if not wish.must_call and not any(function.is_strict for function in wish.callable):
+            return None
+        key = arguments_key(self.template.tool_source)
+        most = 1 if wish.only_one else MAX_FORCED_CALLS
+        return calls_grammar(self.call_form, wish.callable, key, self.tokenizer, most=most, or_text=not wish.must_call)
 
     def _encode_conversation(self, conversation: Conversation) -> list[int]:
         if self.template is None:
             raise refusal("messages", "needs a chat template, and this model has none; use /v1/completions")
         self._check_bytes(sum(len(m["content"].encode()) for m in conversation.messages), "messages")
+        calls = [m.get("tool_calls", ()) for m in conversation.messages]
+        self._check_bytes(len(msgspec.json.encode([calls, conversation.tools])) // MAX_ESCAPE_BYTES, "messages")
         try:
             return self.template.encode(
                 list(conversation.messages),
                 add_generation_prompt=conversation.add_generation_prompt,
+                tools=list(conversation.tools) or None,
                 continue_final_message=conversation.continue_final_message,
                 extra=dict(conversation.template_options),
             )
@@ -117,6 +152,14 @@ class ServedModel:
             raise refusal(param, "must not be empty")
         self.check_ids(ids, param)
         return ids
+
+
+def _call_form(settings: Settings, template: ChatTemplate | None) -> CallForm | None:
+    if template is None or not template.knows_tools:
+        return None
+    if settings.tool_call_parser is None:
+        return form_of(template.tool_source)
+    return FORMS[settings.tool_call_parser]
 
 
 def too_long(max_model_len: int, param: str) -> RequestError:

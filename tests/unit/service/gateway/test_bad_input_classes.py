@@ -70,7 +70,7 @@ REFUSED = [
     (
         "tools",
         CHAT,
-        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"pattern": "["}}}]},
+        {"tools": [{"type": "function", "function": {"name": "f" * 65, "parameters": {"pattern": "["}}}]},
         "tools",
     ),
     ("templates", CHAT, {"chat_template": "{{ 'a' * 10**9 }}"}, "chat_template"),

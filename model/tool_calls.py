@@ -1,0 +1,126 @@
+"""The ways in which model families write calls of functions: how they are told from text, and how they are enforced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from model.grammar import HEADER, json_rule, literal
+from model.tokenizer import Tokenizer
+from model.tool_call_stream import BLANKS, CallSyntax
+
+MAX_FORCED_CALLS = 8
+"""So many calls in one reply may be enforced: a model that knows no end must come to one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallForm:
+    """One family's way. `CallSyntax` says what is read; here stands what is enforced."""
+
+    syntax: CallSyntax
+    before: str = ""  # a call
+    after: str = ""
+    between: str = ""  # two calls
+    begin: str = ""  # before the first call, behind the opening
+    end: str = ""  # behind the last
+    says_opening: bool = True  # before each call where `wraps_each`, else before the first
+    wraps_each: bool = False
+    short_ids: bool = False  # its template takes ids of nine letters and digits only
+
+
+HERMES = CallForm(
+    syntax=CallSyntax(opening="<tool_call>", closing="</tool_call>"),
+    before="\n",
+    after="\n",
+    between="\n",
+    wraps_each=True,
+)
+MISTRAL = CallForm(
+    syntax=CallSyntax(opening="[TOOL_CALLS]", fillers=BLANKS + "[],", bare_names=True),
+    begin="[",
+    between=", ",
+    end="]",
+    short_ids=True,
+)
+LLAMA3_JSON = CallForm(
+    syntax=CallSyntax(opening="<|python_tag|>", fillers=BLANKS + ";,", at_start_only=True),
+    between="; ",
+    says_opening=False,
+)
+FORMS: Mapping[str, CallForm] = {"hermes": HERMES, "llama3_json": LLAMA3_JSON, "mistral": MISTRAL}
+"""By the names that vLLM's --tool-call-parser has for them."""
+
+
+@dataclass(frozen=True)
+class Function:
+    """What a model may call. The schema of its arguments is bounded when a grammar is made of it."""
+
+    name: str
+    parameters: Any  # JSON schema
+    is_strict: bool = False  # the schema holds also where nobody asked for a call
+
+
+def form_of(template: str) -> CallForm:
+    """The form that a chat template speaks of: models were trained on what their templates render."""
+    for form in (MISTRAL, HERMES):
+        if form.syntax.opening in template:
+            return form
+    return LLAMA3_JSON
+
+
+def arguments_key(template: str) -> str:
+    """What the template calls a call's arguments."""
+    return "parameters" if '"parameters"' in template and '"arguments"' not in template else "arguments"
+
+
+def calls_grammar(
+    form: CallForm,
+    functions: Sequence[Function],
+    key: str,
+    tokenizer: Tokenizer,
+    *,
+    most: int = MAX_FORCED_CALLS,
+    or_text: bool = False,
+) -> str:
+    """The grammar of a reply that calls, 1 to `most` times, some of the functions, and says nothing else; or that is
+    any text, with calls in it that are right. Raises GrammarError where a schema cannot be had.
+    """
+    opening, closing = (_marker(text, tokenizer) for text in (form.syntax.opening, form.syntax.closing))
+    call = f"{_text(form.before)} function {_text(form.after)} {closing if form.wraps_each else ''}"
+    more = f"({_text(form.between)} {opening if form.wraps_each else ''} {call}){{0,{most - 1}}}" if most > 1 else ""
+    calls = f"{_text(form.begin)} {call} {more} {_text(form.end)}"
+    first = opening if form.says_opening else ""
+    rules = [f"start: {first} {calls}"]
+    if or_text and form.syntax.at_start_only:
+        rules = [f"start: {calls} | TEXT?", r"TEXT: /\s*[^{\s](?s:.*)/"]
+    elif or_text:
+        is_token = opening.startswith("<[")
+        rules = [
+            f"start: TEXT | head {calls} TEXT",
+            f"head: TEXT {opening}" if is_token else f"head[lazy]: TEXT {opening}",
+            "TEXT: /(?s:.*)/",
+        ]
+    rules.append("function: " + " | ".join(f"function_{i}" for i in range(len(functions))))
+    for i, function in enumerate(functions):
+        head = f'{{"name": {literal(function.name)}, "{key}": '
+        schema = {"type": "object"} if or_text and not function.is_strict else function.parameters
+        rules.append(f'function_{i}: {literal(head)} arguments_{i} "}}"')
+        rules.append(f"arguments_{i}: {json_rule(schema, whitespace=SPACED, lenient=True)}")
+    return HEADER + "\n".join(rules)
+
+
+SPACED = " ?"
+"""Between the tokens of arguments: what models write who write on one line."""
+
+
+def _marker(text: str, tokenizer: Tokenizer) -> str:
+    """A marker as the model writes it: by its own token where that is a special one, which no text can spell."""
+    if not text:
+        return ""
+    token_id = tokenizer.special_id(text)
+    return literal(text) if token_id is None else f"<[{token_id}]>"
+
+
+def _text(text: str) -> str:
+    return literal(text) if text else ""
