@@ -120,13 +120,19 @@ class Settings:
         low=1,
         high=1 << 24,
     )
-    swap_space: float = _setting(
-        0.0,
-        "pinned host memory for swapped blocks, in GiB; 0 is all that works yet",
+    swap_space: float | None = _setting(
+        None,
+        "host memory for blocks that leave the GPU, in GiB; without it 4 beside a GPU, 0 on a CPU",
         verbs=_ENGINE_VERBS,
         parse=float,
         low=0.0,
-        high=0.0,
+        high=4096.0,
+    )
+    preemption_mode: str = _setting(
+        "auto",
+        "how sequences leave a full cache: swap copies them to the host, recompute does not, auto does what is cheaper",
+        verbs=_ENGINE_VERBS,
+        choices=("auto", "swap", "recompute"),
     )
     enable_prefix_caching: bool = _setting(
         True,

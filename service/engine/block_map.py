@@ -16,7 +16,7 @@ MAX_CELLS = 8192
 def draw_blocks(pool: BlockPool, running: Iterable[Sequence]) -> bytes:
     """One byte for each block of the pool, or for every k-th, so that there are at most MAX_CELLS."""
     picture = bytearray(pool.num_blocks)
-    for block in pool.oldest_cached():
+    for block in pool.cached_blocks():
         picture[block] = CACHED
     for sequence in running:
         colour = FIRST_OWNER + crc32(sequence.request_id.encode()) % (256 - FIRST_OWNER)

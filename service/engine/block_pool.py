@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+
+_NOTHING, _KEPT, _SAVED = range(3)
+"""What a block's contents are worth: nothing, keeping, or keeping and saved elsewhere."""
 
 
 class OutOfBlocks(Exception):
@@ -14,8 +18,9 @@ class BlockPool:
     """Knows ids only; the memory behind them belongs to the executor. One instance per memory.
 
     A block is *used* while somebody holds it. One that nobody holds is *cached* if it is kept for its contents, else
-    *free*. Cached blocks are given away too, once no free ones are left, first the one that nobody has held for
-    longest. Since tables are given back from their ends, the end of a prefix goes before its beginning.
+    *free*. Cached blocks are given away too, once no free ones are left: those whose contents are saved elsewhere
+    first, and of either kind the one that nobody has held for longest. Since tables are given back from their ends,
+    the end of a prefix goes before its beginning.
     """
 
     def __init__(self, num_blocks: int, on_evict: Callable[[int], None] | None = None):
@@ -25,8 +30,8 @@ class BlockPool:
         self._on_evict = on_evict
         self._free = list(range(num_blocks - 1, -1, -1))
         self._references = [0] * num_blocks
-        self._is_kept = bytearray(num_blocks)
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._worth = bytearray([_NOTHING]) * num_blocks
+        self._cached: dict[int, OrderedDict[int, None]] = {_SAVED: OrderedDict(), _KEPT: OrderedDict()}
 
     @property
     def num_free(self) -> int:
@@ -34,32 +39,42 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        return len(self._cached)
+        return len(self._cached[_KEPT]) + len(self._cached[_SAVED])
+
+    @property
+    def num_saved(self) -> int:
+        """Cached blocks whose contents are saved elsewhere too."""
+        return len(self._cached[_SAVED])
 
     @property
     def num_available(self) -> int:
         """What `take` can give: free and cached."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + self.num_cached
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - len(self._free) - len(self._cached)
+        return self.num_blocks - len(self._free) - self.num_cached
 
     def is_shared(self, block: int) -> bool:
         """Whether the block must not be written to: more than one holds it, or it is kept for what it contains."""
-        return self._references[block] > 1 or self._is_kept[block] == 1
+        return self._references[block] > 1 or self._worth[block] != _NOTHING
+
+    def is_held_by_several(self, block: int) -> bool:
+        """Whether the block has more than one holder."""
+        return self._references[block] > 1
 
     def is_cached(self, block: int) -> bool:
         """Whether the block is kept and nobody holds it."""
-        return block in self._cached
+        return self._references[block] == 0 and self._worth[block] != _NOTHING
 
     def take(self, count: int) -> list[int]:
-        """`count` blocks, each with one reference: free ones, then the oldest cached ones. Raises OutOfBlocks."""
+        """`count` blocks, each with one reference: free ones, then cached ones. Raises OutOfBlocks."""
         if count > self.num_available:
             raise OutOfBlocks(f"{count} blocks wanted, {self.num_available} to be had")
         while len(self._free) < count:
-            block, _ = self._cached.popitem(last=False)
-            self._is_kept[block] = 0
+            cached = self._cached[_SAVED] or self._cached[_KEPT]
+            block, _ = cached.popitem(last=False)
+            self._worth[block] = _NOTHING
             self._free.append(block)
             self._on_evict(block)
         taken = [self._free.pop() for _ in range(count)]
@@ -72,18 +87,25 @@ class BlockPool:
         for block in blocks:
             count = self._references[block]
             if count == 0:
-                if block not in self._cached:
+                if self._worth[block] == _NOTHING:
                     raise AssertionError(f"block {block} is free and cannot be shared")
-                del self._cached[block]
+                del self._cached[self._worth[block]][block]
             elif count == 1:
                 self.num_shared += 1
             self._references[block] = count + 1
 
-    def give_back(self, blocks: Sequence[int], *, first_to_go: bool = False) -> None:
-        """One holder less for each, the last one first.
+    def grow(self, num_blocks: int) -> None:
+        """There is memory for so many blocks now; it never gets less."""
+        more = range(self.num_blocks, num_blocks)
+        self._free[:0] = reversed(more)
+        self._references.extend([0] * len(more))
+        self._worth.extend([_NOTHING] * len(more))
+        self.num_blocks += len(more)
 
-        A block nobody holds is cached if it is kept, as the last to be given away or the first; else it is free, and
-        the last given back is the first taken.
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """One holder less for each of the blocks, which stand behind what they continue.
+
+        A block that nobody holds any more is cached or free; of free ones the last given back is the first taken.
         """
         for block in reversed(blocks):
             count = self._references[block] - 1
@@ -93,29 +115,35 @@ class BlockPool:
             if count == 1:
                 self.num_shared -= 1
             elif count == 0:
-                if self._is_kept[block]:
-                    self._cached[block] = None
-                    if first_to_go:
-                        self._cached.move_to_end(block, last=False)
-                else:
+                worth = self._worth[block]
+                if worth == _NOTHING:
                     self._free.append(block)
+                else:
+                    self._cached[worth][block] = None
 
-    def keep(self, block: int) -> None:
-        """What this held block contains is worth keeping once nobody holds it."""
+    def keep(self, block: int, *, is_saved: bool = False) -> None:
+        """What this block contains is worth keeping once nobody holds it; whether it is saved elsewhere too."""
         if self._references[block] == 0:
-            raise AssertionError(f"block {block} is not held and cannot be kept")
-        self._is_kept[block] = 1
+            if self._worth[block] == _NOTHING:
+                raise AssertionError(f"block {block} is free and cannot be kept")
+            del self._cached[self._worth[block]][block]
+            self._cached[_SAVED if is_saved else _KEPT][block] = None
+        self._worth[block] = _SAVED if is_saved else _KEPT
 
     def forget(self, block: int) -> None:
         """What the block contains is no longer worth keeping."""
-        self._is_kept[block] = 0
-        if block in self._cached:
-            del self._cached[block]
+        if self.is_cached(block):
+            del self._cached[self._worth[block]][block]
             self._free.append(block)
+        self._worth[block] = _NOTHING
 
-    def oldest_cached(self) -> Iterable[int]:
-        """The cached blocks, the next to be given away first."""
-        return iter(self._cached)
+    def cached_blocks(self) -> Iterable[int]:
+        """Those that nobody holds and that are kept."""
+        return chain(self._cached[_SAVED], self._cached[_KEPT])
+
+    def oldest_unsaved(self) -> Iterable[int]:
+        """The cached blocks that are saved nowhere else, the next to be given away first."""
+        return iter(self._cached[_KEPT])
 
     def check_invariants(self, holders: Iterable[Sequence[int]]) -> None:
         """Free, used and cached make the total, and every reference count equals the number of the block's holders."""
@@ -124,9 +152,10 @@ class BlockPool:
             if held[block] != count:
                 raise AssertionError(f"block {block}: {count} references, {held[block]} holders")
         unheld = {block for block, count in enumerate(self._references) if count == 0}
-        if sorted([*self._free, *self._cached]) != sorted(unheld):
+        if sorted([*self._free, *self._cached[_KEPT], *self._cached[_SAVED]]) != sorted(unheld):
             raise AssertionError("the free list, the cached blocks and the reference counts disagree")
-        if any(self._is_kept[block] for block in self._free) or not all(self._is_kept[block] for block in self._cached):
-            raise AssertionError("a free block is kept, or a cached one is not")
+        for worth, blocks in ((_NOTHING, self._free), *self._cached.items()):
+            if any(self._worth[block] != worth for block in blocks):
+                raise AssertionError("a free block is kept, or a cached one is among the wrong ones")
         if self.num_shared != sum(count > 1 for count in self._references):
             raise AssertionError("the count of shared blocks is wrong")

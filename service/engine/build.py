@@ -18,11 +18,14 @@ from model.ops.interface import Ops
 from model.sampling_params import SamplingParams
 from model.tokenizer import Tokenizer
 from service.config import Settings
+from service.engine.calibration import measure_rates
+from service.engine.cost_model import CostModel
 from service.engine.engine import Engine
 from service.engine.executor import ModelExecutor
 from service.engine.grammars import Grammars
 from service.engine.kv_manager import KVManager
 from service.engine.memory import MemoryPlan, plan_memory, warm_up
+from service.engine.preemption import Preemption
 from service.engine.scheduler import Limits
 from service.engine.sequence import Request
 from service.errors import EndReason, StartupError
@@ -31,6 +34,10 @@ from service.logs import fields
 log = logging.getLogger("quire.engine")
 
 DEFAULT_BATCHED_TOKENS = {"cuda": 8192, "numpy": 512}
+DEFAULT_SWAP_GIB = {"cuda": 4, "numpy": 0}
+MAX_HOST_RATIO = 8
+"""Blocks on the host for each on the GPU: more would hold what nobody comes back for."""
+
 DEFAULT_PREFILL_CHUNK = {"cuda": 512, "numpy": 128}
 """On a GPU, so many that the matrix products of a step are at their best, and a step that carries them is captured."""
 
@@ -85,9 +92,17 @@ def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
         max_prefill_chunk=settings.max_prefill_chunk or DEFAULT_PREFILL_CHUNK[ops.name],
         max_model_len=memory.max_model_len,
     )
-    executor.attach(allocate(ops, config, memory.num_blocks, memory.block_size), progress=progress)
-    kv = KVManager(memory.num_blocks, memory.block_size, prefix_caching=settings.enable_prefix_caching)
-    engine = Engine(executor, kv, limits, frozenset(config.eos_token_ids), grammars)
+    num_host_blocks = num_swap_blocks(settings, ops, memory)
+    cache = allocate(ops, config, memory.num_blocks, memory.block_size)
+    executor.attach(cache, num_host_blocks=num_host_blocks, progress=progress)
+    kv = KVManager(
+        memory.num_blocks,
+        memory.block_size,
+        prefix_caching=settings.enable_prefix_caching,
+        swapping=num_host_blocks > 0,
+    )
+    preemption = Preemption(kv, _calibrated(executor, memory), settings.preemption_mode)
+    engine = Engine(executor, kv, limits, frozenset(config.eos_token_ids), grammars, preemption)
     _prove(engine)
     log.info(
         "engine ready %s",
@@ -105,6 +120,32 @@ def grammar_compiler(settings: Settings, config: ModelConfig) -> GrammarCompiler
     except ModelError as error:
         raise GrammarError("The model has no tokenizer.") from error
     return GrammarCompiler(tokenizer, config.vocab_size, config.eos_token_ids)
+
+
+def num_swap_blocks(settings: Settings, ops: Ops, memory: MemoryPlan) -> int:
+    """Blocks of the host that the settings ask for; no more than what is of use beside so many on the GPU."""
+    space_gib = DEFAULT_SWAP_GIB[ops.name] if settings.swap_space is None else settings.swap_space
+    return min(int(space_gib * (1 << 30)) // memory.block_bytes, MAX_HOST_RATIO * memory.num_blocks)
+
+
+def _calibrated(executor: ModelExecutor, memory: MemoryPlan) -> CostModel | None:
+    """What it costs to bring sequences back; None where there is nothing to choose."""
+    if executor.host is None:
+        return None
+    rates = measure_rates(executor.model, executor.kv, executor.host, memory.max_model_len)
+    costs = CostModel(rates, memory.block_size)
+    crossover = costs.crossover_tokens(memory.max_model_len)
+    log.info(
+        "swap or recompute %s",
+        fields(
+            crossover_tokens="never" if crossover is None else crossover,
+            prompt_tokens_per_s=round(1 / rates.token_s),
+            out_gb_per_s=round(memory.block_bytes / rates.block_out_s / 1e9, 1),
+            in_gb_per_s=round(memory.block_bytes / rates.block_in_s / 1e9, 1),
+            transfer_us=round(1e6 * rates.transfer_s),
+        ),
+    )
+    return costs
 
 
 def wanted_model_len(settings: Settings, config: ModelConfig) -> int:

@@ -11,7 +11,8 @@ from service.engine.beam_search import BeamGroup
 from service.engine.block_map import draw_blocks
 from service.engine.grammars import Grammars
 from service.engine.kv_manager import KVManager
-from service.engine.plan import SampledToken, StepPlan, StepResult, TokenLogprob
+from service.engine.plan import FinishedTransfer, SampledToken, StepPlan, StepResult, TokenLogprob
+from service.engine.preemption import Preemption
 from service.engine.scheduler import Limits, Scheduler
 from service.engine.sequence import Request, Sequence, SequenceGroup, State
 from service.errors import ENDINGS, EndReason
@@ -23,12 +24,17 @@ COMPILE_WAIT_S = 0.01
 class Executor(Protocol):
     """Carries plans out, in the order given."""
 
+    num_host_blocks: int
+    """Blocks of the host that are ready for use; it may grow."""
     runs_ahead: bool
     """Whether a step may be launched before the one before it was collected: its pending tokens never leave the device.
     """
 
     def launch(self, plan: StepPlan) -> Any:
         """Start to compute the plan's chunks and to sample for its samplers; for `collect`."""
+
+    def move(self, plan: StepPlan) -> None:
+        """Carry out the copies and begin the transfers of a plan that has no chunks."""
 
     def draw(self, launched: Any) -> None:
         """The tokens of all steps before are settled: sample what could not be without knowing them (see
@@ -37,6 +43,12 @@ class Executor(Protocol):
     def collect(self, launched: Any) -> StepResult:
         """Wait for a step that was launched and drawn. Each is collected once, in the order of launching."""
 
+    def finished_transfers(self) -> list[FinishedTransfer]:
+        """Those of launched plans that are seen done since the last call, in their order in each direction."""
+
+    def wait_for_transfer(self) -> None:
+        """Wait until one more of the transfers under way is done."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
@@ -44,6 +56,7 @@ class _Flight:
 
     plan: StepPlan
     launched: Any
+    launched_at_s: float
 
 
 class BranchOutput(NamedTuple):
@@ -97,6 +110,7 @@ class Engine:
         limits: Limits,
         eos_token_ids: frozenset[int],
         grammars: Grammars | None = None,
+        preemption: Preemption | None = None,
     ):
         """Without `grammars`, requests that have one end with GRAMMAR."""
         self._grammars = grammars
@@ -104,12 +118,12 @@ class Engine:
         self._kv = kv
         self._limits = limits
         self._eos_token_ids = eos_token_ids
-        self._scheduler = Scheduler(kv, limits)
+        self._scheduler = Scheduler(kv, limits, preemption)
         self._groups: dict[str, SequenceGroup] = {}
         self._outbox: list[Output] = []
         self._flights: deque[_Flight] = deque()
         self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
-        self._last_step_s = 0.0
+        self._last_step_s = self._collected_at_s = 0.0
 
     @property
     def num_waiting(self) -> int:
@@ -123,7 +137,11 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._groups or self._flights)
+        return bool(self._groups or self._flights or self._num_transfers)
+
+    @property
+    def _num_transfers(self) -> int:
+        return 0 if self._kv.host is None else self._kv.host.num_flights
 
     def add(self, request: Request) -> None:
         """Queue a request. One that this engine could never finish ends at once with TOO_LARGE, and one that has told
@@ -174,12 +192,13 @@ class Engine:
         free at once: whoever gets them writes in a later step yet, and the device runs steps one after the other.
         """
         start_s = time.perf_counter()
+        self._settle_transfers()
         if self._grammars is not None:
             self._take_ready(self._grammars)
         plan = self._scheduler.schedule()
         if plan.chunks:
             launched = self._executor.launch(plan)
-            self._flights.append(_Flight(plan, launched))
+            self._flights.append(_Flight(plan, launched, start_s))
             for sequence, start, length, samplers in plan.chunks:
                 sequence.num_computed_tokens = start + length
                 for sampler in samplers:
@@ -189,8 +208,10 @@ class Engine:
             self._num_steps += 1
             self._settle_flights(1)
             self._executor.draw(launched)
-        elif self._grammars is not None and not self._flights:
-            self._grammars.wait(COMPILE_WAIT_S)
+        else:
+            if plan.copies or plan.outs or plan.ins:
+                self._executor.move(plan)
+            self._wait_for_something()
         self._settle_flights(1 if plan.chunks and self._executor.runs_ahead else 0)
         self._last_step_s = time.perf_counter() - start_s
 
@@ -223,10 +244,33 @@ class Engine:
         return draw_blocks(self._kv.pool, self._scheduler.running)
 
     def check_invariants(self) -> None:
-        """All books agree; an engine without requests holds no block."""
+        """All books agree; an engine without work holds no block."""
         self._scheduler.check_invariants()
-        if not self._groups and self._kv.pool.num_used:
+        if not self.has_work:
+            self.check_idle()
+
+    def check_idle(self) -> None:
+        """An engine without work holds no block of either tier; costs nothing."""
+        if self.has_work or self._kv.pool.num_used or (self._kv.host is not None and self._kv.host.pool.num_used):
             raise AssertionError("idle, and blocks are held")
+
+    def _wait_for_something(self) -> None:
+        """Nothing can be computed now: if no step is under way either, wait for a transfer or a grammar."""
+        if self._flights:
+            return
+        if self._num_transfers:
+            self._executor.wait_for_transfer()
+        elif self._grammars is not None:
+            self._grammars.wait(COMPILE_WAIT_S)
+
+    def _settle_transfers(self) -> None:
+        host = self._kv.host
+        if host is None:
+            return
+        host.pool.grow(self._executor.num_host_blocks)
+        for done in self._executor.finished_transfers():
+            self._kv.settle_transfer(done)
+            self._scheduler.preemption.saw_transfer(done)
 
     def _can_hold(self, group: SequenceGroup) -> bool:
         """Whether the group could run to its end if it were alone."""
@@ -251,6 +295,9 @@ class Engine:
         while len(self._flights) > num_left:
             flight = self._flights.popleft()
             result = self._executor.collect(flight.launched)
+            now_s = time.perf_counter()
+            self._scheduler.preemption.saw_step(flight.plan, now_s - max(flight.launched_at_s, self._collected_at_s))
+            self._collected_at_s = now_s
             samplers = flight.plan.samplers
             failed = {sequence for sequence, token in zip(samplers, result.sampled, strict=True) if token.is_nan}
             self._kv.settle(flight.plan.chunks, failed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -11,11 +12,11 @@ import numpy as np
 
 from model.batch import Batch
 from model.llama import Llama
-from model.ops.interface import Array, Ops, Sampled
+from model.ops.interface import Array, HostBlocks, Ops, Sampled, Transfer
 from model.sampler import SampledRows, sampling_arrays
 from model.step_graphs import StepGraphs, StepInputs
 from service.engine.grammars import MaskBuilder
-from service.engine.plan import BlockCopy, Chunk, SampledToken, StepPlan, StepResult, TokenLogprob
+from service.engine.plan import BlockCopy, Chunk, FinishedTransfer, SampledToken, StepPlan, StepResult, TokenLogprob
 from service.engine.sequence import Sequence
 
 
@@ -45,7 +46,7 @@ class ModelExecutor:
     """
 
     def __init__(self, model: Llama, eos_token_ids: frozenset[int], max_num_seqs: int, max_blocks: int):
-        self._model = model
+        self.model = model
         self._ops = model.ops
         self._eos_token_ids = eos_token_ids
         self._masks = MaskBuilder(model.config.vocab_size)
@@ -53,13 +54,18 @@ class ModelExecutor:
         self._sampled_rows: dict[object, int] = {}
         self._no_source = max_num_seqs
         self.kv: Array | None = None
+        self.host: HostBlocks | None = None
+        self._outs: deque[tuple[int, Transfer]] = deque()  # with how many blocks
+        self._ins: deque[tuple[int, Transfer]] = deque()
         self.runs_ahead = model.ops.name == "cuda"
         self._graphs = StepGraphs(model, self._sampled, max_num_seqs, max_blocks) if self.runs_ahead else None
 
-    def attach(self, kv: Array, *, progress: bool = False) -> None:
-        """Work on this cache [num_blocks, L, 2, Hkv, B, D] from now on."""
+    def attach(self, kv: Array, *, num_host_blocks: int = 0, progress: bool = False) -> None:
+        """Work on this cache [num_blocks, L, 2, Hkv, B, D] from now on, with so many blocks on the host beside it."""
         self.kv = kv
         self._block_size = kv.shape[4]
+        if num_host_blocks:
+            self.host = self._ops.host_blocks(kv, num_host_blocks)
         if self._graphs is not None:
             self._graphs.capture(kv, progress=progress)
 
@@ -67,12 +73,20 @@ class ModelExecutor:
         """See service.engine.engine.Executor."""
         samplers, scratch = plan.samplers, ExitStack()
         scratch.enter_context(self._ops.scratch())
-        if plan.copies:
-            self._copy(plan.copies)
+        self.move(plan)
         launched = _Launched(plan, samplers, self._forward(plan.chunks), scratch, [])
         if not any(sequence.draws_late for sequence in samplers):
             self.draw(launched)
         return launched
+
+    def move(self, plan: StepPlan) -> None:
+        """See service.engine.engine.Executor."""
+        if plan.copies:
+            self._copy(plan.copies)
+        if plan.outs:
+            self._outs.append((len(plan.outs), self.host.copy_out(*zip(*plan.outs, strict=True))))
+        if plan.ins:
+            self._ins.append((len(plan.ins), self.host.copy_in(*zip(*plan.ins, strict=True))))
 
     def draw(self, launched: _Launched) -> None:
         """See service.engine.engine.Executor. What the host does here, the forward pass hides."""
@@ -99,6 +113,24 @@ class ModelExecutor:
             tokens = [by_sequence[sequence] for sequence in launched.samplers]
         return StepResult(tuple(tokens))
 
+    @property
+    def num_host_blocks(self) -> int:
+        """See service.engine.engine.Executor."""
+        return 0 if self.host is None else self.host.num_ready
+
+    def finished_transfers(self) -> list[FinishedTransfer]:
+        """See service.engine.engine.Executor."""
+        finished = []
+        for is_out, flights in ((True, self._outs), (False, self._ins)):
+            while flights and flights[0][1].is_done():
+                num_blocks, transfer = flights.popleft()
+                finished.append(FinishedTransfer(is_out, num_blocks, transfer.seconds()))
+        return finished
+
+    def wait_for_transfer(self) -> None:
+        """See service.engine.engine.Executor."""
+        (self._ins or self._outs)[0][1].wait()
+
     def _copy(self, copies: tuple[BlockCopy, ...]) -> None:
         for together in _independent(copies):
             sources, targets = (np.array(ids, np.int32) for ids in zip(*together, strict=True))
@@ -112,7 +144,7 @@ class ModelExecutor:
             return logits
         batch, source = _upload(inputs, self._ops)
         self._ops.pick_tokens(batch.token_ids, self._sampled, source)
-        return self._model.forward(batch, self.kv)
+        return self.model.forward(batch, self.kv)
 
     def _draws(self, logits: Array, chunks: tuple[Chunk, ...], samplers: list[Sequence]) -> list[_Draw]:
         """Sample from `logits`, a row for each chunk that has samplers.
@@ -147,7 +179,7 @@ class ModelExecutor:
             num_prompt_tokens=[sequence.num_prompt_tokens for sequence in samplers],
             mask=self._masks.build(samplers),
         )
-        vocab_size, send = self._model.config.vocab_size, self._ops.upload_all
+        vocab_size, send = self.model.config.vocab_size, self._ops.upload_all
         how = sampling_arrays(rows, vocab_size, self._eos_token_ids, send, logprobs_adjusted=adjusted)
         sampled: Sampled = self._ops.sample(logits, how, out=None if adjusted else self._sampled[: len(samplers)])
         arrays = [sampled.token_ids, sampled.is_nan]

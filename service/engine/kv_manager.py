@@ -1,85 +1,92 @@
-"""The memory of sequences: begins, grows, forks and releases block tables, and remembers what full blocks contain.
+"""The memory of sequences: begins, grows, forks, swaps and releases block tables.
 
 It decides about blocks and moves no data itself: what has to be copied is recorded for the plan of the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Set
 
-from service.engine.block_pool import BlockPool
-from service.engine.plan import BlockCopy, Chunk
-from service.engine.prefix_cache import Node, PrefixTree, pack_tokens
+from service.engine.block_pool import BlockPool, OutOfBlocks
+from service.engine.host_tier import HostTier
+from service.engine.known_blocks import NO_MATCH, KnownBlocks, Match, check_path
+from service.engine.plan import BlockCopy, Chunk, FinishedTransfer
+from service.engine.prefix_cache import Node
 from service.engine.sequence import Sequence, State
 
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """What of a sequence is in memory already: whole blocks, and a block of which the first tokens are its own."""
-
-    nodes: tuple[Node, ...]
-    partial: Node | None
-    num_tokens: int
-
-
-NO_MATCH = Match((), None, 0)
+SAVED_AT_ONCE = 256
+"""Blocks that a step asks to be copied to the host ahead of need: some 10 ms of the bus."""
 
 
 class KVManager:
-    """Block tables over one pool of the GPU (or of the CPU, where that is the device).
+    """Block tables over one pool of the GPU (or of the CPU, where that is the device), and a second tier on the host.
 
-    With `prefix_caching`, every full block of known tokens is remembered in a tree, and new sequences begin with what
-    they find there. A block is found from the moment that a plan has it written: the device runs plans in their order.
-    The table of a sequence is, as far as it is remembered, a path of the tree: whoever holds a block holds what is
-    before it, and what is before it outlives it in the cache.
+    Every full block of known tokens is remembered, and sequences begin with what is known of them: with
+    `prefix_caching` by anybody of their salt, else by themselves, before they were preempted. The table of a sequence
+    is, as far as it is remembered, a path of the tree: whoever holds a block holds what is before it.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = False):
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = False, swapping: bool = False):
         self.block_size = block_size
-        self.pool = BlockPool(num_blocks, self._lose)
         self.num_copies = 0
         self.num_query_tokens = self.num_hit_tokens = 0
+        self.may_bring: Callable[[int, int], bool] = lambda num_tokens, num_blocks: True
+        self._shares = prefix_caching
         self._copies: list[BlockCopy] = []
-        self._tree = PrefixTree(block_size) if prefix_caching else None
-        self._node_of: list[Node | None] = [None] * num_blocks
+        known = KnownBlocks(num_blocks, block_size, with_host=swapping)
+        self._known = known if prefix_caching or swapping else None
+        self.pool: BlockPool = known.pool
+        self.host: HostTier | None = known.host
         self._tails: dict[Sequence, Node] = {}  # where in the tree the remembered part of a sequence ends
-        self._step = 0
+        self._arrivals: dict[Sequence, int] = {}  # the transfer that brings the last of its blocks
 
     def start_step(self) -> None:
-        """A new plan is being made; what the one before has written may be copied."""
-        self._step += 1
+        """A new plan is being made."""
+        if self._known is not None:
+            self._known.start_step()
 
     def match(self, sequence: Sequence) -> Match:
         """How much of the sequence, which holds nothing, is in memory; at least its last token is left to compute."""
-        if self._tree is None:
+        if self._known is None:
             return NO_MATCH
-        packed = pack_tokens(sequence.token_ids[: sequence.num_tokens - 1])
-        found, closest = self._tree.find(sequence.request.cache_salt, packed)
-        partial, num_common = closest or (None, 0)
-        if partial is not None and not self._may_be_copied(partial):
-            partial, num_common = None, 0
-        return Match(tuple(found), partial, len(found) * self.block_size + num_common)
+        token_ids = sequence.token_ids[: sequence.num_tokens - 1]
+        return self._known.match(self._salt(sequence), token_ids, self.may_bring)
 
     def num_wanted_blocks(self, sequence: Sequence, match: Match) -> int:
         """Blocks that `begin` and then `extend` to all its tokens take from what is available."""
-        kept = [*match.nodes, match.partial] if match.partial else match.nodes
-        num_cached = sum(self.pool.is_cached(node.gpu) for node in kept)
-        return -(-sequence.num_tokens // self.block_size) - len(match.nodes) + num_cached
+        shared = match.on_gpu
+        num_cached = sum(self.pool.is_cached(node.gpu) for node in shared)
+        return -(-sequence.num_tokens // self.block_size) - len(shared) + (match.partial is not None) + num_cached
 
     def begin(self, sequence: Sequence, match: Match) -> None:
-        """Give a sequence that holds nothing what `match` has just found."""
-        if self._tree is None:
+        """Give a sequence that holds nothing what `match` has just found. Raises OutOfBlocks and then changes nothing.
+
+        It cannot be computed while it is `arriving`.
+        """
+        if self._known is None:
             return
-        kept = [*match.nodes, match.partial] if match.partial else match.nodes
-        sequence.block_table.extend(node.gpu for node in kept)
-        self.pool.share(sequence.block_table)
+        shared, absent = [node.gpu for node in match.on_gpu], match.on_host
+        if len(absent) + sum(map(self.pool.is_cached, shared)) > self.pool.num_available:
+            raise OutOfBlocks(f"{len(absent)} blocks wanted for what is on the host")
+        self.pool.share(shared)  # first, so that making room for the others does not cost it
+        if absent:
+            self._known.bring(absent)
+        self.forget(sequence)
+        path = [*match.nodes, match.partial] if match.partial else match.nodes
+        sequence.block_table.extend(node.gpu for node in path)
         sequence.num_computed_tokens = match.num_tokens
-        self._tails[sequence] = match.nodes[-1] if match.nodes else self._tree.root(sequence.request.cache_salt)
-        if sequence.group.num_cached_tokens is None:
+        self._tails[sequence] = match.nodes[-1] if match.nodes else self._known.root(self._salt(sequence))
+        self._note_arrival(sequence)
+        if self._shares and sequence.group.num_cached_tokens is None:
             num_hits = sequence.group.num_cached_tokens = min(match.num_tokens, sequence.num_prompt_tokens)
             self.num_query_tokens += sequence.num_prompt_tokens
             self.num_hit_tokens += num_hits
+
+    def arriving(self) -> Set[Sequence]:
+        """The sequences that wait for blocks from the host: they cannot be computed yet."""
+        for sequence in [one for one, number in self._arrivals.items() if self.host.has_arrived(number)]:
+            del self._arrivals[sequence]
+        return self._arrivals.keys()
 
     def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
         """Blocks the sequence lacks to write its tokens from the first uncomputed one up to `num_tokens`."""
@@ -121,6 +128,8 @@ class KVManager:
             while tail.depth > num_tokens // self.block_size:
                 tail = tail.parent
             self._tails[child] = tail
+            self._note_arrival(child)
+            self.forget(child)
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
         """The copies that `extend` has asked for since the last call, to be carried out before anything is written."""
@@ -128,18 +137,15 @@ class KVManager:
         return copies
 
     def remember(self, sequence: Sequence, num_tokens: int) -> None:
-        """The plan being made writes the sequence's first `num_tokens` tokens: let others find their full blocks.
-
-        Where the tree knows the same tokens in another block it stops, for this plan writes into the sequence's own.
-        """
+        """The plan being made writes the sequence's first `num_tokens` tokens: let others find their full blocks."""
         tail = self._tails.get(sequence)
         if tail is not None:
-            self._tails[sequence] = self._walk(sequence, tail, num_tokens, may_replace=False)
+            self._tails[sequence] = self._follow(sequence, tail, num_tokens, may_replace=False)
 
     def settle(self, chunks: Iterable[Chunk], failed: Set[Sequence]) -> None:
         """A step has come to its end, and these of its sequences got NaN: remember the blocks that it has filled, and
         forget those that the failed ones have written since they last got a number."""
-        if self._tree is None:
+        if self._known is None:
             return
         size = self.block_size
         for sequence, start, length, samples in chunks:
@@ -149,16 +155,73 @@ class KVManager:
             if tail is None or sequence.state is not State.RUNNING or sequence.num_computed_tokens < end:
                 continue  # it has left since
             if sequence in failed:
-                self._distrust(tail)
+                self._known.distrust(tail)
                 continue
-            tail = self._tails[sequence] = self._walk(sequence, tail, end, may_replace=True)
-            while samples and not tail.is_proven and tail.parent is not None:
-                tail.is_proven = True
-                tail = tail.parent
+            tail = self._tails[sequence] = self._follow(sequence, tail, end, may_replace=True)
+            if samples:
+                self._known.prove(tail)
+
+    def swap_out(self, sequence: Sequence) -> None:
+        """Release the sequence, but keep what is remembered of it on the host, as far as there is room, until it begins
+        again or ends. Blocks whose copy is still to be made are available once it is seen done."""
+        path = self._tails[sequence].path() if sequence in self._tails else []
+        self.release(sequence)
+        self.host.pin(sequence, path)
+        self.host.copy_out(path)
+        self.host.unpin(sequence)
+        self.host.pin(sequence, path)
+
+    def num_remembered_blocks(self, sequences: Iterable[Sequence]) -> tuple[int, int]:
+        """(all, those that the host does not hold) of the remembered blocks of these sequences, shared ones once."""
+        nodes = {node for one in sequences if one in self._tails for node in self._tails[one].path() if node.in_tree}
+        return len(nodes), sum(not self.host.has(node) for node in nodes)
+
+    @property
+    def shares(self) -> bool:
+        """Whether sequences begin with what others have computed."""
+        return self._shares
+
+    def num_returning_blocks(self) -> int:
+        """Blocks that are available as soon as their copies to the host are made."""
+        return 0 if self.host is None else self.host.num_held_alone()
+
+    def save(self, sequence: Sequence) -> None:
+        """Copy to the host what is remembered of a sequence that goes on running, as it may have to leave soon."""
+        tail = self._tails.get(sequence)
+        if tail is not None:
+            unsaved = [node for node in tail.path() if not self.host.has(node) and self._known.is_written(node)]
+            self.host.copy_out(unsaved[:SAVED_AT_ONCE])
+
+    def save_cached(self, count: int) -> None:
+        """Copy to the host what up to `count` cached blocks hold that it does not, those to be given away first."""
+        self.host.copy_out(self._known.oldest_unsaved(min(count, SAVED_AT_ONCE)))
+
+    def settle_transfer(self, done: FinishedTransfer) -> None:
+        """The oldest transfer of its direction is done."""
+        if done.is_out:
+            self.host.settle_out()
+        else:
+            self.host.settle_in()
+
+    def take_swaps(self) -> tuple[tuple[BlockCopy, ...], tuple[BlockCopy, ...]]:
+        """The copies to the host and from it that have been asked for since the last call."""
+        return ((), ()) if self.host is None else self.host.take_moves()
+
+    def forget(self, sequence: Sequence) -> None:
+        """Nothing needs to be kept on the host for the sequence any more."""
+        if self.host is not None:
+            self.host.unpin(sequence)
+
+    def forget_request(self, sequence: Sequence) -> None:
+        """The request of the sequence has ended: without prefix caching, what is known of it is worth nothing."""
+        if self._known is not None and not self._shares:
+            self._known.forget_salt(self._salt(sequence))
 
     def release(self, sequence: Sequence) -> None:
         """Take all blocks away; nothing of the sequence is computed any more, though the cache may still know it."""
         self._tails.pop(sequence, None)
+        self._arrivals.pop(sequence, None)
+        self.forget(sequence)
         self.pool.give_back(sequence.block_table)
         del sequence.block_table[:]
         sequence.num_computed_tokens = 0
@@ -171,80 +234,35 @@ class KVManager:
             filled += sequence.num_computed_tokens
         return held, filled
 
-    def _walk(self, sequence: Sequence, tail: Node, num_tokens: int, *, may_replace: bool) -> Node:
-        """Follow the sequence's full blocks in the tree from `tail` on, adding what is missing; returns the new tail.
+    def _salt(self, sequence: Sequence) -> str:
+        return sequence.request.cache_salt if self._shares else sequence.request_id
 
-        A block that the tree has elsewhere is given back for that one, so that its contents are held once.
-        """
-        size, table = self.block_size, sequence.block_table
-        end = min(num_tokens, len(sequence.token_ids)) // size
-        while tail.depth < end and tail.in_tree:
-            index = tail.depth
-            tokens = pack_tokens(sequence.token_ids[index * size : (index + 1) * size])
-            node = tail.child(tokens)
-            if node is None:
-                node = self._tree.add(tail, tokens, self._step)
-            if node.gpu is None:
-                node.gpu = table[index]
-                self._node_of[node.gpu] = node
-                self.pool.keep(node.gpu)
-            elif node.gpu != table[index]:
-                if not may_replace:
-                    break
-                self.pool.share((node.gpu,))
-                self.pool.give_back((table[index],))
-                table[index] = node.gpu
-            tail = node
-        return tail
+    def _follow(self, sequence: Sequence, tail: Node, num_tokens: int, *, may_replace: bool) -> Node:
+        end = min(num_tokens, len(sequence.token_ids)) // self.block_size
+        table = sequence.block_table
+        return self._known.follow(tail, sequence.token_ids, table, end, may_replace=may_replace)
 
-    def _may_be_copied(self, node: Node) -> bool:
-        """Whether the block's contents are there before the step that is being planned."""
-        return node.born_at < self._step
-
-    def _lose(self, block: int) -> None:
-        """The pool gives a cached block away."""
-        node = self._node_of[block]
-        node.gpu = self._node_of[block] = None
-        self._drop(node)
-
-    def _distrust(self, node: Node) -> None:
-        """Drop what was written on the way to this node since it was last proven good, and what follows it."""
-        suspect = None
-        while node.parent is not None and not node.is_proven:
-            suspect, node = node, node.parent
-        if suspect is not None and suspect.in_tree:
-            self._drop(suspect)
-
-    def _drop(self, node: Node) -> None:
-        for gone in self._tree.remove(node):
-            if gone.gpu is not None:
-                self._node_of[gone.gpu] = None
-                self.pool.forget(gone.gpu)
+    def _note_arrival(self, sequence: Sequence) -> None:
+        number = 0 if self.host is None else self.host.last_arrival(sequence.block_table)
+        if number:
+            self._arrivals[sequence] = number
 
     def check_invariants(self, sequences: Iterable[Sequence]) -> None:
-        """Reference counts equal holders, no sequence has computed more than its blocks hold, and the tree is sound."""
+        """Reference counts equal holders, no sequence has computed more than its blocks hold, no two may write to the
+        same block, and what is known is what is held."""
         sequences = list(sequences)
-        if self._tree is not None:
-            self._check_tree(sequences)
-        self.pool.check_invariants([sequence.block_table for sequence in sequences])
+        holders: list = [sequence.block_table for sequence in sequences]
+        if self.host is not None:
+            holders += self.host.gpu_holders()
+        self.pool.check_invariants(holders)
         for sequence in sequences:
             if sequence.num_computed_tokens > len(sequence.block_table) * self.block_size:
                 raise AssertionError(f"{sequence.request_id}: computed tokens without a block")
-
-    def _check_tree(self, sequences: list[Sequence]) -> None:
-        self._tree.check_invariants()
-        known = {node.gpu: node for node in self._tree.nodes() if node.gpu is not None}
-        if known != {block: node for block, node in enumerate(self._node_of) if node is not None}:
-            raise AssertionError("the tree and the blocks disagree")
-        if any(not self.pool.is_shared(block) for block in known):
-            raise AssertionError("a block of the tree may be written to")
+        if self._known is None:
+            return
+        self._known.check_invariants()
         if not self._tails.keys() <= set(sequences):
             raise AssertionError("a sequence that holds nothing has a place in the tree")
         for sequence, tail in self._tails.items():
-            path = tail.path()
-            if b"".join(node.tokens for node in path) != pack_tokens(
-                sequence.token_ids[: tail.depth * self.block_size]
-            ):
-                raise AssertionError(f"{sequence.request_id} stands in the tree where its tokens do not lead")
-            if tail.in_tree and [node.gpu for node in path] != list(sequence.block_table[: tail.depth]):
-                raise AssertionError(f"{sequence.request_id} does not hold the blocks of its path")
+            token_ids = sequence.token_ids[: tail.depth * self.block_size]
+            check_path(sequence.request_id, tail, token_ids, sequence.block_table)

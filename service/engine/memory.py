@@ -85,14 +85,15 @@ def warm_up(model: Llama, block_size: int, num_tokens: int, num_sequences: int, 
             num_prompt_tokens=[1] * count,
         )
         with ops.scratch():
-            logits = model.forward(_shared_block_batch(ops, lengths, block_size, max_model_len), kv)
+            logits = model.forward(shared_block_batch(ops, lengths, block_size, max_model_len), kv)
             logits = ops.gather_rows(logits, ops.upload(np.zeros(count, np.int32)))  # as where branches fork
             ops.sample(logits, sampling_arrays(rows, vocab_size, frozenset(), ops.upload_all))
         ops.synchronize()
     ops.copy_blocks(kv, *ops.upload_all([np.zeros(1, np.int32), np.ones(1, np.int32)]))  # to a block there is not
 
 
-def _shared_block_batch(ops: Ops, lengths: np.ndarray, block_size: int, max_model_len: int) -> Batch:
+def shared_block_batch(ops: Ops, lengths: np.ndarray, block_size: int, max_model_len: int) -> Batch:
+    """A step of sequences of these lengths, those of 1 first, whose keys and values all go to block 0."""
     ends = np.cumsum(lengths)
     positions = np.concatenate([np.arange(length) for length in lengths]).astype(np.int32)
     num_decodes = int(np.count_nonzero(lengths == 1))

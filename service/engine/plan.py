@@ -35,10 +35,13 @@ class BlockCopy(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """Chunks of one token come first (see model.batch.Batch). The copies come before anything is written, and each
-    after those named before it."""
+    after those named before it. Then begin, each as one transfer, `outs` (blocks of the GPU to blocks of the host) and
+    `ins` (the other way); the chunks go on beside them."""
 
     chunks: tuple[Chunk, ...]
     copies: tuple[BlockCopy, ...] = ()
+    outs: tuple[BlockCopy, ...] = ()
+    ins: tuple[BlockCopy, ...] = ()
 
     @property
     def samplers(self) -> list[Sequence]:
@@ -48,6 +51,14 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(chunk.length for chunk in self.chunks)
+
+
+class FinishedTransfer(NamedTuple):
+    """All `outs` or all `ins` of a plan have arrived."""
+
+    is_out: bool
+    num_blocks: int
+    seconds: float  # of the device
 
 
 @dataclass(frozen=True, slots=True)

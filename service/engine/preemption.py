@@ -1,35 +1,140 @@
 """Who gives up its blocks when they run out, and what becomes of it.
 
-A victim is a whole group: its branches lose their blocks together and wait at the head of the queue. When it returns,
-its prompt and all tokens it has already given are computed again; what its branches have in common, once.
+A victim is a whole group: its branches leave together and wait in their place in the queue. What was computed for them
+is either copied to the host and back or, unless the cache still has it when they return, computed again: whichever is
+the cheaper for that group as things stand. Where a second tier is, copies are made ahead of need, so that a victim's
+blocks can be had at once.
 """
 
 from __future__ import annotations
 
+import math
+from weakref import WeakKeyDictionary
+
+from service.engine.cost_model import CostModel
 from service.engine.kv_manager import KVManager
+from service.engine.plan import FinishedTransfer, StepPlan
 from service.engine.sequence import Sequence, SequenceGroup, State
+
+AUTO, SWAP, RECOMPUTE = MODES = ("auto", "swap", "recompute")
+
+PROTECTED_STEPS = 64
+"""For so many steps a group that was brought back leaves only if no other can."""
 
 
 class Preemption:
-    """The youngest leaves first, so that the oldest always comes to its end."""
+    """The youngest leaves first, one that was just brought back last, and the oldest never: it comes to its end."""
 
-    def __init__(self, kv: KVManager):
+    def __init__(self, kv: KVManager, costs: CostModel | None = None, mode: str = AUTO):
+        """Without `costs` every group counts as cheaper to copy."""
         self._kv = kv
-        self.num_preemptions = 0
+        self.costs = costs
+        self._mode = mode
+        self.num_swapped = self.num_recomputed = 0
+        self._step = 0
+        self._back_at: WeakKeyDictionary[SequenceGroup, int] = WeakKeyDictionary()
+        self._num_promised = 0
+        num_blocks = kv.pool.num_blocks
+        self._low = max(num_blocks // 32, min(64, num_blocks // 4))
+        self._num_saved_wanted = max(self._low, num_blocks // 8)
+        if costs is not None and mode != SWAP:
+            kv.may_bring = self._may_bring
+
+    @property
+    def num_preemptions(self) -> int:
+        return self.num_swapped + self.num_recomputed
+
+    def start_step(self) -> None:
+        """A new plan is being made."""
+        self._step += 1
+        self._num_promised = 0
+
+    def came_back(self, group: SequenceGroup) -> None:
+        """The group runs again, or for the first time."""
+        if group in self._back_at:
+            self._back_at[group] = self._step
 
     def make_room(self, num_blocks: int, claimant: Sequence, running: list[Sequence]) -> list[SequenceGroup]:
-        """Preempt from the young end of `running` until `num_blocks` are free or the claimant itself had to go.
+        """Preempt until `num_blocks` are available, or will be once copies under way are done, or the claimant itself
+        had to go.
 
-        Returns the victims, youngest first; their sequences are WAITING and no longer in `running`.
+        Returns the victims; their sequences are WAITING and no longer in `running`.
         """
         victims: list[SequenceGroup] = []
-        while self._kv.pool.num_available < num_blocks and claimant.group not in victims:
-            group = running[-1].group
-            while running and running[-1].group is group:
-                sequence = running.pop()
-                self._kv.release(sequence)
-                sequence.become(State.WAITING)
-            group.disband()
+        while claimant.group not in victims and self._num_in_sight() < num_blocks:
+            group = self._next_victim(running)
+            self._evict(group, running)
             victims.append(group)
-        self.num_preemptions += len(victims)
+        if claimant.group not in victims and self._kv.pool.num_available < num_blocks:
+            self._num_promised += num_blocks
         return victims
+
+    def prepare(self, running: list[Sequence]) -> None:
+        """Copy ahead of need what will have to leave soon, if the host has nothing to do for it anyway."""
+        kv = self._kv
+        if kv.host is None or kv.host.num_leaving or not running:
+            return
+        wanted = min(self._num_saved_wanted, kv.host.pool.num_blocks // 2) - kv.pool.num_free - kv.pool.num_saved
+        if wanted > 0 and (kv.shares or self._mode != RECOMPUTE):
+            kv.save_cached(min(wanted, kv.host.pool.num_available))
+        if kv.pool.num_available < self._low:
+            group = self._next_victim(running)
+            if self._prefers_swap(group):
+                for sequence in group.live:
+                    kv.save(sequence)
+
+    def saw_transfer(self, done: FinishedTransfer) -> None:
+        """A transfer is done."""
+        if self.costs is not None:
+            self.costs.saw_transfer(done.num_blocks, done.seconds, out=done.is_out)
+
+    def saw_step(self, plan: StepPlan, seconds: float) -> None:
+        """The device was busy with this plan for so long."""
+        if self.costs is None:
+            return
+        if plan.chunks[-1].length == 1:  # the longest ones come last
+            self.costs.saw_decode(seconds)
+        else:
+            spans = [(chunk.start, chunk.end) for chunk in plan.chunks if chunk.length > 1]
+            self.costs.saw_prompts(spans, seconds, with_decodes=len(spans) < len(plan.chunks))
+
+    def _num_in_sight(self) -> int:
+        """Blocks that are available or about to be, less those that others wait for already."""
+        return self._kv.pool.num_available + self._kv.num_returning_blocks() - self._num_promised
+
+    def _next_victim(self, running: list[Sequence]) -> SequenceGroup:
+        groups = list(dict.fromkeys(sequence.group for sequence in reversed(running)))
+        others = groups[:-1] or groups  # the oldest only if it is alone
+        settled = [group for group in others if self._step - self._back_at.get(group, -math.inf) > PROTECTED_STEPS]
+        return (settled or others)[0]
+
+    def _evict(self, group: SequenceGroup, running: list[Sequence]) -> None:
+        swaps = self._prefers_swap(group)
+        for sequence in group.live:
+            running.remove(sequence)
+            if swaps:
+                self._kv.swap_out(sequence)
+            else:
+                self._kv.release(sequence)
+            sequence.become(State.WAITING)
+        group.disband()
+        self._back_at[group] = self._step
+        self.num_swapped += swaps
+        self.num_recomputed += not swaps
+
+    def _prefers_swap(self, group: SequenceGroup) -> bool:
+        """Whether to copy the group out and in rather than to compute it again; all of it or nothing."""
+        host = self._kv.host
+        if host is None or self._mode == RECOMPUTE:
+            return False
+        num_blocks, num_unsaved = self._kv.num_remembered_blocks(group.live)
+        if num_blocks == 0 or num_unsaved > host.pool.num_available:
+            return False
+        if self.costs is None or self._mode == SWAP:
+            return True
+        copies_s = self.costs.copy_out_s(num_unsaved) + self.costs.copy_in_s(num_blocks)
+        return copies_s < self.costs.recompute_s(0, num_blocks * self._kv.block_size)
+
+    def _may_bring(self, num_tokens: int, num_blocks: int) -> bool:
+        end = num_tokens + num_blocks * self._kv.block_size
+        return self.costs.copy_in_s(num_blocks) < self.costs.recompute_s(num_tokens, end)

@@ -21,19 +21,20 @@ LOOK_FOR_BARE_ROOTS = 1024
 class Node:
     """One block of tokens in its place.
 
-    `gpu` and `host` are the blocks that hold its keys and values; a node with neither leaves the tree. `born_at` is the
-    step whose plan has it written first. `is_proven`: the model gave numbers, not NaN, to a token that saw it.
+    `gpu` and `host` are the blocks that hold its keys and values; a node with neither leaves the tree. `written_by` is
+    the number of the step that has the block of the GPU written. `is_proven`: the model gave numbers, not NaN, to a
+    token that saw it.
     """
 
-    __slots__ = ("born_at", "children", "depth", "gpu", "host", "in_tree", "is_proven", "keys", "parent", "tokens")
+    __slots__ = ("children", "depth", "gpu", "host", "in_tree", "is_proven", "keys", "parent", "tokens", "written_by")
 
-    def __init__(self, parent: Node | None, tokens: bytes, born_at: int):
+    def __init__(self, parent: Node | None, tokens: bytes):
         self.parent = parent
         self.tokens = tokens  # uint32 of the most significant byte first: bytes order as their tokens do
         self.depth: int = 0 if parent is None else parent.depth + 1  # blocks from the root to here
         self.gpu: int | None = None
         self.host: int | None = None
-        self.born_at = born_at
+        self.written_by = 0
         self.is_proven = False
         self.in_tree = True
         self.keys: list[bytes] = []
@@ -78,7 +79,7 @@ class PrefixTree:
         if salt not in self._roots:
             if len(self._roots) % LOOK_FOR_BARE_ROOTS == LOOK_FOR_BARE_ROOTS - 1:
                 self._drop_bare_roots()
-            self._roots[salt] = Node(None, b"", 0)
+            self._roots[salt] = Node(None, b"")
         return self._roots[salt]
 
     def find(self, salt: str, packed: bytes) -> tuple[list[Node], tuple[Node, int] | None]:
@@ -98,9 +99,9 @@ class PrefixTree:
             node = child
         return nodes, None
 
-    def add(self, parent: Node, tokens: bytes, born_at: int) -> Node:
+    def add(self, parent: Node, tokens: bytes) -> Node:
         """A new child; the parent has none of these tokens yet."""
-        node = Node(parent, tokens, born_at)
+        node = Node(parent, tokens)
         index = bisect_left(parent.keys, tokens)
         parent.keys.insert(index, tokens)
         parent.children.insert(index, node)
@@ -115,6 +116,14 @@ class PrefixTree:
         for one in removed:
             one.in_tree = False
         return removed
+
+    def remove_root(self, salt: str) -> list[Node]:
+        """Forget a salt; returns the nodes that were below its root."""
+        root = self._roots.pop(salt, None)
+        removed = [] if root is None else list(root.subtree())
+        for node in removed:
+            node.in_tree = False
+        return removed[1:]
 
     def nodes(self) -> Iterator[Node]:
         """All but the roots."""

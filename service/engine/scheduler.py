@@ -33,17 +33,20 @@ class Limits:
 
 
 class Scheduler:
-    """Owns the two queues. `running` is in order of admission, the oldest first, and the branches of a group side by
-    side."""
+    """Owns the two queues, both in the order in which requests came, the oldest first. In `running` the branches of a
+    group stand side by side."""
 
-    def __init__(self, kv: KVManager, limits: Limits):
+    def __init__(self, kv: KVManager, limits: Limits, preemption: Preemption | None = None):
         self._kv = kv
         self._limits = limits
-        self.preemption = Preemption(kv)
+        self.preemption = preemption or Preemption(kv)
+        self._num_arrivals = 0
         self.waiting: deque[SequenceGroup] = deque()
         self.running: list[Sequence] = []
 
     def add(self, group: SequenceGroup) -> None:
+        self._num_arrivals += 1
+        group.arrival = self._num_arrivals
         self.waiting.append(group)
 
     def remove(self, sequence: Sequence) -> None:
@@ -57,8 +60,12 @@ class Scheduler:
             elif sequence.is_parked:
                 self._leave(sequence)
             self._kv.release(sequence)
-        elif not group.live:
-            self.waiting.remove(group)
+        else:
+            self._kv.forget(sequence)
+            if not group.live:
+                self.waiting.remove(group)
+        if not group.live:
+            self._kv.forget_request(sequence)
 
     def fork(self, leader: Sequence) -> None:
         """The followers that part from the leader within what it has computed go on by themselves."""
@@ -66,7 +73,8 @@ class Scheduler:
         for follower in parting:
             follower.is_parked = False
             match = self._kv.match(follower) if follower.num_output_tokens else NO_MATCH
-            if match.num_tokens > follower.num_inherited_tokens:  # of what it had before it was preempted
+            has_room = len(match.nodes) <= self._kv.pool.num_available
+            if match.num_tokens > follower.num_inherited_tokens and has_room:  # what it had before it was preempted
                 self._kv.begin(follower, match)
             else:
                 self._kv.fork(leader, follower, follower.num_inherited_tokens)
@@ -76,10 +84,11 @@ class Scheduler:
         """The plan of the next step; every chunk in it has its blocks. Empty if nothing can be done before more tokens
         are known, or at all."""
         self._kv.start_step()
-        num_preemptions = self.preemption.num_preemptions
+        self.preemption.start_step()
+        num_preemptions, arriving = self.preemption.num_preemptions, self._kv.arriving()
         decodes, prefills = [], []
         for sequence in self.running:
-            if sequence.is_parked or (sequence.num_pending_tokens and sequence.needs_ids):
+            if sequence.is_parked or (sequence.num_pending_tokens and sequence.needs_ids) or sequence in arriving:
                 continue
             lacking = sequence.num_uncomputed_tokens
             if lacking == 1:
@@ -97,7 +106,8 @@ class Scheduler:
         if self.waiting and budget > 0 and self.preemption.num_preemptions == num_preemptions:
             chunks += self._admit_waiting(budget)
         chunks.sort(key=lambda chunk: chunk.length != 1)
-        return StepPlan(tuple(chunks), self._kv.take_copies())
+        self.preemption.prepare(self.running)
+        return StepPlan(tuple(chunks), self._kv.take_copies(), *self._kv.take_swaps())
 
     def _prompt_budget(self, num_prompts: int, num_decodes: int) -> int:
         """Prompt tokens of a step that also decodes.
@@ -120,10 +130,10 @@ class Scheduler:
             missing = self._kv.num_missing_blocks(sequence, chunk.end)
             if missing:
                 if missing > self._kv.pool.num_available:
-                    self.waiting.extendleft(self.preemption.make_room(missing, sequence, self.running))
+                    self._queue_again(self.preemption.make_room(missing, sequence, self.running))
                     budget += sum(chunk.length for chunk in chunks if chunk.sequence.state is not State.RUNNING)
                     chunks = [chunk for chunk in chunks if chunk.sequence.state is State.RUNNING]
-                    if sequence.state is not State.RUNNING:
+                    if sequence.state is not State.RUNNING or missing > self._kv.pool.num_available:
                         continue
                 self._kv.extend(sequence, chunk.end)
             chunks.append(chunk)
@@ -134,8 +144,9 @@ class Scheduler:
         """Start waiting groups that are ready, first come first served, while the pool can hold all they have so far.
 
         Each begins with what the cache has of it, written by this very step perhaps: this is planned behind all
-        preemptions, so that nothing which others count on is taken back. A newcomer also leaves room for what running
-        sequences still lack of their prompts, and a small reserve, so that it does not become the next victim.
+        preemptions, so that nothing which others count on is taken back. What comes from the host is computed once it
+        is there. A newcomer also leaves room for what running sequences still lack of their prompts, and a small
+        reserve, so that it does not become the next victim.
         """
         chunks = []
         spare = self._kv.pool.num_available - sum(map(self._num_lacking_blocks, self.running))
@@ -154,17 +165,30 @@ class Scheduler:
                 group.disband()
                 break
             self.waiting.remove(group)
-            for sequence in (leader, *others):
-                sequence.become(State.RUNNING)
-                self.running.append(sequence)
+            self._start(group)
             self._kv.begin(leader, match)
-            chunk = self._chunk(leader, budget)
-            self._kv.extend(leader, chunk.end)
-            self._kv.remember(leader, chunk.end)
-            chunks.append(chunk)
-            budget -= chunk.length
             spare -= wanted
+            if leader not in self._kv.arriving():
+                chunk = self._chunk(leader, budget)
+                self._kv.extend(leader, chunk.end)
+                self._kv.remember(leader, chunk.end)
+                chunks.append(chunk)
+                budget -= chunk.length
         return chunks
+
+    def _start(self, group: SequenceGroup) -> None:
+        place = len(self.running)
+        while place and self.running[place - 1].group.arrival > group.arrival:
+            place -= 1
+        self.running[place:place] = group.live
+        for sequence in group.live:
+            sequence.become(State.RUNNING)
+        self.preemption.came_back(group)
+
+    def _queue_again(self, victims: list[SequenceGroup]) -> None:
+        for group in victims:
+            place = sum(one.arrival < group.arrival for one in self.waiting)
+            self.waiting.insert(place, group)
 
     def _num_lacking_blocks(self, sequence: Sequence) -> int:
         """Blocks the sequence lacks to hold all its tokens, less those that it will share with its leader for good."""

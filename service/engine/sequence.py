@@ -147,6 +147,7 @@ class SequenceGroup:
         self.num_cached_tokens: int | None = None  # of the prompt, found in memory when it first ran
         self.has_sampled = False  # in this engine
         self.is_ready = True  # to run: its grammar, if it has one, is compiled
+        self.arrival = 0  # its number among all that have come to the scheduler
         self._sums_logprob = [0.0] * len(self.branches)
         for sequence, past in zip(self.branches, self._past(), strict=False):
             sequence.token_ids += past.token_ids

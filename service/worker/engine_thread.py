@@ -136,7 +136,7 @@ class EngineThread:
             except queue.Empty:
                 if self._engine.has_work:
                     return True
-                self._engine.check_invariants()
+                self._engine.check_idle()
                 self._stats_due_s = 0.0
                 self._report()
                 command = self._await_command()

@@ -11,6 +11,7 @@ from model.loader import load_model
 from model.ops.interface import Ops
 from model.sampling_params import SamplingParams
 from model.tokenizer import Tokenizer
+from service.engine.block_pool import BlockPool
 from service.engine.engine import Engine
 from service.engine.executor import ModelExecutor
 from service.engine.grammars import Grammars
@@ -18,6 +19,7 @@ from service.engine.kv_manager import KVManager
 from service.engine.plan import TokenLogprob
 from service.engine.scheduler import Limits
 from service.engine.sequence import Request
+from tests.support.poisoning_executor import PoisoningExecutor
 
 DEMO = Path(__file__).parents[2] / "model" / "demo"
 MAX_LEN = 160
@@ -52,21 +54,34 @@ class DemoEngines:
         max_num_seqs: int = 6,
         block_size: int = BLOCK_SIZE,
         prefix_caching: bool = False,
+        num_host_blocks: int = 0,
+        poisons: bool = False,
     ) -> Engine:
-        executor = self.executor(num_blocks, max_num_seqs, block_size)
+        """With `poisons`, blocks hold NaN from when they are freed until they are written."""
+        kv = KVManager(num_blocks, block_size, prefix_caching=prefix_caching, swapping=num_host_blocks > 0)
+        poisoned = kv.pool if poisons else None
+        executor = self.executor(num_blocks, max_num_seqs, block_size, num_host_blocks, poisoned)
         limits = Limits(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_prefill_chunk=budget, max_model_len=MAX_LEN
         )
-        kv = KVManager(num_blocks, block_size, prefix_caching=prefix_caching)
         return Engine(executor, kv, limits, self.eos_token_ids, Grammars(self._compiler))
 
     def _compiler(self) -> GrammarCompiler:
         return GrammarCompiler(Tokenizer.read(DEMO), self._config.vocab_size, self._config.eos_token_ids)
 
-    def executor(self, num_blocks: int, max_num_seqs: int, block_size: int = BLOCK_SIZE) -> ModelExecutor:
-        """With a cache of its own, of zeros."""
-        executor = ModelExecutor(self.model, self.eos_token_ids, max_num_seqs, MAX_LEN // block_size)
-        executor.attach(allocate(self.model.ops, self._config, num_blocks, block_size))
+    def executor(
+        self,
+        num_blocks: int,
+        max_num_seqs: int,
+        block_size: int = BLOCK_SIZE,
+        num_host_blocks: int = 0,
+        poisoned: BlockPool | None = None,
+    ) -> ModelExecutor:
+        """With a cache of its own, of zeros or poisoned."""
+        sizes = (self.model, self.eos_token_ids, max_num_seqs, MAX_LEN // block_size)
+        executor = ModelExecutor(*sizes) if poisoned is None else PoisoningExecutor(*sizes, poisoned)
+        cache = allocate(self.model.ops, self._config, num_blocks + (poisoned is not None), block_size)
+        executor.attach(cache, num_host_blocks=num_host_blocks)
         return executor
 
     def each_alone(self) -> dict[str, list[int]]:

@@ -7,7 +7,7 @@ import hashlib
 import math
 import time
 
-from service.engine.plan import Chunk, SampledToken, StepPlan, StepResult, TokenLogprob
+from service.engine.plan import Chunk, FinishedTransfer, SampledToken, StepPlan, StepResult, TokenLogprob
 from service.engine.sequence import Sequence
 
 VOCAB_SIZE = 97
@@ -42,7 +42,11 @@ class ScriptedExecutor:
         nan_after: int | None = None,
         runs_ahead: bool = False,
         step_s: float = 0.0,
+        num_host_blocks: int = 0,
+        transfer_steps: int = 0,
     ):
+        """`transfer_steps`: transfers move nothing before the engine has asked so often whether they are done; with 0
+        they do at once, before their step is computed. A real one may read and write at any time between the two."""
         self.memory: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.block_size = block_size
         self.plans: list[StepPlan] = []
@@ -50,12 +54,15 @@ class ScriptedExecutor:
         self._nan_after = nan_after
         self._step_s = step_s
         self._last: dict[Sequence, int] = {}
+        self.num_host_blocks = num_host_blocks
+        self.host_memory: list[list[int | None]] = [[None] * block_size for _ in range(num_host_blocks)]
+        self._transfer_steps = transfer_steps
+        self._transfers: list[list] = []  # asked how often, is out, copies
 
     def launch(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
         time.sleep(self._step_s)
-        for source, target in plan.copies:
-            self.memory[target] = list(self.memory[source])
+        self.move(plan)
         for chunk in plan.chunks:
             for position in range(chunk.start, chunk.end):
                 block = chunk.sequence.block_table[position // self.block_size]
@@ -64,11 +71,37 @@ class ScriptedExecutor:
         self._last = {sequence: token.token_id for sequence, token in sampled.items()}
         return StepResult(tuple(sampled.values()))
 
+    def move(self, plan: StepPlan) -> None:
+        for source, target in plan.copies:
+            self.memory[target] = list(self.memory[source])
+        asked = [[0, is_out, copies] for is_out, copies in ((True, plan.outs), (False, plan.ins)) if copies]
+        self._transfers += asked
+        if not self._transfer_steps:
+            self._arrive(asked)
+
     def draw(self, launched: StepResult) -> None:
         """It knows all tokens when it launches."""
 
     def collect(self, launched: StepResult) -> StepResult:
         return launched
+
+    def finished_transfers(self) -> list[FinishedTransfer]:
+        for transfer in self._transfers:
+            transfer[0] += 1
+        done = [transfer for transfer in self._transfers if transfer[0] > self._transfer_steps]
+        self._transfers = [transfer for transfer in self._transfers if transfer[0] <= self._transfer_steps]
+        if self._transfer_steps:
+            self._arrive(done)
+        return [FinishedTransfer(is_out, len(copies), 1e-4 * len(copies)) for _, is_out, copies in done]
+
+    def wait_for_transfer(self) -> None:
+        self._transfers[0][0] = self._transfer_steps
+
+    def _arrive(self, transfers: list[list]) -> None:
+        for _, is_out, copies in transfers:
+            sources, targets = (self.memory, self.host_memory) if is_out else (self.host_memory, self.memory)
+            for source, target in copies:
+                targets[target] = list(sources[source])
 
     def _token(self, sequence: Sequence, position: int) -> int:
         known = sequence.token_ids

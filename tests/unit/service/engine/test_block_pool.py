@@ -40,3 +40,35 @@ def test_wrong_books_are_found():
         pool.give_back([*taken, *taken])
     with pytest.raises(AssertionError, match="cannot be shared"):
         pool.share(taken)
+
+
+def test_kept_blocks_are_cached_and_given_away_saved_ones_first():
+    lost = []
+    pool = BlockPool(6, lost.append)
+    first, second = pool.take(3), pool.take(2)
+    for block in (*first, *second):
+        pool.keep(block)
+    pool.give_back(first)
+    pool.give_back(second)
+    assert (pool.num_free, pool.num_cached, pool.num_saved, pool.num_used) == (1, 5, 0, 0)
+    pool.check_invariants([])
+    pool.share(first[:1])
+    assert list(pool.oldest_unsaved()) == [first[2], first[1], second[1], second[0]]
+    pool.keep(second[1], is_saved=True)
+    pool.take(3)
+    assert lost == [second[1], first[2]]
+    assert pool.num_available == 2
+    pool.forget(second[0])
+    assert (pool.num_free, pool.num_cached) == (1, 1)
+    pool.give_back(first[:1])
+    assert list(pool.oldest_unsaved()) == [first[1], first[0]]
+
+
+def test_a_pool_grows():
+    pool = BlockPool(0)
+    pool.grow(3)
+    held = pool.take(2)
+    pool.grow(5)
+    pool.grow(4)
+    assert (pool.num_blocks, pool.num_free) == (5, 3)
+    pool.check_invariants([held])

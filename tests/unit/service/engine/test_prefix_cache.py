@@ -65,7 +65,7 @@ def test_the_closest_child_has_the_most_tokens_in_common(children, wanted):
     tree = PrefixTree(SIZE)
     root = tree.root("")
     for child in set(children):
-        tree.add(root, pack_tokens(child), 0).gpu = 0
+        tree.add(root, pack_tokens(child)).gpu = 0
     tree.check_invariants()
     found, closest = tree.find("", pack_tokens(wanted[:3]))
     most = max((num_common_tokens(pack_tokens(child), pack_tokens(wanted[:3])) for child in children), default=0)
@@ -76,7 +76,7 @@ def test_the_closest_child_has_the_most_tokens_in_common(children, wanted):
 
 def test_salts_that_keep_nothing_are_forgotten():
     tree = PrefixTree(SIZE)
-    kept = tree.add(tree.root("kept"), pack_tokens(range(4)), 0)
+    kept = tree.add(tree.root("kept"), pack_tokens(range(4)))
     for number in range(2 * LOOK_FOR_BARE_ROOTS):
         tree.root(str(number))
     assert len(tree._roots) < LOOK_FOR_BARE_ROOTS

@@ -1,0 +1,85 @@
+"""What it costs to bring a sequence back: by copying its blocks out and in, or by computing its tokens again.
+
+Calibrated at start and corrected by what is seen. Both grow with the length; a transfer also has a cost of its own, and
+computing grows faster than the length, so short sequences are computed again and long ones are copied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WEIGHT = 0.1
+"""Of a new observation against all before it."""
+
+MANY_BLOCKS = 8
+"""A transfer of fewer says little of bandwidth."""
+
+MANY_TOKENS = 256
+"""Prompt tokens of a step that tell of the cost of tokens: fewer are lost in what a step costs anyway."""
+
+
+@dataclass(kw_only=True)
+class Rates:
+    """Seconds of the device."""
+
+    token_s: float  # to compute one token of a long prompt
+    pair_s: float  # more for each token before it
+    block_out_s: float
+    block_in_s: float
+    transfer_s: float  # of any transfer, however small, with asking for it and seeing it done
+
+
+class CostModel:
+    """Compares the two ways for one sequence."""
+
+    def __init__(self, rates: Rates, block_size: int):
+        self.rates = rates
+        self._block_size = block_size
+        self._decode_s: float | None = None  # of a step without prompts, lately
+
+    def recompute_s(self, start: int, end: int) -> float:
+        """To compute the tokens from `start` to `end`."""
+        return (end - start) * self.rates.token_s + (end**2 - start**2) / 2 * self.rates.pair_s
+
+    def copy_in_s(self, num_blocks: int) -> float:
+        """To bring so many blocks from the host."""
+        return self.rates.transfer_s + num_blocks * self.rates.block_in_s if num_blocks else 0.0
+
+    def copy_out_s(self, num_blocks: int) -> float:
+        """To take so many blocks to the host."""
+        return self.rates.transfer_s + num_blocks * self.rates.block_out_s if num_blocks else 0.0
+
+    def crossover_tokens(self, longest: int) -> int | None:
+        """The shortest length, in whole blocks, from which on a copy out and in is cheaper; None up to `longest`."""
+        for num_blocks in range(1, longest // self._block_size + 1):
+            copies_s = self.copy_out_s(num_blocks) + self.copy_in_s(num_blocks)
+            if copies_s < self.recompute_s(0, num_blocks * self._block_size):
+                return num_blocks * self._block_size
+        return None
+
+    def saw_transfer(self, num_blocks: int, seconds: float, *, out: bool) -> None:
+        """A transfer to the host (`out`) or from it took so long."""
+        if num_blocks < MANY_BLOCKS:
+            return
+        if out:
+            self.rates.block_out_s = _moved(self.rates.block_out_s, seconds / num_blocks)
+        else:
+            self.rates.block_in_s = _moved(self.rates.block_in_s, seconds / num_blocks)
+
+    def saw_decode(self, seconds: float) -> None:
+        """A step without prompts took so long."""
+        self._decode_s = seconds if self._decode_s is None else _moved(self._decode_s, seconds)
+
+    def saw_prompts(self, spans: list[tuple[int, int]], seconds: float, *, with_decodes: bool) -> None:
+        """A step that computed the tokens of these spans (start, end) of prompts took so long."""
+        if sum(end - start for start, end in spans) < MANY_TOKENS or (with_decodes and self._decode_s is None):
+            return
+        seen_s = seconds - (self._decode_s if with_decodes else 0.0)
+        expected_s = sum(self.recompute_s(start, end) for start, end in spans)
+        ratio = min(2.0, max(0.5, seen_s / expected_s))
+        self.rates.token_s = _moved(self.rates.token_s, self.rates.token_s * ratio)
+        self.rates.pair_s = _moved(self.rates.pair_s, self.rates.pair_s * ratio)
+
+
+def _moved(value: float, seen: float) -> float:
+    return value + WEIGHT * (seen - value)

@@ -1,0 +1,42 @@
+"""An executor that writes NaN into every block that nobody holds, so that what reads one shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from model.ops.interface import Array
+from service.engine.block_pool import BlockPool
+from service.engine.executor import ModelExecutor
+from service.engine.plan import StepPlan
+
+
+class PoisoningExecutor(ModelExecutor):
+    """Works on a cache with one block more than `pool` has: the last one is the poison."""
+
+    def __init__(self, model, eos_token_ids: frozenset[int], max_num_seqs: int, max_blocks: int, pool: BlockPool):
+        super().__init__(model, eos_token_ids, max_num_seqs, max_blocks)
+        self._pool = pool
+
+    def attach(self, kv: Array, *, num_host_blocks: int = 0, progress: bool = False) -> None:
+        super().attach(kv, num_host_blocks=num_host_blocks, progress=progress)
+        self.model.ops.fill([kv[-1:]], lambda _, start, out: out.fill(np.nan))
+        self._poison()
+
+    def launch(self, plan: StepPlan) -> Any:
+        launched = super().launch(plan)
+        self._poison()  # behind all that reads what was free before
+        return launched
+
+    def move(self, plan: StepPlan) -> None:
+        super().move(plan)
+        if not plan.chunks:
+            self._poison()
+
+    def _poison(self) -> None:
+        free = np.array(self._pool._free, np.int32)
+        if len(free):
+            ops = self.model.ops
+            with ops.scratch():
+                ops.copy_blocks(self.kv, *ops.upload_all([np.full_like(free, self._pool.num_blocks), free]))

@@ -1,0 +1,272 @@
+"""Everything that can happen to an engine's memory, in any order, against what each request would get alone.
+
+The scripted executor keeps what every slot holds, so that a block which is shared, copied, moved or given away wrongly
+shows as a wrong token. `python -m tests.support.random_operations --operations N` runs as many as one likes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from model.sampling_params import BeamSearch, SamplingParams
+from service.engine.cost_model import CostModel, Rates
+from service.engine.engine import Engine
+from service.engine.kv_manager import KVManager
+from service.engine.preemption import AUTO, MODES, Preemption
+from service.engine.scheduler import Limits
+from service.engine.sequence import BranchPast, Request
+from service.errors import EndReason
+from tests.support.beam_reference import search
+from tests.support.scripted_executor import ScriptedExecutor, logprobs_after, next_token
+
+EOS = 7
+BLOCK_SIZE = 4
+MAX_LEN = 56
+CHANCES = {"add": 0.2, "step": 0.6, "cancel": 0.05, "preempt": 0.08, "evict": 0.05, "restart": 0.02}
+
+
+@dataclass(frozen=True)
+class World:
+    """What an engine is made of."""
+
+    runs_ahead: bool = True
+    prefix_caching: bool = True
+    num_blocks: int = 30
+    num_host_blocks: int = 20
+    transfer_steps: int = 2
+    mode: str = AUTO
+
+    @staticmethod
+    def drawn(rng: random.Random) -> World:
+        return World(
+            runs_ahead=rng.random() < 0.6,
+            prefix_caching=rng.random() < 0.7,
+            num_blocks=rng.choice((14, 20, 30, 60)),
+            num_host_blocks=rng.choice((0, 6, 20, 60)),
+            transfer_steps=rng.choice((0, 0, 1, 2, 5)),
+            mode=rng.choice(MODES),
+        )
+
+    def engine(self) -> tuple[Engine, Preemption]:
+        executor = ScriptedExecutor(
+            self.num_blocks,
+            BLOCK_SIZE,
+            runs_ahead=self.runs_ahead,
+            num_host_blocks=self.num_host_blocks,
+            transfer_steps=self.transfer_steps,
+        )
+        limits = Limits(max_num_seqs=6, max_num_batched_tokens=11, max_prefill_chunk=8, max_model_len=MAX_LEN)
+        kv = KVManager(
+            self.num_blocks, BLOCK_SIZE, prefix_caching=self.prefix_caching, swapping=self.num_host_blocks > 0
+        )
+        rates = Rates(token_s=3e-5, pair_s=1e-8, block_out_s=4e-5, block_in_s=4e-5, transfer_s=2e-4)
+        preemption = Preemption(kv, CostModel(rates, BLOCK_SIZE), self.mode)
+        return Engine(executor, kv, limits, frozenset({EOS}), preemption=preemption), preemption
+
+
+@dataclass
+class _Asked:
+    request: Request
+    told: dict[int, list[int]] = field(default_factory=dict)
+    ends: dict[int, EndReason] = field(default_factory=dict)
+    end: EndReason | None = None
+
+
+class Operations:
+    """An engine, and what was asked of it and heard from it."""
+
+    def __init__(self, world: World):
+        self._world = world
+        self._engine, self._preemption = world.engine()
+        self._asked: dict[str, _Asked] = {}
+        self._count = 0
+        self.num_ended = 0
+
+    @property
+    def open_names(self) -> list[str]:
+        return sorted(self._asked)
+
+    def add(self, prompt: list[int], wishes: dict, salt: str) -> None:
+        """Ask for answers to a prompt; the names of requests are their numbers."""
+        name = str(self._count)
+        self._count += 1
+        request = Request(request_id=name, prompt=tuple(prompt), sampling=SamplingParams(**wishes), cache_salt=salt)
+        self._asked[name] = _Asked(request)
+        self._engine.add(request)
+        self._hear()
+
+    def step(self) -> None:
+        if self._engine.has_work:
+            self._engine.step()
+        self._hear()
+
+    def cancel(self, name: str) -> None:
+        self._engine.cancel(name, EndReason.CANCELLED)
+        self._hear()
+
+    def preempt(self, mode: str) -> None:
+        """Whoever is next has to leave though there is room, in this way."""
+        scheduler = self._engine._scheduler
+        if not scheduler.running:
+            return
+        chosen, self._preemption._mode = self._preemption._mode, mode
+        group = self._preemption._next_victim(scheduler.running)
+        self._preemption._evict(group, scheduler.running)
+        scheduler._queue_again([group])
+        self._preemption._mode = chosen
+
+    def evict(self, of_host: bool, count: int) -> None:
+        """Give away so many of the blocks that nobody holds."""
+        kv = self._engine._kv
+        pool = kv.host.pool if of_host and kv.host is not None else kv.pool
+        pool.give_back(pool.take(min(count, pool.num_available)))
+
+    def restart(self) -> None:
+        """The engine is lost; another takes up what was not told yet."""
+        self._engine, self._preemption = self._world.engine()
+        for name, asked in self._asked.items():
+            wishes, past = asked.request.sampling, ()
+            if wishes.beam is None:
+                past = tuple(
+                    BranchPast(token_ids=tuple(asked.told.get(branch, ())), end=asked.ends.get(branch))
+                    for branch in range(wishes.num_branches)
+                )
+            self._engine.add(
+                Request(
+                    request_id=name,
+                    prompt=asked.request.prompt,
+                    sampling=wishes,
+                    cache_salt=asked.request.cache_salt,
+                    past=past,
+                )
+            )
+        self._hear()
+
+    def check(self) -> None:
+        self._engine.check_invariants()
+
+    def finish(self) -> None:
+        """Run to the end: every request gets one, and nothing is held any more."""
+        for _ in range(20_000):
+            if not self._engine.has_work:
+                break
+            self.step()
+        assert not self._engine.has_work, "a request starves"
+        assert not self._asked, "a request was never told its end"
+        self.check()
+        stats = self._engine.stats()
+        assert stats.num_blocks_used == 0, "blocks are leaked"
+        host = self._engine._kv.host
+        assert host is None or host.pool.num_used == 0, "blocks of the host are leaked"
+
+    def _hear(self) -> None:
+        for output in self._engine.take_outputs():
+            asked = self._asked[output.request_id]
+            assert asked.end is None, "an output behind the end"
+            for part in output.parts:
+                asked.told.setdefault(part.branch, []).extend(part.token_ids)
+                if part.end is not None:
+                    asked.ends[part.branch] = part.end
+            if output.end is not None:
+                asked.end = output.end
+                self._compare(asked)
+                del self._asked[output.request_id]
+                self.num_ended += 1
+
+    def _compare(self, asked: _Asked) -> None:
+        wishes, prompt = asked.request.sampling, asked.request.prompt
+        if wishes.beam is not None:
+            if asked.end is not EndReason.CANCELLED:
+                assert list(asked.told.values()) == _beams(prompt, wishes), "wrong beams"
+            return
+        for branch, tokens in asked.told.items():
+            wanted, end = alone(prompt, branch, wishes.max_tokens)
+            if asked.end is EndReason.CANCELLED and branch not in asked.ends:
+                assert tokens == wanted[: len(tokens)], "wrong tokens before a cancel"
+            elif asked.ends.get(branch) is not EndReason.CANCELLED:
+                assert (tokens, asked.ends.get(branch)) == (wanted, end), "wrong tokens"
+
+
+@lru_cache(4096)
+def alone(prompt: tuple[int, ...], branch: int, max_tokens: int) -> tuple[list[int], EndReason]:
+    """What a branch says when nobody else is there, and why it ends."""
+    tokens = list(prompt)
+    while True:
+        tokens.append(next_token(tokens, branch))
+        if tokens[-1] == EOS:
+            return tokens[len(prompt) :], EndReason.STOP
+        if len(tokens) - len(prompt) == max_tokens:
+            return tokens[len(prompt) :], EndReason.LENGTH
+
+
+@lru_cache(256)
+def _beams(prompt: tuple[int, ...], wishes: SamplingParams) -> list[list[int]]:
+    return [tokens for tokens, _, _ in search(prompt, wishes, frozenset({EOS}), logprobs_after)[: wishes.n]]
+
+
+def drawn_wishes(rng: random.Random) -> dict:
+    kind = rng.random()
+    if kind < 0.02:
+        return {"beam": BeamSearch(width=rng.choice((2, 3))), "n": 1, "max_tokens": rng.randrange(1, 6)}
+    if kind < 0.25:
+        count = rng.randrange(2, 5)
+        return {"n": count, "best_of": count, "max_tokens": rng.randrange(1, 20)}
+    penalty = 0.5 if kind > 0.95 else 0.0  # the scripted model does not mind, but it makes steps wait for tokens
+    return {"max_tokens": rng.randrange(1, 26), "presence_penalty": penalty}
+
+
+def drawn_prompt(rng: random.Random) -> list[int]:
+    """Most begin alike, so that there is something to share."""
+    common = rng.choice(([], [1, 2, 3, 4, 5, 6, 7, 8, 9], [1] * 17))
+    return [*common[: rng.randrange(18)], *(rng.randrange(2) for _ in range(rng.randrange(1, 13)))]
+
+
+def run_randomly(num_operations: int, seed: int, *, world_every: int = 4000, check_every: int = 50) -> dict[str, int]:
+    """So many random operations, in a new world every so often; how many of which kind there were."""
+    rng = random.Random(seed)
+    counts = dict.fromkeys([*CHANCES, "ended"], 0)
+    for first in range(0, num_operations, world_every):
+        operations = Operations(World.drawn(rng))
+        for number in range(first, min(first + world_every, num_operations)):
+            name = rng.choices(list(CHANCES), list(CHANCES.values()))[0]
+            counts[name] += 1
+            _carry_out(operations, name, rng)
+            if number % check_every == 0:
+                operations.check()
+        operations.finish()
+        counts["ended"] += operations.num_ended
+    return counts
+
+
+def _carry_out(operations: Operations, name: str, rng: random.Random) -> None:
+    match name:
+        case "add":
+            if len(operations.open_names) < 12:
+                operations.add(drawn_prompt(rng), drawn_wishes(rng), rng.choice(("", "", "other")))
+        case "step":
+            operations.step()
+        case "cancel":
+            if operations.open_names:
+                operations.cancel(rng.choice(operations.open_names))
+        case "preempt":
+            operations.preempt(rng.choice(MODES))
+        case "evict":
+            operations.evict(rng.random() < 0.5, rng.randrange(1, 60))
+        case "restart":
+            if rng.random() < 0.2:
+                operations.restart()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--operations", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=0)
+    wanted = parser.parse_args()
+    begin_s = time.perf_counter()
+    print(
+        run_randomly(wanted.operations, wanted.seed), f"{time.perf_counter() - begin_s:.0f} s, no leak, no wrong token"
+    )
