@@ -31,6 +31,9 @@ EXIT_GRACE_S = 10.0
 ONLY_WORKER = "serve"
 """The name of the worker on a Redis that nobody else has: a new one takes up at once what the last one left."""
 
+RESTART_S = 0.2
+"""Between the end of the embedded Redis and the next one's start."""
+
 BLAS_THREADS = {"OPENBLAS_NUM_THREADS": str(max(1, (os.cpu_count() or 1) - 1))}
 """One core stays free of the spinning threads of a matrix product: the gateway and Redis run beside the worker."""
 
@@ -98,6 +101,7 @@ def serve_command(settings: Settings, _: argparse.Namespace) -> int:
 
 async def _serve(settings: Settings, stop: asyncio.Event) -> int:
     supervisor = Supervisor(os.environ)
+    ends: dict[asyncio.Task, str] = {}
     async with supervised(supervisor, stop, by_loop=True), AsyncExitStack() as exits:
         if settings.redis_url is None:
             if settings.redis_password_file is not None:
@@ -105,6 +109,9 @@ async def _serve(settings: Settings, stop: asyncio.Event) -> int:
             redis = await asyncio.to_thread(EmbeddedRedis.start, settings.data_dir)
             exits.push_async_callback(asyncio.to_thread, redis.stop)
             settings = replace(settings, redis_url=redis.url, worker_name=ONLY_WORKER)
+            kept = asyncio.create_task(_keep(redis))
+            exits.callback(kept.cancel)
+            ends[kept] = "redis"
         worker = await Part.start(WORKER, settings)
         exits.push_async_callback(worker.stop)
         gateway = await Part.start(GATEWAY, settings)
@@ -112,19 +119,32 @@ async def _serve(settings: Settings, stop: asyncio.Event) -> int:
 
         stopped = asyncio.create_task(stop.wait())
         started = asyncio.create_task(_all_ready(gateway, worker))
-        ends = {asyncio.create_task(part.ended()): part for part in (worker, gateway)}
+        ends |= {asyncio.create_task(part.ended()): part.verb for part in (worker, gateway)}
         done, _ = await asyncio.wait({stopped, started}, return_when=asyncio.FIRST_COMPLETED)
         if started in done:
             _greet(settings, started.result())
             supervisor.ready(f"serves at {started.result()}")
             done, _ = await asyncio.wait({stopped, *ends}, return_when=asyncio.FIRST_COMPLETED)
         started.cancel()
-        dead = [part.verb for task, part in ends.items() if task in done]
+        dead = [name for task, name in ends.items() if task in done]
         if dead and not stop.is_set():
             log.critical("a part ended by itself %s", fields(part=dead[0]))
             return 1
         log.info("stopping")
     return 0
+
+
+async def _keep(redis: EmbeddedRedis) -> None:
+    """Starts it again whenever it ends by itself; the parts find it where it was. Returns where that cannot be done."""
+    while True:
+        await asyncio.to_thread(redis.wait)
+        log.error("the embedded redis ended by itself, and starts again")
+        await asyncio.sleep(RESTART_S)
+        try:
+            await asyncio.to_thread(redis.restart)
+        except StartupError as error:
+            log.critical("%s", error)
+            return
 
 
 async def _all_ready(gateway: Part, worker: Part) -> str:

@@ -30,6 +30,7 @@ START_WAIT_S = 10.0
 LOAD_WAIT_S = 600.0
 STOP_WAIT_S = 10.0
 POLL_S = 0.005
+SYNC_EVERY_S = 1.0
 NUM_LOG_LINES = 3
 MAX_MEMORY_BYTES = 2 << 30
 
@@ -37,11 +38,13 @@ MAX_MEMORY_BYTES = 2 << 30
 class EmbeddedRedis:
     """A running server. `url` reaches it; `stop` ends it, and so does the end of this process."""
 
-    def __init__(self, data_dir: Path, process: subprocess.Popen, socket_path: Path, lock: int):
+    def __init__(self, data_dir: Path, command: list[str], socket_path: Path, lock: int):
         self._data_dir = data_dir
-        self._process = process
+        self._command = command
         self._socket_path = socket_path
         self._lock = lock
+        self._changing = threading.Lock()
+        self._process = _launch(command, data_dir, lock)
         self.url = f"unix://{quote(str(socket_path))}"
 
     @classmethod
@@ -54,27 +57,41 @@ class EmbeddedRedis:
         lock = _lock_folder(data_dir)
         try:
             socket_path = _socket_path(data_dir)
-            process = _launch(_command(program, data_dir, socket_path), data_dir, lock)
+            server = cls(data_dir, _command(program, data_dir, socket_path), socket_path, lock)
         except BaseException:
             os.close(lock)
             raise
-        server = cls(data_dir, process, socket_path, lock)
         try:
             server._wait_until_it_answers()
         except BaseException:
             server.stop()
             raise
-        log.info("embedded redis ready %s", fields(program=program, pid=process.pid, data=data_dir))
+        log.info("embedded redis ready %s", fields(program=program, pid=server.pid, data=data_dir))
         return server
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
+    def wait(self) -> None:
+        """Blocks until the server has ended, by itself or by `stop`."""
+        self._process.wait()
+
+    def restart(self) -> None:
+        """After it has ended by itself: the same server again, with all it had accepted; nothing where it was stopped.
+        Blocks until it answers. Raises StartupError."""
+        with self._changing:
+            if self._lock >= 0:
+                self._process = _launch(self._command, self._data_dir, self._lock)
+                self._wait_until_it_answers()
+
     def stop(self) -> None:
         """End the server in good order (its data is on disk then); a second call does nothing."""
-        if self._lock < 0:
-            return
+        with self._changing:
+            if self._lock >= 0:
+                self._end()
+
+    def _end(self) -> None:
         self._process.terminate()
         try:
             self._process.wait(STOP_WAIT_S)
@@ -166,7 +183,7 @@ def _command(program: str, data_dir: Path, socket_path: Path) -> list[str]:
         "daemonize": "no",
         "save": "",
         "appendonly": "yes",
-        "appendfsync": "everysec",
+        "appendfsync": "no",  # that is done here, see _keep
         "aof-load-truncated": "yes",
         "maxmemory": str(MAX_MEMORY_BYTES),
         "maxmemory-policy": "noeviction",
@@ -195,13 +212,44 @@ def _launch(command: list[str], data_dir: Path, lock: int) -> subprocess.Popen:
                 started.put(error)
                 return
         started.put(process)
-        process.wait()
+        _keep(process, data_dir)
 
     threading.Thread(target=keep, name="embedded-redis", daemon=True).start()
     outcome = started.get()
     if isinstance(outcome, OSError):
         raise StartupError(f"the embedded Redis cannot be started: {outcome}")
     return outcome
+
+
+def _keep(process: subprocess.Popen, data_dir: Path) -> None:
+    """Until the server has ended, bring what it writes to the disk once a second.
+
+    While Redis does that itself (`everysec`), it holds new writes back in its memory and says they are done: killed
+    then, it has lost them. So it is told never to: what it has answered for is the kernel's, and only the machine's
+    own death can take more than a second of it.
+    """
+    synced: dict[Path, int] = {}
+    while True:
+        try:
+            process.wait(SYNC_EVERY_S)
+            return
+        except subprocess.TimeoutExpired:
+            _sync(data_dir, synced)
+
+
+def _sync(data_dir: Path, synced: dict[Path, int]) -> None:
+    """`synced`: how long each file was when it was last brought to the disk."""
+    try:
+        for path in (*data_dir.glob("appendonlydir/*"), *data_dir.glob("appendonly.aof")):  # since 7.0, and before
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if synced.get(path) != size:
+                    os.fsync(file.fileno())
+                    synced[path] = size
+    except FileNotFoundError:
+        return  # it was replaced just now: the next time finds its successor
+    except OSError as error:
+        log.error("the queue's data are not safe on disk: %s", error)
 
 
 def _ping(socket_path: Path) -> bytes:

@@ -9,10 +9,12 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from redis import Redis
+from redis.exceptions import RedisError
 
 from service.errors import StartupError
 from service.wire import embedded_redis
@@ -51,7 +53,7 @@ def test_it_starts_quickly_and_keeps_its_data(data_dir):
         settings = redis.config_get("*")
     server.stop()
     server.stop()
-    wanted = {"appendonly": "yes", "appendfsync": "everysec", "maxmemory-policy": "noeviction", "port": "0", "save": ""}
+    wanted = {"appendonly": "yes", "appendfsync": "no", "maxmemory-policy": "noeviction", "port": "0", "save": ""}
     assert {name: settings[name] for name in wanted} == wanted
     again = EmbeddedRedis.start(data_dir)
     with Redis.from_url(again.url) as redis:
@@ -152,3 +154,68 @@ def test_a_folder_that_cannot_be_made_is_one_clear_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StartupError, match="folder of the embedded Redis"):
         EmbeddedRedis.start(tmp_path / "file" / "data")
+
+
+def write_until_killed(server: EmbeddedRedis, after_s: float) -> int:
+    """How many entries the server has said that it took, before it was killed."""
+    killer = threading.Timer(after_s, os.kill, (server.pid, signal.SIGKILL))
+    num_taken = 0
+    with Redis.from_url(server.url) as redis, suppress(RedisError):
+        killer.start()
+        while True:
+            redis.xadd("s", {"m": b"x" * 2000})
+            num_taken += 1
+    killer.join()
+    return num_taken
+
+
+@pytest.mark.parametrize("after_s", [0.3, 1.02, 2.1])
+def test_killed_it_has_lost_nothing_that_it_took(data_dir, after_s):
+    """Around the moments when the data go to the disk too."""
+    server = EmbeddedRedis.start(data_dir)
+    num_taken = write_until_killed(server, after_s)
+    server.wait()
+    server.restart()
+    with Redis.from_url(server.url) as redis:
+        num_kept = redis.xlen("s")
+        redis.set("a", "b")
+    server.stop()
+    assert num_taken <= num_kept <= num_taken + 1, "the last one may be there and not have been answered for"
+    again = EmbeddedRedis.start(data_dir)
+    with Redis.from_url(again.url) as redis:
+        assert (redis.xlen("s"), redis.get("a")) == (num_kept, b"b")
+    again.stop()
+
+
+def test_what_a_killed_server_left_lying_is_in_nobodys_way(data_dir):
+    server = EmbeddedRedis.start(data_dir)
+    with Redis.from_url(server.url) as redis:
+        redis.set("a", "b")
+    os.kill(server.pid, signal.SIGKILL)
+    server.wait()
+    left = [data_dir / "temp-rewriteaof-1.aof", data_dir / "temp-1.rdb", data_dir / "appendonlydir" / "temp-x.aof"]
+    for path in left:
+        path.write_bytes(b"half a file")
+    assert Path(server.url.removeprefix("unix://")).exists()
+    server.restart()
+    with Redis.from_url(server.url) as redis:
+        assert redis.get("a") == b"b"
+    server.stop()
+    server.restart()  # it was stopped: nothing starts
+    assert has_ended(server.pid)
+
+
+def test_its_data_go_to_the_disk_every_second(data_dir, monkeypatch):
+    synced = threading.Event()
+    real = os.fsync
+    monkeypatch.setattr(embedded_redis.os, "fsync", lambda number: (real(number), synced.set()))
+    server = EmbeddedRedis.start(data_dir)
+    with Redis.from_url(server.url) as redis:
+        assert synced.wait(5)
+        for value in range(2):
+            synced.clear()
+            redis.set("a", value)
+            assert synced.wait(5)
+        synced.clear()
+        assert not synced.wait(2.5), "nothing new, nothing to do"
+    server.stop()
