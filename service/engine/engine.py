@@ -382,5 +382,5 @@ class Engine:
         end: EndReason | None = None,
         choices: tuple[int, ...] = (),
     ) -> None:
-        counts = (group.num_prompt_tokens, group.num_output_tokens, group.num_cached_tokens or 0)
-        self._outbox.append(Output(group.request_id, parts, end, choices, *counts))
+        num_prompt, num_output, num_cached = group.num_prompt_tokens, group.num_output_tokens, group.num_cached_tokens
+        self._outbox.append(Output(group.request_id, parts, end, choices, num_prompt, num_output, num_cached or 0))

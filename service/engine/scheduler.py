@@ -88,9 +88,14 @@ class Scheduler:
         num_preemptions, arriving = self.preemption.num_preemptions, self._kv.arriving()
         decodes, prefills = [], []
         for sequence in self.running:
-            if sequence.is_parked or (sequence.num_pending_tokens and sequence.needs_ids) or sequence in arriving:
+            num_pending = sequence.num_pending_tokens
+            num_tokens = len(sequence.token_ids) + num_pending
+            # One that gets its last token, or whose next hangs on others, has nothing to compute before it is known.
+            if num_pending and (sequence.needs_ids or num_tokens >= sequence.max_num_tokens):
                 continue
-            lacking = sequence.num_uncomputed_tokens
+            if sequence.is_parked or (arriving and sequence in arriving):
+                continue
+            lacking = num_tokens - sequence.num_computed_tokens
             if lacking == 1:
                 decodes.append(sequence)
             elif lacking:
@@ -121,13 +126,15 @@ class Scheduler:
 
     def _continue(self, chunks: list[Chunk], sequences: list[Sequence], budget: int) -> tuple[list[Chunk], int]:
         """`chunks` and those of these running sequences, oldest first, and what is left of the budget."""
+        num_missing_blocks, make_chunk = self._kv.num_missing_blocks, self._chunk
         for sequence in sequences:
             if budget == 0:
                 break
-            if sequence.state is not State.RUNNING or sequence.is_full:
+            if sequence.state is not State.RUNNING:  # preempted for one before it
                 continue
-            chunk = self._chunk(sequence, budget)
-            missing = self._kv.num_missing_blocks(sequence, chunk.end)
+            chunk = make_chunk(sequence, budget)
+            end = chunk.start + chunk.length
+            missing = num_missing_blocks(sequence, end)
             if missing:
                 if missing > self._kv.pool.num_available:
                     self._queue_again(self.preemption.make_room(missing, sequence, self.running))
@@ -135,7 +142,7 @@ class Scheduler:
                     chunks = [chunk for chunk in chunks if chunk.sequence.state is State.RUNNING]
                     if sequence.state is not State.RUNNING or missing > self._kv.pool.num_available:
                         continue
-                self._kv.extend(sequence, chunk.end)
+                self._kv.extend(sequence, end)
             chunks.append(chunk)
             budget -= chunk.length
         return chunks, budget

@@ -86,7 +86,8 @@ class Sequence:
         self.followers: list[Sequence] = []
         self.is_parked = False
         self.num_inherited_tokens = 0  # while parked: those it will not compute by itself
-        self._state = State.WAITING
+        self.state = State.WAITING
+        """Read it; `become` changes it."""
 
     @property
     def num_tokens(self) -> int:
@@ -100,15 +101,11 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) + self.num_pending_tokens - self.num_computed_tokens
 
-    @property
-    def state(self) -> State:
-        return self._state
-
     def become(self, state: State) -> None:
         """Move along the transition table; anything else is a bug."""
-        if state not in TRANSITIONS[self._state]:
-            raise AssertionError(f"{self.request_id}: {self._state.name} cannot become {state.name}")
-        self._state = state
+        if state not in TRANSITIONS[self.state]:
+            raise AssertionError(f"{self.request_id}: {self.state.name} cannot become {state.name}")
+        self.state = state
 
     def lead(self, others: list[Sequence]) -> None:
         """These branches, which hold nothing, wait until this one has come to where they part from it."""
@@ -118,18 +115,12 @@ class Sequence:
         with_it = [other for other in others if other.num_inherited_tokens == other.num_tokens]
         self.samplers, self.followers = (self, *with_it), others
 
-    @property
-    def is_full(self) -> bool:
-        """With its pending tokens it is as long as it may get: it ends once they are known."""
-        return len(self.token_ids) + self.num_pending_tokens >= self.max_num_tokens
-
     def end_after(self, token_id: int) -> EndReason | None:
         """Why the sequence ends now that `token_id` is its last token; None if it goes on."""
-        if token_id in self.group.stop_ids and self.num_output_tokens >= self.sampling.min_tokens:
+        num_tokens = len(self.token_ids)
+        if token_id in self.group.stop_ids and num_tokens - self.num_prompt_tokens >= self.sampling.min_tokens:
             return EndReason.STOP
-        if len(self.token_ids) >= self.max_num_tokens:
-            return EndReason.LENGTH
-        return None
+        return EndReason.LENGTH if num_tokens >= self.max_num_tokens else None
 
 
 class SequenceGroup:
