@@ -11,7 +11,7 @@ from statistics import fmean
 
 from service.cli.bench.flag_values import positive_number, whole_number
 from service.cli.bench.memory_figure import comparison_figure, sharing_figure
-from service.cli.bench.memory_policies import DEFAULT_POLICIES, TEXTS, read_policies
+from service.cli.bench.memory_policies import DEFAULT_POLICIES, TEXTS, check_room, read_policies
 from service.cli.bench.memory_replay import fit_lengths
 from service.cli.bench.memory_runs import PAPER_MAX_LEN, real_ground, simulated_ground
 from service.cli.bench.memory_sharing import METHODS, WIDTHS, SharingFigures
@@ -21,7 +21,6 @@ from service.cli.bench.report import write_report
 from service.cli.bench.trace import TracedRequest, read_trace
 from service.cli.table import print_grid, shown
 from service.config import Settings
-from service.errors import StartupError
 
 SIMULATED_REQUESTS = 300
 """Enough for a steady state, few enough for all policies to be done in seconds."""
@@ -76,8 +75,7 @@ def run_memory_bench(settings: Settings, flags: argparse.Namespace) -> int:
     requests = _read_requests(flags)
     ground = real_ground(settings) if flags.simulate is None else simulated_ground(settings, flags.simulate)
     pool = ground.pool
-    if pool.num_longest < 1:
-        raise StartupError(f"memory: {pool.num_slots} slots hold no sequence of {pool.max_model_len} tokens")
+    check_room(policies, pool)
     fitted = fit_lengths(requests, pool.max_model_len)
     record = {
         "bench": "memory",

@@ -214,3 +214,14 @@ def read_policies(text: str) -> list[Policy]:
             raise StartupError(f"--policies: {name!r} is none of {', '.join(TEXTS)}")
         chosen[full_name] = POLICIES[full_name]
     return list(chosen.values())
+
+
+def check_room(policies: Iterable[Policy], pool: Pool) -> None:
+    """Raises StartupError for a policy under which the longest sequence could never run."""
+    if pool.num_longest < 1:
+        raise StartupError(f"memory: {pool.num_slots} slots hold no sequence of {pool.max_model_len} tokens")
+    num_blocks = -(-pool.max_model_len // pool.block_size)
+    for policy in policies:
+        kv = policy.make_kv(pool)
+        if isinstance(kv, ContiguousKV) and not kv.pool.fits(num_blocks):
+            raise StartupError(f"memory: {policy.name} finds no region for {pool.max_model_len} tokens in this pool")

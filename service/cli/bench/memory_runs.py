@@ -30,6 +30,9 @@ SIMULATED_PREFILL_CHUNK = 512
 
 SIMULATED_VOCAB = 32768
 
+WARM_REQUESTS = 8
+"""Replayed before any that count: what is built at its first use is built by then."""
+
 Widths = Sequence[tuple[str, int]]
 """Methods of `memory_sharing` and how many branches they run."""
 
@@ -59,6 +62,8 @@ def real_ground(settings: Settings) -> Ground:
         max_model_len=built.limits.max_model_len,
     )
     bench = Bench(pool, built.config.vocab_size, built.limits.max_num_seqs, partial(_real_engine, built))
+    short = TracedRequest(pool.max_model_len // 16 + 1, 8, 0.0)
+    Replay(bench, POLICIES["paged"], [short] * WARM_REQUESTS, None).run()
     description = {
         "device": built.ops.device_name,
         "is_simulated": False,

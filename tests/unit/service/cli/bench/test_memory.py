@@ -152,6 +152,10 @@ def test_the_real_engine_at_a_rate(tmp_path, trace):
         (["--latency-limit", "-1"], "--latency-limit: -1 is not above 0"),
         (["--num-requests", "0"], "--num-requests: 0 is outside"),
         (["--num-gpu-blocks", "100"], "memory: 1600 slots hold no sequence of 2048 tokens"),
+        (
+            ["--num-gpu-blocks", "200", "--max-model-len", "2064"],
+            "memory: oracle:buddy finds no region for 2064 tokens",
+        ),
     ],
 )
 def test_wrong_work_is_one_line(capsys, trace, flags, complaint):
