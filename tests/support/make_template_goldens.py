@@ -9,10 +9,14 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import jinja2
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import chat_template_utils
 
 from tests.support import make_tokenizers
 
@@ -21,9 +25,13 @@ STYLES = {
     "llama2": make_tokenizers.llama2_style,
     "llama3": make_tokenizers.llama3_style,
     "mistral": make_tokenizers.mistral_style,
+    "mistral_calls": make_tokenizers.mistral_style,
     "qwen2_5": make_tokenizers.qwen_style,
     "qwen3": make_tokenizers.qwen_style,
+    "controls": make_tokenizers.qwen_style,
 }
+NOW = datetime(2026, 2, 3, 4, 5)
+"""When the goldens are rendered, for templates that ask."""
 SYSTEM = {"role": "system", "content": '  You are <helpful> & "kind".\n'}
 HELLO = {"role": "user", "content": "hello world, 안녕하세요 뷁 😀 'what' is this?\n\n  "}
 ANSWER = {"role": "assistant", "content": " the answer\tis é\u0301 "}
@@ -45,6 +53,20 @@ TOOLS = [
     }
 ]
 PARTS = {"role": "user", "content": [{"type": "text", "text": "hello "}, {"type": "text", "text": "world"}]}
+CALLS = {
+    "role": "assistant",
+    "content": "Let me look.",
+    "tool_calls": [
+        {"id": "abcdefgh1", "type": "function", "function": {"name": "weather", "arguments": {"city": "<서울>"}}},
+        {"id": "abcdefgh2", "type": "function", "function": {"name": "clock", "arguments": {}}},
+    ],
+}
+RESULTS = [
+    {"role": "tool", "tool_call_id": "abcdefgh1", "content": '{"sky": "<b>clear</b>"}'},
+    {"role": "tool", "tool_call_id": "abcdefgh2", "content": "12:00"},
+]
+CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
+IMAGE = {"role": "user", "content": [{"type": "image"}]}
 DATE = {"date_string": "26 Jul 2024"}
 
 
@@ -58,6 +80,8 @@ def cases(name: str) -> list[dict[str, Any]]:
     ]
     if name == "llama2":
         return plain
+    if name in ("controls", "mistral_calls"):
+        return plain + calling_cases(name)
     tooled = [{"messages": [SYSTEM, HELLO], "tools": TOOLS}]
     if name != "qwen3":
         tooled.append({"messages": [HELLO, CALL], "tools": TOOLS})
@@ -70,6 +94,22 @@ def cases(name: str) -> list[dict[str, Any]]:
     return [case | extra for case in plain + tooled]
 
 
+def calling_cases(name: str) -> list[dict[str, Any]]:
+    """Calls and results, and what the template refuses."""
+    called = [HELLO, CALLS, *RESULTS]
+    cases = [
+        {"messages": [SYSTEM, HELLO], "tools": [*TOOLS, CLOCK]},
+        {"messages": called, "tools": [*TOOLS, CLOCK]},
+        {"messages": [SYSTEM, *called, ANSWER, HELLO], "tools": TOOLS},
+    ]
+    if name == "controls":
+        timed = {"messages": [HELLO, PARTS], "extra": {"with_time": True}}
+        return [*cases, timed, {"messages": [ANSWER]}, {"messages": [IMAGE]}]
+    foreign = {**CALLS, "tool_calls": [{**CALLS["tool_calls"][0], "id": "call_1234567890"}]}
+    king = {"role": "king", "content": "so be it"}
+    return [*cases, *({"messages": [HELLO, other]} for other in (HELLO, foreign, king))]
+
+
 def golden(tokenizer: PreTrainedTokenizerFast, case: dict[str, Any]) -> dict[str, Any]:
     arguments = {
         "conversation": case["messages"],
@@ -77,7 +117,10 @@ def golden(tokenizer: PreTrainedTokenizerFast, case: dict[str, Any]) -> dict[str
         "add_generation_prompt": case.get("add_generation_prompt", True),
         **case.get("extra", {}),
     }
-    text = tokenizer.apply_chat_template(**arguments, tokenize=False)
+    try:
+        text = tokenizer.apply_chat_template(**arguments, tokenize=False)
+    except jinja2.TemplateError as error:
+        return {"arguments": case, "error": str(error)}
     ids = tokenizer.apply_chat_template(**arguments, tokenize=True, return_dict=False)
     return {"arguments": case, "text": text, "ids": ids}
 
@@ -92,6 +135,7 @@ def one_case_a_line(goldens: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    chat_template_utils.datetime = SimpleNamespace(now=lambda: NOW)
     goldens = {}
     for name, style in STYLES.items():
         with tempfile.TemporaryDirectory() as folder:

@@ -23,6 +23,7 @@ from tests.support import make_tokenizers
 TEMPLATES = Path(__file__).parent / "templates"
 GOLDENS = json.loads((TEMPLATES / "goldens.json").read_text(encoding="utf-8"))
 CASES = [(name, i) for name, golden in GOLDENS.items() for i in range(len(golden["cases"]))]
+NOW = datetime(2026, 2, 3, 4, 5)  # when the goldens were rendered
 USER = {"role": "user", "content": "hello"}
 SMALL = RenderLimits(max_chars=10_000, max_s=0.2)
 
@@ -40,7 +41,8 @@ def readers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
 def templates(readers: dict[str, Tokenizer]) -> dict[str, ChatTemplate]:
     sources = {name: (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8") for name in GOLDENS}
     return {
-        name: ChatTemplate({"default": sources[name]}, readers[golden["style"]]) for name, golden in GOLDENS.items()
+        name: ChatTemplate({"default": sources[name]}, readers[golden["style"]], now=lambda: NOW)
+        for name, golden in GOLDENS.items()
     }
 
 
@@ -57,6 +59,12 @@ def make(readers: dict[str, Tokenizer]) -> MakeTemplate:
 @pytest.mark.parametrize(("name", "i"), CASES)
 def test_text_and_ids_are_hugging_face_s(name, i, templates):
     golden = GOLDENS[name]["cases"][i]
+    if "error" in golden:
+        for render in (templates[name].render, templates[name].encode):
+            with pytest.raises(TemplateError) as caught:
+                render(**golden["arguments"])
+            assert str(caught.value).endswith(f": {golden['error']}")
+        return
     assert templates[name].render(**golden["arguments"]) == golden["text"]
     assert templates[name].encode(**golden["arguments"]) == golden["ids"]
 

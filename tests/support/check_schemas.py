@@ -1,0 +1,60 @@
+"""Asks the demo model for an answer to each of many random JSON schemas and counts those that are valid.
+
+`python -m tests.support.check_schemas [count] [device]`; exits with 1 if any is not. Every other schema may be spaced
+out, the rest is compact; temperatures are 0, 0.7 and 1.5 by turns.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from pathlib import Path
+
+from model.grammar import COMPACT, WHITESPACE, of_json
+from model.sampling_params import SamplingParams
+from model.tokenizer import Tokenizer
+from service.config import Settings
+from service.engine.build import build_engine
+from service.engine.sequence import Request
+from service.errors import EndReason
+from tests.support.random_schemas import is_valid, random_schema
+
+DEMO = Path(__file__).parents[2] / "model" / "demo"
+MAX_TOKENS = 1500
+TEMPERATURES = (0.0, 0.7, 1.5)
+
+
+def main(count: int, device: str) -> int:
+    engine = build_engine(Settings(model=DEMO, device=device, max_num_seqs=64), progress=False).engine
+    tokenizer = Tokenizer.read(DEMO)
+    schemas = {str(seed): random_schema(random.Random(seed)) for seed in range(count)}
+    prompt = tuple(tokenizer.encode("Tell me about it as JSON: "))
+    for seed, (name, schema) in enumerate(schemas.items()):
+        grammar = of_json(schema, whitespace=WHITESPACE if seed % 2 else COMPACT)
+        wishes = SamplingParams(max_tokens=MAX_TOKENS, temperature=TEMPERATURES[seed % 3], seed=seed, grammar=grammar)
+        engine.add(Request(request_id=name, prompt=prompt, sampling=wishes))
+    start_s, said, ends = time.perf_counter(), {name: [] for name in schemas}, {}
+    while engine.has_work:
+        engine.step()
+        for output in engine.take_outputs():
+            for part in output.parts:
+                said[output.request_id] += part.token_ids
+            if output.end is not None:
+                ends[output.request_id] = output.end
+    bad = [name for name in schemas if not _is_good(tokenizer.decode(said[name]), ends[name], schemas[name])]
+    for name in bad[:10]:
+        print(f"{name}: {ends[name]} {tokenizer.decode(said[name])[:200]!r} for {json.dumps(schemas[name])[:300]}")
+    num_tokens, took_s = sum(map(len, said.values())), time.perf_counter() - start_s
+    print(f"{count - len(bad)} of {count} valid, {num_tokens} tokens in {took_s:.0f} s")
+    return 1 if bad else 0
+
+
+def _is_good(text: str, end: EndReason, schema: dict) -> bool:
+    """A text that was cut at its length is not."""
+    return end is EndReason.STOP and is_valid(json.loads(text), schema)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int((sys.argv[1:2] or ["1000"])[0]), (sys.argv[2:3] or ["cpu"])[0]))
