@@ -1,0 +1,260 @@
+"""How many streams one gateway process keeps open: what it adds to each token's way, and what each costs in memory.
+
+`python -m tests.bench.open_streams --streams 5000` starts a Redis, one `quire gateway`, a stub in an engine's place and
+a client that does nothing but read. The stub gives each stream `--rate` tokens a second, in steps of `--step-ms`, as an
+engine does. A token's latency runs from the moment before the stub publishes its step to its arrival at the client,
+both by this machine's clock: it holds Redis' share and the client's own, which share the cores with the gateway.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from array import array
+from pathlib import Path
+
+import numpy as np
+
+from service.errors import EndReason
+from service.wire.codec import pack_ids
+from service.wire.embedded_redis import EmbeddedRedis
+from service.wire.messages import Event, Part, Usage, WorkerCard
+from service.wire.redis_broker import open_redis_broker
+from tests.support.gateway import MODEL, write_model
+
+OPEN_WITHIN_S = 180.0
+NUM_OPENING = 64
+WARM_UP_S = 2.0
+ID = re.compile(rb"id: (\d+)\n")
+REQUEST_ID = re.compile(rb"X-Request-Id: ([0-9A-Z]+)")
+
+
+class StubEngine:
+    """Claims every job and publishes tokens for all of them, some in each step."""
+
+    def __init__(self, broker, token: int):
+        self._broker = broker
+        self._token = token
+        self.job_ids: list[str] = []
+        self.published_s: dict[str, list[float]] = {}
+
+    async def claim(self, num_jobs: int) -> None:
+        async with asyncio.timeout(OPEN_WITHIN_S):
+            while len(self.job_ids) < num_jobs:
+                for claim in await self._broker.fetch(256, 0.5):
+                    self.job_ids.append(claim.job.job_id)
+                    self.published_s[claim.job.job_id] = []
+
+    async def announce(self) -> None:
+        while True:
+            card = WorkerCard(
+                worker_id="stub",
+                model=MODEL,
+                ready=True,
+                max_model_len=4096,
+                num_blocks=1,
+                block_size=16,
+                beat_at_s=0.0,
+            )
+            await self._broker.announce(card)
+            await asyncio.sleep(1.0)
+
+    async def speak(self, rate: float, step_s: float, for_s: float) -> None:
+        """Steps at even times; one that is late is not made up for."""
+        loop, position = asyncio.get_running_loop(), 0
+        num_a_step = max(1, round(len(self.job_ids) * rate * step_s))
+        due_s = loop.time()
+        end_s = due_s + for_s
+        while loop.time() < end_s:
+            chosen = [self.job_ids[(position + i) % len(self.job_ids)] for i in range(num_a_step)]
+            position += num_a_step
+            await self._publish(chosen)
+            due_s = max(due_s + step_s, loop.time())
+            await asyncio.sleep(due_s - loop.time())
+
+    async def _publish(self, job_ids: list[str]) -> None:
+        now_s = time.monotonic()
+        events = []
+        for job_id in job_ids:
+            self.published_s[job_id].append(now_s)
+            number = len(self.published_s[job_id])
+            events.append(Event(job_id=job_id, number=number, parts=(Part(tokens=pack_ids([self._token])),)))
+        await self._broker.publish(events)
+
+    async def end(self) -> None:
+        usage = Usage(prompt_tokens=1, completion_tokens=1)
+        for start in range(0, len(self.job_ids), 256):
+            await self._broker.publish(
+                [
+                    Event(job_id=job_id, number=len(self.published_s[job_id]) + 1, end=EndReason.LENGTH, usage=usage)
+                    for job_id in self.job_ids[start : start + 256]
+                ]
+            )
+
+
+def read_streams(port: int, num_streams: int, out: Path) -> None:
+    """The client: opens streams, says `open`, notes when which event of which stream came, until all have ended."""
+    body = json.dumps({"model": MODEL, "prompt": [1, 2, 3], "max_tokens": 400, "stream": True}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+    selector = selectors.DefaultSelector()
+    times, streams, numbers, names = array("d"), array("l"), array("l"), {}
+    num_opened = num_closed = 0
+    while num_closed < num_streams:
+        while num_opened < num_streams and num_opened - len(names) < NUM_OPENING:
+            connection = socket.create_connection(("127.0.0.1", port))
+            connection.sendall(request)
+            selector.register(connection, selectors.EVENT_READ, num_opened)
+            num_opened += 1
+        for key, _ in selector.select():
+            data = key.fileobj.recv(65536)
+            now_s = time.monotonic()
+            if key.data not in names:
+                names[key.data] = REQUEST_ID.search(data)[1].decode()
+                if len(names) == num_streams:
+                    print("open", flush=True)
+            for number in ID.findall(data):
+                times.append(now_s)
+                streams.append(key.data)
+                numbers.append(int(number))
+            if not data or b"data: [DONE]" in data:
+                selector.unregister(key.fileobj)
+                key.fileobj.close()
+                num_closed += 1
+    np.savez(out, times=times, streams=streams, numbers=numbers, names=np.array([names[i] for i in range(num_streams)]))
+
+
+def rss_kb(pid: int) -> int:
+    return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
+
+
+async def measure(args: argparse.Namespace, folder: Path, redis_url: str) -> dict[str, float]:
+    write_model(folder / "model")
+    broker = await open_redis_broker(redis_url)
+    gateway = _start_gateway(args.streams, folder, redis_url)
+    stub = StubEngine(broker, token=65)
+    duty = asyncio.create_task(stub.announce())
+    try:
+        port = await asyncio.to_thread(_port, gateway)
+        idle_kb = rss_kb(gateway.pid)
+        out = folder / "arrivals.npz"
+        command = [sys.executable, "-m", "tests.bench.open_streams", "--read", str(port), str(args.streams), str(out)]
+        client = subprocess.Popen(command, stdout=subprocess.PIPE)
+        # A stream answers with its first token: the stub gives one to each job as it comes.
+        claiming = asyncio.create_task(stub.claim(args.streams))
+        await _speak_first(stub, claiming)
+        await asyncio.to_thread(client.stdout.readline)
+        open_kb = rss_kb(gateway.pid)
+        cpu_s, start_s = _cpu_s(gateway.pid), time.monotonic()
+        await stub.speak(args.rate, args.step_ms / 1000, args.seconds + WARM_UP_S)
+        end_s = time.monotonic()
+        cpu_share = (_cpu_s(gateway.pid) - cpu_s) / (end_s - start_s)
+        busy_kb = rss_kb(gateway.pid)
+        await stub.end()
+        await asyncio.to_thread(client.wait)
+        latencies_ms = _latencies_ms(stub, out, start_s + WARM_UP_S)
+        p50, p90, p99 = np.percentile(latencies_ms, (50, 90, 99))
+        return {
+            "streams": args.streams,
+            "tokens_per_s": round(len(latencies_ms) / (end_s - start_s - WARM_UP_S)),
+            "step_ms": args.step_ms,
+            "latency_ms_p50": round(p50, 2),
+            "latency_ms_p90": round(p90, 2),
+            "latency_ms_p99": round(p99, 2),
+            "kb_a_stream_open": round((open_kb - idle_kb) / args.streams, 1),
+            "kb_a_stream_busy": round((busy_kb - idle_kb) / args.streams, 1),
+            "gateway_cpu_share": round(cpu_share, 2),
+            "load_average": os.getloadavg()[0],
+        }
+    finally:
+        duty.cancel()
+        gateway.send_signal(signal.SIGTERM)
+        gateway.wait()
+        await broker.close()
+
+
+async def _speak_first(stub: StubEngine, claiming: asyncio.Task) -> None:
+    num_told = 0
+    while not claiming.done() or num_told < len(stub.job_ids):
+        fresh = stub.job_ids[num_told : num_told + 256]
+        num_told += len(fresh)
+        if fresh:
+            await stub._publish(fresh)
+        else:
+            await asyncio.sleep(0.005)
+    claiming.result()
+
+
+def _start_gateway(num_streams: int, folder: Path, redis_url: str) -> subprocess.Popen:
+    flags = {
+        "redis-url": redis_url,
+        "model": folder / "model",
+        "served-model-name": MODEL,
+        "port": 0,
+        "max-connections": num_streams + 100,
+        "max-connections-per-client": num_streams + 100,
+        "max-waiting": 1 << 20,
+        "drain-timeout": 5,
+    }
+    command = [sys.executable, "-m", "service.cli.main", "gateway", *(f"--{k}={v}" for k, v in flags.items())]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def _port(gateway: subprocess.Popen) -> int:
+    for line in gateway.stdout:
+        if found := re.search(r"http://127\.0\.0\.1:(\d+)", line):
+            return int(found[1])
+    raise AssertionError("the gateway did not start")
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _latencies_ms(stub: StubEngine, out: Path, since_s: float) -> np.ndarray:
+    found = np.load(out)
+    names = found["names"].tolist()
+    latencies = []
+    for arrived_s, stream, number in zip(found["times"], found["streams"], found["numbers"], strict=True):
+        published = stub.published_s[names[stream]]
+        if number <= len(published) and published[number - 1] >= since_s:
+            latencies.append((arrived_s - published[number - 1]) * 1000)
+    return np.array(latencies)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=5000)
+    parser.add_argument("--rate", type=float, default=1.0, help="tokens a second and stream")
+    parser.add_argument("--step-ms", type=float, default=20.0)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--read", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.read:
+        read_streams(int(args.read[0]), int(args.read[1]), Path(args.read[2]))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        server = EmbeddedRedis.start(Path(folder) / "redis")
+        try:
+            figures = asyncio.run(measure(args, Path(folder), server.url))
+        finally:
+            server.stop()
+    print(json.dumps(figures))
+    if args.out is not None:
+        args.out.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
