@@ -51,12 +51,48 @@ class IngressEntry:
     payload: bytes
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """How much may wait; None: as much as comes. Tokens are what jobs may cost (fair_queue.cost_of)."""
+
+    max_jobs: int | None = None
+    max_tokens: int | None = None
+    max_tokens_per_tenant: int | None = None
+
+
+UNBOUNDED = Bounds()
+
+
+@dataclass(eq=False)
+class QueueFull(Exception):
+    """No room for a job now: nothing was accepted. Tells what waits already, of all or of the job's tenant."""
+
+    of_tenant: bool
+    num_jobs: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Backlog:
+    """What waits to be claimed."""
+
+    num_jobs: int
+    num_tokens: int
+    num_own_tokens: int  # of the tenant that was asked about
+
+
 class DoorBroker(Protocol):
     """The half that gateways use."""
 
-    async def submit(self, job: Job) -> None:
-        """The job is accepted when this returns; a second time changes nothing. Raises BrokerUnavailable, or WireError
-        for one that is too large."""
+    async def submit(self, job: Job, bounds: Bounds = UNBOUNDED) -> None:
+        """The job is accepted when this returns; a second time changes nothing. Raises QueueFull, BrokerUnavailable, or
+        WireError for one that is too large."""
+
+    async def backlog(self, tenant: str) -> Backlog:
+        """What waits, and what of it is this tenant's."""
+
+    async def place(self, job_id: str) -> int | None:
+        """How many of its tenant's own jobs go before a waiting one; None for one that does not wait."""
 
     def follow(self, job_id: str, after: int = 0) -> AsyncIterator[Event]:
         """The job's events with numbers above `after`, in order, each once; ends behind the one that has `end`.

@@ -15,7 +15,7 @@ local claimed = {}
 local function take(job, state)
   if state.cancel then return end_job(job, state, state.cancel) end
   if state.deadline and state.deadline <= now then return end_job(job, state, 'deadline') end
-  leave_queue(state)
+  leave_queue(job, state)
   state.attempts = state.attempts + 1
   state.told = state.attempts > 1 and last_number(state.log) or 0
   write_state(job, state)
@@ -38,7 +38,21 @@ if ARGV[13] == '1' then
   end
 end
 
+-- Waiting jobs by turns; what the loop below finds of them has no turn, and should not be there.
+local function take_by_turns()
+  local num_looked = 0
+  while #claimed < most and num_looked < most + 256 do
+    local job = next_job(now)
+    if not job then return end
+    local state, num_before = read_state(job), #claimed
+    take(job, state)
+    if #claimed > num_before then charge(state) end
+    num_looked = num_looked + 1
+  end
+end
+
 for queue = 10, #KEYS do
+  if KEYS[queue] == WAITING then take_by_turns() end
   while #claimed < most do
     local entries = redis.call('XRANGE', KEYS[queue], '-', '+', 'COUNT', most - #claimed)
     if #entries == 0 then break end

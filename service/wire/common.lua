@@ -8,6 +8,8 @@
 --            deaths, deaths_in_all  engine deaths while it was in flight, since it last got on; from the beginning
 --            cancel                 why it is no longer wanted, though it was claimed when that was said
 --            cause                  what the last of those deaths was
+--            tenant, cost           whose it is; tokens that it may cost
+--            lane, priority         how it waits (see fair.lua)
 --            stops                  list of "<branch> <reason>": branches that are no longer wanted
 -- KEYS[3]  quire:claims     hash, job id -> fence "<attempt> <owner>", while it is claimed
 -- KEYS[4]  quire:deadlines  sorted set, job ids by deadline
@@ -48,11 +50,13 @@ end
 
 local function enqueue(job, state, queue)
   state.queue, state.entry = queue, redis.call('XADD', queue, '*', 'm', job)
+  if queue == WAITING then shelve(job, state, now_s()) end
   write_state(job, state)
 end
 
-local function leave_queue(state)
+local function leave_queue(job, state)
   if state.entry then redis.call('XDEL', state.queue, state.entry) end
+  if state.queue == WAITING then unshelve(job, state) end
   state.queue, state.entry = nil, nil
 end
 
@@ -96,7 +100,7 @@ local function end_job(job, state, reason)
     redis.call('EXPIRE', state.log, ENDED_LIFE_S)
     tell(state.feed, message)
   end
-  leave_queue(state)
+  leave_queue(job, state)
   forget(job)
 end
 

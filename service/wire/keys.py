@@ -22,6 +22,10 @@ DEADLINES = "quire:deadlines"
 """Sorted set. Job ids by deadline, Redis time. Doors write, workers read. From acceptance to the end."""
 WAITING = "quire:waiting"
 """Stream. Accepted jobs, m = job id. Doors write, workers read. An entry lives until its job is claimed."""
+WAITING_TOKENS = "quire:waiting:tokens"
+"""Hash. Tenant to the tokens that its waiting jobs may cost, '' to those of all. Scripts write, doors read. As long as
+any wait. The other keys of the order in which jobs are claimed are the scripts' own, and `fair.lua` says what they are:
+`quire:waiting:lane:<lane>`, `quire:waiting:jobs:<lane>:<tenant>`, `quire:waiting:times`."""
 RETURNED = "quire:returned"
 """Stream. Jobs that were claimed before, m = job id; they go first. Workers write and read. Until claimed again."""
 SUSPECTS = "quire:suspects"

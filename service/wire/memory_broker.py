@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import replace
 
 from service.wire import keys
-from service.wire.broker import BrokerUnavailable, Claim, IngressEntry, Lease
+from service.wire.broker import UNBOUNDED, Backlog, Bounds, BrokerUnavailable, Claim, IngressEntry, Lease
 from service.wire.memory_queue import MemoryQueue
 from service.wire.messages import Cancel, Event, Job, RequestRecord, WorkerCard
 
@@ -34,9 +34,15 @@ class MemoryBroker:
         self._may_have_predecessor = True
         self._is_closed = False
 
-    async def submit(self, job: Job) -> None:
+    async def submit(self, job: Job, bounds: Bounds = UNBOUNDED) -> None:
         self._check_open()
-        self.queue.submit(job)
+        self.queue.submit(job, bounds)
+
+    async def backlog(self, tenant: str) -> Backlog:
+        return self.queue.backlog(tenant)
+
+    async def place(self, job_id: str) -> int | None:
+        return self.queue.place(job_id)
 
     def follow(self, job_id: str, after: int = 0) -> AsyncIterator[Event]:
         keys.events(job_id)

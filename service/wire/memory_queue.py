@@ -15,9 +15,13 @@ from service.wire.broker import (
     MAX_DEATHS,
     MAX_DEATHS_IN_ALL,
     SUSPECT_AFTER_DEATHS,
+    Backlog,
+    Bounds,
     Claim,
     IngressEntry,
+    QueueFull,
 )
+from service.wire.fair_queue import FairQueue, cost_of
 from service.wire.memory_requests import MemoryRequests
 from service.wire.messages import Cancel, Event, Job, Usage, WorkerCard
 
@@ -71,7 +75,7 @@ class MemoryQueue:
         self.dead: list[tuple[Job, str]] = []
         self._ingress: dict[str, deque[IngressEntry]] = {}
         self._states: dict[str, _State] = {}
-        self._waiting: deque[str] = deque()
+        self._waiting = FairQueue()
         self._returned: deque[str] = deque()
         self._suspects: deque[str] = deque()
         self._tombstones: dict[str, EndReason] = {}
@@ -87,16 +91,37 @@ class MemoryQueue:
     def num_claimable(self) -> int:
         return len(self._waiting) + len(self._returned)
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Job, bounds: Bounds) -> None:
+        """Raises QueueFull."""
         self._forget_old()
         if job.job_id in self._states or job.job_id in self.logs:
             return
+        if job.job_id not in self._tombstones:
+            self._check_room(job, bounds)
         self._states[job.job_id] = _State(job)
-        self._waiting.append(job.job_id)
+        self._waiting.add(job)
         reason = self._tombstones.pop(job.job_id, None)
         if reason is not None:
             self._end(job.job_id, reason)
         self.tell()
+
+    def _check_room(self, job: Job, bounds: Bounds) -> None:
+        for tenant, max_jobs, max_tokens in (
+            (job.tenant, None, bounds.max_tokens_per_tenant),
+            (None, bounds.max_jobs, bounds.max_tokens),
+        ):
+            num_jobs, num_tokens = self._waiting.waiting(tenant)
+            is_over = max_tokens is not None and num_tokens > 0 and num_tokens + cost_of(job) > max_tokens
+            if is_over or (max_jobs is not None and num_jobs >= max_jobs):
+                raise QueueFull(of_tenant=tenant is not None, num_jobs=num_jobs, num_tokens=num_tokens)
+
+    def backlog(self, tenant: str) -> Backlog:
+        _, num_own_tokens = self._waiting.waiting(tenant)
+        _, num_tokens = self._waiting.waiting()
+        return Backlog(self.num_waiting, num_tokens, num_own_tokens)
+
+    def place(self, job_id: str) -> int | None:
+        return self._waiting.place(job_id)
 
     def cancel(self, cancel: Cancel) -> None:
         state = self._states.get(cancel.job_id)
@@ -118,10 +143,14 @@ class MemoryQueue:
     def claim(self, owner: str, max_jobs: int) -> Sequence[Claim]:
         """Those that were claimed before come first."""
         claims = []
-        for waiting in (self._returned, self._waiting):
-            while waiting and len(claims) < max_jobs:
-                claim = self._take(waiting[0], owner)
-                claims += [] if claim is None else [claim]
+        while self._returned and len(claims) < max_jobs:
+            claim = self._take(self._returned[0], owner)
+            claims += [] if claim is None else [claim]
+        while self._waiting and len(claims) < max_jobs:
+            claim = self._take(self._waiting.next(), owner)
+            if claim is not None:
+                self._waiting.charge(claim.job)
+                claims.append(claim)
         return claims
 
     def claim_suspect(self, owner: str) -> Claim | None:
@@ -237,7 +266,8 @@ class MemoryQueue:
         self.tell()
 
     def _leave_queue(self, job_id: str) -> None:
-        for queue in (self._waiting, self._returned, self._suspects):
+        self._waiting.remove(job_id)
+        for queue in (self._returned, self._suspects):
             if job_id in queue:
                 queue.remove(job_id)
 

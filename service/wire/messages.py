@@ -25,6 +25,8 @@ class Job:
     submitted_at_s: float  # Redis time, Unix seconds
     deadline_s: float | None = None  # Redis time, Unix seconds
     feed: str  # the door instance that follows this job's events
+    priority: int = 0  # among its tenant's waiting jobs; lower goes first
+    is_batch: bool = False  # it waits in the lowest lane
 
 
 @dataclass(frozen=True, kw_only=True)

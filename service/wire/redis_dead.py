@@ -11,7 +11,7 @@ from service.wire.broker import SUSPECT_AFTER_DEATHS
 from service.wire.codec import decode, encode
 from service.wire.messages import DeadLetter, Job
 from service.wire.redis_link import RedisLink
-from service.wire.redis_state import deadline_arg, new_state
+from service.wire.redis_state import bound_args, deadline_arg, new_state
 
 PAYLOAD = keys.PAYLOAD_FIELD.encode()
 
@@ -41,7 +41,7 @@ class RedisDead:
             decode(Job, letter.job), job_id=f"again-{secrets.token_hex(8)}", submitted_at_s=now_s, deadline_s=None
         )
         state = new_state(job, deaths=SUSPECT_AFTER_DEATHS)
-        args = [secrets.token_hex(8), job.job_id, encode(job), state, deadline_arg(job)]
+        args = [secrets.token_hex(8), job.job_id, encode(job), state, deadline_arg(job), *bound_args()]
         await self._link.script("submit", [keys.cancel(job.job_id)], args)
         async with self._link.commands() as redis:
             await redis.xdel(keys.DEAD, entry_id)

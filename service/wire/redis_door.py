@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Sequence
 
 from service.logs import fields
 from service.wire import keys
-from service.wire.broker import IngressEntry
+from service.wire.broker import UNBOUNDED, Backlog, Bounds, IngressEntry, QueueFull
 from service.wire.codec import WireError, decode, encode
 from service.wire.messages import Cancel, Event, Job, WorkerCard
 from service.wire.redis_feed import FeedReader
 from service.wire.redis_group import GroupReader
 from service.wire.redis_link import RedisLink
-from service.wire.redis_state import deadline_arg, new_state
+from service.wire.redis_state import bound_args, deadline_arg, new_state
 
 log = logging.getLogger("quire.redis")
 
@@ -27,12 +27,26 @@ class RedisDoor:
         self._feeds = FeedReader(link, self.submit)
         self._ingress = GroupReader(link, keys.INGRESS_GROUP, name)
 
-    async def submit(self, job: Job) -> None:
+    async def submit(self, job: Job, bounds: Bounds = UNBOUNDED) -> None:
         payload = encode(job)
         self._feeds.submitting(job)
-        args = [secrets.token_hex(8), job.job_id, payload, new_state(job), deadline_arg(job)]
-        await self._link.script("submit", [keys.cancel(job.job_id)], args)
+        args = [secrets.token_hex(8), job.job_id, payload, new_state(job), deadline_arg(job), *bound_args(bounds)]
+        answer = await self._link.script("submit", [keys.cancel(job.job_id)], args)
+        if answer[0] < 0:
+            self._feeds.refused(job.job_id)
+            raise QueueFull(of_tenant=answer[0] == -2, num_jobs=answer[1], num_tokens=answer[2])
         self._feeds.submitted(job.job_id)
+
+    async def backlog(self, tenant: str) -> Backlog:
+        async with self._link.commands() as redis, redis.pipeline(transaction=True) as pipeline:
+            for queue in (keys.RETURNED, keys.WAITING, keys.SUSPECTS):
+                pipeline.xlen(queue)
+            pipeline.hmget(keys.WAITING_TOKENS, "", tenant)
+            *lengths, tokens = await pipeline.execute()
+        return Backlog(sum(lengths), *(int(count or 0) for count in tokens))
+
+    async def place(self, job_id: str) -> int | None:
+        return await self._link.script("place", [], [job_id])
 
     def follow(self, job_id: str, after: int = 0) -> AsyncIterator[Event]:
         return self._feeds.follow(job_id, after)

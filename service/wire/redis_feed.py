@@ -72,6 +72,10 @@ class FeedReader:
         if job_id in self._own:
             self._accepted.add(job_id)
 
+    def refused(self, job_id: str) -> None:
+        """The queue took it not: nothing will be heard of it."""
+        self._disown(job_id)
+
     async def close(self) -> None:
         self._logs.is_closed = True
         for task in self._tasks:

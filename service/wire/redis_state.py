@@ -7,6 +7,8 @@ from typing import Any
 import msgpack
 
 from service.wire import keys
+from service.wire.broker import UNBOUNDED, Bounds
+from service.wire.fair_queue import cost_of, lane_of
 from service.wire.messages import Job
 
 
@@ -15,6 +17,7 @@ def new_state(job: Job, attempts: int = 0, deaths: int = 0) -> bytes:
     whose name is none."""
     state: dict[str, Any] = {"feed": keys.feed(job.feed), "log": keys.events(job.job_id)}
     state |= {"attempts": attempts, "told": 0, "deaths": deaths, "deaths_in_all": deaths}
+    state |= {"tenant": job.tenant, "cost": cost_of(job), "lane": lane_of(job), "priority": job.priority}
     if job.deadline_s is not None:
         state["deadline"] = job.deadline_s
     return msgpack.packb(state)
@@ -23,3 +26,9 @@ def new_state(job: Job, attempts: int = 0, deaths: int = 0) -> bytes:
 def deadline_arg(job: Job) -> str:
     """A deadline as the scripts take it: empty where there is none."""
     return "" if job.deadline_s is None else repr(float(job.deadline_s))
+
+
+def bound_args(bounds: Bounds = UNBOUNDED) -> tuple[int | str, ...]:
+    """Bounds as `submit` takes them: empty where there is none."""
+    limits = (bounds.max_jobs, bounds.max_tokens, bounds.max_tokens_per_tenant)
+    return tuple("" if limit is None else limit for limit in limits)

@@ -16,7 +16,7 @@ for i = 1, #items, 5 do
   local fence, claim, state = attempt .. ' ' .. owner, redis.call('HGET', CLAIMS, job), read_state(job)
   if claim ~= fence then
     if not claim and state and state.entry and state.attempts < attempt then
-      leave_queue(state)
+      leave_queue(job, state)
     elseif is_new and not state then
       state = cmsgpack.unpack(fresh)
       redis.call('HSET', JOBS, job, message)

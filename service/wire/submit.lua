@@ -2,18 +2,23 @@
 --
 -- KEYS[10] quire:{<job>}:cancel  string, its tombstone
 -- ARGV[9] epoch, if there is none   ARGV[10] job   ARGV[11] message   ARGV[12] state   ARGV[13] deadline or ''
--- Returns 1, or 0 for one that is there already.
+-- ARGV[14] most jobs that may wait   ARGV[15] most tokens of all   ARGV[16] most tokens of one tenant; '' for no bound
+-- Returns {1}; {0} for one that is there already; or, for one that finds no room, {-1, jobs, tokens} where the queue is
+-- full, {-2, jobs, tokens} where its tenant has its share: what waits of all, or of the tenant.
 
 redis.call('SET', EPOCH, ARGV[9], 'NX')
 local job, state = ARGV[10], cmsgpack.unpack(ARGV[12])
-if redis.call('HEXISTS', JOBS, job) == 1 or redis.call('EXISTS', state.log) == 1 then return 0 end
+if redis.call('HEXISTS', JOBS, job) == 1 or redis.call('EXISTS', state.log) == 1 then return {0} end
 local unwanted = redis.call('GET', KEYS[10])
 if unwanted then
   redis.call('DEL', KEYS[10])
   end_job(job, state, unwanted)
-  return 1
+  return {1}
 end
+local max_jobs, max_tokens, max_own = unpack(ARGV, 14, 16)
+local full = no_room(state, max_jobs, max_tokens, max_own)
+if full then return full end
 redis.call('HSET', JOBS, job, ARGV[11])
 enqueue(job, state, is_suspect(state) and SUSPECTS or WAITING)
 if ARGV[13] ~= '' then redis.call('ZADD', DEADLINES, ARGV[13], job) end
-return 1
+return {1}

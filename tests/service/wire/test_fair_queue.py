@@ -1,0 +1,186 @@
+"""Who is served next, and how much may wait: the same in memory and in Redis."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from model.sampling_params import BeamSearch, SamplingParams
+from service.errors import EndReason
+from service.wire import fair_queue
+from service.wire.broker import Bounds, QueueFull
+from service.wire.codec import pack_ids
+from service.wire.fair_queue import cost_of
+from service.wire.memory_broker import MemoryBroker
+from service.wire.messages import Cancel
+from tests.support.wire import make_event, make_job
+
+
+def job_of(job_id: str, tenant: str, tokens: int = 10, **changes):
+    return make_job(
+        job_id, tenant=tenant, prompt=pack_ids([1]), sampling=SamplingParams(max_tokens=tokens - 1), **changes
+    )
+
+
+async def submit(broker, *jobs):
+    for job in jobs:
+        await broker.submit(job)
+
+
+async def served(broker, count: int = 64, at_once: int = 1) -> list[str]:
+    """Ids in the order in which they are claimed."""
+    found = []
+    while len(found) < count and (claims := await broker.fetch(at_once, 0.0)):
+        found += [claim.job.job_id for claim in claims]
+    return found
+
+
+def test_what_a_job_counts_for():
+    def cost(**sampling):
+        return cost_of(make_job(sampling=SamplingParams(**sampling)))
+
+    assert cost(max_tokens=10) == 13
+    assert cost(max_tokens=10, n=2, best_of=3) == 33
+    assert cost(max_tokens=10, beam=BeamSearch(width=4)) == 43
+    assert cost(max_tokens=100_000) == 3 + 1024
+
+
+async def test_a_tenants_jobs_keep_their_order(broker):
+    await submit(broker, *(job_of(f"J{number}", "a") for number in (3, 1, 2, 11, 10)))
+    assert await served(broker) == ["J3", "J1", "J2", "J11", "J10"]
+
+
+@pytest.mark.parametrize("at_once", [1, 64])
+async def test_tenants_take_turns(broker, at_once):
+    await submit(broker, *(job_of(f"A{number}", "a") for number in range(6)))
+    await submit(broker, *(job_of(f"B{number}", "b") for number in range(2)))
+    await submit(broker, job_of("C0", "c"))
+    order = await served(broker, at_once=at_once)
+    assert order[0] == "A0"
+    assert set(order[1:3]) == {"B0", "C0"}
+    assert order.index("B1") <= 4
+    assert order[-3:] == ["A3", "A4", "A5"]
+
+
+async def test_turns_are_counted_in_tokens(broker):
+    await submit(broker, *(job_of(f"A{number}", "a", tokens=100) for number in range(3)))
+    await submit(broker, *(job_of(f"B{number}", "b", tokens=10) for number in range(12)))
+    order = await served(broker)
+    assert order[:12] == ["A0", *(f"B{number}" for number in range(10)), "A1"]
+
+
+async def test_who_was_away_has_saved_up_nothing(broker):
+    await submit(broker, *(job_of(f"A{number}", "a") for number in range(10)))
+    assert await served(broker, 5) == [f"A{number}" for number in range(5)]
+    await submit(broker, *(job_of(f"B{number}", "b") for number in range(5)))
+    order = await served(broker)
+    assert [job_id[0] for job_id in order[:6]].count("A") == 3
+
+
+async def test_priority_is_for_a_tenants_own_jobs(broker):
+    await submit(broker, job_of("A0", "a"), job_of("A1", "a"), job_of("A2", "a", priority=-1))
+    await submit(broker, job_of("B0", "b"), job_of("B1", "b", priority=-100))
+    order = await served(broker)
+    assert [job_id for job_id in order if job_id[0] == "A"] == ["A2", "A0", "A1"]
+    assert [job_id for job_id in order if job_id[0] == "B"] == ["B1", "B0"]
+    assert {order[0][0], order[1][0]} == {"A", "B"}
+
+
+async def test_batch_work_is_the_lowest_lane(broker):
+    await submit(broker, job_of("X0", "x", is_batch=True), job_of("X1", "x", is_batch=True))
+    await submit(broker, *(job_of(f"A{number}", "a", tokens=500) for number in range(3)))
+    assert await served(broker) == ["A0", "A1", "A2", "X0", "X1"]
+
+
+async def test_old_batch_work_has_its_turn(monkeypatch):
+    broker = MemoryBroker()
+    await submit(broker, job_of("X0", "x", is_batch=True), *(job_of(f"A{number}", "a") for number in range(3)))
+    monkeypatch.setattr(fair_queue, "BATCH_AGE_S", 0.0)
+    assert (await served(broker)).index("X0") < 2
+
+
+async def test_old_batch_work_has_its_turn_in_redis(open_broker, redis):
+    broker = await open_broker()
+    await submit(broker, job_of("X0", "x", is_batch=True), *(job_of(f"A{number}", "a") for number in range(3)))
+    redis.zincrby("quire:waiting:jobs:batch:x", -fair_queue.BATCH_AGE_S - 1, "X0")
+    assert (await served(broker)).index("X0") < 2
+
+
+async def test_what_waits_is_counted(broker):
+    await submit(broker, job_of("A0", "a", 10), job_of("A1", "a", 20, is_batch=True), job_of("B0", "b", 40))
+    backlog = await broker.backlog("a")
+    assert (backlog.num_jobs, backlog.num_tokens, backlog.num_own_tokens) == (3, 70, 30)
+    assert (await broker.backlog("nobody")).num_own_tokens == 0
+    await broker.cancel(Cancel(job_id="A1", reason=EndReason.CANCELLED))
+    assert (await broker.backlog("a")).num_tokens == 50
+    await served(broker)
+    backlog = await broker.backlog("a")
+    assert (backlog.num_jobs, backlog.num_tokens, backlog.num_own_tokens) == (0, 0, 0)
+
+
+async def test_a_place_in_the_queue(broker):
+    await submit(broker, job_of("A0", "a"), job_of("A1", "a"), job_of("B0", "b"), job_of("A2", "a", priority=-5))
+    assert [await broker.place(job_id) for job_id in ("A2", "A0", "A1", "B0", "C")] == [0, 1, 2, 0, None]
+    (claim,) = await broker.fetch(1, 0.0)
+    assert await broker.place(claim.job.job_id) is None
+
+
+async def test_how_much_may_wait(broker):
+    bounds = Bounds(max_jobs=5, max_tokens=100, max_tokens_per_tenant=60)
+    await broker.submit(job_of("A0", "a", 1000), bounds)  # alone it always finds room
+    with pytest.raises(QueueFull) as full:
+        await broker.submit(job_of("A1", "a", 10), bounds)
+    assert (full.value.of_tenant, full.value.num_jobs, full.value.num_tokens) == (True, 1, 1000)
+    with pytest.raises(QueueFull) as full:
+        await broker.submit(job_of("B0", "b", 10), bounds)
+    assert (full.value.of_tenant, full.value.num_jobs, full.value.num_tokens) == (False, 1, 1000)
+    assert await served(broker) == ["A0"]
+    for number in range(5):
+        await broker.submit(job_of(f"T{number}", f"t{number}", 10), bounds)
+    with pytest.raises(QueueFull) as full:
+        await broker.submit(job_of("T5", "t5", 1), bounds)
+    assert (full.value.of_tenant, full.value.num_jobs) == (False, 5)
+    await broker.submit(job_of("T0", "t0", 10), bounds)  # accepted before
+    await broker.submit(job_of("T5", "t5", 1))
+    assert await broker.num_waiting() == 6
+
+
+async def test_a_job_that_comes_back_goes_first_and_costs_no_second_turn(broker):
+    await submit(broker, *(job_of(f"A{number}", "a") for number in range(3)), job_of("B0", "b"))
+    (claim,) = await broker.fetch(1, 0.0)
+    await broker.hand_back([claim.job.job_id])
+    assert (await broker.backlog("a")).num_tokens == 30
+    order = await served(broker)
+    assert order[0] == "A0"
+    assert order[1] == "B0"
+
+
+async def test_redis_serves_as_memory_does(open_broker):
+    chance = random.Random(4)
+    brokers = [MemoryBroker(), await open_broker()]
+    waiting = []
+    for number in range(300):
+        act = chance.random()
+        if act < 0.5 or not waiting:
+            job = job_of(
+                f"J{number}", chance.choice("abcd"), chance.randrange(2, 50), priority=chance.choice((0, 0, -3, 7)),
+                is_batch=chance.random() < 0.2,
+            )  # fmt: skip
+            waiting.append(job.job_id)
+            for broker in brokers:
+                await broker.submit(job)
+        elif act < 0.6:
+            job_id = waiting.pop(chance.randrange(len(waiting)))
+            for broker in brokers:
+                await broker.cancel(Cancel(job_id=job_id, reason=EndReason.CANCELLED))
+        else:
+            most = chance.randrange(1, 4)
+            claimed = [[claim.job.job_id for claim in await broker.fetch(most, 0.0)] for broker in brokers]
+            assert claimed[0] == claimed[1]
+            waiting = [job_id for job_id in waiting if job_id not in claimed[0]]
+            for broker in brokers:
+                await broker.publish([make_event(job_id, 1, EndReason.STOP) for job_id in claimed[0]])
+        counts = [await broker.backlog("a") for broker in brokers]
+        assert counts[0] == counts[1]
+        assert counts[0].num_jobs == len(waiting)
