@@ -28,6 +28,9 @@ launching takes."""
 MAX_CHUNKS = 32
 """Longer chunks in a captured step."""
 
+MIN_GAIN = 1.05
+"""By how much the rows a second have to rise for tokens to be left to the next step."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepInputs:
@@ -81,6 +84,7 @@ class StepGraphs:
         self._decodes_only = decode_sizes(max_rows)
         self._decodes_beside_chunks = _decodes_beside_chunks(max_rows)
         self._replays: dict[tuple[int, int], Callable[[], None]] = {}
+        self._seconds: dict[tuple[int, int], float] = {}  # of those with chunks, on padding alone
 
     def capture(self, kv: Array, *, progress: bool = False) -> None:
         """Record the pass on this cache, the largest size first, so that the smaller ones find its memory.
@@ -95,6 +99,7 @@ class StepGraphs:
         self._model.tune(tuned, tuned)
         for size in tqdm(sorted(sizes, key=sum, reverse=True), desc="graphs", disable=not progress):
             self._replays[size] = self._model.ops.capture(partial(self._run, self._batch(*size), kv))
+        self._seconds = {size: self._seconds_of(size) for size in sizes if size[1]}
 
     def forward(self, inputs: StepInputs) -> Array | None:
         """Logits float32[R, V], good until the next call; None where the step fits no captured size."""
@@ -106,6 +111,33 @@ class StepGraphs:
         self._model.ops.upload_rows(tables, self._block_tables)
         self._replays[size]()
         return self._logits[: len(inputs.logit_rows)]
+
+    def fit(self, num_decodes: int, num_tokens: int) -> int:
+        """How many of `num_tokens` tokens of chunks a step should take beside its decodes, if the rest can wait.
+
+        The device takes rows in waves of tiles: one row too many can cost a third of a step. All of them, unless a
+        smaller captured size does clearly more rows a second.
+        """
+        decodes = _at_least(self._decodes_beside_chunks, num_decodes)
+        room = decodes - num_decodes
+        if num_tokens - room > ROWS_BESIDE[-1]:
+            return num_tokens
+        all_of_them = _at_least(ROWS_BESIDE, num_tokens - room)
+        best, best_rate = num_tokens, MIN_GAIN * (num_decodes + num_tokens) / self._seconds[decodes, all_of_them]
+        for more in ROWS_BESIDE:
+            rate = (decodes + more) / self._seconds[decodes, more]
+            if more < all_of_them and rate > best_rate:
+                best, best_rate = room + more, rate
+        return best
+
+    def _seconds_of(self, size: tuple[int, int]) -> float:
+        """The better of two replays."""
+        ops, times = self._model.ops, []
+        for _ in range(2):
+            begin = ops.mark()
+            self._replays[size]()
+            times.append(ops.elapsed_s(begin, ops.mark()))
+        return min(times)
 
     def _size_of(self, inputs: StepInputs) -> tuple[int, int] | None:
         num_decodes, num_chunks = inputs.num_decodes, len(inputs.query_lens) - inputs.num_decodes

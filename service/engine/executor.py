@@ -69,6 +69,10 @@ class ModelExecutor:
         if self._graphs is not None:
             self._graphs.capture(kv, progress=progress)
 
+    def fit_prompts(self, num_decodes: int, num_tokens: int) -> int:
+        """How many of so many prompt tokens a step should take beside its decodes, if others are waiting anyway."""
+        return num_tokens if self._graphs is None else self._graphs.fit(num_decodes, num_tokens)
+
     def launch(self, plan: StepPlan) -> _Launched:
         """See service.engine.engine.Executor."""
         samplers, scratch = plan.samplers, ExitStack()

@@ -8,7 +8,9 @@ for every decode waits for the whole step; but the more of them wait, the larger
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain, islice
 
 from service.engine.kv_manager import NO_MATCH, KVManager
 from service.engine.plan import Chunk, StepPlan
@@ -30,6 +32,7 @@ class Limits:
     max_num_batched_tokens: int
     max_prefill_chunk: int  # prompt tokens of a step that also decodes, for each of the first open prompts
     max_model_len: int
+    fit_prompts: Callable[[int, int], int] | None = None  # (decodes, prompt tokens): how many of these a step does best
 
 
 class Scheduler:
@@ -102,8 +105,7 @@ class Scheduler:
                 prefills.append(sequence)
         chunks, budget = self._continue([], decodes, self._limits.max_num_batched_tokens)
         if chunks:
-            num_prompts = max(1, len(prefills) + len(self.waiting))
-            budget = min(budget, self._prompt_budget(num_prompts, len(chunks)))
+            budget = min(budget, self._prompt_budget(prefills, len(chunks)))
         chunks, budget = self._continue(chunks, prefills, budget)
         for chunk in chunks:
             if chunk.length > 1:
@@ -114,15 +116,26 @@ class Scheduler:
         self.preemption.prepare(self.running)
         return StepPlan(tuple(chunks), self._kv.take_copies(), *self._kv.take_swaps())
 
-    def _prompt_budget(self, num_prompts: int, num_decodes: int) -> int:
+    def _prompt_budget(self, prefills: list[Sequence], num_decodes: int) -> int:
         """Prompt tokens of a step that also decodes.
 
         A chunk where one prompt is open. Where more are, as many whole chunks as that, decodes and all, but few: every
-        decode waits for them. Only a long queue wants throughput more than a short step.
+        decode waits for them. Only a queue wants throughput more than a short step: the longer it is, the more it gets,
+        and no more than the device does at its best rate.
         """
-        chunk = self._limits.max_prefill_chunk
+        chunk, num_prompts = self._limits.max_prefill_chunk, len(prefills) + len(self.waiting)
         num_chunks = max(min(num_prompts, MAX_OPEN_CHUNKS), num_prompts // PROMPTS_A_CHUNK)
-        return max(chunk, num_chunks * chunk - num_decodes)
+        budget = max(chunk, num_chunks * chunk - num_decodes)
+        if self._limits.fit_prompts is None or num_prompts <= MAX_OPEN_CHUNKS:
+            return budget
+        num_slots = self._limits.max_num_seqs - len(self.running)
+        waiting = (group.live[0] for group in islice(self.waiting, num_slots))
+        wanted = 0
+        for sequence in chain(prefills, waiting):
+            wanted += sequence.num_uncomputed_tokens
+            if wanted >= budget:
+                return self._limits.fit_prompts(num_decodes, budget)
+        return self._limits.fit_prompts(num_decodes, wanted)
 
     def _continue(self, chunks: list[Chunk], sequences: list[Sequence], budget: int) -> tuple[list[Chunk], int]:
         """`chunks` and those of these running sequences, oldest first, and what is left of the budget."""

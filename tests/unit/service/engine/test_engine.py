@@ -282,3 +282,27 @@ def test_a_long_queue_gets_more_of_a_step_than_a_short_one():
     assert lengths[0] == 400 // 64 * 16 - 1
     assert all(later <= earlier + 1 for earlier, later in pairwise(lengths))  # a last token of a prompt is a decode
     assert lengths[-2] == 3 * 16 - 1
+
+
+def test_a_queue_gets_what_the_device_does_best_and_a_few_prompts_all_they_want():
+    executor, asked = ScriptedExecutor(4096, 4), []
+
+    def fit(num_decodes, num_tokens):
+        asked.append((num_decodes, num_tokens))
+        return min(num_tokens, 25)
+
+    limits = Limits(
+        max_num_seqs=8, max_num_batched_tokens=512, max_prefill_chunk=16, max_model_len=128, fit_prompts=fit
+    )
+    engine = Engine(executor, KVManager(4096, 4), limits, frozenset({EOS}))
+    engine.add(request("first", range(4), max_tokens=100, ignore_eos=True))
+    engine.step()
+    for number in range(20):
+        engine.add(request(str(number), range(10), max_tokens=1, ignore_eos=True))
+    run(engine)
+    assert asked[0] == (1, 3 * 16 - 1)
+    assert all(num_tokens <= 70 for _, num_tokens in asked)  # seven slots
+    prompts = [sum(c.length for c in plan.chunks if c.length > 1) for plan in executor.plans[1:]]
+    assert prompts[0] == 25
+    assert max(prompts) <= 27
+    assert len(asked) < sum(1 for length in prompts if length)
