@@ -16,10 +16,17 @@ MAX_GRAMMAR_BYTES = 256 << 10
 MAX_ERROR_CHARS = 160
 MAX_KEPT = 64
 """Compiled grammars kept for whoever asks for the same again."""
+JSON = "%json"
+"""Stands in every grammar of JSON."""
 MAX_LEXER_STATES = 20_000  # about 2 KB each
 ALL = np.uint32(0xFFFFFFFF)
 SPECIAL = b"\xff"
 """Begins the bytes of a special token for llguidance: no text holds it, so no text is ever read as one."""
+
+
+MAX_DIGITS = 32
+"""In a row, in JSON, where anything else may follow as well. JSON's numbers may be of any length, and a model that has
+begun to repeat a digit has no reason to stop."""
 
 
 class GrammarCompiler:
@@ -29,8 +36,9 @@ class GrammarCompiler:
         """`vocab_size` is the width of the logits; ids without a token are never allowed."""
         self.num_words = num_mask_words(vocab_size)
         self._eos_token_ids = [token for token in eos_token_ids if token < vocab_size]
-        wrapper = TokenizerWrapper(_Vocabulary(tokenizer, vocab_size, self._eos_token_ids))
-        self._tokenizer = LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=self._eos_token_ids)
+        vocabulary = _Vocabulary(tokenizer, vocab_size, self._eos_token_ids)
+        self._digits = _Digits(vocabulary.tokens, self.num_words)
+        self._tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=vocab_size, eos_token=self._eos_token_ids)
         self._limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
         self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
@@ -52,15 +60,20 @@ class GrammarCompiler:
                 self._kept[grammar] = found
                 while len(self._kept) > MAX_KEPT:
                     self._kept.popitem(last=False)
-        return Matcher(found.deep_copy(), self._eos_token_ids)
+        return Matcher(found.deep_copy(), self._eos_token_ids, self._digits if JSON in grammar else None)
 
 
 class Matcher:
     """One text on its way through its grammar. One thread at a time; another may fill while this one waits for it."""
 
-    def __init__(self, inner: LLMatcher, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, inner: LLMatcher, eos_token_ids: Sequence[int], digits: _Digits | None, num_digits: int = 0
+    ) -> None:
+        """`digits` are told where too many in a row are to be stopped; `num_digits` are the last so far."""
         self._inner = inner
         self._eos_token_ids = eos_token_ids
+        self._digits = digits
+        self._num_digits = num_digits
 
     @property
     def has_failed(self) -> bool:
@@ -79,6 +92,9 @@ class Matcher:
 
     def advance(self, token_ids: Sequence[int]) -> bool:
         """The text goes on with these tokens. False: they do not fit, and the matcher has failed."""
+        if self._digits is not None:
+            for token in token_ids:
+                self._num_digits = self._digits.following(token, self._num_digits)
         return self._inner.consume_tokens(list(token_ids))
 
     def fill(self, words: np.ndarray, end_token_ids: Iterable[int]) -> bool:
@@ -96,11 +112,15 @@ class Matcher:
         if self._inner.is_accepting():
             for token in end_token_ids:
                 words[token // 32] |= _bit(token)
+        if self._num_digits >= MAX_DIGITS:
+            others = words & ~self._digits.begun_with
+            if others.any():
+                words[:] = others
         return True
 
     def copy(self) -> Matcher:
         """Another at the same place, which goes its own way from here."""
-        return Matcher(self._inner.deep_copy(), self._eos_token_ids)
+        return Matcher(self._inner.deep_copy(), self._eos_token_ids, self._digits, self._num_digits)
 
 
 def num_mask_words(vocab_size: int) -> int:
@@ -110,6 +130,27 @@ def num_mask_words(vocab_size: int) -> int:
 
 def _bit(token: int) -> np.uint32:
     return np.uint32(1 << token % 32)
+
+
+class _Digits:
+    """Which tokens begin with a digit, and with how many each ends."""
+
+    def __init__(self, tokens: Sequence[bytes], num_words: int) -> None:
+        self.begun_with = np.zeros(num_words, np.uint32)
+        self._at_end: dict[int, int] = {}  # token -> digits that it ends with, if any
+        self._whole: set[int] = set()
+        for token, data in enumerate(tokens):
+            rest = data.rstrip(b"0123456789")
+            if data[:1].isdigit():
+                self.begun_with[token // 32] |= _bit(token)
+            if len(rest) < len(data):
+                self._at_end[token] = len(data) - len(rest)
+                if not rest:
+                    self._whole.add(token)
+
+    def following(self, token: int, num_digits: int) -> int:
+        """How many digits a text ends with that ended with `num_digits` before this token."""
+        return self._at_end.get(token, 0) + (num_digits if token in self._whole else 0)
 
 
 class _Vocabulary:

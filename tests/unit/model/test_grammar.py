@@ -14,7 +14,7 @@ import pytest
 
 from model import grammar
 from model.grammar import COMPACT, GrammarError, of_choice, of_grammar, of_json, of_regex
-from model.grammar_matcher import MAX_GRAMMAR_BYTES, MAX_KEPT, GrammarCompiler, Matcher
+from model.grammar_matcher import MAX_DIGITS, MAX_GRAMMAR_BYTES, MAX_KEPT, GrammarCompiler, Matcher
 from model.tokenizer import Tokenizer
 from tests.support.random_schemas import is_valid, random_schema
 
@@ -101,6 +101,24 @@ def test_the_end_is_allowed_where_the_text_is_complete(compiler, tokenizer):
     matcher.advance(tokenizer.encode("b")[-1:])
     assert matcher.is_finished
     assert allowed(matcher) == [EOS]
+
+
+def test_numbers_come_to_an_end(compiler, tokenizer):
+    by_char = {tokenizer.token_bytes(token).decode("latin-1"): token for token in range(256 + 5)}
+    for text, begin in ((of_json({"type": "number"}), "0."), (of_json({"type": "integer"}), "1")):
+        matcher = compiler.compile(text)
+        assert matcher.advance([by_char[char] for char in begin])
+        for _ in range(MAX_DIGITS - begin.isdigit()):
+            assert by_char["7"] in allowed(matcher)
+            assert matcher.advance([by_char["7"]])
+        assert EOS in allowed(matcher)
+        assert not any(tokenizer.token_bytes(token)[:1].isdigit() for token in allowed(matcher))
+        assert not any(tokenizer.token_bytes(token)[:1].isdigit() for token in allowed(matcher.copy()))
+    must = compiler.compile(of_json({"type": "string", "pattern": "^[0-9]{50}$"}))
+    assert must.advance([by_char['"'], *[by_char["7"]] * 50])  # where nothing else may follow
+    free = compiler.compile(of_regex("[0-9]*"))
+    assert free.advance([by_char["7"]] * 50)
+    assert by_char["7"] in allowed(free)
 
 
 def test_a_copy_goes_its_own_way_and_a_replay_comes_to_the_same_place(compiler, tokenizer):
