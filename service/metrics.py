@@ -20,12 +20,24 @@ from service.errors import EndReason
 STAT_NUM_RUNNING = "num_running"
 STAT_NUM_WAITING = "num_waiting"
 STAT_NUM_BLOCKS_FREE = "num_blocks_free"
-STAT_NUM_BLOCKS_USED = "num_blocks_used"
+STAT_NUM_BLOCKS_USED = "num_blocks_used"  # by one
+STAT_NUM_BLOCKS_SHARED = "num_blocks_shared"  # by several
+STAT_NUM_BLOCKS_CACHED = "num_blocks_cached"
+STAT_NUM_HOST_BLOCKS_FREE = "num_host_blocks_free"
+STAT_NUM_HOST_BLOCKS_USED = "num_host_blocks_used"
+STAT_NUM_HOST_BLOCKS_CACHED = "num_host_blocks_cached"
 STAT_KV_USAGE = "kv_usage"  # 0..1
 STAT_KV_WASTE_RATIO = "kv_waste_ratio"  # 0..1, slots of used blocks that hold no token
 STAT_PROMPT_TOKENS_TOTAL = "prompt_tokens_total"
 STAT_GENERATION_TOKENS_TOTAL = "generation_tokens_total"
 STAT_PREEMPTIONS_TOTAL = "preemptions_total"
+STAT_SWAPPED_TOTAL = "swapped_total"
+STAT_RECOMPUTED_TOTAL = "recomputed_total"
+STAT_SWAP_OUT_BYTES_TOTAL = "swap_out_bytes_total"
+STAT_SWAP_IN_BYTES_TOTAL = "swap_in_bytes_total"
+STAT_COPY_ON_WRITE_TOTAL = "copy_on_write_total"
+STAT_PREFIX_QUERY_TOKENS_TOTAL = "prefix_query_tokens_total"
+STAT_PREFIX_HIT_TOKENS_TOTAL = "prefix_hit_tokens_total"
 STAT_STEPS_TOTAL = "steps_total"
 STAT_STEP_TIME_MS = "step_time_ms"  # of the last step
 
@@ -45,6 +57,9 @@ KV_WASTE_RATIO = "quire:kv_waste_ratio"
 STEPS = "quire:steps"
 STEP_TIME_MS = "quire:step_time_ms"
 
+PREEMPTIONS_HELP = "Requests that had to leave the GPU, by how they come back: by copies or by computing."
+SWAP_HELP = "Bytes of blocks copied to the host and from it."
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 GATEWAY = "gateway"
 """Value of the label `engine` for what a gateway measures, which no single worker owns."""
@@ -59,19 +74,42 @@ class _WorkerMetric:
     labels: tuple[tuple[str, str], ...] = ()
 
 
+def _kv_blocks(tier: str, state: str) -> _WorkerMetric:
+    help = "Blocks of the KV cache: free, used by one, shared by several, or cached, which nobody uses and all may."
+    return _WorkerMetric(KV_BLOCKS, help, (("tier", tier), ("state", state)))
+
+
 _WORKER_GAUGES: Mapping[str, _WorkerMetric] = {
     STAT_NUM_RUNNING: _WorkerMetric(NUM_RUNNING, "Requests that the engine runs."),
     STAT_NUM_WAITING: _WorkerMetric(NUM_WAITING, "Requests that the engine holds but does not run yet."),
     STAT_KV_USAGE: _WorkerMetric("vllm:kv_cache_usage_perc", "Share of the KV cache's blocks in use, 0..1."),
     STAT_KV_WASTE_RATIO: _WorkerMetric(KV_WASTE_RATIO, "Share of the used blocks' slots that hold no token, 0..1."),
-    STAT_NUM_BLOCKS_FREE: _WorkerMetric(KV_BLOCKS, "Blocks of the KV cache.", (("tier", "gpu"), ("state", "free"))),
-    STAT_NUM_BLOCKS_USED: _WorkerMetric(KV_BLOCKS, "Blocks of the KV cache.", (("tier", "gpu"), ("state", "used"))),
+    STAT_NUM_BLOCKS_FREE: _kv_blocks("gpu", "free"),
+    STAT_NUM_BLOCKS_USED: _kv_blocks("gpu", "used"),
+    STAT_NUM_BLOCKS_SHARED: _kv_blocks("gpu", "shared"),
+    STAT_NUM_BLOCKS_CACHED: _kv_blocks("gpu", "cached"),
+    STAT_NUM_HOST_BLOCKS_FREE: _kv_blocks("host", "free"),
+    STAT_NUM_HOST_BLOCKS_USED: _kv_blocks("host", "used"),
+    STAT_NUM_HOST_BLOCKS_CACHED: _kv_blocks("host", "cached"),
     STAT_STEP_TIME_MS: _WorkerMetric(STEP_TIME_MS, "Duration of the engine's last step, in milliseconds."),
 }
 _WORKER_COUNTERS: Mapping[str, _WorkerMetric] = {
     STAT_PROMPT_TOKENS_TOTAL: _WorkerMetric(PROMPT_TOKENS, "Prompt tokens computed."),
     STAT_GENERATION_TOKENS_TOTAL: _WorkerMetric(GENERATION_TOKENS, "Tokens generated."),
     STAT_PREEMPTIONS_TOTAL: _WorkerMetric(PREEMPTIONS, "Requests that had to leave the GPU for others."),
+    STAT_SWAPPED_TOTAL: _WorkerMetric("quire:preemptions", PREEMPTIONS_HELP, (("kind", "swap"),)),
+    STAT_RECOMPUTED_TOTAL: _WorkerMetric("quire:preemptions", PREEMPTIONS_HELP, (("kind", "recompute"),)),
+    STAT_SWAP_OUT_BYTES_TOTAL: _WorkerMetric("quire:kv_swap_bytes", SWAP_HELP, (("direction", "out"),)),
+    STAT_SWAP_IN_BYTES_TOTAL: _WorkerMetric("quire:kv_swap_bytes", SWAP_HELP, (("direction", "in"),)),
+    STAT_COPY_ON_WRITE_TOTAL: _WorkerMetric(
+        "quire:kv_copy_on_write", "Blocks that were copied because somebody wrote to one that others hold."
+    ),
+    STAT_PREFIX_QUERY_TOKENS_TOTAL: _WorkerMetric(
+        "quire:prefix_cache_query_tokens", "Tokens of prompts that were looked for in the prefix cache."
+    ),
+    STAT_PREFIX_HIT_TOKENS_TOTAL: _WorkerMetric(
+        "quire:prefix_cache_hit_tokens", "Tokens of prompts that were found in the prefix cache."
+    ),
     STAT_STEPS_TOTAL: _WorkerMetric(STEPS, "Steps of the engine."),
 }
 

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple, Protocol
 
 from service.engine.beam_search import BeamGroup
 from service.engine.block_map import draw_blocks
+from service.engine.block_pool import BlockPool
 from service.engine.grammars import Grammars
 from service.engine.kv_manager import KVManager
 from service.engine.plan import FinishedTransfer, SampledToken, StepPlan, StepResult, TokenLogprob
 from service.engine.preemption import Preemption
 from service.engine.scheduler import Limits, Scheduler
 from service.engine.sequence import Request, Sequence, SequenceGroup, State
+from service.engine.stats import EngineStats, look_at
 from service.errors import ENDINGS, EndReason
 
 COMPILE_WAIT_S = 0.01
@@ -80,26 +82,6 @@ class Output(NamedTuple):
     num_cached_tokens: int  # of the prompt, found in the prefix cache
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """A picture of the engine between two steps; counters run since its start."""
-
-    num_running: int
-    num_waiting: int
-    num_blocks_free: int
-    num_blocks_cached: int
-    num_blocks_used: int
-    num_blocks_logical: int  # as many as would be used if no sequence shared any
-    num_block_copies: int
-    num_slots_held: int
-    num_slots_filled: int
-    num_steps: int
-    last_step_s: float
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_preemptions: int
-
-
 class Engine:
     """Not thread-safe: one thread owns it."""
 
@@ -134,6 +116,11 @@ class Engine:
     def running(self) -> tuple[Sequence, ...]:
         """The sequences that hold blocks, the oldest first; to look at, between two steps."""
         return tuple(self._scheduler.running)
+
+    @property
+    def pool(self) -> BlockPool:
+        """The blocks of the GPU; to look at, between two steps."""
+        return self._kv.pool
 
     @property
     def has_work(self) -> bool:
@@ -221,22 +208,13 @@ class Engine:
         return outputs
 
     def stats(self) -> EngineStats:
-        held, filled = self._kv.num_slots(self._scheduler.running)
-        return EngineStats(
-            num_running=len(self._scheduler.running),
-            num_waiting=len(self._scheduler.waiting),
-            num_blocks_free=self._kv.pool.num_free,
-            num_blocks_cached=self._kv.pool.num_cached,
-            num_blocks_used=self._kv.pool.num_used,
-            num_blocks_logical=sum(len(sequence.block_table) for sequence in self._scheduler.running),
-            num_block_copies=self._kv.num_copies,
-            num_slots_held=held,
-            num_slots_filled=filled,
+        return look_at(
+            self._kv,
+            self._scheduler,
             num_steps=self._num_steps,
             last_step_s=self._last_step_s,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_output_tokens=self._num_output_tokens,
-            num_preemptions=self._scheduler.preemption.num_preemptions,
+            num_prompt=self._num_prompt_tokens,
+            num_output=self._num_output_tokens,
         )
 
     def draw_blocks(self) -> bytes:

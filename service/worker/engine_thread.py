@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from service.engine.engine import Engine, EngineStats, Output
+from service.engine.engine import Engine, Output
 from service.engine.sequence import Request
+from service.engine.stats import EngineStats
 from service.errors import EndReason
 
 

@@ -103,7 +103,6 @@ async def _last_words(courier: Courier, engine: EngineThread, deaths: list[BaseE
 
 def _card(worker_id: str, settings: Settings, built: BuiltEngine, engine: EngineThread, ready: bool) -> WorkerCard:
     stats = engine.stats
-    held = stats.num_slots_held
     return WorkerCard(
         worker_id=worker_id,
         model=settings.served_model_name or settings.model.name,
@@ -117,12 +116,24 @@ def _card(worker_id: str, settings: Settings, built: BuiltEngine, engine: Engine
             metrics.STAT_NUM_RUNNING: stats.num_running,
             metrics.STAT_NUM_WAITING: stats.num_waiting,
             metrics.STAT_NUM_BLOCKS_FREE: stats.num_blocks_free,
-            metrics.STAT_NUM_BLOCKS_USED: stats.num_blocks_used,
+            metrics.STAT_NUM_BLOCKS_USED: stats.num_blocks_used - stats.num_blocks_shared,
+            metrics.STAT_NUM_BLOCKS_SHARED: stats.num_blocks_shared,
+            metrics.STAT_NUM_BLOCKS_CACHED: stats.num_blocks_cached,
+            metrics.STAT_NUM_HOST_BLOCKS_FREE: stats.num_host_blocks_free,
+            metrics.STAT_NUM_HOST_BLOCKS_USED: stats.num_host_blocks_used,
+            metrics.STAT_NUM_HOST_BLOCKS_CACHED: stats.num_host_blocks_cached,
             metrics.STAT_KV_USAGE: stats.num_blocks_used / built.memory.num_blocks,
-            metrics.STAT_KV_WASTE_RATIO: 1 - stats.num_slots_filled / held if held else 0.0,
+            metrics.STAT_KV_WASTE_RATIO: stats.waste_ratio(built.memory.block_size),
             metrics.STAT_PROMPT_TOKENS_TOTAL: stats.num_prompt_tokens,
             metrics.STAT_GENERATION_TOKENS_TOTAL: stats.num_output_tokens,
             metrics.STAT_PREEMPTIONS_TOTAL: stats.num_preemptions,
+            metrics.STAT_SWAPPED_TOTAL: stats.num_swapped,
+            metrics.STAT_RECOMPUTED_TOTAL: stats.num_recomputed,
+            metrics.STAT_SWAP_OUT_BYTES_TOTAL: stats.num_blocks_out * built.memory.block_bytes,
+            metrics.STAT_SWAP_IN_BYTES_TOTAL: stats.num_blocks_in * built.memory.block_bytes,
+            metrics.STAT_COPY_ON_WRITE_TOTAL: stats.num_block_copies,
+            metrics.STAT_PREFIX_QUERY_TOKENS_TOTAL: stats.num_query_tokens,
+            metrics.STAT_PREFIX_HIT_TOKENS_TOTAL: stats.num_hit_tokens,
             metrics.STAT_STEPS_TOTAL: stats.num_steps,
             metrics.STAT_STEP_TIME_MS: 1e3 * stats.last_step_s,
         },

@@ -20,6 +20,7 @@ from service.cli.bench.engine_measures import (
     measure_prefill,
     measure_trace,
 )
+from service.cli.bench.engine_memory_measures import CopyFigures, PrefixFigures, measure_copies, measure_prefix
 from service.cli.bench.flag_values import product, whole_number, whole_numbers
 from service.cli.bench.report import Figure, write_report
 from service.cli.bench.trace import read_trace
@@ -30,28 +31,43 @@ from service.errors import StartupError
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    work = parser.add_argument_group("work", "one of --trace, --batch, --prefill")
+    work = parser.add_argument_group("work", "one of --trace, --batch, --prefill, --prefix")
     work.add_argument("--trace", type=Path, metavar="FILE", help="all requests of a trace at once, to their ends")
     work.add_argument("--num-requests", metavar="N", help="only the first N requests of the trace")
     work.add_argument("--batch", metavar="N,...", help="steady decode of N sequences; several N, one after the other")
     work.add_argument("--context", metavar="N", help="mean tokens a sequence holds in --batch (default: 1100)")
     work.add_argument("--steps", metavar="N", help="decode steps timed in --batch (default: 64)")
+    work.add_argument(
+        "--copies", action="store_true", help="--batch again beside copies to the host and back that never pause"
+    )
+    work.add_argument(
+        "--prefix", metavar="NxL", help="N users whose prompts begin with the same L tokens, each with --own others"
+    )
+    work.add_argument("--own", metavar="N", help="tokens of each prompt behind the --prefix (default: 64)")
+    work.add_argument("--output", metavar="N", help="tokens that each user of --prefix gets (default: 64)")
     work.add_argument("--prefill", metavar="NxL", help="N prompts of L tokens at once, one output token each")
 
 
 def run_engine_bench(settings: Settings, flags: argparse.Namespace) -> int:
     """0; raises StartupError where the work is not named well or does not fit."""
-    if sum(wish is not None for wish in (flags.trace, flags.batch, flags.prefill)) != 1:
-        raise StartupError("engine: give one of --trace FILE, --batch N and --prefill NxL")
+    if sum(wish is not None for wish in (flags.trace, flags.batch, flags.prefill, flags.prefix)) != 1:
+        raise StartupError("engine: give one of --trace FILE, --batch N, --prefill NxL and --prefix NxL")
     for flag, value, owner in (
         ("--num-requests", flags.num_requests, flags.trace),
         ("--context", flags.context, flags.batch),
         ("--steps", flags.steps, flags.batch),
+        ("--copies", flags.copies or None, flags.batch),
+        ("--own", flags.own, flags.prefix),
+        ("--output", flags.output, flags.prefix),
     ):
         if value is not None and owner is None:
             raise StartupError(f"{flag} does not go with this work")
     if flags.trace is not None:
         return _run_trace(settings, flags)
+    if flags.prefix is not None:
+        return _run_prefix(settings, flags)
+    if flags.copies:
+        return _run_copies(settings, flags)
     return _run_decode(settings, flags) if flags.batch is not None else _run_prefill(settings, flags)
 
 
@@ -81,6 +97,41 @@ def _run_decode(settings: Settings, flags: argparse.Namespace) -> int:
         curve = {"x": list(batches), "y": [asdict(row)[label] for row in rows]}
         panel["series"].append({"label": label.replace("_", " "), **curve})
     write_report(flags, record, {"title": f"context {context}, {built.ops.device_name}", "panels": [panel]})
+    return 0
+
+
+def _run_prefix(settings: Settings, flags: argparse.Namespace) -> int:
+    num_users, length = product("--prefix", flags.prefix)
+    own, output = (whole_number(f"--{name}", getattr(flags, name) or "64") for name in ("own", "output"))
+    if not settings.enable_prefix_caching:
+        raise StartupError("--prefix: there is nothing to see with --no-enable-prefix-caching")
+    built, start_s = _build(settings, least_seqs=num_users)
+    return _tell(settings, flags, built, start_s, measure_prefix(built, num_users, length, own, output))
+
+
+def _run_copies(settings: Settings, flags: argparse.Namespace) -> int:
+    batch, context = whole_number("--batch", flags.batch), whole_number("--context", flags.context or "1100")
+    num_steps = whole_number("--steps", flags.steps or "64")
+    settings = replace(settings, max_prefill_chunk=WHOLE_STEPS)
+    built, start_s = _build(settings, least_seqs=batch)
+    return _tell(settings, flags, built, start_s, measure_copies(built, batch, context, num_steps))
+
+
+def _tell(
+    settings: Settings,
+    flags: argparse.Namespace,
+    built: BuiltEngine,
+    start_s: float,
+    figures: PrefixFigures | CopyFigures,
+) -> int:
+    """Figures of one row, and a bar for each of their times."""
+    values = asdict(figures)
+    print_table([(name.replace("_", " "), shown(value)) for name, value in values.items()])
+    times_ms = {name: value for name, value in values.items() if name.endswith("_ms")}
+    bars = {"label": "ms", "x": list(times_ms), "y": list(times_ms.values())}
+    panel = {"kind": "bars", "title": "", "x": "ms", "y": "", "series": [bars]}
+    record = {**_describe(settings, built), "engine_start_s": start_s, **values}
+    write_report(flags, record, {"title": built.ops.device_name, "panels": [panel]})
     return 0
 
 

@@ -57,6 +57,9 @@ class TraceFigures:
     attention_gb_per_s: float  # keys and values that decode attention reads over its time, timed at each look
     kv_waste_ratio: float  # slots held and empty over slots held, mean over the looks
     num_preemptions: int
+    num_swapped: int  # of them, those that left for the host
+    num_blocks_out: int  # copied to the host
+    num_blocks_in: int  # and from it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +99,7 @@ def measure_trace(
         raise StartupError(f"--trace: it has answers too long for this engine's {longest} tokens a sequence")
     _add(built, lengths)
     course, wastes, probe, looks_s = [], [], AttentionProbe(built), 0.0
-    num_preemptions = engine.stats().num_preemptions
+    before = engine.stats()
     start_s = time.perf_counter()
     while engine.has_work:
         course.append(_timed_step(built))
@@ -107,6 +110,7 @@ def measure_trace(
             wastes.append(_waste_ratio(built))
             looks_s += time.perf_counter() - look_s
     total_s = time.perf_counter() - start_s - looks_s
+    after = engine.stats()
     num_outputs = sum(step.num_tokens for step in course)
     steps_ms = [1e3 * step.seconds for step in course]
     figures = TraceFigures(
@@ -122,7 +126,10 @@ def measure_trace(
         mean_running=statistics.fmean(step.num_running for step in course),
         attention_gb_per_s=probe.gb_per_s,
         kv_waste_ratio=statistics.fmean(wastes) if wastes else 0.0,
-        num_preemptions=engine.stats().num_preemptions - num_preemptions,
+        num_preemptions=after.num_preemptions - before.num_preemptions,
+        num_swapped=after.num_swapped - before.num_swapped,
+        num_blocks_out=after.num_blocks_out - before.num_blocks_out,
+        num_blocks_in=after.num_blocks_in - before.num_blocks_in,
     )
     return figures, course
 

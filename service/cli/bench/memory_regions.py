@@ -15,7 +15,7 @@ from service.engine.block_pool import OutOfBlocks
 class Regions(ABC):
     """Hands out ranges of block ids in 0..num_blocks, and counts as a `BlockPool` does."""
 
-    num_cached = 0
+    num_cached = num_shared = 0
 
     def __init__(self, num_blocks: int):
         self.num_blocks = num_blocks

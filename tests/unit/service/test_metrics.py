@@ -56,6 +56,18 @@ def test_numbers_of_the_workers():
         metrics.STAT_NUM_WAITING: 4,
         metrics.STAT_NUM_BLOCKS_FREE: 5,
         metrics.STAT_NUM_BLOCKS_USED: 6,
+        metrics.STAT_NUM_BLOCKS_SHARED: 2,
+        metrics.STAT_NUM_BLOCKS_CACHED: 7,
+        metrics.STAT_NUM_HOST_BLOCKS_FREE: 21,
+        metrics.STAT_NUM_HOST_BLOCKS_USED: 22,
+        metrics.STAT_NUM_HOST_BLOCKS_CACHED: 23,
+        metrics.STAT_SWAPPED_TOTAL: 24,
+        metrics.STAT_RECOMPUTED_TOTAL: 25,
+        metrics.STAT_SWAP_OUT_BYTES_TOTAL: 26,
+        metrics.STAT_SWAP_IN_BYTES_TOTAL: 27,
+        metrics.STAT_COPY_ON_WRITE_TOTAL: 28,
+        metrics.STAT_PREFIX_QUERY_TOKENS_TOTAL: 29,
+        metrics.STAT_PREFIX_HIT_TOKENS_TOTAL: 30,
         metrics.STAT_KV_USAGE: 0.5,
         metrics.STAT_KV_WASTE_RATIO: 0.1,
         metrics.STAT_PROMPT_TOKENS_TOTAL: 70,
@@ -71,6 +83,17 @@ def test_numbers_of_the_workers():
     assert find(page, "vllm:num_requests_running", model_name="m", engine="w2") == 1
     assert find(page, "vllm:num_requests_waiting", **one) == 4
     assert find(page, "quire:kv_blocks", **one, tier="gpu", state="free") == 5
+    assert find(page, "quire:kv_blocks", **one, tier="gpu", state="shared") == 2
+    assert find(page, "quire:kv_blocks", **one, tier="gpu", state="cached") == 7
+    for state, number in (("free", 21), ("used", 22), ("cached", 23)):
+        assert find(page, "quire:kv_blocks", **one, tier="host", state=state) == number
+    assert find(page, "quire:preemptions_total", **one, kind="swap") == 24
+    assert find(page, "quire:preemptions_total", **one, kind="recompute") == 25
+    assert find(page, "quire:kv_swap_bytes_total", **one, direction="out") == 26
+    assert find(page, "quire:kv_swap_bytes_total", **one, direction="in") == 27
+    assert find(page, "quire:kv_copy_on_write_total", **one) == 28
+    assert find(page, "quire:prefix_cache_query_tokens_total", **one) == 29
+    assert find(page, "quire:prefix_cache_hit_tokens_total", **one) == 30
     assert find(page, "quire:kv_blocks", **one, tier="gpu", state="used") == 6
     assert find(page, "vllm:kv_cache_usage_perc", **one) == 0.5
     assert find(page, "quire:kv_waste_ratio", **one) == 0.1

@@ -52,6 +52,21 @@ def test_steady_decode_of_several_batches(tmp_path, capsys):
     assert len(lines) == 3
 
 
+def test_users_of_one_prefix(tmp_path):
+    record = bench(tmp_path, "--prefix", "4x100", "--own", 10, "--output", 6)
+    assert (record["num_users"], record["own_tokens"], record["output_tokens"]) == (4, 10, 6)
+    assert 110 <= record["computed_prompt_tokens"] < 220, "the prefix is computed once"
+    assert record["most_blocks_used"] < 2 * 8 + 4 * 2
+    assert record["ttft_ratio"] == pytest.approx(record["first_ttft_ms"] / record["later_ttft_ms"])
+
+
+def test_decode_beside_copies(tmp_path):
+    record = bench(tmp_path, "--batch", 2, "--copies", "--context", 40, "--steps", 4, "--swap-space", 0.01)
+    assert record["step_beside_ms"] > 0
+    assert record["slowdown"] == pytest.approx(record["step_beside_ms"] / record["step_alone_ms"] - 1)
+    assert record["both_gb_per_s"] == pytest.approx(record["out_gb_per_s"] + record["in_gb_per_s"])
+
+
 def test_prefill(tmp_path):
     record = bench(tmp_path, "--prefill", "3x50")
     assert (record["num_prompts"], record["prompt_tokens"]) == (3, 50)

@@ -1,0 +1,189 @@
+"""What `quire bench engine` measures of memory: users with a prefix in common, copies to the host beside decode."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from model.sampling_params import SamplingParams
+from service.cli.bench.engine_measures import steady_decode
+from service.engine.build import BuiltEngine
+from service.engine.sequence import Request
+from service.errors import StartupError
+
+NUM_LATER = 8
+"""Users of one prefix who come one after the other."""
+
+COPIED_AT_ONCE = 128
+"""Blocks of a transfer in each direction, at most."""
+
+IDLE_S = 0.3
+"""For so long copies go on by themselves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixFigures:
+    """Users whose prompts begin alike: all at once on an empty cache, and others one after the other."""
+
+    num_users: int
+    prefix_tokens: int
+    own_tokens: int  # of each user's prompt, behind the prefix
+    output_tokens: int  # of each
+    total_s: float  # all at once
+    computed_prompt_tokens: int  # of all of them together
+    most_blocks_used: int
+    first_ttft_ms: float  # of a user alone whose prefix nobody has had
+    later_ttft_ms: float  # of one alone whose prefix others have had, the median
+    ttft_ratio: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyFigures:
+    """Steps of a full batch alone, and beside transfers in both directions that never pause."""
+
+    batch: int
+    num_steps: int
+    step_alone_ms: float  # median
+    step_beside_ms: float
+    slowdown: float  # how much longer, 0.03 is 3 %
+    out_gb_per_s: float
+    in_gb_per_s: float
+    both_gb_per_s: float  # beside the steps
+    idle_both_gb_per_s: float  # with nothing else to do
+
+
+def measure_prefix(
+    built: BuiltEngine, num_users: int, prefix_tokens: int, own_tokens: int, output_tokens: int
+) -> PrefixFigures:
+    """Raises StartupError where the engine does not hold them."""
+    _expect_room(built, num_users, prefix_tokens, own_tokens, output_tokens)
+    random, vocab = np.random.default_rng(0), built.config.vocab_size
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(random.integers(0, vocab, count).tolist())
+
+    _run(built, [tokens(prefix_tokens + own_tokens)], 2)  # warms up
+    prefix = tokens(prefix_tokens)
+    before = built.engine.stats()
+    total_s, _, most_blocks = _run(built, [prefix + tokens(own_tokens) for _ in range(num_users)], output_tokens)
+    after = built.engine.stats()
+    num_prompt = num_users * (prefix_tokens + own_tokens)
+    prefix = tokens(prefix_tokens)
+    first_s, *later_s = (_run(built, [prefix + tokens(own_tokens)], 2)[1] for _ in range(1 + NUM_LATER))
+    return PrefixFigures(
+        num_users=num_users,
+        prefix_tokens=prefix_tokens,
+        own_tokens=own_tokens,
+        output_tokens=output_tokens,
+        total_s=total_s,
+        computed_prompt_tokens=num_prompt - (after.num_hit_tokens - before.num_hit_tokens),
+        most_blocks_used=most_blocks,
+        first_ttft_ms=1e3 * first_s,
+        later_ttft_ms=1e3 * statistics.median(later_s),
+        ttft_ratio=first_s / statistics.median(later_s),
+    )
+
+
+def measure_copies(built: BuiltEngine, batch: int, context: int, num_steps: int) -> CopyFigures:
+    """Raises StartupError without a second tier, or where there is no room for the copies beside the batch."""
+    host, pool = built.executor.host, built.engine.pool
+    if host is None:
+        raise StartupError("--copies: there is no second tier: give it --swap-space")
+    with steady_decode(built, batch, context, 2 * num_steps):
+        alone = _steps(built, num_steps)
+        count = min(COPIED_AT_ONCE, host.num_ready // 2, pool.num_available // 2)
+        if count == 0:
+            raise StartupError("--copies: the pool has no free blocks beside the batch, or the host none ready")
+        blocks = pool.take(2 * count)
+        copies = _Copies(built, blocks)
+        begin_s = time.perf_counter()
+        beside = _steps(built, num_steps, copies)
+        seconds = time.perf_counter() - begin_s
+        num_out, num_in = copies.stop()
+        idle = _Copies(built, blocks)
+        begin_s = time.perf_counter()
+        while time.perf_counter() < begin_s + IDLE_S:
+            idle.go_on()
+        idle_blocks, idle_s = sum(idle.stop()), time.perf_counter() - begin_s
+        pool.give_back(blocks)
+    gb = built.memory.block_bytes / 1e9
+    return CopyFigures(
+        batch=batch,
+        num_steps=num_steps,
+        step_alone_ms=1e3 * statistics.median(alone),
+        step_beside_ms=1e3 * statistics.median(beside),
+        slowdown=statistics.median(beside) / statistics.median(alone) - 1,
+        out_gb_per_s=num_out * gb / seconds,
+        in_gb_per_s=num_in * gb / seconds,
+        both_gb_per_s=(num_out + num_in) * gb / seconds,
+        idle_both_gb_per_s=idle_blocks * gb / idle_s,
+    )
+
+
+class _Copies:
+    """Transfers of both directions, two of each always asked for."""
+
+    def __init__(self, built: BuiltEngine, blocks: Sequence[int]):
+        host = built.executor.host
+        count = len(blocks) // 2
+        out, back, on_host = blocks[:count], blocks[count:], list(range(2 * count))
+        self._asks = [lambda: host.copy_out(out, on_host[:count]), lambda: host.copy_in(on_host[count:], back)]
+        self._count = count
+        self._flights: list[list] = [[], []]
+        self._num_done = [0, 0]
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Count what is done, and ask for as many again."""
+        for direction, flights in enumerate(self._flights):
+            while flights and flights[0].is_done():
+                flights.pop(0)
+                self._num_done[direction] += self._count
+            while len(flights) < 2:
+                flights.append(self._asks[direction]())
+
+    def stop(self) -> tuple[int, int]:
+        """Blocks copied (out, in) until now; waits for what is under way."""
+        for flights in self._flights:
+            for flight in flights:
+                flight.wait()
+        return self._num_done[0], self._num_done[1]
+
+
+def _steps(built: BuiltEngine, num_steps: int, copies: _Copies | None = None) -> list[float]:
+    seconds = []
+    for _ in range(num_steps):
+        begin_s = time.perf_counter()
+        if copies is not None:
+            copies.go_on()
+        built.engine.step()
+        built.engine.take_outputs()
+        seconds.append(time.perf_counter() - begin_s)
+    return seconds
+
+
+def _run(built: BuiltEngine, prompts: Sequence[tuple[int, ...]], num_output: int) -> tuple[float, float, int]:
+    """(seconds to the end, seconds to the first token of all, most blocks used)."""
+    wishes = SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
+    for number, prompt in enumerate(prompts):
+        built.engine.add(Request(request_id=str(number), prompt=prompt, sampling=wishes))
+    begin_s, first_s, most = time.perf_counter(), 0.0, 0
+    while built.engine.has_work:
+        built.engine.step()
+        most = max(most, built.engine.pool.num_used)
+        if built.engine.take_outputs() and not first_s:
+            first_s = time.perf_counter() - begin_s
+    return time.perf_counter() - begin_s, first_s, most
+
+
+def _expect_room(built: BuiltEngine, num_users: int, prefix: int, own: int, output: int) -> None:
+    if prefix + own + output > built.limits.max_model_len:
+        raise StartupError(f"engine: {prefix + own + output} tokens are more than {built.limits.max_model_len}")
+    size = built.memory.block_size
+    needed = prefix // size + num_users * -(-(own + output + size) // size)
+    if needed > built.memory.num_blocks:
+        raise StartupError(f"engine: that needs {needed} blocks, and the pool has {built.memory.num_blocks}")
