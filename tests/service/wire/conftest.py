@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -13,6 +14,7 @@ from service.wire.embedded_redis import EmbeddedRedis
 from service.wire.memory_broker import MemoryBroker
 from service.wire.memory_queue import MemoryQueue
 from service.wire.redis_broker import RedisBroker, open_redis_broker
+from tests.support.configured_redis import ConfiguredRedis, RolesBroker
 from tests.support.wire import OpenBroker
 
 
@@ -49,17 +51,36 @@ async def open_broker(redis_url: str) -> AsyncIterator[OpenBroker]:
         yield open_one
 
 
-@pytest.fixture(params=["memory", "redis"])
-async def broker(request: pytest.FixtureRequest) -> AsyncIterator[MemoryBroker | RedisBroker]:
+@pytest.fixture(scope="session")
+def configured_redis() -> Iterator[ConfiguredRedis]:
+    with tempfile.TemporaryDirectory(prefix="quire-") as folder:
+        server = ConfiguredRedis(Path(folder))
+        yield server
+        server.stop()
+
+
+@pytest.fixture
+def guarded_redis(configured_redis: ConfiguredRedis) -> Iterator[ConfiguredRedis]:
+    """Empty, and at the end no role was refused anything."""
+    configured_redis.admin.flushall()
+    configured_redis.refusals()
+    yield configured_redis
+    assert configured_redis.refusals() == []
+
+
+@pytest.fixture(params=["memory", "redis", "roles"])
+async def broker(request: pytest.FixtureRequest) -> AsyncIterator[MemoryBroker | RedisBroker | RolesBroker]:
     if request.param == "redis":
         broker = await open_redis_broker(request.getfixturevalue("redis_url"))
+    elif request.param == "roles":
+        broker = await RolesBroker.open(request.getfixturevalue("guarded_redis"))
     else:
         broker = MemoryBroker()
     yield broker
     await broker.close()
 
 
-@pytest.fixture(params=["memory", "redis"])
+@pytest.fixture(params=["memory", "redis", "roles"])
 async def join(request: pytest.FixtureRequest) -> AsyncIterator[Callable[..., Awaitable[MemoryBroker | RedisBroker]]]:
     """Opens brokers that meet in one queue, of either kind; closed when the test is over."""
     queue = MemoryQueue()
@@ -68,6 +89,8 @@ async def join(request: pytest.FixtureRequest) -> AsyncIterator[Callable[..., Aw
         async def join_one(name: str | None = None, lease_s: float = 10.0) -> MemoryBroker | RedisBroker:
             if request.param == "redis":
                 broker = await open_redis_broker(request.getfixturevalue("redis_url"), name, lease_s=lease_s)
+            elif request.param == "roles":
+                broker = await RolesBroker.open(request.getfixturevalue("guarded_redis"), name, lease_s=lease_s)
             else:
                 broker = MemoryBroker(queue, name, lease_s)
             opened.push_async_callback(broker.close)

@@ -17,6 +17,7 @@ from service.errors import EndReason
 from service.wire import messages
 from service.wire.codec import decode, encode
 from service.wire.messages import Cancel, IngressJob, Reply, Usage
+from tests.support.configured_redis import GATEWAY, PRODUCER, WORKER
 from tests.support.wire import Ended, make_card, make_event, make_job, outcome
 
 README = Path(messages.__file__).with_name("README.md").read_text()
@@ -96,23 +97,9 @@ async def test_the_redis_cli_producer_gets_its_text(open_broker, redis_url):
     assert job.body == {"model": "m", "prompt": "Once upon a time", "max_tokens": 32}
 
 
-@pytest.fixture
-def users(redis):
-    """The users of the page; returns the URL of each."""
-    names = []
-    for line in block("acl").splitlines():
-        _, name, *rules = line.split()
-        redis.execute_command("ACL", "SETUSER", name, "resetkeys", *rules)
-        names.append(name)
-    path = redis.connection_pool.connection_kwargs["path"]
-    yield lambda name, secret: f"unix://{name}:{secret}@{path}"
-    for name in names:
-        redis.execute_command("ACL", "DELUSER", name)
-
-
-async def test_the_access_rules_are_enough_for_doors_and_workers(open_broker, users, redis):
-    door = await open_broker("d", users("quire-gateway", "GATEWAY_SECRET"))
-    worker = await open_broker("w", users("quire-worker", "WORKER_SECRET"))
+async def test_the_access_rules_are_enough_for_doors_and_workers(open_broker, guarded_redis):
+    door = await open_broker("d", guarded_redis.url(GATEWAY))
+    worker = await open_broker("w", guarded_redis.url(WORKER))
     await worker.announce(make_card("w1"))
     assert len(await door.workers()) == 1
     events = door.follow("JOB1")
@@ -125,11 +112,11 @@ async def test_the_access_rules_are_enough_for_doors_and_workers(open_broker, us
     assert await outcome(events) == Ended([1, 2], EndReason.STOP)
     assert (await outcome(door.follow("JOB2"))).reason is EndReason.CANCELLED
     await worker.retire("w1")
-    redis.xadd("quire:ingress:alice", {"m": b"x"})
+    guarded_redis.admin.xadd("quire:ingress:alice", {"m": b"x"})
     (entry,) = await door.fetch_ingress(["alice"], 4, 1.0)
     await door.reply("alice", "a1", b"y")
     await door.settle_ingress(entry)
-    await work_that_fails(door, worker, users("quire-worker", "WORKER_SECRET"), open_broker)
+    await work_that_fails(door, worker, guarded_redis.url(WORKER), open_broker)
 
 
 async def work_that_fails(door, worker, worker_url, open_broker):
@@ -158,10 +145,10 @@ async def work_that_fails(door, worker, worker_url, open_broker):
     assert len(await returned.workers()) == 0
 
 
-async def test_a_producer_reaches_its_own_keys_only(open_broker, users, tmp_path):
+async def test_a_producer_reaches_its_own_keys_only(open_broker, configured_redis, tmp_path):
     (tmp_path / "producer.py").write_text(block("python"))
-    broker = await open_broker()
-    url = users("alice", "ALICE_SECRET")
+    broker = await open_broker(url=configured_redis.url(GATEWAY))
+    url = configured_redis.url(PRODUCER)
     running = asyncio.create_task(run(sys.executable, str(tmp_path / "producer.py"), url, "alice", "m", "x"))
     await answer_one(broker, [Reply(id="", number=1, text="yes", usage=USAGE, done=True)])
     assert await running == (0, "yes\n", "")

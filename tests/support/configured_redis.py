@@ -1,0 +1,104 @@
+"""A Redis as deploy/redis.conf and deploy/users.acl make it, and brokers that enter it under their roles."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from hashlib import sha256
+from pathlib import Path
+
+from redis import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from service.wire.broker import DoorBroker
+from service.wire.embedded_redis import _find_program
+from service.wire.redis_broker import RedisBroker, open_redis_broker
+from tests.support.served import REPOSITORY
+
+DEPLOY = REPOSITORY / "deploy"
+ADMIN, GATEWAY, WORKER, PRODUCER = "quire-admin", "quire-gateway", "quire-worker", "alice"
+START_WAIT_S = 10.0
+
+
+class ConfiguredRedis:
+    """A running server with the users of the page; each one's password is its name backwards."""
+
+    def __init__(self, folder: Path, *flags: str):
+        """`folder` is short: a socket's path has 107 bytes."""
+        users = folder / "users.acl"
+        users.write_text(server_acl())
+        self.socket = folder / "redis.sock"
+        command = [_find_program(), str(DEPLOY / "redis.conf"), "--port", "0", "--unixsocket", str(self.socket)]
+        self._process = subprocess.Popen(
+            [*command, "--dir", str(folder), "--aclfile", str(users), *flags], stdout=subprocess.DEVNULL
+        )
+        self.admin = Redis.from_url(self.url(ADMIN))
+        give_up_s = time.monotonic() + START_WAIT_S
+        while not self._answers():
+            assert self._process.poll() is None, "the server does not take its configuration"
+            assert time.monotonic() < give_up_s
+            time.sleep(0.02)
+
+    def url(self, user: str) -> str:
+        return f"unix://{user}:{password_of(user)}@{self.socket}"
+
+    def refusals(self) -> list[str]:
+        """What users were refused since the last call: user, command or key."""
+        entries = self.admin.execute_command("ACL", "LOG")
+        self.admin.execute_command("ACL", "LOG", "RESET")
+        return [f"{entry[b'username'].decode()} {entry[b'object'].decode()}" for entry in map(_as_dict, entries)]
+
+    def allows(self, user: str, *command: str) -> bool:
+        return self.admin.execute_command("ACL", "DRYRUN", user, *command) == b"OK"
+
+    def stop(self) -> None:
+        self.admin.close()
+        self._process.terminate()
+        self._process.wait(10)
+
+    def _answers(self) -> bool:
+        try:
+            return bool(self.admin.ping())
+        except RedisConnectionError:
+            return False
+
+
+class RolesBroker:
+    """Both halves of a broker, each entering under its own name, as gateway and worker do."""
+
+    def __init__(self, door: RedisBroker, worker: RedisBroker):
+        self._door = door
+        self._worker = worker
+
+    @classmethod
+    async def open(cls, server: ConfiguredRedis, name: str | None = None, **options) -> RolesBroker:
+        door = await open_redis_broker(server.url(GATEWAY), **options)
+        return cls(door, await open_redis_broker(server.url(WORKER), name, **options))
+
+    def __getattr__(self, name: str):
+        return getattr(self._door if hasattr(DoorBroker, name) else self._worker, name)
+
+    async def close(self) -> None:
+        await self._door.close()
+        await self._worker.close()
+
+
+def server_acl() -> str:
+    """What the README's command makes of the page."""
+    lines = [line for line in (DEPLOY / "users.acl").read_text().splitlines() if line.startswith("user ")]
+    for number, line in enumerate(lines):
+        user = line.split()[1]
+        role = user.removeprefix("quire-").upper()
+        lines[number] = line.replace(f"#{role}_SHA256", "#" + sha256(password_of(user).encode()).hexdigest())
+    return "\n".join(lines) + "\n"
+
+
+def password_of(user: str) -> str:
+    return user[::-1]
+
+
+def _as_dict(entry: object) -> dict[bytes, bytes]:
+    """Of the two forms in which the client tells a map."""
+    if isinstance(entry, dict):
+        return {key.encode() if isinstance(key, str) else key: value for key, value in entry.items()}
+    return dict(zip(entry[::2], entry[1::2], strict=True))
