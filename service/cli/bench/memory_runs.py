@@ -87,7 +87,7 @@ def simulated_ground(settings: Settings, machine_name: str) -> Ground:
         max_prefill_chunk=settings.max_prefill_chunk or SIMULATED_PREFILL_CHUNK,
         max_model_len=pool.max_model_len,
     )
-    description = {"device": machine_name, "is_simulated": True, "costs": asdict(machine.costs)}
+    description = {"device": f"{machine_name}, simulated", "is_simulated": True, "costs": asdict(machine.costs)}
     simulation = _Simulation(machine_name, pool, limits, settings.enable_prefix_caching)
     return Ground(
         description, pool, partial(_replay_in_processes, simulation), partial(_share_in_processes, simulation)
