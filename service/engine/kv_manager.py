@@ -227,12 +227,16 @@ class KVManager:
         sequence.num_computed_tokens = 0
 
     def num_slots(self, sequences: Iterable[Sequence]) -> tuple[int, int]:
-        """(held, filled) slots of these sequences: the difference is what paging wastes."""
-        held = filled = 0
+        """(held, filled) slots of the blocks in use, which these sequences hold: the difference is what paging wastes.
+        What several share counts once."""
+        size, empty = self.block_size, {}
         for sequence in sequences:
-            held += len(sequence.block_table) * self.block_size
-            filled += sequence.num_computed_tokens
-        return held, filled
+            table, num_computed = sequence.block_table, sequence.num_computed_tokens
+            for index in range(num_computed // size, len(table)):
+                unfilled = min(size, (index + 1) * size - num_computed)
+                empty[table[index]] = min(unfilled, empty.get(table[index], size))
+        held = self.pool.num_used * size
+        return held, held - sum(empty.values())
 
     def _salt(self, sequence: Sequence) -> str:
         return sequence.request.cache_salt if self._shares else sequence.request_id

@@ -4,7 +4,10 @@ import numpy as np
 import pytest
 
 from model.ops.numpy_ops import NumpyOps
+from model.sampling_params import BeamSearch, SamplingParams
+from service.engine.sequence import Request
 from tests.support.demo_engine import DemoEngines, tell_all
+from tests.support.told import run_steps
 
 pytestmark = pytest.mark.gpu
 
@@ -36,3 +39,26 @@ def test_logprobs_agree(engines, on_numpy):
 def test_penalties_wait_for_the_tokens_they_count(engines, on_numpy):
     wishes = [{"temperature": 0.0, "frequency_penalty": 2.0, "repetition_penalty": 1.2, "ignore_eos": True}] * 3
     assert tell_all(engines.make(), wishes) == tell_all(on_numpy.make(), wishes)
+
+
+BRANCHES = {
+    "sampled": {"temperature": 1.0, "seed": 41, "n": 4, "best_of": 4, "max_tokens": 30, "ignore_eos": True},
+    "penalised": {"temperature": 1.0, "seed": 42, "n": 2, "best_of": 3, "max_tokens": 12, "presence_penalty": 1.0},
+    "beams": {"beam": BeamSearch(width=4), "n": 4, "max_tokens": 20},
+    "shaped beams": {"beam": BeamSearch(width=3, early_stopping=True), "n": 3, "max_tokens": 12, "min_tokens": 4},
+}
+
+
+@pytest.mark.parametrize(
+    "sizes", [{}, {"block_size": 16, "prefix_caching": True}, {"block_size": 32}, {"num_blocks": 20}], ids=str
+)
+def test_branches_and_beams_are_the_same(engines, on_numpy, sizes):
+    """Forked in captured steps and by themselves, copied, preempted."""
+    told = {}
+    for made, own in ((engines, sizes), (on_numpy, {})):
+        engine = made.make(max_num_seqs=14, **own)
+        for name, wishes in BRANCHES.items():
+            engine.add(Request(request_id=name, prompt=tuple(range(40, 51)), sampling=SamplingParams(**wishes)))
+        told[made] = {name: (one.by_branch(), one.choices) for name, one in run_steps(engine).items()}
+        assert engine.stats().num_block_copies > 0
+    assert told[engines] == told[on_numpy]

@@ -20,6 +20,15 @@ def test_rows_are_exact_and_unknown_ids_give_zeros(open_ops, rng, dtype, width, 
     np.testing.assert_array_equal(rows.astype(np.float32), twin.gather_rows(table, ids).astype(np.float32))
 
 
+@pytest.mark.parametrize("width", [4096, 32003])
+def test_logits_are_gathered_too(open_ops, rng, width):
+    ops = open_ops("bfloat16")
+    table, ids = rng.standard_normal((9, width)).astype(np.float32), np.array([3, 3, 8, 0, 3], np.int32)
+    with ops.scratch():
+        rows = ops.download(ops.gather_rows(ops.upload(table), ops.upload(ids)))
+    np.testing.assert_array_equal(rows, table[ids])
+
+
 def test_speed(open_ops, rng):
     ops, rows, width = open_ops("bfloat16"), 16384, 4096
     table = ops.empty((128256, width), ops.dtype)

@@ -5,13 +5,13 @@ import pytest
 
 from model.ops.numpy_ops import NumpyOps
 from tests.support.kernel_checks import assert_close, seconds_of, tell_bandwidth
-from tests.support.sampling_cases import random_wishes, uploaded
+from tests.support.sampling_cases import random_bias, random_penalties, random_wishes, uploaded
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("vocab", [1, 3, 4096, 32003, 151936])
-@pytest.mark.parametrize("num_logprobs", [0, 1, 5, 20])
+@pytest.mark.parametrize("num_logprobs", [0, 1, 5, 20, 36])
 @pytest.mark.parametrize("spread", [0.5, 4])
 def test_best_tokens_and_the_chosen_one(open_ops, rng, vocab, num_logprobs, spread):
     """Logits are multiples of 1/64: many tie, and none that differ have the same rounded log-probability."""
@@ -27,6 +27,21 @@ def test_best_tokens_and_the_chosen_one(open_ops, rng, vocab, num_logprobs, spre
     assert_close(chosen, expected.logprobs, "float32")
     np.testing.assert_array_equal(top_ids, expected.top_ids)
     assert top.shape == expected.top_logprobs.shape == (rows, min(num_logprobs, vocab))
+    np.testing.assert_allclose(top, expected.top_logprobs, rtol=1e-5, atol=1e-5)
+
+
+def test_of_adjusted_logits_where_they_are_asked_for(open_ops, rng):
+    ops, rows, vocab = open_ops("float32"), 6, 4096
+    logits = (np.round(rng.standard_normal((rows, vocab)) * 64) / 64).astype(np.float32)
+    shape = {"bias": random_bias(rng, rows, vocab), "penalties": random_penalties(rng, rows, vocab)}
+    wishes = random_wishes(rng, rows, vocab, num_logprobs=8, with_logprobs=True, logprobs_adjusted=True, **shape)
+    expected = NumpyOps().sample(logits, wishes)
+    raw = NumpyOps().sample(logits, random_wishes(rng, rows, vocab, num_logprobs=8, with_logprobs=True))
+    assert not np.allclose(expected.top_logprobs, raw.top_logprobs, atol=1e-2)
+    with ops.scratch():
+        sampled = ops.sample(ops.upload(logits), uploaded(wishes, ops.upload))
+        chosen, top = map(ops.download, (sampled.logprobs, sampled.top_logprobs))
+    assert_close(chosen, expected.logprobs, "float32")
     np.testing.assert_allclose(top, expected.top_logprobs, rtol=1e-5, atol=1e-5)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from service.cli.bench.branches import BranchFigures, BranchWork, measure_branches
 from service.cli.bench.engine_measures import (
     WHOLE_STEPS,
     DecodeFigures,
@@ -31,7 +32,7 @@ from service.errors import StartupError
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    work = parser.add_argument_group("work", "one of --trace, --batch, --prefill, --prefix")
+    work = parser.add_argument_group("work", "one of --trace, --batch, --prefill, --prefix, --prompts")
     work.add_argument("--trace", type=Path, metavar="FILE", help="all requests of a trace at once, to their ends")
     work.add_argument("--num-requests", metavar="N", help="only the first N requests of the trace")
     work.add_argument("--batch", metavar="N,...", help="steady decode of N sequences; several N, one after the other")
@@ -44,21 +45,27 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--prefix", metavar="NxL", help="N users whose prompts begin with the same L tokens, each with --own others"
     )
     work.add_argument("--own", metavar="N", help="tokens of each prompt behind the --prefix (default: 64)")
-    work.add_argument("--output", metavar="N", help="tokens that each user of --prefix gets (default: 64)")
+    work.add_argument("--output", metavar="N", help="tokens of each answer (default: --prefix 64, --prompts 128)")
     work.add_argument("--prefill", metavar="NxL", help="N prompts of L tokens at once, one output token each")
+    work.add_argument("--prompts", metavar="NxL", help="N prompts of L tokens at once, answered in branches")
+    work.add_argument("--n", metavar="N,...", help="branches sampled for each of --prompts; several N, one by one")
+    work.add_argument("--beam-width", metavar="N,...", help="beams for each of --prompts; several N, one by one")
 
 
 def run_engine_bench(settings: Settings, flags: argparse.Namespace) -> int:
     """0; raises StartupError where the work is not named well or does not fit."""
-    if sum(wish is not None for wish in (flags.trace, flags.batch, flags.prefill, flags.prefix)) != 1:
-        raise StartupError("engine: give one of --trace FILE, --batch N, --prefill NxL and --prefix NxL")
+    works = (flags.trace, flags.batch, flags.prefill, flags.prefix, flags.prompts)
+    if sum(wish is not None for wish in works) != 1:
+        raise StartupError("engine: give one of --trace FILE, --batch N, --prefill NxL, --prefix NxL and --prompts NxL")
     for flag, value, owner in (
         ("--num-requests", flags.num_requests, flags.trace),
         ("--context", flags.context, flags.batch),
         ("--steps", flags.steps, flags.batch),
         ("--copies", flags.copies or None, flags.batch),
         ("--own", flags.own, flags.prefix),
-        ("--output", flags.output, flags.prefix),
+        ("--output", flags.output, flags.prefix or flags.prompts),
+        ("--n", flags.n, flags.prompts),
+        ("--beam-width", flags.beam_width, flags.prompts),
     ):
         if value is not None and owner is None:
             raise StartupError(f"{flag} does not go with this work")
@@ -66,6 +73,8 @@ def run_engine_bench(settings: Settings, flags: argparse.Namespace) -> int:
         return _run_trace(settings, flags)
     if flags.prefix is not None:
         return _run_prefix(settings, flags)
+    if flags.prompts is not None:
+        return _run_branches(settings, flags)
     if flags.copies:
         return _run_copies(settings, flags)
     return _run_decode(settings, flags) if flags.batch is not None else _run_prefill(settings, flags)
@@ -148,6 +157,25 @@ def _run_prefill(settings: Settings, flags: argparse.Namespace) -> int:
     return 0
 
 
+def _run_branches(settings: Settings, flags: argparse.Namespace) -> int:
+    num_prompts, length = product("--prompts", flags.prompts)
+    num_output = whole_number("--output", flags.output or "128")
+    sampled = "1" if flags.n is None and flags.beam_width is None else flags.n
+    counts = [("sampled", count) for count in (whole_numbers("--n", sampled) if sampled else ())]
+    if flags.beam_width is not None:
+        counts += [("beams", count) for count in whole_numbers("--beam-width", flags.beam_width)]
+    built, start_s = _build(settings, least_seqs=num_prompts * max(count for _, count in counts))
+    sizes = {"num_prompts": num_prompts, "num_prompt": length, "num_output": num_output}
+    rows = [measure_branches(built, BranchWork(method=method, num_branches=count, **sizes)) for method, count in counts]
+    _print_rows(rows)
+    record = {**_describe(settings, built), "engine_start_s": start_s, "branches": [asdict(row) for row in rows]}
+    names = [f"{row.method} {row.num_branches}" for row in rows]
+    bars = {"label": "step", "x": names, "y": [row.step_p50_ms for row in rows]}
+    panel = {"kind": "bars", "title": "a step", "x": "ms", "y": "", "series": [bars]}
+    write_report(flags, record, {"title": f"{num_prompts} x {length}, {built.ops.device_name}", "panels": [panel]})
+    return 0
+
+
 def _build(settings: Settings, least_seqs: int = 1) -> tuple[BuiltEngine, float]:
     """An engine that lets `least_seqs` sequences run at once, and the seconds that making it took."""
     settings = replace(settings, max_num_seqs=max(settings.max_num_seqs, least_seqs))
@@ -156,7 +184,7 @@ def _build(settings: Settings, least_seqs: int = 1) -> tuple[BuiltEngine, float]
     return built, time.perf_counter() - start_s
 
 
-def _print_rows(rows: Sequence[DecodeFigures | PrefillFigures]) -> None:
+def _print_rows(rows: Sequence[DecodeFigures | PrefillFigures | BranchFigures]) -> None:
     names = [name.replace("_", " ") for name in asdict(rows[0])]
     print_grid(names, [[shown(value) for value in asdict(row).values()] for row in rows])
 

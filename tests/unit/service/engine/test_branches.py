@@ -75,6 +75,9 @@ def test_eight_branches_hold_one_prompt(make_engine, length, num_copies):
     stats = engine.stats()
     assert stats.num_blocks_used == length // BLOCK + sum(tails)
     assert stats.num_blocks_logical == 8 * (length // BLOCK) + sum(tails)
+    own = [sequence.num_computed_tokens - length // BLOCK * BLOCK for sequence in engine.running]
+    assert stats.num_slots_held == stats.num_blocks_used * BLOCK
+    assert stats.num_slots_filled == length // BLOCK * BLOCK + sum(own)
     run_steps(engine)
     assert engine.stats().num_block_copies == num_copies
     assert sum(plan.num_tokens for plan in executor.plans) <= length + 8 * 30

@@ -73,6 +73,23 @@ def test_prefill(tmp_path):
     assert record["prompt_tokens_per_s"] == pytest.approx(150 / record["total_s"])
 
 
+def test_branches(tmp_path):
+    record = bench(tmp_path, "--prompts", "2x40", "--n", "1,4", "--beam-width", 3, "--output", 6)
+    single, sampled, beams = record["branches"]
+    assert [(row["method"], row["num_branches"]) for row in record["branches"]] == [
+        ("sampled", 1),
+        ("sampled", 4),
+        ("beams", 3),
+    ]
+    assert single["most_blocks"] == single["most_blocks_logical"] == 2 * 3
+    assert (sampled["most_blocks"], sampled["most_blocks_logical"]) == (2 * (2 + 4), 2 * 4 * 3)
+    assert (single["num_copies"], sampled["num_copies"]) == (0, 2 * 3)
+    for row in record["branches"]:
+        assert row["output_tokens_per_s"] == pytest.approx(2 * row["num_branches"] * 6 / row["total_s"])
+    assert beams["ttft_ms"] is None
+    assert beams["most_blocks"] <= 2 * (2 + 3)
+
+
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
@@ -85,6 +102,9 @@ def test_prefill(tmp_path):
         (["--prefill", "64"], "--prefill: '64' is not of the form 64x1024"),
         (["--prefill", "64x0"], "--prefill: 0 is outside"),
         (["--batch", "1", "--context", "500"], "engine: 541 tokens a sequence are more than 512"),
+        (["--prefill", "1x1", "--n", "2"], "--n does not go with"),
+        (["--prompts", "2x8", "--n", "0"], "--n: 0 is outside"),
+        (["--prompts", "1x500"], "--prompts: the engine refuses requests of 1: too_large"),
         (["--prefill", "64x64"], "engine: that needs 320 blocks, and the pool has 128"),
     ],
 )

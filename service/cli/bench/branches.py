@@ -1,0 +1,104 @@
+"""What `quire bench engine --prompts` measures: requests that run as several branches, sampled or beams."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from model.sampling_params import BeamSearch, SamplingParams
+from service.engine.build import BuiltEngine
+from service.engine.sequence import Request
+from service.errors import StartupError
+
+ROUNDS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class BranchWork:
+    """`num_prompts` requests at once, each of `num_prompt` tokens and `num_branches` answers of `num_output` tokens."""
+
+    method: str  # "sampled" | "beams"
+    num_branches: int
+    num_prompts: int
+    num_prompt: int
+    num_output: int
+
+    @property
+    def wishes(self) -> SamplingParams:
+        """A single branch is greedy; several must differ."""
+        count, length = self.num_branches, self.num_output
+        if self.method == "beams":
+            return SamplingParams(max_tokens=length, ignore_eos=True, beam=BeamSearch(width=count), n=count)
+        temperature = 0.0 if count == 1 else 1.0
+        return SamplingParams(max_tokens=length, ignore_eos=True, temperature=temperature, n=count, best_of=count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BranchFigures:
+    """The median round of some, each with prompts of its own. Times are of the host's clock around whole steps."""
+
+    method: str
+    num_branches: int
+    num_prompts: int
+    prompt_tokens: int  # of each
+    output_tokens: int  # of each branch
+    total_s: float
+    output_tokens_per_s: float  # of all branches
+    ttft_ms: float | None  # mean over the requests; beams are told at their end
+    step_p50_ms: float
+    most_blocks: int  # in use at once
+    most_blocks_logical: int  # that the branches would have used at once if they shared none
+    num_copies: int  # of blocks, on the first write
+
+
+def measure_branches(built: BuiltEngine, work: BranchWork) -> BranchFigures:
+    """Raises StartupError where the engine cannot run such requests."""
+    rounds = [_round(built, work, seed) for seed in range(1 + ROUNDS)][1:]  # the first one warms up
+    return sorted(rounds, key=lambda figures: figures.total_s)[ROUNDS // 2]
+
+
+def _round(built: BuiltEngine, work: BranchWork, seed: int) -> BranchFigures:
+    engine, copies_before = built.engine, built.engine.stats().num_block_copies
+    for request in _requests(built, work, seed):
+        engine.add(request)
+    refused = engine.take_outputs()
+    if refused:
+        raise StartupError(f"--prompts: the engine refuses requests of {work.num_branches}: {refused[0].end}")
+    start_s = time.perf_counter()
+    steps_s, firsts_s, num_tokens, blocks = [], {}, 0, [(0, 0)]
+    while engine.has_work:
+        step_start_s = time.perf_counter()
+        engine.step()
+        now_s = time.perf_counter()
+        steps_s.append(now_s - step_start_s)
+        for output in engine.take_outputs():
+            num_tokens += sum(len(part.token_ids) for part in output.parts)
+            firsts_s.setdefault(output.request_id, now_s - start_s)
+        stats = engine.stats()
+        blocks.append((stats.num_blocks_used, stats.num_blocks_logical))
+    total_s = time.perf_counter() - start_s
+    return BranchFigures(
+        method=work.method,
+        num_branches=work.num_branches,
+        num_prompts=work.num_prompts,
+        prompt_tokens=work.num_prompt,
+        output_tokens=work.num_output,
+        total_s=total_s,
+        output_tokens_per_s=num_tokens / total_s,
+        ttft_ms=None if work.method == "beams" else 1e3 * statistics.fmean(firsts_s.values()),
+        step_p50_ms=1e3 * statistics.median(steps_s),
+        most_blocks=max(used for used, _ in blocks),
+        most_blocks_logical=max(logical for _, logical in blocks),
+        num_copies=engine.stats().num_block_copies - copies_before,
+    )
+
+
+def _requests(built: BuiltEngine, work: BranchWork, seed: int) -> Iterator[Request]:
+    random = np.random.default_rng((seed, work.num_branches))
+    for number in range(work.num_prompts):
+        prompt = tuple(random.integers(0, built.config.vocab_size, work.num_prompt).tolist())
+        yield Request(request_id=str(number), prompt=prompt, sampling=work.wishes)
