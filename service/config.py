@@ -298,7 +298,22 @@ class Settings:
         low=1,
         high=1 << 20,
     )
-
+    max_waiting_tokens: int = _setting(
+        1 << 22,
+        "tokens that waiting jobs may cost before new ones get 503: prompts, and 1024 a branch at most",
+        verbs=_DOOR_VERBS,
+        parse=int,
+        low=1,
+        high=1 << 40,
+    )
+    max_waiting_tokens_per_tenant: int = _setting(
+        1 << 20,
+        "the same for each tenant, whose new jobs get 429",
+        verbs=_DOOR_VERBS,
+        parse=int,
+        low=1,
+        high=1 << 40,
+    )
     max_n: int = _setting(
         8, "choices that a request may ask of one prompt", verbs=_DOOR_VERBS, parse=int, low=1, high=32
     )

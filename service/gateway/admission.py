@@ -12,6 +12,7 @@ from typing import Any
 from model.sampling_params import SamplingParams
 from service.config import Settings
 from service.errors import RequestError
+from service.gateway.back_pressure import RETRY_AFTER_S, BackPressure
 from service.gateway.fleet import Fleet, FleetView
 from service.gateway.openai_bodies import refusal
 from service.gateway.request import Request, SamplingWishes
@@ -22,16 +23,23 @@ from service.wire.codec import pack_ids
 from service.wire.messages import Job
 
 CROCKFORD = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
-RETRY_AFTER_S = 2
 
 
 class Admission:
     def __init__(
-        self, model: ServedModel, broker: DoorBroker, fleet: Fleet, settings: Settings, feed: str, pool: Executor
+        self,
+        model: ServedModel,
+        broker: DoorBroker,
+        fleet: Fleet,
+        pressure: BackPressure,
+        settings: Settings,
+        feed: str,
+        pool: Executor,
     ) -> None:
         self._model = model
         self._broker = broker
         self._fleet = fleet
+        self._pressure = pressure
         self._settings = settings
         self._feed = feed
         self._pool = pool
@@ -46,10 +54,10 @@ class Admission:
         self._draining = True
 
     async def admit(self, request: Request, tenant: str) -> Ticket:
-        """Raises RequestError: 400, 404, or 503 with Retry-After while there is no room or no queue."""
+        """Raises RequestError: 400, 404, or 429 or 503 with Retry-After while there is no room or no queue."""
         self._model.require(request.model)
         self._check_choices(request)
-        view = await self._room(len(request.prompts))
+        view = await self._room(tenant, len(request.prompts))
         timeout_s = self._timeout_s(request)
         self._check_ids(request)
         loop = asyncio.get_running_loop()
@@ -72,6 +80,8 @@ class Admission:
                 submitted_at_s=now_s,
                 deadline_s=now_s + timeout_s,
                 feed=self._feed,
+                priority=request.priority,
+                is_batch=request.is_batch,
             )
             for name, prompt, sampling in zip(job_names(job_id, len(prompts)), prompts, samplings, strict=True)
         )
@@ -118,7 +128,7 @@ class Admission:
             for text, ids in zip(request.prompts, prompts, strict=True)
         )
 
-    async def _room(self, num_jobs: int) -> FleetView:
+    async def _room(self, tenant: str, num_jobs: int) -> FleetView:
         if self._draining:
             raise RequestError(
                 503, "The server is shutting down.", "server_error", code="draining", retry_after_s=RETRY_AFTER_S
@@ -127,10 +137,7 @@ class Admission:
             view = await self._fleet.view()
         except BrokerUnavailable:
             raise unavailable() from None
-        if view.num_waiting + self._fleet.num_submitted + num_jobs > self._settings.max_waiting:
-            raise RequestError(
-                503, "Too many requests are waiting.", "server_error", code="overloaded", retry_after_s=RETRY_AFTER_S
-            )
+        self._pressure.check(tenant, view, num_jobs)
         return view
 
     def _timeout_s(self, request: Request) -> float:

@@ -39,16 +39,6 @@ class Fleet:
         self._lock = asyncio.Lock()
         self._view: FleetView | None = None
         self._seen_at_s = 0.0
-        self._num_submitted = 0
-
-    def note_submitted(self) -> None:
-        """A job was submitted since the last look, and waits as far as this gateway knows."""
-        self._num_submitted += 1
-
-    @property
-    def num_submitted(self) -> int:
-        """Jobs submitted here since the last look."""
-        return self._num_submitted
 
     async def look(self) -> None:
         """The cards show the workers' blocks for a while. Raises BrokerUnavailable."""
@@ -60,5 +50,5 @@ class Fleet:
             if self._view is None or self._clock() - self._seen_at_s > MAX_AGE_S:
                 cards = [card for card in await self._broker.workers() if card.model == self._model_name]
                 self._view = FleetView(cards, await self._broker.num_waiting(), await self._broker.now_s())
-                self._seen_at_s, self._num_submitted = self._clock(), 0
+                self._seen_at_s = self._clock()
             return self._view

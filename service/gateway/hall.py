@@ -14,6 +14,7 @@ from typing import Any
 from service.config import Settings
 from service.errors import RequestError
 from service.gateway.admission import Admission
+from service.gateway.back_pressure import BackPressure
 from service.gateway.fleet import Fleet
 from service.gateway.openai_answers import ChatForm, CompletionForm, Form, Heading, Json, Wording
 from service.gateway.openai_api import read_request, source_of
@@ -44,8 +45,9 @@ class Hall:
         self.metrics = GatewayMetrics(model.name)
         self.pool = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="text")
         self.fleet = Fleet(broker, model.name, asyncio.get_running_loop().time)
-        self.admission = Admission(model, broker, self.fleet, settings, feed, self.pool)
-        self.relay = Relay(model, broker, self.fleet, self.metrics, settings.resume_grace)
+        pressure = BackPressure(settings, asyncio.get_running_loop().time)
+        self.admission = Admission(model, broker, self.fleet, pressure, settings, feed, self.pool)
+        self.relay = Relay(model, broker, pressure, self.metrics, settings.resume_grace)
         self.requests = Requests(broker, self.admission, self.relay)
 
     async def read(self, endpoint: str, body: bytes | Mapping[str, Any]) -> Request:

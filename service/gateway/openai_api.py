@@ -238,6 +238,7 @@ def _request(endpoint: str, body: GenerationBody, prompts: tuple[Prompt, ...], w
         include_usage=bool(body.stream_options.include_usage),
         usage_in_chunks=bool(body.stream_options.continuous_usage_stats),
         timeout_s=body.timeout,
+        priority=body.priority,
         resumable=body.resumable,
         background=body.background,
     )

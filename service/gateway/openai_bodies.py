@@ -34,6 +34,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "beam_width": (1, MAX_BEAM_WIDTH),
     "length_penalty": (-10, 10),
     "truncate_prompt_tokens": (-1, 1 << 31),
+    "priority": (-100, 100),
 }
 """Closed ranges; every number of a body stands here or is checked where it is used."""
 
@@ -107,6 +108,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     timeout: float | None = None
+    priority: int = 0
     resumable: bool = False
     background: bool = False
     user: str = ""

@@ -20,7 +20,6 @@ _BOTH: Idle = {
     "logits_processors": ([],),
     "spaces_between_special_tokens": (True,),
     "return_token_ids": (False,),
-    "priority": (0,),
     "request_id": (),
     "cache_salt": (),
     "prompt_cache_key": (),

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from service.errors import EndReason, RequestError
 from service.gateway.admission import unavailable
-from service.gateway.fleet import Fleet
+from service.gateway.back_pressure import BackPressure
 from service.gateway.job_text import JobText
 from service.gateway.run import JobRun, Run, failure
 from service.gateway.served_model import ServedModel
 from service.gateway.ticket import Ticket
 from service.logs import fields
 from service.metrics import GatewayMetrics
-from service.wire.broker import BrokerUnavailable, DoorBroker
+from service.wire.broker import BrokerUnavailable, DoorBroker, QueueFull
 from service.wire.messages import Cancel
 
 log = logging.getLogger("quire.gateway")
@@ -28,12 +28,17 @@ CLOSE_TIMEOUT_S = 2.0
 
 class Relay:
     def __init__(
-        self, model: ServedModel, broker: DoorBroker, fleet: Fleet, metrics: GatewayMetrics, grace_s: float
+        self,
+        model: ServedModel,
+        broker: DoorBroker,
+        pressure: BackPressure,
+        metrics: GatewayMetrics,
+        grace_s: float,
     ) -> None:
         """`grace_s`: how long a resumable request goes on with nobody there."""
         self._model = model
         self._broker = broker
-        self._fleet = fleet
+        self._pressure = pressure
         self._metrics = metrics
         self._open: set[_Scope] = set()
         self._grace_s = grace_s
@@ -48,12 +53,9 @@ class Relay:
     async def open(self, ticket: Ticket) -> AsyncIterator[Run]:
         """Submits the jobs; on leaving before their end, for whatever reason, cancels them.
 
-        Raises RequestError: 503 where a job could not be submitted or this door closes, 504 past the deadline.
+        Raises RequestError: 429 or 503 where a job was not accepted or this door closes, 504 past the deadline.
         """
         async with self._opened(ticket, _Scope(asyncio.timeout(ticket.timeout_s), owns_jobs=True)) as run:
-            for job in ticket.jobs:
-                await self._broker.submit(job)
-                self._fleet.note_submitted()
             yield run
 
     @asynccontextmanager
@@ -87,9 +89,6 @@ class Relay:
         patience = None
         try:
             async with self._opened(ticket, scope) as run:
-                for job in ticket.jobs:
-                    await self._broker.submit(job)
-                    self._fleet.note_submitted()
                 if ticket.request.resumable:
                     await self._mark(ticket)
                     patience = asyncio.create_task(self._await_desertion(ticket, scope))
@@ -131,12 +130,14 @@ class Relay:
 
     @asynccontextmanager
     async def _opened(self, ticket: Ticket, scope: _Scope) -> AsyncIterator[Run]:
-        jobs = [self._follow(ticket, number, measured=scope.owns_jobs) for number in range(len(ticket.job_ids))]
+        jobs = [self._follow(ticket, number, is_there=not scope.owns_jobs) for number in range(len(ticket.job_ids))]
         run = Run(jobs, sum(ticket.num_prompt_tokens))
         self._open.add(scope)
         reason, is_kept = EndReason.CANCELLED, scope.is_kept
         try:
             async with scope.timeout:
+                if scope.owns_jobs:
+                    await self._submit(ticket, jobs)
                 yield run
         except RequestError:
             is_kept = False  # one of its jobs has failed
@@ -154,11 +155,29 @@ class Relay:
             run.leave(reason, jobs_go_on=is_kept or not scope.owns_jobs)
             self._spawn(run.close())
 
-    def _follow(self, ticket: Ticket, number: int, measured: bool) -> JobRun:
+    async def _submit(self, ticket: Ticket, runs: Sequence[JobRun]) -> None:
+        """Raises RequestError where there is no room, BrokerUnavailable where the queue is away."""
+        for job, run in zip(ticket.jobs, runs, strict=False):
+            run.submitting()
+            try:
+                await self._broker.submit(job, self._pressure.bounds)
+            except QueueFull as full:
+                run.refused()
+                self._spawn(self._forget(ticket))
+                raise self._pressure.refused(ticket.tenant, full) from None
+            run.accepted(self._metrics.started(len(job.prompt) // 4))
+
+    async def _forget(self, ticket: Ticket) -> None:
+        """A request that was refused is not to be found, so that a flood of them leaves nothing behind."""
+        try:
+            await self._broker.forget(ticket.request_id, ticket.idempotency)
+        except BrokerUnavailable:
+            log.warning("refused request not forgotten %s", fields(request=ticket.request_id))
+
+    def _follow(self, ticket: Ticket, number: int, is_there: bool) -> JobRun:
         job_id = ticket.job_ids[number]
         text = JobText(ticket.request, self._model, number * ticket.request.sampling.n)
-        times = self._metrics.started(ticket.num_prompt_tokens[number]) if measured else None
-        return JobRun(job_id, self._broker.follow(job_id), text, self._cancel, times)
+        return JobRun(job_id, self._broker.follow(job_id), text, self._cancel, is_there)
 
     def let_go(self) -> None:
         """Requests that outlive their clients outlive this gateway too."""

@@ -113,6 +113,8 @@ class Request:
     include_usage: bool = False
     usage_in_chunks: bool = False
     timeout_s: float | None = None
+    priority: int = 0  # among its tenant's own requests; lower goes first
+    is_batch: bool = False  # it waits until nothing else does
     resumable: bool = False  # goes on for a while when its client leaves
     background: bool = False  # goes on without a client
     source: Source = NO_SOURCE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 from service.errors import EndReason, RequestError
 from service.gateway.admission import Admission, unavailable
@@ -26,19 +27,24 @@ class Requests:
     async def accept(self, request: Request, tenant: str, idempotency_key: str | None) -> Ticket:
         """The ticket of a request that was remembered but not yet submitted; one without jobs where the same request
         came before under its key. Raises RequestError like `admit`, and 409 where the key stands for another one."""
-        ticket = await self._admission.admit(request, tenant)
         digest = None if idempotency_key is None else _key_digest(tenant, idempotency_key)
+        ticket = replace(await self._admission.admit(request, tenant), idempotency=digest)
         try:
             holder = await self._broker.remember(record_of(ticket), digest)
             if holder == ticket.request_id:
                 return ticket
             record = await self._broker.recall(holder)
+            if record is None or record.digest != request.source.digest:
+                message = "The Idempotency-Key was used before, with another request."
+                raise RequestError(409, message, param="Idempotency-Key", code="idempotency_key_reused")
+            earlier = await self._ticket(record)
+            if any(await self._broker.last_events(earlier.job_ids)):
+                return earlier
         except BrokerUnavailable:
             raise unavailable() from None
-        if record is None or record.digest != request.source.digest:
-            message = "The Idempotency-Key was used before, with another request."
-            raise RequestError(409, message, param="Idempotency-Key", code="idempotency_key_reused")
-        return await self._ticket(record)
+        # Whoever took it first may have died before it was queued. To submit a job twice changes nothing.
+        names = zip(ticket.jobs, earlier.job_ids, strict=True)
+        return replace(earlier, jobs=tuple(replace(job, job_id=name) for job, name in names), idempotency=digest)
 
     async def find(self, request_id: str, tenant: str) -> Ticket:
         """Raises RequestError: 404 for one that is forgotten, never was, or is another tenant's."""
@@ -53,22 +59,25 @@ class Requests:
         return await self._ticket(record)
 
     async def state(self, ticket: Ticket, form: Form) -> Json:
-        """How far the request is; with `response` or `error` once it has ended."""
+        """How far the request is; with `response` or `error` once it has ended. `queue_position`: how many of its
+        tenant's own jobs go before it."""
         state = {
             "id": ticket.request_id,
             "object": "request",
             "endpoint": ticket.request.endpoint,
             "created": int(ticket.created_s),
             "background": ticket.request.background,
+            "queue_position": None,
             "error": None,
             "response": None,
         }
         try:
             events = await self._broker.last_events(ticket.job_ids)
+            place = None if any(events) else await self._broker.place(ticket.request_id)
         except BrokerUnavailable:
             raise unavailable() from None
         if not all(event is not None and event.end is not None for event in events):
-            return {**state, "status": "in_progress" if any(events) else "queued"}
+            return {**state, "status": "in_progress" if any(events) else "queued", "queue_position": place}
         try:
             async with self._relay.view(ticket) as run:
                 pieces = [piece async for piece in run]

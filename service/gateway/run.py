@@ -44,16 +44,28 @@ class JobRun:
         events: EventStream,
         text: JobText,
         cancel: Callable[[Cancel], None],
-        times: RequestTimes | None,
+        is_there: bool,
     ) -> None:
-        """`times`: None where others measure."""
+        """`is_there`: it was submitted before, and others measure it."""
         self.job_id = job_id
+        self._is_there = is_there
         self.text = text
         self.ended_by_worker = False
         self._events = events
         self._cancel = cancel
-        self._times = times
+        self._times: RequestTimes | None = None
         self._ready: deque[Piece] = deque()
+
+    def submitting(self) -> None:
+        """From now on the job may be in the queue."""
+        self._is_there = True
+
+    def accepted(self, times: RequestTimes) -> None:
+        self._times = times
+
+    def refused(self) -> None:
+        """The queue did not take it."""
+        self._is_there = False
 
     def __aiter__(self) -> JobRun:
         return self
@@ -88,7 +100,7 @@ class JobRun:
         """No more is read. A job that still runs is cancelled, unless it `goes_on` without us; one that a stop string
         has ended is in any case. `reason` is why the request ends, if not by itself."""
         reason = self.text.reason or reason
-        if not self.ended_by_worker and (reason is EndReason.STOP or not job_goes_on):
+        if self._is_there and not self.ended_by_worker and (reason is EndReason.STOP or not job_goes_on):
             said = reason if reason in (EndReason.STOP, EndReason.DEADLINE) else EndReason.CANCELLED
             self._cancel(Cancel(job_id=self.job_id, reason=said))
         if self._times is not None:

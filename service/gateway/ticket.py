@@ -25,6 +25,7 @@ class Ticket:
     num_prompt_tokens: tuple[int, ...]  # by job
     prompt_texts: tuple[str, ...]  # by prompt, where the request wants them told again; else none
     jobs: tuple[Job, ...] = ()  # to be submitted; none where that was done before
+    idempotency: str | None = None  # hash of the client's key for it
 
     def with_timeout(self, timeout_s: float) -> Ticket:
         return replace(self, timeout_s=timeout_s)

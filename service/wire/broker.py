@@ -133,6 +133,9 @@ class DoorBroker(Protocol):
     async def recall(self, request_id: str) -> RequestRecord | None:
         """The record, while it is kept. Raises ValueError for an id outside [A-Za-z0-9_.-]{1,128}."""
 
+    async def forget(self, request_id: str, idempotency: str | None = None) -> None:
+        """Take the record away, and what it was kept under: the request was not accepted after all."""
+
     async def last_events(self, job_ids: Sequence[str]) -> Sequence[Event | None]:
         """By job, the last event that stands in its log; None where none does."""
 

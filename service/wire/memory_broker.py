@@ -87,6 +87,9 @@ class MemoryBroker:
         keys.request(request_id)
         return self.queue.requests.recall(request_id)
 
+    async def forget(self, request_id: str, idempotency: str | None = None) -> None:
+        self.queue.requests.forget(request_id, idempotency)
+
     async def last_events(self, job_ids: Sequence[str]) -> Sequence[Event | None]:
         logs = [self.queue.logs.get(job_id) for job_id in job_ids]
         return [log.events[-1] if log is not None and log.events else None for log in logs]

@@ -31,6 +31,10 @@ class MemoryRequests:
         record, until_s = self._records.get(request_id, (None, 0.0))
         return record if until_s > time.time() else None
 
+    def forget(self, request_id: str, idempotency: str | None) -> None:
+        self._records.pop(request_id, None)
+        self._holders.pop(idempotency, None)
+
     def watch(self, request_id: str, for_s: float) -> None:
         self._watched[request_id] = time.monotonic() + for_s
 

@@ -39,6 +39,13 @@ class RedisRequests:
             payload = await redis.get(key)
         return None if payload is None else decode(RequestRecord, payload)
 
+    async def forget(self, request_id: str, idempotency: str | None = None) -> None:
+        names = [keys.request(request_id)]
+        if idempotency is not None:
+            names.append(keys.idempotency(idempotency))
+        async with self._link.commands() as redis:
+            await redis.delete(*names)
+
     async def last_events(self, job_ids: Sequence[str]) -> Sequence[Event | None]:
         async with self._link.commands() as redis, redis.pipeline(transaction=False) as pipeline:
             for job_id in job_ids:

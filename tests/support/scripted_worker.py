@@ -37,6 +37,7 @@ class ScriptedWorker:
         self.script = script
         self.ready = True
         self.paused = False
+        self.is_fetching = False
         self.stats: dict[str, float] = {}
         self.blocks = b""
         self.jobs: list[Job] = []
@@ -80,7 +81,10 @@ class ScriptedWorker:
         while True:
             while self.paused:
                 await asyncio.sleep(0.01)
-            for claim in await self._broker.fetch(256, 0.2):
+            self.is_fetching = True
+            claims = await self._broker.fetch(256, 0.2)
+            self.is_fetching = False
+            for claim in claims:
                 self.jobs.append(claim.job)
                 self._running[claim.job.job_id] = asyncio.create_task(self._run(claim.job))
 

@@ -1,6 +1,5 @@
 """What clients get over HTTP: whole answers and streams, in OpenAI's shapes, and how they end."""
 
-import asyncio
 import json
 
 import aiohttp
@@ -255,17 +254,13 @@ async def test_unknown_model(gateway):
 
 
 class AwayBroker(QuickBroker):
-    """Away whenever `away` names the method; has as many jobs waiting as it is told."""
+    """Away whenever `away` names the method."""
 
     away: frozenset[str] = frozenset()
-    waiting = 0
 
-    async def num_waiting(self):
-        return self.waiting
-
-    async def submit(self, job):
+    async def submit(self, job, *bounds):
         self._check("submit")
-        await super().submit(job)
+        await super().submit(job, *bounds)
 
     async def workers(self):
         self._check("workers")
@@ -291,27 +286,6 @@ async def test_queue_away(model_folder, method):
                 assert response.headers["Retry-After"]
                 assert (await response.json())["error"]["code"] == "unavailable"
         broker.away = frozenset()
-        assert (await gateway.post(CHAT, MESSAGES))[0] == 200
-
-
-async def test_too_many_waiting(model_folder):
-    broker = AwayBroker()
-    async with open_gateway(model_folder, broker, max_waiting=3) as gateway:
-        broker.waiting = 3
-        async with gateway.http.post(gateway.url + CHAT, json=MESSAGES) as response:
-            assert response.status == 503
-            assert int(response.headers["Retry-After"]) > 0
-            assert (await response.json())["error"]["code"] == "overloaded"
-        assert gateway.worker.jobs == []
-
-
-async def test_a_burst_between_two_looks_at_the_queue_is_counted(model_folder, monkeypatch):
-    monkeypatch.setattr("service.gateway.fleet.MAX_AGE_S", 0.5)
-    broker = AwayBroker()
-    async with open_gateway(model_folder, broker, max_waiting=3) as gateway:
-        broker.waiting = 1
-        assert [(await gateway.post(CHAT, MESSAGES))[0] for _ in range(3)] == [200, 200, 503]
-        await asyncio.sleep(0.6)
         assert (await gateway.post(CHAT, MESSAGES))[0] == 200
 
 

@@ -6,7 +6,7 @@ import msgpack
 import pytest
 
 from service.errors import EndReason
-from service.wire.broker import BrokerUnavailable
+from service.wire.broker import BrokerUnavailable, QueueFull
 from service.wire.codec import decode
 from service.wire.messages import Reply
 from tests.support.gateway import MODEL, QuickBroker, open_gateway, speech
@@ -161,22 +161,20 @@ async def test_bounded_concurrency(model_folder, monkeypatch):
         assert len(door.worker.jobs) == 3
 
 
-async def test_a_full_queue_is_waited_for(model_folder, monkeypatch):
-    monkeypatch.setattr("service.gateway.admission.RETRY_AFTER_S", 0.05)
-    async with open_gateway(model_folder, Ledger(), max_waiting=1) as door:
+async def test_a_full_queue_is_waited_for(door, monkeypatch):
+    monkeypatch.setattr("service.gateway.back_pressure.RETRY_AFTER_S", 0.02)
+    submit, num_refused = door.broker.submit, 0
 
-        async def one():
-            return 1
+    async def full_at_first(job, bounds):
+        nonlocal num_refused
+        if num_refused < 3:
+            num_refused += 1
+            raise QueueFull(of_tenant=False, num_jobs=9, num_tokens=0)
+        await submit(job, bounds)
 
-        async def none():
-            return 0
-
-        door.broker.num_waiting = one
-        waiting = asyncio.create_task(answer(door, payload()))
-        await asyncio.sleep(0.2)
-        assert not waiting.done()
-        door.broker.num_waiting = none
-        assert (await waiting)[0].text == "Hello world."
+    monkeypatch.setattr(door.broker, "submit", full_at_first)
+    assert (await answer(door, payload()))[0].text == "Hello world."
+    assert num_refused == 3
 
 
 async def test_settling_is_tried_again(door, monkeypatch):
