@@ -124,13 +124,15 @@ def test_a_stopped_worker_makes_the_gateway_not_ready_and_awake_it_serves_again(
 
 
 @pytest.mark.parametrize("order", ["hang", "hold"])
-def test_a_hung_step_makes_not_ready_starves_the_supervisor_and_ends_the_worker(gateway, start_worker, order):
+def test_a_hung_step_makes_not_ready_starves_the_supervisor_and_its_jobs_move_on(gateway, start_worker, order):
     worker = start_worker("--step-timeout=6")
     worker.until_told("READY=1")
     for url in readiness_urls(gateway):
         until_status(url, 200, 5)
+    alone = asked(f"{gateway.url}/v1/completions", BODY)
     worker.orders.write_text(order)
-    client = threading.Thread(target=asked, args=(f"{gateway.url}/v1/completions", {**BODY, "timeout": 14}))
+    answers = []
+    client = threading.Thread(target=lambda: answers.append(asked(f"{gateway.url}/v1/completions", BODY)))
     client.start()
     hung_s = time.monotonic()
     for url in readiness_urls(gateway):
@@ -142,5 +144,15 @@ def test_a_hung_step_makes_not_ready_starves_the_supervisor_and_ends_the_worker(
     assert worker.told["WATCHDOG=1"] <= fed + 1
     assert ("the engine hangs" if order == "hang" else "Timeout") in worker.output
     assert "faulty" in worker.output, "the log says where it hangs"
-    client.join(30)
+    assert not answers
+    other = start_worker(name="other")
+    client.join(45)
     assert not client.is_alive()
+    assert text_of(answers[0]) == text_of(alone)
+    assert other.end() == 0, other.output
+
+
+def text_of(answer):
+    status, body = answer
+    assert status == 200, body
+    return body["choices"][0]["text"]
