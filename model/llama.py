@@ -59,6 +59,16 @@ class Llama:
         kv [num_blocks, L, 2, Hkv, B, D]. The logits are in `out` where one is given, else they live until the caller's
         scratch ends.
         """
+        return self.logits(self.hidden(batch, kv), batch.logit_rows, out)
+
+    def logits(self, hidden: Array, rows: Array | None, out: Array | None = None) -> Array:
+        """hidden [T, H], rows int32[R] (None: all) -> logits float32[R, V], in `out` where one is given."""
+        if rows is not None:
+            hidden = self.ops.gather_rows(hidden, rows)
+        return self.ops.linear(hidden, self.weights.lm_head, dtype=np.dtype(np.float32), out=out)
+
+    def hidden(self, batch: Batch, kv: Array) -> Array:
+        """What the logits of all rows are made of [T, H]; keys and values are written to `kv`."""
         ops, weights, eps = self.ops, self.weights, self.config.rms_norm_eps
         norms_after = [layer.attention_norm for layer in weights.layers[1:]] + [weights.final_norm]
         plans = self._decode_plans(batch, kv)
@@ -69,9 +79,7 @@ class Llama:
                 attended = self._attention(index, hidden, batch, kv, plans)
                 normed = ops.add_rms_norm(attended, residual, layer.mlp_norm, eps)
                 ops.add_rms_norm(self._mlp(layer, normed), residual, norms_after[index], eps, out=hidden)
-        if batch.logit_rows is not None:
-            hidden = ops.gather_rows(hidden, batch.logit_rows)
-        return ops.linear(hidden, weights.lm_head, dtype=np.dtype(np.float32), out=out)
+        return hidden
 
     def tune(self, num_rows: Sequence[int], num_logit_rows: Sequence[int]) -> None:
         """Find the quickest way for the products of passes over so many rows, and so many of them with logits; see

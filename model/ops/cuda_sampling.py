@@ -32,13 +32,19 @@ def sample(ops, logits: Array, how: SamplingArrays, out: Array | None) -> Sample
     if not how.with_logprobs:
         return Sampled(token_ids, is_nan, None, None, None)
 
-    num_best = min(how.num_logprobs, vocab)
+    told = adjusted if how.logprobs_adjusted else logits
+    return Sampled(token_ids, is_nan, *token_logprobs(ops, told, token_ids, how.num_logprobs))
+
+
+def token_logprobs(ops, logits: Array, token_ids: Array, num_best: int) -> tuple[Array, Array, Array]:
+    """`Ops.token_logprobs`."""
+    rows, vocab = logits.shape
+    num_best = min(num_best, vocab)
     chosen = ops.temporary((rows,), np.float32)
     top_ids, top = ops.temporary((rows, num_best), np.int32), ops.temporary((rows, num_best), np.float32)
-    told = adjusted if how.logprobs_adjusted else logits
-    args = (told, token_ids, chosen, top_ids, top, np.int32(vocab), np.int32(num_best))
+    args = (logits, token_ids, chosen, top_ids, top, np.int32(vocab), np.int32(num_best))
     ops.launch("top_logprobs", (rows,), args, threads=_THREADS, QUIRE_DTYPE=_FP32)
-    return Sampled(token_ids, is_nan, chosen, top_ids, top)
+    return chosen, top_ids, top
 
 
 def _adjusted(ops, logits: Array, how: SamplingArrays) -> Array:

@@ -12,7 +12,7 @@ from service.engine.block_map import draw_blocks
 from service.engine.block_pool import BlockPool
 from service.engine.grammars import Grammars
 from service.engine.kv_manager import KVManager
-from service.engine.plan import FinishedTransfer, SampledToken, StepPlan, StepResult, TokenLogprob
+from service.engine.plan import FinishedTransfer, SampledToken, ScoredTokens, StepPlan, StepResult, TokenLogprob
 from service.engine.preemption import Preemption
 from service.engine.scheduler import Limits, Scheduler
 from service.engine.sequence import Request, Sequence, SequenceGroup, State
@@ -68,6 +68,7 @@ class BranchOutput(NamedTuple):
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]  # as many as tokens where the request wants or ranks by them, else none
     end: EndReason | None  # STOP or LENGTH: nothing of this branch follows
+    is_prompt: bool = False  # the tokens are the prompt's, behind those told before: all branches have them in common
 
 
 class Output(NamedTuple):
@@ -279,10 +280,19 @@ class Engine:
             samplers = flight.plan.samplers
             failed = {sequence for sequence, token in zip(samplers, result.sampled, strict=True) if token.is_nan}
             self._kv.settle(flight.plan.chunks, failed)
+            for scored in result.scored:
+                self._tell_scores(scored)
             for sequence, sampled in zip(samplers, result.sampled, strict=True):
                 sequence.num_pending_tokens -= 1
                 if sequence.state is not State.ENDED:
                     self._settle(sequence, sampled)
+
+    def _tell_scores(self, scored: ScoredTokens) -> None:
+        group = scored.score.chunk.sequence.group
+        if group.live:
+            stop = scored.first + len(scored.logprobs)
+            token_ids = group.request.prompt[scored.first : stop]
+            self._emit(group, (BranchOutput(0, token_ids, scored.logprobs, None, is_prompt=True),))
 
     def _settle(self, sequence: Sequence, sampled: SampledToken) -> None:
         group, token_id, logprob = sequence.group, sampled.token_id, sampled.logprob

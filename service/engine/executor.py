@@ -17,6 +17,7 @@ from model.sampler import SampledRows, sampling_arrays
 from model.step_graphs import StepGraphs, StepInputs
 from service.engine.grammars import MaskBuilder
 from service.engine.plan import BlockCopy, Chunk, FinishedTransfer, SampledToken, StepPlan, StepResult, TokenLogprob
+from service.engine.prompt_scores import ScoreFlight, begin_scores, scored_tokens
 from service.engine.sequence import Sequence
 
 
@@ -36,6 +37,7 @@ class _Launched:
     logits: Array | None  # a row for each chunk that has samplers, until they are drawn from
     scratch: ExitStack  # the memory that the logits may live in
     draws: list[_Draw]
+    scores: list[ScoreFlight]
 
 
 class ModelExecutor:
@@ -78,9 +80,10 @@ class ModelExecutor:
         samplers, scratch = plan.samplers, ExitStack()
         scratch.enter_context(self._ops.scratch())
         self.move(plan)
-        launched = _Launched(plan, samplers, self._forward(plan.chunks), scratch, [])
+        logits, scores = self._scored(plan) if plan.scores else (self._forward(plan.chunks), [])
+        launched = _Launched(plan, samplers, logits, scratch, [], scores)
         if not any(sequence.draws_late for sequence in samplers):
-            self.draw(launched)
+            self._draw_all(launched, masked=False)
         return launched
 
     def move(self, plan: StepPlan) -> None:
@@ -94,10 +97,12 @@ class ModelExecutor:
 
     def draw(self, launched: _Launched) -> None:
         """See service.engine.engine.Executor. What the host does here, the forward pass hides."""
-        if launched.logits is None:
-            return
+        if launched.logits is not None:
+            self._draw_all(launched, masked=True)
+
+    def _draw_all(self, launched: _Launched, *, masked: bool) -> None:
         with launched.scratch:
-            launched.draws = self._draws(launched.logits, launched.plan.chunks, launched.samplers)
+            launched.draws = self._draws(launched.logits, launched.plan.chunks, launched.samplers, masked)
             launched.logits = None
         if launched.samplers:
             self._sampled_rows = {sequence: row for row, sequence in enumerate(launched.draws[0].samplers)}
@@ -115,7 +120,7 @@ class ModelExecutor:
             drawn = [sequence for draw in launched.draws for sequence in draw.samplers]
             by_sequence = dict(zip(drawn, tokens, strict=True))
             tokens = [by_sequence[sequence] for sequence in launched.samplers]
-        return StepResult(tuple(tokens))
+        return StepResult(tuple(tokens), scored_tokens(launched.scores))
 
     @property
     def num_host_blocks(self) -> int:
@@ -146,11 +151,23 @@ class ModelExecutor:
         logits = None if self._graphs is None else self._graphs.forward(inputs)
         if logits is not None:
             return logits
+        return self.model.forward(self._batch(inputs), self.kv)
+
+    def _batch(self, inputs: StepInputs) -> Batch:
         batch, source = _upload(inputs, self._ops)
         self._ops.pick_tokens(batch.token_ids, self._sampled, source)
-        return self.model.forward(batch, self.kv)
+        return batch
 
-    def _draws(self, logits: Array, chunks: tuple[Chunk, ...], samplers: list[Sequence]) -> list[_Draw]:
+    def _scored(self, plan: StepPlan) -> tuple[Array, list[ScoreFlight]]:
+        """As `_forward`, and the plan's scores; never a captured size, which keeps no more than its logits."""
+        batch = self._batch(_step_inputs(plan.chunks, self._block_size, self._sampled_rows, self._no_source))
+        hidden = self.model.hidden(batch, self.kv)
+        scores = begin_scores(self.model, hidden, plan, max_rows=self._no_source)
+        return self.model.logits(hidden, batch.logit_rows), scores
+
+    def _draws(
+        self, logits: Array, chunks: tuple[Chunk, ...], samplers: list[Sequence], masked: bool
+    ) -> list[_Draw]:
         """Sample from `logits`, a row for each chunk that has samplers.
 
         Beams whose log-probabilities are of adjusted logits are a draw of their own, behind the one whose tokens the
@@ -160,7 +177,7 @@ class ModelExecutor:
         positions = [chunk.end for chunk in due for _ in chunk.samplers]
         scored = [row for row, sequence in enumerate(samplers) if sequence.scores_adjusted]
         if len(due) == len(samplers) and not scored:
-            return [self._draw(logits, samplers, positions, adjusted=False)]
+            return [self._draw(logits, samplers, positions, adjusted=False, masked=masked)]
         source = [row for row, chunk in enumerate(due) for _ in chunk.samplers]
         plain = sorted(set(range(len(samplers))) - set(scored))
         draws = []
@@ -169,10 +186,12 @@ class ModelExecutor:
                 picked = self._ops.upload(np.array([source[row] for row in rows], np.int32))
                 own = self._ops.gather_rows(logits, picked)
                 mine, at = [samplers[row] for row in rows], [positions[row] for row in rows]
-                draws.append(self._draw(own, mine, at, adjusted=adjusted))
+                draws.append(self._draw(own, mine, at, adjusted=adjusted, masked=masked))
         return draws
 
-    def _draw(self, logits: Array, samplers: list[Sequence], positions: list[int], *, adjusted: bool) -> _Draw:
+    def _draw(
+        self, logits: Array, samplers: list[Sequence], positions: list[int], *, adjusted: bool, masked: bool
+    ) -> _Draw:
         if not samplers:
             return _Draw(samplers, self._ops.download_later(()))
         rows = SampledRows(
@@ -181,7 +200,7 @@ class ModelExecutor:
             sampling=[sequence.sampling for sequence in samplers],
             token_ids=[sequence.token_ids for sequence in samplers],
             num_prompt_tokens=[sequence.num_prompt_tokens for sequence in samplers],
-            mask=self._masks.build(samplers),
+            mask=self._masks.build(samplers) if masked else None,
         )
         vocab_size, send = self.model.config.vocab_size, self._ops.upload_all
         how = sampling_arrays(rows, vocab_size, self._eos_token_ids, send, logprobs_adjusted=adjusted)

@@ -8,9 +8,10 @@ import numpy as np
 
 from model.batch import Batch
 from model.config import ModelConfig
+from model.grammar_matcher import num_mask_words
 from model.kv_cache import allocate, block_bytes
 from model.llama import Llama
-from model.ops.interface import Ops
+from model.ops.interface import Ops, TokenMask
 from model.sampler import SampledRows, sampling_arrays, sampling_record
 from model.sampling_params import MAX_LOGPROBS, SamplingParams
 from service.config import Settings
@@ -83,6 +84,7 @@ def warm_up(model: Llama, block_size: int, num_tokens: int, num_sequences: int, 
             sampling=[wishes] * count,
             token_ids=[(0,)] * count,
             num_prompt_tokens=[1] * count,
+            mask=TokenMask(np.full(count, -1, np.int32), np.zeros((1, num_mask_words(vocab_size)), np.uint32)),
         )
         with ops.scratch():
             logits = model.forward(shared_block_batch(ops, lengths, block_size, max_model_len), kv)

@@ -25,6 +25,15 @@ class Chunk(NamedTuple):
         return self.start + self.length
 
 
+class Score(NamedTuple):
+    """Of this chunk the logits at positions `start` to `stop` (exclusive) are wanted too: they tell how likely the
+    prompt's next tokens were."""
+
+    chunk: Chunk
+    start: int
+    stop: int
+
+
 class BlockCopy(NamedTuple):
     """Block `target` becomes what block `source` is."""
 
@@ -42,6 +51,7 @@ class StepPlan:
     copies: tuple[BlockCopy, ...] = ()
     outs: tuple[BlockCopy, ...] = ()
     ins: tuple[BlockCopy, ...] = ()
+    scores: tuple[Score, ...] = ()
 
     @property
     def samplers(self) -> list[Sequence]:
@@ -78,8 +88,17 @@ class SampledToken(NamedTuple):
     logprob: TokenLogprob | None
 
 
+class ScoredTokens(NamedTuple):
+    """Some tokens of a prompt in a row, and how likely they were."""
+
+    score: Score
+    first: int  # position
+    logprobs: tuple[TokenLogprob, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One entry for each of the plan's samplers, in their order."""
+    """One entry for each of the plan's samplers, in their order; and all that the plan's scores ask for, in parts."""
 
     sampled: tuple[SampledToken, ...]
+    scored: tuple[ScoredTokens, ...] = ()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 
 from service.engine.kv_manager import NO_MATCH, KVManager
-from service.engine.plan import Chunk, StepPlan
+from service.engine.plan import Chunk, Score, StepPlan
 from service.engine.preemption import Preemption
 from service.engine.sequence import Sequence, SequenceGroup, State
 
@@ -45,12 +45,15 @@ class Scheduler:
         self.preemption = preemption or Preemption(kv)
         self._num_arrivals = 0
         self.waiting: deque[SequenceGroup] = deque()
+        self._to_score: set[SequenceGroup] = set()
         self.running: list[Sequence] = []
 
     def add(self, group: SequenceGroup) -> None:
         self._num_arrivals += 1
         group.arrival = self._num_arrivals
         self.waiting.append(group)
+        if group.is_to_score:
+            self._to_score.add(group)
 
     def remove(self, sequence: Sequence) -> None:
         """The sequence has ended, wherever it stood: its blocks are free at once."""
@@ -114,7 +117,22 @@ class Scheduler:
             chunks += self._admit_waiting(budget)
         chunks.sort(key=lambda chunk: chunk.length != 1)
         self.preemption.prepare(self.running)
-        return StepPlan(tuple(chunks), self._kv.take_copies(), *self._kv.take_swaps())
+        scores = self._scores(chunks) if self._to_score else ()
+        return StepPlan(tuple(chunks), self._kv.take_copies(), *self._kv.take_swaps(), scores)
+
+    def _scores(self, chunks: list[Chunk]) -> tuple[Score, ...]:
+        """What the step can tell of prompts whose tokens are to be scored, and was not told by steps before it."""
+        scores = []
+        for chunk in chunks:
+            group = chunk.sequence.group
+            if group in self._to_score:
+                start = max(chunk.start, group.num_scored_tokens - 1, 0)
+                stop = min(chunk.end, group.num_prompt_tokens - 1)
+                if start < stop:
+                    scores.append(Score(chunk, start, stop))
+                    group.num_scored_tokens = stop + 1
+        self._to_score = {group for group in self._to_score if group.is_to_score and group.live}
+        return tuple(scores)
 
     def _prompt_budget(self, prefills: list[Sequence], num_decodes: int) -> int:
         """Prompt tokens of a step that also decodes.
@@ -178,7 +196,8 @@ class Scheduler:
                 break
             group.park()
             leader, *others = group.live
-            match = self._kv.match(leader)
+            # A prompt whose logits are wanted is computed, whatever is in memory.
+            match = NO_MATCH if group.is_to_score else self._kv.match(leader)
             wanted = self._kv.num_wanted_blocks(leader, match) + sum(map(self._num_lacking_blocks, others))
             reserve = self._kv.pool.num_blocks // 100 if self.running else 0
             if wanted + reserve > spare:

@@ -30,6 +30,7 @@ class Request:
     prompt: tuple[int, ...]
     sampling: SamplingParams
     cache_salt: str = ""  # prompts share blocks only with prompts of the same salt
+    num_scored_tokens: int = 0  # of the prompt, whose log-probabilities were told before this engine
     past: tuple[BranchPast, ...] = ()  # by branch, what was told before this engine; empty: nothing
 
 
@@ -137,6 +138,7 @@ class SequenceGroup:
         self.num_output_tokens = 0
         self.num_cached_tokens: int | None = None  # of the prompt, found in memory when it first ran
         self.has_sampled = False  # in this engine
+        self.num_scored_tokens = request.num_scored_tokens  # of the prompt, the first one included
         self.is_ready = True  # to run: its grammar, if it has one, is compiled
         self.arrival = 0  # its number among all that have come to the scheduler
         self._sums_logprob = [0.0] * len(self.branches)
@@ -150,6 +152,12 @@ class SequenceGroup:
     def live(self) -> list[Sequence]:
         """The branches that have not ended; the first of them is the one that others may follow."""
         return [sequence for sequence in self.branches if sequence.state is not State.ENDED]
+
+    @property
+    def is_to_score(self) -> bool:
+        """Whether log-probabilities of its prompt are wanted and not all under way."""
+        wanted = self.request.sampling.prompt_logprobs is not None
+        return wanted and max(1, self.num_scored_tokens) < self.num_prompt_tokens
 
     @property
     def has_pending_tokens(self) -> bool:

@@ -93,6 +93,7 @@ class Admission:
             timeout_s=timeout_s,
             num_prompt_tokens=tuple(map(len, prompts)),
             prompt_texts=texts,
+            first_ids=() if request.sampling.prompt_logprobs is None else tuple(prompt[0] for prompt in prompts),
             jobs=jobs,
         )
 
@@ -186,6 +187,7 @@ class Admission:
             stop_token_ids=wishes.stop_token_ids,
             ignore_eos=wishes.ignore_eos,
             logprobs=wishes.logprobs,
+            prompt_logprobs=wishes.prompt_logprobs,
             logit_bias=wishes.logit_bias,
             n=wishes.n,
             best_of=wishes.best_of,

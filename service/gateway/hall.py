@@ -95,6 +95,7 @@ class Hall:
             tokens_as_ids=request.tokens_as_ids,
             num_choices=request.num_choices,
             prompt_texts=ticket.prompt_texts,
+            first_ids=ticket.first_ids,
             usage=request.include_usage,
             usage_in_chunks=request.usage_in_chunks,
             num_prompt_tokens=sum(ticket.num_prompt_tokens),

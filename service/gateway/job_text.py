@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from service.errors import ENDINGS, EndReason
 from service.gateway.request import Request
@@ -31,6 +31,7 @@ class Piece:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: str | None = None  # OpenAI's word, in the last piece of its choice
     num_tokens: int = 0  # generated since the piece before
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens but the first; in the choice's first piece
 
 
 class JobText:
@@ -43,6 +44,8 @@ class JobText:
         self._first_index = first_index
         self._silent_ids = _silent_ids(request, model)
         self._branches: dict[int, _Branch] = {}
+        self._prompt_logprobs: list[TokenLogprob] = []  # told whole before any branch says a word
+        self._begun: set[int] = set()  # choices whose first piece is told
         self.num_tokens = 0
         self.cached_tokens: int | None = None  # None where the end was seen here before the worker told it
         self.reason: EndReason | None = None
@@ -52,16 +55,26 @@ class JobText:
         """What the event adds to the answer, and the branches that a stop string has just ended."""
         stopped = []
         for part in event.parts:
+            if part.is_prompt:
+                self._prompt_logprobs += _logprobs(part, unpack_ids(part.tokens))
+                continue
             branch = self._branch(part.branch)
             if branch.finish_reason is None and branch.push(part, self._silent_ids):
                 stopped.append(part.branch)
         if event.end is not None:
             self._end(event)
         pieces = self._ranked_pieces(event) if self._request.sampling.is_ranked else self._pieces_so_far()
+        pieces = [self._with_prompt(piece) for piece in pieces]
         self.num_tokens += sum(piece.num_tokens for piece in pieces)
         if self.reason is None and stopped and not self._request.sampling.is_ranked and self._has_every_end():
             self.reason = EndReason.STOP
         return pieces, stopped
+
+    def _with_prompt(self, piece: Piece) -> Piece:
+        if not self._prompt_logprobs or piece.index in self._begun:
+            return piece
+        self._begun.add(piece.index)
+        return replace(piece, prompt_logprobs=tuple(self._prompt_logprobs))
 
     def _branch(self, number: int) -> _Branch:
         if number not in self._branches:

@@ -43,6 +43,13 @@ def usage_json(outcome: Outcome) -> Json:
     }
 
 
+@dataclass(frozen=True)
+class FirstToken:
+    """Of a prompt: nothing comes before it, so nothing says how likely it was."""
+
+    token_id: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Heading:
     """What every object of one answer begins with."""
@@ -61,6 +68,7 @@ class Wording:
     tokens_as_ids: bool = False  # in log-probabilities
     num_choices: int = 1
     prompt_texts: tuple[str, ...] = ()  # told before the choices of each prompt; none: not wanted
+    first_ids: tuple[int, ...] = ()  # of the prompts, where the log-probabilities of their others are told
     usage: bool = False  # of a stream: in a last chunk of its own
     usage_in_chunks: bool = False  # of a stream: so far, in every chunk
     num_prompt_tokens: int = 0
@@ -79,6 +87,7 @@ class Form(ABC):
         self._tokenizer = tokenizer
         self._wording = wording
         self._opened: set[int] = set()  # choices
+        self._scored: set[int] = set()  # choices whose prompts' log-probabilities are told
         self._num_tokens = 0  # told of in chunks so far
 
     def whole(self, pieces: Sequence[Piece], outcome: Outcome) -> Json:
@@ -91,7 +100,8 @@ class Form(ABC):
 
     def _choice(self, index: int, pieces: Sequence[Piece]) -> Json:
         text = self._echo(index) + "".join(piece.text for piece in pieces)
-        logprobs = self._logprobs_json(index, [entry for piece in pieces for entry in piece.logprobs])
+        entries = [entry for piece in pieces for entry in (*self._of_prompt(piece), *piece.logprobs)]
+        logprobs = self._logprobs_json(index, entries)
         content = self._content(index, text)
         finish_reason = self._finish_reason(index, pieces[-1].finish_reason if pieces else None)
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
@@ -105,7 +115,8 @@ class Form(ABC):
             self._opened.add(index)
             opening = self._opening(index)
             if opening is not None:
-                chunks.append(self._chunk(index, opening, None, None))
+                logprobs = self._logprobs_json(index, self._of_prompt(piece))
+                chunks.append(self._chunk(index, opening, logprobs, None))
         is_last = piece.finish_reason is not None
         deltas = self._deltas(index, piece.text, is_last=is_last)
         logprobs = self._logprobs_json(index, piece.logprobs)
@@ -150,6 +161,14 @@ class Form(ABC):
         texts = self._wording.prompt_texts
         return texts[index * len(texts) // self._wording.num_choices] if texts else ""
 
+    def _of_prompt(self, piece: Piece) -> Sequence[TokenLogprob | FirstToken]:
+        """How likely the tokens of the choice's prompt were, in its first piece, where that is wanted."""
+        firsts = self._wording.first_ids
+        if piece.index in self._scored or not firsts:
+            return ()
+        self._scored.add(piece.index)
+        return (FirstToken(firsts[piece.index * len(firsts) // self._wording.num_choices]), *piece.prompt_logprobs)
+
     @abstractmethod
     def _opening(self, index: int) -> Json | None:
         """What a choice says before its first text, if anything."""
@@ -167,7 +186,7 @@ class Form(ABC):
     def _delta(self, text: str) -> Json: ...
 
     @abstractmethod
-    def _logprobs_json(self, index: int, entries: Sequence[TokenLogprob]) -> Json | None: ...
+    def _logprobs_json(self, index: int, entries: Sequence[TokenLogprob | FirstToken]) -> Json | None: ...
 
 
 class CompletionForm(Form):
@@ -196,8 +215,8 @@ class CompletionForm(Form):
         self._num_chars[index] = offsets.pop()
         return {
             "tokens": [self._text(entry.token_id) for entry in entries],
-            "token_logprobs": [_finite(entry.logprob) for entry in entries],
-            "top_logprobs": [self._alternatives(entry) for entry in entries],
+            "token_logprobs": [_finite(one.logprob) if isinstance(one, TokenLogprob) else None for one in entries],
+            "top_logprobs": [self._alternatives(one) if isinstance(one, TokenLogprob) else None for one in entries],
             "text_offset": offsets,
         }
 

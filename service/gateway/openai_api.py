@@ -63,10 +63,10 @@ def source_of(request: Request, body: Mapping[str, Any]) -> Source:
 
 def _read_completion(fields: Mapping[str, Any]) -> Request:
     body = convert(without_idle_fields(fields, IDLE_COMPLETION_FIELDS), CompletionBody)
-    if body.echo and body.logprobs is not None:
-        raise refusal("logprobs", "of the prompt are not supported here, so it cannot go with 'echo'")
     wishes = _wishes(body, _or(body.max_tokens, DEFAULT_COMPLETION_TOKENS), body.logprobs)
     request = _request(COMPLETIONS, body, _prompts(body.prompt), wishes)
+    if body.echo:
+        request = replace(request, sampling=replace(request.sampling, prompt_logprobs=body.logprobs))
     return replace(request, echo=body.echo, add_special_tokens=body.add_special_tokens)
 
 

@@ -65,6 +65,7 @@ class SamplingWishes:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # None: not wanted; K: the chosen token's and K alternatives'
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens
     logit_bias: tuple[tuple[int, float], ...] = ()
     grammar: GrammarWish | None = None
     n: int = 1  # choices of each prompt

@@ -24,6 +24,7 @@ class Ticket:
     timeout_s: float  # what is left of its time
     num_prompt_tokens: tuple[int, ...]  # by job
     prompt_texts: tuple[str, ...]  # by prompt, where the request wants them told again; else none
+    first_ids: tuple[int, ...] = ()  # of the prompts, where the log-probabilities of the others are told
     jobs: tuple[Job, ...] = ()  # to be submitted; none where that was done before
     idempotency: str | None = None  # hash of the client's key for it
 
@@ -51,6 +52,7 @@ def record_of(ticket: Ticket) -> RequestRecord:
         deadline_s=ticket.created_s + ticket.timeout_s,
         num_prompt_tokens=pack_ids(ticket.num_prompt_tokens),
         prompt_texts=ticket.prompt_texts,
+        first_ids=pack_ids(ticket.first_ids),
         stays=ticket.request.stays,
     )
 
@@ -70,4 +72,5 @@ def ticket_of(record: RequestRecord, now_s: float) -> Ticket:
         timeout_s=record.deadline_s - now_s,
         num_prompt_tokens=tuple(unpack_ids(record.num_prompt_tokens)),
         prompt_texts=record.prompt_texts,
+        first_ids=tuple(unpack_ids(record.first_ids)),
     )

@@ -53,6 +53,7 @@ class Part:
     tokens: bytes = b""  # uint32[n]
     logprobs: TokenLogprobs | None = None
     end: EndReason | None = None  # STOP or LENGTH: nothing of this branch follows
+    is_prompt: bool | None = None  # true: the tokens are the prompt's, from its second on, before all branches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +91,7 @@ class RequestRecord:
     deadline_s: float  # Redis time, Unix seconds
     num_prompt_tokens: bytes  # uint32[num_jobs]
     prompt_texts: tuple[str, ...] = ()  # where the answer repeats them
+    first_ids: bytes = b""  # uint32[num_jobs], the prompts' first tokens, where it tells how likely the others were
     stays: bool = False  # it outlives its client: for a while, or in the background to its end
 
 

@@ -18,8 +18,8 @@ from service.wire.broker import BrokerUnavailable, Claim, Lease, WorkerBroker
 from service.wire.codec import unpack_ids
 from service.wire.messages import Event, WorkerCard
 from service.worker.engine_thread import Add, Cancel, EngineThread
-from service.worker.job_events import event_of, refusal, without_end
-from service.worker.recovery import branch_pasts, keep_lease
+from service.worker.job_events import event_of, in_events, refusal, without_end
+from service.worker.recovery import branch_pasts, keep_lease, num_scored_tokens
 
 log = logging.getLogger("quire.courier")
 
@@ -158,11 +158,15 @@ class Courier:
         log.debug("claimed %s", fields(job=job.job_id, prompt_tokens=len(prompt), attempt=claim.attempt))
         if claim.attempt > 1:
             log.info("goes on with %s", fields(job=job.job_id, attempt=claim.attempt, num_events=len(claim.past)))
-        past = branch_pasts(claim.past)
-        salt, wishes = job.tenant, job.sampling
-        self.engine.send(
-            Add(Request(request_id=request_id, prompt=prompt, sampling=wishes, cache_salt=salt, past=past))
+        request = Request(
+            request_id=request_id,
+            prompt=prompt,
+            sampling=job.sampling,
+            cache_salt=job.tenant,
+            num_scored_tokens=num_scored_tokens(claim.past),
+            past=branch_pasts(claim.past),
         )
+        self.engine.send(Add(request))
         for cancel in (*claim.stops, *self._heard.pop(job.job_id, ())):
             self.engine.send(Cancel(request_id, cancel.reason, cancel.branch))
 
@@ -204,13 +208,14 @@ class Courier:
         events, leaving = [], []
         for job_id, news in by_job.items():
             job = self._open[job_id]
-            event = event_of(job_id, job.next_number, news)
-            if job.is_leaving and event.end is EndReason.SHUTDOWN:
-                leaving.append(job_id)
-                event = without_end(event)
-            if event.parts or event.end is not None:
-                events.append(event)
-                job.next_number += 1
+            for outputs_of_one in in_events(news):
+                event = event_of(job_id, job.next_number, outputs_of_one)
+                if job.is_leaving and event.end is EndReason.SHUTDOWN:
+                    leaving.append(job_id)
+                    event = without_end(event)
+                if event.parts or event.end is not None:
+                    events.append(event)
+                    job.next_number += 1
         return events, leaving
 
     def _close(self, job_id: str) -> None:

@@ -10,13 +10,16 @@ from service.errors import EndReason
 from service.wire.codec import pack_floats, pack_ids
 from service.wire.messages import Event, Part, TokenLogprobs, Usage
 
+MAX_EVENT_TOKENS = 4096
+"""With twenty alternatives each, two thirds of what an event may take."""
+
 
 def event_of(job_id: str, number: int, outputs: Sequence[Output]) -> Event:
     """One event of a job's outputs since the last one."""
-    by_branch: dict[int, list[BranchOutput]] = {}
+    by_branch: dict[tuple[bool, int], list[BranchOutput]] = {}
     for output in outputs:
         for part in output.parts:
-            by_branch.setdefault(part.branch, []).append(part)
+            by_branch.setdefault((not part.is_prompt, part.branch), []).append(part)
     last = outputs[-1]
     usage = Usage(
         prompt_tokens=last.num_prompt_tokens,
@@ -26,7 +29,7 @@ def event_of(job_id: str, number: int, outputs: Sequence[Output]) -> Event:
     return Event(
         job_id=job_id,
         number=number,
-        parts=tuple(_part(branch, news) for branch, news in by_branch.items()),
+        parts=tuple(map(_part, by_branch.values())),
         end=last.end,
         usage=usage if last.end is not None else None,
         choices=last.choices,
@@ -43,10 +46,25 @@ def without_end(event: Event) -> Event:
     return replace(event, end=None, usage=None, choices=())
 
 
-def _part(branch: int, news: Sequence[BranchOutput]) -> Part:
+def in_events(outputs: Sequence[Output]) -> list[list[Output]]:
+    """A job's outputs, parted where one event would hold more tokens than an event may."""
+    runs: list[list[Output]] = [[]]
+    num_tokens = 0
+    for output in outputs:
+        here = sum(len(part.token_ids) for part in output.parts)
+        if num_tokens and num_tokens + here > MAX_EVENT_TOKENS:
+            runs.append([])
+            num_tokens = 0
+        runs[-1].append(output)
+        num_tokens += here
+    return runs
+
+
+def _part(news: Sequence[BranchOutput]) -> Part:
     logprobs = [logprob for part in news for logprob in part.logprobs]
     return Part(
-        branch=branch,
+        branch=news[0].branch,
+        is_prompt=news[0].is_prompt or None,
         tokens=pack_ids([token for part in news for token in part.token_ids]),
         logprobs=TokenLogprobs(
             chosen=pack_floats([logprob.logprob for logprob in logprobs]),

@@ -44,6 +44,12 @@ async def keep_lease(
         await asyncio.sleep(look_s)
 
 
+def num_scored_tokens(events: Iterable[Event]) -> int:
+    """Of the prompt, those whose log-probabilities were told, and the first, which has none; 0 where none were."""
+    told = sum(len(part.tokens) // 4 for event in events for part in event.parts if part.is_prompt)
+    return told + 1 if told else 0
+
+
 def branch_pasts(events: Iterable[Event]) -> tuple[BranchPast, ...]:
     """What was told of each branch, in order of their numbers, from a job's events so far. Log-probabilities are added
     in the order in which the engine added them, so that branches rank as they would have."""
@@ -51,6 +57,8 @@ def branch_pasts(events: Iterable[Event]) -> tuple[BranchPast, ...]:
     ends, sums = {}, {}
     for event in events:
         for part in event.parts:
+            if part.is_prompt:
+                continue
             token_ids.setdefault(part.branch, []).extend(unpack_ids(part.tokens))
             if part.end is not None:
                 ends[part.branch] = part.end

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from service.errors import EndReason
 from service.wire.broker import WorkerBroker
-from service.wire.codec import pack_floats, pack_ids
+from service.wire.codec import pack_floats, pack_ids, unpack_ids
 from service.wire.messages import Cancel, Event, Job, Part, TokenLogprobs, Usage, WorkerCard
 
 
@@ -106,6 +106,8 @@ class ScriptedWorker:
         num_branches = sampling.beam.width if sampling.beam else sampling.best_of
         scripts = script.branches or [script.steps] * num_branches
         branches = [_Branch(steps, sampling.max_tokens, script.end) for steps in scripts]
+        if sampling.prompt_logprobs is not None:
+            await self._publish(Event(job_id=job.job_id, number=0, parts=(self._scored_prompt(job),)))
         while any(branch.end is None for branch in branches):
             if script.step_s:
                 await asyncio.sleep(script.step_s)
@@ -118,6 +120,16 @@ class ScriptedWorker:
         end = max((branch.end for branch in branches), key=list(EndReason).index)
         num_tokens = sum(branch.num_told for branch in branches)
         await self._end(job.job_id, end, num_tokens, len(job.prompt) // 4, script.choices)
+
+    def _scored_prompt(self, job: Job) -> Part:
+        """Token i of the prompt had log-probability -i, and token 7 was the likeliest everywhere."""
+        tokens, width = unpack_ids(job.prompt)[1:], job.sampling.prompt_logprobs
+        logprobs = TokenLogprobs(
+            chosen=pack_floats([-(i + 1) for i in range(len(tokens))]),
+            top_ids=pack_ids([7 + k for _ in tokens for k in range(width)]),
+            top=pack_floats([-0.25 for _ in tokens for _ in range(width)]),
+        )
+        return Part(tokens=pack_ids(tokens), logprobs=logprobs, is_prompt=True)
 
     def _part(self, job: Job, number: int, branch: _Branch) -> Part:
         """The next step of a branch."""

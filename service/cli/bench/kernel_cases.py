@@ -239,6 +239,17 @@ class KernelCases:
             for name, way in ways.items():
                 make = self._sampler(rows, **way)
                 yield Case("sample", f"{name}, {rows} x {vocab}", 4 * rows * vocab, 0, make)
+            yield Case("token_logprobs", f"{rows} x {vocab}", 4 * rows * vocab, 0, self._scorer(rows))
+
+    def _scorer(self, rows: int) -> Callable[[int], Launch]:
+        vocab = self._config.vocab_size
+        token_ids = self._ops.upload(self._rng.integers(0, vocab, rows).astype(np.int32))
+
+        def make(_: int) -> Launch:
+            logits = self._ops.upload(self._rng.standard_normal((rows, vocab), np.float32))
+            return lambda: self._ops.token_logprobs(logits, token_ids, 1)
+
+        return make
 
     def _sampler(self, rows: int, temperature: float = 1.0, top_p: float = 1.0, best: int = 0):
         upload, vocab = self._ops.upload, self._config.vocab_size

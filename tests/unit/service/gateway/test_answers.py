@@ -327,3 +327,35 @@ async def test_drain_time_runs_out(model_folder):
         text = await response.text()
         assert '"code":"shutdown"' in text
         assert "[DONE]" not in text
+
+
+async def test_echo_tells_how_likely_the_prompt_was(gateway):
+    body = {**PROMPT, "prompt": "the and", "echo": True, "logprobs": 1, "n": 2}
+    ids = gateway.model.tokenizer.encode("the and")
+    status, answer = await gateway.post(COMPLETIONS, body)
+    assert status == 200
+    assert gateway.worker.jobs[-1].sampling.prompt_logprobs == 1
+    for choice in answer["choices"]:
+        logprobs = choice["logprobs"]
+        assert choice["text"] == "the and" + "Hello world."
+        assert logprobs["token_logprobs"][: len(ids)] == [None, *(-float(i) for i in range(1, len(ids)))]
+        assert logprobs["token_logprobs"][len(ids)] == -0.5
+        assert logprobs["top_logprobs"][0] is None
+        assert -0.25 in logprobs["top_logprobs"][1].values()
+        assert "".join(logprobs["tokens"][: len(ids)]) == "the and"
+        assert logprobs["text_offset"][len(ids)] == len("the and")
+        assert len({len(logprobs[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}) == 1
+    whole = answer["choices"][0]["logprobs"]
+    chunks = [json.loads(event) for event in (await gateway.events(COMPLETIONS, {**body, "n": 1}))[:-1]]
+    parts = [chunk["choices"][0]["logprobs"] for chunk in chunks if chunk["choices"][0]["logprobs"]]
+    assert {name: [one for part in parts for one in part[name]] for name in whole} == whole
+    assert chunks[0]["choices"][0]["text"] == "the and"
+
+
+async def test_echo_of_several_prompts_as_ids(gateway):
+    first, second = (gateway.model.tokenizer.encode(text) for text in ("the and", "and"))
+    _, answer = await gateway.post(COMPLETIONS, {**PROMPT, "prompt": [first, second], "echo": True, "logprobs": 0})
+    for choice, ids in zip(answer["choices"], (first, second), strict=True):
+        assert choice["logprobs"]["token_logprobs"][0] is None
+        assert choice["logprobs"]["token_logprobs"][: len(ids)].count(None) == 1
+        assert choice["logprobs"]["token_logprobs"][len(ids)] == -0.5

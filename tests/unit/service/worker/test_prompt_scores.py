@@ -1,0 +1,44 @@
+"""Log-probabilities of prompts on their way out: never more in an event than it may hold, and counted when taken up."""
+
+from service.engine.engine import BranchOutput, Output
+from service.engine.plan import TokenLogprob
+from service.errors import EndReason
+from service.wire.codec import LIMITS, decode, encode, unpack_ids
+from service.wire.messages import Event
+from service.worker.job_events import MAX_EVENT_TOKENS, event_of, in_events
+from service.worker.recovery import branch_pasts, num_scored_tokens
+
+WIDEST = TokenLogprob(-1.5, tuple(range(20)), (-0.5,) * 20)
+
+
+def scored(first: int, count: int) -> Output:
+    part = BranchOutput(0, tuple(range(first, first + count)), (WIDEST,) * count, None, is_prompt=True)
+    return Output("j/1", (part,), None, (), 10, 0, 0)
+
+
+def said(token: int, end: EndReason | None = None) -> Output:
+    part = BranchOutput(0, (token,), (WIDEST,), end)
+    return Output("j/1", (part,), end, (0,) if end else (), 10, 1, 0)
+
+
+def test_a_long_prompt_takes_several_events_that_fit():
+    outputs = [*(scored(first, 256) for first in range(0, 256 * 40, 256)), said(7), said(8, EndReason.STOP)]
+    events = [event_of("j", number, some) for number, some in enumerate(in_events(outputs), 1)]
+    assert len(events) == 3
+    assert all(len(encode(event)) <= LIMITS[Event].max_bytes for event in events)
+    told = [decode(Event, encode(event)) for event in events]
+    assert told == events
+    prompt = [token for event in told for part in event.parts if part.is_prompt for token in unpack_ids(part.tokens)]
+    assert prompt == list(range(256 * 40))
+    assert [event.end for event in told] == [None, None, EndReason.STOP]
+    assert unpack_ids(told[-1].parts[-1].tokens) == [7, 8]
+    assert num_scored_tokens(told) == 256 * 40 + 1
+    (past,) = branch_pasts(told)
+    assert past.token_ids == (7, 8)
+    assert past.sum_logprob == -3.0
+
+
+def test_what_fits_is_one_event():
+    assert len(in_events([scored(0, MAX_EVENT_TOKENS - 1), said(7)])) == 1
+    assert len(in_events([scored(0, MAX_EVENT_TOKENS + 5)])) == 1
+    assert num_scored_tokens([event_of("j", 1, [said(7)])]) == 0
