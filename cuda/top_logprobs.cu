@@ -1,9 +1,9 @@
-// top_logprobs: the chosen token's log-probability and the K best tokens with theirs, from the raw logits.
+// top_logprobs: a given token's log-probability in each row of logits, and the K best tokens with theirs.
 //
 //   logits float32[R, V], token_ids int32[R] -> chosen float32[R], top_ids int32[R, K], top float32[R, K]
 //   Best first, ties by lower id; K <= V, 0 = the chosen token only.
 //   grid (R), block (1024)
-//   twin: the second half of NumpyOps.sample
+//   twin: NumpyOps.top_logprobs
 //   A row with a NaN or without a finite logit gives NaNs.
 //   roofline: R V floats read once, then K rounds of one load latency each
 #include "logits.cuh"

@@ -14,7 +14,7 @@ from model.ops.arena import Arena
 from model.ops.cuda_attention import decode_attention, plan_decode_attention, prefill_attention
 from model.ops.cuda_host_blocks import CudaHostBlocks
 from model.ops.cuda_linear import Linear
-from model.ops.cuda_sampling import sample, token_logprobs
+from model.ops.cuda_sampling import sample, top_logprobs
 from model.ops.cuda_transfers import Transfers
 from model.ops.interface import Array, Sampled, SamplingArrays
 from model.ops.kernels import Kernels, arch_of
@@ -355,10 +355,10 @@ class CudaOps:
             expect("out", out, _INT32, len(logits))
         return sample(self, logits, how, out)
 
-    def token_logprobs(self, logits: Array, token_ids: Array, num_best: int) -> tuple[Array, Array, Array]:
+    def top_logprobs(self, logits: Array, token_ids: Array, num_best: int) -> tuple[Array, Array, Array]:
         expect("logits", logits, _FLOAT32, None, None)
         expect("token_ids", token_ids, _INT32, len(logits))
-        return token_logprobs(self, logits, token_ids, num_best)
+        return top_logprobs(self, logits, token_ids, num_best)
 
     def _allocate(self, num_bytes: int) -> cupy.cuda.MemoryPointer:
         with self.stream:

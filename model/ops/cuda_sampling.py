@@ -33,11 +33,11 @@ def sample(ops, logits: Array, how: SamplingArrays, out: Array | None) -> Sample
         return Sampled(token_ids, is_nan, None, None, None)
 
     told = adjusted if how.logprobs_adjusted else logits
-    return Sampled(token_ids, is_nan, *token_logprobs(ops, told, token_ids, how.num_logprobs))
+    return Sampled(token_ids, is_nan, *top_logprobs(ops, told, token_ids, how.num_logprobs))
 
 
-def token_logprobs(ops, logits: Array, token_ids: Array, num_best: int) -> tuple[Array, Array, Array]:
-    """`Ops.token_logprobs`."""
+def top_logprobs(ops, logits: Array, token_ids: Array, num_best: int) -> tuple[Array, Array, Array]:
+    """`Ops.top_logprobs`."""
     rows, vocab = logits.shape
     num_best = min(num_best, vocab)
     chosen = ops.temporary((rows,), np.float32)

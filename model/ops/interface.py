@@ -315,7 +315,7 @@ class Ops(Protocol):
         """kv[targets[i]] = kv[sources[i]] over all layers; int32[N] each; no target is a source or occurs twice.
         A pair with an id outside the pool is ignored."""
 
-    def token_logprobs(self, logits: Array, token_ids: Array, num_best: int) -> tuple[Array, Array, Array]:
+    def top_logprobs(self, logits: Array, token_ids: Array, num_best: int) -> tuple[Array, Array, Array]:
         """logits float32[R, V], token_ids int32[R] -> (those tokens' log-probabilities float32[R], the K = num_best
         best ids int32[R, K], theirs float32[R, K]), best first, ties by lower id; K at most V."""
 

@@ -206,9 +206,9 @@ class NumpyOps:
             out[...] = token_ids
         if not how.with_logprobs:
             return Sampled(token_ids, is_nan, None, None, None)
-        return Sampled(token_ids, is_nan, *self.token_logprobs(told, token_ids, how.num_logprobs))
+        return Sampled(token_ids, is_nan, *self.top_logprobs(told, token_ids, how.num_logprobs))
 
-    def token_logprobs(self, logits: Array, token_ids: Array, num_best: int) -> tuple[Array, Array, Array]:
+    def top_logprobs(self, logits: Array, token_ids: Array, num_best: int) -> tuple[Array, Array, Array]:
         logprobs = _log_softmax(logits)
         top_ids = np.argsort(-logprobs, axis=1, kind="stable")[:, :num_best].astype(np.int32)
         chosen = np.take_along_axis(logprobs, token_ids[:, None].astype(np.int64), axis=1)[:, 0]

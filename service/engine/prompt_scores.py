@@ -43,7 +43,7 @@ def _begin(model: Llama, hidden: Array, score: Score, first_row: int, start: int
     with ops.scratch():
         row_ids, token_ids = ops.upload_all([rows, targets])
         logits = model.logits(hidden, row_ids)
-        arrive = ops.download_later(ops.token_logprobs(logits, token_ids, sequence.sampling.prompt_logprobs))
+        arrive = ops.download_later(ops.top_logprobs(logits, token_ids, sequence.sampling.prompt_logprobs))
     return ScoreFlight(score, start + 1, arrive)
 
 

@@ -1,4 +1,4 @@
-"""top_logprobs against the second half of NumpyOps.sample."""
+"""top_logprobs against NumpyOps.top_logprobs, alone and as a part of sampling."""
 
 import numpy as np
 import pytest
@@ -65,9 +65,9 @@ def test_tokens_that_were_not_sampled(open_ops, rng, num_best):
     ops, rows, vocab = open_ops("float32"), 6, 32003
     logits = (np.round(rng.standard_normal((rows, vocab)) * 128) / 64).astype(np.float32)
     token_ids = rng.integers(0, vocab, rows).astype(np.int32)
-    expected = NumpyOps().token_logprobs(logits, token_ids, num_best)
+    expected = NumpyOps().top_logprobs(logits, token_ids, num_best)
     with ops.scratch():
-        got = [ops.download(one) for one in ops.token_logprobs(ops.upload(logits), ops.upload(token_ids), num_best)]
+        got = [ops.download(one) for one in ops.top_logprobs(ops.upload(logits), ops.upload(token_ids), num_best)]
     assert_close(got[0], expected[0], "float32")
     np.testing.assert_array_equal(got[1], expected[1])
     np.testing.assert_allclose(got[2], expected[2], rtol=1e-5, atol=1e-5)

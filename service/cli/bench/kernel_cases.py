@@ -239,7 +239,7 @@ class KernelCases:
             for name, way in ways.items():
                 make = self._sampler(rows, **way)
                 yield Case("sample", f"{name}, {rows} x {vocab}", 4 * rows * vocab, 0, make)
-            yield Case("token_logprobs", f"{rows} x {vocab}", 4 * rows * vocab, 0, self._scorer(rows))
+            yield Case("top_logprobs", f"{rows} x {vocab}", 4 * rows * vocab, 0, self._scorer(rows))
 
     def _scorer(self, rows: int) -> Callable[[int], Launch]:
         vocab = self._config.vocab_size
@@ -247,7 +247,7 @@ class KernelCases:
 
         def make(_: int) -> Launch:
             logits = self._ops.upload(self._rng.standard_normal((rows, vocab), np.float32))
-            return lambda: self._ops.token_logprobs(logits, token_ids, 1)
+            return lambda: self._ops.top_logprobs(logits, token_ids, 1)
 
         return make
 
