@@ -268,6 +268,14 @@ class Settings:
     max_body_bytes: int = _setting(
         2 << 20, "longest request body, in bytes", verbs=_DOOR_VERBS, parse=int, low=1024, high=1 << 28
     )
+    max_file_bytes: int = _setting(
+        64 << 20,
+        "longest file of batch requests, in bytes; Redis keeps it",
+        verbs=_DOOR_VERBS,
+        parse=int,
+        low=1024,
+        high=1 << 29,
+    )
     request_timeout: float = _setting(
         600.0, "seconds after which an unfinished request ends", verbs=_DOOR_VERBS, parse=float, low=1.0, high=86400.0
     )

@@ -8,6 +8,9 @@ from importlib.metadata import version
 
 from aiohttp import web
 
+from service.gateway.batch_runner import BatchRunner
+from service.gateway.batches import Batches
+from service.gateway.files import Files
 from service.gateway.hall import Hall
 from service.gateway.http_generation import REQUEST_ROUTE, Generations
 from service.gateway.http_guard import READ_TIMEOUT_S, Doorkeeper, guard, json_response, read_body
@@ -21,8 +24,9 @@ from service.wire.broker import BrokerUnavailable
 
 
 class HttpDoor:
-    def __init__(self, hall: Hall) -> None:
+    def __init__(self, hall: Hall, runner: BatchRunner) -> None:
         self._hall = hall
+        self._runner = runner
 
     def app(self) -> web.Application:
         """All routes behind the guard. Raises StartupError for a key file that cannot be used."""
@@ -49,6 +53,8 @@ class HttpDoor:
                 web.get("/", self._welcome),
                 web.get("/openapi.json", self._openapi),
                 *operations_routes(self._hall),
+                *Files(self._hall.broker, settings.max_file_bytes).routes(),
+                *Batches(self._hall.broker, self._runner).routes(),
             ]
         )
         return app

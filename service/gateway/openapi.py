@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from service.gateway import openapi_answers as answers
+from service.gateway.batches import BatchBody
 from service.gateway.openai_bodies import RANGES, ChatBody, CompletionBody
 from service.gateway.openai_fields import IDLE_CHAT_FIELDS, IDLE_COMPLETION_FIELDS, IDLE_MESSAGE_FIELDS, Idle
 from service.gateway.request import CHAT, COMPLETIONS
@@ -16,7 +17,7 @@ from service.gateway.text_tools import DetokenizeBody, TokenizeBody
 Json = dict[str, Any]
 
 REF = "#/components/schemas/{name}"
-BODIES: tuple[type[msgspec.Struct], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+BODIES: tuple[type[msgspec.Struct], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, BatchBody)
 IDLE: Mapping[str, Idle] = {
     "CompletionBody": IDLE_COMPLETION_FIELDS,
     "ChatBody": IDLE_CHAT_FIELDS,
@@ -97,6 +98,17 @@ def _paths() -> Json:
     return {
         COMPLETIONS: {"post": _post("CompletionBody", "Completion", "Go on with a text.", generation, streams=True)},
         CHAT: {"post": _post("ChatBody", "ChatCompletion", "Answer a conversation.", generation, streams=True)},
+        "/v1/files": {"get": _get("FileList", "Your files, the newest first."), "post": _upload()},
+        "/v1/files/{file_id}": {
+            "get": _get("File", "What a file is.", of="file_id"),
+            "delete": _get("FileDeleted", "Forget a file.", of="file_id"),
+        },
+        "/v1/batches": {
+            "get": _get("BatchList", "Your batches, the newest first."),
+            "post": _post("BatchBody", "Batch", "Work on a file of requests when nothing else waits."),
+        },
+        "/v1/batches/{batch_id}": {"get": _get("Batch", "How far a batch is.", of="batch_id")},
+        "/v1/batches/{batch_id}/cancel": {"post": _get("Batch", "End a batch; answers so far stay.", of="batch_id")},
         "/v1/models": {"get": _get("ModelList", "The model that is served.")},
         "/tokenize": {"post": _post("TokenizeBody", "Tokens", "A text or a conversation as token ids.")},
         "/detokenize": {"post": _post("DetokenizeBody", "Detokenized", "Token ids as text.")},
@@ -130,12 +142,30 @@ def _post(
     }
 
 
-def _get(answer: str, summary: str, *, open_to_all: bool = False, or_503: bool = False) -> Json:
+def _upload() -> Json:
+    form = {
+        "type": "object",
+        "required": ["file", "purpose"],
+        "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": ["batch"]}},
+    }
+    return {
+        **_get("File", "Keep a file of requests, one JSON object a line."),
+        "requestBody": {"required": True, "content": {"multipart/form-data": {"schema": form}}},
+    }
+
+
+def _get(answer: str, summary: str, *, open_to_all: bool = False, or_503: bool = False, of: str | None = None) -> Json:
     content = {"application/json": {"schema": _ref(answer)}}
-    responses = {"200": {"description": summary, "content": content}, **_refusals(("400", "401", "429", "500", "503"))}
+    responses = {"200": {"description": summary, "content": content}, **_refusals(REFUSALS)}
     if or_503:
         responses["503"] = {"description": "Not ready, and what is missing.", "content": content}
-    return {"summary": summary, "responses": responses, **({"security": []} if open_to_all else {})}
+    path = [] if of is None else [{"name": of, "in": "path", "required": True, "schema": {"type": "string"}}]
+    return {
+        "summary": summary,
+        "parameters": path,
+        "responses": responses,
+        **({"security": []} if open_to_all else {}),
+    }
 
 
 def _refusals(statuses: Any) -> Json:

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from service.wire.batches import BatchStatus
+
 
 class Shape(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Every field that has no default is always there."""
@@ -120,6 +122,80 @@ class Detokenized(Shape):
     prompt: str
 
 
+class File(Shape):
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: Literal["batch", "batch_output"]
+    status: Literal["processed"]
+
+
+class FileList(Shape):
+    object: Literal["list"]
+    data: list[File]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileDeleted(Shape):
+    id: str
+    object: Literal["file"]
+    deleted: bool
+
+
+class BatchErrorEntry(Shape):
+    code: str
+    message: str
+    line: int | None
+    param: None
+
+
+class BatchErrors(Shape):
+    object: Literal["list"]
+    data: list[BatchErrorEntry]
+
+
+class BatchCounts(Shape):
+    total: int
+    completed: int
+    failed: int
+
+
+class Batch(Shape):
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    errors: BatchErrors | None
+    input_file_id: str
+    completion_window: Literal["24h"]
+    status: BatchStatus
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    expires_at: int
+    in_progress_at: int | None
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: BatchCounts
+    metadata: dict[str, str] | None
+
+
+class BatchList(Shape):
+    object: Literal["list"]
+    data: list[Batch]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class Status(Shape):
     status: str
 
@@ -141,4 +217,8 @@ class Refusal(Shape):
     error: ErrorObject
 
 
-ANSWERS: tuple[Any, ...] = (Completion, ChatCompletion, ModelList, Tokens, Detokenized, Status, Readiness, Refusal)
+ANSWERS: tuple[Any, ...] = (
+    *(Completion, ChatCompletion, ModelList, Tokens, Detokenized),
+    *(File, FileList, FileDeleted, Batch, BatchList),
+    *(Status, Readiness, Refusal),
+)

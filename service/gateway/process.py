@@ -13,6 +13,7 @@ from aiohttp import web
 
 from service.config import Settings
 from service.errors import StartupError
+from service.gateway.batch_runner import BatchRunner
 from service.gateway.hall import Hall
 from service.gateway.http_door import HttpDoor
 from service.gateway.http_guard import worded
@@ -52,14 +53,18 @@ async def serving(settings: Settings, model: ServedModel, broker: DoorBroker) ->
     hall = Hall(settings, model, broker, feed=f"door-{secrets.token_hex(8)}")
     connections = Connections(settings.max_connections, settings.max_connections_per_client)
     queue_door = QueueDoor(hall)
-    runner = web.AppRunner(HttpDoor(hall).app(), handler_cancellation=True, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
+    batch_runner = BatchRunner(hall)
+    runner = web.AppRunner(
+        HttpDoor(hall, batch_runner).app(), handler_cancellation=True, shutdown_timeout=SHUTDOWN_TIMEOUT_S
+    )
     await runner.setup()
     runner.server.request_handler = worded(runner.server.request_handler)
-    queue_task = None
+    queue_task = batch_task = None
     try:
         async with probed(hall, settings.host, settings.probe_port):
             server = await _listen(runner, settings, connections, tls)
             queue_task = asyncio.create_task(queue_door.run())
+            batch_task = asyncio.create_task(batch_runner.run())
             url = _url("http" if tls is None else "https", settings.host, server.sockets[0].getsockname()[1])
             log.info("gateway ready %s", fields(url=url, model=model.name))
             try:
@@ -68,8 +73,11 @@ async def serving(settings: Settings, model: ServedModel, broker: DoorBroker) ->
                 log.info("gateway drains %s", fields(num_open=hall.relay.num_open))
                 server.close()
                 queue_door.stop()
+                batch_task.cancel()
                 await hall.drain()
     finally:
+        if batch_task is not None:
+            await asyncio.wait({batch_task}, timeout=SHUTDOWN_TIMEOUT_S)
         await runner.cleanup()
         connections.close()
         if queue_task is not None:

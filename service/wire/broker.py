@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from service.wire.batches import BatchStore
 from service.wire.messages import Cancel, Event, Job, RequestRecord, WorkerCard
 
 
@@ -81,7 +82,7 @@ class Backlog:
     num_own_tokens: int  # of the tenant that was asked about
 
 
-class DoorBroker(Protocol):
+class DoorBroker(BatchStore, Protocol):
     """The half that gateways use."""
 
     async def submit(self, job: Job, bounds: Bounds = UNBOUNDED) -> None:

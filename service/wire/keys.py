@@ -66,6 +66,11 @@ FEED_MAX_ENTRIES = 1024
 FEED_TTL_S = 600
 REPLY_TTL_S = 600
 
+FILE_TTL_S = 30 * 24 * 3600
+
+OPEN_BATCHES = "quire:batches"
+"""Sorted set. Ids of batches that are not done, by when they were made. Doors write and read. As long as they are."""
+
 INGRESS_GROUP = "doors"
 """Group of every ingress stream; a consumer is one door's broker."""
 
@@ -99,6 +104,46 @@ def idempotency(digest: str) -> str:
     """String. Request id that a client's Idempotency-Key stands for; the key is hashed together with its tenant. Doors
     write and read. As long as the request's record."""
     return f"quire:idempotency:{_name(digest)}"
+
+
+def file(file_id: str) -> str:
+    """String. StoredFile. Doors write and read. FILE_TTL_S."""
+    return f"quire:{{{_name(file_id)}}}:file"
+
+
+def file_data(file_id: str) -> str:
+    """List. What the file contains, in pieces. Doors write and read. FILE_TTL_S."""
+    return f"quire:{{{_name(file_id)}}}:data"
+
+
+def files(tenant: str) -> str:
+    """Sorted set. Ids of a tenant's files by when they were made. Doors write and read. FILE_TTL_S after the last."""
+    return f"quire:files:{_name(tenant)}"
+
+
+def batch(batch_id: str) -> str:
+    """String. Batch. Doors write and read. FILE_TTL_S after the last change."""
+    return f"quire:{{{_name(batch_id)}}}:batch"
+
+
+def batch_lines(batch_id: str) -> str:
+    """Hash. Answers by line of the batch's input. Doors write and read. FILE_TTL_S."""
+    return f"quire:{{{_name(batch_id)}}}:lines"
+
+
+def batch_holder(batch_id: str) -> str:
+    """String. The door that sees to the batch. Doors write and read. As long as it renews."""
+    return f"quire:{{{_name(batch_id)}}}:holder"
+
+
+def batch_cancel(batch_id: str) -> str:
+    """String. There if the batch is no longer wanted. Doors write and read. FILE_TTL_S."""
+    return f"quire:{{{_name(batch_id)}}}:unwanted"
+
+
+def batches(tenant: str) -> str:
+    """Sorted set. Ids of a tenant's batches by when they were made. Doors write and read. FILE_TTL_S after the last."""
+    return f"quire:batches:{_name(tenant)}"
 
 
 def feed(door: str) -> str:

@@ -22,6 +22,7 @@ from service.wire.broker import (
     QueueFull,
 )
 from service.wire.fair_queue import FairQueue, cost_of
+from service.wire.memory_batches import MemoryShelf
 from service.wire.memory_requests import MemoryRequests
 from service.wire.messages import Cancel, Event, Job, Usage, WorkerCard
 
@@ -72,6 +73,7 @@ class MemoryQueue:
         self.looked_at_until_s = 0.0
         self.replies: dict[tuple[str, str], list[bytes]] = {}
         self.requests = MemoryRequests()
+        self.shelf = MemoryShelf()
         self.dead: list[tuple[Job, str]] = []
         self._ingress: dict[str, deque[IngressEntry]] = {}
         self._states: dict[str, _State] = {}

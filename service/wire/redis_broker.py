@@ -7,6 +7,7 @@ import secrets
 import socket
 
 from service.wire import keys
+from service.wire.redis_batches import RedisBatches
 from service.wire.redis_door import RedisDoor
 from service.wire.redis_link import RedisLink
 from service.wire.redis_requests import RedisRequests
@@ -16,12 +17,13 @@ TIMEOUT_S = 3.0
 LEASE_S = 10.0
 
 
-class RedisBroker(RedisDoor, RedisRequests, RedisWorker):
+class RedisBroker(RedisDoor, RedisRequests, RedisBatches, RedisWorker):
     """DoorBroker and WorkerBroker in one. Made by `open_redis_broker`."""
 
     def __init__(self, link: RedisLink, name: str, cancels_from: str, lease_s: float):
         RedisDoor.__init__(self, link, name)
         RedisRequests.__init__(self, link)
+        RedisBatches.__init__(self, link)
         RedisWorker.__init__(self, link, name, cancels_from, lease_s)
 
     async def close(self) -> None:

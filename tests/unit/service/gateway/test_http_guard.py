@@ -27,6 +27,12 @@ ROUTES = (
     ("GET", "/metrics"),
     ("GET", "/"),
     ("GET", "/openapi.json"),
+    ("POST", "/v1/files"),
+    ("GET", "/v1/files/{file_id}"),
+    ("GET", "/v1/files/{file_id}/content"),
+    ("POST", "/v1/batches"),
+    ("GET", "/v1/batches/{batch_id}"),
+    ("POST", "/v1/batches/{batch_id}/cancel"),
     ("GET", "/ui"),
     *(("GET", f"/ui/{name}") for name in ("state", "ui.css", "ui.js", "drawing.js", "playground.js")),
     ("GET", "/nowhere"),
@@ -170,7 +176,7 @@ async def test_wrong_method(gateway, method):
         assert is_error(await response.json())
 
 
-@pytest.mark.parametrize("path", ["/nowhere", "/v1", "/v1/files", "//v1/models", "/v1/chat/completions/", "/%2e%2e/x"])
+@pytest.mark.parametrize("path", ["/nowhere", "/v1", "/v1/audio", "//v1/models", "/v1/chat/completions/", "/%2e%2e/x"])
 async def test_unknown_route(gateway, path):
     status, answer = await gateway.get(path)
     assert status == 404

@@ -11,7 +11,15 @@ from service.gateway.request import CHAT, COMPLETIONS
 from tests.support.gateway import MODEL, open_gateway, write_model
 
 HELLO = [{"role": "user", "content": "Hi"}]
-UNTYPED = {"/", "/openapi.json", "/metrics", "/ui", "/v1/models/{model}", "/v1/requests/{id}"}
+UNTYPED = {
+    "/",
+    "/openapi.json",
+    "/metrics",
+    "/ui",
+    "/v1/models/{model}",
+    "/v1/requests/{id}",
+    "/v1/files/{file_id}/content",
+}
 """Routes for people, and those whose answers are other routes'."""
 
 
@@ -40,6 +48,8 @@ async def test_every_route_stands_there(folder):
         ("/tokenize", {"prompt": "the", "return_token_strs": True}, answers.Tokens),
         ("/detokenize", {"tokens": [1, 2]}, answers.Detokenized),
         ("/v1/models", None, answers.ModelList),
+        ("/v1/files", None, answers.FileList),
+        ("/v1/batches", None, answers.BatchList),
         ("/livez", None, answers.Status),
         ("/readyz", None, answers.Readiness),
         ("/nowhere", None, answers.Refusal),
