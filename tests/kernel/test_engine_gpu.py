@@ -50,7 +50,7 @@ BRANCHES = {
 
 
 @pytest.mark.parametrize(
-    "sizes", [{}, {"block_size": 16, "prefix_caching": True}, {"block_size": 32}, {"num_blocks": 20}], ids=str
+    "sizes", [{}, {"block_size": 16, "prefix_caching": True}, {"block_size": 32}, {"num_blocks": 22}], ids=str
 )
 def test_branches_and_beams_are_the_same(engines, on_numpy, sizes):
     """Forked in captured steps and by themselves, copied, preempted."""
@@ -61,4 +61,5 @@ def test_branches_and_beams_are_the_same(engines, on_numpy, sizes):
             engine.add(Request(request_id=name, prompt=tuple(range(40, 51)), sampling=SamplingParams(**wishes)))
         told[made] = {name: (one.by_branch(), one.choices) for name, one in run_steps(engine).items()}
         assert engine.stats().num_block_copies > 0
+        assert (engine.stats().num_preemptions > 0) == ("num_blocks" in own)
     assert told[engines] == told[on_numpy]

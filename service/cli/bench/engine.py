@@ -170,7 +170,7 @@ def _run_branches(settings: Settings, flags: argparse.Namespace) -> int:
     _print_rows(rows)
     record = {**_describe(settings, built), "engine_start_s": start_s, "branches": [asdict(row) for row in rows]}
     names = [f"{row.method} {row.num_branches}" for row in rows]
-    bars = {"label": "step", "x": names, "y": [row.step_p50_ms for row in rows]}
+    bars = {"label": "step", "x": names, "y": [row.step_mean_ms for row in rows]}
     panel = {"kind": "bars", "title": "a step", "x": "ms", "y": "", "series": [bars]}
     write_report(flags, record, {"title": f"{num_prompts} x {length}, {built.ops.device_name}", "panels": [panel]})
     return 0
