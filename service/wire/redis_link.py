@@ -77,7 +77,9 @@ class RedisLink:
 
     def __init__(self, url: str, timeout_s: float):
         options = _connection_options(url)
+        # No driver_info: the client would tell its name, with a command that no role needs and Redis 7.0 does not know.
         common = {**options, "protocol": 2, "retry": Retry(NoBackoff(), 0), "socket_connect_timeout": timeout_s}
+        common["driver_info"] = None
         self._client = Redis.from_pool(
             BlockingConnectionPool(
                 max_connections=MAX_CONNECTIONS, timeout=timeout_s, socket_timeout=timeout_s, **common

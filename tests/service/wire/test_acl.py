@@ -91,7 +91,7 @@ def test_a_producer_only_adds_and_reads(configured_redis):
 
 
 def test_a_script_may_do_no_more_than_its_user(configured_redis):
-    with Redis.from_url(configured_redis.url(WORKER)) as worker, pytest.raises(ResponseError, match="No permissions"):
+    with Redis.from_url(configured_redis.url(WORKER)) as worker, pytest.raises(ResponseError, match="access"):
         worker.eval("return redis.call('XADD', 'quire:ingress:alice', '*', 'm', 'x')", 0)
     assert any(refusal.startswith("quire-worker") for refusal in configured_redis.refusals()), "refusals are seen"
 
