@@ -40,6 +40,10 @@ test-gpu: $(if $(PYTHON_BIN),,gpu-env) ## each kernel against its NumPy twin (PY
 .PHONY: gpu-env
 gpu-env: $(VENV)/requirements-cuda.stamp $(VENV)/requirements-test.stamp $(VENV)/quire.stamp
 
+.PHONY: test-chaos
+test-chaos: install $(VENV)/requirements-test.stamp ## kill, stop, starve and poison everything under load, and check every answer (CHAOS_JOBS=10000)
+	@CHAOS_JOBS=$(or $(CHAOS_JOBS),1000) $(VENV)/bin/python -m pytest tests/chaos -m 'chaos or not chaos' $(ARGS)
+
 lint: $(VENV)/requirements-test.stamp ## ruff
 	@$(VENV)/bin/ruff check .
 

@@ -25,6 +25,8 @@ log = logging.getLogger("quire.redis")
 PAYLOAD = keys.PAYLOAD_FIELD.encode()
 BUFFER_EVENTS = 256
 LOG_PAGE_EVENTS = 256
+MAX_READS = 8
+"""Logs read at once: thousands of followers may look for news together, and others want connections too."""
 LOST_AFTER_S = 15.0
 """How long a job may be nowhere before nobody is expected to bring it back: a worker's lease and a half."""
 
@@ -37,6 +39,7 @@ class JobLogs:
     def __init__(self, link: RedisLink, submit: Callable[[Job], Awaitable[None]]):
         self._link = link
         self._submit = submit
+        self._turns = asyncio.Semaphore(MAX_READS)
         self.is_closed = False
 
     async def read(self, job_id: str, start: int) -> Sequence[Event]:
@@ -74,7 +77,8 @@ class JobLogs:
         outage = Outage("log")
         while True:
             try:
-                return await attempt()
+                async with self._turns:
+                    return await attempt()
             except BrokerUnavailable as error:
                 if self.is_closed:
                     raise

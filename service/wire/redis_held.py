@@ -64,7 +64,8 @@ class HeldJobs:
         self._settled: deque[tuple[float, HeldJob]] = deque()
         self._lost: set[str] = set()  # not yet told to whoever runs them
         self._epoch = ""
-        self._is_unsure = True
+        self._num_failures = 1
+        self._num_overcome = 0  # of them
         self._asserting = asyncio.Lock()
         self._contact_since_s: float | None = None
 
@@ -84,11 +85,16 @@ class HeldJobs:
         try:
             answer = await act
         except BrokerUnavailable:
-            self._is_unsure, self._contact_since_s = True, None
+            self.doubt()
             raise
         if self._contact_since_s is None:
             self._contact_since_s = time.monotonic()
         return answer
+
+    def doubt(self) -> None:
+        """Redis may have lost what we know; nothing is said before that is put right."""
+        self._num_failures += 1
+        self._contact_since_s = None
 
     async def run(self, script: str, script_keys: Sequence[str], args: Sequence[Any]) -> Any:
         return await self.watch(self._link.script(script, script_keys, args))
@@ -161,27 +167,25 @@ class HeldJobs:
 
     async def assert_claims(self) -> None:
         """After an outage, before anything else is said: our claims hold or are lost, and logs have what we told."""
-        if not self._is_unsure:
+        if self._num_overcome == self._num_failures:
             return
         async with self._asserting:
-            while self._is_unsure:
-                self._is_unsure = False  # whoever fails from here on says so again
-                jobs = {held.job_id: held for _, held in self._settled} | self._held
-                items = [word for held in jobs.values() for word in held.restoring]
-                args = [
-                    self._epoch,
-                    secrets.token_hex(8),
-                    self._owner,
-                    self._lease_s,
-                    msgpack.packb(items, use_bin_type=False),
-                ]
-                epoch, *lost = await self.run("restore", [], args)
-                if self._epoch and epoch.decode() != self._epoch:
-                    log.error("redis has lost its data; our jobs are there again %s", fields(num_jobs=len(jobs)))
-                self._epoch = epoch.decode()
-                lost = {job_id.decode() for job_id in lost}
-                self._lose(lost)
-                await self._refill([held for job_id, held in jobs.items() if job_id not in lost])
+            while (num_failures := self._num_failures) != self._num_overcome:
+                await self._restore()
+                self._num_overcome = num_failures
+
+    async def _restore(self) -> None:
+        jobs = {held.job_id: held for _, held in self._settled} | self._held
+        items = msgpack.packb([word for held in jobs.values() for word in held.restoring], use_bin_type=False)
+        epoch, *lost = await self.run(
+            "restore", [], [self._epoch, secrets.token_hex(8), self._owner, self._lease_s, items]
+        )
+        if self._epoch and epoch.decode() != self._epoch:
+            log.error("redis has lost its data; our jobs are there again %s", fields(num_jobs=len(jobs)))
+        self._epoch = epoch.decode()
+        lost = {job_id.decode() for job_id in lost}
+        self._lose(lost)
+        await self._refill([held for job_id, held in jobs.items() if job_id not in lost])
 
     async def _refill(self, jobs: Sequence[HeldJob]) -> None:
         """Append what the logs of these jobs lack."""

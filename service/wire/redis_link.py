@@ -64,8 +64,8 @@ URL_OPTIONS = {
 }
 
 
-class GroupMissing(Exception):
-    """The stream has no such group, or is not there: Redis is new, or was emptied."""
+class GroupMissing(BrokerUnavailable):
+    """The stream has no such group, or is not there: Redis is new, was emptied, or has become a replica."""
 
 
 class DataLost(BrokerUnavailable):
@@ -116,7 +116,7 @@ class RedisLink:
             yield self._client
         except (RedisError, OSError) as error:
             if isinstance(error, ReadOnlyError):  # it has become a replica: the way to the primary is a new one
-                await self.close()
+                await self._client.connection_pool.disconnect(inuse_connections=False)
             if str(error).startswith("EPOCH"):
                 raise DataLost(str(error)) from error
             raise BrokerUnavailable(_cause(error)) from error

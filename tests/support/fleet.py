@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from redis import Redis
@@ -84,7 +86,7 @@ class Fleet:
         self.redis = EmbeddedRedis.start(folder / "redis")
         self.redis_url = self.redis.url
         self.workers: list[Worker] = []
-        self._num_started = 0
+        self._num_started = self._num_before_order = 0
 
     @property
     def living(self) -> list[Worker]:
@@ -112,19 +114,37 @@ class Fleet:
         assert len(self.living) >= num_workers, self.output
         return self.living
 
+    @asynccontextmanager
+    async def kept(self, num_workers: int, step_s: float = 0.01) -> AsyncIterator[None]:
+        """Inside, another worker is started wherever one has ended, as a supervisor would."""
+        await self.have(num_workers, step_s)
+
+        async def supervise() -> None:
+            while True:
+                while len(self.living) < num_workers:
+                    self.start(step_s)
+                await asyncio.sleep(0.1)
+
+        task = asyncio.create_task(supervise())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+
+    @property
+    def num_dead(self) -> int:
+        return len(self.workers) - len(self.living)
+
     def order(self, name: str) -> None:
+        self._num_before_order = len(self.living)
         (self.orders / name).touch()
 
     async def obeyed(self, name: str, within_s: float = 30.0) -> float:
         """The monotonic time at which somebody has carried the order out and is dead."""
         give_up_s = time.monotonic() + within_s
-        num_alive = len(self.living)
-        while (self.orders / name).exists():
+        while (self.orders / name).exists() or len(self.living) == self._num_before_order:
             assert time.monotonic() < give_up_s, f"{name} was not obeyed:\n{self.output}"
-            num_alive = len(self.living)
-            await asyncio.sleep(0.002)
-        while len(self.living) == num_alive:
-            assert time.monotonic() < give_up_s, self.output
             await asyncio.sleep(0.002)
         return time.monotonic()
 

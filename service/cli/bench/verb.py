@@ -8,6 +8,7 @@ import dataclasses
 from service.cli.bench.engine import add_engine_flags, run_engine_bench
 from service.cli.bench.kernels import add_kernel_flags, run_kernel_bench
 from service.cli.bench.memory import add_memory_flags, run_memory_bench
+from service.cli.bench.queue import add_queue_flags, run_queue_bench
 from service.cli.bench.report import add_report_flags, check_report_flags
 from service.cli.bench.serve import add_serve_flags, run_serve_bench
 from service.config import BENCH, Settings
@@ -17,6 +18,7 @@ BENCHES = {
     "engine": (add_engine_flags, run_engine_bench, "the engine alone, offline: a trace at once, decode steps, prefill"),
     "kernels": (add_kernel_flags, run_kernel_bench, "every operation of the model: time, rate, share of the ceiling"),
     "memory": (add_memory_flags, run_memory_bench, "paging against contiguous regions and static batches, on a trace"),
+    "queue": (add_queue_flags, run_queue_bench, "one Redis, doors and workers without a model: token events a second"),
     "serve": (add_serve_flags, run_serve_bench, "a running service over HTTP: open loop, what clients see"),
 }
 
@@ -28,7 +30,7 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
         bench = benches.add_parser(name, help=help_text, description=help_text, allow_abbrev=False)
         add_own_flags(bench)
         add_report_flags(bench)
-        if name == "serve":
+        if name in ("queue", "serve"):
             bench.set_defaults(**{field.name: None for field in dataclasses.fields(Settings)})
         else:
             add_flags(bench, BENCH)

@@ -137,7 +137,7 @@ async def work_that_fails(door, worker, worker_url, open_broker):
     assert list(await worker.fetch(1, 0.0)) == []
     assert (await outcome(door.follow("JOB3"))).reason is EndReason.POISONED
     await worker.renew()
-    worker._held._is_unsure = True
+    worker._held.doubt()
     await worker.renew()
     returned = await open_broker("w", worker_url)
     assert await returned.take_over() == 1

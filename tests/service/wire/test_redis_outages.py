@@ -100,6 +100,41 @@ async def test_a_flush_takes_nothing_from_running_jobs(open_broker, redis):
     assert await outcome(door.follow("JOB1")) == Ended([1, 2, 3, 4], EndReason.LENGTH)
 
 
+async def test_a_log_is_filled_up_before_anybody_adds_to_it(open_broker, redis):
+    door, worker = await open_broker(), await open_broker()
+    await door.submit(make_job())
+    await worker.fetch(1, 1.0)
+    for number in range(1, 40):
+        await worker.publish(make_events("JOB1", [number]))
+    redis.flushall()
+    await asyncio.gather(worker.renew(), worker.publish(make_events("JOB1", [40])), worker.renew())
+    await worker.publish([make_event("JOB1", 41, EndReason.STOP)])
+    assert await outcome(door.follow("JOB1")) == Ended(list(range(1, 42)), EndReason.STOP)
+
+
+async def test_a_primary_that_becomes_a_replica_is_unavailable(open_broker, redis):
+    broker = await open_broker()
+    await broker.submit(make_job())
+    await broker.fetch(1, 1.0)
+    fetching = asyncio.create_task(broker.fetch(1, PATIENCE_S))
+    await asyncio.sleep(0.1)
+    redis.execute_command("REPLICAOF", "127.0.0.1", "1")
+    try:
+        with pytest.raises(BrokerUnavailable):
+            await fetching
+        for act in (
+            lambda: broker.submit(make_job("JOB2")),
+            lambda: broker.publish(make_events("JOB1", [1])),
+            broker.renew,
+        ):
+            with pytest.raises(BrokerUnavailable):
+                await act()
+    finally:
+        redis.execute_command("REPLICAOF", "NO", "ONE")
+    await broker.publish([make_event("JOB1", 1, EndReason.STOP)])
+    assert await outcome(broker.follow("JOB1")) == Ended([1], EndReason.STOP)
+
+
 async def test_what_the_last_second_lost_is_told_again(open_broker, redis):
     """As after a crash of Redis with `everysec`: a tail of the log, a claim, an end that were there are gone."""
     door, worker = await open_broker(), await open_broker()
@@ -120,7 +155,7 @@ async def test_what_the_last_second_lost_is_told_again(open_broker, redis):
     state |= {"attempts": 0, "queue": keys.RETURNED, "entry": entry.decode()}
     redis.hset(keys.STATES, "J1", msgpack.packb(state))
     redis.hdel(keys.CLAIMS, "J1")
-    worker._held._is_unsure = True  # what any failed call leaves behind
+    worker._held.doubt()
     assert await worker.publish([make_event("J0", 5, EndReason.LENGTH), make_event("J1", 5, EndReason.STOP)]) == set()
     for job, reason in zip(jobs, (EndReason.LENGTH, EndReason.STOP, EndReason.STOP), strict=True):
         log = [int(entry_id.partition(b"-")[0]) for entry_id, _ in redis.xrange(keys.events(job.job_id))]

@@ -1,0 +1,231 @@
+"""Every fault of the list, again and again, with every answer compared to what it is when nothing happens."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from service.errors import EndReason
+from service.wire import keys
+from service.wire.messages import Cancel
+from tests.support.chaos_worker import POISON
+from tests.support.figures import note, note_percentiles
+from tests.support.fleet import Fleet
+from tests.support.history import Storyteller, check_logs, check_stories, until_told
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(3000)]
+
+NUM_JOBS = int(os.environ.get("CHAOS_JOBS", "1000"))
+LONG = (
+    {"temperature": 0.0, "max_tokens": 80},
+    {"temperature": 1.0, "seed": 7, "max_tokens": 80, "logprobs": 2},
+    {"temperature": 0.8, "seed": 8, "top_p": 0.9, "max_tokens": 80, "presence_penalty": 0.5},
+    {"temperature": 1.0, "seed": 9, "n": 4, "best_of": 4, "max_tokens": 60},
+    {"temperature": 1.0, "seed": 10, "n": 2, "best_of": 4, "max_tokens": 60, "logprobs": 0},
+    {"temperature": 0.0, "max_tokens": 80, "repetition_penalty": 1.2},
+)
+
+
+async def tell_long(teller: Storyteller, first: int = 0) -> None:
+    for number, wishes in enumerate(LONG):
+        await teller.tell(tuple(range(20 + first + number, 40 + first + 3 * number)), ignore_eos=True, **wishes)
+
+
+async def finish(fleet, door, teller, goldens) -> None:
+    stories = await teller.over(600)
+    check_stories(stories, goldens)
+    with fleet.client() as redis:
+        check_logs(redis, stories)
+    await door.close()
+
+
+RECOVERED_S: list[float] = []
+
+
+@pytest.mark.parametrize("round_", range(3))
+@pytest.mark.parametrize("fault", ["claim", "prefill", "token-2", "token-20", "settle"])
+async def test_killed_where_it_hurts(fleet, goldens, fault, round_):
+    await fleet.have(2)
+    door = await fleet.door()
+    teller = Storyteller(door)
+    fleet.order(fault)
+    await tell_long(teller, first=round_)
+    killed_s = await fleet.obeyed(fault)
+    await finish(fleet, door, teller, goldens)
+    silent = [story for story in teller.stories if story.seen_at_s[-1] > killed_s]
+    RECOVERED_S.extend(story.first_seen_after(killed_s) for story in silent)
+    note_percentiles(f"SIGKILL to the next event, lease {fleet.lease_s:g} s, by job", RECOVERED_S)
+
+
+async def test_with_the_lease_of_a_service_the_next_token_comes_in_time(tmp_path, goldens):
+    fleet = Fleet(tmp_path, lease_s=10.0)
+    try:
+        waits_s = []
+        for number in range(3):
+            await fleet.have(2)
+            door = await fleet.door()
+            teller = Storyteller(door)
+            await tell_long(teller, first=number)
+            for story in teller.stories:
+                await until_told(story, 3)
+            fleet.living[0].end(signal.SIGKILL)
+            killed_s = time.monotonic()
+            await finish(fleet, door, teller, goldens)
+            waits_s += [max(_gaps_over(story, killed_s)) for story in teller.stories]
+        note_percentiles("SIGKILL, lease 10 s: longest wait for an event, by job", waits_s)
+        assert max(waits_s) < 12.0
+    finally:
+        fleet.close()
+
+
+def _gaps_over(story, moment_s: float) -> list[float]:
+    """Waits between events that end after the moment."""
+    times = [moment_s, *(seen_s for seen_s in story.seen_at_s if seen_s > moment_s)]
+    return [later - earlier for earlier, later in itertools.pairwise(times)] or [0.0]
+
+
+async def test_leaving_under_load_again_and_again(fleet, goldens):
+    """A rolling restart: a new worker is there before an old one is told to leave."""
+    await fleet.have(2)
+    door = await fleet.door()
+    waits_s, statuses = [], []
+    for round_ in range(4):
+        await fleet.have(2)
+        leaver = fleet.living[0]
+        teller = Storyteller(door)
+        await tell_long(teller, first=round_)
+        for story in teller.stories:
+            await until_told(story, 3)
+        left_s = time.monotonic()
+        leaver.send(signal.SIGTERM)
+        stories = await teller.over()
+        check_stories(stories, goldens)
+        statuses.append(await asyncio.to_thread(leaver.end))
+        waits_s += [max(_gaps_over(story, left_s)) for story in stories]
+    note_percentiles("SIGTERM under load: longest wait for an event, by job", waits_s)
+    assert statuses == [0] * 4
+    await door.close()
+
+
+async def test_stopped_past_its_lease_and_woken(fleet, goldens):
+    await fleet.have(2)
+    door = await fleet.door()
+    for round_ in range(3):
+        teller = Storyteller(door)
+        await tell_long(teller, first=round_)
+        for story in teller.stories:
+            await until_told(story, 2)
+        sleeper = fleet.living[round_ % 2]
+        sleeper.send(signal.SIGSTOP)
+        await asyncio.sleep(fleet.lease_s * (0.5 + 0.75 * round_))
+        sleeper.send(signal.SIGCONT)
+        await asyncio.sleep(0.5)
+        sleeper.send(signal.SIGSTOP)
+        await asyncio.sleep(1.0)
+        sleeper.send(signal.SIGCONT)
+        check_stories(await teller.over(), goldens)
+        with fleet.client() as redis:
+            check_logs(redis, teller.stories)
+    await door.close()
+
+
+async def test_a_poison_job_kills_three_engines_and_all_others_complete(fleet, goldens):
+    async with fleet.kept(2):
+        num_dead = fleet.num_dead
+        door = await fleet.door()
+        teller, poisoner = Storyteller(door), Storyteller(door)
+        await tell_long(teller)
+        poisoned = await poisoner.tell((*POISON, 5), temperature=0.0, max_tokens=20)
+        await tell_long(teller, first=9)
+        await poisoner.over(600)
+        await finish(fleet, door, teller, goldens)
+        assert poisoned.answer().end is EndReason.POISONED
+        num_deaths = fleet.num_dead - num_dead
+        note("engine deaths by one poison job", f"{num_deaths}, all {len(teller.stories)} other jobs complete")
+        assert num_deaths == 3
+    with fleet.client() as redis:
+        assert redis.xlen(keys.DEAD) == 1
+
+
+async def test_cancels_at_any_moment_leave_nothing(fleet):
+    await fleet.have(2)
+    door = await fleet.door()
+    teller, dice = Storyteller(door), random.Random(5)
+    reasons = (EndReason.CANCELLED, EndReason.STOP)
+
+    async def leave(story) -> None:
+        await asyncio.sleep(dice.expovariate(2.0))
+        await door.cancel(Cancel(job_id=story.job.job_id, reason=dice.choice(reasons)))
+
+    leaving = []
+    for number in range(min(NUM_JOBS, 400)):
+        prompt = tuple(range(20 + number % 30, 60 + number % 30))
+        leaving.append(asyncio.create_task(leave(await teller.tell(prompt, max_tokens=100, ignore_eos=True))))
+        await asyncio.sleep(0.005)
+    await asyncio.gather(*leaving)
+    stories = await teller.over(600)
+    ends = [story.answer().end for story in stories]
+    assert set(ends) <= {*reasons, EndReason.LENGTH}
+    with fleet.client() as redis:
+        check_logs(redis, stories)
+    async with asyncio.timeout(20):
+        while any(card.stats["num_blocks_used"] or card.stats["num_running"] for card in await door.workers()):
+            await asyncio.sleep(0.2)
+    note("random cancels", f"{sum(end is not EndReason.LENGTH for end in ends)} of {len(ends)}, 0 blocks left")
+    await door.close()
+
+
+async def test_a_storm_of_kills_loses_nothing(tmp_path, goldens):
+    """Many short jobs, a worker killed every few seconds, whichever it is."""
+    fleet, dice = Fleet(tmp_path, flags=("--max-num-seqs=16",)), random.Random(11)
+    try:
+        async with fleet.kept(3, step_s=0.0):
+            door = await fleet.door()
+            teller = Storyteller(door)
+            storm = asyncio.create_task(_storm(fleet, dice))
+            started_s = time.monotonic()
+            for number in range(NUM_JOBS):
+                prompt, wishes = _short(number)
+                await teller.tell(prompt, **wishes)
+                while sum(1 for story in teller.stories[-400:] if not story.events) > 200:
+                    await asyncio.sleep(0.02)
+            stories = await teller.over(2400)
+            took_s = time.monotonic() - started_s
+            storm.cancel()
+            await asyncio.wait({storm})
+        poisoned = [story for story in stories if story.events[-1].end is EndReason.POISONED]
+        check_stories([story for story in stories if story not in poisoned], goldens)
+        with fleet.client() as redis:
+            check_logs(redis, stories)
+        note(
+            "storm of SIGKILLs",
+            f"{len(stories)} jobs, {sum(story.num_tokens for story in stories)} tokens in {took_s:.0f} s, "
+            f"{fleet.num_dead} workers killed: 0 lost, 0 duplicated, 0 gaps, {len(poisoned)} given up as poison",
+        )
+        assert not poisoned
+        await door.close()
+    finally:
+        fleet.close()
+
+
+async def _storm(fleet, dice: random.Random) -> None:
+    while True:
+        await asyncio.sleep(dice.uniform(2.0, 5.0))
+        ready = [worker for worker in fleet.living if worker.is_ready]
+        if ready:
+            dice.choice(ready).send(signal.SIGKILL)
+
+
+def _short(number: int) -> tuple[tuple[int, ...], dict]:
+    """Prompt and wishes, one of sixty kinds."""
+    kind = number % 60
+    wishes = {"temperature": (0.0, 1.0, 0.7)[kind % 3], "seed": kind, "max_tokens": 4 + kind % 13, "ignore_eos": True}
+    if kind % 10 == 9:
+        wishes |= {"n": 2, "best_of": 2, "logprobs": 1}
+    return tuple(range(30 + kind, 50 + 2 * kind)), wishes
