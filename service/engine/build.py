@@ -106,8 +106,6 @@ def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
     preemption = Preemption(kv, _calibrated(executor, memory), settings.preemption_mode)
     engine = Engine(executor, kv, limits, frozenset(config.eos_token_ids), grammars, preemption)
     _prove(engine)
-    gc.collect()
-    gc.freeze()  # what a start has made stays: to walk it all again and again would hold up steps by 80 ms each time
     log.info(
         "engine ready %s",
         fields(device=ops.name, dtype=ops.dtype, num_blocks=memory.num_blocks, max_model_len=memory.max_model_len),
@@ -159,6 +157,13 @@ def wanted_model_len(settings: Settings, config: ModelConfig) -> int:
     if settings.max_model_len > config.max_position:
         raise StartupError(f"--max-model-len: this model ends at {config.max_position} tokens")
     return settings.max_model_len
+
+
+def keep_for_good() -> None:
+    """For a process that has all it will ever load: what is there stays, and the collector, which would hold up a step
+    by tens of milliseconds each time it walked it all, leaves it alone."""
+    gc.collect()
+    gc.freeze()
 
 
 def _prove(engine: Engine) -> None:

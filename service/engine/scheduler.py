@@ -146,7 +146,7 @@ class Scheduler:
         budget = max(chunk, num_chunks * chunk - num_decodes)
         if self._limits.fit_prompts is None or num_prompts <= MAX_OPEN_CHUNKS:
             return budget
-        num_slots = self._limits.max_num_seqs - len(self.running)
+        num_slots = max(0, self._limits.max_num_seqs - len(self.running))
         waiting = (group.live[0] for group in islice(self.waiting, num_slots))
         wanted = 0
         for sequence in chain(prefills, waiting):

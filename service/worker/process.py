@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from service import metrics
 from service.config import Settings
-from service.engine.build import BuiltEngine, build_engine
+from service.engine.build import BuiltEngine, build_engine, keep_for_good
 from service.errors import EndReason
 from service.logs import fields
 from service.sd_notify import Supervisor
@@ -44,6 +44,7 @@ async def run_worker(
     """Serve jobs until `stop` is set, then drain. `supervisor` hears of the engine's turns. Raises StartupError, or
     EngineDied once its jobs are back in the queue."""
     built = await asyncio.to_thread(build_engine, settings, progress=True)
+    keep_for_good()
     worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     loop, dead = asyncio.get_running_loop(), asyncio.Event()
     deaths: list[BaseException] = []

@@ -27,7 +27,7 @@ from service.cli.bench.report import Figure, write_report
 from service.cli.bench.trace import read_trace
 from service.cli.table import print_grid, print_table, shown
 from service.config import Settings
-from service.engine.build import BuiltEngine, build_engine
+from service.engine.build import BuiltEngine, build_engine, keep_for_good
 from service.errors import StartupError
 
 
@@ -181,6 +181,7 @@ def _build(settings: Settings, least_seqs: int = 1) -> tuple[BuiltEngine, float]
     settings = replace(settings, max_num_seqs=max(settings.max_num_seqs, least_seqs))
     start_s = time.perf_counter()
     built = build_engine(settings, progress=True)
+    keep_for_good()
     return built, time.perf_counter() - start_s
 
 
