@@ -26,6 +26,18 @@ from service.engine.plan import TokenLogprob
 from service.engine.sequence import BranchPast, Request, Sequence, SequenceGroup, stop_ids
 from service.errors import EndReason
 
+TOLD_AT_ONCE = 1024
+"""Tokens of an answer in one piece."""
+
+
+class Told(NamedTuple):
+    """A piece of an answer, with its end where it is the last one."""
+
+    branch: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    end: EndReason | None
+
 
 class Trail(NamedTuple):
     """The log-probabilities of a beam's tokens, the last one first: beams share what they have in common."""
@@ -143,8 +155,21 @@ class BeamGroup(SequenceGroup):
 
     @property
     def answers(self) -> list[Answer]:
-        """The best first."""
-        return self._search.answers
+        """Those asked for, the best first: each is a branch to whoever hears of it."""
+        return self._search.answers[: self.request.sampling.n]
+
+    def untold(self) -> list[Told]:
+        """The answers, piece by piece, less what another engine has told: it found the same."""
+        pieces = []
+        for branch, answer in enumerate(self.answers):
+            past = self.request.past[branch] if branch < len(self.request.past) else BranchPast()
+            if past.end is None:
+                length, start = len(answer.token_ids), len(past.token_ids)
+                for first in range(start, max(length, start + 1), TOLD_AT_ONCE):
+                    last = first + TOLD_AT_ONCE
+                    end = answer.end if last >= length else None
+                    pieces.append(Told(branch, answer.token_ids[first:last], answer.logprobs[first:last], end))
+        return pieces
 
     def park(self) -> None:
         super().park()
@@ -200,4 +225,4 @@ class BeamGroup(SequenceGroup):
         return self._search.num_alternatives
 
     def _past(self) -> tuple[BranchPast, ...]:
-        return ()  # beams are told at their end: what another engine knew of them, nobody knows now
+        return ()  # beams are told at their end: how far another engine had come with them, nobody knows

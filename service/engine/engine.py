@@ -321,12 +321,12 @@ class Engine:
         if group.live:
             return
         del self._groups[group.request_id]
-        answers = group.answers[: group.request.sampling.n]
-        parts = tuple(BranchOutput(i, one.token_ids, one.logprobs, one.end) for i, one in enumerate(answers))
-        num_tokens = sum(len(part.token_ids) for part in parts)
-        self._num_output_tokens += num_tokens
-        group.num_output_tokens = num_tokens
-        self._emit(group, parts, parts[0].end, tuple(range(len(parts))))
+        group.num_output_tokens = sum(len(answer.token_ids) for answer in group.answers)
+        self._num_output_tokens += group.num_output_tokens
+        *pieces, last = [(BranchOutput(*piece),) for piece in group.untold()] or [()]
+        for piece in pieces:
+            self._emit(group, piece)
+        self._emit(group, last, group.answers[0].end, tuple(range(len(group.answers))))
 
     def _end_branch(
         self,

@@ -165,9 +165,7 @@ class ModelExecutor:
         scores = begin_scores(self.model, hidden, plan, max_rows=self._no_source)
         return self.model.logits(hidden, batch.logit_rows), scores
 
-    def _draws(
-        self, logits: Array, chunks: tuple[Chunk, ...], samplers: list[Sequence], masked: bool
-    ) -> list[_Draw]:
+    def _draws(self, logits: Array, chunks: tuple[Chunk, ...], samplers: list[Sequence], masked: bool) -> list[_Draw]:
         """Sample from `logits`, a row for each chunk that has samplers.
 
         Beams whose log-probabilities are of adjusted logits are a draw of their own, behind the one whose tokens the

@@ -4,6 +4,7 @@ would say alone."""
 import pytest
 
 from model.sampling_params import BeamSearch, SamplingParams
+from service.engine import beam_search
 from service.engine.engine import Engine
 from service.engine.kv_manager import KVManager
 from service.engine.scheduler import Limits
@@ -255,8 +256,9 @@ def test_beams_and_their_logprobs_are_told_at_the_end(make_engine):
     while engine.has_work:
         engine.step()
         outputs += engine.take_outputs()
-    assert len(outputs) == 1
-    told.hear(outputs[0])
+    assert [output.end is None for output in outputs] == [True, False]  # one for each answer
+    for output in outputs:
+        told.hear(output)
     for branch in (0, 1):
         tokens = list(range(5))
         for token, one in zip(told.branches[branch], told.logprobs[branch], strict=True):
@@ -264,7 +266,7 @@ def test_beams_and_their_logprobs_are_told_at_the_end(make_engine):
             best = sorted(range(len(logprobs)), key=lambda token: (-logprobs[token], token))[:3]
             assert (one.logprob, one.top_ids) == (logprobs[token], tuple(best))
             tokens.append(token)
-    assert outputs[0].num_output_tokens == sum(map(len, told.branches.values()))
+    assert told.num_output_tokens == sum(map(len, told.branches.values()))
 
 
 def test_preempted_beams_find_the_same_answers(make_engine):
@@ -326,8 +328,23 @@ def test_a_past_with_its_end_untold_is_ended_without_a_step(make_engine):
     assert told.num_output_tokens == sum(len(tokens) for tokens, _ in wanted.values())
 
 
-def test_beams_start_over(make_engine):
-    wishes = {"beam": BeamSearch(width=2), "n": 2, "max_tokens": 7}
+def test_beams_start_over_and_tell_what_is_left(make_engine, monkeypatch):
+    """An engine that died while it told its answers, piece by piece."""
+    monkeypatch.setattr(beam_search, "TOLD_AT_ONCE", 3)
+    wishes = {"beam": BeamSearch(width=2), "n": 2, "max_tokens": 7, "logprobs": 1}
     engine, _ = make_engine()
-    engine.add(request("a", [5], past=(BranchPast(token_ids=(1, 2)),), **wishes))
-    assert_beams(run_steps(engine)["a"], [5], **wishes)
+    engine.add(request("a", [5], **wishes))
+    outputs = []
+    while engine.has_work:
+        engine.step()
+        outputs += engine.take_outputs()
+    assert len(outputs) == 6
+    for num_told in range(7):
+        told = Told()
+        for output in outputs[:num_told]:
+            told.hear(output)
+        engine.add(request("a", [5], past=told.past(len(told.branches)), **wishes))
+        told = run_steps(engine, {"a": told})["a"]
+        assert_beams(told, [5], **wishes)
+        assert [len(told.logprobs[branch]) for branch in (0, 1)] == [7, 7]
+        assert told.num_output_tokens == 14
