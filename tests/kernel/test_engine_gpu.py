@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from model.grammar import of_json, of_regex
 from model.ops.numpy_ops import NumpyOps
 from model.sampling_params import BeamSearch, SamplingParams
 from service.engine.sequence import Request
@@ -63,3 +64,28 @@ def test_branches_and_beams_are_the_same(engines, on_numpy, sizes):
         assert engine.stats().num_block_copies > 0
         assert (engine.stats().num_preemptions > 0) == ("num_blocks" in own)
     assert told[engines] == told[on_numpy]
+
+
+GRAMMARS = [
+    {"grammar": of_json({"type": "object", "additionalProperties": {"type": "integer"}}), "temperature": 1.0, "seed": 5},
+    {"grammar": of_regex("[a-z ]{30,40}"), "temperature": 0.0, "frequency_penalty": 1.0, "max_tokens": 40},
+    {"temperature": 1.0, "seed": 6, "max_tokens": 40},
+    {"grammar": of_regex("[0-9]{3,9}(,[0-9]{2}){2}"), "temperature": 1.0, "seed": 7, "logprobs": 2, "max_tokens": 60},
+]
+
+
+def test_grammars_allow_the_same(engines, on_numpy):
+    """Masks are built beside captured steps that run ahead; those beside them have none."""
+    ours, theirs = (tell_all(made.make(), GRAMMARS) for made in (engines, on_numpy))
+    assert {name: tokens for name, (tokens, _) in ours.items()} == {name: tokens for name, (tokens, _) in theirs.items()}
+
+
+def test_prompts_are_scored_alike(engines, on_numpy):
+    wishes = [{"prompt_logprobs": 3, "logprobs": 3, "max_tokens": 4, "temperature": 0.0}] * 4
+    ours, theirs = (tell_all(made.make(budget=24), wishes) for made in (engines, on_numpy))
+    for name, (tokens, logprobs) in theirs.items():
+        assert ours[name][0] == tokens
+        np.testing.assert_allclose(
+            [one.logprob for one in ours[name][1]], [one.logprob for one in logprobs], rtol=1e-4, atol=1e-4
+        )
+        assert [one.top_ids for one in ours[name][1]] == [one.top_ids for one in logprobs]
