@@ -63,6 +63,7 @@ IDLE_MESSAGE_FIELDS: Idle = {
     "annotations": ([],),
     "reasoning": (),
     "reasoning_content": (),
+    "provider_specific_fields": ({}, {"refusal": None}),  # litellm sends back its own
 }
 
 
