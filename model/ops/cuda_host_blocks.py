@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+import weakref
 from collections.abc import Sequence
 
 import cupy
@@ -52,6 +53,8 @@ class CudaHostBlocks:
         self._bytes = np.frombuffer(self._memory, np.uint8)
         self._address = self._bytes.ctypes.data
         self._pinned: list[int] = []  # addresses of the registered pieces
+        self._release = weakref.finalize(self, _release, self._pinned, self._memory, self._out, self._in)
+        self._release.atexit = False  # the end of the process lets go by itself
         self._is_closing = False
         self.failure: Exception | None = None
         self._pinning = threading.Thread(target=self._pin, args=(num_blocks,), name="pinning", daemon=True)
@@ -66,14 +69,8 @@ class CudaHostBlocks:
     def close(self) -> None:
         self._is_closing = True
         self._pinning.join()
-        self._out.synchronize()
-        self._in.synchronize()
         self.num_ready = 0
-        for address in self._pinned:
-            _check(cudart.cudaHostUnregister(address))
-        self._pinned.clear()
-        del self._bytes
-        self._memory.close()
+        self._release()
 
     def _copy(
         self, stream: cupy.cuda.Stream, targets: Sequence[int], to: int, sources: Sequence[int], origin: int
@@ -105,6 +102,15 @@ class CudaHostBlocks:
             self.failure = error
 
 
+def _release(pinned: list[int], memory: mmap.mmap, *streams: cupy.cuda.Stream) -> None:
+    """What is unmapped must not stay registered: the next mapping may get the same addresses. `memory` is unmapped when
+    nothing holds it any more."""
+    for stream in streams:
+        stream.synchronize()
+    while pinned:
+        _check(cudart.cudaHostUnregister(pinned.pop()))
+
+
 def _check(result: tuple) -> None:
     if result[0] != cudart.cudaError_t.cudaSuccess:
-        raise RuntimeError(f"host memory cannot be pinned: {result[0].name}")
+        raise RuntimeError(f"host memory cannot be pinned or let go: {result[0].name}")

@@ -63,7 +63,7 @@ class CudaOps:
         self._linear = Linear(self)
         self._launch_overlapped = OverlappedLaunch(self.stream) if int(device.compute_capability) >= 90 else None
         self._is_capturing = False
-        self._transfers = Transfers(self.stream)
+        self._transfers = Transfers(self.stream, self.launch)
 
     def upload(self, host: np.ndarray) -> Array:
         host = np.asarray(host, order="C")

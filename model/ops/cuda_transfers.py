@@ -1,4 +1,7 @@
-"""Arrays between host and device on one stream, through pinned memory, so that small transfers make nobody wait."""
+"""Arrays between host and device on one stream, through pinned memory, so that small transfers make nobody wait.
+
+Small ones are carried by a kernel: the copy engines may be busy with blocks of the cache.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import cupy
 import numpy as np
-from cupy.cuda import runtime
 
 from model.ops.filling import PIECE_BYTES, Piece, fill_in_threads
 from model.ops.packing import Packing
@@ -19,11 +21,20 @@ NUM_PIECES = 8
 """Staged transfers under way before one has to be waited for: more than a step makes."""
 
 
+MAX_CARRIERS = 256
+"""Blocks of threads that carry one small transfer."""
+
+_THREADS = 256
+_WORD_BYTES = 4
+
+
 class Transfers:
     """Of one stream, for one thread at a time."""
 
-    def __init__(self, stream: cupy.cuda.Stream):
+    def __init__(self, stream: cupy.cuda.Stream, launch: Callable[..., None]):
+        """`launch` is `CudaOps.launch`."""
         self._stream = stream
+        self._launch = launch
         self._pieces = [_Piece() for _ in range(NUM_PIECES)]
         self._next = 0
 
@@ -43,19 +54,15 @@ class Transfers:
                 into = cupy.empty(packing.num_bytes, np.uint8)
         piece = self._take(packing.num_bytes)
         packing.fill(piece.host, hosts)
-        into.data.copy_from_host_async(piece.host.ctypes.data, min(packing.num_bytes, into.nbytes), self._stream)
+        self._carry(piece.host.ctypes.data, into.data.ptr, 1, min(packing.num_bytes, into.nbytes), 0)
         piece.event.record(self._stream)
         return packing.views(into, hosts)
 
     def upload_rows(self, host: np.ndarray, table: cupy.ndarray) -> None:
         """See `Ops.upload_rows`."""
-        num_rows, row_bytes = len(host), host.shape[1] * host.itemsize
         piece = self._take(host.nbytes)
         piece.host[: host.nbytes] = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
-        runtime.memcpy2DAsync(
-            table.data.ptr, table.strides[0], piece.host.ctypes.data, row_bytes, row_bytes, num_rows,
-            runtime.memcpyHostToDevice, self._stream.ptr,
-        )  # fmt: skip
+        self._carry(piece.host.ctypes.data, table.data.ptr, len(host), host.shape[1] * host.itemsize, table.strides[0])
         piece.event.record(self._stream)
 
     def fill(self, targets: Sequence[cupy.ndarray], read: Callable[[int, int, np.ndarray], None]) -> None:
@@ -86,8 +93,10 @@ class Transfers:
         """See `Ops.download_later`."""
         hosts = [_pinned(array.shape, array.dtype) for array in arrays]
         for host, array in zip(hosts, arrays, strict=True):
-            if array.nbytes:
+            if array.nbytes > STAGED_BYTES or array.data.ptr % _WORD_BYTES:
                 array.data.copy_to_host_async(host.ctypes.data, array.nbytes, self._stream)
+            else:
+                self._carry(array.data.ptr, host.ctypes.data, 1, array.nbytes, 0)
         done = self._stream.record(cupy.cuda.Event(disable_timing=True))
 
         def wait() -> list[np.ndarray]:
@@ -95,6 +104,13 @@ class Transfers:
             return hosts
 
         return wait
+
+    def _carry(self, source: int, target: int, num_rows: int, row_bytes: int, target_stride_bytes: int) -> None:
+        """Copy rows of bytes from one address to another, one of them in pinned memory."""
+        num_words = -(-num_rows * row_bytes // _WORD_BYTES)
+        sizes = (np.int32(num_rows), np.int32(row_bytes), np.int32(target_stride_bytes // _WORD_BYTES))
+        args = (np.uint64(source), np.uint64(target), *sizes)
+        self._launch("copy_words", (min(MAX_CARRIERS, -(-num_words // _THREADS)),), args)
 
     def _take(self, num_bytes: int) -> _Piece:
         """The next piece of the ring, at least so large. It is filled again only when its last transfer is done."""

@@ -66,10 +66,10 @@ class ModelExecutor:
         """Work on this cache [num_blocks, L, 2, Hkv, B, D] from now on, with so many blocks on the host beside it."""
         self.kv = kv
         self._block_size = kv.shape[4]
-        if num_host_blocks:
-            self.host = self._ops.host_blocks(kv, num_host_blocks)
         if self._graphs is not None:
             self._graphs.capture(kv, progress=progress)
+        if num_host_blocks:  # last: pinning would slow down what else a start does
+            self.host = self._ops.host_blocks(kv, num_host_blocks)
 
     def fit_prompts(self, num_decodes: int, num_tokens: int) -> int:
         """How many of so many prompt tokens a step should take beside its decodes, if others are waiting anyway."""

@@ -26,6 +26,7 @@ def by_themselves():
 def test_poisoned_blocks_are_never_read(engines, by_themselves, prefix_caching, num_host_blocks):
     engine = engines.make(num_blocks=22, prefix_caching=prefix_caching, num_host_blocks=num_host_blocks, poisons=True)
     while engine._executor.num_host_blocks < num_host_blocks:
+        assert engine._executor.host.failure is None
         time.sleep(0.001)  # pinned in the background
     for _ in range(2):
         told = tell_all(engine)

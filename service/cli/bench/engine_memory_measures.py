@@ -18,7 +18,7 @@ from service.errors import StartupError
 NUM_LATER = 8
 """Users of one prefix who come one after the other."""
 
-COPIED_AT_ONCE = 128
+COPIED_AT_ONCE = 512
 """Blocks of a transfer in each direction, at most."""
 
 IDLE_S = 0.3
@@ -39,6 +39,9 @@ class PrefixFigures:
     first_ttft_ms: float  # of a user alone whose prefix nobody has had
     later_ttft_ms: float  # of one alone whose prefix others have had, the median
     ttft_ratio: float
+    strangers_ttft_ms: float  # of as many users at once, each with a prefix of its own, the mean
+    together_ttft_ms: float  # of as many at once whose prefix others have had, the mean
+    together_ttft_ratio: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +75,8 @@ def measure_prefix(
     total_s, _, most_blocks = _run(built, [prefix + tokens(own_tokens) for _ in range(num_users)], output_tokens)
     after = built.engine.stats()
     num_prompt = num_users * (prefix_tokens + own_tokens)
+    together_s = _run(built, [prefix + tokens(own_tokens) for _ in range(num_users)], 2)[1]
+    strangers_s = _run(built, [tokens(prefix_tokens + own_tokens) for _ in range(num_users)], 2)[1]
     prefix = tokens(prefix_tokens)
     first_s, *later_s = (_run(built, [prefix + tokens(own_tokens)], 2)[1] for _ in range(1 + NUM_LATER))
     return PrefixFigures(
@@ -85,6 +90,9 @@ def measure_prefix(
         first_ttft_ms=1e3 * first_s,
         later_ttft_ms=1e3 * statistics.median(later_s),
         ttft_ratio=first_s / statistics.median(later_s),
+        strangers_ttft_ms=1e3 * strangers_s,
+        together_ttft_ms=1e3 * together_s,
+        together_ttft_ratio=strangers_s / together_s,
     )
 
 
@@ -167,17 +175,19 @@ def _steps(built: BuiltEngine, num_steps: int, copies: _Copies | None = None) ->
 
 
 def _run(built: BuiltEngine, prompts: Sequence[tuple[int, ...]], num_output: int) -> tuple[float, float, int]:
-    """(seconds to the end, seconds to the first token of all, most blocks used)."""
+    """(seconds to the end, mean seconds to the first token, most blocks used)."""
     wishes = SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
     for number, prompt in enumerate(prompts):
         built.engine.add(Request(request_id=str(number), prompt=prompt, sampling=wishes))
-    begin_s, first_s, most = time.perf_counter(), 0.0, 0
+    begin_s, most = time.perf_counter(), 0
+    first_s: dict[str, float] = {}
     while built.engine.has_work:
         built.engine.step()
+        now_s = time.perf_counter() - begin_s
+        for output in built.engine.take_outputs():
+            first_s.setdefault(output.request_id, now_s)
         most = max(most, built.engine.pool.num_used)
-        if built.engine.take_outputs() and not first_s:
-            first_s = time.perf_counter() - begin_s
-    return time.perf_counter() - begin_s, first_s, most
+    return time.perf_counter() - begin_s, statistics.fmean(first_s.values()), most
 
 
 def _expect_room(built: BuiltEngine, num_users: int, prefix: int, own: int, output: int) -> None:
