@@ -30,7 +30,8 @@ from service.wire.codec import pack_ids
 from service.wire.embedded_redis import EmbeddedRedis
 from service.wire.messages import Event, Part, Usage, WorkerCard
 from service.wire.redis_broker import open_redis_broker
-from tests.support.gateway import MODEL, write_model
+from tests.support.doors import start_gateway
+from tests.support.gateway import MODEL
 
 OPEN_WITHIN_S = 180.0
 NUM_OPENING = 64
@@ -67,6 +68,7 @@ class StubEngine:
                 beat_at_s=0.0,
             )
             await self._broker.announce(card)
+            await self._broker.renew()
             await asyncio.sleep(1.0)
 
     async def speak(self, rate: float, step_s: float, for_s: float) -> None:
@@ -139,13 +141,13 @@ def rss_kb(pid: int) -> int:
 
 
 async def measure(args: argparse.Namespace, folder: Path, redis_url: str) -> dict[str, float]:
-    write_model(folder / "model")
     broker = await open_redis_broker(redis_url)
-    gateway = _start_gateway(args.streams, folder, redis_url)
+    room = {"max_connections": args.streams + 100, "max_connections_per_client": args.streams + 100}
+    bounds = {"max_waiting": 1 << 20, "max_waiting_tokens": 1 << 40, "max_waiting_tokens_per_tenant": 1 << 40}
+    gateway, port = await asyncio.to_thread(start_gateway, redis_url, folder / "model", **room, **bounds)
     stub = StubEngine(broker, token=65)
     duty = asyncio.create_task(stub.announce())
     try:
-        port = await asyncio.to_thread(_port, gateway)
         idle_kb = rss_kb(gateway.pid)
         out = folder / "arrivals.npz"
         command = [sys.executable, "-m", "tests.bench.open_streams", "--read", str(port), str(args.streams), str(out)]
@@ -193,28 +195,6 @@ async def _speak_first(stub: StubEngine, claiming: asyncio.Task) -> None:
         else:
             await asyncio.sleep(0.005)
     claiming.result()
-
-
-def _start_gateway(num_streams: int, folder: Path, redis_url: str) -> subprocess.Popen:
-    flags = {
-        "redis-url": redis_url,
-        "model": folder / "model",
-        "served-model-name": MODEL,
-        "port": 0,
-        "max-connections": num_streams + 100,
-        "max-connections-per-client": num_streams + 100,
-        "max-waiting": 1 << 20,
-        "drain-timeout": 5,
-    }
-    command = [sys.executable, "-m", "service.cli.main", "gateway", *(f"--{k}={v}" for k, v in flags.items())]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-
-def _port(gateway: subprocess.Popen) -> int:
-    for line in gateway.stdout:
-        if found := re.search(r"http://127\.0\.0\.1:(\d+)", line):
-            return int(found[1])
-    raise AssertionError("the gateway did not start")
 
 
 def _cpu_s(pid: int) -> float:

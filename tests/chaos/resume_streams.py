@@ -21,7 +21,7 @@ from pathlib import Path
 import aiohttp
 
 from service.wire.embedded_redis import EmbeddedRedis
-from tests.support.fleet import GatewayFleet, open_fleet
+from tests.support.doors import GatewayFleet, open_fleet
 from tests.support.gateway import MODEL, speech
 from tests.support.scripted_worker import Script
 

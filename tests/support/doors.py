@@ -1,0 +1,68 @@
+"""Gateways over one real Redis, in this process or in one of their own: what the measures of the doors run on."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from service.config import Settings
+from service.gateway.process import serving
+from service.gateway.served_model import ServedModel
+from service.wire.redis_broker import open_redis_broker
+from tests.support.gateway import MODEL, speech, write_model
+from tests.support.scripted_worker import ScriptedWorker
+
+
+@dataclass(frozen=True)
+class GatewayFleet:
+    urls: Sequence[str]
+    worker: ScriptedWorker
+    model: ServedModel
+
+
+@asynccontextmanager
+async def open_fleet(
+    redis_url: str, folder: Path, num_gateways: int, worker_type=ScriptedWorker, **settings
+) -> AsyncIterator[GatewayFleet]:
+    """Each gateway has its own connections to Redis, and so has the worker. `folder` is made if it is not there."""
+    if not (folder / "config.json").exists():
+        write_model(folder)
+    chosen = Settings(**{"model": folder, "served_model_name": MODEL, "port": 0, "drain_timeout": 1.0, **settings})
+    model = ServedModel.read(chosen)
+    async with AsyncExitStack() as opened:
+
+        async def broker():
+            found = await open_redis_broker(redis_url)
+            opened.push_async_callback(found.close)
+            return found
+
+        worker = worker_type(await broker(), MODEL, lambda job: speech(model, "Hello world."))
+        await opened.enter_async_context(worker.working())
+        urls = [await opened.enter_async_context(serving(chosen, model, await broker())) for _ in range(num_gateways)]
+        yield GatewayFleet(urls, worker, model)
+
+
+def start_gateway(redis_url: str, folder: Path, **flags: object) -> tuple[subprocess.Popen, int]:
+    """`quire gateway` in a process of its own, and the port it took."""
+    if not (folder / "config.json").exists():
+        write_model(folder)
+    given = {
+        "redis_url": redis_url,
+        "model": folder,
+        "served_model_name": MODEL,
+        "port": 0,
+        "drain_timeout": 5,
+        **flags,
+    }
+    command = [sys.executable, "-m", "service.cli.main", "gateway"]
+    command += [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    gateway = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    for line in gateway.stdout:
+        if found := re.search(r"http://127\.0\.0\.1:(\d+)", line):
+            return gateway, int(found[1])
+    raise AssertionError("the gateway did not start")
