@@ -6,6 +6,7 @@ import ipaddress
 import re
 import socket
 from collections.abc import Sequence
+from urllib.parse import urlsplit
 
 from service.config import Settings
 from service.errors import RequestError
@@ -36,6 +37,15 @@ class HostCheck:
         """Raises RequestError (400) for a name that is not ours."""
         if not self._any and not all(self._knows(_bare(host)) for host in hosts):
             raise RequestError(400, "This host is not among --allowed-hosts.", code="unknown_host")
+
+    def require_own_page(self, origins: Sequence[str], hosts: Sequence[str]) -> None:
+        """`origins` are the request's Origin headers: where the page was from that a browser sends it for. Raises
+        RequestError (403) for a page that is not ours."""
+        for origin in origins:
+            place = urlsplit(origin).netloc.lower()
+            is_ours = place in [host.lower() for host in hosts] or (self._is_listed and self._knows(_bare(place)))
+            if not place or not is_ours:
+                raise RequestError(403, "Pages of other origins may not send requests here.", code="cross_origin")
 
     def _knows(self, name: str) -> bool:
         if name in self._names or name.endswith(self._domains):

@@ -33,6 +33,8 @@ READ_TIMEOUT_S: web.AppKey[float] = web.AppKey("read_timeout_s", float)
 log = logging.getLogger("quire.gateway")
 
 LEFT = 499
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+"""They change nothing, and no answer is for a page of another origin to read."""
 
 
 class Doorkeeper:
@@ -52,9 +54,13 @@ class Doorkeeper:
 
     @contextmanager
     def admitted(self, http: web.Request) -> Iterator[None]:
-        """Inside, the request counts as open and knows its TENANT. Raises RequestError: 400, 401, 429."""
-        self._hosts.require_known(http.headers.getall("Host", []))
-        client = self._keys.client(http.headers.getall("Authorization", []))
+        """Inside, the request counts as open and knows its TENANT. Raises RequestError: 400, 401, 403, 429."""
+        hosts, keys = http.headers.getall("Host", []), http.headers.getall("Authorization", [])
+        self._hosts.require_known(hosts)
+        client = self._keys.client(keys)
+        if http.method not in SAFE_METHODS and not (keys and keys[0].lower().startswith("bearer ")):
+            # A browser adds a password that it was told once by itself, whoever's page makes it send the request.
+            self._hosts.require_own_page(http.headers.getall("Origin", []), hosts)
         http[TENANT] = client.tenant
         if not self._keys.is_open and self._open[client.name] >= (client.max_open or self._max_open):
             message = "Too many requests are open with this key."

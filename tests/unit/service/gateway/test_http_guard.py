@@ -1,6 +1,7 @@
 """The door itself: keys, hosts, methods, bodies, malformed HTTP. Every refusal is OpenAI's error JSON."""
 
 import asyncio
+import base64
 import gzip
 import json
 
@@ -269,6 +270,30 @@ async def test_any_host_where_a_key_is_asked_for_and_only_those_listed(locked, m
         assert (status, answer["error"]["code"]) == (400, "unknown_host")
         good = {"Host": "good.example:8000", **bearer(KEYS[0])}
         assert (await gateway.get("/v1/models", headers=good))[0] == 200
+
+
+def basic(key):
+    return {"Authorization": "Basic " + base64.b64encode(f"me:{key}".encode()).decode()}
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [("http://evil.example", 403), ("null", 403), ("http://127.0.0.1:1", 403), ("file://", 403), ("own", 200)],
+)
+async def test_a_foreign_page_cannot_use_what_its_browser_knows(gateway, locked, origin, status):
+    for opened, headers in ((gateway, {}), (locked, basic(KEYS[0]))):
+        sent = {**headers, "Origin": opened.url if origin == "own" else origin}
+        code, answer = await opened.post(CHAT, BODY, headers=sent)
+        assert code == status
+        assert status == 200 or answer["error"]["code"] == "cross_origin"
+        assert (await opened.get("/v1/models", headers=sent))[0] == 200
+    assert (await locked.post(CHAT, BODY, headers={**bearer(KEYS[0]), "Origin": origin}))[0] == 200
+
+
+async def test_a_page_behind_a_proxy_is_ours_by_the_name_that_is_listed(model_folder):
+    async with open_gateway(model_folder, allowed_hosts=("chat.example", "127.0.0.1")) as gateway:
+        for origin, status in (("https://chat.example", 200), ("https://evil.example", 403)):
+            assert (await gateway.post(CHAT, BODY, headers={"Origin": origin}))[0] == status
 
 
 async def test_a_key_may_hold_so_many_requests_open(model_folder, tmp_path):
