@@ -176,7 +176,9 @@ def _wishes(body: GenerationBody, max_tokens: int | None, logprobs: int | None) 
         raise refusal("stop_token_ids", f"has more than {MAX_STOP_TOKEN_IDS} entries")
     if body.truncate_prompt_tokens == 0:
         raise refusal("truncate_prompt_tokens", "must be at least 1, or -1 for what fits")
-    choices = read_choices(body)
+    choices, grammar = read_choices(body), read_grammar(body)
+    if grammar is not None and choices.beam is not None and body.ignore_eos:
+        raise refusal("ignore_eos", f"cannot go with both beams and '{grammar.param}': nothing may follow its end")
     cold = body.temperature is not None and body.temperature < COLDEST_TEMPERATURE
     return SamplingWishes(
         max_tokens=max_tokens,
@@ -193,7 +195,7 @@ def _wishes(body: GenerationBody, max_tokens: int | None, logprobs: int | None) 
         ignore_eos=body.ignore_eos,
         logprobs=logprobs,
         logit_bias=_logit_bias(body.logit_bias),
-        grammar=read_grammar(body),
+        grammar=grammar,
         n=choices.n,
         best_of=choices.best_of,
         beam=choices.beam,
