@@ -238,7 +238,10 @@ class Settings:
         parse=_hosts,
     )
     ssl_certfile: Path | None = _setting(
-        None, "PEM file of the certificate and its chain; without it plain HTTP", verbs=_DOOR_VERBS, parse=Path
+        None,
+        "PEM file of the certificate and its chain, read again when it changes; without it plain HTTP",
+        verbs=_DOOR_VERBS,
+        parse=Path,
     )
     ssl_keyfile: Path | None = _setting(
         None, "PEM file of its private key; without it in the certificate's file", verbs=_DOOR_VERBS, parse=Path

@@ -21,7 +21,7 @@ from service.gateway.http_protocol import Connections, Protocol
 from service.gateway.probes import probed
 from service.gateway.queue_door import QueueDoor
 from service.gateway.served_model import ServedModel
-from service.gateway.tls import open_tls
+from service.gateway.tls import opened_tls
 from service.logs import fields
 from service.wire.broker import DoorBroker
 
@@ -49,7 +49,6 @@ async def run_gateway(
 @contextlib.asynccontextmanager
 async def serving(settings: Settings, model: ServedModel, broker: DoorBroker) -> AsyncIterator[str]:
     """Both doors are open inside, under the URL given; on the way out they drain. Raises StartupError."""
-    tls = open_tls(settings.ssl_certfile, settings.ssl_keyfile)
     hall = Hall(settings, model, broker, feed=f"door-{secrets.token_hex(8)}")
     connections = Connections(settings.max_connections, settings.max_connections_per_client)
     queue_door = QueueDoor(hall)
@@ -61,7 +60,10 @@ async def serving(settings: Settings, model: ServedModel, broker: DoorBroker) ->
     runner.server.request_handler = worded(runner.server.request_handler)
     queue_task = batch_task = None
     try:
-        async with probed(hall, settings.host, settings.probe_port):
+        async with (
+            opened_tls(settings.ssl_certfile, settings.ssl_keyfile) as tls,
+            probed(hall, settings.host, settings.probe_port),
+        ):
             server = await _listen(runner, settings, connections, tls)
             queue_task = asyncio.create_task(queue_door.run())
             batch_task = asyncio.create_task(batch_runner.run())
