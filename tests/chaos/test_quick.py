@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from model.grammar import of_regex
 from service.wire import keys
 from tests.support.history import Storyteller, check_logs, check_stories, until_told
 
@@ -18,6 +19,8 @@ WISHES = (
     {"temperature": 1.0, "seed": 7, "max_tokens": 60, "ignore_eos": True, "logprobs": 2},
     {"temperature": 0.8, "seed": 8, "top_p": 0.9, "max_tokens": 50, "ignore_eos": True, "presence_penalty": 0.5},
     {"temperature": 1.0, "seed": 9, "n": 3, "best_of": 4, "max_tokens": 40, "ignore_eos": True},
+    {"temperature": 1.0, "seed": 10, "grammar": of_regex("[a-z ]{90,120}"), "max_tokens": 60, "n": 2, "best_of": 2},
+    {"temperature": 0.0, "max_tokens": 50, "ignore_eos": True, "prompt_logprobs": 2, "logprobs": 1},
 )
 
 

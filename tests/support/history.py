@@ -22,6 +22,8 @@ from tests.support.demo_engine import DemoEngines
 
 PATIENCE_S = 120.0
 LOGPROB_TOLERANCE = 1e-4
+PROMPT = 1 << 20
+"""Stands for the prompt where answers are kept by branch."""
 GOOD_ENDS = (EndReason.STOP, EndReason.LENGTH)
 _NUMBERS = itertools.count(1)
 
@@ -69,9 +71,10 @@ def answer_of(events: list[Event]) -> Answer:
     answer = Answer(end=events[-1].end, choices=tuple(events[-1].choices))
     for event in events:
         for part in event.parts:
-            answer.tokens.setdefault(part.branch, []).extend(unpack_ids(part.tokens))
+            place = PROMPT if part.is_prompt else part.branch
+            answer.tokens.setdefault(place, []).extend(unpack_ids(part.tokens))
             if part.logprobs is not None:
-                answer.logprobs.setdefault(part.branch, []).extend(unpack_floats(part.logprobs.chosen))
+                answer.logprobs.setdefault(place, []).extend(unpack_floats(part.logprobs.chosen))
     return answer
 
 
@@ -141,8 +144,9 @@ class Goldens:
             engine.step()
             for output in engine.take_outputs():
                 for part in output.parts:
-                    answer.tokens.setdefault(part.branch, []).extend(part.token_ids)
-                    answer.logprobs.setdefault(part.branch, []).extend(one.logprob for one in part.logprobs)
+                    place = PROMPT if part.is_prompt else part.branch
+                    answer.tokens.setdefault(place, []).extend(part.token_ids)
+                    answer.logprobs.setdefault(place, []).extend(one.logprob for one in part.logprobs)
                 answer.end, answer.choices = output.end, output.choices
         return answer
 
