@@ -21,6 +21,7 @@ from service.cli.bench.report import write_report
 from service.cli.bench.trace import TracedRequest, read_trace
 from service.cli.table import print_grid, shown
 from service.config import Settings
+from service.errors import StartupError
 
 SIMULATED_REQUESTS = 300
 """Enough for a steady state, few enough for all policies to be done in seconds."""
@@ -41,9 +42,8 @@ def add_memory_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policies",
         metavar="P,...",
-        default=DEFAULT_POLICIES,
-        help="the others are held against the first (default: %(default)s); oracle, reserve-pow2 and reserve-max may "
-        "have :best-fit or :buddy behind them",
+        help=f"the others are held against the first (default: {DEFAULT_POLICIES}); oracle, reserve-pow2 and "
+        "reserve-max may have :best-fit or :buddy behind them",
     )
     parser.add_argument(
         "--rates",
@@ -70,31 +70,35 @@ def add_memory_flags(parser: argparse.ArgumentParser) -> None:
 
 def run_memory_bench(settings: Settings, flags: argparse.Namespace) -> int:
     """0; raises StartupError where the work is not named well or does not fit."""
-    policies, rates = read_policies(flags.policies), _read_rates(flags.rates)
+    wishes = {"--policies": flags.policies, "--rates": flags.rates, "--latency-limit": flags.latency_limit}
+    for flag, wish in wishes.items():
+        if flags.sharing and wish is not None:
+            raise StartupError(f"{flag} does not go with --sharing")
+    policies = [] if flags.sharing else read_policies(flags.policies or DEFAULT_POLICIES)
+    rates = _read_rates(flags.rates)
     limit_s = None if flags.latency_limit is None else positive_number("--latency-limit", flags.latency_limit)
     requests = _read_requests(flags)
     ground = real_ground(settings) if flags.simulate is None else simulated_ground(settings, flags.simulate)
-    pool = ground.pool
-    check_room(policies, pool)
-    fitted = fit_lengths(requests, pool.max_model_len)
+    check_room(policies, ground.pool)
+    fitted = fit_lengths(requests, ground.pool.max_model_len)
     record = {
         "bench": "memory",
         **ground.description,
-        **asdict(pool),
+        **asdict(ground.pool),
         "trace": flags.trace.stem,
         "num_requests": len(fitted),
         "num_shortened": sum(before != after for before, after in zip(requests, fitted, strict=True)),
     }
-    title = f"{flags.trace.stem}, {pool.num_slots:,} slots, {ground.description['device']}"
+    title = f"{flags.trace.stem}, {ground.pool.num_slots:,} slots, {ground.description['device']}"
     if flags.sharing:
         shared = ground.share(fitted, [(method, width) for method in METHODS for width in WIDTHS])
         _print_sharing(shared)
         write_report(flags, {**record, "sharing": [asdict(row) for row in shared]}, sharing_figure(shared, title))
-        return 0
-    mean_output = fmean(request.num_output_tokens for request in fitted)
-    comparison = compare(partial(ground.replay, fitted), policies, mean_output, rates, limit_s)
-    _print(comparison)
-    write_report(flags, {**record, **asdict(comparison)}, comparison_figure(comparison, title))
+    else:
+        mean_output = fmean(request.num_output_tokens for request in fitted)
+        comparison = compare(partial(ground.replay, fitted), policies, mean_output, rates, limit_s)
+        _print(comparison)
+        write_report(flags, {**record, **asdict(comparison)}, comparison_figure(comparison, title))
     return 0
 
 

@@ -149,6 +149,7 @@ def test_the_real_engine_at_a_rate(tmp_path, trace):
         (["--rates", "1,x"], "--rates: 'x' is not a number"),
         (["--latency-limit", "-1"], "--latency-limit: -1 is not above 0"),
         (["--num-requests", "0"], "--num-requests: 0 is outside"),
+        (["--sharing", "--rates", "1"], "--rates does not go with --sharing"),
         (["--num-gpu-blocks", "100"], "memory: 1600 slots hold no sequence of 2048 tokens"),
         (
             ["--num-gpu-blocks", "200", "--max-model-len", "2064"],
