@@ -1,0 +1,142 @@
+"""A machine with a second tier that is not there: a clock that steps move on while two lanes carry blocks beside."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from model.sampling_params import SamplingParams
+from service.cli.bench.memory_simulation import MACHINES, SimulatedClock, SimulatedExecutor
+from service.engine.cost_model import CostModel, Rates
+from service.engine.engine import Engine
+from service.engine.kv_manager import KVManager
+from service.engine.plan import FinishedTransfer, StepPlan, StepResult
+from service.engine.preemption import Preemption
+from service.engine.scheduler import Limits
+from service.engine.sequence import Request
+
+H200 = MACHINES["llama-3.1-8b-h200"]
+RATES = Rates(token_s=H200.costs.token_s, pair_s=6e-10, block_out_s=4.0e-5, block_in_s=4.0e-5, transfer_s=5e-5)
+"""2 MiB blocks at what an H200's bus was measured to carry, and its prompts."""
+
+SLOWDOWN = 0.06
+"""Of a step while the bus is busy in both directions all the time."""
+
+
+class FixedCosts(CostModel):
+    """What the simulation itself takes says nothing of the machine."""
+
+    def saw_decode(self, seconds: float) -> None:
+        pass
+
+    def saw_prompts(self, spans: list[tuple[int, int]], seconds: float, *, with_decodes: bool) -> None:
+        pass
+
+
+class SwappingExecutor(SimulatedExecutor):
+    """Transfers of one direction follow one another; each begins when the step before it is done."""
+
+    def __init__(self, clock: SimulatedClock, num_host_blocks: int, rates: Rates = RATES):
+        super().__init__(clock, H200.costs)
+        self.num_host_blocks = num_host_blocks
+        self._rates = rates
+        self._lanes: dict[bool, deque[tuple[float, int, float]]] = {True: deque(), False: deque()}
+        self._free_at_s = {True: 0.0, False: 0.0}
+
+    def launch(self, plan: StepPlan) -> StepResult:
+        self.move(plan)
+        begin_s = self._clock.now_s
+        result = super().launch(plan)
+        busy_s = sum(max(0.0, min(self._free_at_s[lane], self._clock.now_s) - begin_s) for lane in (True, False))
+        self._clock.now_s += SLOWDOWN * busy_s / 2
+        return result
+
+    def move(self, plan: StepPlan) -> None:
+        for is_out, copies in ((True, plan.outs), (False, plan.ins)):
+            if copies:
+                block_s = self._rates.block_out_s if is_out else self._rates.block_in_s
+                seconds = self._rates.transfer_s + len(copies) * block_s
+                self._free_at_s[is_out] = max(self._clock.now_s, self._free_at_s[is_out]) + seconds
+                self._lanes[is_out].append((self._free_at_s[is_out], len(copies), seconds))
+
+    def finished_transfers(self) -> list[FinishedTransfer]:
+        finished = []
+        for is_out, lane in self._lanes.items():
+            while lane and lane[0][0] <= self._clock.now_s:
+                _, num_blocks, seconds = lane.popleft()
+                finished.append(FinishedTransfer(is_out, num_blocks, seconds))
+        return finished
+
+    def wait_for_transfer(self) -> None:
+        self._clock.wait_until(min(lane[0][0] for lane in self._lanes.values() if lane))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    total_s: float
+    output_tokens_per_s: float
+    computed_again: int  # tokens
+    most_blocks: int  # used at once
+    num_preemptions: int
+    num_swapped: int
+    num_blocks_out: int
+    num_blocks_in: int
+
+
+def replay(
+    lengths: Seq[tuple[int, int]],
+    num_blocks: int,
+    mode: str,
+    *,
+    num_host_blocks: int = 2048,
+    rates: Rates = RATES,
+    max_num_seqs: int = 512,
+    max_len: int = 8192,
+) -> Outcome:
+    """Requests of these (prompt, output) lengths at once, to their ends."""
+    clock = SimulatedClock()
+    if mode == "recompute":
+        num_host_blocks = 0
+    executor = SwappingExecutor(clock, num_host_blocks, rates)
+    kv = KVManager(num_blocks, 16, swapping=num_host_blocks > 0)
+    preemption = Preemption(kv, FixedCosts(rates, 16), mode)
+    limits = Limits(
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=8192, max_prefill_chunk=512, max_model_len=max_len
+    )
+    engine = Engine(executor, kv, limits, frozenset(), preemption=preemption)
+    for number, (num_prompt, num_output) in enumerate(lengths):
+        wishes = SamplingParams(max_tokens=num_output, ignore_eos=True)
+        engine.add(Request(request_id=str(number), prompt=(number, *[1] * (num_prompt - 1)), sampling=wishes))
+    num_computed = 0
+    launch = executor.launch
+
+    def counting(plan: StepPlan) -> StepResult:
+        nonlocal num_computed
+        num_computed += plan.num_tokens
+        return launch(plan)
+
+    executor.launch = counting
+    most_blocks = 0
+    while engine.has_work:
+        engine.step()
+        engine.take_outputs()
+        most_blocks = max(most_blocks, kv.pool.num_used)
+    stats = engine.stats()
+    num_outputs = sum(num_output for _, num_output in lengths)
+    return Outcome(
+        total_s=clock.now_s,
+        output_tokens_per_s=num_outputs / clock.now_s,
+        computed_again=num_computed - sum(num_prompt + num_output - 1 for num_prompt, num_output in lengths),
+        most_blocks=most_blocks,
+        num_preemptions=stats.num_preemptions,
+        num_swapped=stats.num_swapped,
+        num_blocks_out=stats.num_blocks_out,
+        num_blocks_in=stats.num_blocks_in,
+    )
+
+
+def num_blocks_needed(lengths: Seq[tuple[int, int]]) -> int:
+    """So that nobody has to wait for room or leave."""
+    plenty = sum(-(-sum(both) // 16) for both in lengths)
+    return replay(lengths, plenty, "recompute").most_blocks
