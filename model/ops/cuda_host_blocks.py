@@ -6,6 +6,7 @@ which needs no driver, and then registered, for which the driver's lock is held 
 
 from __future__ import annotations
 
+import logging
 import mmap
 import threading
 import weakref
@@ -15,6 +16,8 @@ import cupy
 import numpy as np
 from cuda.bindings import runtime as cudart
 from cupy.cuda import runtime
+
+_log = logging.getLogger(__name__)
 
 PIECE_BYTES = 64 << 20
 """Registered at once. A block never lies across two pieces: no copy may."""
@@ -100,6 +103,7 @@ class CudaHostBlocks:
                 self.num_ready = last
         except Exception as error:  # what is pinned by now stays in use
             self.failure = error
+            _log.warning("only %d of %d blocks of the host could be pinned: %s", self.num_ready, num_blocks, error)
 
 
 def _release(pinned: list[int], memory: mmap.mmap, *streams: cupy.cuda.Stream) -> None:

@@ -25,7 +25,7 @@ from service.engine.engine import Engine
 from service.engine.executor import ModelExecutor
 from service.engine.grammars import Grammars
 from service.engine.kv_manager import KVManager
-from service.engine.memory import MemoryPlan, plan_memory, warm_up
+from service.engine.memory import MemoryPlan, host_memory_bytes, plan_memory, warm_up
 from service.engine.preemption import Preemption
 from service.engine.scheduler import Limits
 from service.engine.sequence import Request
@@ -36,6 +36,9 @@ log = logging.getLogger("quire.engine")
 
 DEFAULT_BATCHED_TOKENS = {"cuda": 8192, "numpy": 512}
 DEFAULT_SWAP_GIB = {"cuda": 4, "numpy": 0}
+MIN_SHARE_LEFT = 8
+"""Where nobody asked for swap space, it takes no more than this part of the host's memory."""
+
 MAX_HOST_RATIO = 8
 """Blocks on the host for each on the GPU: more would hold what nobody comes back for."""
 
@@ -126,8 +129,10 @@ def grammar_compiler(settings: Settings, config: ModelConfig) -> GrammarCompiler
 
 def num_swap_blocks(settings: Settings, ops: Ops, memory: MemoryPlan) -> int:
     """Blocks of the host that the settings ask for; no more than what is of use beside so many on the GPU."""
-    space_gib = DEFAULT_SWAP_GIB[ops.name] if settings.swap_space is None else settings.swap_space
-    return min(int(space_gib * (1 << 30)) // memory.block_bytes, MAX_HOST_RATIO * memory.num_blocks)
+    space_bytes = int((DEFAULT_SWAP_GIB[ops.name] if settings.swap_space is None else settings.swap_space) * (1 << 30))
+    if settings.swap_space is None:
+        space_bytes = min(space_bytes, host_memory_bytes() // MIN_SHARE_LEFT)
+    return min(space_bytes // memory.block_bytes, MAX_HOST_RATIO * memory.num_blocks)
 
 
 def _calibrated(executor: ModelExecutor, memory: MemoryPlan) -> CostModel | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -19,6 +21,9 @@ from service.errors import StartupError
 
 CPU_CACHE_BYTES = 2 << 30
 """A CPU's memory is shared with all else on the machine: the cache takes no more of it than this."""
+
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+"""A number of bytes, or "max"."""
 
 KEPT_FREE_BYTES = 256 << 20
 """Left alone on a GPU for what allocates outside our sight: the driver, cuBLAS, fragmentation."""
@@ -55,6 +60,16 @@ def plan_memory(
         block_bytes=bytes_per_block,
         max_model_len=min(wanted_len, held_len),
     )
+
+
+def host_memory_bytes() -> int:
+    """What this process may use of the host's memory: all of it, or what its control group allows."""
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        limit = CGROUP_LIMIT.read_text().strip()
+    except OSError:
+        return physical
+    return min(physical, int(limit)) if limit.isdigit() else physical
 
 
 def _affordable_bytes(settings: Settings, ops: Ops, reserved_bytes: int) -> int:

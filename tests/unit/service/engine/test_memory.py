@@ -7,7 +7,9 @@ from model.config import PRESETS
 from model.ops.numpy_ops import NumpyOps
 from service.cli.main import main
 from service.config import Settings
-from service.engine.memory import plan_memory
+from service.engine import memory as engine_memory
+from service.engine.build import num_swap_blocks
+from service.engine.memory import host_memory_bytes, plan_memory
 from service.errors import StartupError
 
 CONFIG = PRESETS["llama-3.2-1b"]
@@ -67,3 +69,19 @@ def test_check_tells_the_pool_that_the_worker_would_make(capsys):
     assert "100 tokens each  10 sequences at once" in told
     assert main(["check", "--device", "cpu", "--num-gpu-blocks", "4", "--max-model-len", "100"]) == 1
     assert "does not fit" in capsys.readouterr().out
+
+
+def test_swap_space_is_what_was_asked_for_or_a_part_of_the_hosts_memory(tmp_path, monkeypatch):
+    ops, limit = SizedOps("cuda", 60 * GIB), tmp_path / "memory.max"
+    monkeypatch.setattr(engine_memory, "CGROUP_LIMIT", limit)
+    memory = plan(ops, max_num_seqs=4096)
+    physical = host_memory_bytes()
+    limit.write_text("max\n")
+    assert host_memory_bytes() == physical
+    limit.write_text(f"{GIB}\n")
+    assert host_memory_bytes() == min(GIB, physical)
+    assert num_swap_blocks(Settings(), ops, memory) == host_memory_bytes() // 8 // memory.block_bytes
+    assert num_swap_blocks(Settings(swap_space=2.0), ops, memory) == 2 * GIB // memory.block_bytes
+    assert num_swap_blocks(Settings(), SizedOps("numpy", GIB), memory) == 0
+    small = plan(ops, num_gpu_blocks=10)
+    assert num_swap_blocks(Settings(swap_space=2.0), ops, small) == 80
