@@ -34,10 +34,10 @@ class RedisBroker(RedisDoor, RedisRequests, RedisBatches, RedisWorker):
 async def open_redis_broker(
     url: str, name: str | None = None, timeout_s: float = TIMEOUT_S, lease_s: float = LEASE_S
 ) -> RedisBroker:
-    """Connect to redis://, rediss:// or unix://. `name` is this process's name, unique among those alive; one that
-    comes back gets what it had not settled. A command that takes longer than timeout_s has failed; a worker's jobs are
-    its own for lease_s after each heartbeat. Raises StartupError for a URL or a server that cannot be used,
-    BrokerUnavailable if nobody answers."""
+    """Connect to redis://, rediss://, unix:// or redis+sentinel://. `name` is this process's name, unique among those
+    alive; one that comes back gets what it had not settled. A command that takes longer than timeout_s has failed; a
+    worker's jobs are its own for lease_s after each heartbeat. Raises StartupError for a URL or a server that cannot be
+    used, BrokerUnavailable if nobody answers."""
     link = RedisLink(url, timeout_s)
     try:
         await link.check()

@@ -10,10 +10,8 @@ from contextlib import asynccontextmanager
 from hashlib import sha1
 from importlib.resources import files
 from typing import Any
-from urllib.parse import urlsplit
 
 from redis.asyncio import BlockingConnectionPool, ConnectionPool, Redis
-from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import (
@@ -36,6 +34,7 @@ from service.wire.broker import (
     BrokerUnavailable,
 )
 from service.wire.keys import FEED_MAX_ENTRIES, FEED_TTL_S, LOG_ENDED_TTL_S, LOG_RUNNING_TTL_S, QUEUE
+from service.wire.redis_address import NO_CLUSTER, read_address
 
 log = logging.getLogger("quire.redis")
 
@@ -52,16 +51,6 @@ BOUNDS = (
 )
 """The first arguments of every script."""
 REFUSALS = (AuthenticationError, AuthorizationError, NoPermissionError)
-URL_OPTIONS = {
-    "db",
-    "ssl_ca_certs",
-    "ssl_ca_path",
-    "ssl_certfile",
-    "ssl_check_hostname",
-    "ssl_cert_reqs",
-    "ssl_keyfile",
-    "ssl_password",
-}
 
 
 class GroupMissing(BrokerUnavailable):
@@ -76,7 +65,8 @@ class RedisLink:
     """Two pools to one Redis. No command is retried here: the broker knows which may be repeated."""
 
     def __init__(self, url: str, timeout_s: float):
-        options = _connection_options(url)
+        self._address = read_address(url, timeout_s)
+        options = self._address.options
         # No driver_info: the client would tell its name, with a command that no role needs and Redis 7.0 does not know.
         common = {**options, "protocol": 2, "retry": Retry(NoBackoff(), 0), "socket_connect_timeout": timeout_s}
         common["driver_info"] = None
@@ -97,6 +87,7 @@ class RedisLink:
         try:
             server = await self._client.info("server")
             memory = await self._client.info("memory")
+            cluster = await self._client.info("cluster")
         except (RedisError, OSError) as error:
             # The pool hides a refused password in a ConnectionError.
             if isinstance(error, REFUSALS) or isinstance(error.__cause__, REFUSALS):
@@ -105,6 +96,8 @@ class RedisLink:
         version = server.get("redis_version", "0")
         if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_VERSION:
             raise StartupError(f"Redis 6.2 or newer is needed, this is {version}")
+        if cluster.get("cluster_enabled"):
+            raise StartupError(NO_CLUSTER)
         policy = memory.get("maxmemory_policy", "noeviction")
         if policy != "noeviction":
             log.warning("redis may drop accepted jobs %s", fields(maxmemory_policy=policy, wanted="noeviction"))
@@ -171,6 +164,7 @@ class RedisLink:
     async def close(self) -> None:
         for client in (self._client, self._blocking):
             await client.connection_pool.disconnect()
+        await self._address.close()
 
 
 class Outage:
@@ -198,26 +192,6 @@ class Outage:
         log.info("redis is back %s", fields(reader=self._who, num_failures=self._num_failures))
         self._num_failures = 0
         return True
-
-
-def _connection_options(url: str) -> dict[str, Any]:
-    """What redis-py makes of the URL, less what would change how answers look. Raises StartupError."""
-    forms = "redis://[user:password@]host[:port][/db], rediss://... or unix:///path/to/socket[?db=n]"
-    try:
-        parts = urlsplit(url)
-        options = parse_url(url)
-    except (ValueError, TypeError) as error:
-        raise StartupError(f"the Redis URL is not understood; it looks like {forms}") from error
-    path = parts.path.strip("/")
-    if parts.scheme == "unix" and not path:
-        raise StartupError(f"the Redis URL names no socket; it looks like {forms}")
-    if parts.scheme != "unix" and ((path and not path.isdecimal()) or not parts.hostname):
-        raise StartupError(f"the Redis URL names no host, or a database that is no number; it looks like {forms}")
-    kind = options.pop("connection_class", None)
-    odd = sorted(set(options) - URL_OPTIONS - {"host", "port", "path", "username", "password"})
-    if odd:
-        raise StartupError(f"the Redis URL has an option that is not supported: {odd[0]}")
-    return {**options, **({"connection_class": kind} if kind is not None else {})}
 
 
 def _cause(error: Exception) -> str:
