@@ -124,7 +124,14 @@ def main() -> None:
         return float(sys.stdin.readline())
 
     answers = uvloop.run(run(task, wait_for_start))
-    print(json.dumps([asdict(answer) for answer in answers]), flush=True)
+    hand_over(json.dumps([asdict(answer) for answer in answers]).encode() + b"\n", sys.stdout.fileno())
+
+
+def hand_over(line: bytes, descriptor: int) -> None:
+    """Write all of a line that may be megabytes. `print` on an unbuffered standard output would not: what a write that
+    was cut short (by a signal, by some kernels for no reason) leaves over, it forgets."""
+    with open(descriptor, "wb", closefd=False) as whole:
+        whole.write(line)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp import web
 
 from service.cli.bench.load_client import Answer, Task, body_of
-from service.cli.bench.report import Spread
+from service.cli.bench.report import Spread, script_environment
 from service.cli.bench.serve import Plan, summarize
 from service.cli.bench.trace import TracedRequest
 from service.cli.main import main
@@ -213,3 +215,22 @@ async def test_a_wrong_key_is_one_line(model_folder, trace, capsys):
         status = await bench("--url", gateway.url, "--trace", trace, "--rate", 1)
     assert status == 2
     assert "/v1/models answers 401" in capsys.readouterr().err
+
+
+INTERRUPTED = """
+import os, signal
+from service.cli.bench.load_client import hand_over
+signal.signal(signal.SIGALRM, lambda *_: os.write(2, b"!"))
+signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+hand_over(b"x" * 1_000_000 + b"\\n", 1)
+signal.setitimer(signal.ITIMER_REAL, 0)
+"""
+
+
+def test_a_long_answer_is_handed_over_whole():
+    """Its writes are interrupted: the pipe is full until nobody can doubt it."""
+    command = [sys.executable, "-u", "-c", INTERRUPTED]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=script_environment(), **pipes) as client:
+        assert client.stderr.read(3) == b"!!!"
+        assert client.stdout.read() == b"x" * 1_000_000 + b"\n"
