@@ -25,10 +25,17 @@ START_WITHIN_S = 20.0
 FAILOVER_WITHIN_S = 30.0
 
 
+HIGHEST_PORT = 55_000
+"""A node of a Cluster takes the port 10,000 above its own, too."""
+
+
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    while True:
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            port = found.getsockname()[1]
+        if port < HIGHEST_PORT:
+            return port
 
 
 class Server:
