@@ -13,7 +13,7 @@ from model.tokenizer import Tokenizer
 from service.errors import RequestError
 from service.gateway.openai_api import read_request
 from service.gateway.request import CHAT
-from tests.support.gateway import MODEL, open_gateway, speech, write_model
+from tests.support.gateway import MODEL, beside, open_gateway, speech, write_model
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
@@ -249,3 +249,15 @@ def test_a_template_knows_tools_or_not(served_templates):
 @pytest.fixture
 def served_templates(tool_folder, model_folder):
     return [ChatTemplate.read(folder, Tokenizer.read(folder)) for folder in (tool_folder, model_folder)]
+
+
+async def test_a_stream_of_calls_is_taken_up_elsewhere_byte_for_byte(served, tool_folder):
+    gateway, _ = served
+    body = {"model": MODEL, "messages": MESSAGES, "tools": [WEATHER, CLOCK], "stream": True}
+    async with gateway.http.post(gateway.url + CHAT, json=body) as response:
+        whole, request_id = await response.read(), response.headers["X-Request-Id"]
+    async with beside(gateway, tool_folder) as other:
+        for after in range(0, whole.count(b"id: "), 3):
+            url, headers = f"{other.url}/v1/requests/{request_id}", {"Last-Event-ID": str(after)}
+            async with other.http.get(url, headers=headers) as response:
+                assert await response.read() == whole[whole.find(b"id: %d\n" % (after + 1)) :]
