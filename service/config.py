@@ -122,7 +122,7 @@ class Settings:
     )
     swap_space: float | None = _setting(
         None,
-        "host memory for blocks that leave the GPU, in GiB; without it 4 beside a GPU, 0 on a CPU",
+        "host memory for blocks that leave the GPU, in GiB; without it 4 beside a GPU if the host has 32, 0 on a CPU",
         verbs=_ENGINE_VERBS,
         parse=float,
         low=0.0,
