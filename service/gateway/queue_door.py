@@ -22,6 +22,7 @@ from service.gateway.run import Outcome
 from service.logs import fields
 from service.wire.broker import BrokerUnavailable, IngressEntry
 from service.wire.codec import INGRESS_ID, LIMITS, WireError, decode, encode
+from service.wire.keys import INGRESS_KEEP_S
 from service.wire.messages import IngressJob, Reply, Usage
 
 log = logging.getLogger("quire.gateway")
@@ -37,10 +38,11 @@ class QueueDoor:
     def __init__(self, hall: Hall) -> None:
         self._hall = hall
         self._stopping = False
-        self._open: set[asyncio.Task[None]] = set()
+        self._open: dict[asyncio.Task[None], IngressEntry] = {}
 
     async def run(self) -> None:
         """Serves until `stop`, and returns when no job is open here any more; cancelled, it lets go of them all."""
+        keeping = asyncio.create_task(self._keep())
         try:
             while not self._stopping:
                 try:
@@ -53,8 +55,22 @@ class QueueDoor:
             if self._open:
                 await asyncio.wait(self._open)
         finally:
-            for task in self._open:
+            for task in (keeping, *self._open):
                 task.cancel()
+
+    async def _keep(self) -> None:
+        """Others leave the open entries alone while this goes on; what they have taken nevertheless is theirs."""
+        while True:
+            await asyncio.sleep(INGRESS_KEEP_S)
+            try:
+                lost = await self._hall.broker.keep_ingress()
+            except BrokerUnavailable:
+                continue
+            names = {(entry.producer, entry.entry_id) for entry in lost}
+            for task, entry in self._open.items():
+                if (entry.producer, entry.entry_id) in names:
+                    log.warning("another gateway has taken %s", fields(producer=entry.producer, entry=entry.entry_id))
+                    task.cancel()
 
     async def _take_some(self) -> None:
         room = MAX_OPEN_JOBS - len(self._open)
@@ -63,8 +79,8 @@ class QueueDoor:
             return
         for entry in await self._hall.broker.fetch_ingress(self._hall.settings.producers, room, FETCH_WAIT_S):
             task = asyncio.create_task(self._serve(entry))
-            self._open.add(task)
-            task.add_done_callback(self._open.discard)
+            self._open[task] = entry
+            task.add_done_callback(self._open.pop)
 
     def stop(self) -> None:
         """Takes no more entries. Those that are open end, or stay unsettled for the next gateway."""
@@ -84,6 +100,8 @@ class QueueDoor:
         """Whether the entry has its final reply."""
         loop = asyncio.get_running_loop()
         give_up_at_s = loop.time() + self._hall.settings.request_timeout
+        if entry.was_left and await answer.was_begun():
+            return True
         while True:
             try:
                 await self._generate(entry, answer)
@@ -187,6 +205,19 @@ class _Answer:
                     done=is_last,
                 )
             )
+
+    async def was_begun(self) -> bool:
+        """By a gateway that is gone: then it has ended, or ends here with an error, for nobody knows its text."""
+        last = await self._hall.broker.last_reply(self._producer, self._id)
+        if last is None:
+            return False
+        reply = decode(Reply, last)
+        if not reply.done:
+            self.num_told = reply.number
+            await self.fail(
+                RequestError(503, "The gateway that answered is gone.", "server_error", code="gateway_lost")
+            )
+        return True
 
     async def fail(self, error: RequestError) -> None:
         await self._send(Reply(id=self._id, number=self.num_told + 1, error=error_object(error), done=True))

@@ -50,6 +50,7 @@ class IngressEntry:
     producer: str
     entry_id: str
     payload: bytes
+    was_left: bool = False  # by a gateway that is gone; it may have replied in part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +121,13 @@ class DoorBroker(BatchStore, Protocol):
 
     async def fetch_ingress(self, producers: Sequence[str], max_entries: int, wait_s: float) -> Sequence[IngressEntry]:
         """New entries of these producers' streams, each to one gateway only."""
+
+    async def keep_ingress(self) -> Sequence[IngressEntry]:
+        """Say that the fetched entries are still worked on, every INGRESS_KEEP_S: those of which nobody says so for
+        INGRESS_LEFT_S go to another gateway. Returns entries that have gone there."""
+
+    async def last_reply(self, producer: str, producer_job_id: str) -> bytes | None:
+        """What was appended last to the reply stream of (producer, producer_job_id)."""
 
     async def settle_ingress(self, entry: IngressEntry) -> None:
         """The entry has its final reply and is removed."""

@@ -71,6 +71,8 @@ FILE_TTL_S = 30 * 24 * 3600
 OPEN_BATCHES = "quire:batches"
 """Sorted set. Ids of batches that are not done, by when they were made. Doors write and read. As long as they are."""
 
+INGRESS_KEEP_S = 5.0
+INGRESS_LEFT_S = 20.0
 INGRESS_GROUP = "doors"
 """Group of every ingress stream; a consumer is one door's broker."""
 

@@ -73,6 +73,14 @@ class MemoryBroker(MemoryBatches):
         await self._wait(lambda: any(streams), wait_s)
         return [stream.popleft() for stream in streams for _ in range(min(len(stream), max_entries))]
 
+    async def keep_ingress(self) -> Sequence[IngressEntry]:
+        self._check_open()
+        return []
+
+    async def last_reply(self, producer: str, producer_job_id: str) -> bytes | None:
+        replies = self.replies(producer, producer_job_id)
+        return replies[-1] if replies else None
+
     async def settle_ingress(self, entry: IngressEntry) -> None:
         self._check_open()
 
@@ -103,9 +111,9 @@ class MemoryBroker(MemoryBatches):
     async def is_watched(self, request_id: str) -> bool:
         return self.queue.requests.is_watched(request_id)
 
-    async def produce(self, producer: str, payload: bytes) -> None:
-        """What a foreign producer does: put an entry on its ingress stream."""
-        self.queue.produce(producer, payload)
+    async def produce(self, producer: str, payload: bytes, was_left: bool = False) -> None:
+        """What a foreign producer does: put an entry on its ingress stream. `was_left`: a gateway has had it."""
+        self.queue.produce(producer, payload, was_left)
 
     def replies(self, producer: str, producer_job_id: str) -> Sequence[bytes]:
         """What a foreign producer reads: the replies to its job so far."""

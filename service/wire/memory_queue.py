@@ -229,9 +229,9 @@ class MemoryQueue:
     def ingress_of(self, producer: str) -> deque[IngressEntry]:
         return self._ingress.setdefault(keys.ingress(producer), deque())
 
-    def produce(self, producer: str, payload: bytes) -> None:
+    def produce(self, producer: str, payload: bytes, was_left: bool) -> None:
         self._num_entries += 1
-        self.ingress_of(producer).append(IngressEntry(producer, f"{self._num_entries}-0", payload))
+        self.ingress_of(producer).append(IngressEntry(producer, f"{self._num_entries}-0", payload, was_left))
         self.tell()
 
     def tell(self) -> None:

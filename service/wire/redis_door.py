@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import AsyncIterator, Sequence
 
 from service.logs import fields
@@ -26,6 +27,8 @@ class RedisDoor:
         self._link = link
         self._feeds = FeedReader(link, self.submit)
         self._ingress = GroupReader(link, keys.INGRESS_GROUP, name)
+        self._producers: dict[str, str] = {}  # by their streams
+        self._looks_for_left_at_s = 0.0
 
     async def submit(self, job: Job, bounds: Bounds = UNBOUNDED) -> None:
         payload = encode(job)
@@ -90,9 +93,27 @@ class RedisDoor:
 
     async def fetch_ingress(self, producers: Sequence[str], max_entries: int, wait_s: float) -> Sequence[IngressEntry]:
         streams = {keys.ingress(producer): producer for producer in producers}
-        entries = await self._ingress.read(list(streams), max_entries, wait_s)
+        self._producers |= streams
+        entries = []
+        if time.monotonic() >= self._looks_for_left_at_s:
+            self._looks_for_left_at_s = time.monotonic() + keys.INGRESS_KEEP_S
+            entries = await self._ingress.take_left(list(streams), max_entries, keys.INGRESS_LEFT_S)
+        if not entries:
+            entries = await self._ingress.read(list(streams), max_entries, wait_s)
         self._ingress.hold(entries)
-        return [IngressEntry(streams[entry.stream], entry.entry_id, entry.payload) for entry in entries]
+        return [
+            IngressEntry(streams[entry.stream], entry.entry_id, entry.payload, was_left=entry.attempt > 1)
+            for entry in entries
+        ]
+
+    async def keep_ingress(self) -> Sequence[IngressEntry]:
+        lost = await self._ingress.keep()
+        return [IngressEntry(self._producers[stream], entry_id, b"") for stream, entry_id in lost]
+
+    async def last_reply(self, producer: str, producer_job_id: str) -> bytes | None:
+        async with self._link.commands() as redis:
+            last = await redis.xrevrange(keys.reply(producer, producer_job_id), count=1)
+        return last[0][1].get(keys.PAYLOAD_FIELD.encode(), b"") if last else None
 
     async def settle_ingress(self, entry: IngressEntry) -> None:
         stream = keys.ingress(entry.producer)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import msgpack
+from redis.exceptions import ResponseError
+
 from service.wire import keys
 from service.wire.redis_link import GroupMissing, RedisLink
 
@@ -49,6 +52,38 @@ class GroupReader:
     def release(self, stream: str, entry_id: str) -> None:
         """The entry is settled."""
         self._held.discard((stream, entry_id))
+
+    async def keep(self) -> list[tuple[str, str]]:
+        """Say that what is held is still worked on. Returns (stream, entry) of what others hold by now."""
+        held = sorted(self._held)
+        if not held:
+            return []
+        streams = {stream: number for number, stream in enumerate(dict.fromkeys(stream for stream, _ in held), 10)}
+        items = [word for stream, entry_id in held for word in (streams[stream], entry_id)]
+        args = [self._consumer, msgpack.packb(items)]
+        lost = [held[number - 1] for number in await self._link.script("hold", list(streams), args)]
+        self._held.difference_update(lost)
+        return lost
+
+    async def take_left(self, streams: Sequence[str], max_entries: int, left_s: float) -> list[GroupEntry]:
+        """Entries of consumers that have not said for so long that they work on them."""
+        taken = []
+        for stream in streams:
+            left_ms = int(left_s * 1000)
+            async with self._link.commands() as redis:
+                try:
+                    pending = await redis.xpending_range(stream, self._group, "-", "+", max_entries, idle=left_ms)
+                except ResponseError as error:
+                    if str(error).startswith("NOGROUP"):
+                        continue
+                    raise
+                ids = [entry["message_id"] for entry in pending]
+                left = [entry_id for entry_id in ids if (stream, entry_id.decode()) not in self._held]
+                claimed = await redis.xclaim(stream, self._group, self._consumer, left_ms, left) if left else []
+            for entry_id, fields in claimed:
+                if entry_id is not None and fields is not None:
+                    taken.append(GroupEntry(stream, entry_id.decode(), fields.get(PAYLOAD, b""), 2))
+        return taken
 
     async def _read(self, streams: Sequence[str], max_entries: int, wait_s: float) -> list[GroupEntry]:
         if self._may_have_left_overs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -208,4 +209,35 @@ async def test_an_ingress_entry_unsettled_is_given_again_to_the_same_door(open_b
     assert list(await first.fetch_ingress(["alice"], 8, 0.05)) == []
     await first.close()
     second = await open_broker("d1")
-    assert list(await second.fetch_ingress(["alice"], 8, 1.0)) == [entry]
+    assert list(await second.fetch_ingress(["alice"], 8, 1.0)) == [replace(entry, was_left=True)]
+
+
+async def test_what_a_dead_door_left_goes_to_another_and_what_a_live_one_keeps_does_not(
+    open_broker, redis, monkeypatch
+):
+    monkeypatch.setattr(keys, "INGRESS_KEEP_S", 0.05)
+    monkeypatch.setattr(keys, "INGRESS_LEFT_S", 0.4)
+    dead, alive, heir = [await open_broker() for _ in range(3)]
+    assert list(await heir.fetch_ingress(["alice"], 8, 0.0)) == []
+    redis.xadd(keys.ingress("alice"), {"m": b"x"})
+    (left,) = await dead.fetch_ingress(["alice"], 8, 1.0)
+    redis.xadd(keys.ingress("alice"), {"m": b"y"})
+    (kept,) = await alive.fetch_ingress(["alice"], 8, 1.0)
+    async with asyncio.timeout(PATIENCE_S):
+        while not (taken := list(await heir.fetch_ingress(["alice"], 8, 0.0))):
+            assert list(await alive.keep_ingress()) == []
+            await asyncio.sleep(0.05)
+    assert taken == [replace(left, was_left=True)]
+    assert [(entry.producer, entry.entry_id) for entry in await dead.keep_ingress()] == [("alice", left.entry_id)]
+    assert list(await dead.keep_ingress()) == list(await heir.keep_ingress()) == []
+    await heir.settle_ingress(taken[0])
+    await alive.settle_ingress(kept)
+    assert redis.xlen(keys.ingress("alice")) == 0
+
+
+async def test_the_last_reply_is_known_to_any_door(open_broker):
+    one, two = await open_broker(), await open_broker()
+    assert await two.last_reply("alice", "a1") is None
+    for payload in (b"first", b"last"):
+        await one.reply("alice", "a1", payload)
+    assert await two.last_reply("alice", "a1") == b"last"

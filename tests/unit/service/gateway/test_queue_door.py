@@ -7,7 +7,7 @@ import pytest
 
 from service.errors import EndReason
 from service.wire.broker import BrokerUnavailable, QueueFull
-from service.wire.codec import decode
+from service.wire.codec import decode, encode
 from service.wire.messages import Reply
 from tests.support.gateway import MODEL, QuickBroker, open_gateway, speech
 from tests.support.scripted_worker import Script
@@ -26,7 +26,13 @@ class Ledger(QuickBroker):
     def __init__(self):
         super().__init__()
         self.settled = []
+        self.produced = []
         self.settle_failures = 0
+
+    async def fetch_ingress(self, producers, max_entries, wait_s):
+        entries = await super().fetch_ingress(producers, max_entries, wait_s)
+        self.produced += entries
+        return entries
 
     async def settle_ingress(self, entry):
         if self.settle_failures:
@@ -46,10 +52,10 @@ def payload(name="job", endpoint=CHAT, **more):
     return msgpack.packb({"v": 1, "id": name, "endpoint": endpoint, "body": {**BODIES[endpoint], **more}})
 
 
-async def answer(gateway, data, name="job", within_s=5.0):
+async def answer(gateway, data, name="job", within_s=5.0, was_left=False):
     """All replies to one entry, once the last is there and the entry is settled."""
     num_settled = len(gateway.broker.settled)
-    await gateway.broker.produce(PRODUCER, data)
+    await gateway.broker.produce(PRODUCER, data, was_left)
     async with asyncio.timeout(within_s):
         while len(gateway.broker.settled) == num_settled:
             await asyncio.sleep(0.005)
@@ -202,3 +208,40 @@ async def test_a_bug_costs_one_job_only(door, monkeypatch, caplog):
     assert reply.error["code"] == "internal_error"
     assert "ZeroDivisionError" in caplog.text
     assert (await answer(door, payload("next"), "next"))[0].text == "Hello world."
+
+
+async def test_what_a_dead_gateway_had_not_begun_is_answered(door):
+    (reply,) = await answer(door, payload(), was_left=True)
+    assert (reply.error, reply.done) == (None, True)
+
+
+async def test_what_a_dead_gateway_had_begun_ends_with_an_error_behind_it(door):
+    begun = encode(Reply(id="job", number=1, text="Once "))
+    await door.broker.reply(PRODUCER, "job", begun)
+    first, last = await answer(door, payload(stream=True), was_left=True)
+    assert (first.text, last.number, last.error["code"]) == ("Once ", 2, "gateway_lost")
+    assert door.worker.jobs == []
+
+
+async def test_what_a_dead_gateway_had_ended_is_settled_only(door):
+    await door.broker.reply(PRODUCER, "job", encode(Reply(id="job", number=1, done=True)))
+    assert len(await answer(door, payload(), was_left=True)) == 1
+    assert door.worker.jobs == []
+
+
+async def test_what_another_gateway_has_taken_is_let_go_of(model_folder, monkeypatch):
+    monkeypatch.setattr("service.gateway.queue_door.INGRESS_KEEP_S", 0.05)
+    async with open_gateway(model_folder, Ledger()) as gateway:
+        gateway.worker.script = lambda job: Script([], end=None)
+        await gateway.broker.produce(PRODUCER, payload())
+        async with asyncio.timeout(5):
+            while not gateway.worker.jobs:
+                await asyncio.sleep(0.005)
+        (entry,) = gateway.broker.produced
+        gateway.broker.keep_ingress = lambda: _value([entry])
+        assert (await gateway.worker.cancelled()).reason is EndReason.CANCELLED
+        assert gateway.broker.settled == []
+
+
+async def _value(value):
+    return value
