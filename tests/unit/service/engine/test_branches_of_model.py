@@ -1,7 +1,9 @@
 """n, best_of and beam search on the demo model, on cached keys that are forked and copied, against the model asked the
 plain way: every token of a sequence computed again for each next one."""
 
+import json
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,6 +38,11 @@ def run(engine, prompt=PROMPT, past=(), **wishes):
     sampling = SamplingParams(**wishes)
     engine.add(Request(request_id="a", prompt=tuple(prompt), sampling=sampling, past=past))
     return run_steps(engine)["a"]
+
+
+@pytest.fixture(scope="module")
+def plain_engine():
+    return DemoEngines(NumpyOps(FLOAT32)).make(max_num_seqs=64, num_blocks=300)
 
 
 SAMPLED = (
@@ -154,3 +161,23 @@ def test_taken_up_in_the_middle_it_goes_on_as_if_nothing_had_been(engine_of, wis
             assert [one.top_ids for one in told.logprobs[branch]] == [one.top_ids for one in logprobs]
             ours, theirs = ([one.logprob for one in these] for these in (told.logprobs[branch], logprobs))
             np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+GOLDENS = json.loads((Path(__file__).parent / "goldens" / "beams.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+@pytest.mark.parametrize("width", [2, 4, 8, 16])
+def test_beams_are_those_of_transformers(plain_engine, width, early_stopping):
+    """See tests/support/make_beam_goldens.py. Its end of sequence is any of some tokens, as our stop ids are."""
+    goldens = [one for one in GOLDENS if (one["width"], one["early_stopping"]) == (width, early_stopping)]
+    assert len(goldens) == 6
+    for number, golden in enumerate(goldens):
+        beam = BeamSearch(width=width, early_stopping=early_stopping, length_penalty=golden["length_penalty"])
+        sampling = SamplingParams(
+            beam=beam, n=width, max_tokens=golden["max_tokens"], stop_token_ids=tuple(golden["stops"]), ignore_eos=True
+        )
+        plain_engine.add(Request(request_id=str(number), prompt=tuple(golden["prompt"]), sampling=sampling))
+    told = run_steps(plain_engine)
+    for number, golden in enumerate(goldens):
+        assert [told[str(number)].branches[branch] for branch in range(width)] == golden["answers"]
