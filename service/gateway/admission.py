@@ -134,11 +134,12 @@ class Admission:
             raise RequestError(
                 503, "The server is shutting down.", "server_error", code="draining", retry_after_s=RETRY_AFTER_S
             )
+        self._pressure.check(tenant, num_jobs)
         try:
             view = await self._fleet.view()
         except BrokerUnavailable:
             raise unavailable() from None
-        self._pressure.check(tenant, view, num_jobs)
+        self._pressure.see(view)
         return view
 
     def _timeout_s(self, request: Request) -> float:

@@ -14,7 +14,8 @@ from service.wire.broker import Bounds, QueueFull
 RETRY_AFTER_S = 2
 MAX_RETRY_AFTER_S = 60
 REMEMBERED_S = 0.25
-"""So long a full queue is taken to be full still: a flood costs nobody the time to read it."""
+"""So long a full queue is taken to be full still: a flood costs nobody the time to read it, nor Redis a question."""
+FORGOTTEN_AFTER_S = 5.0
 DRAINED_SHARE = 0.1
 """Who was refused is told to come again when so much of what waits should be gone."""
 RATE_OVER_S = 2.0
@@ -32,21 +33,29 @@ class BackPressure:
         self._worked_off = (0.0, 0.0)  # when, tokens
         self._tokens_per_s = 0.0
 
-    def check(self, tenant: str, view: FleetView, num_jobs: int) -> None:
-        """Raises RequestError, 429 or 503, where it is known already that there is no room."""
-        self._see(view)
+    def check(self, tenant: str, num_jobs: int) -> None:
+        """Raises RequestError, 429 or 503, where it is known already that there is no room. When that knowledge is old,
+        one goes through to see."""
         now_s = self._clock()
         for whose in (tenant, ""):
             until_s, full = self._full.get(whose, (0.0, None))
-            if full is not None and until_s > now_s:
+            if full is None:
+                continue
+            if until_s > now_s:
                 raise self._refusal(full)
+            self._full[whose] = (now_s + REMEMBERED_S, full)
         if num_jobs > self.bounds.max_jobs:
             raise self._refusal(QueueFull(of_tenant=False, num_jobs=num_jobs, num_tokens=0))
+
+    def accepted(self, tenant: str) -> None:
+        """The queue had room for a job of this tenant."""
+        for whose in (tenant, ""):
+            self._full.pop(whose, None)
 
     def refused(self, tenant: str, full: QueueFull) -> RequestError:
         """The queue has no room for a job of this tenant: what its client hears, and for a while all others too."""
         now_s = self._clock()
-        self._full = {whose: entry for whose, entry in self._full.items() if entry[0] > now_s}
+        self._full = {whose: entry for whose, entry in self._full.items() if entry[0] > now_s - FORGOTTEN_AFTER_S}
         self._full[tenant if full.of_tenant else ""] = (now_s + REMEMBERED_S, full)
         return self._refusal(full)
 
@@ -64,7 +73,7 @@ class BackPressure:
             return RETRY_AFTER_S
         return min(MAX_RETRY_AFTER_S, max(1, math.ceil(num_tokens * DRAINED_SHARE / self._tokens_per_s)))
 
-    def _see(self, view: FleetView) -> None:
+    def see(self, view: FleetView) -> None:
         """How fast the fleet works off tokens, from its counters, which start again with each worker."""
         counters = (STAT_PROMPT_TOKENS_TOTAL, STAT_GENERATION_TOKENS_TOTAL)
         tokens = sum(card.stats.get(name, 0.0) for card in view.cards for name in counters)

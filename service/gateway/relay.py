@@ -165,6 +165,7 @@ class Relay:
                 run.refused()
                 self._spawn(self._forget(ticket))
                 raise self._pressure.refused(ticket.tenant, full) from None
+            self._pressure.accepted(ticket.tenant)
             run.accepted(self._metrics.started(len(job.prompt) // 4))
 
     async def _forget(self, ticket: Ticket) -> None:
