@@ -83,7 +83,7 @@ async def test_headers_that_drip_are_cut_off(served):
         drips = [asyncio.create_task(drip(client, head, 0.1)) for client in clients]
         assert await asyncio.to_thread(status_of, f"{served.url}/v1/models", KEY) == 200
         for elapsed_s in await asyncio.gather(*drips):
-            assert READ_TIMEOUT_S * 0.9 < elapsed_s < READ_TIMEOUT_S + 3
+            assert READ_TIMEOUT_S * 0.9 < elapsed_s < READ_TIMEOUT_S + 9
 
 
 async def test_a_body_that_drips_gets_408(served):
@@ -104,7 +104,7 @@ async def test_a_body_that_drips_gets_408(served):
     await asyncio.gather(dripping, return_exceptions=True)
     assert (status, headers["connection"]) == (408, "close")
     assert json.loads(body)["error"]["code"] == "request_timeout"
-    assert READ_TIMEOUT_S * 0.9 < elapsed_s < READ_TIMEOUT_S + 3
+    assert READ_TIMEOUT_S * 0.9 < elapsed_s < READ_TIMEOUT_S + 9
     await client.close()
 
 

@@ -77,7 +77,7 @@ async def test_it_answers_while_the_loop_is_blocked(model_folder):
             503,
             {"status": "not ready", "missing": ["this gateway is busy"], "num_ready_workers": 0},
         )
-        assert max(asked_s) < 0.5
+        assert max(asked_s) < probes.STALE_AFTER_S  # the loop was blocked for longer
         await worker.announce()
         await until(port, "/readyz", 200)
 
@@ -119,7 +119,7 @@ async def test_nobody_holds_it_up(model_folder):
             sock.sendall(b"GET /livez HTTP/1.1\r\n")
         started_s = time.monotonic()
         assert (await asyncio.to_thread(ask, port))[0] == 200
-        assert time.monotonic() - started_s < 1.0
+        assert time.monotonic() - started_s < probes.CLIENT_TIMEOUT_S
         for garbage in (b"\x00" * 10_000, b"\r\n\r\n", b"GET\r\n\r\n", b"GET  \r\n\r\n"):
             with socket.create_connection((HOST, port)) as sock:
                 sock.sendall(garbage)
