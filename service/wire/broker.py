@@ -18,7 +18,7 @@ SUSPECT_AFTER_DEATHS = 2
 MAX_DEATHS = 3
 """Engine deaths that a job may be in flight at without getting any further between them: after the second it runs
 alone, after the third it is buried."""
-GETS_ON_BY_EVENTS = 8
+GETS_ON_BY_EVENTS = 3
 """A job that kills at every decode still tells a token a life, from the prefill with which it is taken up."""
 MAX_DEATHS_IN_ALL = 6
 """The same for one that does get further: it runs alone before the last two."""

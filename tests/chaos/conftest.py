@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
 
 import pytest
 
@@ -24,7 +28,10 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
+    """The figures; as JSON too, to the file that CHAOS_OUT names."""
     if figures := noted():
         terminalreporter.section("figures of the chaos suite")
         for name, value in figures.items():
             terminalreporter.write_line(f"{name}: {value}")
+        if out := os.environ.get("CHAOS_OUT"):
+            Path(out).write_text(json.dumps({"date": date.today().isoformat(), "figures": figures}, indent=2) + "\n")
