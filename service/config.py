@@ -301,6 +301,14 @@ class Settings:
         low=0.05,
         high=86400.0,
     )
+    response_retention: float = _setting(
+        86400.0,
+        "seconds that a stored response is kept, for whoever asks for it or goes on with it",
+        verbs=_DOOR_VERBS,
+        parse=float,
+        low=1.0,
+        high=2592000.0,
+    )
     max_waiting: int = _setting(
         4096,
         "jobs that may wait for a worker before new ones get 503",

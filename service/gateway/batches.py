@@ -13,7 +13,7 @@ from service.gateway.admission import unavailable
 from service.gateway.batch_runner import BatchRunner
 from service.gateway.files import INPUT, find_file, page_json
 from service.gateway.http_guard import TENANT, json_response, read_body
-from service.gateway.openai_bodies import convert, refusal
+from service.gateway.openai_bodies import check_metadata, convert, refusal
 from service.gateway.request import ENDPOINTS
 from service.gateway.strict_json import decode_object
 from service.wire.batches import Batch, BatchStatus
@@ -22,7 +22,6 @@ from service.wire.broker import BrokerUnavailable, DoorBroker
 Json = dict[str, Any]
 
 WINDOWS_S = {"24h": 24 * 3600}
-MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
 DEFAULT_PAGE = 20
 
 
@@ -107,11 +106,7 @@ def _check(body: BatchBody) -> None:
         raise refusal("endpoint", f"must be one of {', '.join(ENDPOINTS)}")
     if body.completion_window not in WINDOWS_S:
         raise refusal("completion_window", f"must be one of {', '.join(WINDOWS_S)}")
-    metadata = body.metadata or {}
-    if len(metadata) > MAX_METADATA:
-        raise refusal("metadata", f"has more than {MAX_METADATA} entries")
-    if any(len(key) > MAX_KEY_CHARS or len(value) > MAX_VALUE_CHARS for key, value in metadata.items()):
-        raise refusal("metadata", f"has a key above {MAX_KEY_CHARS} or a value above {MAX_VALUE_CHARS} characters")
+    check_metadata(body.metadata or {})
 
 
 def batch_json(batch: Batch) -> Json:

@@ -16,10 +16,11 @@ from service.errors import RequestError
 from service.gateway.admission import Admission
 from service.gateway.back_pressure import BackPressure
 from service.gateway.fleet import Fleet
-from service.gateway.openai_answers import ChatForm, CompletionForm, Form, Heading, Json, Wording
+from service.gateway.openai_answers import AnswerForm, ChatForm, CompletionForm, Heading, Json, Wording
 from service.gateway.openai_api import read_request, source_of
-from service.gateway.relay import Relay
-from service.gateway.request import Request
+from service.gateway.openai_response_form import ResponseForm, wording_of
+from service.gateway.relay import Reader, Relay, read_to_end
+from service.gateway.request import RESPONSES, Request
 from service.gateway.requests import Requests
 from service.gateway.run import Run
 from service.gateway.served_model import ServedModel
@@ -72,8 +73,8 @@ class Hall:
     async def cancel(self, ticket: Ticket) -> None:
         await self.requests.cancel(ticket)
 
-    async def keep(self, ticket: Ticket) -> None:
-        await self.relay.keep(ticket)
+    async def keep(self, ticket: Ticket, read: Reader = read_to_end) -> None:
+        await self.relay.keep(ticket, read)
 
     def view(self, ticket: Ticket) -> AbstractAsyncContextManager[Run]:
         return self.relay.view(ticket)
@@ -81,15 +82,11 @@ class Hall:
     def open(self, ticket: Ticket) -> AbstractAsyncContextManager[Run]:
         return self.relay.open(ticket)
 
-    def form(self, ticket: Ticket) -> Form:
+    def form(self, ticket: Ticket) -> AnswerForm:
         """How the answer of this request is worded."""
-        request = ticket.request
-        heading = Heading(
-            job_id=ticket.request_id,
-            created_s=int(ticket.created_s),
-            model=self.model.name,
-            fingerprint=self.model.fingerprint,
-        )
+        request, heading = ticket.request, self._heading(ticket)
+        if request.endpoint == RESPONSES:
+            return self.response_form(ticket)
         wording = Wording(
             logprobs=request.sampling.logprobs is not None,
             tokens_as_ids=request.tokens_as_ids,
@@ -102,6 +99,20 @@ class Hall:
             calls=self.model.call_wording(request.tools),
         )
         return (ChatForm if request.is_chat else CompletionForm)(heading, self.model.tokenizer, wording)
+
+    def response_form(self, ticket: Ticket) -> ResponseForm:
+        """The same for a request that was made at RESPONSES."""
+        calls = self.model.call_wording(ticket.request.tools)
+        wording = wording_of(ticket.request, self.model.defaults, calls)
+        return ResponseForm(self._heading(ticket), self.model.tokenizer, wording)
+
+    def _heading(self, ticket: Ticket) -> Heading:
+        return Heading(
+            job_id=ticket.request_id,
+            created_s=int(ticket.created_s),
+            model=self.model.name,
+            fingerprint=self.model.fingerprint,
+        )
 
     async def drain(self) -> None:
         """Refuses what comes, and gives what is open its time to end; then ends it."""

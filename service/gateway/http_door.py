@@ -18,6 +18,7 @@ from service.gateway.openapi import openapi_document
 from service.gateway.operations import operations_routes
 from service.gateway.probes import readiness
 from service.gateway.request import CHAT, COMPLETIONS
+from service.gateway.responses import Responses
 from service.gateway.text_tools import detokenize, tokenize
 from service.metrics import CONTENT_TYPE
 from service.wire.broker import BrokerUnavailable
@@ -53,6 +54,7 @@ class HttpDoor:
                 web.get("/", self._welcome),
                 web.get("/openapi.json", self._openapi),
                 *operations_routes(self._hall),
+                *Responses(self._hall).routes(),
                 *Files(self._hall.broker, settings.max_file_bytes).routes(),
                 *Batches(self._hall.broker, self._runner).routes(),
             ]

@@ -32,7 +32,7 @@ class Generations:
 
     def create(self, endpoint: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(http: web.Request) -> web.StreamResponse:
-            key, after = _idempotency_key(http), _last_event_id(http)
+            key, after = idempotency_key(http), last_event_id(http)
             request = await self._hall.read(endpoint, await read_body(http))
             if key is not None and not request.background:
                 request = replace(request, resumable=True)
@@ -53,7 +53,7 @@ class Generations:
         ticket = await self._hall.find(http.match_info["id"], http[TENANT])
         wants_events = "text/event-stream" in http.headers.get("Accept", "") or http.query.get("stream") == "true"
         if wants_events or LAST_EVENT_ID in http.headers:
-            return await self._stream(http, ticket, self._hall.view(ticket), _last_event_id(http))
+            return await self._stream(http, ticket, self._hall.view(ticket), last_event_id(http))
         return await self._state(ticket)
 
     async def delete(self, http: web.Request) -> web.Response:
@@ -118,7 +118,7 @@ class Generations:
             await stream.done()
 
 
-def _idempotency_key(http: web.Request) -> str | None:
+def idempotency_key(http: web.Request) -> str | None:
     """Raises RequestError (400) for one that is no reasonable name."""
     key = http.headers.get(IDEMPOTENCY_KEY)
     if key is not None and not re.fullmatch(r"[\x21-\x7e]{1,255}", key):
@@ -126,7 +126,7 @@ def _idempotency_key(http: web.Request) -> str | None:
     return key
 
 
-def _last_event_id(http: web.Request) -> int:
+def last_event_id(http: web.Request) -> int:
     """Number of the last event that the client has; 0: none. Raises RequestError (400)."""
     text = http.headers.get(LAST_EVENT_ID, "0")
     if not re.fullmatch(r"[0-9]{1,9}", text):

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -75,8 +75,18 @@ class Wording:
     calls: CallWording | None = None  # None: the answer calls nothing
 
 
+class AnswerForm(Protocol):
+    """How any answer is worded. One object words one answer, from its first piece to its last."""
+
+    def whole(self, pieces: Sequence[Piece], outcome: Outcome) -> Json: ...
+
+    def chunks(self, piece: Piece) -> list[Json]: ...
+
+    def closing(self, outcome: Outcome) -> list[Json]: ...
+
+
 class Form(ABC):
-    """How one endpoint words an answer. One object words one answer, from its first piece to its last."""
+    """An answer that is made of choices."""
 
     _prefix: str
     _whole_object: str

@@ -29,8 +29,18 @@ from service.gateway.openai_fields import (
     without_idle_fields,
 )
 from service.gateway.openai_grammar import read_grammar
+from service.gateway.openai_responses import read_response
 from service.gateway.openai_tools import calls_of, read_tools
-from service.gateway.request import CHAT, COMPLETIONS, Conversation, Prompt, Request, SamplingWishes, Source
+from service.gateway.request import (
+    CHAT,
+    COMPLETIONS,
+    RESPONSES,
+    Conversation,
+    Prompt,
+    Request,
+    SamplingWishes,
+    Source,
+)
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
@@ -47,15 +57,13 @@ TEMPLATE_OPTIONS = ("enable_thinking",)
 
 
 def read_request(endpoint: str, body: Mapping[str, Any]) -> Request:
-    """The request that `body`, sent to `endpoint` (one of ENDPOINTS), makes. Raises RequestError (400)."""
+    """The request that `body`, sent to `endpoint` (ENDPOINTS, or RESPONSES), makes. Raises RequestError (400)."""
     return _READERS[endpoint](body)
 
 
 def source_of(request: Request, body: Mapping[str, Any]) -> Source:
     """What `read_request` needs to make of `body` the same request again, but for its prompts."""
-    prompts = {"messages": [{"role": "user", "content": "."}]} if request.is_chat else {"prompt": [[0]]}
-    if not request.is_chat:
-        prompts["prompt"] *= len(request.prompts)
+    prompts = _SHORTEST[request.endpoint](len(request.prompts))
     encode = msgspec.json.Encoder(order="deterministic").encode
     digest = hashlib.sha256(encode([request.endpoint, body])).digest()
     return Source(encode({**body, **prompts}), digest)
@@ -102,7 +110,21 @@ def _read_chat(fields: Mapping[str, Any]) -> Request:
     return replace(_request(CHAT, body, (prompt,), wishes), tools=tools)
 
 
-_READERS: Mapping[str, Callable[[Mapping[str, Any]], Request]] = {COMPLETIONS: _read_completion, CHAT: _read_chat}
+def _read_response(fields: Mapping[str, Any]) -> Request:
+    return replace(read_response(fields, _read_chat), endpoint=RESPONSES)
+
+
+_READERS: Mapping[str, Callable[[Mapping[str, Any]], Request]] = {
+    COMPLETIONS: _read_completion,
+    CHAT: _read_chat,
+    RESPONSES: _read_response,
+}
+_SHORTEST: Mapping[str, Callable[[int], dict[str, Any]]] = {
+    COMPLETIONS: lambda num_prompts: {"prompt": [[0]] * num_prompts},
+    CHAT: lambda _: {"messages": [{"role": "user", "content": "."}]},
+    RESPONSES: lambda _: {"input": "."},
+}
+"""The shortest prompts that a body may have."""
 
 
 def plain_messages(value: Any) -> Any:

@@ -13,10 +13,12 @@ from service.errors import RequestError
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128  # OpenAI's own; `--max-n` bounds it further
 MAX_BEAM_WIDTH = 16
+MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512  # OpenAI's own
 
 RANGES: Mapping[str, tuple[float, float]] = {
     "max_tokens": (1, 1 << 31),
     "max_completion_tokens": (1, 1 << 31),
+    "max_output_tokens": (1, 1 << 31),
     "min_tokens": (0, 1 << 31),
     "temperature": (0, 2),
     "top_p": (0, 1),
@@ -189,6 +191,14 @@ def check_ranges(body: msgspec.Struct) -> None:
             low, high = RANGES[name]
             if not low <= value <= high:
                 raise refusal(name, f"must be between {low} and {high}")
+
+
+def check_metadata(metadata: Mapping[str, str]) -> None:
+    """Raises RequestError (400) for more than a client may attach to an object."""
+    if len(metadata) > MAX_METADATA:
+        raise refusal("metadata", f"has more than {MAX_METADATA} entries")
+    if any(len(key) > MAX_KEY_CHARS or len(value) > MAX_VALUE_CHARS for key, value in metadata.items()):
+        raise refusal("metadata", f"has a key above {MAX_KEY_CHARS} or a value above {MAX_VALUE_CHARS} characters")
 
 
 def convert(fields: Mapping[str, Any], kind: type) -> Any:

@@ -56,6 +56,32 @@ IDLE_CHAT_FIELDS: Idle = {
     "mm_processor_kwargs": ({},),
 }
 
+IDLE_RESPONSE_FIELDS: Idle = {
+    "access_programs": (),
+    "context_management": ([],),
+    "conversation": (),
+    "image": (),
+    "max_tool_calls": (),
+    "moderation": (),
+    "prompt": (),
+    "prompt_cache_key": (),
+    "prompt_cache_options": ({},),
+    "prompt_cache_retention": (),
+    "reasoning": ({}, {"effort": None}, {"effort": "none"}, {"effort": None, "summary": None}),
+    "service_tier": ("auto", "default"),
+    "stream_options": ({}, {"include_obfuscation": False}),
+    "truncation": ("disabled",),
+}
+
+IDLE_TEXT_FIELDS: Idle = {"verbosity": ("medium",)}
+
+IDLE_ITEM_FIELDS: Idle = {
+    "phase": (),
+    "caller": (),
+    "namespace": (),
+    "async": (False,),
+}
+
 IDLE_MESSAGE_FIELDS: Idle = {
     "function_call": (),
     "refusal": (),

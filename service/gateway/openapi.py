@@ -10,18 +10,31 @@ import msgspec
 from service.gateway import openapi_answers as answers
 from service.gateway.batches import BatchBody
 from service.gateway.openai_bodies import RANGES, ChatBody, CompletionBody
-from service.gateway.openai_fields import IDLE_CHAT_FIELDS, IDLE_COMPLETION_FIELDS, IDLE_MESSAGE_FIELDS, Idle
-from service.gateway.request import CHAT, COMPLETIONS
+from service.gateway.openai_fields import (
+    IDLE_CHAT_FIELDS,
+    IDLE_COMPLETION_FIELDS,
+    IDLE_MESSAGE_FIELDS,
+    IDLE_RESPONSE_FIELDS,
+    IDLE_TEXT_FIELDS,
+    Idle,
+)
+from service.gateway.openai_responses import ResponseBody
+from service.gateway.request import CHAT, COMPLETIONS, RESPONSES
 from service.gateway.text_tools import DetokenizeBody, TokenizeBody
 
 Json = dict[str, Any]
 
 REF = "#/components/schemas/{name}"
-BODIES: tuple[type[msgspec.Struct], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, BatchBody)
+BODIES: tuple[type[msgspec.Struct], ...] = (
+    *(CompletionBody, ChatBody, ResponseBody),
+    *(TokenizeBody, DetokenizeBody, BatchBody),
+)
 IDLE: Mapping[str, Idle] = {
     "CompletionBody": IDLE_COMPLETION_FIELDS,
     "ChatBody": IDLE_CHAT_FIELDS,
     "Message": IDLE_MESSAGE_FIELDS,
+    "ResponseBody": IDLE_RESPONSE_FIELDS,
+    "TextConfig": IDLE_TEXT_FIELDS,
 }
 REFUSALS = {
     "400": "A field is wrong or not supported; `param` names it.",
@@ -58,7 +71,10 @@ def openapi_document(version: str, model_name: str, *, keys_required: bool) -> J
     }
 
 
-_REQUEST_PARTS = ("Message", "StreamOptions", "ResponseFormat", "JsonSchemaFormat", "StructuredOutputs")
+_REQUEST_PARTS = (
+    *("Message", "StreamOptions", "ResponseFormat", "JsonSchemaFormat", "StructuredOutputs"),
+    *("TextConfig", "TextFormat", "ResponseTool"),
+)
 
 
 def _widen(name: str, schema: Json) -> None:
@@ -98,6 +114,7 @@ def _paths() -> Json:
     return {
         COMPLETIONS: {"post": _post("CompletionBody", "Completion", "Go on with a text.", generation, streams=True)},
         CHAT: {"post": _post("ChatBody", "ChatCompletion", "Answer a conversation.", generation, streams=True)},
+        **_response_paths(generation),
         "/v1/files": {"get": _get("FileList", "Your files, the newest first."), "post": _upload()},
         "/v1/files/{file_id}": {
             "get": _get("File", "What a file is.", of="file_id"),
@@ -117,6 +134,21 @@ def _paths() -> Json:
             "get": _get("Readiness", "Whether a request would be worked on now.", open_to_all=True, or_503=True)
         },
         "/health": {"get": _get("Readiness", "The same, by vLLM's name.", open_to_all=True, or_503=True)},
+    }
+
+
+def _response_paths(headers: Mapping[str, str]) -> Json:
+    one, of = f"{RESPONSES}/{{response_id}}", "response_id"
+    return {
+        RESPONSES: {
+            "post": _post("ResponseBody", "Response", "Answer, and keep the conversation.", headers, streams=True)
+        },
+        one: {
+            "get": _get("Response", "How far a response is.", of=of),
+            "delete": _get("ResponseDeleted", "Forget a response.", of=of),
+        },
+        f"{one}/cancel": {"post": _get("Response", "End one that runs in the background.", of=of)},
+        f"{one}/input_items": {"get": _get("ResponseItems", "What it was made from, the newest first.", of=of)},
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,15 @@ from service.wire.messages import Cancel
 log = logging.getLogger("quire.gateway")
 
 CLOSE_TIMEOUT_S = 2.0
+
+
+async def read_to_end(run: Run) -> None:
+    async for _ in run:
+        pass
+
+
+Reader = Callable[[Run], Coroutine[Any, Any, None]]
+"""What becomes of the answer of a request that has no client."""
 
 
 class Relay:
@@ -73,18 +82,19 @@ class Relay:
                 watching.cancel()
                 self._spawn(self._mark(ticket))
 
-    async def keep(self, ticket: Ticket) -> None:
+    async def keep(self, ticket: Ticket, read: Reader = read_to_end) -> None:
         """Submits the jobs and sees to them without a client: in the background to their end, else until nobody has
-        been there for `resume_grace` seconds. Returns when they are accepted. Raises RequestError."""
+        been there for `resume_grace` seconds. `read` gets the run. Returns when they are accepted. Raises RequestError.
+        """
         accepted = asyncio.get_running_loop().create_future()
         accepted.add_done_callback(asyncio.Future.exception)  # its client may have left before it could hear
-        task = asyncio.create_task(self._keep(ticket, accepted))
+        task = asyncio.create_task(self._keep(ticket, accepted, read))
         self._keepers.add(task)
         task.add_done_callback(self._keepers.discard)
         await asyncio.wait({accepted})
         accepted.result()
 
-    async def _keep(self, ticket: Ticket, accepted: asyncio.Future[None]) -> None:
+    async def _keep(self, ticket: Ticket, accepted: asyncio.Future[None], read: Reader) -> None:
         scope = _Scope(asyncio.timeout(ticket.timeout_s), owns_jobs=True, is_kept=True)
         patience = None
         try:
@@ -93,8 +103,7 @@ class Relay:
                     await self._mark(ticket)
                     patience = asyncio.create_task(self._await_desertion(ticket, scope))
                 accepted.set_result(None)
-                async for _ in run:
-                    pass
+                await read(run)
         except RequestError as error:
             if not accepted.done():
                 accepted.set_exception(error)

@@ -11,7 +11,9 @@ from model.tool_calls import Function
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
 ENDPOINTS = (COMPLETIONS, CHAT)
+"""Those that the queue door and batches know too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +100,7 @@ NO_SOURCE = Source(b"", b"")
 class Request:
     """One or several generations. Token ids are not yet held against the vocabulary, nor lengths against the model."""
 
-    endpoint: str  # one of ENDPOINTS
+    endpoint: str  # one of ENDPOINTS, or RESPONSES
     model: str
     prompts: tuple[Prompt, ...]  # one at least; exactly one in a chat
     sampling: SamplingWishes
@@ -127,7 +129,8 @@ class Request:
 
     @property
     def is_chat(self) -> bool:
-        return self.endpoint == CHAT
+        """Whether its one prompt is a conversation."""
+        return self.endpoint != COMPLETIONS
 
     @property
     def begins_a_text(self) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from service.errors import EndReason, RequestError
 from service.gateway.admission import Admission, unavailable
-from service.gateway.openai_answers import Form, Json, error_object
+from service.gateway.openai_answers import AnswerForm, Json, error_object
 from service.gateway.relay import Relay
 from service.gateway.request import Request
 from service.gateway.ticket import Ticket, record_of, ticket_of
@@ -58,7 +58,7 @@ class Requests:
             raise RequestError(404, "There is no such request.", param="id", code="request_not_found")
         return await self._ticket(record)
 
-    async def state(self, ticket: Ticket, form: Form) -> Json:
+    async def state(self, ticket: Ticket, form: AnswerForm) -> Json:
         """How far the request is; with `response` or `error` once it has ended. `queue_position`: how many of its
         tenant's own jobs go before it."""
         state = {

@@ -51,11 +51,12 @@ class SseStream:
     def started(self) -> bool:
         return self._response.prepared
 
-    async def send(self, data: Json) -> None:
-        """The next event, under its number. Raises ClientGone."""
+    async def send(self, data: Json, kind: str | None = None) -> None:
+        """The next event, under its number and, where it has one, the name of its kind. Raises ClientGone."""
         self._number += 1
         if self._number > self._after:
-            await self._write(b"id: %d\ndata: %b\n\n" % (self._number, encode_json(data)))
+            name = b"" if kind is None else b"event: %b\n" % kind.encode()
+            await self._write(b"%bid: %d\ndata: %b\n\n" % (name, self._number, encode_json(data)))
 
     async def send_unnumbered(self, data: Json) -> None:
         """An event that nobody can resume behind: an error, or one whose place among the others is chance. Raises

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from service.wire.batches import BatchStore
 from service.wire.messages import Cancel, Event, Job, RequestRecord, WorkerCard
+from service.wire.responses import ResponseStore
 
 
 class BrokerUnavailable(Exception):
@@ -83,7 +84,7 @@ class Backlog:
     num_own_tokens: int  # of the tenant that was asked about
 
 
-class DoorBroker(BatchStore, Protocol):
+class DoorBroker(BatchStore, ResponseStore, Protocol):
     """The half that gateways use."""
 
     async def submit(self, job: Job, bounds: Bounds = UNBOUNDED) -> None:

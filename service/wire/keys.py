@@ -148,6 +148,11 @@ def batches(tenant: str) -> str:
     return f"quire:batches:{_name(tenant)}"
 
 
+def response(response_id: str) -> str:
+    """String. StoredResponse. Doors write and read. As long as its writer says."""
+    return f"quire:{{{_name(response_id)}}}:response"
+
+
 def feed(door: str) -> str:
     """Stream. All events for one door, one entry a step and worker, m = Events one behind the other. Workers write,
     that door reads. The last FEED_MAX_ENTRIES, FEED_TTL_S after the last."""

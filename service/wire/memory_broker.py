@@ -16,19 +16,21 @@ from service.wire import keys
 from service.wire.broker import UNBOUNDED, Backlog, Bounds, BrokerUnavailable, Claim, IngressEntry, Lease
 from service.wire.memory_batches import MemoryBatches
 from service.wire.memory_queue import MemoryQueue
+from service.wire.memory_responses import MemoryResponses
 from service.wire.messages import Cancel, Event, Job, RequestRecord, WorkerCard
 
 LEASE_S = 10.0
 _NAMES = (f"memory-{number}" for number in itertools.count(1))
 
 
-class MemoryBroker(MemoryBatches):
+class MemoryBroker(MemoryBatches, MemoryResponses):
     """Implements DoorBroker and WorkerBroker, for doors and workers on one event loop. Brokers that are to meet share
     a `queue`; each is a worker of its own."""
 
     def __init__(self, queue: MemoryQueue | None = None, name: str | None = None, lease_s: float = LEASE_S):
         self.queue = MemoryQueue() if queue is None else queue
-        super().__init__(self.queue.shelf)
+        MemoryBatches.__init__(self, self.queue.shelf)
+        MemoryResponses.__init__(self, self.queue.responses)
         self.lease_s = lease_s
         self._owner = name or next(_NAMES)
         self._held: dict[str, int] = {}  # job -> attempt

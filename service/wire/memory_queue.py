@@ -24,6 +24,7 @@ from service.wire.broker import (
 from service.wire.fair_queue import FairQueue, cost_of
 from service.wire.memory_batches import MemoryShelf
 from service.wire.memory_requests import MemoryRequests
+from service.wire.memory_responses import Shelf
 from service.wire.messages import Cancel, Event, Job, Usage, WorkerCard
 
 
@@ -74,6 +75,7 @@ class MemoryQueue:
         self.replies: dict[tuple[str, str], list[bytes]] = {}
         self.requests = MemoryRequests()
         self.shelf = MemoryShelf()
+        self.responses: Shelf = {}
         self.dead: list[tuple[Job, str]] = []
         self._ingress: dict[str, deque[IngressEntry]] = {}
         self._states: dict[str, _State] = {}

@@ -11,19 +11,21 @@ from service.wire.redis_batches import RedisBatches
 from service.wire.redis_door import RedisDoor
 from service.wire.redis_link import RedisLink
 from service.wire.redis_requests import RedisRequests
+from service.wire.redis_responses import RedisResponses
 from service.wire.redis_worker import RedisWorker
 
 TIMEOUT_S = 3.0
 LEASE_S = 10.0
 
 
-class RedisBroker(RedisDoor, RedisRequests, RedisBatches, RedisWorker):
+class RedisBroker(RedisDoor, RedisRequests, RedisBatches, RedisResponses, RedisWorker):
     """DoorBroker and WorkerBroker in one. Made by `open_redis_broker`."""
 
     def __init__(self, link: RedisLink, name: str, cancels_from: str, lease_s: float):
         RedisDoor.__init__(self, link, name)
         RedisRequests.__init__(self, link)
         RedisBatches.__init__(self, link)
+        RedisResponses.__init__(self, link)
         RedisWorker.__init__(self, link, name, cancels_from, lease_s)
 
     async def close(self) -> None:

@@ -42,6 +42,7 @@ RIGHTS = {
     keys.batch_holder("J"): (RW, NO, NO),
     keys.batch_cancel("J"): (RW, NO, NO),
     keys.batches("J"): (RW, NO, NO),
+    keys.response("J"): (RW, NO, NO),
     keys.OPEN_BATCHES: (RW, NO, NO),
     keys.feed("d"): (RW, RW, NO),
     keys.worker("w"): (R, RW, NO),

@@ -7,7 +7,7 @@ import pytest
 
 from service.gateway import openapi_answers as answers
 from service.gateway.openapi import openapi_document
-from service.gateway.request import CHAT, COMPLETIONS
+from service.gateway.request import CHAT, COMPLETIONS, RESPONSES
 from tests.support.gateway import MODEL, open_gateway, write_model
 
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -45,6 +45,11 @@ async def test_every_route_stands_there(folder):
         (CHAT, {"messages": HELLO}, answers.ChatCompletion),
         (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 2}, answers.ChatCompletion),
         (CHAT, {"messages": HELLO, "n": 9}, answers.Refusal),
+        (RESPONSES, {"input": "Hi", "text": {"format": {"type": "text"}}}, answers.Response),
+        (RESPONSES, {"input": HELLO, "top_logprobs": 2, "include": ["message.output_text.logprobs"]}, answers.Response),
+        (RESPONSES, {"input": "Hi", "background": True}, answers.Response),
+        (RESPONSES, {"input": "Hi", "truncation": "auto"}, answers.Refusal),
+        (f"{RESPONSES}/resp_none", None, answers.Refusal),
         ("/tokenize", {"prompt": "the", "return_token_strs": True}, answers.Tokens),
         ("/detokenize", {"tokens": [1, 2]}, answers.Detokenized),
         ("/v1/models", None, answers.ModelList),
@@ -60,7 +65,8 @@ async def test_answers_have_the_shape_that_is_told(folder, path, body, shape):
         if body is None:
             _, answer = await gateway.get(path)
         else:
-            _, answer = await gateway.post(path, {"model": MODEL, "max_tokens": 3, **body} if "v1" in path else body)
+            most = "max_output_tokens" if path == RESPONSES else "max_tokens"
+            _, answer = await gateway.post(path, {"model": MODEL, most: 3, **body} if "v1" in path else body)
     msgspec.convert(answer, shape, strict=True)
 
 

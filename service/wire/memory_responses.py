@@ -1,0 +1,38 @@
+"""Responses without Redis; nothing outlives the process."""
+
+from __future__ import annotations
+
+import time
+
+from service.wire import keys
+from service.wire.responses import StoredResponse, pack_response, unpack_response
+
+Shelf = dict[str, tuple[bytes, float]]
+"""Records by id, and until when each is kept, on the monotonic clock. Several brokers share it."""
+
+
+class MemoryResponses:
+    """Implements ResponseStore."""
+
+    def __init__(self, responses: Shelf):
+        self._responses = responses
+
+    async def put_response(self, record: StoredResponse, for_s: float) -> None:
+        keys.response(record.response_id)
+        now_s = time.monotonic()
+        for name in [name for name, (_, until_s) in self._responses.items() if until_s <= now_s]:
+            del self._responses[name]
+        self._responses[record.response_id] = (pack_response(record), now_s + for_s)
+
+    async def settle_response(self, record: StoredResponse, for_s: float) -> None:
+        if await self.response(record.response_id) is not None:
+            await self.put_response(record, for_s)
+
+    async def response(self, response_id: str) -> StoredResponse | None:
+        keys.response(response_id)
+        packed, until_s = self._responses.get(response_id, (b"", 0.0))
+        return unpack_response(packed) if until_s > time.monotonic() else None
+
+    async def drop_response(self, response_id: str) -> None:
+        keys.response(response_id)
+        self._responses.pop(response_id, None)
