@@ -11,32 +11,14 @@ import pytest
 from pydantic import BaseModel
 
 from service.errors import EndReason
-from tests.support.gateway import MODEL, QuickBroker, beside, open_gateway, speech, write_model
+from tests.support.gateway import MODEL, QuickBroker, beside, open_gateway, speech
+from tests.support.responses import CALL, RESPONSES, WEATHER, client_of, write_tool_model
 from tests.support.scripted_worker import Script
-
-RESPONSES = "/v1/responses"
-TEMPLATE = (
-    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
-    "Answer with <tool_call> and \"arguments\".<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)  # fmt: skip
-PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-WEATHER = {"type": "function", "name": "weather", "description": "the sky", "parameters": PARAMETERS, "strict": False}
-CALL = 'I look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    made = write_model(tmp_path_factory.mktemp("responses") / "model")
-    (made / "chat_template.jinja").write_text(TEMPLATE)
-    return made
-
-
-def client_of(gateway, key: str = "none") -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0)
+    return write_tool_model(tmp_path_factory.mktemp("responses") / "model")
 
 
 @pytest.fixture
