@@ -47,6 +47,13 @@ class BackPressure:
         if num_jobs > self.bounds.max_jobs:
             raise self._refusal(QueueFull(of_tenant=False, num_jobs=num_jobs, num_tokens=0))
 
+    def refuse_at_once(self, tenant: str) -> None:
+        """Raises RequestError, 429 or 503, while it is known that there is no room: its body need not be understood."""
+        for whose in (tenant, ""):
+            until_s, full = self._full.get(whose, (0.0, None))
+            if full is not None and until_s > self._clock():
+                raise self._refusal(full)
+
     def accepted(self, tenant: str) -> None:
         """The queue had room for a job of this tenant."""
         for whose in (tenant, ""):

@@ -46,9 +46,9 @@ class Hall:
         self.metrics = GatewayMetrics(model.name)
         self.pool = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="text")
         self.fleet = Fleet(broker, model.name, asyncio.get_running_loop().time)
-        pressure = BackPressure(settings, asyncio.get_running_loop().time)
-        self.admission = Admission(model, broker, self.fleet, pressure, settings, feed, self.pool)
-        self.relay = Relay(model, broker, pressure, self.metrics, settings.resume_grace)
+        self.pressure = BackPressure(settings, asyncio.get_running_loop().time)
+        self.admission = Admission(model, broker, self.fleet, self.pressure, settings, feed, self.pool)
+        self.relay = Relay(model, broker, self.pressure, self.metrics, settings.resume_grace)
         self.requests = Requests(broker, self.admission, self.relay)
 
     async def read(self, endpoint: str, body: bytes | Mapping[str, Any]) -> Request:

@@ -33,7 +33,9 @@ class Generations:
     def create(self, endpoint: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(http: web.Request) -> web.StreamResponse:
             key, after = idempotency_key(http), last_event_id(http)
-            request = await self._hall.read(endpoint, await read_body(http))
+            body = await read_body(http)
+            self._hall.pressure.refuse_at_once(http[TENANT])
+            request = await self._hall.read(endpoint, body)
             if key is not None and not request.background:
                 request = replace(request, resumable=True)
             ticket = await self._hall.accept(request, http[TENANT], key)
