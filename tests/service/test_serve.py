@@ -72,6 +72,37 @@ def test_what_was_asked_before_is_told_as_cached(client):
     assert again.prompt_tokens_details.cached_tokens < again.prompt_tokens
 
 
+def test_a_response_is_what_a_chat_says_and_goes_on_from_there(client):
+    chat = client.chat.completions.create(model="demo", messages=STORY, temperature=0, max_tokens=40)
+    first = client.responses.create(model="demo", input=STORY, temperature=0, max_output_tokens=40)
+    assert first.output_text == chat.choices[0].message.content
+    assert first.usage.output_tokens == chat.usage.completion_tokens
+    again = {"role": "user", "content": "Tell it again."}
+    talk = [*STORY, {"role": "assistant", "content": first.output_text}, again]
+    chat = client.chat.completions.create(model="demo", messages=talk, temperature=0, max_tokens=40)
+    stream = client.responses.create(
+        model="demo",
+        input=[again],
+        previous_response_id=first.id,
+        temperature=0,
+        max_output_tokens=40,
+        stream=True,
+        background=True,
+    )
+    events = list(stream)
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == (
+        chat.choices[0].message.content
+    )
+    final = events[-1].response
+    assert final.usage.input_tokens == chat.usage.prompt_tokens
+    assert client.responses.retrieve(final.id) == final
+    assert list(client.responses.retrieve(final.id, stream=True, starting_after=5)) == events[6:]
+    assert [item.role for item in client.responses.input_items.list(final.id)] == ["user", "assistant", "user"]
+    client.responses.delete(final.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(final.id)
+
+
 def test_the_same_seed_gives_the_same_text(client):
     def tell(seed):
         answer = client.chat.completions.create(model="demo", messages=STORY, temperature=1.0, seed=seed, max_tokens=60)
