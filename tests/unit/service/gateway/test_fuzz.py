@@ -9,8 +9,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from service.gateway.openai_bodies import ChatBody, CompletionBody
-from service.gateway.openai_fields import IDLE_CHAT_FIELDS, IDLE_COMPLETION_FIELDS
-from service.gateway.request import CHAT, COMPLETIONS
+from service.gateway.openai_fields import IDLE_CHAT_FIELDS, IDLE_COMPLETION_FIELDS, IDLE_RESPONSE_FIELDS
+from service.gateway.openai_responses import ResponseBody
+from service.gateway.request import CHAT, COMPLETIONS, RESPONSES
 from service.wire.codec import decode
 from service.wire.messages import Reply
 from tests.support.gateway import MODEL, QuickBroker, open_gateway
@@ -23,6 +24,8 @@ FIELDS = {
     COMPLETIONS: sorted({*CompletionBody.__struct_fields__, *IDLE_COMPLETION_FIELDS, "nonsense"}),
     CHAT: sorted({*ChatBody.__struct_fields__, *IDLE_CHAT_FIELDS, "nonsense"}),
 }
+RESPONSE = {"model": MODEL, "input": "hi", "max_output_tokens": 4}
+RESPONSE_FIELDS = sorted({*ResponseBody.__struct_fields__, *IDLE_RESPONSE_FIELDS, "nonsense"})
 EXAMPLES = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 LAST_WORDS_S = 5.0
 
@@ -119,6 +122,25 @@ class Doors:
             assert json.loads(text)["choices"][0]["finish_reason"] in ("stop", "length")
         return 200, None
 
+    def response(self, data):
+        """The same of a response, from its beginning to its end."""
+        return self._runner.run(self._response(data))
+
+    async def _response(self, data):
+        headers = {"Content-Type": "application/json"}
+        async with self._gateway.http.post(self._gateway.url + RESPONSES, data=data, headers=headers) as response:
+            text = await response.text()
+        if response.status != 200:
+            return response.status, json.loads(text)["error"]
+        if response.headers["Content-Type"].startswith("text/event-stream"):
+            events = [json.loads(line[6:]) for line in text.split("\n") if line.startswith("data: ")]
+            assert [event["sequence_number"] for event in events] == list(range(len(events)))
+            answer = events[-1]["response"]
+        else:
+            answer = json.loads(text)
+        assert answer["status"] in ("completed", "incomplete", "queued") or b"timeout" in data
+        return 200, None
+
     async def _queue(self, payload):
         broker = self._gateway.broker
         broker.said.clear()
@@ -171,6 +193,24 @@ def test_any_body(doors, case):
     if there and there["param"] == "logprobs" and not error:
         return  # what replies do not carry
     assert (there and (there["param"], there["code"])) == (error and (error["param"], error["code"]))
+
+
+item_fields = st.sampled_from(["type", "role", "content", "call_id", "name", "arguments", "output", "id", "text"])
+item_values = values | st.sampled_from(["message", "function_call", "function_call_output", "{}", "assistant"])
+items = st.lists(st.dictionaries(item_fields, item_values, max_size=6), max_size=3)
+response_changes = st.dictionaries(st.sampled_from(RESPONSE_FIELDS), values | items, max_size=4)
+
+
+@EXAMPLES
+@given(response_changes | st.fixed_dictionaries({"input": items}))
+@example({"input": [{"role": "assistant", "content": [{"type": "output_text", "text": "x", "annotations": [2**63]}]}]})
+@example({"input": [{"type": [], "role": "user", "content": ""}]})
+@example({"previous_response_id": "{\x00}"})
+@example({"include": ["message.output_text.logprobs"], "top_logprobs": 20, "stream": True})
+@example({"background": True, "stream": True})
+def test_any_response(doors, changes):
+    status, _ = doors.response(json.dumps({**RESPONSE, **changes}).encode())
+    assert status in (200, 400, 404) or ("timeout" in changes and status == 504)
 
 
 @EXAMPLES
