@@ -36,6 +36,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # None: not wanted; K: the chosen token's and K alternatives'
     prompt_logprobs: int | None = None  # the same of each token of the prompt but the first
+    pooling: Literal["mean", "last"] | None = None  # the prompt's hidden states as one vector, told with the end
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value added)
     grammar: str | None = None  # what the answer must look like, as model.grammar writes it
     n: int = 1  # answers wanted

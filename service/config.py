@@ -309,6 +309,19 @@ class Settings:
         low=1.0,
         high=2592000.0,
     )
+    enable_embeddings: bool = _setting(
+        False,
+        "answer /v1/embeddings with pooled hidden states of the model",
+        verbs=_DOOR_VERBS,
+        parse=switch,
+        choices=(True, False),
+    )
+    pooling: str = _setting(
+        "mean",
+        "what an embedding is made of: the mean of the prompt's final hidden states, or the last of them",
+        verbs=_DOOR_VERBS,
+        choices=("mean", "last"),
+    )
     max_waiting: int = _setting(
         4096,
         "jobs that may wait for a worker before new ones get 503",

@@ -81,6 +81,7 @@ class Output(NamedTuple):
     num_prompt_tokens: int
     num_output_tokens: int  # of all branches
     num_cached_tokens: int  # of the prompt, found in the prefix cache
+    embedding: bytes = b""  # float32[H], with an end that is a success, where the request wants the prompt's vector
 
 
 class Engine:
@@ -282,6 +283,8 @@ class Engine:
             self._kv.settle(flight.plan.chunks, failed)
             for scored in result.scored:
                 self._tell_scores(scored)
+            for pooled in result.pooled:
+                pooled.group.embedding = pooled.vector
             for sequence, sampled in zip(samplers, result.sampled, strict=True):
                 sequence.num_pending_tokens -= 1
                 if sequence.state is not State.ENDED:
@@ -371,4 +374,7 @@ class Engine:
         choices: tuple[int, ...] = (),
     ) -> None:
         num_prompt, num_output, num_cached = group.num_prompt_tokens, group.num_output_tokens, group.num_cached_tokens
-        self._outbox.append(Output(group.request_id, parts, end, choices, num_prompt, num_output, num_cached or 0))
+        embedding = group.embedding if choices else b""
+        self._outbox.append(
+            Output(group.request_id, parts, end, choices, num_prompt, num_output, num_cached or 0, embedding)
+        )

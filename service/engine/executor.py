@@ -17,6 +17,7 @@ from model.sampler import SampledRows, sampling_arrays
 from model.step_graphs import StepGraphs, StepInputs
 from service.engine.grammars import MaskBuilder
 from service.engine.plan import BlockCopy, Chunk, FinishedTransfer, SampledToken, StepPlan, StepResult, TokenLogprob
+from service.engine.pooling import Pooler, PoolFlight
 from service.engine.prompt_scores import ScoreFlight, begin_scores, scored_tokens
 from service.engine.sequence import Sequence
 
@@ -38,6 +39,7 @@ class _Launched:
     scratch: ExitStack  # the memory that the logits may live in
     draws: list[_Draw]
     scores: list[ScoreFlight]
+    pools: list[PoolFlight]
 
 
 class ModelExecutor:
@@ -51,6 +53,7 @@ class ModelExecutor:
         self.model = model
         self._ops = model.ops
         self._eos_token_ids = eos_token_ids
+        self._pooler = Pooler(model.ops)
         self._masks = MaskBuilder(model.config.vocab_size)
         self._sampled = model.ops.empty((max_num_seqs,), np.dtype(np.int32))
         self._sampled_rows: dict[object, int] = {}
@@ -80,8 +83,9 @@ class ModelExecutor:
         samplers, scratch = plan.samplers, ExitStack()
         scratch.enter_context(self._ops.scratch())
         self.move(plan)
-        logits, scores = self._scored(plan) if plan.scores else (self._forward(plan.chunks), [])
-        launched = _Launched(plan, samplers, logits, scratch, [], scores)
+        wants_hidden = plan.scores or plan.pools
+        logits, scores, pools = self._with_hidden(plan) if wants_hidden else (self._forward(plan.chunks), [], [])
+        launched = _Launched(plan, samplers, logits, scratch, [], scores, pools)
         if not any(sequence.draws_late for sequence in samplers):
             self._draw_all(launched, masked=False)
         return launched
@@ -120,7 +124,7 @@ class ModelExecutor:
             drawn = [sequence for draw in launched.draws for sequence in draw.samplers]
             by_sequence = dict(zip(drawn, tokens, strict=True))
             tokens = [by_sequence[sequence] for sequence in launched.samplers]
-        return StepResult(tuple(tokens), scored_tokens(launched.scores))
+        return StepResult(tuple(tokens), scored_tokens(launched.scores), self._pooler.finish(launched.pools))
 
     @property
     def num_host_blocks(self) -> int:
@@ -158,12 +162,13 @@ class ModelExecutor:
         self._ops.pick_tokens(batch.token_ids, self._sampled, source)
         return batch
 
-    def _scored(self, plan: StepPlan) -> tuple[Array, list[ScoreFlight]]:
-        """As `_forward`, and the plan's scores; never a captured size, which keeps no more than its logits."""
+    def _with_hidden(self, plan: StepPlan) -> tuple[Array, list[ScoreFlight], list[PoolFlight]]:
+        """As `_forward`, with scores and pools; never a captured size, which keeps no more than its logits."""
         batch = self._batch(_step_inputs(plan.chunks, self._block_size, self._sampled_rows, self._no_source))
         hidden = self.model.hidden(batch, self.kv)
         scores = begin_scores(self.model, hidden, plan, max_rows=self._no_source)
-        return self.model.logits(hidden, batch.logit_rows), scores
+        pools = self._pooler.begin(hidden, plan)
+        return self.model.logits(hidden, batch.logit_rows), scores, pools
 
     def _draws(self, logits: Array, chunks: tuple[Chunk, ...], samplers: list[Sequence], masked: bool) -> list[_Draw]:
         """Sample from `logits`, a row for each chunk that has samplers.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from service.engine.sequence import Sequence
+from service.engine.sequence import Sequence, SequenceGroup
 
 
 class Chunk(NamedTuple):
@@ -34,6 +34,15 @@ class Score(NamedTuple):
     stop: int
 
 
+class Pool(NamedTuple):
+    """Of this chunk the hidden states at positions `start` to `stop` (exclusive) are wanted: they are a part of those
+    that the vector of its prompt is made of."""
+
+    chunk: Chunk
+    start: int
+    stop: int
+
+
 class BlockCopy(NamedTuple):
     """Block `target` becomes what block `source` is."""
 
@@ -52,6 +61,7 @@ class StepPlan:
     outs: tuple[BlockCopy, ...] = ()
     ins: tuple[BlockCopy, ...] = ()
     scores: tuple[Score, ...] = ()
+    pools: tuple[Pool, ...] = ()
 
     @property
     def samplers(self) -> list[Sequence]:
@@ -96,9 +106,18 @@ class ScoredTokens(NamedTuple):
     logprobs: tuple[TokenLogprob, ...]
 
 
+class Pooled(NamedTuple):
+    """The vector of a prompt that is computed to its end."""
+
+    group: SequenceGroup
+    vector: bytes  # float32[H], of length 1
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One entry for each of the plan's samplers, in their order; and all that the plan's scores ask for, in parts."""
+    """One entry for each of the plan's samplers, in their order; all that the plan's scores ask for, in parts; and of
+    the prompts whose last pool it was their vectors."""
 
     sampled: tuple[SampledToken, ...]
     scored: tuple[ScoredTokens, ...] = ()
+    pooled: tuple[Pooled, ...] = ()

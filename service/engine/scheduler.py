@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 
 from service.engine.kv_manager import NO_MATCH, KVManager
-from service.engine.plan import Chunk, Score, StepPlan
+from service.engine.plan import Chunk, Pool, Score, StepPlan
 from service.engine.preemption import Preemption
 from service.engine.sequence import Sequence, SequenceGroup, State
 
@@ -46,6 +46,7 @@ class Scheduler:
         self._num_arrivals = 0
         self.waiting: deque[SequenceGroup] = deque()
         self._to_score: set[SequenceGroup] = set()
+        self._to_pool: set[SequenceGroup] = set()
         self.running: list[Sequence] = []
 
     def add(self, group: SequenceGroup) -> None:
@@ -54,6 +55,8 @@ class Scheduler:
         self.waiting.append(group)
         if group.is_to_score:
             self._to_score.add(group)
+        if group.is_to_pool:
+            self._to_pool.add(group)
 
     def remove(self, sequence: Sequence) -> None:
         """The sequence has ended, wherever it stood: its blocks are free at once."""
@@ -118,7 +121,23 @@ class Scheduler:
         chunks.sort(key=lambda chunk: chunk.length != 1)
         self.preemption.prepare(self.running)
         scores = self._scores(chunks) if self._to_score else ()
-        return StepPlan(tuple(chunks), self._kv.take_copies(), *self._kv.take_swaps(), scores)
+        pools = self._pools(chunks) if self._to_pool else ()
+        return StepPlan(tuple(chunks), self._kv.take_copies(), *self._kv.take_swaps(), scores, pools)
+
+    def _pools(self, chunks: list[Chunk]) -> tuple[Pool, ...]:
+        """What the step computes of prompts whose vectors are wanted, and no step before it did."""
+        pools = []
+        for chunk in chunks:
+            group = chunk.sequence.group
+            if group in self._to_pool:
+                first = group.num_prompt_tokens - 1 if group.request.sampling.pooling == "last" else 0
+                start = max(chunk.start, group.num_pooled_tokens, first)
+                stop = min(chunk.end, group.num_prompt_tokens)
+                if start < stop:
+                    pools.append(Pool(chunk, start, stop))
+                    group.num_pooled_tokens = stop
+        self._to_pool = {group for group in self._to_pool if group.is_to_pool and group.live}
+        return tuple(pools)
 
     def _scores(self, chunks: list[Chunk]) -> tuple[Score, ...]:
         """What the step can tell of prompts whose tokens are to be scored, and was not told by steps before it."""
@@ -196,8 +215,8 @@ class Scheduler:
                 break
             group.park()
             leader, *others = group.live
-            # A prompt whose logits are wanted is computed, whatever is in memory.
-            match = NO_MATCH if group.is_to_score else self._kv.match(leader)
+            # A prompt of which more than the last logits are wanted is computed, whatever is in memory.
+            match = NO_MATCH if group.is_to_score or group.is_to_pool else self._kv.match(leader)
             wanted = self._kv.num_wanted_blocks(leader, match) + sum(map(self._num_lacking_blocks, others))
             reserve = self._kv.pool.num_blocks // 100 if self.running else 0
             if wanted + reserve > spare:

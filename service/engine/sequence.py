@@ -139,6 +139,8 @@ class SequenceGroup:
         self.num_cached_tokens: int | None = None  # of the prompt, found in memory when it first ran
         self.has_sampled = False  # in this engine
         self.num_scored_tokens = request.num_scored_tokens  # of the prompt, the first one included
+        self.num_pooled_tokens = 0  # of the prompt: what its vector is made of is known, or under way, up to here
+        self.embedding = b""  # its vector, once it is known; none is wanted in most groups
         self.is_ready = True  # to run: its grammar, if it has one, is compiled
         self.arrival = 0  # its number among all that have come to the scheduler
         self._sums_logprob = [0.0] * len(self.branches)
@@ -158,6 +160,11 @@ class SequenceGroup:
         """Whether log-probabilities of its prompt are wanted and not all under way."""
         wanted = self.request.sampling.prompt_logprobs is not None
         return wanted and max(1, self.num_scored_tokens) < self.num_prompt_tokens
+
+    @property
+    def is_to_pool(self) -> bool:
+        """Whether a vector of its prompt is wanted and not all under way."""
+        return self.request.sampling.pooling is not None and self.num_pooled_tokens < self.num_prompt_tokens
 
     @property
     def has_pending_tokens(self) -> bool:

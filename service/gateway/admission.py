@@ -192,6 +192,7 @@ class Admission:
             logit_bias=wishes.logit_bias,
             n=wishes.n,
             best_of=wishes.best_of,
+            pooling=self._settings.pooling if wishes.embeds else None,
             beam=wishes.beam,
         )
 

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from service.gateway.batch_runner import BatchRunner
 from service.gateway.batches import Batches
+from service.gateway.embeddings import Embeddings
 from service.gateway.files import Files
 from service.gateway.hall import Hall
 from service.gateway.http_generation import REQUEST_ROUTE, Generations
@@ -55,6 +56,7 @@ class HttpDoor:
                 web.get("/openapi.json", self._openapi),
                 *operations_routes(self._hall),
                 *Responses(self._hall).routes(),
+                *Embeddings(self._hall).routes(),
                 *Files(self._hall.broker, settings.max_file_bytes).routes(),
                 *Batches(self._hall.broker, self._runner).routes(),
             ]

@@ -48,6 +48,7 @@ class JobText:
         self._begun: set[int] = set()  # choices whose first piece is told
         self.num_tokens = 0
         self.cached_tokens: int | None = None  # None where the end was seen here before the worker told it
+        self.embedding = b""  # float32[H], of the prompt, where it is wanted; known at the end
         self.reason: EndReason | None = None
         """Why the job ended: said by its last event, or STOP once stop strings have ended every choice."""
 
@@ -89,6 +90,7 @@ class JobText:
 
     def _end(self, event: Event) -> None:
         self.reason = event.end
+        self.embedding = event.embedding or b""
         word = ENDINGS[event.end].finish_reason
         if word is None:
             return

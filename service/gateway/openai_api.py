@@ -11,9 +11,11 @@ from typing import Any
 
 import msgspec
 
+from service.errors import RequestError
 from service.gateway.openai_bodies import (
     ChatBody,
     CompletionBody,
+    EmbeddingBody,
     GenerationBody,
     Message,
     StreamOptions,
@@ -25,15 +27,17 @@ from service.gateway.openai_choices import read_choices
 from service.gateway.openai_fields import (
     IDLE_CHAT_FIELDS,
     IDLE_COMPLETION_FIELDS,
+    IDLE_EMBEDDING_FIELDS,
     IDLE_MESSAGE_FIELDS,
     without_idle_fields,
 )
 from service.gateway.openai_grammar import read_grammar
-from service.gateway.openai_responses import read_response
+from service.gateway.openai_responses import in_own_words, read_response
 from service.gateway.openai_tools import calls_of, read_tools
 from service.gateway.request import (
     CHAT,
     COMPLETIONS,
+    EMBEDDINGS,
     RESPONSES,
     Conversation,
     Prompt,
@@ -57,7 +61,7 @@ TEMPLATE_OPTIONS = ("enable_thinking",)
 
 
 def read_request(endpoint: str, body: Mapping[str, Any]) -> Request:
-    """The request that `body`, sent to `endpoint` (ENDPOINTS, or RESPONSES), makes. Raises RequestError (400)."""
+    """The request that `body`, sent to `endpoint` (ENDPOINTS and others), makes. Raises RequestError (400)."""
     return _READERS[endpoint](body)
 
 
@@ -114,15 +118,31 @@ def _read_response(fields: Mapping[str, Any]) -> Request:
     return replace(read_response(fields, _read_chat), endpoint=RESPONSES)
 
 
+def _read_embedding(fields: Mapping[str, Any]) -> Request:
+    """A completion of one token, which nobody wants, behind the prompt whose vector is."""
+    body = convert(without_idle_fields(fields, IDLE_EMBEDDING_FIELDS), EmbeddingBody)
+    if body.encoding_format not in ("float", "base64"):
+        raise refusal("encoding_format", "must be float or base64")
+    same = {name: getattr(body, name) for name in ("model", "truncate_prompt_tokens", "timeout", "priority", "user")}
+    try:
+        request = _read_completion({**same, "prompt": body.input, **_ONE_TOKEN})
+    except RequestError as error:
+        raise in_own_words(error) from None
+    return replace(request, endpoint=EMBEDDINGS, sampling=replace(request.sampling, embeds=True))
+
+
+_ONE_TOKEN = {"max_tokens": 1, "temperature": 0, "ignore_eos": True}
 _READERS: Mapping[str, Callable[[Mapping[str, Any]], Request]] = {
     COMPLETIONS: _read_completion,
     CHAT: _read_chat,
     RESPONSES: _read_response,
+    EMBEDDINGS: _read_embedding,
 }
 _SHORTEST: Mapping[str, Callable[[int], dict[str, Any]]] = {
     COMPLETIONS: lambda num_prompts: {"prompt": [[0]] * num_prompts},
     CHAT: lambda _: {"messages": [{"role": "user", "content": "."}]},
     RESPONSES: lambda _: {"input": "."},
+    EMBEDDINGS: lambda num_prompts: {"input": [[0]] * num_prompts},
 }
 """The shortest prompts that a body may have."""
 

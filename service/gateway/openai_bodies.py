@@ -124,6 +124,16 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool = True
 
 
+class EmbeddingBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    model: str
+    input: str | list[str | int | list[int]]
+    encoding_format: str = "float"
+    truncate_prompt_tokens: int | None = None
+    timeout: float | None = None
+    priority: int = 0
+    user: str = ""
+
+
 class TextPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     type: str
     text: str

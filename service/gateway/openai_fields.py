@@ -73,6 +73,8 @@ IDLE_RESPONSE_FIELDS: Idle = {
     "truncation": ("disabled",),
 }
 
+IDLE_EMBEDDING_FIELDS: Idle = {"dimensions": ()}
+
 IDLE_TEXT_FIELDS: Idle = {"verbosity": ("medium",)}
 
 IDLE_ITEM_FIELDS: Idle = {

@@ -149,7 +149,8 @@ def read_body(fields: Mapping[str, Any]) -> ResponseBody:
 
 
 def in_own_words(error: RequestError, name: Callable[[str], str] | None = None) -> RequestError:
-    """A refusal of the chat that a response is, with the fields named as they are here."""
+    """A refusal of the chat that a response is, or of the completion that an embedding is, with the fields named as
+    they are here."""
     if error.param is None:
         return error
     own = (name or _own_name)(error.param)
@@ -158,7 +159,7 @@ def in_own_words(error: RequestError, name: Callable[[str], str] | None = None) 
 
 
 _OWN_NAMES = (
-    (r"messages", "input"),
+    (r"messages|prompt", "input"),
     (r"max_(completion_)?tokens", "max_output_tokens"),
     (r"response_format.*", "text.format"),
     (r"(tools\[[0-9]+\]|tool_choice)\.function(.*)", r"\1\2"),

@@ -9,24 +9,25 @@ import msgspec
 
 from service.gateway import openapi_answers as answers
 from service.gateway.batches import BatchBody
-from service.gateway.openai_bodies import RANGES, ChatBody, CompletionBody
+from service.gateway.openai_bodies import RANGES, ChatBody, CompletionBody, EmbeddingBody
 from service.gateway.openai_fields import (
     IDLE_CHAT_FIELDS,
     IDLE_COMPLETION_FIELDS,
+    IDLE_EMBEDDING_FIELDS,
     IDLE_MESSAGE_FIELDS,
     IDLE_RESPONSE_FIELDS,
     IDLE_TEXT_FIELDS,
     Idle,
 )
 from service.gateway.openai_responses import ResponseBody
-from service.gateway.request import CHAT, COMPLETIONS, RESPONSES
+from service.gateway.request import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES
 from service.gateway.text_tools import DetokenizeBody, TokenizeBody
 
 Json = dict[str, Any]
 
 REF = "#/components/schemas/{name}"
 BODIES: tuple[type[msgspec.Struct], ...] = (
-    *(CompletionBody, ChatBody, ResponseBody),
+    *(CompletionBody, ChatBody, ResponseBody, EmbeddingBody),
     *(TokenizeBody, DetokenizeBody, BatchBody),
 )
 IDLE: Mapping[str, Idle] = {
@@ -34,6 +35,7 @@ IDLE: Mapping[str, Idle] = {
     "ChatBody": IDLE_CHAT_FIELDS,
     "Message": IDLE_MESSAGE_FIELDS,
     "ResponseBody": IDLE_RESPONSE_FIELDS,
+    "EmbeddingBody": IDLE_EMBEDDING_FIELDS,
     "TextConfig": IDLE_TEXT_FIELDS,
 }
 REFUSALS = {
@@ -115,6 +117,7 @@ def _paths() -> Json:
         COMPLETIONS: {"post": _post("CompletionBody", "Completion", "Go on with a text.", generation, streams=True)},
         CHAT: {"post": _post("ChatBody", "ChatCompletion", "Answer a conversation.", generation, streams=True)},
         **_response_paths(generation),
+        EMBEDDINGS: {"post": _post("EmbeddingBody", "EmbeddingList", "Texts as vectors, where that is enabled.")},
         "/v1/files": {"get": _get("FileList", "Your files, the newest first."), "post": _upload()},
         "/v1/files/{file_id}": {
             "get": _get("File", "What a file is.", of="file_id"),

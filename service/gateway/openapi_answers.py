@@ -199,6 +199,24 @@ class ResponseItems(Shape):
     has_more: bool
 
 
+class Embedding(Shape):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(Shape):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(Shape):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
 class Model(Shape):
     id: str
     object: Literal["model"]
@@ -320,7 +338,7 @@ class Refusal(Shape):
 
 ANSWERS: tuple[Any, ...] = (
     *(Completion, ChatCompletion, ModelList, Tokens, Detokenized),
-    *(Response, ResponseDeleted, ResponseItems),
+    *(Response, ResponseDeleted, ResponseItems, EmbeddingList),
     *(File, FileList, FileDeleted, Batch, BatchList),
     *(Status, Readiness, Refusal),
 )

@@ -12,6 +12,7 @@ from model.tool_calls import Function
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
+EMBEDDINGS = "/v1/embeddings"
 ENDPOINTS = (COMPLETIONS, CHAT)
 """Those that the queue door and batches know too."""
 
@@ -73,6 +74,7 @@ class SamplingWishes:
     n: int = 1  # choices of each prompt
     best_of: int = 1  # n.. ; branches sampled for each prompt
     beam: BeamSearch | None = None  # instead of sampling
+    embeds: bool = False  # the prompt's vector is wanted, and no text
 
     @property
     def num_branches(self) -> int:
@@ -100,7 +102,7 @@ NO_SOURCE = Source(b"", b"")
 class Request:
     """One or several generations. Token ids are not yet held against the vocabulary, nor lengths against the model."""
 
-    endpoint: str  # one of ENDPOINTS, or RESPONSES
+    endpoint: str  # one of ENDPOINTS, RESPONSES or EMBEDDINGS
     model: str
     prompts: tuple[Prompt, ...]  # one at least; exactly one in a chat
     sampling: SamplingWishes
@@ -130,7 +132,7 @@ class Request:
     @property
     def is_chat(self) -> bool:
         """Whether its one prompt is a conversation."""
-        return self.endpoint != COMPLETIONS
+        return self.endpoint in (CHAT, RESPONSES)
 
     @property
     def begins_a_text(self) -> bool:

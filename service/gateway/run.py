@@ -133,6 +133,14 @@ class Run:
             await job.close()
 
     @property
+    def embeddings(self) -> list[bytes]:
+        """By prompt its vector float32[H], once the request has ended well. Raises ValueError where one is missing."""
+        vectors = [job.text.embedding for job in self._jobs]
+        if not all(vectors):
+            raise ValueError("a job ended without the vector that it was asked for")
+        return vectors
+
+    @property
     def outcome(self) -> Outcome:
         texts = [job.text for job in self._jobs]
         cached = [text.cached_tokens for text in texts]

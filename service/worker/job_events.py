@@ -33,6 +33,7 @@ def event_of(job_id: str, number: int, outputs: Sequence[Output]) -> Event:
         end=last.end,
         usage=usage if last.end is not None else None,
         choices=last.choices,
+        embedding=last.embedding or None,
     )
 
 
@@ -43,7 +44,7 @@ def refusal(job_id: str, number: int, reason: EndReason) -> Event:
 
 def without_end(event: Event) -> Event:
     """The same news of a job that goes on elsewhere."""
-    return replace(event, end=None, usage=None, choices=())
+    return replace(event, end=None, usage=None, choices=(), embedding=None)
 
 
 def in_events(outputs: Sequence[Output]) -> list[list[Output]]:

@@ -9,6 +9,7 @@ import time
 import urllib.request
 
 import msgpack
+import numpy as np
 import openai
 import pytest
 import redis
@@ -20,7 +21,7 @@ STORY = [{"role": "user", "content": "Tell me a story about a fox."}]
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    running = Served(tmp_path_factory.mktemp("data"))
+    running = Served(tmp_path_factory.mktemp("data"), "--enable-embeddings=true")
     yield running
     running.terminate()
 
@@ -101,6 +102,16 @@ def test_a_response_is_what_a_chat_says_and_goes_on_from_there(client):
     client.responses.delete(final.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(final.id)
+
+
+def test_embeddings_are_of_the_prompt_alone(served, client):
+    texts = ["A fox ran.", "A fox ran away.", "The sun was warm and the sea was blue."]
+    answer = client.embeddings.create(model="demo", input=texts)
+    vectors = np.array([one.embedding for one in answer.data])
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+    alone = client.embeddings.create(model="demo", input=texts[1], encoding_format="float")
+    np.testing.assert_allclose(vectors[1], alone.data[0].embedding, atol=1e-5)
+    assert vectors[0] @ vectors[1] > vectors[0] @ vectors[2]
 
 
 def test_the_same_seed_gives_the_same_text(client):

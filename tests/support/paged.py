@@ -38,6 +38,12 @@ class PagedSequences:
         pieces = np.split(logits, ends[:-1])
         return [pieces[order.index(i)] for i in range(len(chunks))]
 
+    def hidden(self, token_ids: np.ndarray) -> np.ndarray:
+        """Final hidden states [length, H] of the first sequence, which begins with these tokens."""
+        ops = self._model.ops
+        with ops.scratch():
+            return np.array(ops.download(self._model.hidden(self._batch([(0, token_ids)]), self._kv)))
+
     def _batch(self, chunks: list[tuple[int, np.ndarray]]) -> Batch:
         upload = self._model.ops.upload
         lengths = np.array([len(token_ids) for _, token_ids in chunks], np.int32)

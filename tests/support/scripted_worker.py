@@ -25,6 +25,10 @@ class Script:
     step_s: float = 0.0
     branches: Sequence[Sequence[Sequence[int]]] = ()
     choices: tuple[int, ...] = ()
+    embedding: tuple[float, ...] = ()
+
+
+SILENT = Script()
 
 
 class ScriptedWorker:
@@ -119,7 +123,7 @@ class ScriptedWorker:
         # The worst of its branches' ends: the reasons stand in that order.
         end = max((branch.end for branch in branches), key=list(EndReason).index)
         num_tokens = sum(branch.num_told for branch in branches)
-        await self._end(job.job_id, end, num_tokens, len(job.prompt) // 4, script.choices)
+        await self._end(job.job_id, end, num_tokens, len(job.prompt) // 4, script)
 
     def _scored_prompt(self, job: Job) -> Part:
         """Token i of the prompt had log-probability -i, and token 7 was the likeliest everywhere."""
@@ -147,10 +151,12 @@ class ScriptedWorker:
         return Part(branch=number, tokens=pack_ids(tokens), logprobs=logprobs, end=good_end)
 
     async def _end(
-        self, job_id: str, end: EndReason, num_tokens: int, num_prompt_tokens: int = 0, choices: tuple[int, ...] = ()
+        self, job_id: str, end: EndReason, num_tokens: int, num_prompt_tokens: int = 0, script: Script = SILENT
     ) -> None:
         usage = Usage(prompt_tokens=num_prompt_tokens, completion_tokens=num_tokens, cached_tokens=1)
-        await self._publish(Event(job_id=job_id, number=0, end=end, usage=usage, choices=choices))
+        vector = pack_floats(script.embedding) or None
+        event = Event(job_id=job_id, number=0, end=end, usage=usage, choices=script.choices, embedding=vector)
+        await self._publish(event)
 
     async def _publish(self, event: Event) -> None:
         """Under the next number of its job."""

@@ -33,6 +33,7 @@ ROUTES = (
     ("DELETE", "/v1/responses/{response_id}"),
     ("POST", "/v1/responses/{response_id}/cancel"),
     ("GET", "/v1/responses/{response_id}/input_items"),
+    ("POST", "/v1/embeddings"),
     ("POST", "/v1/files"),
     ("GET", "/v1/files/{file_id}"),
     ("GET", "/v1/files/{file_id}/content"),

@@ -50,6 +50,7 @@ async def test_every_route_stands_there(folder):
         (RESPONSES, {"input": "Hi", "background": True}, answers.Response),
         (RESPONSES, {"input": "Hi", "truncation": "auto"}, answers.Refusal),
         (f"{RESPONSES}/resp_none", None, answers.Refusal),
+        ("/v1/embeddings", {"input": "Hi"}, answers.Refusal),
         ("/tokenize", {"prompt": "the", "return_token_strs": True}, answers.Tokens),
         ("/detokenize", {"tokens": [1, 2]}, answers.Detokenized),
         ("/v1/models", None, answers.ModelList),
