@@ -54,6 +54,7 @@ class SampledRows:
 
     records: list[bytes]
     positions: np.ndarray  # uint32[R]
+    # The following three may be empty where no record is shaped:
     sampling: list[SamplingParams]
     token_ids: list[Sequence[int]]  # prompt and output so far; all of them where the sampling has penalties
     num_prompt_tokens: list[int]

@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from service.engine.beam_search import BeamGroup
 from service.engine.block_map import draw_blocks
 from service.engine.block_pool import BlockPool
 from service.engine.grammars import Grammars
 from service.engine.kv_manager import KVManager
-from service.engine.plan import FinishedTransfer, SampledToken, ScoredTokens, StepPlan, StepResult, TokenLogprob
+from service.engine.outputs import BranchOutput, News, NewTokens, Output, one_by_one, output_of
+from service.engine.plan import FinishedTransfer, ScoredTokens, StepPlan, StepResult, TokenLogprob
 from service.engine.preemption import Preemption
 from service.engine.scheduler import Limits, Scheduler
 from service.engine.sequence import Request, Sequence, SequenceGroup, State
@@ -61,29 +62,6 @@ class _Flight:
     launched_at_s: float
 
 
-class BranchOutput(NamedTuple):
-    """What one branch has to tell: a new token, or its end, or both."""
-
-    branch: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...]  # as many as tokens where the request wants or ranks by them, else none
-    end: EndReason | None  # STOP or LENGTH: nothing of this branch follows
-    is_prompt: bool = False  # the tokens are the prompt's, behind those told before: all branches have them in common
-
-
-class Output(NamedTuple):
-    """Something a request's sender should hear: news of its branches, or the end, or both."""
-
-    request_id: str
-    parts: tuple[BranchOutput, ...]
-    end: EndReason | None  # of the whole request: once, in its last output
-    choices: tuple[int, ...]  # with an end that is a success: the n branches to answer with, best first
-    num_prompt_tokens: int
-    num_output_tokens: int  # of all branches
-    num_cached_tokens: int  # of the prompt, found in the prefix cache
-    embedding: bytes = b""  # float32[H], with an end that is a success, where the request wants the prompt's vector
-
-
 class Engine:
     """Not thread-safe: one thread owns it."""
 
@@ -104,7 +82,7 @@ class Engine:
         self._eos_token_ids = eos_token_ids
         self._scheduler = Scheduler(kv, limits, preemption)
         self._groups: dict[str, SequenceGroup] = {}
-        self._outbox: list[Output] = []
+        self._outbox: list[News] = []
         self._flights: deque[_Flight] = deque()
         self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
         self._last_step_s = self._collected_at_s = 0.0
@@ -188,10 +166,10 @@ class Engine:
         if plan.chunks:
             launched = self._executor.launch(plan)
             self._flights.append(_Flight(plan, launched, start_s))
-            for sequence, start, length, samplers in plan.chunks:
+            for sampler in plan.samplers:
+                sampler.num_pending_tokens += 1
+            for sequence, start, length, _ in plan.chunks:
                 sequence.num_computed_tokens = start + length
-                for sampler in samplers:
-                    sampler.num_pending_tokens += 1
                 if sequence.followers:
                     self._scheduler.fork(sequence)
             self._num_steps += 1
@@ -204,10 +182,14 @@ class Engine:
         self._settle_flights(1 if plan.chunks and self._executor.runs_ahead else 0)
         self._last_step_s = time.perf_counter() - start_s
 
-    def take_outputs(self) -> list[Output]:
+    def take_news(self) -> list[News]:
         """Everything since the last call, in order."""
-        outputs, self._outbox = self._outbox, []
-        return outputs
+        news, self._outbox = self._outbox, []
+        return news
+
+    def take_outputs(self) -> list[Output]:
+        """As `take_news`, for whoever wants them one by one."""
+        return list(one_by_one(self.take_news()))
 
     def stats(self) -> EngineStats:
         return look_at(
@@ -278,17 +260,43 @@ class Engine:
             now_s = time.perf_counter()
             self._scheduler.preemption.saw_step(flight.plan, now_s - max(flight.launched_at_s, self._collected_at_s))
             self._collected_at_s = now_s
-            samplers = flight.plan.samplers
-            failed = {sequence for sequence, token in zip(samplers, result.sampled, strict=True) if token.is_nan}
-            self._kv.settle(flight.plan.chunks, failed)
+            self._kv.settle(flight.plan.chunks, {flight.plan.samplers[place] for place in result.failed})
             for scored in result.scored:
                 self._tell_scores(scored)
             for pooled in result.pooled:
                 pooled.group.embedding = pooled.vector
-            for sequence, sampled in zip(samplers, result.sampled, strict=True):
-                sequence.num_pending_tokens -= 1
-                if sequence.state is not State.ENDED:
-                    self._settle(sequence, sampled)
+            self._settle_tokens(flight.plan.samplers, result)
+
+    def _settle_tokens(self, samplers: list[Sequence], result: StepResult) -> None:
+        """Each sampler gets its token. What most of them get is told together, before what is to be said of others."""
+        branches, token_ids, nums_output = told = NewTokens([], [], [])
+        first_place = len(self._outbox)
+        for place, (sequence, token_id) in enumerate(zip(samplers, result.token_ids, strict=True)):
+            sequence.num_pending_tokens -= 1
+            if sequence.state is State.ENDED:
+                continue
+            group = sequence.group
+            if not group.has_sampled:
+                group.has_sampled = True
+                self._num_prompt_tokens += group.num_prompt_tokens
+            if (
+                sequence.is_plain
+                and len(sequence.token_ids) + 1 < sequence.max_num_tokens
+                and token_id not in group.stop_ids
+                and place not in result.failed
+            ):
+                sequence.token_ids.append(token_id)
+                group.num_output_tokens += 1
+                branches.append(sequence)
+                token_ids.append(token_id)
+                nums_output.append(group.num_output_tokens)
+            elif place in result.failed:
+                self._end_group(group, EndReason.NUMERICAL_ERROR)
+            else:
+                self._settle(sequence, token_id, None if result.logprobs is None else result.logprobs[place])
+        if branches:
+            self._outbox.insert(first_place, told)
+            self._num_output_tokens += len(branches)
 
     def _tell_scores(self, scored: ScoredTokens) -> None:
         group = scored.score.chunk.sequence.group
@@ -297,25 +305,20 @@ class Engine:
             token_ids = group.request.prompt[scored.first : stop]
             self._emit(group, (BranchOutput(0, token_ids, scored.logprobs, None, is_prompt=True),))
 
-    def _settle(self, sequence: Sequence, sampled: SampledToken) -> None:
-        group, token_id, logprob = sequence.group, sampled.token_id, sampled.logprob
-        if not group.has_sampled:
-            group.has_sampled = True
-            self._num_prompt_tokens += group.num_prompt_tokens
-        if sampled.is_nan:
-            self._end_group(group, EndReason.NUMERICAL_ERROR)
-        elif isinstance(group, BeamGroup):
+    def _settle(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> None:
+        group = sequence.group
+        if isinstance(group, BeamGroup):
             self._settle_beam(group, sequence, logprob)
+            return
+        self._num_output_tokens += 1
+        reason = group.append(sequence, token_id, 0.0 if logprob is None else logprob.logprob)
+        logprobs = () if logprob is None else (logprob,)
+        if reason is EndReason.GRAMMAR:
+            self._end_group(group, reason)
+        elif reason is None:
+            self._emit(group, (BranchOutput(sequence.branch, (token_id,), logprobs, None),))
         else:
-            self._num_output_tokens += 1
-            reason = group.append(sequence, token_id, 0.0 if logprob is None else logprob.logprob)
-            logprobs = () if logprob is None else (logprob,)
-            if reason is EndReason.GRAMMAR:
-                self._end_group(group, reason)
-            elif reason is None:
-                self._emit(group, (BranchOutput(sequence.branch, (token_id,), logprobs, None),))
-            else:
-                self._end_branch(sequence, (token_id,), logprobs, reason)
+            self._end_branch(sequence, (token_id,), logprobs, reason)
 
     def _settle_beam(self, group: BeamGroup, sequence: Sequence, row: TokenLogprob) -> None:
         """The unused places are given up; without any left, the answers are told."""
@@ -373,8 +376,4 @@ class Engine:
         end: EndReason | None = None,
         choices: tuple[int, ...] = (),
     ) -> None:
-        num_prompt, num_output, num_cached = group.num_prompt_tokens, group.num_output_tokens, group.num_cached_tokens
-        embedding = group.embedding if choices else b""
-        self._outbox.append(
-            Output(group.request_id, parts, end, choices, num_prompt, num_output, num_cached or 0, embedding)
-        )
+        self._outbox.append(output_of(group, parts, end, choices))

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +18,7 @@ from model.ops.interface import Array, HostBlocks, Ops, Sampled, Transfer
 from model.sampler import SampledRows, sampling_arrays
 from model.step_graphs import StepGraphs, StepInputs
 from service.engine.grammars import MaskBuilder
-from service.engine.plan import BlockCopy, Chunk, FinishedTransfer, SampledToken, StepPlan, StepResult, TokenLogprob
+from service.engine.plan import BlockCopy, Chunk, FinishedTransfer, StepPlan, StepResult, TokenLogprob
 from service.engine.pooling import Pooler, PoolFlight
 from service.engine.prompt_scores import ScoreFlight, begin_scores, scored_tokens
 from service.engine.sequence import Sequence
@@ -86,7 +88,7 @@ class ModelExecutor:
         wants_hidden = plan.scores or plan.pools
         logits, scores, pools = self._with_hidden(plan) if wants_hidden else (self._forward(plan.chunks), [], [])
         launched = _Launched(plan, samplers, logits, scratch, [], scores, pools)
-        if not any(sequence.draws_late for sequence in samplers):
+        if not any(map(attrgetter("draws_late"), samplers)):
             self._draw_all(launched, masked=False)
         return launched
 
@@ -113,18 +115,13 @@ class ModelExecutor:
 
     def collect(self, launched: _Launched) -> StepResult:
         """See service.engine.engine.Executor."""
-        tokens: list[SampledToken] = []
-        for samplers, arrive in launched.draws:
-            arrays = [array.tolist() for array in arrive()]
-            if samplers:
-                token_ids, is_nan, *logprobs = arrays
-                told = _logprobs(samplers, *logprobs) if logprobs else [None] * len(token_ids)
-                tokens += map(SampledToken, token_ids, is_nan, told)
-        if len(launched.draws) > 1:
-            drawn = [sequence for draw in launched.draws for sequence in draw.samplers]
-            by_sequence = dict(zip(drawn, tokens, strict=True))
-            tokens = [by_sequence[sequence] for sequence in launched.samplers]
-        return StepResult(tuple(tokens), scored_tokens(launched.scores), self._pooler.finish(launched.pools))
+        results = [_result(samplers, arrive()) for samplers, arrive in launched.draws]
+        told = {"scored": scored_tokens(launched.scores), "pooled": self._pooler.finish(launched.pools)}
+        if len(results) == 1:
+            return replace(results[0], **told)
+        drawn = [sequence for draw in launched.draws for sequence in draw.samplers]
+        tokens = dict(zip(drawn, chain.from_iterable(result.one_by_one() for result in results), strict=True))
+        return replace(StepResult.of(tokens[sequence] for sequence in launched.samplers), **told)
 
     @property
     def num_host_blocks(self) -> int:
@@ -176,11 +173,12 @@ class ModelExecutor:
         Beams whose log-probabilities are of adjusted logits are a draw of their own, behind the one whose tokens the
         next step may need before the host knows them.
         """
-        due = [chunk for chunk in chunks if chunk.samplers]
-        positions = [chunk.end for chunk in due for _ in chunk.samplers]
-        scored = [row for row, sequence in enumerate(samplers) if sequence.scores_adjusted]
+        due = [chunk for chunk in chunks if chunk[3]]
+        positions = [start + length for _, start, length, mine in due for _ in mine]
+        scored = any(map(attrgetter("scores_adjusted"), samplers))
         if len(due) == len(samplers) and not scored:
             return [self._draw(logits, samplers, positions, adjusted=False, masked=masked)]
+        scored = [row for row, sequence in enumerate(samplers) if sequence.scores_adjusted]
         source = [row for row, chunk in enumerate(due) for _ in chunk.samplers]
         plain = sorted(set(range(len(samplers))) - set(scored))
         draws = []
@@ -197,12 +195,13 @@ class ModelExecutor:
     ) -> _Draw:
         if not samplers:
             return _Draw(samplers, self._ops.download_later(()))
+        shaped = samplers if any(map(attrgetter("is_shaped"), samplers)) else []
         rows = SampledRows(
             records=[sequence.sampling_record for sequence in samplers],
             positions=np.array(positions, np.uint32),
-            sampling=[sequence.sampling for sequence in samplers],
-            token_ids=[sequence.token_ids for sequence in samplers],
-            num_prompt_tokens=[sequence.num_prompt_tokens for sequence in samplers],
+            sampling=[sequence.sampling for sequence in shaped],
+            token_ids=[sequence.token_ids for sequence in shaped],
+            num_prompt_tokens=[sequence.num_prompt_tokens for sequence in shaped],
             mask=self._masks.build(samplers) if masked else None,
         )
         vocab_size, send = self.model.config.vocab_size, self._ops.upload_all
@@ -235,25 +234,34 @@ def _step_inputs(
     chunks: tuple[Chunk, ...], block_size: int, sampled_rows: dict[object, int], no_source: int
 ) -> StepInputs:
     """A step's arrays on the host. Chunks of one token come first."""
-    lengths = np.array([chunk.length for chunk in chunks], np.int32)
-    starts = np.array([chunk.start for chunk in chunks], np.int32)
+    sequences, starts, lengths, samplers = zip(*chunks, strict=True)
+    starts, lengths = np.array(starts, np.int32), np.array(lengths, np.int32)
+    num_decodes = int(np.count_nonzero(lengths == 1))
     ends = np.cumsum(lengths)
-    first_rows = ends - lengths
-    row_of = np.repeat(np.arange(len(chunks)), lengths)
-    positions = (np.arange(ends[-1]) - (first_rows - starts)[row_of]).astype(np.int32)
-    tables = _block_tables(chunks)
+    row_of, positions = np.arange(len(chunks)), starts
+    if num_decodes < len(chunks):
+        row_of = np.repeat(row_of, lengths)
+        positions = (np.arange(ends[-1]) - (ends - lengths - starts)[row_of]).astype(np.int32)
+    tables = _block_tables(sequences)
     block, offset = np.divmod(positions, block_size)
-    token_ids, source = _tokens(chunks, first_rows, int(ends[-1]), sampled_rows, no_source)
+    token_ids, source = _decoded_tokens(chunks[:num_decodes], sampled_rows, no_source)
+    for sequence, start, length, _ in chunks[num_decodes:]:
+        known = sequence.token_ids[start : start + length]
+        is_pending = len(known) < length
+        token_ids += [*known, 0] if is_pending else known
+        source += [no_source] * length
+        if is_pending:
+            source[-1] = sampled_rows[sequence]
     return StepInputs(
-        token_ids=token_ids,
-        source=source,
+        token_ids=np.array(token_ids, np.int32),
+        source=np.array(source, np.int32),
         positions=positions,
         slots=tables[row_of, block].astype(np.int64) * block_size + offset,
         context_lens=starts + lengths,
         block_tables=tables,
         query_lens=lengths,
-        logit_rows=(ends - 1)[[bool(chunk.samplers) for chunk in chunks]].astype(np.int32),
-        num_decodes=int(np.count_nonzero(lengths == 1)),
+        logit_rows=(ends - 1)[list(map(bool, samplers))].astype(np.int32),
+        num_decodes=num_decodes,
     )
 
 
@@ -287,26 +295,33 @@ def _upload(inputs: StepInputs, ops: Ops) -> tuple[Batch, Array]:
     return batch, source
 
 
-def _block_tables(chunks: tuple[Chunk, ...]) -> np.ndarray:
+def _block_tables(sequences: Iterable[Sequence]) -> np.ndarray:
     """int32[S, widest], padded with 0."""
-    width_bytes = 4 * max([len(chunk.sequence.block_table) for chunk in chunks])
-    rows = [chunk.sequence.block_table.tobytes().ljust(width_bytes, b"\0") for chunk in chunks]
-    return np.frombuffer(b"".join(rows), np.int32).reshape(len(chunks), -1)
+    tables = [sequence.block_table for sequence in sequences]
+    width_bytes = 4 * max(map(len, tables))
+    rows = [table.tobytes().ljust(width_bytes, b"\0") for table in tables]
+    return np.frombuffer(b"".join(rows), np.int32).reshape(len(tables), -1)
 
 
-def _tokens(chunks, first_row, num_tokens: int, sampled_rows: dict, no_source: int) -> tuple[np.ndarray, np.ndarray]:
-    """(token ids, source) int32[T]: a token that is still pending has the row it was sampled in as its source."""
-    token_ids: list[int] = []
-    source = [no_source] * num_tokens
-    for row, (sequence, start, length, _) in zip(first_row.tolist(), chunks, strict=True):
-        known = sequence.token_ids
-        if start + length > len(known):
-            source[row + length - 1] = sampled_rows[sequence]
-            token_ids += known[start:]
-            token_ids.append(0)
-        else:
-            token_ids += known[start : start + length]
-    return np.array(token_ids, np.int32), np.array(source, np.int32)
+def _decoded_tokens(
+    decodes: Iterable[Chunk], sampled_rows: dict[object, int], no_source: int
+) -> tuple[list[int], list[int]]:
+    """(token ids, source) of chunks of one token: one that is pending has the row it was sampled in as its source."""
+    pairs = [
+        (0, sampled_rows[sequence]) if start >= len(sequence.token_ids) else (sequence.token_ids[start], no_source)
+        for sequence, start, _, _ in decodes
+    ]
+    token_ids, source = zip(*pairs, strict=True) if pairs else ((), ())
+    return list(token_ids), list(source)
+
+
+def _result(samplers: list[Sequence], arrays: list[np.ndarray]) -> StepResult:
+    """Of one draw, from (token ids, is NaN) and log-probabilities where anybody wants some."""
+    if not samplers:
+        return StepResult(())
+    token_ids, is_nan, *logprobs = arrays
+    told = _logprobs(samplers, *(array.tolist() for array in logprobs)) if logprobs else None
+    return StepResult(token_ids.tolist(), told, frozenset(np.flatnonzero(is_nan).tolist()))
 
 
 def _logprobs(samplers: list[Sequence], chosen: list, top_ids: list, top: list) -> list[TokenLogprob | None]:

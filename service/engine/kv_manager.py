@@ -74,7 +74,7 @@ class KVManager:
         self.forget(sequence)
         path = [*match.nodes, match.partial] if match.partial else match.nodes
         sequence.block_table.extend(node.gpu for node in path)
-        sequence.num_computed_tokens = match.num_tokens
+        sequence.num_computed_tokens, sequence.num_writable_tokens = match.num_tokens, 0
         self._tails[sequence] = match.nodes[-1] if match.nodes else self._known.root(self._salt(sequence))
         self._note_arrival(sequence)
         if self._shares and sequence.group.num_cached_tokens is None:
@@ -102,18 +102,18 @@ class KVManager:
         A block in that range which others hold too is replaced by a copy of its own; the last holder writes in place.
         Raises OutOfBlocks and then changes nothing.
         """
-        missing = self.num_missing_blocks(sequence, num_tokens)
-        if not missing:
-            return
-        table, fresh = sequence.block_table, self.pool.take(missing)
-        end = min(-(-num_tokens // self.block_size), len(table))
-        for index in range(sequence.num_computed_tokens // self.block_size, end):
-            if self.pool.is_shared(table[index]):
-                self._copies.append(BlockCopy(table[index], fresh[-1]))
-                self.pool.give_back((table[index],))
-                table[index] = fresh.pop()
-                self.num_copies += 1
-        table.extend(fresh)
+        missing, size = self.num_missing_blocks(sequence, num_tokens), self.block_size
+        end = -(-num_tokens // size)
+        if missing:
+            table, fresh = sequence.block_table, self.pool.take(missing)
+            for index in range(sequence.num_computed_tokens // size, min(end, len(table))):
+                if self.pool.is_shared(table[index]):
+                    self._copies.append(BlockCopy(table[index], fresh[-1]))
+                    self.pool.give_back((table[index],))
+                    table[index] = fresh.pop()
+                    self.num_copies += 1
+            table.extend(fresh)
+        sequence.num_writable_tokens = end * size
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Let the child, which holds nothing, begin as a copy of the parent's first `num_tokens` computed tokens.
@@ -123,6 +123,7 @@ class KVManager:
         child.block_table.extend(parent.block_table[: -(-num_tokens // self.block_size)])
         self.pool.share(child.block_table)
         child.num_computed_tokens = num_tokens
+        parent.num_writable_tokens = child.num_writable_tokens = 0
         if parent in self._tails:
             tail = self._tails[parent]
             while tail.depth > num_tokens // self.block_size:
@@ -224,7 +225,7 @@ class KVManager:
         self.forget(sequence)
         self.pool.give_back(sequence.block_table)
         del sequence.block_table[:]
-        sequence.num_computed_tokens = 0
+        sequence.num_computed_tokens = sequence.num_writable_tokens = 0
 
     def num_slots(self, sequences: Iterable[Sequence]) -> tuple[int, int]:
         """(held, filled) slots of the blocks in use, which these sequences hold: the difference is what paging wastes.
@@ -262,6 +263,9 @@ class KVManager:
         for sequence in sequences:
             if sequence.num_computed_tokens > len(sequence.block_table) * self.block_size:
                 raise AssertionError(f"{sequence.request_id}: computed tokens without a block")
+            writable = range(sequence.num_computed_tokens, sequence.num_writable_tokens, self.block_size)
+            if any(self.pool.is_shared(sequence.block_table[at // self.block_size]) for at in writable):
+                raise AssertionError(f"{sequence.request_id}: it takes a block for its own that is not")
         if self._known is None:
             return
         self._known.check_invariants()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from service.engine.sequence import Sequence, SequenceGroup
@@ -62,11 +64,11 @@ class StepPlan:
     ins: tuple[BlockCopy, ...] = ()
     scores: tuple[Score, ...] = ()
     pools: tuple[Pool, ...] = ()
+    samplers: list[Sequence] = field(init=False)
+    """All sequences that get a token, in the order of StepResult."""
 
-    @property
-    def samplers(self) -> list[Sequence]:
-        """All sequences that get a token, in the order of StepResult."""
-        return [sampler for chunk in self.chunks for sampler in chunk.samplers]
+    def __post_init__(self):
+        object.__setattr__(self, "samplers", [sampler for _, _, _, due in self.chunks for sampler in due])
 
     @property
     def num_tokens(self) -> int:
@@ -118,6 +120,21 @@ class StepResult:
     """One entry for each of the plan's samplers, in their order; all that the plan's scores ask for, in parts; and of
     the prompts whose last pool it was their vectors."""
 
-    sampled: tuple[SampledToken, ...]
+    token_ids: Seq[int]
+    logprobs: Seq[TokenLogprob | None] | None = None  # None: nobody wants any
+    failed: frozenset[int] = frozenset()  # the samplers, by their places, for whom the model gave no numbers
     scored: tuple[ScoredTokens, ...] = ()
     pooled: tuple[Pooled, ...] = ()
+
+    @classmethod
+    def of(cls, sampled: Iterable[SampledToken]) -> StepResult:
+        """From one after the other."""
+        sampled = list(sampled)
+        failed = frozenset(place for place, token in enumerate(sampled) if token.is_nan)
+        return cls([token.token_id for token in sampled], [token.logprob for token in sampled], failed)
+
+    def one_by_one(self) -> Iterator[SampledToken]:
+        """What `of` takes."""
+        for place, token_id in enumerate(self.token_ids):
+            logprob = None if self.logprobs is None else self.logprobs[place]
+            yield SampledToken(token_id, place in self.failed, logprob)

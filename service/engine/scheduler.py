@@ -109,16 +109,20 @@ class Scheduler:
                 decodes.append(sequence)
             elif lacking:
                 prefills.append(sequence)
-        chunks, budget = self._continue([], decodes, self._limits.max_num_batched_tokens)
+        chunks = self._decode(decodes[: self._limits.max_num_batched_tokens])
+        budget = self._limits.max_num_batched_tokens - len(chunks)
         if chunks:
             budget = min(budget, self._prompt_budget(prefills, len(chunks)))
-        chunks, budget = self._continue(chunks, prefills, budget)
-        for chunk in chunks:
-            if chunk.length > 1:
-                self._kv.remember(chunk.sequence, chunk.end)
+        if prefills:
+            chunks, budget = self._continue(chunks, prefills, budget)
+            for chunk in chunks:
+                if chunk.length > 1:
+                    self._kv.remember(chunk.sequence, chunk.end)
+        num_running = len(self.running)
         if self.waiting and budget > 0 and self.preemption.num_preemptions == num_preemptions:
             chunks += self._admit_waiting(budget)
-        chunks.sort(key=lambda chunk: chunk.length != 1)
+        if prefills or len(self.running) > num_running:
+            chunks.sort(key=lambda chunk: chunk.length != 1)
         self.preemption.prepare(self.running)
         scores = self._scores(chunks) if self._to_score else ()
         pools = self._pools(chunks) if self._to_pool else ()
@@ -174,27 +178,43 @@ class Scheduler:
                 return self._limits.fit_prompts(num_decodes, budget)
         return self._limits.fit_prompts(num_decodes, wanted)
 
+    def _decode(self, sequences: list[Sequence]) -> list[Chunk]:
+        """A token of each of these, oldest first, as far as there are blocks."""
+        for sequence in [one for one in sequences if one.num_computed_tokens >= one.num_writable_tokens]:
+            if sequence.state is State.RUNNING:
+                self._extend(sequence, sequence.num_computed_tokens + 1)
+        return [
+            Chunk(sequence, sequence.num_computed_tokens, 1, sequence.samplers)
+            for sequence in sequences
+            if sequence.num_computed_tokens < sequence.num_writable_tokens and sequence.state is State.RUNNING
+        ]
+
+    def _extend(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Let the sequence have the blocks for so many tokens, though others leave for it; whether it has them."""
+        missing = self._kv.num_missing_blocks(sequence, num_tokens)
+        if missing > self._kv.pool.num_available:
+            self._queue_again(self.preemption.make_room(missing, sequence, self.running))
+            if sequence.state is not State.RUNNING or missing > self._kv.pool.num_available:
+                return False
+        self._kv.extend(sequence, num_tokens)
+        return True
+
     def _continue(self, chunks: list[Chunk], sequences: list[Sequence], budget: int) -> tuple[list[Chunk], int]:
         """`chunks` and those of these running sequences, oldest first, and what is left of the budget."""
-        num_missing_blocks, make_chunk = self._kv.num_missing_blocks, self._chunk
         for sequence in sequences:
             if budget == 0:
                 break
             if sequence.state is not State.RUNNING:  # preempted for one before it
                 continue
-            chunk = make_chunk(sequence, budget)
-            end = chunk.start + chunk.length
-            missing = num_missing_blocks(sequence, end)
-            if missing:
-                if missing > self._kv.pool.num_available:
-                    self._queue_again(self.preemption.make_room(missing, sequence, self.running))
-                    budget += sum(chunk.length for chunk in chunks if chunk.sequence.state is not State.RUNNING)
-                    chunks = [chunk for chunk in chunks if chunk.sequence.state is State.RUNNING]
-                    if sequence.state is not State.RUNNING or missing > self._kv.pool.num_available:
-                        continue
-                self._kv.extend(sequence, end)
-            chunks.append(chunk)
-            budget -= chunk.length
+            chunk = self._chunk(sequence, budget)
+            num_preemptions = self.preemption.num_preemptions
+            has_room = self._extend(sequence, chunk.end)
+            if self.preemption.num_preemptions > num_preemptions:
+                budget += sum(chunk.length for chunk in chunks if chunk.sequence.state is not State.RUNNING)
+                chunks = [chunk for chunk in chunks if chunk.sequence.state is State.RUNNING]
+            if has_room:
+                chunks.append(chunk)
+                budget -= chunk.length
         return chunks, budget
 
     def _admit_waiting(self, budget: int) -> list[Chunk]:
@@ -206,7 +226,8 @@ class Scheduler:
         reserve, so that it does not become the next victim.
         """
         chunks = []
-        spare = self._kv.pool.num_available - sum(map(self._num_lacking_blocks, self.running))
+        growing = [one for one in self.running if one.num_tokens > one.num_writable_tokens]
+        spare = self._kv.pool.num_available - sum(map(self._num_lacking_blocks, growing))
         while self.waiting and budget > 0:
             group = next((group for group in self.waiting if group.is_ready), None)
             if group is None or group.has_pending_tokens:
@@ -268,10 +289,11 @@ class Scheduler:
                 leader.lead([one for one in leader.followers if one is not follower])
 
     def _chunk(self, sequence: Sequence, budget: int) -> Chunk:
-        lacking = sequence.num_uncomputed_tokens
+        start = sequence.num_computed_tokens
+        lacking = len(sequence.token_ids) + sequence.num_pending_tokens - start
         if lacking > budget:
-            return Chunk(sequence, sequence.num_computed_tokens, budget, ())
-        return Chunk(sequence, sequence.num_computed_tokens, lacking, sequence.samplers)
+            return Chunk(sequence, start, budget, ())
+        return Chunk(sequence, start, lacking, sequence.samplers)
 
     def check_invariants(self) -> None:
         """Nobody stands in both queues, groups are whole, the waiting and the parked hold nothing, and the pool's books

@@ -72,14 +72,20 @@ class Sequence:
         """No step computes it before the tokens of the one before are known."""
         self.draws_late = wishes.has_penalties or wishes.grammar is not None
         """A step computes it before, but draws its token only after."""
-        self.scores_adjusted = wishes.beam is not None and (is_shaped(wishes) or wishes.grammar is not None)
+        self.is_shaped = is_shaped(wishes)
+        self.scores_adjusted = wishes.beam is not None and (self.is_shaped or wishes.grammar is not None)
         """Its log-probabilities are of the logits with penalties, biases and mask in."""
+        self.is_plain = wishes.beam is None and wishes.grammar is None and num_alternatives is None
+        """Its tokens are all there is to tell of it; whether it ends with one, that token and their number say."""
         self.matcher: Matcher | None = None  # of its grammar, if it has one, at its last known token
         self.token_ids = list(request.prompt)
         self.num_prompt_tokens = len(request.prompt)
         self.max_num_tokens = len(request.prompt) + wishes.max_tokens
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
+        self.num_writable_tokens = 0
+        """Up to here the blocks in its table are its own to write to, from the first uncomputed token on: the memory
+        need not be asked. 0 where that is not sure."""
         self.block_table = array("i")
         self.end: EndReason | None = None
         self.samplers: tuple[Sequence, ...] = (self,)

@@ -57,21 +57,23 @@ INGRESS_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 def encode(message: Message) -> bytes:
     """A msgpack map with the version `v`; fields that are None or () are left out. Raises WireError for what msgpack
     cannot carry (integers beyond 64 bits, broken text) and for a message above its kind's size."""
-    fields = msgspec.to_builtins(message, builtin_types=(bytes,))
     try:
-        payload = msgpack.packb({"v": VERSION, **_present(fields)})
-    except (ValueError, TypeError, OverflowError) as error:
+        payload = _ENCODER.encode({"v": VERSION, **_present(message)})
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise WireError("the message holds a value that msgpack cannot carry") from error
     if len(payload) > LIMITS[type(message)].max_bytes:
         raise WireError(f"the message takes {len(payload)} bytes, {LIMITS[type(message)].max_bytes} are allowed")
     return payload
 
 
-def _present(fields: dict[str, Any]) -> dict[str, Any]:
-    """`fields` less those that are None or (), also in messages that stand in a tuple."""
-    present = {name: value for name, value in fields.items() if value is not None and value != ()}
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def _present(message: Any) -> dict[str, Any]:
+    """The message's fields less those that are None or (), also of messages that stand in a tuple."""
+    present = {name: value for name, value in vars(message).items() if value is not None and value != ()}
     for name, value in present.items():
-        if type(value) is tuple and type(value[0]) is dict:
+        if type(value) is tuple and dataclasses.is_dataclass(value[0]):
             present[name] = [_present(item) for item in value]
     return present
 

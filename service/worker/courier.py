@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
-from service.engine.engine import Output
+from service.engine.outputs import News, Output, one_by_one
 from service.engine.sequence import Request
 from service.errors import EndReason
 from service.logs import fields
@@ -54,7 +54,7 @@ class Courier:
         self._max_open = max_open
         self._loop = asyncio.get_running_loop()
         self._open: dict[str, _OpenJob] = {}
-        self._outputs: list[Output] = []
+        self._news: list[News] = []
         self._refused: list[Event] = []
         self._has_news = asyncio.Event()
         self._publishing = asyncio.Lock()
@@ -70,9 +70,9 @@ class Courier:
     def num_open(self) -> int:
         return len(self._open)
 
-    def deliver(self, outputs: list[Output]) -> None:
+    def deliver(self, news: list[News]) -> None:
         """Called on the engine thread after a step."""
-        self._loop.call_soon_threadsafe(self._take_in, outputs)
+        self._loop.call_soon_threadsafe(self._take_in, news)
 
     async def run(self) -> None:
         """Until cancelled. Fetching stops for good once `drain` or `abandon` was called."""
@@ -170,8 +170,8 @@ class Courier:
         for cancel in (*claim.stops, *self._heard.pop(job.job_id, ())):
             self.engine.send(Cancel(request_id, cancel.reason, cancel.branch))
 
-    def _take_in(self, outputs: list[Output]) -> None:
-        self._outputs += outputs
+    def _take_in(self, news: list[News]) -> None:
+        self._news += news
         self._has_news.set()
 
     async def _publish(self) -> None:
@@ -183,9 +183,9 @@ class Courier:
     async def _publish_all(self) -> None:
         async with self._publishing:
             self._has_news.clear()
-            outputs, self._outputs = self._outputs, []
+            news, self._news = self._news, []
             refused, self._refused = self._refused, []
-            told, leaving = self._events(outputs)
+            told, leaving = self._events(news)
             events = refused + told
             if events:
                 self._drop(await self._persist(lambda: self._broker.publish(events)))
@@ -197,18 +197,18 @@ class Courier:
                 for job_id in leaving:
                     self._close(job_id)
 
-    def _events(self, outputs: list[Output]) -> tuple[list[Event], list[str]]:
+    def _events(self, news: list[News]) -> tuple[list[Event], list[str]]:
         """What to tell, and the jobs that the engine has let go of for others."""
         by_job: dict[str, list[Output]] = {}
-        for output in outputs:
+        for output in one_by_one(news):
             job_id = output.request_id.rpartition("/")[0]
             job = self._open.get(job_id)
             if job is not None and job.request_id == output.request_id:
                 by_job.setdefault(job_id, []).append(output)
         events, leaving = [], []
-        for job_id, news in by_job.items():
+        for job_id, outputs in by_job.items():
             job = self._open[job_id]
-            for outputs_of_one in in_events(news):
+            for outputs_of_one in in_events(outputs):
                 event = event_of(job_id, job.next_number, outputs_of_one)
                 if job.is_leaving and event.end is EndReason.SHUTDOWN:
                     leaving.append(job_id)

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from service.engine.engine import Engine, Output
+from service.engine.engine import Engine
+from service.engine.outputs import News
 from service.engine.sequence import Request
 from service.engine.stats import EngineStats
 from service.errors import EndReason
@@ -57,7 +58,7 @@ class EngineThread:
     def __init__(
         self,
         engine: Engine,
-        deliver: Callable[[list[Output]], None],
+        deliver: Callable[[list[News]], None],
         on_death: Callable[[BaseException], None],
         on_turn: Callable[[float], None] = lambda now_s: None,
     ):
@@ -169,6 +170,6 @@ class EngineThread:
         if now_s > self._stats_due_s:
             self.stats, self._stats_due_s = self._engine.stats(), now_s + STATS_EVERY_S
             self._draw(now_s)
-        outputs = self._engine.take_outputs()
-        if outputs:
-            self._deliver(outputs)
+        news = self._engine.take_news()
+        if news:
+            self._deliver(news)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from service.engine.engine import BranchOutput, Output
+from service.engine.outputs import BranchOutput, Output
 from service.errors import EndReason
 from service.wire.codec import pack_floats, pack_ids
 from service.wire.messages import Event, Part, TokenLogprobs, Usage
@@ -16,6 +16,8 @@ MAX_EVENT_TOKENS = 4096
 
 def event_of(job_id: str, number: int, outputs: Sequence[Output]) -> Event:
     """One event of a job's outputs since the last one."""
+    if len(outputs) == 1 and len(outputs[0].parts) == 1 and outputs[0].end is None:  # nearly always
+        return Event(job_id=job_id, number=number, parts=(_part(outputs[0].parts),))
     by_branch: dict[tuple[bool, int], list[BranchOutput]] = {}
     for output in outputs:
         for part in output.parts:
@@ -47,8 +49,10 @@ def without_end(event: Event) -> Event:
     return replace(event, end=None, usage=None, choices=(), embedding=None)
 
 
-def in_events(outputs: Sequence[Output]) -> list[list[Output]]:
+def in_events(outputs: list[Output]) -> list[list[Output]]:
     """A job's outputs, parted where one event would hold more tokens than an event may."""
+    if len(outputs) == 1:
+        return [outputs]
     runs: list[list[Output]] = [[]]
     num_tokens = 0
     for output in outputs:
@@ -62,6 +66,9 @@ def in_events(outputs: Sequence[Output]) -> list[list[Output]]:
 
 
 def _part(news: Sequence[BranchOutput]) -> Part:
+    if len(news) == 1 and not news[0].logprobs:
+        (only,) = news
+        return Part(branch=only.branch, is_prompt=only.is_prompt or None, tokens=pack_ids(only.token_ids), end=only.end)
     logprobs = [logprob for part in news for logprob in part.logprobs]
     return Part(
         branch=news[0].branch,

@@ -69,7 +69,7 @@ class ScriptedExecutor:
                 self.memory[block][position % self.block_size] = self._token(chunk.sequence, position)
         sampled = {sampler: self._sampled(chunk, sampler) for chunk in plan.chunks for sampler in chunk.samplers}
         self._last = {sequence: token.token_id for sequence, token in sampled.items()}
-        return StepResult(tuple(sampled.values()))
+        return StepResult.of(sampled.values())
 
     def move(self, plan: StepPlan) -> None:
         for source, target in plan.copies:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from service.engine.engine import Engine, Output
+from service.engine.engine import Engine
+from service.engine.outputs import Output
 from service.engine.plan import TokenLogprob
 from service.engine.sequence import BranchPast
 from service.errors import EndReason

@@ -18,8 +18,6 @@ import numpy as np
 from service.engine.plan import SampledToken, StepPlan, StepResult, TokenLogprob
 from service.engine.sequence import Sequence
 
-SAMPLED = SampledToken(0, False, None)
-
 
 @dataclass(frozen=True, kw_only=True)
 class StepCosts:
@@ -95,7 +93,7 @@ class SimulatedExecutor:
             num_cached_tokens += start + length
             num_due += len(samplers)
         self._clock.now_s += self._costs.step_s(num_tokens, num_cached_tokens)
-        return StepResult((SAMPLED,) * num_due)
+        return StepResult([0] * num_due)
 
     def draw(self, launched: StepResult) -> None:
         """It knows all tokens when it launches."""
@@ -121,7 +119,7 @@ class SimulatedSampler(SimulatedExecutor):
         samplers = plan.samplers
         token_ids = self._random.integers(0, self._vocab_size, len(samplers)).tolist()
         shares = self._random.beta(0.8, 0.4, len(samplers))
-        return StepResult(tuple(map(self._sample, samplers, token_ids, shares)))
+        return StepResult.of(map(self._sample, samplers, token_ids, shares))
 
     def _sample(self, sampler: Sequence, token_id: int, share: float) -> SampledToken:
         count = sampler.num_alternatives

@@ -7,6 +7,7 @@ import pytest
 from model.sampling_params import SamplingParams
 from service.engine.engine import Engine
 from service.engine.kv_manager import KVManager
+from service.engine.outputs import one_by_one
 from service.engine.scheduler import Limits
 from service.engine.sequence import Request
 from service.errors import EndReason
@@ -23,7 +24,7 @@ class Harness:
         self.outputs, self.deaths = queue.Queue(), queue.Queue()
         limits = Limits(max_num_seqs=4, max_num_batched_tokens=16, max_prefill_chunk=16, max_model_len=256)
         engine = Engine(executor or ScriptedExecutor(64, 4), KVManager(64, 4), limits, frozenset())
-        self.thread = EngineThread(engine, lambda batch: [self.outputs.put(o) for o in batch], self.deaths.put)
+        self.thread = EngineThread(engine, lambda news: list(map(self.outputs.put, one_by_one(news))), self.deaths.put)
         self.thread.start()
 
     def add(self, name, max_tokens):
