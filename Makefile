@@ -10,6 +10,9 @@ VENV := .venv
 UV := $(shell command -v uv)
 IN_RANGE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 
+# Many tests wait for processes of their own: one more at a time than there are cores keeps these busy.
+TEST_PROCESSES ?= $(shell echo $$(($$(nproc) < 4 ? $$(nproc) + 1 : 4)))
+
 # These three are looked up only when a recipe needs them.
 PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
 	$$python -c '$(IN_RANGE)' 2>/dev/null && echo $$python && break; done)
@@ -32,7 +35,8 @@ run: install ## install, then serve on http://127.0.0.1:8000 (ARGS="--model DIR 
 	@exec $(VENV)/bin/quire serve $(ARGS)
 
 test: install $(VENV)/requirements-test.stamp ## install, then every test, with coverage (what needs a GPU is skipped by name)
-	@$(VENV)/bin/python -m pytest --cov=service --cov=model --cov-report=term:skip-covered $(ARGS)
+	@$(VENV)/bin/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile \
+		--cov=service --cov=model --cov-report=term:skip-covered $(ARGS)
 
 test-gpu: $(if $(PYTHON_BIN),,gpu-env) ## each kernel against its NumPy twin (PYTHON_BIN=python3 uses that Python as it is)
 	@$(or $(PYTHON_BIN),$(VENV)/bin/python) -m pytest tests/kernel -m gpu $(ARGS)
