@@ -32,11 +32,11 @@ from service.errors import EndReason
 from service.wire.codec import pack_ids
 from service.wire.embedded_redis import EmbeddedRedis
 from service.wire.fair_queue import FairQueue
-from service.wire.messages import Event, Job, Part, Usage, WorkerCard
+from service.wire.messages import Event, Job, Part, Usage
 from service.wire.redis_broker import open_redis_broker
 from tests.support.doors import start_gateway
 from tests.support.gateway import MODEL
-from tests.support.wire import make_job
+from tests.support.wire import make_card, make_job
 
 NUM_SMALL = 20
 KEYS = ("flooder", *(f"small{number}" for number in range(NUM_SMALL)))
@@ -83,15 +83,7 @@ class StepEngine:
 
     async def beat(self) -> None:
         while True:
-            card = WorkerCard(
-                worker_id="stub",
-                model=MODEL,
-                ready=True,
-                max_model_len=4096,
-                num_blocks=1,
-                block_size=16,
-                beat_at_s=0.0,
-            )
+            card = make_card("stub", model=MODEL, max_model_len=4096)
             await self.broker.announce(card)
             await self.broker.renew()
             await asyncio.sleep(1.0)

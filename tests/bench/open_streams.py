@@ -28,10 +28,11 @@ import numpy as np
 from service.errors import EndReason
 from service.wire.codec import pack_ids
 from service.wire.embedded_redis import EmbeddedRedis
-from service.wire.messages import Event, Part, Usage, WorkerCard
+from service.wire.messages import Event, Part, Usage
 from service.wire.redis_broker import open_redis_broker
 from tests.support.doors import start_gateway
 from tests.support.gateway import MODEL
+from tests.support.wire import make_card
 
 OPEN_WITHIN_S = 180.0
 NUM_OPENING = 64
@@ -58,15 +59,7 @@ class StubEngine:
 
     async def announce(self) -> None:
         while True:
-            card = WorkerCard(
-                worker_id="stub",
-                model=MODEL,
-                ready=True,
-                max_model_len=4096,
-                num_blocks=1,
-                block_size=16,
-                beat_at_s=0.0,
-            )
+            card = make_card("stub", model=MODEL, max_model_len=4096)
             await self._broker.announce(card)
             await self._broker.renew()
             await asyncio.sleep(1.0)

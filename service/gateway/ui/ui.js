@@ -51,9 +51,9 @@ function tiles(now) {
   const last = looks.at(-2);
   const earlier = looks.length > PERCENTILE_SPAN ? looks[looks.length - 1 - PERCENTILE_SPAN] : looks[0];
   const spread = (name) => [0.5, 0.99].map((share) => number(percentile(name, share, earlier, now))).join(" / ");
-  const used = sum(now, "num_blocks_used");
+  const used = sum(now, "num_blocks_used") + sum(now, "num_blocks_shared");
   const blocks = now.workers.reduce((total, worker) => total + worker.num_blocks, 0);
-  const asked = sum(now, "prefix_cache_query_tokens_total");
+  const asked = sum(now, "prefix_query_tokens_total");
   return [
     ["Running", number(sum(now, "num_running"))],
     ["Waiting", number(sum(now, "num_waiting") + (now.num_queued ?? 0))],
@@ -64,7 +64,7 @@ function tiles(now) {
     ["Step, ms", number(Math.max(0, ...now.workers.map((worker) => worker.stats.step_time_ms ?? 0)), 1)],
     ["Blocks in use", blocks ? `${number((100 * used) / blocks, 1)} %` : "–"],
     ["Waste", `${number(100 * Math.max(0, ...now.workers.map((worker) => worker.stats.kv_waste_ratio ?? 0)), 1)} %`],
-    ["Prefix hits", asked ? `${number((100 * sum(now, "prefix_cache_hit_tokens_total")) / asked, 1)} %` : "–"],
+    ["Prefix hits", asked ? `${number((100 * sum(now, "prefix_hit_tokens_total")) / asked, 1)} %` : "–"],
     ["Preemptions", number(sum(now, "preemptions_total"))],
     ["Workers", number(now.workers.filter((worker) => worker.ready).length)],
   ];
@@ -100,9 +100,12 @@ function pools(now) {
     const counted = ["used", "shared", "cached", "free"]
       .filter((state) => stats[`num_blocks_${state}`] !== undefined)
       .map((state) => `${number(stats[`num_blocks_${state}`])} ${state}`);
+    const onHost = stats.num_host_blocks_used || stats.num_host_blocks_cached
+      ? `; on the host ${number(stats.num_host_blocks_used ?? 0)} swapped, ${number(stats.num_host_blocks_cached ?? 0)} cached`
+      : "";
     const each = worker.blocks_per_cell > 1 ? `; a square stands for ${worker.blocks_per_cell} and shows the first` : "";
     part.children[0].textContent = worker.id + (worker.ready ? "" : " (leaving)");
-    part.children[1].textContent = `${number(worker.num_blocks)} blocks of ${worker.block_size} tokens: ${counted.join(", ")}${each}`;
+    part.children[1].textContent = `${number(worker.num_blocks)} blocks of ${worker.block_size} tokens: ${counted.join(", ")}${onHost}${each}`;
     part.children[2].setAttribute("aria-label", `Blocks: ${counted.join(", ")}`);
     if (worker.blocks) drawBlocks(part.children[2], worker.blocks);
   }

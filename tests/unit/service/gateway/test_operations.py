@@ -8,6 +8,7 @@ from importlib.resources import files
 
 import pytest
 
+from service import metrics
 from service.gateway.operations import ASSETS
 from tests.support.gateway import open_gateway, write_model
 
@@ -55,6 +56,14 @@ async def test_the_page_needs_nothing_from_elsewhere(folder):
                 page += await response.text()
     assert re.findall(r"https?://", page) == []
     assert {item.name for item in (files("service.gateway") / "ui").iterdir()} == {"index.html", *ASSETS}
+
+
+def test_the_page_asks_for_stats_that_workers_tell():
+    script = (files("service.gateway") / "ui" / "ui.js").read_text()
+    asked = set(re.findall(r'(?:sum\(\w+, "|rate\("|stats\.)(\w+)', script))
+    told = {getattr(metrics, name) for name in dir(metrics) if name.startswith("STAT_")}
+    assert len(asked) > 8
+    assert asked - told == set()
 
 
 async def test_a_browser_may_show_the_key_as_a_password(folder):

@@ -14,16 +14,8 @@ from service.errors import RequestError
 from service.gateway.openai_api import read_request
 from service.gateway.request import CHAT
 from tests.support.gateway import MODEL, beside, open_gateway, speech, write_model
+from tests.support.responses import PARAMETERS, TEMPLATE
 
-TEMPLATE = (
-    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
-    "Answer with <tool_call> and \"arguments\".<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)  # fmt: skip
-PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "the sky", "parameters": PARAMETERS}}
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 MESSAGES = [{"role": "user", "content": "hi"}]
