@@ -26,7 +26,7 @@ from service.gateway.batch_lines import (
 from service.gateway.files import OUTPUT, store
 from service.gateway.hall import Hall, incident
 from service.logs import fields
-from service.wire.batches import Batch, BatchStatus
+from service.wire.batches import Batch, BatchError, BatchStatus
 from service.wire.broker import BrokerUnavailable
 
 log = logging.getLogger("quire.batches")
@@ -90,9 +90,17 @@ class BatchRunner:
         except BrokerUnavailable as error:
             log.warning("a batch has to wait %s: %s", fields(batch=batch_id), error)
         except Exception as error:
-            incident(error, "batch")
+            await self._give_up(batch_id, incident(error, "batch"))
         finally:
             work.cancel()
+
+    async def _give_up(self, batch_id: str, told: RequestError) -> None:
+        """A bug of ours would be met again at every try."""
+        with suppress(BrokerUnavailable):
+            batch = await self._broker.batch(batch_id)
+            if batch is not None and batch.is_open:
+                errors = (BatchError(code=told.code, message=told.message),)
+                await self._become(batch, BatchStatus.FAILED, errors=errors)
 
     async def _work(self, batch_id: str) -> None:
         batch = await self._broker.batch(batch_id)

@@ -141,6 +141,22 @@ async def test_a_file_that_is_no_batch_fails_whole(folder, data, words):
         assert gateway.worker.jobs == []
 
 
+async def test_a_batch_that_meets_a_bug_fails_and_is_not_tried_for_ever(folder, monkeypatch):
+    tries = []
+
+    def stumble(data, endpoint):
+        tries.append(data)
+        raise RuntimeError("hush")
+
+    monkeypatch.setattr(batch_runner, "read_lines", stumble)
+    async with open_gateway(folder) as gateway, client_of(gateway) as client:
+        batch = await ended(client, (await submit(client, jsonl(line(1)))).id)
+        assert await gateway.broker.open_batches() == []
+    assert (batch.status, batch.errors.data[0].code) == ("failed", "internal_error")
+    assert "hush" not in batch.errors.data[0].message
+    assert len(tries) == 1
+
+
 async def test_a_cancelled_batch_keeps_what_was_answered(folder):
     async with open_gateway(folder) as gateway, client_of(gateway) as client:
         scripts = iter([speech(gateway.model, "Hello world.")] * 3)
