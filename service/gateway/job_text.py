@@ -47,7 +47,7 @@ class JobText:
         self._prompt_logprobs: list[TokenLogprob] = []  # told whole before any branch says a word
         self._begun: set[int] = set()  # choices whose first piece is told
         self.num_tokens = 0
-        self.cached_tokens: int | None = None  # None where the end was seen here before the worker told it
+        self.cached_tokens = 0  # of the prompt, as its first event tells: a stop string may end it here before its last
         self.embedding = b""  # float32[H], of the prompt, where it is wanted; known at the end
         self.reason: EndReason | None = None
         """Why the job ended: said by its last event, or STOP once stop strings have ended every choice."""
@@ -55,6 +55,8 @@ class JobText:
     def take(self, event: Event) -> tuple[list[Piece], list[int]]:
         """What the event adds to the answer, and the branches that a stop string has just ended."""
         stopped = []
+        if event.number == 1 and event.usage is not None:
+            self.cached_tokens = event.usage.cached_tokens
         for part in event.parts:
             if part.is_prompt:
                 self._prompt_logprobs += _logprobs(part, unpack_ids(part.tokens))
@@ -94,8 +96,6 @@ class JobText:
         word = ENDINGS[event.end].finish_reason
         if word is None:
             return
-        if event.usage is not None:
-            self.cached_tokens = event.usage.cached_tokens
         for number in event.choices or range(self._request.sampling.n):
             self._branch(number).end(word)
 

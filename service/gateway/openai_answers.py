@@ -34,12 +34,11 @@ def error_object(error: RequestError) -> Json:
 
 
 def usage_json(outcome: Outcome) -> Json:
-    details = None if outcome.cached_tokens is None else {"cached_tokens": outcome.cached_tokens}
     return {
         "prompt_tokens": outcome.prompt_tokens,
         "completion_tokens": outcome.completion_tokens,
         "total_tokens": outcome.prompt_tokens + outcome.completion_tokens,
-        "prompt_tokens_details": details,
+        "prompt_tokens_details": {"cached_tokens": outcome.cached_tokens},
     }
 
 

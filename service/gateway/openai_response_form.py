@@ -269,7 +269,7 @@ class ResponseForm:
 def _usage(outcome: Outcome) -> Json:
     return {
         "input_tokens": outcome.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": outcome.cached_tokens or 0},
+        "input_tokens_details": {"cached_tokens": outcome.cached_tokens},
         "output_tokens": outcome.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": outcome.prompt_tokens + outcome.completion_tokens,

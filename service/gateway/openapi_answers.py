@@ -21,7 +21,7 @@ class TokenUsage(Shape):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails | None
+    prompt_tokens_details: PromptTokensDetails
 
 
 class CompletionLogprobs(Shape):

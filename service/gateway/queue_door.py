@@ -187,7 +187,7 @@ class _Answer:
         usage = Usage(
             prompt_tokens=outcome.prompt_tokens,
             completion_tokens=outcome.completion_tokens,
-            cached_tokens=outcome.cached_tokens or 0,
+            cached_tokens=outcome.cached_tokens,
         )
         for choice in choices:
             text = choice.take()

@@ -24,7 +24,7 @@ class Outcome:
 
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int | None  # None where an end was seen here before the worker told it
+    cached_tokens: int
 
 
 class EventStream(Protocol):
@@ -143,11 +143,10 @@ class Run:
     @property
     def outcome(self) -> Outcome:
         texts = [job.text for job in self._jobs]
-        cached = [text.cached_tokens for text in texts]
         return Outcome(
             prompt_tokens=self._num_prompt_tokens,
             completion_tokens=sum(text.num_tokens for text in texts),
-            cached_tokens=None if None in cached else sum(cached),
+            cached_tokens=sum(text.cached_tokens for text in texts),
         )
 
 

@@ -64,7 +64,7 @@ class Event:
     number: int
     parts: tuple[Part, ...] = ()
     end: EndReason | None = None  # of the whole job: exactly one event has it, the last
-    usage: Usage | None = None  # with `end`
+    usage: Usage | None = None  # so far; in the first event, and with `end`
     choices: tuple[int, ...] = ()  # with an `end` that is a success: the n branches to answer with, best first
     embedding: bytes | None = None  # float32[hidden], with an `end` that is a success, where the job asks for it
 

@@ -16,7 +16,8 @@ MAX_EVENT_TOKENS = 4096
 
 def event_of(job_id: str, number: int, outputs: Sequence[Output]) -> Event:
     """One event of a job's outputs since the last one."""
-    if len(outputs) == 1 and len(outputs[0].parts) == 1 and outputs[0].end is None:  # nearly always
+    tells_usage = number == 1 or outputs[-1].end is not None
+    if len(outputs) == 1 and len(outputs[0].parts) == 1 and not tells_usage:  # nearly always
         return Event(job_id=job_id, number=number, parts=(_part(outputs[0].parts),))
     by_branch: dict[tuple[bool, int], list[BranchOutput]] = {}
     for output in outputs:
@@ -33,7 +34,7 @@ def event_of(job_id: str, number: int, outputs: Sequence[Output]) -> Event:
         number=number,
         parts=tuple(map(_part, by_branch.values())),
         end=last.end,
-        usage=usage if last.end is not None else None,
+        usage=usage if tells_usage else None,
         choices=last.choices,
         embedding=last.embedding or None,
     )
@@ -46,7 +47,8 @@ def refusal(job_id: str, number: int, reason: EndReason) -> Event:
 
 def without_end(event: Event) -> Event:
     """The same news of a job that goes on elsewhere."""
-    return replace(event, end=None, usage=None, choices=(), embedding=None)
+    usage = event.usage if event.number == 1 else None
+    return replace(event, end=None, usage=usage, choices=(), embedding=None)
 
 
 def in_events(outputs: list[Output]) -> list[list[Output]]:

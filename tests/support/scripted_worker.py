@@ -153,15 +153,17 @@ class ScriptedWorker:
     async def _end(
         self, job_id: str, end: EndReason, num_tokens: int, num_prompt_tokens: int = 0, script: Script = SILENT
     ) -> None:
-        usage = Usage(prompt_tokens=num_prompt_tokens, completion_tokens=num_tokens, cached_tokens=1)
+        usage = Usage(prompt_tokens=num_prompt_tokens, completion_tokens=num_tokens)
         vector = pack_floats(script.embedding) or None
         event = Event(job_id=job_id, number=0, end=end, usage=usage, choices=script.choices, embedding=vector)
         await self._publish(event)
 
     async def _publish(self, event: Event) -> None:
         """Under the next number of its job."""
-        self._numbers[event.job_id] = self._numbers.get(event.job_id, 0) + 1
-        await self._broker.publish([replace(event, number=self._numbers[event.job_id])])
+        number = self._numbers[event.job_id] = self._numbers.get(event.job_id, 0) + 1
+        if number == 1:
+            event = replace(event, usage=Usage(prompt_tokens=0, completion_tokens=0, cached_tokens=1))
+        await self._broker.publish([replace(event, number=number)])
 
 
 class _Branch:

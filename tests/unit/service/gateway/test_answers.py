@@ -115,6 +115,7 @@ async def test_stop_string(gateway):
     assert (choice["text"], choice["finish_reason"]) == ("Hello world. ", "stop")
     ids = gateway.model.tokenizer.encode("Hello world. END")
     assert body["usage"]["completion_tokens"] == len(ids)
+    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}, "known before the worker tells the end"
     cancel = await gateway.worker.cancelled()
     assert (cancel.reason, cancel.job_id) == (EndReason.STOP, gateway.worker.jobs[0].job_id)
     events = await gateway.events(CHAT, {**MESSAGES, "stop": ["nope", "END"], "include_stop_str_in_output": True})
