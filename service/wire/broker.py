@@ -18,11 +18,15 @@ class BrokerUnavailable(Exception):
 SUSPECT_AFTER_DEATHS = 2
 MAX_DEATHS = 3
 """Engine deaths that a job may be in flight at without getting any further between them: after the second it runs
-alone, after the third it is buried."""
+alone, after the third it is buried; after one more where engines died without it meanwhile, for then there is another
+cause about."""
 GETS_ON_BY_EVENTS = 3
-"""A job that kills at every decode still tells a token a life, from the prefill with which it is taken up."""
+"""A job that kills at every decode still tells a token a life, from the prefill with which it is taken up. A suspect
+that gets on is none any more: it is given back, and goes on beside others."""
 MAX_DEATHS_IN_ALL = 6
-"""The same for one that does get further: it runs alone before the last two."""
+"""The same for one that does get further: it runs alone before the last two, to its end."""
+ALONE_FOR_EVENTS = {"": 0, "suspect": GETS_ON_BY_EVENTS, "recurrent": 1 << 62}
+"""By a job's standing, what it has to tell with no other beside it."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +35,13 @@ class Claim:
 
     job: Job
     attempt: int
-    is_suspect: bool = False  # engines died while it was in flight: it has to run alone
+    alone_for_events: int = 0  # engines died while it was in flight: it has to tell so many with no other beside it
     past: tuple[Event, ...] = ()  # what earlier owners told: numbers 1, 2, 3, ... without gap, none with `end`
     stops: tuple[Cancel, ...] = ()  # branches that are no longer wanted
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.alone_for_events > 0
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
 -- ARGV[9] epoch   ARGV[10] worker   ARGV[11] most jobs   ARGV[12] length of a lease (s), where it has none yet
 -- ARGV[13] '1': the answer to an earlier claim may be lost, so jobs that are this worker's but for those in
 -- ARGV[14] (msgpack list) come before all others
--- Returns for each job: id, message, attempt, standing ('', 'suspect' or 'deadly'), deaths in all, cause, stops (msgpack
+-- Returns for each job: id, message, attempt, standing ('', 'suspect', 'recurrent' or 'deadly'), deaths in all, cause, stops (msgpack
 -- list or '').
 
 if redis.call('GET', EPOCH) ~= ARGV[9] then return redis.error_reply('EPOCH Redis has lost what it knew') end
@@ -21,9 +21,9 @@ local function take(job, state)
   write_state(job, state)
   redis.call('HSET', CLAIMS, job, state.attempts .. ' ' .. owner)
   local stops = state.stops and cmsgpack.pack(state.stops) or ''
-  local standing = is_deadly(state) and 'deadly' or is_suspect(state) and 'suspect' or ''
+  local standing = is_deadly(state) and 'deadly' or is_recurrent(state) and 'recurrent' or is_suspect(state) and 'suspect'
   local message = redis.call('HGET', JOBS, job)
-  claimed[#claimed + 1] = {job, message, state.attempts, standing, state.deaths_in_all, state.cause or '', stops}
+  claimed[#claimed + 1] = {job, message, state.attempts, standing or '', state.deaths_in_all, state.cause or '', stops}
 end
 
 if ARGV[13] == '1' then

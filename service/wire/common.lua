@@ -6,6 +6,8 @@
 --            queue, entry           where it waits; both absent while it is claimed
 --            attempts, told         how often it was claimed; the last event in its log at the last claim
 --            deaths, deaths_in_all  engine deaths while it was in flight, since it last got on; from the beginning
+--            first_death            which of all engine deaths the first of `deaths` was
+--            others                 engines that died since then without it
 --            cancel                 why it is no longer wanted, though it was claimed when that was said
 --            cause                  what the last of those deaths was
 --            tenant, cost           whose it is; tokens that it may cost
@@ -80,13 +82,20 @@ local function last_number(log)
   return last and tonumber(string.match(last[1], '^%d+')) or 0
 end
 
--- A job that kills engines is told from those that were near by what it tells in between: it gets no further.
+-- A job that kills engines is told from those that were near by what it tells in between: it gets no further. Where
+-- engines die without it too, there is another cause about, and it takes a second death alone to lay them to its charge.
 local function is_deadly(state)
-  return state.deaths >= MAX_DEATHS or state.deaths_in_all >= MAX_DEATHS_IN_ALL
+  local enough = (state.others or 0) > 0 and MAX_DEATHS + 1 or MAX_DEATHS
+  return state.deaths >= enough or state.deaths_in_all >= MAX_DEATHS_IN_ALL
+end
+
+-- It is to run alone until it gets on, or to its end where it got on before and engines died of it all the same.
+local function is_recurrent(state)
+  return state.deaths_in_all >= MAX_DEATHS_IN_ALL - 2
 end
 
 local function is_suspect(state)
-  return state.deaths >= SUSPECT_AFTER_DEATHS or state.deaths_in_all >= MAX_DEATHS_IN_ALL - 2
+  return state.deaths >= SUSPECT_AFTER_DEATHS or is_recurrent(state)
 end
 
 -- Ends a job that no engine has. Of its tokens nobody here knows more than its log.
@@ -105,13 +114,17 @@ local function end_job(job, state, reason)
 end
 
 -- Takes a claimed job from its worker and queues it where it belongs, before all that was never claimed.
--- `cause` is what the engine died of that had it in flight; nil: it was given back in peace.
-local function put_back(job, state, cause)
+-- `cause` is what the engine died of that had it in flight, and `death` which of all engine deaths that was; nil: it was
+-- given back in peace.
+local function put_back(job, state, cause, death)
   redis.call('HDEL', CLAIMS, job)
   if not state then return forget(job) end
   if state.cancel then return end_job(job, state, state.cancel) end
+  if last_number(state.log) >= state.told + GETS_ON_BY_EVENTS then state.deaths = 0 end
   if cause then
-    state.deaths = last_number(state.log) >= state.told + GETS_ON_BY_EVENTS and 1 or state.deaths + 1
+    if state.deaths == 0 then state.first_death = death end
+    state.deaths = state.deaths + 1
+    state.others = death - (state.first_death or death) + 1 - state.deaths
     state.deaths_in_all = state.deaths_in_all + 1
     state.cause = cause
   end

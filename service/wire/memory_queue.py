@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from service.errors import EndReason
 from service.wire import keys
 from service.wire.broker import (
+    ALONE_FOR_EVENTS,
     GETS_ON_BY_EVENTS,
     MAX_DEATHS,
     MAX_DEATHS_IN_ALL,
@@ -45,6 +46,8 @@ class _State:
     attempts: int = 0
     told: int = 0  # events in its log at the last claim
     deaths: int = 0  # of engines while it was in flight, since it last got on
+    first_death: int = 0  # which of all engine deaths the first of them was
+    others: int = 0  # engines that died since then without it
     deaths_in_all: int = 0
     cause: str = ""
     cancel: EndReason | None = None
@@ -52,11 +55,20 @@ class _State:
 
     @property
     def is_deadly(self) -> bool:
-        return self.deaths >= MAX_DEATHS or self.deaths_in_all >= MAX_DEATHS_IN_ALL
+        return self.deaths >= MAX_DEATHS + (self.others > 0) or self.deaths_in_all >= MAX_DEATHS_IN_ALL
+
+    @property
+    def is_recurrent(self) -> bool:
+        return self.deaths_in_all >= MAX_DEATHS_IN_ALL - 2
 
     @property
     def is_suspect(self) -> bool:
-        return self.deaths >= SUSPECT_AFTER_DEATHS or self.deaths_in_all >= MAX_DEATHS_IN_ALL - 2
+        return self.deaths >= SUSPECT_AFTER_DEATHS or self.is_recurrent
+
+    @property
+    def alone_for_events(self) -> int:
+        standing = "recurrent" if self.is_recurrent else "suspect" if self.is_suspect else ""
+        return ALONE_FOR_EVENTS[standing]
 
     @property
     def is_past_deadline(self) -> bool:
@@ -86,6 +98,7 @@ class MemoryQueue:
         self._leases: dict[str, float] = {}  # worker -> monotonic time of its end
         self._runs_suspects: str | None = None
         self._num_entries = 0
+        self.num_deaths = 0  # of engines
 
     @property
     def num_waiting(self) -> int:
@@ -181,15 +194,20 @@ class MemoryQueue:
         return True
 
     def put_back(self, job_id: str, cause: str | None) -> None:
-        """A claimed job is queued again. `cause`: what the engine died of while it was in flight."""
+        """A claimed job is queued again. `cause`: what the engine died of while it was in flight; that death is
+        the last of `num_deaths`."""
         state = self._states[job_id]
         state.owner = None
         if state.cancel is not None:
             self._end(job_id, state.cancel)
             return
+        if self._num_told(job_id) >= state.told + GETS_ON_BY_EVENTS:
+            state.deaths = 0
         if cause is not None:
-            gets_on = self._num_told(job_id) >= state.told + GETS_ON_BY_EVENTS
-            state.deaths = 1 if gets_on else state.deaths + 1
+            if state.deaths == 0:
+                state.first_death = self.num_deaths
+            state.deaths += 1
+            state.others = self.num_deaths - state.first_death + 1 - state.deaths
             state.deaths_in_all, state.cause = state.deaths_in_all + 1, cause
         (self._suspects if state.is_suspect and not state.is_deadly else self._returned).append(job_id)
 
@@ -199,15 +217,18 @@ class MemoryQueue:
         now_s = time.monotonic()
         dead = {name for name, ends_at_s in self._leases.items() if ends_at_s < now_s} - {owner}
         dead |= {owner} if has_predecessor else set()
-        orphans = [job_id for job_id, state in self._states.items() if state.owner is not None and state.owner in dead]
-        for job_id in orphans:
-            self.put_back(job_id, f"the worker {self._states[job_id].owner} died")
-        for owner in dead:
-            self._leases.pop(owner, None)
+        num_orphans = 0
+        for name in dead:
+            self._leases.pop(name, None)
+            orphans = [job_id for job_id, state in self._states.items() if state.owner == name]
+            self.num_deaths += bool(orphans) or name != owner
+            num_orphans += len(orphans)
+            for job_id in orphans:
+                self.put_back(job_id, f"the worker {name} died")
         for job_id in [job_id for job_id, state in self._states.items() if not state.owner and state.is_past_deadline]:
             self._end(job_id, EndReason.DEADLINE)
         self.tell()
-        return len(orphans)
+        return num_orphans
 
     def start_lease(self, owner: str, lease_s: float) -> None:
         self._leases.setdefault(owner, time.monotonic() + lease_s)
@@ -254,7 +275,7 @@ class MemoryQueue:
         self._leave_queue(job_id)
         state.owner, state.attempts, state.told = owner, state.attempts + 1, self._num_told(job_id)
         past = tuple(self.logs[job_id].events) if job_id in self.logs else ()
-        return Claim(state.job, state.attempts, state.is_suspect, past, state.stops)
+        return Claim(state.job, state.attempts, state.alone_for_events, past, state.stops)
 
     def _num_told(self, job_id: str) -> int:
         return len(self.logs[job_id].events) if job_id in self.logs else 0

@@ -139,9 +139,9 @@ class HeldJobs:
         """As WorkerBroker says; an empty cause is none."""
         await self.assert_claims()
         held = [self._held[job_id] for job_id in job_ids if job_id in self._held]
-        if held:
+        if held or cause:
             fences = msgpack.packb([word for job in held for word in (job.job_id, job.fence)])
-            await self.run("hand_back", [], [cause, fences])
+            await self.run("hand_back", [keys.DEATHS] if cause else [], [cause, fences])
         for job in held:
             self._held.pop(job.job_id, None)
 

@@ -13,7 +13,7 @@ import msgpack
 from service.errors import EndReason
 from service.logs import fields
 from service.wire import keys
-from service.wire.broker import Claim, Lease
+from service.wire.broker import ALONE_FOR_EVENTS, Claim, Lease
 from service.wire.codec import WireError, decode, encode
 from service.wire.messages import Cancel, DeadLetter, Event, Job, WorkerCard
 from service.wire.redis_held import HeldJob, HeldJobs
@@ -63,7 +63,7 @@ class RedisWorker:
         # Who has just come back from an outage cannot tell the dead from those whose heartbeat met it too.
         may_judge = self._held.contact_s() >= self.lease_s
         has_predecessor = int(self._may_have_predecessor)
-        num_back = await self._held.run("take_over", [], [int(may_judge), self._owner, has_predecessor])
+        num_back = await self._held.run("take_over", [keys.DEATHS], [int(may_judge), self._owner, has_predecessor])
         self._may_have_predecessor = False
         if num_back:
             log.warning("jobs of dead workers go back to the queue %s", fields(num_jobs=num_back))
@@ -145,7 +145,7 @@ class RedisWorker:
             log.error("a past with holes %s", fields(job=job_id, attempt=attempt))
             await self._end(job_id, fence, EndReason.LOST)
             return None
-        return Claim(job, attempt, standing == b"suspect", past, _stops(job_id, stops)), held
+        return Claim(job, attempt, ALONE_FOR_EVENTS[standing.decode()], past, _stops(job_id, stops)), held
 
     async def _read_log(self, log_key: str) -> list[bytes]:
         async with self._link.commands() as redis:

@@ -1,5 +1,6 @@
 -- Puts the jobs of dead workers back, and ends those that waited past their deadline.
 --
+-- KEYS[10] quire:deaths  string, how many engines have died
 -- ARGV[9] '1': workers whose lease has run out are dead; '0': this is not to be judged now
 -- ARGV[10] the worker that asks, which is alive   ARGV[11] '1': one of its name was here before, and is dead
 -- Returns how many jobs were put back.
@@ -10,11 +11,19 @@ if ARGV[9] == '1' then
 end
 dead[ARGV[10]] = ARGV[11] == '1' or nil
 if next(dead) then
+  local deaths = {} -- by owner, which of all engine deaths was its own; of a predecessor, only if it left anything
+  local function death_of(owner)
+    deaths[owner] = deaths[owner] or redis.call('INCR', KEYS[10])
+    return deaths[owner]
+  end
+  for owner in pairs(dead) do
+    if owner ~= ARGV[10] then death_of(owner) end
+  end
   local claims = redis.call('HGETALL', CLAIMS)
   for i = 1, #claims, 2 do
     local owner = string.match(claims[i + 1], '^%d+ (.*)$')
     if dead[owner] then
-      put_back(claims[i], read_state(claims[i]), 'the worker ' .. owner .. ' died')
+      put_back(claims[i], read_state(claims[i]), 'the worker ' .. owner .. ' died', death_of(owner))
       num_back = num_back + 1
     end
   end

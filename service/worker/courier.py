@@ -41,6 +41,7 @@ class _OpenJob:
     request_id: str  # of this claim: what an earlier one of the same job still says is not mistaken for it
     next_number: int
     deadline: asyncio.TimerHandle | None
+    cleared_at_number: int | None = None  # a suspect that has told this event is none any more
     is_leaving: bool = False  # it goes on elsewhere, as soon as the engine has let go of it
 
 
@@ -154,7 +155,8 @@ class Courier:
         if job.deadline_s is not None:
             left_s = job.deadline_s - await self._persist(self._broker.now_s)
             timer = self._loop.call_later(left_s, self.engine.send, Cancel(request_id, EndReason.DEADLINE))
-        self._open[job.job_id] = _OpenJob(request_id, next_number, timer)
+        cleared_at = len(claim.past) + claim.alone_for_events if claim.is_suspect else None
+        self._open[job.job_id] = _OpenJob(request_id, next_number, timer, cleared_at)
         log.debug("claimed %s", fields(job=job.job_id, prompt_tokens=len(prompt), attempt=claim.attempt))
         if claim.attempt > 1:
             log.info("goes on with %s", fields(job=job.job_id, attempt=claim.attempt, num_events=len(claim.past)))
@@ -192,6 +194,8 @@ class Courier:
             for event in events:
                 if event.end is not None:
                     self._close(event.job_id)
+            if self._runs_alone:
+                self._clear_suspect()
             if leaving:
                 await self._persist(lambda: self._broker.hand_back(leaving))
                 for job_id in leaving:
@@ -217,6 +221,13 @@ class Courier:
                     events.append(event)
                     job.next_number += 1
         return events, leaving
+
+    def _clear_suspect(self) -> None:
+        """It has got on, alone, and killed nobody: whoever takes it next may run it beside others."""
+        for job in self._open.values():
+            if job.cleared_at_number is not None and job.next_number > job.cleared_at_number and not job.is_leaving:
+                job.is_leaving = True
+                self.engine.send(Cancel(job.request_id, EndReason.SHUTDOWN))
 
     def _close(self, job_id: str) -> None:
         job = self._open.pop(job_id, None)

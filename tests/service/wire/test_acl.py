@@ -26,6 +26,7 @@ RIGHTS = {
     keys.EPOCH: (RW, RW, NO),
     keys.ALONE: (NO, RW, NO),
     keys.DEAD: (NO, RW, NO),
+    keys.DEATHS: (NO, RW, NO),
     keys.CANCELS: (RW, R, NO),
     keys.WORKERS: (R, RW, NO),
     keys.LOOKED_AT: (RW, R, NO),

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from service.errors import EndReason
-from service.wire.broker import Lease
+from service.wire.broker import GETS_ON_BY_EVENTS, Lease
 from service.wire.messages import Cancel, Usage
 from tests.support.wire import PATIENCE_S, Ended, make_event, make_events, make_job, outcome, read_to_end
 
@@ -31,6 +31,7 @@ async def die_with(join, door, number: int) -> None:
     claim = await victim.fetch_suspect() or (await victim.fetch(1, 1.0))[0]
     assert claim.attempt == number
     assert await until_taken_over(witness) == 1
+    await witness.retire("witness")  # in peace: no other engine dies
 
 
 async def test_the_jobs_of_a_dead_worker_go_on_with_another(join):
@@ -167,6 +168,57 @@ async def test_a_suspect_that_is_innocent_completes(join):
     await worker.publish([make_event("JOB1", 1, EndReason.STOP)])
     assert await outcome(door.follow("JOB1")) == Ended([1], EndReason.STOP)
     assert not (await worker.renew()).runs_suspects
+
+
+async def test_engines_that_die_without_it_speak_for_a_suspect(join):
+    door, worker, other = await join(), await join(), await join()
+    await door.submit(make_job())
+    for _ in range(2):
+        await worker.fetch(1, 1.0)
+        await worker.hand_back(["JOB1"], "somebody was to blame")
+    await door.submit(make_job("JOB2"))
+    await other.fetch(1, 1.0)
+    await other.hand_back(["JOB2"], "JOB1 was not there")
+    for _ in range(2):
+        claim = await worker.fetch_suspect()
+        assert (claim.job.job_id, claim.alone_for_events) == ("JOB1", GETS_ON_BY_EVENTS)
+        await worker.hand_back(["JOB1"], "nobody else was there")
+    assert await worker.fetch_suspect() is None
+    assert [claim.job.job_id for claim in await worker.fetch(4, 1.0)] == ["JOB2"]
+    assert await outcome(door.follow("JOB1")) == Ended([1], EndReason.POISONED)
+
+
+async def test_a_dead_worker_that_had_it_not_speaks_for_a_job_too(join):
+    door, worker = await join(), await join()
+    await door.submit(make_job())
+    for _ in range(2):
+        await worker.fetch(1, 1.0)
+        await worker.hand_back(["JOB1"], "somebody was to blame")
+    idle, witness = await join(lease_s=LEASE_S), await join(lease_s=LEASE_S)
+    await idle.renew()
+    for _ in range(12):  # past two leases: one to be in contact, one to run out
+        await witness.renew()
+        await witness.take_over()
+        await asyncio.sleep(LEASE_S / 4)
+    assert (await worker.fetch_suspect()).is_suspect
+    await worker.hand_back(["JOB1"], "nobody else was there")
+    assert (await worker.fetch_suspect()).is_suspect
+
+
+async def test_a_suspect_that_gets_on_alone_is_none_any_more(join):
+    door, worker = await join(), await join()
+    await door.submit(make_job())
+    for _ in range(2):
+        await worker.fetch(1, 1.0)
+        await worker.hand_back(["JOB1"], "another was to blame")
+    assert (await worker.fetch_suspect()).is_suspect
+    await worker.publish(make_events("JOB1", range(1, GETS_ON_BY_EVENTS + 1)))
+    await worker.hand_back(["JOB1"])
+    for _ in range(2):
+        (claim,) = await worker.fetch(1, 1.0)
+        assert not claim.is_suspect
+        await worker.hand_back(["JOB1"], "another was to blame")
+    assert await worker.fetch_suspect() is not None
 
 
 async def test_a_job_that_gets_on_between_deaths_is_suspected_later(join):

@@ -7,6 +7,7 @@ import pytest
 
 from service.engine.sequence import BranchPast
 from service.errors import EndReason
+from service.wire.broker import SUSPECT_AFTER_DEATHS
 from service.wire.codec import pack_floats, pack_ids
 from service.wire.memory_broker import MemoryBroker
 from service.wire.memory_queue import MemoryQueue
@@ -153,6 +154,31 @@ async def test_a_job_that_kills_engines_is_buried_and_all_others_complete(queue)
     assert await supervisor == 3
     ((job, cause),) = queue.dead
     assert (job.prompt, cause) == (pack_ids([POISON, 2]), "device lost")
+
+
+async def test_suspects_are_tried_one_by_one_and_the_innocent_go_on_together(queue):
+    door = MemoryBroker(queue)
+    async with join(queue, step_s=0.005) as house:
+        house.duties.cancel()
+        jobs = [await house.submit([n], max_tokens=100) for n in range(3)]
+        for _ in range(SUSPECT_AFTER_DEATHS):
+            await door.fetch(4, 0.0)
+            await door.hand_back([job_id for job_id, _ in jobs], "somebody was to blame")
+        tried, fetch_suspect = [], house.broker.fetch_suspect
+
+        async def fetch_and_note():
+            suspect = await fetch_suspect()
+            tried.append((suspect and suspect.job.job_id, house.courier.num_open))
+            return suspect
+
+        house.broker.fetch_suspect = fetch_and_note
+        house.duties = asyncio.create_task(house.courier.run())
+        async with asyncio.timeout(10):
+            while house.engine.stats.num_running < len(jobs):
+                await asyncio.sleep(0.005)
+        assert tried == [*((job_id, 0) for job_id, _ in jobs), (None, 0)]
+        for n, (_, events) in enumerate(jobs):
+            assert (await told(events))[:2] == (alone([n], 100), EndReason.LENGTH)
 
 
 async def test_a_cancel_heard_between_claim_and_start_counts(queue):
