@@ -12,7 +12,8 @@ from service.engine.scheduler import Scheduler
 class EngineStats:
     """A picture of the engine between two steps; counters run since its start."""
 
-    num_running: int
+    num_running: int  # requests, whatever the number of their branches
+    num_sequences_running: int
     num_waiting: int
     num_blocks_free: int
     num_blocks_cached: int
@@ -53,7 +54,8 @@ def look_at(
     held, filled = kv.num_slots(scheduler.running)
     host = kv.host
     return EngineStats(
-        num_running=len(scheduler.running),
+        num_running=len({sequence.group for sequence in scheduler.running}),
+        num_sequences_running=len(scheduler.running),
         num_waiting=len(scheduler.waiting),
         num_blocks_free=kv.pool.num_free,
         num_blocks_cached=kv.pool.num_cached,

@@ -59,7 +59,7 @@ def measure_sharing(
         engine.step()
         num_answers += sum(len(output.choices) for output in engine.take_outputs())
         stats = engine.stats()
-        looks.append((stats.num_blocks_logical, stats.num_blocks_used, stats.num_running))
+        looks.append((stats.num_blocks_logical, stats.num_blocks_used, stats.num_sequences_running))
     if num_answers < len(requests) * width:
         raise StartupError(f"--sharing: the engine has no room for requests of {width} branches")
     logical, used, running = map(fmean, zip(*looks, strict=True))

@@ -49,6 +49,15 @@ def alone(prompt, branch, max_tokens, stops=frozenset({EOS})):
             return tokens[len(prompt) :], EndReason.LENGTH
 
 
+def test_a_request_counts_once_however_many_branches_run(make_engine):
+    engine, _ = make_engine()
+    engine.add(request("a", range(9), n=4, best_of=4, max_tokens=20, ignore_eos=True))
+    engine.add(request("b", [9, 8], max_tokens=20, ignore_eos=True))
+    engine.step()
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_sequences_running) == (2, 5)
+
+
 @pytest.mark.parametrize("prompt", [range(1), range(8), range(50, 77)], ids=len)
 def test_branches_say_what_each_would_say_alone(make_engine, prompt):
     engine, _ = make_engine(budget=16)
