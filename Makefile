@@ -55,10 +55,10 @@ lock: ## resolve the newest allowed versions again and write the requirements fi
 	@all=$$(mktemp); trap 'rm -f "$$all"' EXIT; \
 	lock() { echo 'setuptools>=77' | uv pip compile pyproject.toml - --universal --python-version 3.11 \
 		--fork-strategy fewest --generate-hashes --no-emit-index-url --no-header --no-annotate --quiet "$$@"; }; \
-	lock --extra cuda --extra test --extra compile --extra plot -o "$$all"; \
+	lock --extra cuda --extra test --extra compile --extra plot --extra otel -o "$$all"; \
 	lock --constraint "$$all" -o requirements.txt; \
 	lock --constraint "$$all" --extra cuda -o requirements-cuda.txt; \
-	lock --constraint "$$all" --extra test --extra compile --extra plot -o requirements-test.txt
+	lock --constraint "$$all" --extra test --extra compile --extra plot --extra otel -o requirements-test.txt
 
 clean: ## remove .venv and what tools left behind
 	@rm -rf $(VENV) *.egg-info build dist .coverage .pytest_cache .ruff_cache .hypothesis

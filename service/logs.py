@@ -5,7 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
+
+_about: ContextVar[dict[str, Any] | None] = ContextVar("about", default=None)
+"""What the task at work is about. It stands in each of its log lines."""
 
 
 class _OneLine(logging.Formatter):
@@ -13,6 +19,9 @@ class _OneLine(logging.Formatter):
         line = (
             f"{self.formatTime(record, '%H:%M:%S')} {record.levelname.lower():<7} {record.name} {record.getMessage()}"
         )
+        known = {key: value for key, value in (_about.get() or {}).items() if f" {key}=" not in line}
+        if known:
+            line += " " + fields(**known)
         if record.exc_info:
             line += " " + json.dumps(self.formatException(record.exc_info))
         return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in line)
@@ -36,3 +45,21 @@ def _shown(value: Any) -> str:
         return f"{value:.4g}"
     text = str(value)
     return json.dumps(text) if any(c.isspace() for c in text) or not text else text
+
+
+@contextmanager
+def about(**values: Any) -> Iterator[None]:
+    """Inside, log lines of this task and of those that it starts say these too; None says nothing."""
+    token = _about.set({})
+    also_about(**values)
+    try:
+        yield
+    finally:
+        _about.reset(token)
+
+
+def also_about(**values: Any) -> None:
+    """From here on, inside `about`, log lines say these too."""
+    known = _about.get()
+    if known is not None:
+        known |= {key: value for key, value in values.items() if value is not None}

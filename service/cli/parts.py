@@ -18,6 +18,7 @@ from service.config import Settings
 from service.errors import StartupError
 from service.gateway.process import run_gateway
 from service.sd_notify import Supervisor
+from service.tracing import Tracing, open_tracing
 from service.wire.broker import BrokerUnavailable
 from service.wire.redis_broker import RedisBroker, open_redis_broker
 from service.wire.redis_url import with_password
@@ -39,8 +40,12 @@ def gateway_command(settings: Settings, _: argparse.Namespace) -> int:
         print(READY, url, flush=True)
 
     async def run(stop: asyncio.Event) -> None:
-        async with supervised(supervisor, stop, by_loop=True), _broker(settings) as broker:
-            await run_gateway(settings, broker, stop, on_ready=on_ready)
+        async with (
+            supervised(supervisor, stop, by_loop=True),
+            _broker(settings) as broker,
+            _tracing("gateway") as tracing,
+        ):
+            await run_gateway(settings, broker, stop, on_ready=on_ready, tracing=tracing)
 
     return run_until_signalled(run)
 
@@ -55,8 +60,12 @@ def worker_command(settings: Settings, _: argparse.Namespace) -> int:
         print(READY, flush=True)
 
     async def run(stop: asyncio.Event) -> None:
-        async with supervised(supervisor, stop, by_loop=False), _broker(settings) as broker:
-            await run_worker(settings, broker, stop, supervisor, on_ready)
+        async with (
+            supervised(supervisor, stop, by_loop=False),
+            _broker(settings) as broker,
+            _tracing("worker") as tracing,
+        ):
+            await run_worker(settings, broker, stop, supervisor, on_ready, tracing)
 
     try:
         return run_until_signalled(run)
@@ -80,6 +89,15 @@ async def _broker(settings: Settings) -> AsyncIterator[RedisBroker]:
         yield broker
     finally:
         await broker.close()
+
+
+@asynccontextmanager
+async def _tracing(part: str) -> AsyncIterator[Tracing]:
+    tracing = open_tracing(part, os.environ)
+    try:
+        yield tracing
+    finally:
+        await asyncio.to_thread(tracing.close)
 
 
 def run_until_signalled(run: Callable[[asyncio.Event], Awaitable[int | None]]) -> int:

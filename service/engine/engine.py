@@ -279,6 +279,8 @@ class Engine:
             if not group.has_sampled:
                 group.has_sampled = True
                 self._num_prompt_tokens += group.num_prompt_tokens
+                if group.request.times is not None:
+                    group.request.times.first_token_s = time.time()
             if (
                 sequence.is_plain
                 and len(sequence.token_ids) + 1 < sequence.max_num_tokens

@@ -7,6 +7,7 @@ for every decode waits for the whole step; but the more of them wait, the larger
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -263,6 +264,9 @@ class Scheduler:
         for sequence in group.live:
             sequence.become(State.RUNNING)
         self.preemption.came_back(group)
+        times = group.request.times
+        if times is not None and not times.started_s:
+            times.started_s = time.time()
 
     def _queue_again(self, victims: list[SequenceGroup]) -> None:
         for group in victims:

@@ -22,6 +22,14 @@ class BranchPast:
     sum_logprob: float = 0.0  # of the tokens, where the request ranks its branches
 
 
+@dataclass(slots=True)
+class Times:
+    """When a request got how far, in Unix seconds, for whoever asked to know; 0 is not yet. The engine writes it."""
+
+    started_s: float = 0.0
+    first_token_s: float = 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What the engine is asked to do, in token terms."""
@@ -32,6 +40,7 @@ class Request:
     cache_salt: str = ""  # prompts share blocks only with prompts of the same salt
     num_scored_tokens: int = 0  # of the prompt, whose log-probabilities were told before this engine
     past: tuple[BranchPast, ...] = ()  # by branch, what was told before this engine; empty: nothing
+    times: Times | None = None
 
 
 class State(Enum):

@@ -25,7 +25,7 @@ from service.gateway.batch_lines import (
 )
 from service.gateway.files import OUTPUT, store
 from service.gateway.hall import Hall, incident
-from service.logs import fields
+from service.logs import about, fields
 from service.wire.batches import Batch, BatchError, BatchStatus
 from service.wire.broker import BrokerUnavailable
 
@@ -214,7 +214,12 @@ class _Progress:
             self._num_failed += 1
 
     async def _answer(self, number: int, line: BatchLine) -> bytes:
-        name, attempt = _name(self._batch, number), 0
+        name = _name(self._batch, number)
+        with about(batch=self._batch.batch_id, line=number):
+            return await self._answer_line(name, line)
+
+    async def _answer_line(self, name: str, line: BatchLine) -> bytes:
+        attempt = 0
         while True:
             try:
                 return await self._ask(f"{name}/{attempt}", name, line)

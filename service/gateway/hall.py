@@ -21,6 +21,7 @@ from service.gateway.openai_api import read_request, source_of
 from service.gateway.openai_response_form import ResponseForm, wording_of
 from service.gateway.relay import Reader, Relay, read_to_end
 from service.gateway.request import RESPONSES, Request
+from service.gateway.request_spans import admission
 from service.gateway.requests import Requests
 from service.gateway.run import Run
 from service.gateway.served_model import ServedModel
@@ -28,6 +29,7 @@ from service.gateway.strict_json import decode_object
 from service.gateway.ticket import Ticket
 from service.logs import fields
 from service.metrics import GatewayMetrics
+from service.tracing import NO_TRACING, Tracing
 from service.wire.broker import DoorBroker
 
 log = logging.getLogger("quire.gateway")
@@ -39,8 +41,11 @@ DRAIN_POLL_S = 0.05
 class Hall:
     """One per gateway. Owns the threads that parse and tokenise, so that no request stops the event loop."""
 
-    def __init__(self, settings: Settings, model: ServedModel, broker: DoorBroker, feed: str) -> None:
+    def __init__(
+        self, settings: Settings, model: ServedModel, broker: DoorBroker, feed: str, tracing: Tracing = NO_TRACING
+    ) -> None:
         self.settings = settings
+        self.tracing = tracing
         self.model = model
         self.broker = broker
         self.metrics = GatewayMetrics(model.name)
@@ -48,7 +53,7 @@ class Hall:
         self.fleet = Fleet(broker, model.name, asyncio.get_running_loop().time)
         self.pressure = BackPressure(settings, asyncio.get_running_loop().time)
         self.admission = Admission(model, broker, self.fleet, self.pressure, settings, feed, self.pool)
-        self.relay = Relay(model, broker, self.pressure, self.metrics, settings.resume_grace)
+        self.relay = Relay(model, broker, self.pressure, self.metrics, settings.resume_grace, tracing)
         self.requests = Requests(broker, self.admission, self.relay)
 
     async def read(self, endpoint: str, body: bytes | Mapping[str, Any]) -> Request:
@@ -58,11 +63,17 @@ class Hall:
         return _read(endpoint, body)
 
     async def admit(self, request: Request, tenant: str) -> Ticket:
-        return await self.admission.admit(request, tenant)
+        with admission(self.tracing) as admitted:
+            ticket = await self.admission.admit(request, tenant)
+            admitted(ticket)
+        return ticket
 
     async def accept(self, request: Request, tenant: str, idempotency_key: str | None) -> Ticket:
         """Like `admit`, but the request can be found again. A ticket without jobs: it came before under its key."""
-        return await self.requests.accept(request, tenant, idempotency_key)
+        with admission(self.tracing) as admitted:
+            ticket = await self.requests.accept(request, tenant, idempotency_key)
+            admitted(ticket)
+        return ticket
 
     async def find(self, request_id: str, tenant: str) -> Ticket:
         return await self.requests.find(request_id, tenant)

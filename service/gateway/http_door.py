@@ -34,7 +34,7 @@ class HttpDoor:
         """All routes behind the guard. Raises StartupError for a key file that cannot be used."""
         settings, generations = self._hall.settings, Generations(self._hall)
         app = web.Application(
-            middlewares=[guard(Doorkeeper(settings), self._hall.metrics, settings.write_timeout)],
+            middlewares=[guard(Doorkeeper(settings), self._hall.metrics, settings.write_timeout, self._hall.tracing)],
             client_max_size=settings.max_body_bytes,
         )
         app[READ_TIMEOUT_S] = settings.read_timeout

@@ -18,7 +18,9 @@ from service.gateway.api_keys import KeyRing
 from service.gateway.hall import incident
 from service.gateway.host_check import HostCheck
 from service.gateway.openai_answers import encode_json, error_json
+from service.gateway.request_spans import TRACED, followed
 from service.metrics import GatewayMetrics
+from service.tracing import NO_TRACING, Tracing
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -74,13 +76,16 @@ class Doorkeeper:
                 del self._open[client.name]
 
 
-def guard(doorkeeper: Doorkeeper, metrics: GatewayMetrics, write_timeout_s: float) -> Callable[..., Any]:
+def guard(
+    doorkeeper: Doorkeeper, metrics: GatewayMetrics, write_timeout_s: float, tracing: Tracing = NO_TRACING
+) -> Callable[..., Any]:
     """The one middleware: checks host and key, words every failure as OpenAI does, and sees the answer off."""
 
     @web.middleware
     async def middleware(http: web.Request, handler: Handler) -> web.StreamResponse:
         route = route_of(http)
         with ExitStack() as inside:
+            answered = inside.enter_context(followed(tracing if route.startswith(TRACED) else NO_TRACING, http, route))
             try:
                 doorkeeper.check_form(http)
                 if route not in OPEN_ROUTES:
@@ -96,10 +101,12 @@ def guard(doorkeeper: Doorkeeper, metrics: GatewayMetrics, write_timeout_s: floa
                 response = error_response(RequestError(LEFT, "The client left."))  # nobody hears it
             except asyncio.CancelledError:
                 metrics.responded(route, LEFT)
+                answered(LEFT)
                 raise
             except Exception as error:
                 response = error_response(incident(error, route))
             metrics.responded(route, response.status)
+            answered(response.status)
             await _see_off(http, response, write_timeout_s)
         return response
 

@@ -23,6 +23,7 @@ from service.gateway.queue_door import QueueDoor
 from service.gateway.served_model import ServedModel
 from service.gateway.tls import opened_tls
 from service.logs import fields
+from service.tracing import NO_TRACING, Tracing
 from service.wire.broker import DoorBroker
 
 log = logging.getLogger("quire.gateway")
@@ -34,22 +35,29 @@ HANDSHAKE_S = 10.0
 
 
 async def run_gateway(
-    settings: Settings, broker: DoorBroker, stop: asyncio.Event, *, on_ready: Callable[[str], None]
+    settings: Settings,
+    broker: DoorBroker,
+    stop: asyncio.Event,
+    *,
+    on_ready: Callable[[str], None],
+    tracing: Tracing = NO_TRACING,
 ) -> None:
     """Serves until `stop` is set or until cancelled, then drains; `on_ready` gets the URL, with the port it took.
 
     Raises StartupError where the model cannot be read or the port cannot be had. `broker` stays the caller's to close.
     """
     model = await asyncio.to_thread(ServedModel.read, settings)
-    async with serving(settings, model, broker) as url:
+    async with serving(settings, model, broker, tracing) as url:
         on_ready(url)
         await stop.wait()
 
 
 @contextlib.asynccontextmanager
-async def serving(settings: Settings, model: ServedModel, broker: DoorBroker) -> AsyncIterator[str]:
+async def serving(
+    settings: Settings, model: ServedModel, broker: DoorBroker, tracing: Tracing = NO_TRACING
+) -> AsyncIterator[str]:
     """Both doors are open inside, under the URL given; on the way out they drain. Raises StartupError."""
-    hall = Hall(settings, model, broker, feed=f"door-{secrets.token_hex(8)}")
+    hall = Hall(settings, model, broker, feed=f"door-{secrets.token_hex(8)}", tracing=tracing)
     connections = Connections(settings.max_connections, settings.max_connections_per_client)
     queue_door = QueueDoor(hall)
     batch_runner = BatchRunner(hall)

@@ -19,7 +19,8 @@ from service.gateway.openai_answers import error_object
 from service.gateway.openai_bodies import refusal
 from service.gateway.request import ENDPOINTS, Request
 from service.gateway.run import Outcome
-from service.logs import fields
+from service.logs import about, also_about, fields
+from service.tracing import below, read_traceparent, trace_id
 from service.wire.broker import BrokerUnavailable, IngressEntry
 from service.wire.codec import INGRESS_ID, LIMITS, WireError, decode, encode
 from service.wire.keys import INGRESS_KEEP_S
@@ -88,11 +89,15 @@ class QueueDoor:
 
     async def _serve(self, entry: IngressEntry) -> None:
         answer = _Answer(self._hall, entry.producer, _reply_id(entry))
+        with about(producer=entry.producer, entry=entry.entry_id):
+            await self._serve_with(entry, answer)
+
+    async def _serve_with(self, entry: IngressEntry, answer: _Answer) -> None:
         try:
             if await self._answer(entry, answer):
                 await self._persistently(lambda: self._hall.broker.settle_ingress(entry))
         except BrokerUnavailable:
-            log.warning("ingress entry left unsettled %s", fields(producer=entry.producer, entry=entry.entry_id))
+            log.warning("ingress entry left unsettled")
         except Exception as error:
             incident(error, "queue")
 
@@ -121,7 +126,17 @@ class QueueDoor:
                 return True
 
     async def _generate(self, entry: IngressEntry, answer: _Answer) -> None:
-        request = await self._read(entry)
+        try:
+            job = decode(IngressJob, entry.payload)
+        except WireError:
+            raise RequestError(400, "The entry is not a valid job message.", code="invalid_message") from None
+        traceparent = read_traceparent(job.traceparent)
+        also_about(trace=trace_id(traceparent))
+        with below(traceparent):
+            await self._answer_job(job, entry, answer)
+
+    async def _answer_job(self, job: IngressJob, entry: IngressEntry, answer: _Answer) -> None:
+        request = await self._read(job)
         ticket = await self._hall.admit(request, entry.producer)
         choices = {index: _Choice(index) for index in range(request.num_choices)}
         async with self._hall.open(ticket) as run:
@@ -133,11 +148,7 @@ class QueueDoor:
                     await answer.tell(piece.index, choice.take())
         await answer.finish(list(choices.values()), run.outcome)
 
-    async def _read(self, entry: IngressEntry) -> Request:
-        try:
-            job = decode(IngressJob, entry.payload)
-        except WireError:
-            raise RequestError(400, "The entry is not a valid job message.", code="invalid_message") from None
+    async def _read(self, job: IngressJob) -> Request:
         if job.endpoint not in ENDPOINTS:
             raise refusal("endpoint", f"must be one of {', '.join(ENDPOINTS)}")
         request = await self._hall.read(job.endpoint, job.body)

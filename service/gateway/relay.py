@@ -6,18 +6,20 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from service.errors import EndReason, RequestError
 from service.gateway.admission import unavailable
 from service.gateway.back_pressure import BackPressure
 from service.gateway.job_text import JobText
+from service.gateway.request_spans import begin_generation, end_generation
 from service.gateway.run import JobRun, Run, failure
 from service.gateway.served_model import ServedModel
 from service.gateway.ticket import Ticket
 from service.logs import fields
 from service.metrics import GatewayMetrics
+from service.tracing import NO_TRACING, Tracing
 from service.wire.broker import BrokerUnavailable, DoorBroker, QueueFull
 from service.wire.messages import Cancel
 
@@ -43,12 +45,14 @@ class Relay:
         pressure: BackPressure,
         metrics: GatewayMetrics,
         grace_s: float,
+        tracing: Tracing = NO_TRACING,
     ) -> None:
         """`grace_s`: how long a resumable request goes on with nobody there."""
         self._model = model
         self._broker = broker
         self._pressure = pressure
         self._metrics = metrics
+        self._tracing = tracing
         self._open: set[_Scope] = set()
         self._grace_s = grace_s
         self._keepers: set[asyncio.Task[None]] = set()
@@ -142,14 +146,15 @@ class Relay:
         jobs = [self._follow(ticket, number, is_there=not scope.owns_jobs) for number in range(len(ticket.job_ids))]
         run = Run(jobs, sum(ticket.num_prompt_tokens))
         self._open.add(scope)
-        reason, is_kept = EndReason.CANCELLED, scope.is_kept
+        span = begin_generation(self._tracing if scope.owns_jobs else NO_TRACING, ticket)
+        reason, is_kept, refused = EndReason.CANCELLED, scope.is_kept, None
         try:
             async with scope.timeout:
                 if scope.owns_jobs:
-                    await self._submit(ticket, jobs)
+                    await self._submit(ticket, jobs, span.traceparent)
                 yield run
-        except RequestError:
-            is_kept = False  # one of its jobs has failed
+        except RequestError as error:
+            is_kept, refused = False, error.code  # or one of its jobs has failed
             raise
         except BrokerUnavailable:
             reason, is_kept = EndReason.INTERNAL, False
@@ -162,14 +167,17 @@ class Relay:
         finally:
             self._open.discard(scope)
             run.leave(reason, jobs_go_on=is_kept or not scope.owns_jobs)
+            if self._tracing.is_on and scope.owns_jobs:
+                end_generation(span, run, reason, refused)
             self._spawn(run.close())
 
-    async def _submit(self, ticket: Ticket, runs: Sequence[JobRun]) -> None:
+    async def _submit(self, ticket: Ticket, runs: Sequence[JobRun], traceparent: str | None) -> None:
         """Raises RequestError where there is no room, BrokerUnavailable where the queue is away."""
         for job, run in zip(ticket.jobs, runs, strict=False):
             run.submitting()
             try:
-                await self._broker.submit(job, self._pressure.bounds)
+                traced = job if traceparent is None else replace(job, traceparent=traceparent)
+                await self._broker.submit(traced, self._pressure.bounds)
             except QueueFull as full:
                 run.refused()
                 self._spawn(self._forget(ticket))

@@ -132,6 +132,10 @@ class Run:
         for job in self._jobs:
             await job.close()
 
+    def reasons(self, reason: EndReason) -> list[EndReason]:
+        """By job why it ended; `reason` for those that have not."""
+        return [job.text.reason or reason for job in self._jobs]
+
     @property
     def embeddings(self) -> list[bytes]:
         """By prompt its vector float32[H], once the request has ended well. Raises ValueError where one is missing."""

@@ -27,6 +27,7 @@ class Job:
     feed: str  # the door instance that follows this job's events
     priority: int = 0  # among its tenant's waiting jobs; lower goes first
     is_batch: bool = False  # it waits in the lowest lane
+    traceparent: str | None = None  # W3C's, of the span that waits for it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +132,7 @@ class IngressJob:
     id: str  # the producer's own name for the job, [A-Za-z0-9_.-]{1,64}
     endpoint: str  # "/v1/completions" | "/v1/chat/completions"
     body: dict[str, Any]
+    traceparent: str | None = None  # W3C's; one that is not well formed counts as none
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,12 +13,14 @@ from service.engine.outputs import News, Output, one_by_one
 from service.engine.sequence import Request
 from service.errors import EndReason
 from service.logs import fields
+from service.tracing import NO_TRACING, Tracing
 from service.wire import messages
 from service.wire.broker import BrokerUnavailable, Claim, Lease, WorkerBroker
 from service.wire.codec import unpack_ids
 from service.wire.messages import Event, WorkerCard
 from service.worker.engine_thread import Add, Cancel, EngineThread
 from service.worker.job_events import event_of, in_events, refusal, without_end
+from service.worker.job_spans import JobSpans, log_claim, spans_of
 from service.worker.recovery import branch_pasts, keep_lease, num_scored_tokens
 
 log = logging.getLogger("quire.courier")
@@ -41,6 +43,7 @@ class _OpenJob:
     request_id: str  # of this claim: what an earlier one of the same job still says is not mistaken for it
     next_number: int
     deadline: asyncio.TimerHandle | None
+    spans: JobSpans | None  # None: nobody traces it
     cleared_at_number: int | None = None  # a suspect that has told this event is none any more
     is_leaving: bool = False  # it goes on elsewhere, as soon as the engine has let go of it
 
@@ -48,8 +51,16 @@ class _OpenJob:
 class Courier:
     """Runs on the event loop; the engine thread hands it outputs through `deliver`."""
 
-    def __init__(self, broker: WorkerBroker, make_card: Callable[[bool], WorkerCard], vocab_size: int, max_open: int):
+    def __init__(
+        self,
+        broker: WorkerBroker,
+        make_card: Callable[[bool], WorkerCard],
+        vocab_size: int,
+        max_open: int,
+        tracing: Tracing = NO_TRACING,
+    ):
         self._broker = broker
+        self._tracing = tracing
         self._make_card = make_card
         self._vocab_size = vocab_size
         self._max_open = max_open
@@ -151,15 +162,15 @@ class Courier:
             self._refused.append(refusal(job.job_id, next_number, EndReason.INVALID))
             self._has_news.set()
             return
+        now_s = await self._persist(self._broker.now_s)
         timer = None
         if job.deadline_s is not None:
-            left_s = job.deadline_s - await self._persist(self._broker.now_s)
-            timer = self._loop.call_later(left_s, self.engine.send, Cancel(request_id, EndReason.DEADLINE))
+            end = Cancel(request_id, EndReason.DEADLINE)
+            timer = self._loop.call_later(job.deadline_s - now_s, self.engine.send, end)
+        spans = spans_of(claim, now_s, self._tracing)
         cleared_at = len(claim.past) + claim.alone_for_events if claim.is_suspect else None
-        self._open[job.job_id] = _OpenJob(request_id, next_number, timer, cleared_at)
-        log.debug("claimed %s", fields(job=job.job_id, prompt_tokens=len(prompt), attempt=claim.attempt))
-        if claim.attempt > 1:
-            log.info("goes on with %s", fields(job=job.job_id, attempt=claim.attempt, num_events=len(claim.past)))
+        self._open[job.job_id] = _OpenJob(request_id, next_number, timer, spans, cleared_at)
+        log_claim(claim)
         request = Request(
             request_id=request_id,
             prompt=prompt,
@@ -167,6 +178,7 @@ class Courier:
             cache_salt=job.tenant,
             num_scored_tokens=num_scored_tokens(claim.past),
             past=branch_pasts(claim.past),
+            times=None if spans is None else spans.times,
         )
         self.engine.send(Add(request))
         for cancel in (*claim.stops, *self._heard.pop(job.job_id, ())):
@@ -193,7 +205,7 @@ class Courier:
                 self._drop(await self._persist(lambda: self._broker.publish(events)))
             for event in events:
                 if event.end is not None:
-                    self._close(event.job_id)
+                    self._close(event.job_id, event)
             if self._runs_alone:
                 self._clear_suspect()
             if leaving:
@@ -229,11 +241,15 @@ class Courier:
                 job.is_leaving = True
                 self.engine.send(Cancel(job.request_id, EndReason.SHUTDOWN))
 
-    def _close(self, job_id: str) -> None:
+    def _close(self, job_id: str, last: Event | None = None) -> None:
+        """`last`: the event that ends the job; without it, the job goes on elsewhere."""
         job = self._open.pop(job_id, None)
         if job is not None and job.deadline is not None:
             job.deadline.cancel()
-        log.debug("let go of %s", fields(job=job_id))
+        if job is not None and job.spans is not None:
+            job.spans.end(last)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("let go of %s", fields(job=job_id, end="elsewhere" if last is None else last.end))
 
     def _drop(self, job_ids: Collection[str]) -> None:
         """Others have these jobs now: what our engine says of them is said no more."""

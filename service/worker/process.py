@@ -16,6 +16,7 @@ from service.engine.build import BuiltEngine, build_engine, keep_for_good
 from service.errors import EndReason
 from service.logs import fields
 from service.sd_notify import Supervisor
+from service.tracing import NO_TRACING, Tracing
 from service.wire.broker import BrokerUnavailable, WorkerBroker
 from service.wire.messages import WorkerCard
 from service.worker.courier import MAX_AHEAD, Courier
@@ -40,6 +41,7 @@ async def run_worker(
     stop: asyncio.Event,
     supervisor: Supervisor,
     on_ready: Callable[[], None],
+    tracing: Tracing = NO_TRACING,
 ) -> None:
     """Serve jobs until `stop` is set, then drain. `supervisor` hears of the engine's turns. Raises StartupError, or
     EngineDied once its jobs are back in the queue."""
@@ -56,7 +58,7 @@ async def run_worker(
     def make_card(ready: bool) -> WorkerCard:
         return _card(worker_id, settings, built, engine, ready and engine.silent_s < READY_SILENCE_S)
 
-    courier = Courier(broker, make_card, built.config.vocab_size, settings.max_num_seqs + MAX_AHEAD)
+    courier = Courier(broker, make_card, built.config.vocab_size, settings.max_num_seqs + MAX_AHEAD, tracing)
     watchdog = Watchdog(settings.step_timeout or DEFAULT_STEP_TIMEOUT_S[built.ops.name], supervisor)
     engine = EngineThread(built.engine, courier.deliver, on_death, watchdog.turned)
     courier.engine = engine

@@ -15,8 +15,8 @@ FLOORS = (
     ("service.gateway", "service.worker"),
     ("service.engine", "service.wire"),
     ("service.config_sources",),
-    ("service.config", "service.logs", "service.metrics", "service.sd_notify"),
-    ("service.errors",),
+    ("service.config", "service.logs", "service.metrics", "service.sd_notify", "service.tracing"),
+    ("service.errors", "service.otel"),
     ("model",),
 )
 """From the roof down. A room imports itself and what is below its floor, never its neighbours."""
@@ -34,8 +34,8 @@ COMMON = (
 WORKSHOP = "demo"
 """Makes the demo model. It may use all of `model`, and nothing of the service or the model uses it."""
 
-GATE = ("model.ops.backend", "model.ops.cuda_ops")
-"""The one import inside a function: by this module, of that one."""
+GATES = {"model.ops.backend": "model.ops.cuda_ops", "service.tracing": "service.otel"}
+"""The imports inside functions, by these modules, of those: of what many machines do without."""
 GPU_PACKAGES = ("cupy", "cupyx", "cupy_backends", "cuda", "nvmath", "nvidia")
 GPU_ROOM = "model.ops"
 NEVER_GPU = ("model.ops.interface", "model.ops.numpy_ops", "model.ops.philox", "model.ops.backend")
@@ -93,11 +93,11 @@ def cycles(modules: list[Source]) -> list[str]:
 
 
 def hidden_imports(modules: list[Source]) -> list[str]:
-    """Imports inside functions but for the gate, `TYPE_CHECKING`, and imports by name at run time."""
+    """Imports inside functions but for the gates, `TYPE_CHECKING`, and imports by name at run time."""
     found = []
     for module in modules:
         for imported in module.imports():
-            is_gate = module.name == GATE[0] and is_within(imported.target, GATE[1])
+            is_gate = module.name in GATES and is_within(imported.target, GATES[module.name])
             if imported.inside_function and not is_gate:
                 found.append(f"{module.name}:{imported.line} imports {imported.target} inside a function")
             if imported.target in ("typing.TYPE_CHECKING", "importlib.import_module"):

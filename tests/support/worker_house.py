@@ -11,6 +11,7 @@ from service.engine.engine import Engine
 from service.engine.kv_manager import KVManager
 from service.engine.scheduler import Limits
 from service.errors import EndReason
+from service.tracing import NO_TRACING
 from service.wire.codec import pack_ids, unpack_ids
 from service.wire.messages import Job, WorkerCard
 from service.worker.courier import Courier
@@ -24,14 +25,14 @@ NUMBERS = itertools.count()
 class House:
     """Serves jobs inside `async with`. `dead` has what ended the engine."""
 
-    def __init__(self, broker, step_s=0.0, executor=None, name="w"):
+    def __init__(self, broker, step_s=0.0, executor=None, name="w", tracing=NO_TRACING):
         self.broker, self.name = broker, name
         limits = Limits(max_num_seqs=4, max_num_batched_tokens=32, max_prefill_chunk=32, max_model_len=4000)
         executor = executor or ScriptedExecutor(1024, 4, step_s=step_s)
         self.dead = asyncio.get_running_loop().create_future()
         loop = asyncio.get_running_loop()
         engine = Engine(executor, KVManager(1024, 4), limits, frozenset())
-        self.courier = Courier(broker, self.card, VOCAB, max_open=8)
+        self.courier = Courier(broker, self.card, VOCAB, max_open=8, tracing=tracing)
         self.engine = EngineThread(
             engine, self.courier.deliver, lambda error: loop.call_soon_threadsafe(self.dead.set_result, error)
         )
