@@ -114,7 +114,9 @@ def _variable(name: str) -> str:
 
 
 def _metavar(field: dataclasses.Field) -> str:
-    return {int: "N", float: "X", Path: "DIR"}.get(field.metadata["parse"], "TEXT")
+    if field.metadata["parse"] is Path:
+        return "FILE" if field.name.endswith("file") else "DIR"
+    return {int: "N", float: "X"}.get(field.metadata["parse"], "TEXT")
 
 
 def _shown(value: Any) -> str:

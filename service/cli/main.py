@@ -13,6 +13,7 @@ from service.cli.bench.verb import add_bench_flags, run_bench
 from service.cli.check import add_check_flags, run_check
 from service.cli.client.talk import add_chat_flags, add_complete_flags, run_chat, run_complete
 from service.cli.client.top import add_top_flags, run_top
+from service.cli.completion import add_completion_flags, completion_script
 from service.cli.dead import add_dead_flags, run_dead
 from service.cli.key import add_key_flags, run_key
 from service.cli.parts import gateway_command, worker_command
@@ -34,11 +35,18 @@ HELP = {
 
 Command = Callable[[Settings, argparse.Namespace], int]
 
+
+def run_completion(flags: argparse.Namespace) -> int:
+    print(completion_script(make_parser(), flags.shell))
+    return 0
+
+
 OTHER_VERBS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
     "chat": ("talk with the model of a running service", add_chat_flags, run_chat),
     "complete": ("let the model of a running service go on with a text", add_complete_flags, run_complete),
     "top": ("watch a running service: requests, tokens, latencies, KV blocks", add_top_flags, run_top),
     "dead": ("jobs that were given up because engines died of them: list, show, requeue", add_dead_flags, run_dead),
+    "completion": ("print what lets a shell complete these words", add_completion_flags, run_completion),
     "key": ("make an API key and its line for --api-key-file", add_key_flags, run_key),
 }
 """Verbs that read no settings: help, flags, command."""
