@@ -1,6 +1,7 @@
 // copy_words: rows of bytes from one memory to another, of which one may be pinned memory of the host.
 //
-//   from: num_rows * row_bytes, contiguous; to: rows that begin every to_stride words of 4 bytes
+//   from: num_rows * row_bytes, contiguous; to: rows that begin every to_stride words of 4 bytes; the i-th goes to row
+//   places[i], int32, of it, or to row i where places is null
 //   grid (1..256), block (256)
 //   twin: NumpyOps.upload_all
 //   needs: both aligned to 4 bytes; row_bytes a multiple of 4 unless there is one row
@@ -10,11 +11,13 @@
 #include "types.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)
-    copy_words(const int* from, int* to, int num_rows, int row_bytes, int to_stride) {
+    copy_words(const int* from, int* to, const int* places, int num_rows, int row_bytes, int to_stride) {
     const int row_words = row_bytes / 4;
     const int first = blockIdx.x * blockDim.x + threadIdx.x;
-    for (int i = first; i < num_rows * row_words; i += gridDim.x * blockDim.x)
-        to[static_cast<i64>(i / row_words) * to_stride + i % row_words] = __ldcv(from + i);
+    for (int i = first; i < num_rows * row_words; i += gridDim.x * blockDim.x) {
+        const int row = places == nullptr ? i / row_words : __ldcv(places + i / row_words);
+        to[static_cast<i64>(row) * to_stride + i % row_words] = __ldcv(from + i);
+    }
     if (first < row_bytes % 4) {  // of the only row
         const int last = row_words * 4 + first;
         reinterpret_cast<char*>(to)[last] = __ldcv(reinterpret_cast<const char*>(from) + last);

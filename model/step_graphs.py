@@ -34,23 +34,34 @@ MIN_GAIN = 1.05
 
 @dataclass(frozen=True, kw_only=True)
 class StepInputs:
-    """What the host knows of a step of T tokens of S sequences, those of one token first; see model.batch.Batch."""
+    """What the host knows of a step of T tokens of S sequences; see model.batch.Batch. Those of one token come first,
+    in rows that mostly have what they had in the step before; the others are C longer chunks."""
 
     token_ids: np.ndarray  # int32[T]
     source: np.ndarray  # int32[T], row among the tokens the step before has sampled; one outside them leaves token_ids
     positions: np.ndarray  # int32[T]
     slots: np.ndarray  # int64[T]
     context_lens: np.ndarray  # int32[S]
-    block_tables: np.ndarray  # int32[S, w], w at most max_blocks
-    query_lens: np.ndarray  # int32[S]
     logit_rows: np.ndarray  # int32[R]
     num_decodes: int
+    tables: np.ndarray  # int32[num_decodes, max_blocks]; what is behind a row's blocks means nothing
+    stale: np.ndarray  # bool[num_decodes], rows of `tables` that StepGraphs has not seen as they are
+    chunk_lens: np.ndarray  # int32[C]
+    chunk_tables: Sequence[np.ndarray]  # C of int32[any]
 
     @property
     def query_start(self) -> np.ndarray:
-        """int32[S - num_decodes + 1], see model.batch.Batch"""
-        ends = np.cumsum(self.query_lens[self.num_decodes :])
-        return np.concatenate([[0], ends]).astype(np.int32) + np.int32(self.num_decodes)
+        """int32[C + 1], see model.batch.Batch"""
+        return np.cumsum([self.num_decodes, *self.chunk_lens], dtype=np.int32)
+
+    def block_tables(self, rows: np.ndarray, block_size: int) -> np.ndarray:
+        """int32[N + C, w] of N rows of `tables` and of the longer chunks, as wide as their contexts."""
+        widths = [-(-int(self.context_lens[rows].max(initial=0)) // block_size), *map(len, self.chunk_tables)]
+        padded = np.zeros((len(rows) + len(self.chunk_tables), max(widths)), np.int32)
+        padded[: len(rows)] = self.tables[rows, : padded.shape[1]]
+        for row, table in enumerate(self.chunk_tables, len(rows)):
+            padded[row, : len(table)] = table
+        return padded
 
 
 @dataclass(frozen=True)
@@ -79,8 +90,12 @@ class StepGraphs:
         self._block_tables = ops.empty((max_rows + MAX_CHUNKS, max_blocks), np.dtype(np.int32))
         self._logits = ops.empty((max_rows + MAX_CHUNKS, model.config.vocab_size), np.dtype(np.float32))
         padding = self._padding()
-        self._packed = ops.empty((Packing.of(padding).num_bytes,), np.dtype(np.uint8))
-        self._buffers = _Buffers(*ops.upload_all(padding, self._packed))
+        packing = Packing.of(padding)
+        self._packed = ops.empty((packing.num_bytes,), np.dtype(np.uint8))
+        self._buffers = _Buffers(*packing.views(self._packed, padding))
+        self._host = np.zeros(packing.num_bytes, np.uint8)  # what goes there in one piece
+        self._columns = _Buffers(*packing.views(self._host, padding))
+        self._num_tokens = max_rows + ROWS_BESIDE[-1]  # in the columns; behind them is padding
         self._decodes_only = decode_sizes(max_rows)
         self._decodes_beside_chunks = _decodes_beside_chunks(max_rows)
         self._replays: dict[tuple[int, int], Callable[[], None]] = {}
@@ -91,10 +106,12 @@ class StepGraphs:
 
         Products are tuned for batches of a power of two: each more costs a start with an empty cache about 0.2 s.
         """
-        self._num_slots = kv.shape[0] * kv.shape[4]
+        self._block_size = kv.shape[4]
+        self._num_slots = kv.shape[0] * self._block_size
         sizes = [(decodes, more) for decodes in self._decodes_beside_chunks for more in ROWS_BESIDE]
         sizes += [(decodes, 0) for decodes in self._decodes_only]
-        self._model.ops.upload_all(self._padding(), self._packed)
+        Packing.of(self._padding()).fill(self._host, self._padding())
+        self._model.ops.upload_all([self._host], self._packed)
         tuned = [size for size in self._decodes_only if size.bit_count() == 1]
         self._model.tune(tuned, tuned)
         for size in tqdm(sorted(sizes, key=sum, reverse=True), desc="graphs", disable=not progress):
@@ -102,15 +119,27 @@ class StepGraphs:
         self._seconds = {size: self._seconds_of(size) for size in sizes if size[1]}
 
     def forward(self, inputs: StepInputs) -> Array | None:
-        """Logits float32[R, V], good until the next call; None where the step fits no captured size."""
+        """Logits float32[R, V], good until the next call; None where the step fits no captured size.
+
+        Of the tables only the stale ones are sent: afterwards none is.
+        """
         size = self._size_of(inputs)
         if size is None:
             return None
-        columns, tables = self._padded(inputs, *size)
-        self._model.ops.upload_all(columns, self._packed)
-        self._model.ops.upload_rows(tables, self._block_tables)
+        self._fill(inputs, *size)
+        self._model.ops.upload_all([self._host], self._packed)
+        rows = np.flatnonzero(inputs.stale)
+        if len(rows) or len(inputs.chunk_lens):
+            tables = inputs.block_tables(rows, self._block_size)
+            places = np.append(rows, size[0] + np.arange(len(inputs.chunk_lens))).astype(np.int32)
+            self._model.ops.upload_rows(tables, places, self._block_tables)
+            inputs.stale[:] = False
         self._replays[size]()
         return self._logits[: len(inputs.logit_rows)]
+
+    def context_lens(self, num_decodes: int) -> Array:
+        """Those of the last step's decodes, int32[num_decodes], in memory that stays."""
+        return self._buffers.context_lens[:num_decodes]
 
     def fit(self, num_decodes: int, num_tokens: int) -> int:
         """How many of `num_tokens` tokens of chunks a step should take beside its decodes, if the rest can wait.
@@ -140,7 +169,7 @@ class StepGraphs:
         return min(times)
 
     def _size_of(self, inputs: StepInputs) -> tuple[int, int] | None:
-        num_decodes, num_chunks = inputs.num_decodes, len(inputs.query_lens) - inputs.num_decodes
+        num_decodes, num_chunks = inputs.num_decodes, len(inputs.chunk_lens)
         if num_chunks == 0 and len(inputs.logit_rows) == num_decodes:
             return _at_least(self._decodes_only, num_decodes), 0
         decodes = _at_least(self._decodes_beside_chunks, num_decodes)
@@ -194,28 +223,26 @@ class StepGraphs:
             np.zeros(num_sequences, np.int32),
         ]
 
-    def _padded(self, inputs: StepInputs, decodes: int, more: int) -> tuple[list[np.ndarray], np.ndarray]:
-        """The buffers' contents for a step at this size, and its block tables. Padding stands behind the tokens; of the
-        sequences it stands between the decodes and the longer chunks, and behind these."""
-        n, columns = inputs.num_decodes, self._padding()
-        token_ids, source, positions, slots, context_lens, query_start, logit_rows = columns
-        for column, known in (
-            (token_ids, inputs.token_ids),
-            (source, inputs.source),
-            (positions, inputs.positions),
-            (slots, inputs.slots),
-            (logit_rows, inputs.logit_rows),
+    def _fill(self, inputs: StepInputs, decodes: int, more: int) -> None:
+        """The columns for a step at this size. Padding stands behind the tokens; of the sequences it stands between the
+        decodes and the longer chunks, and behind these."""
+        columns, num_tokens = self._columns, len(inputs.token_ids)
+        padded = slice(num_tokens, self._num_tokens)
+        for column, known, padding in (
+            (columns.token_ids, inputs.token_ids, 0),
+            (columns.source, inputs.source, self._max_rows),
+            (columns.positions, inputs.positions, 0),
+            (columns.slots, inputs.slots, self._num_slots),
         ):
-            column[: len(known)] = known
-        num_chunks = len(inputs.query_lens) - n
-        context_lens[:n], context_lens[decodes : decodes + num_chunks] = np.split(inputs.context_lens, [n])
-        query_start[: num_chunks + 1] = inputs.query_start
-        query_start[num_chunks + 1 :] = inputs.query_start[-1]
-        if not more:
-            return columns, inputs.block_tables
-        tables = np.zeros((decodes + num_chunks, inputs.block_tables.shape[1]), np.int32)
-        tables[:n], tables[decodes:] = np.split(inputs.block_tables, [n])
-        return columns, tables
+            column[:num_tokens], column[padded] = known, padding
+        self._num_tokens = num_tokens
+        n, num_chunks, num_logits = inputs.num_decodes, len(inputs.chunk_lens), len(inputs.logit_rows)
+        columns.context_lens[:n], columns.context_lens[n:] = inputs.context_lens[:n], 0
+        columns.logit_rows[:num_logits], columns.logit_rows[num_logits:] = inputs.logit_rows, 0
+        if more:
+            columns.context_lens[decodes : decodes + num_chunks] = inputs.context_lens[n:]
+            starts = inputs.query_start
+            columns.query_start[: num_chunks + 1], columns.query_start[num_chunks + 1 :] = starts, starts[-1]
 
 
 def decode_sizes(max_rows: int) -> list[int]:

@@ -74,11 +74,14 @@ class CudaOps:
     def upload_all(self, hosts: Sequence[np.ndarray], into: Array | None = None) -> list[Array]:
         return self._transfers.upload_all(hosts, into)
 
-    def upload_rows(self, host: np.ndarray, table: Array) -> None:
+    def upload_rows(self, host: np.ndarray, rows: np.ndarray, table: Array) -> None:
         expect("table", table, _INT32, None, None)
-        if host.dtype != _INT32 or host.shape[0] > table.shape[0] or host.shape[1] > table.shape[1]:
-            raise ValueError(f"{host.dtype} {host.shape} does not fit into a table of {table.shape}")
-        self._transfers.upload_rows(host, table)
+        fits = host.shape == (len(rows), host.shape[1]) and host.shape[1] <= table.shape[1]
+        if host.dtype != _INT32 or rows.dtype != _INT32 or not fits:
+            raise ValueError(f"{host.dtype} {host.shape} at {rows.dtype} {rows.shape} is no part of {table.shape}")
+        if len(rows) and not 0 <= rows.min() <= rows.max() < len(table):
+            raise ValueError(f"rows {rows.min()} to {rows.max()} are outside a table of {len(table)}")
+        self._transfers.upload_rows(host, rows, table)
 
     def fill(self, targets: Sequence[Array], read: Callable[[int, int, np.ndarray], None]) -> None:
         self._transfers.fill(targets, read)

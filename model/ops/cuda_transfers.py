@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import cupy
 import numpy as np
@@ -26,6 +27,17 @@ MAX_CARRIERS = 256
 
 _THREADS = 256
 _WORD_BYTES = 4
+
+
+class _Places(NamedTuple):
+    """Where rows of words go in a table."""
+
+    address: int  # of the numbers of the table's rows, int32 in pinned memory; 0: one after the other
+    num_rows: int
+    stride_words: int
+
+
+_TOGETHER = _Places(0, 1, 0)
 
 
 class Transfers:
@@ -54,15 +66,18 @@ class Transfers:
                 into = cupy.empty(packing.num_bytes, np.uint8)
         piece = self._take(packing.num_bytes)
         packing.fill(piece.host, hosts)
-        self._carry(piece.host.ctypes.data, into.data.ptr, 1, min(packing.num_bytes, into.nbytes), 0)
+        self._carry(piece.host.ctypes.data, into.data.ptr, min(packing.num_bytes, into.nbytes))
         piece.event.record(self._stream)
         return packing.views(into, hosts)
 
-    def upload_rows(self, host: np.ndarray, table: cupy.ndarray) -> None:
+    def upload_rows(self, host: np.ndarray, rows: np.ndarray, table: cupy.ndarray) -> None:
         """See `Ops.upload_rows`."""
-        piece = self._take(host.nbytes)
-        piece.host[: host.nbytes] = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
-        self._carry(piece.host.ctypes.data, table.data.ptr, len(host), host.shape[1] * host.itemsize, table.strides[0])
+        packing = Packing.of([host, rows])
+        piece = self._take(packing.num_bytes)
+        packing.fill(piece.host, [host, rows])
+        source = piece.host.ctypes.data
+        places = _Places(source + packing.offsets[1], len(rows), table.strides[0] // _WORD_BYTES)
+        self._carry(source, table.data.ptr, host.nbytes, places)
         piece.event.record(self._stream)
 
     def fill(self, targets: Sequence[cupy.ndarray], read: Callable[[int, int, np.ndarray], None]) -> None:
@@ -96,7 +111,7 @@ class Transfers:
             if array.nbytes > STAGED_BYTES or array.data.ptr % _WORD_BYTES:
                 array.data.copy_to_host_async(host.ctypes.data, array.nbytes, self._stream)
             else:
-                self._carry(array.data.ptr, host.ctypes.data, 1, array.nbytes, 0)
+                self._carry(array.data.ptr, host.ctypes.data, array.nbytes)
         done = self._stream.record(cupy.cuda.Event(disable_timing=True))
 
         def wait() -> list[np.ndarray]:
@@ -105,11 +120,16 @@ class Transfers:
 
         return wait
 
-    def _carry(self, source: int, target: int, num_rows: int, row_bytes: int, target_stride_bytes: int) -> None:
-        """Copy rows of bytes from one address to another, one of them in pinned memory."""
-        num_words = -(-num_rows * row_bytes // _WORD_BYTES)
-        sizes = (np.int32(num_rows), np.int32(row_bytes), np.int32(target_stride_bytes // _WORD_BYTES))
-        args = (np.uint64(source), np.uint64(target), *sizes)
+    def _carry(self, source: int, target: int, num_bytes: int, places: _Places = _TOGETHER) -> None:
+        """Copy bytes from one address to another, of which one is in pinned memory; to rows of a table, if places of
+        rows are given."""
+        num_words = -(-num_bytes // _WORD_BYTES)
+        sizes = (
+            np.int32(places.num_rows),
+            np.int32(num_bytes // max(1, places.num_rows)),
+            np.int32(places.stride_words),
+        )
+        args = (np.uint64(source), np.uint64(target), np.uint64(places.address), *sizes)
         self._launch("copy_words", (min(MAX_CARRIERS, -(-num_words // _THREADS)),), args)
 
     def _take(self, num_bytes: int) -> _Piece:

@@ -141,8 +141,9 @@ class Ops(Protocol):
         They live in `into` uint8[N] where one is given (at the same places for the same shapes), else as `upload`'s do.
         """
 
-    def upload_rows(self, host: np.ndarray, table: Array) -> None:
-        """table[:n, :w] = host [n, w], both int32, in one transfer that nobody waits for; `host` may change at once."""
+    def upload_rows(self, host: np.ndarray, rows: np.ndarray, table: Array) -> None:
+        """table[rows, :w] = host [n, w] for rows [n], all of them int32, in one transfer that nobody waits for; `host`
+        and `rows` may change at once. No row occurs twice."""
 
     def fill(self, targets: Sequence[Array], read: Callable[[int, int, np.ndarray], None]) -> None:
         """Fill large contiguous arrays from the host; waits until they are full.

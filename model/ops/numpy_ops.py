@@ -45,8 +45,8 @@ class NumpyOps:
         packing.fill(piece, hosts)
         return packing.views(piece, hosts)
 
-    def upload_rows(self, host: np.ndarray, table: Array) -> None:
-        table[: host.shape[0], : host.shape[1]] = host
+    def upload_rows(self, host: np.ndarray, rows: np.ndarray, table: Array) -> None:
+        table[rows, : host.shape[1]] = host
 
     def fill(self, targets: Sequence[Array], read: Callable[[int, int, np.ndarray], None]) -> None:
         def work(pieces: Iterator[Piece]) -> None:

@@ -3,43 +3,32 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import chain
-from operator import attrgetter
-from typing import NamedTuple
 
 import numpy as np
 
 from model.batch import Batch
 from model.llama import Llama
-from model.ops.interface import Array, HostBlocks, Ops, Sampled, Transfer
-from model.sampler import SampledRows, sampling_arrays
+from model.ops.interface import Array, HostBlocks, Transfer
 from model.step_graphs import StepGraphs, StepInputs
-from service.engine.grammars import MaskBuilder
-from service.engine.plan import BlockCopy, Chunk, FinishedTransfer, StepPlan, StepResult, TokenLogprob
+from service.engine.decode_rows import Arranged, DecodeRows
+from service.engine.draws import Draw, Drawer, Due, result_of
+from service.engine.plan import BlockCopy, FinishedTransfer, StepPlan, StepResult
 from service.engine.pooling import Pooler, PoolFlight
 from service.engine.prompt_scores import ScoreFlight, begin_scores, scored_tokens
-from service.engine.sequence import Sequence
-
-
-class _Draw(NamedTuple):
-    """Sequences that get their tokens from one call of `Ops.sample`, and what waits for its arrays."""
-
-    samplers: list[Sequence]
-    arrive: Callable[[], list[np.ndarray]]
 
 
 @dataclass(slots=True)
 class _Launched:
     """A step on its way: the sequences that get a token, and how they get it; one draw at least, once it is drawn."""
 
-    plan: StepPlan
-    samplers: list[Sequence]
+    due: Due
     logits: Array | None  # a row for each chunk that has samplers, until they are drawn from
+    context_lens: Array | None  # of the rows, where they stay in one place
     scratch: ExitStack  # the memory that the logits may live in
-    draws: list[_Draw]
+    draws: list[Draw]
     scores: list[ScoreFlight]
     pools: list[PoolFlight]
 
@@ -47,30 +36,27 @@ class _Launched:
 class ModelExecutor:
     """Owns a model's buffers for steps of at most `max_num_seqs` sequences of at most `max_blocks` blocks.
 
-    On a GPU it runs ahead: what a step samples stays in `_sampled` for the next one, whose host side needs only to know
-    from which row. The cache comes with `attach`, once the memory that all else leaves is known.
+    On a GPU it runs ahead: what a step samples stays there for the next one. The cache comes with `attach`, once the
+    memory that all else leaves is known.
     """
 
     def __init__(self, model: Llama, eos_token_ids: frozenset[int], max_num_seqs: int, max_blocks: int):
         self.model = model
         self._ops = model.ops
-        self._eos_token_ids = eos_token_ids
         self._pooler = Pooler(model.ops)
-        self._masks = MaskBuilder(model.config.vocab_size)
-        self._sampled = model.ops.empty((max_num_seqs,), np.dtype(np.int32))
-        self._sampled_rows: dict[object, int] = {}
-        self._no_source = max_num_seqs
+        self._drawer = Drawer(model, eos_token_ids, max_num_seqs)
+        self._sizes = max_num_seqs, max_blocks
         self.kv: Array | None = None
         self.host: HostBlocks | None = None
         self._outs: deque[tuple[int, Transfer]] = deque()  # with how many blocks
         self._ins: deque[tuple[int, Transfer]] = deque()
         self.runs_ahead = model.ops.name == "cuda"
-        self._graphs = StepGraphs(model, self._sampled, max_num_seqs, max_blocks) if self.runs_ahead else None
+        self._graphs = StepGraphs(model, self._drawer.sampled, max_num_seqs, max_blocks) if self.runs_ahead else None
 
     def attach(self, kv: Array, *, num_host_blocks: int = 0, progress: bool = False) -> None:
         """Work on this cache [num_blocks, L, 2, Hkv, B, D] from now on, with so many blocks on the host beside it."""
         self.kv = kv
-        self._block_size = kv.shape[4]
+        self._rows = DecodeRows(*self._sizes, block_size=kv.shape[4])
         if self._graphs is not None:
             self._graphs.capture(kv, progress=progress)
         if num_host_blocks:  # last: pinning would slow down what else a start does
@@ -82,13 +68,17 @@ class ModelExecutor:
 
     def launch(self, plan: StepPlan) -> _Launched:
         """See service.engine.engine.Executor."""
-        samplers, scratch = plan.samplers, ExitStack()
+        scratch = ExitStack()
         scratch.enter_context(self._ops.scratch())
         self.move(plan)
-        wants_hidden = plan.scores or plan.pools
-        logits, scores, pools = self._with_hidden(plan) if wants_hidden else (self._forward(plan.chunks), [], [])
-        launched = _Launched(plan, samplers, logits, scratch, [], scores, pools)
-        if not any(map(attrgetter("draws_late"), samplers)):
+        arranged = self._rows.arrange(plan, self._drawer.elsewhere)
+        due = self._drawer.due(arranged)
+        launched = _Launched(due, None, None, scratch, [], [], [])
+        if plan.scores or plan.pools:
+            self._begin_hidden(arranged, launched)
+        else:
+            self._begin(arranged, launched)
+        if not due.is_late:
             self._draw_all(launched, masked=False)
         return launched
 
@@ -108,20 +98,13 @@ class ModelExecutor:
 
     def _draw_all(self, launched: _Launched, *, masked: bool) -> None:
         with launched.scratch:
-            launched.draws = self._draws(launched.logits, launched.plan.chunks, launched.samplers, masked)
+            launched.draws = self._drawer.draw(launched.logits, launched.due, launched.context_lens, masked=masked)
             launched.logits = None
-        if launched.samplers:
-            self._sampled_rows = {sequence: row for row, sequence in enumerate(launched.draws[0].samplers)}
 
     def collect(self, launched: _Launched) -> StepResult:
         """See service.engine.engine.Executor."""
-        results = [_result(samplers, arrive()) for samplers, arrive in launched.draws]
-        told = {"scored": scored_tokens(launched.scores), "pooled": self._pooler.finish(launched.pools)}
-        if len(results) == 1:
-            return replace(results[0], **told)
-        drawn = [sequence for draw in launched.draws for sequence in draw.samplers]
-        tokens = dict(zip(drawn, chain.from_iterable(result.one_by_one() for result in results), strict=True))
-        return replace(StepResult.of(tokens[sequence] for sequence in launched.samplers), **told)
+        result = result_of(launched.draws, launched.due)
+        return replace(result, scored=scored_tokens(launched.scores), pooled=self._pooler.finish(launched.pools))
 
     @property
     def num_host_blocks(self) -> int:
@@ -146,71 +129,53 @@ class ModelExecutor:
             sources, targets = (np.array(ids, np.int32) for ids in zip(*together, strict=True))
             self._ops.copy_blocks(self.kv, *self._ops.upload_all([sources, targets]))
 
-    def _forward(self, chunks: tuple[Chunk, ...]) -> Array:
-        """Logits of the chunks that sample, in order."""
-        inputs = _step_inputs(chunks, self._block_size, self._sampled_rows, self._no_source)
-        logits = None if self._graphs is None else self._graphs.forward(inputs)
-        if logits is not None:
-            return logits
-        return self.model.forward(self._batch(inputs), self.kv)
+    def _begin(self, arranged: Arranged, launched: _Launched) -> None:
+        """The forward pass, as captured if there is a size for it."""
+        inputs = arranged.inputs
+        if self._graphs is not None:
+            launched.logits = self._graphs.forward(inputs)
+            launched.context_lens = self._graphs.context_lens(inputs.num_decodes)
+        if launched.logits is None:
+            launched.context_lens = None
+            launched.logits = self.model.forward(self._batch(inputs), self.kv)
+
+    def _begin_hidden(self, arranged: Arranged, launched: _Launched) -> None:
+        """As `_begin`, with scores and pools; never a captured size, which keeps no more than its logits."""
+        batch = self._batch(arranged.inputs)
+        hidden = self.model.hidden(batch, self.kv)
+        plan = replace(arranged.plan, chunks=arranged.chunks)
+        launched.scores = begin_scores(self.model, hidden, plan, max_rows=self._sizes[0])
+        launched.pools = self._pooler.begin(hidden, plan)
+        launched.logits = self.model.logits(hidden, batch.logit_rows)
 
     def _batch(self, inputs: StepInputs) -> Batch:
-        batch, source = _upload(inputs, self._ops)
-        self._ops.pick_tokens(batch.token_ids, self._sampled, source)
-        return batch
-
-    def _with_hidden(self, plan: StepPlan) -> tuple[Array, list[ScoreFlight], list[PoolFlight]]:
-        """As `_forward`, with scores and pools; never a captured size, which keeps no more than its logits."""
-        batch = self._batch(_step_inputs(plan.chunks, self._block_size, self._sampled_rows, self._no_source))
-        hidden = self.model.hidden(batch, self.kv)
-        scores = begin_scores(self.model, hidden, plan, max_rows=self._no_source)
-        pools = self._pooler.begin(hidden, plan)
-        return self.model.logits(hidden, batch.logit_rows), scores, pools
-
-    def _draws(self, logits: Array, chunks: tuple[Chunk, ...], samplers: list[Sequence], masked: bool) -> list[_Draw]:
-        """Sample from `logits`, a row for each chunk that has samplers.
-
-        Beams whose log-probabilities are of adjusted logits are a draw of their own, behind the one whose tokens the
-        next step may need before the host knows them.
-        """
-        due = [chunk for chunk in chunks if chunk[3]]
-        positions = [start + length for _, start, length, mine in due for _ in mine]
-        scored = any(map(attrgetter("scores_adjusted"), samplers))
-        if len(due) == len(samplers) and not scored:
-            return [self._draw(logits, samplers, positions, adjusted=False, masked=masked)]
-        scored = [row for row, sequence in enumerate(samplers) if sequence.scores_adjusted]
-        source = [row for row, chunk in enumerate(due) for _ in chunk.samplers]
-        plain = sorted(set(range(len(samplers))) - set(scored))
-        draws = []
-        for rows, adjusted in ((plain, False), (scored, True)):
-            if rows:
-                picked = self._ops.upload(np.array([source[row] for row in rows], np.int32))
-                own = self._ops.gather_rows(logits, picked)
-                mine, at = [samplers[row] for row in rows], [positions[row] for row in rows]
-                draws.append(self._draw(own, mine, at, adjusted=adjusted, masked=masked))
-        return draws
-
-    def _draw(
-        self, logits: Array, samplers: list[Sequence], positions: list[int], *, adjusted: bool, masked: bool
-    ) -> _Draw:
-        if not samplers:
-            return _Draw(samplers, self._ops.download_later(()))
-        shaped = samplers if any(map(attrgetter("is_shaped"), samplers)) else []
-        rows = SampledRows(
-            records=[sequence.sampling_record for sequence in samplers],
-            positions=np.array(positions, np.uint32),
-            sampling=[sequence.sampling for sequence in shaped],
-            token_ids=[sequence.token_ids for sequence in shaped],
-            num_prompt_tokens=[sequence.num_prompt_tokens for sequence in shaped],
-            mask=self._masks.build(samplers) if masked else None,
+        """The step on the backend, each pending token in its place."""
+        tables = inputs.block_tables(np.arange(inputs.num_decodes), self.kv.shape[4])
+        hosts = (
+            inputs.token_ids,
+            inputs.source,
+            inputs.positions,
+            inputs.slots,
+            tables,
+            inputs.context_lens,
+            inputs.query_start,
+            inputs.logit_rows,
         )
-        vocab_size, send = self.model.config.vocab_size, self._ops.upload_all
-        how = sampling_arrays(rows, vocab_size, self._eos_token_ids, send, logprobs_adjusted=adjusted)
-        sampled: Sampled = self._ops.sample(logits, how, out=None if adjusted else self._sampled[: len(samplers)])
-        arrays = [sampled.token_ids, sampled.is_nan]
-        if sampled.logprobs is not None:
-            arrays += [sampled.logprobs, sampled.top_ids, sampled.top_logprobs]
-        return _Draw(samplers, self._ops.download_later(arrays))
+        token_ids, source, positions, slots, tables, context_lens, starts, logit_rows = self._ops.upload_all(hosts)
+        self._ops.pick_tokens(token_ids, self._drawer.sampled, source)
+        return Batch(
+            token_ids=token_ids,
+            positions=positions,
+            slots=slots,
+            block_tables=tables,
+            context_lens=context_lens,
+            query_start=starts,
+            logit_rows=logit_rows,
+            num_decodes=inputs.num_decodes,
+            num_tokens=len(inputs.token_ids),
+            num_sequences=len(inputs.context_lens),
+            max_query_len=int(inputs.chunk_lens.max(initial=0)),
+        )
 
 
 def _independent(copies: Iterable[BlockCopy]) -> list[list[BlockCopy]]:
@@ -228,105 +193,3 @@ def _independent(copies: Iterable[BlockCopy]) -> list[list[BlockCopy]]:
         seen_sources.add(copy.source)
         seen_targets.add(copy.target)
     return runs
-
-
-def _step_inputs(
-    chunks: tuple[Chunk, ...], block_size: int, sampled_rows: dict[object, int], no_source: int
-) -> StepInputs:
-    """A step's arrays on the host. Chunks of one token come first."""
-    sequences, starts, lengths, samplers = zip(*chunks, strict=True)
-    starts, lengths = np.array(starts, np.int32), np.array(lengths, np.int32)
-    num_decodes = int(np.count_nonzero(lengths == 1))
-    ends = np.cumsum(lengths)
-    row_of, positions = np.arange(len(chunks)), starts
-    if num_decodes < len(chunks):
-        row_of = np.repeat(row_of, lengths)
-        positions = (np.arange(ends[-1]) - (ends - lengths - starts)[row_of]).astype(np.int32)
-    tables = _block_tables(sequences)
-    block, offset = np.divmod(positions, block_size)
-    token_ids, source = _decoded_tokens(chunks[:num_decodes], sampled_rows, no_source)
-    for sequence, start, length, _ in chunks[num_decodes:]:
-        known = sequence.token_ids[start : start + length]
-        is_pending = len(known) < length
-        token_ids += [*known, 0] if is_pending else known
-        source += [no_source] * length
-        if is_pending:
-            source[-1] = sampled_rows[sequence]
-    return StepInputs(
-        token_ids=np.array(token_ids, np.int32),
-        source=np.array(source, np.int32),
-        positions=positions,
-        slots=tables[row_of, block].astype(np.int64) * block_size + offset,
-        context_lens=starts + lengths,
-        block_tables=tables,
-        query_lens=lengths,
-        logit_rows=(ends - 1)[list(map(bool, samplers))].astype(np.int32),
-        num_decodes=num_decodes,
-    )
-
-
-def _upload(inputs: StepInputs, ops: Ops) -> tuple[Batch, Array]:
-    """The batch on the backend, and for each token the row of `pick_tokens`."""
-    query_lens = inputs.query_lens[inputs.num_decodes :]
-    hosts = (
-        inputs.token_ids,
-        inputs.source,
-        inputs.positions,
-        inputs.slots,
-        inputs.block_tables,
-        inputs.context_lens,
-        inputs.query_start,
-        inputs.logit_rows,
-    )
-    token_ids, source, positions, slots, tables, context_lens, query_start, logit_rows = ops.upload_all(hosts)
-    batch = Batch(
-        token_ids=token_ids,
-        positions=positions,
-        slots=slots,
-        block_tables=tables,
-        context_lens=context_lens,
-        query_start=query_start,
-        logit_rows=logit_rows,
-        num_decodes=inputs.num_decodes,
-        num_tokens=len(inputs.token_ids),
-        num_sequences=len(inputs.query_lens),
-        max_query_len=int(query_lens.max(initial=0)),
-    )
-    return batch, source
-
-
-def _block_tables(sequences: Iterable[Sequence]) -> np.ndarray:
-    """int32[S, widest], padded with 0."""
-    tables = [sequence.block_table for sequence in sequences]
-    width_bytes = 4 * max(map(len, tables))
-    rows = [table.tobytes().ljust(width_bytes, b"\0") for table in tables]
-    return np.frombuffer(b"".join(rows), np.int32).reshape(len(tables), -1)
-
-
-def _decoded_tokens(
-    decodes: Iterable[Chunk], sampled_rows: dict[object, int], no_source: int
-) -> tuple[list[int], list[int]]:
-    """(token ids, source) of chunks of one token: one that is pending has the row it was sampled in as its source."""
-    pairs = [
-        (0, sampled_rows[sequence]) if start >= len(sequence.token_ids) else (sequence.token_ids[start], no_source)
-        for sequence, start, _, _ in decodes
-    ]
-    token_ids, source = zip(*pairs, strict=True) if pairs else ((), ())
-    return list(token_ids), list(source)
-
-
-def _result(samplers: list[Sequence], arrays: list[np.ndarray]) -> StepResult:
-    """Of one draw, from (token ids, is NaN) and log-probabilities where anybody wants some."""
-    if not samplers:
-        return StepResult(())
-    token_ids, is_nan, *logprobs = arrays
-    told = _logprobs(samplers, *(array.tolist() for array in logprobs)) if logprobs else None
-    return StepResult(token_ids.tolist(), told, frozenset(np.flatnonzero(is_nan).tolist()))
-
-
-def _logprobs(samplers: list[Sequence], chosen: list, top_ids: list, top: list) -> list[TokenLogprob | None]:
-    wanted = [sequence.num_alternatives for sequence in samplers]
-    return [
-        None if count is None else TokenLogprob(chosen[row], tuple(top_ids[row][:count]), tuple(top[row][:count]))
-        for row, count in enumerate(wanted)
-    ]

@@ -244,8 +244,12 @@ class KVManager:
 
     def _follow(self, sequence: Sequence, tail: Node, num_tokens: int, *, may_replace: bool) -> Node:
         end = min(num_tokens, len(sequence.token_ids)) // self.block_size
-        table = sequence.block_table
-        return self._known.follow(tail, sequence.token_ids, table, end, may_replace=may_replace)
+        table, first = sequence.block_table, tail.depth
+        before = table[first:end]
+        tail = self._known.follow(tail, sequence.token_ids, table, end, may_replace=may_replace)
+        if table[first:end] != before:
+            sequence.num_writable_tokens = 0
+        return tail
 
     def _note_arrival(self, sequence: Sequence) -> None:
         number = 0 if self.host is None else self.host.last_arrival(sequence.block_table)

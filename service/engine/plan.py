@@ -64,11 +64,22 @@ class StepPlan:
     ins: tuple[BlockCopy, ...] = ()
     scores: tuple[Score, ...] = ()
     pools: tuple[Pool, ...] = ()
+    changed: tuple[Chunk, ...] = ()
+    """Chunks of one token whose sequences' block tables may not be as they were in the plan before; one that was not in
+    that plan as such a chunk need not be here."""
     samplers: list[Sequence] = field(init=False)
     """All sequences that get a token, in the order of StepResult."""
 
     def __post_init__(self):
         object.__setattr__(self, "samplers", [sampler for _, _, _, due in self.chunks for sampler in due])
+
+    @property
+    def num_decodes(self) -> int:
+        """Chunks of one token."""
+        count = len(self.chunks)
+        while count and self.chunks[count - 1].length > 1:
+            count -= 1
+        return count
 
     @property
     def num_tokens(self) -> int:

@@ -49,6 +49,7 @@ class Scheduler:
         self._to_score: set[SequenceGroup] = set()
         self._to_pool: set[SequenceGroup] = set()
         self.running: list[Sequence] = []
+        self._extended: set[Sequence] = set()  # by the plan being made
 
     def add(self, group: SequenceGroup) -> None:
         self._num_arrivals += 1
@@ -95,6 +96,7 @@ class Scheduler:
         are known, or at all."""
         self._kv.start_step()
         self.preemption.start_step()
+        self._extended.clear()
         num_preemptions, arriving = self.preemption.num_preemptions, self._kv.arriving()
         decodes, prefills = [], []
         for sequence in self.running:
@@ -127,7 +129,8 @@ class Scheduler:
         self.preemption.prepare(self.running)
         scores = self._scores(chunks) if self._to_score else ()
         pools = self._pools(chunks) if self._to_pool else ()
-        return StepPlan(tuple(chunks), self._kv.take_copies(), *self._kv.take_swaps(), scores, pools)
+        changed = tuple(chunk for chunk in chunks if chunk.sequence in self._extended and chunk.length == 1)
+        return StepPlan(tuple(chunks), self._kv.take_copies(), *self._kv.take_swaps(), scores, pools, changed)
 
     def _pools(self, chunks: list[Chunk]) -> tuple[Pool, ...]:
         """What the step computes of prompts whose vectors are wanted, and no step before it did."""
@@ -198,6 +201,7 @@ class Scheduler:
             if sequence.state is not State.RUNNING or missing > self._kv.pool.num_available:
                 return False
         self._kv.extend(sequence, num_tokens)
+        self._extended.add(sequence)
         return True
 
     def _continue(self, chunks: list[Chunk], sequences: list[Sequence], budget: int) -> tuple[list[Chunk], int]:
@@ -251,6 +255,7 @@ class Scheduler:
             if leader not in self._kv.arriving():
                 chunk = self._chunk(leader, budget)
                 self._kv.extend(leader, chunk.end)
+                self._extended.add(leader)
                 self._kv.remember(leader, chunk.end)
                 chunks.append(chunk)
                 budget -= chunk.length

@@ -94,7 +94,7 @@ class Sequence:
         self.num_pending_tokens = 0
         self.num_writable_tokens = 0
         """Up to here the blocks in its table are its own to write to, from the first uncomputed token on: the memory
-        need not be asked. 0 where that is not sure."""
+        need not be asked. 0 where that is not sure, or where the table is not what it was in the last plan."""
         self.block_table = array("i")
         self.end: EndReason | None = None
         self.samplers: tuple[Sequence, ...] = (self,)

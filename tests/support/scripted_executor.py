@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from array import array
 
 from service.engine.plan import Chunk, FinishedTransfer, SampledToken, StepPlan, StepResult, TokenLogprob
 from service.engine.sequence import Sequence
@@ -32,7 +33,8 @@ def _hashed(value: object) -> int:
 class ScriptedExecutor:
     """Writes tokens into blocks as a model writes keys, and predicts from what the blocks hold.
 
-    A pending token is known to it alone, as it would be on the device.
+    A pending token is known to it alone, as it would be on the device. So is the block table of a sequence that decodes
+    in one plan after the other: it is looked at only where the plan says that it has changed.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class ScriptedExecutor:
         self._nan_after = nan_after
         self._step_s = step_s
         self._last: dict[Sequence, int] = {}
+        self._tables: dict[Sequence, array] = {}
         self.num_host_blocks = num_host_blocks
         self.host_memory: list[list[int | None]] = [[None] * block_size for _ in range(num_host_blocks)]
         self._transfer_steps = transfer_steps
@@ -63,11 +66,16 @@ class ScriptedExecutor:
         self.plans.append(plan)
         time.sleep(self._step_s)
         self.move(plan)
+        tables = self._tables_of(plan)
         for chunk in plan.chunks:
             for position in range(chunk.start, chunk.end):
-                block = chunk.sequence.block_table[position // self.block_size]
+                block = tables[chunk.sequence][position // self.block_size]
                 self.memory[block][position % self.block_size] = self._token(chunk.sequence, position)
-        sampled = {sampler: self._sampled(chunk, sampler) for chunk in plan.chunks for sampler in chunk.samplers}
+        sampled = {
+            sampler: self._sampled(chunk, sampler, tables[chunk.sequence])
+            for chunk in plan.chunks
+            for sampler in chunk.samplers
+        }
         self._last = {sequence: token.token_id for sequence, token in sampled.items()}
         return StepResult.of(sampled.values())
 
@@ -97,6 +105,15 @@ class ScriptedExecutor:
     def wait_for_transfer(self) -> None:
         self._transfers[0][0] = self._transfer_steps
 
+    def _tables_of(self, plan: StepPlan) -> dict[Sequence, array]:
+        kept, changed = self._tables, {chunk.sequence for chunk in plan.changed}
+        decodes = {chunk.sequence for chunk in plan.chunks[: plan.num_decodes]}
+        assert changed <= decodes, "longer chunks have no tables that stay"
+        stays = (decodes - changed) & kept.keys()
+        tables = {one: kept[one] if one in stays else one.block_table[:] for one, _, _, _ in plan.chunks}
+        self._tables = {one: tables[one] for one in decodes}
+        return tables
+
     def _arrive(self, transfers: list[list]) -> None:
         for _, is_out, copies in transfers:
             sources, targets = (self.memory, self.host_memory) if is_out else (self.host_memory, self.memory)
@@ -107,10 +124,9 @@ class ScriptedExecutor:
         known = sequence.token_ids
         return known[position] if position < len(known) else self._last[sequence]
 
-    def _sampled(self, chunk: Chunk, sampler: Sequence) -> SampledToken:
+    def _sampled(self, chunk: Chunk, sampler: Sequence, table: array) -> SampledToken:
         cached = [
-            self.memory[chunk.sequence.block_table[position // self.block_size]][position % self.block_size]
-            for position in range(chunk.end)
+            self.memory[table[position // self.block_size]][position % self.block_size] for position in range(chunk.end)
         ]
         token_id, count = next_token(cached, sampler.branch), sampler.num_alternatives
         if count is None:

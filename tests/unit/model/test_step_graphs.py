@@ -53,29 +53,33 @@ def step(model: Llama, chunks: list[tuple[int, int]]) -> StepInputs:
     tables = rng.permutation(MAX_ROWS * MAX_BLOCKS)[: len(chunks) * MAX_BLOCKS].reshape(len(chunks), -1)
     tables = tables[:, : -(-int((starts + lengths).max()) // BLOCK_SIZE)].astype(np.int32)
     blocks = tables[np.repeat(np.arange(len(chunks)), lengths), positions // BLOCK_SIZE].astype(np.int64)
+    num_decodes = int(np.count_nonzero(lengths == 1))
     return StepInputs(
         token_ids=rng.integers(0, model.config.vocab_size, ends[-1]).astype(np.int32),
         source=np.full(ends[-1], MAX_ROWS, np.int32),
         positions=positions,
         slots=blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
         context_lens=starts + lengths,
-        block_tables=tables,
-        query_lens=lengths,
         logit_rows=(ends - 1).astype(np.int32),
-        num_decodes=int(np.count_nonzero(lengths == 1)),
+        num_decodes=num_decodes,
+        tables=tables[:num_decodes],
+        stale=np.ones(num_decodes, np.bool_),
+        chunk_lens=lengths[num_decodes:],
+        chunk_tables=list(tables[num_decodes:]),
     )
 
 
 def by_itself(model: Llama, kv: np.ndarray, inputs: StepInputs) -> np.ndarray:
     """Sequence after sequence, nothing beside it."""
     rows, end = [], 0
-    for sequence, length in enumerate(inputs.query_lens):
+    tables = inputs.block_tables(np.arange(inputs.num_decodes), BLOCK_SIZE)
+    for sequence, length in enumerate([*[1] * inputs.num_decodes, *inputs.chunk_lens]):
         part, end = slice(end, end + length), end + length
         batch = Batch(
             token_ids=inputs.token_ids[part],
             positions=inputs.positions[part],
             slots=inputs.slots[part],
-            block_tables=inputs.block_tables[[sequence]],
+            block_tables=tables[[sequence]],
             context_lens=inputs.context_lens[[sequence]],
             query_start=np.array([0, length], np.int32),
             logit_rows=np.array([length - 1], np.int32),
@@ -126,7 +130,7 @@ def test_tokens_that_the_step_before_sampled_come_from_its_row(model, graphs):
 def test_what_fits_no_size_is_left_to_the_caller(model, graphs):
     assert graphs.forward(step(model, [(0, 180)] * 3)) is None
     chunk = step(model, [(0, 2)])
-    too_many = replace(chunk, query_lens=np.repeat(chunk.query_lens, MAX_CHUNKS + 1))
+    too_many = replace(chunk, chunk_lens=np.repeat(chunk.chunk_lens, MAX_CHUNKS + 1))
     assert graphs.forward(too_many) is None
 
 
