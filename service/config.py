@@ -145,7 +145,7 @@ class Settings:
     max_num_batched_tokens: int | None = _setting(
         None,
         "token budget of one step; without it 8192 on a GPU, 512 on a CPU",
-        verbs=_STEP_VERBS,
+        verbs=_ENGINE_VERBS,
         parse=int,
         low=1,
         high=1 << 20,

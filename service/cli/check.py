@@ -1,4 +1,4 @@
-"""`quire check`: what would fit, said before anything is loaded."""
+"""`quire check`: what fits, and the pool that `quire serve` would make, without reading a weight."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import argparse
 from model.errors import ModelError
 from model.loader import weight_bytes
 from model.ops.backend import open_ops
+from model.ops.interface import Ops
 from service.cli.table import print_table
 from service.config import Settings
-from service.engine.build import read_model_config, wanted_model_len
-from service.engine.memory import plan_memory
+from service.engine.build import num_swap_blocks, read_model_config, size_engine, wanted_model_len
+from service.engine.memory import MemoryPlan, plan_memory
 from service.errors import StartupError
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 LENGTHS = (512, 2048, 8192, 32768, 131072)
+
+Rows = list[tuple[str, str]]
 
 
 def add_check_flags(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +25,8 @@ def add_check_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_check(settings: Settings, flags: argparse.Namespace) -> int:
-    """0: it fits, 1: it does not. What a step needs beside weights and cache is known only once it has run."""
+    """0: it fits, 1: it does not. On a GPU the largest steps are run, on weights made up: what they take beside those
+    is known only then."""
     config = read_model_config(settings)
     wanted_len = wanted_model_len(settings, config)
     try:
@@ -30,26 +34,46 @@ def run_check(settings: Settings, flags: argparse.Namespace) -> int:
     except ModelError as error:
         raise StartupError(str(error)) from None
     weights = weight_bytes(config, ops.dtype)
-    rows = [
+    rows: Rows = [
         ("model", f"{config.family}, {config.num_parameters / 1e9:.3g} B parameters, {ops.dtype} on {ops.device_name}"),
-        ("weights", f"{weights / GIB:.2f} GiB"),
+        ("free memory", _size(ops.memory_bytes()[0])),
+        ("weights", _size(weights)),
     ]
     try:
-        memory = plan_memory(settings, config, ops, wanted_len, reserved_bytes=weights)
+        if ops.name == "cuda":
+            sized = size_engine(settings, config, ops, load_format="dummy", progress=True)
+            memory = sized.memory
+            rows.append(("a step's workspace", _size(sized.workspace_bytes)))
+        else:
+            memory = plan_memory(settings, config, ops, wanted_len, reserved_bytes=weights)
     except StartupError as reason:
         print_table([*rows, ("does not fit", str(reason))])
         return 1
-    num_tokens = memory.num_blocks * memory.block_size
-    lengths = sorted({length for length in (*LENGTHS, flags.length or 0) if 0 < length <= memory.max_model_len})
-    print_table(
-        [
-            *rows,
-            ("KV cache", f"{memory.num_blocks * memory.block_bytes / GIB:.2f} GiB, less a step's workspace on a GPU"),
-            ("blocks", f"{memory.num_blocks} of {memory.block_size} tokens, {memory.block_bytes} bytes each"),
-            *(
-                (f"{length} tokens each", f"{min(num_tokens // length, settings.max_num_seqs)} sequences at once")
-                for length in lengths
-            ),
-        ]
-    )
+    print_table([*rows, *_cache(settings, ops, memory), *_concurrency(memory, settings.max_num_seqs, flags.length)])
     return 0
+
+
+def _cache(settings: Settings, ops: Ops, memory: MemoryPlan) -> Rows:
+    num_host_blocks = num_swap_blocks(settings, ops, memory)
+    rows = [
+        ("KV cache", _size(memory.num_blocks * memory.block_bytes)),
+        ("blocks", f"{memory.num_blocks} of {memory.block_size} tokens, {memory.block_bytes} bytes each"),
+        ("longest sequence", f"{memory.max_model_len} tokens"),
+    ]
+    if num_host_blocks:
+        rows.append(("blocks on the host", f"{num_host_blocks}, {_size(num_host_blocks * memory.block_bytes)}"))
+    return rows
+
+
+def _concurrency(memory: MemoryPlan, max_num_seqs: int, length: int | None) -> Rows:
+    """By length, how many sequences that share nothing fit at once."""
+    lengths = sorted({each for each in (*LENGTHS, length or 0) if 0 < each <= memory.max_model_len})
+    fitting = [memory.num_blocks // -(-each // memory.block_size) for each in lengths]
+    return [
+        (f"{each} tokens each", f"{min(count, max_num_seqs)} sequences at once")
+        for each, count in zip(lengths, fitting, strict=True)
+    ]
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"

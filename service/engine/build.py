@@ -13,7 +13,7 @@ from model.errors import ModelError
 from model.grammar import GrammarError
 from model.grammar_matcher import GrammarCompiler
 from model.kv_cache import allocate
-from model.loader import load_model
+from model.loader import load_model, weight_bytes
 from model.ops.backend import open_ops
 from model.ops.interface import Ops
 from model.sampling_params import SamplingParams
@@ -58,6 +58,16 @@ class BuiltEngine:
     limits: Limits
 
 
+@dataclass(frozen=True)
+class Sized:
+    """A model in memory, what its largest steps take beside it, and the pool that is then left for the KV cache."""
+
+    executor: ModelExecutor
+    memory: MemoryPlan
+    workspace_bytes: int
+    budget: int  # tokens of one step
+
+
 def read_model_config(settings: Settings) -> ModelConfig:
     """From the folder, or the shape that `--model-config` names. Raises StartupError."""
     if settings.model_config is None:
@@ -75,24 +85,16 @@ def read_model_config(settings: Settings) -> ModelConfig:
 def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
     """Load, size, warm up and try. Raises StartupError with one line where that cannot work."""
     config = read_model_config(settings)
-    wanted_len = wanted_model_len(settings, config)
     grammars = Grammars(partial(grammar_compiler, settings, config))
     try:
         ops = open_ops(settings.device, settings.dtype, config.dtype)
-        folder = None if settings.load_format == "dummy" else Path(settings.model)
-        model = load_model(folder, config, ops, wanted_len, load_format=settings.load_format, progress=progress)
     except ModelError as error:
         raise StartupError(str(error)) from None
-    budget = settings.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS[ops.name]
-    max_blocks = -(-wanted_len // settings.block_size)
-    executor = ModelExecutor(model, frozenset(config.eos_token_ids), settings.max_num_seqs, max_blocks)
-    if ops.name == "cuda":
-        sizes = (min(budget, wanted_len), settings.max_num_seqs, wanted_len)
-        ops.prepare(partial(warm_up, model, settings.block_size, *sizes))
-    memory = plan_memory(settings, config, ops, wanted_len)
+    sized = size_engine(settings, config, ops, load_format=settings.load_format, progress=progress)
+    executor, memory = sized.executor, sized.memory
     limits = Limits(
         max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=budget,
+        max_num_batched_tokens=sized.budget,
         max_prefill_chunk=settings.max_prefill_chunk or DEFAULT_PREFILL_CHUNK[ops.name],
         max_model_len=memory.max_model_len,
         fit_prompts=executor.fit_prompts,
@@ -114,6 +116,32 @@ def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
         fields(device=ops.name, dtype=ops.dtype, num_blocks=memory.num_blocks, max_model_len=memory.max_model_len),
     )
     return BuiltEngine(engine, executor, config, ops, memory, limits)
+
+
+def size_engine(settings: Settings, config: ModelConfig, ops: Ops, *, load_format: str, progress: bool) -> Sized:
+    """Load a model and size its pool; `quire check` does the same with weights made up. Raises StartupError.
+
+    On a GPU the pool is what its largest steps leave, once they have run. On a CPU, whose memory others use too, it is
+    planned before anything is loaded.
+    """
+    wanted_len = wanted_model_len(settings, config)
+    weights = weight_bytes(config, ops.dtype)
+    free_bytes = ops.memory_bytes()[0]
+    planned = plan_memory(settings, config, ops, wanted_len, reserved_bytes=weights)
+    folder = None if load_format == "dummy" else Path(settings.model)
+    try:
+        model = load_model(folder, config, ops, wanted_len, load_format=load_format, progress=progress)
+    except ModelError as error:
+        raise StartupError(str(error)) from None
+    budget = settings.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS[ops.name]
+    max_blocks = -(-wanted_len // settings.block_size)
+    executor = ModelExecutor(model, frozenset(config.eos_token_ids), settings.max_num_seqs, max_blocks)
+    if ops.name != "cuda":
+        return Sized(executor, planned, 0, budget)
+    sizes = (min(budget, wanted_len), settings.max_num_seqs, wanted_len)
+    ops.prepare(partial(warm_up, model, settings.block_size, *sizes))
+    memory = plan_memory(settings, config, ops, wanted_len)
+    return Sized(executor, memory, free_bytes - weights - ops.memory_bytes()[0], budget)
 
 
 def grammar_compiler(settings: Settings, config: ModelConfig) -> GrammarCompiler:

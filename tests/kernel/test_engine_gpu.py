@@ -90,3 +90,26 @@ def test_prompts_are_scored_alike(engines, on_numpy):
             [one.logprob for one in ours[name][1]], [one.logprob for one in logprobs], rtol=1e-4, atol=1e-4
         )
         assert [one.top_ids for one in ours[name][1]] == [one.top_ids for one in logprobs]
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_prompts_are_pooled_alike(engines, on_numpy, pooling):
+    """Chunk by chunk, beside others that decode."""
+    wishes = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, pooling=pooling)
+    vectors = []
+    for made in (engines, on_numpy):
+        engine = made.make(budget=24)
+        engine.add(Request(request_id="other", prompt=(5, 6, 7), sampling=SamplingParams(max_tokens=30)))
+        for length in (1, 16, 25, 100):
+            prompt = tuple(range(40, 40 + length))
+            engine.add(Request(request_id=str(length), prompt=prompt, sampling=wishes))
+        told = {}
+        while engine.has_work:
+            engine.step()
+            told |= {output.request_id: output.embedding for output in engine.take_outputs() if output.embedding}
+        vectors.append({name: np.frombuffer(data, np.float32) for name, data in sorted(told.items())})
+    ours, theirs = vectors
+    assert list(ours) == list(theirs) == ["1", "100", "16", "25"]
+    for name, vector in theirs.items():
+        assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-4)
+        np.testing.assert_allclose(ours[name], vector, atol=1e-4)

@@ -1,14 +1,18 @@
 """How large the pool becomes, and what `quire check` says of it."""
 
+import re
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from model.config import PRESETS
 from model.ops.numpy_ops import NumpyOps
-from service.cli.main import main
-from service.config import Settings
+from service.cli.main import DEMO_MODEL, main, make_parser
+from service.config import SERVE, Settings
+from service.config_sources import read_settings
 from service.engine import memory as engine_memory
-from service.engine.build import num_swap_blocks
+from service.engine.build import build_engine, num_swap_blocks
 from service.engine.memory import host_memory_bytes, plan_memory
 from service.errors import StartupError
 
@@ -62,11 +66,33 @@ def test_what_cannot_be_is_refused_in_one_line(free_bytes, settings, word):
     assert "\n" not in str(refusal.value)
 
 
-def test_check_tells_the_pool_that_the_worker_would_make(capsys):
-    assert main(["check", "--device", "cpu", "--num-gpu-blocks", "64", "--length", "100"]) == 0
+@pytest.mark.parametrize(
+    ("free_gib", "flags"),
+    [
+        (60, []),
+        (60, ["--max-num-seqs", "4096"]),
+        (0.03, ["--max-num-seqs", "64", "--max-model-len", "100"]),
+        (0.02, ["--dtype", "bfloat16"]),
+        (60, ["--num-gpu-blocks", "64", "--block-size", "8"]),
+    ],
+    ids=str,
+)
+def test_check_tells_the_pool_that_serve_makes(capsys, monkeypatch, free_gib, flags):
+    monkeypatch.setattr(NumpyOps, "memory_bytes", lambda self: (int(free_gib * GIB), 80 * GIB))
+    flags = ["--device", "cpu", *flags]
+    assert main(["check", *flags]) == 0
     told = capsys.readouterr().out
-    assert "64 of 16 tokens" in told
-    assert "100 tokens each  10 sequences at once" in told
+    settings = read_settings(SERVE, make_parser().parse_args([SERVE, *flags]), {})
+    made = build_engine(replace(settings, model=DEMO_MODEL), progress=False)
+    pool = made.engine.pool
+    assert f"{pool.num_blocks} of {made.memory.block_size} tokens, {made.memory.block_bytes} bytes each" in told
+    assert re.search(rf"longest sequence +{made.memory.max_model_len} tokens", told)
+    assert made.executor.kv.shape[0] == pool.num_blocks
+
+
+def test_check_counts_whole_blocks(capsys):
+    assert main(["check", "--device", "cpu", "--num-gpu-blocks", "64", "--length", "100"]) == 0
+    assert re.search(r"100 tokens each +9 sequences at once", capsys.readouterr().out)  # of 7 blocks each
     assert main(["check", "--device", "cpu", "--num-gpu-blocks", "4", "--max-model-len", "100"]) == 1
     assert "does not fit" in capsys.readouterr().out
 
