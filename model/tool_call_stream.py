@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-ARGUMENT_KEYS = ("arguments", "parameters")
-NAME_KEY = "name"
+from model.tool_call_json import BLANKS, JsonCallReader
+from model.tool_call_xml import BEGIN, XmlCallReader
+
 ARGS_MARKER = "[ARGS]"
-BLANKS = " \t\r\n"
 
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """How a model writes calls. Each is a JSON object with a name and arguments, or a name before its arguments."""
+    """How a model writes calls. Each is a JSON object with a name and arguments, or a name before its arguments, or an
+    element of XML's kind."""
 
     opening: str  # begins a run of calls
     closing: str = ""  # ends it
     fillers: str = BLANKS  # characters that may stand around calls
     at_start_only: bool = False  # a reply is calls from its first character, opening or not, or it is text
     bare_names: bool = False  # after the opening, `name[ARGS]{...}` and `name{...}` are calls too
+    in_xml: bool = False  # a call is `<function=name>` and so on, no JSON
 
 
 @dataclass(frozen=True)
@@ -45,159 +47,24 @@ class Argued:
 
 
 News = Said | Called | Argued
-
-
-class CallReader:
-    """One call, character by character."""
-
-    def __init__(self, names: Collection[str], name: str | None = None) -> None:
-        """With a `name` only the arguments are read."""
-        self.name = name
-        self.is_done = False
-        self.is_bad = False
-        self._names = names
-        self._only_arguments = name is not None
-        self._state = self._before_value if name is not None else self._before_object
-        self._key = ARGUMENT_KEYS[0] if name is not None else ""
-        self._read: list[str] = []
-        self._value: list[str] = []  # of a key, or as far as it may be a name or arguments in a string
-        self._depth = 0
-        self._in_string = self._is_escaped = False
-        self._arguments: list[str] = []  # not yet taken
-        self._has_arguments = False
-
-    @property
-    def is_call(self) -> bool:
-        """Whether enough is known to say so: its name, and that its arguments begin or that it has none."""
-        return self.name is not None and not self.is_bad and (self._has_arguments or self.is_done)
-
-    @property
-    def raw(self) -> str:
-        """All it has read, for what turns out to be no call."""
-        return "".join(self._read)
-
-    def feed(self, char: str) -> None:
-        self._read.append(char)
-        self._state(char)
-
-    def take_arguments(self) -> str:
-        """What is new of them, once the name is known."""
-        if self.name is None:
-            return ""
-        new = "".join(self._arguments)
-        self._arguments.clear()
-        return new
-
-    def _before_object(self, char: str) -> None:
-        if char == "{":
-            self._state = self._before_key
-        elif char not in BLANKS:
-            self.is_bad = True
-
-    def _before_key(self, char: str) -> None:
-        if char == '"':
-            self._value, self._in_string, self._state = [char], True, self._in_key
-        elif char == "}":
-            self._end_object()
-        elif char not in BLANKS:
-            self.is_bad = True
-
-    def _in_key(self, char: str) -> None:
-        if self._string_ends(char):
-            self._key = _decoded(self._value) or ""
-            self._state = self._before_colon
-
-    def _before_colon(self, char: str) -> None:
-        if char == ":":
-            self._state = self._before_value
-        elif char not in BLANKS:
-            self.is_bad = True
-
-    def _before_value(self, char: str) -> None:
-        if char in BLANKS:
-            return
-        self._value, self._depth, self._state = [], 0, self._in_value
-        self._in_value(char)
-
-    def _in_value(self, char: str) -> None:
-        if self._in_string:
-            ends = self._string_ends(char)
-            self._tell(char)
-            if ends and self._depth == 0:
-                self._end_value()
-            return
-        if self._depth == 0 and self._value and char in BLANKS + ",}]":
-            self._end_value()
-            if not self.is_bad:
-                self._state(char)
-            return
-        self._value.append(char)
-        self._tell(char)
-        if char == '"':
-            self._in_string = True
-        elif char in "{[":
-            self._depth += 1
-        elif char in "}]":
-            self._depth -= 1
-            if self._depth < 0:
-                self.is_bad = True
-            elif self._depth == 0:
-                self._end_value()
-
-    def _after_value(self, char: str) -> None:
-        if char == ",":
-            self._state = self._before_key
-        elif char == "}":
-            self._end_object()
-        elif char not in BLANKS:
-            self.is_bad = True
-
-    def _string_ends(self, char: str) -> bool:
-        """Takes a character of a string, and says whether it is its closing quote."""
-        self._value.append(char)
-        if self._is_escaped:
-            self._is_escaped = False
-        elif char == "\\":
-            self._is_escaped = True
-        elif char == '"':
-            self._in_string = False
-        return not self._in_string
-
-    def _tell(self, char: str) -> None:
-        # Arguments in a string are JSON inside JSON: told once they can be decoded.
-        if self._key in ARGUMENT_KEYS:
-            self._has_arguments = True
-            if self._value[0] != '"':
-                self._arguments.append(char)
-
-    def _end_value(self) -> None:
-        self._state = self._after_value
-        if self._key == NAME_KEY:
-            name = _decoded(self._value)
-            self.name, self.is_bad = name, name not in self._names
-        elif self._key in ARGUMENT_KEYS and self._value[0] == '"':
-            self._arguments.append(_decoded(self._value) or "")
-        if self._only_arguments:
-            self._end_object()
-
-    def _end_object(self) -> None:
-        self.is_done, self.is_bad = self.name is not None, self.is_bad or self.name is None
+Reader = JsonCallReader | XmlCallReader
 
 
 class ToolCallStream:
     """One reply. `push` and `end` together tell each of its characters once, as text or as part of a call, but for the
     syntax around calls."""
 
-    def __init__(self, syntax: CallSyntax, names: Collection[str], max_calls: int | None = None) -> None:
-        """Calls of functions that are not in `names` are text. Of more calls than `max_calls`, the rest is dropped."""
+    def __init__(self, syntax: CallSyntax, schemas: Mapping[str, Any], max_calls: int | None = None) -> None:
+        """`schemas`: by name of a function, the JSON schema of its arguments; calls of others are text. Of more calls
+        than `max_calls`, the rest is dropped."""
         self._syntax = syntax
-        self._names = names
+        self._schemas = schemas
         self._max_calls = max_calls
         self._mode = self._at_start if syntax.at_start_only else self._in_text
         self._buffer = ""
         self._skipped = ""  # since an opening: syntax, if a call follows
         self._run_has_calls = False  # since the last opening
-        self._reader: CallReader | None = None
+        self._reader: Reader | None = None
         self._is_announced = False
         self.num_calls = 0
 
@@ -266,8 +133,12 @@ class ToolCallStream:
                 return False
         if self._buffer[0] in syntax.fillers:
             self._skip(1)
-        elif self._buffer.startswith("{"):
-            self._begin(CallReader(self._names))
+        elif syntax.in_xml and BEGIN.startswith(self._buffer[: len(BEGIN)]):
+            if len(self._buffer) < len(BEGIN):
+                return False
+            self._begin(XmlCallReader(self._schemas))
+        elif self._buffer.startswith("{") and not syntax.in_xml:
+            self._begin(JsonCallReader(self._schemas))
         elif syntax.bare_names:
             self._mode = self._in_bare_name
         else:
@@ -280,11 +151,11 @@ class ToolCallStream:
     def _in_bare_name(self, news: list[News]) -> bool:
         name, brace, _ = self._buffer.partition("{")
         if not brace:
-            if len(self._buffer) <= max(map(len, self._names), default=0) + len(ARGS_MARKER):
+            if len(self._buffer) <= max(map(len, self._schemas), default=0) + len(ARGS_MARKER):
                 return False
-        elif name.removesuffix(ARGS_MARKER).strip() in self._names:
+        elif name.removesuffix(ARGS_MARKER).strip() in self._schemas:
             self._skip(len(name))
-            self._begin(CallReader(self._names, name.removesuffix(ARGS_MARKER).strip()))
+            self._begin(JsonCallReader(self._schemas, name.removesuffix(ARGS_MARKER).strip()))
             return True
         self._mode = self._in_plain_text
         return True
@@ -313,7 +184,7 @@ class ToolCallStream:
         self._reader, self._mode, self._run_has_calls = None, self._between, True
         return True
 
-    def _announce(self, reader: CallReader, news: list[News]) -> None:
+    def _announce(self, reader: Reader, news: list[News]) -> None:
         self._is_announced, self._skipped = True, ""
         if self._is_wanted:
             news.append(Called(self.num_calls, reader.name))
@@ -322,7 +193,7 @@ class ToolCallStream:
     def _is_wanted(self) -> bool:
         return self._max_calls is None or self.num_calls < self._max_calls
 
-    def _begin(self, reader: CallReader) -> None:
+    def _begin(self, reader: Reader) -> None:
         self._reader, self._is_announced, self._mode = reader, False, self._in_call
 
     def _skip(self, count: int) -> None:
@@ -336,12 +207,3 @@ def _overlap(text: str, marker: str) -> int:
     """How long the end of `text` is that may begin the marker."""
     longest = min(len(text), len(marker) - 1)
     return next((n for n in range(longest, 0, -1) if marker.startswith(text[-n:])), 0)
-
-
-def _decoded(literal: Sequence[str]) -> str | None:
-    """The text of a JSON string; None for any other value."""
-    try:
-        value = json.loads("".join(literal), strict=False)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, str) else None

@@ -8,7 +8,9 @@ from typing import Any
 
 from model.grammar import HEADER, json_rule, literal
 from model.tokenizer import Tokenizer
-from model.tool_call_stream import BLANKS, CallSyntax
+from model.tool_call_json import BLANKS
+from model.tool_call_stream import CallSyntax
+from model.tool_call_xml import BEGIN, function_rules
 
 MAX_FORCED_CALLS = 8
 """So many calls in one reply may be enforced: a model that knows no end must come to one."""
@@ -48,7 +50,19 @@ LLAMA3_JSON = CallForm(
     between="; ",
     says_opening=False,
 )
-FORMS: Mapping[str, CallForm] = {"hermes": HERMES, "llama3_json": LLAMA3_JSON, "mistral": MISTRAL}
+QWEN3_CODER = CallForm(
+    syntax=CallSyntax(opening="<tool_call>", closing="</tool_call>", in_xml=True),
+    before="\n",
+    after="\n",
+    between="\n",
+    wraps_each=True,
+)
+FORMS: Mapping[str, CallForm] = {
+    "hermes": HERMES,
+    "llama3_json": LLAMA3_JSON,
+    "mistral": MISTRAL,
+    "qwen3_coder": QWEN3_CODER,
+}
 """By the names that vLLM's --tool-call-parser has for them."""
 
 
@@ -63,6 +77,8 @@ class Function:
 
 def form_of(template: str) -> CallForm:
     """The form that a chat template speaks of: models were trained on what their templates render."""
+    if BEGIN in template:
+        return QWEN3_CODER
     for form in (MISTRAL, HERMES):
         if form.syntax.opening in template:
             return form
@@ -82,9 +98,11 @@ def calls_grammar(
     *,
     most: int = MAX_FORCED_CALLS,
     or_text: bool = False,
+    or_form: str | None = None,
 ) -> str:
     """The grammar of a reply that calls, 1 to `most` times, some of the functions, and says nothing else; or that is
-    any text, with calls in it that are right. Raises GrammarError where a schema cannot be had.
+    any text, with calls in it that are right; or that is what the grammar `or_form` describes, which cannot be told
+    from a call where those have no opening. Raises GrammarError where a schema cannot be had.
     """
     opening, closing = (_marker(text, tokenizer) for text in (form.syntax.opening, form.syntax.closing))
     call = f"{_text(form.before)} function {_text(form.after)} {closing if form.wraps_each else ''}"
@@ -92,7 +110,9 @@ def calls_grammar(
     calls = f"{_text(form.begin)} {call} {more} {_text(form.end)}"
     first = opening if form.says_opening else ""
     rules = [f"start: {first} {calls}"]
-    if or_text and form.syntax.at_start_only:
+    if or_form is not None:
+        rules = [f"start: {first} {calls} | form", f"form: %lark {{\n{or_form.removeprefix(HEADER)}\n}}"]
+    elif or_text and form.syntax.at_start_only:
         rules = [f"start: {calls} | TEXT?", r"TEXT: /\s*[^{\s](?s:.*)/"]
     elif or_text:
         is_token = opening.startswith("<[")
@@ -103,8 +123,12 @@ def calls_grammar(
         ]
     rules.append("function: " + " | ".join(f"function_{i}" for i in range(len(functions))))
     for i, function in enumerate(functions):
+        is_held = function.is_strict or not or_text
+        if form.syntax.in_xml:
+            rules += function_rules(i, function.name, function.parameters, is_held=is_held)
+            continue
         head = f'{{"name": {literal(function.name)}, "{key}": '
-        schema = {"type": "object"} if or_text and not function.is_strict else function.parameters
+        schema = function.parameters if is_held else {"type": "object"}
         rules.append(f'function_{i}: {literal(head)} arguments_{i} "}}"')
         rules.append(f"arguments_{i}: {json_rule(schema, whitespace=SPACED, lenient=True)}")
     return HEADER + "\n".join(rules)

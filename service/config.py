@@ -71,7 +71,7 @@ class Settings:
         None,
         "how the model writes calls of functions; without it as its chat template does",
         verbs=_DOOR_VERBS,
-        choices=("hermes", "llama3_json", "mistral"),
+        choices=("hermes", "llama3_json", "mistral", "qwen3_coder"),
     )
     dtype: str = _setting(
         "auto",

@@ -106,8 +106,6 @@ def _read_chat(fields: Mapping[str, Any]) -> Request:
         body.chat_template_kwargs,
     )
     tools = read_tools(body)
-    if tools is not None and wishes.grammar is not None:
-        raise refusal(wishes.grammar.param, "cannot go with 'tools' that may be called")
     prompt = replace(
         prompt, continue_final_message=body.continue_final_message, tools=() if tools is None else tools.tools
     )

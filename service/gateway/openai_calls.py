@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ class CallWording:
     """What an answer may call, and how its model writes that."""
 
     form: CallForm
-    names: frozenset[str]
+    schemas: Mapping[str, Any]  # of the arguments, by name of the function
     only_one: bool
     is_named: bool  # the client chose the function
 
@@ -60,7 +61,7 @@ class CallTeller:
         if index not in self._streams:
             wording = self._wording
             most = 1 if wording.only_one else None
-            self._streams[index] = ToolCallStream(wording.form.syntax, wording.names, most)
+            self._streams[index] = ToolCallStream(wording.form.syntax, wording.schemas, most)
         return self._streams[index]
 
     def _delta(self, index: int, news: News) -> Json:

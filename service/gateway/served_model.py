@@ -100,7 +100,7 @@ class ServedModel:
         wish = request.sampling.grammar
         param = "tools" if wish is None else wish.param
         try:
-            text = self._calls(request.tools) if wish is None else wish.text
+            text = self._calls(request.tools, None if wish is None else wish.text)
             if text is not None:
                 self.grammars.compile(text)
             return text
@@ -111,20 +111,31 @@ class ServedModel:
         """How calls are told from text in the answer, where it may have any."""
         if wish is None or self.call_form is None:
             return None
-        names = frozenset(function.name for function in wish.callable)
-        return CallWording(self.call_form, names, wish.only_one, wish.is_named)
+        schemas = {function.name: function.parameters for function in wish.callable}
+        return CallWording(self.call_form, schemas, wish.only_one, wish.is_named)
 
-    def _calls(self, wish: ToolWish | None) -> str | None:
-        """The grammar of the calls that must be, or that must be right."""
+    def _calls(self, wish: ToolWish | None, form: str | None) -> str | None:
+        """The grammar of the calls that must be, or that must be right, where an answer that calls nothing must have
+        this `form`, if any."""
         if wish is None:
-            return None
+            return form
         if self.call_form is None:
             raise refusal("tools", "cannot be had: this model's chat template knows none")
-        if not wish.must_call and not any(function.is_strict for function in wish.callable):
+        if form is not None and not wish.must_call and self.call_form.syntax.at_start_only:
+            raise refusal(
+                "tool_choice", "cannot be 'auto' where the answer must have a form: calls of this model are plain JSON"
+            )
+        if form is None and not wish.must_call and not any(function.is_strict for function in wish.callable):
             return None
-        key = arguments_key(self.template.tool_source)
-        most = 1 if wish.only_one else MAX_FORCED_CALLS
-        return calls_grammar(self.call_form, wish.callable, key, self.tokenizer, most=most, or_text=not wish.must_call)
+        return calls_grammar(
+            self.call_form,
+            wish.callable,
+            arguments_key(self.template.tool_source),
+            self.tokenizer,
+            most=1 if wish.only_one else MAX_FORCED_CALLS,
+            or_text=not wish.must_call,
+            or_form=None if wish.must_call else form,
+        )
 
     def _encode_conversation(self, conversation: Conversation) -> list[int]:
         if self.template is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.grammar import GrammarError
+from model.grammar import GrammarError, of_choice, of_grammar, of_json, of_regex
 from model.grammar_matcher import GrammarCompiler
 from model.tokenizer import Tokenizer
 from model.tool_call_stream import Argued, Called, Said, ToolCallStream
-from model.tool_calls import FORMS, HERMES, LLAMA3_JSON, MISTRAL, Function, arguments_key, calls_grammar, form_of
+from model.tool_calls import (
+    FORMS,
+    HERMES,
+    LLAMA3_JSON,
+    MISTRAL,
+    QWEN3_CODER,
+    Function,
+    arguments_key,
+    calls_grammar,
+    form_of,
+)
 from tests.support import make_tokenizers
 
 NAMES = ("get_weather", "stop")
@@ -23,6 +34,8 @@ WEATHER = '{"city": "서울 \\"x\\" {]", "n": [1, {"a": "}"}]}'
 CALL = f'{{"name": "get_weather", "arguments": {WEATHER}}}'
 STOP = '{"name": "stop", "parameters": {}}'
 ONE, BOTH = [("get_weather", WEATHER)], [("get_weather", WEATHER), ("stop", "{}")]
+
+XML = "<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>"
 
 READINGS = [
     ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", "", ONE),
@@ -56,7 +69,7 @@ READINGS = [
 
 def read(form: str, pieces: list[str], names=NAMES, max_calls=None) -> tuple[str, list[tuple[str, str]]]:
     """The text of a reply, and its calls."""
-    stream = ToolCallStream(FORMS[form].syntax, names, max_calls)
+    stream = ToolCallStream(FORMS[form].syntax, names if isinstance(names, dict) else dict.fromkeys(names), max_calls)
     news = [one for piece in pieces for one in stream.push(piece)] + stream.end()
     said, calls = "", []
     for one in news:
@@ -83,6 +96,7 @@ def test_readings(form, text, said, calls):
 
 WORDS = [
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", CALL, STOP, "{", "}", "[", "]", '"',
+    XML, "<function=", "stop>", "<parameter=", "</parameter>", "</function>",
     "\\", '"name"', ":", ",", ";", "stop", "\n", " ", "x", '{"name": "stop", "arguments": ',
 ]  # fmt: skip
 
@@ -104,7 +118,7 @@ def test_however_it_arrives_it_is_told_the_same(form, words, rng):
 
 
 def test_arguments_are_told_while_they_come():
-    stream = ToolCallStream(HERMES.syntax, NAMES)
+    stream = ToolCallStream(HERMES.syntax, dict.fromkeys(NAMES))
     assert stream.push('<tool_call>{"name": "stop", "arg') == []
     assert stream.push('uments": {"a": "b') == [Called(0, "stop"), Argued(0, '{"a": "b')]
     assert stream.push('c"}') == [Argued(0, 'c"}')]
@@ -129,6 +143,7 @@ def test_the_form_of_a_template():
     assert found["qwen2_5"] is HERMES
     assert found["llama3"] is LLAMA3_JSON
     assert found["mistral"] is MISTRAL
+    assert form_of("<tool_call>\n<function=example>") is QWEN3_CODER
     assert arguments_key((folder / "llama3.jinja").read_text()) == "parameters"
     assert arguments_key((folder / "qwen2_5.jinja").read_text()) == "arguments"
 
@@ -180,7 +195,7 @@ def walk(tokenizer: Tokenizer, grammar: str, seed: int, start: str = "") -> str:
 def test_forced_calls_are_read_back_and_fit(tokenizer, form, key):
     for seed, most in ((0, 1), (1, 8), (2, 8)):
         text = walk(tokenizer, calls_grammar(FORMS[form], FUNCTIONS, key, tokenizer, most=most), seed)
-        said, calls = read(form, [text])
+        said, calls = read(form, [text], {function.name: function.parameters for function in FUNCTIONS})
         assert said == ""
         assert 1 <= len(calls) <= most
         for name, arguments in calls:
@@ -193,8 +208,9 @@ def test_where_text_may_stand_a_call_that_begins_is_right(tokenizer, form):
     grammar = calls_grammar(FORMS[form], FUNCTIONS[:1], "arguments", tokenizer, or_text=True)
     own = FORMS[form]
     opening = own.syntax.opening if own.says_opening else ""
-    head = ("so " if opening else "") + opening + own.begin + own.before + '{"name": "get'
-    said, calls = read(form, [walk(tokenizer, grammar, 4, head)])
+    begin = "<function=get" if own.syntax.in_xml else '{"name": "get'
+    head = ("so " if opening else "") + opening + own.begin + own.before + begin
+    said, calls = read(form, [walk(tokenizer, grammar, 4, head)], {"get_weather": STRICT})
     assert calls[0][0] == "get_weather"
     assert json.loads(calls[0][1])["city"] in ("Oslo", "Paris")
     assert said.startswith("so") == bool(opening)
@@ -204,3 +220,28 @@ def test_where_text_may_stand_a_call_that_begins_is_right(tokenizer, form):
 def test_a_schema_that_cannot_be_had_is_refused(tokenizer):
     with pytest.raises(GrammarError):
         calls_grammar(HERMES, [Function("f", {"pattern": "x" * 5000})], "arguments", tokenizer)
+
+
+FORMATS = (
+    of_json({"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}),
+    of_regex("yes|no"),
+    of_choice(["yes", "no"]),
+    of_grammar('start: function | call\nfunction: "yes"\ncall: "no"'),
+)
+
+
+@pytest.mark.parametrize("form", [name for name, form in FORMS.items() if form.says_opening])
+@pytest.mark.parametrize("wanted", FORMATS)
+def test_a_reply_calls_or_has_its_form(tokenizer, form, wanted):
+    functions = [replace(function, is_strict=True) for function in FUNCTIONS]
+    grammar = calls_grammar(FORMS[form], functions, "arguments", tokenizer, or_text=True, or_form=wanted)
+    answer = '{"a": 1}' if wanted is FORMATS[0] else "yes"
+    assert walk(tokenizer, grammar, 4, answer) == answer
+    matcher = GrammarCompiler(tokenizer, tokenizer.vocab_size, [tokenizer.vocab_size - 1]).compile(grammar)
+    assert not matcher.advance(tokenizer.encode("hello", False))
+    own = FORMS[form]
+    head = own.syntax.opening + own.begin + own.before
+    begin = "<function=stop" if own.syntax.in_xml else '{"name": "stop'
+    said, calls = read(form, [walk(tokenizer, grammar, 4, head + begin)])
+    assert said == ""
+    assert calls[0][0] == "stop"

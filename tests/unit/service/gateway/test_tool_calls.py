@@ -137,6 +137,31 @@ async def test_a_strict_function_is_called_right_even_if_it_need_not_be(served):
     assert not compiled.copy().advance(encode('<tool_call>\n{"name": "weather", "arguments": {"city": 7}}'))
 
 
+async def test_an_answer_calls_or_has_the_form_that_is_asked_for(served, tool_folder):
+    gateway, client = served
+    schema = {"type": "object", "properties": {"sky": {"enum": ["blue"]}}, "required": ["sky"]}
+    form = {"type": "json_schema", "json_schema": {"name": "sky", "schema": schema, "strict": True}}
+    gateway.worker.script = lambda job: speech(gateway.model, '{"sky": "blue"}')
+    answer = await ask(client, response_format=form)
+    assert (answer.choices[0].message.content, answer.choices[0].message.tool_calls) == ('{"sky": "blue"}', None)
+    compiled = gateway.model.grammars.compile(gateway.worker.jobs[-1].sampling.grammar)
+    encode = gateway.model.tokenizer.encode
+    assert compiled.copy().advance(encode('{"sky": "blue"}'))
+    assert compiled.copy().advance(encode(CALL))
+    assert not compiled.copy().advance(encode('{"sky": "red"}'))
+    assert not compiled.copy().advance(encode("I may say anything."))
+    await ask(client, response_format=form, tool_choice="required")
+    compiled = gateway.model.grammars.compile(gateway.worker.jobs[-1].sampling.grammar)
+    assert compiled.copy().advance(encode(CALL))
+    assert not compiled.copy().advance(encode('{"sky": "blue"}'))
+    async with open_gateway(tool_folder, tool_call_parser="llama3_json") as plain:
+        body = {"model": MODEL, "messages": MESSAGES, "tools": [CLOCK], "response_format": form}
+        status, refused = await plain.post(CHAT, body)
+        assert (status, refused["error"]["param"]) == (400, "tool_choice")
+        status, _ = await plain.post(CHAT, {**body, "tool_choice": "none"})
+        assert status == 200
+
+
 async def test_none_calls_nothing_and_tells_the_model_of_nothing(served):
     gateway, client = served
     choice = (await ask(client, tool_choice="none")).choices[0]
@@ -196,7 +221,6 @@ REFUSED = [
     ("tool_choice", {"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "other"}}}),
     ("tool_choice", {"tools": [CLOCK], "tool_choice": {"type": "custom", "function": {"name": "clock"}}}),
     ("parallel_tool_calls", {"tools": [CLOCK], "parallel_tool_calls": "no"}),
-    ("response_format", {"tools": [CLOCK], "response_format": {"type": "json_object"}}),
     ("messages[1].tool_calls", {"messages": [*MESSAGES, {"role": "user", "content": "x", "tool_calls": [CALLING]}]}),
     ("messages[1].content", {"messages": [*MESSAGES, {"role": "assistant"}]}),
     ("messages[1].content", {"messages": [*MESSAGES, {"role": "assistant", "tool_calls": []}]}),

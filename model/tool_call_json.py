@@ -1,0 +1,156 @@
+"""A call of a function as a JSON object, read character by character."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+
+ARGUMENT_KEYS = ("arguments", "parameters")
+NAME_KEY = "name"
+BLANKS = " \t\r\n"
+
+
+class JsonCallReader:
+    """One call, character by character."""
+
+    def __init__(self, names: Collection[str], name: str | None = None) -> None:
+        """With a `name` only the arguments are read."""
+        self.name = name
+        self.is_done = False
+        self.is_bad = False
+        self._names = names
+        self._only_arguments = name is not None
+        self._state = self._before_value if name is not None else self._before_object
+        self._key = ARGUMENT_KEYS[0] if name is not None else ""
+        self._read: list[str] = []
+        self._value: list[str] = []  # of a key, or as far as it may be a name or arguments in a string
+        self._depth = 0
+        self._in_string = self._is_escaped = False
+        self._arguments: list[str] = []  # not yet taken
+        self._has_arguments = False
+
+    @property
+    def is_call(self) -> bool:
+        """Whether enough is known to say so: its name, and that its arguments begin or that it has none."""
+        return self.name is not None and not self.is_bad and (self._has_arguments or self.is_done)
+
+    @property
+    def raw(self) -> str:
+        """All it has read, for what turns out to be no call."""
+        return "".join(self._read)
+
+    def feed(self, char: str) -> None:
+        self._read.append(char)
+        self._state(char)
+
+    def take_arguments(self) -> str:
+        """What is new of them, once the name is known."""
+        if self.name is None:
+            return ""
+        new = "".join(self._arguments)
+        self._arguments.clear()
+        return new
+
+    def _before_object(self, char: str) -> None:
+        if char == "{":
+            self._state = self._before_key
+        elif char not in BLANKS:
+            self.is_bad = True
+
+    def _before_key(self, char: str) -> None:
+        if char == '"':
+            self._value, self._in_string, self._state = [char], True, self._in_key
+        elif char == "}":
+            self._end_object()
+        elif char not in BLANKS:
+            self.is_bad = True
+
+    def _in_key(self, char: str) -> None:
+        if self._string_ends(char):
+            self._key = _decoded(self._value) or ""
+            self._state = self._before_colon
+
+    def _before_colon(self, char: str) -> None:
+        if char == ":":
+            self._state = self._before_value
+        elif char not in BLANKS:
+            self.is_bad = True
+
+    def _before_value(self, char: str) -> None:
+        if char in BLANKS:
+            return
+        self._value, self._depth, self._state = [], 0, self._in_value
+        self._in_value(char)
+
+    def _in_value(self, char: str) -> None:
+        if self._in_string:
+            ends = self._string_ends(char)
+            self._tell(char)
+            if ends and self._depth == 0:
+                self._end_value()
+            return
+        if self._depth == 0 and self._value and char in BLANKS + ",}]":
+            self._end_value()
+            if not self.is_bad:
+                self._state(char)
+            return
+        self._value.append(char)
+        self._tell(char)
+        if char == '"':
+            self._in_string = True
+        elif char in "{[":
+            self._depth += 1
+        elif char in "}]":
+            self._depth -= 1
+            if self._depth < 0:
+                self.is_bad = True
+            elif self._depth == 0:
+                self._end_value()
+
+    def _after_value(self, char: str) -> None:
+        if char == ",":
+            self._state = self._before_key
+        elif char == "}":
+            self._end_object()
+        elif char not in BLANKS:
+            self.is_bad = True
+
+    def _string_ends(self, char: str) -> bool:
+        """Takes a character of a string, and says whether it is its closing quote."""
+        self._value.append(char)
+        if self._is_escaped:
+            self._is_escaped = False
+        elif char == "\\":
+            self._is_escaped = True
+        elif char == '"':
+            self._in_string = False
+        return not self._in_string
+
+    def _tell(self, char: str) -> None:
+        # Arguments in a string are JSON inside JSON: told once they can be decoded.
+        if self._key in ARGUMENT_KEYS:
+            self._has_arguments = True
+            if self._value[0] != '"':
+                self._arguments.append(char)
+
+    def _end_value(self) -> None:
+        self._state = self._after_value
+        if self._key == NAME_KEY:
+            name = _decoded(self._value)
+            self.name, self.is_bad = name, name not in self._names
+        elif self._key in ARGUMENT_KEYS and self._value[0] == '"':
+            self._arguments.append(_decoded(self._value) or "")
+        if self._only_arguments:
+            self._end_object()
+
+    def _end_object(self) -> None:
+        self.is_done, self.is_bad = self.name is not None, self.is_bad or self.name is None
+
+
+def _decoded(literal: Sequence[str]) -> str | None:
+    """The text of a JSON string; None for any other value."""
+    try:
+        value = json.loads("".join(literal), strict=False)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, str) else None

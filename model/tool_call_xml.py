@@ -1,0 +1,219 @@
+"""A call of a function as an element of XML's kind, as Qwen3-Coder writes it: read by characters, and enforced.
+
+    <function=weather>
+    <parameter=city>
+    Oslo
+    </parameter>
+    </function>
+
+A value is text as it stands, one line break around it left out. What it means as JSON, the function's schema says.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from model.grammar import json_rule, literal
+
+BEGIN, END = "<function=", "</function>"
+PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+BLANKS = " \t\r\n"
+TRUTHS = {"true": True, "false": False}
+MAX_NAME_CHARS = 256
+
+
+class XmlCallReader:
+    """One call."""
+
+    def __init__(self, schemas: Mapping[str, Any]) -> None:
+        """`schemas`: by name of a function, the JSON schema of its arguments."""
+        self.name: str | None = None
+        self.is_done = False
+        self.is_bad = False
+        self._schemas = schemas
+        self._read: list[str] = []
+        self._word = ""  # a tag, or a name in one, as far as it is read
+        self._state = self._in_begin
+        self._parameter = ""
+        self._seen: set[str] = set()
+        self._is_text = False  # the value is told while it comes
+        self._value: list[str] = []  # of one that is not
+        self._tail = ""  # of a value: what may belong to its end
+        self._is_first_char = False  # of a value
+        self._arguments: list[str] = []  # not yet taken
+        self._has_arguments = False
+
+    @property
+    def is_call(self) -> bool:
+        """Whether enough is known to say so: its name, and that its arguments begin or that it has none."""
+        return self.name is not None and not self.is_bad and (self._has_arguments or self.is_done)
+
+    @property
+    def raw(self) -> str:
+        """All it has read, for what turns out to be no call."""
+        return "".join(self._read)
+
+    def feed(self, char: str) -> None:
+        self._read.append(char)
+        self._state(char)
+
+    def take_arguments(self) -> str:
+        """What is new of them, once the name is known."""
+        if self.name is None:
+            return ""
+        new = "".join(self._arguments)
+        self._arguments.clear()
+        return new
+
+    def _in_begin(self, char: str) -> None:
+        self._word += char
+        if self._word == BEGIN:
+            self._word, self._state = "", self._in_name
+        elif not BEGIN.startswith(self._word):
+            self.is_bad = True
+
+    def _in_name(self, char: str) -> None:
+        if char != ">":
+            self._word += char
+            self.is_bad = len(self._word) > MAX_NAME_CHARS
+            return
+        name, self._word, self._state = self._word.strip(), "", self._between
+        self.name, self.is_bad = name, name not in self._schemas
+
+    def _between(self, char: str) -> None:
+        if not self._word and char in BLANKS:
+            return
+        self._word += char
+        if self._word == END:
+            self._arguments.append("}" if self._seen else "{}")
+            self.is_done = True
+        elif self._word == PARAMETER:
+            self._word, self._state, self._has_arguments = "", self._in_parameter, True
+        elif not (END.startswith(self._word) or PARAMETER.startswith(self._word)):
+            self.is_bad = True
+
+    def _in_parameter(self, char: str) -> None:
+        if char != ">":
+            self._word += char
+            self.is_bad = len(self._word) > MAX_NAME_CHARS
+            return
+        self._parameter, self._word = self._word.strip(), ""
+        if self._parameter in self._seen:
+            self.is_bad = True
+            return
+        self._is_text = self._types() == {"string"}
+        self._arguments.append((", " if self._seen else "{") + json.dumps(self._parameter, ensure_ascii=False) + ": ")
+        if self._is_text:
+            self._arguments.append('"')
+        self._seen.add(self._parameter)
+        self._value, self._tail, self._is_first_char, self._state = [], "", True, self._in_value
+
+    def _in_value(self, char: str) -> None:
+        is_first, self._is_first_char = self._is_first_char, False
+        if is_first and char == "\n":
+            return
+        self._tail += char
+        while self._tail and not (PARAMETER_END.startswith(self._tail) or f"\n{PARAMETER_END}".startswith(self._tail)):
+            self._tell(self._tail[0])
+            self._tail = self._tail[1:]
+        if self._tail.endswith(PARAMETER_END):
+            self._end_value()
+
+    def _tell(self, char: str) -> None:
+        if self._is_text:
+            self._arguments.append(json.dumps(char, ensure_ascii=False)[1:-1])
+        else:
+            self._value.append(char)
+
+    def _end_value(self) -> None:
+        self._state = self._between
+        self._arguments.append('"' if self._is_text else _as_json("".join(self._value), self._types()))
+
+    def _types(self) -> frozenset[str]:
+        return types_of(self._schemas[self.name], self._parameter)
+
+
+def types_of(schema: Any, parameter: str) -> frozenset[str]:
+    """The JSON types that a function's schema allows a parameter; only text where it does not say."""
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    own = properties.get(parameter) if isinstance(properties, Mapping) else None
+    return frozenset(_types(own, schema, depth=8)) or frozenset({"string"})
+
+
+def _types(own: Any, schema: Any, depth: int) -> set[str]:
+    if not isinstance(own, Mapping) or depth == 0:
+        return set()
+    if isinstance(own.get("$ref"), str):
+        return _types(_definition(schema, own["$ref"]), schema, depth - 1)
+    found = own.get("type")
+    if found is not None:
+        return {found} if isinstance(found, str) else set(found)
+    values = own.get("enum", [own["const"]] if "const" in own else None)
+    if isinstance(values, list):
+        return {_type_of(value) for value in values}
+    branches = [branch for key in ("anyOf", "oneOf", "allOf") for branch in own.get(key, ())]
+    return {each for branch in branches for each in _types(branch, schema, depth - 1)}
+
+
+def _definition(schema: Any, ref: str) -> Any:
+    found = schema
+    for step in ref.removeprefix("#/").split("/"):
+        found = found.get(step) if isinstance(found, Mapping) else None
+    return found
+
+
+def _type_of(value: Any) -> str:
+    if value is None:
+        return "null"
+    return {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}.get(type(value), "object")
+
+
+def _as_json(text: str, types: frozenset[str]) -> str:
+    """A value of one of these types, as JSON; as text, where it is none of them."""
+    plain = text.strip()
+    try:
+        value = TRUTHS[plain.lower()] if plain.lower() in TRUTHS else json.loads(plain)
+        encoded = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    kind = _type_of(value)
+    fits = kind in types or (kind == "integer" and "number" in types)
+    return encoded if fits or "string" not in types else json.dumps(text, ensure_ascii=False)
+
+
+FREE_VALUE = r"/(?s:.*)\n<\/parameter>\n/"
+FREE_PARAMETER = r"/<parameter=[A-Za-z0-9_.-]{1,64}>\n(?s:.*)\n<\/parameter>\n/"
+
+
+def function_rules(number: int, name: str, schema: Any, *, is_held: bool) -> list[str]:
+    """Lark rules of a call, the first of them `function_<number>`. Properties come in the schema's order, as far as
+    they are required or wanted. Text is held to `enum` and `const`, other values to their schemas. Without `is_held`
+    any parameters may be. Raises GrammarError."""
+    own = f"function_{number}"
+    head, tail = literal(f"{BEGIN}{name}>\n"), literal(END)
+    if not is_held:
+        return [f"{own}: {head} {own}_any* {tail}", f"{own}_any[lazy]: {FREE_PARAMETER}"]
+    properties = schema.get("properties", {}) if isinstance(schema, Mapping) else {}
+    required = set(schema.get("required", ())) if isinstance(schema, Mapping) else set()
+    body, rules = [], []
+    for place, (key, value) in enumerate(properties.items()):
+        rule = f"{own}_{place}"
+        body.append(rule if key in required else f"{rule}?")
+        rules.append(f"{rule}: {literal(f'{PARAMETER}{key}>' + chr(10))} {rule}_value")
+        rules += _value_rules(f"{rule}_value", key, value, schema)
+    return [f"{own}: {head} {' '.join(body)} {tail}", *rules]
+
+
+def _value_rules(rule: str, key: str, value: Any, schema: Any) -> list[str]:
+    end = literal(f"\n{PARAMETER_END}\n")
+    plain = _definition(schema, value["$ref"]) if isinstance(value, Mapping) and "$ref" in value else value
+    choices = plain.get("enum", [plain["const"]] if "const" in plain else None) if isinstance(plain, Mapping) else None
+    if isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):
+        return [f"{rule}: ({' | '.join(map(literal, choices))}) {end}"]
+    if "string" in types_of(schema, key):
+        return [f"{rule}[lazy]: {FREE_VALUE}"]
+    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    held = json_rule({**value, **definitions}, whitespace=" ?", lenient=True)
+    return [f"{rule}: {rule}_json {end}", f"{rule}_json: {held}"]
