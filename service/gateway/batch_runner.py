@@ -23,6 +23,7 @@ from service.gateway.batch_lines import (
     refusal_line,
     undone_line,
 )
+from service.gateway.batch_requests import BatchRequests, Interrupted
 from service.gateway.files import OUTPUT, store
 from service.gateway.hall import Hall, incident
 from service.logs import about, fields
@@ -151,6 +152,7 @@ class _Progress:
     def __init__(self, hall: Hall, batch: Batch, lines: Sequence[BatchLine]):
         self._hall = hall
         self._broker = hall.broker
+        self._requests = BatchRequests(hall)
         self._batch = batch
         self._lines = lines
         self._num_completed = self._num_failed = 0
@@ -233,21 +235,14 @@ class _Progress:
 
     async def _ask(self, key: str, name: str, line: BatchLine) -> bytes:
         """Raises RequestError, BrokerUnavailable."""
-        hall = self._hall
-        request = await hall.read(self._batch.endpoint, line.body)
-        if request.stream or request.background:
-            raise RequestError(400, "A request of a batch neither streams nor runs in the background.")
-        ticket = await hall.accept(replace(request, background=True, is_batch=True), self._batch.tenant, key)
+        batch = self._batch
         try:
-            if ticket.jobs:
-                await hall.keep(ticket)
-            async with hall.view(ticket) as run:
-                pieces = [piece async for piece in run]
-        except asyncio.CancelledError:
-            if await self._broker.is_batch_cancelled(self._batch.batch_id):
-                await hall.cancel(ticket)
+            request_id, answer = await self._requests.answer(batch.endpoint, line.body, batch.tenant, key)
+        except Interrupted as interrupted:
+            if await self._broker.is_batch_cancelled(batch.batch_id):
+                await self._hall.cancel(interrupted.ticket)
             raise
-        return answer_line(name, line.custom_id, ticket.request_id, hall.form(ticket).whole(pieces, run.outcome))
+        return answer_line(name, line.custom_id, request_id, answer)
 
 
 def _name(batch: Batch, number: int) -> str:

@@ -14,7 +14,7 @@ from service.gateway.batch_runner import BatchRunner
 from service.gateway.files import INPUT, find_file, page_json
 from service.gateway.http_guard import TENANT, json_response, read_body
 from service.gateway.openai_bodies import check_metadata, convert, refusal
-from service.gateway.request import ENDPOINTS
+from service.gateway.request import BATCH_ENDPOINTS
 from service.gateway.strict_json import decode_object
 from service.wire.batches import Batch, BatchStatus
 from service.wire.broker import BrokerUnavailable, DoorBroker
@@ -102,8 +102,8 @@ class Batches:
 
 
 def _check(body: BatchBody) -> None:
-    if body.endpoint not in ENDPOINTS:
-        raise refusal("endpoint", f"must be one of {', '.join(ENDPOINTS)}")
+    if body.endpoint not in BATCH_ENDPOINTS:
+        raise refusal("endpoint", f"must be one of {', '.join(BATCH_ENDPOINTS)}")
     if body.completion_window not in WINDOWS_S:
         raise refusal("completion_window", f"must be one of {', '.join(WINDOWS_S)}")
     check_metadata(body.metadata or {})

@@ -9,12 +9,15 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from service.config import Settings
 from service.errors import RequestError
 from service.gateway.hall import Hall
 from service.gateway.http_generation import REQUEST_ID
 from service.gateway.http_guard import TENANT, json_response, read_body
 from service.gateway.openai_responses import in_own_words
 from service.gateway.request import EMBEDDINGS
+from service.gateway.run import Run
+from service.gateway.ticket import Ticket
 from service.wire.codec import unpack_floats
 
 Json = dict[str, Any]
@@ -28,10 +31,7 @@ class Embeddings:
         return [web.post(EMBEDDINGS, self._create)]
 
     async def _create(self, http: web.Request) -> web.Response:
-        if not self._hall.settings.enable_embeddings:
-            raise RequestError(
-                404, "Embeddings are not enabled here (--enable-embeddings).", code="embeddings_disabled"
-            )
+        require_enabled(self._hall.settings)
         request = await self._hall.read(EMBEDDINGS, await read_body(http))
         try:
             ticket = await self._hall.admit(request, http[TENANT])
@@ -40,13 +40,23 @@ class Embeddings:
         async with self._hall.open(ticket) as run:
             async for _ in run:
                 pass
-        in_base64 = msgspec.json.decode(request.source.outline).get("encoding_format") == "base64"
-        word = asyncio.get_running_loop().run_in_executor
-        data = await word(self._hall.pool, _worded, run.embeddings, in_base64)
-        num_tokens = sum(ticket.num_prompt_tokens)
-        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-        answer = {"object": "list", "data": data, "model": self._hall.model.name, "usage": usage}
-        return json_response(answer, headers={REQUEST_ID: ticket.request_id})
+        return json_response(await embedding_answer(self._hall, ticket, run), headers={REQUEST_ID: ticket.request_id})
+
+
+def require_enabled(settings: Settings) -> None:
+    """Raises RequestError (404) where nobody has asked for embeddings."""
+    if not settings.enable_embeddings:
+        raise RequestError(404, "Embeddings are not enabled here (--enable-embeddings).", code="embeddings_disabled")
+
+
+async def embedding_answer(hall: Hall, ticket: Ticket, run: Run) -> Json:
+    """The answer of a request that has ended well."""
+    in_base64 = msgspec.json.decode(ticket.request.source.outline).get("encoding_format") == "base64"
+    word = asyncio.get_running_loop().run_in_executor
+    data = await word(hall.pool, _worded, run.embeddings, in_base64)
+    num_tokens = sum(ticket.num_prompt_tokens)
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    return {"object": "list", "data": data, "model": hall.model.name, "usage": usage}
 
 
 def _worded(vectors: list[bytes], in_base64: bool) -> list[Json]:

@@ -104,6 +104,7 @@ class Hall:
             num_choices=request.num_choices,
             prompt_texts=ticket.prompt_texts,
             first_ids=ticket.first_ids,
+            prompt_logprobs=request.tells_prompt_logprobs,
             usage=request.include_usage,
             usage_in_chunks=request.usage_in_chunks,
             num_prompt_tokens=sum(ticket.num_prompt_tokens),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +13,10 @@ from model.tokenizer import Tokenizer
 from service.errors import RequestError
 from service.gateway.job_text import Piece, TokenLogprob
 from service.gateway.openai_calls import CallTeller, CallWording
+from service.gateway.openai_logprobs import FirstToken, TokenWords, chat_logprobs, completion_logprobs, prompt_logprobs
 from service.gateway.run import Outcome
 
 Json = dict[str, Any]
-
-LOWEST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot carry; the same number as at OpenAI."""
 
 encode_json = msgspec.json.encode
 
@@ -42,13 +39,6 @@ def usage_json(outcome: Outcome) -> Json:
     }
 
 
-@dataclass(frozen=True)
-class FirstToken:
-    """Of a prompt: nothing comes before it, so nothing says how likely it was."""
-
-    token_id: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class Heading:
     """What every object of one answer begins with."""
@@ -68,6 +58,7 @@ class Wording:
     num_choices: int = 1
     prompt_texts: tuple[str, ...] = ()  # told before the choices of each prompt; none: not wanted
     first_ids: tuple[int, ...] = ()  # of the prompts, where the log-probabilities of their others are told
+    prompt_logprobs: bool = False  # told of the prompts in a field of their own; else before those of the answer
     usage: bool = False  # of a stream: in a last chunk of its own
     usage_in_chunks: bool = False  # of a stream: so far, in every chunk
     num_prompt_tokens: int = 0
@@ -93,7 +84,7 @@ class Form(ABC):
 
     def __init__(self, heading: Heading, tokenizer: Tokenizer, wording: Wording) -> None:
         self._heading = heading
-        self._tokenizer = tokenizer
+        self._words = TokenWords(tokenizer, wording.tokens_as_ids)
         self._wording = wording
         self._opened: set[int] = set()  # choices
         self._scored: set[int] = set()  # choices whose prompts' log-probabilities are told
@@ -172,11 +163,18 @@ class Form(ABC):
 
     def _of_prompt(self, piece: Piece) -> Sequence[TokenLogprob | FirstToken]:
         """How likely the tokens of the choice's prompt were, in its first piece, where that is wanted."""
-        firsts = self._wording.first_ids
-        if piece.index in self._scored or not firsts:
+        if piece.index in self._scored or not self._wording.first_ids or self._wording.prompt_logprobs:
             return ()
         self._scored.add(piece.index)
+        firsts = self._wording.first_ids
         return (FirstToken(firsts[piece.index * len(firsts) // self._wording.num_choices]), *piece.prompt_logprobs)
+
+    def _prompt_logprobs(self, index: int, pieces: Sequence[Piece]) -> Json:
+        """vLLM's field for them, where it is wanted; it goes with whole answers only."""
+        if not self._wording.prompt_logprobs:
+            return {}
+        scored = next((piece.prompt_logprobs for piece in pieces if piece.prompt_logprobs), ())
+        return {"prompt_logprobs": prompt_logprobs(self._words, scored)}
 
     @abstractmethod
     def _opening(self, index: int) -> Json | None:
@@ -215,36 +213,14 @@ class CompletionForm(Form):
     def _delta(self, text: str) -> Json:
         return {"text": text}
 
-    def _logprobs_json(self, index: int, entries: Sequence[TokenLogprob]) -> Json | None:
+    def _logprobs_json(self, index: int, entries: Sequence[TokenLogprob | FirstToken]) -> Json | None:
         if not self._wording.logprobs or not entries:
             return None
-        offsets = [self._num_chars.get(index, 0)]
-        for entry in entries:
-            offsets.append(offsets[-1] + len(self._plain_text(entry.token_id)))
-        self._num_chars[index] = offsets.pop()
-        return {
-            "tokens": [self._text(entry.token_id) for entry in entries],
-            "token_logprobs": [_finite(one.logprob) if isinstance(one, TokenLogprob) else None for one in entries],
-            "top_logprobs": [self._alternatives(one) if isinstance(one, TokenLogprob) else None for one in entries],
-            "text_offset": offsets,
-        }
+        told, self._num_chars[index] = completion_logprobs(self._words, entries, self._num_chars.get(index, 0))
+        return told
 
-    def _alternatives(self, entry: TokenLogprob) -> dict[str, float]:
-        """The likeliest tokens and the chosen one; of two that read alike the likelier stays."""
-        found: dict[str, float] = {}
-        for token, logprob in (*entry.top, (entry.token_id, entry.logprob)):
-            found.setdefault(self._text(token), _finite(logprob))
-        return found
-
-    def _text(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self._wording.tokens_as_ids else self._plain_text(token_id)
-
-    def _plain_text(self, token_id: int) -> str:
-        data = self._tokenizer.token_bytes(token_id)
-        try:
-            return data.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+    def _choice(self, index: int, pieces: Sequence[Piece]) -> Json:
+        return {**super()._choice(index, pieces), **self._prompt_logprobs(index, pieces)}
 
 
 class ChatForm(Form):
@@ -277,20 +253,7 @@ class ChatForm(Form):
     def _logprobs_json(self, index: int, entries: Sequence[TokenLogprob]) -> Json | None:
         if not self._wording.logprobs or not entries:
             return None
-        content = [
-            {
-                **self._entry(entry.token_id, entry.logprob),
-                "top_logprobs": [self._entry(token, logprob) for token, logprob in entry.top],
-            }
-            for entry in entries
-        ]
-        return {"content": content, "refusal": None}
+        return chat_logprobs(self._words, entries)
 
-    def _entry(self, token_id: int, logprob: float) -> Json:
-        data = self._tokenizer.token_bytes(token_id)
-        text = f"token_id:{token_id}" if self._wording.tokens_as_ids else data.decode("utf-8", "replace")
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(data)}
-
-
-def _finite(logprob: float) -> float:
-    return logprob if math.isfinite(logprob) else LOWEST_LOGPROB
+    def whole(self, pieces: Sequence[Piece], outcome: Outcome) -> Json:
+        return {**super().whole(pieces, outcome), **self._prompt_logprobs(0, pieces)}

@@ -17,7 +17,6 @@ from service.gateway.openai_bodies import (
     CompletionBody,
     EmbeddingBody,
     GenerationBody,
-    Message,
     StreamOptions,
     check_ranges,
     convert,
@@ -28,18 +27,17 @@ from service.gateway.openai_fields import (
     IDLE_CHAT_FIELDS,
     IDLE_COMPLETION_FIELDS,
     IDLE_EMBEDDING_FIELDS,
-    IDLE_MESSAGE_FIELDS,
     without_idle_fields,
 )
 from service.gateway.openai_grammar import read_grammar
+from service.gateway.openai_messages import MAX_LABEL_CHARS, check_length, conversation, plain_messages
 from service.gateway.openai_responses import in_own_words, read_response
-from service.gateway.openai_tools import calls_of, read_tools
+from service.gateway.openai_tools import read_tools
 from service.gateway.request import (
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,
     RESPONSES,
-    Conversation,
     Prompt,
     Request,
     SamplingWishes,
@@ -50,8 +48,6 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 300
-MAX_LABEL_CHARS = 512
-MAX_MESSAGES = 4096
 MAX_PROMPTS = 1024
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own
 COLDEST_TEMPERATURE = 1e-4  # below it sampling is greedy in float32 anyway, and logits / temperature would overflow
@@ -77,7 +73,9 @@ def _read_completion(fields: Mapping[str, Any]) -> Request:
     body = convert(without_idle_fields(fields, IDLE_COMPLETION_FIELDS), CompletionBody)
     wishes = _wishes(body, _or(body.max_tokens, DEFAULT_COMPLETION_TOKENS), body.logprobs)
     request = _request(COMPLETIONS, body, _prompts(body.prompt), wishes)
-    if body.echo:
+    if body.echo and body.logprobs is not None:
+        if body.prompt_logprobs is not None:
+            raise refusal("prompt_logprobs", "cannot go with both 'echo' and 'logprobs', which tell them too")
         request = replace(request, sampling=replace(request.sampling, prompt_logprobs=body.logprobs))
     return replace(request, echo=body.echo, add_special_tokens=body.add_special_tokens)
 
@@ -145,54 +143,6 @@ _SHORTEST: Mapping[str, Callable[[int], dict[str, Any]]] = {
 """The shortest prompts that a body may have."""
 
 
-def plain_messages(value: Any) -> Any:
-    """`value` with the idle fields of its messages removed; anything that is no list of maps is returned as it is."""
-    if not isinstance(value, list):
-        return value
-    if len(value) > MAX_MESSAGES:
-        raise refusal("messages", f"has more than {MAX_MESSAGES} entries")
-    return [
-        without_idle_fields(message, IDLE_MESSAGE_FIELDS, f"messages[{i}].") if isinstance(message, dict) else message
-        for i, message in enumerate(value)
-    ]
-
-
-def conversation(messages: list[Message], add_generation_prompt: bool, options: Mapping[str, bool]) -> Conversation:
-    """Typed messages to what the template renders. Raises RequestError (400)."""
-    if not messages:
-        raise refusal("messages", "must not be empty")
-    plain = tuple(_message(message, f"messages[{i}]") for i, message in enumerate(messages))
-    return Conversation(messages=plain, add_generation_prompt=add_generation_prompt, template_options=options)
-
-
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-
-
-def _message(message: Message, param: str) -> dict[str, Any]:
-    if message.role not in _ROLES:
-        raise refusal(f"{param}.role", f"must be one of {', '.join(_ROLES)}")
-    content = message.content
-    if message.tool_calls and message.role != "assistant":
-        raise refusal(f"{param}.tool_calls", "belong to messages of the assistant")
-    if content is None:
-        if not message.tool_calls:
-            raise refusal(f"{param}.content", "is required")
-        content = ""
-    if not isinstance(content, str):
-        if any(part.type != "text" for part in content):
-            raise refusal(f"{param}.content", "may hold only parts of type text")
-        content = "\n".join(part.text for part in content)
-    plain = {"role": _ROLES[message.role], "content": content}
-    for name in ("name", "tool_call_id"):
-        value = getattr(message, name)
-        if value is not None:
-            _check_length(f"{param}.{name}", value, MAX_LABEL_CHARS)
-            plain[name] = value
-    if message.tool_calls:
-        plain["tool_calls"] = calls_of(message.tool_calls, f"{param}.tool_calls")
-    return plain
-
-
 def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[str | tuple[int, ...], ...]:
     """The prompts in OpenAI's four forms: a text, token ids, a list of texts, a list of token ids."""
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
@@ -234,6 +184,7 @@ def _wishes(body: GenerationBody, max_tokens: int | None, logprobs: int | None) 
         stop_token_ids=tuple(dict.fromkeys(body.stop_token_ids)),
         ignore_eos=body.ignore_eos,
         logprobs=logprobs,
+        prompt_logprobs=body.prompt_logprobs,
         logit_bias=_logit_bias(body.logit_bias),
         grammar=grammar,
         n=choices.n,
@@ -259,11 +210,13 @@ def _request(endpoint: str, body: GenerationBody, prompts: tuple[Prompt, ...], w
         raise refusal("stop", f"has more than {MAX_STOP_STRINGS} strings")
     if any(not 0 < len(string) <= MAX_STOP_CHARS for string in stop):
         raise refusal("stop", f"has a string that is empty or longer than {MAX_STOP_CHARS} characters")
-    _check_length("user", body.user, MAX_LABEL_CHARS)
-    _check_length("safety_identifier", body.safety_identifier, MAX_LABEL_CHARS)
+    check_length("user", body.user, MAX_LABEL_CHARS)
+    check_length("safety_identifier", body.safety_identifier, MAX_LABEL_CHARS)
     _check_stream_options(body)
     if body.background and body.stream:
         raise refusal("background", "has no stream; take the answer as one from /v1/requests/{id}")
+    if body.prompt_logprobs is not None and body.stream:
+        raise refusal("prompt_logprobs", "cannot go with 'stream'")
     if body.resumable and body.stream and len(prompts) > 1:
         raise refusal("resumable", "needs a single prompt where 'stream' is true")
     return Request(
@@ -276,6 +229,7 @@ def _request(endpoint: str, body: GenerationBody, prompts: tuple[Prompt, ...], w
         skip_special_tokens=body.skip_special_tokens,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         tokens_as_ids=body.return_tokens_as_token_ids,
+        tells_prompt_logprobs=body.prompt_logprobs is not None,
         stream=body.stream,
         include_usage=bool(body.stream_options.include_usage),
         usage_in_chunks=bool(body.stream_options.continuous_usage_stats),
@@ -294,11 +248,6 @@ def _check_stream_options(body: GenerationBody) -> None:
         raise refusal("stream_options.include_obfuscation", "is not supported here when true")
     if options.continuous_usage_stats and not options.include_usage:
         raise refusal("stream_options.continuous_usage_stats", "needs 'include_usage' to be true")
-
-
-def _check_length(param: str, text: str, max_chars: int) -> None:
-    if len(text) > max_chars:
-        raise refusal(param, f"is longer than {max_chars} characters")
 
 
 def _or(value: int | None, default: int) -> int:

@@ -30,6 +30,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "seed": (-(1 << 63), (1 << 63) - 1),
     "logprobs": (0, MAX_LOGPROBS),
     "top_logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
     "timeout": (0.001, 86400),
     "n": (1, MAX_CHOICES),
     "best_of": (1, MAX_CHOICES),
@@ -107,6 +108,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     structured_outputs: StructuredOutputs | None = None
     truncate_prompt_tokens: int | None = None
     return_tokens_as_token_ids: bool = False
+    prompt_logprobs: int | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     timeout: float | None = None

@@ -14,7 +14,6 @@ from service.errors import RequestError
 Idle = Mapping[str, tuple[Any, ...]]
 
 _BOTH: Idle = {
-    "prompt_logprobs": (),
     "allowed_token_ids": (),
     "bad_words": ([],),
     "logits_processors": ([],),

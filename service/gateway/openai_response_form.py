@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +11,9 @@ import msgspec
 from model.tokenizer import Tokenizer
 from service.errors import EndReason, RequestError
 from service.gateway.job_text import Piece, TokenLogprob
-from service.gateway.openai_answers import LOWEST_LOGPROB, Heading, Json
+from service.gateway.openai_answers import Heading, Json
 from service.gateway.openai_calls import CallTeller, CallWording
+from service.gateway.openai_logprobs import finite
 from service.gateway.openai_responses import ResponseBody, read_body
 from service.gateway.request import Request
 from service.gateway.run import Outcome
@@ -262,8 +262,7 @@ class ResponseForm:
 
     def _likelihood(self, token_id: int, logprob: float) -> Json:
         data = self._tokenizer.token_bytes(token_id)
-        finite = logprob if math.isfinite(logprob) else LOWEST_LOGPROB
-        return {"token": data.decode("utf-8", "replace"), "logprob": finite, "bytes": list(data)}
+        return {"token": data.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(data)}
 
 
 def _usage(outcome: Outcome) -> Json:

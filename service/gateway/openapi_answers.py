@@ -6,11 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from service.gateway.openapi_response_answers import Response, ResponseDeleted, ResponseItems, Shape
 from service.wire.batches import BatchStatus
-
-
-class Shape(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Every field that has no default is always there."""
 
 
 class PromptTokensDetails(Shape):
@@ -31,11 +28,21 @@ class CompletionLogprobs(Shape):
     text_offset: list[int]
 
 
+class PromptLogprob(Shape):
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None] | msgspec.UnsetType
+
+
 class CompletionChoice(Shape):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
+    prompt_logprobs: PromptLogprobs = msgspec.UNSET
 
 
 class Completion(Shape):
@@ -96,107 +103,7 @@ class ChatCompletion(Shape):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: TokenUsage
-
-
-class ResponseLikelihood(Shape):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ResponseTokenLogprob(ResponseLikelihood):
-    top_logprobs: list[ResponseLikelihood]
-
-
-class OutputText(Shape):
-    type: Literal["output_text"]
-    text: str
-    annotations: list[Any]
-    logprobs: list[ResponseTokenLogprob]
-
-
-class OutputMessage(Shape, tag_field="type", tag="message"):
-    id: str
-    role: Literal["assistant"]
-    status: Literal["in_progress", "completed", "incomplete"]
-    content: list[OutputText]
-
-
-class FunctionCall(Shape, tag_field="type", tag="function_call"):
-    id: str
-    call_id: str
-    name: str
-    arguments: str
-    status: Literal["in_progress", "completed", "incomplete"]
-
-
-class InputTokensDetails(Shape):
-    cached_tokens: int
-
-
-class OutputTokensDetails(Shape):
-    reasoning_tokens: int
-
-
-class ResponseUsage(Shape):
-    input_tokens: int
-    input_tokens_details: InputTokensDetails
-    output_tokens: int
-    output_tokens_details: OutputTokensDetails
-    total_tokens: int
-
-
-class IncompleteDetails(Shape):
-    reason: Literal["max_output_tokens"]
-
-
-class ResponseFailure(Shape):
-    code: str
-    message: str
-
-
-class Response(Shape):
-    id: str
-    object: Literal["response"]
-    created_at: int
-    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
-    background: bool
-    error: ResponseFailure | None
-    incomplete_details: IncompleteDetails | None
-    model: str
-    output: list[OutputMessage | FunctionCall]
-    usage: ResponseUsage | None
-    instructions: str | None
-    max_output_tokens: int | None
-    metadata: dict[str, str]
-    parallel_tool_calls: bool
-    previous_response_id: str | None
-    reasoning: dict[str, None]
-    safety_identifier: str | None
-    service_tier: Literal["default"]
-    store: bool
-    temperature: float
-    text: dict[str, Any]
-    tool_choice: str | dict[str, str]
-    tools: list[dict[str, Any]]
-    top_logprobs: int
-    top_p: float
-    truncation: Literal["disabled"]
-    user: str | None
-
-
-class ResponseDeleted(Shape):
-    id: str
-    object: Literal["response"]
-    deleted: bool
-
-
-class ResponseItems(Shape):
-    object: Literal["list"]
-    data: list[dict[str, Any]]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
+    prompt_logprobs: PromptLogprobs = msgspec.UNSET
 
 
 class Embedding(Shape):

@@ -157,8 +157,9 @@ class QueueDoor:
                 raise refusal(name, "is for HTTP; a reply stream waits for whoever reads it")
         if request.tools is not None:
             raise refusal("tools", "are not carried by the queue's replies")
-        if request.sampling.logprobs is not None:
-            raise refusal("logprobs", "is not carried by the queue's replies")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(request.sampling, name) is not None:
+                raise refusal(name, "are not carried by the queue's replies")
         return request
 
     async def _persistently(self, attempt: Callable[[], Awaitable[None]]) -> None:

@@ -14,7 +14,8 @@ CHAT = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
 EMBEDDINGS = "/v1/embeddings"
 ENDPOINTS = (COMPLETIONS, CHAT)
-"""Those that the queue door and batches know too."""
+"""Those that the queue door knows too."""
+BATCH_ENDPOINTS = (*ENDPOINTS, RESPONSES, EMBEDDINGS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +103,7 @@ NO_SOURCE = Source(b"", b"")
 class Request:
     """One or several generations. Token ids are not yet held against the vocabulary, nor lengths against the model."""
 
-    endpoint: str  # one of ENDPOINTS, RESPONSES or EMBEDDINGS
+    endpoint: str  # one of BATCH_ENDPOINTS
     model: str
     prompts: tuple[Prompt, ...]  # one at least; exactly one in a chat
     sampling: SamplingWishes
@@ -114,6 +115,7 @@ class Request:
     truncate_prompt_tokens: int | None = None  # keep so many, the last; -1: as many as fit
     echo: bool = False
     tokens_as_ids: bool = False  # in log-probabilities
+    tells_prompt_logprobs: bool = False  # in a field of their own
     stream: bool = False
     include_usage: bool = False
     usage_in_chunks: bool = False

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from service.gateway.openai_api import conversation, plain_messages
 from service.gateway.openai_bodies import Message, convert, refusal
+from service.gateway.openai_messages import conversation, plain_messages
 from service.gateway.request import Conversation
 from service.gateway.served_model import ServedModel
 from service.gateway.strict_json import decode_object

@@ -55,9 +55,9 @@ async def ended(client, batch_id: str):
             await asyncio.sleep(0.02)
 
 
-async def submit(client, data: bytes):
+async def submit(client, data: bytes, endpoint: str = CHAT):
     file = await client.files.create(file=("requests.jsonl", data), purpose="batch")
-    return await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+    return await client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h")
 
 
 async def answers(client, file_id: str) -> list[dict]:
@@ -225,7 +225,7 @@ async def test_what_is_anothers_is_not_there(folder):
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": "/v1/images/generations"}, "endpoint"),
         ({"completion_window": "1h"}, "completion_window"),
         ({"metadata": {"k": "v" * 513}}, "metadata"),
         ({"input_file_id": "file-nowhere"}, "input_file_id"),
