@@ -88,9 +88,9 @@ class Engine:
         self._last_step_s = self._collected_at_s = 0.0
 
     @property
-    def num_waiting(self) -> int:
-        """May be read from other threads."""
-        return len(self._scheduler.waiting)
+    def num_free_tokens(self) -> int:
+        """Tokens for which there are blocks. May be read from other threads."""
+        return self._kv.pool.num_available * self._kv.block_size
 
     @property
     def running(self) -> tuple[Sequence, ...]:

@@ -44,6 +44,19 @@ class Claim:
         return self.alone_for_events > 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """What a worker can begin now, beside the number of branches. Jobs are claimed as long as some is left, so that the
+    last one may be larger: none that is too large for a worker blocks its queue for ever."""
+
+    num_tokens: int | None = None  # of prompts, and of what was told before; None: as many as come
+    num_kept: int = 0  # of the branches: not for tenants in `kept_from`
+    kept_from: frozenset[str] = frozenset()
+
+
+ANY_ROOM = Room()
+
+
 @dataclass(frozen=True)
 class Lease:
     """What a worker learns from its heartbeat."""
@@ -172,10 +185,10 @@ class WorkerBroker(Protocol):
 
     lease_s: float
 
-    async def fetch(self, max_jobs: int, wait_s: float) -> Sequence[Claim]:
-        """Up to max_jobs claims, waiting at most wait_s for the first; jobs that others had before come first. One
-        that was cancelled while queued or is past its deadline is ended here and never returned, and so is one that
-        kills engines, or whose past is lost. To be called by one task at a time."""
+    async def fetch(self, max_branches: int, wait_s: float, room: Room = ANY_ROOM) -> Sequence[Claim]:
+        """Claims of so many branches, as far as `room` has it, waiting at most wait_s for the first; jobs that others
+        had before come first. One that was cancelled while queued or is past its deadline is ended here and never
+        returned, and so is one that kills engines, or whose past is lost. To be called by one task at a time."""
 
     async def fetch_suspect(self) -> Claim | None:
         """A job that may have killed engines, to be run with no other; none if there is none."""

@@ -11,6 +11,7 @@
 --            cancel                 why it is no longer wanted, though it was claimed when that was said
 --            cause                  what the last of those deaths was
 --            tenant, cost           whose it is; tokens that it may cost
+--            prompt, branches       tokens of its prompt; sequences that it takes
 --            lane, priority         how it waits (see fair.lua)
 --            stops                  list of "<branch> <reason>": branches that are no longer wanted
 -- KEYS[3]  quire:claims     hash, job id -> fence "<attempt> <owner>", while it is claimed

@@ -1,7 +1,8 @@
 -- Stands before every script of the queue: which of the waiting jobs is next.
 --
 -- Tenants take turns by the tokens that their jobs cost. A tenant's virtual time is what it was served so far; who was
--- served least is next, and one who was away is put at the clock, so that nobody saves up turns. A tenant's own jobs go by
+-- served least is next, and one who was away is put at the clock, so that nobody saves up turns. A job counts for what it
+-- may cost when it is claimed, and for what it did cost from its end on. A tenant's own jobs go by
 -- rank: the second of their arrival, later or earlier by AGE_S for each step of priority, so that none waits for ever.
 -- The lane `batch` is served when no other job waits, or by turns as well once its next job is BATCH_AGE_S old.
 --
@@ -49,11 +50,29 @@ local function charge(state)
   for _, lane in ipairs(LANES) do redis.call('ZADD', LANE .. lane, 'XX', ahead, state.tenant) end
 end
 
+-- The job has ended, with so many tokens: they count instead of what it might have cost.
+local function settle(state, num_tokens)
+  local times = redis.call('HMGET', TIMES, '', state.tenant)
+  if not times[2] then return end
+  local at = tonumber(times[2]) + num_tokens - state.cost
+  redis.call('HSET', TIMES, state.tenant, whole(at))
+  at = whole(math.max(at, tonumber(times[1] or '0')))
+  for _, lane in ipairs(LANES) do redis.call('ZADD', LANE .. lane, 'XX', at, state.tenant) end
+end
+
+-- Who is next in a lane, and at which virtual time. `but`: set of tenants that are passed over, `but_count` their number.
+local function first_of(lane, but, but_count)
+  local turns = redis.call('ZRANGE', LANE .. lane, 0, but_count, 'WITHSCORES')
+  for i = 1, #turns, 2 do
+    if not but[turns[i]] then return turns[i], turns[i + 1] end
+  end
+end
+
 -- The next job; nil where none waits.
-local function next_job(now)
+local function next_job(now, but, but_count)
   local best
   for _, lane in ipairs(LANES) do
-    local tenant, at = unpack(redis.call('ZRANGE', LANE .. lane, 0, 0, 'WITHSCORES'))
+    local tenant, at = first_of(lane, but, but_count)
     if tenant then
       local job, rank = unpack(redis.call('ZRANGE', LANE_JOBS .. lane .. ':' .. tenant, 0, 0, 'WITHSCORES'))
       at, rank = tonumber(at), tonumber(rank)

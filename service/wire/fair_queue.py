@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from service.wire.messages import Job
 
@@ -16,9 +16,13 @@ EXPECTED_OUTPUT_TOKENS = 1024
 
 def cost_of(job: Job) -> int:
     """Tokens that a job counts for, where tenants share the fleet and the queue is bounded."""
-    sampling = job.sampling
-    num_branches = sampling.beam.width if sampling.beam is not None else sampling.best_of
-    return len(job.prompt) // 4 + num_branches * min(sampling.max_tokens, EXPECTED_OUTPUT_TOKENS)
+    return len(job.prompt) // 4 + branches_of(job) * min(job.sampling.max_tokens, EXPECTED_OUTPUT_TOKENS)
+
+
+def branches_of(job: Job) -> int:
+    """How many of the sequences that an engine runs at once the job takes."""
+    beam = job.sampling.beam
+    return beam.width if beam is not None else job.sampling.best_of
 
 
 def lane_of(job: Job) -> str:
@@ -58,10 +62,22 @@ class FairQueue:
         ahead = self._times[job.tenant] = self._clock + cost_of(job)
         self._turns |= {(lane, job.tenant): ahead for lane in LANES if (lane, job.tenant) in self._turns}
 
-    def next(self) -> str | None:
+    def settle(self, job: Job, num_tokens: int) -> None:
+        """A job that was served has ended, with so many tokens: they count instead of what it might have cost."""
+        if job.tenant in self._times:
+            self._times[job.tenant] += num_tokens - cost_of(job)
+            at_time = self._virtual_time(job.tenant)
+            self._turns |= {(lane, job.tenant): at_time for lane in LANES if (lane, job.tenant) in self._turns}
+
+    def next(self, but: Collection[str] = ()) -> str | None:
+        """The job whose turn it is, of tenants that are not in `but`; None where they have none."""
         best = None
         for lane in LANES:
-            turns = sorted((at_time, tenant) for (its_lane, tenant), at_time in self._turns.items() if its_lane == lane)
+            turns = sorted(
+                (at_time, tenant)
+                for (its_lane, tenant), at_time in self._turns.items()
+                if its_lane == lane and tenant not in but
+            )
             if not turns:
                 continue
             at_time, tenant = turns[0]

@@ -13,7 +13,17 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import replace
 
 from service.wire import keys
-from service.wire.broker import UNBOUNDED, Backlog, Bounds, BrokerUnavailable, Claim, IngressEntry, Lease
+from service.wire.broker import (
+    ANY_ROOM,
+    UNBOUNDED,
+    Backlog,
+    Bounds,
+    BrokerUnavailable,
+    Claim,
+    IngressEntry,
+    Lease,
+    Room,
+)
 from service.wire.memory_batches import MemoryBatches
 from service.wire.memory_queue import MemoryQueue
 from service.wire.memory_responses import MemoryResponses
@@ -121,13 +131,13 @@ class MemoryBroker(MemoryBatches, MemoryResponses):
         """What a foreign producer reads: the replies to its job so far."""
         return tuple(self.queue.replies.get((producer, producer_job_id), ()))
 
-    async def fetch(self, max_jobs: int, wait_s: float) -> Sequence[Claim]:
+    async def fetch(self, max_branches: int, wait_s: float, room: Room = ANY_ROOM) -> Sequence[Claim]:
         give_up_s = time.monotonic() + wait_s
         self._may_have_predecessor = False
         while True:
             self._check_open()
             self.queue.start_lease(self._owner, self.lease_s)
-            claims = self.queue.claim(self._owner, max_jobs)
+            claims = self.queue.claim(self._owner, max_branches, room)
             self._held |= {claim.job.job_id: claim.attempt for claim in claims}
             left_s = give_up_s - time.monotonic()
             if claims or left_s <= 0:

@@ -21,8 +21,9 @@ from service.wire.broker import (
     Claim,
     IngressEntry,
     QueueFull,
+    Room,
 )
-from service.wire.fair_queue import FairQueue, cost_of
+from service.wire.fair_queue import FairQueue, branches_of, cost_of
 from service.wire.memory_batches import MemoryShelf
 from service.wire.memory_requests import MemoryRequests
 from service.wire.memory_responses import Shelf
@@ -157,17 +158,24 @@ class MemoryQueue:
         self.cancels.append(cancel)
         self.tell()
 
-    def claim(self, owner: str, max_jobs: int) -> Sequence[Claim]:
+    def claim(self, owner: str, max_branches: int, room: Room) -> Sequence[Claim]:
         """Those that were claimed before come first."""
-        claims = []
-        while self._returned and len(claims) < max_jobs:
-            claim = self._take(self._returned[0], owner)
-            claims += [] if claim is None else [claim]
-        while self._waiting and len(claims) < max_jobs:
-            claim = self._take(self._waiting.next(), owner)
+        claims, tokens_left = [], float("inf") if room.num_tokens is None else room.num_tokens
+        while max_branches > 0 and tokens_left > 0:
+            if self._returned:
+                job_id, is_new = self._returned[0], False
+            else:
+                job_id, is_new = self._waiting.next(room.kept_from if max_branches <= room.num_kept else ()), True
+            if job_id is None:
+                break
+            claim = self._take(job_id, owner)
             if claim is not None:
-                self._waiting.charge(claim.job)
                 claims.append(claim)
+                num_branches = branches_of(claim.job)
+                max_branches -= num_branches
+                tokens_left -= len(claim.job.prompt) // 4 + len(claim.past) * num_branches
+                if is_new:
+                    self._waiting.charge(claim.job)
         return claims
 
     def claim_suspect(self, owner: str) -> Claim | None:
@@ -190,7 +198,9 @@ class MemoryQueue:
             log.events.append(event)
         if event.end is not None:
             log.ended_at_s = time.monotonic()
-            del self._states[event.job_id]
+            state = self._states.pop(event.job_id)
+            if event.usage is not None:
+                self._waiting.settle(state.job, event.usage.prompt_tokens + event.usage.completion_tokens)
         return True
 
     def put_back(self, job_id: str, cause: str | None) -> None:

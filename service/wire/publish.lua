@@ -6,13 +6,16 @@
 -- ARGV[9] epoch   ARGV[10] number of feeds F
 -- ARGV[11] msgpack list (one argument, since clients pack many slowly), for each event six items:
 --         feed (1..F), job, fence, number, message, reason of the end or ''
+-- ARGV[12] msgpack list, for each event that ends its job: the event (1..), the tokens that the job cost
 -- Returns the events (1..) that were refused by the fence. A number already in the log is not written again.
 
 if redis.call('GET', EPOCH) ~= ARGV[9] then return redis.error_reply('EPOCH Redis has lost what it knew') end
 local num_feeds = tonumber(ARGV[10])
 local items = cmsgpack.unpack(ARGV[11])
 local num_events = #items / 6
-local jobs, batches, ended, refused = {}, {}, {}, {}
+local jobs, batches, ended, refused, costs = {}, {}, {}, {}, {}
+local costs_of_ended = cmsgpack.unpack(ARGV[12])
+for i = 1, #costs_of_ended, 2 do costs[costs_of_ended[i]] = costs_of_ended[i + 1] end
 for feed = 1, num_feeds do batches[feed] = {} end
 for event = 1, num_events do jobs[event] = items[event * 6 - 4] end
 
@@ -45,6 +48,8 @@ for event = 1, num_events do
     if reason ~= '' then
       redis.call('EXPIRE', log, ENDED_LIFE_S)
       ended[#ended + 1] = job
+      local state = costs[event] and read_state(job)
+      if state then settle(state, costs[event]) end
     end
   end
 end

@@ -119,7 +119,7 @@ class HeldJobs:
                 (held, event.number, payload, "" if event.end is None else event.end.value)
                 for (held, event), payload in zip(known, payloads, strict=True)
             ]
-            refused = await self.run_sure("publish", *_packed(items))
+            refused = await self.run_sure("publish", *_packed(items, [event for _, event in known]))
             refused = {known[index - 1][1].job_id for index in refused}
             for (held, event), payload in zip(known, payloads, strict=True):
                 if event.job_id not in refused:
@@ -210,10 +210,20 @@ class HeldJobs:
             await self.run("publish", script_keys, [self._epoch, *args])
 
 
-def _packed(items: Sequence[tuple[HeldJob, int, bytes, str]]) -> tuple[list[str], list[Any]]:
-    """Keys and arguments of `publish.lua` for events as (job, number, payload, end)."""
+def _packed(
+    items: Sequence[tuple[HeldJob, int, bytes, str]], events: Sequence[Event] = ()
+) -> tuple[list[str], list[Any]]:
+    """Keys and arguments of `publish.lua` for events as (job, number, payload, end). `events`, the same as they were
+    before, tell what jobs have cost; without them that stays as it was reckoned."""
     feeds = {feed: number for number, feed in enumerate(dict.fromkeys(held.feed for held, *_ in items), 1)}
     packed: list[int | str | bytes] = []
     for held, number, payload, end in items:
         packed += (feeds[held.feed], held.job_id, held.fence, number, payload, end)
-    return [*feeds, *(held.log for held, *_ in items)], [len(feeds), msgpack.packb(packed, use_bin_type=False)]
+    costs = [
+        word
+        for place, event in enumerate(events, 1)
+        if event.usage is not None
+        for word in (place, event.usage.prompt_tokens + event.usage.completion_tokens)
+    ]
+    args = [len(feeds), msgpack.packb(packed, use_bin_type=False), msgpack.packb(costs)]
+    return [*feeds, *(held.log for held, *_ in items)], args

@@ -8,7 +8,7 @@ import msgpack
 
 from service.wire import keys
 from service.wire.broker import UNBOUNDED, Bounds
-from service.wire.fair_queue import cost_of, lane_of
+from service.wire.fair_queue import branches_of, cost_of, lane_of
 from service.wire.messages import Job
 
 
@@ -18,6 +18,7 @@ def new_state(job: Job, attempts: int = 0, deaths: int = 0) -> bytes:
     state: dict[str, Any] = {"feed": keys.feed(job.feed), "log": keys.events(job.job_id)}
     state |= {"attempts": attempts, "told": 0, "deaths": deaths, "deaths_in_all": deaths}
     state |= {"tenant": job.tenant, "cost": cost_of(job), "lane": lane_of(job), "priority": job.priority}
+    state |= {"prompt": len(job.prompt) // 4, "branches": branches_of(job)}
     if job.deadline_s is not None:
         state["deadline"] = job.deadline_s
     return msgpack.packb(state)

@@ -13,7 +13,7 @@ import msgpack
 from service.errors import EndReason
 from service.logs import fields
 from service.wire import keys
-from service.wire.broker import ALONE_FOR_EVENTS, Claim, Lease
+from service.wire.broker import ALONE_FOR_EVENTS, ANY_ROOM, Claim, Lease, Room
 from service.wire.codec import WireError, decode, encode
 from service.wire.messages import Cancel, DeadLetter, Event, Job, WorkerCard
 from service.wire.redis_held import HeldJob, HeldJobs
@@ -38,19 +38,19 @@ class RedisWorker:
         self._may_have_predecessor = True
         self._cancels_from = cancels_from
 
-    async def fetch(self, max_jobs: int, wait_s: float) -> Sequence[Claim]:
+    async def fetch(self, max_branches: int, wait_s: float, room: Room = ANY_ROOM) -> Sequence[Claim]:
         give_up_s = time.monotonic() + wait_s
         queues = (keys.RETURNED, keys.WAITING)
         bell = dict.fromkeys(queues, "0-0")  # claimed entries are gone, so whatever is there is news
         while True:
-            claims = await self._claim(queues, max_jobs)
+            claims = await self._claim(queues, max_branches, room)
             left_s = give_up_s - time.monotonic()
             if claims or left_s <= 0:
                 return claims
             await self._held.watch(self._link.block(lambda redis, ms: redis.xread(bell, 1, ms), left_s))
 
     async def fetch_suspect(self) -> Claim | None:
-        claims = await self._claim((keys.SUSPECTS,), 1)
+        claims = await self._claim((keys.SUSPECTS,), 1, ANY_ROOM)
         return claims[0] if claims else None
 
     async def publish(self, events: Sequence[Event]) -> frozenset[str]:
@@ -107,11 +107,12 @@ class RedisWorker:
                 pipeline.zrem(keys.LEASES, self._owner)
             await pipeline.execute()
 
-    async def _claim(self, queues: Sequence[str], max_jobs: int) -> list[Claim]:
+    async def _claim(self, queues: Sequence[str], max_branches: int, room: Room) -> list[Claim]:
         """Jobs count as held from the moment this returns; were it cut off, they come again."""
         ask_for_more, self._may_have_more, self._may_have_predecessor = self._may_have_more, True, False
         held = msgpack.packb(list(self._held.job_ids())) if ask_for_more else b""
-        args = [self._owner, max_jobs, self.lease_s, int(ask_for_more), held]
+        args = [self._owner, max_branches, self.lease_s, int(ask_for_more), held]
+        args += ["" if room.num_tokens is None else room.num_tokens, room.num_kept, msgpack.packb(list(room.kept_from))]
         opened = [await self._open(answer) for answer in await self._held.run_sure("claim", queues, args)]
         claimed = [pair for pair in opened if pair is not None]
         for _, job in claimed:

@@ -15,12 +15,13 @@ from service.errors import EndReason
 from service.logs import fields
 from service.tracing import NO_TRACING, Tracing
 from service.wire import messages
-from service.wire.broker import BrokerUnavailable, Claim, Lease, WorkerBroker
+from service.wire.broker import BrokerUnavailable, Claim, Lease, Room, WorkerBroker
 from service.wire.codec import unpack_ids
 from service.wire.messages import Event, WorkerCard
 from service.worker.engine_thread import Add, Cancel, EngineThread
 from service.worker.job_events import event_of, in_events, refusal, without_end
 from service.worker.job_spans import JobSpans, log_claim, spans_of
+from service.worker.places import Places
 from service.worker.recovery import branch_pasts, keep_lease, num_scored_tokens
 
 log = logging.getLogger("quire.courier")
@@ -30,9 +31,9 @@ HEARTBEAT_S = 1.0
 FRESH_CARD_S = 3.5
 """A worker that has not said for longer that it is ready takes no job for certain."""
 RETRY_S = 0.2
-MAX_AHEAD = 32
-"""Claimed jobs that may wait inside this worker; the rest stays in the queue, where others can take it, and where no
-engine's death is laid to its charge."""
+CANCEL_AGAIN_S = 0.1
+LOOK_AGAIN_S = 0.015
+"""How often a worker that is nearly full looks for jobs: what waits is not for it, or finds no room."""
 MAX_HEARD = 8192
 
 
@@ -56,14 +57,15 @@ class Courier:
         broker: WorkerBroker,
         make_card: Callable[[bool], WorkerCard],
         vocab_size: int,
-        max_open: int,
+        num_places: int,
         tracing: Tracing = NO_TRACING,
     ):
+        """`num_places`: sequences that the engine runs at once."""
         self._broker = broker
         self._tracing = tracing
         self._make_card = make_card
         self._vocab_size = vocab_size
-        self._max_open = max_open
+        self._places = Places(num_places)
         self._loop = asyncio.get_running_loop()
         self._open: dict[str, _OpenJob] = {}
         self._news: list[News] = []
@@ -87,10 +89,21 @@ class Courier:
         self._loop.call_soon_threadsafe(self._take_in, news)
 
     async def run(self) -> None:
-        """Until cancelled. Fetching stops for good once `drain` or `abandon` was called."""
-        async with asyncio.TaskGroup() as tasks:
-            for duty in (self._fetch, self._publish, self._hear_cancels, self._beat, self._keep_lease):
-                tasks.create_task(duty(), name=duty.__name__)
+        """Until cancelled, or until a duty fails. Fetching stops for good once `drain` or `abandon` was called."""
+        duties = (self._fetch, self._publish, self._hear_cancels, self._beat, self._keep_lease)
+        tasks = [asyncio.create_task(duty(), name=duty.__name__) for duty in duties]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        finally:
+            # Again and again: before Python 3.12 a `wait_for` may swallow a cancel, and a worker that kept its lease
+            # and did nothing else would hold its jobs for ever.
+            while pending := [task for task in tasks if not task.done()]:
+                for task in pending:
+                    task.cancel()
+                await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def drain(self, timeout_s: float) -> None:
         """Claim nothing more. Open jobs go to another worker where one is ready, with what was told of them; as long as
@@ -127,18 +140,18 @@ class Courier:
     async def _fetch(self) -> None:
         await self._persist(self._broker.take_over)
         while not self._draining:
-            room = min(self._max_open - len(self._open), MAX_AHEAD - self.engine.num_waiting)
-            if room <= 0 or (self._open and (self._runs_suspects or self._runs_alone)):
-                await asyncio.sleep(0.01)
+            max_branches, room = self._places.room(self.engine.num_free_tokens, self._loop.time())
+            if max_branches <= 0 or (self._open and (self._runs_suspects or self._runs_alone)):
+                await asyncio.sleep(LOOK_AGAIN_S)
                 continue
             try:
-                await self._fetch_some(room)
+                await self._fetch_some(max_branches, room)
             except BrokerUnavailable as error:
                 log.warning("no jobs to be had: %s", error)
                 await asyncio.sleep(RETRY_S)
         self._fetching_ended.set()
 
-    async def _fetch_some(self, room: int) -> None:
+    async def _fetch_some(self, max_branches: int, room: Room) -> None:
         """Jobs, or one suspect: nothing else is fetched while that is open."""
         self._runs_alone = False
         if self._runs_suspects:
@@ -146,7 +159,10 @@ class Courier:
             self._runs_suspects = self._runs_alone = suspect is not None
             claims = [] if suspect is None else [suspect]
         else:
-            claims = await self._broker.fetch(room, FETCH_WAIT_S)
+            is_scarce = max_branches <= room.num_kept
+            claims = await self._broker.fetch(max_branches, 0.0 if is_scarce else FETCH_WAIT_S, room)
+            if is_scarce and not claims:
+                await asyncio.sleep(LOOK_AGAIN_S)
         for claim in claims:
             # A suspect comes this way where its claim by `fetch_suspect` was cut off.
             if self._draining or (claim.is_suspect and not self._runs_alone):
@@ -170,6 +186,7 @@ class Courier:
         spans = spans_of(claim, now_s, self._tracing)
         cleared_at = len(claim.past) + claim.alone_for_events if claim.is_suspect else None
         self._open[job.job_id] = _OpenJob(request_id, next_number, timer, spans, cleared_at)
+        self._places.take(job, len(claim.past), self._loop.time())
         log_claim(claim)
         request = Request(
             request_id=request_id,
@@ -224,6 +241,7 @@ class Courier:
         events, leaving = [], []
         for job_id, outputs in by_job.items():
             job = self._open[job_id]
+            self._places.begin(job_id)
             for outputs_of_one in in_events(outputs):
                 event = event_of(job_id, job.next_number, outputs_of_one)
                 if job.is_leaving and event.end is EndReason.SHUTDOWN:
@@ -244,6 +262,7 @@ class Courier:
     def _close(self, job_id: str, last: Event | None = None) -> None:
         """`last`: the event that ends the job; without it, the job goes on elsewhere."""
         job = self._open.pop(job_id, None)
+        self._places.give_back(job_id, self._loop.time())
         if job is not None and job.deadline is not None:
             job.deadline.cancel()
         if job is not None and job.spans is not None:

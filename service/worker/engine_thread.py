@@ -76,9 +76,9 @@ class EngineThread:
         self._blocks_due_s = 0.0
 
     @property
-    def num_waiting(self) -> int:
-        """Requests that wait inside the engine, up to date."""
-        return self._engine.num_waiting
+    def num_free_tokens(self) -> int:
+        """Tokens for which the engine has blocks, up to date."""
+        return self._engine.num_free_tokens
 
     @property
     def silent_s(self) -> float:

@@ -19,7 +19,7 @@ from service.sd_notify import Supervisor
 from service.tracing import NO_TRACING, Tracing
 from service.wire.broker import BrokerUnavailable, WorkerBroker
 from service.wire.messages import WorkerCard
-from service.worker.courier import MAX_AHEAD, Courier
+from service.worker.courier import Courier
 from service.worker.engine_thread import EngineThread, Stop
 from service.worker.watchdog import DEFAULT_STEP_TIMEOUT_S, Watchdog
 
@@ -58,7 +58,7 @@ async def run_worker(
     def make_card(ready: bool) -> WorkerCard:
         return _card(worker_id, settings, built, engine, ready and engine.silent_s < READY_SILENCE_S)
 
-    courier = Courier(broker, make_card, built.config.vocab_size, settings.max_num_seqs + MAX_AHEAD, tracing)
+    courier = Courier(broker, make_card, built.config.vocab_size, settings.max_num_seqs, tracing)
     watchdog = Watchdog(settings.step_timeout or DEFAULT_STEP_TIMEOUT_S[built.ops.name], supervisor)
     engine = EngineThread(built.engine, courier.deliver, on_death, watchdog.turned)
     courier.engine = engine

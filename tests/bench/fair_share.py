@@ -31,9 +31,10 @@ from model.sampling_params import SamplingParams
 from service.errors import EndReason
 from service.wire.codec import pack_ids
 from service.wire.embedded_redis import EmbeddedRedis
-from service.wire.fair_queue import FairQueue
+from service.wire.fair_queue import FairQueue, cost_of
 from service.wire.messages import Event, Job, Part, Usage
 from service.wire.redis_broker import open_redis_broker
+from service.worker.places import Places
 from tests.support.doors import start_gateway
 from tests.support.gateway import MODEL
 from tests.support.wire import make_card, make_job
@@ -42,6 +43,7 @@ NUM_SMALL = 20
 KEYS = ("flooder", *(f"small{number}" for number in range(NUM_SMALL)))
 SETTLE_S = 1.0
 WARM_UP_MS = 5000.0
+NO_LACK_OF_BLOCKS = 1 << 40
 
 
 @dataclass
@@ -54,17 +56,22 @@ class StepEngine:
     num_tokens: int = 0
     waited_ms: dict[str, list[float]] = field(default_factory=dict)  # tenant -> from acceptance to claim, of each job
     _running: dict[str, list[int]] = field(default_factory=dict)  # job -> tokens left, last event's number
+    _places: Places = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._places = Places(self.num_slots, is_ahead=False)
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         due_s = loop.time()
         while True:
-            free = self.num_slots - len(self._running)
-            claims = await self.broker.fetch(free, 0.0) if free else ()
+            free, room = self._places.room(NO_LACK_OF_BLOCKS, loop.time())
+            claims = await self.broker.fetch(free, 0.0, room) if free > 0 else ()
             now_s = await self.broker.now_s()
             for claim in claims:
                 self.waited_ms.setdefault(claim.job.tenant, []).append((now_s - claim.job.submitted_at_s) * 1000)
                 self._running[claim.job.job_id] = [claim.job.sampling.max_tokens, 0]
+                self._places.take(claim.job, 0, loop.time())
             due_s = max(due_s + self.step_s, loop.time())
             await asyncio.sleep(due_s - loop.time())
             if self._running:
@@ -77,9 +84,13 @@ class StepEngine:
         parts = (Part(tokens=pack_ids([65])),)
         if entry[0]:
             return Event(job_id=job_id, number=entry[1], parts=parts)
-        del self._running[job_id]
+        self._give_back(job_id)
         usage = Usage(prompt_tokens=1, completion_tokens=entry[1])
         return Event(job_id=job_id, number=entry[1], parts=parts, end=EndReason.LENGTH, usage=usage)
+
+    def _give_back(self, job_id: str) -> None:
+        del self._running[job_id]
+        self._places.give_back(job_id, asyncio.get_running_loop().time())
 
     async def beat(self) -> None:
         while True:
@@ -91,7 +102,8 @@ class StepEngine:
     async def hear_cancels(self) -> None:
         while True:
             for cancel in await self.broker.fetch_cancels(0.5):
-                if entry := self._running.pop(cancel.job_id, None):
+                if entry := self._running.get(cancel.job_id):
+                    self._give_back(cancel.job_id)
                     usage = Usage(prompt_tokens=1, completion_tokens=entry[1])
                     end = Event(job_id=cancel.job_id, number=entry[1] + 1, end=cancel.reason, usage=usage)
                     await self.broker.publish([end])
@@ -204,8 +216,9 @@ def simulate(args: argparse.Namespace) -> dict[str, object]:
 def _simulate_steps(args: argparse.Namespace, order: str, with_flooder: bool) -> list[float]:
     """Times to first token of the small tenants, in ms."""
     chance, queue, first_ms = random.Random(7), FairQueue(), []
+    places = Places(args.slots, is_ahead=False)
     arrivals: dict[str, float] = {}
-    running: list[int] = []
+    running: list[tuple[Job, int]] = []  # with tokens left
     now_ms, next_ms, number = 0.0, 0.0, 0
     end_ms = args.seconds * 10_000
 
@@ -228,16 +241,26 @@ def _simulate_steps(args: argparse.Namespace, order: str, with_flooder: bool) ->
         num_flooding = sum(job.feed == "flooder" for job in waiting.values())
         for _ in range(args.flood - num_flooding if with_flooder else 0):
             arrive("flooder", now_ms)
-        running = [left - 1 for left in running if left > 1]
-        while len(running) < args.slots and (job_id := queue.next()) is not None:
+        for job, left in running:
+            if left == 1:
+                places.give_back(job.job_id, now_ms / 1000)
+                queue.settle(job, cost_of(job))
+        running = [(job, left - 1) for job, left in running if left > 1]
+        while (job_id := _next(queue, places, now_ms / 1000)) is not None:
             job = waiting.pop(job_id)
             queue.remove(job_id)
             queue.charge(job)
-            running.append(job.sampling.max_tokens)
+            running.append((job, job.sampling.max_tokens))
+            places.take(job, 0, now_ms / 1000)
             if job.feed != "flooder" and now_ms > WARM_UP_MS:
                 first_ms.append(now_ms - arrivals[job_id] + args.step_ms)
         now_ms += args.step_ms
     return first_ms
+
+
+def _next(queue: FairQueue, places: Places, now_s: float) -> str | None:
+    free, room = places.room(NO_LACK_OF_BLOCKS, now_s)
+    return queue.next(room.kept_from if free <= room.num_kept else ()) if free > 0 else None
 
 
 async def overload(clients: Clients, engine: StepEngine, args: argparse.Namespace) -> dict[str, object]:

@@ -42,8 +42,8 @@ class Orders:
 def obey(orders: Orders) -> None:
     fetch, publish, launch = RedisWorker.fetch, HeldJobs.publish, ModelExecutor.launch
 
-    async def fetch_and_die(worker, max_jobs, wait_s):
-        claims = await fetch(worker, max_jobs, wait_s)
+    async def fetch_and_die(worker, *args):
+        claims = await fetch(worker, *args)
         if claims:
             orders.die("claim")
         return claims

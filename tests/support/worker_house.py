@@ -16,9 +16,11 @@ from service.wire.codec import pack_ids, unpack_ids
 from service.wire.messages import Job, WorkerCard
 from service.worker.courier import Courier
 from service.worker.engine_thread import EngineThread, Stop
+from service.worker.places import Places
 from tests.support.scripted_executor import ScriptedExecutor, next_token
 
 VOCAB = 97
+NUM_PLACES = 4
 NUMBERS = itertools.count()
 
 
@@ -27,12 +29,12 @@ class House:
 
     def __init__(self, broker, step_s=0.0, executor=None, name="w", tracing=NO_TRACING):
         self.broker, self.name = broker, name
-        limits = Limits(max_num_seqs=4, max_num_batched_tokens=32, max_prefill_chunk=32, max_model_len=4000)
+        limits = Limits(max_num_seqs=NUM_PLACES, max_num_batched_tokens=32, max_prefill_chunk=32, max_model_len=4000)
         executor = executor or ScriptedExecutor(1024, 4, step_s=step_s)
         self.dead = asyncio.get_running_loop().create_future()
         loop = asyncio.get_running_loop()
         engine = Engine(executor, KVManager(1024, 4), limits, frozenset())
-        self.courier = Courier(broker, self.card, VOCAB, max_open=8, tracing=tracing)
+        self.courier = Courier(broker, self.card, VOCAB, NUM_PLACES, tracing=tracing)
         self.engine = EngineThread(
             engine, self.courier.deliver, lambda error: loop.call_soon_threadsafe(self.dead.set_result, error)
         )
@@ -59,6 +61,12 @@ class House:
         self.duties.cancel()
         await asyncio.wait({self.duties})
         self.engine.join(10)
+
+    def claims_nothing(self):
+        self.courier._places = Places(-NUM_PLACES)
+
+    def claims_again(self):
+        self.courier._places = Places(NUM_PLACES)
 
     async def die(self):
         """As by SIGKILL: nothing more is said, and the lease stands."""

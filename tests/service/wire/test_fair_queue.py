@@ -9,18 +9,22 @@ import pytest
 from model.sampling_params import BeamSearch, SamplingParams
 from service.errors import EndReason
 from service.wire import fair_queue
-from service.wire.broker import Bounds, QueueFull
+from service.wire.broker import Bounds, QueueFull, Room
 from service.wire.codec import pack_ids
 from service.wire.fair_queue import cost_of
 from service.wire.memory_broker import MemoryBroker
-from service.wire.messages import Cancel
-from tests.support.wire import make_event, make_job
+from service.wire.messages import Cancel, Event, Usage
+from tests.support.wire import make_event, make_events, make_job
 
 
 def job_of(job_id: str, tenant: str, tokens: int = 10, **changes):
     return make_job(
         job_id, tenant=tenant, prompt=pack_ids([1]), sampling=SamplingParams(max_tokens=tokens - 1), **changes
     )
+
+
+def long_job(number: int, num_tokens: int):
+    return make_job(f"L{number}", tenant="a", prompt=pack_ids([1] * num_tokens), sampling=SamplingParams(max_tokens=8))
 
 
 async def submit(broker, *jobs):
@@ -68,6 +72,58 @@ async def test_turns_are_counted_in_tokens(broker):
     await submit(broker, *(job_of(f"B{number}", "b", tokens=10) for number in range(12)))
     order = await served(broker)
     assert order[:12] == ["A0", *(f"B{number}" for number in range(10)), "A1"]
+
+
+async def test_a_job_counts_for_what_it_did_cost_once_it_has_ended(broker):
+    await submit(broker, *(job_of(f"A{number}", "a", tokens=500) for number in range(2)))
+    await submit(broker, *(job_of(f"B{number}", "b", tokens=30) for number in range(8)))
+    assert await served(broker, 2) == ["A0", "B0"]
+    await broker.publish([make_event("A0", 1, EndReason.STOP)])  # of 4 tokens
+    assert await served(broker, 2) == ["A1", "B1"]
+
+
+async def test_a_job_that_ends_beyond_its_reckoning_counts_for_more(broker):
+    await submit(broker, *(job_of(f"A{number}", "a") for number in range(2)))
+    await submit(broker, *(job_of(f"B{number}", "b") for number in range(8)))
+    assert await served(broker, 1) == ["A0"]
+    usage = Usage(prompt_tokens=1, completion_tokens=54)
+    await broker.publish([Event(job_id="A0", number=1, end=EndReason.STOP, usage=usage)])
+    assert (await served(broker)).index("A1") == 6
+
+
+async def test_an_end_told_twice_counts_once(broker):
+    await submit(broker, *(job_of(f"A{number}", "a", tokens=500) for number in range(2)), job_of("B0", "b", tokens=498))
+    (claim,) = await broker.fetch(1, 0.0)
+    for _ in range(3):
+        await broker.publish([make_event(claim.job.job_id, 1, EndReason.STOP)])
+    assert await served(broker, 2) == ["B0", "A1"]
+
+
+async def test_claims_stop_where_the_room_ends(broker):
+    await submit(broker, job_of("A0", "a"), *(long_job(number, 100) for number in range(4)))
+    await submit(broker, make_job("N0", tenant="a", sampling=SamplingParams(max_tokens=8, n=3, best_of=3)))
+
+    async def claimed(max_branches, num_tokens=None):
+        claims = await broker.fetch(max_branches, 0.0, Room(num_tokens=num_tokens))
+        return [claim.job.job_id for claim in claims]
+
+    assert await claimed(8, 0) == []
+    assert await claimed(8, 150) == ["A0", "L0", "L1"]  # the last may be larger than what is left
+    assert await claimed(0) == []
+    await broker.publish(make_events("L1", range(1, 61)))
+    await broker.hand_back(["L1"])
+    assert await claimed(8, 130) == ["L1"]  # with what was told of it
+    assert await claimed(3) == ["L2", "L3", "N0"]
+
+
+async def test_some_room_is_kept_from_those_who_have_enough(broker):
+    await submit(broker, *(job_of(f"A{number}", "a") for number in range(4)))
+    room = Room(num_kept=2, kept_from=frozenset({"a", "x"}))
+    assert [claim.job.job_id for claim in await broker.fetch(4, 0.0, room)] == ["A0", "A1"]
+    assert list(await broker.fetch(2, 0.0, room)) == []
+    await submit(broker, job_of("B0", "b"), job_of("X0", "x", is_batch=True), job_of("C0", "c", is_batch=True))
+    assert [claim.job.job_id for claim in await broker.fetch(2, 0.0, room)] == ["B0", "C0"]
+    assert [claim.job.job_id for claim in await broker.fetch(8, 0.0)] == ["A2", "A3", "X0"]
 
 
 async def test_who_was_away_has_saved_up_nothing(broker):

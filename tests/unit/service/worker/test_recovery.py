@@ -49,11 +49,11 @@ async def test_another_worker_goes_on_where_a_dead_one_stopped(queue):
 
 async def test_a_worker_that_leaves_hands_its_jobs_to_one_that_is_ready(queue):
     async with join(queue, step_s=0.01, name="old") as old, join(queue, name="new") as new:
-        new.courier._max_open = 0
+        new.claims_nothing()
         jobs = [await old.submit([n], max_tokens=150) for n in range(6)]
         for _, events in jobs[:4]:
             await anext(events)
-        new.courier._max_open = 8
+        new.claims_again()
         started_s = time.monotonic()
         await old.courier.drain(timeout_s=10)
         await old.courier.settled()
@@ -77,11 +77,11 @@ async def test_what_is_left_after_the_drain_waits_for_whoever_comes(queue):
 async def test_who_lost_its_jobs_stops_computing_them(queue):
     """Its heart stood still past the lease; then it goes on as if nothing had been."""
     async with join(queue, step_s=0.005, name="zombie") as zombie, join(queue, name="heir") as heir:
-        heir.courier._max_open = 0
+        heir.claims_nothing()
         job_id, events = await zombie.submit([5], max_tokens=500)
         await anext(events)
         zombie.broker.renew = zombie.broker.take_over = asyncio.Event().wait
-        heir.courier._max_open = 8
+        heir.claims_again()
         async with asyncio.timeout(10):
             while zombie.courier.num_open:
                 await asyncio.sleep(0.02)
@@ -92,11 +92,11 @@ async def test_who_lost_its_jobs_stops_computing_them(queue):
 
 async def test_an_engine_that_hangs_loses_its_jobs(queue):
     async with join(queue, step_s=0.005, name="hung") as hung, join(queue, name="heir") as heir:
-        heir.courier._max_open = 0
+        heir.claims_nothing()
         job_id, events = await hung.submit([5], max_tokens=200)
         await anext(events)
         hung.courier.engine = _Silent(hung.engine)
-        heir.courier._max_open = 8
+        heir.claims_again()
         assert (await told(heir.broker.follow(job_id)))[:2] == (alone([5], 200), EndReason.LENGTH)
         async with asyncio.timeout(10):
             while hung.courier.num_open:

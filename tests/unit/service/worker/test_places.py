@@ -1,0 +1,76 @@
+"""What a worker may claim: never more than its engine can begin, nor all of it for one of several tenants."""
+
+import pytest
+
+from model.sampling_params import SamplingParams
+from service.wire.codec import pack_ids
+from service.worker.places import RECENT_S, Places
+from tests.support.wire import make_job
+
+PLENTY = 1 << 30
+
+
+def job(number, tenant="a", num_tokens=3, **wishes):
+    sampling = SamplingParams(**{"max_tokens": 8} | wishes)
+    return make_job(f"J{number}", tenant=tenant, prompt=pack_ids([1] * num_tokens), sampling=sampling)
+
+
+def test_places_are_counted_in_branches_and_a_few_jobs_may_wait():
+    places = Places(64)
+    assert places.room(PLENTY, 0.0)[0] == 64 + 2
+    places.take(job(1, n=4, best_of=5), 0, 0.0)
+    places.take(job(2), 0, 0.0)
+    assert places.room(PLENTY, 0.0)[0] == 60
+    places.give_back("J1", 0.0)
+    places.give_back("J1", 0.0)
+    places.give_back("unknown", 0.0)
+    assert places.room(PLENTY, 0.0)[0] == 65
+
+
+def test_what_has_not_begun_has_a_claim_on_free_blocks():
+    places = Places(8)
+    places.take(job(1, num_tokens=100), 20, 0.0)
+    places.take(job(2, num_tokens=50), 0, 0.0)
+    assert places.room(200, 0.0)[1].num_tokens == 30
+    assert places.room(160, 0.0)[0] == 0
+    places.begin("J1")
+    places.begin("J1")
+    assert places.room(160, 0.0) == (7, places.room(160, 0.0)[1])
+    assert places.room(160, 0.0)[1].num_tokens == 110
+    places.give_back("J2", 0.0)
+    assert places.room(160, 0.0)[1].num_tokens == 160
+
+
+def test_a_tenant_alone_may_have_all():
+    places = Places(64)
+    for number in range(60):
+        places.take(job(number), 0, float(number))
+    assert places.room(PLENTY, 60.0) == (6, places.room(PLENTY, 60.0)[1])
+    assert places.room(PLENTY, 60.0)[1].num_kept == 0
+
+
+@pytest.mark.parametrize(("wait_s", "num_kept"), [(0.0, 6), (RECENT_S - 1, 6), (RECENT_S + 1, 0)])
+def test_a_few_places_are_kept_for_who_was_there_lately(wait_s, num_kept):
+    places = Places(64)
+    places.take(job(0, "small"), 0, 0.0)
+    places.give_back("J0", 0.0)
+    for number in range(1, 60):
+        places.take(job(number, "flooder"), 0, wait_s)
+    _, room = places.room(PLENTY, wait_s)
+    assert (room.num_kept, room.kept_from) == (num_kept, {"flooder"} if num_kept else frozenset())
+
+
+def test_who_holds_less_than_its_part_may_take_what_is_kept():
+    places = Places(32)
+    for number in range(24):
+        places.take(job(number, "flooder"), 0, 0.0)
+    for number in range(24, 32):
+        places.take(job(number, "small"), 0, 0.0)
+    assert places.room(PLENTY, 0.0)[1].kept_from == {"flooder"}
+
+
+def test_a_small_engine_keeps_nothing():
+    places = Places(8)
+    places.take(job(1, "a"), 0, 0.0)
+    places.take(job(2, "b"), 0, 0.0)
+    assert places.room(PLENTY, 0.0)[1].num_kept == 0
