@@ -203,7 +203,14 @@ class Engine:
 
     def draw_blocks(self) -> bytes:
         """The block pool as a picture, see service.engine.block_map."""
-        return draw_blocks(self._kv.pool, self._scheduler.running)
+        return draw_blocks(self._kv.pool, [(one.request_id, one.block_table) for one in self._scheduler.running])
+
+    def draw_host_blocks(self) -> bytes:
+        """The second tier as a picture; nothing where there is none."""
+        host = self._kv.host
+        if host is None:
+            return b""
+        return draw_blocks(host.pool, [(one.request_id, held) for one, held in host.pinned.items()], host.filling)
 
     def check_invariants(self) -> None:
         """All books agree; an engine without work holds no block."""

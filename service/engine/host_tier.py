@@ -164,6 +164,16 @@ class HostTier:
         else:
             self._gpu.keep(node.gpu)
 
+    @property
+    def pinned(self) -> dict[Hashable, list[int]]:
+        """Who counts on which blocks of the host; to look at."""
+        return self._pins
+
+    @property
+    def filling(self) -> Iterable[int]:
+        """Blocks of the host that copies fill; to look at."""
+        return self._leaving.values()
+
     def gpu_holders(self) -> list[list[int]]:
         """The blocks of the GPU that transfers hold."""
         outs = [[leaving.gpu for leaving in flight] for flight in (*self._out_flights, self._outs)]

@@ -76,7 +76,8 @@ async def _state(hall: Hall) -> dict[str, object]:
 
 
 def _worker(card: WorkerCard) -> dict[str, object]:
-    """`blocks` is null until the worker has heard that somebody looks."""
+    """`blocks` is null until the worker has heard that somebody looks, `host_blocks` where there is no second tier too.
+    """
     num_cells = len(card.blocks)
     return {
         "id": card.worker_id,
@@ -84,6 +85,7 @@ def _worker(card: WorkerCard) -> dict[str, object]:
         "num_blocks": card.num_blocks,
         "block_size": card.block_size,
         "blocks": base64.b64encode(card.blocks).decode() if card.blocks else None,
+        "host_blocks": base64.b64encode(card.host_blocks).decode() if card.host_blocks else None,
         "blocks_per_cell": -(-card.num_blocks // num_cells) if num_cells else 1,
         "stats": card.stats,
     }

@@ -109,6 +109,7 @@ class WorkerCard:
     block_size: int
     beat_at_s: float  # Redis time, set by the broker
     blocks: bytes = b""  # the pool as a picture (service/engine/block_map.py), while somebody looks
+    host_blocks: bytes = b""  # the second tier likewise
     stats: dict[str, float] = field(default_factory=dict)  # gauges and counters, named as in service/metrics.py
 
 

@@ -72,7 +72,7 @@ class EngineThread:
         self.stats: EngineStats = engine.stats()
         self._stats_due_s = 0.0
         self._is_looked_at = False
-        self.blocks = b""
+        self.blocks = self.host_blocks = b""
         self._blocks_due_s = 0.0
 
     @property
@@ -100,16 +100,17 @@ class EngineThread:
         self._thread.start()
 
     def show(self, is_looked_at: bool) -> None:
-        """Keep `blocks` fresh from now on, or no longer. Callable from any thread."""
+        """Keep `blocks` and `host_blocks` fresh from now on, or no longer. Callable from any thread."""
         self._is_looked_at = is_looked_at
         if is_looked_at:
             self.send(Show())
 
     def _draw(self, now_s: float) -> None:
         if not self._is_looked_at:
-            self.blocks = b""
+            self.blocks = self.host_blocks = b""
         elif now_s > self._blocks_due_s:
-            self.blocks, self._blocks_due_s = self._engine.draw_blocks(), now_s + DRAW_EVERY_S
+            self.blocks, self.host_blocks = self._engine.draw_blocks(), self._engine.draw_host_blocks()
+            self._blocks_due_s = now_s + DRAW_EVERY_S
 
     def send(self, command: Command) -> None:
         """Obeyed before the next step, in the order sent. Callable from any thread."""

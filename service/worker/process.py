@@ -115,6 +115,7 @@ def _card(worker_id: str, settings: Settings, built: BuiltEngine, engine: Engine
         block_size=built.memory.block_size,
         beat_at_s=0.0,
         blocks=engine.blocks,
+        host_blocks=engine.host_blocks,
         stats={
             metrics.STAT_NUM_RUNNING: stats.num_running,
             metrics.STAT_NUM_WAITING: stats.num_waiting,

@@ -10,7 +10,7 @@ from html import unescape
 
 import pytest
 
-from service.engine.block_map import SHARED
+from service.engine.block_map import FIRST_OWNER, SHARED
 from tests.support.gateway import open_gateway, write_model
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -38,7 +38,9 @@ def opened(url: str, profile: str, *flags: str) -> str:
 async def test_a_browser_draws_the_fleet(tmp_path, width):
     async with open_gateway(write_model(tmp_path / "model")) as gateway:
         gateway.worker.stats = {"num_running": 3.0, "num_blocks_used": 16.0, "num_blocks_free": 48.0}
+        gateway.worker.stats |= {"num_host_blocks_used": 5.0, "num_host_blocks_free": 3.0}
         gateway.worker.blocks = bytes([SHARED] * 16 + [0] * 48)
+        gateway.worker.host_blocks = bytes([FIRST_OWNER] * 5 + [0] * 3)
         await gateway.worker.announce()
         page = await asyncio.to_thread(
             opened, gateway.url + "/ui", str(tmp_path / "profile"), f"--window-size={width},900"
@@ -50,3 +52,5 @@ async def test_a_browser_draws_the_fleet(tmp_path, width):
     canvas = re.search(r'<canvas role="img" aria-label="Blocks: 16 used, 48 free"[^>]*height: (\d+)px', page)
     assert canvas is not None, "the pool was not drawn"
     assert int(canvas[1]) > 0
+    label = "Blocks on the host: 5 swapped, 0 cached, 3 free"
+    assert re.search(rf'<canvas role="img" aria-label="{label}"[^>]*height: [1-9]', page), "the host was not drawn"

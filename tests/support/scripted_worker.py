@@ -43,7 +43,7 @@ class ScriptedWorker:
         self.paused = False
         self.is_fetching = False
         self.stats: dict[str, float] = {}
-        self.blocks = b""
+        self.blocks = self.host_blocks = b""
         self.jobs: list[Job] = []
         self.cancels: list[Cancel] = []
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -71,6 +71,7 @@ class ScriptedWorker:
             block_size=16,
             beat_at_s=0.0,
             blocks=self.blocks,
+            host_blocks=self.host_blocks,
             stats=self.stats,
         )
         return await self._broker.announce(card)

@@ -42,10 +42,10 @@ export class Chart {
   }
 }
 
-const [FREE, CACHED, SHARED] = [0, 1, 2];
+const [FREE, CACHED, SHARED, MOVING] = [0, 1, 2, 3];
 const FIRST_OWNER = 16;
 
-/** The pool, a square a cell; `packed` is base64, a byte a cell (see service/engine/block_map.py). */
+/** A pool, a square a cell; `packed` is base64, a byte a cell (see service/engine/block_map.py). */
 export function drawBlocks(canvas, packed) {
   const cells = Uint8Array.from(atob(packed), (char) => char.charCodeAt(0));
   const room = canvas.clientWidth || 320;
@@ -54,7 +54,7 @@ export function drawBlocks(canvas, packed) {
   const height = Math.ceil(cells.length / columns) * size;
   canvas.style.height = `${height}px`;
   const { context } = prepared(canvas, height);
-  const known = { [FREE]: colour("--free"), [CACHED]: colour("--cached"), [SHARED]: colour("--shared") };
+  const known = { [FREE]: colour("--free"), [CACHED]: colour("--cached"), [SHARED]: colour("--shared"), [MOVING]: colour("--accent-2") };
   const gap = size > 5 ? 1 : 0.5;
   cells.forEach((cell, index) => {
     // 137.5 degrees, the golden angle, keeps neighbours in number far apart in hue.

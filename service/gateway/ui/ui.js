@@ -100,14 +100,17 @@ function pools(now) {
     const counted = ["used", "shared", "cached", "free"]
       .filter((state) => stats[`num_blocks_${state}`] !== undefined)
       .map((state) => `${number(stats[`num_blocks_${state}`])} ${state}`);
-    const onHost = stats.num_host_blocks_used || stats.num_host_blocks_cached
-      ? `; on the host ${number(stats.num_host_blocks_used ?? 0)} swapped, ${number(stats.num_host_blocks_cached ?? 0)} cached`
-      : "";
     const each = worker.blocks_per_cell > 1 ? `; a square stands for ${worker.blocks_per_cell} and shows the first` : "";
     part.children[0].textContent = worker.id + (worker.ready ? "" : " (leaving)");
-    part.children[1].textContent = `${number(worker.num_blocks)} blocks of ${worker.block_size} tokens: ${counted.join(", ")}${onHost}${each}`;
+    part.children[1].textContent = `${number(worker.num_blocks)} blocks of ${worker.block_size} tokens: ${counted.join(", ")}${each}`;
     part.children[2].setAttribute("aria-label", `Blocks: ${counted.join(", ")}`);
     if (worker.blocks) drawBlocks(part.children[2], worker.blocks);
+    const onHost = `${number(stats.num_host_blocks_used ?? 0)} swapped, ${number(stats.num_host_blocks_cached ?? 0)} cached, ${number(stats.num_host_blocks_free ?? 0)} free`;
+    const [hostCounts, hostCanvas] = [part.children[3], part.children[4]];
+    hostCounts.hidden = hostCanvas.hidden = !worker.host_blocks;
+    hostCounts.textContent = `On the host: ${onHost}`;
+    hostCanvas.setAttribute("aria-label", `Blocks on the host: ${onHost}`);
+    if (worker.host_blocks) drawBlocks(hostCanvas, worker.host_blocks);
   }
   for (const gone of known.values()) gone.remove();
 }
@@ -116,12 +119,13 @@ function pool(room, id) {
   const part = document.createElement("div");
   part.className = "worker";
   part.dataset.id = id;
-  const title = document.createElement("p");
-  const counts = document.createElement("p");
-  counts.className = "quiet";
-  const canvas = document.createElement("canvas");
-  canvas.setAttribute("role", "img");
-  part.append(title, counts, canvas);
+  part.append(document.createElement("p"));
+  for (const _ of ["GPU", "host"]) {
+    const [counts, canvas] = ["p", "canvas"].map((tag) => document.createElement(tag));
+    counts.className = "quiet";
+    canvas.setAttribute("role", "img");
+    part.append(counts, canvas);
+  }
   room.append(part);
   return part;
 }

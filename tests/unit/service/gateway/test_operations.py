@@ -27,6 +27,7 @@ async def test_the_state_tells_workers_latencies_and_blocks(folder):
     assert status == 200
     (worker,) = state["workers"]
     assert (worker["id"], worker["ready"], worker["num_blocks"], worker["blocks"]) == ("scripted", True, 64, None)
+    assert worker["host_blocks"] is None
     assert worker["stats"] == {"num_running": 2.0, "num_blocks_used": 3.0}
     for name in ("ttft", "gap"):
         bounds, counts = state["latency_bounds_s"][name], state["latency"][name]
