@@ -108,7 +108,7 @@ def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
         prefix_caching=settings.enable_prefix_caching,
         swapping=num_host_blocks > 0,
     )
-    preemption = Preemption(kv, _calibrated(executor, memory), settings.preemption_mode)
+    preemption = Preemption(kv, calibrated(executor, memory), settings.preemption_mode)
     engine = Engine(executor, kv, limits, frozenset(config.eos_token_ids), grammars, preemption)
     _prove(engine)
     log.info(
@@ -163,7 +163,7 @@ def num_swap_blocks(settings: Settings, ops: Ops, memory: MemoryPlan) -> int:
     return min(space_bytes // memory.block_bytes, MAX_HOST_RATIO * memory.num_blocks)
 
 
-def _calibrated(executor: ModelExecutor, memory: MemoryPlan) -> CostModel | None:
+def calibrated(executor: ModelExecutor, memory: MemoryPlan) -> CostModel | None:
     """What it costs to bring sequences back; None where there is nothing to choose."""
     if executor.host is None:
         return None

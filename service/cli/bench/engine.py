@@ -22,7 +22,8 @@ from service.cli.bench.engine_measures import (
     measure_trace,
 )
 from service.cli.bench.engine_memory_measures import CopyFigures, PrefixFigures, measure_copies, measure_prefix
-from service.cli.bench.flag_values import product, whole_number, whole_numbers
+from service.cli.bench.flag_values import positive_number, product, whole_number, whole_numbers
+from service.cli.bench.preemption_modes import ModeFigures, measure_modes, mixed_lengths
 from service.cli.bench.report import Figure, write_report
 from service.cli.bench.trace import read_trace
 from service.cli.table import print_grid, print_table, shown
@@ -32,7 +33,7 @@ from service.errors import StartupError
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    work = parser.add_argument_group("work", "one of --trace, --batch, --prefill, --prefix, --prompts")
+    work = parser.add_argument_group("work", "one of --trace, --batch, --prefill, --prefix, --prompts, --preemption")
     work.add_argument("--trace", type=Path, metavar="FILE", help="all requests of a trace at once, to their ends")
     work.add_argument("--num-requests", metavar="N", help="only the first N requests of the trace")
     work.add_argument("--batch", metavar="N,...", help="steady decode of N sequences; several N, one after the other")
@@ -46,6 +47,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     work.add_argument("--own", metavar="N", help="tokens of each prompt behind the --prefix (default: 64)")
     work.add_argument("--output", metavar="N", help="tokens of each answer (default: --prefix 64, --prompts 128)")
+    work.add_argument(
+        "--preemption", metavar="N", help="N requests of mixed lengths in too small a pool, under each preemption mode"
+    )
+    work.add_argument(
+        "--pool-share", metavar="X", help="that pool's blocks over those that would be used at once (default: 0.4)"
+    )
     work.add_argument("--prefill", metavar="NxL", help="N prompts of L tokens at once, one output token each")
     work.add_argument("--prompts", metavar="NxL", help="N prompts of L tokens at once, answered in branches")
     work.add_argument("--n", metavar="N,...", help="branches sampled for each of --prompts; several N, one by one")
@@ -54,9 +61,10 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
 def run_engine_bench(settings: Settings, flags: argparse.Namespace) -> int:
     """0; raises StartupError where the work is not named well or does not fit."""
-    works = (flags.trace, flags.batch, flags.prefill, flags.prefix, flags.prompts)
+    works = (flags.trace, flags.batch, flags.prefill, flags.prefix, flags.prompts, flags.preemption)
     if sum(wish is not None for wish in works) != 1:
-        raise StartupError("engine: give one of --trace FILE, --batch N, --prefill NxL, --prefix NxL and --prompts NxL")
+        names = "--trace FILE, --batch N, --prefill NxL, --prefix NxL, --prompts NxL and --preemption N"
+        raise StartupError(f"engine: give one of {names}")
     for flag, value, owner in (
         ("--num-requests", flags.num_requests, flags.trace),
         ("--context", flags.context, flags.batch),
@@ -66,6 +74,7 @@ def run_engine_bench(settings: Settings, flags: argparse.Namespace) -> int:
         ("--output", flags.output, flags.prefix or flags.prompts),
         ("--n", flags.n, flags.prompts),
         ("--beam-width", flags.beam_width, flags.prompts),
+        ("--pool-share", flags.pool_share, flags.preemption),
     ):
         if value is not None and owner is None:
             raise StartupError(f"{flag} does not go with this work")
@@ -75,6 +84,8 @@ def run_engine_bench(settings: Settings, flags: argparse.Namespace) -> int:
         return _run_prefix(settings, flags)
     if flags.prompts is not None:
         return _run_branches(settings, flags)
+    if flags.preemption is not None:
+        return _run_modes(settings, flags)
     if flags.copies:
         return _run_copies(settings, flags)
     return _run_decode(settings, flags) if flags.batch is not None else _run_prefill(settings, flags)
@@ -176,6 +187,22 @@ def _run_branches(settings: Settings, flags: argparse.Namespace) -> int:
     return 0
 
 
+def _run_modes(settings: Settings, flags: argparse.Namespace) -> int:
+    lengths = mixed_lengths(whole_number("--preemption", flags.preemption))
+    pool_share = positive_number("--pool-share", flags.pool_share or "0.4")
+    built, start_s = _build(settings)
+    prefix_caching = settings.enable_prefix_caching
+    num_blocks, rows = measure_modes(built, lengths, pool_share, prefix_caching=prefix_caching)
+    _print_rows(rows)
+    work = {"num_requests": len(lengths), "pool_share": pool_share, "prefix_caching": prefix_caching}
+    record = {**_describe(settings, built), "num_blocks": num_blocks, "engine_start_s": start_s, **work}
+    bars = {"label": "mode", "x": [row.mode for row in rows], "y": [row.output_tokens_per_s for row in rows]}
+    panel = {"kind": "bars", "title": "", "x": "output tokens/s", "y": "", "series": [bars]}
+    figure = {"title": f"{num_blocks} blocks, {built.ops.device_name}", "panels": [panel]}
+    write_report(flags, {**record, "modes": [asdict(row) for row in rows]}, figure)
+    return 0
+
+
 def _build(settings: Settings, least_seqs: int = 1) -> tuple[BuiltEngine, float]:
     """An engine that lets `least_seqs` sequences run at once, and the seconds that making it took."""
     settings = replace(settings, max_num_seqs=max(settings.max_num_seqs, least_seqs))
@@ -185,7 +212,7 @@ def _build(settings: Settings, least_seqs: int = 1) -> tuple[BuiltEngine, float]
     return built, time.perf_counter() - start_s
 
 
-def _print_rows(rows: Sequence[DecodeFigures | PrefillFigures | BranchFigures]) -> None:
+def _print_rows(rows: Sequence[DecodeFigures | PrefillFigures | BranchFigures | ModeFigures]) -> None:
     names = [name.replace("_", " ") for name in asdict(rows[0])]
     print_grid(names, [[shown(value) for value in asdict(row).values()] for row in rows])
 

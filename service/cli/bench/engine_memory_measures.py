@@ -18,8 +18,11 @@ from service.errors import StartupError
 NUM_LATER = 8
 """Users of one prefix who come one after the other."""
 
-COPIED_AT_ONCE = 512
-"""Blocks of a transfer in each direction, at most."""
+COPIED_AT_ONCE, FLIGHTS = 128, 6
+"""Blocks of a transfer at most, and transfers of a direction that are always asked for. Each begins when the step is
+done during which it was asked for: together they have to last for longer than two steps."""
+
+OUT, IN = 0, 1
 
 IDLE_S = 0.3
 """For so long copies go on by themselves."""
@@ -46,13 +49,15 @@ class PrefixFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class CopyFigures:
-    """Steps of a full batch alone, and beside transfers in both directions that never pause."""
+    """Steps of a full batch alone, and beside transfers that never pause: in both directions, and in one."""
 
     batch: int
     num_steps: int
     step_alone_ms: float  # median
     step_beside_ms: float
-    slowdown: float  # how much longer, 0.03 is 3 %
+    step_beside_outs_ms: float
+    step_beside_ins_ms: float
+    slowdown: float  # how much longer beside both, 0.03 is 3 %
     out_gb_per_s: float
     in_gb_per_s: float
     both_gb_per_s: float  # beside the steps
@@ -101,65 +106,78 @@ def measure_copies(built: BuiltEngine, batch: int, context: int, num_steps: int)
     host, pool = built.executor.host, built.engine.pool
     if host is None:
         raise StartupError("--copies: there is no second tier: give it --swap-space")
-    with steady_decode(built, batch, context, 2 * num_steps):
-        alone = _steps(built, num_steps)
+    with steady_decode(built, batch, context, 4 * num_steps):
         count = min(COPIED_AT_ONCE, host.num_ready // 2, pool.num_available // 2)
         if count == 0:
             raise StartupError("--copies: the pool has no free blocks beside the batch, or the host none ready")
         blocks = pool.take(2 * count)
-        copies = _Copies(built, blocks)
-        begin_s = time.perf_counter()
-        beside = _steps(built, num_steps, copies)
-        seconds = time.perf_counter() - begin_s
-        num_out, num_in = copies.stop()
-        idle = _Copies(built, blocks)
-        begin_s = time.perf_counter()
-        while time.perf_counter() < begin_s + IDLE_S:
+        alone = _steps(built, num_steps)
+        medians_ms = []
+        for directions in ((OUT,), (IN,), (OUT, IN)):
+            copies = _Copies(built, blocks, directions)
+            medians_ms.append(1e3 * statistics.median(_steps(built, num_steps, copies)))
+            beside_s, num_out, num_in = copies.stop()
+        idle = _Copies(built, blocks, (OUT, IN))
+        while idle.seconds < IDLE_S:
             idle.go_on()
-        idle_blocks, idle_s = sum(idle.stop()), time.perf_counter() - begin_s
+        idle_s, *num_idle = idle.stop()
         pool.give_back(blocks)
-    gb = built.memory.block_bytes / 1e9
+    gb, alone_ms = built.memory.block_bytes / 1e9, 1e3 * statistics.median(alone)
+    beside_outs_ms, beside_ins_ms, beside_ms = medians_ms
     return CopyFigures(
         batch=batch,
         num_steps=num_steps,
-        step_alone_ms=1e3 * statistics.median(alone),
-        step_beside_ms=1e3 * statistics.median(beside),
-        slowdown=statistics.median(beside) / statistics.median(alone) - 1,
-        out_gb_per_s=num_out * gb / seconds,
-        in_gb_per_s=num_in * gb / seconds,
-        both_gb_per_s=(num_out + num_in) * gb / seconds,
-        idle_both_gb_per_s=idle_blocks * gb / idle_s,
+        step_alone_ms=alone_ms,
+        step_beside_ms=beside_ms,
+        step_beside_outs_ms=beside_outs_ms,
+        step_beside_ins_ms=beside_ins_ms,
+        slowdown=beside_ms / alone_ms - 1,
+        out_gb_per_s=num_out * gb / beside_s,
+        in_gb_per_s=num_in * gb / beside_s,
+        both_gb_per_s=(num_out + num_in) * gb / beside_s,
+        idle_both_gb_per_s=sum(num_idle) * gb / idle_s,
     )
 
 
 class _Copies:
-    """Transfers of both directions, two of each always asked for."""
+    """Transfers of these directions, FLIGHTS of each always asked for."""
 
-    def __init__(self, built: BuiltEngine, blocks: Sequence[int]):
+    def __init__(self, built: BuiltEngine, blocks: Sequence[int], directions: tuple[int, ...]):
         host = built.executor.host
         count = len(blocks) // 2
         out, back, on_host = blocks[:count], blocks[count:], list(range(2 * count))
         self._asks = [lambda: host.copy_out(out, on_host[:count]), lambda: host.copy_in(on_host[count:], back)]
         self._count = count
-        self._flights: list[list] = [[], []]
+        self._flights: dict[int, list] = {direction: [] for direction in directions}
         self._num_done = [0, 0]
+        self._begin_s = time.perf_counter()
         self.go_on()
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.perf_counter() - self._begin_s
 
     def go_on(self) -> None:
         """Count what is done, and ask for as many again."""
-        for direction, flights in enumerate(self._flights):
+        self._count_done()
+        for direction, flights in self._flights.items():
+            while len(flights) < FLIGHTS:
+                flights.append(self._asks[direction]())
+
+    def stop(self) -> tuple[float, int, int]:
+        """(seconds until now, blocks copied out and in by now); then waits for what is under way."""
+        self._count_done()
+        seconds = self.seconds
+        for flight in (flight for flights in self._flights.values() for flight in flights):
+            flight.wait()
+        return seconds, *self._num_done
+
+    def _count_done(self) -> None:
+        for direction, flights in self._flights.items():
             while flights and flights[0].is_done():
                 flights.pop(0)
                 self._num_done[direction] += self._count
-            while len(flights) < 2:
-                flights.append(self._asks[direction]())
-
-    def stop(self) -> tuple[int, int]:
-        """Blocks copied (out, in) until now; waits for what is under way."""
-        for flights in self._flights:
-            for flight in flights:
-                flight.wait()
-        return self._num_done[0], self._num_done[1]
 
 
 def _steps(built: BuiltEngine, num_steps: int, copies: _Copies | None = None) -> list[float]:

@@ -3,27 +3,14 @@
 `python -m tests.unit.service.engine.test_preemption_policy` prints the whole table of tests/bench/README.md.
 """
 
-import random
 from dataclasses import replace
 
 import pytest
 
+from service.cli.bench.preemption_modes import mixed_lengths
 from tests.support.simulated_swaps import RATES, num_blocks_needed, replay
 
 SLOW_BUS = replace(RATES, block_out_s=4e-4, block_in_s=4e-4, transfer_s=2e-3)
-
-
-def mixed_lengths(count, seed=0):
-    """(prompt, output): half of a chat, a quarter short, a quarter of few words with long answers."""
-    rng, lengths = random.Random(seed), []
-    for _ in range(count):
-        prompt, output = rng.choice(((150, 330), (150, 330), (20, 60), (60, 1200)))
-        lengths.append((_lognormal(rng, prompt), _lognormal(rng, output)))
-    return lengths
-
-
-def _lognormal(rng, mean, sigma=0.8):
-    return max(2, min(4 * mean, round(mean * rng.lognormvariate(-(sigma**2) / 2, sigma))))
 
 
 def outcomes(lengths, rates, share=0.4):

@@ -67,6 +67,20 @@ def test_decode_beside_copies(tmp_path):
     assert record["both_gb_per_s"] == pytest.approx(record["out_gb_per_s"] + record["in_gb_per_s"])
 
 
+def test_every_preemption_mode_runs_in_the_same_small_pool(tmp_path):
+    flags = ("--preemption", 6, "--pool-share", 0.9, "--swap-space", 0.01, "--no-enable-prefix-caching")
+    record = bench(tmp_path, *flags, "--max-model-len", 128)
+    auto, swap, recompute = record["modes"]
+    assert [row["mode"] for row in record["modes"]] == ["auto", "swap", "recompute"]
+    assert recompute["num_swapped"] == recompute["num_blocks_in"] == 0
+    assert max(swap["ratio"], recompute["ratio"]) == 1
+    assert auto["ratio"] == pytest.approx(
+        auto["output_tokens_per_s"] / max(row["output_tokens_per_s"] for row in (swap, recompute))
+    )
+    assert record["num_blocks"] < 4 * 128 // 16
+    assert not record["prefix_caching"]
+
+
 def test_prefill(tmp_path):
     record = bench(tmp_path, "--prefill", "3x50")
     assert (record["num_prompts"], record["prompt_tokens"]) == (3, 50)
@@ -103,6 +117,8 @@ def test_branches(tmp_path):
         (["--prefill", "64x0"], "--prefill: 0 is outside"),
         (["--batch", "1", "--context", "500"], "engine: 541 tokens a sequence are more than 512"),
         (["--prefill", "1x1", "--n", "2"], "--n does not go with"),
+        (["--prefill", "1x1", "--pool-share", "0.5"], "--pool-share does not go with"),
+        (["--preemption", "4"], "--preemption: there is no second tier"),
         (["--prompts", "2x8", "--n", "0"], "--n: 0 is outside"),
         (["--prompts", "1x500"], "--prompts: the engine refuses requests of 1: too_large"),
         (["--prefill", "64x64"], "engine: that needs 320 blocks, and the pool has 128"),

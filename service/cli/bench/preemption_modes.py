@@ -1,0 +1,106 @@
+"""Swap, recompute and the choice between them, on requests of mixed lengths in a pool that is too small for them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from model.sampling_params import SamplingParams
+from service.cli.bench.engine_measures import measure_trace
+from service.cli.bench.memory_replay import fit_lengths
+from service.cli.bench.memory_simulation import MACHINES, SimulatedClock, SimulatedExecutor
+from service.cli.bench.trace import TracedRequest
+from service.engine.build import BuiltEngine, calibrated
+from service.engine.engine import Engine
+from service.engine.kv_manager import KVManager
+from service.engine.preemption import MODES, Preemption
+from service.engine.scheduler import Limits
+from service.engine.sequence import Request
+from service.errors import StartupError
+
+MEANS = ((150, 330), (150, 330), (20, 60), (60, 1200))
+"""Of prompts and answers: half of the requests are a chat's, a quarter short, a quarter of few words with long answers.
+"""
+
+SIGMA = 0.8
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModeFigures:
+    """All requests to their ends under one --preemption-mode."""
+
+    mode: str
+    output_tokens_per_s: float
+    ratio: float  # to the better of swap and recompute
+    total_s: float
+    num_preemptions: int
+    num_swapped: int
+    num_blocks_out: int
+    num_blocks_in: int
+
+
+def mixed_lengths(count: int, seed: int = 0) -> list[tuple[int, int]]:
+    """(prompt, output), lognormal around MEANS."""
+    rng, lengths = random.Random(seed), []
+    for _ in range(count):
+        prompt, output = rng.choice(MEANS)
+        lengths.append((_lognormal(rng, prompt), _lognormal(rng, output)))
+    return lengths
+
+
+def num_blocks_needed(requests: Sequence[TracedRequest], limits: Limits, block_size: int) -> int:
+    """Blocks that these requests use at once where nobody has to wait for room or leave."""
+    plenty = sum(-(-(each.num_prompt_tokens + each.num_output_tokens) // block_size) for each in requests)
+    kv = KVManager(plenty, block_size)
+    executor = SimulatedExecutor(SimulatedClock(), MACHINES["llama-3.1-8b-h200"].costs)
+    engine, most = Engine(executor, kv, limits, frozenset()), 0
+    for number, request in enumerate(requests):
+        wishes = SamplingParams(max_tokens=request.num_output_tokens, ignore_eos=True)
+        engine.add(Request(request_id=str(number), prompt=(1,) * request.num_prompt_tokens, sampling=wishes))
+    while engine.has_work:
+        engine.step()
+        engine.take_outputs()
+        most = max(most, kv.pool.num_used)
+    return most
+
+
+def measure_modes(
+    built: BuiltEngine, lengths: Sequence[tuple[int, int]], pool_share: float, *, prefix_caching: bool
+) -> tuple[int, list[ModeFigures]]:
+    """The blocks of the pool, and the figures of each mode. Raises StartupError where there is nothing to choose."""
+    memory, limits = built.memory, built.limits
+    requests = fit_lengths([TracedRequest(*both, 0.0) for both in lengths], limits.max_model_len)
+    num_blocks = int(pool_share * num_blocks_needed(requests, limits, memory.block_size))
+    if built.executor.host is None:
+        raise StartupError("--preemption: there is no second tier: give it --swap-space")
+    if num_blocks > memory.num_blocks:
+        raise StartupError(f"--preemption: the pool has {memory.num_blocks} blocks, wanted are {num_blocks}")
+    runs = []
+    for mode in MODES:
+        kv = KVManager(num_blocks, memory.block_size, prefix_caching=prefix_caching, swapping=True)
+        preemption = Preemption(kv, calibrated(built.executor, memory), mode)
+        eos_token_ids = frozenset(built.config.eos_token_ids)
+        engine = Engine(built.executor, kv, limits, eos_token_ids, preemption=preemption)
+        runs.append(measure_trace(replace(built, engine=engine), requests, engine_start_s=0.0)[0])
+        print(f"{mode}: {runs[-1].total_s:.1f} s", flush=True)
+    rates = {mode: run.output_tokens_per_s for mode, run in zip(MODES, runs, strict=True)}
+    best = max(rate for mode, rate in rates.items() if mode != "auto")
+    figures = [
+        ModeFigures(
+            mode=mode,
+            output_tokens_per_s=run.output_tokens_per_s,
+            ratio=run.output_tokens_per_s / best,
+            total_s=run.total_s,
+            num_preemptions=run.num_preemptions,
+            num_swapped=run.num_swapped,
+            num_blocks_out=run.num_blocks_out,
+            num_blocks_in=run.num_blocks_in,
+        )
+        for mode, run in zip(MODES, runs, strict=True)
+    ]
+    return num_blocks, figures
+
+
+def _lognormal(rng: random.Random, mean: int) -> int:
+    return max(2, min(4 * mean, round(mean * rng.lognormvariate(-(SIGMA**2) / 2, SIGMA))))
