@@ -210,7 +210,7 @@ class Replay:
         running = {sequence: sequence.num_computed_tokens for sequence in self._engine.running}
         running |= {chunk.sequence: chunk.end for chunk in plan.chunks}
         bench = self._bench
-        num_waiting = self._engine.num_waiting + len(self._queue)
+        num_waiting = self._engine.stats().num_waiting + len(self._queue)
         is_short = num_waiting > 0 and len(running) < bench.max_num_seqs
         look = look_at(running, self._kv, bench.pool.num_slots, self._lengths, is_short=is_short)
         is_loaded = num_waiting > 0 and self._num_ended >= WARM_SHARE * len(self._requests)
