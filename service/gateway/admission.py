@@ -60,11 +60,12 @@ class Admission:
         view = await self._room(tenant, len(request.prompts))
         timeout_s = self._timeout_s(request)
         self._check_ids(request)
-        loop = asyncio.get_running_loop()
         max_model_len = view.max_model_len(self._model.max_model_len)
-        prompts = await loop.run_in_executor(self._pool, self._encode, request, max_model_len)
-        texts = await loop.run_in_executor(self._pool, self._prompt_texts, request, prompts)
-        grammar = await loop.run_in_executor(self._pool, self._model.grammar, request)
+        if _is_read_at_once(request):
+            prompts, texts, grammar = self._understand(request, max_model_len)
+        else:
+            loop = asyncio.get_running_loop()
+            prompts, texts, grammar = await loop.run_in_executor(self._pool, self._understand, request, max_model_len)
         samplings = self._samplings(request, [len(prompt) for prompt in prompts], max_model_len)
         try:
             now_s = await self._broker.now_s()
@@ -103,6 +104,11 @@ class Admission:
             if value > most:
                 raise refusal(name, f"must be at most {most} here")
 
+    def _understand(self, request: Request, max_model_len: int) -> tuple[list[list[int]], tuple[str, ...], str | None]:
+        """Token ids and, where they are told again, texts of the prompts, and the grammar. May take long."""
+        prompts = self._encode(request, max_model_len)
+        return prompts, self._prompt_texts(request, prompts), self._model.grammar(request)
+
     def _encode(self, request: Request, max_model_len: int) -> list[list[int]]:
         return [
             self._kept(request, self._model.encode(p, request.add_special_tokens), max_model_len)
@@ -136,7 +142,7 @@ class Admission:
             )
         self._pressure.check(tenant, num_jobs)
         try:
-            view = await self._fleet.view()
+            view = await self._fleet.rough_view()
         except BrokerUnavailable:
             raise unavailable() from None
         self._pressure.see(view)
@@ -207,6 +213,13 @@ class Admission:
 
     def _wished(self, wish: float | None, name: str, neutral: float) -> float:
         return float(self._model.defaults.get(name, neutral) if wish is None else wish)
+
+
+def _is_read_at_once(request: Request) -> bool:
+    """Whether it takes less time to understand than to hand to a thread: the way there and back is long where the event
+    loop is busy."""
+    are_ids = all(isinstance(prompt, tuple) for prompt in request.prompts)
+    return are_ids and not request.echo and request.sampling.grammar is None and request.tools is None
 
 
 def new_job_id() -> str:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-from service.wire.broker import DoorBroker
+from service.wire.broker import BrokerUnavailable, DoorBroker
 from service.wire.keys import CARD_LATE_S
 from service.wire.messages import WorkerCard
 
 MAX_AGE_S = 0.25
+MAX_LATE_S = 2.0
+"""Who only wants to know roughly does not wait for a view that is younger."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,25 @@ class Fleet:
         self._lock = asyncio.Lock()
         self._view: FleetView | None = None
         self._seen_at_s = 0.0
+        self._refreshing: asyncio.Task[None] | None = None
 
     async def look(self) -> None:
         """The cards show the workers' blocks for a while. Raises BrokerUnavailable."""
         await self._broker.look()
+
+    async def rough_view(self) -> FleetView:
+        """At most MAX_LATE_S old: a request that comes does not wait while another view is being read. Raises
+        BrokerUnavailable."""
+        age_s = self._clock() - self._seen_at_s
+        if self._view is None or age_s > MAX_LATE_S:
+            return await self.view()
+        if age_s > MAX_AGE_S and (self._refreshing is None or self._refreshing.done()):
+            self._refreshing = asyncio.create_task(self._refresh())
+        return self._view
+
+    async def _refresh(self) -> None:
+        with suppress(BrokerUnavailable):  # then the view gets too old, and whoever wants one hears of it
+            await self.view()
 
     async def view(self) -> FleetView:
         """At most MAX_AGE_S old. Raises BrokerUnavailable."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from service.errors import ENDINGS, EndReason
 from service.gateway.request import Request
@@ -22,8 +25,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(Struct, frozen=True):
     """A part of one choice. Text may lag behind the tokens whose log-probabilities stand here."""
 
     index: int  # of the choice, in the whole request
@@ -40,6 +42,7 @@ class JobText:
     def __init__(self, request: Request, model: ServedModel, first_index: int = 0) -> None:
         """`first_index` is the index of the job's first choice in the request."""
         self._request = request
+        self._is_ranked = request.sampling.is_ranked
         self._model = model
         self._first_index = first_index
         self._silent_ids = _silent_ids(request, model)
@@ -66,15 +69,17 @@ class JobText:
                 stopped.append(part.branch)
         if event.end is not None:
             self._end(event)
-        pieces = self._ranked_pieces(event) if self._request.sampling.is_ranked else self._pieces_so_far()
-        pieces = [self._with_prompt(piece) for piece in pieces]
-        self.num_tokens += sum(piece.num_tokens for piece in pieces)
-        if self.reason is None and stopped and not self._request.sampling.is_ranked and self._has_every_end():
+        pieces = self._ranked_pieces(event) if self._is_ranked else self._pieces_so_far()
+        if self._prompt_logprobs:
+            pieces = [self._with_prompt(piece) for piece in pieces]
+        for piece in pieces:
+            self.num_tokens += piece.num_tokens
+        if self.reason is None and stopped and not self._is_ranked and self._has_every_end():
             self.reason = EndReason.STOP
         return pieces, stopped
 
     def _with_prompt(self, piece: Piece) -> Piece:
-        if not self._prompt_logprobs or piece.index in self._begun:
+        if piece.index in self._begun:
             return piece
         self._begun.add(piece.index)
         return replace(piece, prompt_logprobs=tuple(self._prompt_logprobs))
@@ -100,9 +105,12 @@ class JobText:
             self._branch(number).end(word)
 
     def _pieces_so_far(self) -> list[Piece]:
-        branches = sorted(self._branches.items())
-        pieces = (branch.piece(self._first_index + number) for number, branch in branches)
-        return [piece for piece in pieces if piece is not None]
+        pieces = []
+        for number in sorted(self._branches):
+            piece = self._branches[number].piece(self._first_index + number)
+            if piece is not None:
+                pieces.append(piece)
+        return pieces
 
     def _ranked_pieces(self, event: Event) -> list[Piece]:
         """Nothing before the end; then each choice in one piece, and the cost of all branches with them."""

@@ -89,6 +89,7 @@ class Form(ABC):
         self._opened: set[int] = set()  # choices
         self._scored: set[int] = set()  # choices whose prompts' log-probabilities are told
         self._num_tokens = 0  # told of in chunks so far
+        self._chunk_head = self._head(self._chunk_object)
 
     def whole(self, pieces: Sequence[Piece], outcome: Outcome) -> Json:
         """The answer as one object."""
@@ -134,12 +135,14 @@ class Form(ABC):
         """What follows the last piece."""
         if not self._wording.usage:
             return []
-        return [{**self._head(self._chunk_object), "choices": [], "usage": usage_json(outcome)}]
+        return [{**self._chunk_head, "choices": [], "usage": usage_json(outcome)}]
 
     def _chunk(self, index: int, delta: Json, logprobs: Json | None, finish_reason: str | None) -> Json:
         choice = {"index": index, **delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        usage = {"usage": self._usage_so_far()} if self._wording.usage else {}
-        return {**self._head(self._chunk_object), "choices": [choice], **usage}
+        chunk = {**self._chunk_head, "choices": [choice]}
+        if self._wording.usage:
+            chunk["usage"] = self._usage_so_far()
+        return chunk
 
     def _usage_so_far(self) -> Json | None:
         if not self._wording.usage_in_chunks:

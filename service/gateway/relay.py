@@ -173,14 +173,15 @@ class Relay:
 
     async def _submit(self, ticket: Ticket, runs: Sequence[JobRun], traceparent: str | None) -> None:
         """Raises RequestError where there is no room, BrokerUnavailable where the queue is away."""
-        for job, run in zip(ticket.jobs, runs, strict=False):
+        for number, (job, run) in enumerate(zip(ticket.jobs, runs, strict=False)):
             run.submitting()
             try:
                 traced = job if traceparent is None else replace(job, traceparent=traceparent)
-                await self._broker.submit(traced, self._pressure.bounds)
+                await self._broker.submit(traced, self._pressure.bounds, None if number else ticket.record)
             except QueueFull as full:
                 run.refused()
-                self._spawn(self._forget(ticket))
+                if number or ticket.idempotency is not None:  # else nothing of it was kept
+                    self._spawn(self._forget(ticket))
                 raise self._pressure.refused(ticket.tenant, full) from None
             self._pressure.accepted(ticket.tenant)
             run.accepted(self._metrics.started(len(job.prompt) // 4))

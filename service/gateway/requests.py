@@ -25,10 +25,14 @@ class Requests:
         self._relay = relay
 
     async def accept(self, request: Request, tenant: str, idempotency_key: str | None) -> Ticket:
-        """The ticket of a request that was remembered but not yet submitted; one without jobs where the same request
-        came before under its key. Raises RequestError like `admit`, and 409 where the key stands for another one."""
-        digest = None if idempotency_key is None else _key_digest(tenant, idempotency_key)
-        ticket = replace(await self._admission.admit(request, tenant), idempotency=digest)
+        """The ticket of a request that will be remembered once it is submitted, or is already where it has a key; one
+        without jobs where the same request came before under its key. Raises RequestError like `admit`, and 409 where
+        the key stands for another one."""
+        ticket = await self._admission.admit(request, tenant)
+        if idempotency_key is None:
+            return replace(ticket, record=record_of(ticket))
+        digest = _key_digest(tenant, idempotency_key)
+        ticket = replace(ticket, idempotency=digest)
         try:
             holder = await self._broker.remember(record_of(ticket), digest)
             if holder == ticket.request_id:

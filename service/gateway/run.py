@@ -86,7 +86,7 @@ class JobRun:
     def _take(self, event: Event) -> None:
         self.ended_by_worker = event.end is not None
         if self._times is not None:
-            self._times.tokens(sum(len(part.tokens) // 4 for part in event.parts if not part.is_prompt))
+            self._times.tokens(sum([len(part.tokens) // 4 for part in event.parts if not part.is_prompt]))
         pieces, stopped = self.text.take(event)
         reason = self.text.reason
         if reason is None:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
 
 from service.gateway.openai_answers import Json, encode_json
 
@@ -38,8 +39,10 @@ class SseStream:
         self._write_timeout_s = write_timeout_s
         self._keep_alive_s = keep_alive_s
         self._response = web.StreamResponse(headers={**HEADERS, **headers})
-        self._written_at_s = asyncio.get_running_loop().time()
-        self._writing = asyncio.Lock()
+        self._loop = asyncio.get_running_loop()
+        self._written_at_s = self._loop.time()
+        self._writer: AbstractStreamWriter | None = None  # None: not started
+        self._waiting = asyncio.Lock()  # held by who waits for the client to read
         self._number = 0
         self._after = after
 
@@ -78,19 +81,24 @@ class SseStream:
             await asyncio.gather(task, return_exceptions=True)
 
     async def _keep_alive(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(self._written_at_s + self._keep_alive_s - loop.time())
-            if loop.time() - self._written_at_s >= self._keep_alive_s:
+            await asyncio.sleep(self._written_at_s + self._keep_alive_s - self._loop.time())
+            if self._loop.time() - self._written_at_s >= self._keep_alive_s:
                 await self._write(b": keep-alive\n\n")
 
     async def _write(self, frame: bytes) -> None:
-        self._written_at_s = asyncio.get_running_loop().time()
+        self._written_at_s = self._loop.time()
         try:
-            async with asyncio.timeout(self._write_timeout_s), self._writing:
-                if not self._response.prepared:
-                    await self._response.prepare(self._http)
-                await self._response.write(frame)
+            if self._writer is None or self._waiting.locked():
+                async with asyncio.timeout(self._write_timeout_s), self._waiting:
+                    self._writer = await self._response.prepare(self._http)
+                    await self._writer.write(frame)
+                return
+            # Nearly always the kernel takes it at once: then neither clock nor lock is needed.
+            await self._writer.write(frame, drain=False)
+            if self._http.protocol.writing_paused:
+                async with asyncio.timeout(self._write_timeout_s), self._waiting:
+                    await self._writer.drain()
         except TimeoutError:
             if self._http.transport is not None:
                 self._http.transport.abort()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from model.detokenizer import Detokenizer
 
 
-@dataclass(frozen=True)
-class Told:
+class Told(NamedTuple):
     """What a push made certain."""
 
     text: str

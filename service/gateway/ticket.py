@@ -26,6 +26,7 @@ class Ticket:
     prompt_texts: tuple[str, ...]  # by prompt, where the request wants them told again; else none
     first_ids: tuple[int, ...] = ()  # of the prompts, where the log-probabilities of the others are told
     jobs: tuple[Job, ...] = ()  # to be submitted; none where that was done before
+    record: RequestRecord | None = None  # to be kept with the first job; None where it is kept already, or not at all
     idempotency: str | None = None  # hash of the client's key for it
 
     def with_timeout(self, timeout_s: float) -> Ticket:

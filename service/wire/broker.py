@@ -108,9 +108,10 @@ class Backlog:
 class DoorBroker(BatchStore, ResponseStore, Protocol):
     """The half that gateways use."""
 
-    async def submit(self, job: Job, bounds: Bounds = UNBOUNDED) -> None:
-        """The job is accepted when this returns; a second time changes nothing. Raises QueueFull, BrokerUnavailable, or
-        WireError for one that is too large."""
+    async def submit(self, job: Job, bounds: Bounds = UNBOUNDED, record: RequestRecord | None = None) -> None:
+        """The job is accepted when this returns; a second time changes nothing. With it, in the same atomic act, the
+        `record` of its request is kept as by `remember`. Raises QueueFull, BrokerUnavailable, or WireError for one that
+        is too large."""
 
     async def backlog(self, tenant: str) -> Backlog:
         """What waits, and what of it is this tenant's."""

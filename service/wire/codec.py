@@ -18,7 +18,18 @@ from typing import Any, TypeVar, get_args, get_type_hints
 import msgpack
 import msgspec
 
-from service.wire.messages import VERSION, Cancel, DeadLetter, Event, IngressJob, Job, Reply, RequestRecord, WorkerCard
+from service.wire.messages import (
+    MAX_PARTS,
+    VERSION,
+    Cancel,
+    DeadLetter,
+    Event,
+    IngressJob,
+    Job,
+    Reply,
+    RequestRecord,
+    WorkerCard,
+)
 
 Message = TypeVar("Message", Job, Event, Cancel, WorkerCard, RequestRecord, DeadLetter, IngressJob, Reply)
 
@@ -39,7 +50,7 @@ class Limits:
 
 LIMITS: dict[type, Limits] = {
     Job: Limits(max_bytes=8 << 20, max_array_len=1024, max_map_len=64, max_containers=2048),
-    Event: Limits(max_bytes=1 << 20, max_array_len=32, max_map_len=16, max_containers=80),
+    Event: Limits(max_bytes=1 << 20, max_array_len=MAX_PARTS, max_map_len=16, max_containers=80),
     Cancel: Limits(max_bytes=1 << 10, max_array_len=8, max_map_len=8, max_containers=8),
     RequestRecord: Limits(max_bytes=4 << 20, max_array_len=1024, max_map_len=16, max_containers=8),
     WorkerCard: Limits(max_bytes=64 << 10, max_array_len=8, max_map_len=512, max_containers=16),
@@ -49,6 +60,8 @@ LIMITS: dict[type, Limits] = {
 }
 MAX_BATCH_BYTES = 64 << 20
 """A door's feed entry: all events of one step of one worker."""
+MAX_PLAIN_BYTES = 1 << 20
+"""What is longer is never built in one piece before it is counted."""
 MAX_BODY_DEPTH = 64
 """Lists and maps inside each other in the body of an ingress job."""
 INGRESS_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -58,7 +71,8 @@ def encode(message: Message) -> bytes:
     """A msgpack map with the version `v`; fields that are None or () are left out. Raises WireError for what msgpack
     cannot carry (integers beyond 64 bits, broken text) and for a message above its kind's size."""
     try:
-        payload = _ENCODER.encode({"v": VERSION, **_present(message)})
+        plain = message if isinstance(message, msgspec.Struct) else {"v": VERSION, **_present(message)}
+        payload = _ENCODER.encode(plain)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise WireError("the message holds a value that msgpack cannot carry") from error
     if len(payload) > LIMITS[type(message)].max_bytes:
@@ -67,6 +81,8 @@ def encode(message: Message) -> bytes:
 
 
 _ENCODER = msgspec.msgpack.Encoder()
+_EVENT = msgspec.msgpack.Decoder(Event)
+_EVENTS = msgspec.msgpack.Decoder(list[Event])
 
 
 def _present(message: Any) -> dict[str, Any]:
@@ -83,6 +99,8 @@ def decode(kind: type[Message], payload: bytes) -> Message:
     limits = LIMITS[kind]
     if len(payload) > limits.max_bytes:
         raise WireError(f"the message takes {len(payload)} bytes, {limits.max_bytes} are allowed")
+    if kind is Event and (event := _as_written(_EVENT, payload)) is not None:
+        return event
     try:
         raw = msgpack.unpackb(payload, **_Guard(limits).options(len(payload)))
     except WireError:
@@ -93,26 +111,42 @@ def decode(kind: type[Message], payload: bytes) -> Message:
 
 
 def decode_events(batch: bytes, wanted: Collection[str]) -> Iterator[Event]:
-    """The events of the jobs in `wanted`, from a feed entry: encoded events, one behind the other. Raises WireError
-    where the batch breaks; the events before it have been given."""
+    """The events of the jobs in `wanted`, from a feed entry: a list of events. Raises WireError where the batch breaks;
+    the events before it have been given."""
     if len(batch) > MAX_BATCH_BYTES:
         raise WireError(f"the batch takes {len(batch)} bytes, {MAX_BATCH_BYTES} are allowed")
+    events = _as_written(_EVENTS, batch)
+    for event in _one_by_one(batch) if events is None else events:
+        if event.job_id in wanted:
+            yield event
+
+
+def _as_written(decoder: msgspec.msgpack.Decoder[Any], payload: bytes) -> Any:
+    """What `encode` wrote, in a fraction of the time. None for all else, be it right or wrong: it does not come out the
+    same when it is encoded again, so nobody has to look for repeated fields and the like."""
+    if len(payload) > MAX_PLAIN_BYTES:
+        return None
+    try:
+        decoded = decoder.decode(payload)
+    except (ValueError, RecursionError):
+        return None
+    return decoded if _ENCODER.encode(decoded) == payload else None
+
+
+def _one_by_one(batch: bytes) -> Iterator[Event]:
     guard = _Guard(LIMITS[Event])
     unpacker = msgpack.Unpacker(max_buffer_size=max(1, len(batch)), **guard.options(len(batch)))
     unpacker.feed(batch)
-    while unpacker.tell() < len(batch):
-        guard.num_containers = 0
-        try:
-            raw = unpacker.unpack()
-        except WireError:
-            raise
-        except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
-            raise WireError(f"not msgpack within the limits: {_cause(error)}") from error
-        job_id = raw.get("job_id") if isinstance(raw, dict) else None
-        if not isinstance(job_id, str):
-            raise WireError("an event without a job")
-        if job_id in wanted:
-            yield _typed(Event, raw)
+    try:
+        for _ in range(unpacker.read_array_header()):
+            guard.num_containers = 0
+            yield _typed(Event, unpacker.unpack())
+    except WireError:
+        raise
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
+        raise WireError(f"not msgpack within the limits: {_cause(error)}") from error
+    if unpacker.tell() < len(batch):
+        raise WireError("bytes behind the events")
 
 
 def pack_ids(token_ids: Sequence[int]) -> bytes:
@@ -237,9 +271,9 @@ class _Fields:
         inner = {}
         for name, hint in get_type_hints(kind).items():
             for part in (hint, *get_args(hint)):
-                if isinstance(part, type) and dataclasses.is_dataclass(part):
+                if isinstance(part, type) and (dataclasses.is_dataclass(part) or issubclass(part, msgspec.Struct)):
                     inner[name] = cls.of(part)
-        return cls(frozenset(field.name for field in dataclasses.fields(kind)), inner)
+        return cls(frozenset(get_type_hints(kind)), inner)
 
 
 _KNOWN = {kind: _Fields.of(kind) for kind in LIMITS}

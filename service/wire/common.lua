@@ -46,8 +46,12 @@ local function write_state(job, state)
   redis.call('HSET', STATES, job, cmsgpack.pack(state))
 end
 
+-- The messages become one, a msgpack list: who reads it wants to build them in one go.
 local function tell(feed, messages)
-  redis.call('XADD', feed, 'MAXLEN', '~', FEED_ENTRIES, '*', 'm', messages)
+  local count = #messages
+  local high, low = math.floor(count / 256), count % 256
+  local head = count < 16 and string.char(0x90 + count) or string.char(0xdc, high, low)
+  redis.call('XADD', feed, 'MAXLEN', '~', FEED_ENTRIES, '*', 'm', head .. table.concat(messages))
   redis.call('EXPIRE', feed, FEED_LIFE_S)
 end
 
@@ -108,7 +112,7 @@ local function end_job(job, state, reason)
     local message = cmsgpack.pack({v = 1, job_id = job, number = number, ['end'] = reason, usage = usage})
     redis.call('XADD', state.log, number .. '-0', 'm', message, 'end', reason)
     redis.call('EXPIRE', state.log, ENDED_LIFE_S)
-    tell(state.feed, message)
+    tell(state.feed, {message})
   end
   leave_queue(job, state)
   forget(job)

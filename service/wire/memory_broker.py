@@ -48,9 +48,10 @@ class MemoryBroker(MemoryBatches, MemoryResponses):
         self._may_have_predecessor = True
         self._is_closed = False
 
-    async def submit(self, job: Job, bounds: Bounds = UNBOUNDED) -> None:
+    async def submit(self, job: Job, bounds: Bounds = UNBOUNDED, record: RequestRecord | None = None) -> None:
         self._check_open()
-        self.queue.submit(job, bounds)
+        if self.queue.submit(job, bounds) and record is not None:
+            self.queue.requests.remember(record, None)
 
     async def backlog(self, tenant: str) -> Backlog:
         return self.queue.backlog(tenant)

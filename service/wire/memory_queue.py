@@ -109,11 +109,11 @@ class MemoryQueue:
     def num_claimable(self) -> int:
         return len(self._waiting) + len(self._returned)
 
-    def submit(self, job: Job, bounds: Bounds) -> None:
-        """Raises QueueFull."""
+    def submit(self, job: Job, bounds: Bounds) -> bool:
+        """Whether it was not there before. Raises QueueFull."""
         self._forget_old()
         if job.job_id in self._states or job.job_id in self.logs:
-            return
+            return False
         if job.job_id not in self._tombstones:
             self._check_room(job, bounds)
         self._states[job.job_id] = _State(job)
@@ -122,6 +122,7 @@ class MemoryQueue:
         if reason is not None:
             self._end(job.job_id, reason)
         self.tell()
+        return True
 
     def _check_room(self, job: Job, bounds: Bounds) -> None:
         for tenant, max_jobs, max_tokens in (

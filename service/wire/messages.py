@@ -1,17 +1,22 @@
 """The messages that Redis carries: frozen, versioned, msgpack maps. `README.md` beside this lists them field by field.
 
-Token ids travel as packed little-endian uint32, so that every array in a message is small.
+Token ids travel as packed little-endian uint32, so that every array in a message is small. Events, and what they are
+made of, are msgspec's structs: each token is one, at four places of its way.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
 
 from model.sampling_params import SamplingParams
 from service.errors import EndReason
 
 VERSION = 1
+MAX_PARTS = 32
+"""News of so many branches, or so many choices, stand in one event."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +35,7 @@ class Job:
     traceparent: str | None = None  # W3C's, of the span that waits for it
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenLogprobs:
+class TokenLogprobs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """Log-probabilities of the tokens of one event: n tokens, K alternatives each."""
 
     chosen: bytes  # float32[n]
@@ -39,15 +43,13 @@ class TokenLogprobs:
     top: bytes  # float32[n * K]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Usage:
+class Usage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
+class Part(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, gc=False):
     """What one branch of a job has to tell: some more tokens, or its end, or both."""
 
     branch: int = 0
@@ -57,16 +59,25 @@ class Part:
     is_prompt: bool | None = None  # true: the tokens are the prompt's, from its second on, before all branches
 
 
-@dataclass(frozen=True, kw_only=True)
-class Event:
+class Event(
+    Struct,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+    tag_field="v",
+    tag=VERSION,
+    gc=False,
+):
     """Some news of a job's branches, or its end, or both. Numbers of a job run 1, 2, 3, ... without gap or repeat."""
 
     job_id: str
     number: int
-    parts: tuple[Part, ...] = ()
+    parts: Annotated[tuple[Part, ...], Meta(max_length=MAX_PARTS)] = ()
     end: EndReason | None = None  # of the whole job: exactly one event has it, the last
     usage: Usage | None = None  # so far; in the first event, and with `end`
-    choices: tuple[int, ...] = ()  # with an `end` that is a success: the n branches to answer with, best first
+    # with an `end` that is a success: the n branches to answer with, best first
+    choices: Annotated[tuple[int, ...], Meta(max_length=MAX_PARTS)] = ()
     embedding: bytes | None = None  # float32[hidden], with an `end` that is a success, where the job asks for it
 
 

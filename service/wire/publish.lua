@@ -55,7 +55,7 @@ for event = 1, num_events do
 end
 
 for feed = 1, num_feeds do
-  if #batches[feed] > 0 then tell(KEYS[9 + feed], table.concat(batches[feed])) end
+  if #batches[feed] > 0 then tell(KEYS[9 + feed], batches[feed]) end
 end
 for _, job in ipairs(ended) do forget(job) end
 return refused

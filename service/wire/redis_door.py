@@ -11,10 +11,11 @@ from service.logs import fields
 from service.wire import keys
 from service.wire.broker import UNBOUNDED, Backlog, Bounds, IngressEntry, QueueFull
 from service.wire.codec import WireError, decode, encode
-from service.wire.messages import Cancel, Event, Job, WorkerCard
+from service.wire.messages import Cancel, Event, Job, RequestRecord, WorkerCard
 from service.wire.redis_feed import FeedReader
 from service.wire.redis_group import GroupReader
 from service.wire.redis_link import RedisLink
+from service.wire.redis_requests import record_life_s
 from service.wire.redis_state import bound_args, deadline_arg, new_state
 
 log = logging.getLogger("quire.redis")
@@ -30,11 +31,15 @@ class RedisDoor:
         self._producers: dict[str, str] = {}  # by their streams
         self._looks_for_left_at_s = 0.0
 
-    async def submit(self, job: Job, bounds: Bounds = UNBOUNDED) -> None:
+    async def submit(self, job: Job, bounds: Bounds = UNBOUNDED, record: RequestRecord | None = None) -> None:
         payload = encode(job)
-        self._feeds.submitting(job)
+        script_keys: list[str] = [keys.cancel(job.job_id)]
         args = [secrets.token_hex(8), job.job_id, payload, new_state(job), deadline_arg(job), *bound_args(bounds)]
-        answer = await self._link.script("submit", [keys.cancel(job.job_id)], args)
+        if record is not None:
+            script_keys.append(keys.request(record.request_id))
+            args += (encode(record), record_life_s(record, await self._link.now_s()))
+        self._feeds.submitting(job)
+        answer = await self._link.script("submit", script_keys, args)
         if answer[0] < 0:
             self._feeds.refused(job.job_id)
             raise QueueFull(of_tenant=answer[0] == -2, num_jobs=answer[1], num_tokens=answer[2])

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
-from weakref import WeakSet
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from weakref import ref
 
 from service.logs import fields
 from service.wire import keys
 from service.wire.broker import BrokerUnavailable
-from service.wire.codec import WireError, decode_events
-from service.wire.messages import Job
+from service.wire.codec import WireError, decode, decode_events
+from service.wire.messages import Event, Job
 from service.wire.redis_follower import PAYLOAD, Follower, JobLogs
 from service.wire.redis_link import Outage, RedisLink
 
@@ -37,7 +37,7 @@ class FeedReader:
         self._link = link
         self._logs = JobLogs(link, submit)
         self._loop = asyncio.get_running_loop()
-        self._followers: dict[str, WeakSet[Follower]] = {}
+        self._followers: dict[str, tuple[ref[Follower], ...]] = {}
         self._positions: dict[str, str] = {}  # of each feed: the id of the last entry read
         self._has_feeds = asyncio.Event()
         self._own: OrderedDict[str, Job] = OrderedDict()
@@ -55,7 +55,7 @@ class FeedReader:
             follower.look()
         if not is_own:
             self._loop.call_later(ADOPT_AFTER_S, self._adopt, job_id, after)
-        self._followers.setdefault(job_id, WeakSet()).add(follower)
+        self._followers[job_id] = tuple(map(ref, (*self._followers_of(job_id), follower)))
         self._start()
         return follower
 
@@ -106,7 +106,7 @@ class FeedReader:
                 for key, entries in await self._read(self._positions, FEED_BLOCK_S):
                     for entry_id, batch in entries:
                         self._positions[key] = entry_id
-                        self._hear(batch)
+                        self._hear(decode_events(batch, self._followers))
             except BrokerUnavailable as error:
                 await asyncio.sleep(outage.failed(error))
                 continue
@@ -129,10 +129,10 @@ class FeedReader:
             positions = {key: f"{self._watched[job_id]}-0" for key, job_id in jobs.items()}
             try:
                 for key, entries in await self._read(positions, WATCH_BLOCK_S):
-                    for entry_id, event in entries:
+                    for entry_id, payload in entries:
                         if jobs[key] in self._watched:
                             self._watched[jobs[key]] = _order(entry_id)[0]
-                        self._hear(event)
+                        self._hear(_of_log(payload))
             except BrokerUnavailable as error:
                 await asyncio.sleep(outage.failed(error))
                 continue
@@ -148,22 +148,24 @@ class FeedReader:
             for key, entries in answer
         ]
 
-    def _hear(self, batch: bytes) -> None:
+    def _hear(self, events: Iterable[Event]) -> None:
         try:
-            for event in decode_events(batch, self._followers):
-                for follower in tuple(self._followers[event.job_id]):
-                    follower.hear(event)
+            for event in events:
+                for reference in self._followers.get(event.job_id, ()):
+                    if (follower := reference()) is not None:
+                        follower.hear(event)
                 if event.end is not None:
                     self._disown(event.job_id)
                     self._unwatch(event.job_id)
         except WireError as error:
-            log.error("unreadable feed entry %s", fields(error=error))
+            log.error("unreadable entry %s", fields(error=error))
 
     def _adopt(self, job_id: str, after: int) -> None:
-        if job_id not in self._own and self._followers.get(job_id):
+        followers = self._followers_of(job_id)
+        if job_id not in self._own and followers:
             self._watched[job_id] = min(after, self._watched.get(job_id, after))
             self._has_watched.set()
-            for follower in tuple(self._followers[job_id]):
+            for follower in followers:
                 follower.look()
 
     def _accepted_job(self, job_id: str) -> Job | None:
@@ -182,8 +184,9 @@ class FeedReader:
         while True:
             await asyncio.sleep(SWEEP_S)
             quiet_since_s = self._loop.time() - IDLE_CHECK_S
-            for job_id, followers in list(self._followers.items()):
-                for follower in tuple(followers):
+            for job_id in list(self._followers):
+                followers = self._followers_of(job_id)
+                for follower in followers:
                     if follower.heard_at_s < quiet_since_s:
                         follower.look()
                 if not followers:
@@ -192,9 +195,19 @@ class FeedReader:
                     self._unwatch(job_id)
 
     def _look_all(self) -> None:
-        for followers in self._followers.values():
-            for follower in tuple(followers):
+        for job_id in self._followers:
+            for follower in self._followers_of(job_id):
                 follower.look()
+
+    def _followers_of(self, job_id: str) -> list[Follower]:
+        """Those that somebody still holds."""
+        references = self._followers.get(job_id, ())
+        return [follower for reference in references if (follower := reference()) is not None]
+
+
+def _of_log(payload: bytes) -> Iterator[Event]:
+    """A log's entry is one event, where a feed's is a list."""
+    yield decode(Event, payload)
 
 
 def _order(entry_id: str) -> tuple[int, int]:

@@ -98,7 +98,8 @@ class Follower:
         self._buffer: deque[Event] = deque()
         self._is_behind = False
         self._has_ended = False
-        self._news = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._waiting: asyncio.Future[None] | None = None  # whoever iterates, for news
 
     def __aiter__(self) -> Follower:
         return self
@@ -112,15 +113,15 @@ class Follower:
             if self._is_behind:
                 await self._read_log()
             else:
-                self._news.clear()
-                await self._news.wait()
+                self._waiting = self._loop.create_future()
+                await self._waiting
         return self._buffer.popleft()
 
     async def aclose(self) -> None:
         """Let go before the end."""
         self._has_ended = True
         self._buffer.clear()
-        self._news.set()
+        self._wake()
 
     def hear(self, event: Event) -> None:
         """An event from a feed; it may come twice, or too early."""
@@ -130,17 +131,21 @@ class Follower:
             self._append(event)
         else:
             self._is_behind = True
-        self._news.set()
+        self._wake()
 
     def look(self) -> None:
         """Something may have passed the feed by: read the log."""
         self._is_behind = True
-        self._news.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
     def _append(self, event: Event) -> None:
         self._buffer.append(event)
         self._expected = event.number + 1
-        self.heard_at_s = _time_s()
+        self.heard_at_s = self._loop.time()
         self._has_ended = event.end is not None
 
     async def _read_log(self) -> None:

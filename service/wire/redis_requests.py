@@ -12,6 +12,11 @@ from service.wire.redis_link import RedisLink
 PAYLOAD = keys.PAYLOAD_FIELD.encode()
 
 
+def record_life_s(record: RequestRecord, now_s: float) -> int:
+    """How long a record stays, from Redis time `now_s` on."""
+    return int(record.deadline_s - now_s) + keys.LOG_ENDED_TTL_S
+
+
 class RedisRequests:
     """Implements the part of DoorBroker that speaks of requests."""
 
@@ -19,8 +24,7 @@ class RedisRequests:
         self._link = link
 
     async def remember(self, record: RequestRecord, idempotency: str | None = None) -> str:
-        now_s = await self._link.now_s()
-        life_s = int(record.deadline_s - now_s) + keys.LOG_ENDED_TTL_S
+        life_s = record_life_s(record, await self._link.now_s())
         key = keys.request(record.request_id)
         async with self._link.commands() as redis, redis.pipeline(transaction=True) as pipeline:
             pipeline.set(key, encode(record), ex=life_s)

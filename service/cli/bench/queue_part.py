@@ -21,8 +21,9 @@ USAGE = Usage(prompt_tokens=147, completion_tokens=1)
 async def door(broker: RedisBroker, number: int, num_jobs: int, num_tokens: int) -> None:
     """Submits its jobs and hears all of their events."""
     job_ids = [f"bench-{number}-{index}" for index in range(num_jobs)]
-    followers = [broker.follow(job_id) for job_id in job_ids]
+    followers = []
     for job_id in job_ids:
+        followers.append(broker.follow(job_id))  # as a door does: long before, it would be taken for another door's
         job = Job(
             job_id=job_id,
             tenant="t",

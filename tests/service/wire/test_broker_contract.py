@@ -8,6 +8,7 @@ import time
 import pytest
 
 from service.errors import EndReason
+from service.wire.broker import Bounds, QueueFull
 from service.wire.codec import pack_ids
 from service.wire.messages import Cancel, RequestRecord, Usage
 from tests.support.wire import (
@@ -224,6 +225,20 @@ async def test_a_request_is_remembered(broker):
     for request_id in ("", "a b", "x}:events"):
         with pytest.raises(ValueError, match="Redis key"):
             await broker.recall(request_id)
+
+
+async def test_a_record_comes_with_the_job_that_is_accepted(broker):
+    record = make_record("A")
+    await broker.submit(make_job("A"), record=record)
+    assert await broker.recall("A") == record
+    await broker.submit(make_job("A"), record=make_record("A", stays=True))  # a second time changes nothing
+    assert not (await broker.recall("A")).stays
+    with pytest.raises(QueueFull):
+        await broker.submit(make_job("B"), Bounds(max_jobs=1), make_record("B"))
+    assert await broker.recall("B") is None
+    await broker.cancel(Cancel(job_id="C", reason=EndReason.CANCELLED))
+    await broker.submit(make_job("C"), record=make_record("C"))  # has ended before it came, and is found
+    assert (await broker.recall("C")).request_id == "C"
 
 
 async def test_an_idempotency_key_stands_for_the_first_request(broker):

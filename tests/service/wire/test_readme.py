@@ -34,7 +34,7 @@ def block(language: str) -> str:
 def test_every_field_is_on_the_page(kind):
     table = re.search(rf"### {kind}\n(.*?)(?=\n##|\Z)", README, re.DOTALL)[1]
     written = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
-    in_code = [field.name for field in dataclasses.fields(getattr(messages, kind))]
+    in_code = list(getattr(messages, kind).__annotations__)
     assert [name for name in written if name != "v"] == [name for name in in_code if name != "v"]
 
 

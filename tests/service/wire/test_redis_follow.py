@@ -32,8 +32,8 @@ async def test_a_job_of_another_door_is_followed(open_broker):
     await worker.publish(make_events("JOB1", [3]))
     async with asyncio.timeout(1.0):
         assert await take(resumed, 1) == [3]
-    await worker.publish([make_event("JOB1", 4, EndReason.STOP)])
-    assert await outcome(resumed) == Ended([4], EndReason.STOP)
+        await worker.publish([make_event("JOB1", 4, EndReason.STOP)])
+        assert await outcome(resumed) == Ended([4], EndReason.STOP)
 
 
 async def test_a_gap_in_the_feed_is_filled_from_the_log(open_broker, redis):

@@ -171,12 +171,12 @@ async def test_a_full_queue_is_waited_for(door, monkeypatch):
     monkeypatch.setattr("service.gateway.back_pressure.RETRY_AFTER_S", 0.02)
     submit, num_refused = door.broker.submit, 0
 
-    async def full_at_first(job, bounds):
+    async def full_at_first(job, *bounds):
         nonlocal num_refused
         if num_refused < 3:
             num_refused += 1
             raise QueueFull(of_tenant=False, num_jobs=9, num_tokens=0)
-        await submit(job, bounds)
+        await submit(job, *bounds)
 
     monkeypatch.setattr(door.broker, "submit", full_at_first)
     assert (await answer(door, payload()))[0].text == "Hello world."

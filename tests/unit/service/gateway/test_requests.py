@@ -325,12 +325,13 @@ class Forgetful(QuickBroker):
 @pytest.mark.parametrize("more", [{}, {"resumable": True}, {"background": True}])
 async def test_a_queue_that_is_away(model_folder, away, more):
     broker = Forgetful()
+    key = {} if away else {"headers": {"Idempotency-Key": "order-66"}}  # only then it is remembered before it is queued
     async with open_gateway(model_folder, broker) as gateway:
         broker.is_away = away
-        status, answer = await gateway.post(CHAT, {**MESSAGES, **more})
+        status, answer = await gateway.post(CHAT, {**MESSAGES, **more}, **key)
         assert (status, answer["error"]["code"]) == (503, "unavailable")
         broker.is_away = False
-        assert (await gateway.post(CHAT, {**MESSAGES, **more}))[0] in (200, 202)
+        assert (await gateway.post(CHAT, {**MESSAGES, **more}, **key))[0] in (200, 202)
 
 
 async def test_the_numbers_of_kept_requests(gateway):

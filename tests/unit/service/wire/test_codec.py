@@ -17,7 +17,6 @@ from service.wire.codec import (
     MAX_BODY_DEPTH,
     WireError,
     decode,
-    decode_events,
     encode,
     pack_floats,
     pack_ids,
@@ -107,7 +106,7 @@ def test_the_wire_form_is_a_plain_map_with_a_version():
         "v": 1,
         "job_id": "J",
         "number": 1,
-        "parts": [{"branch": 0, "tokens": b"\x05\0\0\0"}, {"branch": 1, "tokens": b"", "end": "stop"}],
+        "parts": [{"tokens": b"\x05\0\0\0"}, {"branch": 1, "end": "stop"}],
     }
     assert as_map(SAMPLES[5]) == {"v": 1, "id": "a.b-c_1", "endpoint": "/v1/chat/completions", "body": BODY}
 
@@ -347,24 +346,6 @@ def test_packed_numbers():
             pack_ids(wrong)
     with pytest.raises(WireError):
         unpack_ids(b"abc")
-
-
-def test_a_batch_gives_the_wanted_events_in_order():
-    events = [Event(job_id=job_id, number=number) for number in (1, 2) for job_id in ("A", "B", "C")]
-    batch = b"".join(map(encode, events))
-    assert list(decode_events(batch, {"A", "C"})) == [event for event in events if event.job_id != "B"]
-    assert list(decode_events(b"", {"A"})) == []
-
-
-@pytest.mark.parametrize(
-    "tail", [b"\xc1", b"\x90", b"\x81\xa1v", b"\x80", b"\x82\xa1v\x02\xa6job_id\xa1A", b"\x91" * 2000]
-)
-def test_a_broken_batch_gives_what_was_whole(tail):
-    event = Event(job_id="A", number=1)
-    events = decode_events(encode(event) + tail, {"A"})
-    assert next(events) == event
-    with pytest.raises(WireError):
-        next(events)
 
 
 def test_a_version_is_one_for_all_kinds():
