@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from aiohttp import BodyPartReader, web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from service.errors import RequestError
 from service.gateway.admission import unavailable
@@ -48,7 +49,7 @@ class Files:
                 form = await self._form(http)
         except TimeoutError:
             raise RequestError(408, "The body did not arrive in time.", code="request_timeout") from None
-        except ValueError:
+        except (ValueError, HttpProcessingError):
             raise RequestError(400, "The body is no well-formed form.", code="invalid_body") from None
         if form.get("purpose") != INPUT.encode():
             raise refusal("purpose", f"must be '{INPUT}'")
@@ -64,7 +65,8 @@ class Files:
         return json_response(file_json(stored))
 
     async def _form(self, http: web.Request) -> dict[str, bytes]:
-        """The fields `file` and `purpose`, and the name of the file. Raises RequestError (400, 413), ValueError."""
+        """The fields `file` and `purpose`, and the name of the file. Raises RequestError (400, 413), and ValueError and
+        HttpProcessingError for what is no form."""
         form: dict[str, bytes] = {}
         reader = await http.multipart()
         while (part := await reader.next()) is not None:

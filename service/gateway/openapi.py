@@ -85,6 +85,8 @@ def _widen(name: str, schema: Json) -> None:
     for field, what in properties.items():
         if field in RANGES and name in IDLE:
             _bound(what, *RANGES[field])
+    if name in IDLE or name in ("TokenizeBody", "DetokenizeBody"):
+        schema["additionalProperties"] = {"type": "null"}  # as absent as any other null
     required = set(schema.get("required", ()))
     for field, accepted in IDLE.get(name, {}).items():
         properties[field] = {
@@ -129,7 +131,13 @@ def _paths() -> Json:
         },
         "/v1/batches/{batch_id}": {"get": _get("Batch", "How far a batch is.", of="batch_id")},
         "/v1/batches/{batch_id}/cancel": {"post": _get("Batch", "End a batch; answers so far stay.", of="batch_id")},
+        "/v1/files/{file_id}/content": {"get": _content()},
+        "/v1/requests/{id}": {
+            "get": _get("RequestState", "How far a request is; its stream again, where Accept asks for one.", of="id"),
+            "delete": _get("RequestState", "End a request.", of="id"),
+        },
         "/v1/models": {"get": _get("ModelList", "The model that is served.")},
+        "/v1/models/{model}": {"get": _get("Model", "The same by its name.", of="model")},
         "/tokenize": {"post": _post("TokenizeBody", "Tokens", "A text or a conversation as token ids.")},
         "/detokenize": {"post": _post("DetokenizeBody", "Detokenized", "Token ids as text.")},
         "/livez": {"get": _get("Status", "Whether the process lives.", open_to_all=True)},
@@ -187,6 +195,15 @@ def _upload() -> Json:
         **_get("File", "Keep a file of requests, one JSON object a line."),
         "requestBody": {"required": True, "content": {"multipart/form-data": {"schema": form}}},
     }
+
+
+def _content() -> Json:
+    """Of a file, which is bytes."""
+    told = _get("File", "The bytes of a file.", of="file_id")
+    told["responses"]["200"]["content"] = {
+        "application/octet-stream": {"schema": {"type": "string", "format": "binary"}}
+    }
+    return told
 
 
 def _get(answer: str, summary: str, *, open_to_all: bool = False, or_503: bool = False, of: str | None = None) -> Json:

@@ -243,8 +243,20 @@ class Refusal(Shape):
     error: ErrorObject
 
 
+class RequestState(Shape):
+    id: str
+    object: Literal["request"]
+    endpoint: str
+    created: int
+    background: bool
+    status: Literal["queued", "in_progress", "cancelling", "completed", "failed", "cancelled"]
+    queue_position: int | None
+    error: ErrorObject | None
+    response: dict[str, Any] | None
+
+
 ANSWERS: tuple[Any, ...] = (
-    *(Completion, ChatCompletion, ModelList, Tokens, Detokenized),
+    *(Completion, ChatCompletion, RequestState, ModelList, Model, Tokens, Detokenized),
     *(Response, ResponseDeleted, ResponseItems, EmbeddingList),
     *(File, FileList, FileDeleted, Batch, BatchList),
     *(Status, Readiness, Refusal),

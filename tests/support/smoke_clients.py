@@ -2,7 +2,8 @@
 one, and get a tool call; the first two a structured answer as well.
 
 In an environment of its own: `pip install litellm mcp langchain-openai llama-index-llms-openai-like`, then
-`python tests/support/smoke_clients.py http://127.0.0.1:8000/v1 MODEL`. Nothing of Quire is imported.
+`python tests/support/smoke_clients.py http://127.0.0.1:8000/v1 MODEL [litellm langchain llama_index]`.
+Nothing of Quire is imported.
 """
 
 from __future__ import annotations
@@ -10,11 +11,6 @@ from __future__ import annotations
 import json
 import sys
 
-import litellm
-from langchain_openai import ChatOpenAI
-from llama_index.core.base.llms.types import ChatMessage
-from llama_index.core.tools import FunctionTool
-from llama_index.llms.openai_like import OpenAILike
 from pydantic import BaseModel, Field
 
 QUESTION = "What is the weather in Oslo?"
@@ -34,6 +30,8 @@ class Weather(BaseModel):
 
 
 def with_litellm(url: str, model: str) -> None:
+    import litellm
+
     common = {"model": f"openai/{model}", "api_base": url, "api_key": "-", "max_tokens": 120}
     messages = [{"role": "user", "content": QUESTION}]
     assert litellm.completion(messages=messages, **common).choices[0].message.content
@@ -51,6 +49,8 @@ def with_litellm(url: str, model: str) -> None:
 
 
 def with_langchain(url: str, model: str) -> None:
+    from langchain_openai import ChatOpenAI
+
     chat = ChatOpenAI(model=model, base_url=url, api_key="-", max_tokens=120)
     assert chat.invoke(QUESTION).content
     assert "".join(chunk.content for chunk in chat.stream(QUESTION))
@@ -61,6 +61,10 @@ def with_langchain(url: str, model: str) -> None:
 
 
 def with_llama_index(url: str, model: str) -> None:
+    from llama_index.core.base.llms.types import ChatMessage
+    from llama_index.core.tools import FunctionTool
+    from llama_index.llms.openai_like import OpenAILike
+
     llm = OpenAILike(
         model=model, api_base=url, api_key="-", max_tokens=120, is_chat_model=True, is_function_calling_model=True
     )
@@ -79,11 +83,14 @@ def with_llama_index(url: str, model: str) -> None:
     assert "city" in call.tool_kwargs
 
 
-def main(url: str, model: str) -> None:
-    for library in (with_litellm, with_langchain, with_llama_index):
-        library(url, model)
-        print(f"{library.__name__.removeprefix('with_')}: all well")
+LIBRARIES = {"litellm": with_litellm, "langchain": with_langchain, "llama_index": with_llama_index}
+
+
+def main(url: str, model: str, *names: str) -> None:
+    for name in names or LIBRARIES:
+        LIBRARIES[name](url, model)
+        print(f"{name}: all well")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main(*sys.argv[1:])

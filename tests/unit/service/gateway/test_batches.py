@@ -77,6 +77,14 @@ async def test_files_come_and_go(folder):
             await client.files.retrieve(file.id)
 
 
+async def test_a_form_with_a_broken_header_is_refused(folder):
+    async with open_gateway(folder) as gateway:
+        body = b'--b\r\nContent-Disposition: form-data; name="\x1b"\r\n\r\nx\r\n--b--\r\n'
+        headers = {"Content-Type": "multipart/form-data; boundary=b"}
+        status, answer = await gateway.post("/v1/files", body, headers=headers)
+        assert (status, answer["error"]["code"]) == (400, "invalid_body")
+
+
 async def test_a_batch_answers_every_line_in_order_and_in_the_lowest_lane(folder):
     lines = [line(number) for number in range(150)]
     async with open_gateway(folder) as gateway, client_of(gateway) as client:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 import pytest
 
@@ -11,16 +13,8 @@ from service.gateway.request import CHAT, COMPLETIONS, RESPONSES
 from tests.support.gateway import MODEL, open_gateway, write_model
 
 HELLO = [{"role": "user", "content": "Hi"}]
-UNTYPED = {
-    "/",
-    "/openapi.json",
-    "/metrics",
-    "/ui",
-    "/v1/models/{model}",
-    "/v1/requests/{id}",
-    "/v1/files/{file_id}/content",
-}
-"""Routes for people, and those whose answers are other routes'."""
+UNTYPED = {"/", "/openapi.json", "/metrics", "/ui"}
+"""Routes for people."""
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +63,19 @@ async def test_answers_have_the_shape_that_is_told(folder, path, body, shape):
             most = "max_output_tokens" if path == RESPONSES else "max_tokens"
             _, answer = await gateway.post(path, {"model": MODEL, most: 3, **body} if "v1" in path else body)
     msgspec.convert(answer, shape, strict=True)
+
+
+async def test_requests_have_the_shape_that_is_told(folder):
+    async with open_gateway(folder) as gateway:
+        _, queued = await gateway.post(COMPLETIONS, {"model": MODEL, "prompt": "the", "background": True})
+        msgspec.convert(queued, answers.RequestState, strict=True)
+        async with asyncio.timeout(10):
+            while (state := (await gateway.get(f"/v1/requests/{queued['id']}"))[1])["status"] != "completed":
+                msgspec.convert(state, answers.RequestState, strict=True)
+                await asyncio.sleep(0.005)
+        msgspec.convert(state, answers.RequestState, strict=True)
+        _, model = await gateway.get(f"/v1/models/{MODEL}")
+        msgspec.convert(model, answers.Model, strict=True)
 
 
 def test_ranges_and_refused_wishes_are_told():
