@@ -8,11 +8,12 @@ that over the default. An empty variable counts as unset. Settings are read once
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from service.setting_values import hosts, keys, name, names, switch
 
 SERVE, GATEWAY, WORKER, CHECK, BENCH = VERBS = ("serve", "gateway", "worker", "check", "bench")
 _MODEL_VERBS = VERBS
@@ -24,36 +25,6 @@ _DOOR_VERBS = (SERVE, GATEWAY)
 def _setting(default: Any, help: str, *, verbs: Sequence[str], parse=str, low=None, high=None, choices=None):
     metadata = {"help": help, "verbs": verbs, "parse": parse, "low": low, "high": high, "choices": choices}
     return dataclasses.field(default=default, metadata=metadata)
-
-
-def _name(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", text):
-        raise ValueError("a name is made of letters, digits, '.', '_' and '-', 64 at most")
-    return text
-
-
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    if not all(re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name) for name in names):
-        raise ValueError("names are made of letters, digits, '.', '_' and '-', 64 at most")
-    return names
-
-
-def _hosts(text: str) -> tuple[str, ...]:
-    hosts = tuple(host.strip().lower() for host in text.split(",") if host.strip())
-    if not all(re.fullmatch(r"\*|(\*\.)?[a-z0-9_.-]{1,253}|\[?[0-9a-f:.]+\]?", host) for host in hosts):
-        raise ValueError("hosts are names, addresses, *.some.domain or *, without a port")
-    return hosts
-
-
-def _keys(text: str) -> tuple[str, ...]:
-    return tuple(key.strip() for key in text.split(",") if key.strip())
-
-
-def switch(text: str) -> bool:
-    if text.lower() not in ("true", "false", "1", "0"):
-        raise ValueError("true or false")
-    return text.lower() in ("true", "1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +161,7 @@ class Settings:
         parse=Path,
     )
     producers: tuple[str, ...] = _setting(
-        ("default",), "names of the queue producers whose ingress streams are read", verbs=_DOOR_VERBS, parse=_names
+        ("default",), "names of the queue producers whose ingress streams are read", verbs=_DOOR_VERBS, parse=names
     )
     drain_timeout: float = _setting(
         30.0,
@@ -212,7 +183,7 @@ class Settings:
         None,
         "this worker's own, kept over restarts: it takes up at once what it left; without it a new one each time",
         verbs=(WORKER,),
-        parse=_name,
+        parse=name,
     )
 
     # HTTP
@@ -222,7 +193,7 @@ class Settings:
         (),
         "keys that clients may show, separated by commas; without it only those of --api-key-file, or none is asked",
         verbs=_DOOR_VERBS,
-        parse=_keys,
+        parse=keys,
     )
     api_key_file: Path | None = _setting(
         None,
@@ -235,7 +206,7 @@ class Settings:
         "names that a Host header may hold, with *.some.domain and *; without it addresses, localhost, --host and this "
         "machine's name, and every name where keys are asked for",
         verbs=_DOOR_VERBS,
-        parse=_hosts,
+        parse=hosts,
     )
     ssl_certfile: Path | None = _setting(
         None,

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from service.config import Settings, switch
+from service.config import Settings
 from service.errors import StartupError
+from service.setting_values import switch
 
 CONFIG = "config"
 WITHOUT_FILE = {"QUIRE_CONFIG": ""}
