@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from service.gateway import openapi_answers as answers
-from service.gateway.batches import BatchBody
+from service.gateway.batches import WINDOWS_S, BatchBody
 from service.gateway.openai_bodies import RANGES, ChatBody, CompletionBody, EmbeddingBody
 from service.gateway.openai_fields import (
     IDLE_CHAT_FIELDS,
@@ -20,7 +20,7 @@ from service.gateway.openai_fields import (
     Idle,
 )
 from service.gateway.openai_responses import ResponseBody
-from service.gateway.request import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES
+from service.gateway.request import BATCH_ENDPOINTS, CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES
 from service.gateway.text_tools import DetokenizeBody, TokenizeBody
 
 Json = dict[str, Any]
@@ -51,6 +51,17 @@ REFUSALS = {
     "503": "Overloaded, draining, or without its queue; Retry-After says when to come again.",
     "504": "The request ran past its deadline.",
 }
+
+
+TIGHTER: Mapping[str, Mapping[str, Json]] = {
+    "CompletionBody": {"prompt": {"minLength": 1, "minItems": 1}},
+    "EmbeddingBody": {"input": {"minLength": 1, "minItems": 1}, "encoding_format": {"enum": ["float", "base64"]}},
+    "ChatBody": {"messages": {"minItems": 1}},
+    "ResponseBody": {"input": {"minLength": 1, "minItems": 1}},
+    "DetokenizeBody": {"tokens": {"items": {"type": "integer", "minimum": 0}}},
+    "BatchBody": {"endpoint": {"enum": [*BATCH_ENDPOINTS]}, "completion_window": {"enum": [*WINDOWS_S]}},
+}
+"""What the types do not say; whatever depends on several fields is said by refusals alone."""
 
 
 def openapi_document(version: str, model_name: str, *, keys_required: bool) -> Json:
@@ -87,6 +98,9 @@ def _widen(name: str, schema: Json) -> None:
             _bound(what, *RANGES[field])
     if name in IDLE or name in ("TokenizeBody", "DetokenizeBody"):
         schema["additionalProperties"] = {"type": "null"}  # as absent as any other null
+    for field, more in TIGHTER.get(name, {}).items():
+        for form in properties[field].get("anyOf", [properties[field]]):
+            form |= {word: bound for word, bound in more.items() if _fits(word, form["type"])}
     required = set(schema.get("required", ()))
     for field, accepted in IDLE.get(name, {}).items():
         properties[field] = {
@@ -96,6 +110,10 @@ def _widen(name: str, schema: Json) -> None:
     for field, what in properties.items():
         if field not in required:
             properties[field] = _or_null(what)
+
+
+def _fits(word: str, kind: str) -> bool:
+    return {"minLength": "string", "minItems": "array", "items": "array"}.get(word, kind) == kind
 
 
 def _bound(schema: Json, low: float, high: float) -> None:
@@ -189,6 +207,7 @@ def _upload() -> Json:
     form = {
         "type": "object",
         "required": ["file", "purpose"],
+        "additionalProperties": False,
         "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": ["batch"]}},
     }
     return {

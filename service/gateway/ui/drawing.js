@@ -5,10 +5,11 @@ const colour = (name) => getComputedStyle(document.documentElement).getPropertyV
 function prepared(canvas, height) {
   const scale = window.devicePixelRatio || 1;
   const width = canvas.clientWidth;
-  canvas.width = Math.round(width * scale);
-  canvas.height = Math.round(height * scale);
+  const [across, down] = [Math.round(width * scale), Math.round(height * scale)];
+  if (canvas.width !== across || canvas.height !== down) Object.assign(canvas, { width: across, height: down });
   const context = canvas.getContext("2d");
-  context.scale(scale, scale);
+  context.setTransform(scale, 0, 0, scale, 0, 0);
+  context.clearRect(0, 0, width, height);
   return { context, width };
 }
 
