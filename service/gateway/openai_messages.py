@@ -34,12 +34,12 @@ def conversation(messages: list[Message], add_generation_prompt: bool, options: 
     return Conversation(messages=plain, add_generation_prompt=add_generation_prompt, template_options=options)
 
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
 def _message(message: Message, param: str) -> dict[str, Any]:
-    if message.role not in _ROLES:
-        raise refusal(f"{param}.role", f"must be one of {', '.join(_ROLES)}")
+    if message.role not in ROLES:
+        raise refusal(f"{param}.role", f"must be one of {', '.join(ROLES)}")
     content = message.content
     if message.tool_calls and message.role != "assistant":
         raise refusal(f"{param}.tool_calls", "belong to messages of the assistant")
@@ -51,7 +51,7 @@ def _message(message: Message, param: str) -> dict[str, Any]:
         if any(part.type != "text" for part in content):
             raise refusal(f"{param}.content", "may hold only parts of type text")
         content = "\n".join(part.text for part in content)
-    plain = {"role": _ROLES[message.role], "content": content}
+    plain = {"role": ROLES[message.role], "content": content}
     for name in ("name", "tool_call_id"):
         value = getattr(message, name)
         if value is not None:

@@ -19,6 +19,7 @@ from service.gateway.openai_fields import (
     IDLE_TEXT_FIELDS,
     Idle,
 )
+from service.gateway.openai_messages import ROLES
 from service.gateway.openai_responses import ResponseBody
 from service.gateway.request import BATCH_ENDPOINTS, CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES
 from service.gateway.text_tools import DetokenizeBody, TokenizeBody
@@ -57,6 +58,7 @@ TIGHTER: Mapping[str, Mapping[str, Json]] = {
     "CompletionBody": {"prompt": {"minLength": 1, "minItems": 1}},
     "EmbeddingBody": {"input": {"minLength": 1, "minItems": 1}, "encoding_format": {"enum": ["float", "base64"]}},
     "ChatBody": {"messages": {"minItems": 1}},
+    "Message": {"role": {"enum": [*ROLES]}},
     "ResponseBody": {"input": {"minLength": 1, "minItems": 1}},
     "DetokenizeBody": {"tokens": {"items": {"type": "integer", "minimum": 0}}},
     "BatchBody": {"endpoint": {"enum": [*BATCH_ENDPOINTS]}, "completion_window": {"enum": [*WINDOWS_S]}},
@@ -101,6 +103,8 @@ def _widen(name: str, schema: Json) -> None:
     for field, more in TIGHTER.get(name, {}).items():
         for form in properties[field].get("anyOf", [properties[field]]):
             form |= {word: bound for word, bound in more.items() if _fits(word, form["type"])}
+            if "enum" in form:
+                del form["type"]
     required = set(schema.get("required", ()))
     for field, accepted in IDLE.get(name, {}).items():
         properties[field] = {
