@@ -16,23 +16,6 @@ constexpr int THREADS = 1024;
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Inclusive sums over the threads of the block.
-__device__ __forceinline__ int block_scan(int value, int* total) {
-    __shared__ int of_warps[WARP_SIZE];
-    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-#pragma unroll
-    for (int offset = 1; offset < WARP_SIZE; offset *= 2) {
-        const int left = __shfl_up_sync(FULL_WARP, value, offset);
-        if (lane >= offset) value += left;
-    }
-    __syncthreads();  // readers of an earlier call are done
-    if (lane == WARP_SIZE - 1) of_warps[warp] = value;
-    __syncthreads();
-    const int sum = of_warps[lane];
-    *total = warp_sum(sum);
-    return value + warp_sum(lane < warp ? sum : 0);
-}
-
 // What a sequence shows of its context.
 struct Seen {
     int first, origin, end;  // first token seen, the tile it lies in, the context's end

@@ -1,8 +1,9 @@
 // skinny_linear: out[m] = x[m] @ weight.T + bias for so few rows that the time is that of reading the weights once.
 //
-//   x [M, K], weight [N, K], bias [N] or null, out [M, N]; M at most 8
-//   A build defines WARPS (a block), ROW_TILES (weight rows of a block's tile, in sixteens), SPAN (elements of K that a
-//   warp takes at once), STAGES (of its ring in shared memory), OUT_FLOAT: out has the build's type (0) or float32 (1).
+//   x [M, K], weight [N, K], bias [N] or null, out [M, N]; M at most 8 COL_TILES
+//   A build defines WARPS (a block), ROW_TILES (weight rows of a block's tile, in sixteens), COL_TILES (rows of x, in
+//   eights), SPAN (elements of K that a warp takes at once), STAGES (of its ring in shared memory), OUT_FLOAT: out has
+//   the build's type (0) or float32 (1).
 //   grid (up to ceil(N / (16 ROW_TILES))), block (32 WARPS), dynamic shared memory as SHARED_BYTES below: blocks stay
 //   and go from tile to tile; the warps of a block share out K and their sums are added in the order of the warps, so
 //   a product is the same bits every time. Each warp keeps STAGES - 1 pieces of weights on their way to it, the first
@@ -21,7 +22,8 @@ using Out = float;
 using Out = T;
 #endif
 
-constexpr int MAX_ROWS = 8;                    // columns of an mma's B
+constexpr int MMA_COLS = 8;                    // of an mma's B, which are rows of x
+constexpr int MAX_ROWS = MMA_COLS * COL_TILES;
 constexpr int TILE_ROWS = 16 * ROW_TILES;
 constexpr int SIZE = Vec<T>::SIZE;
 constexpr int VECS = SPAN / SIZE;              // of a weight row in a stage
@@ -97,15 +99,20 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     wait_for_previous_kernel();
 
     // Columns past the last row repeat it: what they give is not written.
-    const T* x_row = x + static_cast<i64>(min(g, num_rows - 1)) * k_size + t * SIZE;
-    float sum[ROW_TILES][4] = {};
+    const T* x_rows[COL_TILES];
+#pragma unroll
+    for (int j = 0; j < COL_TILES; j++)
+        x_rows[j] = x + static_cast<i64>(min(j * MMA_COLS + g, num_rows - 1)) * k_size + t * SIZE;
+    float sum[ROW_TILES][COL_TILES][4] = {};
     int stage = 0, parity = 0;
     while (at.tile < n_size) {
-        uint4 by[CHUNKS];
+        uint4 by[CHUNKS][COL_TILES];
 #pragma unroll
         for (int c = 0; c < CHUNKS; c++) {
             const int k = at.k + c * CHUNK;
-            by[c] = k + t * SIZE < k_size ? *reinterpret_cast<const uint4*>(x_row + k) : uint4{};
+#pragma unroll
+            for (int j = 0; j < COL_TILES; j++)
+                by[c][j] = k + t * SIZE < k_size ? *reinterpret_cast<const uint4*>(x_rows[j] + k) : uint4{};
         }
         wait_for_copies<STAGES - 2>();
         __syncwarp();  // the stage has landed for all lanes, and all have read the one before
@@ -118,7 +125,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
             for (int i = 0; i < ROW_TILES; i++) {
                 const uint4 low = load_shared(held + offset_of(i * 16 + g, c * 4 + t));
                 const uint4 high = load_shared(held + offset_of(i * 16 + g + 8, c * 4 + t));
-                multiply(sum[i], low, high, by[c]);
+#pragma unroll
+                for (int j = 0; j < COL_TILES; j++) multiply(sum[i][j], low, high, by[c][j]);
             }
         }
         stage = (stage + 1) % STAGES;
@@ -131,10 +139,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 #pragma unroll
         for (int i = 0; i < ROW_TILES; i++) {
 #pragma unroll
-            for (int c = 0; c < 4; c++) {
-                const int m = 2 * t + c % 2, row = i * 16 + g + 8 * (c / 2);
-                partial[(warp * MAX_ROWS + m) * TILE_ROWS + row] = sum[i][c];
-                sum[i][c] = 0.0f;
+            for (int c = 0; c < 4 * COL_TILES; c++) {
+                const int m = c / 4 * MMA_COLS + 2 * t + c % 2, row = i * 16 + g + 8 * (c % 4 / 2);
+                partial[(warp * MAX_ROWS + m) * TILE_ROWS + row] = sum[i][c / 4][c % 4];
+                sum[i][c / 4][c % 4] = 0.0f;
             }
         }
         __syncthreads();

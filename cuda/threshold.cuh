@@ -41,27 +41,6 @@ struct Distances {
     __device__ __forceinline__ float of(float logit) const { return best - scaled(logit); }
 };
 
-// Inclusive sums over the threads of the block, in a fixed order.
-__device__ __forceinline__ double block_scan(double value, double* total) {
-    __shared__ double of_warps[WARP_SIZE];
-    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-#pragma unroll
-    for (int offset = 1; offset < WARP_SIZE; offset *= 2) {
-        const double other = __shfl_up_sync(FULL_WARP, value, offset);
-        if (lane >= offset) value += other;
-    }
-    __syncthreads();
-    if (lane == WARP_SIZE - 1) of_warps[warp] = value;
-    __syncthreads();
-    double before = 0.0, sum = 0.0;
-    for (int n = 0; n < LOGITS_THREADS / WARP_SIZE; n++) {
-        if (n == warp) before = sum;
-        sum += of_warps[n];
-    }
-    *total = sum;
-    return before + value;
-}
-
 __device__ __forceinline__ int window_bin(float e) { return static_cast<int>(e * BINS_PER_UNIT); }
 
 // exp(-within) for 0 <= within < 1/64, as what it lacks of 1.

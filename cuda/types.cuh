@@ -107,6 +107,29 @@ __device__ __forceinline__ Value block_max(Value value, Value lowest) {
     return warp_max(lane < blockDim.x / WARP_SIZE ? partial[lane] : lowest);
 }
 
+// Inclusive sums over the threads, and the sum of all. Warps are added in their order: of numbers above zero, no sum is
+// less than the one before it.
+template <typename Value>
+__device__ __forceinline__ Value block_scan(Value value, Value* total) {
+    __shared__ Value of_warps[WARP_SIZE];
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+#pragma unroll
+    for (int offset = 1; offset < WARP_SIZE; offset *= 2) {
+        const Value left = __shfl_up_sync(FULL_WARP, value, offset);
+        if (lane >= offset) value += left;
+    }
+    __syncthreads();
+    if (lane == WARP_SIZE - 1) of_warps[warp] = value;
+    __syncthreads();
+    Value before = 0, sum = 0;
+    for (int n = 0; n < blockDim.x / WARP_SIZE; n++) {
+        if (n == warp) before = sum;
+        sum += of_warps[n];
+    }
+    *total = sum;
+    return before + value;
+}
+
 // Programmatic dependent launch: a kernel launched so may begin before the one ahead of it in the stream has ended. It
 // touches nothing that another kernel writes, or still reads, before it has called `wait_for_previous_kernel`. Both do
 // nothing in a plain launch, and before sm_90.

@@ -26,7 +26,7 @@ from nvmath.bindings import cublasLt as lt
 from model.ops.gemm import BEST_ALIGNMENT_BYTES, Gemm, GemmError
 from model.ops.interface import Array
 from model.ops.kernels import cache_folder, source_folder
-from model.ops.skinny_builds import SKINNY_BUILDS, SKINNY_MAX_ROWS, SkinnyBuild, skinny_build
+from model.ops.skinny_builds import SKINNY_BUILDS, SkinnyBuild, skinny_build
 
 CUBLASLT, SKINNY = "cublasLt", "skinny_linear"
 
@@ -127,8 +127,9 @@ class Linear:
 
     def _quickest(self, product: Product, x: Array, weights: Sequence[Array], bias: Array | None, out: Array) -> Way:
         ways = [Way(CUBLASLT, index) for index in range(self._gemm.num_algorithms(x, weights[0], bias, out))]
-        if fits_skinny(product):
-            ways.append(Way(SKINNY, skinny_build(self._ops.max_shared_bytes)))
+        build = skinny_build(product.m, self._ops.max_shared_bytes) if fits_skinny(product) else None
+        if build is not None:
+            ways.append(Way(SKINNY, build))
         seconds = {}
         for way in ways:
             try:
@@ -167,8 +168,9 @@ class Linear:
 
 
 def fits_skinny(product: Product) -> bool:
-    """Whether skinny_linear.cu takes it."""
-    return product.m <= SKINNY_MAX_ROWS and product.k % 8 == 0 and product.dtype != "float32"
+    """Whether skinny_linear.cu takes it, where it is built for so many rows."""
+    few = max(build.max_rows for build in SKINNY_BUILDS)
+    return product.m <= few and product.k % 8 == 0 and product.dtype != "float32"
 
 
 def _product(x: Array, weight: Array, bias: Array | None, out: Array) -> Product:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-SKINNY_MAX_ROWS = 8
-
 
 class SkinnyBuild(NamedTuple):
     """The sizes that skinny_linear.cu is built with, and how many of its blocks an SM holds."""
@@ -15,28 +13,42 @@ class SkinnyBuild(NamedTuple):
     span: int
     stages: int
     blocks_per_sm: int
+    col_tiles: int = 1
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of x that it takes."""
+        return 8 * self.col_tiles
 
     @property
     def defines(self) -> dict[str, int]:
-        return {"WARPS": self.warps, "ROW_TILES": self.row_tiles, "SPAN": self.span, "STAGES": self.stages}
+        sizes = {"WARPS": self.warps, "ROW_TILES": self.row_tiles, "COL_TILES": self.col_tiles}
+        return sizes | {"SPAN": self.span, "STAGES": self.stages}
 
     @property
     def shared_bytes(self) -> int:
         """SHARED_BYTES of the kernel: the ring of each warp, and two sets of sums."""
         rows = 16 * self.row_tiles
-        return self.warps * self.stages * rows * self.span * 2 + 2 * self.warps * SKINNY_MAX_ROWS * rows * 4
+        return self.warps * self.stages * rows * self.span * 2 + 2 * self.warps * self.max_rows * rows * 4
 
 
-SKINNY_BUILDS = (SkinnyBuild(16, 1, 128, 2, 1), SkinnyBuild(4, 1, 128, 3, 4))
-"""The second is for devices with less shared memory, where no two kernels overlap. See `skinny_build`."""
+SKINNY_BUILDS = (
+    SkinnyBuild(16, 1, 128, 2, 1),
+    SkinnyBuild(4, 1, 128, 3, 4),
+    SkinnyBuild(8, 2, 128, 2, 1, col_tiles=2),
+)
+"""In the order of preference. The second is for devices with less shared memory, where no two kernels overlap."""
 
 
-def skinny_build(max_shared_bytes: int) -> int:
-    """Which of SKINNY_BUILDS all products take on a device with this much shared memory a block.
+def skinny_build(num_rows: int, max_shared_bytes: int) -> int | None:
+    """Which of SKINNY_BUILDS all products of so many rows take on a device with this much shared memory a block; None
+    where no build takes so many.
 
     One for all: blocks of neighbouring kernels share an SM while one gives way to the other, and builds that differ
     get in each other's way (on an H200 up to 6 us a layer, which measuring one product by itself does not show). The
     first was the best of eleven for the matrices of a layer of Llama-3.1-8B, in turn and between their small kernels.
     """
-    large, small = range(len(SKINNY_BUILDS))
-    return large if SKINNY_BUILDS[large].shared_bytes <= max_shared_bytes else small
+    for index, build in enumerate(SKINNY_BUILDS):
+        if num_rows <= build.max_rows and build.shared_bytes <= max_shared_bytes:
+            return index
+    return None

@@ -25,7 +25,7 @@ from service.cli.bench.report import add_report_flags, check_report_flags, write
 from service.cli.bench.step_table import KernelEvent, StepTable, table_of
 from service.cli.table import print_grid, shown
 from service.config import Settings
-from service.engine.build import BuiltEngine, build_engine
+from service.engine.build import BuiltEngine, build_engine, keep_for_good
 
 PROFILED_STEPS = 8
 TIMED_STEPS = 32
@@ -45,6 +45,7 @@ def main() -> None:
     named = replace(Settings(), model_config=flags.model_config, load_format="dummy", device="cuda")
     settings = replace(named, max_num_seqs=max(batches), max_prefill_chunk=WHOLE_STEPS)
     built = build_engine(settings, progress=True)
+    keep_for_good()
     ceilings = measure_ceilings(built.ops)
     tables = [profile_decode(built, batch, context, ceilings) for batch in batches]
     for table in tables:

@@ -50,14 +50,18 @@ def test_a_cache_that_cannot_be_written_only_costs_time(tmp_path, caplog):
 def test_the_kernel_for_few_rows_takes_few_rows_in_16_bits():
     assert cuda_linear.fits_skinny(ONE)
     assert cuda_linear.fits_skinny(ONE._replace(m=8, dtype="float16", out_dtype="float32"))
-    for other in ({"m": 9}, {"k": 4100}, {"dtype": "float32"}):
+    for other in ({"m": 17}, {"k": 4100}, {"dtype": "float32"}):
         assert not cuda_linear.fits_skinny(ONE._replace(**other))
 
 
-@pytest.mark.parametrize(("kib", "build"), [(227, 0), (163, 0), (99, 1)])
-def test_a_device_takes_a_build_that_it_has_shared_memory_for(kib, build):
-    assert cuda_linear.skinny_build(kib << 10) == build
-    assert cuda_linear.SKINNY_BUILDS[build].shared_bytes <= kib << 10
+@pytest.mark.parametrize(
+    ("rows", "kib", "build"),
+    [(1, 227, 0), (8, 163, 0), (8, 99, 1), (9, 227, 2), (16, 227, 2), (16, 99, None), (17, 227, None)],
+)
+def test_a_device_takes_a_build_for_so_many_rows_that_it_has_shared_memory_for(rows, kib, build):
+    assert cuda_linear.skinny_build(rows, kib << 10) == build
+    if build is not None:
+        assert cuda_linear.SKINNY_BUILDS[build].shared_bytes <= kib << 10
 
 
 @pytest.mark.parametrize("path", sorted(cuda_linear.MEASURED.glob("*.json")), ids=lambda path: path.name)
