@@ -7,18 +7,19 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from service.engine.answers import Answers
 from service.engine.beam_search import BeamGroup
 from service.engine.block_map import draw_blocks
 from service.engine.block_pool import BlockPool
 from service.engine.grammars import Grammars
 from service.engine.kv_manager import KVManager
-from service.engine.outputs import BranchOutput, News, NewTokens, Output, one_by_one, output_of
-from service.engine.plan import FinishedTransfer, ScoredTokens, StepPlan, StepResult, TokenLogprob
+from service.engine.outputs import News, Output, one_by_one
+from service.engine.plan import FinishedTransfer, StepPlan, StepResult
 from service.engine.preemption import Preemption
 from service.engine.scheduler import Limits, Scheduler
-from service.engine.sequence import Request, Sequence, SequenceGroup, State
+from service.engine.sequence import Request, Sequence, SequenceGroup
 from service.engine.stats import EngineStats, look_at
-from service.errors import ENDINGS, EndReason
+from service.errors import EndReason
 
 COMPILE_WAIT_S = 0.01
 """How long a step that has nothing to compute waits for a grammar; commands are heard in between."""
@@ -81,10 +82,9 @@ class Engine:
         self._limits = limits
         self._eos_token_ids = eos_token_ids
         self._scheduler = Scheduler(kv, limits, preemption)
-        self._groups: dict[str, SequenceGroup] = {}
-        self._outbox: list[News] = []
+        self._answers = Answers(self._scheduler, kv)
         self._flights: deque[_Flight] = deque()
-        self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
+        self._num_steps = 0
         self._last_step_s = self._collected_at_s = 0.0
 
     @property
@@ -104,7 +104,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._groups or self._flights or self._num_transfers)
+        return bool(self._answers.open or self._flights or self._num_transfers)
 
     @property
     def _num_transfers(self) -> int:
@@ -113,43 +113,44 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request. One that this engine could never finish ends at once with TOO_LARGE, and one that has told
         all before (see Request.past) as it would have."""
-        if request.request_id in self._groups:
+        answers = self._answers
+        if request.request_id in answers.open:
             raise ValueError(f"request {request.request_id} is already here")
         kind = SequenceGroup if request.sampling.beam is None else BeamGroup
         group = kind(request, self._eos_token_ids)
         if not self._can_hold(group):
-            self._emit(group, (), EndReason.TOO_LARGE)
+            answers.tell(group, (), EndReason.TOO_LARGE)
             return
         if request.sampling.grammar is not None:
             if self._grammars is None:
-                self._emit(group, (), EndReason.GRAMMAR)
+                answers.tell(group, (), EndReason.GRAMMAR)
                 return
             self._grammars.begin(group)
-        self._groups[request.request_id] = group
+        answers.open[request.request_id] = group
         self._scheduler.add(group)
         for sequence in group.branches:
             if sequence.end is not None:
-                self._end_branch(sequence, (), (), sequence.end, is_told=True)
+                answers.end_branch(sequence, (), (), sequence.end, is_told=True)
             elif sequence.num_output_tokens:
                 reason = sequence.end_after(sequence.token_ids[-1])
                 if reason is not None:
-                    self._end_branch(sequence, (), (), reason)
+                    answers.end_branch(sequence, (), (), reason)
 
     def cancel(self, request_id: str, reason: EndReason, branch: int | None = None) -> None:
         """End a request, or one branch of it, now; its blocks are free before the next step. Unknown and ended ones are
         left alone, and so are single beams: they have no name before their end."""
-        group = self._groups.get(request_id)
+        group = self._answers.open.get(request_id)
         if group is None:
             return
         if branch is None:
-            self._end_group(group, reason)
+            self._answers.end_group(group, reason)
         elif not isinstance(group, BeamGroup):
             for sequence in group.live:
                 if sequence.branch == branch:
-                    self._end_branch(sequence, (), (), reason)
+                    self._answers.end_branch(sequence, (), (), reason)
 
     def cancel_all(self, reason: EndReason) -> None:
-        for request_id in list(self._groups):
+        for request_id in list(self._answers.open):
             self.cancel(request_id, reason)
 
     def step(self) -> None:
@@ -184,8 +185,7 @@ class Engine:
 
     def take_news(self) -> list[News]:
         """Everything since the last call, in order."""
-        news, self._outbox = self._outbox, []
-        return news
+        return self._answers.take_news()
 
     def take_outputs(self) -> list[Output]:
         """As `take_news`, for whoever wants them one by one."""
@@ -197,8 +197,8 @@ class Engine:
             self._scheduler,
             num_steps=self._num_steps,
             last_step_s=self._last_step_s,
-            num_prompt=self._num_prompt_tokens,
-            num_output=self._num_output_tokens,
+            num_prompt=self._answers.num_prompt_tokens,
+            num_output=self._answers.num_output_tokens,
         )
 
     def draw_blocks(self) -> bytes:
@@ -255,10 +255,10 @@ class Engine:
         """Groups whose grammar has been compiled may run, or end here and now."""
         for group, is_good in grammars.take_ready():
             if not is_good and group.live:
-                self._end_group(group, EndReason.GRAMMAR)
+                self._answers.end_group(group, EndReason.GRAMMAR)
             for sequence in group.live:
                 if sequence.matcher.is_finished:
-                    self._end_branch(sequence, (), (), EndReason.STOP)
+                    self._answers.end_branch(sequence, (), (), EndReason.STOP)
 
     def _settle_flights(self, num_left: int) -> None:
         while len(self._flights) > num_left:
@@ -268,121 +268,4 @@ class Engine:
             self._scheduler.preemption.saw_step(flight.plan, now_s - max(flight.launched_at_s, self._collected_at_s))
             self._collected_at_s = now_s
             self._kv.settle(flight.plan.chunks, {flight.plan.samplers[place] for place in result.failed})
-            for scored in result.scored:
-                self._tell_scores(scored)
-            for pooled in result.pooled:
-                pooled.group.embedding = pooled.vector
-            self._settle_tokens(flight.plan.samplers, result)
-
-    def _settle_tokens(self, samplers: list[Sequence], result: StepResult) -> None:
-        """Each sampler gets its token. What most of them get is told together, before what is to be said of others."""
-        branches, token_ids, nums_output = told = NewTokens([], [], [])
-        first_place = len(self._outbox)
-        for place, (sequence, token_id) in enumerate(zip(samplers, result.token_ids, strict=True)):
-            sequence.num_pending_tokens -= 1
-            if sequence.state is State.ENDED:
-                continue
-            group = sequence.group
-            if not group.has_sampled:
-                group.has_sampled = True
-                self._num_prompt_tokens += group.num_prompt_tokens
-                if group.request.times is not None:
-                    group.request.times.first_token_s = time.time()
-            if (
-                sequence.is_plain
-                and len(sequence.token_ids) + 1 < sequence.max_num_tokens
-                and token_id not in group.stop_ids
-                and place not in result.failed
-            ):
-                sequence.token_ids.append(token_id)
-                group.num_output_tokens += 1
-                branches.append(sequence)
-                token_ids.append(token_id)
-                nums_output.append(group.num_output_tokens)
-            elif place in result.failed:
-                self._end_group(group, EndReason.NUMERICAL_ERROR)
-            else:
-                self._settle(sequence, token_id, None if result.logprobs is None else result.logprobs[place])
-        if branches:
-            self._outbox.insert(first_place, told)
-            self._num_output_tokens += len(branches)
-
-    def _tell_scores(self, scored: ScoredTokens) -> None:
-        group = scored.score.chunk.sequence.group
-        if group.live:
-            stop = scored.first + len(scored.logprobs)
-            token_ids = group.request.prompt[scored.first : stop]
-            self._emit(group, (BranchOutput(0, token_ids, scored.logprobs, None, is_prompt=True),))
-
-    def _settle(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> None:
-        group = sequence.group
-        if isinstance(group, BeamGroup):
-            self._settle_beam(group, sequence, logprob)
-            return
-        self._num_output_tokens += 1
-        reason = group.append(sequence, token_id, 0.0 if logprob is None else logprob.logprob)
-        logprobs = () if logprob is None else (logprob,)
-        if reason is EndReason.GRAMMAR:
-            self._end_group(group, reason)
-        elif reason is None:
-            self._emit(group, (BranchOutput(sequence.branch, (token_id,), logprobs, None),))
-        else:
-            self._end_branch(sequence, (token_id,), logprobs, reason)
-
-    def _settle_beam(self, group: BeamGroup, sequence: Sequence, row: TokenLogprob) -> None:
-        """The unused places are given up; without any left, the answers are told."""
-        for unused in reversed(group.advance(sequence, row, self._kv)):
-            self._scheduler.remove(unused)
-        if group.live:
-            return
-        del self._groups[group.request_id]
-        group.num_output_tokens = sum(len(answer.token_ids) for answer in group.answers)
-        self._num_output_tokens += group.num_output_tokens
-        *pieces, last = [(BranchOutput(*piece),) for piece in group.untold()] or [()]
-        for piece in pieces:
-            self._emit(group, piece)
-        self._emit(group, last, group.answers[0].end, tuple(range(len(group.answers))))
-
-    def _end_branch(
-        self,
-        sequence: Sequence,
-        tokens: tuple[int, ...],
-        logprobs: tuple[TokenLogprob, ...],
-        reason: EndReason,
-        *,
-        is_told: bool = False,
-    ) -> None:
-        """The branch is done, and with the last of them the request."""
-        group, sequence.end = sequence.group, reason
-        self._scheduler.remove(sequence)
-        parts = () if is_told else (BranchOutput(sequence.branch, tokens, logprobs, reason),)
-        if group.live:
-            if parts:
-                self._emit(group, parts)
-            return
-        del self._groups[group.request_id]
-        choices = group.choices()
-        end = group.branches[choices[0]].end if choices else reason
-        self._emit(group, parts, end, choices)
-
-    def _end_group(self, group: SequenceGroup, reason: EndReason) -> None:
-        """All that is left of the request ends now."""
-        del self._groups[group.request_id]
-        parts = []
-        for sequence in reversed(group.live):
-            self._scheduler.remove(sequence)
-            sequence.end = reason
-            parts.append(BranchOutput(sequence.branch, (), (), reason))
-        if ENDINGS[reason].finish_reason is None:
-            self._emit(group, (), reason)
-        else:
-            self._emit(group, tuple(reversed(parts)), reason, group.choices())
-
-    def _emit(
-        self,
-        group: SequenceGroup,
-        parts: tuple[BranchOutput, ...],
-        end: EndReason | None = None,
-        choices: tuple[int, ...] = (),
-    ) -> None:
-        self._outbox.append(output_of(group, parts, end, choices))
+            self._answers.settle(flight.plan.samplers, result)

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from itertools import chain, islice
 
 from service.engine.kv_manager import NO_MATCH, KVManager
-from service.engine.plan import Chunk, Pool, Score, StepPlan
+from service.engine.plan import Chunk, StepPlan
 from service.engine.preemption import Preemption
+from service.engine.prompt_wishes import PromptWishes
 from service.engine.sequence import Sequence, SequenceGroup, State
 
 MAX_OPEN_CHUNKS = 3
@@ -46,8 +47,7 @@ class Scheduler:
         self.preemption = preemption or Preemption(kv)
         self._num_arrivals = 0
         self.waiting: deque[SequenceGroup] = deque()
-        self._to_score: set[SequenceGroup] = set()
-        self._to_pool: set[SequenceGroup] = set()
+        self._prompts = PromptWishes()
         self.running: list[Sequence] = []
         self._extended: set[Sequence] = set()  # by the plan being made
 
@@ -55,10 +55,7 @@ class Scheduler:
         self._num_arrivals += 1
         group.arrival = self._num_arrivals
         self.waiting.append(group)
-        if group.is_to_score:
-            self._to_score.add(group)
-        if group.is_to_pool:
-            self._to_pool.add(group)
+        self._prompts.add(group)
 
     def remove(self, sequence: Sequence) -> None:
         """The sequence has ended, wherever it stood: its blocks are free at once."""
@@ -127,39 +124,9 @@ class Scheduler:
         if prefills or len(self.running) > num_running:
             chunks.sort(key=lambda chunk: chunk.length != 1)
         self.preemption.prepare(self.running)
-        scores = self._scores(chunks) if self._to_score else ()
-        pools = self._pools(chunks) if self._to_pool else ()
+        scores, pools = self._prompts.of(chunks)
         changed = tuple(chunk for chunk in chunks if chunk.sequence in self._extended and chunk.length == 1)
         return StepPlan(tuple(chunks), self._kv.take_copies(), *self._kv.take_swaps(), scores, pools, changed)
-
-    def _pools(self, chunks: list[Chunk]) -> tuple[Pool, ...]:
-        """What the step computes of prompts whose vectors are wanted, and no step before it did."""
-        pools = []
-        for chunk in chunks:
-            group = chunk.sequence.group
-            if group in self._to_pool:
-                first = group.num_prompt_tokens - 1 if group.request.sampling.pooling == "last" else 0
-                start = max(chunk.start, group.num_pooled_tokens, first)
-                stop = min(chunk.end, group.num_prompt_tokens)
-                if start < stop:
-                    pools.append(Pool(chunk, start, stop))
-                    group.num_pooled_tokens = stop
-        self._to_pool = {group for group in self._to_pool if group.is_to_pool and group.live}
-        return tuple(pools)
-
-    def _scores(self, chunks: list[Chunk]) -> tuple[Score, ...]:
-        """What the step can tell of prompts whose tokens are to be scored, and was not told by steps before it."""
-        scores = []
-        for chunk in chunks:
-            group = chunk.sequence.group
-            if group in self._to_score:
-                start = max(chunk.start, group.num_scored_tokens - 1, 0)
-                stop = min(chunk.end, group.num_prompt_tokens - 1)
-                if start < stop:
-                    scores.append(Score(chunk, start, stop))
-                    group.num_scored_tokens = stop + 1
-        self._to_score = {group for group in self._to_score if group.is_to_score and group.live}
-        return tuple(scores)
 
     def _prompt_budget(self, prefills: list[Sequence], num_decodes: int) -> int:
         """Prompt tokens of a step that also decodes.
