@@ -215,7 +215,7 @@ class BeamGroup(SequenceGroup):
             if parent in places:
                 place = free.pop(0)
                 place.is_parked = False
-                place.token_ids = parent.token_ids.copy()
+                place.token_ids = parent.token_ids[:]
                 place.matcher = None if parent.matcher is None else parent.matcher.copy()
                 kv.fork(parent, place, parent.num_computed_tokens)
             places.append(place)

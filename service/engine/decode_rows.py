@@ -3,6 +3,7 @@ written, nothing is built anew."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -39,7 +40,7 @@ class Arranged:
 class _Tail(NamedTuple):
     """Arrays of one longer chunk."""
 
-    token_ids: list[int]
+    token_ids: array
     source: np.ndarray
     positions: np.ndarray
     slots: np.ndarray

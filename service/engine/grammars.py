@@ -31,7 +31,7 @@ class Grammars:
     def begin(self, group: SequenceGroup) -> None:
         """Compile the group's grammar, and bring a matcher for each branch to where the branch is."""
         group.is_ready = False
-        outputs = [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in group.branches]
+        outputs = [sequence.token_ids[sequence.num_prompt_tokens :].tolist() for sequence in group.branches]
         self._compiling[group] = self._pool.submit(self._matchers, group.request.sampling.grammar, outputs)
 
     def take_ready(self) -> list[tuple[SequenceGroup, bool]]:

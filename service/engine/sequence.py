@@ -87,7 +87,8 @@ class Sequence:
         self.is_plain = wishes.beam is None and wishes.grammar is None and num_alternatives is None
         """Its tokens are all there is to tell of it; whether it ends with one, that token and their number say."""
         self.matcher: Matcher | None = None  # of its grammar, if it has one, at its last known token
-        self.token_ids = list(request.prompt)
+        self.token_ids = array("I", request.prompt)
+        """No list: the collector would walk all tokens there are, in a step now and then, for tens of milliseconds."""
         self.num_prompt_tokens = len(request.prompt)
         self.max_num_tokens = len(request.prompt) + wishes.max_tokens
         self.num_computed_tokens = 0
@@ -160,7 +161,7 @@ class SequenceGroup:
         self.arrival = 0  # its number among all that have come to the scheduler
         self._sums_logprob = [0.0] * len(self.branches)
         for sequence, past in zip(self.branches, self._past(), strict=False):
-            sequence.token_ids += past.token_ids
+            sequence.token_ids.extend(past.token_ids)
             sequence.end = past.end
             self.num_output_tokens += len(past.token_ids)
             self._sums_logprob[sequence.branch] = past.sum_logprob

@@ -1,6 +1,7 @@
 """Rows that stay, against the same step's arrays made from nothing."""
 
 import random
+from array import array
 
 import numpy as np
 import pytest
@@ -119,7 +120,7 @@ def test_rows_that_stay_are_not_moved_and_nothing_is_stale():
 def test_longer_chunks_stand_behind_the_rows():
     rng = random.Random(2)
     rows, (decoding, prompt) = DecodeRows(MAX_ROWS, MAX_BLOCKS, BLOCK), [sequence(number, rng) for number in range(2)]
-    prompt.token_ids[:], prompt.num_pending_tokens = list(range(10, 16)), 1
+    prompt.token_ids[:], prompt.num_pending_tokens = array("I", range(10, 16)), 1
     prompt.block_table[:] = prompt.block_table[:0]
     prompt.block_table.extend([7, 9])
     chunks = (Chunk(decoding, decoding.num_computed_tokens, 1, (decoding,)), Chunk(prompt, 3, 4, (prompt,)))

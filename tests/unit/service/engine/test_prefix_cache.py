@@ -1,6 +1,7 @@
 """The tree of what is known by its tokens, and sequences that begin with what is in it."""
 
 import random
+from array import array
 
 import pytest
 from hypothesis import given
@@ -214,7 +215,7 @@ def test_a_fork_stands_where_its_parent_does():
     child = sequence(range(10))
     kv.fork(parent, child, 6)
     kv.check_invariants([parent, child])
-    child.token_ids[6:] = [80, 81]
+    child.token_ids[6:] = array("I", [80, 81])
     planned(kv, child)
     assert kv.match(sequence([*range(6), 80, 81, 9])).num_tokens == 8
     kv.check_invariants([parent, child])
