@@ -23,11 +23,7 @@ from model.ops.packing import Packing
 
 ROWS_BESIDE = tuple(range(64, 513, 64))
 """Captured sizes of what longer chunks need besides the decodes' rows. Above, the device is busy for longer than
-launching takes, but waits a little between any two kernels: so the one size is captured too that steps have while many
-prompts are open."""
-
-MIN_FILLED = 0.97
-"""What of that size a step has to fill: padding costs more than the waiting."""
+launching takes."""
 
 MAX_CHUNKS = 32
 """Longer chunks in a captured step."""
@@ -83,13 +79,10 @@ class _Buffers:
 
 class StepGraphs:
     """Owns the buffers of `max_rows` decodes and one replay per size. `sampled` int32[max_rows] is the caller's: the
-    tokens that the step before has sampled. `full_rows`: all tokens of a step with a queue of prompts; 0: no such size.
-    """
+    tokens that the step before has sampled."""
 
-    def __init__(self, model: Llama, sampled: Array, max_rows: int, max_blocks: int, full_rows: int = 0):
+    def __init__(self, model: Llama, sampled: Array, max_rows: int, max_blocks: int):
         ops = model.ops
-        self._full_rows = full_rows
-        self._most_tokens = max(max_rows + ROWS_BESIDE[-1], full_rows)
         self._model = model
         self._sampled = sampled
         self._max_rows = max_rows
@@ -102,7 +95,7 @@ class StepGraphs:
         self._buffers = _Buffers(*packing.views(self._packed, padding))
         self._host = np.zeros(packing.num_bytes, np.uint8)  # what goes there in one piece
         self._columns = _Buffers(*packing.views(self._host, padding))
-        self._num_tokens = self._most_tokens  # in the columns; behind them is padding
+        self._num_tokens = len(padding[0])  # in the columns; behind them is padding
         self._decodes_only = decode_sizes(max_rows)
         self._decodes_beside_chunks = _decodes_beside_chunks(max_rows)
         self._replays: dict[tuple[int, int], Callable[[], None]] = {}
@@ -116,19 +109,14 @@ class StepGraphs:
         self._block_size = kv.shape[4]
         self._num_slots = kv.shape[0] * self._block_size
         sizes = [(decodes, more) for decodes in self._decodes_beside_chunks for more in ROWS_BESIDE]
-        timed = list(sizes)
         sizes += [(decodes, 0) for decodes in self._decodes_only]
-        most_beside = self._full_rows - ROWS_BESIDE[-1]
-        sizes += [
-            (decodes, self._full_rows - decodes) for decodes in self._decodes_beside_chunks if decodes < most_beside
-        ]
         Packing.of(self._padding()).fill(self._host, self._padding())
         self._model.ops.upload_all([self._host], self._packed)
         tuned = [size for size in self._decodes_only if size.bit_count() == 1]
         self._model.tune(tuned, tuned)
         for size in tqdm(sorted(sizes, key=sum, reverse=True), desc="graphs", disable=not progress):
             self._replays[size] = self._model.ops.capture(partial(self._run, self._batch(*size), kv))
-        self._seconds = {size: self._seconds_of(size) for size in timed}
+        self._seconds = {size: self._seconds_of(size) for size in sizes if size[1]}
 
     def forward(self, inputs: StepInputs) -> Array | None:
         """Logits float32[R, V], good until the next call; None where the step fits no captured size.
@@ -185,14 +173,10 @@ class StepGraphs:
         if num_chunks == 0 and len(inputs.logit_rows) == num_decodes:
             return _at_least(self._decodes_only, num_decodes), 0
         decodes = _at_least(self._decodes_beside_chunks, num_decodes)
-        num_tokens = len(inputs.token_ids)
-        num_more = num_tokens - decodes
-        if num_chunks > MAX_CHUNKS:
+        num_more = len(inputs.token_ids) - decodes
+        if num_chunks > MAX_CHUNKS or num_more > ROWS_BESIDE[-1]:
             return None
-        if num_more <= ROWS_BESIDE[-1]:
-            return decodes, _at_least(ROWS_BESIDE, num_more)
-        full = decodes, self._full_rows - decodes
-        return full if MIN_FILLED * self._full_rows <= num_tokens <= self._full_rows and full in self._replays else None
+        return decodes, _at_least(ROWS_BESIDE, num_more)
 
     def num_rows(self) -> tuple[list[int], list[int]]:
         """Of the products in what is captured: of the layers, of the head."""
@@ -228,7 +212,7 @@ class StepGraphs:
 
     def _padding(self) -> list[np.ndarray]:
         """In the order of _Buffers' fields: a step of padding alone. A slot outside the cache is not written."""
-        num_tokens, num_sequences = self._most_tokens, self._max_rows + MAX_CHUNKS
+        num_tokens, num_sequences = self._max_rows + ROWS_BESIDE[-1], self._max_rows + MAX_CHUNKS
         return [
             np.zeros(num_tokens, np.int32),
             np.full(num_tokens, self._max_rows, np.int32),
@@ -262,9 +246,9 @@ class StepGraphs:
 
 
 def decode_sizes(max_rows: int) -> list[int]:
-    """1, 2, 4, 8, then steps of an eighth of the next power of two and of 8 at least: padding costs little."""
-    sizes = [size for size in (1, 2, 4) if size < max_rows]
-    size = 8
+    """1, 2, 4, 8, 12, then steps of an eighth of the next power of two and of 8 at least: padding costs little."""
+    sizes = [size for size in (1, 2, 4, 8, 12) if size < max_rows]
+    size = 16
     while size < max_rows:
         sizes.append(size)
         size += max(8, (1 << size.bit_length()) // 16)

@@ -40,10 +40,7 @@ class ModelExecutor:
     memory that all else leaves is known.
     """
 
-    def __init__(
-        self, model: Llama, eos_token_ids: frozenset[int], max_num_seqs: int, max_blocks: int, full_rows: int = 0
-    ):
-        """`full_rows`: see StepGraphs."""
+    def __init__(self, model: Llama, eos_token_ids: frozenset[int], max_num_seqs: int, max_blocks: int):
         self.model = model
         self._ops = model.ops
         self._pooler = Pooler(model.ops)
@@ -54,9 +51,7 @@ class ModelExecutor:
         self._outs: deque[tuple[int, Transfer]] = deque()  # with how many blocks
         self._ins: deque[tuple[int, Transfer]] = deque()
         self.runs_ahead = model.ops.name == "cuda"
-        self._graphs = None
-        if self.runs_ahead:
-            self._graphs = StepGraphs(model, self._drawer.sampled, max_num_seqs, max_blocks, full_rows)
+        self._graphs = StepGraphs(model, self._drawer.sampled, max_num_seqs, max_blocks) if self.runs_ahead else None
 
     def attach(self, kv: Array, *, num_host_blocks: int = 0, progress: bool = False) -> None:
         """Work on this cache [num_blocks, L, 2, Hkv, B, D] from now on, with so many blocks on the host beside it."""
