@@ -1,0 +1,159 @@
+"""What telling tokens costs the engine: the thread that talks to the queue shares the interpreter with the engine's.
+
+`python -m tests.bench.io_thread --batch 200 --step-ms 9` runs the real engine on its own thread, the real courier and
+broker, and a Redis, above a device that computes nothing and takes its time for it. In each round every token is
+published, and then, with new jobs, none but the last of each. Steps of all `--batch` sequences are counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from collections import deque
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import uvloop
+
+from model.sampling_params import SamplingParams
+from service.cli.bench.host_steps import VOCAB_SIZE, make_engine
+from service.engine.build import keep_for_good
+from service.engine.outputs import NewTokens
+from service.wire.codec import pack_ids
+from service.wire.embedded_redis import EmbeddedRedis
+from service.wire.messages import Job
+from service.wire.redis_broker import open_redis_broker
+from service.worker.courier import Courier
+from service.worker.engine_thread import EngineThread
+from tests.support.wire import make_card
+
+NUM_PROMPT_TOKENS = 100
+PATIENCE_S = 300.0
+
+
+class PacedDevice:
+    """Makes an executor's steps take as long as they would: one behind the other, each `step_s`."""
+
+    def __init__(self, executor, step_s: float):
+        self._launch, self._collect = executor.launch, executor.collect
+        self._step_s = step_s
+        self._free_at_s = 0.0
+        self._done_at_s: deque[float] = deque()
+        executor.launch, executor.collect = self.launch, self.collect
+
+    def launch(self, plan):
+        launched = self._launch(plan)
+        self._free_at_s = max(time.perf_counter(), self._free_at_s) + self._step_s
+        self._done_at_s.append(self._free_at_s)
+        return launched
+
+    def collect(self, launched):
+        left_s = self._done_at_s.popleft() - time.perf_counter()
+        if left_s > 0:
+            time.sleep(left_s)
+        return self._collect(launched)
+
+
+class Steps:
+    """Notes when each step of the whole batch began, and what of its news goes on."""
+
+    def __init__(self, engine, batch: int):
+        self._step, self._engine, self._batch = engine.step, engine, batch
+        self._began_s: list[float | None] = []  # None: not of the whole batch
+        engine.step = self.step
+        self.are_told = True
+
+    def step(self) -> None:
+        is_whole = len(self._engine.running) == self._batch
+        self._began_s.append(time.perf_counter() if is_whole else None)
+        self._step()
+
+    def pass_on(self, courier: Courier):
+        def deliver(news) -> None:
+            left = news if self.are_told else [each for each in news if type(each) is not NewTokens]
+            if left:
+                courier.deliver(left)
+
+        return deliver
+
+    def take_ms(self) -> list[float]:
+        began_s, self._began_s = self._began_s, []
+        return [1000 * (later - earlier) for earlier, later in pairwise(began_s) if earlier and later]
+
+
+async def measure(args: argparse.Namespace, redis_url: str) -> dict[str, object]:
+    engine, executor = make_engine(args.batch, NUM_PROMPT_TOKENS + args.steps + 16, prefix_caching=True)
+    PacedDevice(executor, args.step_ms / 1000)
+    steps, deaths = Steps(engine, args.batch), []
+    broker, door = [await open_redis_broker(redis_url) for _ in range(2)]
+    courier = Courier(broker, lambda ready: make_card("bench", ready=ready), VOCAB_SIZE, args.batch)
+    courier.engine = EngineThread(engine, steps.pass_on(courier), deaths.append)
+    keep_for_good()
+    courier.engine.start()
+    duties = asyncio.create_task(courier.run())
+    found: dict[str, list[float]] = {"told": [], "kept": []}
+    try:
+        for number in range(2 * args.rounds):
+            steps.are_told = number % 2 == 0
+            async with asyncio.timeout(PATIENCE_S):
+                await run_jobs(door, courier, args, number)
+            found["told" if steps.are_told else "kept"] += steps.take_ms()
+            if deaths:
+                raise deaths[0]
+    finally:
+        duties.cancel()
+        await asyncio.gather(duties, return_exceptions=True)
+        for each in (broker, door):
+            await each.close()
+    told, kept = np.array(found["told"]), np.array(found["kept"])
+    return {
+        "batch": args.batch,
+        "step_ms": args.step_ms,
+        "steps": [len(told), len(kept)],
+        "told_ms_mean_p50_p99": [round(float(ms), 3) for ms in (told.mean(), *np.percentile(told, (50, 99)))],
+        "kept_ms_mean_p50_p99": [round(float(ms), 3) for ms in (kept.mean(), *np.percentile(kept, (50, 99)))],
+        "cost_share": round(float(told.mean() / kept.mean() - 1), 4),
+    }
+
+
+async def run_jobs(door, courier: Courier, args: argparse.Namespace, number: int) -> None:
+    wishes = SamplingParams(max_tokens=args.steps, temperature=0.7, ignore_eos=True)
+    for place in range(args.batch):
+        job = Job(
+            job_id=f"{number:013}{place:013}",
+            tenant="t",
+            prompt=pack_ids(range(NUM_PROMPT_TOKENS)),
+            sampling=wishes,
+            submitted_at_s=time.time(),
+            feed="bench",
+        )
+        await door.submit(job)
+    while await door.num_waiting() or courier.num_open:
+        await asyncio.sleep(0.05)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=200)
+    parser.add_argument("--step-ms", type=float, default=9.0)
+    parser.add_argument("--steps", type=int, default=300, help="tokens of each job")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        server = EmbeddedRedis.start(Path(folder))
+        try:
+            figures = uvloop.run(measure(args, server.url))
+        finally:
+            server.stop()
+    print(json.dumps(figures))
+    if args.out is not None:
+        args.out.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
