@@ -32,7 +32,8 @@ def setup_logs(level: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_OneLine())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
+    for talker in ("aiohttp.access", "urllib3"):
+        logging.getLogger(talker).setLevel(logging.WARNING)
 
 
 def fields(**values: Any) -> str:

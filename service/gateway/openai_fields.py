@@ -47,6 +47,7 @@ IDLE_CHAT_FIELDS: Idle = {
     "verbosity": ("medium",),
     "web_search_options": (),
     "moderation": (),
+    "prompt_cache_options": ({},),
     "prompt_cache_retention": (),
     "echo": (False,),
     "add_special_tokens": (False,),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -11,8 +12,10 @@ from service.errors import ENDINGS, EndReason, RequestError
 from service.gateway.request import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, Request
 from service.gateway.run import Run
 from service.gateway.ticket import Ticket
-from service.logs import about, also_about
+from service.logs import about, also_about, fields
 from service.tracing import Attributes, Span, Tracing, above, below, read_traceparent, trace_id
+
+log = logging.getLogger("quire.gateway")
 
 TRACED = "/v1/"
 """Routes under it have spans; nobody wants those of probes and of pages that ask every second."""
@@ -36,6 +39,8 @@ def followed(tracing: Tracing, http: web.Request, route: str) -> Iterator[Callab
     def answered(status: int) -> None:
         nonlocal failure
         span.note({"http.response.status_code": status})
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("answered %s", fields(route=route, status=status))
         failure = str(status) if status >= 499 else None
 
     try:
@@ -52,6 +57,8 @@ def admission(tracing: Tracing) -> Iterator[Callable[[Ticket], None]]:
 
     def admitted(ticket: Ticket) -> None:
         also_about(request=ticket.request_id)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("admitted %s", fields(request=ticket.request_id, prompt_tokens=sum(ticket.num_prompt_tokens)))
         if tracing.is_on:
             span.note({"quire.request": ticket.request_id, "gen_ai.usage.input_tokens": sum(ticket.num_prompt_tokens)})
 

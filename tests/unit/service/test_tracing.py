@@ -166,12 +166,16 @@ async def test_a_producers_trace_goes_through_the_queue_door(folder):
 
 
 async def test_without_tracing_a_clients_trace_still_reaches_the_log_and_the_job(folder, caplog):
-    caplog.set_level(logging.DEBUG, "quire.courier")
+    caplog.set_level(logging.DEBUG, "quire")
+    caplog.handler.setFormatter(_OneLine())
     async with service(folder, NO_TRACING) as (_, _, http):
-        assert (await complete(http, {"traceparent": THEIRS}))[0] == 200
-    claims = [record.getMessage() for record in caplog.records if record.getMessage().startswith("claimed")]
-    assert len(claims) == 1
-    assert f"trace={trace_id(THEIRS)}" in claims[0]
+        status, answer = await complete(http, {"traceparent": THEIRS})
+        assert status == 200
+    request_id = answer["id"].removeprefix("cmpl-")
+    lines = [line for line in caplog.text.split("\n") if request_id in line]
+    told = [word for line in lines for word in ("admitted", "claimed", "let go of", "answered") if f" {word} " in line]
+    assert sorted(told) == ["admitted", "answered", "claimed", "let go of"]
+    assert all(f"trace={trace_id(THEIRS)}" in line for line in lines if "let go of" not in line)
 
 
 async def test_a_second_attempt_has_no_wait_in_the_queue():
