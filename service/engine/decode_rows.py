@@ -86,7 +86,9 @@ class DecodeRows:
             self._source[self._row_of[sequence]] = sampled_rows[sequence]
         self._write(fresh)
         self._write_known([chunk for chunk in decodes if not chunk.sequence.num_pending_tokens])
-        samplers = plan.samplers[:num_decodes] if longer else plan.samplers
+        # Counted from their end, for the last decode may have more samplers than itself.
+        num_longer = sum(len(chunk.samplers) for chunk in longer)
+        samplers = plan.samplers[: len(plan.samplers) - num_longer] if longer else plan.samplers
         is_plain = samplers == sequences
         due = slice(num_decodes) if is_plain else [self._row_of[one.sequence] for one in decodes if one.samplers]
         inputs = self._inputs(num_decodes, np.sort(self._own_row[due]), longer, tails)

@@ -37,7 +37,8 @@ class Places:
         self._seen_at_s: OrderedDict[str, float] = OrderedDict()
 
     def take(self, job: Job, num_told_tokens: int, now_s: float) -> None:
-        """The job is claimed."""
+        """The job is claimed; again, where it was lost and has come back."""
+        self.give_back(job.job_id, now_s)
         num_tokens = len(job.prompt) // 4 + num_told_tokens
         self._held[job.job_id] = held = _Held(job.tenant, branches_of(job), num_tokens)
         self._num_branches += held.num_branches

@@ -117,6 +117,20 @@ def test_rows_that_stay_are_not_moved_and_nothing_is_stale():
     assert fewer.inputs.stale.tolist() == [False, True, False]
 
 
+def test_a_decode_that_branches_before_longer_chunks_is_not_plain():
+    """A prompt that was found in the cache but for its last token, and is to be continued twice."""
+    rng = random.Random(3)
+    rows = DecodeRows(MAX_ROWS, MAX_BLOCKS, BLOCK)
+    first, leader, follower, prompt = (sequence(number, rng) for number in range(4))
+    prompt.num_computed_tokens = 0
+    decodes = [Chunk(one, one.num_computed_tokens, 1, due) for one, due in ((first, (first,)), (leader, (leader,)))]
+    longer = Chunk(prompt, 0, len(prompt.token_ids), (prompt,))
+    assert len(prompt.token_ids) > 1
+    assert rows.arrange(StepPlan((*decodes, longer)), {}).is_plain
+    decodes[1] = decodes[1]._replace(samplers=(leader, follower))
+    assert not rows.arrange(StepPlan((*decodes, longer)), {}).is_plain
+
+
 def test_longer_chunks_stand_behind_the_rows():
     rng = random.Random(2)
     rows, (decoding, prompt) = DecodeRows(MAX_ROWS, MAX_BLOCKS, BLOCK), [sequence(number, rng) for number in range(2)]

@@ -21,6 +21,7 @@ def test_places_are_counted_in_branches_and_a_few_jobs_may_wait():
     places.take(job(1, n=4, best_of=5), 0, 0.0)
     places.take(job(2), 0, 0.0)
     assert places.room(PLENTY, 0.0)[0] == 60
+    places.take(job(2), 0, 0.0)
     places.give_back("J1", 0.0)
     places.give_back("J1", 0.0)
     places.give_back("unknown", 0.0)
