@@ -1,4 +1,7 @@
-"""`quire serve`: an embedded Redis where none is given, one gateway, one worker; all of them end together."""
+"""`quire serve`: an embedded Redis where none is given, one gateway, one worker; all of them end together.
+
+Redis and the worker are started again where they end by themselves: requests wait for them and go on.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +26,7 @@ from service.sd_notify import VARIABLES as SUPERVISOR_VARIABLES
 from service.sd_notify import Supervisor
 from service.wire.die_with_parent import die_with_parent
 from service.wire.embedded_redis import EmbeddedRedis
+from service.wire.redis_broker import own_name
 
 log = logging.getLogger("quire.serve")
 
@@ -33,6 +38,13 @@ ONLY_WORKER = "serve"
 
 RESTART_S = 0.2
 """Between the end of the embedded Redis and the next one's start."""
+
+WORKER_RESTARTS_S = (0.2, 1.0, 3.0, 10.0, 30.0)
+"""Between the worker's end and its next start, where it ends again and again; then it is given up. A request that kills
+engines is found out by its third."""
+
+WORKER_WELL_S = 60.0
+"""A worker that was ready for so long was well: its end is the first again."""
 
 BLAS_THREADS = {"OPENBLAS_NUM_THREADS": str(max(1, (os.cpu_count() or 1) - 1))}
 """One core stays free of the spinning threads of a matrix product: the gateway and Redis run beside the worker."""
@@ -95,6 +107,44 @@ class Part:
             await self._process.wait()
 
 
+class KeptWorker:
+    """The worker, started again where it ends by itself. Under one name: the next takes up at once what it left."""
+
+    def __init__(self, settings: Settings):
+        self._settings = settings
+        self._part: Part | None = None
+
+    async def start(self) -> None:
+        self._part = await Part.start(WORKER, self._settings)
+
+    async def ready(self) -> None:
+        """Raises StartupError."""
+        await self._part.ready()
+
+    async def keep(self) -> None:
+        """Returns once it has ended too often."""
+        num_ends, ready_at_s = 0, time.monotonic()
+        while True:
+            status = await self._part.ended()
+            num_ends = 1 if ready_at_s and time.monotonic() - ready_at_s > WORKER_WELL_S else num_ends + 1
+            if num_ends > len(WORKER_RESTARTS_S):
+                log.critical("the worker ended again and again %s", fields(exit_status=status, times=num_ends))
+                return
+            wait_s, ready_at_s = WORKER_RESTARTS_S[num_ends - 1], 0.0
+            log.error("the worker ended by itself, and starts again %s", fields(exit_status=status, wait_s=wait_s))
+            await asyncio.sleep(wait_s)
+            await self.start()
+            try:
+                await self.ready()
+                ready_at_s = time.monotonic()
+            except StartupError as error:
+                log.error("%s", error)
+
+    async def stop(self) -> None:
+        if self._part is not None:
+            await self._part.stop()
+
+
 def serve_command(settings: Settings, _: argparse.Namespace) -> int:
     return run_until_signalled(lambda stop: _serve(settings, stop))
 
@@ -112,17 +162,21 @@ async def _serve(settings: Settings, stop: asyncio.Event) -> int:
             kept = asyncio.create_task(_keep(redis))
             exits.callback(kept.cancel)
             ends[kept] = "redis"
-        worker = await Part.start(WORKER, settings)
+        worker = KeptWorker(replace(settings, worker_name=settings.worker_name or own_name()))
         exits.push_async_callback(worker.stop)
+        await worker.start()
         gateway = await Part.start(GATEWAY, settings)
         exits.push_async_callback(gateway.stop)
 
         stopped = asyncio.create_task(stop.wait())
         started = asyncio.create_task(_all_ready(gateway, worker))
-        ends |= {asyncio.create_task(part.ended()): part.verb for part in (worker, gateway)}
+        ends[asyncio.create_task(gateway.ended())] = GATEWAY
         done, _ = await asyncio.wait({stopped, started}, return_when=asyncio.FIRST_COMPLETED)
         if started in done:
             _greet(settings, started.result())
+            kept = asyncio.create_task(worker.keep())
+            exits.callback(kept.cancel)
+            ends[kept] = WORKER
             supervisor.ready(f"serves at {started.result()}")
             done, _ = await asyncio.wait({stopped, *ends}, return_when=asyncio.FIRST_COMPLETED)
         started.cancel()
@@ -147,7 +201,7 @@ async def _keep(redis: EmbeddedRedis) -> None:
             return
 
 
-async def _all_ready(gateway: Part, worker: Part) -> str:
+async def _all_ready(gateway: Part, worker: KeptWorker) -> str:
     url, _ = await asyncio.gather(gateway.ready(), worker.ready())
     return url
 

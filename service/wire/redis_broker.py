@@ -49,8 +49,9 @@ async def open_redis_broker(
         await link.close()
         raise
     cancels_from = last[0][0].decode() if last else "0-0"
-    return RedisBroker(link, name or _own_name(), cancels_from, lease_s)
+    return RedisBroker(link, name or own_name(), cancels_from, lease_s)
 
 
-def _own_name() -> str:
+def own_name() -> str:
+    """A name for this process that no other has."""
     return f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(4)}"

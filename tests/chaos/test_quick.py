@@ -10,6 +10,7 @@ import pytest
 
 from model.grammar import of_regex
 from service.wire import keys
+from tests.chaos import resume_answers
 from tests.support.history import Storyteller, check_logs, check_stories, until_told
 
 pytestmark = pytest.mark.timeout(300)
@@ -47,6 +48,12 @@ async def test_killed_at_a_token_another_goes_on(fleet, goldens):
     await finish(fleet, door, teller, goldens)
     resumed = [story for story in teller.stories if story.seen_at_s[-1] > killed_s]
     assert max(story.first_seen_after(killed_s) for story in resumed) < fleet.lease_s + 5.0
+
+
+async def test_answers_of_every_kind_come_out_as_if_nothing_had_been(tmp_path):
+    tally = await resume_answers.run(tmp_path, times=8, num_at_once=15, num_subjects=1)
+    assert tally.different == []
+    assert tally.num_resumed >= 8
 
 
 async def test_stopped_past_its_lease_and_woken_it_adds_nothing(fleet, goldens):

@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 import msgpack
 import numpy as np
@@ -14,6 +16,9 @@ import openai
 import pytest
 import redis
 
+from service.cli import serve
+from service.config import Settings
+from service.errors import StartupError
 from tests.support.served import REPOSITORY, Served, alive
 
 STORY = [{"role": "user", "content": "Tell me a story about a fox."}]
@@ -263,3 +268,64 @@ def test_a_wrong_word_is_one_line_and_exit_2(tmp_path):
         assert done.returncode == 2
         assert word in done.stderr
         assert "Traceback" not in done.stderr
+
+
+def worker_of(served) -> int:
+    """The process id of the worker."""
+    for pid in served.descendants():
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if b"service.cli.main" in command and b"worker" in command:
+            return pid
+    raise AssertionError(f"no worker:\n{served.output}")
+
+
+def test_a_worker_that_dies_is_started_again_and_its_requests_go_on(tmp_path):
+    served = Served(tmp_path)
+    try:
+        wish = {"model": "demo", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 200, "ignore_eos": True}
+        with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+            wish["extra_body"] = {"ignore_eos": wish.pop("ignore_eos")}
+            golden = client.completions.create(**wish).choices[0].text
+            for _ in range(2):
+                stream = client.completions.create(**wish, stream=True)
+                text = next(stream).choices[0].text
+                os.kill(worker_of(served), signal.SIGKILL)
+                assert text + "".join(chunk.choices[0].text for chunk in stream) == golden
+        assert served.output.count("the worker ended by itself, and starts again") == 2
+        assert served.terminate() == 0
+    finally:
+        served.kill()
+
+
+async def test_a_worker_that_ends_again_and_again_is_given_up(monkeypatch):
+    """And one that was well for a while has all its lives again."""
+    starts = []
+
+    class Part:
+        def __init__(self, number):
+            self.number = number
+
+        @classmethod
+        async def start(cls, verb, settings):
+            starts.append(settings)
+            return cls(len(starts))
+
+        async def ready(self):
+            if self.number % 3 == 0:
+                raise StartupError("no memory is left")
+            if self.number == 4:
+                await asyncio.sleep(0.3)
+
+        async def ended(self):
+            if self.number == 5:
+                await asyncio.sleep(0.2)
+            return -9
+
+    monkeypatch.setattr(serve, "Part", Part)
+    monkeypatch.setattr(serve, "WORKER_RESTARTS_S", (0.0,) * 5)
+    monkeypatch.setattr(serve, "WORKER_WELL_S", 0.1)
+    worker = serve.KeptWorker(Settings())
+    await worker.start()
+    async with asyncio.timeout(10):
+        await worker.keep()
+    assert len(starts) == 5 + 5

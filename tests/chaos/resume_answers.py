@@ -1,0 +1,207 @@
+"""Whole answers whose workers are killed under them, each beside the same answer when nothing happens.
+
+`python -m tests.chaos.resume_answers --times 1000` asks a real gateway on the demo model, kills workers at the claim,
+in the prefill, behind a token and before the end, and goes on until so many answers were taken over by another worker
+and compared. Every kind takes its turn: greedy, seeded, penalised, several choices, the best of more, beams,
+log-probabilities, stop strings, a form that the answer must have; streamed and not. Texts and ends must be byte for byte
+the same, and log-probabilities as near as batches of other sizes let them be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import re
+import sys
+import tempfile
+import time
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from service.config import Settings
+from service.gateway.process import serving
+from service.gateway.served_model import ServedModel
+from tests.support.demo_engine import DEMO
+from tests.support.fleet import Fleet
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MODEL = "demo"
+FAULTS = ("token-6", "claim", "token-12", "prefill", "token-3", "settle")
+LOGPROB_TOLERANCE = 2e-4
+NUM_WORKERS = 2
+LEASE_S = 1.0
+STEP_S = 0.01
+SUBJECTS = ("a fox", "the sea", "two friends", "rain", "a lost key", "bread", "winter")
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "seeded": {"temperature": 1, "seed": 7},
+    "penalised": {"temperature": 0.9, "seed": 8, "presence_penalty": 0.6, "frequency_penalty": 0.4, "top_p": 0.9},
+    "n = 4": {"temperature": 1, "seed": 9, "n": 4, "max_tokens": 20},
+    "best of 4": {"temperature": 1, "seed": 10, "best_of": 4, "n": 2, "max_tokens": 20},
+    "beam 4": {"temperature": 0, "use_beam_search": True, "beam_width": 4, "n": 4, "max_tokens": 20},
+    "logprobs": {"temperature": 1, "seed": 11, "logprobs": 3},
+    "stop strings": {"temperature": 1, "seed": 12, "stop": ["and", ". "], "n": 2, "max_tokens": 60},
+    "structured output": {"temperature": 1, "seed": 13, "guided_regex": "[A-Z][a-z ]{60,90}[.]", "ignore_eos": False},
+}
+STREAMED = ("greedy", "seeded", "n = 4", "logprobs", "stop strings", "structured output")
+
+
+@dataclass(frozen=True)
+class Wish:
+    kind: str
+    path: str
+    body: str  # JSON
+
+    @property
+    def is_streamed(self) -> bool:
+        return bool(json.loads(self.body).get("stream"))
+
+
+@dataclass
+class Answer:
+    """Of each choice, its text and how it ended; log-probabilities apart, for they are numbers."""
+
+    choices: dict[int, tuple[str, str | None]]
+    logprobs: list[float]
+
+    def is_as(self, golden: Answer) -> bool:
+        return (
+            self.choices == golden.choices
+            and len(self.logprobs) == len(golden.logprobs)
+            and np.allclose(self.logprobs, golden.logprobs, atol=LOGPROB_TOLERANCE)
+        )
+
+
+@dataclass
+class Tally:
+    """What came of it. `num_resumed`: compared, and taken over at least once."""
+
+    num_resumed: int = 0
+    num_compared: int = 0
+    num_different: int = 0
+    num_kills: int = 0
+    resumed_by_kind: dict[str, int] = field(default_factory=dict)
+    different: list[str] = field(default_factory=list)
+
+
+def wishes(num_subjects: int) -> list[Wish]:
+    found = []
+    for subject, (kind, fields) in itertools.product(SUBJECTS[:num_subjects], KINDS.items()):
+        body = {
+            "model": MODEL,
+            "max_tokens": 32,
+            "ignore_eos": True,
+            "prompt": f"A story about {subject}. Once",
+            **fields,
+        }
+        for is_streamed in (False, True)[: 1 + (kind in STREAMED)]:
+            found.append(Wish(kind, COMPLETIONS, json.dumps({**body, "stream": is_streamed})))
+    return found
+
+
+async def ask(http: aiohttp.ClientSession, url: str, wish: Wish) -> tuple[str, Answer]:
+    """The request's id, and what was answered."""
+    async with http.post(url + wish.path, data=wish.body, headers={"Content-Type": "application/json"}) as response:
+        data = await response.text()
+        assert response.status == 200, (wish, data)
+        if wish.is_streamed:
+            frames = re.findall(r"^data: (\{.*\})$", data, re.MULTILINE)
+            assert data.endswith("data: [DONE]\n\n"), (wish, data[-200:])
+        else:
+            frames = [data]
+        return response.headers["X-Request-Id"], _read(frames)
+
+
+def _read(frames: list[str]) -> Answer:
+    texts: dict[int, str] = {}
+    ends: dict[int, str | None] = {}
+    logprobs: list[tuple[int, float]] = []
+    for frame in map(json.loads, frames):
+        assert "error" not in frame, frame
+        for choice in frame["choices"]:
+            index = choice["index"]
+            texts[index] = texts.get(index, "") + choice["text"]
+            ends[index] = choice["finish_reason"] or ends.get(index)
+            told = (choice.get("logprobs") or {}).get("token_logprobs") or []
+            logprobs += [(index, value) for value in told]
+    logprobs.sort(key=lambda pair: pair[0])
+    return Answer({index: (text, ends[index]) for index, text in texts.items()}, [value for _, value in logprobs])
+
+
+@asynccontextmanager
+async def open_house(folder: Path):
+    """A gateway on the fleet's Redis, and clients for it."""
+    fleet = Fleet(folder, lease_s=LEASE_S)
+    try:
+        settings = Settings(
+            model=DEMO, served_model_name=MODEL, port=0, drain_timeout=1.0, max_connections_per_client=4096
+        )
+        broker = await fleet.door()
+        async with (
+            serving(settings, ServedModel.read(settings), broker) as url,
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http,
+        ):
+            yield fleet, http, url
+        await broker.close()
+    finally:
+        fleet.close()
+
+
+async def run(folder: Path, times: int, num_at_once: int, num_subjects: int = len(SUBJECTS)) -> Tally:
+    """Round after round: `num_at_once` requests, and a kill among them."""
+    tally = Tally()
+    async with open_house(folder) as (fleet, http, url):
+        await fleet.have(NUM_WORKERS, STEP_S)
+        wanted = wishes(num_subjects)
+        undisturbed = await asyncio.gather(*(ask(http, url, wish) for wish in wanted))
+        goldens = {wish: answer for wish, (_, answer) in zip(wanted, undisturbed, strict=True)}
+        turns, faults = itertools.cycle(goldens), itertools.cycle(FAULTS)
+        while tally.num_resumed < times:
+            await fleet.have(NUM_WORKERS, STEP_S)
+            some = list(itertools.islice(turns, num_at_once))
+            fault = next(faults)
+            fleet.order(fault)
+            answers = await asyncio.gather(*(ask(http, url, wish) for wish in some))
+            await fleet.obeyed(fault)
+            tally.num_kills += 1
+            taken_over = set(re.findall(r"goes on with.* job=(\S+)", fleet.output))
+            for wish, (request_id, answer) in zip(some, answers, strict=True):
+                _compare(tally, wish, answer, goldens[wish], request_id in taken_over)
+    return tally
+
+
+def _compare(tally: Tally, wish: Wish, answer: Answer, golden: Answer, is_resumed: bool) -> None:
+    tally.num_compared += 1
+    if is_resumed:
+        tally.num_resumed += 1
+        tally.resumed_by_kind[wish.kind] = tally.resumed_by_kind.get(wish.kind, 0) + 1
+    if not answer.is_as(golden):
+        tally.num_different += 1
+        tally.different.append(f"{wish} was {golden}, is {answer}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--times", type=int, default=1000)
+    parser.add_argument("--at-once", type=int, default=60)
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="quire-") as folder:
+        start_s = time.monotonic()
+        tally = asyncio.run(run(Path(folder), args.times, args.at_once))
+    figures = {**asdict(tally), "elapsed_s": round(time.monotonic() - start_s, 1)}
+    print(json.dumps(figures, indent=1))
+    if args.out is not None:
+        args.out.write_text(json.dumps(figures, indent=1) + "\n")
+    return int(tally.num_different != 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
