@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from dataclasses import dataclass
 from functools import partial
@@ -190,13 +189,6 @@ def wanted_model_len(settings: Settings, config: ModelConfig) -> int:
     if settings.max_model_len > config.max_position:
         raise StartupError(f"--max-model-len: this model ends at {config.max_position} tokens")
     return settings.max_model_len
-
-
-def keep_for_good() -> None:
-    """For a process that has all it will ever load: what is there stays, and the collector, which would hold up a step
-    by tens of milliseconds each time it walked it all, leaves it alone."""
-    gc.collect()
-    gc.freeze()
 
 
 def _prove(engine: Engine) -> None:

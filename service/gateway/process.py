@@ -13,6 +13,7 @@ from aiohttp import web
 
 from service.config import Settings
 from service.errors import StartupError
+from service.garbage import keep_for_good
 from service.gateway.batch_runner import BatchRunner
 from service.gateway.hall import Hall
 from service.gateway.http_door import HttpDoor
@@ -47,6 +48,7 @@ async def run_gateway(
     Raises StartupError where the model cannot be read or the port cannot be had. `broker` stays the caller's to close.
     """
     model = await asyncio.to_thread(ServedModel.read, settings)
+    keep_for_good()
     async with serving(settings, model, broker, tracing) as url:
         on_ready(url)
         await stop.wait()

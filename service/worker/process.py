@@ -12,8 +12,9 @@ from contextlib import suppress
 
 from service import metrics
 from service.config import Settings
-from service.engine.build import BuiltEngine, build_engine, keep_for_good
+from service.engine.build import BuiltEngine, build_engine
 from service.errors import EndReason
+from service.garbage import keep_for_good
 from service.logs import fields
 from service.sd_notify import Supervisor
 from service.tracing import NO_TRACING, Tracing

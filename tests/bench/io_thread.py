@@ -21,8 +21,8 @@ import uvloop
 
 from model.sampling_params import SamplingParams
 from service.cli.bench.host_steps import VOCAB_SIZE, make_engine
-from service.engine.build import keep_for_good
 from service.engine.outputs import NewTokens
+from service.garbage import keep_for_good
 from service.wire.codec import pack_ids
 from service.wire.embedded_redis import EmbeddedRedis
 from service.wire.messages import Job

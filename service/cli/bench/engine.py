@@ -28,8 +28,9 @@ from service.cli.bench.report import Figure, write_report
 from service.cli.bench.trace import read_trace
 from service.cli.table import print_grid, print_table, shown
 from service.config import Settings
-from service.engine.build import BuiltEngine, build_engine, keep_for_good
+from service.engine.build import BuiltEngine, build_engine
 from service.errors import StartupError
+from service.garbage import keep_for_good
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:

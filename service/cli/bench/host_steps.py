@@ -26,13 +26,13 @@ from model.sampling_params import SamplingParams
 from service.cli.bench.engine_measures import WHOLE_STEPS
 from service.cli.bench.flag_values import whole_number
 from service.cli.table import print_grid
-from service.engine.build import keep_for_good
 from service.engine.engine import Engine
 from service.engine.executor import ModelExecutor
 from service.engine.kv_manager import KVManager
 from service.engine.outputs import one_by_one
 from service.engine.scheduler import Limits
 from service.engine.sequence import Request
+from service.garbage import keep_for_good
 from service.wire.codec import encode
 from service.worker.job_events import event_of
 

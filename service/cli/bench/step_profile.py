@@ -25,7 +25,8 @@ from service.cli.bench.report import add_report_flags, check_report_flags, write
 from service.cli.bench.step_table import KernelEvent, StepTable, table_of
 from service.cli.table import print_grid, shown
 from service.config import Settings
-from service.engine.build import BuiltEngine, build_engine, keep_for_good
+from service.engine.build import BuiltEngine, build_engine
+from service.garbage import keep_for_good
 
 PROFILED_STEPS = 8
 TIMED_STEPS = 32
