@@ -156,7 +156,7 @@ def response(response_id: str) -> str:
 
 
 def feed(door: str) -> str:
-    """Stream. All events for one door, one entry a step and worker, m = Events one behind the other. Workers write,
+    """Stream. All events for one door, one entry a step and worker, m = a list of Events. Workers write,
     that door reads. The last FEED_MAX_ENTRIES, FEED_TTL_S after the last."""
     return f"quire:feed:{_name(door)}"
 

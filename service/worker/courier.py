@@ -217,7 +217,8 @@ class Courier:
             news, self._news = self._news, []
             refused, self._refused = self._refused, []
             told, leaving = self._events(news)
-            events = refused + told
+            # A door tells a step's events one after the other, for milliseconds: who has waited longest goes first.
+            events = sorted(refused + told, key=lambda event: event.number > 1)
             if events:
                 self._drop(await self._persist(lambda: self._broker.publish(events)))
             for event in events:

@@ -80,6 +80,31 @@ async def test_no_event_is_lost_while_the_queue_is_away():
             assert (await told(events))[0] == alone([n], 20)
 
 
+class RecordingBroker(MemoryBroker):
+    """Remembers the numbers of the events of each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers: list[list[int]] = []
+
+    async def publish(self, events):
+        self.numbers.append([event.number for event in events])
+        return await super().publish(events)
+
+
+async def test_first_events_go_before_those_of_jobs_that_run():
+    broker = RecordingBroker()
+    async with House(broker, step_s=0.002) as house:
+        _, first = await house.submit([1], max_tokens=100)
+        await anext(first)
+        _, second = await house.submit([2], max_tokens=3)
+        assert (await told(second))[0] == alone([2], 3)
+        assert (await told(first, after=1))[0] == alone([1], 100)[1:]
+    together = [numbers for numbers in broker.numbers if 1 in numbers and len(numbers) > 1]
+    assert together
+    assert all(numbers[0] == 1 for numbers in together)
+
+
 async def test_a_drained_courier_claims_nothing_more():
     async with House(MemoryBroker()) as house:
         _, first = await house.submit([1], max_tokens=200)
