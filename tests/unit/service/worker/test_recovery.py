@@ -176,7 +176,8 @@ async def test_suspects_are_tried_one_by_one_and_the_innocent_go_on_together(que
         async with asyncio.timeout(10):
             while house.engine.stats.num_running < len(jobs):
                 await asyncio.sleep(0.005)
-        assert tried == [*((job_id, 0) for job_id, _ in jobs), (None, 0)]
+        # Whether it looks once more, and finds none, depends on when the next heartbeat says that none is left.
+        assert [each for each in tried if each != (None, 0)] == [(job_id, 0) for job_id, _ in jobs]
         for n, (_, events) in enumerate(jobs):
             assert (await told(events))[:2] == (alone([n], 100), EndReason.LENGTH)
 
