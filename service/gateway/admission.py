@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any
 
 from model.sampling_params import SamplingParams
@@ -53,8 +54,12 @@ class Admission:
         """From now on every request is refused with 503."""
         self._draining = True
 
-    async def admit(self, request: Request, tenant: str) -> Ticket:
-        """Raises RequestError: 400, 404, or 429 or 503 with Retry-After while there is no room or no queue."""
+    async def admit(self, request: Request, tenant: str, request_id: str | None = None) -> Ticket:
+        """Raises RequestError: 400, 404, or 429 or 503 with Retry-After while there is no room or no queue.
+
+        `request_id`: of a request that may have been admitted before, elsewhere; its seed, which chance draws for others,
+        is then the same. Without it, it is a new one.
+        """
         self._model.require(request.model)
         self._check_choices(request)
         view = await self._room(tenant, len(request.prompts))
@@ -66,12 +71,15 @@ class Admission:
         else:
             loop = asyncio.get_running_loop()
             prompts, texts, grammar = await loop.run_in_executor(self._pool, self._understand, request, max_model_len)
+        job_id = request_id or new_job_id()
+        if request.sampling.seed is None:
+            seed = secrets.randbits(64) if request_id is None else _seed_of(request_id)
+            request = replace(request, sampling=replace(request.sampling, seed=seed))
         samplings = self._samplings(request, [len(prompt) for prompt in prompts], max_model_len)
         try:
             now_s = await self._broker.now_s()
         except BrokerUnavailable:
             raise unavailable() from None
-        job_id = new_job_id()
         jobs = tuple(
             Job(
                 job_id=name,
@@ -190,7 +198,7 @@ class Admission:
             repetition_penalty=self._wished(wishes.repetition_penalty, "repetition_penalty", 1.0),
             presence_penalty=wishes.presence_penalty,
             frequency_penalty=wishes.frequency_penalty,
-            seed=secrets.randbits(64) if wishes.seed is None else wishes.seed,
+            seed=wishes.seed,
             stop_token_ids=wishes.stop_token_ids,
             ignore_eos=wishes.ignore_eos,
             logprobs=wishes.logprobs,
@@ -224,8 +232,20 @@ def _is_read_at_once(request: Request) -> bool:
 
 def new_job_id() -> str:
     """26 characters of Crockford's base 32, 128 bits of chance: nobody guesses another's job."""
-    bits = secrets.randbits(128)
+    return _in_base_32(secrets.randbits(128))
+
+
+def job_id_of(*names: str) -> str:
+    """Of these names, the same wherever it is asked for."""
+    return _in_base_32(int.from_bytes(sha256("\0".join(names).encode()).digest()[:16]))
+
+
+def _in_base_32(bits: int) -> str:
     return "".join(CROCKFORD[(bits >> shift) & 31] for shift in range(125, -1, -5))
+
+
+def _seed_of(request_id: str) -> int:
+    return int.from_bytes(sha256(b"seed" + request_id.encode()).digest()[:8])
 
 
 def unavailable() -> RequestError:

@@ -66,9 +66,9 @@ class Hall:
             return await asyncio.get_running_loop().run_in_executor(self.pool, _read_json, endpoint, body)
         return _read(endpoint, body)
 
-    async def admit(self, request: Request, tenant: str) -> Ticket:
+    async def admit(self, request: Request, tenant: str, request_id: str | None = None) -> Ticket:
         with admission(self.tracing) as admitted:
-            ticket = await self.admission.admit(request, tenant)
+            ticket = await self.admission.admit(request, tenant, request_id)
             admitted(ticket)
         return ticket
 
@@ -94,8 +94,8 @@ class Hall:
     def view(self, ticket: Ticket) -> AbstractAsyncContextManager[Run]:
         return self.relay.view(ticket)
 
-    def open(self, ticket: Ticket) -> AbstractAsyncContextManager[Run]:
-        return self.relay.open(ticket)
+    def open(self, ticket: Ticket, *, is_shared: bool = False) -> AbstractAsyncContextManager[Run]:
+        return self.relay.open(ticket, is_shared=is_shared)
 
     def form(self, ticket: Ticket) -> AnswerForm:
         """How the answer of this request is worded."""

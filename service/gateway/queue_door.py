@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from service.errors import RequestError
+from service.gateway.admission import job_id_of
 from service.gateway.hall import Hall, incident
 from service.gateway.openai_answers import error_object
 from service.gateway.openai_bodies import refusal
@@ -105,7 +106,7 @@ class QueueDoor:
         """Whether the entry has its final reply."""
         loop = asyncio.get_running_loop()
         give_up_at_s = loop.time() + self._hall.settings.request_timeout
-        if entry.was_left and await answer.was_begun():
+        if entry.was_left and await answer.has_ended():
             return True
         while True:
             try:
@@ -137,9 +138,11 @@ class QueueDoor:
 
     async def _answer_job(self, job: IngressJob, entry: IngressEntry, answer: _Answer) -> None:
         request = await self._read(job)
-        ticket = await self._hall.admit(request, entry.producer)
+        # Whichever gateway has the entry finds the same jobs: the next one hears what this one heard.
+        request_id = job_id_of("ingress", entry.producer, entry.entry_id)
+        ticket = await self._hall.admit(request, entry.producer, request_id)
         choices = {index: _Choice(index) for index in range(request.num_choices)}
-        async with self._hall.open(ticket) as run:
+        async with self._hall.open(ticket, is_shared=True) as run:
             async for piece in run:
                 choice = choices[piece.index]
                 choice.text += piece.text
@@ -186,10 +189,13 @@ class _Answer:
         self._hall = hall
         self._producer = producer
         self._id = reply_id
+        self._told_chars: dict[int, int] = {}  # by choice, what another gateway has told and is not to be told again
+        self._ended: set[int] = set()  # choices whose end it has told
         self.num_told = 0
 
     async def tell(self, index: int, text: str) -> None:
         """Some more text of a choice. Raises BrokerUnavailable where the queue stays away."""
+        text = self._untold(index, text)
         for start in range(0, len(text), MAX_REPLY_CHARS):
             part = text[start : start + MAX_REPLY_CHARS]
             await self._send(Reply(id=self._id, number=self.num_told + 1, index=index, text=part))
@@ -202,7 +208,9 @@ class _Answer:
             cached_tokens=outcome.cached_tokens,
         )
         for choice in choices:
-            text = choice.take()
+            if choice.index in self._ended:
+                continue
+            text = self._untold(choice.index, choice.take())
             cut = len(text) - len(text) % MAX_REPLY_CHARS if len(text) > MAX_REPLY_CHARS else 0
             await self.tell(choice.index, text[:cut])
             is_last = choice is choices[-1]
@@ -218,18 +226,24 @@ class _Answer:
                 )
             )
 
-    async def was_begun(self) -> bool:
-        """By a gateway that is gone: then it has ended, or ends here with an error, for nobody knows its text."""
-        last = await self._hall.broker.last_reply(self._producer, self._id)
-        if last is None:
-            return False
-        reply = decode(Reply, last)
-        if not reply.done:
+    async def has_ended(self) -> bool:
+        """Whether a gateway that is gone has told all. What it has told of it is not told again: the same events give
+        the same text, wherever they are read."""
+        for payload in await self._hall.broker.read_replies(self._producer, self._id):
+            reply = decode(Reply, payload)
             self.num_told = reply.number
-            await self.fail(
-                RequestError(503, "The gateway that answered is gone.", "server_error", code="gateway_lost")
-            )
-        return True
+            self._told_chars[reply.index] = self._told_chars.get(reply.index, 0) + len(reply.text)
+            if reply.finish_reason is not None:
+                self._ended.add(reply.index)
+            if reply.done:
+                return True
+        return False
+
+    def _untold(self, index: int, text: str) -> str:
+        told = min(len(text), self._told_chars.get(index, 0))
+        if told:
+            self._told_chars[index] -= told
+        return text[told:]
 
     async def fail(self, error: RequestError) -> None:
         await self._send(Reply(id=self._id, number=self.num_told + 1, error=error_object(error), done=True))

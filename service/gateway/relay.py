@@ -63,12 +63,14 @@ class Relay:
         return len(self._open)
 
     @asynccontextmanager
-    async def open(self, ticket: Ticket) -> AsyncIterator[Run]:
-        """Submits the jobs; on leaving before their end, for whatever reason, cancels them.
+    async def open(self, ticket: Ticket, *, is_shared: bool = False) -> AsyncIterator[Run]:
+        """Submits the jobs; on leaving before their end, for whatever reason, cancels them. Those of a request that
+        `is_shared` go on where only this gateway leaves: another has them, or will.
 
         Raises RequestError: 429 or 503 where a job was not accepted or this door closes, 504 past the deadline.
         """
-        async with self._opened(ticket, _Scope(asyncio.timeout(ticket.timeout_s), owns_jobs=True)) as run:
+        scope = _Scope(asyncio.timeout(ticket.timeout_s), owns_jobs=True, is_shared=is_shared)
+        async with self._opened(ticket, scope) as run:
             yield run
 
     @asynccontextmanager
@@ -147,7 +149,7 @@ class Relay:
         run = Run(jobs, sum(ticket.num_prompt_tokens))
         self._open.add(scope)
         span = begin_generation(self._tracing if scope.owns_jobs else NO_TRACING, ticket)
-        reason, is_kept, refused = EndReason.CANCELLED, scope.is_kept, None
+        reason, is_kept, refused = EndReason.CANCELLED, scope.is_kept or scope.is_shared, None
         try:
             async with scope.timeout:
                 if scope.owns_jobs:
@@ -238,6 +240,7 @@ class _Scope:
     timeout: asyncio.Timeout
     owns_jobs: bool  # they end with it
     is_kept: bool = False  # it has no client of its own
+    is_shared: bool = False  # any gateway can go on with it
     reason: EndReason = EndReason.DEADLINE
 
     def end(self, reason: EndReason) -> None:

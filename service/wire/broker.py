@@ -149,8 +149,8 @@ class DoorBroker(BatchStore, ResponseStore, Protocol):
         """Say that the fetched entries are still worked on, every INGRESS_KEEP_S: those of which nobody says so for
         INGRESS_LEFT_S go to another gateway. Returns entries that have gone there."""
 
-    async def last_reply(self, producer: str, producer_job_id: str) -> bytes | None:
-        """What was appended last to the reply stream of (producer, producer_job_id)."""
+    async def read_replies(self, producer: str, producer_job_id: str) -> Sequence[bytes]:
+        """What was appended so far to the reply stream of (producer, producer_job_id)."""
 
     async def settle_ingress(self, entry: IngressEntry) -> None:
         """The entry has its final reply and is removed."""

@@ -90,9 +90,8 @@ class MemoryBroker(MemoryBatches, MemoryResponses):
         self._check_open()
         return []
 
-    async def last_reply(self, producer: str, producer_job_id: str) -> bytes | None:
-        replies = self.replies(producer, producer_job_id)
-        return replies[-1] if replies else None
+    async def read_replies(self, producer: str, producer_job_id: str) -> Sequence[bytes]:
+        return self.replies(producer, producer_job_id)
 
     async def settle_ingress(self, entry: IngressEntry) -> None:
         self._check_open()

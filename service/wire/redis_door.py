@@ -115,10 +115,10 @@ class RedisDoor:
         lost = await self._ingress.keep()
         return [IngressEntry(self._producers[stream], entry_id, b"") for stream, entry_id in lost]
 
-    async def last_reply(self, producer: str, producer_job_id: str) -> bytes | None:
+    async def read_replies(self, producer: str, producer_job_id: str) -> Sequence[bytes]:
         async with self._link.commands() as redis:
-            last = await redis.xrevrange(keys.reply(producer, producer_job_id), count=1)
-        return last[0][1].get(keys.PAYLOAD_FIELD.encode(), b"") if last else None
+            entries = await redis.xrange(keys.reply(producer, producer_job_id))
+        return [entry.get(keys.PAYLOAD_FIELD.encode(), b"") for _, entry in entries]
 
     async def settle_ingress(self, entry: IngressEntry) -> None:
         stream = keys.ingress(entry.producer)

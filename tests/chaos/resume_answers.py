@@ -3,8 +3,8 @@
 `python -m tests.chaos.resume_answers --times 1000` asks a real gateway on the demo model, kills workers at the claim,
 in the prefill, behind a token and before the end, and goes on until so many answers were taken over by another worker
 and compared. Every kind takes its turn: greedy, seeded, penalised, several choices, the best of more, beams,
-log-probabilities, stop strings, a form that the answer must have; streamed and not. Texts and ends must be byte for byte
-the same, and log-probabilities as near as batches of other sizes let them be.
+log-probabilities, stop strings, a form that the answer must have; streamed and not. Texts and ends must be byte for
+byte the same, and log-probabilities as near as batches of other sizes let them be.
 """
 
 from __future__ import annotations

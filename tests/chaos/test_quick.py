@@ -10,7 +10,8 @@ import pytest
 
 from model.grammar import of_regex
 from service.wire import keys
-from tests.chaos import resume_answers
+from service.wire.embedded_redis import EmbeddedRedis
+from tests.chaos import cancels, resume_answers
 from tests.support.history import Storyteller, check_logs, check_stories, until_told
 
 pytestmark = pytest.mark.timeout(300)
@@ -54,6 +55,16 @@ async def test_answers_of_every_kind_come_out_as_if_nothing_had_been(tmp_path):
     tally = await resume_answers.run(tmp_path, times=8, num_at_once=15, num_subjects=1)
     assert tally.different == []
     assert tally.num_resumed >= 8
+
+
+async def test_clients_that_leave_hold_no_blocks(tmp_path):
+    server = EmbeddedRedis.start(tmp_path / "redis")
+    try:
+        figures = await cancels.run(server.url, times=40, num_at_once=8)
+    finally:
+        server.stop()
+    assert figures["left"] >= 30
+    assert (figures["blocks_left"], figures["jobs_left"]) == (0, 0)
 
 
 async def test_stopped_past_its_lease_and_woken_it_adds_nothing(fleet, goldens):

@@ -1,6 +1,7 @@
 """The queue door: the same requests, written by foreign producers, answered on their reply streams."""
 
 import asyncio
+from dataclasses import replace
 
 import msgpack
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from service.errors import EndReason
 from service.wire.broker import BrokerUnavailable, QueueFull
 from service.wire.codec import decode, encode
+from service.wire.memory_queue import MemoryQueue
 from service.wire.messages import Reply
 from tests.support.gateway import MODEL, QuickBroker, open_gateway, speech
 from tests.support.scripted_worker import Script
@@ -23,8 +25,8 @@ BODIES = {
 class Ledger(QuickBroker):
     """Remembers which entries were settled; `settle_failures` times it cannot."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, queue=None):
+        super().__init__(queue)
         self.settled = []
         self.produced = []
         self.settle_failures = 0
@@ -215,12 +217,49 @@ async def test_what_a_dead_gateway_had_not_begun_is_answered(door):
     assert (reply.error, reply.done) == (None, True)
 
 
-async def test_what_a_dead_gateway_had_begun_ends_with_an_error_behind_it(door):
-    begun = encode(Reply(id="job", number=1, text="Once "))
+@pytest.mark.parametrize("stream", [True, False])
+async def test_what_a_dead_gateway_had_begun_goes_on_behind_its_last_reply(door, stream):
+    begun = encode(Reply(id="job", number=1, text="Hello w"))
     await door.broker.reply(PRODUCER, "job", begun)
-    first, last = await answer(door, payload(stream=True), was_left=True)
-    assert (first.text, last.number, last.error["code"]) == ("Once ", 2, "gateway_lost")
-    assert door.worker.jobs == []
+    first, *more = await answer(door, payload(stream=stream), was_left=True)
+    assert first.text == "Hello w"
+    assert "".join(reply.text for reply in more) == "orld."
+    assert (more[-1].finish_reason, more[-1].usage.completion_tokens) == ("stop", 8)
+
+
+async def test_an_end_that_a_dead_gateway_has_told_of_a_choice_is_not_told_again(door):
+    for number, text in ((1, "Hello "), (2, "world.")):
+        end = "stop" if number == 2 else None
+        reply = Reply(id="job", number=number, index=0, text=text, finish_reason=end)
+        await door.broker.reply(PRODUCER, "job", encode(reply))
+    *_, last = replies = await answer(door, payload(n=2), was_left=True)
+    assert [(reply.index, reply.text) for reply in replies[2:]] == [(1, "Hello world.")]
+    assert (last.finish_reason, last.done) == ("stop", True)
+
+
+async def test_the_next_gateway_goes_on_with_the_job_of_one_that_died(model_folder):
+    queue, forever = MemoryQueue(), asyncio.Event()
+    async with open_gateway(model_folder, Ledger(queue)) as first:
+        steps = speech(first.model, "Hello world, here and there.").steps
+        first.worker.script = lambda job: Script(steps, step_s=0.03)
+        await first.broker.produce(PRODUCER, payload(stream=True))
+        async with asyncio.timeout(5):
+            while len(first.broker.replies(PRODUCER, "job")) < 3:
+                await asyncio.sleep(0.005)
+        first.broker.reply = first.broker.fetch_ingress = lambda *_: forever.wait()  # no word of it any more
+        (entry,) = first.broker.produced
+        async with open_gateway(model_folder, Ledger(queue)) as heir:
+            queue.ingress_of(PRODUCER).append(replace(entry, was_left=True))
+            queue.tell()
+            async with asyncio.timeout(5):
+                while not heir.broker.settled:
+                    await asyncio.sleep(0.005)
+            replies = [decode(Reply, reply) for reply in heir.broker.replies(PRODUCER, "job")]
+            assert "".join(reply.text for reply in replies) == "Hello world, here and there."
+            assert [reply.number for reply in replies] == list(range(1, len(replies) + 1))
+            assert (replies[-1].done, replies[-1].error) == (True, None)
+            assert (len(first.worker.jobs), heir.worker.jobs) == (1, [])
+        forever.set()
 
 
 async def test_what_a_dead_gateway_had_ended_is_settled_only(door):
@@ -229,7 +268,7 @@ async def test_what_a_dead_gateway_had_ended_is_settled_only(door):
     assert door.worker.jobs == []
 
 
-async def test_what_another_gateway_has_taken_is_let_go_of(model_folder, monkeypatch):
+async def test_what_another_gateway_has_taken_is_let_go_of(model_folder, monkeypatch, caplog):
     monkeypatch.setattr("service.gateway.queue_door.INGRESS_KEEP_S", 0.05)
     async with open_gateway(model_folder, Ledger()) as gateway:
         gateway.worker.script = lambda job: Script([], end=None)
@@ -239,8 +278,11 @@ async def test_what_another_gateway_has_taken_is_let_go_of(model_folder, monkeyp
                 await asyncio.sleep(0.005)
         (entry,) = gateway.broker.produced
         gateway.broker.keep_ingress = lambda: _value([entry])
-        assert (await gateway.worker.cancelled()).reason is EndReason.CANCELLED
-        assert gateway.broker.settled == []
+        async with asyncio.timeout(5):
+            while "another gateway has taken" not in caplog.text:
+                await asyncio.sleep(0.005)
+        await asyncio.sleep(0.1)
+        assert (gateway.worker.cancels, gateway.broker.settled) == ([], [])  # the job is the other's now
 
 
 async def _value(value):

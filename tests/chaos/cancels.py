@@ -1,0 +1,194 @@
+"""Clients that leave at any moment: how soon the blocks of their requests are free, and whether any are left.
+
+`python -m tests.chaos.cancels --times 10000` opens streams at a real gateway over a real Redis and a worker on the demo
+model, all but Redis in this process, drops each at a random moment, and notes when the engine gave up what it held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+from redis import Redis
+
+from service.config import Settings
+from service.engine.build import BuiltEngine, build_engine
+from service.engine.stats import EngineStats
+from service.errors import EndReason
+from service.gateway.process import serving
+from service.gateway.served_model import ServedModel
+from service.wire import keys
+from service.wire.embedded_redis import EmbeddedRedis
+from service.wire.redis_broker import open_redis_broker
+from service.worker.courier import Courier
+from service.worker.engine_thread import EngineThread, Stop
+from tests.support.demo_engine import DEMO
+from tests.support.wire import make_card
+
+MODEL = "demo"
+NUM_BLOCKS = 2048
+NUM_PLACES = 24
+MARGIN_S = 0.05
+MEAN_STAY_S = 0.15
+PATIENCE_S = 30.0
+
+
+@dataclass
+class Notes:
+    """Monotonic seconds, by request id."""
+
+    left_at_s: dict[str, float] = field(default_factory=dict)
+    freed_at_s: dict[str, float] = field(default_factory=dict)
+    step_s: list[float] = field(default_factory=list)
+    num_whole: int = 0
+
+
+def watched(built: BuiltEngine, notes: Notes) -> BuiltEngine:
+    """The engine tells when it lets go of a request that is cancelled, and how long its steps take."""
+    engine, cancel, step = built.engine, built.engine.cancel, built.engine.step
+
+    def cancel_and_note(request_id: str, reason: EndReason, branch: int | None = None) -> None:
+        cancel(request_id, reason, branch)
+        notes.freed_at_s[request_id.rpartition("/")[0]] = time.monotonic()
+
+    def step_and_note() -> None:
+        start_s = time.monotonic()
+        step()
+        notes.step_s.append(time.monotonic() - start_s)
+
+    engine.cancel, engine.step = cancel_and_note, step_and_note
+    return built
+
+
+@asynccontextmanager
+async def working(redis_url: str, built: BuiltEngine) -> AsyncIterator[EngineThread]:
+    """A worker, wired as its process wires it."""
+    broker = await open_redis_broker(redis_url)
+    memory = built.memory
+    sizes = {"max_model_len": memory.max_model_len, "num_blocks": memory.num_blocks, "block_size": memory.block_size}
+    courier = Courier(
+        broker, lambda ready: make_card("w", model=MODEL, ready=ready, **sizes), built.config.vocab_size, NUM_PLACES
+    )
+    failed = asyncio.get_running_loop().create_future()
+    loop = asyncio.get_running_loop()
+    engine = EngineThread(
+        built.engine, courier.deliver, lambda error: loop.call_soon_threadsafe(failed.set_exception, error)
+    )
+    courier.engine = engine
+    engine.start()
+    duties = asyncio.create_task(courier.run())
+    await courier.announced.wait()
+    try:
+        yield engine
+    finally:
+        engine.send(Stop(EndReason.SHUTDOWN))
+        duties.cancel()
+        await asyncio.wait({duties})
+        engine.join(10)
+        await broker.close()
+        if failed.done():
+            failed.result()
+
+
+async def leave(http: aiohttp.ClientSession, url: str, chance: random.Random, notes: Notes) -> None:
+    """One request whose client goes away."""
+    body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    body |= chance.choice(({}, {"n": 3}, {"temperature": 0}, {"logprobs": 2}))
+    async with http.post(f"{url}/v1/completions", json=body) as response:
+        assert response.status == 200, await response.text()
+        request_id = response.headers["X-Request-Id"]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(chance.expovariate(1 / MEAN_STAY_S)):
+                async for _ in response.content.iter_any():
+                    pass
+                notes.num_whole += 1
+                return
+        notes.left_at_s[request_id] = time.monotonic()
+        response.close()
+
+
+async def run(redis_url: str, times: int, num_at_once: int) -> dict[str, object]:
+    settings = Settings(
+        model=DEMO, served_model_name=MODEL, port=0, device="cpu", num_gpu_blocks=NUM_BLOCKS, max_num_seqs=NUM_PLACES,
+        max_connections_per_client=4096, drain_timeout=1.0,
+    )  # fmt: skip
+    notes, chance = Notes(), random.Random(5)
+    built = watched(await asyncio.to_thread(build_engine, settings, progress=False), notes)
+    notes.step_s.clear()
+    door = await open_redis_broker(redis_url)
+    at_once = asyncio.Semaphore(num_at_once)
+    async with (
+        working(redis_url, built) as engine,
+        serving(settings, ServedModel.read(settings), door) as url,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http,
+    ):
+
+        async def one() -> None:
+            async with at_once:
+                await leave(http, url, chance, notes)
+
+        start_s = time.monotonic()
+        await asyncio.gather(*(one() for _ in range(times)))
+        elapsed_s = time.monotonic() - start_s
+        stats = await _idle(engine, built)
+    await door.close()
+    with Redis.from_url(redis_url) as redis:
+        num_left = sum(redis.hlen(key) for key in (keys.JOBS, keys.STATES, keys.CLAIMS))
+    left = {"blocks_left": stats.num_blocks_used, "jobs_left": num_left}
+    return {**_figures(notes), **left, "elapsed_s": round(elapsed_s, 1)}
+
+
+async def _idle(engine: EngineThread, built: BuiltEngine) -> EngineStats:
+    """What the engine says once it has nothing to do."""
+    async with asyncio.timeout(PATIENCE_S):
+        while built.engine.has_work:
+            await asyncio.sleep(0.02)
+    return built.engine.stats()
+
+
+def _figures(notes: Notes) -> dict[str, object]:
+    waits_s = [notes.freed_at_s[one] - left_s for one, left_s in notes.left_at_s.items() if one in notes.freed_at_s]
+    step_s, long_step_s = (float(np.percentile(notes.step_s, share)) for share in (50, 99))
+    p50, p99 = (float(np.percentile(waits_s, share)) for share in (50, 99))
+    return {
+        "left": len(notes.left_at_s),
+        "told_whole": notes.num_whole,
+        "never_in_the_engine": len(notes.left_at_s) - len(waits_s),
+        "free_after_ms_p50_p99_max": [round(1e3 * value, 1) for value in (p50, p99, max(waits_s))],
+        "step_ms_p50_p99": [round(1e3 * step_s, 1), round(1e3 * long_step_s, 1)],
+        "two_steps_and_50_ms": round(1e3 * (2 * step_s + MARGIN_S), 1),
+        "two_long_steps_and_50_ms": round(1e3 * (2 * long_step_s + MARGIN_S), 1),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--times", type=int, default=10_000)
+    parser.add_argument("--at-once", type=int, default=16)
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        server = EmbeddedRedis.start(Path(folder) / "redis")
+        try:
+            figures = asyncio.run(run(server.url, args.times, args.at_once))
+        finally:
+            server.stop()
+    print(json.dumps(figures))
+    if args.out is not None:
+        args.out.write_text(json.dumps(figures, indent=1) + "\n")
+    return int(bool(figures["blocks_left"] or figures["jobs_left"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
