@@ -57,7 +57,7 @@ class Admission:
     async def admit(self, request: Request, tenant: str, request_id: str | None = None) -> Ticket:
         """Raises RequestError: 400, 404, or 429 or 503 with Retry-After while there is no room or no queue.
 
-        `request_id`: of a request that may have been admitted before, elsewhere; its seed, which chance draws for others,
+        `request_id`: of a request that may have been admitted before, elsewhere; its seed, else drawn by chance,
         is then the same. Without it, it is a new one.
         """
         self._model.require(request.model)
@@ -91,6 +91,7 @@ class Admission:
                 feed=self._feed,
                 priority=request.priority,
                 is_batch=request.is_batch,
+                model=self._model.name,
             )
             for name, prompt, sampling in zip(job_names(job_id, len(prompts)), prompts, samplings, strict=True)
         )

@@ -33,6 +33,7 @@ class Job:
     priority: int = 0  # among its tenant's waiting jobs; lower goes first
     is_batch: bool = False  # it waits in the lowest lane
     traceparent: str | None = None  # W3C's, of the span that waits for it
+    model: str | None = None  # the name under which it was asked for: no worker of another one computes it
 
 
 class TokenLogprobs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):

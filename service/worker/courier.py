@@ -66,6 +66,7 @@ class Courier:
         self._make_card = make_card
         self._vocab_size = vocab_size
         self._places = Places(num_places)
+        self._model = ""
         self._loop = asyncio.get_running_loop()
         self._open: dict[str, _OpenJob] = {}
         self._news: list[News] = []
@@ -138,6 +139,7 @@ class Courier:
             await asyncio.sleep(0.02)
 
     async def _fetch(self) -> None:
+        self._model = self._make_card(False).model
         await self._persist(self._broker.take_over)
         while not self._draining:
             max_branches, room = self._places.room(self.engine.num_free_tokens, self._loop.time())
@@ -174,7 +176,10 @@ class Courier:
         job, next_number = claim.job, len(claim.past) + 1
         request_id = f"{job.job_id}/{claim.attempt}"
         prompt = tuple(unpack_ids(job.prompt))
-        if any(token >= self._vocab_size for token in prompt):
+        is_ours = job.model in (None, self._model)
+        if not is_ours:
+            log.error("a job of another model; one Redis serves one model %s", fields(job=job.job_id, model=job.model))
+        if not is_ours or any(token >= self._vocab_size for token in prompt):
             self._refused.append(refusal(job.job_id, next_number, EndReason.INVALID))
             self._has_news.set()
             return

@@ -73,7 +73,7 @@ class House:
         self.duties.cancel()
         await asyncio.wait({self.duties})
 
-    async def submit(self, prompt, deadline_s=None, **wishes):
+    async def submit(self, prompt, deadline_s=None, model=None, **wishes):
         """Submit a job and follow it; (id, iterator of its events)."""
         job_id = f"JOB{next(NUMBERS)}"
         events = self.broker.follow(job_id)
@@ -81,7 +81,7 @@ class House:
         await self.broker.submit(
             Job(
                 job_id=job_id, tenant="t", prompt=pack_ids(prompt), sampling=sampling, submitted_at_s=time.time(),
-                deadline_s=deadline_s, feed="f",
+                deadline_s=deadline_s, feed="f", model=model,
             )
         )  # fmt: skip
         return job_id, events

@@ -30,6 +30,14 @@ async def test_an_id_outside_the_vocabulary_is_refused_by_the_worker_too():
         assert (await told(events))[:2] == ([], EndReason.INVALID)
 
 
+@pytest.mark.parametrize(("model", "end"), [("m", EndReason.LENGTH), ("other", EndReason.INVALID)])
+async def test_a_job_of_another_model_is_not_answered_by_this_one(model, end):
+    async with House(MemoryBroker()) as house:
+        _, events = await house.submit([1], model=model)
+        tokens, how, _ = await told(events)
+        assert (how, bool(tokens)) == (end, end is EndReason.LENGTH)
+
+
 @pytest.mark.parametrize("reason", [EndReason.CANCELLED, EndReason.STOP])
 async def test_a_cancel_ends_the_job_with_its_reason(reason):
     async with House(MemoryBroker(), step_s=0.01) as house:
