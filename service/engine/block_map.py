@@ -8,8 +8,8 @@ from zlib import crc32
 from service.engine.block_pool import BlockPool
 
 FREE, CACHED, SHARED, MOVING, FIRST_OWNER = 0, 1, 2, 3, 16
-"""What a byte says: nobody's, nobody's but kept, of several holders, about to be kept, or of one request, whose colour it
-is."""
+"""What a byte says: nobody's, nobody's but kept, of several holders, about to be kept, or of one request, whose colour
+it is."""
 MAX_CELLS = 8192
 
 

@@ -76,7 +76,7 @@ async def _state(hall: Hall) -> dict[str, object]:
 
 
 def _worker(card: WorkerCard) -> dict[str, object]:
-    """`blocks` is null until the worker has heard that somebody looks, `host_blocks` where there is no second tier too."""
+    """`blocks` is null until the worker has heard that somebody looks, `host_blocks` also without a second tier."""
     num_cells = len(card.blocks)
     return {
         "id": card.worker_id,
