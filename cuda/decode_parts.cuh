@@ -13,5 +13,6 @@ struct alignas(32) Part {
     int begin, end;  // tokens of this part; begin is a multiple of TILE, and end at most the context's end
     int count;       // parts of the sequence
     int first_slot;  // of the sequence's parts
-    int unused[2];
+    int slot;        // its own: first_slot and up, in the order of the tokens
+    int unused;
 };

@@ -2,9 +2,9 @@
 // decoding.
 //
 // q, out [S, Hq, HEAD_DIM]; kv [num_blocks, L, 2, Hkv, BLOCK_SIZE, HEAD_DIM]; block_tables int32[S, max_blocks];
-// parts Part[num_slots], as plan_decode_attention makes them. Twin: NumpyOps.paged_decode_attention. Grid (Hkv * SLICES, num_slots), THREADS threads,
-// SHARED_BYTES of dynamic shared memory. Each CTA takes one kv head's ROWS query rows and the part of a sequence that
-// its slot stands for (decode_parts.cuh); slots behind the last part exit at once. A sequence of one part goes straight
+// parts Part[num_slots], as plan_decode_attention makes them. Twin: NumpyOps.paged_decode_attention. Grid (Hkv * SLICES,
+// num_slots), THREADS threads, SHARED_BYTES of dynamic shared memory. Each CTA takes one kv head's ROWS query rows and
+// one part of a sequence (decode_parts.cuh); those behind the last part exit at once. A sequence of one part goes straight
 // to out. Otherwise the parts leave (sum, maximum, total) in the workspace and the last to arrive combines them: no
 // second kernel.
 //
@@ -236,8 +236,8 @@ paged_decode_attention(T* __restrict__ out, const T* __restrict__ q, const T* __
     extern __shared__ __align__(1024) unsigned char shared[];
     start_next_kernel();
     wait_for_previous_kernel();
-    const int num_kv_heads = gridDim.x / SLICES, slot = blockIdx.y;
-    const Part part = parts[slot];
+    const int num_kv_heads = gridDim.x / SLICES;
+    const Part part = parts[blockIdx.y];
     if (part.sequence >= num_sequences) return;
     const int kv_head = blockIdx.x / SLICES, first_row = blockIdx.x % SLICES * ROWS;
     const int num_rows = min(ROWS, GROUP - first_row), num_heads = num_kv_heads * GROUP;
@@ -254,7 +254,7 @@ paged_decode_attention(T* __restrict__ out, const T* __restrict__ q, const T* __
     Results& results = *reinterpret_cast<Results*>(shared);
     attend(q + row * HEAD_DIM, head, part, num_rows, scale_log2, results, shared);
     __syncthreads();
-    const i64 mine = static_cast<i64>(slot) * num_heads + head_row;
+    const i64 mine = static_cast<i64>(part.slot) * num_heads + head_row;
     merge_warps(results, num_rows, part.count == 1, out, partial_sums + mine * HEAD_DIM, partial_stats + mine);
     if (part.count == 1 || !is_last_to_arrive(part.sequence * gridDim.x + blockIdx.x, part.count)) return;
     const i64 first = static_cast<i64>(part.first_slot) * num_heads + head_row;

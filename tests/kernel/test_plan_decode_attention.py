@@ -11,7 +11,7 @@ from tests.support.kernel_checks import seconds_of
 pytestmark = pytest.mark.gpu
 
 TILE, MIN_PART = 16, 128
-SEQUENCE, FIRST, BEGIN, END, COUNT, FIRST_SLOT = range(6)
+SEQUENCE, FIRST, BEGIN, END, COUNT, FIRST_SLOT, SLOT = range(7)
 BLOCK_SIZE, MAX_BLOCKS, KV_HEADS, HEADS = 16, 1024, 8, 32
 
 
@@ -45,6 +45,8 @@ def test_parts_cover_what_each_sequence_sees_once(open_ops, rng, batch, window):
     used = plan[plan[:, SEQUENCE] < len(lengths)]
     np.testing.assert_array_equal(used, plan[: len(used)])
     assert (plan[len(used) :, SEQUENCE] == len(lengths)).all()
+    used = used[np.argsort(used[:, SLOT])]
+    np.testing.assert_array_equal(used[:, SLOT], np.arange(len(used)))
     slot = 0
     for sequence, length in enumerate(lengths):
         first = max(0, length - window)
@@ -60,6 +62,16 @@ def test_parts_cover_what_each_sequence_sees_once(open_ops, rng, batch, window):
         assert len(parts) == 1 or (parts[:-1, END] - parts[:-1, BEGIN] >= MIN_PART).all()
         slot += len(parts)
     assert slot == len(used)
+
+
+def test_long_parts_come_before_short_ones(open_ops, rng):
+    lengths = [*rng.lognormal(6, 1, 300).astype(int).clip(1, 16000).tolist(), 12000]
+    plan = plan_of(open_ops("bfloat16"), lengths, NO_WINDOW)
+    plan = plan[plan[:, SEQUENCE] < len(lengths)]
+    sizes = plan[:, END] - plan[:, BEGIN]
+    shortest_before = np.minimum.accumulate(sizes)
+    assert (sizes <= shortest_before + sizes.max() // 32 + MIN_PART).all()
+    assert sizes.max() < 12000
 
 
 def test_a_long_sequence_is_cut_to_fill_the_device_and_even_ones_stay_whole(open_ops):
