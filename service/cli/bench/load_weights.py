@@ -2,8 +2,8 @@
 
     python -m service.cli.bench.load_weights --model-config llama-3.1-8b --folder /dev/shm/weights [--out FILE]
 
-Random weights are written to the folder first, unless they are there. What lies in memory (`/dev/shm`, or a file that was
-just written) shows the way from the page cache; a disk's own speed shows after its cache was dropped.
+Random weights are written to the folder first, unless they are there. What lies in memory (`/dev/shm`, or a file that
+was just written) shows the way from the page cache; a disk's own speed shows after its cache was dropped.
 """
 
 from __future__ import annotations
