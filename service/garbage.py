@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 
-
 YOUNG_OBJECTS = 10_000
 """So many new ones the collector lets be before it looks at them. An engine's step makes some thousand, which are gone
 with the next one by themselves; what needs the collector is what held each other, a request of the engine some twenty.
