@@ -2,11 +2,12 @@
 // decoding.
 //
 // q, out [S, Hq, HEAD_DIM]; kv [num_blocks, L, 2, Hkv, BLOCK_SIZE, HEAD_DIM]; block_tables int32[S, max_blocks];
-// parts Part[num_slots], as plan_decode_attention makes them. Twin: NumpyOps.paged_decode_attention. Grid (Hkv * SLICES,
-// num_slots), THREADS threads, SHARED_BYTES of dynamic shared memory. Each CTA takes one kv head's ROWS query rows and
-// one part of a sequence (decode_parts.cuh); those behind the last part exit at once. A sequence of one part goes straight
-// to out. Otherwise the parts leave (sum, maximum, total) in the workspace and the last to arrive combines them: no
-// second kernel.
+// parts Part[num_slots] and the members of groups behind them, as plan_decode_attention makes them. Twin:
+// NumpyOps.paged_decode_attention. Grid (Hkv * SLICES, num_slots), THREADS threads, SHARED_BYTES of dynamic shared
+// memory. Each CTA takes one kv head's ROWS query rows and the part of a sequence that its slot stands for
+// (decode_parts.cuh), or those rows of all sequences of a group and a part that they have in common; slots behind the
+// last part exit at once. A sequence of one part goes straight to out. Otherwise the parts leave (sum, maximum, total)
+// in the workspace and the last to arrive combines them: no second kernel.
 //
 // fp16, bf16: every warp streams tiles of 16 tokens of its own through its own STAGES of shared memory (cp.async
 // through the block table), with no barrier wider than a warp in the loop. Tokens are the M of the product, the packed
@@ -16,7 +17,7 @@
 // Preconditions: 16-byte aligned arrays; max_blocks > 0; scale > 0; window > 0; one launch at a time on a device (the
 // counters of `arrived` are shared by all); no sequence in several parts where S * gridDim.x is above MAX_PAIRS. Rows
 // with context_len <= 0 get zeros and read nothing; block ids outside the pool read as zeros. Workspace, only touched
-// by sequences of several parts: partial_sums float[num_slots, Hq, HEAD_DIM], partial_stats float2[num_slots, Hq].
+// by sequences of several parts: partial_sums float[num_rows, Hq, HEAD_DIM], partial_stats float2[num_rows, Hq].
 // Roofline: bytes of the visible keys and values over memory bandwidth; 0.90 of the device's copy rate from 256 MB up.
 #include "attention.cuh"
 #include "decode_parts.cuh"
@@ -24,10 +25,36 @@
 #include "split_kv.cuh"
 #include "types.cuh"
 
+// The query rows of one sequence and kv head.
+struct RowsOfOne {
+    const T* q;
+    int num_rows;
+
+    __device__ __forceinline__ const T* at(int row) const { return row < num_rows ? q + row * HEAD_DIM : nullptr; }
+};
+
+// Those of a group, ROWS a member, and where their results go. `q` and the workspace are those of sequence 0 and row 0.
+struct RowsOfGroup {
+    const T* q;
+    InWorkspace workspace;
+    const Member* members;
+    int num_members, num_rows, num_heads, part_row;
+
+    __device__ __forceinline__ bool holds(int row) const { return row / ROWS < num_members && row % ROWS < num_rows; }
+    __device__ __forceinline__ const T* at(int row) const {
+        if (!holds(row)) return nullptr;
+        return q + (static_cast<i64>(members[row / ROWS].sequence) * num_heads + row % ROWS) * HEAD_DIM;
+    }
+    __device__ __forceinline__ void take(int row, int d, const float (&sum)[4], float maximum, float total) const {
+        const i64 at = static_cast<i64>(members[row / ROWS].first_row + part_row) * num_heads + row % ROWS;
+        workspace.leave(at, d, sum, maximum, total);
+    }
+};
+
 #if QUIRE_DTYPE == 0
 
-__device__ __forceinline__ void attend(const T* q, const PagedHead& head, const Part& part, int, float scale_log2,
-                                       Results& results, unsigned char*) {
+__device__ __forceinline__ void attend(const T* q, const PagedHead& head, const Part& part, float scale_log2,
+                                       Results<ROWS>& results) {
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
     RowState state;
     attend_row(state, q, head, max(part.first, part.begin) + warp * WARP_SIZE, part.end, THREADS, scale_log2);
@@ -41,13 +68,13 @@ __device__ __forceinline__ void attend(const T* q, const PagedHead& head, const 
 
 #else
 
-constexpr int Q_TILES = ceil_div(ROWS, 8);
 constexpr int STEPS = HEAD_DIM / 16;
 constexpr int TILE_BYTES = TILE * SharedTile::ROW_BYTES;
 constexpr int HALF_CHUNKS = TILE / 2 * SharedTile::CHUNKS;
 static_assert(SHARED_BYTES == WARPS * STAGES * 2 * TILE_BYTES, "the launcher's tile sizes are not these");
 
 // Query rows of this thread's fragments are 8 n + 2t and 8 n + 2t + 1: element [n][.] of each pair below.
+template <int Q_TILES>
 struct WarpState {
     float sum[Q_TILES][STEPS][4];
     float maximum[Q_TILES][2];
@@ -85,6 +112,7 @@ __device__ __forceinline__ void copy_tile(u32 key_tile, const PagedHead& head, i
 }
 
 // S^T = K Q^T of one tile; rows (tokens) outside low <= row < high get minus infinity.
+template <int Q_TILES>
 __device__ __forceinline__ void score_tile(float (&score)[Q_TILES][4], const u32 (&q)[Q_TILES][STEPS][2], u32 key_tile,
                                            int low, int high, float scale_log2) {
     const int lane = threadIdx.x % WARP_SIZE, g = lane / 4;
@@ -107,7 +135,8 @@ __device__ __forceinline__ void score_tile(float (&score)[Q_TILES][4], const u32
 }
 
 // Turns the scores of one 8-row slice into fragments of P^T and rescales what `state` holds to the new maximum.
-__device__ __forceinline__ void weigh_tile(WarpState& state, int n, float (&score)[4], u32 (&weights)[2]) {
+template <int Q_TILES>
+__device__ __forceinline__ void weigh_tile(WarpState<Q_TILES>& state, int n, float (&score)[4], u32 (&weights)[2]) {
     float correction[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -132,7 +161,8 @@ __device__ __forceinline__ void weigh_tile(WarpState& state, int n, float (&scor
     }
 }
 
-__device__ __forceinline__ void attend_tile(WarpState& state, const u32 (&q)[Q_TILES][STEPS][2], u32 key_tile, int low,
+template <int Q_TILES>
+__device__ __forceinline__ void attend_tile(WarpState<Q_TILES>& state, const u32 (&q)[Q_TILES][STEPS][2], u32 key_tile, int low,
                                             int high, float scale_log2) {
     const int lane = threadIdx.x % WARP_SIZE;
     float score[Q_TILES][4];
@@ -151,22 +181,24 @@ __device__ __forceinline__ void attend_tile(WarpState& state, const u32 (&q)[Q_T
     }
 }
 
-__device__ __forceinline__ void load_queries(u32 (&fragments)[Q_TILES][STEPS][2], const T* q, int num_rows) {
+template <int Q_TILES, typename Rows>
+__device__ __forceinline__ void load_queries(u32 (&fragments)[Q_TILES][STEPS][2], const Rows& rows) {
     const int lane = threadIdx.x % WARP_SIZE;
 #pragma unroll
     for (int n = 0; n < Q_TILES; ++n) {
-        const int row = n * 8 + lane / 4;
-        const u32* pairs = reinterpret_cast<const u32*>(q + row * HEAD_DIM) + lane % 4;
+        const T* row = rows.at(n * 8 + lane / 4);
+        const u32* pairs = reinterpret_cast<const u32*>(row) + lane % 4;
 #pragma unroll
         for (int k = 0; k < STEPS; ++k) {
-            fragments[n][k][0] = row < num_rows ? pairs[k * 8] : 0;
-            fragments[n][k][1] = row < num_rows ? pairs[k * 8 + 4] : 0;
+            fragments[n][k][0] = row != nullptr ? pairs[k * 8] : 0;
+            fragments[n][k][1] = row != nullptr ? pairs[k * 8 + 4] : 0;
         }
     }
 }
 
 // Leaves a warp's state in `results`, whose memory no warp may still read tiles from.
-__device__ __forceinline__ void leave_state(const WarpState& state, Results& results) {
+template <int Q_TILES, int NUM_ROWS>
+__device__ __forceinline__ void leave_state(const WarpState<Q_TILES>& state, Results<NUM_ROWS>& results) {
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
 #pragma unroll
     for (int n = 0; n < Q_TILES; ++n) {
@@ -176,7 +208,7 @@ __device__ __forceinline__ void leave_state(const WarpState& state, Results& res
             float total = state.total[n][j];
 #pragma unroll
             for (int offset = 4; offset < WARP_SIZE; offset *= 2) total += __shfl_xor_sync(FULL_WARP, total, offset);
-            if (row >= ROWS) continue;
+            if (row >= NUM_ROWS) continue;
             if (lane < 4) results.stats[warp][row] = make_float2(state.maximum[n][j], total);
 #pragma unroll
             for (int m = 0; m < STEPS; ++m) {
@@ -187,8 +219,10 @@ __device__ __forceinline__ void leave_state(const WarpState& state, Results& res
     }
 }
 
-__device__ __forceinline__ void attend(const T* q, const PagedHead& head, const Part& part, int num_rows,
-                                       float scale_log2, Results& results, unsigned char* tiles) {
+template <int NUM_ROWS, typename Rows>
+__device__ __forceinline__ void attend(const Rows& rows, const PagedHead& head, const Part& part, float scale_log2,
+                                       Results<NUM_ROWS>& results, unsigned char* tiles) {
+    constexpr int Q_TILES = ceil_div(NUM_ROWS, 8);
     const int warp = threadIdx.x / WARP_SIZE;
     const int num_tiles = ceil_div(part.end, TILE);
     const u32 ring = shared_address(tiles) + warp * (STAGES * 2 * TILE_BYTES);
@@ -204,8 +238,8 @@ __device__ __forceinline__ void attend(const T* q, const PagedHead& head, const 
         commit_copies();
     }
     u32 fragments[Q_TILES][STEPS][2];
-    load_queries(fragments, q, num_rows);
-    WarpState state = {};
+    load_queries(fragments, rows);
+    WarpState<Q_TILES> state = {};
 #pragma unroll
     for (int n = 0; n < Q_TILES; ++n) state.maximum[n][0] = state.maximum[n][1] = minus_infinity();
 
@@ -228,6 +262,27 @@ __device__ __forceinline__ void attend(const T* q, const PagedHead& head, const 
 
 #endif
 
+// The results of a group's rows for one part that its members have in common go to the workspace; `shared` is all
+// dynamic shared memory.
+__device__ __forceinline__ void attend_group(const RowsOfGroup& rows, const PagedHead& head, const Part& part,
+                                             float scale_log2, unsigned char* shared) {
+#if QUIRE_DTYPE == 0
+    Results<ROWS>& results = *reinterpret_cast<Results<ROWS>*>(shared);
+    for (int m = 0; m < part.num_members; ++m) {
+        attend(rows.at(m * ROWS), head, part, scale_log2, results);
+        __syncthreads();
+        const i64 row = static_cast<i64>(rows.members[m].first_row + rows.part_row) * rows.num_heads;
+        merge_warps(results, InWorkspace{rows.workspace.sums + row * HEAD_DIM, rows.workspace.stats + row, ROWS});
+        __syncthreads();
+    }
+#else
+    Results<GROUP_ROWS>& results = *reinterpret_cast<Results<GROUP_ROWS>*>(shared);
+    attend(rows, head, part, scale_log2, results, shared);
+    __syncthreads();
+    merge_warps(results, rows);
+#endif
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
 paged_decode_attention(T* __restrict__ out, const T* __restrict__ q, const T* __restrict__ kv,
                        const int* __restrict__ block_tables, const Part* __restrict__ parts, float* partial_sums,
@@ -236,28 +291,54 @@ paged_decode_attention(T* __restrict__ out, const T* __restrict__ q, const T* __
     extern __shared__ __align__(1024) unsigned char shared[];
     start_next_kernel();
     wait_for_previous_kernel();
-    const int num_kv_heads = gridDim.x / SLICES;
+    const int num_kv_heads = gridDim.x / SLICES, num_slots = gridDim.y;
     const Part part = parts[blockIdx.y];
     if (part.sequence >= num_sequences) return;
     const int kv_head = blockIdx.x / SLICES, first_row = blockIdx.x % SLICES * ROWS;
     const int num_rows = min(ROWS, GROUP - first_row), num_heads = num_kv_heads * GROUP;
     const int head_row = kv_head * GROUP + first_row;
-    const i64 row = static_cast<i64>(part.sequence) * num_heads + head_row;
     const PagedHead head(kv, block_tables + static_cast<i64>(part.sequence) * max_blocks, num_blocks, max_blocks,
                          num_layers, layer, num_kv_heads, kv_head);
-    out += row * HEAD_DIM;
-    if (part.end <= part.begin) {
-        const float zeros[4] = {};
-        for (int i = threadIdx.x; i < num_rows * (HEAD_DIM / 4); i += THREADS) store_four(out + i * 4, zeros);
+    const InWorkspace workspace{partial_sums + head_row * HEAD_DIM, partial_stats + head_row, num_rows};
+    out += head_row * HEAD_DIM;
+    q += head_row * HEAD_DIM;
+    const auto combine = [&](int sequence, int first, int count) {
+        const i64 row = static_cast<i64>(first) * num_heads;
+        combine_parts(workspace.sums + row * HEAD_DIM, workspace.stats + row, num_rows, count, num_heads,
+                      reinterpret_cast<float*>(shared), out + static_cast<i64>(sequence) * num_heads * HEAD_DIM);
+    };
+
+    if (part.num_members > 0) {
+        const Member* members = reinterpret_cast<const Member*>(parts + num_slots) + part.first_row;
+        const RowsOfGroup rows{q, workspace, members, part.num_members, num_rows, num_heads, part.row};
+        attend_group(rows, head, part, scale_log2, shared);
+        const bool completes_mine = completes_member(members, part.num_members);
+        for (int m = 0; m < part.num_members; ++m) {  // meeting, so that weights do not take the place of used ones
+            if (__syncthreads_or(completes_mine && threadIdx.x == m))
+                combine(members[m].sequence, members[m].first_row, members[m].count);
+        }
         return;
     }
-    Results& results = *reinterpret_cast<Results*>(shared);
-    attend(q + row * HEAD_DIM, head, part, num_rows, scale_log2, results, shared);
+    const i64 row = static_cast<i64>(part.sequence) * num_heads;
+    const InOutput output{out + row * HEAD_DIM, num_rows};
+    if (part.end <= part.begin) {
+        const float zeros[4] = {};
+        for (int i = threadIdx.x; i < num_rows * (HEAD_DIM / 4); i += THREADS) store_four(output.out + i * 4, zeros);
+        return;
+    }
+    Results<ROWS>& results = *reinterpret_cast<Results<ROWS>*>(shared);
+#if QUIRE_DTYPE == 0
+    attend(q + row * HEAD_DIM, head, part, scale_log2, results);
+#else
+    attend(RowsOfOne{q + row * HEAD_DIM, num_rows}, head, part, scale_log2, results, shared);
+#endif
     __syncthreads();
-    const i64 mine = static_cast<i64>(part.slot) * num_heads + head_row;
-    merge_warps(results, num_rows, part.count == 1, out, partial_sums + mine * HEAD_DIM, partial_stats + mine);
-    if (part.count == 1 || !is_last_to_arrive(part.sequence * gridDim.x + blockIdx.x, part.count)) return;
-    const i64 first = static_cast<i64>(part.first_slot) * num_heads + head_row;
-    combine_parts(partial_sums + first * HEAD_DIM, partial_stats + first, num_rows, part.count, num_heads,
-                  reinterpret_cast<float*>(shared), out);
+    if (part.count == 1) {
+        merge_warps(results, output);
+        return;
+    }
+    const i64 mine = static_cast<i64>(part.row) * num_heads;
+    merge_warps(results, InWorkspace{workspace.sums + mine * HEAD_DIM, workspace.stats + mine, num_rows});
+    if (is_last_to_arrive(part.sequence * gridDim.x + blockIdx.x, part.count))
+        combine(part.sequence, part.first_row, part.count);
 }

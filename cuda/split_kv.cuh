@@ -2,15 +2,18 @@
 // their own maximum, so adding them means weighing each by 2^(its maximum - the largest).
 //
 // The parts of one sequence and kv head meet in global memory, and the CTA that comes last combines them: that saves
-// the launch of a second kernel. A build defines WARPS, MAX_SPLITS and SHARED_BYTES besides what attention.cuh needs.
+// the launch of a second kernel. A build defines WARPS, MEMBERS, MAX_SPLITS and SHARED_BYTES besides what attention.cuh
+// needs.
 #pragma once
 
 #include "attention.cuh"
+#include "decode_parts.cuh"
 #include "types.cuh"
 
 constexpr int THREADS = WARPS * WARP_SIZE;
 constexpr int ROWS = QUIRE_DTYPE == 0 ? 1 : at_most(GROUP, 16);  // query rows of a CTA, all of one kv head
 constexpr int SLICES = ceil_div(GROUP, ROWS);                    // CTAs that share a kv head
+constexpr int GROUP_ROWS = MEMBERS * ROWS;                       // of a CTA that reads for a group of sequences
 constexpr int SUM_STRIDE = HEAD_DIM + 4;                         // floats; the 4 spread the rows over the banks
 constexpr int MAX_PAIRS = 1 << 14;                               // of sequence and blockIdx.x, that may be split
 
@@ -18,12 +21,13 @@ constexpr int MAX_PAIRS = 1 << 14;                               // of sequence 
 __device__ u32 arrived[MAX_PAIRS];
 
 // What the warps of a CTA leave for each other at the end, over the memory of the tiles.
+template <int NUM_ROWS>
 struct Results {
-    float sum[WARPS][ROWS][SUM_STRIDE];
-    float2 stats[WARPS][ROWS];  // running maximum, total
+    float sum[WARPS][NUM_ROWS][SUM_STRIDE];
+    float2 stats[WARPS][NUM_ROWS];  // running maximum, total
 };
-static_assert(SHARED_BYTES >= sizeof(Results), "the warps' results must fit");
-static_assert(SHARED_BYTES >= ROWS * MAX_SPLITS * sizeof(float), "the weights of the parts must fit");
+static_assert(SHARED_BYTES >= sizeof(Results<QUIRE_DTYPE == 0 ? ROWS : GROUP_ROWS>), "the warps' results must fit");
+static_assert(SHARED_BYTES >= ROWS * 2 * MAX_SPLITS * sizeof(float), "the weights of the parts must fit");
 
 // Four consecutive elements, rounded to T.
 __device__ __forceinline__ void store_four(T* to, const float (&x)[4]) {
@@ -33,11 +37,12 @@ __device__ __forceinline__ void store_four(T* to, const float (&x)[4]) {
     *reinterpret_cast<Four*>(to) = four;
 }
 
-// Adds the warps' results: the whole row goes to `out`, or one part of it to the workspace (`sums`, `stats`).
-__device__ __forceinline__ void merge_warps(const Results& results, int num_rows, bool is_whole, T* out, float* sums,
-                                            float2* stats) {
-    for (int i = threadIdx.x; i < num_rows * (HEAD_DIM / 4); i += THREADS) {
+// Adds the warps' results and gives each row that `place.holds` to it, four dimensions at a time.
+template <int NUM_ROWS, typename Place>
+__device__ __forceinline__ void merge_warps(const Results<NUM_ROWS>& results, const Place& place) {
+    for (int i = threadIdx.x; i < NUM_ROWS * (HEAD_DIM / 4); i += THREADS) {
         const int row = i / (HEAD_DIM / 4), d = i % (HEAD_DIM / 4) * 4;
+        if (!place.holds(row)) continue;
         float maximum = minus_infinity(), total = 0.0f, sum[4] = {};
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) maximum = fmaxf(maximum, results.stats[w][row].x);
@@ -48,23 +53,60 @@ __device__ __forceinline__ void merge_warps(const Results& results, int num_rows
 #pragma unroll
             for (int j = 0; j < 4; ++j) sum[j] += weight * results.sum[w][row][d + j];
         }
-        if (is_whole) {
-            const float scale = reciprocal_or_zero(total);
-#pragma unroll
-            for (int j = 0; j < 4; ++j) sum[j] *= scale;
-            store_four(out + row * HEAD_DIM + d, sum);
-        } else {
-            *reinterpret_cast<float4*>(sums + row * HEAD_DIM + d) = make_float4(sum[0], sum[1], sum[2], sum[3]);
-            if (d == 0) stats[row] = make_float2(maximum, total);
-        }
+        place.take(row, d, sum, maximum, total);
     }
 }
+
+// A whole row: it goes straight to the output.
+struct InOutput {
+    T* out;
+    int num_rows;
+
+    __device__ __forceinline__ bool holds(int row) const { return row < num_rows; }
+    __device__ __forceinline__ void take(int row, int d, float (&sum)[4], float, float total) const {
+        const float scale = reciprocal_or_zero(total);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sum[j] *= scale;
+        store_four(out + row * HEAD_DIM + d, sum);
+    }
+};
+
+// One part of a row: it waits in the workspace for the others.
+struct InWorkspace {
+    float* sums;
+    float2* stats;
+    int num_rows;
+
+    __device__ __forceinline__ bool holds(int row) const { return row < num_rows; }
+    __device__ __forceinline__ void take(int row, int d, const float (&sum)[4], float maximum, float total) const {
+        leave(row, d, sum, maximum, total);
+    }
+    __device__ __forceinline__ void leave(i64 row, int d, const float (&sum)[4], float maximum, float total) const {
+        *reinterpret_cast<float4*>(sums + row * HEAD_DIM + d) = make_float4(sum[0], sum[1], sum[2], sum[3]);
+        if (d == 0) stats[row] = make_float2(maximum, total);
+    }
+};
 
 // True in every thread of the CTA that is the last of `count` to come here for this pair; it sees what they wrote.
 __device__ __forceinline__ bool is_last_to_arrive(int pair, int count) {
     __threadfence();
     __syncthreads();
     const bool is_last = __syncthreads_or(threadIdx.x == 0 && atomicInc(&arrived[pair], count - 1) == count - 1);
+    __threadfence();
+    return is_last;
+}
+
+// The same for the members of a group: true in thread m where this CTA is the last to come here for member m. Every
+// thread of the CTA calls; once they have met again, all of them see what the others wrote.
+__device__ __forceinline__ bool completes_member(const Member* members, int num_members) {
+    __threadfence();
+    __syncthreads();
+    bool is_last = false;
+    if (threadIdx.x < num_members) {
+        const Member member = members[threadIdx.x];
+        u32* counter = &arrived[member.sequence * gridDim.x + blockIdx.x];
+        is_last = atomicInc(counter, member.count - 1) == member.count - 1;
+    }
     __threadfence();
     return is_last;
 }

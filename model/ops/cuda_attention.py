@@ -31,8 +31,15 @@ _DECODE_TILE_TOKENS = 16
 
 _MAX_SPLITS = 256
 
-_PART_INTS, _PLAN_THREADS = 8, 1024
-"""Of Part in decode_parts.cuh; THREADS of plan_decode_attention.cu."""
+_PART_INTS, _MEMBER_INTS, _PLAN_THREADS = 8, 4, 1024
+"""Of Part and Member in decode_parts.cuh; THREADS of plan_decode_attention.cu."""
+
+_MIN_COMMON_TOKENS = 256
+"""Sequences that have fewer in common read them each for itself."""
+
+_MAX_MEMBERS, _MAX_GROUP_ROWS = 8, 32
+"""Of a group of sequences that read together, and query rows of a block then: what the registers of two blocks on an SM
+hold at a head_dim of 128. At 256 it is half as many, and at 64, where more blocks than two have room, too."""
 
 _MAX_PAIRS = 1 << 14
 """MAX_PAIRS of split_kv.cuh."""
@@ -47,24 +54,30 @@ class _Split(NamedTuple):
     num_ctas: int  # of a part
     num_shares: int  # of equal size that would fill the device once; 0 where no sequence may be cut
     num_slots: int
+    num_groups: int  # of sequences that begin alike, at most
+    num_rows: int  # of the workspace; 0 where every sequence is one part
 
 
 def plan_decode_attention(
     ops, num_heads: int, kv: Array, block_tables: Array, context_lens: Array, window: int
 ) -> Array:
-    """`Ops.plan_decode_attention`: int32[num_slots, 8], rows as `Part` of decode_parts.cuh."""
-    split = _split(ops, num_heads, kv, block_tables, window)
-    parts = ops.temporary((split.num_slots, _PART_INTS), np.int32)
-    max_tokens = block_tables.shape[1] * kv.shape[4]
-    sizes = (len(context_lens), split.num_slots, split.num_shares, max_tokens, window)
-    warps = _decode_tiles(ops.dtype_code, kv.shape[5])["WARPS"]
+    """`Ops.plan_decode_attention`: int32[num_slots + what the members of groups take, 8], rows as `Part` of
+    decode_parts.cuh, and behind them as `Member`."""
+    split = split_decode(ops, num_heads, kv, block_tables, window)
+    tiles = _decode_tiles(ops.dtype_code, kv.shape[5], num_heads // kv.shape[3])
+    num_member_rows = math.ceil(split.num_groups * tiles["MEMBERS"] * _MEMBER_INTS / _PART_INTS)
+    parts = ops.temporary((split.num_slots + num_member_rows, _PART_INTS), np.int32)
+    sizes = (split.num_slots, split.num_shares, split.num_groups, block_tables.shape[1], window)
     ops.launch(
         "plan_decode_attention",
         (1,),
-        (parts, context_lens, *map(np.int32, sizes)),
+        (parts, context_lens, block_tables, np.int32(len(context_lens)), *map(np.int32, sizes)),
         threads=_PLAN_THREADS,
-        WARPS=warps,
+        WARPS=tiles["WARPS"],
+        MEMBERS=tiles["MEMBERS"],
+        BLOCK_SIZE=kv.shape[4],
         MIN_PART=_MIN_PART_TOKENS,
+        MIN_COMMON=_MIN_COMMON_TOKENS,
         MAX_SPLITS=_MAX_SPLITS,
     )
     return parts
@@ -89,11 +102,11 @@ def decode_attention(
         return
     if plan is None:
         plan = plan_decode_attention(ops, num_heads, kv, block_tables, context_lens, window)
-    split = _split(ops, num_heads, kv, block_tables, window)
-    num_partials = split.num_slots * num_heads if split.num_slots > num_sequences else 0
+    split = split_decode(ops, num_heads, kv, block_tables, window)
+    num_partials = split.num_rows * num_heads
     partial_sums = ops.temporary((num_partials, head_dim), np.float32)
     partial_stats = ops.temporary((num_partials, 2), np.float32)
-    tiles = _decode_tiles(ops.dtype_code, head_dim)
+    tiles = _decode_tiles(ops.dtype_code, head_dim, num_heads // num_kv_heads)
     sizes = map(np.int32, (num_sequences, num_blocks, num_layers, layer, block_tables.shape[1]))
     ops.launch(
         "paged_decode_attention",
@@ -169,14 +182,15 @@ def _build(ops, name: str, head_dim: int, block_size: int, group: int, tiles: di
     return ops.kernels.get(name, shared_bytes=tiles["SHARED_BYTES"], **shape, **tiles)
 
 
-def _decode_tiles(dtype_code: int, head_dim: int) -> dict[str, int]:
+def _decode_tiles(dtype_code: int, head_dim: int, group: int) -> dict[str, int]:
     """Each warp streams tiles of 16 keys and values through `STAGES` of its own."""
     warps, stages = 4 if head_dim <= 128 else 2, 3
+    most_rows = _MAX_GROUP_ROWS if 64 < head_dim <= 128 else _MAX_GROUP_ROWS // 2
     shared_bytes = 8 << 10 if dtype_code == _FP32 else warps * stages * 2 * 16 * _shared_row_bytes(head_dim)
     return {
         "WARPS": warps,
         "STAGES": stages,
-        "MIN_PART": _MIN_PART_TOKENS,
+        "MEMBERS": min(_MAX_MEMBERS, most_rows // min(group, 16)),
         "MAX_SPLITS": _MAX_SPLITS,
         "SHARED_BYTES": shared_bytes,
     }
@@ -195,17 +209,26 @@ def _prefill_rows(tiles: dict[str, int]) -> int:
     return 16 * tiles["WARPS"] * tiles["ROW_TILES"]
 
 
-def _split(ops, num_heads: int, kv: Array, block_tables: Array, window: int) -> _Split:
+def split_decode(ops, num_heads: int, kv: Array, block_tables: Array, window: int) -> _Split:
     """Aims at parts of equal size that fill the device once."""
-    (num_sequences, max_blocks), num_kv_heads = block_tables.shape, kv.shape[3]
+    (num_sequences, max_blocks), num_kv_heads, block_size = block_tables.shape, kv.shape[3], kv.shape[4]
     group = num_heads // num_kv_heads
     rows = 1 if ops.dtype_code == _FP32 else min(group, 16)
     num_ctas = num_kv_heads * math.ceil(group / rows)
     is_cut = num_sequences * num_ctas <= _MAX_PAIRS
     num_shares = max(1, _DECODE_CTAS_PER_SM * ops.num_sms // num_ctas) if is_cut else 0
-    most_parts = math.ceil(min(max_blocks * kv.shape[4], window + _DECODE_TILE_TOKENS) / _MIN_PART_TOKENS)
+    num_tokens = max_blocks * block_size
+    most_parts = math.ceil(min(num_tokens, window + _DECODE_TILE_TOKENS) / _MIN_PART_TOKENS)
     num_slots = min(num_sequences + 2 * num_shares, num_sequences * most_parts)
-    return _Split(num_ctas, num_shares if num_slots > num_sequences else 0, num_slots)
+    if num_slots == num_sequences:
+        return _Split(num_ctas, 0, num_slots, 0, 0)
+    members = _decode_tiles(ops.dtype_code, kv.shape[5], group)["MEMBERS"]
+    may_share = members > 1 and num_shares > 1 and _MIN_COMMON_TOKENS < num_tokens <= window
+    if not may_share or not 1 < num_sequences <= _PLAN_THREADS:
+        return _Split(num_ctas, num_shares, num_slots, 0, num_slots)
+    num_groups = num_sequences // 8 + min(num_sequences // 2, 8)
+    num_rows = num_slots + min(members * (num_groups + num_shares), num_sequences * num_shares)
+    return _Split(num_ctas, num_shares, num_slots + num_groups, num_groups, num_rows)
 
 
 def _shared_row_bytes(head_dim: int) -> int:

@@ -265,7 +265,9 @@ class Ops(Protocol):
     ) -> Array | None:
         """How the device shares out this batch, for every layer of this window; None where a backend has no use for it.
 
-        For `paged_decode_attention` of the same arrays' shapes, and of `num_heads` query heads.
+        For `paged_decode_attention` of the same arrays' shapes, and of `num_heads` query heads. Tables that name one
+        block at one place, within what both see, name the same blocks before it: what sequences begin with together may
+        be read once for all of them.
         """
 
     def paged_decode_attention(

@@ -87,6 +87,46 @@ def test_long_sequences_among_short_ones(open_ops, rng, dtype, window, long_at):
     assert_close(out, expected(q, cache, 0.1, window), dtype)
 
 
+GROUPED = [
+    Heads("bfloat16", 128, 4, 2, 16),
+    Heads("bfloat16", 128, 8, 1, 8),
+    Heads("bfloat16", 128, 20, 1, 16),
+    Heads("bfloat16", 128, 7, 1, 32),
+    Heads("bfloat16", 64, 1, 2, 16),
+    Heads("bfloat16", 256, 2, 1, 16),
+    Heads("float16", 96, 3, 2, 16),
+    Heads("float32", 64, 4, 2, 16),
+]
+FAMILIES = [(11, 300), (2, 1500), (1, 700), (9, 40), (3, 513)]
+"""Sequences, and tokens that they begin with together."""
+
+
+def with_families(rng: np.random.Generator, heads: Heads) -> PagedCache:
+    """A cache in which sequences begin alike, in random order; a third of them go on for long."""
+    starts, lengths = [], []
+    for count, num_common in FAMILIES:
+        starts += [(len(lengths), num_common // heads.block_size)] * count
+        lengths += (num_common + rng.integers(1, 90, count) + 500 * rng.integers(0, 3, count)).tolist()
+    cache = paged_cache(rng, heads, lengths, [0] * len(lengths))
+    for table, (leader, num_blocks) in zip(cache.block_tables, starts, strict=True):
+        table[:num_blocks] = cache.block_tables[leader, :num_blocks]
+    order = rng.permutation(len(lengths))
+    return PagedCache(cache.kv, cache.block_tables[order].copy(), cache.context_lens[order].copy())
+
+
+@pytest.mark.parametrize("heads", GROUPED, ids=str)
+def test_what_sequences_begin_with_together_counts_for_each(open_ops, rng, heads):
+    ops, cache = open_ops(heads.dtype), with_families(rng, heads)
+    q = normal(rng, (len(cache.context_lens), heads.num_heads, heads.head_dim), heads.dtype, scale=2.0)
+    wanted = expected(q, cache, heads.head_dim**-0.5, NO_WINDOW)
+    runs = [decoded(ops, q, cache, heads.head_dim**-0.5, NO_WINDOW) for _ in range(3)]
+    assert_close(runs[0], wanted, heads.dtype)
+    for row in range(len(q)):
+        assert_close(runs[0][row], wanted[row], heads.dtype)
+    for run in runs[1:]:
+        np.testing.assert_array_equal(run, runs[0])
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_block_that_does_not_exist_reads_as_zeros(open_ops, rng, dtype):
     heads = Heads(dtype, 64, 4, 2, 8)
@@ -133,6 +173,34 @@ def test_no_sequences_are_no_work(open_ops, rng):
     tables, lens = ops.upload(cache.block_tables[:0]), ops.upload(cache.context_lens[:0])
     ops.paged_decode_attention(q, ops.upload(cache.kv), LAYER, tables, lens, 0.1, NO_WINDOW, q)
     ops.synchronize()
+
+
+@pytest.mark.parametrize(("num_sequences", "group"), [(64, 64), (256, 8), (512, 512), (64, 1)])
+def test_speed_of_what_is_common(open_ops, rng, num_sequences, group):
+    """2,048 tokens in common and 96 of its own for each; the last case has nobody alike."""
+    open_ops("bfloat16")
+    ops = importlib.import_module("model.ops.cuda_ops").CudaOps(NUMPY_DTYPES["bfloat16"])
+    heads, num_common, num_layers = Heads("bfloat16", 128, 4, 8, 16), 128, 2
+    tables = np.empty((num_sequences, num_common + 6), np.int32)
+    num_blocks = num_sequences // group * num_common + num_sequences * 6
+    ids = rng.permutation(num_blocks).astype(np.int32)
+    tables[:, num_common:] = ids[: num_sequences * 6].reshape(num_sequences, 6)
+    tables[:, :num_common] = np.repeat(ids[num_sequences * 6 :].reshape(-1, num_common), group, axis=0)
+    kv = large_cache(ops, num_blocks, num_layers, heads)
+    shape = (num_sequences, heads.num_heads, heads.head_dim)
+    q, out = ops.upload(normal(rng, shape, "bfloat16")), ops.empty(shape, ops.dtype)
+    arrays = ops.upload(tables), ops.upload(np.full(num_sequences, (num_common + 6) * 16, np.int32))
+    with ops.scratch():
+        plan = ops.plan_decode_attention(heads.num_heads, kv, *arrays, NO_WINDOW)
+        launches = [
+            lambda layer=layer: ops.paged_decode_attention(q, kv, layer, *arrays, 0.088, NO_WINDOW, out, plan)
+            for layer in range(num_layers)
+        ]
+        seconds = seconds_of(ops, [captured(ops, launches)] * 8) / num_layers
+    num_bytes = num_blocks * (kv.nbytes // len(kv)) // num_layers
+    what = f"paged_decode_attention {num_sequences} x 2,144, 2,048 in common by {group}"
+    tell_bandwidth(what, num_bytes, seconds)
+    assert np.isfinite(ops.download(out).astype(np.float32)).all()
 
 
 @pytest.mark.parametrize(

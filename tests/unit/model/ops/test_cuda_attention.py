@@ -82,9 +82,34 @@ def test_a_sequence_can_be_cut_to_fill_the_device_twice():
 
 
 def test_many_sequences_leave_room_to_cut_the_long_ones():
-    ops = decoded(num_sequences=128)
+    ops = decoded(num_sequences=128, window=30000)  # which hides tokens: nothing is read together
     assert ops.grid == (8, 128 + 2 * 33)
     assert ops.temporaries == [(194, 8), (32 * 194, 128), (32 * 194, 2)]
+
+
+def test_groups_of_eight_have_parts_members_and_results_of_their_own():
+    ops = decoded(num_sequences=128)
+    num_groups = 128 // 8 + 8
+    assert ops.grid == (8, 128 + 2 * 33 + num_groups)
+    num_results = 128 + 2 * 33 + 8 * (num_groups + 33)
+    assert ops.temporaries == [
+        (128 + 2 * 33 + num_groups + num_groups * 8 // 2, 8),
+        (32 * num_results, 128),
+        (32 * num_results, 2),
+    ]
+    assert ops.build[1]["MEMBERS"] == 8
+
+
+@pytest.mark.parametrize(("heads", "head_dim", "members"), [((64, 8), 128, 4), ((32, 8), 64, 4), ((32, 2), 128, 2)])
+def test_a_group_has_as_many_members_as_the_registers_hold(heads, head_dim, members):
+    assert decoded(num_sequences=16, heads=heads, head_dim=head_dim).build[1]["MEMBERS"] == members
+
+
+@pytest.mark.parametrize("what", [{"num_sequences": 1025}, {"max_blocks": 16}, {"heads": (32, 2), "head_dim": 256}])
+def test_nothing_is_read_together_where_it_cannot_be(what):
+    ops = decoded(**{"num_sequences": 16, **what})
+    assert len(ops.temporaries[0]) == 2
+    assert ops.temporaries[0][0] == ops.grid[1]
 
 
 def test_more_sequences_than_counters_are_not_cut_and_need_no_workspace():
@@ -101,8 +126,10 @@ def test_a_plan_that_is_given_is_not_made_again():
     assert ops.grid == (1,)
     decode_attention(ops, q, kv, 0, tables, lens, 0.1, NO_WINDOW, q, plan)
     assert ops.build[0] == "paged_decode_attention"
-    assert len(plan) == ops.grid[1] == 2 * 8
-    assert ops.temporaries == [(16, 8), (32 * 16, 128), (32 * 16, 2)]
+    num_results = 2 * 8 + 2 * 33
+    assert ops.grid[1] == 2 * 8 + 1
+    assert len(plan) == 2 * 8 + 1 + 8 // 2
+    assert ops.temporaries == [(21, 8), (32 * num_results, 128), (32 * num_results, 2)]
 
 
 def test_parts_are_not_shorter_than_they_are_worth():
@@ -118,8 +145,9 @@ def test_parts_of_one_kv_head_stay_within_the_memory_for_their_weights():
 
 
 def test_a_large_group_is_shared_by_several_blocks():
-    assert decoded(num_sequences=128, heads=(40, 2)).grid == (4, 128 + 2 * 66)
-    assert decoded(FP32, num_sequences=128, heads=(32, 8)).grid == (32, 128 + 2 * 8)
+    window = 30000
+    assert decoded(num_sequences=128, heads=(40, 2), window=window).grid == (4, 128 + 2 * 66)
+    assert decoded(FP32, num_sequences=128, heads=(32, 8), window=window).grid == (32, 128 + 2 * 8)
 
 
 def test_prefill_packs_the_heads_of_a_group_into_its_rows():
