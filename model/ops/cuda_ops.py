@@ -214,8 +214,9 @@ class CudaOps(CudaDevice):
         if block_bytes % _VEC_BYTES:
             raise ValueError(f"blocks of {block_bytes} bytes cannot be copied in pieces of {_VEC_BYTES}")
         vecs = block_bytes // _VEC_BYTES
-        grid = (len(sources), math.ceil(vecs / (THREADS * _COPY_VECS_PER_THREAD)))
-        self.launch("copy_blocks", grid, (kv, sources, targets, np.int32(len(kv)), np.int32(vecs)))
+        num_chunks = math.ceil(vecs / (THREADS * _COPY_VECS_PER_THREAD))
+        sizes = map(np.int32, (len(kv), vecs, num_chunks))
+        self.launch("copy_blocks", (len(sources) * num_chunks,), (kv, sources, targets, *sizes))
 
     def sample(self, logits: Array, how: SamplingArrays, out: Array | None = None) -> Sampled:
         expect("logits", logits, _FLOAT32, len(how.temperature), None)

@@ -61,7 +61,7 @@ GPU_SIZES = Sizes(
     decode=((32, 4096), (128, 1024), (256, 512), (1, 32768)),
     prefill=((4, 1024), (1, 4096), (1, 16384)),
     sampled=(64, 256),
-    copied_blocks=1024,
+    copied_blocks=2048,
     rotated_bytes=256 << 20,
 )
 CPU_SIZES = Sizes(
