@@ -1,4 +1,4 @@
-// copy_words: rows of bytes from one memory to another, of which one may be pinned memory of the host.
+// copy_words: rows of bytes from one memory to another, either of which may be pinned memory of the host.
 //
 //   from: num_rows * row_bytes, contiguous; to: rows that begin every to_stride words of 4 bytes; the i-th goes to row
 //   places[i], int32, of it, or to row i where places is null

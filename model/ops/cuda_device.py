@@ -142,9 +142,11 @@ class CudaDevice:
         threads: int = THREADS,
         shared_bytes: int = 0,
         overlaps: bool = False,
+        stream: cupy.cuda.Stream | None = None,
         **defines: int,
     ) -> None:
         """One kernel of `cuda/`, built for `self.dtype` unless the defines say otherwise. An empty grid is no work.
+        On `self.stream` unless another is named.
 
         `overlaps` says that the kernel calls `wait_for_previous_kernel` (cuda/types.cuh): in a captured graph it may
         begin before the kernel ahead of it has ended. Outside of graphs the host is too slow for that to gain.
@@ -155,7 +157,7 @@ class CudaDevice:
         if overlaps and self._is_capturing and self._launch_overlapped is not None:
             self._launch_overlapped(kernel, grid, threads, args, shared_bytes)
         else:
-            kernel(grid, (threads,), args, shared_bytes, self.stream)
+            kernel(grid, (threads,), args, shared_bytes, stream or self.stream)
 
     def _allocate(self, num_bytes: int) -> cupy.cuda.MemoryPointer:
         with self.stream:

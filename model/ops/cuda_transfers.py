@@ -1,6 +1,8 @@
-"""Arrays between host and device on one stream, through pinned memory, so that small transfers make nobody wait.
+"""Arrays between host and device, through pinned memory, so that small transfers make nobody wait.
 
-Small ones are carried by a kernel: the copy engines may be busy with blocks of the cache.
+Small ones are carried by a kernel: the copy engines may be busy with blocks of the cache. It runs on a stream of its
+own for each direction, beside the work of before, and the work itself waits only for a copy within the device: the way
+over the bus is long while blocks are on it too.
 """
 
 from __future__ import annotations
@@ -18,12 +20,18 @@ from model.ops.packing import Packing
 STAGED_BYTES = 1 << 20
 """Up to this size an upload is copied to pinned memory and does not wait; a larger one waits instead."""
 
+USUAL_BYTES = 64 << 10
+"""Of a staged transfer: memory for more is made when it is wanted, and that holds up what is under way."""
+
 NUM_PIECES = 8
-"""Staged transfers under way before one has to be waited for: more than a step makes."""
+"""Staged transfers of a direction under way before one has to be waited for: more than a step makes."""
 
 
 MAX_CARRIERS = 256
 """Blocks of threads that carry one small transfer."""
+
+_FIRST = -5
+"""The highest priority of a stream: what is carried waits for no more than a block of the kernels that run."""
 
 _THREADS = 256
 _WORD_BYTES = 4
@@ -32,7 +40,7 @@ _WORD_BYTES = 4
 class _Places(NamedTuple):
     """Where rows of words go in a table."""
 
-    address: int  # of the numbers of the table's rows, int32 in pinned memory; 0: one after the other
+    address: int  # of the numbers of the table's rows, int32; 0: one after the other
     num_rows: int
     stride_words: int
 
@@ -41,14 +49,14 @@ _TOGETHER = _Places(0, 1, 0)
 
 
 class Transfers:
-    """Of one stream, for one thread at a time."""
+    """Of the work on one stream, for one thread at a time."""
 
     def __init__(self, stream: cupy.cuda.Stream, launch: Callable[..., None]):
         """`launch` is `CudaOps.launch`."""
         self._stream = stream
         self._launch = launch
-        self._pieces = [_Piece() for _ in range(NUM_PIECES)]
-        self._next = 0
+        self._up, self._down = (cupy.cuda.Stream(non_blocking=True, priority=_FIRST) for _ in range(2))
+        self._arriving, self._leaving = _Ring(self._up), _Ring(self._down)
 
     def upload(self, host: np.ndarray, array: cupy.ndarray) -> None:
         """Fill `array`, of the shape and dtype of `host`."""
@@ -64,18 +72,20 @@ class Transfers:
         if into is None:
             with self._stream:
                 into = cupy.empty(packing.num_bytes, np.uint8)
-        piece = self._take(packing.num_bytes)
+        piece = self._arriving.take(packing.num_bytes)
         packing.fill(piece.host, hosts)
-        self._carry(piece.host.ctypes.data, into.data.ptr, min(packing.num_bytes, into.nbytes))
+        self._bring(piece, packing.num_bytes)
+        self._carry(piece.device.data.ptr, into.data.ptr, min(packing.num_bytes, into.nbytes))
         piece.event.record(self._stream)
         return packing.views(into, hosts)
 
     def upload_rows(self, host: np.ndarray, rows: np.ndarray, table: cupy.ndarray) -> None:
         """See `Ops.upload_rows`."""
         packing = Packing.of([host, rows])
-        piece = self._take(packing.num_bytes)
+        piece = self._arriving.take(packing.num_bytes)
         packing.fill(piece.host, [host, rows])
-        source = piece.host.ctypes.data
+        self._bring(piece, packing.num_bytes)
+        source = piece.device.data.ptr
         places = _Places(source + packing.offsets[1], len(rows), table.strides[0] // _WORD_BYTES)
         self._carry(source, table.data.ptr, host.nbytes, places)
         piece.event.record(self._stream)
@@ -106,13 +116,19 @@ class Transfers:
 
     def download_later(self, arrays: Sequence[cupy.ndarray]) -> Callable[[], list[np.ndarray]]:
         """See `Ops.download_later`."""
-        hosts = [_pinned(array.shape, array.dtype) for array in arrays]
-        for host, array in zip(hosts, arrays, strict=True):
-            if array.nbytes > STAGED_BYTES or array.data.ptr % _WORD_BYTES:
-                array.data.copy_to_host_async(host.ctypes.data, array.nbytes, self._stream)
-            else:
-                self._carry(array.data.ptr, host.ctypes.data, array.nbytes)
-        done = self._stream.record(cupy.cuda.Event(disable_timing=True))
+        is_small = [array.nbytes <= STAGED_BYTES and array.data.ptr % _WORD_BYTES == 0 for array in arrays]
+        small = [array for array, fits in zip(arrays, is_small, strict=True) if fits]
+        packing = Packing.of(small)
+        packed = _pinned((packing.num_bytes,), np.dtype(np.uint8))
+        views = iter(packing.views(packed, small))
+        hosts = [next(views) if fits else self._leave(array) for array, fits in zip(arrays, is_small, strict=True)]
+        piece = self._leaving.take(packing.num_bytes)
+        for array, offset in zip(small, packing.offsets, strict=True):
+            self._carry(array.data.ptr, piece.device.data.ptr + offset, array.nbytes)
+        self._down.wait_event(self._stream.record(cupy.cuda.Event(disable_timing=True)))
+        self._carry(piece.device.data.ptr, packed.ctypes.data, packing.num_bytes, stream=self._down)
+        piece.event.record(self._down)
+        done = self._down.record(cupy.cuda.Event(disable_timing=True))
 
         def wait() -> list[np.ndarray]:
             done.synchronize()
@@ -120,8 +136,28 @@ class Transfers:
 
         return wait
 
-    def _carry(self, source: int, target: int, num_bytes: int, places: _Places = _TOGETHER) -> None:
-        """Copy bytes from one address to another, of which one is in pinned memory; to rows of a table, if places of
+    def _leave(self, array: cupy.ndarray) -> np.ndarray:
+        """Where a large array will be once the stream is done."""
+        host = _pinned(array.shape, array.dtype)
+        array.data.copy_to_host_async(host.ctypes.data, array.nbytes, self._stream)
+        return host
+
+    def _bring(self, piece: _Piece, num_bytes: int) -> None:
+        """Let `piece.device` have what `piece.host` has, before anything that the stream is asked for from now on."""
+        self._carry(piece.host.ctypes.data, piece.device.data.ptr, num_bytes, stream=self._up)
+        piece.arrival.record(self._up)
+        self._stream.wait_event(piece.arrival)
+
+    def _carry(
+        self,
+        source: int,
+        target: int,
+        num_bytes: int,
+        places: _Places = _TOGETHER,
+        *,
+        stream: cupy.cuda.Stream | None = None,
+    ) -> None:
+        """Copy bytes from one address to another, on the device or in pinned memory; to rows of a table, if places of
         rows are given."""
         num_words = -(-num_bytes // _WORD_BYTES)
         sizes = (
@@ -130,24 +166,43 @@ class Transfers:
             np.int32(places.stride_words),
         )
         args = (np.uint64(source), np.uint64(target), np.uint64(places.address), *sizes)
-        self._launch("copy_words", (min(MAX_CARRIERS, -(-num_words // _THREADS)),), args)
+        self._launch("copy_words", (min(MAX_CARRIERS, -(-num_words // _THREADS)),), args, stream=stream)
 
-    def _take(self, num_bytes: int) -> _Piece:
-        """The next piece of the ring, at least so large. It is filled again only when its last transfer is done."""
+
+class _Ring:
+    """Pieces that transfers of one direction use in turn; their memory is of `stream`, so that nobody else had it."""
+
+    def __init__(self, stream: cupy.cuda.Stream):
+        self._stream = stream
+        self._pieces = [_Piece() for _ in range(NUM_PIECES)]
+        self._next = 0
+        for piece in self._pieces:
+            self._grow(piece, USUAL_BYTES)
+
+    def take(self, num_bytes: int) -> _Piece:
+        """The next piece, at least so large. It is filled again only when its last transfer is done."""
         piece = self._pieces[self._next]
         self._next = (self._next + 1) % NUM_PIECES
         piece.event.synchronize()
         if num_bytes > len(piece.host):
-            piece.host = _pinned((max(4096, 1 << (num_bytes - 1).bit_length()),), np.dtype(np.uint8))
+            self._grow(piece, 1 << (num_bytes - 1).bit_length())
         return piece
+
+    def _grow(self, piece: _Piece, num_bytes: int) -> None:
+        piece.host = _pinned((num_bytes,), np.dtype(np.uint8))
+        with self._stream:
+            piece.device = cupy.empty(num_bytes, np.uint8)
 
 
 class _Piece:
-    """`host` uint8[N] is pinned memory; `event` follows the transfer that last used it."""
+    """`host` uint8[N] is pinned memory, `device` as much beside it in a ring; `event` follows the transfer that last
+    used them, `arrival` the way over the bus."""
 
     def __init__(self, num_bytes: int = 0):
         self.event = cupy.cuda.Event(disable_timing=True)
+        self.arrival = cupy.cuda.Event(disable_timing=True)
         self.host = _pinned((num_bytes,), np.dtype(np.uint8))
+        self.device: cupy.ndarray | None = None
 
 
 def _pinned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
