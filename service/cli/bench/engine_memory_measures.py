@@ -24,6 +24,9 @@ done during which it was asked for: together they have to last for longer than t
 
 OUT, IN = 0, 1
 
+ROUNDS = 4
+"""Of the steps alone and beside copies; an even number."""
+
 IDLE_S = 0.3
 """For so long copies go on by themselves."""
 
@@ -53,7 +56,7 @@ class CopyFigures:
 
     batch: int
     num_steps: int
-    step_alone_ms: float  # median
+    step_alone_ms: float  # the mean of the rounds' medians
     step_beside_ms: float
     step_beside_outs_ms: float
     step_beside_ins_ms: float
@@ -106,41 +109,59 @@ def measure_copies(built: BuiltEngine, batch: int, context: int, num_steps: int)
     host, pool = built.executor.host, built.engine.pool
     if host is None:
         raise StartupError("--copies: there is no second tier: give it --swap-space")
-    with steady_decode(built, batch, context, 4 * num_steps):
+    phases = ((), (OUT,), (IN,), (OUT, IN))
+    steps_s: dict[tuple[int, ...], list[float]] = {phase: [] for phase in phases}
+    beside = _Carried()
+    with steady_decode(built, batch, context, len(phases) * num_steps):
         count = min(COPIED_AT_ONCE, host.num_ready // 2, pool.num_available // 2)
         if count == 0:
             raise StartupError("--copies: the pool has no free blocks beside the batch, or the host none ready")
         blocks = pool.take(2 * count)
-        alone = _steps(built, num_steps)
-        medians_ms = []
-        for directions in ((OUT,), (IN,), (OUT, IN)):
-            copies = _Copies(built, blocks, directions)
-            medians_ms.append(1e3 * statistics.median(_steps(built, num_steps, copies)))
-            beside_s, num_out, num_in = copies.stop()
+        for number in range(ROUNDS):  # contexts grow: forth and back, so that no phase has the longer ones
+            for phase in phases if number % 2 == 0 else reversed(phases):
+                copies = _Copies(built, blocks, phase)
+                steps_s[phase].append(statistics.median(_steps(built, max(1, num_steps // ROUNDS), copies)))
+                carried = copies.stop()
+                if phase == (OUT, IN):
+                    beside.add(carried)
         idle = _Copies(built, blocks, (OUT, IN))
         while idle.seconds < IDLE_S:
             idle.go_on()
-        idle_s, *num_idle = idle.stop()
+        alone_copies = idle.stop()
         pool.give_back(blocks)
-    gb, alone_ms = built.memory.block_bytes / 1e9, 1e3 * statistics.median(alone)
-    beside_outs_ms, beside_ins_ms, beside_ms = medians_ms
+    gb = built.memory.block_bytes / 1e9
+    alone_ms, outs_ms, ins_ms, beside_ms = (1e3 * statistics.fmean(steps_s[phase]) for phase in phases)
     return CopyFigures(
         batch=batch,
         num_steps=num_steps,
         step_alone_ms=alone_ms,
         step_beside_ms=beside_ms,
-        step_beside_outs_ms=beside_outs_ms,
-        step_beside_ins_ms=beside_ins_ms,
+        step_beside_outs_ms=outs_ms,
+        step_beside_ins_ms=ins_ms,
         slowdown=beside_ms / alone_ms - 1,
-        out_gb_per_s=num_out * gb / beside_s,
-        in_gb_per_s=num_in * gb / beside_s,
-        both_gb_per_s=(num_out + num_in) * gb / beside_s,
-        idle_both_gb_per_s=sum(num_idle) * gb / idle_s,
+        out_gb_per_s=beside.num_out * gb / beside.seconds,
+        in_gb_per_s=beside.num_in * gb / beside.seconds,
+        both_gb_per_s=(beside.num_out + beside.num_in) * gb / beside.seconds,
+        idle_both_gb_per_s=(alone_copies.num_out + alone_copies.num_in) * gb / alone_copies.seconds,
     )
 
 
+@dataclass
+class _Carried:
+    """Blocks that were copied, and in what time."""
+
+    seconds: float = 0.0
+    num_out: int = 0
+    num_in: int = 0
+
+    def add(self, other: _Carried) -> None:
+        self.seconds += other.seconds
+        self.num_out += other.num_out
+        self.num_in += other.num_in
+
+
 class _Copies:
-    """Transfers of these directions, FLIGHTS of each always asked for."""
+    """Transfers of these directions, FLIGHTS of each always asked for; of none, perhaps."""
 
     def __init__(self, built: BuiltEngine, blocks: Sequence[int], directions: tuple[int, ...]):
         host = built.executor.host
@@ -165,13 +186,13 @@ class _Copies:
             while len(flights) < FLIGHTS:
                 flights.append(self._asks[direction]())
 
-    def stop(self) -> tuple[float, int, int]:
-        """(seconds until now, blocks copied out and in by now); then waits for what is under way."""
+    def stop(self) -> _Carried:
+        """What was carried until now; then waits for what is under way."""
         self._count_done()
-        seconds = self.seconds
+        carried = _Carried(self.seconds, *self._num_done)
         for flight in (flight for flights in self._flights.values() for flight in flights):
             flight.wait()
-        return seconds, *self._num_done
+        return carried
 
     def _count_done(self) -> None:
         for direction, flights in self._flights.items():
@@ -180,12 +201,11 @@ class _Copies:
                 self._num_done[direction] += self._count
 
 
-def _steps(built: BuiltEngine, num_steps: int, copies: _Copies | None = None) -> list[float]:
+def _steps(built: BuiltEngine, num_steps: int, copies: _Copies) -> list[float]:
     seconds = []
     for _ in range(num_steps):
         begin_s = time.perf_counter()
-        if copies is not None:
-            copies.go_on()
+        copies.go_on()
         built.engine.step()
         built.engine.take_outputs()
         seconds.append(time.perf_counter() - begin_s)
