@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from service.cli.bench.memory_replay import fit_lengths
 from service.cli.bench.memory_runs import PAPER_MAX_LEN, real_ground, simulated_ground
 from service.cli.bench.memory_sharing import METHODS, WIDTHS, SharingFigures
 from service.cli.bench.memory_simulation import MACHINES
-from service.cli.bench.memory_sweep import Comparison, PolicyFigures, compare
+from service.cli.bench.memory_sweep import RATE_SHARES, Comparison, PolicyFigures, compare
 from service.cli.bench.report import write_report
 from service.cli.bench.trace import TracedRequest, read_trace
 from service.cli.table import print_grid, shown
@@ -48,7 +48,8 @@ def add_memory_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rates",
         metavar="X,...",
-        help="requests a second; without it, for each policy, around what it keeps up with; 0: only all at once",
+        help="requests a second, or 1.25x: so many times what a policy keeps up with when it is loaded; without it "
+        "several such around 1; 0: only all at once",
     )
     parser.add_argument(
         "--sharing",
@@ -75,7 +76,7 @@ def run_memory_bench(settings: Settings, flags: argparse.Namespace) -> int:
         if flags.sharing and wish is not None:
             raise StartupError(f"{flag} does not go with --sharing")
     policies = [] if flags.sharing else read_policies(flags.policies or DEFAULT_POLICIES)
-    rates = _read_rates(flags.rates)
+    rates_of = _read_rates(flags.rates)
     limit_s = None if flags.latency_limit is None else positive_number("--latency-limit", flags.latency_limit)
     requests = _read_requests(flags)
     ground = real_ground(settings) if flags.simulate is None else simulated_ground(settings, flags.simulate)
@@ -96,7 +97,7 @@ def run_memory_bench(settings: Settings, flags: argparse.Namespace) -> int:
         write_report(flags, {**record, "sharing": [asdict(row) for row in shared]}, sharing_figure(shared, title))
     else:
         mean_output = fmean(request.num_output_tokens for request in fitted)
-        comparison = compare(partial(ground.replay, fitted), policies, mean_output, rates, limit_s)
+        comparison = compare(partial(ground.replay, fitted), policies, mean_output, rates_of, limit_s)
         _print(comparison)
         write_report(flags, {**record, **asdict(comparison)}, comparison_figure(comparison, title))
     return 0
@@ -109,13 +110,17 @@ def _read_requests(flags: argparse.Namespace) -> list[TracedRequest]:
     return requests if flags.simulate is None else requests[:SIMULATED_REQUESTS]
 
 
-def _read_rates(text: str | None) -> list[float] | None:
-    """None: each policy's own."""
+def _read_rates(text: str | None) -> Callable[[float], list[float]]:
+    """From what a policy keeps up with when it is loaded, in requests a second, the rates that it is tried at."""
     if text is None:
-        return None
+        return lambda loaded_rate: [share * loaded_rate for share in RATE_SHARES]
     if text.strip() == "0":
-        return []
-    return sorted(positive_number("--rates", part.strip()) for part in text.split(","))
+        return lambda loaded_rate: []
+    parts = [part.strip() for part in text.split(",")]
+    relative = [part for part in parts if part.endswith("x") and part != "x"]
+    fixed = [positive_number("--rates", part) for part in parts if part not in relative]
+    shares = [positive_number("--rates", part.removesuffix("x")) for part in relative]
+    return lambda loaded_rate: sorted(fixed + [share * loaded_rate for share in shares])
 
 
 def _print(comparison: Comparison) -> None:

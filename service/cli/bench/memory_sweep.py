@@ -45,17 +45,17 @@ def compare(
     replay: Callable[[Runs], list[ReplayFigures]],
     policies: Sequence[Policy],
     mean_output: float,
-    rates: Sequence[float] | None,
+    rates_of: Callable[[float], Sequence[float]],
     latency_limit_s: float | None,
 ) -> Comparison:
-    """`replay` carries runs out, in order. Without `rates` each policy gets its own, without a limit there is a usual
-    one."""
+    """`replay` carries runs out, in order. `rates_of` gives a policy's rates from the one that it keeps up with
+    when it is loaded; without a limit there is a usual one."""
     loaded = replay([(policy, None) for policy in policies])
     loaded_rates = [figures.loaded_tokens_per_s / mean_output for figures in loaded]
     plan = [
         (policy, rate)
         for policy, loaded_rate in zip(policies, loaded_rates, strict=True)
-        for rate in (rates if rates is not None else [share * loaded_rate for share in RATE_SHARES])
+        for rate in rates_of(loaded_rate)
     ]
     runs = replay(plan)
     curves = [[run for run in runs if run.policy == policy.name] for policy in policies]

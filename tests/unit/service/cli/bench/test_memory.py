@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from service.cli.bench.memory_simulation import MACHINES
-from service.cli.bench.memory_sweep import compare, rate_at
+from service.cli.bench.memory_sweep import RATE_SHARES, compare, rate_at
 from service.cli.main import main
 
 
@@ -42,18 +42,27 @@ def test_ratios_are_the_first_policys_over_the_others():
             for policy, rate in plan
         ]
 
-    comparison = compare(replay, policies, 10.0, None, None)
+    comparison = compare(replay, policies, 10.0, lambda loaded: [share * loaded for share in RATE_SHARES], None)
     assert comparison.latency_limit_s == pytest.approx(5 * 0.01 * 10**0.3)
     first, second = comparison.policies
     assert (first.running_ratio, first.loaded_ratio, first.limit_ratio) == (1, 1, 1)
     assert (second.running_ratio, second.loaded_ratio) == (4, 4)
     assert second.limit_ratio == pytest.approx(4)
     assert [run.rate for run in second.curve] == pytest.approx([0.3, 0.6, 0.8, 0.9, 1.0, 1.1, 1.25])
-    fixed = compare(replay, policies, 10.0, [1.0, 2.0], 0.05)
+    fixed = compare(replay, policies, 10.0, lambda loaded: [1.0, 2.0], 0.05)
     assert [[run.rate for run in row.curve] for row in fixed.policies] == [[1.0, 2.0]] * 2
     assert fixed.policies[0].rate_at_limit == 2.0
     assert [row.is_limit_reached for row in fixed.policies] == [False, True]
     assert fixed.policies[1].limit_ratio is None
+
+
+def test_rates_are_requests_a_second_or_times_what_a_policy_keeps_up_with(tmp_path, trace):
+    flags = ("--simulate", "opt-13b-a100", "--max-model-len", 128, "--num-gpu-blocks", 40)
+    rows = bench(tmp_path, "--trace", trace, *flags, "--policies", "paged,reserve-max", "--rates", "1.5x,0.1")[
+        "policies"
+    ]
+    for row in rows:
+        assert [run["rate"] for run in row["curve"]] == pytest.approx([0.1, 1.5 * row["loaded_rate"]])
 
 
 def test_the_simulated_h200_costs_what_was_measured():
