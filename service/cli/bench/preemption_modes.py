@@ -12,9 +12,10 @@ from service.cli.bench.memory_replay import fit_lengths
 from service.cli.bench.memory_simulation import MACHINES, SimulatedClock, SimulatedExecutor
 from service.cli.bench.trace import TracedRequest
 from service.engine.build import BuiltEngine, calibrated
+from service.engine.cost_model import CostModel
 from service.engine.engine import Engine
 from service.engine.kv_manager import KVManager
-from service.engine.preemption import MODES, Preemption
+from service.engine.preemption import AUTO, MODES, Preemption
 from service.engine.scheduler import Limits
 from service.engine.sequence import Request
 from service.errors import StartupError
@@ -76,16 +77,16 @@ def measure_modes(
         raise StartupError("--preemption: there is no second tier: give it --swap-space")
     if num_blocks > memory.num_blocks:
         raise StartupError(f"--preemption: the pool has {memory.num_blocks} blocks, wanted are {num_blocks}")
-    runs = []
+    rates, runs = calibrated(built.executor, memory).rates, []
     for mode in MODES:
         kv = KVManager(num_blocks, memory.block_size, prefix_caching=prefix_caching, swapping=True)
-        preemption = Preemption(kv, calibrated(built.executor, memory), mode)
+        preemption = Preemption(kv, CostModel(replace(rates), memory.block_size), mode)  # which it corrects
         eos_token_ids = frozenset(built.config.eos_token_ids)
         engine = Engine(built.executor, kv, limits, eos_token_ids, preemption=preemption)
         runs.append(measure_trace(replace(built, engine=engine), requests, engine_start_s=0.0)[0])
         print(f"{mode}: {runs[-1].total_s:.1f} s", flush=True)
-    rates = {mode: run.output_tokens_per_s for mode, run in zip(MODES, runs, strict=True)}
-    best = max(rate for mode, rate in rates.items() if mode != "auto")
+    tokens_per_s = {mode: run.output_tokens_per_s for mode, run in zip(MODES, runs, strict=True)}
+    best = max(rate for mode, rate in tokens_per_s.items() if mode != AUTO)
     figures = [
         ModeFigures(
             mode=mode,
