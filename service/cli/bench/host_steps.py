@@ -1,6 +1,6 @@
 """What the host does for a step, with the device left out: plan, build, settle and tell, in microseconds.
 
-    python -m service.cli.bench.host_steps [--batch 512] [--context 1000] [--steps 200]
+    python -m service.cli.bench.host_steps [--batch 512] [--context 1000] [--steps 200] [--out FILE]
 
 The scheduler, the memory of sequences, the engine and the executor are the real ones; the device is one that takes no
 time and samples zeros. What handing work to a GPU costs on top (copies, launches) is not in these figures.
@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,6 +25,7 @@ from model.ops.numpy_ops import NumpyOps
 from model.sampling_params import SamplingParams
 from service.cli.bench.engine_measures import WHOLE_STEPS
 from service.cli.bench.flag_values import whole_number
+from service.cli.bench.report import add_report_flags, check_report_flags, write_report
 from service.cli.table import print_grid
 from service.engine.engine import Engine
 from service.engine.executor import ModelExecutor
@@ -76,7 +77,9 @@ def main() -> None:
     parser.add_argument("--batch", default="512", help="decoding sequences (default: 512)")
     parser.add_argument("--context", default="1000", help="tokens that each holds (default: 1000)")
     parser.add_argument("--steps", default="200", help="measured steps (default: 200)")
+    add_report_flags(parser)
     flags = parser.parse_args()
+    check_report_flags(flags)
     sizes = [whole_number(f"--{name}", getattr(flags, name)) for name in ("batch", "context", "steps")]
     rows = [
         measure(*sizes, prefix_caching=prefix_caching, mixed=mixed)
@@ -85,6 +88,14 @@ def main() -> None:
     ]
     heads = ["case", "schedule us", "launch us", "settle us", "step us", "tell us"]
     print_grid(heads, [[row.case, *(f"{us:,.0f}" for us in list(vars(row).values())[1:])] for row in rows])
+    bars = [
+        {"label": part, "x": [row.case for row in rows], "y": [getattr(row, f"{part}_us") for row in rows]}
+        for part in ("schedule", "launch", "settle")
+    ]
+    panel = {"kind": "stack", "title": "the host's part of a step", "x": "", "y": "us", "series": bars}
+    batch, context, num_steps = sizes
+    record = {"bench": "host_steps", "context": context, "num_steps": num_steps, "steps": [asdict(row) for row in rows]}
+    write_report(flags, record, {"title": f"{batch} decodes, no device", "panels": [panel]})
 
 
 def measure(batch: int, context: int, num_steps: int, *, prefix_caching: bool, mixed: bool) -> HostFigures:
