@@ -45,11 +45,7 @@ class CallTeller:
         said, calls = "", []
         for delta in self.deltas(index, text, is_last=True):
             said += delta.get("content", "")
-            for call in delta.get("tool_calls", ()):
-                if call["index"] == len(calls):
-                    calls.append({name: value for name, value in call.items() if name != "index"})
-                else:
-                    calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+            gather_calls(calls, delta)
         return {"content": said or None, "tool_calls": calls} if calls else {"content": said}
 
     def finish_reason(self, index: int, word: str | None) -> str | None:
@@ -82,3 +78,12 @@ class CallTeller:
 
 def _call(number: int, **what: Any) -> Json:
     return {"tool_calls": [{"index": number, **what}]}
+
+
+def gather_calls(calls: list[Json], delta: Json) -> None:
+    """Adds to whole calls what a delta says of them."""
+    for call in delta.get("tool_calls", ()):
+        if call["index"] == len(calls):
+            calls.append({name: value for name, value in call.items() if name != "index"})
+        else:
+            calls[-1]["function"]["arguments"] += call["function"]["arguments"]

@@ -8,32 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
 from service.errors import RequestError
 from service.gateway.admission import job_id_of
 from service.gateway.hall import Hall, incident
-from service.gateway.openai_answers import error_object
 from service.gateway.openai_bodies import refusal
+from service.gateway.openai_calls import CallTeller
+from service.gateway.queue_replies import RETRY_S, Answer, Choice, persist
 from service.gateway.request import ENDPOINTS, Request
-from service.gateway.run import Outcome
 from service.logs import about, also_about, fields
 from service.tracing import below, read_traceparent, trace_id
 from service.wire.broker import BrokerUnavailable, IngressEntry
-from service.wire.codec import INGRESS_ID, LIMITS, WireError, decode, encode
+from service.wire.codec import INGRESS_ID, LIMITS, WireError, decode
 from service.wire.keys import INGRESS_KEEP_S
-from service.wire.messages import IngressJob, Reply, Usage
+from service.wire.messages import IngressJob
 
 log = logging.getLogger("quire.gateway")
 
 MAX_OPEN_JOBS = 256
 FETCH_WAIT_S = 0.5
-RETRY_S = 1.0
-MAX_REPLY_CHARS = 128 << 10
-"""A reply message is bounded in bytes; a longer text is told in several."""
 
 
 class QueueDoor:
@@ -89,11 +85,11 @@ class QueueDoor:
         self._stopping = True
 
     async def _serve(self, entry: IngressEntry) -> None:
-        answer = _Answer(self._hall, entry.producer, _reply_id(entry))
+        answer = Answer(self._hall, entry.producer, _reply_id(entry))
         with about(producer=entry.producer, entry=entry.entry_id):
             await self._serve_with(entry, answer)
 
-    async def _serve_with(self, entry: IngressEntry, answer: _Answer) -> None:
+    async def _serve_with(self, entry: IngressEntry, answer: Answer) -> None:
         try:
             if await self._answer(entry, answer):
                 await self._persistently(lambda: self._hall.broker.settle_ingress(entry))
@@ -102,7 +98,7 @@ class QueueDoor:
         except Exception as error:
             incident(error, "queue")
 
-    async def _answer(self, entry: IngressEntry, answer: _Answer) -> bool:
+    async def _answer(self, entry: IngressEntry, answer: Answer) -> bool:
         """Whether the entry has its final reply."""
         loop = asyncio.get_running_loop()
         give_up_at_s = loop.time() + self._hall.settings.request_timeout
@@ -126,7 +122,7 @@ class QueueDoor:
                 await answer.fail(incident(error, "queue"))
                 return True
 
-    async def _generate(self, entry: IngressEntry, answer: _Answer) -> None:
+    async def _generate(self, entry: IngressEntry, answer: Answer) -> None:
         try:
             job = decode(IngressJob, entry.payload)
         except WireError:
@@ -136,17 +132,18 @@ class QueueDoor:
         with below(traceparent):
             await self._answer_job(job, entry, answer)
 
-    async def _answer_job(self, job: IngressJob, entry: IngressEntry, answer: _Answer) -> None:
+    async def _answer_job(self, job: IngressJob, entry: IngressEntry, answer: Answer) -> None:
         request = await self._read(job)
         # Whichever gateway has the entry finds the same jobs: the next one hears what this one heard.
         request_id = job_id_of("ingress", entry.producer, entry.entry_id)
         ticket = await self._hall.admit(request, entry.producer, request_id)
-        choices = {index: _Choice(index) for index in range(request.num_choices)}
+        wording = self._hall.model.call_wording(request.tools)
+        teller = None if wording is None else CallTeller(ticket.request_id, wording)
+        choices = {index: Choice(index, teller) for index in range(request.num_choices)}
         async with self._hall.open(ticket, is_shared=True) as run:
             async for piece in run:
                 choice = choices[piece.index]
-                choice.text += piece.text
-                choice.finish_reason = piece.finish_reason
+                choice.hear(piece)
                 if request.stream and piece.finish_reason is None:
                     await answer.tell(piece.index, choice.take())
         await answer.finish(list(choices.values()), run.outcome)
@@ -158,101 +155,13 @@ class QueueDoor:
         for name in ("resumable", "background"):
             if getattr(request, name):
                 raise refusal(name, "is for HTTP; a reply stream waits for whoever reads it")
-        if request.tools is not None:
-            raise refusal("tools", "are not carried by the queue's replies")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(request.sampling, name) is not None:
                 raise refusal(name, "are not carried by the queue's replies")
         return request
 
     async def _persistently(self, attempt: Callable[[], Awaitable[None]]) -> None:
-        await _persist(attempt, self._hall.settings.request_timeout)
-
-
-@dataclass
-class _Choice:
-    """What is yet to be told of one choice."""
-
-    index: int
-    text: str = ""
-    finish_reason: str | None = None
-
-    def take(self) -> str:
-        text, self.text = self.text, ""
-        return text
-
-
-class _Answer:
-    """The replies to one job, numbered from 1."""
-
-    def __init__(self, hall: Hall, producer: str, reply_id: str) -> None:
-        self._hall = hall
-        self._producer = producer
-        self._id = reply_id
-        self._told_chars: dict[int, int] = {}  # by choice, what another gateway has told and is not to be told again
-        self._ended: set[int] = set()  # choices whose end it has told
-        self.num_told = 0
-
-    async def tell(self, index: int, text: str) -> None:
-        """Some more text of a choice. Raises BrokerUnavailable where the queue stays away."""
-        text = self._untold(index, text)
-        for start in range(0, len(text), MAX_REPLY_CHARS):
-            part = text[start : start + MAX_REPLY_CHARS]
-            await self._send(Reply(id=self._id, number=self.num_told + 1, index=index, text=part))
-
-    async def finish(self, choices: Sequence[_Choice], outcome: Outcome) -> None:
-        """The last text of each choice and how it ended; what it cost, with the last."""
-        usage = Usage(
-            prompt_tokens=outcome.prompt_tokens,
-            completion_tokens=outcome.completion_tokens,
-            cached_tokens=outcome.cached_tokens,
-        )
-        for choice in choices:
-            if choice.index in self._ended:
-                continue
-            text = self._untold(choice.index, choice.take())
-            cut = len(text) - len(text) % MAX_REPLY_CHARS if len(text) > MAX_REPLY_CHARS else 0
-            await self.tell(choice.index, text[:cut])
-            is_last = choice is choices[-1]
-            await self._send(
-                Reply(
-                    id=self._id,
-                    number=self.num_told + 1,
-                    index=choice.index,
-                    text=text[cut:],
-                    finish_reason=choice.finish_reason,
-                    usage=usage if is_last else None,
-                    done=is_last,
-                )
-            )
-
-    async def has_ended(self) -> bool:
-        """Whether a gateway that is gone has told all. What it has told of it is not told again: the same events give
-        the same text, wherever they are read."""
-        for payload in await self._hall.broker.read_replies(self._producer, self._id):
-            reply = decode(Reply, payload)
-            self.num_told = reply.number
-            self._told_chars[reply.index] = self._told_chars.get(reply.index, 0) + len(reply.text)
-            if reply.finish_reason is not None:
-                self._ended.add(reply.index)
-            if reply.done:
-                return True
-        return False
-
-    def _untold(self, index: int, text: str) -> str:
-        told = min(len(text), self._told_chars.get(index, 0))
-        if told:
-            self._told_chars[index] -= told
-        return text[told:]
-
-    async def fail(self, error: RequestError) -> None:
-        await self._send(Reply(id=self._id, number=self.num_told + 1, error=error_object(error), done=True))
-
-    async def _send(self, reply: Reply) -> None:
-        payload = encode(reply)
-        broker = self._hall.broker
-        await _persist(lambda: broker.reply(self._producer, self._id, payload), self._hall.settings.request_timeout)
-        self.num_told += 1
+        await persist(attempt, self._hall.settings.request_timeout)
 
 
 class _Named(msgspec.Struct):
@@ -269,16 +178,3 @@ def _reply_id(entry: IngressEntry) -> str:
     except (ValueError, RecursionError):
         return entry.entry_id
     return entry.entry_id
-
-
-async def _persist(attempt: Callable[[], Awaitable[None]], give_up_after_s: float) -> None:
-    """`attempt` until the queue takes it. Raises BrokerUnavailable when the time is up."""
-    loop = asyncio.get_running_loop()
-    give_up_at_s = loop.time() + give_up_after_s
-    while True:
-        try:
-            return await attempt()
-        except BrokerUnavailable:
-            if loop.time() + RETRY_S > give_up_at_s:
-                raise
-            await asyncio.sleep(RETRY_S)

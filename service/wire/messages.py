@@ -157,6 +157,7 @@ class Reply:
     index: int = 0  # which choice the text belongs to, below n
     text: str = ""
     finish_reason: str | None = None  # OpenAI's word, in the last reply of its choice
+    tool_calls: list[dict[str, Any]] | None = None  # OpenAI's objects, in the last reply of a choice that calls
     usage: Usage | None = None  # with `done`, where the job succeeded
     error: dict[str, Any] | None = None  # OpenAI's error object, with `done`, where it did not
     done: bool = False  # nothing follows

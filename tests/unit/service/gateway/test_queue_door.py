@@ -12,6 +12,7 @@ from service.wire.codec import decode, encode
 from service.wire.memory_queue import MemoryQueue
 from service.wire.messages import Reply
 from tests.support.gateway import MODEL, QuickBroker, open_gateway, speech
+from tests.support.responses import CALL, WEATHER, write_tool_model
 from tests.support.scripted_worker import Script
 
 PRODUCER = "default"
@@ -90,7 +91,7 @@ async def test_packed_prompt(door):
 
 
 async def test_long_text_comes_in_several_replies(door, monkeypatch):
-    monkeypatch.setattr("service.gateway.queue_door.MAX_REPLY_CHARS", 5)
+    monkeypatch.setattr("service.gateway.queue_replies.MAX_REPLY_CHARS", 5)
     replies = await answer(door, payload())
     assert [reply.text for reply in replies] == ["Hello", " worl", "d."]
 
@@ -186,7 +187,7 @@ async def test_a_full_queue_is_waited_for(door, monkeypatch):
 
 
 async def test_settling_is_tried_again(door, monkeypatch):
-    monkeypatch.setattr("service.gateway.queue_door.RETRY_S", 0.01)
+    monkeypatch.setattr("service.gateway.queue_replies.RETRY_S", 0.01)
     door.broker.settle_failures = 3
     (reply,) = await answer(door, payload())
     assert reply.text == "Hello world."
@@ -287,3 +288,30 @@ async def test_what_another_gateway_has_taken_is_let_go_of(model_folder, monkeyp
 
 async def _value(value):
     return value
+
+
+TOOL = {"type": "function", "function": {key: WEATHER[key] for key in ("name", "description", "parameters")}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_calls_come_whole_with_the_last_reply_of_their_choice(tmp_path, stream):
+    async with open_gateway(write_tool_model(tmp_path / "model"), Ledger()) as door:
+        door.worker.script = lambda job: speech(door.model, CALL)
+        replies = await answer(door, payload(tools=[TOOL], stream=stream))
+        assert "".join(reply.text for reply in replies) == "I look."
+        assert (len(replies) > 1) == stream
+        assert [reply.tool_calls for reply in replies[:-1]] == [None] * (len(replies) - 1)
+        (call,) = replies[-1].tool_calls
+        assert call["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
+        assert call["id"].startswith("call_")
+        assert replies[-1].finish_reason == "tool_calls"
+        (plain,) = await answer(door, payload("other", tools=[TOOL], tool_choice="none"), "other")
+        assert (plain.tool_calls, plain.finish_reason) == (None, "stop")
+
+
+async def test_calls_that_no_reply_could_hold_are_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr("service.gateway.queue_replies.MAX_REPLY_CHARS", 8)
+    async with open_gateway(write_tool_model(tmp_path / "model"), Ledger()) as door:
+        door.worker.script = lambda job: speech(door.model, CALL)
+        (reply,) = await answer(door, payload(tools=[TOOL]))
+        assert reply.error["code"] == "reply_too_large"
