@@ -1,7 +1,7 @@
 -- Stands before every script of the queue: its keys, and what happens to a job in more than one of them.
 --
--- KEYS[1]  quire:jobs       hash, job id -> Job message, from acceptance to the end
--- KEYS[2]  quire:states     hash, job id -> state, a msgpack map as long as the job is there:
+-- KEYS[1]  {quire}:jobs       hash, job id -> Job message, from acceptance to the end
+-- KEYS[2]  {quire}:states     hash, job id -> state, a msgpack map as long as the job is there:
 --            feed, log, deadline    where its events go; Redis time, Unix seconds
 --            queue, entry           where it waits; both absent while it is claimed
 --            attempts, told         how often it was claimed; the last event in its log at the last claim
@@ -14,13 +14,13 @@
 --            prompt, branches       tokens of its prompt; sequences that it takes
 --            lane, priority         how it waits (see fair.lua)
 --            stops                  list of "<branch> <reason>": branches that are no longer wanted
--- KEYS[3]  quire:claims     hash, job id -> fence "<attempt> <owner>", while it is claimed
--- KEYS[4]  quire:deadlines  sorted set, job ids by deadline
--- KEYS[5]  quire:waiting    stream, ids of accepted jobs
--- KEYS[6]  quire:returned   stream, ids of jobs that were claimed before
--- KEYS[7]  quire:suspects   stream, ids of jobs that run alone
--- KEYS[8]  quire:leases     sorted set, workers by the Redis time their lease runs out
--- KEYS[9]  quire:epoch      string, made with the data and lost with them
+-- KEYS[3]  {quire}:claims     hash, job id -> fence "<attempt> <owner>", while it is claimed
+-- KEYS[4]  {quire}:deadlines  sorted set, job ids by deadline
+-- KEYS[5]  {quire}:waiting    stream, ids of accepted jobs
+-- KEYS[6]  {quire}:returned   stream, ids of jobs that were claimed before
+-- KEYS[7]  {quire}:suspects   stream, ids of jobs that run alone
+-- KEYS[8]  {quire}:leases     sorted set, workers by the Redis time their lease runs out
+-- KEYS[9]  {quire}:epoch      string, made with the data and lost with them
 -- ARGV[1] longest feed (entries)      ARGV[2] feed's life (s)
 -- ARGV[3] life of a log without news (s)   ARGV[4] life of a log after the end (s)
 -- ARGV[5] deaths that make a suspect   ARGV[6] deaths that are enough   ARGV[7] deaths in all that are enough

@@ -1,7 +1,7 @@
 -- A worker ends a job that no engine can go on with; one that kills engines is kept for whoever wants to see why.
 --
--- KEYS[10] quire:dead  stream, dead letters; only with a letter
--- ARGV[9] job   ARGV[10] fence   ARGV[11] reason   ARGV[12] longest quire:dead (entries)   ARGV[13] dead letter
+-- KEYS[10] {quire}:dead  stream, dead letters; only with a letter
+-- ARGV[9] job   ARGV[10] fence   ARGV[11] reason   ARGV[12] longest {quire}:dead (entries)   ARGV[13] dead letter
 -- Returns 1, or 0 where the job is no longer ours.
 
 local job = ARGV[9]

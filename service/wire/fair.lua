@@ -6,13 +6,13 @@
 -- rank: the second of their arrival, later or earlier by AGE_S for each step of priority, so that none waits for ever.
 -- The lane `batch` is served when no other job waits, or by turns as well once its next job is BATCH_AGE_S old.
 --
--- quire:waiting:lane:<lane>           sorted set, tenants with jobs in the lane by virtual time
--- quire:waiting:jobs:<lane>:<tenant>  sorted set, a tenant's waiting jobs by rank
--- quire:waiting:times                 hash, tenant -> virtual time, where it is ahead of the clock; '' -> the clock
--- quire:waiting:tokens                hash, tenant -> tokens that its waiting jobs cost; '' -> those of all
+-- {quire}:waiting:lane:<lane>           sorted set, tenants with jobs in the lane by virtual time
+-- {quire}:waiting:jobs:<lane>:<tenant>  sorted set, a tenant's waiting jobs by rank
+-- {quire}:waiting:times                 hash, tenant -> virtual time, where it is ahead of the clock; '' -> the clock
+-- {quire}:waiting:tokens                hash, tenant -> tokens that its waiting jobs cost; '' -> those of all
 
 local LANES, AGE_S, BATCH_AGE_S = {'normal', 'batch'}, 10, 60
-local BACKLOG = KEYS[5]  -- quire:waiting
+local BACKLOG = KEYS[5]  -- {quire}:waiting
 local LANE, LANE_JOBS, TIMES, TOKENS = BACKLOG .. ':lane:', BACKLOG .. ':jobs:', BACKLOG .. ':times', BACKLOG .. ':tokens'
 
 local function whole(number) return string.format('%.0f', number) end

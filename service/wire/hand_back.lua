@@ -1,6 +1,6 @@
 -- A worker gives jobs back, with what it has told of them; another goes on at once.
 --
--- KEYS[10] quire:deaths  string, how many engines have died; only with a cause
+-- KEYS[10] {quire}:deaths  string, how many engines have died; only with a cause
 -- ARGV[9] cause, for jobs that were in flight when the engine died; '' where they are given back in peace
 -- ARGV[10] msgpack list: job, fence, job, fence, ...
 -- Returns how many were ours to give.

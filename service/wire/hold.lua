@@ -1,6 +1,6 @@
 -- A door that is alive says which entries of producers it still works on, so that no other takes them for left behind.
 --
--- KEYS[10..] quire:ingress:<producer>  streams, group `doors`
+-- KEYS[10..] {quire}:ingress:<producer>  streams, group `doors`
 -- ARGV[9] door's name in the group   ARGV[10] msgpack list: stream (10..), entry, stream, entry, ...
 -- Returns which of the entries (1..) are another door's now.
 

@@ -1,7 +1,8 @@
 """Every key that Quire has in Redis, on one page: type, meaning, who writes, who reads, how long it lives.
 
 Every stream entry has one field `m`, the message (see README.md); only the last entry of an event log has `end` too.
-Braces are part of a key: they keep what belongs to one job in one slot.
+Braces are part of a key. Those around `quire` keep all of a queue in one slot of a Redis Cluster: each step of a job's
+life is one act on several of its keys.
 """
 
 from __future__ import annotations
@@ -11,53 +12,53 @@ import re
 PAYLOAD_FIELD = "m"
 END_FIELD = "end"
 
-JOBS = "quire:jobs"
+JOBS = "{quire}:jobs"
 """Hash. Job id to Job. Doors write, workers read. From acceptance to the end."""
-STATES = "quire:states"
+STATES = "{quire}:states"
 """Hash. Job id to what the scripts must know of it (see common.lua). Doors and workers write and read, by scripts
 alone. From acceptance to the end."""
-CLAIMS = "quire:claims"
+CLAIMS = "{quire}:claims"
 """Hash. Job id to its fence, `<attempt> <worker>`. Workers write and read. While it is claimed."""
-DEADLINES = "quire:deadlines"
+DEADLINES = "{quire}:deadlines"
 """Sorted set. Job ids by deadline, Redis time. Doors write, workers read. From acceptance to the end."""
-WAITING = "quire:waiting"
+WAITING = "{quire}:waiting"
 """Stream. Accepted jobs, m = job id. Doors write, workers read. An entry lives until its job is claimed."""
-WAITING_TOKENS = "quire:waiting:tokens"
+WAITING_TOKENS = "{quire}:waiting:tokens"
 """Hash. Tenant to the tokens that its waiting jobs may cost, '' to those of all. Scripts write, doors read. As long as
 any wait. The other keys of the order in which jobs are claimed are the scripts' own, and `fair.lua` says what they are:
-`quire:waiting:lane:<lane>`, `quire:waiting:jobs:<lane>:<tenant>`, `quire:waiting:times`."""
-RETURNED = "quire:returned"
+`{quire}:waiting:lane:<lane>`, `{quire}:waiting:jobs:<lane>:<tenant>`, `{quire}:waiting:times`."""
+RETURNED = "{quire}:returned"
 """Stream. Jobs that were claimed before, m = job id; they go first. Workers write and read. Until claimed again."""
-SUSPECTS = "quire:suspects"
+SUSPECTS = "{quire}:suspects"
 """Stream. Jobs that were in flight at two engine deaths, m = job id; they run alone. Workers write and read. Until
 claimed again."""
-LEASES = "quire:leases"
+LEASES = "{quire}:leases"
 """Sorted set. Workers by the Redis time at which their lease runs out. Workers write and read. Until taken over."""
-EPOCH = "quire:epoch"
+EPOCH = "{quire}:epoch"
 """String. A random name of these data: who finds another knows that Redis has lost everything. Doors and workers write
 and read. For ever."""
 QUEUE = (JOBS, STATES, CLAIMS, DEADLINES, WAITING, RETURNED, SUSPECTS, LEASES, EPOCH)
 """The first keys of every script."""
 
-ALONE = "quire:alone"
+ALONE = "{quire}:alone"
 """String. The worker that runs suspects. Workers write and read. As long as a lease."""
-DEATHS = "quire:deaths"
+DEATHS = "{quire}:deaths"
 """String. How many engines have died. Workers write and read. For ever."""
-DEAD = "quire:dead"
+DEAD = "{quire}:dead"
 """Stream. Jobs that killed engines, m = DeadLetter. Workers write, people read. The last DEAD_MAX_ENTRIES."""
 DEAD_MAX_ENTRIES = 1024
 
-CANCELS = "quire:cancels"
+CANCELS = "{quire}:cancels"
 """Stream. Cancels for every worker, m = Cancel. Doors write, workers read. The last CANCELS_MAX_ENTRIES."""
 CANCELS_MAX_ENTRIES = 8192
 
-WORKERS = "quire:workers"
+WORKERS = "{quire}:workers"
 """Sorted set. Worker ids by the Redis time of their last heartbeat. Workers write, doors read. CARD_TTL_S likewise."""
 CARD_TTL_S = 10
 CARD_LATE_S = 3.5
 """A worker writes its card every second; one whose card is older than this is not ready."""
 
-LOOKED_AT = "quire:looked_at"
+LOOKED_AT = "{quire}:looked_at"
 """String. There while somebody looks at the workers' blocks. Doors write, workers read. LOOKED_AT_TTL_S."""
 LOOKED_AT_TTL_S = 10
 
@@ -70,7 +71,7 @@ REPLY_TTL_S = 600
 
 FILE_TTL_S = 30 * 24 * 3600
 
-OPEN_BATCHES = "quire:batches"
+OPEN_BATCHES = "{quire}:batches"
 """Sorted set. Ids of batches that are not done, by when they were made. Doors write and read. As long as they are."""
 
 INGRESS_KEEP_S = 5.0
@@ -84,98 +85,98 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 def events(job_id: str) -> str:
     """Stream. The job's event log, m = Event; the entry `<number>-0` is event `<number>`, so none can be there twice.
     Workers write, doors read. LOG_RUNNING_TTL_S without news, LOG_ENDED_TTL_S after the end."""
-    return f"quire:{{{_name(job_id)}}}:events"
+    return f"{{quire}}:{{{_name(job_id)}}}:events"
 
 
 def cancel(job_id: str) -> str:
     """String. Tombstone: why a job that is still to come is not wanted (an EndReason). Doors write and read. Until the
     job comes, TOMBSTONE_TTL_S at most."""
-    return f"quire:{{{_name(job_id)}}}:cancel"
+    return f"{{quire}}:{{{_name(job_id)}}}:cancel"
 
 
 def request(request_id: str) -> str:
     """String. RequestRecord. Doors write and read. From acceptance to LOG_ENDED_TTL_S after its deadline."""
-    return f"quire:{{{_name(request_id)}}}:request"
+    return f"{{quire}}:{{{_name(request_id)}}}:request"
 
 
 def watched(request_id: str) -> str:
     """String. There while somebody waits for a request that outlives its clients, and a while after. Doors write and
     read. As long as its writer says."""
-    return f"quire:{{{_name(request_id)}}}:watched"
+    return f"{{quire}}:{{{_name(request_id)}}}:watched"
 
 
 def idempotency(digest: str) -> str:
     """String. Request id that a client's Idempotency-Key stands for; the key is hashed together with its tenant. Doors
     write and read. As long as the request's record."""
-    return f"quire:idempotency:{_name(digest)}"
+    return f"{{quire}}:idempotency:{_name(digest)}"
 
 
 def file(file_id: str) -> str:
     """String. StoredFile. Doors write and read. FILE_TTL_S."""
-    return f"quire:{{{_name(file_id)}}}:file"
+    return f"{{quire}}:{{{_name(file_id)}}}:file"
 
 
 def file_data(file_id: str) -> str:
     """List. What the file contains, in pieces. Doors write and read. FILE_TTL_S."""
-    return f"quire:{{{_name(file_id)}}}:data"
+    return f"{{quire}}:{{{_name(file_id)}}}:data"
 
 
 def files(tenant: str) -> str:
     """Sorted set. Ids of a tenant's files by when they were made. Doors write and read. FILE_TTL_S after the last."""
-    return f"quire:files:{_name(tenant)}"
+    return f"{{quire}}:files:{_name(tenant)}"
 
 
 def batch(batch_id: str) -> str:
     """String. Batch. Doors write and read. FILE_TTL_S after the last change."""
-    return f"quire:{{{_name(batch_id)}}}:batch"
+    return f"{{quire}}:{{{_name(batch_id)}}}:batch"
 
 
 def batch_lines(batch_id: str) -> str:
     """Hash. Answers by line of the batch's input. Doors write and read. FILE_TTL_S."""
-    return f"quire:{{{_name(batch_id)}}}:lines"
+    return f"{{quire}}:{{{_name(batch_id)}}}:lines"
 
 
 def batch_holder(batch_id: str) -> str:
     """String. The door that sees to the batch. Doors write and read. As long as it renews."""
-    return f"quire:{{{_name(batch_id)}}}:holder"
+    return f"{{quire}}:{{{_name(batch_id)}}}:holder"
 
 
 def batch_cancel(batch_id: str) -> str:
     """String. There if the batch is no longer wanted. Doors write and read. FILE_TTL_S."""
-    return f"quire:{{{_name(batch_id)}}}:unwanted"
+    return f"{{quire}}:{{{_name(batch_id)}}}:unwanted"
 
 
 def batches(tenant: str) -> str:
     """Sorted set. Ids of a tenant's batches by when they were made. Doors write and read. FILE_TTL_S after the last."""
-    return f"quire:batches:{_name(tenant)}"
+    return f"{{quire}}:batches:{_name(tenant)}"
 
 
 def response(response_id: str) -> str:
     """String. StoredResponse. Doors write and read. As long as its writer says."""
-    return f"quire:{{{_name(response_id)}}}:response"
+    return f"{{quire}}:{{{_name(response_id)}}}:response"
 
 
 def feed(door: str) -> str:
     """Stream. All events for one door, one entry a step and worker, m = a list of Events. Workers write,
     that door reads. The last FEED_MAX_ENTRIES, FEED_TTL_S after the last."""
-    return f"quire:feed:{_name(door)}"
+    return f"{{quire}}:feed:{_name(door)}"
 
 
 def worker(worker_id: str) -> str:
     """String. WorkerCard. That worker writes, doors read. CARD_TTL_S after the last heartbeat."""
-    return f"quire:worker:{_name(worker_id)}"
+    return f"{{quire}}:worker:{_name(worker_id)}"
 
 
 def ingress(producer: str) -> str:
     """Stream. Jobs of one foreign producer, m = IngressJob. That producer writes, doors read (group `doors`). An entry
     lives until its job has its final reply."""
-    return f"quire:ingress:{_name(producer)}"
+    return f"{{quire}}:ingress:{_name(producer)}"
 
 
 def reply(producer: str, producer_job_id: str) -> str:
     """Stream. Replies to one job of a foreign producer, m = Reply. Doors write, that producer reads. REPLY_TTL_S after
     the last write."""
-    return f"quire:reply:{_name(producer)}:{_name(producer_job_id)}"
+    return f"{{quire}}:reply:{_name(producer)}:{_name(producer_job_id)}"
 
 
 def _name(name: str) -> str:

@@ -1,8 +1,8 @@
 -- Appends the events of one step, tells the doors, settles the jobs that ended: one round trip, one atomic act.
 -- An event counts only from the worker and attempt that hold its job: whoever lost it can write nothing more.
 --
--- KEYS[10..9+F]        quire:feed:<door>       stream: the step's events for one door, in one entry
--- then for each event  quire:{<job>}:events    stream, its job's event log: entry <number>-0
+-- KEYS[10..9+F]        {quire}:feed:<door>       stream: the step's events for one door, in one entry
+-- then for each event  {quire}:{<job>}:events    stream, its job's event log: entry <number>-0
 -- ARGV[9] epoch   ARGV[10] number of feeds F
 -- ARGV[11] msgpack list (one argument, since clients pack many slowly), for each event six items:
 --         feed (1..F), job, fence, number, message, reason of the end or ''

@@ -1,4 +1,4 @@
-"""Where Redis is: the URL as it is written, and the Sentinels that know who the primary is."""
+"""Where Redis is: the URL as it is written, and the Sentinels or nodes of a Cluster that know who the primary is."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
+from redis.asyncio import Redis
 from redis.asyncio.connection import Connection, SSLConnection, parse_url
 from redis.asyncio.sentinel import Sentinel
+from redis.crc import key_slot
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError
 
 from service.errors import StartupError
+from service.wire.keys import JOBS
 
 FORMS = (
     "redis://[user:password@]host[:port][/db], rediss://..., unix:///path/to/socket[?db=n] or "
-    "redis+sentinel://[user:password@]sentinel[:port][,sentinel...]/primary's name[/db]"
-)
-NO_CLUSTER = (
-    "Redis Cluster is not served, since a worker's step is one atomic act on many jobs; one server carries it, "
-    "or one with replicas that Sentinels watch"
+    "redis+sentinel://[user:password@]sentinel[:port][,sentinel...]/primary's name[/db] or "
+    "redis+cluster://[user:password@]node[:port][,node...]"
 )
 SENTINEL_PORT = 26379
+CLUSTER_PORT = 6379
+MAX_NODES = 64
 URL_OPTIONS = {
     "db",
     "ssl_ca_certs",
@@ -36,8 +40,9 @@ SENTINEL_OPTIONS = {"sentinel_username": "username", "sentinel_password": "passw
 class Address:
     """A parsed URL. `options` are for a pool of redis-py."""
 
-    def __init__(self, options: dict[str, Any], sentinel: Sentinel | None = None):
+    def __init__(self, options: dict[str, Any], sentinel: Sentinel | None = None, *, is_cluster: bool = False):
         self.options = options
+        self.is_cluster = is_cluster
         self._sentinel = sentinel
 
     async def close(self) -> None:
@@ -50,8 +55,8 @@ def read_address(url: str, timeout_s: float) -> Address:
     """Raises StartupError for a URL that is none, or of a kind that is not served."""
     try:
         parts = urlsplit(url)
-        if parts.scheme.endswith("+cluster"):
-            raise StartupError(NO_CLUSTER)
+        if parts.scheme in ("redis+cluster", "rediss+cluster"):
+            return _by_cluster(url, timeout_s)
         if parts.scheme in ("redis+sentinel", "rediss+sentinel"):
             return _by_sentinels(url, timeout_s)
         options = parse_url(url)
@@ -95,17 +100,72 @@ def _by_sentinels(url: str, timeout_s: float) -> Address:
     common = {"protocol": 2, "driver_info": None, "socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
     tls = {key: value for key, value in options.items() if key.startswith("ssl_")}
     sentinel_kwargs = {**common, **sentinel_options, **({"ssl": True, **tls} if scheme == "rediss" else {})}
-    sentinel = Sentinel([_host(host) for host in hosts.split(",")], sentinel_kwargs=sentinel_kwargs)
+    sentinel = Sentinel([_host(host, SENTINEL_PORT) for host in hosts.split(",")], sentinel_kwargs=sentinel_kwargs)
     options["connection_class"] = _PrimaryTLSConnection if scheme == "rediss" else _PrimaryConnection
     options["find_primary"] = lambda: sentinel.discover_master(unquote(name))
     return Address(options, sentinel)
 
 
-def _host(text: str) -> tuple[str, int]:
+class _Cluster:
+    """Of its nodes one has the slot of all our keys: it is the only one that we speak to."""
+
+    def __init__(self, nodes: list[tuple[str, int]], options: dict[str, Any]):
+        self._nodes = nodes
+        self._options = options
+
+    async def find_primary(self) -> tuple[str, int]:
+        """Host and port of the node that has our slot, from the first node that answers. Raises RedisError."""
+        slot, error = key_slot(JOBS.encode()), RedisConnectionError("no node of the cluster answers")
+        for host, port in list(self._nodes):
+            async with Redis(host=host, port=port, **self._options) as redis:
+                try:
+                    ranges = await redis.execute_command("CLUSTER SLOTS")
+                except (RedisError, OSError) as failure:
+                    error = failure
+                    continue
+            self._learn(host, ranges)
+            owner = next((primary for first, last, primary, *_ in ranges if first <= slot <= last), None)
+            if owner is not None:
+                return _text(owner[0]) or host, owner[1]
+            error = RedisConnectionError("no node of the cluster has our slot")
+        raise error
+
+    def _learn(self, host: str, ranges: list[Any]) -> None:
+        """Nodes that the URL does not name may be asked too, once those it names are gone. `ranges`: as CLUSTER SLOTS
+        tells them, first and last slot, primary, replicas."""
+        found = [(_text(node[0]) or host, node[1]) for _, _, *nodes in ranges for node in nodes]
+        self._nodes = list(dict.fromkeys([*self._nodes, *found]))[:MAX_NODES]
+
+
+def _text(host: bytes | str | None) -> str:
+    """Empty where a node does not know its own name."""
+    found = host.decode() if isinstance(host, bytes) else host or ""
+    return "" if found == "?" else found
+
+
+def _by_cluster(url: str, timeout_s: float) -> Address:
+    parts = urlsplit(url)
+    user, _, hosts = parts.netloc.rpartition("@")
+    if parts.path.strip("/"):
+        raise StartupError(f"the Redis URL names a database, and a Cluster has none; it looks like {FORMS}")
+    scheme = parts.scheme.partition("+")[0]
+    options = _checked(parse_url(f"{scheme}://{user}{'@' if user else ''}primary?{parts.query}"))
+    common = {"protocol": 2, "driver_info": None, "socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
+    own = {key: value for key, value in options.items() if key not in ("host", "port", "connection_class")}
+    if scheme == "rediss":
+        own["ssl"] = True
+    cluster = _Cluster([_host(host, CLUSTER_PORT) for host in hosts.split(",")], {**common, **own})
+    options["connection_class"] = _PrimaryTLSConnection if scheme == "rediss" else _PrimaryConnection
+    options["find_primary"] = cluster.find_primary
+    return Address(options, is_cluster=True)
+
+
+def _host(text: str, port: int) -> tuple[str, int]:
     parts = urlsplit(f"//{text}")
     if not parts.hostname:
-        raise StartupError(f"the Redis URL names no Sentinel; it looks like {FORMS}")
-    return parts.hostname, parts.port or SENTINEL_PORT
+        what = "Sentinel" if port == SENTINEL_PORT else "node"
+        raise StartupError(f"the Redis URL names no {what}; it looks like {FORMS}")
+    return parts.hostname, parts.port or port
 
 
 def _checked(options: dict[str, Any]) -> dict[str, Any]:

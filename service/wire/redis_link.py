@@ -17,6 +17,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
+    MovedError,
     NoPermissionError,
     NoScriptError,
     ReadOnlyError,
@@ -34,7 +35,7 @@ from service.wire.broker import (
     BrokerUnavailable,
 )
 from service.wire.keys import FEED_MAX_ENTRIES, FEED_TTL_S, LOG_ENDED_TTL_S, LOG_RUNNING_TTL_S, QUEUE
-from service.wire.redis_address import NO_CLUSTER, read_address
+from service.wire.redis_address import read_address
 
 log = logging.getLogger("quire.redis")
 
@@ -96,8 +97,8 @@ class RedisLink:
         version = server.get("redis_version", "0")
         if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_VERSION:
             raise StartupError(f"Redis 6.2 or newer is needed, this is {version}")
-        if cluster.get("cluster_enabled"):
-            raise StartupError(NO_CLUSTER)
+        if cluster.get("cluster_enabled") and not self._address.is_cluster:
+            raise StartupError("this Redis is a node of a Cluster: its URL begins with redis+cluster://")
         policy = memory.get("maxmemory_policy", "noeviction")
         if policy != "noeviction":
             log.warning("redis may drop accepted jobs %s", fields(maxmemory_policy=policy, wanted="noeviction"))
@@ -108,8 +109,9 @@ class RedisLink:
         try:
             yield self._client
         except (RedisError, OSError) as error:
-            if isinstance(error, ReadOnlyError):  # it has become a replica: the way to the primary is a new one
-                await self._client.connection_pool.disconnect(inuse_connections=False)
+            if isinstance(error, (ReadOnlyError, MovedError)):  # another is the primary now: the way to it is a new one
+                for client in (self._client, self._blocking):
+                    await client.connection_pool.disconnect(inuse_connections=False)
             if str(error).startswith("EPOCH"):
                 raise DataLost(str(error)) from error
             raise BrokerUnavailable(_cause(error)) from error

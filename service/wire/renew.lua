@@ -1,7 +1,7 @@
 -- The heartbeat of a worker whose engine makes progress: prolongs its lease, says which of its jobs it has lost, and
 -- whether it is the one to run suspects alone now.
 --
--- KEYS[10] quire:alone  string, the worker that runs suspects; lives as long as a lease
+-- KEYS[10] {quire}:alone  string, the worker that runs suspects; lives as long as a lease
 -- ARGV[9] epoch   ARGV[10] worker   ARGV[11] length of a lease (s)   ARGV[12] msgpack list: job, fence, job, fence, ...
 -- Returns {1 where it is to run suspects, else 0; jobs that are lost ...}.
 

@@ -1,7 +1,7 @@
 -- Accepts a job, once: a second time nothing happens. One that was cancelled before it came ends here.
 --
--- KEYS[10] quire:{<job>}:cancel  string, its tombstone
--- KEYS[11] quire:{<id>}:request  string, the record of the request that it is of; only with a record
+-- KEYS[10] {quire}:{<job>}:cancel  string, its tombstone
+-- KEYS[11] {quire}:{<id>}:request  string, the record of the request that it is of; only with a record
 -- ARGV[9] epoch, if there is none   ARGV[10] job   ARGV[11] message   ARGV[12] state   ARGV[13] deadline or ''
 -- ARGV[14] most jobs that may wait   ARGV[15] most tokens of all   ARGV[16] most tokens of one tenant; '' for no bound
 -- ARGV[17] the record   ARGV[18] its life (s); written if the job is accepted

@@ -1,6 +1,6 @@
 -- Puts the jobs of dead workers back, and ends those that waited past their deadline.
 --
--- KEYS[10] quire:deaths  string, how many engines have died
+-- KEYS[10] {quire}:deaths  string, how many engines have died
 -- ARGV[9] '1': workers whose lease has run out are dead; '0': this is not to be judged now
 -- ARGV[10] the worker that asks, which is alive   ARGV[11] '1': one of its name was here before, and is dead
 -- Returns how many jobs were put back.

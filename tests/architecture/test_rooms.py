@@ -28,7 +28,7 @@ UNSAFE_MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 UNSAFE_CALLS = {"eval", "exec", "compile", "os.system", "os.popen"}
 UNSAFE_KEYWORDS = {"shell", "allow_pickle"}
 
-KEY_PREFIX = "quire:"
+KEY_PREFIX = "{quire}:"
 KEY_PAGE = "service.wire.keys"
 METRIC_PAGE = "service.metrics"
 
@@ -142,9 +142,9 @@ BROKEN = [
     ("unsafe_code", "service.x", "os.system(text)"),
     ("silent_handlers", "service.x", "try:\n    f()\nexcept:\n    g()"),
     ("silent_handlers", "service.x", "for x in y:\n    try:\n        f()\n    except Exception:\n        continue"),
-    ("stray_keys", "service.gateway.x", "KEY = 'quire:jobs'"),
-    ("stray_keys", "service.gateway.x", "key = f'quire:feed:{door}'"),
-    ("stray_keys", "service.gateway.x", "key = b'quire:jobs'"),
+    ("stray_keys", "service.gateway.x", "KEY = '{quire}:jobs'"),
+    ("stray_keys", "service.gateway.x", "key = f'{{quire}}:feed:{door}'"),
+    ("stray_keys", "service.gateway.x", "key = b'{quire}:jobs'"),
     ("unprefixed_keys", KEY_PAGE, "def events(job_id):\n    return f'events:{job_id}'"),
     ("unprefixed_keys", KEY_PAGE, "def events(job_id):\n    return job_id"),
 ]

@@ -22,7 +22,6 @@ from tests.support.history import Storyteller, check_logs, check_stories, until_
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(3000)]
 
-MOST_MISTAKEN = 0.005
 NUM_JOBS = int(os.environ.get("CHAOS_JOBS", "1000"))
 LONG = (
     {"temperature": 0.0, "max_tokens": 80},
@@ -212,8 +211,7 @@ async def test_a_storm_of_kills_loses_nothing(tmp_path, goldens):
             f"{len(stories)} jobs, {sum(story.num_tokens for story in stories)} tokens in {took_s:.0f} s, "
             f"{fleet.num_dead} workers killed: 0 lost, 0 duplicated, 0 gaps, {len(poisoned)} given up as poison",
         )
-        # Who was beside three kills without getting on in between looks like their cause; it is told so, and not lost.
-        assert len(poisoned) <= MOST_MISTAKEN * len(stories)
+        assert not poisoned
         await door.close()
     finally:
         fleet.close()

@@ -185,10 +185,10 @@ def test_a_queue_producer_gets_its_text(served):
     connection = redis.Redis.from_url(served.redis_url)
     body = {"model": "demo", "messages": STORY, "max_tokens": 12, "temperature": 0}
     job = {"v": 1, "id": "story-1", "endpoint": "/v1/chat/completions", "body": body}
-    connection.xadd("quire:ingress:default", {"m": msgpack.packb(job)})
+    connection.xadd("{quire}:ingress:default", {"m": msgpack.packb(job)})
     last, replies = "0", []
     while not (replies and replies[-1]["done"]):
-        answer = connection.xread({"quire:reply:default:story-1": last}, block=20_000)
+        answer = connection.xread({"{quire}:reply:default:story-1": last}, block=20_000)
         assert answer, f"no reply; so far {replies}"
         entries = answer[0][1]
         replies += [msgpack.unpackb(fields[b"m"]) for _, fields in entries]

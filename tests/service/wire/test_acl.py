@@ -58,23 +58,23 @@ FORBIDDEN = (
     "FLUSHALL", "FLUSHDB", "KEYS *", "SCAN 0", "RANDOMKEY", "DBSIZE", "CONFIG GET *", "CONFIG SET maxmemory 1",
     "SHUTDOWN", "ACL LIST", "ACL SETUSER x on", "ACL WHOAMI", "CLIENT LIST", "CLIENT KILL 1.2.3.4:5",
     "CLIENT PAUSE 100", "MONITOR", "DEBUG SLEEP 0", "MODULE LIST", "SCRIPT FLUSH", "FUNCTION LIST", "SAVE",
-    "BGSAVE", "BGREWRITEAOF", "SLAVEOF NO ONE", "REPLICAOF h 1", "SWAPDB 0 1", "MIGRATE h 1 quire:jobs 0 1",
-    "RESTORE quire:jobs 0 x", "DUMP quire:jobs", "PUBLISH c m", "SUBSCRIBE c", "RENAME quire:jobs quire:x",
-    "XTRIM quire:waiting MAXLEN 0", "XGROUP DESTROY quire:ingress:alice doors",
-    "XGROUP SETID quire:ingress:alice doors 0", "XSETID quire:waiting 9-9", "EVAL_RO x 0", "SORT quire:jobs",
+    "BGSAVE", "BGREWRITEAOF", "SLAVEOF NO ONE", "REPLICAOF h 1", "SWAPDB 0 1", "MIGRATE h 1 {quire}:jobs 0 1",
+    "RESTORE {quire}:jobs 0 x", "DUMP {quire}:jobs", "PUBLISH c m", "SUBSCRIBE c", "RENAME {quire}:jobs {quire}:x",
+    "XTRIM {quire}:waiting MAXLEN 0", "XGROUP DESTROY {quire}:ingress:alice doors",
+    "XGROUP SETID {quire}:ingress:alice doors 0", "XSETID {quire}:waiting 9-9", "EVAL_RO x 0", "SORT {quire}:jobs",
     "LATENCY RESET",
 )  # fmt: skip
 """Commands that no role has any work for."""
 PRODUCER_FORBIDDEN = (
-    "XDEL quire:ingress:alice 1-0", "DEL quire:ingress:alice", "EXPIRE quire:ingress:alice 1",
-    "XLEN quire:ingress:alice", "XRANGE quire:ingress:alice - +", "XADD quire:reply:alice:1 * m x", "EVAL x 0",
-    "TIME", "INFO", "GET quire:jobs", "XREADGROUP GROUP doors x STREAMS quire:ingress:alice >",
+    "XDEL {quire}:ingress:alice 1-0", "DEL {quire}:ingress:alice", "EXPIRE {quire}:ingress:alice 1",
+    "XLEN {quire}:ingress:alice", "XRANGE {quire}:ingress:alice - +", "XADD {quire}:reply:alice:1 * m x", "EVAL x 0",
+    "TIME", "INFO", "GET {quire}:jobs", "XREADGROUP GROUP doors x STREAMS {quire}:ingress:alice >",
 )  # fmt: skip
 
 
 def named_on_the_page() -> set[str]:
     """Every key that the key page makes, without what is filled in."""
-    return set(re.findall(r'"(quire:[^"]*)"', re.sub(r"\{_name\(\w+\)\}", "*", inspect.getsource(keys))))
+    return set(re.findall(r'"(\{+quire\}+:[^"]*)"', re.sub(r"\{_name\(\w+\)\}", "*", inspect.getsource(keys))))
 
 
 def test_every_key_is_decided_here():
@@ -103,7 +103,7 @@ def test_a_producer_only_adds_and_reads(configured_redis):
 
 def test_a_script_may_do_no_more_than_its_user(configured_redis):
     with Redis.from_url(configured_redis.url(WORKER)) as worker, pytest.raises(ResponseError, match="access"):
-        worker.eval("return redis.call('XADD', 'quire:ingress:alice', '*', 'm', 'x')", 0)
+        worker.eval("return redis.call('XADD', '{quire}:ingress:alice', '*', 'm', 'x')", 0)
     assert any(refusal.startswith("quire-worker") for refusal in configured_redis.refusals()), "refusals are seen"
 
 

@@ -159,7 +159,7 @@ async def test_old_batch_work_has_its_turn(monkeypatch):
 async def test_old_batch_work_has_its_turn_in_redis(open_broker, redis):
     broker = await open_broker()
     await submit(broker, job_of("X0", "x", is_batch=True), *(job_of(f"A{number}", "a") for number in range(3)))
-    redis.zincrby("quire:waiting:jobs:batch:x", -fair_queue.BATCH_AGE_S - 1, "X0")
+    redis.zincrby("{quire}:waiting:jobs:batch:x", -fair_queue.BATCH_AGE_S - 1, "X0")
     assert (await served(broker)).index("X0") < 2
 
 

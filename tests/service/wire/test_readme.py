@@ -112,7 +112,7 @@ async def test_the_access_rules_are_enough_for_doors_and_workers(open_broker, gu
     assert await outcome(events) == Ended([1, 2], EndReason.STOP)
     assert (await outcome(door.follow("JOB2"))).reason is EndReason.CANCELLED
     await worker.retire("w1")
-    guarded_redis.admin.xadd("quire:ingress:alice", {"m": b"x"})
+    guarded_redis.admin.xadd("{quire}:ingress:alice", {"m": b"x"})
     (entry,) = await door.fetch_ingress(["alice"], 4, 1.0)
     await door.reply("alice", "a1", b"y")
     await door.settle_ingress(entry)

@@ -180,7 +180,7 @@ async def test_a_past_with_a_hole_ends_its_job(open_broker, redis):
 async def test_events_of_a_job_that_is_not_ours_are_dropped(open_broker, redis):
     broker = await open_broker()
     assert await broker.publish(make_events("JOB9", [1])) == {"JOB9"}
-    assert set(redis.keys("*")) == {b"quire:epoch", b"quire:leases"}
+    assert set(redis.keys("*")) == {b"{quire}:epoch", b"{quire}:leases"}
 
 
 async def test_an_ingress_entry_goes_to_one_door_and_leaves_with_its_settling(open_broker, redis):
@@ -199,7 +199,7 @@ async def test_an_ingress_entry_goes_to_one_door_and_leaves_with_its_settling(op
         await one.settle_ingress(entry)
     assert redis.xlen(keys.ingress("alice")) == redis.xlen(keys.ingress("bob")) == 0
     await one.reply("alice", "a1", b"text")
-    assert redis.xrange("quire:reply:alice:a1")[0][1] == {b"m": b"text"}
+    assert redis.xrange("{quire}:reply:alice:a1")[0][1] == {b"m": b"text"}
 
 
 async def test_an_ingress_entry_unsettled_is_given_again_to_the_same_door(open_broker, redis):

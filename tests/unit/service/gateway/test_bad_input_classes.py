@@ -93,7 +93,7 @@ REFUSED = [
     ),
     ("paths", COMPLETIONS, {"model": "../../../etc/passwd"}, "model"),
     ("paths", COMPLETIONS, {"model": "/"}, "model"),
-    ("a reply address in the job", COMPLETIONS, {"reply_to": "quire:jobs"}, "reply_to"),
+    ("a reply address in the job", COMPLETIONS, {"reply_to": "{quire}:jobs"}, "reply_to"),
     ("log injection", COMPLETIONS, {"x\r\n\x1b[2Jadmin": 1}, "x???[2Jadmin"),
 ]
 

@@ -109,7 +109,7 @@ async def test_long_text_comes_in_several_replies(door, monkeypatch):
         (msgpack.packb({"v": 1, "id": "x", "endpoint": "/v1/embeddings", "body": {}}), "x", None, "endpoint"),
         (msgpack.packb({"v": 9, "id": "x", "endpoint": CHAT, "body": {}}), "x", "invalid_message", None),
         (msgpack.packb({"v": 1, "id": "x", "endpoint": CHAT, "body": []}), "x", "invalid_message", None),
-        (msgpack.packb({"v": 1, "id": "x", "reply_to": "quire:jobs"}), "x", "invalid_message", None),
+        (msgpack.packb({"v": 1, "id": "x", "reply_to": "{quire}:jobs"}), "x", "invalid_message", None),
         (msgpack.packb({"id": "../../jobs"}), None, "invalid_message", None),
         (msgpack.packb({"id": 5}), None, "invalid_message", None),
         (msgpack.packb([1, 2]), None, "invalid_message", None),

@@ -1,0 +1,123 @@
+"""Nodes of a Redis Cluster, all real: the queue lives in one slot, and goes where that slot goes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from redis import Redis
+from redis.crc import key_slot
+
+from service.errors import EndReason
+from service.wire import keys
+from service.wire.broker import BrokerUnavailable
+from service.wire.messages import RequestRecord
+from service.wire.redis_broker import RedisBroker, open_redis_broker
+from tests.service.wire.test_redis_sentinel import Server
+from tests.support.wire import Ended, make_card, make_event, make_events, make_job, outcome, take
+
+SLOT = key_slot(keys.JOBS.encode())
+
+
+@pytest.fixture
+def nodes(tmp_path) -> Iterator[tuple[Server, Server]]:
+    """Two primaries that know each other; the first has all slots."""
+    options = ("--cluster-enabled", "yes", "--cluster-require-full-coverage", "no")
+    made = [Server(tmp_path / name, *options) for name in ("one", "two")]
+    try:
+        for node in made:
+            node.until(lambda node=node: node.ask("PING"))
+        made[0].ask("CLUSTER", "ADDSLOTSRANGE", "0", "16383")
+        made[0].ask("CLUSTER", "MEET", "127.0.0.1", str(made[1].port))
+        for node in made:
+            node.until(lambda node=node: _is_up(node))
+        yield made[0], made[1]
+    finally:
+        for node in made:
+            node.kill()
+
+
+def _is_up(node: Server) -> bool:
+    found = node.ask("CLUSTER", "INFO")
+    return b"cluster_state:ok" in found and b"cluster_slots_ok:16384" in found
+
+
+def move_slot(source: Server, target: Server) -> None:
+    """As whoever balances a Cluster does."""
+    source_id, target_id = (node.ask("CLUSTER", "MYID").decode() for node in (source, target))
+    target.ask("CLUSTER", "SETSLOT", str(SLOT), "IMPORTING", source_id)
+    source.ask("CLUSTER", "SETSLOT", str(SLOT), "MIGRATING", target_id)
+    with Redis(port=source.port) as redis:
+        while found := redis.execute_command("CLUSTER GETKEYSINSLOT", SLOT, 100):
+            redis.execute_command("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *found)
+    for node in (target, source):
+        node.ask("CLUSTER", "SETSLOT", str(SLOT), "NODE", target_id)
+
+
+@pytest.fixture
+async def broker(nodes):
+    opened = await open_redis_broker(f"redis+cluster://127.0.0.1:{nodes[1].port}")
+    yield opened
+    await opened.close()
+
+
+async def persist(act, within_s: float = 20.0):
+    """As all who speak to the queue do."""
+    async with asyncio.timeout(within_s):
+        while True:
+            try:
+                return await act()
+            except BrokerUnavailable:
+                await asyncio.sleep(0.05)
+
+
+def test_every_key_of_the_queue_is_in_one_slot():
+    made = (keys.events("J"), keys.cancel("J"), keys.request("r"), keys.feed("d"), keys.worker("w"), keys.ingress("p"))
+    assert {key_slot(key.encode()) for key in (*keys.QUEUE, *made, keys.reply("p", "1"), keys.DEATHS)} == {SLOT}
+
+
+async def test_a_job_goes_through_a_cluster(broker):
+    """Asked at the node that has not the slot: the way to the other one is found."""
+    events = broker.follow("JOB1")
+    await broker.submit(make_job())
+    (claim,) = await broker.fetch(4, 1.0)
+    assert claim.job == make_job()
+    assert await broker.publish(make_events("JOB1", [1, 2])) == frozenset()
+    await broker.renew()
+    await broker.take_over()
+    assert await broker.publish([make_event("JOB1", 3, EndReason.STOP)]) == frozenset()
+    assert await outcome(events) == Ended([1, 2, 3], EndReason.STOP)
+    await broker.announce(make_card("w"))
+    assert [card.worker_id for card in await broker.workers()] == ["w"]
+    record = RequestRecord(
+        request_id="R", tenant="t", endpoint="/v1/completions", outline=b"{}", digest=b"", created_s=1.0,
+        deadline_s=await broker.now_s() + 60, num_prompt_tokens=b"",
+    )  # fmt: skip
+    await broker.remember(record)
+    assert await broker.recall("R") == record
+
+
+async def test_producers_are_heard_in_a_cluster(broker, nodes):
+    with Redis(port=nodes[0].port) as redis:
+        redis.xadd(keys.ingress("alice"), {"m": b"x"})
+    (entry,) = await broker.fetch_ingress(["alice"], 1, 1.0)
+    await broker.reply("alice", "1", b"hello")
+    await broker.settle_ingress(entry)
+    assert list(await broker.read_replies("alice", "1")) == [b"hello"]
+
+
+async def test_the_queue_goes_where_its_slot_goes(nodes, broker: RedisBroker):
+    events = broker.follow("JOB1")
+    await broker.submit(make_job())
+    await broker.fetch(1, 1.0)
+    await broker.publish(make_events("JOB1", [1]))
+    assert await take(events, 1) == [1]
+    await asyncio.to_thread(move_slot, *nodes)
+    await persist(lambda: broker.publish([make_event("JOB1", 2)]))
+    await persist(lambda: broker.publish([make_event("JOB1", 3, EndReason.STOP)]))
+    assert await outcome(events) == Ended([2, 3], EndReason.STOP)
+    await persist(lambda: broker.submit(make_job("JOB2")))
+    assert [found.job.job_id for found in await persist(lambda: broker.fetch(1, 1.0))] == ["JOB2"]
+    with Redis(port=nodes[1].port) as redis:
+        assert redis.hlen(keys.JOBS) == 1
