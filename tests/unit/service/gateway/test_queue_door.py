@@ -315,3 +315,12 @@ async def test_calls_that_no_reply_could_hold_are_an_error(tmp_path, monkeypatch
         door.worker.script = lambda job: speech(door.model, CALL)
         (reply,) = await answer(door, payload(tools=[TOOL]))
         assert reply.error["code"] == "reply_too_large"
+
+
+async def test_calls_go_on_behind_what_a_dead_gateway_had_told(tmp_path):
+    async with open_gateway(write_tool_model(tmp_path / "model"), Ledger()) as door:
+        door.worker.script = lambda job: speech(door.model, CALL)
+        await door.broker.reply(PRODUCER, "job", encode(Reply(id="job", number=1, text="I l")))
+        first, *more = await answer(door, payload(tools=[TOOL], stream=True), was_left=True)
+        assert first.text + "".join(reply.text for reply in more) == "I look."
+        assert [call["function"]["name"] for call in more[-1].tool_calls] == ["weather"]
