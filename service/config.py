@@ -145,7 +145,8 @@ class Settings:
     # Queue
     redis_url: str | None = _setting(
         None,
-        "redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://; serve starts a server of its own without it",
+        "redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://; serve starts a server of its own "
+        "without it",
         verbs=(SERVE, GATEWAY, WORKER),
     )
     redis_password_file: Path | None = _setting(

@@ -24,6 +24,7 @@ INPUT, OUTPUT = "batch", "batch_output"
 MAX_FILES = 1000
 """Of one tenant."""
 MAX_NAME_CHARS = 255
+MAX_PURPOSE_BYTES = 64
 MAX_PAGE, DEFAULT_PAGE = 10_000, 10_000
 
 
@@ -72,8 +73,12 @@ class Files:
         while (part := await reader.next()) is not None:
             if not isinstance(part, BodyPartReader) or part.name not in ("file", "purpose") or part.name in form:
                 raise RequestError(400, "The form has the fields 'file' and 'purpose', each once.", code="invalid_body")
-            limit = self._max_file_bytes if part.name == "file" else 64
-            form[part.name] = await _bounded(part, limit)
+            data = await _bounded(part, self._max_file_bytes if part.name == "file" else MAX_PURPOSE_BYTES)
+            if data is None and part.name == "purpose":
+                raise refusal("purpose", f"must be '{INPUT}'")
+            if data is None:
+                raise RequestError(413, f"A file may have at most {self._max_file_bytes} bytes.", code="body_too_large")
+            form[part.name] = data
             if part.name == "file":
                 form["filename"] = (part.filename or "file").encode("utf-8", "surrogateescape")
         return form
@@ -170,10 +175,11 @@ def page_json(http: web.Request, items: Sequence[Json], default_limit: int) -> J
     }
 
 
-async def _bounded(part: BodyPartReader, limit: int) -> bytes:
+async def _bounded(part: BodyPartReader, limit: int) -> bytes | None:
+    """None: it is longer."""
     data = bytearray()
     while chunk := await part.read_chunk():
         data += chunk
         if len(data) > limit:
-            raise RequestError(413, f"A file may have at most {limit} bytes.", code="body_too_large")
+            return None
     return bytes(data)

@@ -77,6 +77,15 @@ async def test_files_come_and_go(folder):
             await client.files.retrieve(file.id)
 
 
+@pytest.mark.parametrize("purpose", ["", "fine-tune", "x" * 64, "x" * 5000])
+async def test_another_purpose_is_refused_by_name(folder, purpose):
+    async with open_gateway(folder) as gateway:
+        form = aiohttp.FormData({"purpose": purpose})
+        form.add_field("file", b"x", filename="r.jsonl")
+        async with gateway.http.post(gateway.url + "/v1/files", data=form) as response:
+            assert (response.status, (await response.json())["error"]["param"]) == (400, "purpose")
+
+
 async def test_a_form_with_a_broken_header_is_refused(folder):
     async with open_gateway(folder) as gateway:
         body = b'--b\r\nContent-Disposition: form-data; name="\x1b"\r\n\r\nx\r\n--b--\r\n'
@@ -260,7 +269,7 @@ async def test_a_batch_that_cannot_be_is_refused(folder, changes, param):
         ({"file": b"x"}, 400),
         ({"purpose": "batch", "file": b"x" * 2000}, 413),
         ({"purpose": "batch", "file": b"x", "more": "y"}, 400),
-        ({"purpose": "b" * 100, "file": b"x"}, 413),
+        ({"purpose": "b" * 100, "file": b"x"}, 400),
     ],
 )
 async def test_an_upload_that_cannot_be_is_refused(folder, fields, status):
