@@ -19,6 +19,7 @@ import json
 import os
 import random
 import signal
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,6 +45,7 @@ KEYS = ("flooder", *(f"small{number}" for number in range(NUM_SMALL)))
 SETTLE_S = 1.0
 WARM_UP_MS = 5000.0
 NO_LACK_OF_BLOCKS = 1 << 40
+FLOODED_SHARE = 0.8
 
 
 @dataclass
@@ -92,6 +94,10 @@ class StepEngine:
         del self._running[job_id]
         self._places.give_back(job_id, asyncio.get_running_loop().time())
 
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
     async def beat(self) -> None:
         while True:
             card = make_card("stub", model=MODEL, max_model_len=4096)
@@ -121,6 +127,7 @@ class Asked:
 class Clients:
     def __init__(self, http: aiohttp.ClientSession, port: int, max_tokens: int):
         self._http = http
+        self.port = port
         self._url = f"http://127.0.0.1:{port}/v1/completions"
         self._max_tokens = max_tokens
         self._chance = random.Random(3)
@@ -159,7 +166,11 @@ async def flood(clients: Clients, engine: StepEngine, args: argparse.Namespace) 
     small = KEYS[1:]
     alone = await clients.now_and_then(small, args.rate, args.seconds, chance)
     waited_alone = engine.waited_ms
-    flooding = [asyncio.create_task(clients.without_end("flooder")) for _ in range(args.flood)]
+    # A process of its own: the small ones' times are not to be those of a client that reads two hundred streams beside.
+    words = [f"--port={clients.port}", f"--flood={args.flood}", f"--tokens={args.tokens}"]
+    flooding = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.bench.fair_share", "flooder", *words)
+    while engine.num_running < engine.num_slots * FLOODED_SHARE:
+        await asyncio.sleep(0.05)
     await asyncio.sleep(SETTLE_S * 2)
     tokens_before, loop = engine.num_tokens, asyncio.get_running_loop()
     start_s, engine.waited_ms = loop.time(), {}
@@ -170,9 +181,8 @@ async def flood(clients: Clients, engine: StepEngine, args: argparse.Namespace) 
         for flooder in [max(engine.waited_ms, key=lambda tenant: len(engine.waited_ms[tenant]))]
         for waited in (waited_alone, engine.waited_ms)
     ]
-    for task in flooding:
-        task.cancel()
-    await asyncio.gather(*flooding, return_exceptions=True)
+    flooding.kill()
+    await flooding.wait()
     alone_ms, beside_ms = ([asked.first_ms for asked in found] for found in (alone, beside))
     ratios = [np.percentile(beside_ms, share) / np.percentile(alone_ms, share) for share in (50, 99)]
     return {
@@ -300,6 +310,13 @@ async def overload(clients: Clients, engine: StepEngine, args: argparse.Namespac
     }
 
 
+async def keep_flooding(args: argparse.Namespace) -> None:
+    """What the flooder's process does until it is killed."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+        clients = Clients(http, args.port, args.tokens)
+        await asyncio.gather(*(clients.without_end("flooder") for _ in range(args.flood)))
+
+
 async def measure(args: argparse.Namespace, folder: Path, redis_url: str) -> dict[str, object]:
     broker = await open_redis_broker(redis_url)
     bounds = {} if args.scenario == "flood" else {"max_waiting": 4 * args.slots}
@@ -328,17 +345,21 @@ async def measure(args: argparse.Namespace, folder: Path, redis_url: str) -> dic
 
 def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("scenario", choices=("flood", "overload", "simulate"))
+    parser.add_argument("scenario", choices=("flood", "overload", "simulate", "flooder"))
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--step-ms", type=float, default=20.0)
     parser.add_argument("--tokens", type=int, default=25, help="of each answer, on average")
     parser.add_argument("--rate", type=float, default=0.5, help="requests a second of each small tenant")
     parser.add_argument("--flood", type=int, default=200, help="requests that the flooder keeps waiting")
+    parser.add_argument("--port", type=int, help="of the gateway to flood; for flooder, which flood starts")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     args = parser.parse_args(given)
     if args.scenario == "simulate":
         _tell(simulate(args), args.out)
+        return
+    if args.scenario == "flooder":
+        asyncio.run(keep_flooding(args))
         return
     with tempfile.TemporaryDirectory() as folder:
         server = EmbeddedRedis.start(Path(folder) / "redis")
