@@ -63,6 +63,7 @@ class HeldJobs:
         self._held: dict[str, HeldJob] = {}
         self._settled: deque[tuple[float, HeldJob]] = deque()
         self._lost: set[str] = set()  # not yet told to whoever runs them
+        self._ending: set[str] = set()  # whose last event is on its way
         self._epoch = ""
         self._num_failures = 1
         self._num_overcome = 0  # of them
@@ -119,7 +120,12 @@ class HeldJobs:
                 (held, event.number, payload, "" if event.end is None else event.end.value)
                 for (held, event), payload in zip(known, payloads, strict=True)
             ]
-            refused = await self.run_sure("publish", *_packed(items, [event for _, event in known]))
+            ending = {event.job_id for _, event in known if event.end is not None}
+            self._ending |= ending
+            try:
+                refused = await self.run_sure("publish", *_packed(items, [event for _, event in known]))
+            finally:
+                self._ending -= ending
             refused = {known[index - 1][1].job_id for index in refused}
             for (held, event), payload in zip(known, payloads, strict=True):
                 if event.job_id not in refused:
@@ -132,7 +138,8 @@ class HeldJobs:
         await self.assert_claims()
         held = msgpack.packb([word for held in self._held.values() for word in (held.job_id, held.fence)])
         runs_suspects, *lost = await self.run_sure("renew", [keys.ALONE], [self._owner, self._lease_s, held])
-        self._lose({job_id.decode() for job_id in lost})
+        # One that has ended meanwhile is no longer ours either, and its publishing says so.
+        self._lose({job_id.decode() for job_id in lost} - self._ending)
         return Lease(self._take_lost(), bool(runs_suspects))
 
     async def hand_back(self, job_ids: Collection[str], cause: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from service.errors import EndReason
 from service.wire import keys
-from service.wire.broker import BrokerUnavailable, Claim
+from service.wire.broker import BrokerUnavailable, Claim, Lease
 from service.wire.codec import encode
 from service.wire.messages import Cancel
 from tests.support.wire import (
@@ -241,3 +241,25 @@ async def test_replies_are_known_to_any_door(open_broker):
     for payload in (b"first", b"last"):
         await one.reply("alice", "a1", payload)
     assert list(await two.read_replies("alice", "a1")) == [b"first", b"last"]
+
+
+async def test_a_job_that_ends_while_the_heart_beats_is_not_lost(open_broker, caplog):
+    broker = await open_broker()
+    await broker.submit(make_job())
+    await broker.fetch(1, 1.0)
+    script, has_ended, has_beaten = broker._link.script, asyncio.Event(), asyncio.Event()
+
+    async def slow(name, *args):
+        answer = await script(name, *args)
+        if name == "publish":  # done, and its answer is long on the way
+            has_ended.set()
+            await has_beaten.wait()
+        return answer
+
+    broker._link.script = slow
+    publishing = asyncio.create_task(broker.publish([make_event("JOB1", 1, EndReason.STOP)]))
+    await has_ended.wait()
+    assert await broker.renew() == Lease(frozenset(), False)
+    has_beaten.set()
+    assert await publishing == frozenset()
+    assert "taken from us" not in caplog.text
