@@ -64,6 +64,8 @@ class JobText:
             if part.is_prompt:
                 self._prompt_logprobs += _logprobs(part, unpack_ids(part.tokens))
                 continue
+            if self._request.only_echoes:
+                part = Part(branch=part.branch, end=part.end)
             branch = self._branch(part.branch)
             if branch.finish_reason is None and branch.push(part, self._silent_ids):
                 stopped.append(part.branch)

@@ -71,13 +71,16 @@ def source_of(request: Request, body: Mapping[str, Any]) -> Source:
 
 def _read_completion(fields: Mapping[str, Any]) -> Request:
     body = convert(without_idle_fields(fields, IDLE_COMPLETION_FIELDS), CompletionBody)
+    only_echoes = body.echo and body.max_tokens == 0 == body.min_tokens
+    if only_echoes:
+        body = msgspec.structs.replace(body, **_ONE_TOKEN)
     wishes = _wishes(body, _or(body.max_tokens, DEFAULT_COMPLETION_TOKENS), body.logprobs)
     request = _request(COMPLETIONS, body, _prompts(body.prompt), wishes)
     if body.echo and body.logprobs is not None:
         if body.prompt_logprobs is not None:
             raise refusal("prompt_logprobs", "cannot go with both 'echo' and 'logprobs', which tell them too")
         request = replace(request, sampling=replace(request.sampling, prompt_logprobs=body.logprobs))
-    return replace(request, echo=body.echo, add_special_tokens=body.add_special_tokens)
+    return replace(request, echo=body.echo, only_echoes=only_echoes, add_special_tokens=body.add_special_tokens)
 
 
 def _read_chat(fields: Mapping[str, Any]) -> Request:

@@ -55,7 +55,7 @@ REFUSALS = {
 
 
 TIGHTER: Mapping[str, Mapping[str, Json]] = {
-    "CompletionBody": {"prompt": {"minLength": 1, "minItems": 1}},
+    "CompletionBody": {"prompt": {"minLength": 1, "minItems": 1}, "max_tokens": {"minimum": 0}},  # 0: with `echo`
     "EmbeddingBody": {"input": {"minLength": 1, "minItems": 1}, "encoding_format": {"enum": ["float", "base64"]}},
     "ChatBody": {"messages": {"minItems": 1}},
     "Message": {"role": {"enum": [*ROLES]}},
@@ -117,7 +117,7 @@ def _widen(name: str, schema: Json) -> None:
 
 
 def _fits(word: str, kind: str) -> bool:
-    return {"minLength": "string", "minItems": "array", "items": "array"}.get(word, kind) == kind
+    return {"minLength": "string", "minItems": "array", "items": "array", "minimum": "integer"}.get(word, kind) == kind
 
 
 def _bound(schema: Json, low: float, high: float) -> None:

@@ -114,6 +114,7 @@ class Request:
     add_special_tokens: bool = True  # to a prompt that is text; a conversation has what its template says
     truncate_prompt_tokens: int | None = None  # keep so many, the last; -1: as many as fit
     echo: bool = False
+    only_echoes: bool = False  # what is generated is not told
     tokens_as_ids: bool = False  # in log-probabilities
     tells_prompt_logprobs: bool = False  # in a field of their own
     stream: bool = False

@@ -353,6 +353,20 @@ async def test_echo_tells_how_likely_the_prompt_was(gateway):
     assert chunks[0]["choices"][0]["text"] == "the and"
 
 
+async def test_an_echo_without_an_answer(gateway):
+    body = {**PROMPT, "prompt": "the and", "echo": True, "max_tokens": 0, "logprobs": 1, "n": 2}
+    ids = gateway.model.tokenizer.encode("the and")
+    _, answer = await gateway.post(COMPLETIONS, body)
+    for choice in answer["choices"]:
+        assert (choice["text"], choice["finish_reason"]) == ("the and", "length")
+        assert choice["logprobs"]["token_logprobs"] == [None, *(-float(i) for i in range(1, len(ids)))]
+    assert answer["usage"]["completion_tokens"] == 0
+    assert "".join(texts(await gateway.events(COMPLETIONS, {**body, "n": 1}))) == "the and"
+    for refused in ({"echo": False}, {"min_tokens": 1}):
+        status, answer = await gateway.post(COMPLETIONS, {**body, **refused})
+        assert (status, answer["error"]["param"]) == (400, "max_tokens")
+
+
 async def test_echo_of_several_prompts_as_ids(gateway):
     first, second = (gateway.model.tokenizer.encode(text) for text in ("the and", "and"))
     _, answer = await gateway.post(COMPLETIONS, {**PROMPT, "prompt": [first, second], "echo": True, "logprobs": 0})
