@@ -35,7 +35,7 @@ run: install ## install, then serve on http://127.0.0.1:8000 (ARGS="--model DIR 
 	@exec $(VENV)/bin/quire serve $(ARGS)
 
 test: install $(VENV)/requirements-test.stamp ## install, then every test, with coverage (what needs a GPU is skipped by name)
-	@$(VENV)/bin/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile \
+	@OPENBLAS_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile \
 		--cov=service --cov=model --cov-report=term:skip-covered $(ARGS)
 
 test-gpu: $(if $(PYTHON_BIN),,gpu-env) ## each kernel against its NumPy twin (PYTHON_BIN=python3 uses that Python as it is)
