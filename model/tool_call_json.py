@@ -5,51 +5,24 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 
+from model.tool_call_reader import BLANKS, CallReader
+
 ARGUMENT_KEYS = ("arguments", "parameters")
 NAME_KEY = "name"
-BLANKS = " \t\r\n"
 
 
-class JsonCallReader:
+class JsonCallReader(CallReader):
     """One call, character by character."""
 
     def __init__(self, names: Collection[str], name: str | None = None) -> None:
         """With a `name` only the arguments are read."""
-        self.name = name
-        self.is_done = False
-        self.is_bad = False
+        super().__init__(name, self._before_object if name is None else self._before_value)
         self._names = names
         self._only_arguments = name is not None
-        self._state = self._before_value if name is not None else self._before_object
-        self._key = ARGUMENT_KEYS[0] if name is not None else ""
-        self._read: list[str] = []
+        self._key = "" if name is None else ARGUMENT_KEYS[0]
         self._value: list[str] = []  # of a key, or as far as it may be a name or arguments in a string
         self._depth = 0
         self._in_string = self._is_escaped = False
-        self._arguments: list[str] = []  # not yet taken
-        self._has_arguments = False
-
-    @property
-    def is_call(self) -> bool:
-        """Whether enough is known to say so: its name, and that its arguments begin or that it has none."""
-        return self.name is not None and not self.is_bad and (self._has_arguments or self.is_done)
-
-    @property
-    def raw(self) -> str:
-        """All it has read, for what turns out to be no call."""
-        return "".join(self._read)
-
-    def feed(self, char: str) -> None:
-        self._read.append(char)
-        self._state(char)
-
-    def take_arguments(self) -> str:
-        """What is new of them, once the name is known."""
-        if self.name is None:
-            return ""
-        new = "".join(self._arguments)
-        self._arguments.clear()
-        return new
 
     def _before_object(self, char: str) -> None:
         if char == "{":

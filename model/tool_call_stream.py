@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from model.tool_call_json import BLANKS, JsonCallReader
+from model.tool_call_json import JsonCallReader
+from model.tool_call_reader import BLANKS
 from model.tool_call_xml import BEGIN, XmlCallReader
 
 ARGS_MARKER = "[ARGS]"

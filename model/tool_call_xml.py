@@ -16,56 +16,28 @@ from collections.abc import Mapping
 from typing import Any
 
 from model.grammar import json_rule, literal
+from model.tool_call_reader import BLANKS, CallReader
 
 BEGIN, END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
-BLANKS = " \t\r\n"
 TRUTHS = {"true": True, "false": False}
 MAX_NAME_CHARS = 256
 
 
-class XmlCallReader:
+class XmlCallReader(CallReader):
     """One call."""
 
     def __init__(self, schemas: Mapping[str, Any]) -> None:
         """`schemas`: by name of a function, the JSON schema of its arguments."""
-        self.name: str | None = None
-        self.is_done = False
-        self.is_bad = False
+        super().__init__(None, self._in_begin)
         self._schemas = schemas
-        self._read: list[str] = []
         self._word = ""  # a tag, or a name in one, as far as it is read
-        self._state = self._in_begin
         self._parameter = ""
         self._seen: set[str] = set()
         self._is_text = False  # the value is told while it comes
         self._value: list[str] = []  # of one that is not
         self._tail = ""  # of a value: what may belong to its end
         self._is_first_char = False  # of a value
-        self._arguments: list[str] = []  # not yet taken
-        self._has_arguments = False
-
-    @property
-    def is_call(self) -> bool:
-        """Whether enough is known to say so: its name, and that its arguments begin or that it has none."""
-        return self.name is not None and not self.is_bad and (self._has_arguments or self.is_done)
-
-    @property
-    def raw(self) -> str:
-        """All it has read, for what turns out to be no call."""
-        return "".join(self._read)
-
-    def feed(self, char: str) -> None:
-        self._read.append(char)
-        self._state(char)
-
-    def take_arguments(self) -> str:
-        """What is new of them, once the name is known."""
-        if self.name is None:
-            return ""
-        new = "".join(self._arguments)
-        self._arguments.clear()
-        return new
 
     def _in_begin(self, char: str) -> None:
         self._word += char

@@ -8,7 +8,7 @@ from typing import Any
 
 from model.grammar import HEADER, json_rule, literal
 from model.tokenizer import Tokenizer
-from model.tool_call_json import BLANKS
+from model.tool_call_reader import BLANKS
 from model.tool_call_stream import CallSyntax
 from model.tool_call_xml import BEGIN, function_rules
 
