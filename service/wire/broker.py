@@ -18,8 +18,10 @@ class BrokerUnavailable(Exception):
 SUSPECT_AFTER_DEATHS = 2
 MAX_DEATHS = 3
 """Engine deaths that a job may be in flight at without getting any further between them: after the second it runs
-alone, after the third it is buried; after one more where engines died without it meanwhile, for then there is another
-cause about."""
+alone, after the third it is buried; after one more where engines died without it meanwhile or shortly before, for then
+there is another cause about."""
+NEAR_DEATHS_S = 30.0
+"""An engine that died so shortly before a job was first in flight at a death speaks for it: there is another cause."""
 GETS_ON_BY_EVENTS = 3
 """A job that kills at every decode still tells a token a life, from the prefill with which it is taken up. A suspect
 that gets on is none any more: it is given back, and goes on beside others."""

@@ -7,7 +7,8 @@
 --            attempts, told         how often it was claimed; the last event in its log at the last claim
 --            deaths, deaths_in_all  engine deaths while it was in flight, since it last got on; from the beginning
 --            first_death            which of all engine deaths the first of `deaths` was
---            others                 engines that died since then without it
+--            near                   1: another engine died shortly before that, without it
+--            others                 engines that died since then or shortly before without it
 --            cancel                 why it is no longer wanted, though it was claimed when that was said
 --            cause                  what the last of those deaths was
 --            tenant, cost           whose it is; tokens that it may cost
@@ -118,18 +119,26 @@ local function end_job(job, state, reason)
   forget(job)
 end
 
+-- An engine has died: which of all engine deaths it is, and whether (1 or 0) another came up to `near_s` before.
+local function count_death(key, near_s)
+  local now, last_s = now_s(), tonumber(redis.call('HGET', key, 'last_s') or '-inf')
+  local number = (tonumber(redis.call('HGET', key, 'num') or '0')) + 1
+  redis.call('HSET', key, 'num', number, 'last_s', now)
+  return {number = number, near = now - last_s < near_s and 1 or 0}
+end
+
 -- Takes a claimed job from its worker and queues it where it belongs, before all that was never claimed.
--- `cause` is what the engine died of that had it in flight, and `death` which of all engine deaths that was; nil: it was
--- given back in peace.
+-- `cause` is what the engine died of that had it in flight, and `death` that death as it was counted; nil: it was given
+-- back in peace.
 local function put_back(job, state, cause, death)
   redis.call('HDEL', CLAIMS, job)
   if not state then return forget(job) end
   if state.cancel then return end_job(job, state, state.cancel) end
   if last_number(state.log) >= state.told + GETS_ON_BY_EVENTS then state.deaths = 0 end
   if cause then
-    if state.deaths == 0 then state.first_death = death end
+    if state.deaths == 0 then state.first_death, state.near = death.number, death.near end
     state.deaths = state.deaths + 1
-    state.others = death - (state.first_death or death) + 1 - state.deaths
+    state.others = (state.near or 0) + death.number - (state.first_death or death.number) + 1 - state.deaths
     state.deaths_in_all = state.deaths_in_all + 1
     state.cause = cause
   end

@@ -179,7 +179,8 @@ class MemoryBroker(MemoryBatches, MemoryResponses):
 
     async def hand_back(self, job_ids: Collection[str], cause: str | None = None) -> None:
         self._check_open()
-        self.queue.num_deaths += cause is not None
+        if cause is not None:
+            self.queue.count_death()
         for job_id in job_ids:
             attempt = self._held.pop(job_id, None)
             if attempt is not None and self.queue.holds(job_id, self._owner, attempt):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from service.wire.broker import (
     GETS_ON_BY_EVENTS,
     MAX_DEATHS,
     MAX_DEATHS_IN_ALL,
+    NEAR_DEATHS_S,
     SUSPECT_AFTER_DEATHS,
     Backlog,
     Bounds,
@@ -48,7 +50,8 @@ class _State:
     told: int = 0  # events in its log at the last claim
     deaths: int = 0  # of engines while it was in flight, since it last got on
     first_death: int = 0  # which of all engine deaths the first of them was
-    others: int = 0  # engines that died since then without it
+    is_near_another: bool = False  # another engine died shortly before that, without it
+    others: int = 0  # engines that died since then or shortly before without it
     deaths_in_all: int = 0
     cause: str = ""
     cancel: EndReason | None = None
@@ -99,7 +102,9 @@ class MemoryQueue:
         self._leases: dict[str, float] = {}  # worker -> monotonic time of its end
         self._runs_suspects: str | None = None
         self._num_entries = 0
-        self.num_deaths = 0  # of engines
+        self._num_deaths = 0  # of engines
+        self._last_death_s = -math.inf
+        self._is_near_another = False  # whether the last death came shortly after the one before
 
     @property
     def num_waiting(self) -> int:
@@ -204,9 +209,15 @@ class MemoryQueue:
                 self._waiting.settle(state.job, event.usage.prompt_tokens + event.usage.completion_tokens)
         return True
 
+    def count_death(self) -> None:
+        """An engine has died."""
+        now_s = time.monotonic()
+        self._is_near_another = now_s - self._last_death_s < NEAR_DEATHS_S
+        self._num_deaths, self._last_death_s = self._num_deaths + 1, now_s
+
     def put_back(self, job_id: str, cause: str | None) -> None:
         """A claimed job is queued again. `cause`: what the engine died of while it was in flight; that death is
-        the last of `num_deaths`."""
+        the last that was counted."""
         state = self._states[job_id]
         state.owner = None
         if state.cancel is not None:
@@ -216,9 +227,9 @@ class MemoryQueue:
             state.deaths = 0
         if cause is not None:
             if state.deaths == 0:
-                state.first_death = self.num_deaths
+                state.first_death, state.is_near_another = self._num_deaths, self._is_near_another
             state.deaths += 1
-            state.others = self.num_deaths - state.first_death + 1 - state.deaths
+            state.others = state.is_near_another + self._num_deaths - state.first_death + 1 - state.deaths
             state.deaths_in_all, state.cause = state.deaths_in_all + 1, cause
         (self._suspects if state.is_suspect and not state.is_deadly else self._returned).append(job_id)
 
@@ -232,7 +243,8 @@ class MemoryQueue:
         for name in dead:
             self._leases.pop(name, None)
             orphans = [job_id for job_id, state in self._states.items() if state.owner == name]
-            self.num_deaths += bool(orphans) or name != owner
+            if orphans or name != owner:
+                self.count_death()
             num_orphans += len(orphans)
             for job_id in orphans:
                 self.put_back(job_id, f"the worker {name} died")

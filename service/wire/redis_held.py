@@ -18,7 +18,7 @@ import msgpack
 
 from service.logs import fields
 from service.wire import keys
-from service.wire.broker import BrokerUnavailable, Lease
+from service.wire.broker import NEAR_DEATHS_S, BrokerUnavailable, Lease
 from service.wire.codec import encode
 from service.wire.messages import Event, Job
 from service.wire.redis_link import DataLost, RedisLink
@@ -148,7 +148,7 @@ class HeldJobs:
         held = [self._held[job_id] for job_id in job_ids if job_id in self._held]
         if held or cause:
             fences = msgpack.packb([word for job in held for word in (job.job_id, job.fence)])
-            await self.run("hand_back", [keys.DEATHS] if cause else [], [cause, fences])
+            await self.run("hand_back", [keys.DEATHS] if cause else [], [cause, fences, NEAR_DEATHS_S])
         for job in held:
             self._held.pop(job.job_id, None)
 

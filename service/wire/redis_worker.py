@@ -13,7 +13,7 @@ import msgpack
 from service.errors import EndReason
 from service.logs import fields
 from service.wire import keys
-from service.wire.broker import ALONE_FOR_EVENTS, ANY_ROOM, Claim, Lease, Room
+from service.wire.broker import ALONE_FOR_EVENTS, ANY_ROOM, NEAR_DEATHS_S, Claim, Lease, Room
 from service.wire.codec import WireError, decode, encode
 from service.wire.messages import Cancel, DeadLetter, Event, Job, WorkerCard
 from service.wire.redis_held import HeldJob, HeldJobs
@@ -63,7 +63,8 @@ class RedisWorker:
         # Who has just come back from an outage cannot tell the dead from those whose heartbeat met it too.
         may_judge = self._held.contact_s() >= self.lease_s
         has_predecessor = int(self._may_have_predecessor)
-        num_back = await self._held.run("take_over", [keys.DEATHS], [int(may_judge), self._owner, has_predecessor])
+        asked = [int(may_judge), self._owner, has_predecessor, NEAR_DEATHS_S]
+        num_back = await self._held.run("take_over", [keys.DEATHS], asked)
         self._may_have_predecessor = False
         if num_back:
             log.warning("jobs of dead workers go back to the queue %s", fields(num_jobs=num_back))

@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import time
+from contextlib import closing
 
 import pytest
 
@@ -138,7 +139,12 @@ async def test_stopped_past_its_lease_and_woken(fleet, goldens):
     await door.close()
 
 
-async def test_a_poison_job_kills_three_engines_and_all_others_complete(fleet, goldens):
+async def test_a_poison_job_kills_three_engines_and_all_others_complete(tmp_path, goldens):
+    with closing(Fleet(tmp_path)) as fleet:  # where no engine has just died of anything else
+        await _poison(fleet, goldens)
+
+
+async def _poison(fleet, goldens):
     async with fleet.kept(2):
         num_dead = fleet.num_dead
         door = await fleet.door()

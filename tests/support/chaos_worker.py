@@ -62,7 +62,7 @@ def obey(orders: Orders) -> None:
         if any(chunk.sequence.request.prompt[: len(POISON)] == POISON for chunk in plan.chunks):
             os.kill(os.getpid(), signal.SIGKILL)
         launched = launch(executor, plan)
-        if any(chunk.length > 1 for chunk in plan.chunks):
+        if any(chunk.start < chunk.sequence.num_prompt_tokens for chunk in plan.chunks):
             orders.die("prefill")
         return launched
 

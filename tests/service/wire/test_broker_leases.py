@@ -188,6 +188,24 @@ async def test_engines_that_die_without_it_speak_for_a_suspect(join):
     assert await outcome(door.follow("JOB1")) == Ended([1], EndReason.POISONED)
 
 
+async def test_an_engine_that_died_shortly_before_speaks_for_a_suspect(join):
+    door, worker, other = await join(), await join(), await join()
+    await door.submit(make_job("JOB2"))
+    await other.fetch(1, 1.0)
+    await other.hand_back(["JOB2"], "JOB1 was not there yet")
+    await other.fetch(1, 1.0)
+    await door.submit(make_job())
+    for _ in range(2):
+        await worker.fetch(1, 1.0)
+        await worker.hand_back(["JOB1"], "somebody was to blame")
+    for _ in range(2):
+        assert (await worker.fetch_suspect()).job.job_id == "JOB1"
+        await worker.hand_back(["JOB1"], "nobody else was there")
+    assert await worker.fetch_suspect() is None
+    assert await worker.fetch(1, 0.1) == []
+    assert await outcome(door.follow("JOB1")) == Ended([1], EndReason.POISONED)
+
+
 async def test_a_dead_worker_that_had_it_not_speaks_for_a_job_too(join):
     door, worker = await join(), await join()
     await door.submit(make_job())
