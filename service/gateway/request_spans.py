@@ -111,9 +111,14 @@ def _asked(ticket: Ticket, operation: str) -> Attributes:
         "gen_ai.request.top_k": wishes.top_k,
         "gen_ai.request.frequency_penalty": wishes.frequency_penalty or None,
         "gen_ai.request.presence_penalty": wishes.presence_penalty or None,
-        "gen_ai.request.seed": None if wishes.seed is None or wishes.seed >= 1 << 63 else wishes.seed,
+        "gen_ai.request.seed": _signed(wishes.seed),
         "gen_ai.request.stop_sequences": list(request.stop) or None,
         "quire.tenant": ticket.tenant,
         "quire.stream": request.stream,
         "quire.batch": request.is_batch or None,
     }
+
+
+def _signed(seed: int | None) -> int | None:
+    """Of 0..2^64-1 the number from -2^63 to 2^63-1 that a client writes for it, and that an attribute can hold."""
+    return seed - (1 << 64) if seed is not None and seed >= 1 << 63 else seed
