@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from aiohttp import web
 
+from service.config import Settings
 from service.errors import RequestError
 from service.gateway.hall import Hall, incident
 from service.gateway.http_guard import TENANT, json_response, read_body
@@ -86,13 +87,7 @@ class Generations:
     ) -> web.StreamResponse:
         if after and len(ticket.job_ids) > 1:
             raise refusal(LAST_EVENT_ID, "cannot be given for a request with several prompts")
-        stream = SseStream(
-            http,
-            headers={REQUEST_ID: ticket.request_id},
-            write_timeout_s=self._hall.settings.write_timeout,
-            keep_alive_s=KEEP_ALIVE_S,
-            after=after,
-        )
+        stream = stream_of(http, ticket, self._hall.settings, after)
         try:
             try:
                 await self._tell(stream, ticket, opened)
@@ -134,3 +129,14 @@ def last_event_id(http: web.Request) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", text):
         raise refusal(LAST_EVENT_ID, "must be the id of an event")
     return int(text)
+
+
+def stream_of(http: web.Request, ticket: Ticket, settings: Settings, after: int) -> SseStream:
+    """What tells an admitted request, from behind event `after` on."""
+    return SseStream(
+        http,
+        headers={REQUEST_ID: ticket.request_id},
+        write_timeout_s=settings.write_timeout,
+        keep_alive_s=KEEP_ALIVE_S,
+        after=after,
+    )

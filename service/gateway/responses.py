@@ -14,7 +14,7 @@ from aiohttp import web
 from service.errors import RequestError
 from service.gateway.files import page_json
 from service.gateway.hall import Hall, incident
-from service.gateway.http_generation import KEEP_ALIVE_S, REQUEST_ID, idempotency_key, last_event_id
+from service.gateway.http_generation import REQUEST_ID, idempotency_key, last_event_id, stream_of
 from service.gateway.http_guard import TENANT, json_response, read_body
 from service.gateway.openai_api import read_request, source_of
 from service.gateway.openai_bodies import refusal
@@ -203,13 +203,7 @@ class Responses:
         self, http: web.Request, ticket: Ticket, opened: Opened, after: int, record: StoredResponse | None
     ) -> web.StreamResponse:
         """A `record` is put as soon as the response is accepted, and settled behind its last event."""
-        stream = SseStream(
-            http,
-            headers={REQUEST_ID: ticket.request_id},
-            write_timeout_s=self._hall.settings.write_timeout,
-            keep_alive_s=KEEP_ALIVE_S,
-            after=after,
-        )
+        stream = stream_of(http, ticket, self._hall.settings, after)
         try:
             answer = await self._tell(stream, self._hall.response_form(ticket), opened, record)
             if record is not None:
