@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from service.errors import StartupError
-from service.gateway.api_keys import line_of, make_key, read_keys
+from service.gateway.http_server.api_keys import line_of, make_key, read_keys
 
 
 def add_key_flags(parser: argparse.ArgumentParser) -> None:

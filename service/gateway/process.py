@@ -14,15 +14,15 @@ from aiohttp import web
 from service.config import Settings
 from service.errors import StartupError
 from service.garbage import keep_for_good
-from service.gateway.batch_runner import BatchRunner
-from service.gateway.hall import Hall
-from service.gateway.http_door import HttpDoor
-from service.gateway.http_guard import worded
-from service.gateway.http_protocol import Connections, Protocol
-from service.gateway.probes import probed
-from service.gateway.queue_door import QueueDoor
-from service.gateway.served_model import ServedModel
-from service.gateway.tls import opened_tls
+from service.gateway.batches.runner import BatchRunner
+from service.gateway.generation.served_model import ServedModel
+from service.gateway.hall.hall import Hall
+from service.gateway.http_door.door import HttpDoor
+from service.gateway.http_door.probes import probed
+from service.gateway.http_server.guard import worded
+from service.gateway.http_server.protocol import Connections, Protocol
+from service.gateway.http_server.tls import opened_tls
+from service.gateway.queue_door.door import QueueDoor
 from service.logs import fields
 from service.tracing import NO_TRACING, Tracing
 from service.wire.broker import DoorBroker

@@ -27,8 +27,8 @@ from service.config import Settings
 from service.engine.build import BuiltEngine, build_engine
 from service.engine.stats import EngineStats
 from service.errors import EndReason
+from service.gateway.generation.served_model import ServedModel
 from service.gateway.process import serving
-from service.gateway.served_model import ServedModel
 from service.wire import keys
 from service.wire.embedded_redis import EmbeddedRedis
 from service.wire.redis_broker import open_redis_broker

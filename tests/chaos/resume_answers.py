@@ -26,8 +26,8 @@ import aiohttp
 import numpy as np
 
 from service.config import Settings
+from service.gateway.generation.served_model import ServedModel
 from service.gateway.process import serving
-from service.gateway.served_model import ServedModel
 from tests.support.demo_engine import DEMO
 from tests.support.fleet import Fleet
 

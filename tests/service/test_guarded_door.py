@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from service.gateway.api_keys import line_of
+from service.gateway.http_server.api_keys import line_of
 from tests.support.certificates import OPENSSL, make_certificates
 from tests.support.raw_http import RawClient
 from tests.support.served import Served

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from service.config import Settings
+from service.gateway.generation.served_model import ServedModel
 from service.gateway.process import serving
-from service.gateway.served_model import ServedModel
 from service.wire.redis_broker import open_redis_broker
 from tests.support.gateway import MODEL, speech, write_model
 from tests.support.scripted_worker import ScriptedWorker

@@ -10,8 +10,8 @@ from pathlib import Path
 import aiohttp
 
 from service.config import Settings
+from service.gateway.generation.served_model import ServedModel
 from service.gateway.process import serving
-from service.gateway.served_model import ServedModel
 from service.wire.memory_broker import MemoryBroker
 from tests.support.make_tokenizers import qwen_style
 from tests.support.scripted_worker import Script, ScriptedWorker

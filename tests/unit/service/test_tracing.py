@@ -17,8 +17,8 @@ import pytest
 from service import tracing
 from service.config import Settings
 from service.errors import EndReason, StartupError
+from service.gateway.generation.served_model import ServedModel
 from service.gateway.process import serving
-from service.gateway.served_model import ServedModel
 from service.logs import _OneLine, about, also_about
 from service.tracing import NO_TRACING, open_tracing, read_traceparent, trace_id
 from service.wire.messages import Cancel

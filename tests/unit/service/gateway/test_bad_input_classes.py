@@ -1,7 +1,7 @@
 """The known classes of bad input that have felled other servers, one table. Each is one clean refusal at both doors.
 
-Malformed HTTP, keys, hosts, slow clients and encodings are in test_http_guard and test_disconnect; broken JSON in
-test_strict_json; broken msgpack in test_queue_door.
+Malformed HTTP, keys, hosts, slow clients and encodings are in http_server/; broken JSON in openai/test_strict_json;
+broken msgpack in queue_door/.
 """
 
 import asyncio

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from service.gateway.openai_bodies import ChatBody, CompletionBody
-from service.gateway.openai_fields import IDLE_CHAT_FIELDS, IDLE_COMPLETION_FIELDS, IDLE_RESPONSE_FIELDS
-from service.gateway.openai_responses import ResponseBody
-from service.gateway.request import CHAT, COMPLETIONS, RESPONSES
+from service.gateway.generation.request import CHAT, COMPLETIONS, RESPONSES
+from service.gateway.openai.bodies import ChatBody, CompletionBody
+from service.gateway.openai.fields import IDLE_CHAT_FIELDS, IDLE_COMPLETION_FIELDS, IDLE_RESPONSE_FIELDS
+from service.gateway.openai.response_bodies import ResponseBody
 from service.wire.codec import decode
 from service.wire.messages import Reply
 from tests.support.gateway import MODEL, QuickBroker, open_gateway

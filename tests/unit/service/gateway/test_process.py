@@ -8,8 +8,8 @@ import pytest
 
 from service.config import Settings
 from service.errors import StartupError
+from service.gateway.generation.served_model import ServedModel
 from service.gateway.process import run_gateway
-from service.gateway.served_model import ServedModel
 from tests.support.gateway import QuickBroker, write_model
 
 

@@ -8,17 +8,17 @@ import re
 import msgspec
 import pytest
 
-from service.gateway.batches import BatchBody
-from service.gateway.openai_bodies import ChatBody, CompletionBody, EmbeddingBody, GenerationBody
-from service.gateway.openai_fields import (
+from service.gateway.batches.batches import BatchBody
+from service.gateway.endpoints.tokenization import DetokenizeBody, TokenizeBody
+from service.gateway.openai.bodies import ChatBody, CompletionBody, EmbeddingBody, GenerationBody
+from service.gateway.openai.fields import (
     IDLE_CHAT_FIELDS,
     IDLE_COMPLETION_FIELDS,
     IDLE_EMBEDDING_FIELDS,
     IDLE_RESPONSE_FIELDS,
 )
-from service.gateway.openai_responses import ResponseBody
-from service.gateway.openapi import openapi_document
-from service.gateway.text_tools import DetokenizeBody, TokenizeBody
+from service.gateway.openai.response_bodies import ResponseBody
+from service.gateway.openapi.document import openapi_document
 from tests.support.source_tree import ROOT
 
 TEXT = (ROOT / "service" / "gateway" / "README.md").read_text()

@@ -1,0 +1,136 @@
+"""`/v1/batches`: files of requests, worked on whenever nobody else wants the machine."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from service.errors import RequestError
+from service.gateway.batches.files import INPUT, find_file
+from service.gateway.batches.runner import BatchRunner
+from service.gateway.endpoints.pages import page_json
+from service.gateway.generation.refusals import refusal
+from service.gateway.generation.request import BATCH_ENDPOINTS
+from service.gateway.hall.admission import unavailable
+from service.gateway.http_server.guard import TENANT, json_response, read_body
+from service.gateway.openai.bodies import check_metadata, convert
+from service.gateway.openai.strict_json import decode_object
+from service.wire.batches import Batch, BatchStatus
+from service.wire.broker import BrokerUnavailable, DoorBroker
+
+Json = dict[str, Any]
+
+WINDOWS_S = {"24h": 24 * 3600}
+DEFAULT_PAGE = 20
+
+
+class BatchBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: dict[str, str] | None = None
+
+
+class Batches:
+    def __init__(self, broker: DoorBroker, runner: BatchRunner) -> None:
+        self._broker = broker
+        self._runner = runner
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.post("/v1/batches", self._create),
+            web.get("/v1/batches", self._list),
+            web.get("/v1/batches/{batch_id}", self._get),
+            web.post("/v1/batches/{batch_id}/cancel", self._cancel),
+        ]
+
+    async def _create(self, http: web.Request) -> web.Response:
+        body = convert(decode_object(await read_body(http)), BatchBody)
+        _check(body)
+        file = await find_file(self._broker, body.input_file_id, http[TENANT], "input_file_id")
+        if file.purpose != INPUT:
+            raise refusal("input_file_id", f"must be a file of purpose '{INPUT}'")
+        try:
+            now_s = await self._broker.now_s()
+            batch = Batch(
+                batch_id=f"batch_{secrets.token_hex(16)}",
+                tenant=http[TENANT],
+                endpoint=body.endpoint,
+                input_file_id=file.file_id,
+                created_s=now_s,
+                expires_s=now_s + WINDOWS_S[body.completion_window],
+                metadata=body.metadata or {},
+            )
+            await self._broker.put_batch(batch)
+        except BrokerUnavailable:
+            raise unavailable() from None
+        self._runner.look()
+        return json_response(batch_json(batch))
+
+    async def _list(self, http: web.Request) -> web.Response:
+        try:
+            batches = await self._broker.batches(http[TENANT])
+        except BrokerUnavailable:
+            raise unavailable() from None
+        return json_response(page_json(http, [batch_json(batch) for batch in batches], DEFAULT_PAGE))
+
+    async def _get(self, http: web.Request) -> web.Response:
+        return json_response(batch_json(await self._found(http)))
+
+    async def _cancel(self, http: web.Request) -> web.Response:
+        batch = await self._found(http)
+        if not batch.is_open:
+            raise RequestError(409, f"The batch is {batch.status} already.", param="batch_id", code="batch_ended")
+        try:
+            await self._broker.cancel_batch(batch.batch_id)
+        except BrokerUnavailable:
+            raise unavailable() from None
+        self._runner.look()
+        return json_response({**batch_json(batch), "status": BatchStatus.CANCELLING})
+
+    async def _found(self, http: web.Request) -> Batch:
+        try:
+            batch = await self._broker.batch(http.match_info["batch_id"])
+        except BrokerUnavailable:
+            raise unavailable() from None
+        except ValueError:
+            batch = None
+        if batch is None or batch.tenant != http[TENANT]:
+            raise RequestError(404, "There is no such batch.", param="batch_id", code="batch_not_found")
+        return batch
+
+
+def _check(body: BatchBody) -> None:
+    if body.endpoint not in BATCH_ENDPOINTS:
+        raise refusal("endpoint", f"must be one of {', '.join(BATCH_ENDPOINTS)}")
+    if body.completion_window not in WINDOWS_S:
+        raise refusal("completion_window", f"must be one of {', '.join(WINDOWS_S)}")
+    check_metadata(body.metadata or {})
+
+
+def batch_json(batch: Batch) -> Json:
+    times = {status.value: batch.at_s.get(status) for status in BatchStatus if status is not BatchStatus.VALIDATING}
+    errors = [msgspec.to_builtins(error) | {"param": None} for error in batch.errors]
+    return {
+        "id": batch.batch_id,
+        "object": "batch",
+        "endpoint": batch.endpoint,
+        "errors": {"object": "list", "data": errors} if errors else None,
+        "input_file_id": batch.input_file_id,
+        "completion_window": "24h",
+        "status": batch.status,
+        "output_file_id": batch.output_file_id,
+        "error_file_id": batch.error_file_id,
+        "created_at": int(batch.created_s),
+        "expires_at": int(batch.expires_s),
+        **{f"{name}_at": None if at is None else int(at) for name, at in times.items()},
+        "request_counts": {
+            "total": batch.num_total,
+            "completed": batch.num_completed,
+            "failed": batch.num_failed,
+        },
+        "metadata": dict(batch.metadata) or None,
+    }

@@ -1,0 +1,87 @@
+"""One line of a batch as a request like any other: each endpoint's own reading, and its own words for the answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from service.errors import RequestError
+from service.gateway.endpoints.embeddings import embedding_answer, require_enabled
+from service.gateway.endpoints.response_store import ResponseShelf, check_size
+from service.gateway.generation.job_text import Piece
+from service.gateway.generation.refusals import refusal
+from service.gateway.generation.request import EMBEDDINGS, RESPONSES
+from service.gateway.generation.run import Run
+from service.gateway.hall.hall import Hall
+from service.gateway.hall.ticket import Ticket
+from service.gateway.openai.items import check_answered_calls, items_of
+from service.gateway.openai.response_bodies import in_own_words
+from service.wire.responses import StoredResponse
+
+Json = dict[str, Any]
+
+
+class BatchRequests:
+    def __init__(self, hall: Hall) -> None:
+        self._hall = hall
+        self._shelf = ResponseShelf(hall)
+
+    async def answer(self, endpoint: str, body: Mapping[str, Any], tenant: str, key: str) -> tuple[str, Json]:
+        """The request's id and its answer; the same under the same `key`, whoever asked first. Raises RequestError."""
+        hall = self._hall
+        if endpoint == EMBEDDINGS:
+            require_enabled(hall.settings)
+        request = await hall.read(endpoint, body)
+        if request.stream or request.background:
+            raise RequestError(400, "A request of a batch neither streams nor runs in the background.")
+        if endpoint == RESPONSES:
+            _check_response(body)
+        try:
+            ticket = await hall.accept(replace(request, background=True, is_batch=True), tenant, key)
+        except RequestError as error:
+            raise in_own_words(error) if endpoint in (RESPONSES, EMBEDDINGS) else error from None
+        try:
+            if ticket.jobs:
+                await hall.keep(ticket)
+            async with hall.view(ticket) as run:
+                pieces = [piece async for piece in run]
+        except asyncio.CancelledError as cancelled:
+            raise Interrupted(ticket) from cancelled
+        plain = replace(ticket, request=replace(ticket.request, background=False))
+        return ticket.request_id, await self._worded(plain, body, pieces, run)
+
+    async def _worded(self, ticket: Ticket, body: Mapping[str, Any], pieces: list[Piece], run: Run) -> Json:
+        hall, endpoint = self._hall, ticket.request.endpoint
+        if endpoint == EMBEDDINGS:
+            return await embedding_answer(hall, ticket, run)
+        answer = hall.form(ticket).whole(pieces, run.outcome)
+        if endpoint == RESPONSES and answer["store"]:
+            record = StoredResponse(
+                response_id=answer["id"],
+                tenant=ticket.tenant,
+                created_s=ticket.created_s,
+                answer=answer,
+                input=items_of(body["input"]),
+            )
+            await self._shelf.put(record)
+        return answer
+
+
+class Interrupted(asyncio.CancelledError):
+    """The batch no longer waits for this request, which goes on unless it is cancelled too."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        super().__init__()
+        self.ticket = ticket
+
+
+def _check_response(body: Mapping[str, Any]) -> None:
+    """Raises RequestError (400)."""
+    if body.get("previous_response_id") is not None:
+        raise refusal("previous_response_id", "cannot be given in a batch, whose lines may be answered days later")
+    items = items_of(body["input"])
+    check_answered_calls(items)
+    if body.get("store") is not False:
+        check_size([], items)

@@ -1,0 +1,70 @@
+"""`/v1/embeddings`: texts as vectors, the hidden states of the model that is served, pooled."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from service.config import Settings
+from service.errors import RequestError
+from service.gateway.endpoints.completions import REQUEST_ID
+from service.gateway.generation.request import EMBEDDINGS
+from service.gateway.generation.run import Run
+from service.gateway.hall.hall import Hall
+from service.gateway.hall.ticket import Ticket
+from service.gateway.http_server.guard import TENANT, json_response, read_body
+from service.gateway.openai.response_bodies import in_own_words
+from service.wire.codec import unpack_floats
+
+Json = dict[str, Any]
+
+
+class Embeddings:
+    def __init__(self, hall: Hall) -> None:
+        self._hall = hall
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.post(EMBEDDINGS, self._create)]
+
+    async def _create(self, http: web.Request) -> web.Response:
+        require_enabled(self._hall.settings)
+        request = await self._hall.read(EMBEDDINGS, await read_body(http))
+        try:
+            ticket = await self._hall.admit(request, http[TENANT])
+        except RequestError as error:
+            raise in_own_words(error) from None
+        async with self._hall.open(ticket) as run:
+            async for _ in run:
+                pass
+        return json_response(await embedding_answer(self._hall, ticket, run), headers={REQUEST_ID: ticket.request_id})
+
+
+def require_enabled(settings: Settings) -> None:
+    """Raises RequestError (404) where nobody has asked for embeddings."""
+    if not settings.enable_embeddings:
+        raise RequestError(404, "Embeddings are not enabled here (--enable-embeddings).", code="embeddings_disabled")
+
+
+async def embedding_answer(hall: Hall, ticket: Ticket, run: Run) -> Json:
+    """The answer of a request that has ended well."""
+    in_base64 = msgspec.json.decode(ticket.request.source.outline).get("encoding_format") == "base64"
+    word = asyncio.get_running_loop().run_in_executor
+    data = await word(hall.pool, _worded, run.embeddings, in_base64)
+    num_tokens = sum(ticket.num_prompt_tokens)
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    return {"object": "list", "data": data, "model": hall.model.name, "usage": usage}
+
+
+def _worded(vectors: list[bytes], in_base64: bool) -> list[Json]:
+    return [
+        {
+            "object": "embedding",
+            "index": index,
+            "embedding": base64.b64encode(vector).decode() if in_base64 else unpack_floats(vector),
+        }
+        for index, vector in enumerate(vectors)
+    ]

@@ -1,0 +1,32 @@
+"""Lists that are told page by page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from aiohttp import web
+
+from service.gateway.generation.refusals import refusal
+
+Json = dict[str, Any]
+
+MAX_PAGE = 10_000
+
+
+def page_json(http: web.Request, items: Sequence[Json], default_limit: int) -> Json:
+    """OpenAI's list object: of `items` those behind `after`, `limit` at most. Raises RequestError (400)."""
+    text = http.query.get("limit", str(default_limit))
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= MAX_PAGE):
+        raise refusal("limit", f"must be between 1 and {MAX_PAGE}")
+    after, start = http.query.get("after"), 0
+    if after is not None:
+        start = next((place for place, item in enumerate(items, 1) if item["id"] == after), len(items))
+    page = items[start : start + int(text)]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": start + len(page) < len(items),
+    }

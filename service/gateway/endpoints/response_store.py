@@ -1,0 +1,112 @@
+"""What is kept of responses: their conversations by id, and what has become of those that were under way."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import msgspec
+
+from service.errors import RequestError
+from service.gateway.generation.refusals import refusal
+from service.gateway.hall.admission import unavailable
+from service.gateway.hall.hall import Hall
+from service.gateway.hall.ticket import Ticket
+from service.gateway.openai.response_form import RESPONSE_PREFIX
+from service.wire.broker import BrokerUnavailable
+from service.wire.responses import StoredResponse
+
+Json = dict[str, Any]
+Answer = TypeVar("Answer")
+
+MAX_CONVERSATION_BYTES = 4 << 20
+
+
+class ResponseShelf:
+    def __init__(self, hall: Hall) -> None:
+        self._hall = hall
+        self._broker = hall.broker
+        self._retention_s = hall.settings.response_retention
+
+    async def put(self, record: StoredResponse) -> None:
+        """Raises RequestError (503)."""
+        await _or_503(self._broker.put_response(record, self._retention_s))
+
+    async def settle(self, record: StoredResponse, answer: Json) -> None:
+        """The response has ended. Raises RequestError (503)."""
+        await _or_503(self._broker.settle_response(replace(record, answer=answer), self._retention_s))
+
+    async def drop(self, record: StoredResponse) -> None:
+        """Raises RequestError (503)."""
+        await _or_503(self._broker.drop_response(record.response_id))
+        await _or_503(self._broker.forget(_request_id(record)))
+
+    async def find(self, response_id: str, tenant: str) -> StoredResponse:
+        """Raises RequestError: 404 for one that is not there or another tenant's, 503."""
+        record = await self._found(response_id, tenant)
+        if record is None:
+            raise RequestError(404, "There is no such response.", param="response_id", code="response_not_found")
+        return record
+
+    async def conversation(self, response_id: str, tenant: str) -> list[Json]:
+        """All that was said up to the end of a response. Raises RequestError: 400 for one that is not there, another
+        tenant's, or without a good end."""
+        param = "previous_response_id"
+        record = await self._found(response_id, tenant)
+        if record is None:
+            raise RequestError(400, "There is no such response.", param=param, code="previous_response_not_found")
+        answer = await self.current(record)
+        if answer["status"] not in ("completed", "incomplete"):
+            raise refusal(param, f"is of a response that is {answer['status']}")
+        return [*record.context, *record.input, *answer["output"]]
+
+    async def ticket(self, record: StoredResponse) -> Ticket | None:
+        """What its events are read with, as long as the queue remembers them."""
+        try:
+            return await self._hall.find(_request_id(record), record.tenant)
+        except RequestError as error:
+            if error.status == 404:
+                return None
+            raise
+
+    async def current(self, record: StoredResponse) -> Json:
+        """The response as it is now. One whose gateway died before it could say how it ended is settled here."""
+        if record.is_settled:
+            return record.answer
+        ticket = await self.ticket(record)
+        if ticket is None:
+            error = {"code": "server_error", "message": "The answer was lost before it was stored."}
+            return {**record.answer, "status": "failed", "error": error}
+        state, form = await self._hall.state(ticket), self._hall.response_form(ticket)
+        if state["status"] in ("queued", "in_progress"):
+            return form.unfinished(state["status"])
+        error, answer = state["error"], state["response"]
+        if answer is None:
+            answer = form.failed(error["code"], error["message"])
+        await self.settle(record, answer)
+        return answer
+
+    async def _found(self, response_id: str, tenant: str) -> StoredResponse | None:
+        try:
+            record = await _or_503(self._broker.response(response_id))
+        except ValueError:
+            return None
+        return record if record is not None and record.tenant == tenant else None
+
+
+def check_size(context: list[Json], items: list[Json]) -> None:
+    """Raises RequestError (400) for a conversation that is too long to be stored."""
+    if len(msgspec.json.encode([context, items])) > MAX_CONVERSATION_BYTES:
+        raise refusal("input", f"takes more than {MAX_CONVERSATION_BYTES} bytes, too many for 'store' to be true")
+
+
+def _request_id(record: StoredResponse) -> str:
+    return record.response_id.removeprefix(RESPONSE_PREFIX)
+
+
+async def _or_503(asked: Awaitable[Answer]) -> Answer:
+    try:
+        return await asked
+    except BrokerUnavailable:
+        raise unavailable() from None

@@ -1,0 +1,182 @@
+"""The text half of the model behind the doors: its name, its limits, and text to token ids."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from model.chat_template import ChatTemplate, TemplateError
+from model.config import ModelConfig, generation_defaults
+from model.errors import ModelError
+from model.grammar import GrammarError
+from model.grammar_matcher import GrammarCompiler
+from model.tokenizer import Tokenizer
+from model.tool_calls import FORMS, MAX_FORCED_CALLS, CallForm, arguments_key, calls_grammar, form_of
+from service.config import Settings
+from service.errors import RequestError, StartupError
+from service.gateway.generation.refusals import grammar_refusal, refusal, too_long
+from service.gateway.generation.request import Conversation, Prompt, Request, ToolWish
+
+MAX_ESCAPE_BYTES = 6
+"""JSON's longest way to write a character of one byte."""
+
+
+@dataclass(frozen=True)
+class CallWording:
+    """What an answer may call, and how its model writes that."""
+
+    form: CallForm
+    schemas: Mapping[str, Any]  # of the arguments, by name of the function
+    only_one: bool
+    is_named: bool  # the client chose the function
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """Immutable and shared by all threads."""
+
+    name: str
+    vocab_size: int  # width of the logits, which is what a token id is held against
+    max_model_len: int  # tokens, prompt and output; workers may allow less
+    eos_token_ids: tuple[int, ...]
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    grammars: GrammarCompiler
+    call_form: CallForm | None  # how it writes calls of functions; None: its template does not tell it of any
+    defaults: Mapping[str, float]  # sampling that the model's makers recommend
+    created_s: int  # Unix seconds
+    fingerprint: str
+
+    @classmethod
+    def read(cls, settings: Settings) -> ServedModel:
+        """The model in `settings.model`. Raises StartupError, one line that names the file."""
+        directory = settings.model
+        if directory is None:
+            raise StartupError("no model folder is given (--model)")
+        try:
+            config = ModelConfig.read(directory)
+            tokenizer = Tokenizer.read(directory)
+            template = ChatTemplate.read(directory, tokenizer)
+            defaults = generation_defaults(directory)
+        except ModelError as error:
+            raise StartupError(str(error)) from error
+        name = settings.served_model_name or directory.name
+        return cls(
+            name=name,
+            vocab_size=config.vocab_size,
+            max_model_len=min(config.max_position, settings.max_model_len or config.max_position),
+            eos_token_ids=config.eos_token_ids,
+            tokenizer=tokenizer,
+            template=template,
+            call_form=_call_form(settings, template),
+            grammars=GrammarCompiler(tokenizer, config.vocab_size, config.eos_token_ids),
+            defaults=defaults,
+            created_s=int(time.time()),
+            fingerprint="fp_" + hashlib.sha256(f"{name} {config}".encode()).hexdigest()[:10],
+        )
+
+    def require(self, name: str) -> None:
+        """Raises RequestError (404) unless `name` is this model's."""
+        if name != self.name:
+            raise RequestError(404, "The model does not exist.", param="model", code="model_not_found")
+
+    def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt, each inside the vocabulary, at least one. Raises RequestError (400).
+
+        May take long: call it off the event loop. A text with more bytes than the longest possible prompt could have
+        is refused before any time is spent on it.
+        """
+        if isinstance(prompt, str):
+            self._check_bytes(len(prompt.encode()), "prompt")
+            return self._checked(self.tokenizer.encode(prompt, add_special_tokens), "prompt")
+        if isinstance(prompt, tuple):
+            return self._checked(list(prompt), "prompt")
+        return self._checked(self._encode_conversation(prompt), "messages")
+
+    def check_ids(self, ids: list[int] | tuple[int, ...], param: str) -> None:
+        """Raises RequestError (400) for an id that is outside the vocabulary."""
+        if ids and (min(ids) < 0 or max(ids) >= self.vocab_size):
+            raise refusal(param, "has a token id outside the vocabulary")
+
+    def grammar(self, request: Request) -> str | None:
+        """What holds the answer to its form, if anything does; compiled, which may take long: call it off the event
+        loop. Raises RequestError (400)."""
+        wish = request.sampling.grammar
+        param = "tools" if wish is None else wish.param
+        try:
+            text = self._calls(request.tools, None if wish is None else wish.text)
+            if text is not None:
+                self.grammars.compile(text)
+            return text
+        except GrammarError as error:
+            raise grammar_refusal(error, param) from None
+
+    def call_wording(self, wish: ToolWish | None) -> CallWording | None:
+        """How calls are told from text in the answer, where it may have any."""
+        if wish is None or self.call_form is None:
+            return None
+        schemas = {function.name: function.parameters for function in wish.callable}
+        return CallWording(self.call_form, schemas, wish.only_one, wish.is_named)
+
+    def _calls(self, wish: ToolWish | None, form: str | None) -> str | None:
+        """The grammar of the calls that must be, or that must be right, where an answer that calls nothing must have
+        this `form`, if any."""
+        if wish is None:
+            return form
+        if self.call_form is None:
+            raise refusal("tools", "cannot be had: this model's chat template knows none")
+        if form is not None and not wish.must_call and self.call_form.syntax.at_start_only:
+            raise refusal(
+                "tool_choice", "cannot be 'auto' where the answer must have a form: calls of this model are plain JSON"
+            )
+        if form is None and not wish.must_call and not any(function.is_strict for function in wish.callable):
+            return None
+        return calls_grammar(
+            self.call_form,
+            wish.callable,
+            arguments_key(self.template.tool_source),
+            self.tokenizer,
+            most=1 if wish.only_one else MAX_FORCED_CALLS,
+            or_text=not wish.must_call,
+            or_form=None if wish.must_call else form,
+        )
+
+    def _encode_conversation(self, conversation: Conversation) -> list[int]:
+        if self.template is None:
+            raise refusal("messages", "needs a chat template, and this model has none; use /v1/completions")
+        self._check_bytes(sum(len(m["content"].encode()) for m in conversation.messages), "messages")
+        calls = [m.get("tool_calls", ()) for m in conversation.messages]
+        self._check_bytes(len(msgspec.json.encode([calls, conversation.tools])) // MAX_ESCAPE_BYTES, "messages")
+        try:
+            return self.template.encode(
+                list(conversation.messages),
+                add_generation_prompt=conversation.add_generation_prompt,
+                tools=list(conversation.tools) or None,
+                continue_final_message=conversation.continue_final_message,
+                extra=dict(conversation.template_options),
+            )
+        except TemplateError as error:
+            raise RequestError(400, str(error), param="messages") from None
+
+    def _check_bytes(self, num_bytes: int, param: str) -> None:
+        if num_bytes > self.max_model_len * self.tokenizer.longest_token_bytes:
+            raise too_long(self.max_model_len, param)
+
+    def _checked(self, ids: list[int], param: str) -> list[int]:
+        if not ids:
+            raise refusal(param, "must not be empty")
+        self.check_ids(ids, param)
+        return ids
+
+
+def _call_form(settings: Settings, template: ChatTemplate | None) -> CallForm | None:
+    if template is None or not template.knows_tools:
+        return None
+    if settings.tool_call_parser is None:
+        return form_of(template.tool_source)
+    return FORMS[settings.tool_call_parser]

@@ -1,0 +1,111 @@
+"""Requests as resources: found again under their id, by any gateway, as long as the queue remembers them."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+from service.errors import EndReason, RequestError
+from service.gateway.generation.request import Request
+from service.gateway.hall.admission import Admission, unavailable
+from service.gateway.hall.relay import Relay
+from service.gateway.hall.ticket import Ticket, record_of, ticket_of
+from service.gateway.openai.answers import AnswerForm, Json, error_object
+from service.wire.broker import BrokerUnavailable, DoorBroker
+from service.wire.messages import Cancel, RequestRecord
+
+SLACK_S = 5.0
+"""An answer that is complete may be read so long after its deadline, and a last event may be so late."""
+
+
+class Requests:
+    def __init__(self, broker: DoorBroker, admission: Admission, relay: Relay) -> None:
+        self._broker = broker
+        self._admission = admission
+        self._relay = relay
+
+    async def accept(self, request: Request, tenant: str, idempotency_key: str | None) -> Ticket:
+        """The ticket of a request that will be remembered once it is submitted, or is already where it has a key; one
+        without jobs where the same request came before under its key. Raises RequestError like `admit`, and 409 where
+        the key stands for another one."""
+        ticket = await self._admission.admit(request, tenant)
+        if idempotency_key is None:
+            return replace(ticket, record=record_of(ticket))
+        digest = _key_digest(tenant, idempotency_key)
+        ticket = replace(ticket, idempotency=digest)
+        try:
+            holder = await self._broker.remember(record_of(ticket), digest)
+            if holder == ticket.request_id:
+                return ticket
+            record = await self._broker.recall(holder)
+            if record is None or record.digest != request.source.digest:
+                message = "The Idempotency-Key was used before, with another request."
+                raise RequestError(409, message, param="Idempotency-Key", code="idempotency_key_reused")
+            earlier = await self._ticket(record)
+            if any(await self._broker.last_events(earlier.job_ids)):
+                return earlier
+        except BrokerUnavailable:
+            raise unavailable() from None
+        # Whoever took it first may have died before it was queued. To submit a job twice changes nothing.
+        names = zip(ticket.jobs, earlier.job_ids, strict=True)
+        return replace(earlier, jobs=tuple(replace(job, job_id=name) for job, name in names), idempotency=digest)
+
+    async def find(self, request_id: str, tenant: str) -> Ticket:
+        """Raises RequestError: 404 for one that is forgotten, never was, or is another tenant's."""
+        try:
+            record = await self._broker.recall(request_id.removeprefix("chatcmpl-").removeprefix("cmpl-"))
+        except BrokerUnavailable:
+            raise unavailable() from None
+        except ValueError:
+            record = None
+        if record is None or record.tenant != tenant:
+            raise RequestError(404, "There is no such request.", param="id", code="request_not_found")
+        return await self._ticket(record)
+
+    async def state(self, ticket: Ticket, form: AnswerForm) -> Json:
+        """How far the request is; with `response` or `error` once it has ended. `queue_position`: how many of its
+        tenant's own jobs go before it."""
+        state = {
+            "id": ticket.request_id,
+            "object": "request",
+            "endpoint": ticket.request.endpoint,
+            "created": int(ticket.created_s),
+            "background": ticket.request.background,
+            "queue_position": None,
+            "error": None,
+            "response": None,
+        }
+        try:
+            events = await self._broker.last_events(ticket.job_ids)
+            place = None if any(events) else await self._broker.place(ticket.request_id)
+        except BrokerUnavailable:
+            raise unavailable() from None
+        if not all(event is not None and event.end is not None for event in events):
+            return {**state, "status": "in_progress" if any(events) else "queued", "queue_position": place}
+        try:
+            async with self._relay.view(ticket) as run:
+                pieces = [piece async for piece in run]
+        except RequestError as error:
+            status = "cancelled" if error.code == EndReason.CANCELLED else "failed"
+            return {**state, "status": status, "error": error_object(error)}
+        return {**state, "status": "completed", "response": form.whole(pieces, run.outcome)}
+
+    async def cancel(self, ticket: Ticket) -> None:
+        """Asks for the end of every job that has not ended. Raises RequestError (503)."""
+        try:
+            for job_id in ticket.job_ids:
+                await self._broker.cancel(Cancel(job_id=job_id, reason=EndReason.CANCELLED))
+        except BrokerUnavailable:
+            raise unavailable() from None
+
+    async def _ticket(self, record: RequestRecord) -> Ticket:
+        try:
+            now_s = await self._broker.now_s()
+        except BrokerUnavailable:
+            raise unavailable() from None
+        ticket = ticket_of(record, now_s)
+        return ticket if ticket.timeout_s > SLACK_S else ticket.with_timeout(SLACK_S)
+
+
+def _key_digest(tenant: str, key: str) -> str:
+    return hashlib.sha256(f"{tenant}\0{key}".encode()).hexdigest()

@@ -1,0 +1,124 @@
+"""The HTTP door: OpenAI's routes, and those of whoever watches over the server."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from importlib.metadata import version
+
+from aiohttp import web
+
+from service.gateway.batches.batches import Batches
+from service.gateway.batches.files import Files
+from service.gateway.batches.runner import BatchRunner
+from service.gateway.endpoints.completions import REQUEST_ROUTE, Generations
+from service.gateway.endpoints.embeddings import Embeddings
+from service.gateway.endpoints.responses import Responses
+from service.gateway.endpoints.tokenization import detokenize, tokenize
+from service.gateway.generation.request import CHAT, COMPLETIONS
+from service.gateway.hall.hall import Hall
+from service.gateway.http_door.operations import operations_routes
+from service.gateway.http_door.probes import readiness
+from service.gateway.http_server.guard import READ_TIMEOUT_S, Doorkeeper, guard, json_response, read_body
+from service.gateway.openapi.document import openapi_document
+from service.metrics import CONTENT_TYPE
+from service.wire.broker import BrokerUnavailable
+
+
+class HttpDoor:
+    def __init__(self, hall: Hall, runner: BatchRunner) -> None:
+        self._hall = hall
+        self._runner = runner
+
+    def app(self) -> web.Application:
+        """All routes behind the guard. Raises StartupError for a key file that cannot be used."""
+        settings, generations = self._hall.settings, Generations(self._hall)
+        app = web.Application(
+            middlewares=[guard(Doorkeeper(settings), self._hall.metrics, settings.write_timeout, self._hall.tracing)],
+            client_max_size=settings.max_body_bytes,
+        )
+        app[READ_TIMEOUT_S] = settings.read_timeout
+        app.add_routes(
+            [
+                web.post(COMPLETIONS, generations.create(COMPLETIONS)),
+                web.post(CHAT, generations.create(CHAT)),
+                web.get(REQUEST_ROUTE, generations.get),
+                web.delete(REQUEST_ROUTE, generations.delete),
+                web.get("/v1/models", self._models),
+                web.get("/v1/models/{model:.+}", self._model),
+                web.post("/tokenize", self._tokenize),
+                web.post("/detokenize", self._detokenize),
+                web.get("/metrics", self._metrics),
+                web.get("/livez", self._livez),
+                web.get("/readyz", self._readyz),
+                web.get("/health", self._readyz),
+                web.get("/", self._welcome),
+                web.get("/openapi.json", self._openapi),
+                *operations_routes(self._hall),
+                *Responses(self._hall).routes(),
+                *Embeddings(self._hall).routes(),
+                *Files(self._hall.broker, settings.max_file_bytes).routes(),
+                *Batches(self._hall.broker, self._runner).routes(),
+            ]
+        )
+        return app
+
+    async def _models(self, http: web.Request) -> web.Response:
+        return json_response({"object": "list", "data": [await self._card()]})
+
+    async def _model(self, http: web.Request) -> web.Response:
+        self._hall.model.require(http.match_info["model"])
+        return json_response(await self._card())
+
+    async def _card(self) -> dict[str, object]:
+        model = self._hall.model
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": model.created_s,
+            "owned_by": "quire",
+            "max_model_len": await self._max_model_len(),
+        }
+
+    async def _max_model_len(self) -> int:
+        """What the workers allow; what the model allows while they cannot be asked."""
+        limit = self._hall.model.max_model_len
+        try:
+            return (await self._hall.fleet.view()).max_model_len(limit)
+        except BrokerUnavailable:
+            return limit
+
+    async def _tokenize(self, http: web.Request) -> web.Response:
+        body = await read_body(http)
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(self._hall.pool, tokenize, self._hall.model, body)
+        return json_response({**found, "max_model_len": await self._max_model_len()})
+
+    async def _detokenize(self, http: web.Request) -> web.Response:
+        body = await read_body(http)
+        loop = asyncio.get_running_loop()
+        return json_response(await loop.run_in_executor(self._hall.pool, detokenize, self._hall.model, body))
+
+    async def _metrics(self, http: web.Request) -> web.Response:
+        try:
+            view = await self._hall.fleet.view()
+            self._hall.metrics.see_fleet({card.worker_id: card.stats for card in view.cards}, view.num_waiting)
+        except BrokerUnavailable:
+            self._hall.metrics.see_fleet({}, math.nan)
+        return web.Response(body=self._hall.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _livez(self, http: web.Request) -> web.Response:
+        return json_response({"status": "ok"})
+
+    async def _readyz(self, http: web.Request) -> web.Response:
+        status, body = await readiness(self._hall)
+        return json_response(body, status)
+
+    async def _openapi(self, http: web.Request) -> web.Response:
+        settings = self._hall.settings
+        keys_required = bool(settings.api_key or settings.api_key_file)
+        return json_response(openapi_document(version("quire"), self._hall.model.name, keys_required=keys_required))
+
+    async def _welcome(self, http: web.Request) -> web.Response:
+        routes = sorted({resource.canonical for resource in http.app.router.resources()})
+        return json_response({"service": "quire", "model": self._hall.model.name, "routes": routes})

@@ -1,0 +1,193 @@
+"""Who may enter over HTTP and how refusals look: hosts, keys, bodies, and OpenAI's error JSON for every error."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from http import HTTPStatus
+from typing import Any
+
+from aiohttp import web
+
+from service.config import Settings
+from service.errors import RequestError
+from service.gateway.hall.hall import incident
+from service.gateway.hall.request_spans import TRACED, followed
+from service.gateway.http_server.api_keys import KeyRing
+from service.gateway.http_server.host_check import HostCheck
+from service.gateway.openai.answers import encode_json, error_json
+from service.metrics import GatewayMetrics
+from service.tracing import NO_TRACING, Tracing
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+OPEN_ROUTES = frozenset({"/livez", "/readyz", "/health"})
+"""Patterns of the routes that need no key; every other one does, unknown ones included."""
+
+PAGE = "/ui"
+"""Opened in a browser, which asks its user for the key if the refusal says so in a way that browsers know."""
+
+TENANT: web.RequestKey[str] = web.RequestKey("tenant", str)
+READ_TIMEOUT_S: web.AppKey[float] = web.AppKey("read_timeout_s", float)
+log = logging.getLogger("quire.gateway")
+
+LEFT = 499
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+"""They change nothing, and no answer is for a page of another origin to read."""
+
+
+class Doorkeeper:
+    """Who may enter, by which host, and with how many requests at once."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Raises StartupError for a key file that cannot be used."""
+        self._keys = KeyRing(settings.api_key, settings.api_key_file)
+        self._hosts = HostCheck(settings, keys_required=not self._keys.is_open)
+        self._max_open = settings.max_open_per_key
+        self._open: Counter[str] = Counter()
+
+    def check_form(self, http: web.Request) -> None:
+        """What even a probe must keep to. Raises RequestError (400)."""
+        hosts = http.headers.getall("Host", [])
+        self._hosts.require_form(hosts, http.raw_path, needs_host=http.version >= (1, 1))
+
+    @contextmanager
+    def admitted(self, http: web.Request) -> Iterator[None]:
+        """Inside, the request counts as open and knows its TENANT. Raises RequestError: 400, 401, 403, 429."""
+        hosts, keys = http.headers.getall("Host", []), http.headers.getall("Authorization", [])
+        self._hosts.require_known(hosts)
+        client = self._keys.client(keys)
+        if http.method not in SAFE_METHODS and not (keys and keys[0].lower().startswith("bearer ")):
+            # A browser adds a password that it was told once by itself, whoever's page makes it send the request.
+            self._hosts.require_own_page(http.headers.getall("Origin", []), hosts)
+        http[TENANT] = client.tenant
+        if not self._keys.is_open and self._open[client.name] >= (client.max_open or self._max_open):
+            message = "Too many requests are open with this key."
+            raise RequestError(429, message, "rate_limit_error", code="too_many_open_requests", retry_after_s=1)
+        self._open[client.name] += 1
+        try:
+            yield
+        finally:
+            self._open[client.name] -= 1
+            if not self._open[client.name]:
+                del self._open[client.name]
+
+
+def guard(
+    doorkeeper: Doorkeeper, metrics: GatewayMetrics, write_timeout_s: float, tracing: Tracing = NO_TRACING
+) -> Callable[..., Any]:
+    """The one middleware: checks host and key, words every failure as OpenAI does, and sees the answer off."""
+
+    @web.middleware
+    async def middleware(http: web.Request, handler: Handler) -> web.StreamResponse:
+        route = route_of(http)
+        with ExitStack() as inside:
+            answered = inside.enter_context(followed(tracing if route.startswith(TRACED) else NO_TRACING, http, route))
+            try:
+                doorkeeper.check_form(http)
+                if route not in OPEN_ROUTES:
+                    inside.enter_context(doorkeeper.admitted(http))
+                response = await handler(http)
+            except RequestError as error:
+                response = error_response(error)
+                if error.status == 401 and route.startswith(PAGE):
+                    response.headers["WWW-Authenticate"] = 'Basic realm="Quire: the API key is the password"'
+            except web.HTTPException as error:
+                response = _worded(error)
+            except ConnectionError:
+                response = error_response(RequestError(LEFT, "The client left."))  # nobody hears it
+            except asyncio.CancelledError:
+                metrics.responded(route, LEFT)
+                answered(LEFT)
+                raise
+            except Exception as error:
+                response = error_response(incident(error, route))
+            metrics.responded(route, response.status)
+            answered(response.status)
+            await _see_off(http, response, write_timeout_s)
+        return response
+
+    return middleware
+
+
+def worded(handler: Handler) -> Handler:
+    """`handler`, but what aiohttp refuses before any middleware runs (an Expect header) is worded like all else."""
+
+    async def handle(http: web.Request) -> web.StreamResponse:
+        try:
+            return await handler(http)
+        except web.HTTPException as error:
+            return _worded(error)
+
+    return handle
+
+
+async def _see_off(http: web.Request, response: web.StreamResponse, timeout_s: float) -> None:
+    """Writes the response, what a stream has left of it included; aiohttp would wait for ever for who does not read."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await response.prepare(http)
+            await response.write_eof()
+    except TimeoutError:
+        if http.transport is not None:
+            http.transport.abort()
+    except ConnectionError:
+        log.debug("client left before its answer")
+
+
+def route_of(http: web.Request) -> str:
+    """The pattern of the matched route."""
+    resource = http.match_info.route.resource
+    return "unmatched" if resource is None else resource.canonical
+
+
+async def read_body(http: web.Request) -> bytes:
+    """The whole JSON body. Raises RequestError: 408, 413, 415."""
+    if http.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise RequestError(415, "An encoded body is not accepted.", code="unsupported_content_encoding")
+    if http.content_type != "application/json":
+        raise RequestError(415, "The body must be of type application/json.", code="unsupported_media_type")
+    if (http.content_length or 0) > http.client_max_size:
+        raise _too_large()
+    try:
+        async with asyncio.timeout(http.app[READ_TIMEOUT_S]):
+            return await http.read()
+    except TimeoutError:
+        raise RequestError(408, "The body did not arrive in time.", code="request_timeout") from None
+    except web.HTTPRequestEntityTooLarge:
+        raise _too_large() from None
+    except web.RequestPayloadError:
+        raise RequestError(400, "The body is not well-formed HTTP.", code="invalid_body") from None
+
+
+def error_response(error: RequestError) -> web.Response:
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(error.retry_after_s)
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    response = json_response(error_json(error), error.status, headers)
+    if error.status in (408, 413):
+        response.force_close()
+    return response
+
+
+def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(body=encode_json(data), status=status, headers=headers, content_type="application/json")
+
+
+def _worded(error: web.HTTPException) -> web.Response:
+    """aiohttp's own refusal of a route or a method in OpenAI's words."""
+    if error.status < 400 or error.status == 404:
+        return error_response(RequestError(404, "There is no such route.", code="unknown_url"))
+    response = error_response(RequestError(error.status, f"{HTTPStatus(error.status).phrase}."))
+    if "Allow" in error.headers:
+        response.headers["Allow"] = error.headers["Allow"]
+    return response
+
+
+def _too_large() -> RequestError:
+    return RequestError(413, "The body is too large.", code="body_too_large")

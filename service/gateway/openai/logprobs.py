@@ -1,0 +1,103 @@
+"""Log-probabilities in JSON: OpenAI's two forms, of completions and of chats, and vLLM's of prompts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from model.tokenizer import Tokenizer
+from service.gateway.generation.job_text import TokenLogprob
+
+Json = dict[str, Any]
+
+LOWEST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot carry; the same number as at OpenAI."""
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """Of a prompt: nothing comes before it, so nothing says how likely it was."""
+
+    token_id: int
+
+
+@dataclass(frozen=True)
+class TokenWords:
+    """How tokens are named."""
+
+    tokenizer: Tokenizer
+    as_ids: bool
+
+    def name(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self.as_ids else self.text(token_id)
+
+    def text(self, token_id: int) -> str:
+        data = self.tokenizer.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def completion_logprobs(
+    words: TokenWords, entries: Sequence[TokenLogprob | FirstToken], num_chars: int
+) -> tuple[Json, int]:
+    """Of a completion of which `num_chars` were told before; and how many are with these."""
+    offsets = [num_chars]
+    for entry in entries:
+        offsets.append(offsets[-1] + len(words.text(entry.token_id)))
+    end = offsets.pop()
+    told = {
+        "tokens": [words.name(entry.token_id) for entry in entries],
+        "token_logprobs": [finite(one.logprob) if isinstance(one, TokenLogprob) else None for one in entries],
+        "top_logprobs": [_alternatives(words, one) if isinstance(one, TokenLogprob) else None for one in entries],
+        "text_offset": offsets,
+    }
+    return told, end
+
+
+def _alternatives(words: TokenWords, entry: TokenLogprob) -> dict[str, float]:
+    """The likeliest tokens and the chosen one; of two that read alike the likelier stays."""
+    found: dict[str, float] = {}
+    for token, logprob in (*entry.top, (entry.token_id, entry.logprob)):
+        found.setdefault(words.name(token), finite(logprob))
+    return found
+
+
+def chat_logprobs(words: TokenWords, entries: Sequence[TokenLogprob]) -> Json:
+    content = [
+        {
+            **_entry(words, entry.token_id, entry.logprob),
+            "top_logprobs": [_entry(words, token, logprob) for token, logprob in entry.top],
+        }
+        for entry in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _entry(words: TokenWords, token_id: int, logprob: float) -> Json:
+    data = words.tokenizer.token_bytes(token_id)
+    text = f"token_id:{token_id}" if words.as_ids else data.decode("utf-8", "replace")
+    return {"token": text, "logprob": finite(logprob), "bytes": list(data)}
+
+
+def prompt_logprobs(words: TokenWords, entries: Sequence[TokenLogprob]) -> list[Json | None]:
+    """By token of the prompt, its own and the likeliest in its place, under their ids; null for the first. The rank of
+    one that is not among the likeliest is not known."""
+    return [None, *(_ranked(words, entry) for entry in entries)]
+
+
+def _ranked(words: TokenWords, entry: TokenLogprob) -> Json:
+    ranked = [(token, logprob, rank) for rank, (token, logprob) in enumerate(entry.top, 1)]
+    if all(token != entry.token_id for token, _, _ in ranked):
+        ranked.append((entry.token_id, entry.logprob, None))
+    return {
+        str(token): {"logprob": finite(logprob), "rank": rank, "decoded_token": words.name(token)}
+        for token, logprob, rank in ranked
+    }
+
+
+def finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else LOWEST_LOGPROB

@@ -1,0 +1,281 @@
+"""Answers of `/v1/responses`: the object that a response is, and the events that tell how it comes to be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from model.tokenizer import Tokenizer
+from service.errors import EndReason, RequestError
+from service.gateway.generation.job_text import Piece, TokenLogprob
+from service.gateway.generation.request import Request
+from service.gateway.generation.run import Outcome
+from service.gateway.generation.served_model import CallWording
+from service.gateway.openai.answers import Heading, Json
+from service.gateway.openai.calls import CallTeller
+from service.gateway.openai.logprobs import finite
+from service.gateway.openai.response_bodies import ResponseBody, read_body
+
+RESPONSE_PREFIX = "resp_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResponseWording:
+    """What of a response its request says."""
+
+    asked: Mapping[str, Any]  # fields as they were asked for, or as their defaults are
+    is_background: bool
+    logprobs: bool
+    calls: CallWording | None  # None: the answer calls nothing
+
+
+def wording_of(request: Request, defaults: Mapping[str, float], calls: CallWording | None) -> ResponseWording:
+    """`defaults`: sampling that the model's makers recommend."""
+    body = read_body(msgspec.json.decode(request.source.outline))
+    return ResponseWording(
+        asked={
+            **_asked(body),
+            "temperature": float(_or(body.temperature, defaults.get("temperature", 1.0))),
+            "top_p": float(_or(body.top_p, defaults.get("top_p", 1.0))),
+        },
+        is_background=request.background,
+        logprobs=request.sampling.logprobs is not None,
+        calls=calls,
+    )
+
+
+def _asked(body: ResponseBody) -> Json:
+    default_choice = "auto" if body.tools else "none"
+    return {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": dict(body.metadata),
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": None, "summary": None},
+        "safety_identifier": body.safety_identifier or None,
+        "service_tier": "default",
+        "store": body.store,
+        "text": {"format": _format(body), "verbosity": "medium"},
+        "tool_choice": default_choice if body.tool_choice is None else msgspec.to_builtins(body.tool_choice),
+        "tools": msgspec.to_builtins(body.tools),
+        "top_logprobs": body.top_logprobs or 0,
+        "truncation": "disabled",
+        "user": body.user or None,
+    }
+
+
+def _format(body: ResponseBody) -> Json:
+    if body.text.format is None:
+        return {"type": "text"}
+    told = msgspec.to_builtins(body.text.format)
+    return told if told["type"] == "json_schema" else {"type": told["type"]}
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+class ResponseForm:
+    """Words one answer, from its first piece to its last. Every event is numbered, and the same pieces give the same
+    events in whichever gateway."""
+
+    def __init__(self, heading: Heading, tokenizer: Tokenizer, wording: ResponseWording) -> None:
+        self._heading = heading
+        self._tokenizer = tokenizer
+        self._wording = wording
+        self._calls = None if wording.calls is None else CallTeller(heading.job_id, wording.calls)
+        self._items: list[Json] = []
+        self._is_open = False  # the last item
+        self._untold: list[Json] = []  # log-probabilities of text that is held back
+        self._finish_reason: str | None = None
+        self._num_events = 0
+
+    @property
+    def response_id(self) -> str:
+        return RESPONSE_PREFIX + self._heading.job_id
+
+    def whole(self, pieces: Sequence[Piece], outcome: Outcome) -> Json:
+        """The answer as one object."""
+        for piece in pieces:
+            self.chunks(piece)
+        return self.closing(outcome)[-1]["response"]
+
+    def opening(self) -> list[Json]:
+        """The events of a response that is accepted; those before the first piece, if they are not told yet."""
+        if self._num_events:
+            return []
+        return [
+            self._event("response.created", response=self.unfinished("in_progress")),
+            self._event("response.in_progress", response=self.unfinished("in_progress")),
+        ]
+
+    def chunks(self, piece: Piece) -> list[Json]:
+        """The events that tell `piece`."""
+        events = self.opening()
+        is_last = piece.finish_reason is not None
+        self._untold += [self._entry(entry) for entry in piece.logprobs] if self._wording.logprobs else ()
+        for delta in self._deltas(piece.text, is_last=is_last):
+            if "tool_calls" in delta:
+                for call in delta["tool_calls"]:
+                    events += self._call(call)
+            else:
+                events += self._text(delta["content"])
+        if is_last:
+            self._finish_reason = piece.finish_reason
+        return events
+
+    def closing(self, outcome: Outcome) -> list[Json]:
+        """What follows the last piece."""
+        events = self.opening()
+        if not self._items:
+            events += self._open_message()
+        is_whole = self._finish_reason != "length"
+        status = "completed" if is_whole else "incomplete"
+        events += self._close(status)
+        details = None if is_whole else {"reason": "max_output_tokens"}
+        response = self._response(status, incomplete_details=details, usage=_usage(outcome))
+        return [*events, self._event(f"response.{status}", response=response)]
+
+    def failure(self, error: RequestError) -> list[Json]:
+        """What follows where the answer came to no good end."""
+        events = self.opening()
+        return [*events, self._event("response.failed", response=self.failed(error.code, error.message))]
+
+    def failed(self, code: str | None, message: str) -> Json:
+        """The response that has ended with this error, with what it had said by then."""
+        for item in self._items:
+            item["status"] = "incomplete" if item["status"] == "in_progress" else item["status"]
+        if code == EndReason.CANCELLED:
+            return self._response("cancelled")
+        return self._response("failed", error={"code": code or "server_error", "message": message})
+
+    def unfinished(self, status: str) -> Json:
+        """The response before its end: queued or in_progress."""
+        return self._response(status, output=[])
+
+    def _deltas(self, text: str, *, is_last: bool) -> Iterable[Json]:
+        if self._calls is not None:
+            return self._calls.deltas(0, text, is_last=is_last)
+        return [{"content": text}] if text else []
+
+    def _text(self, text: str) -> list[Json]:
+        events = [] if self._is_open and self._items[-1]["type"] == "message" else self._open_message()
+        part = self._items[-1]["content"][0]
+        part["text"] += text
+        told, self._untold = self._untold, []
+        part["logprobs"] += told
+        return [*events, self._part_event("response.output_text.delta", delta=text, logprobs=told)]
+
+    def _open_message(self) -> list[Json]:
+        item = {"type": "message", "role": "assistant", "content": []}
+        events = self._open("msg", item)
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        self._items[-1]["content"].append(part)
+        return [*events, self._part_event("response.content_part.added", part=_copy(part))]
+
+    def _call(self, call: Json) -> list[Json]:
+        events, function = [], call["function"]
+        if "id" in call:
+            self._untold.clear()
+            item = {"type": "function_call", "call_id": call["id"], "name": function["name"], "arguments": ""}
+            events += self._open("fc", item)
+        if function["arguments"]:
+            self._items[-1]["arguments"] += function["arguments"]
+            delta = function["arguments"]
+            events.append(self._item_event("response.function_call_arguments.delta", delta=delta))
+        return events
+
+    def _open(self, prefix: str, item: Json) -> list[Json]:
+        """A new item, behind the one before."""
+        events = self._close("completed")
+        name = f"{prefix}_{self._heading.job_id}_{len(self._items)}"
+        self._items.append({"id": name, **item, "status": "in_progress"})
+        self._is_open = True
+        return [*events, self._output_event("response.output_item.added")]
+
+    def _close(self, status: str) -> list[Json]:
+        """The end of the open item, if one is."""
+        if not self._is_open:
+            return []
+        self._is_open = False
+        item = self._items[-1]
+        if item["type"] == "message":
+            events = [*self._text_left(), *self._text_done(item["content"][0])]
+        else:
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            events = [self._item_event("response.function_call_arguments.done", **done)]
+        item["status"] = status
+        return [*events, self._output_event("response.output_item.done")]
+
+    def _text_left(self) -> list[Json]:
+        """Log-probabilities whose tokens said nothing any more, as an end mark does."""
+        if not self._untold:
+            return []
+        self._is_open = True
+        events = self._text("")
+        self._is_open = False
+        return events
+
+    def _text_done(self, part: Json) -> list[Json]:
+        return [
+            self._part_event("response.output_text.done", text=part["text"], logprobs=part["logprobs"]),
+            self._part_event("response.content_part.done", part=_copy(part)),
+        ]
+
+    def _response(self, status: str, **what: Any) -> Json:
+        heading = self._heading
+        return {
+            "id": self.response_id,
+            "object": "response",
+            "created_at": heading.created_s,
+            "status": status,
+            "background": self._wording.is_background,
+            "error": None,
+            "incomplete_details": None,
+            "model": heading.model,
+            "output": _copy(self._items),
+            "usage": None,
+            **self._wording.asked,
+            **what,
+        }
+
+    def _part_event(self, kind: str, **what: Any) -> Json:
+        return self._item_event(kind, content_index=0, **what)
+
+    def _item_event(self, kind: str, **what: Any) -> Json:
+        return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **what)
+
+    def _output_event(self, kind: str) -> Json:
+        return self._event(kind, output_index=len(self._items) - 1, item=_copy(self._items[-1]))
+
+    def _event(self, kind: str, **what: Any) -> Json:
+        number = self._num_events
+        self._num_events += 1
+        return {"type": kind, "sequence_number": number, **what}
+
+    def _entry(self, entry: TokenLogprob) -> Json:
+        top = [self._likelihood(token, logprob) for token, logprob in entry.top]
+        return {**self._likelihood(entry.token_id, entry.logprob), "top_logprobs": top}
+
+    def _likelihood(self, token_id: int, logprob: float) -> Json:
+        data = self._tokenizer.token_bytes(token_id)
+        return {"token": data.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(data)}
+
+
+def _usage(outcome: Outcome) -> Json:
+    return {
+        "input_tokens": outcome.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": outcome.cached_tokens},
+        "output_tokens": outcome.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": outcome.prompt_tokens + outcome.completion_tokens,
+    }
+
+
+def _copy(value: Any) -> Any:
+    """What an event or an answer holds does not change with what comes after."""
+    return msgspec.to_builtins(value)

@@ -1,0 +1,263 @@
+"""The shapes of our answers, for `/openapi.json`; the tests hold real answers against them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from service.gateway.openapi.response_answers import Response, ResponseDeleted, ResponseItems, Shape
+from service.wire.batches import BatchStatus
+
+
+class PromptTokensDetails(Shape):
+    cached_tokens: int
+
+
+class TokenUsage(Shape):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(Shape):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class PromptLogprob(Shape):
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None] | msgspec.UnsetType
+
+
+class CompletionChoice(Shape):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    prompt_logprobs: PromptLogprobs = msgspec.UNSET
+
+
+class Completion(Shape):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: TokenUsage
+
+
+class TopLogprob(Shape):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Shape):
+    content: list[ChatTokenLogprob]
+    refusal: None
+
+
+class CalledFunction(Shape):
+    name: str
+    arguments: str
+
+
+class ToolCall(Shape):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ChatMessage(Shape):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChoice(Shape):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
+
+
+class ChatCompletion(Shape):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: TokenUsage
+    prompt_logprobs: PromptLogprobs = msgspec.UNSET
+
+
+class Embedding(Shape):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(Shape):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(Shape):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+class Model(Shape):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(Shape):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Tokens(Shape):
+    count: int
+    tokens: list[int]
+    token_strs: list[str] | None
+    max_model_len: int
+
+
+class Detokenized(Shape):
+    prompt: str
+
+
+class File(Shape):
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: Literal["batch", "batch_output"]
+    status: Literal["processed"]
+
+
+class FileList(Shape):
+    object: Literal["list"]
+    data: list[File]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileDeleted(Shape):
+    id: str
+    object: Literal["file"]
+    deleted: bool
+
+
+class BatchErrorEntry(Shape):
+    code: str
+    message: str
+    line: int | None
+    param: None
+
+
+class BatchErrors(Shape):
+    object: Literal["list"]
+    data: list[BatchErrorEntry]
+
+
+class BatchCounts(Shape):
+    total: int
+    completed: int
+    failed: int
+
+
+class Batch(Shape):
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    errors: BatchErrors | None
+    input_file_id: str
+    completion_window: Literal["24h"]
+    status: BatchStatus
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    expires_at: int
+    in_progress_at: int | None
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: BatchCounts
+    metadata: dict[str, str] | None
+
+
+class BatchList(Shape):
+    object: Literal["list"]
+    data: list[Batch]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class Status(Shape):
+    status: str
+
+
+class Readiness(Shape):
+    status: Literal["ok", "not ready"]
+    missing: list[str]
+    num_ready_workers: int
+
+
+class ErrorObject(Shape):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Refusal(Shape):
+    error: ErrorObject
+
+
+class RequestState(Shape):
+    id: str
+    object: Literal["request"]
+    endpoint: str
+    created: int
+    background: bool
+    status: Literal["queued", "in_progress", "cancelling", "completed", "failed", "cancelled"]
+    queue_position: int | None
+    error: ErrorObject | None
+    response: dict[str, Any] | None
+
+
+ANSWERS: tuple[Any, ...] = (
+    *(Completion, ChatCompletion, RequestState, ModelList, Model, Tokens, Detokenized),
+    *(Response, ResponseDeleted, ResponseItems, EmbeddingList),
+    *(File, FileList, FileDeleted, Batch, BatchList),
+    *(Status, Readiness, Refusal),
+)

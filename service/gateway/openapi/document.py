@@ -1,0 +1,254 @@
+"""`/openapi.json`: what the routes take and give, made from the very types and ranges that requests are read with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from service.gateway.batches.batches import WINDOWS_S, BatchBody
+from service.gateway.endpoints.tokenization import DetokenizeBody, TokenizeBody
+from service.gateway.generation.request import BATCH_ENDPOINTS, CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES
+from service.gateway.openai.bodies import RANGES, ChatBody, CompletionBody, EmbeddingBody
+from service.gateway.openai.fields import (
+    IDLE_CHAT_FIELDS,
+    IDLE_COMPLETION_FIELDS,
+    IDLE_EMBEDDING_FIELDS,
+    IDLE_MESSAGE_FIELDS,
+    IDLE_RESPONSE_FIELDS,
+    IDLE_TEXT_FIELDS,
+    Idle,
+)
+from service.gateway.openai.messages import ROLES
+from service.gateway.openai.response_bodies import ResponseBody
+from service.gateway.openapi import answers
+
+Json = dict[str, Any]
+
+REF = "#/components/schemas/{name}"
+BODIES: tuple[type[msgspec.Struct], ...] = (
+    *(CompletionBody, ChatBody, ResponseBody, EmbeddingBody),
+    *(TokenizeBody, DetokenizeBody, BatchBody),
+)
+IDLE: Mapping[str, Idle] = {
+    "CompletionBody": IDLE_COMPLETION_FIELDS,
+    "ChatBody": IDLE_CHAT_FIELDS,
+    "Message": IDLE_MESSAGE_FIELDS,
+    "ResponseBody": IDLE_RESPONSE_FIELDS,
+    "EmbeddingBody": IDLE_EMBEDDING_FIELDS,
+    "TextConfig": IDLE_TEXT_FIELDS,
+}
+REFUSALS = {
+    "400": "A field is wrong or not supported; `param` names it.",
+    "401": "A valid API key is required.",
+    "404": "There is no such model or route.",
+    "408": "The body did not arrive in time.",
+    "409": "The Idempotency-Key stands for another request.",
+    "413": "The body is too large.",
+    "415": "The body is not JSON.",
+    "429": "Too many requests of this client.",
+    "500": "A fault of the server, with an incident number.",
+    "503": "Overloaded, draining, or without its queue; Retry-After says when to come again.",
+    "504": "The request ran past its deadline.",
+}
+
+
+TIGHTER: Mapping[str, Mapping[str, Json]] = {
+    "CompletionBody": {"prompt": {"minLength": 1, "minItems": 1}, "max_tokens": {"minimum": 0}},  # 0: with `echo`
+    "EmbeddingBody": {"input": {"minLength": 1, "minItems": 1}, "encoding_format": {"enum": ["float", "base64"]}},
+    "ChatBody": {"messages": {"minItems": 1}},
+    "Message": {"role": {"enum": [*ROLES]}},
+    "ResponseBody": {"input": {"minLength": 1, "minItems": 1}},
+    "DetokenizeBody": {"tokens": {"items": {"type": "integer", "minimum": 0}}},
+    "BatchBody": {"endpoint": {"enum": [*BATCH_ENDPOINTS]}, "completion_window": {"enum": [*WINDOWS_S]}},
+}
+"""What the types do not say; whatever depends on several fields is said by refusals alone."""
+
+
+def openapi_document(version: str, model_name: str, *, keys_required: bool) -> Json:
+    """The document, as OpenAPI 3.1 wants it, of a gateway that serves this model."""
+    _, schemas = msgspec.json.schema_components((*BODIES, *answers.ANSWERS), ref_template=REF)
+    for name, schema in schemas.items():
+        if name in _REQUEST_PARTS or name in {body.__name__ for body in BODIES}:
+            if "model" in schema["properties"]:
+                schema["properties"]["model"] = {"enum": [model_name]}
+            _widen(name, schema)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Quire", "version": version, "description": "OpenAI's API over a paged KV cache."},
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"key": []}] if keys_required else [],
+        "paths": _paths(),
+    }
+
+
+_REQUEST_PARTS = (
+    *("Message", "StreamOptions", "ResponseFormat", "JsonSchemaFormat", "StructuredOutputs"),
+    *("TextConfig", "TextFormat", "ResponseTool"),
+)
+
+
+def _widen(name: str, schema: Json) -> None:
+    """Ranges; the fields that may stand there and change nothing; and null, which counts as absent."""
+    properties = schema.get("properties", {})
+    for field, what in properties.items():
+        if field in RANGES and name in IDLE:
+            _bound(what, *RANGES[field])
+    if name in IDLE or name in ("TokenizeBody", "DetokenizeBody"):
+        schema["additionalProperties"] = {"type": "null"}  # as absent as any other null
+    for field, more in TIGHTER.get(name, {}).items():
+        for form in properties[field].get("anyOf", [properties[field]]):
+            form |= {word: bound for word, bound in more.items() if _fits(word, form["type"])}
+            if "enum" in form:
+                del form["type"]
+    required = set(schema.get("required", ()))
+    for field, accepted in IDLE.get(name, {}).items():
+        properties[field] = {
+            "enum": [*accepted],
+            "description": "Accepted with a value that changes nothing, refused by name with any other.",
+        }
+    for field, what in properties.items():
+        if field not in required:
+            properties[field] = _or_null(what)
+
+
+def _fits(word: str, kind: str) -> bool:
+    return {"minLength": "string", "minItems": "array", "items": "array", "minimum": "integer"}.get(word, kind) == kind
+
+
+def _bound(schema: Json, low: float, high: float) -> None:
+    for form in schema.get("anyOf", [schema]):
+        if form["type"] in ("integer", "number"):
+            form |= {"minimum": low, "maximum": high}
+
+
+def _or_null(schema: Json) -> Json:
+    if "enum" in schema:
+        return {**schema, "enum": [*schema["enum"], None]}
+    forms = schema.get("anyOf", [schema])
+    return schema if {"type": "null"} in forms else {"anyOf": [*forms, {"type": "null"}]}
+
+
+def _paths() -> Json:
+    generation = {
+        "Idempotency-Key": "The same key and body find the first request's answer instead of making a second one.",
+    }
+    return {
+        COMPLETIONS: {"post": _post("CompletionBody", "Completion", "Go on with a text.", generation, streams=True)},
+        CHAT: {"post": _post("ChatBody", "ChatCompletion", "Answer a conversation.", generation, streams=True)},
+        **_response_paths(generation),
+        EMBEDDINGS: {"post": _post("EmbeddingBody", "EmbeddingList", "Texts as vectors, where that is enabled.")},
+        "/v1/files": {"get": _get("FileList", "Your files, the newest first."), "post": _upload()},
+        "/v1/files/{file_id}": {
+            "get": _get("File", "What a file is.", of="file_id"),
+            "delete": _get("FileDeleted", "Forget a file.", of="file_id"),
+        },
+        "/v1/batches": {
+            "get": _get("BatchList", "Your batches, the newest first."),
+            "post": _post("BatchBody", "Batch", "Work on a file of requests when nothing else waits."),
+        },
+        "/v1/batches/{batch_id}": {"get": _get("Batch", "How far a batch is.", of="batch_id")},
+        "/v1/batches/{batch_id}/cancel": {"post": _get("Batch", "End a batch; answers so far stay.", of="batch_id")},
+        "/v1/files/{file_id}/content": {"get": _content()},
+        "/v1/requests/{id}": {
+            "get": _get("RequestState", "How far a request is; its stream again, where Accept asks for one.", of="id"),
+            "delete": _get("RequestState", "End a request.", of="id"),
+        },
+        "/v1/models": {"get": _get("ModelList", "The model that is served.")},
+        "/v1/models/{model}": {"get": _get("Model", "The same by its name.", of="model")},
+        "/tokenize": {"post": _post("TokenizeBody", "Tokens", "A text or a conversation as token ids.")},
+        "/detokenize": {"post": _post("DetokenizeBody", "Detokenized", "Token ids as text.")},
+        "/livez": {"get": _get("Status", "Whether the process lives.", open_to_all=True)},
+        "/readyz": {
+            "get": _get("Readiness", "Whether a request would be worked on now.", open_to_all=True, or_503=True)
+        },
+        "/health": {"get": _get("Readiness", "The same, by vLLM's name.", open_to_all=True, or_503=True)},
+    }
+
+
+def _response_paths(headers: Mapping[str, str]) -> Json:
+    one, of = f"{RESPONSES}/{{response_id}}", "response_id"
+    return {
+        RESPONSES: {
+            "post": _post("ResponseBody", "Response", "Answer, and keep the conversation.", headers, streams=True)
+        },
+        one: {
+            "get": _get("Response", "How far a response is.", of=of),
+            "delete": _get("ResponseDeleted", "Forget a response.", of=of),
+        },
+        f"{one}/cancel": {"post": _get("Response", "End one that runs in the background.", of=of)},
+        f"{one}/input_items": {"get": _get("ResponseItems", "What it was made from, the newest first.", of=of)},
+    }
+
+
+def _post(
+    body: str, answer: str, summary: str, headers: Mapping[str, str] | None = None, *, streams: bool = False
+) -> Json:
+    content: Json = {"application/json": {"schema": _ref(answer)}}
+    if streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    responses = {"200": {"description": summary, "content": content}, **_refusals(REFUSALS)}
+    if streams:
+        accepted = {"application/json": {"schema": {"type": "object"}}}
+        responses["202"] = {"description": "Runs in the background: look under its id.", "content": accepted}
+    parameters = [
+        {"name": name, "in": "header", "description": text, "schema": {"type": "string", "pattern": "^[!-~]{1,255}$"}}
+        for name, text in (headers or {}).items()
+    ]
+    return {
+        "summary": summary,
+        "parameters": parameters,
+        "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(body)}}},
+        "responses": responses,
+    }
+
+
+def _upload() -> Json:
+    form = {
+        "type": "object",
+        "required": ["file", "purpose"],
+        "additionalProperties": False,
+        "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": ["batch"]}},
+    }
+    return {
+        **_get("File", "Keep a file of requests, one JSON object a line."),
+        "requestBody": {"required": True, "content": {"multipart/form-data": {"schema": form}}},
+    }
+
+
+def _content() -> Json:
+    """Of a file, which is bytes."""
+    told = _get("File", "The bytes of a file.", of="file_id")
+    told["responses"]["200"]["content"] = {
+        "application/octet-stream": {"schema": {"type": "string", "format": "binary"}}
+    }
+    return told
+
+
+def _get(answer: str, summary: str, *, open_to_all: bool = False, or_503: bool = False, of: str | None = None) -> Json:
+    content = {"application/json": {"schema": _ref(answer)}}
+    responses = {"200": {"description": summary, "content": content}, **_refusals(REFUSALS)}
+    if or_503:
+        responses["503"] = {"description": "Not ready, and what is missing.", "content": content}
+    path = [] if of is None else [{"name": of, "in": "path", "required": True, "schema": {"type": "string"}}]
+    return {
+        "summary": summary,
+        "parameters": path,
+        "responses": responses,
+        **({"security": []} if open_to_all else {}),
+    }
+
+
+def _refusals(statuses: Any) -> Json:
+    return {
+        status: {"description": REFUSALS[status], "content": {"application/json": {"schema": _ref("Refusal")}}}
+        for status in statuses
+    }
+
+
+def _ref(name: str) -> Json:
+    return {"$ref": REF.format(name=name)}

@@ -1,0 +1,180 @@
+"""The queue door: serves the jobs that foreign producers write to their ingress streams.
+
+A job passes the same validator, admission and text code as an HTTP request. What only waiting can help (a full queue, a
+drain) is waited for or left to the next gateway; everything else is answered once, and the entry is settled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from service.errors import RequestError
+from service.gateway.generation.refusals import refusal
+from service.gateway.generation.request import ENDPOINTS, Request
+from service.gateway.hall.admission import job_id_of
+from service.gateway.hall.hall import Hall, incident
+from service.gateway.openai.calls import CallTeller
+from service.gateway.queue_door.replies import RETRY_S, Answer, Choice, persist
+from service.logs import about, also_about, fields
+from service.tracing import below, read_traceparent, trace_id
+from service.wire.broker import BrokerUnavailable, IngressEntry
+from service.wire.codec import INGRESS_ID, LIMITS, WireError, decode
+from service.wire.keys import INGRESS_KEEP_S
+from service.wire.messages import IngressJob
+
+log = logging.getLogger("quire.gateway")
+
+MAX_OPEN_JOBS = 256
+FETCH_WAIT_S = 0.5
+
+
+class QueueDoor:
+    def __init__(self, hall: Hall) -> None:
+        self._hall = hall
+        self._stopping = False
+        self._open: dict[asyncio.Task[None], IngressEntry] = {}
+
+    async def run(self) -> None:
+        """Serves until `stop`, and returns when no job is open here any more; cancelled, it lets go of them all."""
+        keeping = asyncio.create_task(self._keep())
+        try:
+            while not self._stopping:
+                try:
+                    await self._take_some()
+                except BrokerUnavailable:
+                    await asyncio.sleep(RETRY_S)
+                except Exception as error:
+                    incident(error, "queue")
+                    await asyncio.sleep(RETRY_S)
+            if self._open:
+                await asyncio.wait(self._open)
+        finally:
+            for task in (keeping, *self._open):
+                task.cancel()
+
+    async def _keep(self) -> None:
+        """Others leave the open entries alone while this goes on; what they have taken nevertheless is theirs."""
+        while True:
+            await asyncio.sleep(INGRESS_KEEP_S)
+            try:
+                lost = await self._hall.broker.keep_ingress()
+            except BrokerUnavailable:
+                continue
+            names = {(entry.producer, entry.entry_id) for entry in lost}
+            for task, entry in self._open.items():
+                if (entry.producer, entry.entry_id) in names:
+                    log.warning("another gateway has taken %s", fields(producer=entry.producer, entry=entry.entry_id))
+                    task.cancel()
+
+    async def _take_some(self) -> None:
+        room = MAX_OPEN_JOBS - len(self._open)
+        if room == 0:
+            await asyncio.wait(self._open, timeout=FETCH_WAIT_S, return_when=asyncio.FIRST_COMPLETED)
+            return
+        for entry in await self._hall.broker.fetch_ingress(self._hall.settings.producers, room, FETCH_WAIT_S):
+            task = asyncio.create_task(self._serve(entry))
+            self._open[task] = entry
+            task.add_done_callback(self._open.pop)
+
+    def stop(self) -> None:
+        """Takes no more entries. Those that are open end, or stay unsettled for the next gateway."""
+        self._stopping = True
+
+    async def _serve(self, entry: IngressEntry) -> None:
+        answer = Answer(self._hall, entry.producer, _reply_id(entry))
+        with about(producer=entry.producer, entry=entry.entry_id):
+            await self._serve_with(entry, answer)
+
+    async def _serve_with(self, entry: IngressEntry, answer: Answer) -> None:
+        try:
+            if await self._answer(entry, answer):
+                await self._persistently(lambda: self._hall.broker.settle_ingress(entry))
+        except BrokerUnavailable:
+            log.warning("ingress entry left unsettled")
+        except Exception as error:
+            incident(error, "queue")
+
+    async def _answer(self, entry: IngressEntry, answer: Answer) -> bool:
+        """Whether the entry has its final reply."""
+        loop = asyncio.get_running_loop()
+        give_up_at_s = loop.time() + self._hall.settings.request_timeout
+        if entry.was_left and await answer.has_ended():
+            return True
+        while True:
+            try:
+                await self._generate(entry, answer)
+                return True
+            except RequestError as error:
+                if error.status == 503 and self._hall.admission.draining:
+                    return False
+                wait_s = error.retry_after_s
+                if wait_s is None or answer.num_told or loop.time() + wait_s > give_up_at_s:
+                    await answer.fail(error)
+                    return True
+                await asyncio.sleep(wait_s)
+            except BrokerUnavailable:
+                raise
+            except Exception as error:
+                await answer.fail(incident(error, "queue"))
+                return True
+
+    async def _generate(self, entry: IngressEntry, answer: Answer) -> None:
+        try:
+            job = decode(IngressJob, entry.payload)
+        except WireError:
+            raise RequestError(400, "The entry is not a valid job message.", code="invalid_message") from None
+        traceparent = read_traceparent(job.traceparent)
+        also_about(trace=trace_id(traceparent))
+        with below(traceparent):
+            await self._answer_job(job, entry, answer)
+
+    async def _answer_job(self, job: IngressJob, entry: IngressEntry, answer: Answer) -> None:
+        request = await self._read(job)
+        # Whichever gateway has the entry finds the same jobs: the next one hears what this one heard.
+        request_id = job_id_of("ingress", entry.producer, entry.entry_id)
+        ticket = await self._hall.admit(request, entry.producer, request_id)
+        wording = self._hall.model.call_wording(request.tools)
+        teller = None if wording is None else CallTeller(ticket.request_id, wording)
+        choices = {index: Choice(index, teller) for index in range(request.num_choices)}
+        async with self._hall.open(ticket, is_shared=True) as run:
+            async for piece in run:
+                choice = choices[piece.index]
+                choice.hear(piece)
+                if request.stream and piece.finish_reason is None:
+                    await answer.tell(piece.index, choice.take())
+        await answer.finish(list(choices.values()), run.outcome)
+
+    async def _read(self, job: IngressJob) -> Request:
+        if job.endpoint not in ENDPOINTS:
+            raise refusal("endpoint", f"must be one of {', '.join(ENDPOINTS)}")
+        request = await self._hall.read(job.endpoint, job.body)
+        for name in ("resumable", "background"):
+            if getattr(request, name):
+                raise refusal(name, "is for HTTP; a reply stream waits for whoever reads it")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(request.sampling, name) is not None:
+                raise refusal(name, "are not carried by the queue's replies")
+        return request
+
+    async def _persistently(self, attempt: Callable[[], Awaitable[None]]) -> None:
+        await persist(attempt, self._hall.settings.request_timeout)
+
+
+class _Named(msgspec.Struct):
+    id: str
+
+
+def _reply_id(entry: IngressEntry) -> str:
+    """Where the replies go: the producer's own name for the job, or the entry's id where a broken message has none."""
+    try:
+        if len(entry.payload) <= LIMITS[IngressJob].max_bytes:
+            name = msgspec.msgpack.decode(entry.payload, type=_Named).id
+            if INGRESS_ID.fullmatch(name):
+                return name
+    except (ValueError, RecursionError):
+        return entry.entry_id
+    return entry.entry_id

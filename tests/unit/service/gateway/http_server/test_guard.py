@@ -1,0 +1,356 @@
+"""The door itself: keys, hosts, methods, bodies, malformed HTTP. Every refusal is OpenAI's error JSON."""
+
+import asyncio
+import base64
+import gzip
+import json
+
+import pytest
+
+from service.gateway.http_server.api_keys import line_of
+from service.gateway.http_server.guard import OPEN_ROUTES
+from tests.support.gateway import MODEL, open_gateway
+from tests.support.raw_http import RawClient
+from tests.support.scripted_worker import Script
+
+CHAT = "/v1/chat/completions"
+BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+KEYS = ("first-key", "sécond-kéy")
+ROUTES = (
+    ("POST", "/v1/completions"),
+    ("POST", CHAT),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/{model}"),
+    ("GET", "/v1/requests/{id}"),
+    ("DELETE", "/v1/requests/{id}"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("GET", "/metrics"),
+    ("GET", "/"),
+    ("GET", "/openapi.json"),
+    ("POST", "/v1/responses"),
+    ("GET", "/v1/responses/{response_id}"),
+    ("DELETE", "/v1/responses/{response_id}"),
+    ("POST", "/v1/responses/{response_id}/cancel"),
+    ("GET", "/v1/responses/{response_id}/input_items"),
+    ("POST", "/v1/embeddings"),
+    ("POST", "/v1/files"),
+    ("GET", "/v1/files/{file_id}"),
+    ("GET", "/v1/files/{file_id}/content"),
+    ("POST", "/v1/batches"),
+    ("GET", "/v1/batches/{batch_id}"),
+    ("POST", "/v1/batches/{batch_id}/cancel"),
+    ("GET", "/ui"),
+    *(("GET", f"/ui/{name}") for name in ("state", "ui.css", "ui.js", "drawing.js", "playground.js")),
+    ("GET", "/nowhere"),
+    ("DELETE", CHAT),
+)
+
+
+@pytest.fixture
+async def locked(model_folder):
+    async with open_gateway(model_folder, api_key=KEYS) as opened:
+        yield opened
+
+
+def is_error(answer):
+    error = answer["error"]
+    return set(error) == {"message", "type", "param", "code"} and isinstance(error["message"], str)
+
+
+async def raw(gateway, request: bytes):
+    """Status and JSON of whatever is answered to these bytes."""
+    client = await RawClient.connect(gateway.url)
+    try:
+        await client.send(request)
+        status, headers, body = await client.response()
+        return status, headers, json.loads(body)
+    finally:
+        await client.close()
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+async def test_every_route_but_the_probes_needs_a_key(locked, method, path):
+    async with locked.http.request(method, locked.url + path) as response:
+        assert response.status == 401
+        assert response.headers["WWW-Authenticate"].split()[0] == ("Basic" if path.startswith("/ui") else "Bearer")
+        assert is_error(await response.json())
+
+
+async def test_the_router_has_no_route_that_is_not_named_here(locked):
+    routes = (await (await locked.http.get(locked.url + "/", headers=bearer(KEYS[0]))).json())["routes"]
+    assert set(routes) == {path for _, path in ROUTES if path != "/nowhere"} | OPEN_ROUTES
+
+
+@pytest.mark.parametrize("path", sorted(OPEN_ROUTES))
+async def test_probes_need_no_key(locked, path):
+    assert (await locked.get(path))[0] == 200
+
+
+def bearer(key):
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.mark.parametrize("key", KEYS)
+async def test_known_keys_enter_and_are_told_apart(locked, key):
+    assert (await locked.post(CHAT, BODY, headers=bearer(key)))[0] == 200
+    assert (await locked.post(CHAT, BODY, headers={"Authorization": f"bearer {key}"}))[0] == 200
+    tenants = {job.tenant for job in locked.worker.jobs}
+    assert len(tenants) == 1
+    assert key not in tenants.pop()
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"Bearer wrong",
+        b"Bearer ",
+        b"Bearer",
+        b"first-key",
+        b"Basic first-key",
+        b"Bearer first-ke",
+        b"Bearer first-key2",
+        b"Bearer \xff\xfe",
+        b"Bearer s\xe9cond-k\xe9y",
+        b"Bearer first-key\r\nAuthorization: Bearer first-key",
+    ],
+)
+async def test_wrong_keys(locked, header):
+    request = b"GET /v1/models HTTP/1.1\r\nHost: a\r\nAuthorization: " + header + b"\r\n\r\n"
+    status, _, answer = await raw(locked, request)
+    assert status in (400, 401)
+    assert is_error(answer)
+
+
+async def test_key_in_utf8_bytes(locked):
+    request = b"GET /v1/models HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer " + KEYS[1].encode() + b"\r\n\r\n"
+    assert (await raw(locked, request))[0] == 200
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /livez HTTP/1.1\r\nHost: a/livez?\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nHost: a b\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nHost: \r\n\r\n",
+        b"GET /livez HTTP/1.1\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+        b"GET http://evil.example/livez HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nHost: a:99999999\r\n\r\n",
+        b"GET /livez HTTP/9.9\r\nHost: a\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+        b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"\r\n\r\n\x00\r\n\r\n",
+    ],
+)
+async def test_malformed_http(gateway, head):
+    status, headers, answer = await raw(gateway, head)
+    assert status == 400
+    assert headers["content-type"].startswith("application/json")
+    assert is_error(answer)
+    assert (await gateway.get("/livez"))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET /livez HTTP/1.1\r\nHost: a\r\nX: " + b"x" * 9000 + b"\r\n\r\n", 431),
+        (b"GET /livez HTTP/1.1\r\nHost: a\r\n" + b"x" * 9000 + b": x\r\n\r\n", 431),
+        (b"GET /livez HTTP/1.1\r\nHost: a\r\n" + b"X: x\r\n" * 200 + b"\r\n", 431),
+        (b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\nHost: a\r\n\r\n", 414),
+    ],
+)
+async def test_too_much_before_the_body(gateway, head, status):
+    answered, _, answer = await raw(gateway, head)
+    assert (answered, is_error(answer)) == (status, True)
+    assert (await gateway.get("/livez"))[0] == 200
+
+
+async def test_own_absolute_form(gateway):
+    assert (await raw(gateway, b"GET http://a:80/livez HTTP/1.1\r\nHost: a:80\r\n\r\n"))[0] == 200
+    assert (await raw(gateway, b"GET /livez HTTP/1.0\r\n\r\n"))[0] == 200
+    assert (await raw(gateway, b"GET /livez HTTP/1.1\r\nHost: [::1]:8000\r\n\r\n"))[0] == 200
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "OPTIONS", "PATCH"])
+async def test_wrong_method(gateway, method):
+    async with gateway.http.request(method, gateway.url + CHAT) as response:
+        assert response.status == 405
+        assert response.headers["Allow"] == "POST"
+        assert is_error(await response.json())
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "/v1", "/v1/audio", "//v1/models", "/v1/chat/completions/", "/%2e%2e/x"])
+async def test_unknown_route(gateway, path):
+    status, answer = await gateway.get(path)
+    assert status == 404
+    assert is_error(answer)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT, "/tokenize", "/detokenize"])
+async def test_body_types(gateway, path):
+    for headers in (
+        {"Content-Type": "text/plain"},
+        {"Content-Type": "multipart/form-data"},
+        {"Content-Encoding": "br"},
+    ):
+        status, answer = await gateway.post(path, BODY, headers=headers)
+        assert status == 415
+        assert is_error(answer)
+    packed = gzip.compress(b" " * 10_000_000)
+    assert (await gateway.post(path, packed, headers={"Content-Encoding": "gzip"}))[0] == 415
+
+
+async def test_no_content_type(gateway):
+    request = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}"
+    status, _, answer = await raw(gateway, request)
+    assert (status, is_error(answer)) == (415, True)
+
+
+async def test_body_too_large(model_folder):
+    async with open_gateway(model_folder, max_body_bytes=2000) as gateway:
+        body = {**BODY, "user": "x" * 3000}
+        status, answer = await gateway.post(CHAT, body)
+        assert (status, answer["error"]["code"]) == (413, "body_too_large")
+        head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        status, _, answer = await raw(gateway, head + b"Content-Length: 99999999999999\r\n\r\n")
+        assert (status, is_error(answer)) == (413, True)
+        chunks = b"5\r\n     \r\n" * 1000
+        status, _, answer = await raw(gateway, head + b"Transfer-Encoding: chunked\r\n\r\n" + chunks)
+        assert (status, is_error(answer)) == (413, True)
+
+
+async def test_broken_chunks(gateway):
+    head = b"POST /tokenize HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\n"
+    head += b"Transfer-Encoding: chunked\r\n\r\n"
+    status, _, answer = await raw(gateway, head + b"2\r\n{}\r\nzz\r\n")
+    assert (status, is_error(answer)) == (400, True)
+
+
+async def test_slow_body(model_folder):
+    async with open_gateway(model_folder, read_timeout=0.1) as gateway:
+        head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += b"Content-Length: 9\r\n\r\n{"
+        status, headers, answer = await raw(gateway, head)
+        assert (status, is_error(answer)) == (408, True)
+        assert headers["connection"] == "close"
+
+
+async def test_slow_headers(model_folder):
+    async with open_gateway(model_folder, read_timeout=0.2) as gateway:
+        client = await RawClient.connect(gateway.url)
+        await client.send(b"GET /livez HTTP/1.1\r\nHost:")
+        assert await client.at_eof()
+        await client.close()
+
+
+async def test_expectation(gateway):
+    head = b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 2\r\n"
+    status, _, answer = await raw(gateway, head + b"Expect: coffee\r\n\r\n{}")
+    assert (status, is_error(answer)) == (417, True)
+
+
+async def test_two_requests_on_one_connection(gateway):
+    client = await RawClient.connect(gateway.url)
+    await client.post(CHAT, BODY)
+    await client.post("/tokenize", {"prompt": "the"})
+    assert (await client.response())[0] == 200
+    assert (await client.response())[0] == 200
+    await client.close()
+
+
+async def test_a_page_that_names_itself_is_not_for_us(gateway):
+    for host, status in (("evil.example", 400), ("localhost", 200), ("127.0.0.1:80", 200), ("[::1]:80", 200)):
+        assert (await gateway.get("/v1/models", headers={"Host": host}))[0] == status
+        assert (await gateway.get("/livez", headers={"Host": host}))[0] == 200
+
+
+async def test_any_host_where_a_key_is_asked_for_and_only_those_listed(locked, model_folder):
+    evil = {"Host": "evil.example"}
+    assert (await locked.get("/v1/models", headers={**evil, **bearer(KEYS[0])}))[0] == 200
+    async with open_gateway(model_folder, api_key=KEYS, allowed_hosts=("good.example",)) as gateway:
+        status, answer = await gateway.get("/v1/models", headers={**evil, **bearer(KEYS[0])})
+        assert (status, answer["error"]["code"]) == (400, "unknown_host")
+        good = {"Host": "good.example:8000", **bearer(KEYS[0])}
+        assert (await gateway.get("/v1/models", headers=good))[0] == 200
+
+
+def basic(key):
+    return {"Authorization": "Basic " + base64.b64encode(f"me:{key}".encode()).decode()}
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [("http://evil.example", 403), ("null", 403), ("http://127.0.0.1:1", 403), ("file://", 403), ("own", 200)],
+)
+async def test_a_foreign_page_cannot_use_what_its_browser_knows(gateway, locked, origin, status):
+    for opened, headers in ((gateway, {}), (locked, basic(KEYS[0]))):
+        sent = {**headers, "Origin": opened.url if origin == "own" else origin}
+        code, answer = await opened.post(CHAT, BODY, headers=sent)
+        assert code == status
+        assert status == 200 or answer["error"]["code"] == "cross_origin"
+        assert (await opened.get("/v1/models", headers=sent))[0] == 200
+    assert (await locked.post(CHAT, BODY, headers={**bearer(KEYS[0]), "Origin": origin}))[0] == 200
+
+
+async def test_a_page_behind_a_proxy_is_ours_by_the_name_that_is_listed(model_folder):
+    async with open_gateway(model_folder, allowed_hosts=("chat.example", "127.0.0.1")) as gateway:
+        for origin, status in (("https://chat.example", 200), ("https://evil.example", 403)):
+            assert (await gateway.post(CHAT, BODY, headers={"Origin": origin}))[0] == status
+
+
+async def test_a_key_may_hold_so_many_requests_open(model_folder, tmp_path):
+    path = tmp_path / "keys"
+    path.write_text(line_of("one", "a", None, 2) + "\n" + line_of("two", "b", "team", None) + "\n")
+    async with open_gateway(model_folder, api_key_file=path) as gateway:
+        talk, gateway.worker.script = gateway.worker.script, lambda job: Script([], end=None)
+        held = [asyncio.create_task(gateway.post(CHAT, BODY, headers=bearer("one"))) for _ in range(2)]
+        while len(gateway.worker.jobs) < 2:
+            await asyncio.sleep(0.01)
+        gateway.worker.script = talk
+        async with gateway.http.post(gateway.url + CHAT, json=BODY, headers=bearer("one")) as refused:
+            assert (refused.status, refused.headers["Retry-After"]) == (429, "1")
+            assert is_error(await refused.json())
+        assert (await gateway.post(CHAT, BODY, headers=bearer("two")))[0] == 200
+        held[0].cancel()
+        await gateway.worker.cancelled()
+        assert (await gateway.post(CHAT, BODY, headers=bearer("one")))[0] == 200
+        assert {job.tenant for job in gateway.worker.jobs} == {"a", "team"}
+        held[1].cancel()
+        await asyncio.gather(*held, return_exceptions=True)
+
+
+async def test_connections_from_one_address_are_counted(model_folder):
+    async with open_gateway(model_folder, max_connections_per_client=2) as gateway:
+        assert await _turned_away(gateway, num_held=2) == 429
+    async with open_gateway(model_folder, max_connections=2) as gateway:
+        assert await _turned_away(gateway, num_held=2) == 503
+
+
+async def _turned_away(gateway, num_held):
+    """The status that one connection more gets; after one of them has left, there is room again."""
+    held = [await RawClient.connect(gateway.url) for _ in range(num_held)]
+    for client in held:
+        await client.send(b"GET /livez HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert (await client.response())[0] == 200
+    late = await RawClient.connect(gateway.url)
+    status, headers, body = await late.response()
+    assert (headers["connection"], is_error(json.loads(body))) == ("close", True)
+    assert int(headers["retry-after"]) > 0
+    assert await late.at_eof()
+    await late.close()
+    await held.pop().close()
+    async with asyncio.timeout(5):
+        while (await gateway.get("/livez"))[0] != 200:
+            await asyncio.sleep(0.01)
+    for client in held:
+        await client.close()
+    return status
+
+
+async def test_nothing_invites_browsers(gateway):
+    async with gateway.http.get(gateway.url + "/v1/models", headers={"Origin": "http://evil.example"}) as response:
+        assert not any(name.lower().startswith("access-control") for name in response.headers)

@@ -1,0 +1,86 @@
+"""`/openapi.json` tells the truth: it names every route, and real answers and real refusals keep to it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from service.gateway.generation.request import CHAT, COMPLETIONS, RESPONSES
+from service.gateway.openapi import answers
+from service.gateway.openapi.document import openapi_document
+from tests.support.gateway import MODEL, open_gateway, write_model
+
+HELLO = [{"role": "user", "content": "Hi"}]
+UNTYPED = {"/", "/openapi.json", "/metrics", "/ui"}
+"""Routes for people."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+async def test_every_route_stands_there(folder):
+    async with open_gateway(folder) as gateway:
+        _, welcome = await gateway.get("/")
+        _, document = await gateway.get("/openapi.json")
+    routes = {route for route in welcome["routes"] if not route.startswith("/ui/")}
+    assert routes - set(document["paths"]) == UNTYPED
+    assert set(document["paths"]) <= routes
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "shape"),
+    [
+        (COMPLETIONS, {"prompt": "the", "logprobs": 2, "n": 2}, answers.Completion),
+        (COMPLETIONS, {"prompt": ["the", "and"], "echo": True}, answers.Completion),
+        (CHAT, {"messages": HELLO}, answers.ChatCompletion),
+        (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 2}, answers.ChatCompletion),
+        (CHAT, {"messages": HELLO, "n": 9}, answers.Refusal),
+        (RESPONSES, {"input": "Hi", "text": {"format": {"type": "text"}}}, answers.Response),
+        (RESPONSES, {"input": HELLO, "top_logprobs": 2, "include": ["message.output_text.logprobs"]}, answers.Response),
+        (RESPONSES, {"input": "Hi", "background": True}, answers.Response),
+        (RESPONSES, {"input": "Hi", "truncation": "auto"}, answers.Refusal),
+        (f"{RESPONSES}/resp_none", None, answers.Refusal),
+        ("/v1/embeddings", {"input": "Hi"}, answers.Refusal),
+        ("/tokenize", {"prompt": "the", "return_token_strs": True}, answers.Tokens),
+        ("/detokenize", {"tokens": [1, 2]}, answers.Detokenized),
+        ("/v1/models", None, answers.ModelList),
+        ("/v1/files", None, answers.FileList),
+        ("/v1/batches", None, answers.BatchList),
+        ("/livez", None, answers.Status),
+        ("/readyz", None, answers.Readiness),
+        ("/nowhere", None, answers.Refusal),
+    ],
+)
+async def test_answers_have_the_shape_that_is_told(folder, path, body, shape):
+    async with open_gateway(folder) as gateway:
+        if body is None:
+            _, answer = await gateway.get(path)
+        else:
+            most = "max_output_tokens" if path == RESPONSES else "max_tokens"
+            _, answer = await gateway.post(path, {"model": MODEL, most: 3, **body} if "v1" in path else body)
+    msgspec.convert(answer, shape, strict=True)
+
+
+async def test_requests_have_the_shape_that_is_told(folder):
+    async with open_gateway(folder) as gateway:
+        _, queued = await gateway.post(COMPLETIONS, {"model": MODEL, "prompt": "the", "background": True})
+        msgspec.convert(queued, answers.RequestState, strict=True)
+        async with asyncio.timeout(10):
+            while (state := (await gateway.get(f"/v1/requests/{queued['id']}"))[1])["status"] != "completed":
+                msgspec.convert(state, answers.RequestState, strict=True)
+                await asyncio.sleep(0.005)
+        msgspec.convert(state, answers.RequestState, strict=True)
+        _, model = await gateway.get(f"/v1/models/{MODEL}")
+        msgspec.convert(model, answers.Model, strict=True)
+
+
+def test_ranges_and_refused_wishes_are_told():
+    fields = openapi_document("1", "m", keys_required=True)["components"]["schemas"]["ChatBody"]["properties"]
+    assert fields["temperature"]["anyOf"][0]["maximum"] == 2
+    assert {"type": "null"} in fields["top_p"]["anyOf"]
+    assert fields["store"]["enum"] == [False, None]
+    assert "required" in openapi_document("1", "m", keys_required=True)["components"]["schemas"]["CompletionBody"]
