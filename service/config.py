@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,117 +28,110 @@ def _setting(default: Any, help: str, *, verbs: Sequence[str], parse=str, low=No
     return dataclasses.field(default=default, metadata=metadata)
 
 
+_integer = partial(_setting, parse=int)
+_number = partial(_setting, parse=float)
+_path = partial(_setting, parse=Path)
+_switch = partial(_setting, parse=switch, choices=(True, False))
+
+
+def _one_of(default: Any, help: str, choices: Sequence[Any], *, verbs: Sequence[str]):
+    return _setting(default, help, verbs=verbs, parse=type(choices[0]), choices=choices)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """One process's settings. Durations are in seconds, sizes in the unit their help names."""
 
     # Model
-    model: Path | None = _setting(
-        None, "folder of a Hugging Face model; without it the shipped demo model", verbs=_MODEL_VERBS, parse=Path
+    model: Path | None = _path(
+        None, "folder of a Hugging Face model; without it the shipped demo model", verbs=_MODEL_VERBS
     )
     served_model_name: str | None = _setting(
         None, "name the API knows the model by; without it the folder's name", verbs=(*_DOOR_VERBS, WORKER)
     )
-    tool_call_parser: str | None = _setting(
+    tool_call_parser: str | None = _one_of(
         None,
         "how the model writes calls of functions; without it as its chat template does",
+        ("hermes", "llama3_json", "mistral", "qwen3_coder"),
         verbs=_DOOR_VERBS,
-        choices=("hermes", "llama3_json", "mistral", "qwen3_coder"),
     )
-    dtype: str = _setting(
+    dtype: str = _one_of(
         "auto",
         "of weights, activations and KV cache; auto: as stored on a GPU, float32 on a CPU",
+        ("auto", "float32", "float16", "bfloat16"),
         verbs=_ENGINE_VERBS,
-        choices=("auto", "float32", "float16", "bfloat16"),
     )
-    max_model_len: int | None = _setting(
+    max_model_len: int | None = _integer(
         None,
         "longest sequence, prompt and output, in tokens; without it what the model and the memory allow",
         verbs=_MODEL_VERBS,
-        parse=int,
         low=1,
         high=1 << 24,
     )
-    load_format: str = _setting(
+    load_format: str = _one_of(
         "safetensors",
         "dummy: random weights of the model's shape, for measuring",
+        ("safetensors", "dummy"),
         verbs=(CHECK, BENCH, WORKER, SERVE),
-        choices=("safetensors", "dummy"),
     )
     model_config: str | None = _setting(
         None, "a shape known by name (llama-3.1-8b, ...) in place of a folder's config.json", verbs=(CHECK, BENCH)
     )
 
     # Engine
-    device: str = _setting(
-        "auto", "auto: the GPU where there is one", verbs=_ENGINE_VERBS, choices=("auto", "cpu", "cuda")
-    )
-    block_size: int = _setting(
-        16, "tokens in a block of the KV cache", verbs=_ENGINE_VERBS, parse=int, choices=(8, 16, 32)
-    )
-    gpu_memory_utilization: float = _setting(
+    device: str = _one_of("auto", "auto: the GPU where there is one", ("auto", "cpu", "cuda"), verbs=_ENGINE_VERBS)
+    block_size: int = _one_of(16, "tokens in a block of the KV cache", (8, 16, 32), verbs=_ENGINE_VERBS)
+    gpu_memory_utilization: float = _number(
         0.9,
         "share of the GPU's memory for weights, workspace and KV cache; on a CPU the cache takes at most 2 GiB",
         verbs=_ENGINE_VERBS,
-        parse=float,
         low=0.05,
         high=0.98,
     )
-    num_gpu_blocks: int | None = _setting(
-        None,
-        "blocks in the KV cache; without it what the memory holds",
-        verbs=_ENGINE_VERBS,
-        parse=int,
-        low=1,
-        high=1 << 24,
+    num_gpu_blocks: int | None = _integer(
+        None, "blocks in the KV cache; without it what the memory holds", verbs=_ENGINE_VERBS, low=1, high=1 << 24
     )
-    swap_space: float | None = _setting(
+    swap_space: float | None = _number(
         None,
         "host memory for blocks that leave the GPU, in GiB; without it 4 beside a GPU if the host has 32, 0 on a CPU",
         verbs=_ENGINE_VERBS,
-        parse=float,
         low=0.0,
         high=4096.0,
     )
-    preemption_mode: str = _setting(
+    preemption_mode: str = _one_of(
         "auto",
         "how sequences leave a full cache: swap copies them to the host, recompute does not, auto does what is cheaper",
+        ("auto", "swap", "recompute"),
         verbs=_ENGINE_VERBS,
-        choices=("auto", "swap", "recompute"),
     )
-    enable_prefix_caching: bool = _setting(
+    enable_prefix_caching: bool = _switch(
         True,
         "keep the blocks of ended requests, and begin others of the same tenant and beginning with them",
         verbs=_ENGINE_VERBS,
-        parse=switch,
-        choices=(True, False),
     )
-    max_num_seqs: int = _setting(256, "sequences that run at once", verbs=_ENGINE_VERBS, parse=int, low=1, high=4096)
-    max_num_batched_tokens: int | None = _setting(
+    max_num_seqs: int = _integer(256, "sequences that run at once", verbs=_ENGINE_VERBS, low=1, high=4096)
+    max_num_batched_tokens: int | None = _integer(
         None,
         "token budget of one step; without it 8192 on a GPU, 512 on a CPU",
         verbs=_ENGINE_VERBS,
-        parse=int,
         low=1,
         high=1 << 20,
     )
-    max_prefill_chunk: int | None = _setting(
+    max_prefill_chunk: int | None = _integer(
         None,
         "prompt tokens of a step while others decode: so many for each open prompt, up to three, and more in a long "
         "queue; without it 512 on a GPU, 128 on a CPU",
         verbs=_STEP_VERBS,
-        parse=int,
         low=1,
         high=1 << 20,
     )
-    tensor_parallel_size: int = _setting(
-        1, "GPUs that share one model; 1 is all that works yet", verbs=_ENGINE_VERBS, parse=int, low=1, high=1
+    tensor_parallel_size: int = _integer(
+        1, "GPUs that share one model; 1 is all that works yet", verbs=_ENGINE_VERBS, low=1, high=1
     )
-    step_timeout: float | None = _setting(
+    step_timeout: float | None = _number(
         None,
         "seconds after which a step counts as hung and its worker ends; without it 60 on a GPU, 600 on a CPU",
         verbs=(SERVE, WORKER),
-        parse=float,
         low=0.5,
         high=86400.0,
     )
@@ -149,34 +143,28 @@ class Settings:
         "without it",
         verbs=(SERVE, GATEWAY, WORKER),
     )
-    redis_password_file: Path | None = _setting(
+    redis_password_file: Path | None = _path(
         None,
         "file that holds the password of the URL's user; without it what the URL says",
         verbs=(SERVE, GATEWAY, WORKER),
-        parse=Path,
     )
-    data_dir: Path = _setting(
-        Path(".quire"),
-        "folder of the embedded Redis: its data, log, lock and socket",
-        verbs=(SERVE,),
-        parse=Path,
+    data_dir: Path = _path(
+        Path(".quire"), "folder of the embedded Redis: its data, log, lock and socket", verbs=(SERVE,)
     )
     producers: tuple[str, ...] = _setting(
         ("default",), "names of the queue producers whose ingress streams are read", verbs=_DOOR_VERBS, parse=names
     )
-    drain_timeout: float = _setting(
+    drain_timeout: float = _number(
         30.0,
         "seconds that running requests get to finish after SIGTERM",
         verbs=(SERVE, GATEWAY, WORKER),
-        parse=float,
         low=0.0,
         high=3600.0,
     )
-    lease: float = _setting(
+    lease: float = _number(
         10.0,
         "seconds without a heartbeat after which a worker's requests go on elsewhere",
         verbs=(SERVE, WORKER),
-        parse=float,
         low=0.5,
         high=300.0,
     )
@@ -189,18 +177,17 @@ class Settings:
 
     # HTTP
     host: str = _setting("127.0.0.1", "address to listen on", verbs=_DOOR_VERBS)
-    port: int = _setting(8000, "port to listen on; 0 takes a free one", verbs=_DOOR_VERBS, parse=int, low=0, high=65535)
+    port: int = _integer(8000, "port to listen on; 0 takes a free one", verbs=_DOOR_VERBS, low=0, high=65535)
     api_key: tuple[str, ...] = _setting(
         (),
         "keys that clients may show, separated by commas; without it only those of --api-key-file, or none is asked",
         verbs=_DOOR_VERBS,
         parse=keys,
     )
-    api_key_file: Path | None = _setting(
+    api_key_file: Path | None = _path(
         None,
         "file of hashed keys, made by `quire key`, read again when it changes; without it only those of --api-key",
         verbs=_DOOR_VERBS,
-        parse=Path,
     )
     allowed_hosts: tuple[str, ...] = _setting(
         (),
@@ -209,126 +196,93 @@ class Settings:
         verbs=_DOOR_VERBS,
         parse=hosts,
     )
-    ssl_certfile: Path | None = _setting(
+    ssl_certfile: Path | None = _path(
         None,
         "PEM file of the certificate and its chain, read again when it changes; without it plain HTTP",
         verbs=_DOOR_VERBS,
-        parse=Path,
     )
-    ssl_keyfile: Path | None = _setting(
-        None, "PEM file of its private key; without it in the certificate's file", verbs=_DOOR_VERBS, parse=Path
+    ssl_keyfile: Path | None = _path(
+        None, "PEM file of its private key; without it in the certificate's file", verbs=_DOOR_VERBS
     )
-    probe_port: int | None = _setting(
+    probe_port: int | None = _integer(
         None,
         "port where a thread of its own answers /livez and /readyz, whatever else is busy; without it only --port does",
         verbs=_DOOR_VERBS,
-        parse=int,
         low=0,
         high=65535,
     )
-    max_connections: int = _setting(
-        16384, "HTTP connections at once", verbs=_DOOR_VERBS, parse=int, low=1, high=1 << 20
+    max_connections: int = _integer(16384, "HTTP connections at once", verbs=_DOOR_VERBS, low=1, high=1 << 20)
+    max_connections_per_client: int = _integer(
+        8192, "HTTP connections at once from one address", verbs=_DOOR_VERBS, low=1, high=1 << 20
     )
-    max_connections_per_client: int = _setting(
-        8192, "HTTP connections at once from one address", verbs=_DOOR_VERBS, parse=int, low=1, high=1 << 20
-    )
-    max_open_per_key: int = _setting(
+    max_open_per_key: int = _integer(
         8192,
         "requests at once with one key, where its line in --api-key-file says nothing else",
         verbs=_DOOR_VERBS,
-        parse=int,
         low=1,
         high=1 << 20,
     )
-    max_body_bytes: int = _setting(
-        2 << 20, "longest request body, in bytes", verbs=_DOOR_VERBS, parse=int, low=1024, high=1 << 28
+    max_body_bytes: int = _integer(2 << 20, "longest request body, in bytes", verbs=_DOOR_VERBS, low=1024, high=1 << 28)
+    max_file_bytes: int = _integer(
+        64 << 20, "longest file of batch requests, in bytes; Redis keeps it", verbs=_DOOR_VERBS, low=1024, high=1 << 29
     )
-    max_file_bytes: int = _setting(
-        64 << 20,
-        "longest file of batch requests, in bytes; Redis keeps it",
-        verbs=_DOOR_VERBS,
-        parse=int,
-        low=1024,
-        high=1 << 29,
+    request_timeout: float = _number(
+        600.0, "seconds after which an unfinished request ends", verbs=_DOOR_VERBS, low=1.0, high=86400.0
     )
-    request_timeout: float = _setting(
-        600.0, "seconds after which an unfinished request ends", verbs=_DOOR_VERBS, parse=float, low=1.0, high=86400.0
-    )
-    read_timeout: float = _setting(
+    read_timeout: float = _number(
         30.0,
         "seconds that a client has for its headers, and again for its body",
         verbs=_DOOR_VERBS,
-        parse=float,
         low=0.1,
         high=3600.0,
     )
-    write_timeout: float = _setting(
-        30.0, "seconds that a client may leave its stream unread", verbs=_DOOR_VERBS, parse=float, low=1.0, high=3600.0
+    write_timeout: float = _number(
+        30.0, "seconds that a client may leave its stream unread", verbs=_DOOR_VERBS, low=1.0, high=3600.0
     )
-    resume_grace: float = _setting(
+    resume_grace: float = _number(
         30.0,
         "seconds that a resumable request goes on while no client waits for it",
         verbs=_DOOR_VERBS,
-        parse=float,
         low=0.05,
         high=86400.0,
     )
-    response_retention: float = _setting(
+    response_retention: float = _number(
         86400.0,
         "seconds that a stored response is kept, for whoever asks for it or goes on with it",
         verbs=_DOOR_VERBS,
-        parse=float,
         low=1.0,
         high=2592000.0,
     )
-    enable_embeddings: bool = _setting(
-        False,
-        "answer /v1/embeddings with pooled hidden states of the model",
-        verbs=_DOOR_VERBS,
-        parse=switch,
-        choices=(True, False),
+    enable_embeddings: bool = _switch(
+        False, "answer /v1/embeddings with pooled hidden states of the model", verbs=_DOOR_VERBS
     )
-    pooling: str = _setting(
+    pooling: str = _one_of(
         "mean",
         "what an embedding is made of: the mean of the prompt's final hidden states, or the last of them",
+        ("mean", "last"),
         verbs=_DOOR_VERBS,
-        choices=("mean", "last"),
     )
-    max_waiting: int = _setting(
-        4096,
-        "jobs that may wait for a worker before new ones get 503",
-        verbs=_DOOR_VERBS,
-        parse=int,
-        low=1,
-        high=1 << 20,
+    max_waiting: int = _integer(
+        4096, "jobs that may wait for a worker before new ones get 503", verbs=_DOOR_VERBS, low=1, high=1 << 20
     )
-    max_waiting_tokens: int = _setting(
+    max_waiting_tokens: int = _integer(
         1 << 22,
         "tokens that waiting jobs may cost before new ones get 503: prompts, and 1024 a branch at most",
         verbs=_DOOR_VERBS,
-        parse=int,
         low=1,
         high=1 << 40,
     )
-    max_waiting_tokens_per_tenant: int = _setting(
-        1 << 20,
-        "the same for each tenant, whose new jobs get 429",
-        verbs=_DOOR_VERBS,
-        parse=int,
-        low=1,
-        high=1 << 40,
+    max_waiting_tokens_per_tenant: int = _integer(
+        1 << 20, "the same for each tenant, whose new jobs get 429", verbs=_DOOR_VERBS, low=1, high=1 << 40
     )
-    max_n: int = _setting(
-        8, "choices that a request may ask of one prompt", verbs=_DOOR_VERBS, parse=int, low=1, high=32
-    )
-    max_request_tokens: int = _setting(
+    max_n: int = _integer(8, "choices that a request may ask of one prompt", verbs=_DOOR_VERBS, low=1, high=32)
+    max_request_tokens: int = _integer(
         1 << 20,
         "tokens that one request may cost: its prompts and all it may generate, over all its choices",
         verbs=_DOOR_VERBS,
-        parse=int,
         low=1,
         high=1 << 31,
     )
 
     # All
-    log_level: str = _setting("info", "what is logged", verbs=VERBS, choices=("debug", "info", "warning", "error"))
+    log_level: str = _one_of("info", "what is logged", ("debug", "info", "warning", "error"), verbs=VERBS)
