@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from sys import byteorder
 from typing import Any, TypeVar, get_args, get_type_hints
 
-import msgpack
 import msgspec
 
+from service.wire.bounded_msgpack import Limits, WireError, unpack, unpack_each
 from service.wire.messages import (
     MAX_PARTS,
     VERSION,
@@ -32,21 +32,6 @@ from service.wire.messages import (
 )
 
 Message = TypeVar("Message", Job, Event, Cancel, WorkerCard, RequestRecord, DeadLetter, IngressJob, Reply)
-
-
-class WireError(ValueError):
-    """A payload that is not a message of the kind asked for. Its text names no value of the payload."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a payload may make us build. Containers are lists and maps: an empty one costs 1 byte there, 60 here."""
-
-    max_bytes: int
-    max_array_len: int
-    max_map_len: int
-    max_containers: int
-
 
 LIMITS: dict[type, Limits] = {
     Job: Limits(max_bytes=8 << 20, max_array_len=1024, max_map_len=64, max_containers=2048),
@@ -101,13 +86,7 @@ def decode(kind: type[Message], payload: bytes) -> Message:
         raise WireError(f"the message takes {len(payload)} bytes, {limits.max_bytes} are allowed")
     if kind is Event and (event := _as_written(_EVENT, payload)) is not None:
         return event
-    try:
-        raw = msgpack.unpackb(payload, **_Guard(limits).options(len(payload)))
-    except WireError:
-        raise
-    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
-        raise WireError(f"not msgpack within the limits: {_cause(error)}") from error
-    return _typed(kind, raw)
+    return _typed(kind, unpack(payload, limits))
 
 
 def decode_events(batch: bytes, wanted: Collection[str]) -> Iterator[Event]:
@@ -116,7 +95,9 @@ def decode_events(batch: bytes, wanted: Collection[str]) -> Iterator[Event]:
     if len(batch) > MAX_BATCH_BYTES:
         raise WireError(f"the batch takes {len(batch)} bytes, {MAX_BATCH_BYTES} are allowed")
     events = _as_written(_EVENTS, batch)
-    for event in _one_by_one(batch) if events is None else events:
+    if events is None:
+        events = (_typed(Event, raw) for raw in unpack_each(batch, LIMITS[Event]))
+    for event in events:
         if event.job_id in wanted:
             yield event
 
@@ -131,22 +112,6 @@ def _as_written(decoder: msgspec.msgpack.Decoder[Any], payload: bytes) -> Any:
     except (ValueError, RecursionError):
         return None
     return decoded if _ENCODER.encode(decoded) == payload else None
-
-
-def _one_by_one(batch: bytes) -> Iterator[Event]:
-    guard = _Guard(LIMITS[Event])
-    unpacker = msgpack.Unpacker(max_buffer_size=max(1, len(batch)), **guard.options(len(batch)))
-    unpacker.feed(batch)
-    try:
-        for _ in range(unpacker.read_array_header()):
-            guard.num_containers = 0
-            yield _typed(Event, unpacker.unpack())
-    except WireError:
-        raise
-    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
-        raise WireError(f"not msgpack within the limits: {_cause(error)}") from error
-    if unpacker.tell() < len(batch):
-        raise WireError("bytes behind the events")
 
 
 def pack_ids(token_ids: Sequence[int]) -> bytes:
@@ -186,53 +151,6 @@ def _unpack(code: str, packed: bytes) -> list[Any]:
     if byteorder == "big":
         words.byteswap()
     return words.tolist()
-
-
-class _Guard:
-    """Counts containers while they are built and refuses what no message holds: extensions, repeated keys."""
-
-    def __init__(self, limits: Limits):
-        self._limits = limits
-        self.num_containers = 0
-
-    def options(self, num_bytes: int) -> dict[str, Any]:
-        return {
-            "raw": False,
-            "strict_map_key": True,
-            "max_array_len": min(self._limits.max_array_len, num_bytes),
-            "max_map_len": min(self._limits.max_map_len, num_bytes),
-            "max_str_len": num_bytes,
-            "max_bin_len": num_bytes,
-            "max_ext_len": 0,
-            "ext_hook": _refuse_extension,
-            "list_hook": self._list,
-            "object_pairs_hook": self._map,
-        }
-
-    def _list(self, items: list[Any]) -> list[Any]:
-        self._count()
-        return items
-
-    def _map(self, pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
-        self._count()
-        built = dict(pairs)
-        if len(built) != len(pairs):
-            raise WireError("a map repeats a key")
-        return built
-
-    def _count(self) -> None:
-        self.num_containers += 1
-        if self.num_containers > self._limits.max_containers:
-            raise WireError(f"more than {self._limits.max_containers} lists and maps")
-
-
-def _refuse_extension(code: int, data: bytes) -> None:
-    raise WireError("msgpack extension types are not used here")
-
-
-def _cause(error: Exception) -> str:
-    """msgpack's own words hold no values but for text that is not UTF-8, whose bytes they would show."""
-    return "text that is not UTF-8" if isinstance(error, UnicodeError) else str(error) or type(error).__name__
 
 
 def _typed(kind: type[Message], raw: Any) -> Message:

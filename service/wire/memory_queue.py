@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from service.errors import EndReason
 from service.wire import keys
 from service.wire.broker import (
-    ALONE_FOR_EVENTS,
-    GETS_ON_BY_EVENTS,
-    MAX_DEATHS,
-    MAX_DEATHS_IN_ALL,
-    NEAR_DEATHS_S,
-    SUSPECT_AFTER_DEATHS,
     Backlog,
     Bounds,
     Claim,
@@ -27,56 +19,10 @@ from service.wire.broker import (
 )
 from service.wire.fair_queue import FairQueue, branches_of, cost_of
 from service.wire.memory_batches import MemoryShelf
+from service.wire.memory_jobs import Deaths, JobState, Log
 from service.wire.memory_requests import MemoryRequests
 from service.wire.memory_responses import Shelf
 from service.wire.messages import Cancel, Event, Job, Usage, WorkerCard
-
-
-@dataclass
-class Log:
-    """The events of one job; event n is at n - 1."""
-
-    events: list[Event] = field(default_factory=list)
-    ended_at_s: float | None = None
-
-
-@dataclass
-class _State:
-    """A job from its acceptance to its end. It waits in one of the queues, or has an owner."""
-
-    job: Job
-    owner: str | None = None
-    attempts: int = 0
-    told: int = 0  # events in its log at the last claim
-    deaths: int = 0  # of engines while it was in flight, since it last got on
-    first_death: int = 0  # which of all engine deaths the first of them was
-    is_near_another: bool = False  # another engine died shortly before that, without it
-    others: int = 0  # engines that died since then or shortly before without it
-    deaths_in_all: int = 0
-    cause: str = ""
-    cancel: EndReason | None = None
-    stops: tuple[Cancel, ...] = ()
-
-    @property
-    def is_deadly(self) -> bool:
-        return self.deaths >= MAX_DEATHS + (self.others > 0) or self.deaths_in_all >= MAX_DEATHS_IN_ALL
-
-    @property
-    def is_recurrent(self) -> bool:
-        return self.deaths_in_all >= MAX_DEATHS_IN_ALL - 2
-
-    @property
-    def is_suspect(self) -> bool:
-        return self.deaths >= SUSPECT_AFTER_DEATHS or self.is_recurrent
-
-    @property
-    def alone_for_events(self) -> int:
-        standing = "recurrent" if self.is_recurrent else "suspect" if self.is_suspect else ""
-        return ALONE_FOR_EVENTS[standing]
-
-    @property
-    def is_past_deadline(self) -> bool:
-        return self.job.deadline_s is not None and self.job.deadline_s <= time.time()
 
 
 class MemoryQueue:
@@ -94,7 +40,7 @@ class MemoryQueue:
         self.responses: Shelf = {}
         self.dead: list[tuple[Job, str]] = []
         self._ingress: dict[str, deque[IngressEntry]] = {}
-        self._states: dict[str, _State] = {}
+        self._states: dict[str, JobState] = {}
         self._waiting = FairQueue()
         self._returned: deque[str] = deque()
         self._suspects: deque[str] = deque()
@@ -102,9 +48,7 @@ class MemoryQueue:
         self._leases: dict[str, float] = {}  # worker -> monotonic time of its end
         self._runs_suspects: str | None = None
         self._num_entries = 0
-        self._num_deaths = 0  # of engines
-        self._last_death_s = -math.inf
-        self._is_near_another = False  # whether the last death came shortly after the one before
+        self._deaths = Deaths()
 
     @property
     def num_waiting(self) -> int:
@@ -121,7 +65,7 @@ class MemoryQueue:
             return False
         if job.job_id not in self._tombstones:
             self._check_room(job, bounds)
-        self._states[job.job_id] = _State(job)
+        self._states[job.job_id] = JobState(job)
         self._waiting.add(job)
         reason = self._tombstones.pop(job.job_id, None)
         if reason is not None:
@@ -211,26 +155,16 @@ class MemoryQueue:
 
     def count_death(self) -> None:
         """An engine has died."""
-        now_s = time.monotonic()
-        self._is_near_another = now_s - self._last_death_s < NEAR_DEATHS_S
-        self._num_deaths, self._last_death_s = self._num_deaths + 1, now_s
+        self._deaths.count()
 
     def put_back(self, job_id: str, cause: str | None) -> None:
         """A claimed job is queued again. `cause`: what the engine died of while it was in flight; that death is
         the last that was counted."""
         state = self._states[job_id]
-        state.owner = None
         if state.cancel is not None:
             self._end(job_id, state.cancel)
             return
-        if self._num_told(job_id) >= state.told + GETS_ON_BY_EVENTS:
-            state.deaths = 0
-        if cause is not None:
-            if state.deaths == 0:
-                state.first_death, state.is_near_another = self._num_deaths, self._is_near_another
-            state.deaths += 1
-            state.others = state.is_near_another + self._num_deaths - state.first_death + 1 - state.deaths
-            state.deaths_in_all, state.cause = state.deaths_in_all + 1, cause
+        state.put_back(self._num_told(job_id), cause, self._deaths)
         (self._suspects if state.is_suspect and not state.is_deadly else self._returned).append(job_id)
 
     def take_over(self, owner: str, has_predecessor: bool) -> int:
