@@ -63,6 +63,9 @@ class BlockPool:
         """Whether the block has more than one holder."""
         return self._references[block] > 1
 
+    def num_holders(self, block: int) -> int:
+        return self._references[block]
+
     def is_cached(self, block: int) -> bool:
         """Whether the block is kept and nobody holds it."""
         return self._references[block] == 0 and self._worth[block] != _NOTHING

@@ -1,15 +1,21 @@
 """What it costs to bring a sequence back: by copying its blocks out and in, or by computing its tokens again.
 
 Calibrated at start and corrected by what is seen. Both grow with the length; a transfer also has a cost of its own, and
-computing grows faster than the length, so short sequences are computed again and long ones are copied.
+computing grows faster than the length, so short sequences are computed again and long ones are copied. What is computed
+again holds up all that run. Copies go on beside the steps: they slow these down a little, and hold up whoever waits for
+them. So the more run, the more is copied, until the bus is what everybody waits for.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 WEIGHT = 0.1
 """Of a new observation against all before it."""
+
+SLOWDOWN = 0.03
+"""Of steps beside copies, which share the memory with them: what was measured with the bus full in both directions."""
 
 MANY_BLOCKS = 8
 """A transfer of fewer says little of bandwidth."""
@@ -29,8 +35,17 @@ class Rates:
     transfer_s: float  # of any transfer, however small, with asking for it and seeing it done
 
 
+@dataclass(frozen=True, kw_only=True)
+class Crowd:
+    """What is going on while a choice is made. By itself: one that runs alone."""
+
+    num_running: int = 1  # sequences
+    num_leaving: int = 0  # blocks on their way to the host, or about to be
+    num_arriving: int = 0  # and from it
+
+
 class CostModel:
-    """Compares the two ways for one sequence."""
+    """Compares the two ways for one sequence, in seconds of all that run."""
 
     def __init__(self, rates: Rates, block_size: int):
         self.rates = rates
@@ -49,11 +64,28 @@ class CostModel:
         """To take so many blocks to the host."""
         return self.rates.transfer_s + num_blocks * self.rates.block_out_s if num_blocks else 0.0
 
+    def swap_s(self, num_out: int, num_in: int, crowd: Crowd) -> float:
+        """To take so many blocks to the host and to bring so many from it later, behind what is on its way by now.
+
+        Who waits for them to be out is one sequence at first. Each of the others needs a block too every `block_size`
+        steps: the longer it takes, the more of them stand still.
+        """
+        out_s, in_s = self.copy_out_s(num_out), self.copy_in_s(num_in)
+        share = 1 / crowd.num_running
+        loss_s = SLOWDOWN * (out_s + in_s)
+        if num_out:
+            wait_s = out_s + crowd.num_leaving * self.rates.block_out_s
+            steps_s = 2 * self._block_size * (self._decode_s or math.inf)
+            loss_s += min(1.0, share + wait_s / steps_s) * wait_s
+        if num_in:
+            loss_s += share * (in_s + crowd.num_arriving * self.rates.block_in_s)
+        return loss_s
+
     def crossover_tokens(self, longest: int) -> int | None:
-        """The shortest length, in whole blocks, from which on a copy out and in is cheaper; None up to `longest`."""
+        """The shortest length, in whole blocks, from which on a copy out and in is cheaper for a sequence that runs
+        alone; None up to `longest`. The more run beside it, the shorter it is."""
         for num_blocks in range(1, longest // self._block_size + 1):
-            copies_s = self.copy_out_s(num_blocks) + self.copy_in_s(num_blocks)
-            if copies_s < self.recompute_s(0, num_blocks * self._block_size):
+            if self.swap_s(num_blocks, num_blocks, Crowd()) < self.recompute_s(0, num_blocks * self._block_size):
                 return num_blocks * self._block_size
         return None
 

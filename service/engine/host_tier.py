@@ -54,6 +54,11 @@ class HostTier:
         """Blocks whose copies to the host are planned or under way."""
         return len(self._leaving)
 
+    @property
+    def num_arriving(self) -> int:
+        """Blocks whose copies from the host are planned or under way."""
+        return len(self._arriving)
+
     def num_held_alone(self) -> int:
         """Of the blocks that are being copied to the host, those that nobody else holds."""
         return sum(not self._gpu.is_held_by_several(node.gpu) for node in self._leaving)
@@ -61,6 +66,10 @@ class HostTier:
     def has(self, node: Node) -> bool:
         """Whether the host holds what the node stands for, or is about to."""
         return node.host is not None or node in self._leaving
+
+    def num_transfers(self, node: Node) -> int:
+        """How many transfers hold the node's block of the GPU."""
+        return (node in self._leaving) + (node.gpu in self._arriving)
 
     def copy_out(self, nodes: Iterable[Node]) -> None:
         """Copy these blocks of the GPU to the host, as many of the first ones as there is room for.

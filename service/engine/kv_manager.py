@@ -5,7 +5,10 @@ It decides about blocks and moves no data itself: what has to be copied is recor
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Set
+from itertools import chain
+from typing import NamedTuple
 
 from service.engine.block_pool import BlockPool, OutOfBlocks
 from service.engine.host_tier import HostTier
@@ -16,6 +19,14 @@ from service.engine.sequence import Sequence, State
 
 SAVED_AT_ONCE = 256
 """Blocks that a step asks to be copied to the host ahead of need: some 10 ms of the bus."""
+
+
+class Leaving(NamedTuple):
+    """Remembered blocks of sequences that are to leave, those that several of them share once."""
+
+    num_remembered: int
+    num_unsaved: int  # that the host does not hold
+    num_alone: int  # that nobody else holds: only they can be lost
 
 
 class KVManager:
@@ -172,10 +183,21 @@ class KVManager:
         self.host.unpin(sequence)
         self.host.pin(sequence, path)
 
-    def num_remembered_blocks(self, sequences: Iterable[Sequence]) -> tuple[int, int]:
-        """(all, those that the host does not hold) of the remembered blocks of these sequences, shared ones once."""
-        nodes = {node for one in sequences if one in self._tails for node in self._tails[one].path() if node.in_tree}
-        return len(nodes), sum(not self.host.has(node) for node in nodes)
+    def what_leaves(self, sequences: Iterable[Sequence]) -> Leaving:
+        """What is remembered of these sequences, which hold their blocks together, and what becomes of it without them.
+
+        Whoever holds a block holds what is before it, so that what others keep is a beginning.
+        """
+        paths = chain.from_iterable(self._tails[one].path() for one in sequences if one in self._tails)
+        holders = Counter(node for node in paths if node.in_tree)
+        return Leaving(
+            num_remembered=len(holders),
+            num_unsaved=sum(not self.host.has(node) for node in holders),
+            num_alone=sum(
+                self.pool.num_holders(node.gpu) == count + self.host.num_transfers(node)
+                for node, count in holders.items()
+            ),
+        )
 
     @property
     def shares(self) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from weakref import WeakKeyDictionary
 
-from service.engine.cost_model import CostModel
+from service.engine.cost_model import CostModel, Crowd
 from service.engine.kv_manager import KVManager
 from service.engine.plan import FinishedTransfer, StepPlan
 from service.engine.sequence import Sequence, SequenceGroup, State
@@ -34,6 +34,7 @@ class Preemption:
         self._step = 0
         self._back_at: WeakKeyDictionary[SequenceGroup, int] = WeakKeyDictionary()
         self._num_promised = 0
+        self._num_running = 1
         num_blocks = kv.pool.num_blocks
         self._low = max(num_blocks // 32, min(64, num_blocks // 4))
         self._num_saved_wanted = max(self._low, num_blocks // 8)
@@ -44,10 +45,11 @@ class Preemption:
     def num_preemptions(self) -> int:
         return self.num_swapped + self.num_recomputed
 
-    def start_step(self) -> None:
-        """A new plan is being made."""
+    def start_step(self, num_running: int) -> None:
+        """A new plan is being made, for so many sequences that hold blocks."""
         self._step += 1
         self._num_promised = 0
+        self._num_running = max(1, num_running)
 
     def came_back(self, group: SequenceGroup) -> None:
         """The group runs again, or for the first time."""
@@ -127,14 +129,20 @@ class Preemption:
         host = self._kv.host
         if host is None or self._mode == RECOMPUTE:
             return False
-        num_blocks, num_unsaved = self._kv.num_remembered_blocks(group.live)
-        if num_blocks == 0 or num_unsaved > host.pool.num_available:
+        lost = self._kv.what_leaves(group.live)
+        if not lost.num_remembered or lost.num_unsaved > host.pool.num_available:
             return False
         if self.costs is None or self._mode == SWAP:
             return True
-        copies_s = self.costs.copy_out_s(num_unsaved) + self.costs.copy_in_s(num_blocks)
-        return copies_s < self.costs.recompute_s(0, num_blocks * self._kv.block_size)
+        size = self._kv.block_size
+        first, end = (count * size for count in (lost.num_remembered - lost.num_alone, lost.num_remembered))
+        return self.costs.swap_s(lost.num_unsaved, lost.num_alone, self._crowd) < self.costs.recompute_s(first, end)
 
     def _may_bring(self, num_tokens: int, num_blocks: int) -> bool:
         end = num_tokens + num_blocks * self._kv.block_size
-        return self.costs.copy_in_s(num_blocks) < self.costs.recompute_s(num_tokens, end)
+        return self.costs.swap_s(0, num_blocks, self._crowd) < self.costs.recompute_s(num_tokens, end)
+
+    @property
+    def _crowd(self) -> Crowd:
+        host = self._kv.host
+        return Crowd(num_running=self._num_running, num_leaving=host.num_leaving, num_arriving=host.num_arriving)

@@ -92,7 +92,7 @@ class Scheduler:
         """The plan of the next step; every chunk in it has its blocks. Empty if nothing can be done before more tokens
         are known, or at all."""
         self._kv.start_step()
-        self.preemption.start_step()
+        self.preemption.start_step(len(self.running))
         self._extended.clear()
         num_preemptions, arriving = self.preemption.num_preemptions, self._kv.arriving()
         decodes, prefills = [], []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from model.sampling_params import SamplingParams
 from service.cli.bench.memory_simulation import MACHINES, SimulatedClock, SimulatedExecutor
@@ -24,11 +24,15 @@ SLOWDOWN = 0.06
 """Of a step while the bus is busy in both directions all the time."""
 
 
-class FixedCosts(CostModel):
-    """What the simulation itself takes says nothing of the machine."""
+class SimulatedCosts(CostModel):
+    """What the simulation itself takes says nothing of the machine: a step takes what the executor says."""
+
+    def __init__(self, rates: Rates, block_size: int, executor: SwappingExecutor):
+        super().__init__(replace(rates), block_size)  # it corrects its own
+        self._executor = executor
 
     def saw_decode(self, seconds: float) -> None:
-        pass
+        super().saw_decode(self._executor.last_step_s)
 
     def saw_prompts(self, spans: list[tuple[int, int]], seconds: float, *, with_decodes: bool) -> None:
         pass
@@ -40,6 +44,7 @@ class SwappingExecutor(SimulatedExecutor):
     def __init__(self, clock: SimulatedClock, num_host_blocks: int, rates: Rates = RATES):
         super().__init__(clock, H200.costs)
         self.num_host_blocks = num_host_blocks
+        self.last_step_s = 0.0
         self._rates = rates
         self._lanes: dict[bool, deque[tuple[float, int, float]]] = {True: deque(), False: deque()}
         self._free_at_s = {True: 0.0, False: 0.0}
@@ -50,6 +55,7 @@ class SwappingExecutor(SimulatedExecutor):
         result = super().launch(plan)
         busy_s = sum(max(0.0, min(self._free_at_s[lane], self._clock.now_s) - begin_s) for lane in (True, False))
         self._clock.now_s += SLOWDOWN * busy_s / 2
+        self.last_step_s = self._clock.now_s - begin_s
         return result
 
     def move(self, plan: StepPlan) -> None:
@@ -100,7 +106,7 @@ def replay(
         num_host_blocks = 0
     executor = SwappingExecutor(clock, num_host_blocks, rates)
     kv = KVManager(num_blocks, 16, swapping=num_host_blocks > 0)
-    preemption = Preemption(kv, FixedCosts(rates, 16), mode)
+    preemption = Preemption(kv, SimulatedCosts(rates, 16, executor), mode)
     limits = Limits(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=8192, max_prefill_chunk=512, max_model_len=max_len
     )

@@ -1,4 +1,5 @@
-"""Swap or recompute by cost, on a simulated H200 and one with a slow bus: `auto` is as good as the better of the two.
+"""Swap or recompute by cost, on a simulated H200 and ones with a slower bus: `auto` is as good as the better of the two,
+and better than both where the bus is what everybody waits for.
 
 `python -m tests.unit.service.engine.test_preemption_policy` prints the whole table of tests/bench/README.md.
 """
@@ -10,7 +11,10 @@ import pytest
 from service.cli.bench.preemption_modes import mixed_lengths
 from tests.support.simulated_swaps import RATES, num_blocks_needed, replay
 
-SLOW_BUS = replace(RATES, block_out_s=4e-4, block_in_s=4e-4, transfer_s=2e-3)
+
+def slower_bus(times):
+    slower = {name: times * getattr(RATES, name) for name in ("block_out_s", "block_in_s", "transfer_s")}
+    return replace(RATES, **slower)
 
 
 def outcomes(lengths, rates, share=0.4):
@@ -18,23 +22,33 @@ def outcomes(lengths, rates, share=0.4):
     return {mode: replay(lengths, num_blocks, mode, rates=rates) for mode in ("auto", "swap", "recompute")}
 
 
-@pytest.mark.parametrize("rates", [RATES, SLOW_BUS], ids=["fast bus", "slow bus"])
-def test_auto_is_never_far_behind_the_better_way(rates):
-    by_mode = outcomes(mixed_lengths(150), rates)
+@pytest.mark.parametrize("times", [1, 10, 100])
+def test_auto_is_never_far_behind_the_better_way(times):
+    by_mode = outcomes(mixed_lengths(150), slower_bus(times))
     assert min(outcome.num_preemptions for outcome in by_mode.values()) > 10
     best_s = min(by_mode["swap"].total_s, by_mode["recompute"].total_s)
-    assert by_mode["auto"].total_s <= 1.05 * best_s
+    assert by_mode["auto"].total_s <= 1.03 * best_s
     assert by_mode["recompute"].num_swapped == 0
     assert by_mode["recompute"].computed_again > 5 * by_mode["swap"].computed_again
 
 
-def test_swapping_wins_on_a_fast_bus_and_auto_swaps_there():
-    by_mode = outcomes(mixed_lengths(150, seed=1), RATES)
+@pytest.mark.parametrize("times", [1, 10])
+def test_auto_swaps_where_others_hardly_feel_it(times):
+    """Ten times slower a copy takes longer than computing does, but nobody waits for it except the victim."""
+    by_mode = outcomes(mixed_lengths(150, seed=1), slower_bus(times))
     assert by_mode["auto"].total_s < by_mode["recompute"].total_s
     assert by_mode["auto"].num_swapped > 0.9 * by_mode["auto"].num_preemptions
 
 
+def test_auto_does_both_where_the_bus_is_what_everybody_waits_for():
+    """Answers end before 640 tokens, so that no single one is what the run takes at its end."""
+    lengths = [(min(num_prompt, 320), min(num_output, 320)) for num_prompt, num_output in mixed_lengths(500)]
+    by_mode = outcomes(lengths, slower_bus(32))
+    assert by_mode["auto"].total_s < 0.99 * min(by_mode["swap"].total_s, by_mode["recompute"].total_s)
+    assert 0.2 < by_mode["auto"].num_swapped / by_mode["auto"].num_preemptions < 0.8
+
+
 if __name__ == "__main__":
-    for name, rates in (("fast bus", RATES), ("slow bus", SLOW_BUS)):
-        for mode, outcome in outcomes(mixed_lengths(1000), rates).items():
-            print(f"{name:<9} {mode:<9} {outcome}")
+    for times in (1, 10, 32, 100):
+        for mode, outcome in outcomes(mixed_lengths(1000), slower_bus(times)).items():
+            print(f"{times:>3} times slower {mode:<9} {outcome}")

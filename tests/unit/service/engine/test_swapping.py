@@ -7,7 +7,7 @@ from model.ops.numpy_ops import NumpyOps
 from model.sampling_params import SamplingParams
 from service.config import Settings
 from service.engine.build import build_engine
-from service.engine.cost_model import CostModel, Rates
+from service.engine.cost_model import SLOWDOWN, CostModel, Crowd, Rates
 from service.engine.engine import Engine
 from service.engine.kv_manager import KVManager
 from service.engine.preemption import PROTECTED_STEPS, Preemption
@@ -149,10 +149,48 @@ def test_short_sequences_are_computed_and_long_ones_copied():
     crossover = costs.crossover_tokens(10_000)
     assert crossover % SIZE == 0
     for tokens, cheaper in ((crossover - SIZE, False), (crossover, True), (4 * crossover, True)):
-        copies_s = costs.copy_out_s(tokens // SIZE) + costs.copy_in_s(tokens // SIZE)
-        assert (copies_s < costs.recompute_s(0, tokens)) is cheaper
+        swap_s = costs.swap_s(tokens // SIZE, tokens // SIZE, Crowd())
+        assert (swap_s < costs.recompute_s(0, tokens)) is cheaper
     assert CostModel(rates(block_s=1.0), SIZE).crossover_tokens(10_000) is None
-    assert costs.copy_in_s(0) == costs.copy_out_s(0) == 0
+    assert costs.copy_in_s(0) == costs.copy_out_s(0) == costs.swap_s(0, 0, Crowd()) == 0
+
+
+def test_copies_hold_up_one_of_many_until_all_wait_for_the_bus():
+    """Blocks of 1 ms each way beside steps of 10 ms: 20 of them out and in, of tokens that take 0.25 ms each."""
+    costs = CostModel(rates(block_s=1e-3, token_s=2.5e-4), SIZE)
+    costs.saw_decode(0.01)
+    recompute_s = costs.recompute_s(0, 20 * SIZE)
+
+    def swap_s(**crowd):
+        return costs.swap_s(20, 20, Crowd(**crowd))
+
+    assert swap_s() == pytest.approx((1 + SLOWDOWN) * 0.04), "alone it waits for both"
+    assert swap_s() > recompute_s > swap_s(num_running=10)
+    in_sight_s, at_a_block_s = 0.02, 2 * SIZE * 0.01
+    assert swap_s(num_running=10) == pytest.approx(
+        SLOWDOWN * 0.04 + (1 / 10 + in_sight_s / at_a_block_s) * in_sight_s + 1 / 10 * 0.02
+    )
+    assert swap_s(num_running=10, num_leaving=30) > recompute_s, "who needs a block waits for those that go before"
+    assert swap_s(num_running=10, num_arriving=30) == pytest.approx(swap_s(num_running=10) + 0.03 / 10)
+    assert costs.swap_s(0, 20, Crowd(num_running=10, num_leaving=1000)) < recompute_s, "what is saved need not go out"
+
+
+@pytest.mark.parametrize(("names", "num_alone"), [(("victim",), 8), (("other", "victim"), 2)])
+def test_what_others_keep_of_a_victim_is_neither_computed_again_nor_brought_back(names, num_alone):
+    """24 tokens in common and 8 of its own. Copying costs 0.8 of what computing does, for what is copied both ways."""
+    engine, _, kv = engine_of(rates(block_s=0.4 * SIZE * 1e-3), num_blocks=60, caching=True)
+    for name in names:
+        prompt = (*range(20, 44), *range(50 + len(name), 58 + len(name)))
+        engine.add(Request(request_id=name, prompt=prompt, sampling=SamplingParams(max_tokens=30)))
+    engine.step()
+    engine.step()
+    preemption, group = engine._scheduler.preemption, engine._scheduler.running[-1].group
+    assert kv.what_leaves(group.live) == (8, 8, num_alone)
+    preemption._num_running = 1
+    assert preemption._prefers_swap(group) is (num_alone == 8), "all would have to be saved for the sake of two"
+    kv.save(group.live[0])
+    assert kv.what_leaves(group.live) == (8, 0, num_alone), "a copy under way keeps nothing"
+    assert preemption._prefers_swap(group)
 
 
 def test_costs_follow_what_is_seen():
