@@ -5,7 +5,7 @@
 //   seen_indptr int32[R + 1] or null, seen_ids int32[M] unique within a row, output_counts int32[M], 0 = seen in the
 //   prompt only; repetition, presence, frequency float32[R]
 //   grid (R), block (1024)
-//   twin: _add_bias and _penalise in numpy_ops
+//   twin: add_bias and penalise in numpy_sampling
 //   needs: adjusted aligned to 16 bytes
 //   Token ids outside 0..V-1 are ignored. A token biased more than twice in a row sums in no fixed order.
 //   roofline: 2 R V floats moved; copy bandwidth from R = 132 on

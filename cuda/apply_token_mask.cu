@@ -4,7 +4,7 @@
 //   mask_rows int32[R], which row of words holds the row's mask; outside 0..M-1: everything is allowed
 //   words uint32[M, W], bit i % 32 of word i / 32 set: token i is allowed; tokens from 32 W on are not
 //   grid (R, V / 4096), block (256)
-//   twin: _forbid in numpy_ops
+//   twin: forbid in numpy_sampling
 //   needs: adjusted aligned to 16 bytes
 //   roofline: 2 R V floats moved, and the words; copy bandwidth
 #include "logits.cuh"

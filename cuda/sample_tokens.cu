@@ -3,7 +3,7 @@
 //   logits float32[R, V] (biases and penalties already in); temperature, top_p, min_p float32[R]; top_k int32[R];
 //   seed uint64[R]; position, branch uint32[R] -> token_ids int32[R], is_nan bool[R]
 //   grid (R), block (1024)
-//   twin: _choose in numpy_ops, philox.py
+//   twin: sample in numpy_sampling, philox.py
 //   needs: V at most 2^19
 //   roofline: the row is read once for greedy, twice without filters, and two or three times more for each of top-k and
 //   top-p; each at copy bandwidth from R = 132 on

@@ -20,6 +20,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from model.ops.host_blocks import HostBlocks
+
 Array = Any
 """A NumPy or CuPy array, whichever the backend in hand uses."""
 
@@ -89,40 +91,6 @@ class Sampled:
     logprobs: Array | None  # float32[R], of the chosen token
     top_ids: Array | None  # int32[R, K], best first, ties by lower id
     top_logprobs: Array | None  # float32[R, K]
-
-
-class Transfer(Protocol):
-    """Blocks on their way between a cache and the host."""
-
-    def is_done(self) -> bool:
-        """Whether all of them have arrived; waits for nothing."""
-
-    def wait(self) -> None:
-        """Wait until they have."""
-
-    def seconds(self) -> float:
-        """The device's time from the first byte to the last; once it is done."""
-
-
-class HostBlocks(Protocol):
-    """Memory of the host for blocks of one cache, and the copies between the two.
-
-    A transfer begins when all work that was handed to the `Ops` before it is done. Those of one direction go in their
-    order; the two directions and later work of the `Ops` go on side by side. Whoever asks for a transfer leaves its
-    blocks alone until it is done.
-    """
-
-    num_ready: int  # blocks 0..num_ready - 1 may be used; it grows up to what was asked for, in the background
-    failure: Exception | None  # why it grows no more, where it ended early
-
-    def copy_out(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> Transfer:
-        """The host's blocks become what these blocks of the cache are; as many of the one as of the other."""
-
-    def copy_in(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> Transfer:
-        """These blocks of the cache become what the host's blocks are."""
-
-    def close(self) -> None:
-        """Give the memory back, once all transfers are done."""
 
 
 class Ops(Protocol):
@@ -226,12 +194,7 @@ class Ops(Protocol):
         in `out`, of that dtype, where one is given."""
 
     def tune_linear(
-        self,
-        weights: Sequence[Array],
-        bias: Array | None,
-        num_rows: Sequence[int],
-        *,
-        dtype: np.dtype | None = None,
+        self, weights: Sequence[Array], bias: Array | None, num_rows: Sequence[int], *, dtype: np.dtype | None = None
     ) -> None:
         """Find the quickest way for `linear` of so many rows with these weights, which are all of one shape [N, K].
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from model.config import ModelConfig
 from model.llama import Llama
-from model.ops.interface import Array, HostBlocks
+from model.ops.host_blocks import HostBlocks
+from model.ops.interface import Array
 from service.engine.cost_model import Rates
 from service.engine.memory import shared_block_batch
 

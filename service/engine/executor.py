@@ -11,7 +11,8 @@ import numpy as np
 
 from model.batch import Batch
 from model.llama import Llama
-from model.ops.interface import Array, HostBlocks, Transfer
+from model.ops.host_blocks import HostBlocks, Transfer
+from model.ops.interface import Array
 from model.step_graphs import StepGraphs, StepInputs
 from service.engine.decode_rows import Arranged, DecodeRows
 from service.engine.draws import Draw, Drawer, Due, result_of

@@ -47,7 +47,8 @@ ARRAY_HALF = (
     "loader", "weights", "safetensors_file", "llama", "step_graphs", "rope", "kv_cache", "batch", "sampler", "ops",
 )  # fmt: skip
 COMMON = (
-    "config", "config_fields", "rope_config", "sampling_params", "dtypes", "strict_json", "errors", "ops.interface",
+    "config", "config_fields", "rope_config", "sampling_params", "dtypes", "strict_json", "errors",
+    "ops.host_blocks", "ops.interface",
 )  # fmt: skip
 WORKSHOP = "demo"
 """Makes the demo model. It may use all of `model`, and nothing of the service or the model uses it."""
@@ -56,7 +57,10 @@ GATES = {"model.ops.backend": "model.ops.cuda_ops", "service.tracing": "service.
 """The imports inside functions, by these modules, of those: of what many machines do without."""
 GPU_PACKAGES = ("cupy", "cupyx", "cupy_backends", "cuda", "nvmath", "nvidia")
 GPU_ROOM = "model.ops"
-NEVER_GPU = ("model.ops.interface", "model.ops.numpy_ops", "model.ops.philox", "model.ops.backend")
+NEVER_GPU = tuple(
+    f"{GPU_ROOM}.{name}"
+    for name in ("interface", "host_blocks", "numpy_ops", "numpy_sampling", "numpy_host_blocks", "philox", "backend")
+)
 
 
 def upstairs_imports(modules: list[Source]) -> list[str]:

@@ -1,10 +1,10 @@
-"""apply_penalties against the two halves of its twin, `_add_bias` and `_penalise`: equal to the last bit."""
+"""apply_penalties against the two halves of its twin, `add_bias` and `penalise`: equal to the last bit."""
 
 import numpy as np
 import pytest
 
 from model.ops.interface import Bias, Penalties
-from model.ops.numpy_ops import _add_bias, _penalise
+from model.ops.numpy_sampling import add_bias, penalise
 from tests.support.kernel_checks import seconds_of, tell_bandwidth
 from tests.support.sampling_cases import random_bias, random_penalties
 
@@ -41,9 +41,9 @@ def test_adjusted_logits(open_ops, rng, vocab, with_bias, with_penalties):
 
     expected = logits.copy()
     if bias is not None:
-        _add_bias(expected, bias)
+        add_bias(expected, bias)
     if seen is not None:
-        _penalise(expected, seen)
+        penalise(expected, seen)
     np.testing.assert_array_equal(got, expected)
     np.testing.assert_array_equal(left, logits)
 

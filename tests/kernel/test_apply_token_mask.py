@@ -1,4 +1,4 @@
-"""apply_token_mask against its twin `_forbid`: equal to the last bit, in place and into a copy."""
+"""apply_token_mask against its twin `forbid`: equal to the last bit, in place and into a copy."""
 
 import math
 
@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from model.ops.interface import TokenMask
-from model.ops.numpy_ops import NumpyOps, _forbid
+from model.ops.numpy_ops import NumpyOps
+from model.ops.numpy_sampling import forbid
 from tests.support.kernel_checks import seconds_of, tell_bandwidth
 from tests.support.sampling_cases import random_mask, random_wishes, uploaded
 
@@ -35,7 +36,7 @@ def test_forbidden_tokens(open_ops, rng, vocab, in_place):
         got, left = ops.download(adjusted), ops.download(given)
 
     expected = logits.copy()
-    _forbid(expected, mask)
+    forbid(expected, mask)
     np.testing.assert_array_equal(got, expected)
     if not in_place:
         np.testing.assert_array_equal(left, logits)
@@ -53,7 +54,7 @@ def test_sampling_under_a_mask(open_ops, rng, vocab):
     expected = NumpyOps().sample(logits, wishes)
     np.testing.assert_array_equal(is_nan, expected.is_nan)
     allowed = logits.copy()
-    _forbid(allowed, wishes.mask)
+    forbid(allowed, wishes.mask)
     assert np.isfinite(allowed[np.arange(rows), got])[~is_nan].all()
     assert np.count_nonzero(got != expected.token_ids) <= 1  # a draw within a rounding of its rival
 
