@@ -121,15 +121,7 @@ class Llama:
         scale, window, n = self.config.head_dim**-0.5, self.config.windows[index], batch.num_decodes
         if n > 0:
             ops.paged_decode_attention(
-                q[:n],
-                kv,
-                index,
-                batch.block_tables[:n],
-                batch.context_lens[:n],
-                scale,
-                window,
-                out[:n],
-                plans[window],
+                q[:n], kv, index, batch.block_tables[:n], batch.context_lens[:n], scale, window, out[:n], plans[window]
             )
         if n < batch.num_sequences:
             ops.paged_prefill_attention(

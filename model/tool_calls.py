@@ -104,34 +104,44 @@ def calls_grammar(
     any text, with calls in it that are right; or that is what the grammar `or_form` describes, which cannot be told
     from a call where those have no opening. Raises GrammarError where a schema cannot be had.
     """
+    rules = _reply_rules(form, tokenizer, most, or_text, or_form)
+    rules.append("function: " + " | ".join(f"function_{i}" for i in range(len(functions))))
+    for i, function in enumerate(functions):
+        rules += _call_rules(i, function, form, key, is_held=function.is_strict or not or_text)
+    return HEADER + "\n".join(rules)
+
+
+def _reply_rules(form: CallForm, tokenizer: Tokenizer, most: int, or_text: bool, or_form: str | None) -> list[str]:
+    """What a whole reply is, calls of a `function` among it."""
     opening, closing = (_marker(text, tokenizer) for text in (form.syntax.opening, form.syntax.closing))
     call = f"{_text(form.before)} function {_text(form.after)} {closing if form.wraps_each else ''}"
     more = f"({_text(form.between)} {opening if form.wraps_each else ''} {call}){{0,{most - 1}}}" if most > 1 else ""
     calls = f"{_text(form.begin)} {call} {more} {_text(form.end)}"
     first = opening if form.says_opening else ""
-    rules = [f"start: {first} {calls}"]
     if or_form is not None:
-        rules = [f"start: {first} {calls} | form", f"form: %lark {{\n{or_form.removeprefix(HEADER)}\n}}"]
-    elif or_text and form.syntax.at_start_only:
-        rules = [f"start: {calls} | TEXT?", r"TEXT: /\s*[^{\s](?s:.*)/"]
-    elif or_text:
+        return [f"start: {first} {calls} | form", f"form: %lark {{\n{or_form.removeprefix(HEADER)}\n}}"]
+    if or_text and form.syntax.at_start_only:
+        return [f"start: {calls} | TEXT?", r"TEXT: /\s*[^{\s](?s:.*)/"]
+    if or_text:
         is_token = opening.startswith("<[")
-        rules = [
+        return [
             f"start: TEXT | head {calls} TEXT",
             f"head: TEXT {opening}" if is_token else f"head[lazy]: TEXT {opening}",
             "TEXT: /(?s:.*)/",
         ]
-    rules.append("function: " + " | ".join(f"function_{i}" for i in range(len(functions))))
-    for i, function in enumerate(functions):
-        is_held = function.is_strict or not or_text
-        if form.syntax.in_xml:
-            rules += function_rules(i, function.name, function.parameters, is_held=is_held)
-            continue
-        head = f'{{"name": {literal(function.name)}, "{key}": '
-        schema = function.parameters if is_held else {"type": "object"}
-        rules.append(f'function_{i}: {literal(head)} arguments_{i} "}}"')
-        rules.append(f"arguments_{i}: {json_rule(schema, whitespace=SPACED, lenient=True)}")
-    return HEADER + "\n".join(rules)
+    return [f"start: {first} {calls}"]
+
+
+def _call_rules(i: int, function: Function, form: CallForm, key: str, *, is_held: bool) -> list[str]:
+    """The call of function `i`. `is_held`: its arguments are held to its schema."""
+    if form.syntax.in_xml:
+        return function_rules(i, function.name, function.parameters, is_held=is_held)
+    head = f'{{"name": {literal(function.name)}, "{key}": '
+    schema = function.parameters if is_held else {"type": "object"}
+    return [
+        f'function_{i}: {literal(head)} arguments_{i} "}}"',
+        f"arguments_{i}: {json_rule(schema, whitespace=SPACED, lenient=True)}",
+    ]
 
 
 SPACED = " ?"

@@ -63,11 +63,7 @@ async def serving(
     connections = Connections(settings.max_connections, settings.max_connections_per_client)
     queue_door = QueueDoor(hall)
     batch_runner = BatchRunner(hall)
-    runner = web.AppRunner(
-        HttpDoor(hall, batch_runner).app(), handler_cancellation=True, shutdown_timeout=SHUTDOWN_TIMEOUT_S
-    )
-    await runner.setup()
-    runner.server.request_handler = worded(runner.server.request_handler)
+    runner = await _set_up(HttpDoor(hall, batch_runner).app())
     queue_task = batch_task = None
     try:
         async with (
@@ -96,6 +92,13 @@ async def serving(
             await asyncio.wait({queue_task}, timeout=SHUTDOWN_TIMEOUT_S)
             queue_task.cancel()
         await hall.close()
+
+
+async def _set_up(app: web.Application) -> web.AppRunner:
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
+    await runner.setup()
+    runner.server.request_handler = worded(runner.server.request_handler)
+    return runner
 
 
 async def _listen(

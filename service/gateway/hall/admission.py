@@ -7,23 +7,21 @@ import secrets
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
-from hashlib import sha256
-from typing import Any
 
 from model.sampling_params import SamplingParams
 from service.config import Settings
 from service.errors import RequestError
-from service.gateway.generation.refusals import refusal, too_long
-from service.gateway.generation.request import Request, SamplingWishes
+from service.gateway.generation.refusals import refusal
+from service.gateway.generation.request import Request
 from service.gateway.generation.served_model import ServedModel
 from service.gateway.hall.back_pressure import RETRY_AFTER_S, BackPressure
 from service.gateway.hall.fleet import Fleet, FleetView
-from service.gateway.hall.ticket import Ticket, job_names
+from service.gateway.hall.job_ids import new_job_id, seed_of
+from service.gateway.hall.sampling import Samplings
+from service.gateway.hall.ticket import Ticket
 from service.wire.broker import BrokerUnavailable, DoorBroker
 from service.wire.codec import pack_ids
 from service.wire.messages import Job
-
-CROCKFORD = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 
 
 class Admission:
@@ -44,6 +42,7 @@ class Admission:
         self._settings = settings
         self._feed = feed
         self._pool = pool
+        self._samplings = Samplings(model.defaults, settings)
         self._draining = False
 
     @property
@@ -66,52 +65,61 @@ class Admission:
         timeout_s = self._timeout_s(request)
         self._check_ids(request)
         max_model_len = view.max_model_len(self._model.max_model_len)
-        if _is_read_at_once(request):
-            prompts, texts, grammar = self._understand(request, max_model_len)
-        else:
-            loop = asyncio.get_running_loop()
-            prompts, texts, grammar = await loop.run_in_executor(self._pool, self._understand, request, max_model_len)
-        job_id = request_id or new_job_id()
+        prompts, texts, grammar = await self._understood(request, max_model_len)
         if request.sampling.seed is None:
-            seed = secrets.randbits(64) if request_id is None else _seed_of(request_id)
+            seed = secrets.randbits(64) if request_id is None else seed_of(request_id)
             request = replace(request, sampling=replace(request.sampling, seed=seed))
-        samplings = self._samplings(request, [len(prompt) for prompt in prompts], max_model_len)
-        try:
-            now_s = await self._broker.now_s()
-        except BrokerUnavailable:
-            raise unavailable() from None
-        jobs = tuple(
-            Job(
-                job_id=name,
-                tenant=tenant,
-                prompt=pack_ids(prompt),
-                sampling=replace(sampling, grammar=grammar),
-                submitted_at_s=now_s,
-                deadline_s=now_s + timeout_s,
-                feed=self._feed,
-                priority=request.priority,
-                is_batch=request.is_batch,
-                model=self._model.name,
-            )
-            for name, prompt, sampling in zip(job_names(job_id, len(prompts)), prompts, samplings, strict=True)
-        )
-        return Ticket(
+        samplings = self._samplings.by_prompt(request, [len(prompt) for prompt in prompts], max_model_len)
+        ticket = Ticket(
             request=request,
-            request_id=job_id,
+            request_id=request_id or new_job_id(),
             tenant=tenant,
-            created_s=now_s,
+            created_s=await self._now_s(),
             timeout_s=timeout_s,
             num_prompt_tokens=tuple(map(len, prompts)),
             prompt_texts=texts,
             first_ids=() if request.sampling.prompt_logprobs is None else tuple(prompt[0] for prompt in prompts),
-            jobs=jobs,
         )
+        return replace(ticket, jobs=self._jobs(ticket, prompts, [replace(one, grammar=grammar) for one in samplings]))
+
+    def _jobs(
+        self, ticket: Ticket, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams]
+    ) -> tuple[Job, ...]:
+        return tuple(
+            Job(
+                job_id=job_id,
+                tenant=ticket.tenant,
+                prompt=pack_ids(prompt),
+                sampling=sampling,
+                submitted_at_s=ticket.created_s,
+                deadline_s=ticket.created_s + ticket.timeout_s,
+                feed=self._feed,
+                priority=ticket.request.priority,
+                is_batch=ticket.request.is_batch,
+                model=self._model.name,
+            )
+            for job_id, prompt, sampling in zip(ticket.job_ids, prompts, samplings, strict=True)
+        )
+
+    async def _now_s(self) -> float:
+        try:
+            return await self._broker.now_s()
+        except BrokerUnavailable:
+            raise unavailable() from None
 
     def _check_choices(self, request: Request) -> None:
         most, wishes = self._settings.max_n, request.sampling
         for name, value in (("n", wishes.n), ("best_of", wishes.best_of)):
             if value > most:
                 raise refusal(name, f"must be at most {most} here")
+
+    async def _understood(
+        self, request: Request, max_model_len: int
+    ) -> tuple[list[list[int]], tuple[str, ...], str | None]:
+        if _is_read_at_once(request):
+            return self._understand(request, max_model_len)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, self._understand, request, max_model_len)
 
     def _understand(self, request: Request, max_model_len: int) -> tuple[list[list[int]], tuple[str, ...], str | None]:
         """Token ids and, where they are told again, texts of the prompts, and the grammar. May take long."""
@@ -169,84 +177,12 @@ class Admission:
         self._model.check_ids(request.sampling.stop_token_ids, "stop_token_ids")
         self._model.check_ids(tuple(token for token, _ in request.sampling.logit_bias), "logit_bias")
 
-    def _samplings(self, request: Request, lengths: Sequence[int], max_model_len: int) -> list[SamplingParams]:
-        """By prompt. Raises RequestError (400) where one is too long or all together cost too much."""
-        wishes, param = request.sampling, "messages" if request.is_chat else "prompt"
-        budget = self._settings.max_request_tokens
-        fair_share = (budget - sum(lengths)) // (wishes.num_branches * len(lengths))
-        samplings = []
-        for length in lengths:
-            room = max_model_len - length
-            max_tokens = min(room, max(fair_share, 1)) if wishes.max_tokens is None else wishes.max_tokens
-            if room < 1 or max_tokens > room or wishes.min_tokens > max_tokens:
-                raise too_long(max_model_len, param)
-            samplings.append(self._sampling(wishes, max_tokens))
-        if sum(lengths) + wishes.num_branches * sum(sampling.max_tokens for sampling in samplings) > budget:
-            raise RequestError(
-                400,
-                f"The prompts and the tokens asked for, over all choices, exceed {budget} tokens.",
-                param="max_tokens",
-                code="request_too_large",
-            )
-        return samplings
-
-    def _sampling(self, wishes: SamplingWishes, max_tokens: int) -> SamplingParams:
-        chance = self._chance(wishes) if wishes.beam is None else {"temperature": 0.0, "top_k": None}
-        return SamplingParams(
-            max_tokens=max_tokens,
-            min_tokens=wishes.min_tokens,
-            **chance,
-            repetition_penalty=self._wished(wishes.repetition_penalty, "repetition_penalty", 1.0),
-            presence_penalty=wishes.presence_penalty,
-            frequency_penalty=wishes.frequency_penalty,
-            seed=wishes.seed,
-            stop_token_ids=wishes.stop_token_ids,
-            ignore_eos=wishes.ignore_eos,
-            logprobs=wishes.logprobs,
-            prompt_logprobs=wishes.prompt_logprobs,
-            logit_bias=wishes.logit_bias,
-            n=wishes.n,
-            best_of=wishes.best_of,
-            pooling=self._settings.pooling if wishes.embeds else None,
-            beam=wishes.beam,
-        )
-
-    def _chance(self, wishes: SamplingWishes) -> dict[str, Any]:
-        """What shapes the distribution that is sampled from."""
-        return {
-            "temperature": self._wished(wishes.temperature, "temperature", 1.0),
-            "top_k": int(self._wished(wishes.top_k, "top_k", 0)) or None,
-            "top_p": self._wished(wishes.top_p, "top_p", 1.0),
-            "min_p": self._wished(wishes.min_p, "min_p", 0.0),
-        }
-
-    def _wished(self, wish: float | None, name: str, neutral: float) -> float:
-        return float(self._model.defaults.get(name, neutral) if wish is None else wish)
-
 
 def _is_read_at_once(request: Request) -> bool:
     """Whether it takes less time to understand than to hand to a thread: the way there and back is long where the event
     loop is busy."""
     are_ids = all(isinstance(prompt, tuple) for prompt in request.prompts)
     return are_ids and not request.echo and request.sampling.grammar is None and request.tools is None
-
-
-def new_job_id() -> str:
-    """26 characters of Crockford's base 32, 128 bits of chance: nobody guesses another's job."""
-    return _in_base_32(secrets.randbits(128))
-
-
-def job_id_of(*names: str) -> str:
-    """Of these names, the same wherever it is asked for."""
-    return _in_base_32(int.from_bytes(sha256("\0".join(names).encode()).digest()[:16]))
-
-
-def _in_base_32(bits: int) -> str:
-    return "".join(CROCKFORD[(bits >> shift) & 31] for shift in range(125, -1, -5))
-
-
-def _seed_of(request_id: str) -> int:
-    return int.from_bytes(sha256(b"seed" + request_id.encode()).digest()[:8])
 
 
 def unavailable() -> RequestError:

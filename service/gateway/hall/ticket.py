@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from service.gateway.generation.request import Request, Source
+from service.gateway.hall.job_ids import job_names
 from service.gateway.openai.validator import read_request
 from service.wire.codec import pack_ids, unpack_ids
 from service.wire.messages import Job, RequestRecord
@@ -35,10 +36,6 @@ class Ticket:
     @property
     def job_ids(self) -> Sequence[str]:
         return job_names(self.request_id, len(self.num_prompt_tokens))
-
-
-def job_names(request_id: str, num_jobs: int) -> Sequence[str]:
-    return [request_id, *(f"{request_id}.{number}" for number in range(1, num_jobs))]
 
 
 def record_of(ticket: Ticket) -> RequestRecord:

@@ -15,8 +15,8 @@ import msgspec
 from service.errors import RequestError
 from service.gateway.generation.refusals import refusal
 from service.gateway.generation.request import ENDPOINTS, Request
-from service.gateway.hall.admission import job_id_of
 from service.gateway.hall.hall import Hall, incident
+from service.gateway.hall.job_ids import job_id_of
 from service.gateway.openai.calls import CallTeller
 from service.gateway.queue_door.replies import RETRY_S, Answer, Choice, persist
 from service.logs import about, also_about, fields
