@@ -8,9 +8,9 @@ from typing import Any
 
 from model.config_fields import MAX_TOKEN_ID, Fields
 from model.dtypes import NUMPY_DTYPES
+from model.json_files import read_json_object
 from model.ops.interface import NO_WINDOW
 from model.rope_config import RopeConfig, read_rope
-from model.strict_json import read_json_object
 
 CONFIG_BYTES = 1 << 20
 """Largest config.json or generation_config.json that is read; real ones have a few kilobytes."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from model.dtypes import NUMPY_DTYPES
 from model.errors import ModelError
-from model.strict_json import parse_json_object
+from model.json_files import parse_json_object
 
 HEADER_BYTES = 100_000_000
 """Largest header, as the format's own reader has it."""

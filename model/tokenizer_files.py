@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from model.errors import ModelError
-from model.strict_json import read_json_object
+from model.json_files import read_json_object
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"

@@ -10,8 +10,8 @@ import numpy as np
 from model.config import ModelConfig
 from model.dtypes import all_finite
 from model.errors import ModelError
+from model.json_files import read_json_object
 from model.safetensors_file import StoredTensor, read_safetensors
-from model.strict_json import read_json_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

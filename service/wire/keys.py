@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 PAYLOAD_FIELD = "m"
-END_FIELD = "end"
+PAYLOAD = PAYLOAD_FIELD.encode()  # as Redis answers
 
 JOBS = "{quire}:jobs"
 """Hash. Job id to Job. Doors write, workers read. From acceptance to the end."""

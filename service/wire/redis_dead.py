@@ -13,8 +13,6 @@ from service.wire.messages import DeadLetter, Job
 from service.wire.redis_link import RedisLink
 from service.wire.redis_state import bound_args, deadline_arg, new_state
 
-PAYLOAD = keys.PAYLOAD_FIELD.encode()
-
 
 class RedisDead:
     """For people: reads the letters, and gives a job another chance. Raises BrokerUnavailable."""
@@ -50,4 +48,4 @@ class RedisDead:
     async def _entries(self) -> list[tuple[str, DeadLetter]]:
         async with self._link.commands() as redis:
             entries = await redis.xrevrange(keys.DEAD)
-        return [(entry_id.decode(), decode(DeadLetter, entry.get(PAYLOAD, b""))) for entry_id, entry in entries]
+        return [(entry_id.decode(), decode(DeadLetter, entry.get(keys.PAYLOAD, b""))) for entry_id, entry in entries]

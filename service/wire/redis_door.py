@@ -118,7 +118,7 @@ class RedisDoor:
     async def read_replies(self, producer: str, producer_job_id: str) -> Sequence[bytes]:
         async with self._link.commands() as redis:
             entries = await redis.xrange(keys.reply(producer, producer_job_id))
-        return [entry.get(keys.PAYLOAD_FIELD.encode(), b"") for _, entry in entries]
+        return [entry.get(keys.PAYLOAD, b"") for _, entry in entries]
 
     async def settle_ingress(self, entry: IngressEntry) -> None:
         stream = keys.ingress(entry.producer)

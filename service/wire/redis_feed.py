@@ -13,7 +13,7 @@ from service.wire import keys
 from service.wire.broker import BrokerUnavailable
 from service.wire.codec import WireError, decode, decode_events
 from service.wire.messages import Event, Job
-from service.wire.redis_follower import PAYLOAD, Follower, JobLogs
+from service.wire.redis_follower import Follower, JobLogs
 from service.wire.redis_link import Outage, RedisLink
 
 log = logging.getLogger("quire.redis")
@@ -144,7 +144,7 @@ class FeedReader:
         at = dict(positions)
         answer = await self._link.block(lambda redis, block_ms: redis.xread(at, PAGE_ENTRIES, block_ms), wait_s)
         return [
-            (key.decode(), [(entry_id.decode(), entry.get(PAYLOAD, b"")) for entry_id, entry in entries])
+            (key.decode(), [(entry_id.decode(), entry.get(keys.PAYLOAD, b"")) for entry_id, entry in entries])
             for key, entries in answer
         ]
 

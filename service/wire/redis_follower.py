@@ -22,7 +22,6 @@ from service.wire.redis_link import Outage, RedisLink
 
 log = logging.getLogger("quire.redis")
 
-PAYLOAD = keys.PAYLOAD_FIELD.encode()
 BUFFER_EVENTS = 256
 LOG_PAGE_EVENTS = 256
 MAX_READS = 8
@@ -49,7 +48,7 @@ class JobLogs:
         async def read() -> list[bytes]:
             async with self._link.commands() as redis:
                 entries = await redis.xrange(keys.events(job_id), f"{start}-0", "+", count=LOG_PAGE_EVENTS)
-            return [entry.get(PAYLOAD, b"") for _, entry in entries]
+            return [entry.get(keys.PAYLOAD, b"") for _, entry in entries]
 
         try:
             return [decode(Event, payload) for payload in await self._persist(read)]

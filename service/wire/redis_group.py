@@ -11,8 +11,6 @@ from redis.exceptions import ResponseError
 from service.wire import keys
 from service.wire.redis_link import GroupMissing, RedisLink
 
-PAYLOAD = keys.PAYLOAD_FIELD.encode()
-
 
 @dataclass(frozen=True)
 class GroupEntry:
@@ -82,7 +80,7 @@ class GroupReader:
                 claimed = await redis.xclaim(stream, self._group, self._consumer, left_ms, left) if left else []
             for entry_id, fields in claimed:
                 if entry_id is not None and fields is not None:
-                    taken.append(GroupEntry(stream, entry_id.decode(), fields.get(PAYLOAD, b""), 2))
+                    taken.append(GroupEntry(stream, entry_id.decode(), fields.get(keys.PAYLOAD, b""), 2))
         return taken
 
     async def _read(self, streams: Sequence[str], max_entries: int, wait_s: float) -> list[GroupEntry]:
@@ -100,7 +98,7 @@ class GroupReader:
         if not answer:
             self._may_have_left_overs = False
         return [
-            GroupEntry(stream.decode(), entry_id.decode(), fields.get(PAYLOAD, b""), 1)
+            GroupEntry(stream.decode(), entry_id.decode(), fields.get(keys.PAYLOAD, b""), 1)
             for stream, entries in answer
             for entry_id, fields in entries
         ]
@@ -124,6 +122,6 @@ class GroupReader:
             if gone:
                 await redis.xack(stream, self._group, *gone)
         return [
-            GroupEntry(stream, entry_id.decode(), fields.get(PAYLOAD, b""), deliveries[entry_id] + 1)
+            GroupEntry(stream, entry_id.decode(), fields.get(keys.PAYLOAD, b""), deliveries[entry_id] + 1)
             for entry_id, fields in there.items()
         ]

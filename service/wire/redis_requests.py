@@ -9,8 +9,6 @@ from service.wire.codec import decode, encode
 from service.wire.messages import Event, RequestRecord
 from service.wire.redis_link import RedisLink
 
-PAYLOAD = keys.PAYLOAD_FIELD.encode()
-
 
 def record_life_s(record: RequestRecord, now_s: float) -> int:
     """How long a record stays, from Redis time `now_s` on."""
@@ -55,7 +53,7 @@ class RedisRequests:
             for job_id in job_ids:
                 pipeline.xrevrange(keys.events(job_id), count=1)
             logs = await pipeline.execute()
-        return [decode(Event, log[0][1].get(PAYLOAD, b"")) if log else None for log in logs]
+        return [decode(Event, log[0][1].get(keys.PAYLOAD, b"")) if log else None for log in logs]
 
     async def watch(self, request_id: str, for_s: float) -> None:
         async with self._link.commands() as redis:

@@ -22,7 +22,6 @@ from service.wire.redis_link import RedisLink
 log = logging.getLogger("quire.redis")
 
 MAX_CANCELS_READ = 1024
-PAYLOAD = keys.PAYLOAD_FIELD.encode()
 
 
 class RedisWorker:
@@ -81,7 +80,7 @@ class RedisWorker:
         for entry_id, entry in (entry for _, entries in answer for entry in entries):
             self._cancels_from = entry_id.decode()
             try:
-                cancels.append(decode(Cancel, entry.get(PAYLOAD, b"")))
+                cancels.append(decode(Cancel, entry.get(keys.PAYLOAD, b"")))
             except WireError as error:
                 log.error("unreadable cancel %s", fields(entry=self._cancels_from, error=error))
         return cancels
@@ -151,7 +150,7 @@ class RedisWorker:
 
     async def _read_log(self, log_key: str) -> list[bytes]:
         async with self._link.commands() as redis:
-            return [entry.get(PAYLOAD, b"") for _, entry in await redis.xrange(log_key)]
+            return [entry.get(keys.PAYLOAD, b"") for _, entry in await redis.xrange(log_key)]
 
     async def _end(self, job_id: str, fence: str, reason: EndReason) -> None:
         await self._held.run("end", [], [job_id, fence, reason.value])

@@ -47,7 +47,7 @@ ARRAY_HALF = (
     "loader", "weights", "safetensors_file", "llama", "step_graphs", "rope", "kv_cache", "batch", "sampler", "ops",
 )  # fmt: skip
 COMMON = (
-    "config", "config_fields", "rope_config", "sampling_params", "dtypes", "strict_json", "errors",
+    "config", "config_fields", "rope_config", "sampling_params", "dtypes", "json_files", "errors",
     "ops.host_blocks", "ops.interface",
 )  # fmt: skip
 WORKSHOP = "demo"

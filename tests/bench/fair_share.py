@@ -15,12 +15,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import signal
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,13 +29,13 @@ import numpy as np
 from model.sampling_params import SamplingParams
 from service.errors import EndReason
 from service.wire.codec import pack_ids
-from service.wire.embedded_redis import EmbeddedRedis
 from service.wire.fair_queue import FairQueue, cost_of
 from service.wire.messages import Event, Job, Part, Usage
 from service.wire.redis_broker import open_redis_broker
 from service.worker.places import Places
 from tests.support.doors import start_gateway
 from tests.support.gateway import MODEL
+from tests.support.measuring import flags, fresh_redis, tell
 from tests.support.wire import make_card, make_job
 
 NUM_SMALL = 20
@@ -344,7 +342,7 @@ async def measure(args: argparse.Namespace, folder: Path, redis_url: str) -> dic
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags(__doc__)
     parser.add_argument("scenario", choices=("flood", "overload", "simulate", "flooder"))
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--step-ms", type=float, default=20.0)
@@ -353,27 +351,15 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--flood", type=int, default=200, help="requests that the flooder keeps waiting")
     parser.add_argument("--port", type=int, help="of the gateway to flood; for flooder, which flood starts")
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
     args = parser.parse_args(given)
     if args.scenario == "simulate":
-        _tell(simulate(args), args.out)
+        tell(simulate(args), args.out)
         return
     if args.scenario == "flooder":
         asyncio.run(keep_flooding(args))
         return
-    with tempfile.TemporaryDirectory() as folder:
-        server = EmbeddedRedis.start(Path(folder) / "redis")
-        try:
-            figures = asyncio.run(measure(args, Path(folder), server.url))
-        finally:
-            server.stop()
-    _tell(figures, args.out)
-
-
-def _tell(figures: dict[str, object], out: Path | None) -> None:
-    print(json.dumps(figures))
-    if out is not None:
-        out.write_text(json.dumps(figures, indent=1) + "\n")
+    with fresh_redis() as (url, folder):
+        tell(asyncio.run(measure(args, folder, url)), args.out)
 
 
 if __name__ == "__main__":

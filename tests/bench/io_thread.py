@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import tempfile
 import time
 from collections import deque
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import uvloop
@@ -24,11 +21,11 @@ from service.cli.bench.host_steps import VOCAB_SIZE, make_engine
 from service.engine.outputs import NewTokens
 from service.garbage import keep_for_good
 from service.wire.codec import pack_ids
-from service.wire.embedded_redis import EmbeddedRedis
 from service.wire.messages import Job
 from service.wire.redis_broker import open_redis_broker
 from service.worker.courier import Courier
 from service.worker.engine_thread import EngineThread
+from tests.support.measuring import flags, fresh_redis, tell
 from tests.support.wire import make_card
 
 NUM_PROMPT_TOKENS = 100
@@ -137,22 +134,14 @@ async def run_jobs(door, courier: Courier, args: argparse.Namespace, number: int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags(__doc__)
     parser.add_argument("--batch", type=int, default=200)
     parser.add_argument("--step-ms", type=float, default=9.0)
     parser.add_argument("--steps", type=int, default=300, help="tokens of each job")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        server = EmbeddedRedis.start(Path(folder))
-        try:
-            figures = uvloop.run(measure(args, server.url))
-        finally:
-            server.stop()
-    print(json.dumps(figures))
-    if args.out is not None:
-        args.out.write_text(json.dumps(figures, indent=1) + "\n")
+    with fresh_redis() as (url, _):
+        tell(uvloop.run(measure(args, url)), args.out)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from array import array
 from pathlib import Path
@@ -27,11 +26,11 @@ import numpy as np
 
 from service.errors import EndReason
 from service.wire.codec import pack_ids
-from service.wire.embedded_redis import EmbeddedRedis
 from service.wire.messages import Event, Part, Usage
 from service.wire.redis_broker import open_redis_broker
 from tests.support.doors import start_gateway
 from tests.support.gateway import MODEL
+from tests.support.measuring import flags, fresh_redis, tell
 from tests.support.wire import make_card
 
 OPEN_WITHIN_S = 180.0
@@ -207,26 +206,18 @@ def _latencies_ms(stub: StubEngine, out: Path, since_s: float) -> np.ndarray:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags(__doc__)
     parser.add_argument("--streams", type=int, default=5000)
     parser.add_argument("--rate", type=float, default=1.0, help="tokens a second and stream")
     parser.add_argument("--step-ms", type=float, default=20.0)
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--read", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.read:
         read_streams(int(args.read[0]), int(args.read[1]), Path(args.read[2]))
         return
-    with tempfile.TemporaryDirectory() as folder:
-        server = EmbeddedRedis.start(Path(folder) / "redis")
-        try:
-            figures = asyncio.run(measure(args, Path(folder), server.url))
-        finally:
-            server.stop()
-    print(json.dumps(figures))
-    if args.out is not None:
-        args.out.write_text(json.dumps(figures, indent=1) + "\n")
+    with fresh_redis() as (url, folder):
+        tell(asyncio.run(measure(args, folder, url)), args.out)
 
 
 if __name__ == "__main__":

@@ -6,18 +6,14 @@ model, all but Redis in this process, drops each at a random moment, and notes w
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import random
 import sys
-import tempfile
 import time
 from bisect import bisect
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import aiohttp
 import numpy as np
@@ -30,11 +26,11 @@ from service.errors import EndReason
 from service.gateway.generation.served_model import ServedModel
 from service.gateway.process import serving
 from service.wire import keys
-from service.wire.embedded_redis import EmbeddedRedis
 from service.wire.redis_broker import open_redis_broker
 from service.worker.courier import Courier
 from service.worker.engine_thread import EngineThread, Stop
 from tests.support.demo_engine import DEMO
+from tests.support.measuring import flags, fresh_redis, tell
 from tests.support.wire import make_card
 
 MODEL = "demo"
@@ -184,20 +180,13 @@ def _figures(notes: Notes) -> dict[str, object]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags(__doc__)
     parser.add_argument("--times", type=int, default=10_000)
     parser.add_argument("--at-once", type=int, default=16)
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        server = EmbeddedRedis.start(Path(folder) / "redis")
-        try:
-            figures = asyncio.run(run(server.url, args.times, args.at_once))
-        finally:
-            server.stop()
-    print(json.dumps(figures))
-    if args.out is not None:
-        args.out.write_text(json.dumps(figures, indent=1) + "\n")
+    with fresh_redis() as (url, _):
+        figures = asyncio.run(run(url, args.times, args.at_once))
+    tell(figures, args.out)
     return int(bool(figures["blocks_left"] or figures["jobs_left"]))
 
 

@@ -9,7 +9,6 @@ byte the same, and log-probabilities as near as batches of other sizes let them 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
@@ -30,6 +29,7 @@ from service.gateway.generation.served_model import ServedModel
 from service.gateway.process import serving
 from tests.support.demo_engine import DEMO
 from tests.support.fleet import Fleet
+from tests.support.measuring import flags, tell
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MODEL = "demo"
@@ -188,18 +188,14 @@ def _compare(tally: Tally, wish: Wish, answer: Answer, golden: Answer, is_resume
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags(__doc__)
     parser.add_argument("--times", type=int, default=1000)
     parser.add_argument("--at-once", type=int, default=60)
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="quire-") as folder:
         start_s = time.monotonic()
         tally = asyncio.run(run(Path(folder), args.times, args.at_once))
-    figures = {**asdict(tally), "elapsed_s": round(time.monotonic() - start_s, 1)}
-    print(json.dumps(figures, indent=1))
-    if args.out is not None:
-        args.out.write_text(json.dumps(figures, indent=1) + "\n")
+    tell({**asdict(tally), "elapsed_s": round(time.monotonic() - start_s, 1)}, args.out)
     return int(tally.num_different != 0)
 
 

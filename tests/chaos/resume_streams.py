@@ -7,22 +7,19 @@ log-probabilities, usage in chunks, characters of several bytes.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import random
 import re
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
 
-from service.wire.embedded_redis import EmbeddedRedis
 from tests.support.doors import GatewayFleet, open_fleet
 from tests.support.gateway import MODEL, speech
+from tests.support.measuring import flags, fresh_redis, tell
 from tests.support.scripted_worker import Script
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -130,24 +127,16 @@ def _whole_events(data: bytes) -> tuple[bytes, int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = flags(__doc__)
     parser.add_argument("--times", type=int, default=1000)
     parser.add_argument("--at-once", type=int, default=16)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        server = EmbeddedRedis.start(Path(folder) / "redis")
-        try:
-            start_s = time.monotonic()
-            tally = asyncio.run(run(server.url, Path(folder) / "model", args.times, args.at_once, args.seed))
-            elapsed_s = time.monotonic() - start_s
-        finally:
-            server.stop()
-    figures = {**vars(tally), "times": args.times, "elapsed_s": round(elapsed_s, 1)}
-    print(json.dumps(figures))
-    if args.out is not None:
-        args.out.write_text(json.dumps(figures, indent=1) + "\n")
+    with fresh_redis() as (url, folder):
+        start_s = time.monotonic()
+        tally = asyncio.run(run(url, folder / "model", args.times, args.at_once, args.seed))
+        elapsed_s = time.monotonic() - start_s
+    tell({**vars(tally), "times": args.times, "elapsed_s": round(elapsed_s, 1)}, args.out)
     return int(tally.num_identical != args.times)
 
 

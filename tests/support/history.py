@@ -24,7 +24,6 @@ PATIENCE_S = 120.0
 LOGPROB_TOLERANCE = 1e-4
 PROMPT = 1 << 20
 """Stands for the prompt where answers are kept by branch."""
-GOOD_ENDS = (EndReason.STOP, EndReason.LENGTH)
 _NUMBERS = itertools.count(1)
 
 
