@@ -157,14 +157,11 @@ async def measure(args: argparse.Namespace, folder: Path, redis_url: str) -> dic
         await stub.end()
         await asyncio.to_thread(client.wait)
         latencies_ms = _latencies_ms(stub, out, start_s + WARM_UP_S)
-        p50, p90, p99 = np.percentile(latencies_ms, (50, 90, 99))
         return {
             "streams": args.streams,
             "tokens_per_s": round(len(latencies_ms) / (end_s - start_s - WARM_UP_S)),
             "step_ms": args.step_ms,
-            "latency_ms_p50": round(p50, 2),
-            "latency_ms_p90": round(p90, 2),
-            "latency_ms_p99": round(p99, 2),
+            **{f"latency_ms_p{share}": round(np.percentile(latencies_ms, share), 2) for share in (50, 90, 99)},
             "kb_a_stream_open": round((open_kb - idle_kb) / args.streams, 1),
             "kb_a_stream_busy": round((busy_kb - idle_kb) / args.streams, 1),
             "gateway_cpu_share": round(cpu_share, 2),

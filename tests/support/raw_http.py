@@ -65,3 +65,20 @@ class RawClient:
         self._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._writer.transport.abort()
         await asyncio.gather(self._writer.wait_closed(), return_exceptions=True)
+
+
+async def raw(gateway, request: bytes):
+    """Status and JSON of whatever is answered to these bytes."""
+    client = await RawClient.connect(gateway.url)
+    try:
+        await client.send(request)
+        status, headers, body = await client.response()
+        return status, headers, json.loads(body)
+    finally:
+        await client.close()
+
+
+def is_error(answer) -> bool:
+    """Whether it is OpenAI's error JSON."""
+    error = answer["error"]
+    return set(error) == {"message", "type", "param", "code"} and isinstance(error["message"], str)

@@ -49,59 +49,42 @@ def test_every_end_has_its_label():
     assert find(page, "vllm:request_success_total", **MINE, finished_reason="abort") == 1
 
 
+GPU, HOST = {"tier": "gpu"}, {"tier": "host"}
+NUMBERS = {
+    metrics.STAT_NUM_RUNNING: (3, "vllm:num_requests_running", {}),
+    metrics.STAT_NUM_WAITING: (4, "vllm:num_requests_waiting", {}),
+    metrics.STAT_NUM_BLOCKS_FREE: (5, "quire:kv_blocks", {**GPU, "state": "free"}),
+    metrics.STAT_NUM_BLOCKS_USED: (6, "quire:kv_blocks", {**GPU, "state": "used"}),
+    metrics.STAT_NUM_BLOCKS_SHARED: (2, "quire:kv_blocks", {**GPU, "state": "shared"}),
+    metrics.STAT_NUM_BLOCKS_CACHED: (7, "quire:kv_blocks", {**GPU, "state": "cached"}),
+    metrics.STAT_NUM_HOST_BLOCKS_FREE: (21, "quire:kv_blocks", {**HOST, "state": "free"}),
+    metrics.STAT_NUM_HOST_BLOCKS_USED: (22, "quire:kv_blocks", {**HOST, "state": "used"}),
+    metrics.STAT_NUM_HOST_BLOCKS_CACHED: (23, "quire:kv_blocks", {**HOST, "state": "cached"}),
+    metrics.STAT_SWAPPED_TOTAL: (24, "quire:preemptions_total", {"kind": "swap"}),
+    metrics.STAT_RECOMPUTED_TOTAL: (25, "quire:preemptions_total", {"kind": "recompute"}),
+    metrics.STAT_SWAP_OUT_BYTES_TOTAL: (26, "quire:kv_swap_bytes_total", {"direction": "out"}),
+    metrics.STAT_SWAP_IN_BYTES_TOTAL: (27, "quire:kv_swap_bytes_total", {"direction": "in"}),
+    metrics.STAT_COPY_ON_WRITE_TOTAL: (28, "quire:kv_copy_on_write_total", {}),
+    metrics.STAT_PREFIX_QUERY_TOKENS_TOTAL: (29, "quire:prefix_cache_query_tokens_total", {}),
+    metrics.STAT_PREFIX_HIT_TOKENS_TOTAL: (30, "quire:prefix_cache_hit_tokens_total", {}),
+    metrics.STAT_KV_USAGE: (0.5, "vllm:kv_cache_usage_perc", {}),
+    metrics.STAT_KV_WASTE_RATIO: (0.1, "quire:kv_waste_ratio", {}),
+    metrics.STAT_PROMPT_TOKENS_TOTAL: (70, "vllm:prompt_tokens_total", {}),
+    metrics.STAT_GENERATION_TOKENS_TOTAL: (80, "vllm:generation_tokens_total", {}),
+    metrics.STAT_PREEMPTIONS_TOTAL: (9, "vllm:num_preemptions_total", {}),
+    metrics.STAT_STEPS_TOTAL: (10, "quire:steps_total", {}),
+    metrics.STAT_STEP_TIME_MS: (11.5, "quire:step_time_ms", {}),
+}
+"""What a worker says: a value of its own, and where it stands on the page."""
+
+
 def test_numbers_of_the_workers():
     page = GatewayMetrics("m")
-    stats = {
-        metrics.STAT_NUM_RUNNING: 3,
-        metrics.STAT_NUM_WAITING: 4,
-        metrics.STAT_NUM_BLOCKS_FREE: 5,
-        metrics.STAT_NUM_BLOCKS_USED: 6,
-        metrics.STAT_NUM_BLOCKS_SHARED: 2,
-        metrics.STAT_NUM_BLOCKS_CACHED: 7,
-        metrics.STAT_NUM_HOST_BLOCKS_FREE: 21,
-        metrics.STAT_NUM_HOST_BLOCKS_USED: 22,
-        metrics.STAT_NUM_HOST_BLOCKS_CACHED: 23,
-        metrics.STAT_SWAPPED_TOTAL: 24,
-        metrics.STAT_RECOMPUTED_TOTAL: 25,
-        metrics.STAT_SWAP_OUT_BYTES_TOTAL: 26,
-        metrics.STAT_SWAP_IN_BYTES_TOTAL: 27,
-        metrics.STAT_COPY_ON_WRITE_TOTAL: 28,
-        metrics.STAT_PREFIX_QUERY_TOKENS_TOTAL: 29,
-        metrics.STAT_PREFIX_HIT_TOKENS_TOTAL: 30,
-        metrics.STAT_KV_USAGE: 0.5,
-        metrics.STAT_KV_WASTE_RATIO: 0.1,
-        metrics.STAT_PROMPT_TOKENS_TOTAL: 70,
-        metrics.STAT_GENERATION_TOKENS_TOTAL: 80,
-        metrics.STAT_PREEMPTIONS_TOTAL: 9,
-        metrics.STAT_STEPS_TOTAL: 10,
-        metrics.STAT_STEP_TIME_MS: 11.5,
-        "something new": 1,
-    }
-    page.see_fleet({"w1": stats, "w2": {metrics.STAT_NUM_RUNNING: 1}}, 12)
-    one = {"model_name": "m", "engine": "w1"}
-    assert find(page, "vllm:num_requests_running", **one) == 3
+    stats = {stat: value for stat, (value, _, _) in NUMBERS.items()}
+    page.see_fleet({"w1": {**stats, "something new": 1}, "w2": {metrics.STAT_NUM_RUNNING: 1}}, 12)
+    for value, name, labels in NUMBERS.values():
+        assert find(page, name, model_name="m", engine="w1", **labels) == value, name
     assert find(page, "vllm:num_requests_running", model_name="m", engine="w2") == 1
-    assert find(page, "vllm:num_requests_waiting", **one) == 4
-    assert find(page, "quire:kv_blocks", **one, tier="gpu", state="free") == 5
-    assert find(page, "quire:kv_blocks", **one, tier="gpu", state="shared") == 2
-    assert find(page, "quire:kv_blocks", **one, tier="gpu", state="cached") == 7
-    for state, number in (("free", 21), ("used", 22), ("cached", 23)):
-        assert find(page, "quire:kv_blocks", **one, tier="host", state=state) == number
-    assert find(page, "quire:preemptions_total", **one, kind="swap") == 24
-    assert find(page, "quire:preemptions_total", **one, kind="recompute") == 25
-    assert find(page, "quire:kv_swap_bytes_total", **one, direction="out") == 26
-    assert find(page, "quire:kv_swap_bytes_total", **one, direction="in") == 27
-    assert find(page, "quire:kv_copy_on_write_total", **one) == 28
-    assert find(page, "quire:prefix_cache_query_tokens_total", **one) == 29
-    assert find(page, "quire:prefix_cache_hit_tokens_total", **one) == 30
-    assert find(page, "quire:kv_blocks", **one, tier="gpu", state="used") == 6
-    assert find(page, "vllm:kv_cache_usage_perc", **one) == 0.5
-    assert find(page, "quire:kv_waste_ratio", **one) == 0.1
-    assert find(page, "vllm:prompt_tokens_total", **one) == 70
-    assert find(page, "vllm:generation_tokens_total", **one) == 80
-    assert find(page, "vllm:num_preemptions_total", **one) == 9
-    assert find(page, "quire:steps_total", **one) == 10
-    assert find(page, "quire:step_time_ms", **one) == 11.5
     assert find(page, "quire:queue_depth") == 12
     page.see_fleet({}, math.nan)
     assert not any(("engine", "w1") in key for key in samples(page))

@@ -14,7 +14,6 @@ from model.sampling_params import SamplingParams
 from service.errors import EndReason
 from service.wire.codec import (
     LIMITS,
-    MAX_BODY_DEPTH,
     WireError,
     decode,
     encode,
@@ -244,23 +243,6 @@ def test_what_we_would_not_read_we_do_not_write():
             encode(broken)
 
 
-JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**64 - 1)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=10), inner, max_size=5),
-    max_leaves=30,
-)
-
-
-@given(st.dictionaries(st.text(max_size=10), JSON, max_size=6))
-def test_any_json_body_survives_the_way(body):
-    job = IngressJob(v=1, id="a", endpoint="/v1/completions", body=body)
-    assert decode(IngressJob, encode(job)) == job
-
-
 @given(st.sampled_from(KINDS), st.binary(max_size=300))
 def test_random_bytes_are_wire_errors(kind, payload):
     with pytest.raises(WireError):
@@ -295,45 +277,6 @@ def test_mutated_messages_decode_or_are_wire_errors(message, data):
 def test_well_formed_nonsense_is_a_wire_error(value, kind):
     with pytest.raises(WireError):
         decode(kind, msgpack.packb({"v": 1, "x": value}))
-
-
-def ingress(body) -> bytes:
-    return msgpack.packb({"v": 1, "id": "a", "endpoint": "/v1/completions", "body": body})
-
-
-@pytest.mark.parametrize("job_id", ["", "a b", "ä", "a" * 65, "a/b", "a\n", "*", "{x}"])
-def test_an_ingress_id_is_a_plain_name(job_id):
-    with pytest.raises(WireError, match="field id"):
-        decode(IngressJob, encode(IngressJob(v=1, id=job_id, endpoint="e", body={})))
-
-
-def nested(depth: int) -> dict:
-    value: object = 1
-    for _ in range(depth - 1):
-        value = [value]
-    return {"x": value}
-
-
-def test_a_body_nests_so_deep_and_no_deeper():
-    decode(IngressJob, ingress(nested(MAX_BODY_DEPTH - 1)))
-    with pytest.raises(WireError, match="deep"):
-        decode(IngressJob, ingress(nested(MAX_BODY_DEPTH + 1)))
-
-
-@pytest.mark.parametrize("value", [b"x", [b"x"], {"a": b"x"}, float("nan"), [float("inf")], {b"k": 1}])
-def test_a_body_holds_what_json_holds(value):
-    with pytest.raises(WireError):
-        decode(IngressJob, ingress({"x": value}))
-
-
-def test_a_prompt_may_come_packed():
-    ids = list(range(5000))
-    job = decode(IngressJob, ingress({"prompt": pack_ids(ids), "n": 1}))
-    assert job.body == {"prompt": ids, "n": 1}
-    with pytest.raises(WireError):
-        decode(IngressJob, ingress({"prompt": b"abc"}))
-    with pytest.raises(WireError):
-        decode(IngressJob, ingress({"prompt": ids}))
 
 
 def test_packed_numbers():

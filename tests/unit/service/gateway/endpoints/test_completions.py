@@ -2,13 +2,9 @@
 
 import json
 
-import aiohttp
-import pytest
-
-from service.errors import ENDINGS, EndReason
-from service.wire.broker import BrokerUnavailable
+from service.errors import EndReason
 from service.wire.codec import unpack_ids
-from tests.support.gateway import MAX_POSITION, MODEL, VOCAB_PADDING, QuickBroker, open_gateway, speech
+from tests.support.gateway import MAX_POSITION, MODEL, open_gateway, speech
 from tests.support.scripted_worker import Script
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -168,34 +164,6 @@ async def test_logprobs_of_chat(gateway):
     assert body["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
 
 
-@pytest.mark.parametrize("end", [end for end in EndReason if ENDINGS[end].finish_reason is None])
-async def test_jobs_that_fail(gateway, end):
-    gateway.worker.script = lambda job: Script([], end)
-    for body in (MESSAGES, {**MESSAGES, "stream": True}):
-        status, answer = await gateway.post(CHAT, body)
-        assert status == ENDINGS[end].status
-        assert answer["error"]["message"] == ENDINGS[end].message
-        assert answer["error"]["code"] == end.value
-
-
-async def test_failure_after_the_first_text_is_the_last_event(gateway):
-    gateway.worker.script = lambda job: speech(gateway.model, "Hello", end=EndReason.INTERNAL)
-    events = await gateway.events(CHAT, MESSAGES)
-    assert json.loads(events[-1])["error"]["code"] == "internal"
-    assert "[DONE]" not in events
-
-
-async def test_deadline(gateway):
-    gateway.worker.script = lambda job: speech(gateway.model, "Hello", end=None)
-    status, answer = await gateway.post(CHAT, {**MESSAGES, "timeout": 0.05})
-    assert (status, answer["error"]["code"]) == (504, "deadline")
-    events = await gateway.events(CHAT, {**MESSAGES, "timeout": 0.05})
-    assert json.loads(events[-1])["error"]["code"] == "deadline"
-    assert {(await gateway.worker.cancelled(n)).reason for n in (1, 2)} == {EndReason.DEADLINE}
-    status, answer = await gateway.post(CHAT, {**MESSAGES, "timeout": 601})
-    assert (status, answer["error"]["param"]) == (400, "timeout")
-
-
 async def test_keep_alive_comments_while_waiting(model_folder, monkeypatch):
     monkeypatch.setattr("service.gateway.endpoints.completions.KEEP_ALIVE_S", 0.05)
     async with open_gateway(model_folder) as gateway:
@@ -204,130 +172,6 @@ async def test_keep_alive_comments_while_waiting(model_folder, monkeypatch):
             text = await response.text()
         assert text.startswith(": keep-alive\n\n")
         assert text.endswith("data: [DONE]\n\n")
-
-
-@pytest.mark.parametrize(
-    ("path", "change", "param", "code"),
-    [
-        (COMPLETIONS, {"prompt": [10**6]}, "prompt", None),
-        (COMPLETIONS, {"prompt": [-1]}, "prompt", None),
-        (COMPLETIONS, {"prompt": [5279552648203111001]}, "prompt", None),
-        (COMPLETIONS, {"stop_token_ids": [10**6]}, "stop_token_ids", None),
-        (COMPLETIONS, {"stop_token_ids": [-1]}, "stop_token_ids", None),
-        (COMPLETIONS, {"logit_bias": {"1000000": 1}}, "logit_bias", None),
-        (COMPLETIONS, {"max_tokens": MAX_POSITION}, "prompt", "context_length_exceeded"),
-        (COMPLETIONS, {"prompt": [1] * MAX_POSITION}, "prompt", "context_length_exceeded"),
-        (COMPLETIONS, {"prompt": "a" * 500_000}, "prompt", "context_length_exceeded"),
-        (COMPLETIONS, {"prompt": "a " * 600}, "prompt", "context_length_exceeded"),
-        (CHAT, {"max_tokens": MAX_POSITION}, "messages", "context_length_exceeded"),
-        (CHAT, {"min_tokens": MAX_POSITION}, "messages", "context_length_exceeded"),
-        (CHAT, {"messages": [{"role": "user", "content": "a" * 500_000}]}, "messages", "context_length_exceeded"),
-    ],
-)
-async def test_refused_by_the_model(gateway, path, change, param, code):
-    status, answer = await gateway.post(path, {**(PROMPT if path == COMPLETIONS else MESSAGES), **change})
-    assert status == 400
-    assert answer["error"]["param"] == param
-    assert answer["error"]["code"] == code
-    assert gateway.worker.jobs == []
-
-
-async def test_token_ids_are_held_against_the_logits(gateway):
-    last = gateway.model.vocab_size - 1
-    assert last == gateway.model.tokenizer.vocab_size + VOCAB_PADDING - 1
-    assert (await gateway.post(COMPLETIONS, {**PROMPT, "prompt": [0, last]}))[0] == 200
-    assert (await gateway.post(COMPLETIONS, {**PROMPT, "prompt": [0, last + 1]}))[0] == 400
-
-
-async def test_the_shortest_worker_bounds_the_context(model_folder):
-    async with open_gateway(model_folder) as gateway:
-        gateway.worker._max_model_len = 32
-        await gateway.worker.announce()
-        gateway.worker.script = lambda job: Script([[1] * 64])
-        assert (await gateway.post(COMPLETIONS, {**PROMPT, "max_tokens": 30}))[0] == 400
-        assert (await gateway.post(COMPLETIONS, {**PROMPT, "max_tokens": 29}))[1]["usage"]["total_tokens"] == 32
-
-
-async def test_unknown_model(gateway):
-    for name in ("gpt-4", "../../etc/passwd", MODEL + " ", ""):
-        status, answer = await gateway.post(CHAT, {**MESSAGES, "model": name})
-        assert (status, answer["error"]["code"], answer["error"]["param"]) == (404, "model_not_found", "model")
-
-
-class AwayBroker(QuickBroker):
-    """Away whenever `away` names the method."""
-
-    away: frozenset[str] = frozenset()
-
-    async def submit(self, job, *bounds):
-        self._check("submit")
-        await super().submit(job, *bounds)
-
-    async def workers(self):
-        self._check("workers")
-        return await super().workers()
-
-    async def now_s(self):
-        self._check("now_s")
-        return await super().now_s()
-
-    def _check(self, method):
-        if method in self.away:
-            raise BrokerUnavailable("away")
-
-
-@pytest.mark.parametrize("method", ["submit", "workers", "now_s"])
-async def test_queue_away(model_folder, method):
-    broker = AwayBroker()
-    async with open_gateway(model_folder, broker) as gateway:
-        broker.away = frozenset({method})
-        for body in (MESSAGES, {**MESSAGES, "stream": True}):
-            async with gateway.http.post(gateway.url + CHAT, json=body) as response:
-                assert response.status == 503
-                assert response.headers["Retry-After"]
-                assert (await response.json())["error"]["code"] == "unavailable"
-        broker.away = frozenset()
-        assert (await gateway.post(CHAT, MESSAGES))[0] == 200
-
-
-async def test_jobs_wait_where_no_worker_ever_was(model_folder):
-    async with open_gateway(model_folder) as gateway:
-        await gateway.broker.retire("scripted")
-        assert (await gateway.get("/readyz"))[0] == 503
-        assert (await gateway.post(CHAT, MESSAGES))[0] == 200
-
-
-async def test_a_bug_gets_a_number_and_no_traceback(gateway, monkeypatch, caplog):
-    def broken(*args):
-        raise ZeroDivisionError("secret")
-
-    monkeypatch.setattr("service.gateway.generation.served_model.ServedModel.encode", broken)
-    status, answer = await gateway.post(CHAT, MESSAGES)
-    assert (status, answer["error"]["code"]) == (500, "internal_error")
-    assert "secret" not in json.dumps(answer)
-    assert "ZeroDivisionError: secret" in caplog.text
-    assert answer["error"]["message"].split()[-1].rstrip(".") in caplog.text
-
-
-async def test_drain_lets_running_requests_end_and_refuses_others(model_folder):
-    async with aiohttp.ClientSession() as http:
-        async with open_gateway(model_folder, drain_timeout=5.0) as gateway:
-            gateway.worker.script = lambda job: speech(gateway.model, "Hello world.", step_s=0.03)
-            response = await http.post(gateway.url + CHAT, json={**MESSAGES, "stream": True})
-            await response.content.readline()
-        # The gateway has left; the stream is complete all the same.
-        assert (await response.text()).endswith("data: [DONE]\n\n")
-
-
-async def test_drain_time_runs_out(model_folder):
-    async with aiohttp.ClientSession() as http:
-        async with open_gateway(model_folder, drain_timeout=0.05) as gateway:
-            gateway.worker.script = lambda job: speech(gateway.model, "Hello", end=None)
-            response = await http.post(gateway.url + CHAT, json={**MESSAGES, "stream": True})
-            await response.content.readline()
-        text = await response.text()
-        assert '"code":"shutdown"' in text
-        assert "[DONE]" not in text
 
 
 async def test_echo_tells_how_likely_the_prompt_was(gateway):
