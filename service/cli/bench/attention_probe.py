@@ -1,7 +1,7 @@
 """How fast decode attention reads the cache in the middle of a run.
 
 A captured step is one piece to the clock, so its attention is run once more by itself: on the run's own cache, block
-tables and lengths, over all layers. What it computes is thrown away.
+tables and lengths, over all layers, planned once as in a step. What it computes is thrown away.
 """
 
 from __future__ import annotations
@@ -49,6 +49,12 @@ class AttentionProbe:
 
     def _pass(self, q: Array, tables: Array, lengths: Array, kv: Array, out: Array) -> None:
         ops, config = self._built.ops, self._built.config
-        for layer, window in enumerate(config.windows):
-            with ops.scratch():
-                ops.paged_decode_attention(q, kv, layer, tables, lengths, config.head_dim**-0.5, window, out)
+        with ops.scratch():
+            plans = {
+                window: ops.plan_decode_attention(config.num_heads, kv, tables, lengths, window)
+                for window in dict.fromkeys(config.windows)
+            }
+            for layer, window in enumerate(config.windows):
+                scale, plan = config.head_dim**-0.5, plans[window]
+                with ops.scratch():
+                    ops.paged_decode_attention(q, kv, layer, tables, lengths, scale, window, out, plan)

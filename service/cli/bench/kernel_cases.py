@@ -22,6 +22,9 @@ CACHE_LAYERS = 2
 
 Launch = Callable[[], object]
 
+Batch = tuple[tuple[int, int], ...]
+"""(sequences, tokens each), groups of them beside each other."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -38,27 +41,26 @@ class Case:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the cases are. Attention is (sequences, tokens each). Sets of inputs are taken by turns until they fill
-    `rotated_bytes`: on a GPU more than twice the largest L2; on a CPU small cases stay in its cache, as they do in use.
-    """
+    """How large the cases are. Sets of inputs are taken by turns until they fill `rotated_bytes`: on a GPU more than
+    twice the largest L2; on a CPU small cases stay in its cache, as they do in use."""
 
     num_tokens: int
     rows: tuple[int, ...]
-    decode: tuple[tuple[int, int], ...]
-    prefill: tuple[tuple[int, int], ...]
+    decode: tuple[Batch, ...]
+    prefill: tuple[tuple[int, int], ...]  # (prompts, tokens each)
     sampled: tuple[int, ...]
     copied_blocks: int
     rotated_bytes: int
 
     @property
     def cache_tokens(self) -> int:
-        return max(sequences * length for sequences, length in (*self.decode, *self.prefill))
+        return max(sum(map(math.prod, batch)) for batch in (*self.decode, self.prefill))
 
 
 GPU_SIZES = Sizes(
     num_tokens=8192,
     rows=(1, 16, 64, 256, 512, 8192),
-    decode=((32, 4096), (128, 1024), (256, 512), (1, 32768)),
+    decode=(((32, 4096),), ((128, 1024),), ((256, 512),), ((1, 32768),), ((1, 131072), (31, 4096))),
     prefill=((4, 1024), (1, 4096), (1, 16384)),
     sampled=(64, 256),
     copied_blocks=2048,
@@ -67,7 +69,7 @@ GPU_SIZES = Sizes(
 CPU_SIZES = Sizes(
     num_tokens=256,
     rows=(1, 16, 64),
-    decode=((1, 512), (16, 256)),
+    decode=(((1, 512),), ((16, 256),), ((1, 512), (3, 128))),
     prefill=((1, 256),),
     sampled=(16,),
     copied_blocks=16,
@@ -96,8 +98,10 @@ class KernelCases:
         yield from self._rows()
         yield from self._products()
         yield self._rope()
-        yield self._plan()
-        yield from (self._decode(*each) for each in self.sizes.decode)
+        yield self._plan(((max(self.sizes.rows[:-1]), 2 * self._block_size),))
+        yield from map(self._plan, self.sizes.decode)
+        yield from (self._decode(batch, planned=True) for batch in self.sizes.decode)
+        yield from (self._decode(batch, planned=False) for batch in self.sizes.decode)
         yield from (self._prefill(*each) for each in self.sizes.prefill)
         yield self._copies()
         yield from self._sampling()
@@ -178,35 +182,39 @@ class KernelCases:
 
         return Case("rope_kv_write", f"{tokens} x {width}", 2 * tokens * width * self._item, 0, make)
 
-    def _plan(self) -> Case:
-        ops, num_heads, sequences = self._ops, self._config.num_heads, max(self.sizes.rows[:-1])
-        tables = ops.upload(np.zeros((sequences, 2), np.int32))
-        lengths = ops.upload(self._rng.integers(1, 2 * self._block_size, sequences).astype(np.int32))
+    def _plan(self, batch: Batch) -> Case:
+        """What a step does once for all of its layers."""
+        ops, num_heads = self._ops, self._config.num_heads
+        tables, lengths = self._paged(batch)
 
         def make(_: int) -> Launch:
             return lambda: ops.plan_decode_attention(num_heads, self._kv, tables, lengths, NO_WINDOW)
 
-        return Case("plan_decode_attention", f"{sequences}", 36 * sequences, 0, make)
+        return Case("plan_decode_attention", _named(batch), 36 * len(tables), 0, make)
 
-    def _decode(self, sequences: int, length: int) -> Case:
-        ops, config = self._ops, self._config
-        tables, lengths = self._paged(sequences, length)
-        shape = (sequences, config.num_heads, config.head_dim)
+    def _decode(self, batch: Batch, *, planned: bool) -> Case:
+        """One layer's attention, planned beforehand as a step does it, or with a plan of its own each time."""
+        ops, num_heads, head_dim = self._ops, self._config.num_heads, self._config.head_dim
+        tables, lengths = self._paged(batch)
+        shape = (len(tables), num_heads, head_dim)
 
         def make(i: int) -> Launch:
-            q, out, layer = self._random(shape), ops.empty(shape, ops.dtype), i % CACHE_LAYERS
-            scale = config.head_dim**-0.5
-            return lambda: ops.paged_decode_attention(q, self._kv, layer, tables, lengths, scale, NO_WINDOW, out)
+            q, out, plan = self._random(shape), ops.empty(shape, ops.dtype), None
+            if planned:
+                plan = ops.plan_decode_attention(num_heads, self._kv, tables, lengths, NO_WINDOW)
+            args = (self._kv, i % CACHE_LAYERS, tables, lengths, head_dim**-0.5, NO_WINDOW, out, plan)
+            return lambda: ops.paged_decode_attention(q, *args)
 
-        cached = 2 * sequences * length * config.num_kv_heads * config.head_dim
-        num_bytes = (cached + 2 * math.prod(shape)) * self._item
-        peer = self._peer("decode", sequences, length)
-        num_flops = 4 * math.prod(shape) * length
-        return Case("paged_decode_attention", f"{sequences} x {length}", num_bytes, num_flops, make, peer)
+        num_tokens = sum(map(math.prod, batch))
+        cached = 2 * num_tokens * self._config.num_kv_heads * head_dim
+        num_bytes, num_flops = (cached + 2 * math.prod(shape)) * self._item, 4 * num_tokens * num_heads * head_dim
+        peer = self._peer("decode", *batch[0]) if len(batch) == 1 else None
+        size = _named(batch) + ("" if planned else ", and its plan")
+        return Case("paged_decode_attention", size, num_bytes, num_flops, make, peer)
 
     def _prefill(self, sequences: int, length: int) -> Case:
         ops, config = self._ops, self._config
-        tables, lengths = self._paged(sequences, length)
+        tables, lengths = self._paged(((sequences, length),))
         start = ops.upload(np.arange(sequences + 1, dtype=np.int32) * length)
         shape = (sequences * length, config.num_heads, config.head_dim)
 
@@ -273,11 +281,13 @@ class KernelCases:
 
         return make
 
-    def _paged(self, sequences: int, length: int) -> tuple[Array, Array]:
+    def _paged(self, batch: Batch) -> tuple[Array, Array]:
         """Block tables that scatter these sequences over the cache, and their lengths."""
-        width = math.ceil(length / self._block_size)
-        tables = self._rng.permutation(len(self._kv))[: sequences * width].astype(np.int32).reshape(sequences, width)
-        return self._ops.upload(tables), self._ops.upload(np.full(sequences, length, np.int32))
+        lengths = np.concatenate([np.full(*group, np.int32) for group in batch])
+        held = np.arange(-(-lengths.max() // self._block_size)) < -(-lengths[:, None] // self._block_size)
+        tables = np.zeros(held.shape, np.int32)
+        tables[held] = self._rng.permutation(len(self._kv))[: np.count_nonzero(held)]
+        return self._ops.upload(tables), self._ops.upload(lengths)
 
     def _peer(self, what: str, sequences: int, length: int) -> dict[str, Any]:
         config = self._config
@@ -293,3 +303,7 @@ class KernelCases:
     def _random(self, shape: tuple[int, ...], scale: float = 1.0, dtype: np.dtype | None = None) -> Array:
         tile = (self._tile * scale).astype(dtype or self._ops.dtype)
         return self._ops.upload(np.resize(np.roll(tile, int(self._rng.integers(RANDOM_TILE))), shape))
+
+
+def _named(batch: Batch) -> str:
+    return " + ".join(f"{sequences} x {length}" for sequences, length in batch)
