@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -135,11 +135,14 @@ def measure_trace(
 
 
 @contextmanager
-def steady_decode(built: BuiltEngine, batch: int, context: int, num_steps: int) -> Iterator[None]:
+def steady_decode(
+    built: BuiltEngine, batch: int, context: int, num_steps: int, *, computes_prompts: bool = True
+) -> Iterator[None]:
     """`batch` sequences that decode within, and hold about `context` tokens each halfway through `num_steps` steps.
 
-    The engine should give prompts whole steps, or the first ones have grown by when the last ones begin. Raises
-    StartupError where the pool or the model's length does not hold them.
+    Where the prompts are not computed, what the cache holds stands for their keys and values. The engine should give
+    prompts whole steps, or the first ones have grown by when the last ones begin. Raises StartupError where the pool or
+    the model's length does not hold them.
     """
     num_prompt = max(1, context - WARM_STEPS - num_steps // 2)
     budget = max(1, built.limits.max_num_batched_tokens - batch)  # the first ones decode while the last ones prefill
@@ -147,9 +150,10 @@ def steady_decode(built: BuiltEngine, batch: int, context: int, num_steps: int) 
     _expect_room(built, batch, num_prompt + num_output)
     _add(built, [(num_prompt, num_output)] * batch)
     engine, started = built.engine, set()
-    while len(started) < batch:
-        engine.step()
-        started |= {output.request_id for output in engine.take_outputs() if output.parts}
+    with nullcontext() if computes_prompts else _no_prompts(built):
+        while len(started) < batch:
+            engine.step()
+            started |= {output.request_id for output in engine.take_outputs() if output.parts}
     for _ in range(WARM_STEPS):
         _timed_step(built)
     yield
@@ -157,6 +161,30 @@ def steady_decode(built: BuiltEngine, batch: int, context: int, num_steps: int) 
     while engine.has_work:
         engine.step()
     engine.take_outputs()
+
+
+@contextmanager
+def _no_prompts(built: BuiltEngine) -> Iterator[None]:
+    """Steps outside the captured sizes, as those of long prompts are, compute nothing and prefer no token."""
+    model, ops = built.executor.model, built.ops
+    even = ops.upload(np.zeros((built.limits.max_num_seqs, model.config.vocab_size), np.float32))
+    model.forward = lambda batch, kv: even[: batch.num_sequences if batch.logit_rows is None else len(batch.logit_rows)]
+    try:
+        yield
+        ops.synchronize()
+    finally:
+        del model.forward
+
+
+def randomize_cache(built: BuiltEngine) -> None:
+    """Random numbers all over the cache."""
+    ops, flat = built.ops, built.executor.kv.reshape(-1)
+    tile = np.random.default_rng(0).standard_normal(1_000_003, np.float32).astype(ops.dtype)
+    tile = ops.upload(np.resize(tile, min(flat.size, 1 << 27)))
+    for start in range(0, flat.size, tile.size):
+        part = flat[start : start + tile.size]
+        part.data.copy_from_device_async(tile.data, part.nbytes, ops.stream)
+    ops.synchronize()
 
 
 def measure_decode(built: BuiltEngine, batch: int, context: int, num_steps: int) -> DecodeFigures:

@@ -1,8 +1,11 @@
 """What each kernel adds to a decode step, by PyTorch's profiler, which sees every kernel of the process.
 
-    python -m service.cli.bench.step_profile --model-config llama-3.1-8b --batch 1,64,256,512 [--out FILE]
+    python -m service.cli.bench.step_profile --model-config llama-3.1-8b --batch 1,64,256,512 [--context N,...]
+        [--out FILE]
 
-Random weights. A script of its own, because only it wants PyTorch, and that in the engine's process.
+Random weights, and random keys and values instead of those of prompts. With several contexts every batch is looked at
+with each of them that the pool has room for, and what grows from a step to one of twice the batch or context is told.
+A script of its own, because only it wants PyTorch, and that in the engine's process.
 """
 
 from __future__ import annotations
@@ -13,19 +16,22 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from service.cli.bench.engine_measures import WHOLE_STEPS, steady_decode
-from service.cli.bench.flag_values import whole_number, whole_numbers
+from service.cli.bench.engine_measures import WHOLE_STEPS, randomize_cache, steady_decode
+from service.cli.bench.flag_values import whole_numbers
 from service.cli.bench.kernels import Ceilings, measure_ceilings
 from service.cli.bench.report import add_report_flags, check_report_flags, write_report
+from service.cli.bench.step_growth import growth_of, tell_growth
 from service.cli.bench.step_table import KernelEvent, StepTable, table_of
 from service.cli.table import print_grid, shown
 from service.config import Settings
 from service.engine.build import BuiltEngine, build_engine
+from service.errors import StartupError
 from service.garbage import keep_for_good
 
 PROFILED_STEPS = 8
@@ -37,43 +43,53 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model-config", required=True)
     parser.add_argument("--batch", default="1,64,256,512")
-    parser.add_argument("--context", default="1100", help="mean tokens a sequence holds")
+    parser.add_argument("--context", default="1100", help="mean tokens a sequence holds; several, one by one")
     add_report_flags(parser)
     flags = parser.parse_args()
     check_report_flags(flags)
-    batches, context = whole_numbers("--batch", flags.batch), whole_number("--context", flags.context)
+    batches, contexts = whole_numbers("--batch", flags.batch), whole_numbers("--context", flags.context)
     torch.cuda.init()  # before the cache takes what memory there is
     named = replace(Settings(), model_config=flags.model_config, load_format="dummy", device="cuda")
     settings = replace(named, max_num_seqs=max(batches), max_prefill_chunk=WHOLE_STEPS)
     built = build_engine(settings, progress=True)
     keep_for_good()
     ceilings = measure_ceilings(built.ops)
-    tables = [profile_decode(built, batch, context, ceilings) for batch in batches]
-    for table in tables:
-        tell(table)
+    randomize_cache(built)
+    tables = []
+    for batch, context in product(batches, contexts):
+        try:
+            tables.append(profile_decode(built, batch, context, ceilings))
+        except StartupError as reason:
+            print(f"batch {batch}, context {context}: {reason}")
+            continue
+        tell(tables[-1])
+    growth = growth_of(tables, built.config, built.ops.dtype.itemsize)
+    tell_growth(growth)
     record = {"bench": "step_profile", "device": built.ops.device_name, "model": flags.model_config}
     panel = {"kind": "bars", "title": "", "x": "us a step", "y": "", "series": []}
     for table in tables:
         bars = {"x": [row.op for row in table.rows], "y": [row.time_us for row in table.rows]}
-        panel["series"].append({"label": f"batch {table.batch}", **bars})
+        panel["series"].append({"label": f"batch {table.batch}, context {table.mean_context:.0f}", **bars})
     figure = {"title": f"a decode step on {built.ops.device_name}", "panels": [panel]}
-    write_report(flags, {**record, **asdict(ceilings), "steps": [asdict(table) for table in tables]}, figure)
+    found = {"steps": [asdict(table) for table in tables], "growth": [asdict(row) for row in growth]}
+    write_report(flags, {**record, **asdict(ceilings), **found}, figure)
 
 
 def profile_decode(built: BuiltEngine, batch: int, context: int, ceilings: Ceilings) -> StepTable:
     """Steps of `batch` sequences that hold about `context` tokens each."""
     engine, config = built.engine, built.config
-    with steady_decode(built, batch, context, PROFILED_STEPS + TIMED_STEPS):
-        host_ms = _host_ms(built)
+    with steady_decode(built, batch, context, PROFILED_STEPS + TIMED_STEPS, computes_prompts=False):
+        timed_s, host_s = _timed(built)
         held = engine.stats().num_slots_filled
         events = _events(lambda: [engine.step() for _ in range(PROFILED_STEPS)], built)
         mean_context = (held + engine.stats().num_slots_filled) / 2 / batch
     item = built.ops.dtype.itemsize
-    return table_of(events, PROFILED_STEPS, batch, mean_context, host_ms, config, item, ceilings)
+    times = (1e6 * timed_s, 1e3 * host_s)
+    return table_of(events, PROFILED_STEPS, batch, mean_context, *times, config, item, ceilings)
 
 
-def _host_ms(built: BuiltEngine) -> float:
-    """Of a step, without the time in which the host waits for the device."""
+def _timed(built: BuiltEngine) -> tuple[float, float]:
+    """Seconds of a step, and of these the host's, without those in which it waits for the device."""
     collect, waited_s = built.executor.collect, 0.0
 
     def wait_first(launched):
@@ -93,7 +109,7 @@ def _host_ms(built: BuiltEngine) -> float:
         total_s = time.perf_counter() - begin_s
     finally:
         del built.executor.collect
-    return 1e3 * (total_s - waited_s) / TIMED_STEPS
+    return total_s / TIMED_STEPS, (total_s - waited_s) / TIMED_STEPS
 
 
 def _events(work: Callable[[], object], built: BuiltEngine) -> list[KernelEvent]:
@@ -116,9 +132,10 @@ def _events(work: Callable[[], object], built: BuiltEngine) -> list[KernelEvent]
 
 def tell(table: StepTable) -> None:
     """A table of one batch on the terminal."""
+    idle_share, timed_us = table.idle_us / table.step_us, table.timed_us
     print(
-        f"\nbatch {table.batch}, context {table.mean_context:.0f}: {table.step_us:,.0f} us a step, "
-        f"{100 * table.idle_us / table.step_us:.2f} % idle, {table.host_ms:.2f} ms of the host"
+        f"\nbatch {table.batch}, context {table.mean_context:.0f}: {table.step_us:,.0f} us a step, {timed_us:,.0f} "
+        f"without the profiler, {100 * idle_share:.2f} % idle, {table.host_ms:.2f} ms of the host"
     )
     rows = [
         (

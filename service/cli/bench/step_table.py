@@ -6,7 +6,7 @@ one before it, or from its own beginning if that is later, to its own end.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from model.config import ModelConfig
@@ -17,6 +17,7 @@ PRODUCTS = ("qkv", "output", "gate_up", "down")
 
 HEAD = "lm_head"
 COPIES = "copies"
+ATTENTION = "paged_decode_attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class StepTable:
     batch: int
     mean_context: float
     step_us: float  # from the first kernel to the last one's end
+    timed_us: float  # the same steps without the profiler, by the host's clock
     idle_us: float  # of these, with nothing on the device
     host_ms: float  # schedule, build and settle: what a step takes besides waiting for the device
     rows: list[OperationRow]
@@ -90,8 +92,8 @@ def added_us(events: Iterable[KernelEvent]) -> tuple[list[float], float]:
     return added, idle
 
 
-def least_us(config: ModelConfig, batch: int, mean_context: float, item: int, ceilings: Ceilings) -> dict[str, float]:
-    """Operation -> the least time of a step's worth of it at the ceilings; `item` bytes an element."""
+def work_of(config: ModelConfig, batch: int, mean_context: float, item: int) -> dict[str, tuple[float, float]]:
+    """Operation -> bytes and FLOPs of a step's worth of it, the least there can be; `item` bytes an element."""
     layers, hidden, inner = config.num_layers, config.hidden_size, config.intermediate_size
     q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes = {
@@ -101,23 +103,30 @@ def least_us(config: ModelConfig, batch: int, mean_context: float, item: int, ce
         "down": (hidden, inner, layers, item),
         HEAD: (config.vocab_size, hidden, 1, 4),
     }
-    least = {}
-    for name, (n, k, count, out_item) in shapes.items():
-        num_bytes, num_flops = (n * k + batch * k) * item + batch * n * out_item, 2 * batch * n * k
-        seconds = max(num_bytes / ceilings.copy_bytes_per_s, num_flops / ceilings.gemm_flops_per_s)
-        least[f"linear {name}"] = 1e6 * count * seconds
+    work = {
+        f"linear {name}": (count * ((n * k + batch * k) * item + batch * n * out_item), count * 2 * batch * n * k)
+        for name, (n, k, count, out_item) in shapes.items()
+    }
     num_bytes = {
-        "paged_decode_attention": layers * batch * (mean_context * 2 * kv_width + 2 * q_width) * item,
+        ATTENTION: layers * batch * (mean_context * 2 * kv_width + 2 * q_width) * item,
         "add_rms_norm": layers * 2 * 4 * batch * hidden * item,
         "silu_mul": layers * 3 * batch * inner * item,
         "rope_kv_write": layers * 2 * batch * (q_width + 2 * kv_width) * item,
         "sample_tokens": batch * config.vocab_size * 4,
     }
-    return least | {name: 1e6 * count / ceilings.copy_bytes_per_s for name, count in num_bytes.items()}
+    return work | {name: (count, 0) for name, count in num_bytes.items()}
+
+
+def least_us(work: Mapping[str, tuple[float, float]], ceilings: Ceilings) -> dict[str, float]:
+    """Operation -> the least time that its bytes and FLOPs take at the ceilings."""
+    return {
+        name: 1e6 * max(num_bytes / ceilings.copy_bytes_per_s, num_flops / ceilings.gemm_flops_per_s)
+        for name, (num_bytes, num_flops) in work.items()
+    }
 
 
 def table_of(
-    events: Sequence[KernelEvent], num_steps: int, batch: int, mean_context: float, host_ms: float,
+    events: Sequence[KernelEvent], num_steps: int, batch: int, mean_context: float, timed_us: float, host_ms: float,
     config: ModelConfig, item: int, ceilings: Ceilings,
 ) -> StepTable:  # fmt: skip
     """Of `num_steps` whole steps' events; what takes longest first."""
@@ -127,7 +136,7 @@ def table_of(
     for name, time_us in zip(op_names(events, config.num_layers), added, strict=True):
         times[name] = times.get(name, 0.0) + time_us / num_steps
         launches[name] = launches.get(name, 0) + 1
-    least = least_us(config, batch, mean_context, item, ceilings)
+    least = least_us(work_of(config, batch, mean_context, item), ceilings)
     step_us = sum(times.values()) + idle_us / num_steps
     rows = [
         OperationRow(
@@ -140,5 +149,11 @@ def table_of(
         for name, time_us in sorted(times.items(), key=lambda pair: -pair[1])
     ]
     return StepTable(
-        batch=batch, mean_context=mean_context, step_us=step_us, idle_us=idle_us / num_steps, host_ms=host_ms, rows=rows
+        batch=batch,
+        mean_context=mean_context,
+        step_us=step_us,
+        timed_us=timed_us,
+        idle_us=idle_us / num_steps,
+        host_ms=host_ms,
+        rows=rows,
     )

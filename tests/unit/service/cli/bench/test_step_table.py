@@ -6,7 +6,7 @@ import pytest
 
 from model.config import PRESETS
 from service.cli.bench.kernels import Ceilings
-from service.cli.bench.step_table import COPIES, KernelEvent, added_us, least_us, op_names, table_of
+from service.cli.bench.step_table import COPIES, KernelEvent, added_us, least_us, op_names, table_of, work_of
 
 CEILINGS = Ceilings(copy_bytes_per_s=4e12, gemm_flops_per_s=8e14)
 
@@ -39,7 +39,7 @@ def test_a_kernel_that_began_early_adds_what_comes_after_the_one_before():
 def test_a_table_adds_up_to_the_step():
     config = PRESETS["llama-3.1-8b"]
     events = step_of(config.num_layers, 0.0) + step_of(config.num_layers, 5000.0)
-    table = table_of(list(reversed(events)), 2, 64, 1100.0, 1.5, config, 2, CEILINGS)
+    table = table_of(list(reversed(events)), 2, 64, 1100.0, 900.0, 1.5, config, 2, CEILINGS)
     assert table.step_us == pytest.approx((events[-1].end_us - events[0].begin_us) / 2)
     assert sum(row.time_us for row in table.rows) + table.idle_us == pytest.approx(table.step_us)
     assert sum(row.step_share for row in table.rows) == pytest.approx(1 - table.idle_us / table.step_us)
@@ -51,7 +51,7 @@ def test_a_table_adds_up_to_the_step():
 
 def test_the_least_time_is_that_of_the_weights_at_few_rows_and_of_the_products_at_many():
     config = PRESETS["llama-3.1-8b"]
-    few, many = (least_us(config, batch, 1000.0, 2, CEILINGS) for batch in (1, 4096))
+    few, many = (least_us(work_of(config, batch, 1000.0, 2), CEILINGS) for batch in (1, 4096))
     weights = 2 * config.num_layers * 2 * config.intermediate_size * config.hidden_size
     assert few["linear gate_up"] == pytest.approx(1e6 * weights / 4e12, rel=0.01)
     assert many["linear gate_up"] == pytest.approx(1e6 * weights * 4096 / 8e14)
