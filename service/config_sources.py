@@ -137,5 +137,5 @@ def _checked(field: dataclasses.Field, text: str, source: str) -> Any:
         raise StartupError(f"{source}: {text!r} is none of {', '.join(map(str, metadata['choices']))}")
     low, high = metadata["low"], metadata["high"]
     if low is not None and not low <= value <= high:
-        raise StartupError(f"{source}: {text} is outside {low}..{high}")
+        raise StartupError(f"{source}: {text} is outside {low}..{high}" if low < high else f"{source}: must be {low}")
     return value

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 
 from service.cli.bench.verb import add_bench_flags, run_bench
@@ -67,7 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Serves Llama-family models over HTTP and Redis from a paged KV cache.",
         epilog="Every flag --some-name can be given as QUIRE_SOME_NAME in the environment; the flag wins.",
     )
-    verbs = parser.add_subparsers(dest="verb", metavar="|".join((*VERBS, *OTHER_VERBS)), required=True)
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB")
     extra = {"check": add_check_flags, "bench": add_bench_flags}
     for verb in VERBS:
         verb_parser = verbs.add_parser(verb, help=HELP[verb], description=HELP[verb], allow_abbrev=False)
@@ -79,15 +80,30 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _not_known(word: str, known: Iterable[str]) -> str:
+    """What to say of a word that no flag of the verb is; `known` are the names of its flags."""
+    flags = [f"--{name.replace('_', '-')}" for name in known]
+    alike = get_close_matches(word.partition("=")[0], flags, n=1)
+    return f"{word} is not known here" + (f"; {alike[0]} is" if alike else "")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb. 0: done, 1: it failed while running, 2: it could not start as asked."""
-    flags = make_parser().parse_args(argv)
+    parser = make_parser()
+    flags, unknown = parser.parse_known_args(argv)
+    if flags.verb is None:
+        parser.print_help(sys.stderr)
+        return 2
     try:
+        if unknown:
+            raise StartupError(_not_known(unknown[0], vars(flags)))
         if flags.verb in OTHER_VERBS:
             return OTHER_VERBS[flags.verb][2](flags)
         settings = read_settings(flags.verb, flags, os.environ)
         if settings.model is None:
             settings = replace(settings, model=DEMO_MODEL)
+        if flags.verb != BENCH and not settings.model.is_dir():
+            raise StartupError(f"--model: {settings.model} is no folder on this machine; nothing is downloaded")
         setup_logs(settings.log_level)
         return COMMANDS[flags.verb](settings, flags)
     except BrokenPipeError:  # the reader of our output has left, as `head` does

@@ -84,7 +84,7 @@ async def _broker(settings: Settings) -> AsyncIterator[RedisBroker]:
         url = with_password(settings.redis_url, settings.redis_password_file)
         broker = await open_redis_broker(url, settings.worker_name, lease_s=settings.lease)
     except BrokerUnavailable as error:
-        raise StartupError(f"--redis-url: nobody answers there: {error}") from None
+        raise StartupError(f"--redis-url: {error}") from None
     try:
         yield broker
     finally:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
+import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
 
@@ -123,7 +125,8 @@ async def _listen(
     try:
         return await loop.create_server(protocol, settings.host, settings.port, backlog=BACKLOG, **handshake)
     except OSError as error:
-        reason = error.strerror or "no such address"
+        # asyncio's own words say the address again.
+        reason = error.strerror if isinstance(error, socket.gaierror) or not error.errno else os.strerror(error.errno)
         raise StartupError(f"cannot listen on {settings.host}:{settings.port}: {reason}") from error
 
 

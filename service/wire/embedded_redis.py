@@ -155,7 +155,7 @@ def _lock_folder(data_dir: Path) -> int:
         except BlockingIOError:
             if time.monotonic() > give_up:
                 os.close(lock)
-                raise StartupError(f"{data_dir} is in use by another Quire") from None
+                raise StartupError(f"{data_dir} is in use by another Quire; --data-dir names another folder") from None
         time.sleep(0.05)
 
 

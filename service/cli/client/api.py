@@ -72,7 +72,8 @@ class Api:
         except aiohttp.InvalidURL:
             raise ServiceError(f"--url: {self._url!r} is no address of a service") from None
         except aiohttp.ClientConnectorError as error:
-            raise ServiceError(f"{self._url} cannot be reached: {error.os_error.strerror}") from None
+            reason = _reason(error.os_error)
+            raise ServiceError(f"{self._url} cannot be reached: {reason}; --url says where it is") from None
         except (aiohttp.ClientError, OSError) as error:
             raise ServiceError(f"{self._url}: {error or type(error).__name__}") from None
         except ValueError:
@@ -87,6 +88,11 @@ async def connected(flags: argparse.Namespace) -> AsyncIterator[Api]:
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
     async with aiohttp.ClientSession(headers=headers, timeout=timeout) as http:
         yield Api(http, flags.url)
+
+
+def _reason(error: OSError) -> str:
+    """In the system's words: asyncio's say the address again. Names that are not found have numbers of their own."""
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
 
 
 async def _refusal(response: aiohttp.ClientResponse) -> str:

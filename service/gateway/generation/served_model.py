@@ -83,7 +83,8 @@ class ServedModel:
     def require(self, name: str) -> None:
         """Raises RequestError (404) unless `name` is this model's."""
         if name != self.name:
-            raise RequestError(404, "The model does not exist.", param="model", code="model_not_found")
+            message = "The model does not exist; GET /v1/models names the one that is served."
+            raise RequestError(404, message, param="model", code="model_not_found")
 
     def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, each inside the vocabulary, at least one. Raises RequestError (400).

@@ -1,0 +1,42 @@
+"""What a wrong word on the command line gets: one line that names it, and what may have been meant; exit status 2."""
+
+import pytest
+
+from service.cli.main import main
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["serve", "--prot", "9000"], "quire serve: --prot is not known here; --port is"),
+        (["worker", "--max-num-seq=3"], "quire worker: --max-num-seq=3 is not known here; --max-num-seqs is"),
+        (["gateway", "zzz"], "quire gateway: zzz is not known here"),
+        (["serve", "--port", "abc"], "quire serve: --port: 'abc' is not accepted: a whole number"),
+        (["serve", "--port", "70000"], "quire serve: --port: 70000 is outside 0..65535"),
+        (["serve", "--tensor-parallel-size", "2"], "quire serve: --tensor-parallel-size: must be 1"),
+        (["check", "--model", "a/b"], "quire check: --model: a/b is no folder on this machine; nothing is downloaded"),
+        (["worker"], "quire worker: --redis-url is missing (quire serve starts a Redis of its own)"),
+    ],
+)
+def test_one_line_names_the_wrong_word(words, line, capsys):
+    assert main(words) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == line
+
+
+def test_a_redis_that_does_not_answer(capsys):
+    assert main(["worker", "--redis-url", "redis://127.0.0.1:9"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("quire worker: --redis-url: Redis does not answer: ")
+
+
+def test_no_verb_gets_the_help(capsys):
+    assert main([]) == 2
+    said = capsys.readouterr().err
+    assert [verb for verb in ("serve", "gateway", "worker", "chat", "key") if f"\n    {verb} " not in said] == []
+
+
+def test_an_unknown_verb(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["srve"])
+    assert left.value.code == 2
+    assert "'srve' (choose from" in capsys.readouterr().err
