@@ -8,7 +8,9 @@
 // shared memory. Launches must not overlap: all draw their work from one counter, which the last drawer sets back.
 //
 // A piece of work is ROWS query rows of one kv head (row r is query head r % GROUP of the chunk's token r / GROUP).
-// CTAs draw pieces, sequence by sequence, the longest of each first. In a CTA, one warp has queries and tiles of KEYS
+// CTAs draw pieces, sequence by sequence, the longest of each first; where there are several CTAs for each piece, they
+// share its keys (prefill_parts.cuh; `part_sums` float32[num_ctas, 192, HEAD_DIM] and `part_stats` float32[num_ctas,
+// 192, 2] are theirs to meet in). In a CTA, one warp has queries and tiles of KEYS
 // keys and values brought to shared memory, two stages ahead, a copy a block and 64 dimensions. Three warpgroups of
 // 64 rows each take a tile at their own pace, so that the tensor cores work for one while others make weights. Three,
 // because what bounds two is the road from L2: 128 rows reach 560 TFLOP/s, 690 if they need not wait for keys; 192
@@ -21,6 +23,7 @@
 // head; on an H200 440 / 585 / 635 TFLOP/s in bf16 at 1k / 4k / 16k, warm.
 #include "attention.cuh"
 #include "mma.cuh"
+#include "prefill_parts.cuh"
 #include "prefill_rows.cuh"
 #include "prefill_work.cuh"
 #include "types.cuh"
@@ -39,12 +42,13 @@ constexpr int QUERY_COLUMN_BYTES = PADDED_ROWS * 128;
 constexpr int KEY_COLUMN_BYTES = KEYS * 128;
 constexpr int QUERY_BYTES = COLUMNS * QUERY_COLUMN_BYTES;
 constexpr int TILE_BYTES = COLUMNS * KEY_COLUMN_BYTES;
-constexpr int FIRST_MEETING = 1;  // named barriers: one for each consumer's own threads
-constexpr int TAIL_BYTES = 256;  // barriers and the piece of work
+constexpr int FIRST_MEETING = 1;  // named barriers: one for each consumer's own threads, then one for all of these
+constexpr int ALL_MEET = FIRST_MEETING + NUM_CONSUMERS;
+constexpr int TAIL_BYTES = 256;  // barriers, the piece of work and the part of it
 static_assert(QUIRE_DTYPE != 0 && (HEAD_DIM == 64 || HEAD_DIM == 128), "fp16 or bf16, rows of 128 or 256 bytes");
 static_assert(SHARED_BYTES == QUERY_BYTES + 2 * STAGES * TILE_BYTES + TAIL_BYTES, "the launcher's memory is not this");
 
-// Shared memory: query rows, STAGES tiles of keys, as many of values, barriers, the piece of work.
+// Shared memory: query rows, STAGES tiles of keys, as many of values, barriers, the piece of work, the part of it.
 struct Shared {
     unsigned char* base;
 
@@ -61,6 +65,7 @@ struct Shared {
     __device__ __forceinline__ Work* work() const {
         return reinterpret_cast<Work*>(base + QUERY_BYTES + 2 * STAGES * TILE_BYTES + TAIL_BYTES / 2);
     }
+    __device__ __forceinline__ Part* part() const { return reinterpret_cast<Part*>(work() + 1); }
 };
 
 // How many tiles a side has gone through since the launch: which stage is next, and the parity of its phase.
@@ -93,7 +98,7 @@ struct Pool {
 // The lanes of a warp fetch a tile, a box each.
 __device__ __forceinline__ void fetch_tile(u32 tile, const TensorMap& map, int row, u32 barrier) {
     const int lane = threadIdx.x % WARP_SIZE;
-        if (lane == 0) arrive_expecting(barrier, TILE_BYTES);
+    if (lane == 0) arrive_expecting(barrier, TILE_BYTES);
     __syncwarp();
     if (lane >= NUM_IDS) return;
 #pragma unroll
@@ -103,27 +108,42 @@ __device__ __forceinline__ void fetch_tile(u32 tile, const TensorMap& map, int r
 
 static_assert(NUM_IDS <= WARP_SIZE, "a lane fetches one block of a tile");
 
-__device__ unsigned int num_drawn;  // tickets beyond the first of each CTA
+__device__ u32 num_drawn;  // tickets beyond the first of each CTA
+constexpr u32 NONE_DRAWN = ~0u;
+
+// The warp's next ticket; `drawn` becomes how many were drawn before.
+__device__ __forceinline__ int draw(u32& drawn) {
+    if (threadIdx.x % WARP_SIZE == 0) drawn = atomicAdd(&num_drawn, 1u);
+    drawn = __shfl_sync(FULL_WARP, drawn, 0);
+    return gridDim.x + drawn;
+}
 
 __device__ __forceinline__ void produce(const Shared& shared, const TensorMap& query_map, const TensorMap& cache_map,
                                         const Batch& batch, const Pool& pool, const int* block_tables) {
     const int lane = threadIdx.x % WARP_SIZE;
     int ticket = blockIdx.x;
-    u32 drawn = 0;
+    u32 drawn = NONE_DRAWN;
     Turn turn;
-    for (u32 round = 0;; ++round) {
+    for (u32 round = 0;;) {
         Work work;
-        int num_pieces = 0;
-        const int sequence = batch.find(work, ticket, num_pieces);
+        Part part;
+        int num_tickets = 0;
+        const int sequence = batch.find(work, part, ticket, num_tickets);
+        const bool is_end = work.first_row >= work.num_rows;
+        if (!is_end && !part.is_there()) {
+            ticket = draw(drawn);
+            continue;
+        }
         wait_for(shared.queries_empty(), (round + 1) % 2);
         if (lane == 0) *shared.work() = work;
-        if (work.first_row >= work.num_rows) {
+        if (is_end) {
             if (lane == 0) arrive(shared.queries_full());
-            // A launch draws one ticket a piece: each CTA begins with one undrawn, and ends with one too many.
-            if (lane == 0 && round > 0 && drawn == static_cast<u32>(num_pieces) - 1) atomicExch(&num_drawn, 0u);
+            // A launch draws one ticket a part: each CTA begins with one undrawn, and ends with one too many.
+            if (lane == 0 && drawn == static_cast<u32>(num_tickets) - 1) atomicExch(&num_drawn, 0u);
             return;
         }
         if (lane == 0) {
+            *shared.part() = part;
             arrive_expecting(shared.queries_full(), COLUMNS * ROWS * 128);
             for (int column = 0; column < COLUMNS; ++column)
                 copy_box(shared.queries() + column * QUERY_COLUMN_BYTES, query_map, column * 64, work.kv_head * GROUP,
@@ -143,9 +163,8 @@ __device__ __forceinline__ void produce(const Shared& shared, const TensorMap& q
             wait_for(shared.values_empty(stage), turn.parity() ^ 1);
             fetch_tile(shared.values(stage), cache_map, value_row, shared.values_full(stage));
         }
-        if (lane == 0) drawn = atomicAdd(&num_drawn, 1u);
-        drawn = __shfl_sync(FULL_WARP, drawn, 0);
-        ticket = gridDim.x + drawn;
+        ticket = draw(drawn);
+        ++round;
     }
 }
 
@@ -239,7 +258,8 @@ struct Consumer {
     }
 };
 
-__device__ __forceinline__ void consume(const Shared& shared, T* out, int num_kv_heads, float scale_log2, int window) {
+__device__ __forceinline__ void consume(const Shared& shared, T* out, const Meeting& meeting, int num_kv_heads,
+                                        float scale_log2, int window) {
     const int index = threadIdx.x / WARPGROUP_SIZE - 1, lane = threadIdx.x % WARP_SIZE;
     const int warp = threadIdx.x / WARP_SIZE - WARPGROUP_SIZE / WARP_SIZE;
     Consumer consumer = {shared, index, warp * 16 + lane / 4, scale_log2, window, {}};
@@ -249,6 +269,14 @@ __device__ __forceinline__ void consume(const Shared& shared, T* out, int num_kv
         if (work.first_row >= work.num_rows) return;
         Rows rows;
         consumer.attend(rows, work);
+        // A CTA that has a part has no other piece: what it leaves for that costs the loop no registers.
+        if (shared.part()->count > 1) {
+            const Part part = *shared.part();
+            meeting.leave(rows, work, part, consumer.first_row, scale_log2);
+            meeting.wait_for_others(part, ALL_MEET, NUM_CONSUMERS * WARPGROUP_SIZE);
+            meeting.combine(out, work, part, warp, CONSUMER_WARPS, num_kv_heads);
+            return;
+        }
         store_rows(rows, out, work, consumer.first_row, num_kv_heads);
     }
 }
@@ -257,8 +285,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 paged_prefill_attention_sm90(T* __restrict__ out, const __grid_constant__ TensorMap query_map,
                              const __grid_constant__ TensorMap cache_map, const int* __restrict__ block_tables,
                              const int* __restrict__ context_lens, const int* __restrict__ query_start,
-                             int num_sequences, int num_kv_heads, int num_blocks, int num_layers, int layer,
-                             int max_blocks, float scale_log2, int window) {
+                             float* __restrict__ part_sums, float2* __restrict__ part_stats, int num_sequences,
+                             int num_kv_heads, int num_blocks, int num_layers, int layer, int max_blocks,
+                             float scale_log2, int window) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const Shared shared{memory};
     if (threadIdx.x == 0) {
@@ -280,6 +309,6 @@ paged_prefill_attention_sm90(T* __restrict__ out, const __grid_constant__ Tensor
         produce(shared, query_map, cache_map, batch, Pool(num_blocks, num_layers, layer, num_kv_heads), block_tables);
     } else {
         take_registers<160>();
-        consume(shared, out, num_kv_heads, scale_log2, window);
+        consume(shared, out, Meeting{part_sums, part_stats}, num_kv_heads, scale_log2, window);
     }
 }

@@ -81,19 +81,20 @@ __device__ __forceinline__ uint4 gather_pairs(const u32 (&pair)[4]) {
     return upper ? make_uint4(first, second, near[2], near[3]) : make_uint4(near[0], near[1], first, second);
 }
 
+// Of the lanes that hold one row.
+__device__ __forceinline__ float sum_of_four(float x) {
+    x += __shfl_xor_sync(FULL_WARP, x, 1);
+    return x + __shfl_xor_sync(FULL_WARP, x, 2);
+}
+
 __device__ __forceinline__ void store_rows(const Rows& rows, T* out, const Work& work, int first_row,
                                            int num_kv_heads) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        float total = rows.total[h];
-        total += __shfl_xor_sync(FULL_WARP, total, 1);
-        total += __shfl_xor_sync(FULL_WARP, total, 2);
-        const float scale = reciprocal_or_zero(total);
-        const int row = first_row + 8 * h, of_chunk = work.first_row + row;
-        const i64 token = work.start + of_chunk / GROUP;
-        const i64 head = (token * num_kv_heads + work.kv_head) * GROUP + of_chunk % GROUP;
-        T* to = out + head * HEAD_DIM + threadIdx.x % 4 * 8;
-        const bool is_mine = row < ROWS && of_chunk < work.num_rows;
+        const float scale = reciprocal_or_zero(sum_of_four(rows.total[h]));
+        const int row = first_row + 8 * h;
+        T* to = out + work.head(row, num_kv_heads) * HEAD_DIM + threadIdx.x % 4 * 8;
+        const bool is_mine = work.holds(row);
 #pragma unroll
         for (int n = 0; n < HEAD_DIM / 32; ++n) {
             u32 pair[4];

@@ -47,6 +47,9 @@ _MAX_PAIRS = 1 << 14
 _HOPPER_ROWS, _HOPPER_KEYS, _HOPPER_THREADS = 192, 128, 512
 """PADDED_ROWS, KEYS and THREADS of paged_prefill_attention_sm90.cu."""
 
+_HOPPER_MOST_CTAS = 1024
+"""MAX_PARTS of prefill_parts.cuh."""
+
 
 class _Split(NamedTuple):
     """How a batch is cut: kernel `plan_decode_attention` fills `num_slots` parts from it."""
@@ -162,7 +165,7 @@ def _suits_hopper(ops, head_dim: int, max_rows: int) -> bool:
 
 
 def _prefill_on_hopper(ops, out, q, kv, layer, block_tables, context_lens, query_start, scale, window) -> None:
-    num_tokens, num_heads, head_dim = q.shape
+    _, num_heads, head_dim = q.shape
     num_blocks, num_layers, _, num_kv_heads, block_size, _ = kv.shape
     group = num_heads // num_kv_heads
     tokens = _HOPPER_ROWS // group  # of a piece of work
@@ -171,10 +174,10 @@ def _prefill_on_hopper(ops, out, q, kv, layer, block_tables, context_lens, query
     shared_bytes = 2 * head_dim * (_HOPPER_ROWS + 4 * _HOPPER_KEYS) + 256  # queries, two stages of keys and values
     kernel = _build(ops, "paged_prefill_attention_sm90", head_dim, block_size, group, {"SHARED_BYTES": shared_bytes})
     sizes = (len(context_lens), num_kv_heads, num_blocks, num_layers, layer, block_tables.shape[1])
-    args = (out, query_map, cache_map, block_tables, context_lens, query_start, *map(np.int32, sizes))
-    most_pieces = num_kv_heads * (num_tokens // tokens + len(context_lens))
-    grid = (min(ops.num_sms, most_pieces),)
-    kernel(grid, (_HOPPER_THREADS,), (*args, _scale_log2(scale), np.int32(window)), shared_bytes, ops.stream)
+    num_ctas = min(ops.num_sms, _HOPPER_MOST_CTAS)
+    meeting = (ops.temporary((num_ctas, _HOPPER_ROWS, n), np.float32) for n in (head_dim, 2))
+    args = (out, query_map, cache_map, block_tables, context_lens, query_start, *meeting, *map(np.int32, sizes))
+    kernel((num_ctas,), (_HOPPER_THREADS,), (*args, _scale_log2(scale), np.int32(window)), shared_bytes, ops.stream)
 
 
 def _build(ops, name: str, head_dim: int, block_size: int, group: int, tiles: dict[str, int]):

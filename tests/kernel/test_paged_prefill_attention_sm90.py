@@ -16,12 +16,19 @@ LONG = [(1000, 1000), (5, 5), (777, 600)]
 MANY = [(40 + 3 * i, 20 + i) for i in range(70)]
 """More sequences than a warp has lanes, more pieces than a device has multiprocessors."""
 
+SHORT = [(2112, 64), (5000, 17), (300, 300), (128, 0), (700, 30)]
+"""Few rows behind long contexts: several CTAs share the keys of a piece, more of the longer ones."""
+
 CASES = [
     (Heads("bfloat16", 128, 4, 2, 16), NO_WINDOW, FRESH + CHUNKS),
     (Heads("bfloat16", 128, 4, 2, 16), NO_WINDOW, LONG),
     (Heads("bfloat16", 128, 4, 2, 16), NO_WINDOW, MANY),
     (Heads("bfloat16", 128, 4, 2, 16), 100, CHUNKS + LONG),
     (Heads("bfloat16", 128, 4, 8, 16), 130, [(2500, 2100)]),
+    (Heads("bfloat16", 128, 4, 8, 16), NO_WINDOW, [(2112, 64)]),
+    (Heads("bfloat16", 128, 4, 1, 16), NO_WINDOW, SHORT),
+    (Heads("bfloat16", 128, 16, 1, 32), 1500, SHORT),
+    (Heads("float16", 64, 5, 2, 8), NO_WINDOW, SHORT),
     (Heads("bfloat16", 128, 1, 2, 8), 64, CHUNKS),
     (Heads("bfloat16", 128, 16, 1, 32), NO_WINDOW, FRESH),
     (Heads("bfloat16", 128, 7, 1, 64), NO_WINDOW, FRESH + CHUNKS),
@@ -56,6 +63,13 @@ def test_is_its_twin(open_ops, rng, heads, window, chunks):
         assert_close(out, wanted, heads.dtype)
 
 
+def test_parts_make_the_same_bits_each_time(open_ops, rng):
+    q, cache, start = cached(rng, Heads("bfloat16", 128, 4, 1, 16), NO_WINDOW, SHORT)
+    first, *others = (prefilled(open_ops("bfloat16"), q, cache, start, 300, 0.088, NO_WINDOW) for _ in range(5))
+    for other in others:
+        np.testing.assert_array_equal(other, first)
+
+
 def test_scores_of_any_size_make_weights(open_ops, rng):
     q, cache, start = cached(rng, Heads("bfloat16", 128, 4, 2, 16), NO_WINDOW, LONG)
     wanted = expected(q, cache, start, 3.0, NO_WINDOW)
@@ -87,6 +101,14 @@ def test_a_nan_in_the_cache_reaches_the_rows_that_see_it_and_no_other(open_ops, 
     assert np.isnan(out[37:, 4:]).all()
     assert np.isfinite(out[:37]).all()
     assert np.isfinite(out[:, :4]).all()
+
+
+def test_a_nan_in_one_part_reaches_every_row_that_sees_it(open_ops, rng):
+    q, cache, start = cached(rng, Heads("bfloat16", 128, 4, 2, 16), NO_WINDOW, [(2112, 64)])
+    cache.kv[cache.block_tables[0, 40], LAYER, 1, 0, 3, 9] = np.nan
+    out = prefilled(open_ops("bfloat16"), q, cache, start, 64, 0.1, NO_WINDOW).astype(np.float32)
+    assert np.isnan(out[:, :4, 9]).all()
+    assert np.isfinite(out[:, 4:]).all()
 
 
 @pytest.mark.parametrize(("num_sequences", "length"), [(16, 1024), (1, 4096), (4, 4096), (1, 16384)])
