@@ -25,6 +25,9 @@ ROWS_BESIDE = tuple(range(64, 513, 64))
 """Captured sizes of what longer chunks need besides the decodes' rows. Above, the device is busy for longer than
 launching takes."""
 
+ROWS_BESIDE_FEW = (16, 48, *ROWS_BESIDE)
+"""The same beside the fewest decodes: the last words of a prompt that is known wait for nothing but such a step."""
+
 MAX_CHUNKS = 32
 """Longer chunks in a captured step."""
 
@@ -108,7 +111,7 @@ class StepGraphs:
         """
         self._block_size = kv.shape[4]
         self._num_slots = kv.shape[0] * self._block_size
-        sizes = [(decodes, more) for decodes in self._decodes_beside_chunks for more in ROWS_BESIDE]
+        sizes = self._sizes_with_chunks()
         sizes += [(decodes, 0) for decodes in self._decodes_only]
         Packing.of(self._padding()).fill(self._host, self._padding())
         self._model.ops.upload_all([self._host], self._packed)
@@ -151,13 +154,20 @@ class StepGraphs:
         room = decodes - num_decodes
         if num_tokens - room > ROWS_BESIDE[-1]:
             return num_tokens
-        all_of_them = _at_least(ROWS_BESIDE, num_tokens - room)
+        sizes = self._rows_beside(decodes)
+        all_of_them = _at_least(sizes, num_tokens - room)
         best, best_rate = num_tokens, MIN_GAIN * (num_decodes + num_tokens) / self._seconds[decodes, all_of_them]
-        for more in ROWS_BESIDE:
+        for more in sizes:
             rate = (decodes + more) / self._seconds[decodes, more]
             if more < all_of_them and rate > best_rate:
                 best, best_rate = room + more, rate
         return best
+
+    def _rows_beside(self, decodes: int) -> Sequence[int]:
+        return ROWS_BESIDE_FEW if decodes == self._decodes_beside_chunks[0] else ROWS_BESIDE
+
+    def _sizes_with_chunks(self) -> list[tuple[int, int]]:
+        return [(decodes, more) for decodes in self._decodes_beside_chunks for more in self._rows_beside(decodes)]
 
     def _seconds_of(self, size: tuple[int, int]) -> float:
         """The better of two replays."""
@@ -176,12 +186,12 @@ class StepGraphs:
         num_more = len(inputs.token_ids) - decodes
         if num_chunks > MAX_CHUNKS or num_more > ROWS_BESIDE[-1]:
             return None
-        return decodes, _at_least(ROWS_BESIDE, num_more)
+        return decodes, _at_least(self._rows_beside(decodes), num_more)
 
     def num_rows(self) -> tuple[list[int], list[int]]:
         """Of the products in what is captured: of the layers, of the head."""
         beside = self._decodes_beside_chunks
-        in_layers = {decodes + more for decodes in beside for more in ROWS_BESIDE}
+        in_layers = {sum(size) for size in self._sizes_with_chunks()}
         in_head = {decodes + MAX_CHUNKS for decodes in beside}
         return sorted(in_layers.union(self._decodes_only)), sorted(in_head.union(self._decodes_only))
 

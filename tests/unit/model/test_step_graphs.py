@@ -14,7 +14,7 @@ from model.kv_cache import block_shape
 from model.llama import Llama
 from model.loader import load_model
 from model.ops.numpy_ops import NumpyOps
-from model.step_graphs import MAX_CHUNKS, ROWS_BESIDE, StepGraphs, StepInputs, decode_sizes
+from model.step_graphs import MAX_CHUNKS, ROWS_BESIDE_FEW, StepGraphs, StepInputs, decode_sizes
 from tests.support.demo_engine import DEMO
 
 BLOCK_SIZE, MAX_BLOCKS, MAX_ROWS = 8, 24, 12
@@ -135,7 +135,7 @@ def test_what_fits_no_size_is_left_to_the_caller(model, graphs):
 
 
 def test_tokens_are_left_for_the_next_step_where_a_smaller_size_is_clearly_quicker(graphs, monkeypatch):
-    seconds = {(MAX_ROWS, more): 1.0 if more <= 128 else 2.0 + more / 1000 for more in ROWS_BESIDE}
+    seconds = {(MAX_ROWS, more): 1.0 if more <= 128 else 2.0 + more / 1000 for more in ROWS_BESIDE_FEW}
     monkeypatch.setattr(graphs, "_seconds", seconds)
     assert graphs.fit(10, 128 + 2 + 30) == 128 + 2
     assert graphs.fit(10, 128 + 2) == 128 + 2
@@ -143,6 +143,12 @@ def test_tokens_are_left_for_the_next_step_where_a_smaller_size_is_clearly_quick
     assert graphs.fit(10, 512 + 2) == 512 + 2  # 4 times the rows in 2.5 times the time
     assert graphs.fit(10, 512 + 3) == 512 + 3  # in no captured size
     assert graphs.fit(MAX_ROWS, 1) == 1
+
+
+def test_the_last_words_of_a_prompt_find_a_step_of_their_size(model, graphs):
+    decodes = graphs._decodes_beside_chunks[0]
+    for num_tokens, more in ((2, 16), (decodes + 16, 16), (decodes + 17, 48), (decodes + 49, 64)):
+        assert graphs._size_of(step(model, [(0, num_tokens)])) == (decodes, more)
 
 
 def test_decode_sizes_end_with_the_most_and_leave_little_to_padding():
