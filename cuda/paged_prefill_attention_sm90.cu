@@ -10,11 +10,10 @@
 // A piece of work is ROWS query rows of one kv head (row r is query head r % GROUP of the chunk's token r / GROUP).
 // CTAs draw pieces, sequence by sequence, the longest of each first; where there are several CTAs for each piece, they
 // share its keys (prefill_parts.cuh; `part_sums` float32[num_ctas, 192, HEAD_DIM] and `part_stats` float32[num_ctas,
-// 192, 2] are theirs to meet in). In a CTA, one warp has queries and tiles of KEYS
-// keys and values brought to shared memory, two stages ahead, a copy a block and 64 dimensions. Three warpgroups of
-// 64 rows each take a tile at their own pace, so that the tensor cores work for one while others make weights. Three,
-// because what bounds two is the road from L2: 128 rows reach 560 TFLOP/s, 690 if they need not wait for keys; 192
-// read a third less.
+// 192, 2] are theirs to meet in). In a CTA, one warp has queries and tiles of KEYS keys and values brought to shared
+// memory, two stages ahead, a copy a block and 64 dimensions. Three warpgroups of 64 rows each take a tile at their own
+// pace, so that the tensor cores work for one while others make weights. Three, because what bounds two is the road
+// from L2: 128 rows reach 560 TFLOP/s, 690 if they need not wait for keys; 192 read a third less.
 //
 // Keys run from the last tile to the first. Rows that see no key get zeros; block ids outside the pool, and blocks
 // that no row sees, arrive as zeros (boxes outside the map); what else lies outside in the first and last block is
@@ -23,58 +22,20 @@
 // head; on an H200 440 / 585 / 635 TFLOP/s in bf16 at 1k / 4k / 16k, warm.
 #include "attention.cuh"
 #include "mma.cuh"
+#include "prefill_memory.cuh"
 #include "prefill_parts.cuh"
 #include "prefill_rows.cuh"
 #include "prefill_work.cuh"
 #include "types.cuh"
 #include "wgmma.cuh"
 
-constexpr int STAGES = 2;
-constexpr int NUM_CONSUMERS = 3;  // warpgroups
-constexpr int WARPGROUP_ROWS = 64;
-static_assert(PADDED_ROWS == NUM_CONSUMERS * WARPGROUP_ROWS, "every row has a warpgroup");
 constexpr int THREADS = (NUM_CONSUMERS + 1) * WARPGROUP_SIZE;
 constexpr int CONSUMER_WARPS = NUM_CONSUMERS * WARPGROUP_SIZE / WARP_SIZE;
-constexpr int COLUMNS = HEAD_DIM / 64;                 // of 64 elements, 128 bytes: a row of shared memory
 constexpr int BLOCK_KEYS = at_most(KEYS, BLOCK_SIZE);  // keys of a tile that one block holds
 constexpr int NUM_IDS = KEYS / BLOCK_KEYS;
-constexpr int QUERY_COLUMN_BYTES = PADDED_ROWS * 128;
-constexpr int KEY_COLUMN_BYTES = KEYS * 128;
-constexpr int QUERY_BYTES = COLUMNS * QUERY_COLUMN_BYTES;
-constexpr int TILE_BYTES = COLUMNS * KEY_COLUMN_BYTES;
 constexpr int FIRST_MEETING = 1;  // named barriers: one for each consumer's own threads, then one for all of these
 constexpr int ALL_MEET = FIRST_MEETING + NUM_CONSUMERS;
-constexpr int TAIL_BYTES = 256;  // barriers, the piece of work and the part of it
 static_assert(QUIRE_DTYPE != 0 && (HEAD_DIM == 64 || HEAD_DIM == 128), "fp16 or bf16, rows of 128 or 256 bytes");
-static_assert(SHARED_BYTES == QUERY_BYTES + 2 * STAGES * TILE_BYTES + TAIL_BYTES, "the launcher's memory is not this");
-
-// Shared memory: query rows, STAGES tiles of keys, as many of values, barriers, the piece of work, the part of it.
-struct Shared {
-    unsigned char* base;
-
-    __device__ __forceinline__ u32 queries() const { return shared_address(base); }
-    __device__ __forceinline__ u32 keys(int stage) const { return queries() + QUERY_BYTES + stage * TILE_BYTES; }
-    __device__ __forceinline__ u32 values(int stage) const { return keys(STAGES + stage); }
-    __device__ __forceinline__ u32 barrier(int i) const { return keys(2 * STAGES) + 8 * i; }
-    __device__ __forceinline__ u32 queries_full() const { return barrier(0); }
-    __device__ __forceinline__ u32 queries_empty() const { return barrier(1); }
-    __device__ __forceinline__ u32 keys_full(int stage) const { return barrier(2 + stage); }
-    __device__ __forceinline__ u32 keys_empty(int stage) const { return barrier(2 + STAGES + stage); }
-    __device__ __forceinline__ u32 values_full(int stage) const { return barrier(2 + 2 * STAGES + stage); }
-    __device__ __forceinline__ u32 values_empty(int stage) const { return barrier(2 + 3 * STAGES + stage); }
-    __device__ __forceinline__ Work* work() const {
-        return reinterpret_cast<Work*>(base + QUERY_BYTES + 2 * STAGES * TILE_BYTES + TAIL_BYTES / 2);
-    }
-    __device__ __forceinline__ Part* part() const { return reinterpret_cast<Part*>(work() + 1); }
-};
-
-// How many tiles a side has gone through since the launch: which stage is next, and the parity of its phase.
-struct Turn {
-    u32 count = 0;
-
-    __device__ __forceinline__ int stage() const { return count % STAGES; }
-    __device__ __forceinline__ u32 parity() const { return count / STAGES % 2; }
-};
 
 // The pool as the producer sees it: rows of the cache map.
 struct Pool {
