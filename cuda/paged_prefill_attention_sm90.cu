@@ -89,7 +89,8 @@ __device__ __forceinline__ void produce(const Shared& shared, const TensorMap& q
         Work work;
         Part part;
         int num_tickets = 0;
-        const int sequence = batch.find(work, part, ticket, num_tickets);
+        const int sequence = batch.find(work, part, ticket, num_tickets);  // from what no kernel of a graph writes
+        wait_for_previous_kernel();
         const bool is_end = work.first_row >= work.num_rows;
         if (!is_end && !part.is_there()) {
             ticket = draw(drawn);
@@ -251,6 +252,7 @@ paged_prefill_attention_sm90(T* __restrict__ out, const __grid_constant__ Tensor
                              float scale_log2, int window) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const Shared shared{memory};
+    start_next_kernel();
     if (threadIdx.x == 0) {
         make_barrier(shared.queries_full(), 1);
         make_barrier(shared.queries_empty(), CONSUMER_WARPS);

@@ -172,12 +172,22 @@ def _prefill_on_hopper(ops, out, q, kv, layer, block_tables, context_lens, query
     query_map = ops.tensor_maps.get(q, q.shape[::-1], (64, group, tokens))
     cache_map = ops.tensor_maps.get(kv, (head_dim, math.prod(kv.shape[:-1])), (64, min(_HOPPER_KEYS, block_size)))
     shared_bytes = 2 * head_dim * (_HOPPER_ROWS + 4 * _HOPPER_KEYS) + 256  # queries, two stages of keys and values
-    kernel = _build(ops, "paged_prefill_attention_sm90", head_dim, block_size, group, {"SHARED_BYTES": shared_bytes})
     sizes = (len(context_lens), num_kv_heads, num_blocks, num_layers, layer, block_tables.shape[1])
     num_ctas = min(ops.num_sms, _HOPPER_MOST_CTAS)
     meeting = (ops.temporary((num_ctas, _HOPPER_ROWS, n), np.float32) for n in (head_dim, 2))
     args = (out, query_map, cache_map, block_tables, context_lens, query_start, *meeting, *map(np.int32, sizes))
-    kernel((num_ctas,), (_HOPPER_THREADS,), (*args, _scale_log2(scale), np.int32(window)), shared_bytes, ops.stream)
+    ops.launch(
+        "paged_prefill_attention_sm90",
+        (num_ctas,),
+        (*args, _scale_log2(scale), np.int32(window)),
+        threads=_HOPPER_THREADS,
+        shared_bytes=shared_bytes,
+        overlaps=True,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        GROUP=group,
+        SHARED_BYTES=shared_bytes,
+    )
 
 
 def _build(ops, name: str, head_dim: int, block_size: int, group: int, tiles: dict[str, int]):

@@ -55,7 +55,7 @@ class OverlappedLaunch:
         self._attribute = _Attribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
 
     def __call__(self, kernel: Function, grid: tuple[int, ...], threads: int, args: tuple, shared_bytes: int) -> None:
-        """`args` are CuPy arrays, None for a null pointer, NumPy scalars. Raises LaunchError."""
+        """`args` are CuPy arrays, None for a null pointer, NumPy scalars, tensor maps. Raises LaunchError."""
         values = [_c_value(arg) for arg in args]
         addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         config = _Config(
@@ -71,8 +71,10 @@ class OverlappedLaunch:
             raise LaunchError(f"cuLaunchKernelEx answered {status} to {grid} blocks of {threads} threads")
 
 
-def _c_value(arg: Any) -> ctypes._SimpleCData:
+def _c_value(arg: Any) -> ctypes._SimpleCData | ctypes.Array:
     if arg is None:
         return ctypes.c_void_p(0)
+    if isinstance(arg, np.ndarray):  # a tensor map, which goes by value
+        return (ctypes.c_char * arg.nbytes).from_buffer_copy(arg)
     scalar = _SCALARS.get(type(arg))
     return ctypes.c_void_p(arg.data.ptr) if scalar is None else scalar(arg.item())

@@ -33,7 +33,8 @@ class RecordingOps:
         return np.empty(shape, dtype)
 
     def launch(self, name, grid, args, *, threads, shared_bytes=0, overlaps=False, **defines):
-        assert overlaps == (name == "paged_decode_attention"), "only this one waits for the kernel ahead"
+        waits = ("paged_decode_attention", "paged_prefill_attention_sm90")
+        assert overlaps == (name in waits), "only these wait for the kernel ahead"
         defines["QUIRE_DTYPE"] = self.dtype_code
         self.kernels.get(name, shared_bytes=shared_bytes, **defines)(grid, (threads,), args, shared_bytes, self.stream)
 
