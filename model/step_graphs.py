@@ -19,7 +19,7 @@ from tqdm import tqdm
 from model.batch import Batch
 from model.llama import Llama
 from model.ops.interface import Array
-from model.ops.packing import Packing
+from model.ops.packing import Packing, TableRows
 
 ROWS_BESIDE = tuple(range(64, 513, 64))
 """Captured sizes of what longer chunks need besides the decodes' rows. Above, the device is busy for longer than
@@ -130,13 +130,7 @@ class StepGraphs:
         if size is None:
             return None
         self._fill(inputs, *size)
-        self._model.ops.upload_all([self._host], self._packed)
-        rows = np.flatnonzero(inputs.stale)
-        if len(rows) or len(inputs.chunk_lens):
-            tables = inputs.block_tables(rows, self._block_size)
-            places = np.append(rows, size[0] + np.arange(len(inputs.chunk_lens))).astype(np.int32)
-            self._model.ops.upload_rows(tables, places, self._block_tables)
-            inputs.stale[:] = False
+        self._model.ops.upload_all([self._host], self._packed, self._changed_tables(inputs, size[0]))
         self._replays[size]()
         return self._logits[: len(inputs.logit_rows)]
 
@@ -162,6 +156,15 @@ class StepGraphs:
             if more < all_of_them and rate > best_rate:
                 best, best_rate = room + more, rate
         return best
+
+    def _changed_tables(self, inputs: StepInputs, decodes: int) -> TableRows | None:
+        """What the device's tables lack; those of longer chunks are behind the decodes of the size."""
+        rows = np.flatnonzero(inputs.stale)
+        if len(rows) == len(inputs.chunk_lens) == 0:
+            return None
+        inputs.stale[:] = False
+        places = np.append(rows, decodes + np.arange(len(inputs.chunk_lens))).astype(np.int32)
+        return TableRows(inputs.block_tables(rows, self._block_size), places, self._block_tables)
 
     def _rows_beside(self, decodes: int) -> Sequence[int]:
         return ROWS_BESIDE_FEW if decodes == self._decodes_beside_chunks[0] else ROWS_BESIDE

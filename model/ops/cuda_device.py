@@ -16,6 +16,7 @@ from model.ops.cuda_transfers import Transfers
 from model.ops.interface import Array
 from model.ops.kernels import Kernels, arch_of
 from model.ops.overlapped_launch import OverlappedLaunch
+from model.ops.packing import TableRows
 from model.ops.tensor_maps import TensorMaps
 
 ARENA_CHUNK_BYTES = 256 << 20
@@ -64,17 +65,12 @@ class CudaDevice:
         self._transfers.upload(host, array)
         return array
 
-    def upload_all(self, hosts: Sequence[np.ndarray], into: Array | None = None) -> list[Array]:
-        return self._transfers.upload_all(hosts, into)
-
-    def upload_rows(self, host: np.ndarray, rows: np.ndarray, table: Array) -> None:
-        expect("table", table, _INT32, None, None)
-        fits = host.shape == (len(rows), host.shape[1]) and host.shape[1] <= table.shape[1]
-        if host.dtype != _INT32 or rows.dtype != _INT32 or not fits:
-            raise ValueError(f"{host.dtype} {host.shape} at {rows.dtype} {rows.shape} is no part of {table.shape}")
-        if len(rows) and not 0 <= rows.min() <= rows.max() < len(table):
-            raise ValueError(f"rows {rows.min()} to {rows.max()} are outside a table of {len(table)}")
-        self._transfers.upload_rows(host, rows, table)
+    def upload_all(
+        self, hosts: Sequence[np.ndarray], into: Array | None = None, rows: TableRows | None = None
+    ) -> list[Array]:
+        if rows is not None:
+            _expect_rows(*rows)
+        return self._transfers.upload_all(hosts, into, rows)
 
     def fill(self, targets: Sequence[Array], read: Callable[[int, int, np.ndarray], None]) -> None:
         self._transfers.fill(targets, read)
@@ -162,6 +158,15 @@ class CudaDevice:
     def _allocate(self, num_bytes: int) -> cupy.cuda.MemoryPointer:
         with self.stream:
             return cupy.cuda.alloc(num_bytes)
+
+
+def _expect_rows(host: np.ndarray, places: np.ndarray, table: Array) -> None:
+    expect("table", table, _INT32, None, None)
+    fits = host.shape == (len(places), host.shape[1]) and host.shape[1] <= table.shape[1]
+    if host.dtype != _INT32 or places.dtype != _INT32 or not fits:
+        raise ValueError(f"{host.dtype} {host.shape} at {places.dtype} {places.shape} is no part of {table.shape}")
+    if len(places) and not 0 <= places.min() <= places.max() < len(table):
+        raise ValueError(f"rows {places.min()} to {places.max()} are outside a table of {len(table)}")
 
 
 def expect(name: str, array: Array, dtype: np.dtype, *shape: int | None) -> None:

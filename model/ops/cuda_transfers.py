@@ -15,7 +15,7 @@ import cupy
 import numpy as np
 
 from model.ops.filling import PIECE_BYTES, Piece, fill_in_threads
-from model.ops.packing import Packing
+from model.ops.packing import Packing, TableRows
 
 STAGED_BYTES = 1 << 20
 """Up to this size an upload is copied to pinned memory and does not wait; a larger one waits instead."""
@@ -66,29 +66,27 @@ class Transfers:
         elif host.nbytes:
             self.upload_all([host], array.reshape(-1).view(np.uint8))
 
-    def upload_all(self, hosts: Sequence[np.ndarray], into: cupy.ndarray | None) -> list[cupy.ndarray]:
+    def upload_all(
+        self, hosts: Sequence[np.ndarray], into: cupy.ndarray | None, rows: TableRows | None = None
+    ) -> list[cupy.ndarray]:
         """See `Ops.upload_all`."""
         packing = Packing.of(hosts)
+        sent = hosts if rows is None else [*hosts, rows.host, rows.places]
+        way = packing if rows is None else Packing.of(sent)
         if into is None:
             with self._stream:
                 into = cupy.empty(packing.num_bytes, np.uint8)
-        piece = self._arriving.take(packing.num_bytes)
-        packing.fill(piece.host, hosts)
-        self._bring(piece, packing.num_bytes)
-        self._carry(piece.device.data.ptr, into.data.ptr, min(packing.num_bytes, into.nbytes))
+        piece = self._arriving.take(way.num_bytes)
+        way.fill(piece.host, sent)
+        self._bring(piece, way.num_bytes)
+        source = piece.device.data.ptr
+        self._carry(source, into.data.ptr, min(packing.num_bytes, into.nbytes))
+        if rows is not None:
+            *_, at_rows, at_places = (source + offset for offset in way.offsets)
+            places = _Places(at_places, len(rows.places), rows.table.strides[0] // _WORD_BYTES)
+            self._carry(at_rows, rows.table.data.ptr, rows.host.nbytes, places)
         piece.event.record(self._stream)
         return packing.views(into, hosts)
-
-    def upload_rows(self, host: np.ndarray, rows: np.ndarray, table: cupy.ndarray) -> None:
-        """See `Ops.upload_rows`."""
-        packing = Packing.of([host, rows])
-        piece = self._arriving.take(packing.num_bytes)
-        packing.fill(piece.host, [host, rows])
-        self._bring(piece, packing.num_bytes)
-        source = piece.device.data.ptr
-        places = _Places(source + packing.offsets[1], len(rows), table.strides[0] // _WORD_BYTES)
-        self._carry(source, table.data.ptr, host.nbytes, places)
-        piece.event.record(self._stream)
 
     def fill(self, targets: Sequence[cupy.ndarray], read: Callable[[int, int, np.ndarray], None]) -> None:
         """See `Ops.fill`. Each thread reads into one piece of pinned memory while its other one is copied."""

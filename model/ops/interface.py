@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from model.ops.host_blocks import HostBlocks
+from model.ops.packing import TableRows
 
 Array = Any
 """A NumPy or CuPy array, whichever the backend in hand uses."""
@@ -103,15 +104,15 @@ class Ops(Protocol):
     def upload(self, host: np.ndarray) -> Array:
         """A copy of `host` where this backend computes; same shape and dtype. It lives until nothing holds it."""
 
-    def upload_all(self, hosts: Sequence[np.ndarray], into: Array | None = None) -> list[Array]:
-        """Copies of small host arrays in one transfer, which nobody waits for; `hosts` may change at once.
+    def upload_all(
+        self, hosts: Sequence[np.ndarray], into: Array | None = None, rows: TableRows | None = None
+    ) -> list[Array]:
+        """Copies of small host arrays, and rows of a table, in one transfer, which nobody waits for; all of the host's
+        arrays may change at once.
 
-        They live in `into` uint8[N] where one is given (at the same places for the same shapes), else as `upload`'s do.
+        The copies live in `into` uint8[N] where one is given (at the same places for the same shapes), else as
+        `upload`'s do.
         """
-
-    def upload_rows(self, host: np.ndarray, rows: np.ndarray, table: Array) -> None:
-        """table[rows, :w] = host [n, w] for rows [n], all of them int32, in one transfer that nobody waits for; `host`
-        and `rows` may change at once. No row occurs twice."""
 
     def fill(self, targets: Sequence[Array], read: Callable[[int, int, np.ndarray], None]) -> None:
         """Fill large contiguous arrays from the host; waits until they are full.

@@ -18,7 +18,7 @@ from model.ops import numpy_sampling
 from model.ops.filling import Piece, fill_in_threads
 from model.ops.interface import Array, Sampled, SamplingArrays
 from model.ops.numpy_host_blocks import NumpyHostBlocks
-from model.ops.packing import Packing
+from model.ops.packing import Packing, TableRows
 
 DECODE_GROUP = 16
 """Sequences whose decode attention is computed at once: enough to hide NumPy's cost of a call, few enough to pad little
@@ -39,14 +39,15 @@ class NumpyOps:
     def upload(self, host: np.ndarray) -> Array:
         return np.array(host)
 
-    def upload_all(self, hosts: Sequence[np.ndarray], into: Array | None = None) -> list[Array]:
+    def upload_all(
+        self, hosts: Sequence[np.ndarray], into: Array | None = None, rows: TableRows | None = None
+    ) -> list[Array]:
+        if rows is not None:
+            rows.table[rows.places, : rows.host.shape[1]] = rows.host
         packing = Packing.of(hosts)
         piece = np.empty(packing.num_bytes, np.uint8) if into is None else into
         packing.fill(piece, hosts)
         return packing.views(piece, hosts)
-
-    def upload_rows(self, host: np.ndarray, rows: np.ndarray, table: Array) -> None:
-        table[rows, : host.shape[1]] = host
 
     def fill(self, targets: Sequence[Array], read: Callable[[int, int, np.ndarray], None]) -> None:
         def work(pieces: Iterator[Piece]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,3 +39,11 @@ class Packing:
             piece[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)
             for offset, array in zip(self.offsets, arrays, strict=True)
         ]
+
+
+class TableRows(NamedTuple):
+    """What goes into some rows of a table of the device: table[places, :w] = host."""
+
+    host: np.ndarray  # int32[n, w]
+    places: np.ndarray  # int32[n], none twice
+    table: Any  # int32[any, at least w]

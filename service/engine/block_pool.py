@@ -70,6 +70,11 @@ class BlockPool:
         """Whether the block is kept and nobody holds it."""
         return self._references[block] == 0 and self._worth[block] != _NOTHING
 
+    def num_unheld(self, blocks: Iterable[int]) -> int:
+        """How many of these blocks nobody holds."""
+        references = self._references
+        return [references[block] for block in blocks].count(0)
+
     def take(self, count: int) -> list[int]:
         """`count` blocks, each with one reference: free ones, then cached ones. Raises OutOfBlocks."""
         if count > self.num_available:

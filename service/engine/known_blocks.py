@@ -23,23 +23,23 @@ class Match:
     The nodes that only the host holds must be brought to the GPU before they can be used.
     """
 
-    nodes: tuple[Node, ...]
+    nodes: list[Node]
     partial: Node | None
     num_tokens: int
+    on_gpu: list[int]  # blocks that can be shared as they are, the partial one last
+    on_host: list[Node]  # what only the host holds
 
-    @property
-    def on_gpu(self) -> list[Node]:
-        """What can be shared as it is, the partial one last."""
-        found = [node for node in self.nodes if node.gpu is not None]
-        return found if self.partial is None else [*found, self.partial]
-
-    @property
-    def on_host(self) -> list[Node]:
-        """What only the host holds."""
-        return [node for node in self.nodes if node.gpu is None]
+    @classmethod
+    def of(cls, nodes: list[Node], partial: Node | None, num_tokens: int) -> Match:
+        blocks = [node.gpu for node in nodes]
+        on_host = [node for node in nodes if node.gpu is None] if None in blocks else []
+        on_gpu = [block for block in blocks if block is not None] if on_host else blocks
+        if partial is not None:
+            on_gpu.append(partial.gpu)
+        return cls(nodes, partial, num_tokens, on_gpu, on_host)
 
 
-NO_MATCH = Match((), None, 0)
+NO_MATCH = Match.of([], None, 0)
 
 
 class KnownBlocks:
@@ -74,9 +74,9 @@ class KnownBlocks:
         found, closest = self._tree.find(salt, pack_tokens(token_ids))
         nodes = self._worth_having(found, may_bring)
         if len(nodes) < len(found) or closest is None or not self.is_written(closest[0]):
-            return Match(tuple(nodes), None, len(nodes) * self._block_size)
+            return Match.of(nodes, None, len(nodes) * self._block_size)
         partial, num_common = closest
-        return Match(tuple(nodes), partial, len(nodes) * self._block_size + num_common)
+        return Match.of(nodes, partial, len(nodes) * self._block_size + num_common)
 
     def is_written(self, node: Node) -> bool:
         """Whether the GPU holds the contents before the step that is being planned."""
@@ -140,7 +140,7 @@ class KnownBlocks:
             self._forget(node)
 
     def _worth_having(self, found: list[Node], may_bring: Callable[[int, int], bool]) -> list[Node]:
-        num_host = sum(node.gpu is None for node in found)
+        num_host = [node.gpu for node in found].count(None)
         if num_host == 0:
             return found
         first = next(index for index, node in enumerate(found) if node.gpu is None)

@@ -66,8 +66,8 @@ class KVManager:
     def num_wanted_blocks(self, sequence: Sequence, match: Match) -> int:
         """Blocks that `begin` and then `extend` to all its tokens take from what is available."""
         shared = match.on_gpu
-        num_cached = sum(self.pool.is_cached(node.gpu) for node in shared)
-        return -(-sequence.num_tokens // self.block_size) - len(shared) + (match.partial is not None) + num_cached
+        missing = -(-sequence.num_tokens // self.block_size) - len(shared) + (match.partial is not None)
+        return missing + self.pool.num_unheld(shared)
 
     def begin(self, sequence: Sequence, match: Match) -> None:
         """Give a sequence that holds nothing what `match` has just found. Raises OutOfBlocks and then changes nothing.
@@ -76,15 +76,15 @@ class KVManager:
         """
         if self._known is None:
             return
-        shared, absent = [node.gpu for node in match.on_gpu], match.on_host
-        if len(absent) + sum(map(self.pool.is_cached, shared)) > self.pool.num_available:
+        shared, absent = match.on_gpu, match.on_host
+        if len(absent) + self.pool.num_unheld(shared) > self.pool.num_available:
             raise OutOfBlocks(f"{len(absent)} blocks wanted for what is on the host")
         self.pool.share(shared)  # first, so that making room for the others does not cost it
         if absent:
             self._known.bring(absent)
         self.forget(sequence)
         path = [*match.nodes, match.partial] if match.partial else match.nodes
-        sequence.block_table.extend(node.gpu for node in path)
+        sequence.block_table.extend([node.gpu for node in path] if absent else shared)
         sequence.num_computed_tokens, sequence.num_writable_tokens = match.num_tokens, 0
         self._tails[sequence] = match.nodes[-1] if match.nodes else self._known.root(self._salt(sequence))
         self._note_arrival(sequence)

@@ -8,9 +8,10 @@ among them the one with the longest beginning in common stands next to where the
 
 from __future__ import annotations
 
-import struct
+import sys
+from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 TOKEN_BYTES = 4
 
@@ -62,9 +63,12 @@ class Node:
             open_nodes += node.children
 
 
-def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """As nodes hold them."""
-    return struct.pack(f">{len(token_ids)}I", *token_ids)
+def pack_tokens(token_ids: Iterable[int]) -> bytes:
+    """As nodes hold them; quick for an array("I")."""
+    packed = array("I", token_ids)
+    if sys.byteorder == "little":
+        packed.byteswap()
+    return packed.tobytes()
 
 
 class PrefixTree:
@@ -91,12 +95,12 @@ class PrefixTree:
         nodes: list[Node] = []
         size = self._block_bytes
         for start in range(0, len(packed), size):
-            tokens = packed[start : start + size]
-            child = node.child(tokens)
-            if child is None:
+            tokens, keys = packed[start : start + size], node.keys
+            index = bisect_left(keys, tokens)  # as in `child`, whose call would cost as much again
+            if index == len(keys) or keys[index] != tokens:
                 return nodes, _closest_child(node, tokens)
-            nodes.append(child)
-            node = child
+            node = node.children[index]
+            nodes.append(node)
         return nodes, None
 
     def add(self, parent: Node, tokens: bytes) -> Node:

@@ -48,7 +48,7 @@ ARRAY_HALF = (
 )  # fmt: skip
 COMMON = (
     "config", "config_fields", "rope_config", "sampling_params", "dtypes", "json_files", "errors",
-    "ops.host_blocks", "ops.interface",
+    "ops.host_blocks", "ops.interface", "ops.packing",
 )  # fmt: skip
 WORKSHOP = "demo"
 """Makes the demo model. It may use all of `model`, and nothing of the service or the model uses it."""

@@ -5,6 +5,8 @@ import time
 import numpy as np
 import pytest
 
+from model.ops.packing import TableRows
+
 pytestmark = pytest.mark.gpu
 
 
@@ -31,9 +33,11 @@ def test_rows_go_to_their_places(ops, rng, rows, columns):
     expected = np.full((600, 401), -1, np.int32)
     places = rng.permutation(600)[:rows].astype(np.int32)
     expected[places, :columns] = host
-    ops.upload_rows(host, places, table)
+    other = rng.integers(0, 256, 33).astype(np.uint8)
+    (beside,) = ops.upload_all([other], rows=TableRows(host, places, table))
     places[:] = 0  # it may change at once
     np.testing.assert_array_equal(ops.download(table), expected)
+    np.testing.assert_array_equal(ops.download(beside), other)
 
 
 def test_nobody_waits_behind_blocks_on_their_way(ops):
