@@ -54,3 +54,18 @@ async def test_a_browser_draws_the_fleet(tmp_path, width):
     assert int(canvas[1]) > 0
     label = "Blocks on the host: 5 swapped, 0 cached, 3 free"
     assert re.search(rf'<canvas role="img" aria-label="{label}"[^>]*height: [1-9]', page), "the host was not drawn"
+
+
+async def test_what_a_fleet_does_not_have_takes_no_room(tmp_path):
+    """A canvas that is only marked as hidden would be a page's worth of nothing: the page's own style decides."""
+    async with open_gateway(write_model(tmp_path / "model")) as gateway:
+        gateway.worker.stats = {"num_running": 0.0, "num_blocks_used": 0.0, "num_blocks_free": 64.0}
+        gateway.worker.blocks = bytes(64)
+        await gateway.worker.announce()
+        page = await asyncio.to_thread(opened, gateway.url + "/ui", str(tmp_path / "profile"), "--window-size=1200,900")
+        async with gateway.http.get(gateway.url + "/ui/ui.css") as response:
+            style = await response.text()
+    on_gpu, on_host = re.findall(r'<canvas role="img"[^>]*>', page)
+    assert "hidden" not in on_gpu
+    assert "hidden" in on_host
+    assert re.search(r"\[hidden\] \{ display: none !important; \}", style)

@@ -104,7 +104,10 @@ function pools(now) {
     part.children[0].textContent = worker.id + (worker.ready ? "" : " (leaving)");
     part.children[1].textContent = `${number(worker.num_blocks)} blocks of ${worker.block_size} tokens: ${counted.join(", ")}${each}`;
     part.children[2].setAttribute("aria-label", `Blocks: ${counted.join(", ")}`);
-    if (worker.blocks) drawBlocks(part.children[2], worker.blocks);
+    if (worker.blocks) {
+      part.children[2].hidden = false;
+      drawBlocks(part.children[2], worker.blocks);
+    }
     const onHost = `${number(stats.num_host_blocks_used ?? 0)} swapped, ${number(stats.num_host_blocks_cached ?? 0)} cached, ${number(stats.num_host_blocks_free ?? 0)} free`;
     const [hostCounts, hostCanvas] = [part.children[3], part.children[4]];
     hostCounts.hidden = hostCanvas.hidden = !worker.host_blocks;
@@ -124,6 +127,7 @@ function pool(room, id) {
     const [counts, canvas] = ["p", "canvas"].map((tag) => document.createElement(tag));
     counts.className = "quiet";
     canvas.setAttribute("role", "img");
+    canvas.hidden = true; // until there is something to draw
     part.append(counts, canvas);
   }
   room.append(part);
