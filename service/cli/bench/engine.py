@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from service.cli.bench.branches import BranchFigures, BranchWork, measure_branches
+from service.cli.bench.copies_beside import CopyFigures, Pace, PacedFigures, measure_copies
 from service.cli.bench.engine_measures import (
     WHOLE_STEPS,
     DecodeFigures,
@@ -21,7 +22,7 @@ from service.cli.bench.engine_measures import (
     measure_prefill,
     measure_trace,
 )
-from service.cli.bench.engine_memory_measures import CopyFigures, PrefixFigures, measure_copies, measure_prefix
+from service.cli.bench.engine_memory_measures import PrefixFigures, measure_prefix
 from service.cli.bench.flag_values import positive_number, product, whole_number, whole_numbers
 from service.cli.bench.preemption_modes import ModeFigures, measure_modes, mixed_lengths
 from service.cli.bench.report import Figure, write_report
@@ -44,6 +45,11 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--copies", action="store_true", help="--batch again beside copies to the host and back that never pause"
     )
     work.add_argument(
+        "--copy-blocks",
+        metavar="OxI,...",
+        help="with --copies: also beside O blocks out and I in that are asked for with every step",
+    )
+    work.add_argument(
         "--prefix", metavar="NxL", help="N users whose prompts begin with the same L tokens, each with --own others"
     )
     work.add_argument("--own", metavar="N", help="tokens of each prompt behind the --prefix (default: 64)")
@@ -53,6 +59,9 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     work.add_argument(
         "--pool-share", metavar="X", help="that pool's blocks over those that would be used at once (default: 0.4)"
+    )
+    work.add_argument(
+        "--slower-bus", metavar="N", help="--preemption over a bus N times slower: each block is copied N times"
     )
     work.add_argument("--prefill", metavar="NxL", help="N prompts of L tokens at once, one output token each")
     work.add_argument("--prompts", metavar="NxL", help="N prompts of L tokens at once, answered in branches")
@@ -71,11 +80,13 @@ def run_engine_bench(settings: Settings, flags: argparse.Namespace) -> int:
         ("--context", flags.context, flags.batch),
         ("--steps", flags.steps, flags.batch),
         ("--copies", flags.copies or None, flags.batch),
+        ("--copy-blocks", flags.copy_blocks, flags.copies or None),
         ("--own", flags.own, flags.prefix),
         ("--output", flags.output, flags.prefix or flags.prompts),
         ("--n", flags.n, flags.prompts),
         ("--beam-width", flags.beam_width, flags.prompts),
         ("--pool-share", flags.pool_share, flags.preemption),
+        ("--slower-bus", flags.slower_bus, flags.preemption),
     ):
         if value is not None and owner is None:
             raise StartupError(f"{flag} does not go with this work")
@@ -133,9 +144,12 @@ def _run_prefix(settings: Settings, flags: argparse.Namespace) -> int:
 def _run_copies(settings: Settings, flags: argparse.Namespace) -> int:
     batch, context = whole_number("--batch", flags.batch), whole_number("--context", flags.context or "1100")
     num_steps = whole_number("--steps", flags.steps or "64")
+    paces = [Pace(*product("--copy-blocks", part)) for part in (flags.copy_blocks or "").split(",") if part]
     settings = replace(settings, max_prefill_chunk=WHOLE_STEPS)
     built, start_s = _build(settings, least_seqs=batch)
-    return _tell(settings, flags, built, start_s, measure_copies(built, batch, context, num_steps))
+    figures = measure_copies(built, batch, context, num_steps, paces)
+    _print_rows(figures.paced)
+    return _tell(settings, flags, built, start_s, figures)
 
 
 def _tell(
@@ -147,7 +161,8 @@ def _tell(
 ) -> int:
     """Figures of one row, and a bar for each of their times."""
     values = asdict(figures)
-    print_table([(name.replace("_", " "), shown(value)) for name, value in values.items()])
+    single = {name: value for name, value in values.items() if not isinstance(value, list)}
+    print_table([(name.replace("_", " "), shown(value)) for name, value in single.items()])
     times_ms = {name: value for name, value in values.items() if name.endswith("_ms")}
     bars = {"label": "ms", "x": list(times_ms), "y": list(times_ms.values())}
     panel = {"kind": "bars", "title": "", "x": "ms", "y": "", "series": [bars]}
@@ -193,9 +208,11 @@ def _run_modes(settings: Settings, flags: argparse.Namespace) -> int:
     pool_share = positive_number("--pool-share", flags.pool_share or "0.4")
     built, start_s = _build(settings)
     prefix_caching = settings.enable_prefix_caching
-    num_blocks, rows = measure_modes(built, lengths, pool_share, prefix_caching=prefix_caching)
+    bus_times = whole_number("--slower-bus", flags.slower_bus or "1")
+    num_blocks, rows = measure_modes(built, lengths, pool_share, prefix_caching=prefix_caching, bus_times=bus_times)
     _print_rows(rows)
     work = {"num_requests": len(lengths), "pool_share": pool_share, "prefix_caching": prefix_caching}
+    work |= {"max_model_len": built.limits.max_model_len, "bus_times_slower": bus_times}
     record = {**_describe(settings, built), "num_blocks": num_blocks, "engine_start_s": start_s, **work}
     bars = {"label": "mode", "x": [row.mode for row in rows], "y": [row.output_tokens_per_s for row in rows]}
     panel = {"kind": "bars", "title": "", "x": "output tokens/s", "y": "", "series": [bars]}
@@ -213,9 +230,10 @@ def _build(settings: Settings, least_seqs: int = 1) -> tuple[BuiltEngine, float]
     return built, time.perf_counter() - start_s
 
 
-def _print_rows(rows: Sequence[DecodeFigures | PrefillFigures | BranchFigures | ModeFigures]) -> None:
-    names = [name.replace("_", " ") for name in asdict(rows[0])]
-    print_grid(names, [[shown(value) for value in asdict(row).values()] for row in rows])
+def _print_rows(rows: Sequence[DecodeFigures | PrefillFigures | BranchFigures | ModeFigures | PacedFigures]) -> None:
+    singles = [{name: value for name, value in asdict(row).items() if not isinstance(value, list)} for row in rows]
+    names = [name.replace("_", " ") for name in singles[0]]
+    print_grid(names, [[shown(value) for value in single.values()] for single in singles])
 
 
 def _describe(settings: Settings, built: BuiltEngine) -> dict[str, Any]:

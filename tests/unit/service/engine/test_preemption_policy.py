@@ -1,5 +1,5 @@
-"""Swap or recompute by cost, on a simulated H200 and ones with a slower bus: `auto` is as good as the better of
-the two, and better than both where the bus is what everybody waits for.
+"""Swap or recompute by cost, on a simulated H200 and ones with a slower bus: `auto` is as good as the better of both,
+and better than either where the bus is what everybody waits for.
 
 `python -m tests.unit.service.engine.test_preemption_policy` prints the whole table of tests/bench/README.md.
 """

@@ -65,6 +65,19 @@ def test_decode_beside_copies(tmp_path):
     assert record["step_beside_ms"] > 0
     assert record["slowdown"] == pytest.approx(record["step_beside_ms"] / record["step_alone_ms"] - 1)
     assert record["both_gb_per_s"] == pytest.approx(record["out_gb_per_s"] + record["in_gb_per_s"])
+    assert [(row["num_out"], row["num_in"]) for row in record["paced"]] == [(None, 0), (0, None), (None, None)]
+
+
+def test_decode_beside_so_many_blocks_with_every_step(tmp_path, capsys):
+    flags = ("--batch", 2, "--copies", "--copy-blocks", "3x2,1x4", "--context", 40, "--steps", 16, "--swap-space", 0.01)
+    record = bench(tmp_path, *flags)
+    more, fewer = record["paced"][3:]
+    assert (more["num_out"], more["num_in"], fewer["num_out"], fewer["num_in"]) == (3, 2, 1, 4)
+    for row in (more, fewer):
+        assert row["slowdown"] == pytest.approx(row["step_ms"] / record["step_alone_ms"] - 1)
+        assert row["out_gb_per_s"] / row["in_gb_per_s"] == pytest.approx(row["num_out"] / row["num_in"])
+    assert record["paced"][0]["in_gb_per_s"] == record["paced"][1]["out_gb_per_s"] == 0
+    assert "slowdown error" in capsys.readouterr().out
 
 
 def test_every_preemption_mode_runs_in_the_same_small_pool(tmp_path):
@@ -79,6 +92,15 @@ def test_every_preemption_mode_runs_in_the_same_small_pool(tmp_path):
     )
     assert record["num_blocks"] < 4 * 64 // 16
     assert not record["prefix_caching"]
+    assert all(sorted(row["rounds"])[1] == row["output_tokens_per_s"] for row in record["modes"])
+
+
+def test_a_slower_bus_carries_each_block_so_many_times(tmp_path):
+    flags = ("--preemption", 4, "--pool-share", 0.9, "--swap-space", 0.01, "--max-model-len", 64, "--slower-bus", 50)
+    record = bench(tmp_path, *flags)
+    assert (record["bus_times_slower"], record["max_model_len"]) == (50, 64)
+    _, swap, recompute = record["modes"]
+    assert swap["num_swapped"] > recompute["num_swapped"] == 0
 
 
 def test_prefill(tmp_path):
@@ -117,6 +139,12 @@ def test_branches(tmp_path):
         (["--prefill", "64x0"], "--prefill: 0 is outside"),
         (["--batch", "1", "--context", "500"], "engine: 541 tokens a sequence are more than 512"),
         (["--prefill", "1x1", "--n", "2"], "--n does not go with"),
+        (["--prefill", "1x1", "--slower-bus", "2"], "--slower-bus does not go with"),
+        (["--batch", "1", "--copy-blocks", "3x3"], "--copy-blocks does not go with"),
+        (
+            ["--batch", "1", "--context", "40", "--copies", "--copy-blocks", "70x1", "--swap-space", "0.01"],
+            "--copies: beside --batch, each direction needs 70 blocks",
+        ),
         (["--prefill", "1x1", "--pool-share", "0.5"], "--pool-share does not go with"),
         (["--preemption", "4"], "--preemption: there is no second tier"),
         (["--prompts", "2x8", "--n", "0"], "--n: 0 is outside"),
