@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,9 +17,9 @@ from service.cli.bench.memory_replay import fit_lengths
 from service.cli.bench.memory_runs import PAPER_MAX_LEN, real_ground, simulated_ground
 from service.cli.bench.memory_sharing import METHODS, WIDTHS, SharingFigures
 from service.cli.bench.memory_simulation import MACHINES
-from service.cli.bench.memory_sweep import RATE_SHARES, Comparison, PolicyFigures, compare
+from service.cli.bench.memory_sweep import Comparison, PolicyFigures, Sweep, compare, read_rates
 from service.cli.bench.report import write_report
-from service.cli.bench.trace import TracedRequest, read_trace
+from service.cli.bench.trace import TracedRequest, read_trace, scaled
 from service.cli.table import print_grid, shown
 from service.config import Settings
 from service.errors import StartupError
@@ -43,23 +44,36 @@ def add_memory_flags(parser: argparse.ArgumentParser) -> None:
         "--policies",
         metavar="P,...",
         help=f"the others are held against the first (default: {DEFAULT_POLICIES}); oracle, reserve-pow2 and "
-        "reserve-max may have :best-fit or :buddy behind them",
+        "reserve-max have the paper's buddy allocator unless :best-fit stands behind them",
     )
     parser.add_argument(
         "--rates",
         metavar="X,...",
-        help="requests a second, or 1.25x: so many times what a policy keeps up with when it is loaded; without it "
-        "several such around 1; 0: only all at once",
+        help="requests a second, or 1.25x: so many times what a policy keeps up with when it is loaded; 20;oracle=9: "
+        "others for a policy; without it several around 1x; 0: only all at once",
+    )
+    parser.add_argument(
+        "--seconds", metavar="X", help="at each rate only the requests that come within X seconds; without it all"
+    )
+    parser.add_argument(
+        "--only-rates", action="store_true", help="no runs with all requests at once; --rates are requests a second"
     )
     parser.add_argument(
         "--sharing",
         action="store_true",
-        help="instead: what parallel sampling and beam search save by sharing, at 2, 4 and 6 branches",
+        help="instead: what parallel sampling and beam search save by sharing, at 2, 4 and 6 branches: 1 - blocks held "
+        "over blocks without sharing, the paper's measure",
     )
     parser.add_argument(
         "--latency-limit",
         metavar="X",
-        help="seconds a token at which rates are compared; without it 5 times the first policy's least",
+        help="seconds a token at which rates are compared, and at twice of which a run is given up; without it 5 times "
+        "the first policy's least, and none is given up",
+    )
+    parser.add_argument(
+        "--mean-lengths",
+        metavar="P,O",
+        help="scale all prompts and all answers so that their means are P and O tokens; without it as traced",
     )
     parser.epilog = (
         "Policies. "
@@ -71,13 +85,14 @@ def add_memory_flags(parser: argparse.ArgumentParser) -> None:
 
 def run_memory_bench(settings: Settings, flags: argparse.Namespace) -> int:
     """0; raises StartupError where the work is not named well or does not fit."""
-    wishes = {"--policies": flags.policies, "--rates": flags.rates, "--latency-limit": flags.latency_limit}
-    for flag, wish in wishes.items():
-        if flags.sharing and wish is not None:
-            raise StartupError(f"{flag} does not go with --sharing")
+    _check(flags)
     policies = [] if flags.sharing else read_policies(flags.policies or DEFAULT_POLICIES)
-    rates_of = _read_rates(flags.rates)
-    limit_s = None if flags.latency_limit is None else positive_number("--latency-limit", flags.latency_limit)
+    sweep = Sweep(
+        rates_of=read_rates(flags.rates, {policy.name for policy in policies}),
+        latency_limit_s=_number(flags, "--latency-limit"),
+        seconds=_number(flags, "--seconds") or math.inf,
+        is_loaded=not flags.only_rates,
+    )
     requests = _read_requests(flags)
     ground = real_ground(settings) if flags.simulate is None else simulated_ground(settings, flags.simulate)
     check_room(policies, ground.pool)
@@ -88,6 +103,8 @@ def run_memory_bench(settings: Settings, flags: argparse.Namespace) -> int:
         **asdict(ground.pool),
         "trace": flags.trace.stem,
         "num_requests": len(fitted),
+        "mean_prompt": fmean(request.num_prompt_tokens for request in fitted),
+        "mean_output": fmean(request.num_output_tokens for request in fitted),
         "num_shortened": sum(before != after for before, after in zip(requests, fitted, strict=True)),
     }
     title = f"{flags.trace.stem}, {ground.pool.num_slots:,} slots, {ground.description['device']}"
@@ -97,49 +114,59 @@ def run_memory_bench(settings: Settings, flags: argparse.Namespace) -> int:
         write_report(flags, {**record, "sharing": [asdict(row) for row in shared]}, sharing_figure(shared, title))
     else:
         mean_output = fmean(request.num_output_tokens for request in fitted)
-        comparison = compare(partial(ground.replay, fitted), policies, mean_output, rates_of, limit_s)
+        comparison = compare(partial(ground.replay, fitted), policies, mean_output, sweep)
         _print(comparison)
-        write_report(flags, {**record, **asdict(comparison)}, comparison_figure(comparison, title))
+        record |= {"seconds": _number(flags, "--seconds"), **asdict(comparison)}
+        write_report(flags, record, comparison_figure(comparison, title))
     return 0
+
+
+def _check(flags: argparse.Namespace) -> None:
+    """Raises StartupError for flags that do not go together."""
+    for name in ("policies", "rates", "seconds", "only_rates", "latency_limit"):
+        if flags.sharing and getattr(flags, name):
+            raise StartupError(f"--{name.replace('_', '-')} does not go with --sharing")
+    values = [value.rpartition("=")[2].strip() for value in (flags.rates or "0").replace(";", ",").split(",")]
+    if flags.only_rates and (values == ["0"] or any(value.endswith("x") for value in values)):
+        raise StartupError("--only-rates: give --rates in requests a second")
+
+
+def _number(flags: argparse.Namespace, flag: str) -> float | None:
+    text = getattr(flags, flag[2:].replace("-", "_"))
+    return None if text is None else positive_number(flag, text)
 
 
 def _read_requests(flags: argparse.Namespace) -> list[TracedRequest]:
     requests = read_trace(flags.trace)
     if flags.num_requests is not None:
-        return requests[: whole_number("--num-requests", flags.num_requests)]
-    return requests if flags.simulate is None else requests[:SIMULATED_REQUESTS]
-
-
-def _read_rates(text: str | None) -> Callable[[float], list[float]]:
-    """From what a policy keeps up with when it is loaded, in requests a second, the rates that it is tried at."""
-    if text is None:
-        return lambda loaded_rate: [share * loaded_rate for share in RATE_SHARES]
-    if text.strip() == "0":
-        return lambda loaded_rate: []
-    parts = [part.strip() for part in text.split(",")]
-    relative = [part for part in parts if part.endswith("x") and part != "x"]
-    fixed = [positive_number("--rates", part) for part in parts if part not in relative]
-    shares = [positive_number("--rates", part.removesuffix("x")) for part in relative]
-    return lambda loaded_rate: sorted(fixed + [share * loaded_rate for share in shares])
+        requests = requests[: whole_number("--num-requests", flags.num_requests)]
+    elif flags.simulate is not None:
+        requests = requests[:SIMULATED_REQUESTS]
+    if flags.mean_lengths is None:
+        return requests
+    means = [positive_number("--mean-lengths", part) for part in flags.mean_lengths.split(",")]
+    if len(means) != 2:
+        raise StartupError(f"--mean-lengths: {flags.mean_lengths!r} is not of the form 19.3,58.5")
+    return scaled(requests, *means)
 
 
 def _print(comparison: Comparison) -> None:
     first = comparison.policies[0].policy
-    print("\nAll requests at once, while they wait for memory; shares in % of the pool; x: times over by " + first)
-    shares = ("tokens", "reserved", "internal", "external", "held empty")
-    header = ("policy", "running", "peak", *shares, "requests/s", "tokens/s", "x running", "x requests/s")
-    print_grid(header, [_loaded_cells(row) for row in comparison.policies])
+    if comparison.policies[0].loaded is not None:
+        print("\nAll requests at once, while they wait for memory; shares in % of the pool; x: times over by " + first)
+        shares = ("tokens", "reserved", "internal", "external", "held empty")
+        header = ("policy", "running", "peak", *shares, "requests/s", "tokens/s", "x running", "x requests/s")
+        print_grid(header, [_loaded_cells(row) for row in comparison.policies])
+        print("buddy: the paper's allocator for all three Orcas; best-fit: the best hole, kinder than any server was")
     runs = [run for row in comparison.policies for run in row.curve]
     if not runs:
         return
     limit = f"{comparison.latency_limit_s:.3g} s/token"
-    print(
-        f"\nNormalised latency, s/token, at requests/s; which rate keeps {limit} (+: or more); x: times over by {first}"
-    )
-    columns = [f"{run.rate:.3g}/s" for run in comparison.policies[0].curve]
-    if len({run.rate for run in runs}) > len(columns):  # each policy has rates of its own
-        columns = [f"rate {number}" for number in range(1, len(columns) + 1)]
-    print_grid(("policy", *columns, f"at {limit}", "x"), [_latency_cells(row) for row in comparison.policies])
+    print(f"\nNormalised latency, s/token, at requests/s; +: at least, for it was given up. Which rate keeps {limit}")
+    print(f"(+: or more); x: times over by {first}")
+    columns = [f"rate {number}" for number in range(1, max(len(row.curve) for row in comparison.policies) + 1)]
+    rows = [_latency_cells(row, len(columns)) for row in comparison.policies]
+    print_grid(("policy", *columns, f"at {limit}", "x"), rows)
 
 
 def _loaded_cells(row: PolicyFigures) -> list[str]:
@@ -157,8 +184,9 @@ def _loaded_cells(row: PolicyFigures) -> list[str]:
     ]
 
 
-def _latency_cells(row: PolicyFigures) -> list[str]:
-    cells = [f"{run.rate:.3g}: {run.normalized_latency_s:.3f}" for run in row.curve]
+def _latency_cells(row: PolicyFigures, num_columns: int) -> list[str]:
+    cells = [f"{run.rate:.3g}: {run.normalized_latency_s:.4f}{'+' * run.is_given_up}" for run in row.curve]
+    cells += ["-"] * (num_columns - len(cells))
     ratio = "-" if row.limit_ratio is None else f"{row.limit_ratio:.2f}"
     rate = shown(row.rate_at_limit) + ("" if row.is_limit_reached else "+")
     return [row.policy, *cells, rate, ratio]

@@ -22,13 +22,15 @@ HEADROOM = 3.0
 
 def comparison_figure(comparison: Comparison, title: str) -> Figure:
     """For `report.write_report`."""
-    names = [row.policy for row in comparison.policies]
+    loaded = {row.policy: row.loaded.use for row in comparison.policies if row.loaded is not None}
     bars = [
-        {"label": label, "x": names, "y": [100 * getattr(row.loaded.use, share) for row in comparison.policies]}
+        {"label": label, "x": list(loaded), "y": [100 * getattr(use, share) for use in loaded.values()]}
         for share, label in SHARES.items()
-        if any(getattr(row.loaded.use, share) for row in comparison.policies)
+        if any(getattr(use, share) for use in loaded.values())
     ]
-    panels = [{"kind": "stack", "title": "KV cache, loaded", "x": "% of the pool", "y": "", "series": bars}]
+    panels = []
+    if bars:
+        panels.append({"kind": "stack", "title": "KV cache, loaded", "x": "% of the pool", "y": "", "series": bars})
     curves = [
         {
             "label": row.policy,

@@ -201,16 +201,19 @@ def _policies() -> dict[str, Policy]:
 
 POLICIES = _policies()
 
-USUAL_ALLOCATOR = {"oracle": "best-fit", "reserve-pow2": "buddy", "reserve-max": "best-fit"}
+PAPERS_ALLOCATOR = "buddy"
+"""The paper gives it to all three of its Orcas. Best fit is kinder to them: no server had it."""
 
-DEFAULT_POLICIES = "paged,oracle,oracle:buddy,reserve-pow2,reserve-max,static-ft,static-hf"
+DEFAULT_POLICIES = ",".join(
+    ["paged", *WANTED, "static-ft", "static-hf", *(f"{name}:best-fit" for name in WANTED)],
+)
 
 
 def read_policies(text: str) -> list[Policy]:
     """Of "paged,oracle:buddy": each once, in this order. Raises StartupError for a name that is none."""
     chosen: dict[str, Policy] = {}
     for name in (part.strip() for part in text.split(",")):
-        full_name = f"{name}:{USUAL_ALLOCATOR[name]}" if name in USUAL_ALLOCATOR else name
+        full_name = f"{name}:{PAPERS_ALLOCATOR}" if name in WANTED else name
         if full_name not in POLICIES:
             raise StartupError(f"--policies: {name!r} is none of {', '.join(TEXTS)}")
         chosen[full_name] = POLICIES[full_name]

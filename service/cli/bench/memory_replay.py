@@ -6,6 +6,7 @@ the batch before is done; all of them are given its longest prompt and its longe
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from service.cli.bench.trace import TracedRequest
 from service.engine.engine import Engine, Executor
 from service.engine.plan import StepPlan
 from service.engine.sequence import Request
+from service.errors import EndReason
 
 LOOK_EVERY = 4
 """Steps between two looks at who holds what. They are taken as a step runs, before anybody ends."""
@@ -95,6 +97,7 @@ class ReplayFigures:
     requests_per_s: float
     output_tokens_per_s: float
     normalized_latency_s: float  # the mean over requests of the time from due to done over the tokens of the answer
+    is_given_up: bool  # before the last one's end: the latency is at least so much, the rest is of what ran until then
     loaded_s: float
     loaded_tokens_per_s: float
     mean_running: float
@@ -124,13 +127,23 @@ class _Seen(NamedTuple):
 class Replay:
     """One run. `requests` are as `fit_lengths` gives them; `rate` is None for all at once."""
 
-    def __init__(self, bench: Bench, policy: Policy, requests: Sequence[TracedRequest], rate: float | None):
+    def __init__(
+        self,
+        bench: Bench,
+        policy: Policy,
+        requests: Sequence[TracedRequest],
+        rate: float | None,
+        give_up_s: float = math.inf,
+    ):
+        """The run is given up once its normalised latency is `give_up_s` at least, whatever comes yet."""
         self._bench = bench
         self._policy = policy
         self._requests = requests
         self._rate = rate
+        self._give_up_s = give_up_s
+        self._num_outputs = [request.num_output_tokens for request in requests]
         self._due_s = [0.0 if rate is None else request.arrival / rate for request in requests]
-        self._end_s = [0.0] * len(requests)
+        self._end_s = np.full(len(requests), np.inf)
         self._num_ended = 0
         self._kv = policy.make_kv(bench.pool)
         self._engine, self._clock = bench.make_engine(self._kv, self._watch)
@@ -145,7 +158,7 @@ class Replay:
 
     def run(self) -> ReplayFigures:
         """To the last request's end."""
-        while self._num_ended < len(self._requests):
+        while self._num_ended < len(self._requests) and not self._is_over():
             self._admit()
             if self._engine.has_work:
                 self._engine.step()
@@ -154,7 +167,22 @@ class Replay:
                 self._book()
                 self._clock.wait_until(self._due_s[self._coming[0]])
         self._book()
-        return self._figures()
+        figures = self._figures()
+        self._engine.cancel_all(EndReason.CANCELLED)
+        while self._engine.has_work:
+            self._engine.step()
+        return figures
+
+    def _is_over(self) -> bool:
+        """Whether what is known by now is too much already."""
+        if math.isinf(self._give_up_s) or self._num_steps % LOOK_EVERY:
+            return False
+        return self._latency_s() >= self._give_up_s
+
+    def _latency_s(self) -> float:
+        """Normalised, the mean over all requests; of those that are not done what it is at least."""
+        until_s = np.minimum(self._end_s, self._clock.now_s)
+        return float(np.mean(np.maximum(0.0, until_s - self._due_s) / self._num_outputs))
 
     def _admit(self) -> None:
         now_s = self._clock.now_s
@@ -227,9 +255,9 @@ class Replay:
         self._seen, self._new_tokens = None, 0
 
     def _figures(self) -> ReplayFigures:
-        total_s = max(self._end_s)
-        num_outputs = [request.num_output_tokens for request in self._requests]
-        latencies_s = np.subtract(self._end_s, self._due_s)
+        is_done = np.isfinite(self._end_s)
+        total_s = float(self._end_s.max()) if is_done.all() else self._clock.now_s
+        num_tokens = int(np.dot(is_done, self._num_outputs))
         loaded_s = self._loaded.seconds
         ledger = self._loaded if loaded_s else self._ledger
         return ReplayFigures(
@@ -237,11 +265,12 @@ class Replay:
             rate=self._rate,
             num_requests=len(self._requests),
             total_s=total_s,
-            requests_per_s=len(self._requests) / total_s,
-            output_tokens_per_s=sum(num_outputs) / total_s,
-            normalized_latency_s=float(np.mean(latencies_s / num_outputs)),
+            requests_per_s=self._num_ended / total_s,
+            output_tokens_per_s=num_tokens / total_s,
+            normalized_latency_s=self._latency_s(),
+            is_given_up=not is_done.all(),
             loaded_s=loaded_s,
-            loaded_tokens_per_s=self._loaded_tokens / loaded_s if loaded_s else sum(num_outputs) / total_s,
+            loaded_tokens_per_s=self._loaded_tokens / loaded_s if loaded_s else num_tokens / total_s,
             mean_running=ledger.mean_running,
             peak_running=ledger.peak_running,
             use=ledger.use(),

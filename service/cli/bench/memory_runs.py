@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
@@ -36,8 +37,24 @@ WARM_REQUESTS = 8
 Widths = Sequence[tuple[str, int]]
 """Methods of `memory_sharing` and how many branches they run."""
 
-Runs = Sequence[tuple[Policy, float | None]]
-"""Policies and rates in requests a second; None is all at once."""
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A policy with all requests at once, or at a rate in requests a second with those that come within `seconds`;
+    given up once the normalised latency is so high."""
+
+    policy: Policy
+    rate: float | None = None
+    seconds: float = math.inf
+    give_up_s: float = math.inf
+
+    def of(self, requests: Sequence[TracedRequest]) -> list[TracedRequest]:
+        """Those that come in time, one at least."""
+        rate = math.inf if self.rate is None else self.rate
+        return [each for number, each in enumerate(requests) if number == 0 or each.arrival <= self.seconds * rate]
+
+
+Runs = Sequence[Run]
 
 
 @dataclass(frozen=True)
@@ -103,9 +120,11 @@ class _Simulation:
     limits: Limits
     prefix_caching: bool
 
-    def replay(self, requests: Sequence[TracedRequest], policy: str, rate: float | None) -> ReplayFigures:
+    def replay(
+        self, requests: Sequence[TracedRequest], policy: str, rate: float | None, give_up_s: float
+    ) -> ReplayFigures:
         bench = Bench(self.pool, SIMULATED_VOCAB, self.limits.max_num_seqs, self._engine)
-        return Replay(bench, POLICIES[policy], requests, rate).run()
+        return Replay(bench, POLICIES[policy], requests, rate, give_up_s).run()
 
     def _engine(self, kv: ComparedKV, on_launch: Watch) -> tuple[Engine, Clock]:
         clock = SimulatedClock()
@@ -120,7 +139,9 @@ class _Simulation:
 
 
 def _replay_in_processes(simulation: _Simulation, requests: Sequence[TracedRequest], runs: Runs) -> list[ReplayFigures]:
-    return _in_processes(partial(simulation.replay, requests), [(policy.name, rate) for policy, rate in runs])
+    return _in_processes(
+        simulation.replay, [(run.of(requests), run.policy.name, run.rate, run.give_up_s) for run in runs]
+    )
 
 
 def _share_in_processes(
@@ -146,10 +167,10 @@ def _real_engine(built: BuiltEngine, kv: ComparedKV, on_launch: Watch) -> tuple[
 
 def _replay_in_turn(bench: Bench, requests: Sequence[TracedRequest], runs: Runs) -> list[ReplayFigures]:
     figures = []
-    for policy, rate in runs:
-        figures.append(Replay(bench, policy, requests, rate).run())
-        pace = "all at once" if rate is None else f"{rate:.3g} requests/s"
-        print(f"{policy.name}, {pace}: {figures[-1].total_s:.1f} s", flush=True)
+    for run in runs:
+        figures.append(Replay(bench, run.policy, run.of(requests), run.rate, run.give_up_s).run())
+        pace = "all at once" if run.rate is None else f"{run.rate:.3g} requests/s"
+        print(f"{run.policy.name}, {pace}: {figures[-1].total_s:.1f} s", flush=True)
     return figures
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from service.errors import StartupError
@@ -39,6 +41,21 @@ def read_trace(path: Path) -> list[TracedRequest]:
     if any(later.arrival < earlier.arrival for earlier, later in pairwise(requests)):
         raise StartupError(f"--trace: {path}: arrivals go back in time")
     return requests
+
+
+def scaled(requests: Sequence[TracedRequest], mean_prompt: float, mean_output: float) -> list[TracedRequest]:
+    """The same requests, every prompt and every answer longer or shorter by one factor, so that their means are these
+    but for rounding; none is shorter than a token."""
+    by_prompt = mean_prompt / fmean(request.num_prompt_tokens for request in requests)
+    by_output = mean_output / fmean(request.num_output_tokens for request in requests)
+    return [
+        TracedRequest(
+            max(1, round(by_prompt * request.num_prompt_tokens)),
+            max(1, round(by_output * request.num_output_tokens)),
+            request.arrival,
+        )
+        for request in requests
+    ]
 
 
 def _request(entry: Any, where: str) -> TracedRequest:

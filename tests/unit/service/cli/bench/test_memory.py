@@ -7,8 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from service.cli.bench.memory_runs import Run
 from service.cli.bench.memory_simulation import MACHINES
-from service.cli.bench.memory_sweep import RATE_SHARES, compare, rate_at
+from service.cli.bench.memory_sweep import Sweep, compare, rate_at, read_rates
+from service.cli.bench.trace import TracedRequest
 from service.cli.main import main
 
 
@@ -33,27 +35,47 @@ def test_ratios_are_the_first_policys_over_the_others():
     def replay(plan):
         return [
             SimpleNamespace(
-                policy=policy.name,
-                rate=rate,
-                mean_running=5 * policy.keeps,
-                loaded_tokens_per_s=10 * policy.keeps,
-                normalized_latency_s=0.01 * 10 ** (rate / policy.keeps) if rate else 9.0,
+                policy=run.policy.name,
+                rate=run.rate,
+                mean_running=5 * run.policy.keeps,
+                loaded_tokens_per_s=10 * run.policy.keeps,
+                normalized_latency_s=0.01 * 10 ** (run.rate / run.policy.keeps) if run.rate else 9.0,
             )
-            for policy, rate in plan
+            for run in plan
         ]
 
-    comparison = compare(replay, policies, 10.0, lambda loaded: [share * loaded for share in RATE_SHARES], None)
+    comparison = compare(replay, policies, 10.0, Sweep(rates_of=read_rates(None, ())))
     assert comparison.latency_limit_s == pytest.approx(5 * 0.01 * 10**0.3)
     first, second = comparison.policies
     assert (first.running_ratio, first.loaded_ratio, first.limit_ratio) == (1, 1, 1)
     assert (second.running_ratio, second.loaded_ratio) == (4, 4)
     assert second.limit_ratio == pytest.approx(4)
     assert [run.rate for run in second.curve] == pytest.approx([0.3, 0.6, 0.8, 0.9, 1.0, 1.1, 1.25])
-    fixed = compare(replay, policies, 10.0, lambda loaded: [1.0, 2.0], 0.05)
+    fixed = compare(replay, policies, 10.0, Sweep(rates_of=read_rates("2,1", "ab"), latency_limit_s=0.05))
     assert [[run.rate for run in row.curve] for row in fixed.policies] == [[1.0, 2.0]] * 2
     assert fixed.policies[0].rate_at_limit == 2.0
     assert [row.is_limit_reached for row in fixed.policies] == [False, True]
     assert fixed.policies[1].limit_ratio is None
+    rates_only = Sweep(rates_of=read_rates("4;b=1", "ab"), latency_limit_s=0.1, is_loaded=False)
+    first, second = compare(replay, policies, 10.0, rates_only).policies
+    assert (first.loaded, first.loaded_rate, second.loaded_ratio, second.running_ratio) == (None,) * 4
+    assert (first.rate_at_limit, second.rate_at_limit) == (4.0, 1.0)
+
+
+def test_policies_may_have_rates_of_their_own():
+    names = ("paged", "oracle:buddy", "oracle:best-fit", "static-ft")
+    rates_of = read_rates("30, 2x; oracle=9; oracle:best-fit = 1.5x,11", names)
+    assert rates_of("paged", 20.0) == rates_of("static-ft", 20.0) == [30.0, 40.0]
+    assert rates_of("oracle:buddy", 20.0) == [9.0]
+    assert rates_of("oracle:best-fit", 4.0) == [6.0, 11.0]
+    assert read_rates("paged=3", names)("static-ft", 20.0) == []
+
+
+def test_a_rate_has_the_requests_that_come_in_time():
+    requests = [TracedRequest(1, 1, arrival) for arrival in (1.0, 2.0, 4.0)]
+    assert Run(policy=None).of(requests) == requests
+    assert Run(policy=None, rate=2.0, seconds=1.0).of(requests) == requests[:2]
+    assert Run(policy=None, rate=0.1, seconds=1.0).of(requests) == requests[:1], "none would tell nothing"
 
 
 def test_rates_are_requests_a_second_or_times_what_a_policy_keeps_up_with(tmp_path, trace):
@@ -103,10 +125,10 @@ def bench(tmp_path, *flags) -> dict:
 
 def test_a_simulated_comparison(tmp_path, trace, capsys):
     flags = ("--simulate", "opt-13b-a100", "--max-model-len", 128, "--num-gpu-blocks", 40)
-    record = bench(tmp_path, "--trace", trace, *flags, "--policies", "paged,oracle:buddy,reserve-max,static-hf")
+    record = bench(tmp_path, "--trace", trace, *flags, "--policies", "paged,oracle,reserve-max,static-hf")
     rows = {row["policy"]: row for row in record["policies"]}
-    assert list(rows) == ["paged", "oracle:buddy", "reserve-max:best-fit", "static-hf"]
-    assert rows["reserve-max:best-fit"]["loaded"]["peak_running"] == 5
+    assert list(rows) == ["paged", "oracle:buddy", "reserve-max:buddy", "static-hf"]
+    assert rows["reserve-max:buddy"]["loaded"]["peak_running"] == 5
     assert rows["static-hf"]["loaded"]["peak_running"] == 4
     at_once = [row["loaded"]["mean_running"] for row in rows.values()]
     assert at_once == sorted(at_once, reverse=True)
@@ -133,13 +155,23 @@ def test_the_real_engine_under_every_policy(tmp_path):
     trace.write_text(json.dumps({"requests": [{"prompt_tokens": p, "output_tokens": o} for p, o in lengths]}))
     flags = ("--device", "cpu", "--max-model-len", 32, "--num-gpu-blocks", 6, "--rates", 0, "--plot", plot)
     record = bench(tmp_path, "--trace", trace, *flags)
-    assert len(record["policies"]) == 7
+    assert [row["policy"] for row in record["policies"]] == [
+        "paged",
+        "oracle:buddy",
+        "reserve-pow2:buddy",
+        "reserve-max:buddy",
+        "static-ft",
+        "static-hf",
+        "oracle:best-fit",
+        "reserve-pow2:best-fit",
+        "reserve-max:best-fit",
+    ]
     assert (record["device"], record["is_simulated"]) == ("CPU", False)
     for row in record["policies"]:
         assert sum(row["loaded"]["use"].values()) == pytest.approx(1)
         assert row["loaded"]["output_tokens_per_s"] > 0
     rows = {row["policy"]: row["loaded"] for row in record["policies"]}
-    assert rows["paged"]["peak_running"] > rows["reserve-max:best-fit"]["peak_running"] == 3
+    assert rows["paged"]["peak_running"] > rows["reserve-max:buddy"]["peak_running"] == 3
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
@@ -149,6 +181,35 @@ def test_the_real_engine_at_a_rate(tmp_path, trace):
     assert row["curve"][0]["rate"] == 40
     assert row["curve"][0]["total_s"] > 1 / 40  # when the last one comes
     assert row["curve"][0]["normalized_latency_s"] > 0
+    assert not row["curve"][0]["is_given_up"]
+
+
+def test_a_run_that_is_plainly_over_the_limit_is_given_up(tmp_path, trace):
+    """Requests that come all but at once, at a limit that none of them could keep; the simulated machine takes 20 ms a
+    step. The runs end in the middle, and what they say by then is twice the limit and not much more."""
+    flags = ("--simulate", "opt-13b-a100", "--max-model-len", 128, "--num-gpu-blocks", 40, "--only-rates")
+    work = ("--policies", "paged,static-ft", "--rates", "60", "--seconds", 0.4, "--latency-limit", 0.01)
+    record = bench(tmp_path, "--trace", trace, *flags, *work)
+    for row in record["policies"]:
+        (run,) = row["curve"]
+        assert run["is_given_up"]
+        assert run["num_requests"] == 49, "those that come within 0.4 s at 60 a second: one every half of a mean gap"
+        assert 0.02 <= run["normalized_latency_s"] < 0.04
+        assert run["total_s"] < 5
+        assert (row["loaded"], row["rate_at_limit"]) == (None, None)
+    assert record["seconds"] == 0.4
+
+
+def test_the_real_engine_gives_up_and_goes_on(tmp_path, trace):
+    flags = ("--device", "cpu", "--max-model-len", 128, "--num-requests", 6, "--only-rates", "--rates", "1000")
+    record = bench(tmp_path, "--trace", trace, *flags, "--policies", "static-ft,paged", "--latency-limit", 1e-6)
+    assert [row["curve"][0]["is_given_up"] for row in record["policies"]] == [True, True]
+
+
+def test_lengths_are_scaled_to_means(tmp_path, trace):
+    flags = ("--simulate", "opt-13b-a100", "--rates", 0, "--policies", "paged")
+    record = bench(tmp_path, "--trace", trace, *flags, "--mean-lengths", "19.3,58.5")
+    assert (record["mean_prompt"], record["mean_output"]) == pytest.approx((19.3, 58.5), rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -158,6 +219,11 @@ def test_the_real_engine_at_a_rate(tmp_path, trace):
         (["--rates", "1,x"], "--rates: 'x' is not a number"),
         (["--latency-limit", "-1"], "--latency-limit: -1 is not above 0"),
         (["--num-requests", "0"], "--num-requests: 0 is outside"),
+        (["--rates", "1;orca=3"], "--rates: 'orca' is no policy of this comparison"),
+        (["--only-rates"], "--only-rates: give --rates in requests a second"),
+        (["--only-rates", "--rates", "1;oracle=2x"], "--only-rates: give --rates in requests a second"),
+        (["--mean-lengths", "19"], "--mean-lengths: '19' is not of the form"),
+        (["--sharing", "--seconds", "1"], "--seconds does not go with --sharing"),
         (["--sharing", "--rates", "1"], "--rates does not go with --sharing"),
         (["--num-gpu-blocks", "100"], "memory: 1600 slots hold no sequence of 2048 tokens"),
         (

@@ -178,7 +178,7 @@ def test_batches_and_powers():
 
 
 def test_policies_are_read_by_name():
-    names = [policy.name for policy in read_policies("reserve-max, paged,reserve-max:best-fit,oracle:buddy")]
-    assert names == ["reserve-max:best-fit", "paged", "oracle:buddy"]
+    names = [policy.name for policy in read_policies("reserve-max, paged,reserve-max:buddy,oracle:best-fit")]
+    assert names == ["reserve-max:buddy", "paged", "oracle:best-fit"]
     with pytest.raises(StartupError, match="--policies: 'orca' is none of"):
         read_policies("paged,orca")
