@@ -24,12 +24,13 @@ GUESSED_BYTES_PER_S = 25e9
 GUESSED_TRANSFER_S = 1e-4
 """Where no host memory was ready in time; the first transfers correct it."""
 
-NUM_TOKENS = (256, 2048)
-"""Two lengths of prompts: what one more token costs is the difference."""
+NUM_TOKENS = 2048
+"""Of prompts that are timed, together: so many that neither what the host takes to launch them nor what every step
+costs is seen in it."""
 
 
 def measure_rates(model: Llama, kv: Array, host: HostBlocks, longest: int) -> Rates:
-    """Copies out and in and two prompts, on a cache that holds nothing yet; prompts of at most `longest` tokens."""
+    """Copies out and in and prompts, on a cache that holds nothing yet; prompts of at most `longest` tokens."""
     token_s, pair_s = _prompt_rates(model, kv, longest)
     count = _wait_for_blocks(host, min(NUM_BLOCKS, len(kv)))
     if count == 0:
@@ -54,19 +55,17 @@ def _prompt_rates(model: Llama, kv: Array, longest: int) -> tuple[float, float]:
 
     The second is reckoned from the first: attention's operations, at half the rate of the products with the weights.
     """
-    few, many = (min(count, longest) for count in NUM_TOKENS)
+    length = min(NUM_TOKENS, longest)
+    count = NUM_TOKENS // length
     pairs_in_tokens = _pair_operations(model.config) / _token_operations(model.config) * 2
-    few_s, many_s = (_quickest(lambda count=count: _compute(model, kv, count)) for count in (few, many))
-    if many == few or many_s <= few_s:
-        token_s = many_s / many
-    else:
-        token_s = (many_s - few_s) / (many - few + pairs_in_tokens * (many**2 - few**2) / 2)
+    seconds = _quickest(lambda: _compute(model, kv, np.full(count, length)))
+    token_s = seconds / (count * (length + pairs_in_tokens * length**2 / 2))
     return token_s, token_s * pairs_in_tokens
 
 
-def _compute(model: Llama, kv: Array, num_tokens: int) -> None:
+def _compute(model: Llama, kv: Array, lengths: np.ndarray) -> None:
     with model.ops.scratch():
-        model.forward(shared_block_batch(model.ops, np.array([num_tokens]), kv.shape[4], num_tokens), kv)
+        model.forward(shared_block_batch(model.ops, lengths, kv.shape[4], int(lengths.max())), kv)
     model.ops.synchronize()
 
 

@@ -170,7 +170,8 @@ def _replay_in_turn(bench: Bench, requests: Sequence[TracedRequest], runs: Runs)
     for run in runs:
         figures.append(Replay(bench, run.policy, run.of(requests), run.rate, run.give_up_s).run())
         pace = "all at once" if run.rate is None else f"{run.rate:.3g} requests/s"
-        print(f"{run.policy.name}, {pace}: {figures[-1].total_s:.1f} s", flush=True)
+        seconds, latency_s = figures[-1].total_s, figures[-1].normalized_latency_s
+        print(f"{run.policy.name}, {pace}: {seconds:.1f} s, {latency_s:.4f} s a token", flush=True)
     return figures
 
 
