@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from model.ops.interface import Transfer
+from model.ops.host_blocks import Transfer
 from service.cli.bench.engine_measures import steady_decode
 from service.engine.build import BuiltEngine
 from service.errors import StartupError

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from model.ops.interface import HostBlocks, Transfer
+from model.ops.host_blocks import HostBlocks, Transfer
 from model.sampling_params import SamplingParams
 from service.cli.bench.engine_measures import TraceFigures, measure_trace
 from service.cli.bench.memory_replay import fit_lengths
