@@ -23,6 +23,7 @@ class Fields:
     source: str
 
     def error(self, name: str, problem: str) -> ModelError:
+        """What to raise of a field: file, name and problem, in 500 characters at most."""
         return ModelError(f"{self.source}: {name}: {problem}"[:500])
 
     def get(self, name: str) -> Any:
@@ -30,6 +31,7 @@ class Fields:
         return self.raw.get(name)
 
     def integer(self, name: str, default: Any = REQUIRED, *, low: int = 1, high: int) -> Any:
+        """An int in low..high. Like every reader here raises ModelError: for another value, for none without `default`."""
         value = self._value(name, default)
         if value is default:
             return default
@@ -53,12 +55,14 @@ class Fields:
         return float(value)
 
     def boolean(self, name: str, default: Any = REQUIRED) -> Any:
+        """True or false. Raises ModelError."""
         value = self._value(name, default)
         if value is not default and type(value) is not bool:
             raise self.error(name, f"{value!r} is not true or false")
         return value
 
     def text(self, name: str, default: Any = REQUIRED) -> Any:
+        """A str. Raises ModelError."""
         value = self._value(name, default)
         if value is not default and type(value) is not str:
             raise self.error(name, f"{value!r} is not a string")

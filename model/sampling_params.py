@@ -55,4 +55,5 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
+        """Whether what was said before weighs on the logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

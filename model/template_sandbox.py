@@ -25,6 +25,8 @@ _WIDE_FIELD = re.compile(r"%[^a-zA-Z%]*(\d{5,}|\*)")
 
 @dataclass(frozen=True, kw_only=True)
 class RenderLimits:
+    """What one rendering may make and take; SecurityError beyond."""
+
     max_chars: int = 16 * 2**20  # of the rendered text, and of any text or list that a template multiplies
     max_s: float = 5.0
 
@@ -71,6 +73,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             del self._thread.deadline_s
 
     def check_time(self) -> None:
+        """Raises SecurityError once this thread's time is over; outside `timed` there is no bound."""
         deadline_s = getattr(self._thread, "deadline_s", None)
         if deadline_s is not None and time.monotonic() > deadline_s:
             raise SecurityError("the template takes too long")

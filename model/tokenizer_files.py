@@ -45,6 +45,7 @@ class TokenizerConfig:
 
     @classmethod
     def read(cls, directory: Path) -> TokenizerConfig:
+        """Of a model folder. Raises ModelError for a file that cannot be read, or is no JSON object."""
         values = read_json_if_any(directory / TOKENIZER_CONFIG)
         if "added_tokens_decoder" not in values:  # as Hugging Face: only older folders need the second file
             values |= read_json_if_any(directory / SPECIAL_TOKENS_MAP)

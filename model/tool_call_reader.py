@@ -30,6 +30,7 @@ class CallReader:
         return "".join(self._read)
 
     def feed(self, char: str) -> None:
+        """The next character behind the opening; not once `is_done` or `is_bad`."""
         self._read.append(char)
         self._state(char)
 

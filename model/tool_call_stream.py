@@ -28,6 +28,8 @@ class CallSyntax:
 
 @dataclass(frozen=True)
 class Said:
+    """Text outside of calls."""
+
     text: str
 
 
@@ -70,6 +72,7 @@ class ToolCallStream:
         self.num_calls = 0
 
     def push(self, text: str) -> list[News]:
+        """What is certain now that `text` has followed what came before; the rest is held back."""
         self._buffer += text
         news: list[News] = []
         while self._buffer and self._mode(news):

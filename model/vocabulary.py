@@ -30,6 +30,7 @@ class Vocabulary:
 
     @property
     def size(self) -> int:
+        """Token ids are 0..size - 1, those that stand for nothing included."""
         return len(self.pieces)
 
     def detokenizer(self, skip_special_tokens: bool, at_start: bool) -> Detokenizer:

@@ -56,6 +56,8 @@ class Product(NamedTuple):
 
 
 class Way(NamedTuple):
+    """Which code computes a product: of several that give the same, the one that was quickest."""
+
     kind: str  # CUBLASLT or SKINNY
     index: int  # of cuBLASLt's algorithms, best first by its own estimate, or of SKINNY_BUILDS
 

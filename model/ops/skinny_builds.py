@@ -22,6 +22,7 @@ class SkinnyBuild(NamedTuple):
 
     @property
     def defines(self) -> dict[str, int]:
+        """The kernel's macros, by name."""
         sizes = {"WARPS": self.warps, "ROW_TILES": self.row_tiles, "COL_TILES": self.col_tiles}
         return sizes | {"SPAN": self.span, "STAGES": self.stages}
 

@@ -48,6 +48,8 @@ class Trail(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Beam:
+    """A sequence that goes on; `sum_logprob` is that of its tokens, natural logarithms."""
+
     sequence: Sequence
     sum_logprob: float = 0.0
     trail: Trail | None = None
@@ -64,6 +66,8 @@ class Offer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
+    """A sequence that has ended; the higher its `score`, the better."""
+
     score: float
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]  # as many as tokens where they are wanted, else none

@@ -27,6 +27,7 @@ class Arranged:
 
     @property
     def longer(self) -> tuple[Chunk, ...]:
+        """The chunks of several tokens."""
         return self.plan.chunks[len(self.decodes) :]
 
     @property

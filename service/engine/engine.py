@@ -104,6 +104,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
+        """Whether a step would do anything: requests are open, or what was launched has not been settled."""
         return bool(self._answers.open or self._flights or self._num_transfers)
 
     @property
@@ -150,6 +151,7 @@ class Engine:
                     self._answers.end_branch(sequence, (), (), reason)
 
     def cancel_all(self, reason: EndReason) -> None:
+        """End every open request now, as `cancel` does each."""
         for request_id in list(self._answers.open):
             self.cancel(request_id, reason)
 
@@ -192,6 +194,7 @@ class Engine:
         return list(one_by_one(self.take_news()))
 
     def stats(self) -> EngineStats:
+        """Counts as they are between two steps, totals since the start."""
         return look_at(
             self._kv,
             self._scheduler,

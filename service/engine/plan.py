@@ -24,6 +24,7 @@ class Chunk(NamedTuple):
 
     @property
     def end(self) -> int:
+        """The position behind its last token."""
         return self.start + self.length
 
 

@@ -16,6 +16,7 @@ class PromptWishes:
         self._to_pool: set[SequenceGroup] = set()
 
     def add(self, group: SequenceGroup) -> None:
+        """A request has come; one that wants nothing of its prompt is not kept."""
         if group.is_to_score:
             self._to_score.add(group)
         if group.is_to_pool:
