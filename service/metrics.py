@@ -36,6 +36,7 @@ STAT_GENERATION_TOKENS_TOTAL = "generation_tokens_total"
 STAT_PREEMPTIONS_TOTAL = "preemptions_total"
 STAT_SWAPPED_TOTAL = "swapped_total"
 STAT_RECOMPUTED_TOTAL = "recomputed_total"
+STAT_CALLED_BACK_TOTAL = "called_back_total"
 STAT_SWAP_OUT_BYTES_TOTAL = "swap_out_bytes_total"
 STAT_SWAP_IN_BYTES_TOTAL = "swap_in_bytes_total"
 STAT_COPY_ON_WRITE_TOTAL = "copy_on_write_total"
@@ -102,6 +103,9 @@ _WORKER_COUNTERS: Mapping[str, _WorkerMetric] = {
     STAT_PREEMPTIONS_TOTAL: _WorkerMetric(PREEMPTIONS, "Requests that had to leave the GPU for others."),
     STAT_SWAPPED_TOTAL: _WorkerMetric("quire:preemptions", PREEMPTIONS_HELP, (("kind", "swap"),)),
     STAT_RECOMPUTED_TOTAL: _WorkerMetric("quire:preemptions", PREEMPTIONS_HELP, (("kind", "recompute"),)),
+    STAT_CALLED_BACK_TOTAL: _WorkerMetric(
+        "quire:called_back", "Of those that had to leave, those that ran beyond their tenant's share as others came."
+    ),
     STAT_SWAP_OUT_BYTES_TOTAL: _WorkerMetric("quire:kv_swap_bytes", SWAP_HELP, (("direction", "out"),)),
     STAT_SWAP_IN_BYTES_TOTAL: _WorkerMetric("quire:kv_swap_bytes", SWAP_HELP, (("direction", "in"),)),
     STAT_COPY_ON_WRITE_TOTAL: _WorkerMetric(

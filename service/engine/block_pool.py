@@ -90,6 +90,11 @@ class BlockPool:
             self._references[block] = 1
         return taken
 
+    def num_freed(self, tables: Iterable[Sequence[int]]) -> int:
+        """Blocks that nobody else holds than whoever holds these tables: available once all of them are given back."""
+        held = Counter(chain.from_iterable(tables))
+        return sum(self._references[block] == count for block, count in held.items())
+
     def share(self, blocks: Iterable[int]) -> None:
         """One more holder for each of these blocks, which are held or cached already."""
         for block in blocks:

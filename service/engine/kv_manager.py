@@ -204,6 +204,16 @@ class KVManager:
         """Whether sequences begin with what others have computed."""
         return self._shares
 
+    def num_lacking_blocks(self, sequence: Sequence) -> int:
+        """Blocks the sequence lacks to hold all its tokens, less those that it will share with its leader for good."""
+        if sequence.is_parked:
+            return -(-sequence.num_tokens // self.block_size) - sequence.num_inherited_tokens // self.block_size
+        return self.num_missing_blocks(sequence, sequence.num_tokens)
+
+    def num_freed_blocks(self, sequences: Iterable[Sequence]) -> int:
+        """Blocks that only these sequences hold."""
+        return self.pool.num_freed(one.block_table for one in sequences)
+
     def num_returning_blocks(self) -> int:
         """Blocks that are available as soon as their copies to the host are made."""
         return 0 if self.host is None else self.host.num_held_alone()

@@ -9,12 +9,14 @@ blocks can be had at once.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from weakref import WeakKeyDictionary
 
 from service.engine.cost_model import CostModel, Crowd
 from service.engine.kv_manager import KVManager
 from service.engine.plan import FinishedTransfer, StepPlan
 from service.engine.sequence import Sequence, SequenceGroup, State
+from service.engine.tenants import Tenants
 
 AUTO, SWAP, RECOMPUTE = MODES = ("auto", "swap", "recompute")
 
@@ -23,14 +25,16 @@ PROTECTED_STEPS = 64
 
 
 class Preemption:
-    """The youngest leaves first, one that was just brought back last, and the oldest never: it comes to its end."""
+    """The youngest leaves first, one that was just brought back last, and the oldest never: it comes to its end. Where
+    there are several tenants, those that hold more than their shares of the blocks come before all others."""
 
     def __init__(self, kv: KVManager, costs: CostModel | None = None, mode: str = AUTO):
         """Without `costs` every group counts as cheaper to copy."""
         self._kv = kv
         self.costs = costs
         self._mode = mode
-        self.num_swapped = self.num_recomputed = 0
+        self.num_swapped = self.num_recomputed = self.num_called_back = 0
+        self.tenants: Tenants | None = None
         self._step = 0
         self._back_at: WeakKeyDictionary[SequenceGroup, int] = WeakKeyDictionary()
         self._num_promised = 0
@@ -63,13 +67,23 @@ class Preemption:
         Returns the victims; their sequences are WAITING and no longer in `running`.
         """
         victims: list[SequenceGroup] = []
-        while claimant.group not in victims and self._num_in_sight() < num_blocks:
+        while claimant.group not in victims and self.num_in_sight() < num_blocks:
             group = self._next_victim(running)
             self._evict(group, running)
             victims.append(group)
         if claimant.group not in victims and self._kv.pool.num_available < num_blocks:
             self._num_promised += num_blocks
         return victims
+
+    def call_back(self, groups: Iterable[SequenceGroup], running: list[Sequence]) -> None:
+        """These leave, for others whose tenants have less than their shares."""
+        for group in groups:
+            self._evict(group, running)
+            self.num_called_back += 1
+
+    def is_settled(self, group: SequenceGroup) -> bool:
+        """Whether the group was not brought back just now."""
+        return self._step - self._back_at.get(group, -math.inf) > PROTECTED_STEPS
 
     def prepare(self, running: list[Sequence]) -> None:
         """Copy ahead of need what will have to leave soon, if the host has nothing to do for it anyway."""
@@ -100,14 +114,16 @@ class Preemption:
             spans = [(chunk.start, chunk.end) for chunk in plan.chunks if chunk.length > 1]
             self.costs.saw_prompts(spans, seconds, with_decodes=len(spans) < len(plan.chunks))
 
-    def _num_in_sight(self) -> int:
+    def num_in_sight(self) -> int:
         """Blocks that are available or about to be, less those that others wait for already."""
         return self._kv.pool.num_available + self._kv.num_returning_blocks() - self._num_promised
 
     def _next_victim(self, running: list[Sequence]) -> SequenceGroup:
         groups = list(dict.fromkeys(sequence.group for sequence in reversed(running)))
         others = groups[:-1] or groups  # the oldest only if it is alone
-        settled = [group for group in others if self._step - self._back_at.get(group, -math.inf) > PROTECTED_STEPS]
+        if self.tenants is not None:
+            others = self.tenants.lenders_of_blocks(others, running) or others
+        settled = [group for group in others if self.is_settled(group)]
         return (settled or others)[0]
 
     def _evict(self, group: SequenceGroup, running: list[Sequence]) -> None:

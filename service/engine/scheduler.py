@@ -8,7 +8,7 @@ for every decode waits for the whole step; but the more of them wait, the larger
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -18,6 +18,7 @@ from service.engine.plan import Chunk, StepPlan
 from service.engine.preemption import Preemption
 from service.engine.prompt_wishes import PromptWishes
 from service.engine.sequence import Sequence, SequenceGroup, State
+from service.engine.tenants import Tenants
 
 MAX_OPEN_CHUNKS = 3
 """Prefill chunks of a step that also decodes, however many prompts are open ..."""
@@ -45,6 +46,7 @@ class Scheduler:
         self._kv = kv
         self._limits = limits
         self.preemption = preemption or Preemption(kv)
+        self._tenants = self.preemption.tenants = Tenants(kv, limits.max_num_seqs)
         self._num_arrivals = 0
         self.waiting: deque[SequenceGroup] = deque()
         self._prompts = PromptWishes()
@@ -54,6 +56,7 @@ class Scheduler:
     def add(self, group: SequenceGroup) -> None:
         self._num_arrivals += 1
         group.arrival = self._num_arrivals
+        self._tenants.join(group)
         self.waiting.append(group)
         self._prompts.add(group)
 
@@ -73,6 +76,7 @@ class Scheduler:
             if not group.live:
                 self.waiting.remove(group)
         if not group.live:
+            self._tenants.leave(group)
             self._kv.forget_request(sequence)
 
     def fork(self, leader: Sequence) -> None:
@@ -94,6 +98,8 @@ class Scheduler:
         self._kv.start_step()
         self.preemption.start_step(len(self.running))
         self._extended.clear()
+        if self.waiting and self._tenants.are_several:
+            self._call_back()
         num_preemptions, arriving = self.preemption.num_preemptions, self._kv.arriving()
         decodes, prefills = [], []
         for sequence in self.running:
@@ -190,7 +196,8 @@ class Scheduler:
         return chunks, budget
 
     def _admit_waiting(self, budget: int) -> list[Chunk]:
-        """Start waiting groups that are ready, first come first served, while the pool can hold all they have so far.
+        """Start waiting groups that are ready, first come first served, or first of the tenant that runs least, while
+        the pool can hold all they have so far.
 
         Each begins with what the cache has of it, written by this very step perhaps: this is planned behind all
         preemptions, so that nothing which others count on is taken back. What comes from the host is computed once it
@@ -198,10 +205,10 @@ class Scheduler:
         reserve, so that it does not become the next victim.
         """
         chunks = []
-        growing = [one for one in self.running if one.num_tokens > one.num_writable_tokens]
-        spare = self._kv.pool.num_available - sum(map(self._num_lacking_blocks, growing))
+        spare = self._kv.pool.num_available - self._num_growing_blocks()
+        num_running = self._tenants.num_running(self.running) if self._tenants.are_several else Counter()
         while self.waiting and budget > 0:
-            group = next((group for group in self.waiting if group.is_ready), None)
+            group = self._tenants.next_of(self.waiting, num_running)
             if group is None or group.has_pending_tokens:
                 break
             if len(self.running) + len(group.live) > self._limits.max_num_seqs:
@@ -210,13 +217,13 @@ class Scheduler:
             leader, *others = group.live
             # A prompt of which more than the last logits are wanted is computed, whatever is in memory.
             match = NO_MATCH if group.is_to_score or group.is_to_pool else self._kv.match(leader)
-            wanted = self._kv.num_wanted_blocks(leader, match) + sum(map(self._num_lacking_blocks, others))
-            reserve = self._kv.pool.num_blocks // 100 if self.running else 0
-            if wanted + reserve > spare:
+            wanted = self._kv.num_wanted_blocks(leader, match) + sum(map(self._kv.num_lacking_blocks, others))
+            if wanted + self._num_reserve_blocks > spare:
                 group.disband()
                 break
             self.waiting.remove(group)
             self._start(group)
+            num_running[group.tenant] += len(group.live)
             self._kv.begin(leader, match)
             spare -= wanted
             if leader not in self._kv.arriving():
@@ -227,6 +234,14 @@ class Scheduler:
                 chunks.append(chunk)
                 budget -= chunk.length
         return chunks
+
+    def _call_back(self) -> None:
+        """Newcomers within their tenants' shares begin at once, though others have to leave for them."""
+        num_free_blocks = self.preemption.num_in_sight() - self._num_growing_blocks() - self._num_reserve_blocks
+        is_settled = self.preemption.is_settled
+        lenders = self._tenants.lenders(list(self.waiting), self.running, num_free_blocks, is_settled)
+        self.preemption.call_back(lenders, self.running)
+        self._queue_again(lenders)
 
     def _start(self, group: SequenceGroup) -> None:
         place = len(self.running)
@@ -245,12 +260,15 @@ class Scheduler:
             place = sum(one.arrival < group.arrival for one in self.waiting)
             self.waiting.insert(place, group)
 
-    def _num_lacking_blocks(self, sequence: Sequence) -> int:
-        """Blocks the sequence lacks to hold all its tokens, less those that it will share with its leader for good."""
-        if sequence.is_parked:
-            size = self._kv.block_size
-            return -(-sequence.num_tokens // size) - sequence.num_inherited_tokens // size
-        return self._kv.num_missing_blocks(sequence, sequence.num_tokens)
+    @property
+    def _num_reserve_blocks(self) -> int:
+        """That a newcomer leaves to the others, so that it does not become the next victim."""
+        return self._kv.pool.num_blocks // 100 if self.running else 0
+
+    def _num_growing_blocks(self) -> int:
+        """Blocks that running sequences still lack to hold their tokens."""
+        growing = [one for one in self.running if one.num_tokens > one.num_writable_tokens]
+        return sum(map(self._kv.num_lacking_blocks, growing))
 
     def _hand_over(self, leader: Sequence) -> None:
         """The leader leaves: the first of its followers goes on with what it has computed, and leads the others."""

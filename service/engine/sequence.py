@@ -37,6 +37,7 @@ class Request:
     request_id: str
     prompt: tuple[int, ...]
     sampling: SamplingParams
+    tenant: str = ""  # whose it is: tenants share the engine alike
     cache_salt: str = ""  # prompts share blocks only with prompts of the same salt
     num_scored_tokens: int = 0  # of the prompt, whose log-probabilities were told before this engine
     past: tuple[BranchPast, ...] = ()  # by branch, what was told before this engine; empty: nothing
@@ -147,6 +148,7 @@ class SequenceGroup:
         wishes = request.sampling
         self.request = request
         self.request_id = request.request_id
+        self.tenant = request.tenant
         self.num_prompt_tokens = len(request.prompt)
         self.stop_ids = stop_ids(wishes, eos_token_ids)
         count = self._num_alternatives()

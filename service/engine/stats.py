@@ -36,6 +36,7 @@ class EngineStats:
     num_hit_tokens: int  # and of those, what was found
     num_swapped: int  # groups that left for the host
     num_recomputed: int  # groups that left to be computed again
+    num_called_back: int  # of all that left, those that ran on what was lent to their tenants
 
     @property
     def num_preemptions(self) -> int:
@@ -78,4 +79,5 @@ def look_at(
         num_hit_tokens=kv.num_hit_tokens,
         num_swapped=scheduler.preemption.num_swapped,
         num_recomputed=scheduler.preemption.num_recomputed,
+        num_called_back=scheduler.preemption.num_called_back,
     )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from service.wire.batches import BatchStore
@@ -49,11 +49,18 @@ class Claim:
 @dataclass(frozen=True, kw_only=True)
 class Room:
     """What a worker can begin now, beside the number of branches. Jobs are claimed as long as some is left, so that the
-    last one may be larger: none that is too large for a worker blocks its queue for ever."""
+    last one may be larger: none that is too large for a worker blocks its queue for ever.
+
+    What tenants hold beyond their shares of the worker's places (see service/fair_share.py) is lent to them: where no
+    room is left, jobs of others are claimed all the same, as far as they keep to their own shares.
+    """
 
     num_tokens: int | None = None  # of prompts, and of what was told before; None: as many as come
-    num_kept: int = 0  # of the branches: not for tenants in `kept_from`
-    kept_from: frozenset[str] = frozenset()
+    num_kept: int = 0  # of the branches: only for tenants that keep to their shares
+    num_places: int = 0  # that tenants share, in branches; 0: nothing is lent
+    held: Mapping[str, int] = field(default_factory=dict)  # of the places, by tenant that has any
+    num_tenants: int = 1  # that share them: some of them were here lately, and neither hold any nor wait
+    num_lent_tokens: int = 0  # like `num_tokens`, of what would be free if all that runs had to leave
 
 
 ANY_ROOM = Room()
@@ -189,9 +196,10 @@ class WorkerBroker(Protocol):
     lease_s: float
 
     async def fetch(self, max_branches: int, wait_s: float, room: Room = ANY_ROOM) -> Sequence[Claim]:
-        """Claims of so many branches, as far as `room` has it, waiting at most wait_s for the first; jobs that others
-        had before come first. One that was cancelled while queued or is past its deadline is ended here and never
-        returned, and so is one that kills engines, or whose past is lost. To be called by one task at a time."""
+        """Claims of so many branches (0 or less: nothing is free), as far as `room` has it, waiting at most wait_s for
+        the first; jobs that others had before come first. One that was cancelled while queued or is past its deadline
+        is ended here and never returned, and so is one that kills engines, or whose past is lost. To be called by one
+        task at a time."""
 
     async def fetch_suspect(self) -> Claim | None:
         """A job that may have killed engines, to be run with no other; none if there is none."""

@@ -68,10 +68,10 @@ local function first_of(lane, but, but_count)
   end
 end
 
--- The next job; nil where none waits.
-local function next_job(now, but, but_count)
+-- The next job in these lanes; nil where none waits.
+local function next_job(now, lanes, but, but_count)
   local best
-  for _, lane in ipairs(LANES) do
+  for _, lane in ipairs(lanes) do
     local tenant, at = first_of(lane, but, but_count)
     if tenant then
       local job, rank = unpack(redis.call('ZRANGE', LANE_JOBS .. lane .. ':' .. tenant, 0, 0, 'WITHSCORES'))

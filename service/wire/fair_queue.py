@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from service.wire.messages import Job
 
@@ -69,10 +69,14 @@ class FairQueue:
             at_time = self._virtual_time(job.tenant)
             self._turns |= {(lane, job.tenant): at_time for lane in LANES if (lane, job.tenant) in self._turns}
 
-    def next(self, but: Collection[str] = ()) -> str | None:
+    def tenants(self) -> set[str]:
+        """Those whose jobs wait, but for batch work."""
+        return {tenant for lane, tenant in self._turns if lane == NORMAL}
+
+    def next(self, but: Collection[str] = (), lanes: Sequence[str] = LANES) -> str | None:
         """The job whose turn it is, of tenants that are not in `but`; None where they have none."""
         best = None
-        for lane in LANES:
+        for lane in lanes:
             turns = sorted(
                 (at_time, tenant)
                 for (its_lane, tenant), at_time in self._turns.items()

@@ -17,11 +17,12 @@ from service.wire.broker import (
     QueueFull,
     Room,
 )
-from service.wire.fair_queue import FairQueue, branches_of, cost_of
+from service.wire.fair_queue import LANES, NORMAL, FairQueue, cost_of
 from service.wire.memory_batches import MemoryShelf
 from service.wire.memory_jobs import Deaths, JobState, Log
 from service.wire.memory_requests import MemoryRequests
 from service.wire.memory_responses import Shelf
+from service.wire.memory_room import RoomLeft
 from service.wire.messages import Cancel, Event, Job, Usage, WorkerCard
 
 
@@ -110,23 +111,36 @@ class MemoryQueue:
 
     def claim(self, owner: str, max_branches: int, room: Room) -> Sequence[Claim]:
         """Those that were claimed before come first."""
-        claims, tokens_left = [], float("inf") if room.num_tokens is None else room.num_tokens
-        while max_branches > 0 and tokens_left > 0:
-            if self._returned:
-                job_id, is_new = self._returned[0], False
-            else:
-                job_id, is_new = self._waiting.next(room.kept_from if max_branches <= room.num_kept else ()), True
-            if job_id is None:
-                break
+        claims, left = [], RoomLeft(max_branches, room)
+        while (job_id := self._next(left)) is not None:
+            is_new = job_id in self._waiting
             claim = self._take(job_id, owner)
             if claim is not None:
                 claims.append(claim)
-                num_branches = branches_of(claim.job)
-                max_branches -= num_branches
-                tokens_left -= len(claim.job.prompt) // 4 + len(claim.past) * num_branches
+                left.take(claim)
                 if is_new:
                     self._waiting.charge(claim.job)
         return claims
+
+    def _next(self, left: RoomLeft) -> str | None:
+        """Whose turn it is, as far as there is room for it."""
+        if left.is_free and self._returned:
+            return self._returned[0]
+        if not left.is_scarce:
+            return self._waiting.next()
+        if not left.is_lent:
+            return None
+        waiting = self._waiting.tenants()
+
+        def fits(job_id: str) -> bool:
+            return left.fits(self._states[job_id].job, waiting)
+
+        if not left.is_free and (job_id := next(filter(fits, self._returned), None)):
+            return job_id
+        but, lanes = set(), LANES if left.is_free else (NORMAL,)
+        while (job_id := self._waiting.next(but, lanes)) is not None and not fits(job_id):
+            but.add(self._states[job_id].job.tenant)
+        return job_id
 
     def claim_suspect(self, owner: str) -> Claim | None:
         while self._suspects:

@@ -33,7 +33,7 @@ FRESH_CARD_S = 3.5
 RETRY_S = 0.2
 CANCEL_AGAIN_S = 0.1
 LOOK_AGAIN_S = 0.015
-"""How often a worker that is nearly full looks for jobs: what waits is not for it, or finds no room."""
+"""How often a worker that is nearly full looks for jobs: what waits is not for it, or finds no room yet."""
 MAX_HEARD = 8192
 
 
@@ -58,14 +58,15 @@ class Courier:
         make_card: Callable[[bool], WorkerCard],
         vocab_size: int,
         num_places: int,
+        num_cache_tokens: int,
         tracing: Tracing = NO_TRACING,
     ):
-        """`num_places`: sequences that the engine runs at once."""
+        """`num_places`: sequences that the engine runs at once; `num_cache_tokens`: tokens for which it has blocks."""
         self._broker = broker
         self._tracing = tracing
         self._make_card = make_card
         self._vocab_size = vocab_size
-        self._places = Places(num_places)
+        self._places = Places(num_places, num_cache_tokens)
         self._model = ""
         self._loop = asyncio.get_running_loop()
         self._open: dict[str, _OpenJob] = {}
@@ -143,7 +144,8 @@ class Courier:
         await self._persist(self._broker.take_over)
         while not self._draining:
             max_branches, room = self._places.room(self.engine.num_free_tokens, self._loop.time())
-            if max_branches <= 0 or (self._open and (self._runs_suspects or self._runs_alone)):
+            has_room = max_branches > 0 or room.num_places
+            if not has_room or (self._open and (self._runs_suspects or self._runs_alone)):
                 await asyncio.sleep(LOOK_AGAIN_S)
                 continue
             try:
@@ -197,6 +199,7 @@ class Courier:
             request_id=request_id,
             prompt=prompt,
             sampling=job.sampling,
+            tenant=job.tenant,
             cache_salt=job.tenant,
             num_scored_tokens=num_scored_tokens(claim.past),
             past=branch_pasts(claim.past),

@@ -1,16 +1,18 @@
-"""What a worker may claim now: as much as its engine can begin, and not all of it for the tenant who asks loudest."""
+"""What a worker may claim now: as much as its engine can begin, and not all of it for the tenant who asks loudest. What
+one holds beyond its share is lent to it (see service/fair_share.py): others may claim though nothing is free."""
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
+from service.fair_share import fair_share
 from service.wire.broker import Room
 from service.wire.fair_queue import branches_of
 from service.wire.messages import Job
 
 KEPT_SHARE = 16
-"""Of the places one in so many is kept for tenants who hold less than their part, as long as there are several."""
+"""Of the places one in so many is kept for tenants who hold less than their share, as long as there are several."""
 RECENT_S = 30.0
 """A tenant counts for so long after its last job: who asks now and then finds a place, and none stays empty in vain."""
 AHEAD_SHARE = 32
@@ -27,9 +29,11 @@ class _Held:
 class Places:
     """Of one engine. Times are monotonic seconds."""
 
-    def __init__(self, num_places: int, *, is_ahead: bool = True):
-        """Without `is_ahead`, no more is claimed than there are places."""
+    def __init__(self, num_places: int, num_cache_tokens: int, *, is_ahead: bool = True):
+        """`num_cache_tokens`: those for which the engine has blocks when it is empty. Without `is_ahead`, no more is
+        claimed than there are places, but for what is lent."""
         self._num_places = num_places
+        self._num_cache_tokens = num_cache_tokens
         self._num_ahead = max(1, num_places // AHEAD_SHARE) if is_ahead else 0
         self._held: dict[str, _Held] = {}
         self._num_branches = self._num_tokens = 0
@@ -66,18 +70,27 @@ class Places:
         self._see(held.tenant, now_s)
 
     def room(self, num_free_tokens: int, now_s: float) -> tuple[int, Room]:
-        """Branches that may be claimed, and the rest of it; no more than 0 where nothing fits. `num_free_tokens`: those
-        for which the engine has blocks."""
+        """Branches that may be claimed, and the rest of it; no more than 0 where nothing is free. `num_free_tokens`:
+        those for which the engine has blocks now."""
         while self._seen_at_s and next(iter(self._seen_at_s.values())) < now_s - RECENT_S:
             self._seen_at_s.popitem(last=False)
         num_tokens = num_free_tokens - self._num_tokens
         num_branches = self._num_places + self._num_ahead - self._num_branches
-        tenants = self._seen_at_s.keys() | self._branches_of.keys()
-        if num_tokens <= 0 or len(tenants) < 2 or self._num_places < KEPT_SHARE:
-            return (0 if num_tokens <= 0 else num_branches), Room(num_tokens=num_tokens)
-        num_kept = self._num_places // KEPT_SHARE + self._num_ahead
-        rich = [tenant for tenant, count in self._branches_of.items() if count * len(tenants) > self._num_places]
-        return num_branches, Room(num_tokens=num_tokens, num_kept=num_kept, kept_from=frozenset(rich))
+        num_tenants = len(self._seen_at_s.keys() | self._branches_of.keys())
+        keeps = num_tenants > 1 and self._num_places >= KEPT_SHARE
+        return (0 if num_tokens <= 0 else num_branches), Room(
+            num_tokens=num_tokens,
+            num_kept=self._num_places // KEPT_SHARE + self._num_ahead if keeps else 0,
+            num_places=self._num_places if keeps or num_tokens <= 0 or self._lends() else 0,
+            held=dict(self._branches_of),
+            num_tenants=num_tenants,
+            num_lent_tokens=self._num_cache_tokens - self._num_tokens,
+        )
+
+    def _lends(self) -> bool:
+        """Whether somebody holds more than its share, if one more comes."""
+        share = fair_share(self._num_places, [1, *self._branches_of.values()])
+        return any(count > share for count in self._branches_of.values())
 
     def _see(self, tenant: str, now_s: float) -> None:
         self._seen_at_s[tenant] = now_s

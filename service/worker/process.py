@@ -59,7 +59,8 @@ async def run_worker(
     def make_card(ready: bool) -> WorkerCard:
         return _card(worker_id, settings, built, engine, ready and engine.silent_s < READY_SILENCE_S)
 
-    courier = Courier(broker, make_card, built.config.vocab_size, settings.max_num_seqs, tracing)
+    num_cache_tokens = built.memory.num_blocks * built.memory.block_size
+    courier = Courier(broker, make_card, built.config.vocab_size, settings.max_num_seqs, num_cache_tokens, tracing)
     watchdog = Watchdog(settings.step_timeout or DEFAULT_STEP_TIMEOUT_S[built.ops.name], supervisor)
     engine = EngineThread(built.engine, courier.deliver, on_death, watchdog.turned)
     courier.engine = engine
@@ -134,6 +135,7 @@ def _card(worker_id: str, settings: Settings, built: BuiltEngine, engine: Engine
             metrics.STAT_PREEMPTIONS_TOTAL: stats.num_preemptions,
             metrics.STAT_SWAPPED_TOTAL: stats.num_swapped,
             metrics.STAT_RECOMPUTED_TOTAL: stats.num_recomputed,
+            metrics.STAT_CALLED_BACK_TOTAL: stats.num_called_back,
             metrics.STAT_SWAP_OUT_BYTES_TOTAL: stats.num_blocks_out * built.memory.block_bytes,
             metrics.STAT_SWAP_IN_BYTES_TOTAL: stats.num_blocks_in * built.memory.block_bytes,
             metrics.STAT_COPY_ON_WRITE_TOTAL: stats.num_block_copies,

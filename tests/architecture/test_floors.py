@@ -16,7 +16,7 @@ FLOORS = (
     ("service.engine", "service.wire"),
     ("service.config_sources",),
     ("service.config", "service.logs", "service.metrics", "service.sd_notify", "service.tracing"),
-    ("service.errors", "service.garbage", "service.otel", "service.setting_values"),
+    ("service.errors", "service.fair_share", "service.garbage", "service.otel", "service.setting_values"),
     ("model",),
 )
 """From the roof down. A room imports itself and what is below its floor, never its neighbours."""

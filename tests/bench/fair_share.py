@@ -3,12 +3,15 @@
 `python -m tests.bench.fair_share flood` compares the time to first token of twenty tenants that ask now and then, alone
 and beside one that keeps hundreds of requests waiting. `python -m tests.bench.fair_share overload` offers ten times the
 peak and tells how fast the refusals are and what share of the peak is still worked off. One Redis, one `quire gateway`
-in a process of its own, and in the engine's place a stub that works in steps as an engine does: in each step every
-running request gets one token, and what ends makes room for the next step.
+in a process of its own, and a worker as it is, courier and engine, above a device that computes nothing: a step takes
+`--step-ms`.
 
-`python -m tests.bench.fair_share simulate` is the first of these in virtual time: the same queue, no processes, so the
-same figures on any machine; and beside it what they would be if jobs were claimed in the order of their coming. The
-first seconds, in which a flood finds an empty machine and takes all of it at once, are not counted.
+The flood comes first, `--head-start-s` before the small ones, and finds the machine empty: when they come, it has all
+of it.
+
+`python -m tests.bench.fair_share simulate` is the first of these in virtual time: the same queue, the real engine, no
+processes, so the same figures on any machine; and beside it what they would be if jobs were claimed, and sequences
+begun, in the order of their coming.
 """
 
 from __future__ import annotations
@@ -20,97 +23,98 @@ import random
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
 import numpy as np
 
-from model.sampling_params import SamplingParams
+from service.engine.engine import Engine
+from service.engine.kv_manager import KVManager
+from service.engine.outputs import News, one_by_one
+from service.engine.scheduler import Limits
 from service.errors import EndReason
-from service.wire.codec import pack_ids
-from service.wire.fair_queue import FairQueue, cost_of
-from service.wire.messages import Event, Job, Part, Usage
-from service.wire.redis_broker import open_redis_broker
-from service.worker.places import Places
+from service.wire.broker import Claim, Room
+from service.wire.redis_broker import RedisBroker, open_redis_broker
+from service.worker.courier import Courier
+from service.worker.engine_thread import EngineThread, Stop
+from tests.bench.fair_share_steps import BLOCK_SIZE, MAX_BATCHED_TOKENS, MAX_MODEL_LEN, MAX_PREFILL_CHUNK, simulate
+from tests.bench.io_thread import PacedDevice
 from tests.support.doors import start_gateway
 from tests.support.gateway import MODEL
+from tests.support.idle_executor import IdleExecutor
 from tests.support.measuring import flags, fresh_redis, tell
-from tests.support.wire import make_card, make_job
+from tests.support.wire import make_card
 
+NUM_BLOCKS = 65536
 NUM_SMALL = 20
 KEYS = ("flooder", *(f"small{number}" for number in range(NUM_SMALL)))
 SETTLE_S = 1.0
-WARM_UP_MS = 5000.0
-NO_LACK_OF_BLOCKS = 1 << 40
 FLOODED_SHARE = 0.8
 
 
-@dataclass
-class StepEngine:
-    """`num_slots` requests at once, a token for each in every step of `step_s`; jobs are claimed as slots get free."""
+class WatchedBroker:
+    """A broker that notes how long jobs waited to be claimed."""
 
-    broker: object
-    num_slots: int
-    step_s: float
-    num_tokens: int = 0
-    waited_ms: dict[str, list[float]] = field(default_factory=dict)  # tenant -> from acceptance to claim, of each job
-    _running: dict[str, list[int]] = field(default_factory=dict)  # job -> tokens left, last event's number
-    _places: Places = field(init=False)
+    def __init__(self, broker: RedisBroker):
+        self._broker = broker
+        self.waited_ms: dict[str, list[float]] = {}  # tenant -> from acceptance to claim, of each job
 
-    def __post_init__(self) -> None:
-        self._places = Places(self.num_slots, is_ahead=False)
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._broker, name)
+
+    async def fetch(self, max_branches: int, wait_s: float, room: Room) -> Sequence[Claim]:
+        claims = await self._broker.fetch(max_branches, wait_s, room)
+        if claims:
+            now_s = await self._broker.now_s()
+            for claim in claims:
+                waited_ms = (now_s - claim.job.submitted_at_s) * 1000
+                self.waited_ms.setdefault(claim.job.tenant, []).append(waited_ms)
+        return claims
+
+
+class IdleWorker:
+    """A worker above a device that computes nothing and takes `step_s` for it. A token each in every step for
+    `num_slots` sequences at once."""
+
+    def __init__(self, broker: RedisBroker, num_slots: int, step_s: float):
+        self.broker, self.num_slots, self.step_s = WatchedBroker(broker), num_slots, step_s
+        self.num_tokens = 0
+        executor = IdleExecutor()
+        PacedDevice(executor, step_s)
+        kv = KVManager(NUM_BLOCKS, BLOCK_SIZE)
+        limits = Limits(
+            max_num_seqs=num_slots,
+            max_num_batched_tokens=MAX_BATCHED_TOKENS,
+            max_prefill_chunk=MAX_PREFILL_CHUNK,
+            max_model_len=MAX_MODEL_LEN,
+        )
+        self.engine = Engine(executor, kv, limits, frozenset())
+        card = {"model": MODEL, "max_model_len": MAX_MODEL_LEN}
+        self._courier = Courier(
+            self.broker,
+            lambda ready: make_card("idle", ready=ready, **card),
+            MAX_MODEL_LEN,
+            num_slots,
+            NUM_BLOCKS * BLOCK_SIZE,
+        )
+        self._deaths: list[BaseException] = []
+        self._courier.engine = EngineThread(self.engine, self._deliver, self._deaths.append)
 
     async def run(self) -> None:
-        loop = asyncio.get_running_loop()
-        due_s = loop.time()
-        while True:
-            free, room = self._places.room(NO_LACK_OF_BLOCKS, loop.time())
-            claims = await self.broker.fetch(free, 0.0, room) if free > 0 else ()
-            now_s = await self.broker.now_s()
-            for claim in claims:
-                self.waited_ms.setdefault(claim.job.tenant, []).append((now_s - claim.job.submitted_at_s) * 1000)
-                self._running[claim.job.job_id] = [claim.job.sampling.max_tokens, 0]
-                self._places.take(claim.job, 0, loop.time())
-            due_s = max(due_s + self.step_s, loop.time())
-            await asyncio.sleep(due_s - loop.time())
-            if self._running:
-                await self.broker.publish([self._event(job_id) for job_id in list(self._running)])
+        self._courier.engine.start()
+        try:
+            await self._courier.run()
+        finally:
+            self._courier.engine.send(Stop(EndReason.SHUTDOWN))
 
-    def _event(self, job_id: str) -> Event:
-        entry = self._running[job_id]
-        entry[0], entry[1] = entry[0] - 1, entry[1] + 1
-        self.num_tokens += 1
-        parts = (Part(tokens=pack_ids([65])),)
-        if entry[0]:
-            return Event(job_id=job_id, number=entry[1], parts=parts)
-        self._give_back(job_id)
-        usage = Usage(prompt_tokens=1, completion_tokens=entry[1])
-        return Event(job_id=job_id, number=entry[1], parts=parts, end=EndReason.LENGTH, usage=usage)
-
-    def _give_back(self, job_id: str) -> None:
-        del self._running[job_id]
-        self._places.give_back(job_id, asyncio.get_running_loop().time())
+    def _deliver(self, news: list[News]) -> None:
+        self.num_tokens += sum(len(part.token_ids) for output in one_by_one(news) for part in output.parts)
+        self._courier.deliver(news)
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
-
-    async def beat(self) -> None:
-        while True:
-            card = make_card("stub", model=MODEL, max_model_len=4096)
-            await self.broker.announce(card)
-            await self.broker.renew()
-            await asyncio.sleep(1.0)
-
-    async def hear_cancels(self) -> None:
-        while True:
-            for cancel in await self.broker.fetch_cancels(0.5):
-                if entry := self._running.get(cancel.job_id):
-                    self._give_back(cancel.job_id)
-                    usage = Usage(prompt_tokens=1, completion_tokens=entry[1])
-                    end = Event(job_id=cancel.job_id, number=entry[1] + 1, end=cancel.reason, usage=usage)
-                    await self.broker.publish([end])
+        return len(self.engine.running)
 
 
 @dataclass(frozen=True)
@@ -159,25 +163,25 @@ class Clients:
                 await asyncio.sleep(0.2)
 
 
-async def flood(clients: Clients, engine: StepEngine, args: argparse.Namespace) -> dict[str, object]:
+async def flood(clients: Clients, worker: IdleWorker, args: argparse.Namespace) -> dict[str, object]:
     chance = random.Random(1)
     small = KEYS[1:]
     alone = await clients.now_and_then(small, args.rate, args.seconds, chance)
-    waited_alone = engine.waited_ms
+    waited_alone = worker.broker.waited_ms
     # A process of its own: the small ones' times are not to be those of a client that reads two hundred streams beside.
-    words = [f"--port={clients.port}", f"--flood={args.flood}", f"--tokens={args.tokens}"]
+    words = [f"--port={clients.port}", f"--flood={args.flood}", f"--tokens={args.flood_tokens or args.tokens}"]
     flooding = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.bench.fair_share", "flooder", *words)
-    while engine.num_running < engine.num_slots * FLOODED_SHARE:
+    while worker.num_running < worker.num_slots * FLOODED_SHARE:
         await asyncio.sleep(0.05)
-    await asyncio.sleep(SETTLE_S * 2)
-    tokens_before, loop = engine.num_tokens, asyncio.get_running_loop()
-    start_s, engine.waited_ms = loop.time(), {}
+    await asyncio.sleep(args.head_start_s)
+    tokens_before, loop = worker.num_tokens, asyncio.get_running_loop()
+    start_s, worker.broker.waited_ms = loop.time(), {}
     beside = await clients.now_and_then(small, args.rate, args.seconds, chance)
-    busy = (engine.num_tokens - tokens_before) * engine.step_s / engine.num_slots / (loop.time() - start_s)
+    busy = (worker.num_tokens - tokens_before) * worker.step_s / worker.num_slots / (loop.time() - start_s)
     waits = [
         [wait for tenant, found in waited.items() if tenant != flooder for wait in found]
-        for flooder in [max(engine.waited_ms, key=lambda tenant: len(engine.waited_ms[tenant]))]
-        for waited in (waited_alone, engine.waited_ms)
+        for flooder in [max(worker.broker.waited_ms, key=lambda tenant: len(worker.broker.waited_ms[tenant]))]
+        for waited in (waited_alone, worker.broker.waited_ms)
     ]
     flooding.kill()
     await flooding.wait()
@@ -186,6 +190,9 @@ async def flood(clients: Clients, engine: StepEngine, args: argparse.Namespace) 
     return {
         "small_tenants": len(small),
         "flooder_keeps_waiting": args.flood,
+        "flood_begins_before_s": args.head_start_s,
+        "tokens_of_small_and_flood": [args.tokens, args.flood_tokens or args.tokens],
+        "preemptions": worker.engine.stats().num_preemptions,
         "slots_busy": round(busy, 3),
         "refused": sum(asked.status != 200 for asked in beside),
         "requests": [len(alone), len(beside)],
@@ -197,96 +204,22 @@ async def flood(clients: Clients, engine: StepEngine, args: argparse.Namespace) 
     }
 
 
-def simulate(args: argparse.Namespace) -> dict[str, object]:
-    """The flood in virtual time: in each step the queue fills the slots that are free, and a job's first token is there
-    a step later."""
-    found: dict[str, object] = {}
-    for order in ("by_turns", "by_arrival"):
-        first_ms = {}
-        for beside in (False, True):
-            first_ms[beside] = _simulate_steps(args, order, beside)
-        for share in (50, 99):
-            alone, beside = (float(np.percentile(first_ms[is_beside], share)) for is_beside in (False, True))
-            found[f"{order}_ttft_ms_p{share}_alone_beside_ratio"] = [
-                round(alone, 1),
-                round(beside, 1),
-                round(beside / alone, 2),
-            ]
-    return {
-        **found,
-        "small_tenants": NUM_SMALL,
-        "flooder_keeps_waiting": args.flood,
-        "slots": args.slots,
-        "step_ms": args.step_ms,
-    }
-
-
-def _simulate_steps(args: argparse.Namespace, order: str, with_flooder: bool) -> list[float]:
-    """Times to first token of the small tenants, in ms."""
-    chance, queue, first_ms = random.Random(7), FairQueue(), []
-    places = Places(args.slots, is_ahead=False)
-    arrivals: dict[str, float] = {}
-    running: list[tuple[Job, int]] = []  # with tokens left
-    now_ms, next_ms, number = 0.0, 0.0, 0
-    end_ms = args.seconds * 10_000
-
-    def arrive(tenant: str, at_ms: float) -> None:
-        nonlocal number
-        number += 1
-        tokens = chance.randrange(args.tokens // 2, 3 * args.tokens // 2 + 1)
-        arrivals[f"{number:08}"] = at_ms
-        sampling = SamplingParams(max_tokens=tokens)
-        # One tenant for all: then its own jobs go by age, which is the order of their coming.
-        job = make_job(f"{number:08}", tenant=tenant if order == "by_turns" else "all", sampling=sampling, feed=tenant)
-        queue.add(job)
-        waiting[job.job_id] = job
-
-    waiting: dict[str, Job] = {}
-    while now_ms < end_ms:
-        while next_ms <= now_ms:
-            arrive(f"small{chance.randrange(NUM_SMALL)}", next_ms)
-            next_ms += chance.expovariate(args.rate * NUM_SMALL / 1000)
-        num_flooding = sum(job.feed == "flooder" for job in waiting.values())
-        for _ in range(args.flood - num_flooding if with_flooder else 0):
-            arrive("flooder", now_ms)
-        for job, left in running:
-            if left == 1:
-                places.give_back(job.job_id, now_ms / 1000)
-                queue.settle(job, cost_of(job))
-        running = [(job, left - 1) for job, left in running if left > 1]
-        while (job_id := _next(queue, places, now_ms / 1000)) is not None:
-            job = waiting.pop(job_id)
-            queue.remove(job_id)
-            queue.charge(job)
-            running.append((job, job.sampling.max_tokens))
-            places.take(job, 0, now_ms / 1000)
-            if job.feed != "flooder" and now_ms > WARM_UP_MS:
-                first_ms.append(now_ms - arrivals[job_id] + args.step_ms)
-        now_ms += args.step_ms
-    return first_ms
-
-
-def _next(queue: FairQueue, places: Places, now_s: float) -> str | None:
-    free, room = places.room(NO_LACK_OF_BLOCKS, now_s)
-    return queue.next(room.kept_from if free <= room.num_kept else ()) if free > 0 else None
-
-
-async def overload(clients: Clients, engine: StepEngine, args: argparse.Namespace) -> dict[str, object]:
+async def overload(clients: Clients, worker: IdleWorker, args: argparse.Namespace) -> dict[str, object]:
     loop = asyncio.get_running_loop()
 
     async def tokens_per_s(work) -> tuple[float, object]:
-        before, start_s = engine.num_tokens, loop.time()
+        before, start_s = worker.num_tokens, loop.time()
         found = await work
-        return (engine.num_tokens - before) / (loop.time() - start_s), found
+        return (worker.num_tokens - before) / (loop.time() - start_s), found
 
-    enough = [asyncio.create_task(clients.without_end(KEYS[1 + i % NUM_SMALL])) for i in range(engine.num_slots * 2)]
+    enough = [asyncio.create_task(clients.without_end(KEYS[1 + i % NUM_SMALL])) for i in range(worker.num_slots * 2)]
     await asyncio.sleep(SETTLE_S)
     peak, _ = await tokens_per_s(asyncio.sleep(args.seconds))
     for task in enough:
         task.cancel()
     await asyncio.gather(*enough, return_exceptions=True)
     await asyncio.sleep(SETTLE_S)
-    jobs_per_s = engine.num_slots / (args.tokens * engine.step_s)
+    jobs_per_s = worker.num_slots / (args.tokens * worker.step_s)
     flooding = asyncio.create_task(
         clients.now_and_then(KEYS[1:], 10 * jobs_per_s / NUM_SMALL, args.seconds + SETTLE_S, random.Random(2))
     )
@@ -322,20 +255,19 @@ async def measure(args: argparse.Namespace, folder: Path, redis_url: str) -> dic
         start_gateway, redis_url, folder / "model", api_key=",".join(KEYS), max_connections_per_client=8192,
         max_open_per_key=8192, **bounds,
     )  # fmt: skip
-    engine = StepEngine(broker, args.slots, args.step_ms / 1000)
-    duties = [asyncio.create_task(duty()) for duty in (engine.run, engine.beat, engine.hear_cancels)]
+    worker = IdleWorker(broker, args.slots, args.step_ms / 1000)
+    working = asyncio.create_task(worker.run())
     try:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
             clients = Clients(http, port, args.tokens)
             await asyncio.gather(*(clients.ask(key) for key in KEYS))
-            measuring = asyncio.create_task((flood if args.scenario == "flood" else overload)(clients, engine, args))
-            done, _ = await asyncio.wait({measuring, *duties}, return_when=asyncio.FIRST_COMPLETED)
-            found = done.pop().result()  # a duty ends by failing only
+            measuring = asyncio.create_task((flood if args.scenario == "flood" else overload)(clients, worker, args))
+            done, _ = await asyncio.wait({measuring, working}, return_when=asyncio.FIRST_COMPLETED)
+            found = done.pop().result()  # a worker ends by failing only
         return {**found, "step_ms": args.step_ms, "slots": args.slots, "load_average": round(os.getloadavg()[0], 1)}
     finally:
-        for duty in duties:
-            duty.cancel()
-        await asyncio.wait(duties, timeout=2.0)
+        working.cancel()
+        await asyncio.wait({working}, timeout=2.0)
         gateway.send_signal(signal.SIGTERM)
         gateway.wait()
         await broker.close()
@@ -349,11 +281,16 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=25, help="of each answer, on average")
     parser.add_argument("--rate", type=float, default=0.5, help="requests a second of each small tenant")
     parser.add_argument("--flood", type=int, default=200, help="requests that the flooder keeps waiting")
+    parser.add_argument("--flood-tokens", type=int, help="of each of its answers; without it as many as --tokens")
+    parser.add_argument("--head-start-s", type=float, default=2.0, help="how long the flood is alone before the others")
+    parser.add_argument("--prompt", type=int, default=3, help="tokens of each prompt")
+    parser.add_argument("--flood-prompt", type=int, help="of the flood's; without it as many as --prompt")
+    parser.add_argument("--blocks", type=int, default=65536, help="of 16 tokens that the engine has; for simulate")
     parser.add_argument("--port", type=int, help="of the gateway to flood; for flooder, which flood starts")
     parser.add_argument("--seconds", type=float, default=20.0)
     args = parser.parse_args(given)
     if args.scenario == "simulate":
-        tell(simulate(args), args.out)
+        tell(simulate(args, NUM_SMALL), args.out)
         return
     if args.scenario == "flooder":
         asyncio.run(keep_flooding(args))

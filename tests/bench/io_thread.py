@@ -87,7 +87,7 @@ async def measure(args: argparse.Namespace, redis_url: str) -> dict[str, object]
     PacedDevice(executor, args.step_ms / 1000)
     steps, deaths = Steps(engine, args.batch), []
     broker, door = [await open_redis_broker(redis_url) for _ in range(2)]
-    courier = Courier(broker, lambda ready: make_card("bench", ready=ready), VOCAB_SIZE, args.batch)
+    courier = Courier(broker, lambda ready: make_card("bench", ready=ready), VOCAB_SIZE, args.batch, 1 << 30)
     courier.engine = EngineThread(engine, steps.pass_on(courier), deaths.append)
     keep_for_good()
     courier.engine.start()

@@ -82,7 +82,11 @@ async def working(redis_url: str, built: BuiltEngine) -> AsyncIterator[EngineThr
     memory = built.memory
     sizes = {"max_model_len": memory.max_model_len, "num_blocks": memory.num_blocks, "block_size": memory.block_size}
     courier = Courier(
-        broker, lambda ready: make_card("w", model=MODEL, ready=ready, **sizes), built.config.vocab_size, NUM_PLACES
+        broker,
+        lambda ready: make_card("w", model=MODEL, ready=ready, **sizes),
+        built.config.vocab_size,
+        NUM_PLACES,
+        memory.num_blocks * memory.block_size,
     )
     failed = asyncio.get_running_loop().create_future()
     loop = asyncio.get_running_loop()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -26,6 +27,8 @@ from tests.support.scripted_executor import ScriptedExecutor, logprobs_after, ne
 EOS = 7
 BLOCK_SIZE = 4
 MAX_LEN = 56
+MAX_SEQS = 6
+TENANTS = ("", "", "", "other", "other", "third")
 CHANCES = {"add": 0.2, "step": 0.6, "cancel": 0.05, "preempt": 0.08, "evict": 0.05, "restart": 0.02}
 
 
@@ -59,7 +62,7 @@ class World:
             num_host_blocks=self.num_host_blocks,
             transfer_steps=self.transfer_steps,
         )
-        limits = Limits(max_num_seqs=6, max_num_batched_tokens=11, max_prefill_chunk=8, max_model_len=MAX_LEN)
+        limits = Limits(max_num_seqs=MAX_SEQS, max_num_batched_tokens=11, max_prefill_chunk=8, max_model_len=MAX_LEN)
         kv = KVManager(
             self.num_blocks, BLOCK_SIZE, prefix_caching=self.prefix_caching, swapping=self.num_host_blocks > 0
         )
@@ -84,17 +87,19 @@ class Operations:
         self._engine, self._preemption = world.engine()
         self._asked: dict[str, _Asked] = {}
         self._count = 0
+        self._num_kept_out = 0  # steps in a row
         self.num_ended = 0
 
     @property
     def open_names(self) -> list[str]:
         return sorted(self._asked)
 
-    def add(self, prompt: list[int], wishes: dict, salt: str) -> None:
+    def add(self, prompt: list[int], wishes: dict, tenant: str) -> None:
         """Ask for answers to a prompt; the names of requests are their numbers."""
         name = str(self._count)
         self._count += 1
-        request = Request(request_id=name, prompt=tuple(prompt), sampling=SamplingParams(**wishes), cache_salt=salt)
+        sampling = SamplingParams(**wishes)
+        request = Request(request_id=name, prompt=tuple(prompt), sampling=sampling, tenant=tenant, cache_salt=tenant)
         self._asked[name] = _Asked(request)
         self._engine.add(request)
         self._hear()
@@ -103,6 +108,7 @@ class Operations:
         if self._engine.has_work:
             self._engine.step()
         self._hear()
+        self._check_shares()
 
     def cancel(self, name: str) -> None:
         self._engine.cancel(name, EndReason.CANCELLED)
@@ -140,6 +146,7 @@ class Operations:
                     request_id=name,
                     prompt=asked.request.prompt,
                     sampling=wishes,
+                    tenant=asked.request.tenant,
                     cache_salt=asked.request.cache_salt,
                     past=past,
                 )
@@ -162,6 +169,24 @@ class Operations:
         assert stats.num_blocks_used == 0, "blocks are leaked"
         host = self._engine._kv.host
         assert host is None or host.pool.num_used == 0, "blocks of the host are leaked"
+
+    def _check_shares(self) -> None:
+        """Nobody waits for long for a place where another tenant has more, and an equal part without it."""
+        scheduler = self._engine._scheduler
+        held = Counter(sequence.group.tenant for sequence in scheduler.running)
+        ready = [group for group in scheduler.waiting if group.is_ready and not group.has_pending_tokens]
+        first = min(ready, key=lambda group: (held[group.tenant], group.arrival), default=None)
+        equal_part = MAX_SEQS // len({group.tenant for group in self._engine._answers.open.values()} or {""})
+        oldest = {sequence.group.tenant: sequence.group for sequence in reversed(scheduler.running)}.values()
+        others = {sequence.group for sequence in scheduler.running}.difference(oldest)
+        is_kept_out = (
+            first is not None
+            and len(first.live) == 1
+            and self._engine.pool.num_available > 2 * MAX_LEN // BLOCK_SIZE
+            and any(held[one.tenant] - len(one.live) >= max(held[first.tenant] + 1, equal_part) for one in others)
+        )
+        self._num_kept_out = self._num_kept_out + 1 if is_kept_out else 0
+        assert self._num_kept_out < 10, f"{first.request_id} waits for a place that is lent"
 
     def _hear(self) -> None:
         for output in self._engine.take_outputs():
@@ -246,7 +271,7 @@ def _carry_out(operations: Operations, name: str, rng: random.Random) -> None:
     match name:
         case "add":
             if len(operations.open_names) < 12:
-                operations.add(drawn_prompt(rng), drawn_wishes(rng), rng.choice(("", "", "other")))
+                operations.add(drawn_prompt(rng), drawn_wishes(rng), rng.choice(TENANTS))
         case "step":
             operations.step()
         case "cancel":

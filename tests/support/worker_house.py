@@ -34,7 +34,7 @@ class House:
         self.dead = asyncio.get_running_loop().create_future()
         loop = asyncio.get_running_loop()
         engine = Engine(executor, KVManager(1024, 4), limits, frozenset())
-        self.courier = Courier(broker, self.card, VOCAB, NUM_PLACES, tracing=tracing)
+        self.courier = Courier(broker, self.card, VOCAB, NUM_PLACES, 1024 * 4, tracing=tracing)
         self.engine = EngineThread(
             engine, self.courier.deliver, lambda error: loop.call_soon_threadsafe(self.dead.set_result, error)
         )
@@ -63,24 +63,24 @@ class House:
         self.engine.join(10)
 
     def claims_nothing(self):
-        self.courier._places = Places(-NUM_PLACES)
+        self.courier._places = Places(-NUM_PLACES, 0)
 
     def claims_again(self):
-        self.courier._places = Places(NUM_PLACES)
+        self.courier._places = Places(NUM_PLACES, 1024 * 4)
 
     async def die(self):
         """As by SIGKILL: nothing more is said, and the lease stands."""
         self.duties.cancel()
         await asyncio.wait({self.duties})
 
-    async def submit(self, prompt, deadline_s=None, model=None, **wishes):
+    async def submit(self, prompt, deadline_s=None, model=None, tenant="t", **wishes):
         """Submit a job and follow it; (id, iterator of its events)."""
         job_id = f"JOB{next(NUMBERS)}"
         events = self.broker.follow(job_id)
         sampling = SamplingParams(**{"max_tokens": 5} | wishes)
         await self.broker.submit(
             Job(
-                job_id=job_id, tenant="t", prompt=pack_ids(prompt), sampling=sampling, submitted_at_s=time.time(),
+                job_id=job_id, tenant=tenant, prompt=pack_ids(prompt), sampling=sampling, submitted_at_s=time.time(),
                 deadline_s=deadline_s, feed="f", model=model,
             )
         )  # fmt: skip

@@ -118,12 +118,68 @@ async def test_claims_stop_where_the_room_ends(broker):
 
 async def test_some_room_is_kept_from_those_who_have_enough(broker):
     await submit(broker, *(job_of(f"A{number}", "a") for number in range(4)))
-    room = Room(num_kept=2, kept_from=frozenset({"a", "x"}))
+    room = Room(num_kept=2, num_places=8, held={"a": 5, "x": 1}, num_tenants=8)
     assert [claim.job.job_id for claim in await broker.fetch(4, 0.0, room)] == ["A0", "A1"]
     assert list(await broker.fetch(2, 0.0, room)) == []
     await submit(broker, job_of("B0", "b"), job_of("X0", "x", is_batch=True), job_of("C0", "c", is_batch=True))
     assert [claim.job.job_id for claim in await broker.fetch(2, 0.0, room)] == ["B0", "C0"]
     assert [claim.job.job_id for claim in await broker.fetch(8, 0.0)] == ["A2", "A3", "X0"]
+
+
+def lent(places: int, held: dict[str, int], **changes) -> Room:
+    """Nothing is free."""
+    return Room(**{"num_tokens": 0, "num_places": places, "held": held, "num_lent_tokens": 1000} | changes)
+
+
+async def claimed_from(broker, room: Room, num_branches: int = 0) -> list[str]:
+    return [claim.job.job_id for claim in await broker.fetch(num_branches, 0.0, room)]
+
+
+async def test_who_holds_nothing_may_claim_what_is_lent_to_others(broker):
+    await submit(broker, *(job_of(f"A{number}", "a") for number in range(9)))
+    await submit(broker, *(job_of(f"B{number}", "b") for number in range(9)))
+    assert await claimed_from(broker, lent(8, {"a": 8})) == ["B0", "B1", "B2", "B3"]
+    assert await claimed_from(broker, lent(8, {"a": 8, "b": 4})) == []
+    await submit(broker, job_of("C0", "c"), job_of("D0", "d"))
+    assert sorted(await claimed_from(broker, lent(8, {"a": 8, "b": 4}, num_tokens=None), -4)) == ["C0", "D0"]
+
+
+async def test_who_asks_for_little_may_have_it_whole(broker):
+    await submit(broker, *(job_of(f"A{number}", "a") for number in range(9)))
+    await submit(broker, *(job_of(f"B{number}", "b") for number in range(5)))
+    assert await claimed_from(broker, lent(8, {"a": 6, "b": 1, "c": 1})) == ["B0", "B1"]
+    assert await claimed_from(broker, lent(8, {"a": 4, "b": 3, "c": 1})) == []
+
+
+async def test_nothing_is_lent_where_tenants_are_as_many_as_places(broker):
+    await submit(broker, *(job_of(f"{name}0", name) for name in "efgh"))
+    assert await claimed_from(broker, lent(4, dict.fromkeys("abcd", 1))) == []
+    assert len(await claimed_from(broker, lent(4, {"a": 2, "b": 1, "c": 1}))) == 1
+
+
+async def test_a_first_job_may_be_larger_than_a_share_where_places_are_free(broker):
+    wide = {"prompt": pack_ids([1]), "sampling": SamplingParams(max_tokens=8, n=5, best_of=5)}
+    await submit(broker, make_job("B0", tenant="b", **wide), make_job("B1", tenant="b", **wide))
+    assert await claimed_from(broker, lent(8, {"a": 8})) == []
+    assert await claimed_from(broker, lent(8, {"a": 7}, num_tokens=None, num_kept=2), 1) == ["B0"]
+    assert await claimed_from(broker, lent(16, {"a": 16})) == ["B1"]
+
+
+async def test_neither_batch_work_nor_too_many_tokens_call_anything_back(broker):
+    await submit(broker, job_of("B0", "b", is_batch=True))
+    await submit(broker, *(make_job(f"C{number}", tenant="c", prompt=pack_ids([1] * 60)) for number in range(4)))
+    assert await claimed_from(broker, lent(8, {"a": 8}, num_lent_tokens=0)) == []
+    assert await claimed_from(broker, lent(8, {"a": 8}, num_lent_tokens=100)) == ["C0", "C1"]
+    assert await claimed_from(broker, Room()) == []
+
+
+async def test_a_job_that_comes_back_may_claim_what_is_lent(broker):
+    await submit(broker, *(job_of(f"A{number}", "a") for number in range(4)), job_of("B0", "b"))
+    claims = await broker.fetch(5, 0.0)
+    await broker.hand_back([claim.job.job_id for claim in claims])
+    assert await claimed_from(broker, lent(4, {"a": 4})) == ["B0"]
+    assert await claimed_from(broker, lent(4, {"a": 4, "b": 1})) == []
+    assert sorted(await claimed_from(broker, Room(), 8)) == ["A0", "A1", "A2", "A3"]
 
 
 async def test_who_was_away_has_saved_up_nothing(broker):
@@ -216,7 +272,7 @@ async def test_redis_serves_as_memory_does(open_broker):
     chance = random.Random(4)
     brokers = [MemoryBroker(), await open_broker()]
     waiting = []
-    for number in range(300):
+    for number in range(600):
         act = chance.random()
         if act < 0.5 or not waiting:
             job = job_of(
@@ -231,12 +287,21 @@ async def test_redis_serves_as_memory_does(open_broker):
             for broker in brokers:
                 await broker.cancel(Cancel(job_id=job_id, reason=EndReason.CANCELLED))
         else:
-            most = chance.randrange(1, 4)
-            claimed = [[claim.job.job_id for claim in await broker.fetch(most, 0.0)] for broker in brokers]
+            most = chance.randrange(-2, 4)
+            held = {name: chance.randrange(1, 9) for name in chance.sample("abcdefg", chance.randrange(5))}
+            room = Room(
+                num_tokens=chance.choice((None, 0, 40)), num_kept=chance.randrange(3),
+                num_places=chance.choice((0, 8, 16)), held=held, num_tenants=chance.randrange(len(held), 9),
+                num_lent_tokens=chance.choice((0, 5, 1000)),
+            )  # fmt: skip
+            claimed = [[claim.job.job_id for claim in await broker.fetch(most, 0.0, room)] for broker in brokers]
             assert claimed[0] == claimed[1]
             waiting = [job_id for job_id in waiting if job_id not in claimed[0]]
+            back = [job_id for job_id in claimed[0] if chance.random() < 0.2]
+            waiting += back
             for broker in brokers:
-                await broker.publish([make_event(job_id, 1, EndReason.STOP) for job_id in claimed[0]])
+                await broker.hand_back(back)
+                await broker.publish([make_event(one, 1, EndReason.STOP) for one in claimed[0] if one not in back])
         counts = [await broker.backlog("a") for broker in brokers]
         assert counts[0] == counts[1]
         assert counts[0].num_jobs == len(waiting)

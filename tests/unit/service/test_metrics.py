@@ -62,6 +62,7 @@ NUMBERS = {
     metrics.STAT_NUM_HOST_BLOCKS_CACHED: (23, "quire:kv_blocks", {**HOST, "state": "cached"}),
     metrics.STAT_SWAPPED_TOTAL: (24, "quire:preemptions_total", {"kind": "swap"}),
     metrics.STAT_RECOMPUTED_TOTAL: (25, "quire:preemptions_total", {"kind": "recompute"}),
+    metrics.STAT_CALLED_BACK_TOTAL: (31, "quire:called_back_total", {}),
     metrics.STAT_SWAP_OUT_BYTES_TOTAL: (26, "quire:kv_swap_bytes_total", {"direction": "out"}),
     metrics.STAT_SWAP_IN_BYTES_TOTAL: (27, "quire:kv_swap_bytes_total", {"direction": "in"}),
     metrics.STAT_COPY_ON_WRITE_TOTAL: (28, "quire:kv_copy_on_write_total", {}),

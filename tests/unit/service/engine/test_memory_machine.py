@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from model.sampling_params import BeamSearch
 from service.engine.preemption import MODES
-from tests.support.random_operations import CHANCES, Operations, World, run_randomly
+from tests.support.random_operations import CHANCES, TENANTS, Operations, World, run_randomly
 
 prompts = st.builds(
     lambda common, count, own: [*common[:count], *own],
@@ -45,9 +45,9 @@ class MemoryMachine(RuleBasedStateMachine):
         self.operations = Operations(world)
 
     @precondition(lambda self: len(self.operations.open_names) < 12)
-    @rule(prompt=prompts, wishes=one_answer | many_answers | beams, salt=st.sampled_from(["", "other"]))
-    def add(self, prompt, wishes, salt):
-        self.operations.add(prompt, wishes, salt)
+    @rule(prompt=prompts, wishes=one_answer | many_answers | beams, tenant=st.sampled_from(TENANTS))
+    def add(self, prompt, wishes, tenant):
+        self.operations.add(prompt, wishes, tenant)
 
     @rule(count=st.integers(1, 10))
     def step(self, count):

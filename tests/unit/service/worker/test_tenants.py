@@ -1,0 +1,78 @@
+"""A flood that found the workers empty, and others who come later: queue, courier and engine together."""
+
+import asyncio
+import time
+
+from service.errors import EndReason
+from service.wire.memory_broker import MemoryBroker
+from service.wire.memory_queue import MemoryQueue
+from service.wire.messages import Cancel
+from tests.support.worker_house import NUM_PLACES, House, alone, told
+
+LONG, SHORT = 900, 6
+STEP_S = 0.005
+LEASE_S = 0.6
+
+
+async def flood(house, max_tokens=LONG):
+    """Jobs of one tenant that have every place."""
+    jobs = [await house.submit([n, 2], tenant="flood", max_tokens=max_tokens) for n in range(NUM_PLACES)]
+    async with asyncio.timeout(10):
+        for _, events in jobs:
+            await anext(events)
+    return jobs
+
+
+async def test_newcomers_are_answered_before_the_flood_and_nobody_loses_a_token():
+    async with House(MemoryBroker(), step_s=STEP_S) as house:
+        jobs, logs = await flood(house), house.broker.queue.logs
+        small = [await house.submit([n, 3], tenant=f"small{n}", max_tokens=SHORT) for n in range(6)]
+        for n, (_, events) in enumerate(small):
+            assert (await told(events))[:2] == (alone([n, 3], SHORT), EndReason.LENGTH)
+        assert not any(logs[job_id].ended_at_s for job_id, _ in jobs)
+        assert house.engine._engine.stats().num_called_back > 0
+        so_far = [len(logs[job_id].events) for job_id, _ in jobs]
+        async with asyncio.timeout(10):
+            while any(len(logs[job_id].events) <= count for (job_id, _), count in zip(jobs, so_far, strict=True)):
+                await asyncio.sleep(0.01)  # all go on
+        for n, (job_id, events) in enumerate(jobs):
+            await house.broker.cancel(Cancel(job_id=job_id, reason=EndReason.CANCELLED))
+            tokens, end, _ = await told(events, after=1)
+            assert (tokens, end) == (alone([n, 2], len(tokens) + 1)[1:], EndReason.CANCELLED)
+
+
+async def test_who_waits_to_go_on_hears_cancels_and_deadlines():
+    async with House(MemoryBroker(), step_s=STEP_S) as house:
+        jobs = [await house.submit([n, 2], tenant="flood", max_tokens=LONG) for n in range(2)]
+        late, events_of_late = await house.submit([8], tenant="flood", max_tokens=LONG, deadline_s=time.time() + 2.0)
+        wide, events_of_wide = await house.submit([9], tenant="flood", max_tokens=LONG)
+        for events in (*(events for _, events in jobs), events_of_late, events_of_wide):
+            await anext(events)
+        small = [await house.submit([n, 3], tenant=f"small{n}", max_tokens=LONG) for n in range(2)]
+        for _, events in small:
+            await anext(events)
+        running = {sequence.request_id.partition("/")[0] for sequence in house.engine._engine.running}
+        assert not running & {late, wide}, "the youngest have left"
+        await house.broker.cancel(Cancel(job_id=wide, reason=EndReason.CANCELLED))
+        assert (await told(events_of_wide, after=1))[1] is EndReason.CANCELLED
+        assert (await told(events_of_late, after=1))[1] is EndReason.DEADLINE
+
+
+async def test_a_dead_workers_newcomers_go_on_at_once_where_a_flood_has_all_places():
+    queue = MemoryQueue()
+
+    def join(name):
+        return House(MemoryBroker(queue, lease_s=LEASE_S), step_s=STEP_S, name=name)
+
+    async with join("first") as first, join("second") as second:
+        second.claims_nothing()
+        small = [await first.submit([n, 3], tenant=f"small{n}", max_tokens=60) for n in range(2)]
+        for _, events in small:
+            await anext(events)
+        first.claims_nothing()
+        second.claims_again()
+        jobs = await flood(second)
+        await first.die()
+        for n, (_, events) in enumerate(small):
+            assert (await told(events, after=1))[:2] == (alone([n, 3], 60)[1:], EndReason.LENGTH)
+        assert not any(queue.logs[job_id].ended_at_s for job_id, _ in jobs)
