@@ -31,7 +31,7 @@ class Fields:
         return self.raw.get(name)
 
     def integer(self, name: str, default: Any = REQUIRED, *, low: int = 1, high: int) -> Any:
-        """An int in low..high. Like every reader here raises ModelError: for another value, for none without `default`."""
+        """An int in low..high. Raises ModelError, as all readers here: for another value, or none without `default`."""
         value = self._value(name, default)
         if value is default:
             return default

@@ -45,11 +45,13 @@ class SwappingExecutor(SimulatedExecutor):
         super().__init__(clock, H200.costs)
         self.num_host_blocks = num_host_blocks
         self.last_step_s = 0.0
+        self.num_computed_tokens = 0
         self._rates = rates
         self._lanes: dict[bool, deque[tuple[float, int, float]]] = {True: deque(), False: deque()}
         self._free_at_s = {True: 0.0, False: 0.0}
 
     def launch(self, plan: StepPlan) -> StepResult:
+        self.num_computed_tokens += plan.num_tokens
         self.move(plan)
         begin_s = self._clock.now_s
         result = super().launch(plan)
@@ -114,15 +116,6 @@ def replay(
     for number, (num_prompt, num_output) in enumerate(lengths):
         wishes = SamplingParams(max_tokens=num_output, ignore_eos=True)
         engine.add(Request(request_id=str(number), prompt=(number, *[1] * (num_prompt - 1)), sampling=wishes))
-    num_computed = 0
-    launch = executor.launch
-
-    def counting(plan: StepPlan) -> StepResult:
-        nonlocal num_computed
-        num_computed += plan.num_tokens
-        return launch(plan)
-
-    executor.launch = counting
     most_blocks = 0
     while engine.has_work:
         engine.step()
@@ -130,10 +123,11 @@ def replay(
         most_blocks = max(most_blocks, kv.pool.num_used)
     stats = engine.stats()
     num_outputs = sum(num_output for _, num_output in lengths)
+    num_needed = sum(num_prompt + num_output - 1 for num_prompt, num_output in lengths)
     return Outcome(
         total_s=clock.now_s,
         output_tokens_per_s=num_outputs / clock.now_s,
-        computed_again=num_computed - sum(num_prompt + num_output - 1 for num_prompt, num_output in lengths),
+        computed_again=executor.num_computed_tokens - num_needed,
         most_blocks=most_blocks,
         num_preemptions=stats.num_preemptions,
         num_swapped=stats.num_swapped,

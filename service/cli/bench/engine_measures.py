@@ -98,18 +98,8 @@ def measure_trace(
     if min(map(min, lengths)) < 1:
         raise StartupError(f"--trace: it has answers too long for this engine's {longest} tokens a sequence")
     _add(built, lengths)
-    course, wastes, probe, looks_s = [], [], AttentionProbe(built), 0.0
-    before = engine.stats()
-    start_s = time.perf_counter()
-    while engine.has_work:
-        course.append(_timed_step(built))
-        if len(course) % LOOK_EVERY == FIRST_LOOK:
-            built.ops.synchronize()  # the step under way is the run's, not the look's
-            look_s = time.perf_counter()
-            probe.look()
-            wastes.append(_waste_ratio(built))
-            looks_s += time.perf_counter() - look_s
-    total_s = time.perf_counter() - start_s - looks_s
+    probe, before = AttentionProbe(built), engine.stats()
+    course, wastes, total_s = _course(built, probe)
     after = engine.stats()
     num_outputs = sum(step.num_tokens for step in course)
     steps_ms = [1e3 * step.seconds for step in course]
@@ -132,6 +122,22 @@ def measure_trace(
         num_blocks_in=after.num_blocks_in - before.num_blocks_in,
     )
     return figures, course
+
+
+def _course(built: BuiltEngine, probe: AttentionProbe) -> tuple[list[Step], list[float], float]:
+    """Every step until nothing is left to do, the shares of blocks that were wasted whenever `probe` looked, and the
+    seconds that it took without the looks."""
+    course, wastes, looks_s = [], [], 0.0
+    start_s = time.perf_counter()
+    while built.engine.has_work:
+        course.append(_timed_step(built))
+        if len(course) % LOOK_EVERY == FIRST_LOOK:
+            built.ops.synchronize()  # the step under way is the run's, not the look's
+            look_s = time.perf_counter()
+            probe.look()
+            wastes.append(_waste_ratio(built))
+            looks_s += time.perf_counter() - look_s
+    return course, wastes, time.perf_counter() - start_s - looks_s
 
 
 @contextmanager
