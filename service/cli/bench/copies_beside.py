@@ -43,6 +43,7 @@ class PacedFigures:
     step_ms: float  # the mean of the rounds' medians
     slowdown: float  # of steps alone, 0.03 is 3 %
     slowdown_error: float  # its standard error, from pairs of rounds
+    rounds_ms: list[float]  # the rounds' medians
     out_gb_per_s: float
     in_gb_per_s: float
     both_gb_per_s: float
@@ -127,6 +128,7 @@ def _paced(
         step_ms=1e3 * statistics.fmean(steps_s),
         slowdown=statistics.fmean(steps_s) / statistics.fmean(alone_s) - 1,
         slowdown_error=statistics.stdev(pairs) / len(pairs) ** 0.5,
+        rounds_ms=[1e3 * seconds for seconds in steps_s],
         out_gb_per_s=out_gb_per_s,
         in_gb_per_s=in_gb_per_s,
         both_gb_per_s=out_gb_per_s + in_gb_per_s,

@@ -14,6 +14,9 @@ PANEL_WIDTH_IN = 6.4
 PANEL_HEIGHT_IN = 4.4
 BAR_HEIGHT_IN = 0.24
 
+FEW_SERIES = 6
+"""Of more, the legend stands beside the curves: among them it would hide one."""
+
 
 def draw(figure: dict, path: str) -> None:
     """One panel beside the other."""
@@ -34,6 +37,8 @@ def draw(figure: dict, path: str) -> None:
             axes.set_ylim(0, panel["y_max"])
         if panel["kind"] == "stack":  # bars leave no room among them
             axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=len(panel["series"]), frameon=False)
+        elif len(panel["series"]) > FEW_SERIES:
+            axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
         elif len(panel["series"]) > 1:
             axes.legend()
     canvas.savefig(path, dpi=130)
