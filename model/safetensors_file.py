@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,27 @@ MAX_DIMENSIONS = 8
 MAX_DIMENSION = 1 << 40
 
 
+class StoredFile:
+    """A file that stays open for as long as anyone may read from it."""
+
+    def __init__(self, path: Path):
+        """Raises OSError."""
+        self.path = path
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.descriptor)
+        if hasattr(os, "posix_fadvise"):  # readers of neighbouring pieces: what one reads ahead is another's
+            os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """A tensor where it lies in its file, from byte `offset` on."""
 
     name: str
-    file: Path
+    file: StoredFile
     dtype: np.dtype
     shape: tuple[int, ...]
     offset: int
@@ -45,18 +61,19 @@ class StoredTensor:
 
         For any number of threads at once. Raises ModelError where the file does not give them any more.
         """
-        what = f"{self.file}: tensor {self.name[:200]!r}"
         rest = memoryview(out.reshape(-1).view(np.uint8))
         position = self.offset + start * self.dtype.itemsize
         try:
-            with open(self.file, "rb", buffering=0) as file:
-                while rest:
-                    num_bytes = os.preadv(file.fileno(), [rest], position)
-                    if num_bytes == 0:
-                        raise ModelError(f"{what}: ends beyond the file; the file was cut short")
-                    rest, position = rest[num_bytes:], position + num_bytes
+            while rest:
+                num_bytes = os.preadv(self.file.descriptor, [rest], position)
+                if num_bytes == 0:
+                    raise ModelError(f"{self._named()}: ends beyond the file; the file was cut short")
+                rest, position = rest[num_bytes:], position + num_bytes
         except OSError as error:
-            raise ModelError(f"{what}: cannot be read: {error.strerror}") from None
+            raise ModelError(f"{self._named()}: cannot be read: {error.strerror}") from None
+
+    def _named(self) -> str:
+        return f"{self.file}: tensor {self.name[:200]!r}"
 
 
 def read_safetensors(path: Path) -> dict[str, StoredTensor]:
@@ -66,6 +83,7 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
     that the ranges fill the file from end to end without overlap, gap or rest.
     """
     header_end, num_data_bytes, text = _read_header(path)
+    file = _opened(path)
     header = parse_json_object(text, str(path))
     header.pop("__metadata__", None)
     tensors, ranges = {}, []
@@ -74,9 +92,16 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
         ranges.append((begin, end, name))
         if end > num_data_bytes:
             raise ModelError(f"{path}: tensor {name[:200]!r}: ends beyond the file; the file is cut short")
-        tensors[name] = StoredTensor(name, path, dtype, shape, header_end + begin)
+        tensors[name] = StoredTensor(name, file, dtype, shape, header_end + begin)
     _check_ranges(path, ranges, num_data_bytes)
     return tensors
+
+
+def _opened(path: Path) -> StoredFile:
+    try:
+        return StoredFile(path)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def _read_header(path: Path) -> tuple[int, int, bytes]:

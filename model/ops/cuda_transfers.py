@@ -89,16 +89,19 @@ class Transfers:
         return packing.views(into, hosts)
 
     def fill(self, targets: Sequence[cupy.ndarray], read: Callable[[int, int, np.ndarray], None]) -> None:
-        """See `Ops.fill`. Each thread reads into one piece of pinned memory while its other one is copied."""
+        """See `Ops.fill`. Each thread reads into one piece of pinned memory while its other one is copied. It pins them
+        when it needs them: that takes 0.4 ms a MiB, one thread at a time, and the others read meanwhile."""
         device = cupy.cuda.Device()
         self._stream.synchronize()  # the targets' memory may still be in use by what had it before
 
         def work(pieces: Iterator[Piece]) -> None:
             device.use()
             stream = cupy.cuda.Stream(non_blocking=True)
-            stagings = [_Piece(PIECE_BYTES), _Piece(PIECE_BYTES)]
+            stagings: list[_Piece] = []
             try:
                 for turn, piece in enumerate(pieces):
+                    if turn < 2:
+                        stagings.append(_Piece(PIECE_BYTES))
                     staging, target = stagings[turn % 2], targets[piece.target]
                     staging.event.synchronize()
                     num_bytes = (piece.stop - piece.start) * target.itemsize

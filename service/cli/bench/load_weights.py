@@ -1,9 +1,10 @@
 """How fast a model's weights get to where it computes, beside how fast the same files are read and thrown away.
 
-    python -m service.cli.bench.load_weights --model-config llama-3.1-8b --folder /dev/shm/weights [--out FILE]
+    python -m service.cli.bench.load_weights --model-config llama-3.1-8b --folder /dev/shm/weights [--cold] [--out FILE]
 
 Random weights are written to the folder first, unless they are there. What lies in memory (`/dev/shm`, or a file that
-was just written) shows the way from the page cache; a disk's own speed shows after its cache was dropped.
+was just written) shows the way from the page cache; with `--cold` the file leaves the page cache before each round, and
+its disk's own speed shows.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import mmap
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -40,12 +44,17 @@ class LoadFigures:
     """The better of some rounds of each."""
 
     num_bytes: int
-    num_threads: int  # that read, in both
+    num_threads: int  # that read, in all
+    is_cold: bool  # whether it comes from the disk
     read_s: float  # the file, into memory that is used again and again
+    uncached_read_s: float | None  # the same past the page cache, where it comes from a disk that offers it
+    hand_over_s: float  # as many bytes to where the model computes that nobody has read: the bus, and memory for it
     load_s: float  # the file, to where the model computes: checked, every tensor in its place
-    read_gb_per_s: float
+    read_gb_per_s: float  # of the quicker way to read
+    hand_over_gb_per_s: float
     load_gb_per_s: float
     load_share: float  # of the reading's speed
+    possible_share: float  # of the slower of reading and handing over, which no loading is quicker than
 
 
 def main() -> None:
@@ -53,6 +62,7 @@ def main() -> None:
     parser.add_argument("--model-config", required=True)
     parser.add_argument("--folder", type=Path, required=True, help="where the weights are, or are to be written")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--cold", action="store_true", help="from the disk, not from the page cache")
     add_report_flags(parser)
     flags = parser.parse_args()
     check_report_flags(flags)
@@ -60,29 +70,39 @@ def main() -> None:
     ops = open_ops(flags.device, "auto", config.dtype)
     if not (flags.folder / SINGLE_FILE).exists():
         write_weights(flags.folder, config, ops.dtype)
-    figures = measure(flags.folder, config, ops)
+    figures = measure(flags.folder, config, ops, is_cold=flags.cold)
     print_table([(name.replace("_", " "), shown(value)) for name, value in asdict(figures).items()])
-    bars = {"label": "GB/s", "x": ["read", "load"], "y": [figures.read_gb_per_s, figures.load_gb_per_s]}
+    bars = {"label": "GB/s", "x": ["read", "hand over", "load"]}
+    bars["y"] = [figures.read_gb_per_s, figures.hand_over_gb_per_s, figures.load_gb_per_s]
     panel = {"kind": "bars", "title": "", "x": "GB/s", "y": "", "series": [bars]}
     record = {"bench": "load_weights", "device": ops.device_name, "model": flags.model_config, **asdict(figures)}
     write_report(flags, record, {"title": f"weights to {ops.device_name}", "panels": [panel]})
 
 
-def measure(folder: Path, config: ModelConfig, ops: Ops) -> LoadFigures:
+def measure(folder: Path, config: ModelConfig, ops: Ops, *, is_cold: bool = False) -> LoadFigures:
     """Raises ModelError where the folder's weights are not such a model's."""
     path = folder / SINGLE_FILE
-    num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
-    reads_s = [_seconds(lambda: _read_all(path, num_threads)) for _ in range(ROUNDS)]
-    loads_s = [_seconds(lambda: _load(folder, config, ops)) for _ in range(ROUNDS)]
-    num_bytes, read_s, load_s = path.stat().st_size, min(reads_s), min(loads_s)
+    num_bytes = path.stat().st_size
+    before = partial(_drop, path) if is_cold else lambda: None
+    read_s = _quickest(lambda: _read_all(path), before)
+    uncached_s = _uncached_s(path) if is_cold else None
+    load_s = _quickest(lambda: _load(folder, config, ops), before)
+    target = ops.empty((num_bytes,), np.dtype(np.uint8))
+    hand_over_s = _quickest(lambda: ops.fill([target], lambda *_: None), lambda: None)
+    best_s = read_s if uncached_s is None else min(read_s, uncached_s)
     return LoadFigures(
         num_bytes=num_bytes,
-        num_threads=num_threads,
+        num_threads=_num_threads(),
+        is_cold=is_cold,
         read_s=read_s,
+        uncached_read_s=uncached_s,
+        hand_over_s=hand_over_s,
         load_s=load_s,
-        read_gb_per_s=num_bytes / read_s / 1e9,
+        read_gb_per_s=num_bytes / best_s / 1e9,
+        hand_over_gb_per_s=num_bytes / hand_over_s / 1e9,
         load_gb_per_s=num_bytes / load_s / 1e9,
-        load_share=read_s / load_s,
+        load_share=best_s / load_s,
+        possible_share=max(best_s, hand_over_s) / load_s,
     )
 
 
@@ -97,11 +117,19 @@ def write_weights(folder: Path, config: ModelConfig, dtype: np.dtype) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / SINGLE_FILE).open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name, shape in shapes.items():
-            for start, count in _pieces(math.prod(shape), PIECE_BYTES // dtype.itemsize):
-                piece = np.empty(count, dtype)
-                source.read_into(name, start, piece)
-                file.write(piece.view(np.uint8).data)
+        file.flush()
+
+        def write(name: str, start: int, count: int) -> None:
+            piece = np.empty(count, dtype)
+            source.read_into(name, start, piece)
+            place = 8 + len(text) + header[name]["data_offsets"][0] + start * dtype.itemsize
+            if os.pwrite(file.fileno(), piece.view(np.uint8).data, place) != piece.nbytes:
+                raise OSError(f"{folder}: no room for the weights")
+
+        pieces = [
+            (name, *piece) for name, shape in shapes.items() for piece in _pieces(math.prod(shape), dtype.itemsize)
+        ]
+        _in_threads(lambda piece: write(*piece), pieces)
 
 
 def _load(folder: Path, config: ModelConfig, ops: Ops) -> None:
@@ -109,28 +137,61 @@ def _load(folder: Path, config: ModelConfig, ops: Ops) -> None:
     ops.synchronize()
 
 
-def _read_all(path: Path, num_threads: int) -> None:
+def _uncached_s(path: Path) -> float | None:
+    try:
+        return _quickest(lambda: _read_all(path, os.O_DIRECT), partial(_drop, path))
+    except OSError as error:
+        print(f"not read past the page cache: {error}")
+        return None
+
+
+def _read_all(path: Path, how: int = 0) -> None:
+    num_bytes, num_threads = path.stat().st_size, _num_threads()
+
     def read(first: int) -> None:
-        piece = memoryview(bytearray(PIECE_BYTES))
-        with path.open("rb", buffering=0) as file:
-            for place in range(first * PIECE_BYTES, path.stat().st_size, num_threads * PIECE_BYTES):
-                file.seek(place)
-                file.readinto(piece)
+        with mmap.mmap(-1, PIECE_BYTES) as piece:  # begins with a page, as O_DIRECT wants it
+            descriptor = os.open(path, os.O_RDONLY | how)
+            try:
+                for place in range(first * PIECE_BYTES, num_bytes, num_threads * PIECE_BYTES):
+                    if os.preadv(descriptor, [piece], place) < min(PIECE_BYTES, num_bytes - place):
+                        raise OSError(f"{path}: not read in one go")
+            finally:
+                os.close(descriptor)
 
-    with ThreadPoolExecutor(num_threads) as threads:
-        for done in [threads.submit(read, first) for first in range(num_threads)]:
-            done.result()
+    _in_threads(read, range(num_threads))
 
 
-def _pieces(size: int, step: int) -> Iterator[tuple[int, int]]:
+def _drop(path: Path) -> None:
+    """From the page cache, once the disk has it."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _in_threads(work: Callable[[Any], None], pieces: Iterable[Any]) -> None:
+    with ThreadPoolExecutor(_num_threads()) as threads:
+        for _ in threads.map(work, pieces):
+            pass
+
+
+def _num_threads() -> int:
+    return min(MAX_THREADS, len(os.sched_getaffinity(0)))
+
+
+def _pieces(size: int, itemsize: int) -> Iterator[tuple[int, int]]:
+    step = PIECE_BYTES // itemsize
     for start in range(0, size, step):
         yield start, min(step, size - start)
 
 
-def _seconds(work: Callable[[], None]) -> float:
-    begin_s = time.perf_counter()
-    work()
-    return time.perf_counter() - begin_s
+def _quickest(work: Callable[[], None], before: Callable[[], None]) -> float:
+    seconds = []
+    for _ in range(ROUNDS):
+        before()
+        begin_s = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - begin_s)
+    return min(seconds)
 
 
 if __name__ == "__main__":

@@ -16,3 +16,13 @@ def test_what_is_written_is_a_model_that_loads(tmp_path):
     assert figures.load_s > 0
     assert figures.load_share == figures.read_s / figures.load_s
     assert figures.load_gb_per_s == figures.num_bytes / figures.load_s / 1e9
+    assert figures.possible_share == max(figures.read_s, figures.hand_over_s) / figures.load_s
+    assert figures.uncached_read_s is None
+
+
+def test_a_file_that_has_left_the_page_cache(tmp_path):
+    config, ops = ModelConfig.read(DEMO), NumpyOps(np.dtype(np.float32))
+    write_weights(tmp_path, config, ops.dtype)
+    figures = measure(tmp_path, config, ops, is_cold=True)
+    assert figures.is_cold
+    assert figures.load_share == min(figures.read_s, figures.uncached_read_s or figures.read_s) / figures.load_s
