@@ -6,7 +6,7 @@ It speaks only `Ops`, waits for nothing and takes every size from host integers,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -80,6 +80,10 @@ class Llama:
                 normed = ops.add_rms_norm(attended, residual, layer.mlp_norm, eps)
                 ops.add_rms_norm(self._mlp(layer, normed), residual, norms_after[index], eps, out=hidden)
         return hidden
+
+    def first_layer(self) -> Llama:
+        """One that needs the kernels, products and scratch of all layers, and takes the time of one."""
+        return Llama(self.config, self.ops, replace(self.weights, layers=self.weights.layers[:1]))
 
     def tune(self, num_rows: Sequence[int], num_logit_rows: Sequence[int]) -> None:
         """Find the quickest way for the products of passes over so many rows, and so many of them with logits; see

@@ -81,8 +81,8 @@ class CudaDevice:
     def prepare(self, work: Callable[[], None]) -> None:
         self.kernels.compile_together(work)
 
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        work()  # for real: kernels are loaded, products planned and the arena grown before anything is recorded
+    def capture(self, work: Callable[[], None], rehearsal: Callable[[], None] | None = None) -> Callable[[], None]:
+        (rehearsal or work)()  # kernels are loaded, products planned, the arena grown before anything is recorded
         self.stream.synchronize()
         with self.stream:
             self.stream.begin_capture()
@@ -92,6 +92,7 @@ class CudaDevice:
             finally:
                 self._is_capturing = False
                 graph = self.stream.end_capture()
+        graph.upload(self.stream)  # or the first replay would
         return lambda: graph.launch(self.stream)
 
     def download(self, array: Array) -> np.ndarray:

@@ -12,6 +12,7 @@ from model.ops.cuda_device import DTYPE_CODES, THREADS, CudaDevice, expect
 from model.ops.cuda_linear import Linear
 from model.ops.cuda_sampling import sample, top_logprobs
 from model.ops.interface import Array, Sampled, SamplingArrays
+from model.ops.product_sizes import all_planned_rows
 
 _VEC_BYTES = 16
 _FIND_BLOCKS_PER_SM = 8
@@ -113,6 +114,9 @@ class CudaOps(CudaDevice):
         for weight in weights:
             expect("weight", weight, self.dtype, *weights[0].shape)
         self._linear.tune(weights, bias, num_rows, self.dtype if dtype is None else np.dtype(dtype))
+
+    def linear_sizes(self, most: int) -> list[int]:
+        return all_planned_rows(most)
 
     def rope_kv_write(
         self,

@@ -8,7 +8,7 @@ is put together in float32.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cupy
 import ml_dtypes
@@ -16,6 +16,8 @@ import numpy as np
 from nvmath import CudaDataType
 from nvmath.bindings import cublasLt as lt
 from nvmath.bindings.cublas import ComputeType, Operation
+
+from model.ops.product_sizes import planned_rows
 
 WORKSPACE_BYTES = 32 << 20
 """What cuBLASLt asks for on Hopper; less on smaller devices costs little."""
@@ -82,7 +84,7 @@ class Gemm:
         same arrays. Returns whether the bias is in: where cuBLASLt cannot add it in the same launch the caller has to.
         Raises GemmError, and cuBLASLt's own error where an algorithm fails.
         """
-        pointers, plan = self._planned(x, weight, bias, out)
+        pointers, plan = self._planned(x, weight, bias, out, is_exact=algorithm > 0)
         if plan.adds_bias:
             self._point_at(bias, plan.operation)
         lt.matmul(
@@ -96,43 +98,59 @@ class Gemm:
         self, x: cupy.ndarray, weight: cupy.ndarray, bias: cupy.ndarray | None, out: cupy.ndarray
     ) -> int:
         """How many algorithms there are to choose from. Raises GemmError."""
-        return len(self._planned(x, weight, bias, out)[1].algorithms)
+        return len(self._planned(x, weight, bias, out, is_exact=True)[1].algorithms)
 
-    def _planned(self, x, weight, bias, out) -> tuple[tuple[int, ...], _Plan]:
-        """The addresses of weight, x, out and bias, and the plan of their shapes."""
+    def _planned(self, x, weight, bias, out, *, is_exact: bool) -> tuple[tuple[int, ...], _Plan]:
+        """The addresses of weight, x, out and bias, and the plan of their shapes: with the algorithms of a few rows
+        more (`planned_rows`), unless they are to be exactly these rows'."""
         pointers = weight.data.ptr, x.data.ptr, out.data.ptr, 0 if bias is None else bias.data.ptr
         together = pointers[0] | pointers[1] | pointers[2] | pointers[3] | BEST_ALIGNMENT_BYTES
         alignment = together & -together
-        key = (*x.shape, len(weight), x.dtype, out.dtype, bias is None, alignment)
+        rows = len(x) if is_exact else planned_rows(len(x))
+        key = (len(x), rows, *weight.shape, x.dtype, out.dtype, bias is None, alignment)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = self._plan_with_bias(x, weight, bias, out, alignment)
+            like = self._plans.get((rows, *key[1:]))
+            if like is None:
+                like = self._plans[rows, *key[1:]] = self._plan_with_bias(rows, x, weight, bias, out, alignment)
+            plan = self._plans[key] = like if rows == len(x) else self._plan_like(like, x, weight, bias, out, alignment)
         return pointers, plan
+
+    def _plan_like(self, like: _Plan, x, weight, bias, out, alignment: int) -> _Plan:
+        """With the algorithms of `like`, whose rows are other ones, if they can do it."""
+        layouts = _layouts(len(x), x, weight, out)
+        checked = np.zeros(1, lt.matmul_heuristic_result_dtype)
+        weight_layout, x_layout, out_layout = layouts
+        try:
+            lt.matmul_algo_check(
+                self._handle, like.operation, weight_layout, x_layout, out_layout, out_layout, like.algorithms_at[0],
+                checked.ctypes.data,
+            )  # fmt: skip
+        except lt.cuBLASLtError as error:
+            _log.info("%d rows are planned by themselves: %s", len(x), error)
+            return self._plan_with_bias(len(x), x, weight, bias, out, alignment)
+        return replace(like, weight=weight_layout, x=x_layout, out=out_layout)
 
     def _point_at(self, bias: cupy.ndarray, operation: int) -> None:
         self._bias_address[0] = bias.data.ptr
         attribute = lt.MatmulDescAttribute.BIAS_POINTER
         lt.matmul_desc_set_attribute(operation, attribute, self._bias_address_at, self._bias_address.nbytes)
 
-    def _plan_with_bias(self, x, weight, bias, out, alignment: int) -> _Plan:
+    def _plan_with_bias(self, rows: int, x, weight, bias, out, alignment: int) -> _Plan:
         if bias is not None and out.dtype == x.dtype:
             try:
-                return self._plan(x, weight, bias, out, alignment)
+                return self._plan(rows, x, weight, bias, out, alignment)
             except GemmError as error:
                 _log.info("the bias gets a launch of its own: %s", error)
-        return self._plan(x, weight, None, out, alignment)
+        return self._plan(rows, x, weight, None, out, alignment)
 
-    def _plan(self, x, weight, bias, out, alignment: int) -> _Plan:
-        (m, k), n = x.shape, len(weight)
+    def _plan(self, rows: int, x, weight, bias, out, alignment: int) -> _Plan:
+        n, k = weight.shape
         operation = _operation(adds_bias=bias is not None)
         if bias is not None:
             self._point_at(bias, operation)
-        layouts = (
-            lt.matrix_layout_create(_TYPES[weight.dtype], k, n, k),
-            lt.matrix_layout_create(_TYPES[x.dtype], k, m, k),
-            lt.matrix_layout_create(_TYPES[out.dtype], n, m, n),
-        )
-        shapes = f"[{m}, {k}] @ [{n}, {k}].T, {x.dtype} to {out.dtype}, aligned to {alignment} bytes"
+        layouts = _layouts(rows, x, weight, out)
+        shapes = f"[{rows}, {k}] @ [{n}, {k}].T, {x.dtype} to {out.dtype}, aligned to {alignment} bytes"
         algorithms = self._algorithms(operation, layouts, alignment, shapes)
         addresses = tuple(algorithms.ctypes.data + i * algorithms.itemsize for i in range(len(algorithms)))
         return _Plan(operation, *layouts, algorithms, addresses, bias is not None)
@@ -156,6 +174,16 @@ class Gemm:
         if len(found) == 0:
             raise GemmError(f"cuBLASLt has no algorithm for {shapes}")
         return found
+
+
+def _layouts(rows: int, x: cupy.ndarray, weight: cupy.ndarray, out: cupy.ndarray) -> tuple[int, int, int]:
+    """Of weight, x and out, with so many rows of x and out."""
+    n, k = weight.shape
+    return (
+        lt.matrix_layout_create(_TYPES[weight.dtype], k, n, k),
+        lt.matrix_layout_create(_TYPES[x.dtype], k, rows, k),
+        lt.matrix_layout_create(_TYPES[out.dtype], n, rows, n),
+    )
 
 
 def _operation(adds_bias: bool) -> int:

@@ -133,10 +133,11 @@ class Ops(Protocol):
         It may be run twice, the first time with ops that write nothing: what they write must steer nothing in it.
         """
 
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, work: Callable[[], None], rehearsal: Callable[[], None] | None = None) -> Callable[[], None]:
         """What runs `work` again, on the same arrays and at once where the backend can record it.
 
-        `work` runs here too, may use only ops of this backend, and must reach nothing but memory that stays.
+        `work` runs here too, may use only ops of this backend, and must reach nothing but memory that stays. A
+        `rehearsal` that needs all that `work` needs (kernels, shapes of products, scratch) may be run in its place.
         """
 
     def download(self, array: Array) -> np.ndarray:
@@ -202,6 +203,10 @@ class Ops(Protocol):
         A matter of speed alone, worth its time for the numbers of rows that graphs are captured for. The weights are
         used in turn; all layers' together, they come from memory as they do in a step. Not within `capture`.
         """
+
+    def linear_sizes(self, most: int) -> list[int]:
+        """Numbers of rows that, once `linear` has met them, leave nothing to be found out or loaded for any number up
+        to `most`; the last one may be above it."""
 
     def rope_kv_write(
         self,

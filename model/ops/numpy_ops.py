@@ -67,8 +67,8 @@ class NumpyOps:
     def prepare(self, work: Callable[[], None]) -> None:
         work()
 
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        work()
+    def capture(self, work: Callable[[], None], rehearsal: Callable[[], None] | None = None) -> Callable[[], None]:
+        (rehearsal or work)()
         return work
 
     def download(self, array: Array) -> np.ndarray:
@@ -139,6 +139,9 @@ class NumpyOps:
 
     def tune_linear(self, weights, bias, num_rows, *, dtype=None) -> None:
         """NumPy knows one way."""
+
+    def linear_sizes(self, most: int) -> list[int]:
+        return []
 
     def rope_kv_write(self, qkv, cos, sin, positions, slots, kv, layer, q_norm, k_norm, eps) -> Array:
         num_blocks, _, _, num_kv_heads, block_size, head_dim = kv.shape

@@ -24,7 +24,7 @@ from service.engine.engine import Engine
 from service.engine.executor import ModelExecutor
 from service.engine.grammars import Grammars
 from service.engine.kv_manager import KVManager
-from service.engine.memory import MemoryPlan, host_memory_bytes, plan_memory, warm_up
+from service.engine.memory import MemoryPlan, host_memory_bytes, meet_sizes, plan_memory, warm_up
 from service.engine.preemption import Preemption
 from service.engine.scheduler import Limits
 from service.engine.sequence import Request
@@ -139,6 +139,7 @@ def size_engine(settings: Settings, config: ModelConfig, ops: Ops, *, load_forma
         return Sized(executor, planned, 0, budget)
     sizes = (min(budget, wanted_len), settings.max_num_seqs, wanted_len)
     ops.prepare(partial(warm_up, model, settings.block_size, *sizes))
+    meet_sizes(model, settings.block_size, budget, *sizes[1:])
     memory = plan_memory(settings, config, ops, wanted_len)
     return Sized(executor, memory, free_bytes - weights - ops.memory_bytes()[0], budget)
 

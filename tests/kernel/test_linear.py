@@ -1,5 +1,7 @@
 """Products go through cuBLASLt (`model/ops/gemm.py`); the twin multiplies in float32."""
 
+import importlib
+
 import numpy as np
 import pytest
 
@@ -45,6 +47,22 @@ def test_rows_within_a_larger_array_need_no_alignment(open_ops, rng):
     with ops.scratch():
         out = ops.download(ops.linear(ops.upload(x)[3:], ops.upload(weight)[1:]))
     assert_close(out, twin.linear(x[3:], weight[1:]), "bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_numbers_of_rows_in_between_need_no_plan_of_their_own(open_ops, rng, monkeypatch, dtype, with_bias):
+    ops, twin, (n, k) = open_ops(dtype), NumpyOps(NUMPY_DTYPES[dtype]), (768, 512)
+    x, weight = normal(rng, (640, k), dtype), normal(rng, (n, k), dtype, scale=k**-0.5)
+    bias = normal(rng, (n,), dtype) if with_bias else None
+    on_device = [None if each is None else ops.upload(each) for each in (x, weight, bias)]
+    with ops.scratch():
+        ops.linear(*on_device)
+        gemm = importlib.import_module("model.ops.gemm")
+        monkeypatch.setattr(gemm.lt, "matmul_algo_get_heuristic", lambda *_: pytest.fail("640 rows were planned"))
+        for rows in (577, 600, 639, 640):
+            out = ops.download(ops.linear(on_device[0][:rows], *on_device[1:]))
+            assert_close(out, twin.linear(x[:rows], weight, bias), dtype)
 
 
 @pytest.mark.parametrize("with_bias", [False, True])

@@ -49,7 +49,7 @@ class IdleOps(NumpyOps):
 
     name = "cuda"
 
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, work: Callable[[], None], rehearsal: Callable[[], None] | None = None) -> Callable[[], None]:
         return lambda: None
 
     def pick_tokens(self, token_ids: Array, sampled: Array, source: Array) -> None:
@@ -140,6 +140,7 @@ def make_engine(batch: int, longest: int, *, prefix_caching: bool) -> tuple[Engi
     max_num_seqs, max_blocks = batch + 16, -(-(longest + ARRIVING_PROMPT) // BLOCK_SIZE) + 1
     config = replace(PRESETS["llama-3.1-8b"], vocab_size=VOCAB_SIZE)
     model = SimpleNamespace(ops=ops, config=config, tune=lambda *sizes: None, forward=_forward)
+    model.first_layer = lambda: model
     executor = ModelExecutor(model, frozenset(), max_num_seqs, max_blocks)
     num_blocks = max_num_seqs * max_blocks
     executor.attach(np.zeros((1, 1, 1, 1, BLOCK_SIZE, 1), np.float32))

@@ -14,7 +14,7 @@ from model.kv_cache import block_shape
 from model.llama import Llama
 from model.loader import load_model
 from model.ops.numpy_ops import NumpyOps
-from model.step_graphs import MAX_CHUNKS, ROWS_BESIDE_FEW, StepGraphs, StepInputs, decode_sizes
+from model.step_graphs import MAX_CHUNKS, ROWS_BESIDE, ROWS_BESIDE_FEW, StepGraphs, StepInputs, decode_sizes
 from tests.support.demo_engine import DEMO
 
 BLOCK_SIZE, MAX_BLOCKS, MAX_ROWS = 8, 24, 12
@@ -132,6 +132,14 @@ def test_what_fits_no_size_is_left_to_the_caller(model, graphs):
     chunk = step(model, [(0, 2)])
     too_many = replace(chunk, chunk_lens=np.repeat(chunk.chunk_lens, MAX_CHUNKS + 1))
     assert graphs.forward(too_many) is None
+
+
+def test_every_size_beside_chunks_has_a_time_which_sizes_of_as_many_rows_share(model, kv):
+    graphs = StepGraphs(model, np.arange(80, dtype=np.int32), 80, MAX_BLOCKS)
+    graphs.capture(kv)
+    beside = {16: ROWS_BESIDE_FEW, 64: ROWS_BESIDE, 80: ROWS_BESIDE}
+    assert set(graphs._seconds) == {(decodes, more) for decodes, rows in beside.items() for more in rows}
+    assert graphs._seconds[16, 128] == graphs._seconds[80, 64] != graphs._seconds[16, 64]
 
 
 def test_tokens_are_left_for_the_next_step_where_a_smaller_size_is_clearly_quicker(graphs, monkeypatch):

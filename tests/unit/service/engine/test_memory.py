@@ -6,15 +6,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from model.config import PRESETS
+from model.config import PRESETS, ModelConfig
+from model.loader import load_model
 from model.ops.numpy_ops import NumpyOps
 from service.cli.main import DEMO_MODEL, main, make_parser
 from service.config import SERVE, Settings
 from service.config_sources import read_settings
 from service.engine import memory as engine_memory
 from service.engine.build import build_engine, num_swap_blocks
-from service.engine.memory import host_memory_bytes, plan_memory
+from service.engine.memory import host_memory_bytes, meet_sizes, plan_memory
 from service.errors import StartupError
+from tests.support.demo_engine import DEMO
 
 CONFIG = PRESETS["llama-3.2-1b"]
 GIB = 1 << 30
@@ -55,9 +57,9 @@ def test_a_small_pool_shortens_the_longest_sequence():
 @pytest.mark.parametrize(
     ("free_bytes", "settings", "word"),
     [
-        (8 * GIB, {}, "no memory"),
+        (8 * GIB, {}, "no memory .* 8.0 GiB of 80.0 GiB are left .* raise --gpu-memory-utilization"),
         (60 * GIB, {"num_gpu_blocks": 10, "max_model_len": 161}, "--max-model-len"),
-        (GIB, {"num_gpu_blocks": 30_000}, "--num-gpu-blocks"),
+        (GIB, {"num_gpu_blocks": 30_000}, "--num-gpu-blocks: 30000 blocks take 14.6 GiB, and 1.0 GiB of 80.0 GiB"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(free_bytes, settings, word):
@@ -111,3 +113,28 @@ def test_swap_space_is_what_was_asked_for_or_a_part_of_the_hosts_memory(tmp_path
     assert num_swap_blocks(Settings(), SizedOps("numpy", GIB), memory) == 0
     small = plan(ops, num_gpu_blocks=10)
     assert num_swap_blocks(Settings(swap_space=2.0), ops, small) == 80
+
+
+class MeetingOps(NumpyOps):
+    """One that says which products there are to meet, and sees which are run."""
+
+    def __init__(self):
+        super().__init__(np.dtype(np.float32))
+        self.met = []
+
+    def linear_sizes(self, most):
+        return [size for size in (2, 4, 576, 640, 1024) if size // 2 < most]
+
+    def linear(self, x, weight, bias=None, **how):
+        self.met.append((len(x), len(weight)))
+        return super().linear(x, weight, bias, **how)
+
+
+def test_products_of_every_size_that_is_not_captured_are_met_before_an_engine_serves():
+    ops = MeetingOps()
+    model = load_model(DEMO, ModelConfig.read(DEMO), ops, 128)
+    meet_sizes(model, 16, 700, 3, 128)
+    width, vocab = len(model.weights.layers[0].down), model.config.vocab_size
+    in_layers = [rows for rows, num_outputs in ops.met if num_outputs == width]
+    assert in_layers == [576] * 2 + [640] * 2 + [700] * 2  # once in one layer, which has two products so wide
+    assert [rows for rows, num_outputs in ops.met if num_outputs == vocab and rows < 5][-2:] == [2, 3]
