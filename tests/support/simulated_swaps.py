@@ -101,13 +101,14 @@ def replay(
     rates: Rates = RATES,
     max_num_seqs: int = 512,
     max_len: int = 8192,
+    prefix_caching: bool = False,
 ) -> Outcome:
     """Requests of these (prompt, output) lengths at once, to their ends."""
     clock = SimulatedClock()
-    if mode == "recompute":
+    if mode == "recompute" and not prefix_caching:  # else the host keeps what is evicted
         num_host_blocks = 0
     executor = SwappingExecutor(clock, num_host_blocks, rates)
-    kv = KVManager(num_blocks, 16, swapping=num_host_blocks > 0)
+    kv = KVManager(num_blocks, 16, prefix_caching=prefix_caching, swapping=num_host_blocks > 0)
     preemption = Preemption(kv, SimulatedCosts(rates, 16, executor), mode)
     limits = Limits(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=8192, max_prefill_chunk=512, max_model_len=max_len

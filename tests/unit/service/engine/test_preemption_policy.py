@@ -17,9 +17,15 @@ def slower_bus(times):
     return replace(RATES, **slower)
 
 
-def outcomes(lengths, rates, share=0.4):
-    num_blocks = int(share * num_blocks_needed(lengths))
-    return {mode: replay(lengths, num_blocks, mode, rates=rates) for mode in ("auto", "swap", "recompute")}
+def outcomes(lengths, rates, **more):
+    num_blocks = int(0.4 * num_blocks_needed(lengths))
+    return {mode: replay(lengths, num_blocks, mode, rates=rates, **more) for mode in ("auto", "swap", "recompute")}
+
+
+def short_mix(count, seed=0):
+    """No sequence has more than 640 tokens, so that no single one is what a run takes at its end."""
+    prompts_cut = ((min(num_prompt, 320), num_output) for num_prompt, num_output in mixed_lengths(count, seed))
+    return [(num_prompt, min(num_output, 640 - num_prompt)) for num_prompt, num_output in prompts_cut]
 
 
 @pytest.mark.parametrize("times", [1, 10, 100])
@@ -40,10 +46,9 @@ def test_auto_swaps_where_others_hardly_feel_it(times):
     assert by_mode["auto"].num_swapped > 0.9 * by_mode["auto"].num_preemptions
 
 
-def test_auto_does_both_where_the_bus_is_what_everybody_waits_for():
-    """Answers end before 640 tokens, so that no single one is what the run takes at its end."""
-    lengths = [(min(num_prompt, 320), min(num_output, 320)) for num_prompt, num_output in mixed_lengths(500)]
-    by_mode = outcomes(lengths, slower_bus(32))
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_auto_does_both_where_the_bus_is_what_everybody_waits_for(prefix_caching):
+    by_mode = outcomes(short_mix(500), slower_bus(32), prefix_caching=prefix_caching)
     assert by_mode["auto"].total_s < 0.99 * min(by_mode["swap"].total_s, by_mode["recompute"].total_s)
     assert 0.2 < by_mode["auto"].num_swapped / by_mode["auto"].num_preemptions < 0.8
 
@@ -52,3 +57,7 @@ if __name__ == "__main__":
     for times in (1, 10, 32, 100):
         for mode, outcome in outcomes(mixed_lengths(1000), slower_bus(times)).items():
             print(f"{times:>3} times slower {mode:<9} {outcome}")
+    for times in (1, 10, 32):
+        for seed in range(3):
+            for mode, outcome in outcomes(short_mix(500, seed), slower_bus(times), prefix_caching=True).items():
+                print(f"{times:>3} times slower, caching, short mix {seed} {mode:<9} {outcome}")
