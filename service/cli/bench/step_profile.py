@@ -50,7 +50,8 @@ def main() -> None:
     batches, contexts = whole_numbers("--batch", flags.batch), whole_numbers("--context", flags.context)
     torch.cuda.init()  # before the cache takes what memory there is
     named = replace(Settings(), model_config=flags.model_config, load_format="dummy", device="cuda")
-    settings = replace(named, max_num_seqs=max(batches), max_prefill_chunk=WHOLE_STEPS)
+    # no swap space: what one batch leaves in the prefix cache must not leave for the host beside the next
+    settings = replace(named, max_num_seqs=max(batches), max_prefill_chunk=WHOLE_STEPS, swap_space=0.0)
     built = build_engine(settings, progress=True)
     keep_for_good()
     ceilings = measure_ceilings(built.ops)
