@@ -4,49 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from functools import partial
 
-from service.engine.outputs import News, Output, one_by_one
+from service.engine.outputs import News, one_by_one
 from service.engine.sequence import Request
 from service.errors import EndReason
 from service.logs import fields
 from service.tracing import NO_TRACING, Tracing
-from service.wire import messages
 from service.wire.broker import BrokerUnavailable, Claim, Lease, Room, WorkerBroker
 from service.wire.codec import unpack_ids
 from service.wire.messages import Event, WorkerCard
 from service.worker.engine_thread import Add, Cancel, EngineThread
-from service.worker.job_events import event_of, in_events, refusal, without_end
-from service.worker.job_spans import JobSpans, log_claim, spans_of
+from service.worker.job_events import refusal
+from service.worker.job_spans import log_claim, spans_of
+from service.worker.open_jobs import EarlyCancels, OpenJob, outputs_by_job
 from service.worker.places import Places
-from service.worker.recovery import branch_pasts, keep_lease, num_scored_tokens
+from service.worker.recovery import branch_pasts, has_heir, keep_lease, num_scored_tokens
 
 log = logging.getLogger("quire.courier")
 
 FETCH_WAIT_S = 0.5
 HEARTBEAT_S = 1.0
-FRESH_CARD_S = 3.5
-"""A worker that has not said for longer that it is ready takes no job for certain."""
 RETRY_S = 0.2
 CANCEL_AGAIN_S = 0.1
 LOOK_AGAIN_S = 0.015
 """How often a worker that is nearly full looks for jobs: what waits is not for it, or finds no room yet."""
-MAX_HEARD = 8192
-
-
-@dataclass
-class _OpenJob:
-    """A job between its claim and its last event."""
-
-    request_id: str  # of this claim: what an earlier one of the same job still says is not mistaken for it
-    next_number: int
-    deadline: asyncio.TimerHandle | None
-    spans: JobSpans | None  # None: nobody traces it
-    cleared_at_number: int | None = None  # a suspect that has told this event is none any more
-    is_leaving: bool = False  # it goes on elsewhere, as soon as the engine has let go of it
 
 
 class Courier:
@@ -69,12 +52,12 @@ class Courier:
         self._places = Places(num_places, num_cache_tokens)
         self._model = ""
         self._loop = asyncio.get_running_loop()
-        self._open: dict[str, _OpenJob] = {}
+        self._open: dict[str, OpenJob] = {}
         self._news: list[News] = []
         self._refused: list[Event] = []
         self._has_news = asyncio.Event()
         self._publishing = asyncio.Lock()
-        self._heard: OrderedDict[str, list[messages.Cancel]] = OrderedDict()  # of jobs that are not open (yet)
+        self._early_cancels = EarlyCancels()
         self._runs_suspects = False
         self._runs_alone = False  # the open job is a suspect
         self._draining = False
@@ -113,7 +96,7 @@ class Courier:
         self._draining = True
         try:
             async with asyncio.timeout(timeout_s):
-                while self._open and not await self._has_heir():
+                while self._open and not await self._persist(lambda: has_heir(self._broker, self._make_card(False))):
                     await asyncio.sleep(0.1)
         except TimeoutError:
             log.warning("drain time is over %s", fields(num_open=self.num_open))
@@ -192,7 +175,7 @@ class Courier:
             timer = self._loop.call_later(job.deadline_s - now_s, self.engine.send, end)
         spans = spans_of(claim, now_s, self._tracing)
         cleared_at = len(claim.past) + claim.alone_for_events if claim.is_suspect else None
-        self._open[job.job_id] = _OpenJob(request_id, next_number, timer, spans, cleared_at)
+        self._open[job.job_id] = OpenJob(request_id, next_number, timer, spans, cleared_at)
         self._places.take(job, len(claim.past), self._loop.time())
         log_claim(claim)
         request = Request(
@@ -206,7 +189,7 @@ class Courier:
             times=None if spans is None else spans.times,
         )
         self.engine.send(Add(request))
-        for cancel in (*claim.stops, *self._heard.pop(job.job_id, ())):
+        for cancel in (*claim.stops, *self._early_cancels.take(job.job_id)):
             self.engine.send(Cancel(request_id, cancel.reason, cancel.branch))
 
     def _take_in(self, news: list[News]) -> None:
@@ -241,24 +224,13 @@ class Courier:
 
     def _events(self, news: list[News]) -> tuple[list[Event], list[str]]:
         """What to tell, and the jobs that the engine has let go of for others."""
-        by_job: dict[str, list[Output]] = {}
-        for output in one_by_one(news):
-            job_id = output.request_id.rpartition("/")[0]
-            job = self._open.get(job_id)
-            if job is not None and job.request_id == output.request_id:
-                by_job.setdefault(job_id, []).append(output)
         events, leaving = [], []
-        for job_id, outputs in by_job.items():
-            job = self._open[job_id]
+        for job_id, outputs in outputs_by_job(one_by_one(news), self._open).items():
             self._places.begin(job_id)
-            for outputs_of_one in in_events(outputs):
-                event = event_of(job_id, job.next_number, outputs_of_one)
-                if job.is_leaving and event.end is EndReason.SHUTDOWN:
-                    leaving.append(job_id)
-                    event = without_end(event)
-                if event.parts or event.end is not None:
-                    events.append(event)
-                    job.next_number += 1
+            told, is_let_go = self._open[job_id].events(job_id, outputs)
+            events += told
+            if is_let_go:
+                leaving.append(job_id)
         return events, leaving
 
     def _clear_suspect(self) -> None:
@@ -294,9 +266,7 @@ class Courier:
                 if job is not None:
                     self.engine.send(Cancel(job.request_id, cancel.reason, cancel.branch))
                     continue
-                self._heard.setdefault(cancel.job_id, []).append(cancel)
-                if len(self._heard) > MAX_HEARD:
-                    self._heard.popitem(last=False)
+                self._early_cancels.keep(cancel)
 
     async def _beat(self) -> None:
         while True:
@@ -311,16 +281,6 @@ class Courier:
     async def _on_lease(self, lease: Lease) -> None:
         self._drop(lease.lost)
         self._runs_suspects = lease.runs_suspects
-
-    async def _has_heir(self) -> bool:
-        """Whether another worker of this model is there and takes jobs."""
-        ours = self._make_card(False)
-        now_s, cards = await self._persist(self._broker.now_s), await self._persist(self._broker.workers)
-        return any(
-            card.ready and card.model == ours.model and now_s - card.beat_at_s < FRESH_CARD_S
-            for card in cards
-            if card.worker_id != ours.worker_id
-        )
 
     async def _persist(self, attempt):
         """Ask until the queue answers: what the engine has computed is kept here until it is written there."""

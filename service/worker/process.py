@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from service import metrics
@@ -49,12 +49,56 @@ async def run_worker(
     built = await asyncio.to_thread(build_engine, settings, progress=True)
     keep_for_good()
     worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-    loop, dead = asyncio.get_running_loop(), asyncio.Event()
-    deaths: list[BaseException] = []
+    courier, engine, watchdog, death = _start(settings, broker, built, worker_id, supervisor, tracing)
+    duties = asyncio.create_task(courier.run())
+    stopped, died = (asyncio.create_task(event.wait()) for event in (stop, death.seen))
+    if await _announced(courier, (duties, stopped, died)):
+        log.info("worker ready %s", fields(worker=worker_id))
+        on_ready()
+        await asyncio.wait([duties, stopped, died], return_when=asyncio.FIRST_COMPLETED)
+    if stop.is_set() and not death.seen.is_set():
+        draining = asyncio.create_task(courier.drain(settings.drain_timeout))
+        await asyncio.wait([draining, died], return_when=asyncio.FIRST_COMPLETED)
+        draining.cancel()
+        engine.send(Stop(EndReason.SHUTDOWN))
+    await _last_words(courier, engine, death.cause)
+    for task in (duties, stopped, died):
+        task.cancel()
+    failures = await asyncio.gather(duties, stopped, died, return_exceptions=True)
+    with suppress(BrokerUnavailable):  # the card goes stale by itself
+        await broker.retire(worker_id)
+    if engine.join(LAST_WORDS_S):
+        watchdog.stop()
+    if death.cause is not None:
+        raise EngineDied from death.cause
+    if isinstance(failures[0], Exception):
+        raise failures[0]
+    log.info("worker stopped %s", fields(worker=worker_id))
 
-    def on_death(error: BaseException) -> None:
-        deaths.append(error)
-        loop.call_soon_threadsafe(dead.set)
+
+class _Death:
+    """Of the engine: the first that is told of, from whichever thread."""
+
+    def __init__(self) -> None:
+        self.cause: BaseException | None = None
+        self.seen = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def tell(self, cause: BaseException) -> None:
+        self.cause = cause if self.cause is None else self.cause
+        self._loop.call_soon_threadsafe(self.seen.set)
+
+
+def _start(
+    settings: Settings,
+    broker: WorkerBroker,
+    built: BuiltEngine,
+    worker_id: str,
+    supervisor: Supervisor,
+    tracing: Tracing,
+) -> tuple[Courier, EngineThread, Watchdog, _Death]:
+    """The engine's thread runs, and is watched; no job is taken yet."""
+    death = _Death()
 
     def make_card(ready: bool) -> WorkerCard:
         return _card(worker_id, settings, built, engine, ready and engine.silent_s < READY_SILENCE_S)
@@ -62,44 +106,30 @@ async def run_worker(
     num_cache_tokens = built.memory.num_blocks * built.memory.block_size
     courier = Courier(broker, make_card, built.config.vocab_size, settings.max_num_seqs, num_cache_tokens, tracing)
     watchdog = Watchdog(settings.step_timeout or DEFAULT_STEP_TIMEOUT_S[built.ops.name], supervisor)
-    engine = EngineThread(built.engine, courier.deliver, on_death, watchdog.turned)
+    engine = EngineThread(built.engine, courier.deliver, death.tell, watchdog.turned)
     courier.engine = engine
     engine.start()
-    watchdog.watch(engine, on_death)
-    duties = asyncio.create_task(courier.run())
-    ended = [asyncio.create_task(event.wait()) for event in (stop, dead)]
+    watchdog.watch(engine, death.tell)
+    return courier, engine, watchdog, death
+
+
+async def _announced(courier: Courier, ends: Sequence[asyncio.Task]) -> bool:
+    """Waits until the queue knows of this worker. False: one of `ends` was done before."""
     announced = asyncio.create_task(courier.announced.wait())
-    await asyncio.wait([duties, *ended, announced], return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait([announced, *ends], return_when=asyncio.FIRST_COMPLETED)
     if announced.done():
-        log.info("worker ready %s", fields(worker=worker_id))
-        on_ready()
-        await asyncio.wait([duties, *ended], return_when=asyncio.FIRST_COMPLETED)
-    if stop.is_set() and not dead.is_set():
-        draining = asyncio.create_task(courier.drain(settings.drain_timeout))
-        await asyncio.wait([draining, *ended[1:]], return_when=asyncio.FIRST_COMPLETED)
-        draining.cancel()
-        engine.send(Stop(EndReason.SHUTDOWN))
-    await _last_words(courier, engine, deaths)
-    for task in (duties, announced, *ended):
-        task.cancel()
-    failures = await asyncio.gather(duties, announced, *ended, return_exceptions=True)
-    with suppress(BrokerUnavailable):  # the card goes stale by itself
-        await broker.retire(worker_id)
-    if engine.join(LAST_WORDS_S):
-        watchdog.stop()
-    if deaths:
-        raise EngineDied from deaths[0]
-    if isinstance(failures[0], Exception):
-        raise failures[0]
-    log.info("worker stopped %s", fields(worker=worker_id))
+        return True
+    announced.cancel()
+    await asyncio.gather(announced, return_exceptions=True)
+    return False
 
 
-async def _last_words(courier: Courier, engine: EngineThread, deaths: list[BaseException]) -> None:
+async def _last_words(courier: Courier, engine: EngineThread, death: BaseException | None) -> None:
     """What was told goes out; what is left goes back to the queue."""
     try:
         async with asyncio.timeout(LAST_WORDS_S):
-            if deaths:
-                await courier.abandon(engine.in_flight, f"{type(deaths[0]).__name__}: {deaths[0]}")
+            if death is not None:
+                await courier.abandon(engine.in_flight, f"{type(death).__name__}: {death}")
             else:
                 await courier.settled()
     except TimeoutError:  # others take over once the lease has run out

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from service.engine.sequence import BranchPast
 from service.wire.broker import BrokerUnavailable, Lease, WorkerBroker
 from service.wire.codec import unpack_floats, unpack_ids
-from service.wire.messages import Event
+from service.wire.messages import Event, WorkerCard
 
 log = logging.getLogger("quire.recovery")
 
@@ -18,6 +18,8 @@ BEATS_PER_LEASE = 10 / 3
 """A lease of 10 s is renewed every 3 s: two beats may be lost."""
 MAX_LOOK_S = 1.0
 """How often the living look for the dead."""
+FRESH_CARD_S = 3.5
+"""A worker that has not said for longer that it is ready takes no job for certain."""
 
 
 async def keep_lease(
@@ -42,6 +44,16 @@ async def keep_lease(
             log.warning("no heartbeat: %s", error)
             due_s = loop.time()
         await asyncio.sleep(look_s)
+
+
+async def has_heir(broker: WorkerBroker, ours: WorkerCard) -> bool:
+    """Whether another worker of our model is there and takes jobs. Raises BrokerUnavailable."""
+    now_s, cards = await broker.now_s(), await broker.workers()
+    return any(
+        card.ready and card.model == ours.model and now_s - card.beat_at_s < FRESH_CARD_S
+        for card in cards
+        if card.worker_id != ours.worker_id
+    )
 
 
 def num_scored_tokens(events: Iterable[Event]) -> int:
