@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import tokenizers
@@ -17,17 +16,6 @@ from tests.support.make_tokenizers import ALL_STYLES
 STYLES = [style.__name__ for style in ALL_STYLES]
 UTF8_STYLES = ["llama3_style", "llama2_style", "mistral_style", "gemma_style"]
 HARD_TEXT = "hello 안녕하세요 뷁쀍 😀👨‍👩‍👧 é\u0301 world\n"
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("tokenizers")
-    return {style.__name__: style(root / style.__name__) for style in ALL_STYLES}
-
-
-@pytest.fixture(scope="module")
-def readers(folders: dict[str, Path]) -> dict[str, Tokenizer]:
-    return {name: Tokenizer.read(folder) for name, folder in folders.items()}
 
 
 def streamed(reader: Tokenizer, parts: Sequence[Sequence[int]], **options: bool) -> str:

@@ -20,17 +20,6 @@ TEXTS = ["", "hello world", "  how  are you ", "안녕하세요 뷁 😀", "é e
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("tokenizers")
-    return {style.__name__: style(root / style.__name__) for style in ALL_STYLES}
-
-
-@pytest.fixture(scope="module")
-def readers(folders: dict[str, Path]) -> dict[str, Tokenizer]:
-    return {name: Tokenizer.read(folder) for name, folder in folders.items()}
-
-
-@pytest.fixture(scope="module")
 def originals(folders: dict[str, Path]) -> dict[str, tokenizers.Tokenizer]:
     return {name: tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")) for name, folder in folders.items()}
 

@@ -1,0 +1,18 @@
+from pathlib import Path
+
+import pytest
+
+from model.tokenizer import Tokenizer
+from tests.support.make_tokenizers import ALL_STYLES
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By style, a model folder that has a tokenizer of that style."""
+    root = tmp_path_factory.mktemp("tokenizers")
+    return {style.__name__: style(root / style.__name__) for style in ALL_STYLES}
+
+
+@pytest.fixture(scope="session")
+def readers(folders: dict[str, Path]) -> dict[str, Tokenizer]:
+    return {name: Tokenizer.read(folder) for name, folder in folders.items()}
