@@ -47,6 +47,28 @@ def add_memory_flags(parser: argparse.ArgumentParser) -> None:
         "reserve-max have the paper's buddy allocator unless :best-fit stands behind them",
     )
     parser.add_argument(
+        "--sharing",
+        action="store_true",
+        help="instead: what parallel sampling and beam search save by sharing, at 2, 4 and 6 branches: 1 - blocks held "
+        "over blocks without sharing, the paper's measure",
+    )
+    parser.add_argument(
+        "--mean-lengths",
+        metavar="P,O",
+        help="scale all prompts and all answers so that their means are P and O tokens; without it as traced",
+    )
+    _add_rate_flags(parser)
+    parser.epilog = (
+        "Policies. "
+        + "; ".join(f"{name}: {text}" for name, text in TEXTS.items())
+        + f". Without --max-model-len the longest sequence has {PAPER_MAX_LEN} tokens; without --num-gpu-blocks the "
+        "pool is the simulated machine's, and the paper's 15.7K slots on the real engine."
+    )
+
+
+def _add_rate_flags(parser: argparse.ArgumentParser) -> None:
+    """At which rates the trace is run, and which of them count as kept up with."""
+    parser.add_argument(
         "--rates",
         metavar="X,...",
         help="requests a second, or 1.25x: so many times what a policy keeps up with when it is loaded; 20;oracle=9: "
@@ -59,27 +81,10 @@ def add_memory_flags(parser: argparse.ArgumentParser) -> None:
         "--only-rates", action="store_true", help="no runs with all requests at once; --rates are requests a second"
     )
     parser.add_argument(
-        "--sharing",
-        action="store_true",
-        help="instead: what parallel sampling and beam search save by sharing, at 2, 4 and 6 branches: 1 - blocks held "
-        "over blocks without sharing, the paper's measure",
-    )
-    parser.add_argument(
         "--latency-limit",
         metavar="X",
         help="seconds a token at which rates are compared, and at twice of which a run is given up; without it 5 times "
         "the first policy's least, and none is given up",
-    )
-    parser.add_argument(
-        "--mean-lengths",
-        metavar="P,O",
-        help="scale all prompts and all answers so that their means are P and O tokens; without it as traced",
-    )
-    parser.epilog = (
-        "Policies. "
-        + "; ".join(f"{name}: {text}" for name, text in TEXTS.items())
-        + f". Without --max-model-len the longest sequence has {PAPER_MAX_LEN} tokens; without --num-gpu-blocks the "
-        "pool is the simulated machine's, and the paper's 15.7K slots on the real engine."
     )
 
 

@@ -21,6 +21,7 @@ from service.cli.bench.flag_values import positive_number, whole_number
 from service.cli.bench.load_client import Answer, Task
 from service.cli.bench.report import Figure, Spread, python_script, script_environment, write_report
 from service.cli.bench.trace import TracedRequest, read_trace
+from service.cli.client.api import unreachable
 from service.cli.table import print_table, shown
 from service.config import Settings
 from service.errors import StartupError
@@ -198,6 +199,8 @@ async def _first_model(plan: Plan) -> str:
             if response.status != 200:
                 raise StartupError(f"--url: {plan.url}/v1/models answers {response.status}")
             return str((await response.json())["data"][0]["id"])
+    except aiohttp.ClientConnectorError as error:
+        raise StartupError(f"--url: {plan.url} cannot be reached: {unreachable(error)}") from None
     except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
         raise StartupError(f"--url: {plan.url} lists no model: {error or type(error).__name__}") from None
 

@@ -72,8 +72,7 @@ class Api:
         except aiohttp.InvalidURL:
             raise ServiceError(f"--url: {self._url!r} is no address of a service") from None
         except aiohttp.ClientConnectorError as error:
-            reason = _reason(error.os_error)
-            raise ServiceError(f"{self._url} cannot be reached: {reason}; --url says where it is") from None
+            raise ServiceError(f"{self._url} cannot be reached: {unreachable(error)}; --url says where it is") from None
         except (aiohttp.ClientError, OSError) as error:
             raise ServiceError(f"{self._url}: {error or type(error).__name__}") from None
         except ValueError:
@@ -90,9 +89,10 @@ async def connected(flags: argparse.Namespace) -> AsyncIterator[Api]:
         yield Api(http, flags.url)
 
 
-def _reason(error: OSError) -> str:
-    """In the system's words: asyncio's say the address again. Names that are not found have numbers of their own."""
-    return os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
+def unreachable(error: aiohttp.ClientConnectorError) -> str:
+    """Why, in the system's words: asyncio's say the address again. Names that are not found have numbers below 0."""
+    cause = error.os_error
+    return os.strerror(cause.errno) if (cause.errno or 0) > 0 else cause.strerror or str(cause)
 
 
 async def _refusal(response: aiohttp.ClientResponse) -> str:
