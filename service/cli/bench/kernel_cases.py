@@ -13,6 +13,7 @@ from model.config import ModelConfig
 from model.kv_cache import block_shape
 from model.ops.interface import NO_WINDOW, Array, Ops, SamplingArrays
 from model.rope import rope_tables
+from service.cli.bench.kernel_sizes import Batch, Sizes
 
 RANDOM_TILE = 1_000_003
 """Random numbers that inputs repeat: a prime, so that no two rows are alike."""
@@ -21,9 +22,6 @@ CACHE_LAYERS = 2
 """Layers of the cache that attention is timed on, by turns."""
 
 Launch = Callable[[], object]
-
-Batch = tuple[tuple[int, int], ...]
-"""(sequences, tokens each), groups of them beside each other."""
 
 
 @dataclass(frozen=True)
@@ -37,44 +35,6 @@ class Case:
     num_flops: int
     make: Callable[[int], Launch]
     peer: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How large the cases are. Sets of inputs are taken by turns until they fill `rotated_bytes`: on a GPU more than
-    twice the largest L2; on a CPU small cases stay in its cache, as they do in use."""
-
-    num_tokens: int
-    rows: tuple[int, ...]
-    decode: tuple[Batch, ...]
-    prefill: tuple[tuple[int, int], ...]  # (prompts, tokens each)
-    sampled: tuple[int, ...]
-    copied_blocks: int
-    rotated_bytes: int
-
-    @property
-    def cache_tokens(self) -> int:
-        return max(sum(map(math.prod, batch)) for batch in (*self.decode, self.prefill))
-
-
-GPU_SIZES = Sizes(
-    num_tokens=8192,
-    rows=(1, 16, 64, 256, 512, 8192),
-    decode=(((32, 4096),), ((128, 1024),), ((256, 512),), ((1, 32768),), ((1, 131072), (31, 4096))),
-    prefill=((4, 1024), (1, 4096), (1, 16384)),
-    sampled=(64, 256),
-    copied_blocks=2048,
-    rotated_bytes=256 << 20,
-)
-CPU_SIZES = Sizes(
-    num_tokens=256,
-    rows=(1, 16, 64),
-    decode=(((1, 512),), ((16, 256),), ((1, 512), (3, 128))),
-    prefill=((1, 256),),
-    sampled=(16,),
-    copied_blocks=16,
-    rotated_bytes=4 << 20,
-)
 
 
 class KernelCases:
@@ -103,6 +63,7 @@ class KernelCases:
         yield from (self._decode(batch, planned=True) for batch in self.sizes.decode)
         yield from (self._decode(batch, planned=False) for batch in self.sizes.decode)
         yield from (self._prefill(*each) for each in self.sizes.prefill)
+        yield from (self._prefill(1, *each) for each in self.sizes.tails)
         yield self._copies()
         yield from self._sampling()
 
@@ -212,9 +173,9 @@ class KernelCases:
         size = _named(batch) + ("" if planned else ", and its plan")
         return Case("paged_decode_attention", size, num_bytes, num_flops, make, peer)
 
-    def _prefill(self, sequences: int, length: int) -> Case:
+    def _prefill(self, sequences: int, length: int, known: int = 0) -> Case:
         ops, config = self._ops, self._config
-        tables, lengths = self._paged(((sequences, length),))
+        tables, lengths = self._paged(((sequences, known + length),))
         start = ops.upload(np.arange(sequences + 1, dtype=np.int32) * length)
         shape = (sequences * length, config.num_heads, config.head_dim)
 
@@ -223,11 +184,13 @@ class KernelCases:
             cache, scale = (self._kv, layer, tables, lengths, start), config.head_dim**-0.5
             return lambda: ops.paged_prefill_attention(q, *cache, length, scale, NO_WINDOW, out)
 
-        cached = 2 * sequences * length * config.num_kv_heads * config.head_dim
+        cached = 2 * sequences * (known + length) * config.num_kv_heads * config.head_dim
         num_bytes = (cached + 2 * math.prod(shape)) * self._item
-        num_flops = 4 * config.num_heads * config.head_dim * sequences * (length * (length + 1) // 2)
-        peer = self._peer("prefill", sequences, length)
-        return Case("paged_prefill_attention", f"{sequences} x {length}", num_bytes, num_flops, make, peer)
+        num_seen = known * length + length * (length + 1) // 2
+        num_flops = 4 * config.num_heads * config.head_dim * sequences * num_seen
+        peer = self._peer("prefill", sequences, length) if known == 0 else None
+        size = f"{sequences} x {length}{f' behind {known}' if known else ''}"
+        return Case("paged_prefill_attention", size, num_bytes, num_flops, make, peer)
 
     def _copies(self) -> Case:
         ops, count = self._ops, self.sizes.copied_blocks

@@ -16,7 +16,8 @@ import numpy as np
 from model.errors import ModelError
 from model.ops.backend import open_ops
 from model.ops.interface import Ops
-from service.cli.bench.kernel_cases import CPU_SIZES, GPU_SIZES, Case, KernelCases, Launch, Sizes
+from service.cli.bench.kernel_cases import Case, KernelCases, Launch
+from service.cli.bench.kernel_sizes import CPU_SIZES, GPU_SIZES, Sizes
 from service.cli.bench.report import Figure, python_script, script_environment, write_report
 from service.cli.table import print_grid, shown
 from service.config import Settings
