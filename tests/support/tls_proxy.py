@@ -1,4 +1,4 @@
-"""A port that speaks TLS in front of a unix socket that does not, on a thread of its own."""
+"""A port that speaks TLS in front of a unix socket, or another port, that does not; on a thread of its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.certificates import Certificates
 
 
 @contextmanager
-def tls_in_front_of(path: Path, made: Certificates) -> Iterator[int]:
+def tls_in_front_of(behind: Path | int, made: Certificates) -> Iterator[int]:
     """The port, on every address: 127.0.0.2 is one that no certificate names."""
     loop = asyncio.new_event_loop()
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -29,7 +29,10 @@ def tls_in_front_of(path: Path, made: Certificates) -> Iterator[int]:
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         open_pipes.add(asyncio.current_task())
-        behind_reader, behind_writer = await asyncio.open_unix_connection(str(path))
+        if isinstance(behind, int):
+            behind_reader, behind_writer = await asyncio.open_connection("127.0.0.1", behind)
+        else:
+            behind_reader, behind_writer = await asyncio.open_unix_connection(str(behind))
         await asyncio.gather(pipe(reader, behind_writer), pipe(behind_reader, writer))
 
     server = loop.run_until_complete(asyncio.start_server(serve, "0.0.0.0", 0, ssl=context))

@@ -87,10 +87,10 @@ class House:
         return job_id, events
 
 
-async def told(events, after=0):
+async def told(events, after=0, within_s=10):
     """(tokens, end, usage) of a followed job; event numbers run without gap."""
     tokens, number = [], after
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(within_s):
         async for event in events:
             number += 1
             assert event.number == number

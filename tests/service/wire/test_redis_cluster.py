@@ -15,6 +15,8 @@ from service.wire.broker import BrokerUnavailable
 from service.wire.messages import RequestRecord
 from service.wire.redis_broker import RedisBroker, open_redis_broker
 from tests.service.wire.test_redis_sentinel import Server
+from tests.support.certificates import OPENSSL, Certificates, make_certificates
+from tests.support.tls_proxy import tls_in_front_of
 from tests.support.wire import Ended, make_card, make_event, make_events, make_job, outcome, take
 
 SLOT = key_slot(keys.JOBS.encode())
@@ -121,3 +123,33 @@ async def test_the_queue_goes_where_its_slot_goes(nodes, broker: RedisBroker):
     assert [found.job.job_id for found in await persist(lambda: broker.fetch(1, 1.0))] == ["JOB2"]
     with Redis(port=nodes[1].port) as redis:
         assert redis.hlen(keys.JOBS) == 1
+
+
+@pytest.fixture
+def behind_tls(nodes, tmp_path) -> Iterator[tuple[int, Certificates]]:
+    """The port of the second node, and its certificate: servers without TLS of their own, behind ports that have it.
+    Those are what the nodes tell of each other."""
+    if OPENSSL is None:
+        pytest.skip("openssl is not installed, which makes the certificates")
+    made = make_certificates(tmp_path / "tls")
+    with tls_in_front_of(nodes[0].port, made) as first, tls_in_front_of(nodes[1].port, made) as second:
+        for node, port in zip(nodes, (first, second), strict=True):
+            node.ask("CONFIG", "SET", "cluster-announce-port", str(port))
+        nodes[1].until(lambda: nodes[1].ask("CLUSTER", "SLOTS")[0][2][1] == first)
+        yield second, made
+
+
+async def test_the_way_to_a_cluster_may_be_tls(behind_tls, tmp_path):
+    port, made = behind_tls
+    broker = await open_redis_broker(f"rediss+cluster://localhost:{port}?ssl_ca_certs={made.authority}")
+    try:
+        events = broker.follow("JOB1")
+        await broker.submit(make_job())
+        await broker.fetch(1, 1.0)
+        await broker.publish([make_event("JOB1", 1, EndReason.STOP)])
+        assert await outcome(events) == Ended([1], EndReason.STOP)
+    finally:
+        await broker.close()
+    other = make_certificates(tmp_path / "strangers")
+    with pytest.raises(BrokerUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
+        await open_redis_broker(f"rediss+cluster://localhost:{port}?ssl_ca_certs={other.authority}")

@@ -19,23 +19,11 @@ from service.errors import EndReason, StartupError
 from service.wire import embedded_redis
 from service.wire.broker import BrokerUnavailable
 from service.wire.redis_broker import open_redis_broker
+from tests.support.redis_cluster import free_port
 from tests.support.wire import Ended, make_event, make_events, make_job, outcome, take
 
 START_WITHIN_S = 20.0
 FAILOVER_WITHIN_S = 30.0
-
-
-HIGHEST_PORT = 55_000
-"""A node of a Cluster takes the port 10,000 above its own, too."""
-
-
-def free_port() -> int:
-    while True:
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port = found.getsockname()[1]
-        if port < HIGHEST_PORT:
-            return port
 
 
 class Server:
