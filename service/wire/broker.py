@@ -62,6 +62,10 @@ class Room:
     num_tenants: int = 1  # that share them: some of them were here lately, and neither hold any nor wait
     num_lent_tokens: int = 0  # like `num_tokens`, of what would be free if all that runs had to leave
 
+    def is_scarce(self, max_branches: int) -> bool:
+        """Whether so many branches are not for everybody: jobs may wait, and be none to claim."""
+        return max_branches <= self.num_kept or (self.num_tokens is not None and self.num_tokens <= 0)
+
 
 ANY_ROOM = Room()
 

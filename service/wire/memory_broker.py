@@ -142,7 +142,8 @@ class MemoryBroker(MemoryBatches, MemoryResponses):
             left_s = give_up_s - time.monotonic()
             if claims or left_s <= 0:
                 return claims
-            await self._wait(lambda: self.queue.num_claimable, left_s)
+            num_known = self.queue.num_claimable if room.is_scarce(max_branches) else 0
+            await self._wait(lambda known=num_known: self.queue.num_claimable > known, left_s)
 
     async def fetch_suspect(self) -> Claim | None:
         self.queue.start_lease(self._owner, self.lease_s)

@@ -40,13 +40,15 @@ class RedisWorker:
     async def fetch(self, max_branches: int, wait_s: float, room: Room = ANY_ROOM) -> Sequence[Claim]:
         give_up_s = time.monotonic() + wait_s
         queues = (keys.RETURNED, keys.WAITING)
-        bell = dict.fromkeys(queues, "0-0")  # claimed entries are gone, so whatever is there is news
+        # Claimed entries are gone, so whatever is there is news; but not where it may be what there is no room for.
+        bell = dict.fromkeys(queues, "$" if room.is_scarce(max_branches) else "0-0")
         while True:
             claims = await self._claim(queues, max_branches, room)
             left_s = give_up_s - time.monotonic()
             if claims or left_s <= 0:
                 return claims
-            await self._held.watch(self._link.block(lambda redis, ms: redis.xread(bell, 1, ms), left_s))
+            if not await self._held.watch(self._link.block(lambda redis, ms: redis.xread(bell, 1, ms), left_s)):
+                return claims
 
     async def fetch_suspect(self) -> Claim | None:
         claims = await self._claim((keys.SUSPECTS,), 1, ANY_ROOM)

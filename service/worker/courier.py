@@ -146,10 +146,8 @@ class Courier:
             self._runs_suspects = self._runs_alone = suspect is not None
             claims = [] if suspect is None else [suspect]
         else:
-            is_scarce = max_branches <= room.num_kept
-            claims = await self._broker.fetch(max_branches, 0.0 if is_scarce else FETCH_WAIT_S, room)
-            if is_scarce and not claims:
-                await asyncio.sleep(LOOK_AGAIN_S)
+            wait_s = LOOK_AGAIN_S if room.is_scarce(max_branches) else FETCH_WAIT_S
+            claims = await self._broker.fetch(max_branches, wait_s, room)
         for claim in claims:
             # A suspect comes this way where its claim by `fetch_suspect` was cut off.
             if self._draining or (claim.is_suspect and not self._runs_alone):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import pytest
@@ -14,7 +15,7 @@ from service.wire.codec import pack_ids
 from service.wire.fair_queue import cost_of
 from service.wire.memory_broker import MemoryBroker
 from service.wire.messages import Cancel, Event, Usage
-from tests.support.wire import make_event, make_events, make_job
+from tests.support.wire import PATIENCE_S, make_event, make_events, make_job
 
 
 def job_of(job_id: str, tenant: str, tokens: int = 10, **changes):
@@ -142,6 +143,17 @@ async def test_who_holds_nothing_may_claim_what_is_lent_to_others(broker):
     assert await claimed_from(broker, lent(8, {"a": 8, "b": 4})) == []
     await submit(broker, job_of("C0", "c"), job_of("D0", "d"))
     assert sorted(await claimed_from(broker, lent(8, {"a": 8, "b": 4}, num_tokens=None), -4)) == ["C0", "D0"]
+
+
+async def test_who_waits_for_others_hears_of_them_at_once(broker):
+    await submit(broker, job_of("A0", "a"))
+    assert list(await broker.fetch(0, 0.05, lent(8, {"a": 8}))) == []
+    waiting = asyncio.create_task(broker.fetch(0, PATIENCE_S, lent(8, {"a": 8})))
+    while not waiting.done():
+        await asyncio.sleep(0.05)  # until it waits, and then once
+        await submit(broker, job_of("B0", "b"))
+    (claim,) = await waiting
+    assert claim.job.job_id == "B0"
 
 
 async def test_who_asks_for_little_may_have_it_whole(broker):
