@@ -6,6 +6,7 @@ compile step is ours: NVRTC to a cubin for one architecture, kept on disk under 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import os
@@ -14,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 
 from cuda.pathfinder import find_nvidia_header_directory
 from cupy.cuda.function import Function, Module
@@ -24,6 +26,7 @@ _MAGIC = b"quire cubin 1\n"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 _log = logging.getLogger(__name__)
+_loading = Lock()
 
 
 class KernelError(Exception):
@@ -145,6 +148,8 @@ def compile_cubin(name: str, arch: str, defines: Mapping[str, int]) -> bytes:
     headers = find_nvidia_header_directory("cudart")
     if headers is None:
         raise KernelError("cuda_fp16.h was not found: install the 'cuda' extra (cuda-toolkit[cudart])")
+    with _loading:
+        _load_compiler()
     options = (*_options(arch, defines), f"-I{folder}", f"-I{headers}")
     program = nvrtc.createProgram(_source(folder, name), str(folder / f"{name}.cu"), (), ())
     try:
@@ -154,6 +159,15 @@ def compile_cubin(name: str, arch: str, defines: Mapping[str, int]) -> bytes:
         raise KernelError(f"{name} for sm_{arch}, {dict(defines)}: {error}\n{nvrtc.getProgramLog(program)}") from error
     finally:
         nvrtc.destroyProgram(program)
+
+
+@functools.cache
+def _load_compiler() -> None:
+    """Compile nothing. NVRTC loads its builtins with a process's first program, and where threads begin together, one
+    often does not find what the other is loading."""
+    program = nvrtc.createProgram("", "nothing.cu", (), ())
+    nvrtc.compileProgram(program, ())
+    nvrtc.destroyProgram(program)
 
 
 def _options(arch: str, defines: Mapping[str, int]) -> tuple[str, ...]:

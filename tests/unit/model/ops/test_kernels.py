@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -25,6 +27,19 @@ def compiled(monkeypatch) -> list:
 
     monkeypatch.setattr(kernels, "compile_cubin", counting)
     return calls
+
+
+def test_threads_of_a_new_process_compile_at_once():
+    """NVRTC's own loading at the first program is not made for that."""
+    code = """
+from concurrent.futures import ThreadPoolExecutor
+from model.ops.kernels import compile_cubin
+with ThreadPoolExecutor(4) as threads:
+    cubins = threads.map(lambda _: compile_cubin("copy_blocks", "90a", {"QUIRE_DTYPE": 2}), range(4))
+    print([cubin[:4] for cubin in cubins])
+"""
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert told.strip() == str([b"\x7fELF"] * 4)
 
 
 def test_a_kernel_is_compiled_once(tmp_path, compiled):
