@@ -128,6 +128,8 @@ class Preemption:
 
     def _evict(self, group: SequenceGroup, running: list[Sequence]) -> None:
         swaps = self._prefers_swap(group)
+        if self.tenants is not None:
+            self.tenants.gives_up(group)
         for sequence in group.live:
             running.remove(sequence)
             if swaps:

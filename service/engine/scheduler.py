@@ -97,6 +97,7 @@ class Scheduler:
         are known, or at all."""
         self._kv.start_step()
         self.preemption.start_step(len(self.running))
+        self._tenants.start_step()
         self._extended.clear()
         if self.waiting and self._tenants.are_several:
             self._call_back()

@@ -16,6 +16,8 @@ from service.fair_share import fair_share
 
 CALLED_SHARE = 16
 """One in so many of the sequences that run at once is called back in a step."""
+COUNT_EVERY_STEPS = 8
+"""Counting who holds which blocks costs up to a millisecond, and a sequence takes one in 16 steps."""
 
 
 class Shares:
@@ -44,6 +46,8 @@ class Tenants:
         self.kv = kv
         self.max_num_seqs = max_num_seqs
         self._num_groups: Counter[str] = Counter()  # that have not ended
+        self._num_blocks: Counter[str] = Counter()  # that each tenant holds, as they were counted last
+        self._num_steps_since, self._num_counted = COUNT_EVERY_STEPS, 0  # sequences
 
     @property
     def are_several(self) -> bool:
@@ -80,23 +84,38 @@ class Tenants:
             wanted[group.tenant] += num_sequences_of(group)
         return Shares(self.max_num_seqs, held, wanted)
 
-    def shares_of_blocks(self, waiting: Iterable[SequenceGroup], running: Iterable[Sequence]) -> Shares:
-        """What several sequences of a tenant hold together counts once."""
-        tables: dict[str, set[int]] = {}
-        for sequence in running:
-            tables.setdefault(sequence.group.tenant, set()).update(sequence.block_table)
-        held = Counter({tenant: len(blocks) for tenant, blocks in tables.items()})
+    def shares_of_blocks(self, waiting: Iterable[SequenceGroup], running: list[Sequence]) -> Shares:
+        """What several sequences of a tenant hold together counts once. What they grow by is seen after a few steps."""
+        num_changed = abs(len(running) - self._num_counted)
+        if self._num_steps_since >= COUNT_EVERY_STEPS or num_changed * COUNT_EVERY_STEPS > len(running):
+            self._count_blocks(running)
+        held = Counter(self._num_blocks)
         wanted = Counter(held)
         for group in waiting:
             wanted[group.tenant] += self.num_whole_blocks(group)
         return Shares(self.kv.pool.num_blocks, held, wanted)
+
+    def start_step(self) -> None:
+        """A new plan is being made."""
+        self._num_steps_since += 1
+
+    def gives_up(self, group: SequenceGroup) -> None:
+        """The group, which runs, has to leave."""
+        self._num_blocks[group.tenant] -= num_blocks_of(group)
+
+    def _count_blocks(self, running: list[Sequence]) -> None:
+        tables: dict[str, set[int]] = {}
+        for sequence in running:
+            tables.setdefault(sequence.group.tenant, set()).update(sequence.block_table)
+        self._num_blocks = Counter({tenant: len(blocks) for tenant, blocks in tables.items()})
+        self._num_steps_since, self._num_counted = 0, len(running)
 
     def lenders_of_blocks(self, groups: list[SequenceGroup], running: list[Sequence]) -> list[SequenceGroup]:
         """Those of the groups whose tenant holds most of the blocks, and has an equal part without the group."""
         if not self.are_several:
             return []
         shares = self.shares_of_blocks((), running)
-        ((tenant, _),) = shares.held.most_common(1)
+        tenant = max(shares.held, key=shares.held.__getitem__, default=None)
         own = [group for group in groups if group.tenant == tenant]
         return [group for group in own if shares.lends(tenant, num_blocks_of(group), 0)]
 
@@ -129,8 +148,10 @@ class Tenants:
 
     def num_whole_blocks(self, group: SequenceGroup) -> int:
         """Blocks that a waiting group wants, if nothing of it is in memory."""
-        group.park()
         leader, *others = group.live
+        if not others:
+            return -(-leader.num_tokens // self.kv.block_size)
+        group.park()
         whole = -(-leader.num_tokens // self.kv.block_size) + sum(map(self.kv.num_lacking_blocks, others))
         group.disband()
         return whole
