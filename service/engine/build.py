@@ -24,9 +24,9 @@ from service.engine.engine import Engine
 from service.engine.executor import ModelExecutor
 from service.engine.grammars import Grammars
 from service.engine.kv_manager import KVManager
+from service.engine.limits import Limits
 from service.engine.memory import MemoryPlan, host_memory_bytes, meet_sizes, plan_memory, warm_up
 from service.engine.preemption import Preemption
-from service.engine.scheduler import Limits
 from service.engine.sequence import Request
 from service.errors import EndReason, StartupError
 from service.logs import fields

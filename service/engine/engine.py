@@ -13,10 +13,11 @@ from service.engine.block_map import draw_blocks
 from service.engine.block_pool import BlockPool
 from service.engine.grammars import Grammars
 from service.engine.kv_manager import KVManager
+from service.engine.limits import Limits
 from service.engine.outputs import News, Output, one_by_one
 from service.engine.plan import FinishedTransfer, StepPlan, StepResult
 from service.engine.preemption import Preemption
-from service.engine.scheduler import Limits, Scheduler
+from service.engine.scheduler import Scheduler
 from service.engine.sequence import Request, Sequence, SequenceGroup
 from service.engine.stats import EngineStats, look_at
 from service.errors import EndReason

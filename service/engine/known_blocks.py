@@ -7,7 +7,7 @@ below it goes along: a prefix never outlives its parent.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -181,12 +181,3 @@ class KnownBlocks:
             raise AssertionError("a block of the tree may be written to")
         if self.host is not None:
             self.host.check_invariants(nodes)
-
-
-def check_path(name: str, tail: Node, token_ids: Iterable[int], table: array) -> None:
-    """A sequence holds the blocks of its path in the tree, and its tokens lead there."""
-    path = tail.path()
-    if b"".join(node.tokens for node in path) != pack_tokens(token_ids):
-        raise AssertionError(f"{name} stands in the tree where its tokens do not lead")
-    if tail.in_tree and [node.gpu for node in path] != list(table[: tail.depth]):
-        raise AssertionError(f"{name} does not hold the blocks of its path")

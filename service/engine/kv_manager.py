@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from service.engine.block_pool import BlockPool, OutOfBlocks
 from service.engine.host_tier import HostTier
-from service.engine.known_blocks import NO_MATCH, KnownBlocks, Match, check_path
+from service.engine.known_blocks import NO_MATCH, KnownBlocks, Match
+from service.engine.kv_checks import check_tables, check_tails
 from service.engine.plan import BlockCopy, Chunk, FinishedTransfer
 from service.engine.prefix_cache import Node
 from service.engine.sequence import Sequence, State
@@ -296,17 +297,7 @@ class KVManager:
         if self.host is not None:
             holders += self.host.gpu_holders()
         self.pool.check_invariants(holders)
-        for sequence in sequences:
-            if sequence.num_computed_tokens > len(sequence.block_table) * self.block_size:
-                raise AssertionError(f"{sequence.request_id}: computed tokens without a block")
-            writable = range(sequence.num_computed_tokens, sequence.num_writable_tokens, self.block_size)
-            if any(self.pool.is_shared(sequence.block_table[at // self.block_size]) for at in writable):
-                raise AssertionError(f"{sequence.request_id}: it takes a block for its own that is not")
-        if self._known is None:
-            return
-        self._known.check_invariants()
-        if not self._tails.keys() <= set(sequences):
-            raise AssertionError("a sequence that holds nothing has a place in the tree")
-        for sequence, tail in self._tails.items():
-            token_ids = sequence.token_ids[: tail.depth * self.block_size]
-            check_path(sequence.request_id, tail, token_ids, sequence.block_table)
+        check_tables(sequences, self.pool, self.block_size)
+        if self._known is not None:
+            self._known.check_invariants()
+            check_tails(self._tails, sequences, self.block_size)

@@ -9,33 +9,16 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator, Set
 from itertools import chain, islice
 
 from service.engine.kv_manager import NO_MATCH, KVManager
+from service.engine.limits import Limits
 from service.engine.plan import Chunk, StepPlan
 from service.engine.preemption import Preemption
 from service.engine.prompt_wishes import PromptWishes
 from service.engine.sequence import Sequence, SequenceGroup, State
 from service.engine.tenants import Tenants
-
-MAX_OPEN_CHUNKS = 3
-"""Prefill chunks of a step that also decodes, however many prompts are open ..."""
-
-PROMPTS_A_CHUNK = 64
-"""... until so many wait for each."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Bounds of a step and of a sequence, in tokens and sequences."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_prefill_chunk: int  # prompt tokens of a step that also decodes, for each of the first open prompts
-    max_model_len: int
-    fit_prompts: Callable[[int, int], int] | None = None  # (decodes, prompt tokens): how many of these a step does best
 
 
 class Scheduler:
@@ -102,24 +85,12 @@ class Scheduler:
         if self.waiting and self._tenants.are_several:
             self._call_back()
         num_preemptions, arriving = self.preemption.num_preemptions, self._kv.arriving()
-        decodes, prefills = [], []
-        for sequence in self.running:
-            num_pending = sequence.num_pending_tokens
-            num_tokens = len(sequence.token_ids) + num_pending
-            # One that gets its last token, or whose next hangs on others, has nothing to compute before it is known.
-            if num_pending and (sequence.needs_ids or num_tokens >= sequence.max_num_tokens):
-                continue
-            if sequence.is_parked or (arriving and sequence in arriving):
-                continue
-            lacking = num_tokens - sequence.num_computed_tokens
-            if lacking == 1:
-                decodes.append(sequence)
-            elif lacking:
-                prefills.append(sequence)
+        decodes, prefills = self._lacking(arriving)
         chunks = self._decode(decodes[: self._limits.max_num_batched_tokens])
         budget = self._limits.max_num_batched_tokens - len(chunks)
         if chunks:
-            budget = min(budget, self._prompt_budget(prefills, len(chunks)))
+            num_prompts = len(prefills) + len(self.waiting)
+            budget = min(budget, self._limits.prompt_budget(len(chunks), num_prompts, self._prompt_lengths(prefills)))
         if prefills:
             chunks, budget = self._continue(chunks, prefills, budget)
             for chunk in chunks:
@@ -135,26 +106,29 @@ class Scheduler:
         changed = tuple(chunk for chunk in chunks if chunk.sequence in self._extended and chunk.length == 1)
         return StepPlan(tuple(chunks), self._kv.take_copies(), *self._kv.take_swaps(), scores, pools, changed)
 
-    def _prompt_budget(self, prefills: list[Sequence], num_decodes: int) -> int:
-        """Prompt tokens of a step that also decodes.
+    def _lacking(self, arriving: Set[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+        """The running sequences that lack one token, and those that lack more and can be computed."""
+        decodes, prefills = [], []
+        for sequence in self.running:
+            num_pending = sequence.num_pending_tokens
+            num_tokens = len(sequence.token_ids) + num_pending
+            # One that gets its last token, or whose next hangs on others, has nothing to compute before it is known.
+            if num_pending and (sequence.needs_ids or num_tokens >= sequence.max_num_tokens):
+                continue
+            if sequence.is_parked or (arriving and sequence in arriving):
+                continue
+            lacking = num_tokens - sequence.num_computed_tokens
+            if lacking == 1:
+                decodes.append(sequence)
+            elif lacking:
+                prefills.append(sequence)
+        return decodes, prefills
 
-        A chunk where one prompt is open. Where more are, as many whole chunks as that, decodes and all, but few: every
-        decode waits for them. Only a queue wants throughput more than a short step: the longer it is, the more it gets,
-        and no more than the device does at its best rate.
-        """
-        chunk, num_prompts = self._limits.max_prefill_chunk, len(prefills) + len(self.waiting)
-        num_chunks = max(min(num_prompts, MAX_OPEN_CHUNKS), num_prompts // PROMPTS_A_CHUNK)
-        budget = max(chunk, num_chunks * chunk - num_decodes)
-        if self._limits.fit_prompts is None or num_prompts <= MAX_OPEN_CHUNKS:
-            return budget
+    def _prompt_lengths(self, prefills: list[Sequence]) -> Iterator[int]:
+        """What each open prompt lacks, and each that waits and could run, in tokens."""
         num_slots = max(0, self._limits.max_num_seqs - len(self.running))
         waiting = (group.live[0] for group in islice(self.waiting, num_slots))
-        wanted = 0
-        for sequence in chain(prefills, waiting):
-            wanted += sequence.num_uncomputed_tokens
-            if wanted >= budget:
-                return self._limits.fit_prompts(num_decodes, budget)
-        return self._limits.fit_prompts(num_decodes, wanted)
+        return (sequence.num_uncomputed_tokens for sequence in chain(prefills, waiting))
 
     def _decode(self, sequences: list[Sequence]) -> list[Chunk]:
         """A token of each of these, oldest first, as far as there are blocks."""

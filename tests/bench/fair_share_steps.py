@@ -12,7 +12,7 @@ import numpy as np
 from model.sampling_params import SamplingParams
 from service.engine.engine import Engine
 from service.engine.kv_manager import KVManager
-from service.engine.scheduler import Limits
+from service.engine.limits import Limits
 from service.engine.sequence import Request
 from service.wire.broker import UNBOUNDED
 from service.wire.memory_queue import MemoryQueue

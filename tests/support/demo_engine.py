@@ -16,8 +16,8 @@ from service.engine.engine import Engine
 from service.engine.executor import ModelExecutor
 from service.engine.grammars import Grammars
 from service.engine.kv_manager import KVManager
+from service.engine.limits import Limits
 from service.engine.plan import TokenLogprob
-from service.engine.scheduler import Limits
 from service.engine.sequence import Request
 from tests.support.poisoning_executor import PoisoningExecutor
 

@@ -17,8 +17,8 @@ from model.sampling_params import BeamSearch, SamplingParams
 from service.engine.cost_model import CostModel, Rates
 from service.engine.engine import Engine
 from service.engine.kv_manager import KVManager
+from service.engine.limits import Limits
 from service.engine.preemption import AUTO, MODES, Preemption
-from service.engine.scheduler import Limits
 from service.engine.sequence import BranchPast, Request
 from service.errors import EndReason
 from tests.support.beam_reference import search

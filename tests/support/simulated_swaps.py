@@ -11,9 +11,9 @@ from service.cli.bench.memory_simulation import MACHINES, SimulatedClock, Simula
 from service.engine.cost_model import CostModel, Rates
 from service.engine.engine import Engine
 from service.engine.kv_manager import KVManager
+from service.engine.limits import Limits
 from service.engine.plan import FinishedTransfer, StepPlan, StepResult
 from service.engine.preemption import Preemption
-from service.engine.scheduler import Limits
 from service.engine.sequence import Request
 
 H200 = MACHINES["llama-3.1-8b-h200"]

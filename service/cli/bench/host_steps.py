@@ -30,8 +30,8 @@ from service.cli.table import print_grid
 from service.engine.engine import Engine
 from service.engine.executor import ModelExecutor
 from service.engine.kv_manager import KVManager
+from service.engine.limits import Limits
 from service.engine.outputs import one_by_one
-from service.engine.scheduler import Limits
 from service.engine.sequence import Request
 from service.garbage import keep_for_good
 from service.wire.codec import encode

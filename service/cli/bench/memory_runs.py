@@ -20,7 +20,7 @@ from service.config import Settings
 from service.engine.build import BuiltEngine, build_engine
 from service.engine.engine import Engine
 from service.engine.kv_manager import KVManager
-from service.engine.scheduler import Limits
+from service.engine.limits import Limits
 
 PAPER_MAX_LEN = 2048
 """The longest sequence where none is named: the paper's, whose models end there."""

@@ -16,8 +16,8 @@ from service.engine.build import BuiltEngine, calibrated
 from service.engine.cost_model import CostModel
 from service.engine.engine import Engine
 from service.engine.kv_manager import KVManager
+from service.engine.limits import Limits
 from service.engine.preemption import AUTO, MODES, Preemption
-from service.engine.scheduler import Limits
 from service.engine.sequence import Request
 from service.errors import StartupError
 

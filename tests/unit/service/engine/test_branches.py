@@ -7,7 +7,7 @@ from model.sampling_params import BeamSearch, SamplingParams
 from service.engine import beam_search
 from service.engine.engine import Engine
 from service.engine.kv_manager import KVManager
-from service.engine.scheduler import Limits
+from service.engine.limits import Limits
 from service.engine.sequence import BranchPast, Request
 from service.errors import EndReason
 from tests.support.beam_reference import search

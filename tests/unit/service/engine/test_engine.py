@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from model.sampling_params import SamplingParams
 from service.engine.engine import Engine
 from service.engine.kv_manager import KVManager
-from service.engine.scheduler import Limits
+from service.engine.limits import Limits
 from service.engine.sequence import Request
 from service.errors import EndReason
 from tests.support.scripted_executor import ScriptedExecutor, next_token

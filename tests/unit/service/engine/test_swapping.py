@@ -10,8 +10,8 @@ from service.engine.build import build_engine
 from service.engine.cost_model import SLOWDOWN, CostModel, Crowd, Rates
 from service.engine.engine import Engine
 from service.engine.kv_manager import KVManager
+from service.engine.limits import Limits
 from service.engine.preemption import PROTECTED_STEPS, Preemption
-from service.engine.scheduler import Limits
 from service.engine.sequence import Request
 from tests.support.demo_engine import DEMO, DemoEngines, tell_all
 from tests.support.random_operations import alone

@@ -5,8 +5,8 @@ import pytest
 from model.sampling_params import BeamSearch, SamplingParams
 from service.engine.engine import Engine
 from service.engine.kv_manager import KVManager
+from service.engine.limits import Limits
 from service.engine.preemption import PROTECTED_STEPS, Preemption
-from service.engine.scheduler import Limits
 from service.engine.sequence import Request
 from service.errors import EndReason
 from tests.support.random_operations import alone

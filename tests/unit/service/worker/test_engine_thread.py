@@ -7,8 +7,8 @@ import pytest
 from model.sampling_params import SamplingParams
 from service.engine.engine import Engine
 from service.engine.kv_manager import KVManager
+from service.engine.limits import Limits
 from service.engine.outputs import one_by_one
-from service.engine.scheduler import Limits
 from service.engine.sequence import Request
 from service.errors import EndReason
 from service.worker.engine_thread import Add, Cancel, EngineThread, Stop

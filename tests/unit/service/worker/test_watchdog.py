@@ -13,7 +13,7 @@ import pytest
 from model.sampling_params import SamplingParams
 from service.engine.engine import Engine
 from service.engine.kv_manager import KVManager
-from service.engine.scheduler import Limits
+from service.engine.limits import Limits
 from service.engine.sequence import Request
 from service.errors import EndReason
 from service.sd_notify import Supervisor
