@@ -1,7 +1,8 @@
-"""How many streams one gateway process keeps open: what it adds to each token's way, and what each costs in memory.
+"""How many streams a gateway process keeps open: what it adds to each token's way, what each costs in memory, and what
+a token costs where `--gateways` of them share one Redis.
 
-`python -m tests.bench.open_streams --streams 5000` starts a Redis, one `quire gateway`, a stub in an engine's place and
-a client that does nothing but read. The stub gives each stream `--rate` tokens a second, in steps of `--step-ms`, as an
+`python -m tests.bench.open_streams --streams 5000` starts a Redis, a `quire gateway`, a stub in an engine's place and a
+client that does nothing but read. The stub gives each stream `--rate` tokens a second, in steps of `--step-ms`, as an
 engine does. A token's latency runs from the moment before the stub publishes its step to its arrival at the client,
 both by this machine's clock: it holds Redis' share and the client's own, which share the cores with the gateway.
 """
@@ -23,6 +24,7 @@ from array import array
 from pathlib import Path
 
 import numpy as np
+from redis import Redis
 
 from service.errors import EndReason
 from service.wire.codec import pack_ids
@@ -132,46 +134,84 @@ def rss_kb(pid: int) -> int:
     return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
 
 
+class Door:
+    """A gateway in a process of its own, and a client that reads its share of the streams."""
+
+    def __init__(self, folder: Path, number: int, num_streams: int):
+        self._folder = folder / f"door{number}"
+        self._folder.mkdir()
+        self._num_streams = num_streams
+        self.arrivals = self._folder / "arrivals.npz"
+
+    def start(self, redis_url: str) -> None:
+        room = {"max_connections": self._num_streams + 100, "max_connections_per_client": self._num_streams + 100}
+        bounds = {"max_waiting": 1 << 20, "max_waiting_tokens": 1 << 40, "max_waiting_tokens_per_tenant": 1 << 40}
+        self.gateway, self._port = start_gateway(redis_url, self._folder / "model", **room, **bounds)
+        self.idle_kb = rss_kb(self.gateway.pid)
+
+    def read(self) -> None:
+        words = ["--read", str(self._port), str(self._num_streams), str(self.arrivals)]
+        command = [sys.executable, "-m", "tests.bench.open_streams", *words]
+        self.client = subprocess.Popen(command, stdout=subprocess.PIPE)
+
+    def stop(self) -> None:
+        self.gateway.send_signal(signal.SIGTERM)
+        self.gateway.wait()
+
+
 async def measure(args: argparse.Namespace, folder: Path, redis_url: str) -> dict[str, float]:
-    broker = await open_redis_broker(redis_url)
-    room = {"max_connections": args.streams + 100, "max_connections_per_client": args.streams + 100}
-    bounds = {"max_waiting": 1 << 20, "max_waiting_tokens": 1 << 40, "max_waiting_tokens_per_tenant": 1 << 40}
-    gateway, port = await asyncio.to_thread(start_gateway, redis_url, folder / "model", **room, **bounds)
-    stub = StubEngine(broker, token=65)
+    broker, redis = await open_redis_broker(redis_url), Redis.from_url(redis_url)
+    doors = [Door(folder, number, args.streams // args.gateways) for number in range(args.gateways)]
+    num_streams = args.streams // args.gateways * args.gateways
+    stub, started = StubEngine(broker, token=65), []
     duty = asyncio.create_task(stub.announce())
     try:
-        idle_kb = rss_kb(gateway.pid)
-        out = folder / "arrivals.npz"
-        command = [sys.executable, "-m", "tests.bench.open_streams", "--read", str(port), str(args.streams), str(out)]
-        client = subprocess.Popen(command, stdout=subprocess.PIPE)
+        for door in doors:
+            await asyncio.to_thread(door.start, redis_url)
+            started.append(door)
+        for door in doors:
+            door.read()
         # A stream answers with its first token: the stub gives one to each job as it comes.
-        claiming = asyncio.create_task(stub.claim(args.streams))
-        await _speak_first(stub, claiming)
-        await asyncio.to_thread(client.stdout.readline)
-        open_kb = rss_kb(gateway.pid)
-        cpu_s, start_s = _cpu_s(gateway.pid), time.monotonic()
+        await _speak_first(stub, asyncio.create_task(stub.claim(num_streams)))
+        for door in doors:
+            await asyncio.to_thread(door.client.stdout.readline)
+        open_kb = sum(rss_kb(door.gateway.pid) - door.idle_kb for door in doors)
+        num_before = sum(map(len, stub.published_s.values()))
+        before_s, start_s = _cpu_of_all(doors, redis), time.monotonic()
         await stub.speak(args.rate, args.step_ms / 1000, args.seconds + WARM_UP_S)
         end_s = time.monotonic()
-        cpu_share = (_cpu_s(gateway.pid) - cpu_s) / (end_s - start_s)
-        busy_kb = rss_kb(gateway.pid)
+        gateway_s, redis_s = (now - before for now, before in zip(_cpu_of_all(doors, redis), before_s, strict=True))
+        num_tokens = sum(map(len, stub.published_s.values())) - num_before
+        busy_kb = sum(rss_kb(door.gateway.pid) - door.idle_kb for door in doors)
         await stub.end()
-        await asyncio.to_thread(client.wait)
-        latencies_ms = _latencies_ms(stub, out, start_s + WARM_UP_S)
+        for door in doors:
+            await asyncio.to_thread(door.client.wait)
+        latencies_ms = np.concatenate([_latencies_ms(stub, door.arrivals, start_s + WARM_UP_S) for door in doors])
         return {
-            "streams": args.streams,
+            "gateways": args.gateways,
+            "streams": num_streams,
             "tokens_per_s": round(len(latencies_ms) / (end_s - start_s - WARM_UP_S)),
             "step_ms": args.step_ms,
             **{f"latency_ms_p{share}": round(np.percentile(latencies_ms, share), 2) for share in (50, 90, 99)},
-            "kb_a_stream_open": round((open_kb - idle_kb) / args.streams, 1),
-            "kb_a_stream_busy": round((busy_kb - idle_kb) / args.streams, 1),
-            "gateway_cpu_share": round(cpu_share, 2),
+            "kb_a_stream_open": round(open_kb / num_streams, 1),
+            "kb_a_stream_busy": round(busy_kb / num_streams, 1),
+            "gateway_cpu_share": round(gateway_s / (end_s - start_s) / args.gateways, 2),
+            "gateway_cpu_us_a_token": round(1e6 * gateway_s / num_tokens, 1),
+            "redis_cpu_us_a_token": round(1e6 * redis_s / num_tokens, 1),
             "load_average": os.getloadavg()[0],
         }
     finally:
         duty.cancel()
-        gateway.send_signal(signal.SIGTERM)
-        gateway.wait()
+        for door in started:
+            door.stop()
+        redis.close()
         await broker.close()
+
+
+def _cpu_of_all(doors: list[Door], redis: Redis) -> tuple[float, float]:
+    """Seconds that all gateways, and Redis, have computed."""
+    used = redis.info("cpu")
+    return sum(_cpu_s(door.gateway.pid) for door in doors), used["used_cpu_user"] + used["used_cpu_sys"]
 
 
 async def _speak_first(stub: StubEngine, claiming: asyncio.Task) -> None:
@@ -205,6 +245,7 @@ def _latencies_ms(stub: StubEngine, out: Path, since_s: float) -> np.ndarray:
 def main() -> None:
     parser = flags(__doc__)
     parser.add_argument("--streams", type=int, default=5000)
+    parser.add_argument("--gateways", type=int, default=1, help="processes that share the streams")
     parser.add_argument("--rate", type=float, default=1.0, help="tokens a second and stream")
     parser.add_argument("--step-ms", type=float, default=20.0)
     parser.add_argument("--seconds", type=float, default=20.0)
