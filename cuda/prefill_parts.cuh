@@ -2,7 +2,9 @@
 // worked on one piece put its rows together again, each a share of them.
 //
 // A part is a softmax sum relative to its own maximum; adding parts means weighing each by 2^(its maximum - the
-// largest). They wait for each other: that is safe where each CTA has one part and all of them run at once.
+// largest). They wait for each other, which is safe as long as all CTAs of a launch come to run at once: there is one
+// an SM, and each has one part. Two processes that share the SMs of one device through MPS could each hold half of
+// them and wait for ever; by turns, which is what devices do without MPS, they cannot.
 #pragma once
 
 #include "attention.cuh"
