@@ -5,7 +5,8 @@
 // with boxes of 64 elements x GROUP heads x ROWS / GROUP tokens; `cache_map` is kv as a 2-D one of rows of HEAD_DIM,
 // with boxes of 64 elements x min(KEYS, BLOCK_SIZE) rows; both with the 128-byte swizzle. Twin:
 // NumpyOps.paged_prefill_attention. Grid (num_ctas), at most one CTA an SM, THREADS threads, SHARED_BYTES of dynamic
-// shared memory. Launches must not overlap: all draw their work from one counter, which the last drawer sets back.
+// shared memory. A launch draws nothing before the one ahead of it has ended: all draw their work from one counter,
+// which the last drawer sets back.
 //
 // A piece of work is ROWS query rows of one kv head (row r is query head r % GROUP of the chunk's token r / GROUP).
 // CTAs draw pieces, sequence by sequence, the longest of each first; where there are several CTAs for each piece, they

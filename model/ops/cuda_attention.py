@@ -4,8 +4,8 @@ Nothing here looks at device data, so both launches can be captured in a graph. 
 kernels check at compile time that they agree on the shared memory that follows from them. No choice but Hopper's own
 needs more than the 99 KiB a block that sm_86, sm_89 and sm_120 have.
 
-`ops` is the `CudaOps` in hand; of it, `launch`, `kernels`, `tensor_maps`, `stream`, `temporary`, `num_sms`, `arch` and
-`dtype_code` are used.
+`ops` is the `CudaOps` in hand; of it, `launch`, `tensor_maps`, `temporary`, `num_sms`, `arch` and `dtype_code` are
+used.
 """
 
 from __future__ import annotations
@@ -141,7 +141,6 @@ def prefill_attention(
     """`Ops.paged_prefill_attention`."""
     num_tokens, num_heads, head_dim = q.shape
     num_blocks, num_layers, _, num_kv_heads, block_size, _ = kv.shape
-    max_blocks = block_tables.shape[1]
     if num_tokens == 0 or max_query_len == 0:
         return
     if _suits_hopper(ops, head_dim, max_query_len * num_heads // num_kv_heads):
@@ -150,13 +149,19 @@ def prefill_attention(
         return
     group = num_heads // num_kv_heads
     tiles = _prefill_tiles(ops.dtype_code, head_dim, max_query_len * group)
-    kernel = _build(ops, "paged_prefill_attention", head_dim, block_size, group, tiles)
     num_tiles = math.ceil(max_query_len * group / _prefill_rows(tiles))
-    sizes = map(np.int32, (num_blocks, num_layers, layer, max_blocks))
-    arrays = (out, q, kv, block_tables, context_lens, query_start)
-    args = (*arrays, *sizes, _scale_log2(scale), np.int32(window))
-    grid = (num_kv_heads, len(context_lens), num_tiles)
-    kernel(grid, (32 * tiles["WARPS"],), args, tiles["SHARED_BYTES"], ops.stream)
+    sizes = map(np.int32, (num_blocks, num_layers, layer, block_tables.shape[1]))
+    ops.launch(
+        "paged_prefill_attention",
+        (num_kv_heads, len(context_lens), num_tiles),
+        (out, q, kv, block_tables, context_lens, query_start, *sizes, _scale_log2(scale), np.int32(window)),
+        threads=32 * tiles["WARPS"],
+        shared_bytes=tiles["SHARED_BYTES"],
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        GROUP=group,
+        **tiles,
+    )
 
 
 def _suits_hopper(ops, head_dim: int, max_rows: int) -> bool:
@@ -188,11 +193,6 @@ def _prefill_on_hopper(ops, out, q, kv, layer, block_tables, context_lens, query
         GROUP=group,
         SHARED_BYTES=shared_bytes,
     )
-
-
-def _build(ops, name: str, head_dim: int, block_size: int, group: int, tiles: dict[str, int]):
-    shape = {"QUIRE_DTYPE": ops.dtype_code, "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size, "GROUP": group}
-    return ops.kernels.get(name, shared_bytes=tiles["SHARED_BYTES"], **shape, **tiles)
 
 
 def _decode_tiles(dtype_code: int, head_dim: int, group: int) -> dict[str, int]:

@@ -1,7 +1,8 @@
 """Whose requests an engine has: who begins next, and who gives up what was lent to it.
 
-Each tenant that has requests here may count on an equal share of the sequences that run at once, and of the blocks.
-What one holds beyond that is lent to it: it is called back as soon as another wants to begin within its own share.
+Each tenant that has requests here may count on its share (service/fair_share.py) of the sequences that run at once, and
+of the blocks. What one holds beyond that is lent to it: it is called back as soon as another wants to begin within its
+own share.
 """
 
 from __future__ import annotations

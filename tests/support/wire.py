@@ -8,12 +8,23 @@ from dataclasses import dataclass
 
 from model.sampling_params import SamplingParams
 from service.errors import EndReason
+from service.wire.broker import BrokerUnavailable
 from service.wire.codec import pack_ids
 from service.wire.messages import Event, Job, Part, Usage, WorkerCard
 from service.wire.redis_broker import RedisBroker
 
 OpenBroker = Callable[..., Awaitable[RedisBroker]]
 PATIENCE_S = 10.0
+
+
+async def persist(act: Callable[[], Awaitable], within_s: float = 2 * PATIENCE_S):
+    """Ask until the queue answers, as all who speak to it do."""
+    async with asyncio.timeout(within_s):
+        while True:
+            try:
+                return await act()
+            except BrokerUnavailable:
+                await asyncio.sleep(0.05)
 
 
 def make_job(job_id: str = "JOB1", **changes) -> Job:

@@ -17,7 +17,7 @@ from service.wire.redis_broker import RedisBroker, open_redis_broker
 from tests.service.wire.test_redis_sentinel import Server
 from tests.support.certificates import OPENSSL, Certificates, make_certificates
 from tests.support.tls_proxy import tls_in_front_of
-from tests.support.wire import Ended, make_card, make_event, make_events, make_job, outcome, take
+from tests.support.wire import Ended, make_card, make_event, make_events, make_job, outcome, persist, take
 
 SLOT = key_slot(keys.JOBS.encode())
 
@@ -62,16 +62,6 @@ async def broker(nodes):
     opened = await open_redis_broker(f"redis+cluster://127.0.0.1:{nodes[1].port}")
     yield opened
     await opened.close()
-
-
-async def persist(act, within_s: float = 20.0):
-    """As all who speak to the queue do."""
-    async with asyncio.timeout(within_s):
-        while True:
-            try:
-                return await act()
-            except BrokerUnavailable:
-                await asyncio.sleep(0.05)
 
 
 def test_every_key_of_the_queue_is_in_one_slot():

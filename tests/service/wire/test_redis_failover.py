@@ -8,13 +8,12 @@ import signal
 import pytest
 
 from service.errors import EndReason
-from service.wire.broker import BrokerUnavailable
 from service.wire.codec import unpack_ids
 from service.wire.messages import RequestRecord
 from service.wire.redis_broker import open_redis_broker
 from tests.support.certificates import OPENSSL, make_certificates
 from tests.support.redis_cluster import running_cluster
-from tests.support.wire import make_job
+from tests.support.wire import make_job, persist
 from tests.support.worker_house import NUM_PLACES, House, alone, told
 
 PATIENCE_S = 40.0
@@ -33,15 +32,6 @@ def cluster(request, tmp_path):
         certificates = make_certificates(tmp_path / "tls")
     with running_cluster(tmp_path / "cluster", certificates) as found:
         yield found
-
-
-async def persist(act):
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            try:
-                return await act()
-            except BrokerUnavailable:
-                await asyncio.sleep(0.05)
 
 
 class Reader:
@@ -77,7 +67,7 @@ async def test_every_token_is_told_once_though_the_primary_dies(cluster):
             for reader in readers[:NUM_PLACES]:
                 await reader.hear_one()
             await asyncio.to_thread(cluster.owner.kill)
-            readers.append(await persist(lambda: ask(house, len(readers))))
+            readers.append(await persist(lambda: ask(house, len(readers)), PATIENCE_S))
             for reader in readers:
                 await reader.hear_all()
             assert cluster.heir.replication()["role"] == "master"
@@ -110,7 +100,7 @@ async def test_what_the_replica_never_heard_of_is_told_it_again(cluster):
             cluster.heir.send(signal.SIGCONT)
             for reader in early + behind:
                 await reader.hear_all()
-            assert await persist(lambda: door.recall("R")) is None
+            assert await persist(lambda: door.recall("R"), PATIENCE_S) is None
     finally:
         for opened in (door, broker):
             await opened.close()

@@ -26,6 +26,7 @@ from tests.support.wire import (
     make_events,
     make_job,
     outcome,
+    persist,
     read_to_end,
     take,
 )
@@ -194,7 +195,7 @@ async def test_connections_that_are_cut_come_back(open_broker, redis):
     for number in range(1, 6):
         for kind in ("normal", "replica", "pubsub"):
             redis.execute_command("CLIENT", "KILL", "TYPE", kind, "SKIPME", "yes")
-        await insist(lambda number=number: broker.publish(make_events("JOB1", [number])))
+        await persist(lambda number=number: broker.publish(make_events("JOB1", [number])))
         assert await take(events, 1) == [number]
 
 
@@ -219,7 +220,7 @@ async def test_a_killed_redis_comes_back_under_its_followers(data_dir, caplog):
             await broker.publish(make_events("JOB1", [2]))
         await asyncio.sleep(0.5)
         server = EmbeddedRedis.start(data_dir)
-        await insist(lambda: broker.publish([*make_events("JOB1", [2, 3]), make_event("JOB1", 4, EndReason.STOP)]))
+        await persist(lambda: broker.publish([*make_events("JOB1", [2, 3]), make_event("JOB1", 4, EndReason.STOP)]))
         assert await waiting == [2, 3, 4]
         assert await read_to_end(events) == []
         assert caplog.text.count("redis is away reader=feed") == 1
@@ -243,7 +244,7 @@ async def test_an_empty_restart_is_survived(data_dir, tmp_path):
         server.stop()
         (data_dir / "appendonlydir").rename(tmp_path / "gone")
         server = EmbeddedRedis.start(data_dir)
-        await insist(lambda: broker.publish([make_event("JOB1", 2), make_event("JOB1", 3, EndReason.STOP)]))
+        await persist(lambda: broker.publish([make_event("JOB1", 2), make_event("JOB1", 3, EndReason.STOP)]))
         assert await outcome(events) == Ended([2, 3], EndReason.STOP)
         await broker.submit(make_job("JOB2"))
         assert [claim.job.job_id for claim in await broker.fetch(1, 1.0)] == ["JOB2"]
@@ -316,13 +317,3 @@ async def test_a_key_of_another_type_is_unavailable_not_a_crash(open_broker, red
             await act()
     with pytest.raises(ResponseError):
         redis.xlen(keys.WAITING)
-
-
-async def insist(act):
-    """What a courier does: ask until the queue answers."""
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            try:
-                return await act()
-            except BrokerUnavailable:
-                await asyncio.sleep(0.05)
