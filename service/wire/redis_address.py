@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Any
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from redis.asyncio import Redis
 from redis.asyncio.connection import Connection, SSLConnection, parse_url
+from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
 from redis.crc import key_slot
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
@@ -24,6 +27,11 @@ FORMS = (
 SENTINEL_PORT = 26379
 CLUSTER_PORT = 6379
 MAX_NODES = 64
+PLAIN = {"protocol": 2, "driver_info": None, "socket_timeout": None, "retry": Retry(NoBackoff(), 0)}
+"""Of every client. No command is retried here: the broker knows which may be repeated. With driver_info it would tell
+its name, with a command that no role needs and Redis 7.0 does not know. With socket_timeout it writes each command in a
+task of its own, and before Python 3.12 a cancel that meets the end of that task is lost: our timeouts stand around
+commands."""
 URL_OPTIONS = {
     "db",
     "ssl_ca_certs",
@@ -35,20 +43,26 @@ URL_OPTIONS = {
     "ssl_password",
 }
 SENTINEL_OPTIONS = {"sentinel_username": "username", "sentinel_password": "password"}
+ASKED_IN_TIME = 4
+"""So many that do not answer may be asked within the time of one command."""
+
+Asked = TypeVar("Asked")
+Answer = TypeVar("Answer")
 
 
 class Address:
     """A parsed URL. `options` are for a pool of redis-py."""
 
-    def __init__(self, options: dict[str, Any], sentinel: Sentinel | None = None, *, is_cluster: bool = False):
+    def __init__(self, options: dict[str, Any], sentinels: Sequence[Sentinel] = (), *, is_cluster: bool = False):
         self.options = options
         self.is_cluster = is_cluster
-        self._sentinel = sentinel
+        self._sentinels = sentinels
 
     async def close(self) -> None:
         """Let go of the Sentinels."""
-        for client in self._sentinel.sentinels if self._sentinel is not None else ():
-            await client.aclose()
+        for sentinel in self._sentinels:
+            for client in sentinel.sentinels:
+                await client.aclose()
 
 
 def read_address(url: str, timeout_s: float) -> Address:
@@ -86,6 +100,21 @@ class _PrimaryTLSConnection(_PrimaryConnection, SSLConnection):
     pass
 
 
+async def _first_answer(asked: list[Asked], ask: Callable[[Asked], Awaitable[Answer]], timeout_s: float) -> Answer:
+    """Of those asked in turn; who gives none in its part of `timeout_s` goes to the end of `asked`, so that the next
+    search begins with others. Raises RedisError or OSError, as the last one did."""
+    error: Exception = RedisConnectionError("there is nobody to ask")
+    for one in list(asked):
+        try:
+            async with asyncio.timeout(timeout_s / ASKED_IN_TIME):
+                return await ask(one)
+        except (RedisError, OSError) as failure:
+            error = failure
+            asked.remove(one)
+            asked.append(one)
+    raise error
+
+
 def _by_sentinels(url: str, timeout_s: float) -> Address:
     parts = urlsplit(url)
     user, _, hosts = parts.netloc.rpartition("@")
@@ -97,44 +126,44 @@ def _by_sentinels(url: str, timeout_s: float) -> Address:
         raise StartupError(f"the Redis URL names no primary, or a database that is no number; it looks like {FORMS}")
     stand_in = f"{scheme}://{user}{'@' if user else ''}primary/{database}?{urlencode(query)}"
     options = _checked(parse_url(stand_in))
-    common = {"protocol": 2, "driver_info": None, "socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
     tls = {key: value for key, value in options.items() if key.startswith("ssl_")}
-    sentinel_kwargs = {**common, **sentinel_options, **({"ssl": True, **tls} if scheme == "rediss" else {})}
-    sentinel = Sentinel([_host(host, SENTINEL_PORT) for host in hosts.split(",")], sentinel_kwargs=sentinel_kwargs)
+    sentinel_kwargs = {**PLAIN, **sentinel_options, **({"ssl": True, **tls} if scheme == "rediss" else {})}
+    sentinels = [Sentinel([_host(host, SENTINEL_PORT)], sentinel_kwargs=sentinel_kwargs) for host in hosts.split(",")]
     options["connection_class"] = _PrimaryTLSConnection if scheme == "rediss" else _PrimaryConnection
-    options["find_primary"] = lambda: sentinel.discover_master(unquote(name))
-    return Address(options, sentinel)
+    options["find_primary"] = lambda: _first_answer(
+        sentinels, lambda sentinel: sentinel.discover_master(unquote(name)), timeout_s
+    )
+    return Address(options, sentinels)
 
 
 class _Cluster:
     """Of its nodes one has the slot of all our keys: it is the only one that we speak to."""
 
-    def __init__(self, nodes: list[tuple[str, int]], options: dict[str, Any]):
+    def __init__(self, nodes: list[tuple[str, int]], options: dict[str, Any], timeout_s: float):
         self._nodes = nodes
         self._options = options
+        self._timeout_s = timeout_s
 
     async def find_primary(self) -> tuple[str, int]:
-        """Host and port of the node that has our slot, from the first node that answers. Raises RedisError."""
-        slot, error = key_slot(JOBS.encode()), RedisConnectionError("no node of the cluster answers")
-        for host, port in list(self._nodes):
-            async with Redis(host=host, port=port, **self._options) as redis:
-                try:
-                    ranges = await redis.execute_command("CLUSTER SLOTS")
-                except (RedisError, OSError) as failure:
-                    error = failure
-                    continue
-            self._learn(host, ranges)
-            owner = next((primary for first, last, primary, *_ in ranges if first <= slot <= last), None)
-            if owner is not None:
-                return _text(owner[0]) or host, owner[1]
-            error = RedisConnectionError("no node of the cluster has our slot")
-        raise error
+        """Host and port of the node that has our slot, from the first node that knows it. Raises RedisError or
+        OSError."""
+        return await _first_answer(self._nodes, self._ask, self._timeout_s)
+
+    async def _ask(self, node: tuple[str, int]) -> tuple[str, int]:
+        slot, (host, port) = key_slot(JOBS.encode()), node
+        async with Redis(host=host, port=port, **self._options) as redis:
+            ranges = await redis.execute_command("CLUSTER SLOTS")
+        self._learn(host, ranges)
+        owner = next((primary for first, last, primary, *_ in ranges if first <= slot <= last), None)
+        if owner is None:
+            raise RedisConnectionError("no node of the cluster has our slot")
+        return _text(owner[0]) or host, owner[1]
 
     def _learn(self, host: str, ranges: list[Any]) -> None:
         """Nodes that the URL does not name may be asked too, once those it names are gone. `ranges`: as CLUSTER SLOTS
         tells them, first and last slot, primary, replicas."""
         found = [(_text(node[0]) or host, node[1]) for _, _, *nodes in ranges for node in nodes]
-        self._nodes = list(dict.fromkeys([*self._nodes, *found]))[:MAX_NODES]
+        self._nodes[:] = list(dict.fromkeys([*self._nodes, *found]))[:MAX_NODES]
 
 
 def _text(host: bytes | str | None) -> str:
@@ -150,11 +179,10 @@ def _by_cluster(url: str, timeout_s: float) -> Address:
         raise StartupError(f"the Redis URL names a database, and a Cluster has none; it looks like {FORMS}")
     scheme = parts.scheme.partition("+")[0]
     options = _checked(parse_url(f"{scheme}://{user}{'@' if user else ''}primary?{parts.query}"))
-    common = {"protocol": 2, "driver_info": None, "socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
     own = {key: value for key, value in options.items() if key not in ("host", "port", "connection_class")}
     if scheme == "rediss":
         own["ssl"] = True
-    cluster = _Cluster([_host(host, CLUSTER_PORT) for host in hosts.split(",")], {**common, **own})
+    cluster = _Cluster([_host(host, CLUSTER_PORT) for host in hosts.split(",")], {**PLAIN, **own}, timeout_s)
     options["connection_class"] = _PrimaryTLSConnection if scheme == "rediss" else _PrimaryConnection
     options["find_primary"] = cluster.find_primary
     return Address(options, is_cluster=True)

@@ -22,8 +22,8 @@ class RedisBatches:
     async def put_file(self, file: StoredFile, data: bytes) -> None:
         chunks = [data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES)]
         key = keys.file_data(file.file_id)
-        async with self._link.commands() as redis:
-            for start in range(0, len(chunks), CHUNKS_AT_ONCE):
+        for start in range(0, len(chunks), CHUNKS_AT_ONCE):
+            async with self._link.commands() as redis:
                 await redis.rpush(key, *chunks[start : start + CHUNKS_AT_ONCE])
         async with self._link.commands() as redis, redis.pipeline(transaction=True) as pipeline:
             pipeline.expire(key, keys.FILE_TTL_S)
@@ -40,11 +40,13 @@ class RedisBatches:
 
     async def file_data(self, file_id: str) -> bytes:
         key, parts, start = keys.file_data(file_id), [], 0
-        async with self._link.commands() as redis:
-            while chunks := await redis.lrange(key, start, start + CHUNKS_AT_ONCE - 1):
-                parts += chunks
-                start += CHUNKS_AT_ONCE
-        return b"".join(parts)
+        while True:
+            async with self._link.commands() as redis:
+                chunks = await redis.lrange(key, start, start + CHUNKS_AT_ONCE - 1)
+            if not chunks:
+                return b"".join(parts)
+            parts += chunks
+            start += CHUNKS_AT_ONCE
 
     async def files(self, tenant: str) -> Sequence[StoredFile]:
         return [unpack_file(packed) for packed in await self._listed(keys.files(tenant), keys.file)]
@@ -110,10 +112,10 @@ class RedisBatches:
 
     async def lines(self, batch_id: str) -> Mapping[int, bytes]:
         key, found, cursor = keys.batch_lines(batch_id), {}, None
-        async with self._link.commands() as redis:
-            while cursor != 0:
+        while cursor != 0:
+            async with self._link.commands() as redis:
                 cursor, some = await redis.hscan(key, cursor or 0, count=512)
-                found |= {int(number): line for number, line in some.items()}
+            found |= {int(number): line for number, line in some.items()}
         return found
 
     async def _listed(self, listing: str, key_of) -> list[bytes]:

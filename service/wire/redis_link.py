@@ -12,8 +12,6 @@ from importlib.resources import files
 from typing import Any
 
 from redis.asyncio import BlockingConnectionPool, ConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
@@ -35,7 +33,7 @@ from service.wire.broker import (
     BrokerUnavailable,
 )
 from service.wire.keys import FEED_MAX_ENTRIES, FEED_TTL_S, LOG_ENDED_TTL_S, LOG_RUNNING_TTL_S, QUEUE
-from service.wire.redis_address import read_address
+from service.wire.redis_address import PLAIN, read_address
 
 log = logging.getLogger("quire.redis")
 
@@ -63,22 +61,17 @@ class DataLost(BrokerUnavailable):
 
 
 class RedisLink:
-    """Two pools to one Redis. No command is retried here: the broker knows which may be repeated."""
+    """Two pools to one Redis."""
 
     def __init__(self, url: str, timeout_s: float):
         self._address = read_address(url, timeout_s)
         options = self._address.options
-        # No driver_info: the client would tell its name, with a command that no role needs and Redis 7.0 does not know.
-        common = {**options, "protocol": 2, "retry": Retry(NoBackoff(), 0), "socket_connect_timeout": timeout_s}
-        common["driver_info"] = None
+        common = {**options, **PLAIN}
         self._client = Redis.from_pool(
-            BlockingConnectionPool(
-                max_connections=MAX_CONNECTIONS, timeout=timeout_s, socket_timeout=timeout_s, **common
-            )
+            BlockingConnectionPool(max_connections=MAX_CONNECTIONS, timeout=timeout_s, **common)
         )
-        self._blocking = Redis.from_pool(
-            ConnectionPool(max_connections=MAX_BLOCKING_CONNECTIONS, socket_timeout=None, **common)
-        )
+        self._blocking = Redis.from_pool(ConnectionPool(max_connections=MAX_BLOCKING_CONNECTIONS, **common))
+        self._timeout_s = timeout_s
         self._scripts: dict[str, tuple[str, str]] = {}
         self._clock_offset_s = 0.0
         self._clock_read_at_s = float("-inf")
@@ -86,9 +79,10 @@ class RedisLink:
     async def check(self) -> None:
         """Raises BrokerUnavailable if Redis does not answer, StartupError if it is not one that we can use."""
         try:
-            server = await self._client.info("server")
-            memory = await self._client.info("memory")
-            cluster = await self._client.info("cluster")
+            async with asyncio.timeout(self._timeout_s):
+                server = await self._client.info("server")
+                memory = await self._client.info("memory")
+                cluster = await self._client.info("cluster")
         except (RedisError, OSError) as error:
             # The pool hides a refused password in a ConnectionError.
             if isinstance(error, REFUSALS) or isinstance(error.__cause__, REFUSALS):
@@ -105,13 +99,13 @@ class RedisLink:
 
     @asynccontextmanager
     async def commands(self) -> AsyncIterator[Redis]:
-        """The client for short commands; what Redis or the way to it does wrong comes out as BrokerUnavailable."""
+        """The client for short commands, all to be done within the timeout; what Redis or the way to it does wrong
+        comes out as BrokerUnavailable."""
         try:
-            yield self._client
+            async with asyncio.timeout(self._timeout_s):
+                yield self._client
         except (RedisError, OSError) as error:
-            if isinstance(error, (ReadOnlyError, MovedError)):  # another is the primary now: the way to it is a new one
-                for client in (self._client, self._blocking):
-                    await client.connection_pool.disconnect(inuse_connections=False)
+            await self._forget_the_way(error)
             if str(error).startswith("EPOCH"):
                 raise DataLost(str(error)) from error
             raise BrokerUnavailable(_cause(error)) from error
@@ -124,9 +118,16 @@ class RedisLink:
             async with asyncio.timeout(max(wait_s, 0.0) + BLOCK_MARGIN_S):
                 return await read(self._blocking, block_ms)
         except (RedisError, OSError) as error:
+            await self._forget_the_way(error)
             if isinstance(error, ResponseError) and str(error).startswith(("NOGROUP", "UNBLOCKED")):
                 raise GroupMissing(str(error)) from error
             raise BrokerUnavailable(_cause(error)) from error
+
+    async def _forget_the_way(self, error: Exception) -> None:
+        """If it says that another is the primary now; connections in use will hear it for themselves."""
+        if isinstance(error, (ReadOnlyError, MovedError)):
+            for client in (self._client, self._blocking):
+                await client.connection_pool.disconnect(inuse_connections=False)
 
     async def make_group(self, stream: str, group: str) -> None:
         """From the stream's first entry on, so that what was written before the group is not lost."""
@@ -197,4 +198,4 @@ class Outage:
 
 
 def _cause(error: Exception) -> str:
-    return str(error) or type(error).__name__
+    return str(error) or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)

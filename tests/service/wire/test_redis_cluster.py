@@ -10,14 +10,24 @@ from redis import Redis
 from redis.crc import key_slot
 
 from service.errors import EndReason
-from service.wire import keys
+from service.wire import keys, redis_feed
 from service.wire.broker import BrokerUnavailable
 from service.wire.messages import RequestRecord
 from service.wire.redis_broker import RedisBroker, open_redis_broker
 from tests.service.wire.test_redis_sentinel import Server
 from tests.support.certificates import OPENSSL, Certificates, make_certificates
 from tests.support.tls_proxy import tls_in_front_of
-from tests.support.wire import Ended, make_card, make_event, make_events, make_job, outcome, persist, take
+from tests.support.wire import (
+    PATIENCE_S,
+    Ended,
+    make_card,
+    make_event,
+    make_events,
+    make_job,
+    outcome,
+    persist,
+    take,
+)
 
 SLOT = key_slot(keys.JOBS.encode())
 
@@ -99,7 +109,8 @@ async def test_producers_are_heard_in_a_cluster(broker, nodes):
     assert list(await broker.read_replies("alice", "1")) == [b"hello"]
 
 
-async def test_the_queue_goes_where_its_slot_goes(nodes, broker: RedisBroker):
+async def test_the_queue_goes_where_its_slot_goes(nodes, broker: RedisBroker, monkeypatch):
+    monkeypatch.setattr(redis_feed, "IDLE_CHECK_S", 2 * PATIENCE_S)  # events come by their feed, not by a look
     events = broker.follow("JOB1")
     await broker.submit(make_job())
     await broker.fetch(1, 1.0)
