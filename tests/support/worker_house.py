@@ -87,16 +87,15 @@ class House:
         return job_id, events
 
 
-async def told(events, after=0, within_s=10):
-    """(tokens, end, usage) of a followed job; event numbers run without gap."""
-    tokens, number = [], after
+async def told(events, heard=(), within_s=10):
+    """(tokens, end, usage) of a followed job, of which these events were heard before; numbers run without gap."""
+    heard = list(heard)
     async with asyncio.timeout(within_s):
         async for event in events:
-            number += 1
-            assert event.number == number
-            tokens += [token for part in event.parts for token in unpack_ids(part.tokens)]
-            last = event
-    return tokens, last.end, last.usage
+            heard.append(event)
+    assert [event.number for event in heard] == list(range(1, len(heard) + 1))
+    tokens = [token for event in heard for part in event.parts for token in unpack_ids(part.tokens)]
+    return tokens, heard[-1].end, heard[-1].usage
 
 
 def alone(prompt, count):

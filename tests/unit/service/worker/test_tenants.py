@@ -14,13 +14,17 @@ STEP_S = 0.005
 LEASE_S = 0.6
 
 
-async def flood(house, max_tokens=LONG):
-    """Jobs of one tenant that have every place."""
-    jobs = [await house.submit([n, 2], tenant="flood", max_tokens=max_tokens) for n in range(NUM_PLACES)]
+async def begun(*followed):
+    """The first event of each."""
     async with asyncio.timeout(10):
-        for _, events in jobs:
-            await anext(events)
-    return jobs
+        return [await anext(events) for events in followed]
+
+
+async def flood(house, max_tokens=LONG):
+    """Jobs of one tenant that have every place: of each its id, its events and the first of them."""
+    jobs = [await house.submit([n, 2], tenant="flood", max_tokens=max_tokens) for n in range(NUM_PLACES)]
+    firsts = await begun(*(events for _, events in jobs))
+    return [(*job, first) for job, first in zip(jobs, firsts, strict=True)]
 
 
 async def test_newcomers_are_answered_before_the_flood_and_nobody_loses_a_token():
@@ -29,16 +33,16 @@ async def test_newcomers_are_answered_before_the_flood_and_nobody_loses_a_token(
         small = [await house.submit([n, 3], tenant=f"small{n}", max_tokens=SHORT) for n in range(6)]
         for n, (_, events) in enumerate(small):
             assert (await told(events))[:2] == (alone([n, 3], SHORT), EndReason.LENGTH)
-        assert not any(logs[job_id].ended_at_s for job_id, _ in jobs)
+        assert not any(logs[job_id].ended_at_s for job_id, *_ in jobs)
         assert house.engine._engine.stats().num_called_back > 0
-        so_far = [len(logs[job_id].events) for job_id, _ in jobs]
+        so_far = [len(logs[job_id].events) for job_id, *_ in jobs]
         async with asyncio.timeout(10):
-            while any(len(logs[job_id].events) <= count for (job_id, _), count in zip(jobs, so_far, strict=True)):
+            while any(len(logs[job_id].events) <= count for (job_id, *_), count in zip(jobs, so_far, strict=True)):
                 await asyncio.sleep(0.01)  # all go on
-        for n, (job_id, events) in enumerate(jobs):
+        for n, (job_id, events, first) in enumerate(jobs):
             await house.broker.cancel(Cancel(job_id=job_id, reason=EndReason.CANCELLED))
-            tokens, end, _ = await told(events, after=1)
-            assert (tokens, end) == (alone([n, 2], len(tokens) + 1)[1:], EndReason.CANCELLED)
+            tokens, end, _ = await told(events, [first])
+            assert (tokens, end) == (alone([n, 2], len(tokens)), EndReason.CANCELLED)
 
 
 async def test_who_waits_to_go_on_hears_cancels_and_deadlines():
@@ -46,16 +50,14 @@ async def test_who_waits_to_go_on_hears_cancels_and_deadlines():
         jobs = [await house.submit([n, 2], tenant="flood", max_tokens=LONG) for n in range(2)]
         late, events_of_late = await house.submit([8], tenant="flood", max_tokens=LONG, deadline_s=time.time() + 2.0)
         wide, events_of_wide = await house.submit([9], tenant="flood", max_tokens=LONG)
-        for events in (*(events for _, events in jobs), events_of_late, events_of_wide):
-            await anext(events)
+        *_, first_of_late, first_of_wide = await begun(*(events for _, events in jobs), events_of_late, events_of_wide)
         small = [await house.submit([n, 3], tenant=f"small{n}", max_tokens=LONG) for n in range(2)]
-        for _, events in small:
-            await anext(events)
+        await begun(*(events for _, events in small))
         running = {sequence.request_id.partition("/")[0] for sequence in house.engine._engine.running}
         assert not running & {late, wide}, "the youngest have left"
         await house.broker.cancel(Cancel(job_id=wide, reason=EndReason.CANCELLED))
-        assert (await told(events_of_wide, after=1))[1] is EndReason.CANCELLED
-        assert (await told(events_of_late, after=1))[1] is EndReason.DEADLINE
+        assert (await told(events_of_wide, [first_of_wide]))[1] is EndReason.CANCELLED
+        assert (await told(events_of_late, [first_of_late]))[1] is EndReason.DEADLINE
 
 
 async def test_a_dead_workers_newcomers_go_on_at_once_where_a_flood_has_all_places():
@@ -67,12 +69,11 @@ async def test_a_dead_workers_newcomers_go_on_at_once_where_a_flood_has_all_plac
     async with join("first") as first, join("second") as second:
         second.claims_nothing()
         small = [await first.submit([n, 3], tenant=f"small{n}", max_tokens=60) for n in range(2)]
-        for _, events in small:
-            await anext(events)
+        firsts = await begun(*(events for _, events in small))
         first.claims_nothing()
         second.claims_again()
         jobs = await flood(second)
         await first.die()
-        for n, (_, events) in enumerate(small):
-            assert (await told(events, after=1))[:2] == (alone([n, 3], 60)[1:], EndReason.LENGTH)
-        assert not any(queue.logs[job_id].ended_at_s for job_id, _ in jobs)
+        for n, ((_, events), heard) in enumerate(zip(small, firsts, strict=True)):
+            assert (await told(events, [heard]))[:2] == (alone([n, 3], 60), EndReason.LENGTH)
+        assert not any(queue.logs[job_id].ended_at_s for job_id, *_ in jobs)
