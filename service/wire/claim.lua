@@ -7,10 +7,11 @@
 -- ARGV[15] most tokens, of prompts and what was told, or ''. What is there is given out as long as some is left: the last
 -- job may be larger.
 -- Tenants share the worker's places (service/fair_share.py). What one holds beyond its share is lent to it: where no room
--- is left, jobs of others are claimed all the same, as far as these keep to their own shares.
+-- is left, jobs of others are claimed all the same, as far as these keep to their own shares; with other workers about, new
+-- ones only once they have waited for a free place.
 -- ARGV[16] branches, the last ones, that are only for tenants that keep to their shares   ARGV[17] places; 0: nothing is
 -- lent   ARGV[18] msgpack map, tenant -> how many it holds   ARGV[19] tenants in all at least   ARGV[20] like ARGV[15],
--- of what would be free if all that runs had to leave
+-- of what would be free if all that runs had to leave   ARGV[21] so long (s) they wait
 -- Returns for each job: id, message, attempt, standing ('', 'suspect', 'recurrent' or 'deadly'), deaths in all, cause, stops (msgpack
 -- list or '').
 
@@ -20,9 +21,9 @@ local owner, now, nobody = ARGV[10], now_s(), {}
 local branches_left, tokens_left = tonumber(ARGV[11]), tonumber(ARGV[15]) or math.huge
 local num_kept, num_places, lent_tokens_left = tonumber(ARGV[16]), tonumber(ARGV[17]), tonumber(ARGV[20])
 local held = cmsgpack.unpack(ARGV[18])
-local num_tenants, absent, sated, num_sated = tonumber(ARGV[19]), nil, {}, 0
+local num_tenants, absent, sated, num_sated, lent_after = tonumber(ARGV[19]), nil, {}, 0, tonumber(ARGV[21])
 redis.call('ZADD', LEASES, 'NX', now + tonumber(ARGV[12]), owner)
-local claimed = {}
+local is_alone, claimed = redis.call('ZCARD', LEASES) == 1, {}
 
 local function has_room() return branches_left > 0 and tokens_left > 0 end
 
@@ -70,6 +71,12 @@ end
 
 local function lends() return num_places > 0 and (has_room() or lent_tokens_left > 0) end
 
+-- Of the next job of its tenant, whose rank says when it came.
+local function has_waited(state)
+  local rank = redis.call('ZRANGE', lane_jobs(state), 0, 0, 'WITHSCORES')[2]
+  return is_alone or now - (rank - state.priority * AGE_S) >= lent_after
+end
+
 local function take(job, state)
   if state.cancel then return end_job(job, state, state.cancel) end
   if state.deadline and state.deadline <= now then return end_job(job, state, 'deadline') end
@@ -114,7 +121,7 @@ local function take_by_turns()
     local job = next_job(now, lanes, is_for_all and nobody or sated, is_for_all and 0 or num_sated)
     if not job then return end
     local state, num_before = read_state(job), #claimed
-    if is_for_all or fits(state) then
+    if is_for_all or (fits(state) and (has_room() or has_waited(state))) then
       take(job, state)
       if #claimed > num_before then charge(state) end
     else

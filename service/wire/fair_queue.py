@@ -10,6 +10,8 @@ from service.wire.messages import Job
 NORMAL, BATCH = LANES = ("normal", "batch")
 AGE_S = 10.0
 BATCH_AGE_S = 60.0
+LENT_AFTER_S = 0.025
+"""So long a new job waits for a free place, where there are several workers, before one takes back what it has lent."""
 EXPECTED_OUTPUT_TOKENS = 1024
 """A branch counts for no more before it has run: most end long before what they are allowed."""
 
@@ -100,6 +102,10 @@ class FairQueue:
             return None
         job, own_rank = self._jobs[job_id]
         return sum(rank < own_rank for rank in self._shelf(job))
+
+    def waited_s(self, job_id: str) -> float:
+        job, rank = self._jobs[job_id]
+        return time.time() - (rank - job.priority * AGE_S)
 
     def waiting(self, tenant: str | None = None) -> tuple[int, int]:
         """How many jobs of all, or of one tenant, wait, and the tokens that they cost."""

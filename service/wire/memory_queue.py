@@ -17,7 +17,7 @@ from service.wire.broker import (
     QueueFull,
     Room,
 )
-from service.wire.fair_queue import LANES, NORMAL, FairQueue, cost_of
+from service.wire.fair_queue import LANES, LENT_AFTER_S, NORMAL, FairQueue, cost_of
 from service.wire.memory_batches import MemoryShelf
 from service.wire.memory_jobs import Deaths, JobState, Log
 from service.wire.memory_requests import MemoryRequests
@@ -138,9 +138,15 @@ class MemoryQueue:
         if not left.is_free and (job_id := next(filter(fits, self._returned), None)):
             return job_id
         but, lanes = set(), LANES if left.is_free else (NORMAL,)
-        while (job_id := self._waiting.next(but, lanes)) is not None and not fits(job_id):
+        while (job_id := self._waiting.next(but, lanes)) is not None:
+            if fits(job_id) and (left.is_free or self._has_waited(job_id)):
+                break
             but.add(self._states[job_id].job.tenant)
         return job_id
+
+    def _has_waited(self, job_id: str) -> bool:
+        """Long enough for another worker, if there is one, to have claimed it into a free place."""
+        return len(self._leases) == 1 or self._waiting.waited_s(job_id) >= LENT_AFTER_S
 
     def claim_suspect(self, owner: str) -> Claim | None:
         while self._suspects:

@@ -15,6 +15,7 @@ from service.logs import fields
 from service.wire import keys
 from service.wire.broker import ALONE_FOR_EVENTS, ANY_ROOM, NEAR_DEATHS_S, Claim, Lease, Room
 from service.wire.codec import WireError, decode, encode
+from service.wire.fair_queue import LENT_AFTER_S
 from service.wire.messages import Cancel, DeadLetter, Event, Job, WorkerCard
 from service.wire.redis_held import HeldJob, HeldJobs
 from service.wire.redis_link import RedisLink
@@ -115,7 +116,7 @@ class RedisWorker:
         held = msgpack.packb(list(self._held.job_ids())) if ask_for_more else b""
         args = [self._owner, max_branches, self.lease_s, int(ask_for_more), held]
         args += ["" if room.num_tokens is None else room.num_tokens, room.num_kept]
-        args += [room.num_places, msgpack.packb(dict(room.held)), room.num_tenants, room.num_lent_tokens]
+        args += [room.num_places, msgpack.packb(dict(room.held)), room.num_tenants, room.num_lent_tokens, LENT_AFTER_S]
         opened = [await self._open(answer) for answer in await self._held.run_sure("claim", queues, args)]
         claimed = [pair for pair in opened if pair is not None]
         for _, job in claimed:

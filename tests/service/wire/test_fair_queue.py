@@ -9,11 +9,12 @@ import pytest
 
 from model.sampling_params import BeamSearch, SamplingParams
 from service.errors import EndReason
-from service.wire import fair_queue
+from service.wire import fair_queue, memory_queue, redis_worker
 from service.wire.broker import Bounds, QueueFull, Room
 from service.wire.codec import pack_ids
 from service.wire.fair_queue import cost_of
 from service.wire.memory_broker import MemoryBroker
+from service.wire.memory_queue import MemoryQueue
 from service.wire.messages import Cancel, Event, Usage
 from tests.support.wire import PATIENCE_S, make_event, make_events, make_job
 
@@ -143,6 +144,23 @@ async def test_who_holds_nothing_may_claim_what_is_lent_to_others(broker):
     assert await claimed_from(broker, lent(8, {"a": 8, "b": 4})) == []
     await submit(broker, job_of("C0", "c"), job_of("D0", "d"))
     assert sorted(await claimed_from(broker, lent(8, {"a": 8, "b": 4}, num_tokens=None), -4)) == ["C0", "D0"]
+
+
+@pytest.mark.parametrize("kind", ["memory", "redis"])
+async def test_a_free_place_elsewhere_is_better_than_one_that_is_lent(open_broker, kind, monkeypatch):
+    """Another worker has its time to claim the job; one that is alone need not wait."""
+    of = {"memory": memory_queue, "redis": redis_worker}[kind]
+    monkeypatch.setattr(of, "LENT_AFTER_S", 60.0)
+    queue = MemoryQueue()
+    full, idle = [MemoryBroker(queue) if kind == "memory" else await open_broker() for _ in range(2)]
+    await submit(full, job_of("B0", "b"))
+    assert await claimed_from(full, lent(8, {"a": 8})) == ["B0"]
+    assert await claimed_from(idle, Room(), 8) == []
+    await submit(full, job_of("C0", "c", priority=7), job_of("D0", "d", priority=-7))
+    assert await claimed_from(full, lent(8, {"a": 8})) == []
+    assert await claimed_from(idle, Room(), 1) == ["C0"]
+    monkeypatch.setattr(of, "LENT_AFTER_S", 0.0)
+    assert await claimed_from(full, lent(8, {"a": 8})) == ["D0"]
 
 
 async def test_who_waits_for_others_hears_of_them_at_once(broker):
