@@ -137,11 +137,15 @@ class Answers:
             self.end_branch(sequence, (token_id,), logprobs, reason)
 
     def _settle_beam(self, group: BeamGroup, sequence: Sequence, row: TokenLogprob) -> None:
-        """The unused places are given up; without any left, the answers are told."""
-        for unused in reversed(group.advance(sequence, row, self._kv)):
-            self._scheduler.remove(unused)
-        if group.live:
+        """Once the search is over, the answers are told."""
+        reason = group.advance(sequence, row, self._kv)
+        if reason is None:
             return
+        if reason is EndReason.GRAMMAR:
+            self.end_group(group, reason)
+            return
+        for branch in reversed(group.live):
+            self._scheduler.remove(branch)
         del self.open[group.request_id]
         group.num_output_tokens = sum(len(answer.token_ids) for answer in group.answers)
         self.num_output_tokens += group.num_output_tokens

@@ -2,12 +2,12 @@
 
 At each step every beam offers its likeliest next tokens. All offers of a request are ranked by the sum of the
 log-probabilities of their tokens, equals by the rank of their beam and then by token id. An offer that ends (with a
-stop id or EOS, or at the request's length) becomes an answer if it ranks among the first `width`; the best `width` of
-the others are the next beams. An answer's score is its sum over its length, the ending token included, to the power of
-`length_penalty`; the best `width` answers are kept. With `width` of them the search is over at once where
-`early_stopping` is True, else as soon as the best beam cannot beat the worst answer: by its score as it stands where it
-is False, by the score it would have at full length where it is "never" and the penalty favours length. This is what
-Hugging Face's `generate` does.
+stop id or EOS, where nothing may follow in its grammar, or at the request's length) becomes an answer if it ranks among
+the first `width`; the best `width` of the others are the next beams. An answer's score is its sum over its length, the
+ending token included, to the power of `length_penalty`; the best `width` answers are kept. With `width` of them the
+search is over at once where `early_stopping` is True, else as soon as the best beam cannot beat the worst answer: by
+its score as it stands where it is False, by the score it would have at full length where it is "never" and the penalty
+favours length. This is what Hugging Face's `generate` does.
 
 Log-probabilities are of the logits with logit_bias, the penalties and a grammar's mask in, so these work on beams as
 they do on samples; stop ids are forbidden up to min_tokens. Temperature, top_k, top_p, min_p and the seed have no say.
@@ -23,7 +23,7 @@ from typing import NamedTuple
 from model.sampling_params import SamplingParams
 from service.engine.kv_manager import KVManager
 from service.engine.plan import TokenLogprob
-from service.engine.sequence import BranchPast, Request, Sequence, SequenceGroup, stop_ids
+from service.engine.sequence import BranchPast, Request, Sequence, SequenceGroup, State, stop_ids
 from service.errors import EndReason
 
 TOLD_AT_ONCE = 1024
@@ -83,7 +83,8 @@ class BeamSearch:
         self._width = wishes.beam.width
         self._ends = ends
         self.num_alternatives = max(self._width + len(ends), wishes.logprobs or 0)
-        """Of so many best tokens of each beam, no other can be among the next beams or answers."""
+        """Of so many best tokens of each beam, no other can be among the next beams or answers, unless more than
+        `width` of them complete a grammar: then the next beams are found among these."""
         self.beams: list[Beam] = []
         self.answers: list[Answer] = []
 
@@ -102,9 +103,12 @@ class BeamSearch:
         is_last = num_tokens == self._wishes.max_tokens
         following: list[Offer] = []
         for place, offer in enumerate(offers):
-            if offer.token_id in self._ends or is_last:
+            if place >= self._width and (is_last or len(following) == self._width):
+                break
+            stops = offer.token_id in self._ends or self._completes(offer)
+            if stops or is_last:
                 if place < self._width:
-                    self._answer(offer, rows[offer.rank], num_tokens)
+                    self._answer(offer, rows[offer.rank], num_tokens, EndReason.STOP if stops else EndReason.LENGTH)
             elif len(following) < self._width:
                 following.append(offer)
         return [] if self._is_over(following, num_tokens) else following
@@ -113,14 +117,21 @@ class BeamSearch:
         """The beam that goes on with the offer, in this sequence."""
         return Beam(sequence, -offer.cost, self._trail(offer, row))
 
-    def _answer(self, offer: Offer, row: TokenLogprob, num_tokens: int) -> None:
+    def _completes(self, offer: Offer) -> bool:
+        """Whether the offer's beam has a grammar in which nothing may follow the token."""
+        matcher = self.beams[offer.rank].sequence.matcher
+        if matcher is None:
+            return False
+        ahead = matcher.copy()
+        return ahead.advance((offer.token_id,)) and ahead.is_finished
+
+    def _answer(self, offer: Offer, row: TokenLogprob, num_tokens: int, end: EndReason) -> None:
         sequence = self.beams[offer.rank].sequence
         output = sequence.token_ids[sequence.num_prompt_tokens :]
         logprobs, trail = [], self._trail(offer, row)
         while trail is not None:
             logprobs.append(trail.last)
             trail = trail.before
-        end = EndReason.STOP if offer.token_id in self._ends else EndReason.LENGTH
         score = self._score(-offer.cost, num_tokens)
         self.answers.append(Answer(score, (*output, offer.token_id), tuple(reversed(logprobs)), end))
         self.answers.sort(key=lambda answer: -answer.score)
@@ -181,32 +192,34 @@ class BeamGroup(SequenceGroup):
         if not self._search.beams:
             self.live[0].lead([])  # the others fork by rank, once the first logits are known
 
-    def advance(self, sequence: Sequence, row: TokenLogprob, kv: KVManager) -> list[Sequence]:
+    def advance(self, sequence: Sequence, row: TokenLogprob, kv: KVManager) -> EndReason | None:
         """The last logits of one beam gave `row`. Once all beams have theirs they go on: those with several
         continuations fork, those with none make place.
 
-        Returns the branches that are of no more use: all of them where the search is over.
+        Returns why the search is over, GRAMMAR where that is more than can be followed; None if it goes on.
         """
         self._rows[sequence] = row
         beams = self._search.beams = self._search.beams or [Beam(sequence)]
         if self.has_pending_tokens or any(beam.sequence not in self._rows for beam in beams):
-            return []
+            return None
         rows = [self._rows[beam.sequence] for beam in beams]
         self._rows.clear()
         offers = self._search.rank(rows)
         if not offers:
-            return self.live
-        places, unused = self._places([beams[offer.rank].sequence for offer in offers], kv)
+            return self.answers[0].end if self.answers else EndReason.GRAMMAR
+        places = self._places([beams[offer.rank].sequence for offer in offers], kv)
         chosen = list(zip(offers, places, strict=True))
         self._search.beams = [self._search.follow(offer, rows[offer.rank], place) for offer, place in chosen]
         for offer, place in chosen:
             place.token_ids.append(offer.token_id)
-            if place.matcher is not None:
-                place.matcher.advance((offer.token_id,))
-        return unused
+            if place.matcher is not None and not place.matcher.advance((offer.token_id,)):
+                return EndReason.GRAMMAR
+        for unused in [branch for branch in self.live if branch not in places]:
+            self._park_behind(places[0], unused)
+        return None
 
-    def _places(self, parents: list[Sequence], kv: KVManager) -> tuple[list[Sequence], list[Sequence]]:
-        """For each parent, once for each of its continuations, the branch that goes on; and the branches left over.
+    def _places(self, parents: list[Sequence], kv: KVManager) -> list[Sequence]:
+        """For each parent, once for each of its continuations, the branch that goes on.
 
         A parent stays where it is and is forked into the place of one that nobody goes on with.
         """
@@ -223,7 +236,14 @@ class BeamGroup(SequenceGroup):
                 place.matcher = None if parent.matcher is None else parent.matcher.copy()
                 kv.fork(parent, place, parent.num_computed_tokens)
             places.append(place)
-        return places, free
+        return places
+
+    def _park_behind(self, best: Sequence, unused: Sequence) -> None:
+        """Where a grammar allows few tokens there are fewer beams than places. Later there may be more again: until
+        then the place waits as one that has all in common with the best beam."""
+        unused.token_ids = best.token_ids[:]
+        unused.num_inherited_tokens = unused.num_tokens
+        unused.is_parked = unused.state is State.RUNNING
 
     def _num_alternatives(self) -> int:
         return self._search.num_alternatives

@@ -11,7 +11,7 @@ import numpy as np
 from model.sampling_params import SamplingParams
 
 Answer = tuple[list[int], float, bool]
-"""Output tokens, score, whether a stop id ended it."""
+"""Output tokens, score, whether a stop id or its completeness ended it."""
 
 
 def search(
@@ -19,8 +19,10 @@ def search(
     wishes: SamplingParams,
     stop_ids: frozenset[int],
     logprobs_after: Callable[[list[int]], Sequence[float]],
+    is_complete: Callable[[list[int]], bool] = lambda output: False,
 ) -> list[Answer]:
-    """All answers, the best first; `logprobs_after` gives the log-probability of each token after these ones."""
+    """All answers, the best first; `logprobs_after` gives the log-probability of each token after these ones, and
+    nothing may follow an output that `is_complete`."""
     beam, longest = wishes.beam, wishes.max_tokens
     beams: list[tuple[float, list[int]]] = [(0.0, [])]
     answers: list[Answer] = []
@@ -33,10 +35,11 @@ def search(
             total, output = float(totals[offer]), [*beams[rank][1], token]
             if total == -math.inf or (place >= beam.width and len(following) == beam.width):
                 break
-            if token not in stop_ids and length < longest:
+            is_stopped = token in stop_ids or is_complete(output)
+            if not is_stopped and length < longest:
                 following.append((total, output))
             elif place < beam.width:
-                answers.append((output, total / length**beam.length_penalty, token in stop_ids))
+                answers.append((output, total / length**beam.length_penalty, is_stopped))
         answers = sorted(answers, key=lambda answer: -answer[1])[: beam.width]
         beams = following[: beam.width]
         if not beams:

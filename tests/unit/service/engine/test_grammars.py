@@ -20,8 +20,11 @@ from model.tokenizer import Tokenizer
 from service.engine.grammars import Grammars, MaskBuilder
 from service.engine.sequence import BranchPast, Request
 from service.errors import EndReason
+from tests.support.beam_reference import search
 from tests.support.demo_engine import DEMO, DemoEngines
+from tests.support.plain_model import PlainModel
 from tests.support.random_schemas import is_valid, random_schema
+from tests.support.told import run_steps
 from tests.unit.service.engine.test_executor import FLOAT32, AheadOps
 
 EOS = 1
@@ -32,6 +35,17 @@ PROMPT = tuple(TOKENIZER.encode("Once upon a time"))
 @pytest.fixture(scope="module", params=[NumpyOps, AheadOps])
 def engines(request):
     return DemoEngines(request.param(FLOAT32))
+
+
+@pytest.fixture(scope="module")
+def engine(engines):
+    return engines.make(max_num_seqs=8, prefix_caching=True)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    engines = DemoEngines(NumpyOps(FLOAT32))
+    return PlainModel(engines.model, engines.eos_token_ids)
 
 
 def ask(name: str, grammar: str | None, past: tuple[BranchPast, ...] = (), **wishes) -> Request:
@@ -58,6 +72,14 @@ def run(engine, *requests, max_steps=None):
         if not engine.has_work:
             break
     return told, ends
+
+
+def preempt_all(engine):
+    """Whoever runs has to begin again."""
+    scheduler = engine._scheduler
+    for group in {sequence.group for sequence in engine.running}:
+        scheduler.preemption._evict(group, scheduler.running)
+        scheduler._queue_again([group])
 
 
 def text(ids) -> str:
@@ -120,6 +142,58 @@ def test_beams_hold_to_the_grammar(engines):
     assert all(re.fullmatch(pattern, answer) for answer in answers)
     assert len({tuple(told["b", i]) for i in range(3)}) == 3  # some perhaps alike in text, in other tokens
     assert ends == {"b": EndReason.STOP}
+
+
+CHOICES = of_choice(["yes", "no", "the cat", "the cat sat"])
+FORM = {"properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yy"]}}, "required": ["a", "b"], "type": "object"}
+FEW = (CHOICES, of_regex("(red|green|blue)( and (red|green|blue))?"), of_json(FORM, whitespace=COMPACT))
+"""Somewhere in each of them fewer tokens are allowed than a search is wide, and more behind it."""
+
+
+@pytest.mark.parametrize("wishes", [{"min_tokens": 12}, {"ignore_eos": True}], ids=str)
+@pytest.mark.parametrize("grammar", FEW)
+def test_beams_are_those_of_the_reference_however_few_tokens_a_grammar_allows(engine, plain, grammar, wishes):
+    beam = BeamSearch(width=8, early_stopping="never")
+    request = ask("b", grammar, n=8, max_tokens=13, beam=beam, **wishes)
+    engine.add(request)
+    told = run_steps(engine, num_steps=4)
+    while engine.has_work:
+        preempt_all(engine)
+        run_steps(engine, told, num_steps=4)
+    branches = told["b"].branches
+    sampling, first = request.sampling, engine._grammars._compiler.result().compile(grammar)
+    stops = frozenset() if sampling.ignore_eos else frozenset({EOS})
+
+    def at(output):
+        matcher = first.copy()
+        assert matcher.advance(output)
+        return matcher
+
+    def logprobs_after(tokens):
+        words, output = np.zeros(128, np.uint32), tokens[len(PROMPT) :]
+        assert at(output).fill(words, stops)
+        allowed = np.unpackbits(words.view(np.uint8), bitorder="little")
+        logprobs = np.where(allowed, plain.logprobs(tokens, sampling, len(PROMPT)), -np.inf)
+        return logprobs - np.log(np.exp(logprobs).sum())
+
+    def is_complete(output):
+        return output[-1] not in stops and at(output).is_finished
+
+    wanted = search(PROMPT, sampling, stops, logprobs_after, is_complete)
+    assert [branches[i] for i in range(len(branches))] == [output for output, _, _ in wanted]
+
+
+def test_a_beam_whose_grammar_grows_beyond_its_limits_fails_its_own_request(engines):
+    engine = engines.make(max_num_seqs=9)
+    engine.add(ask("bad", of_regex("[a-z]{50}"), beam=BeamSearch(width=4)))
+    engine.add(ask("good", of_regex("[a-z]{9}")))
+    while not any(sequence.num_output_tokens > 3 for sequence in engine.running if sequence.request_id == "bad"):
+        engine.step()
+    for sequence in engine.running:
+        if sequence.request_id == "bad":
+            sequence.matcher.advance((0,))  # as a limit would leave it
+    _, ends = run(engine)
+    assert ends == {"bad": EndReason.GRAMMAR, "good": EndReason.STOP}
 
 
 def test_penalties_and_a_grammar_together(engines):
