@@ -168,6 +168,10 @@ class DoorBroker(BatchStore, ResponseStore, Protocol):
     async def settle_ingress(self, entry: IngressEntry) -> None:
         """The entry has its final reply and is removed."""
 
+    def leave_ingress(self, entry: IngressEntry) -> None:
+        """Nobody works on the entry here any more. Unless it is settled, it goes to whoever asks INGRESS_LEFT_S after
+        the last word of it."""
+
     async def reply(self, producer: str, producer_job_id: str, payload: bytes) -> None:
         """Append to the reply stream of (producer, producer_job_id); it lives a while after the last write."""
 

@@ -46,6 +46,7 @@ class MemoryBroker(MemoryBatches, MemoryResponses):
         self._held: dict[str, int] = {}  # job -> attempt
         self._num_cancels_read = len(self.queue.cancels)
         self._may_have_predecessor = True
+        self._ingress: set[IngressEntry] = set()  # fetched and not settled
         self._is_closed = False
 
     async def submit(self, job: Job, bounds: Bounds = UNBOUNDED, record: RequestRecord | None = None) -> None:
@@ -84,7 +85,9 @@ class MemoryBroker(MemoryBatches, MemoryResponses):
     async def fetch_ingress(self, producers: Sequence[str], max_entries: int, wait_s: float) -> Sequence[IngressEntry]:
         streams = [self.queue.ingress_of(producer) for producer in producers]
         await self._wait(lambda: any(streams), wait_s)
-        return [stream.popleft() for stream in streams for _ in range(min(len(stream), max_entries))]
+        entries = [stream.popleft() for stream in streams for _ in range(min(len(stream), max_entries))]
+        self._ingress.update(entries)
+        return entries
 
     async def keep_ingress(self) -> Sequence[IngressEntry]:
         self._check_open()
@@ -95,6 +98,13 @@ class MemoryBroker(MemoryBatches, MemoryResponses):
 
     async def settle_ingress(self, entry: IngressEntry) -> None:
         self._check_open()
+        self._ingress.discard(entry)
+
+    def leave_ingress(self, entry: IngressEntry) -> None:
+        if entry in self._ingress:
+            self._ingress.remove(entry)
+            again = (entry.producer, entry.payload, True)
+            asyncio.get_running_loop().call_later(keys.INGRESS_LEFT_S, self.queue.produce, *again)
 
     async def reply(self, producer: str, producer_job_id: str, payload: bytes) -> None:
         self._check_open()

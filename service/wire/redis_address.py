@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from redis.asyncio import Redis
-from redis.asyncio.connection import Connection, SSLConnection, parse_url
+from redis.asyncio.connection import (
+    AbstractConnection,
+    Connection,
+    SSLConnection,
+    UnixDomainSocketConnection,
+    parse_url,
+)
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 from redis.crc import key_slot
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError
+from redis.exceptions import ReadOnlyError, RedisError
 
 from service.errors import StartupError
 from service.wire.keys import JOBS
@@ -47,16 +53,66 @@ ASKED_IN_TIME = 4
 """So many that do not answer may be asked within the time of one command."""
 
 Asked = TypeVar("Asked")
-Answer = TypeVar("Answer")
+HostAndPort = tuple[str, int]
+
+
+class _Search(Generic[Asked]):
+    """Asks one after the other who the primary is. Who gives no answer in its part of `timeout_s`, or one that was of
+    no use, goes to the end of `asked`, so that the next search begins with others."""
+
+    def __init__(self, asked: list[Asked], ask: Callable[[Asked], Awaitable[HostAndPort]], timeout_s: float):
+        self._asked = asked
+        self._ask = ask
+        self._timeout_s = timeout_s
+        self._believed: Asked | None = None
+
+    async def __call__(self) -> HostAndPort:
+        """Host and port. Raises RedisError or OSError, as the last one did who was asked."""
+        error: Exception = RedisConnectionError("there is nobody to ask")
+        for one in list(self._asked):
+            try:
+                async with asyncio.timeout(self._timeout_s / ASKED_IN_TIME):
+                    primary = await self._ask(one)
+            except (RedisError, OSError) as failure:
+                error = failure
+                self._ask_last(one)
+            else:
+                self._believed = one
+                return primary
+        raise error
+
+    def doubt(self) -> None:
+        """The last answer was of no use."""
+        if self._believed is not None:
+            self._ask_last(self._believed)
+            self._believed = None
+
+    def _ask_last(self, one: Asked) -> None:
+        self._asked.remove(one)
+        self._asked.append(one)
 
 
 class Address:
-    """A parsed URL. `options` are for a pool of redis-py."""
+    """A parsed URL. `options` are for a pool of redis-py; `search`, if others than the URL know the primary."""
 
-    def __init__(self, options: dict[str, Any], sentinels: Sequence[Sentinel] = (), *, is_cluster: bool = False):
-        self.options = options
+    def __init__(
+        self,
+        options: dict[str, Any],
+        search: _Search | None = None,
+        sentinels: Sequence[Sentinel] = (),
+        *,
+        is_cluster: bool = False,
+    ):
+        kind = OWN_CONNECTIONS[options.get("connection_class", Connection)]
+        self.options = {**options, "connection_class": kind, "find_primary": search}
         self.is_cluster = is_cluster
+        self._search = search
         self._sentinels = sentinels
+
+    def doubt(self) -> None:
+        """Whoever told who the primary is was wrong: others are asked first."""
+        if self._search is not None:
+            self._search.doubt()
 
     async def close(self) -> None:
         """Let go of the Sentinels."""
@@ -84,35 +140,47 @@ def read_address(url: str, timeout_s: float) -> Address:
     return Address(_checked(options))
 
 
-class _PrimaryConnection(Connection):
-    """Asks who the primary is each time it connects."""
+class _ToPrimary(AbstractConnection):
+    """Asks where the primary is each time it connects, and whether this is it: a replica answers reads for ever."""
 
-    def __init__(self, *, find_primary: Callable[[], Awaitable[tuple[str, int]]], **options: Any):
+    def __init__(self, *, find_primary: Callable[[], Awaitable[HostAndPort]] | None, **options: Any):
         super().__init__(**options)
         self._find_primary = find_primary
 
     async def _connect(self) -> None:
-        self.host, self.port = await self._find_primary()
+        if self._find_primary is not None:
+            self.host, self.port = await self._find_primary()
         await super()._connect()
 
+    async def on_connect_check_health(self, check_health: bool = True) -> None:
+        await super().on_connect_check_health(check_health=check_health)
+        await self.send_command("INFO", "replication", check_health=False)
+        if b"role:master" not in await self.read_response(disable_decoding=True):
+            raise ReadOnlyError("this is a replica")
 
-class _PrimaryTLSConnection(_PrimaryConnection, SSLConnection):
+    async def disconnect(self, nowait: bool = False, **why: Any) -> None:
+        """Never waits for the other side: one that is gone says nothing, TLS would wait for it half a minute, and
+        redis-py lends a connection out while it waits, and takes the new one for closed afterwards."""
+        await super().disconnect(nowait=True, **why)
+
+
+class _ToPrimaryByTCP(_ToPrimary, Connection):
     pass
 
 
-async def _first_answer(asked: list[Asked], ask: Callable[[Asked], Awaitable[Answer]], timeout_s: float) -> Answer:
-    """Of those asked in turn; who gives none in its part of `timeout_s` goes to the end of `asked`, so that the next
-    search begins with others. Raises RedisError or OSError, as the last one did."""
-    error: Exception = RedisConnectionError("there is nobody to ask")
-    for one in list(asked):
-        try:
-            async with asyncio.timeout(timeout_s / ASKED_IN_TIME):
-                return await ask(one)
-        except (RedisError, OSError) as failure:
-            error = failure
-            asked.remove(one)
-            asked.append(one)
-    raise error
+class _ToPrimaryByTLS(_ToPrimary, SSLConnection):
+    pass
+
+
+class _ToPrimaryBySocket(_ToPrimary, UnixDomainSocketConnection):
+    pass
+
+
+OWN_CONNECTIONS = {
+    Connection: _ToPrimaryByTCP,
+    SSLConnection: _ToPrimaryByTLS,
+    UnixDomainSocketConnection: _ToPrimaryBySocket,
+}
 
 
 def _by_sentinels(url: str, timeout_s: float) -> Address:
@@ -129,27 +197,19 @@ def _by_sentinels(url: str, timeout_s: float) -> Address:
     tls = {key: value for key, value in options.items() if key.startswith("ssl_")}
     sentinel_kwargs = {**PLAIN, **sentinel_options, **({"ssl": True, **tls} if scheme == "rediss" else {})}
     sentinels = [Sentinel([_host(host, SENTINEL_PORT)], sentinel_kwargs=sentinel_kwargs) for host in hosts.split(",")]
-    options["connection_class"] = _PrimaryTLSConnection if scheme == "rediss" else _PrimaryConnection
-    options["find_primary"] = lambda: _first_answer(
-        sentinels, lambda sentinel: sentinel.discover_master(unquote(name)), timeout_s
-    )
-    return Address(options, sentinels)
+    search = _Search(list(sentinels), lambda sentinel: sentinel.discover_master(unquote(name)), timeout_s)
+    return Address(options, search, sentinels)
 
 
 class _Cluster:
     """Of its nodes one has the slot of all our keys: it is the only one that we speak to."""
 
-    def __init__(self, nodes: list[tuple[str, int]], options: dict[str, Any], timeout_s: float):
-        self._nodes = nodes
+    def __init__(self, nodes: list[HostAndPort], options: dict[str, Any]):
+        self.nodes = nodes
         self._options = options
-        self._timeout_s = timeout_s
 
-    async def find_primary(self) -> tuple[str, int]:
-        """Host and port of the node that has our slot, from the first node that knows it. Raises RedisError or
-        OSError."""
-        return await _first_answer(self._nodes, self._ask, self._timeout_s)
-
-    async def _ask(self, node: tuple[str, int]) -> tuple[str, int]:
+    async def ask(self, node: HostAndPort) -> HostAndPort:
+        """Who has our slot, as this node knows it. Raises RedisError or OSError."""
         slot, (host, port) = key_slot(JOBS.encode()), node
         async with Redis(host=host, port=port, **self._options) as redis:
             ranges = await redis.execute_command("CLUSTER SLOTS")
@@ -163,7 +223,7 @@ class _Cluster:
         """Nodes that the URL does not name may be asked too, once those it names are gone. `ranges`: as CLUSTER SLOTS
         tells them, first and last slot, primary, replicas."""
         found = [(_text(node[0]) or host, node[1]) for _, _, *nodes in ranges for node in nodes]
-        self._nodes[:] = list(dict.fromkeys([*self._nodes, *found]))[:MAX_NODES]
+        self.nodes[:] = list(dict.fromkeys([*self.nodes, *found]))[:MAX_NODES]
 
 
 def _text(host: bytes | str | None) -> str:
@@ -182,10 +242,8 @@ def _by_cluster(url: str, timeout_s: float) -> Address:
     own = {key: value for key, value in options.items() if key not in ("host", "port", "connection_class")}
     if scheme == "rediss":
         own["ssl"] = True
-    cluster = _Cluster([_host(host, CLUSTER_PORT) for host in hosts.split(",")], {**PLAIN, **own}, timeout_s)
-    options["connection_class"] = _PrimaryTLSConnection if scheme == "rediss" else _PrimaryConnection
-    options["find_primary"] = cluster.find_primary
-    return Address(options, is_cluster=True)
+    cluster = _Cluster([_host(host, CLUSTER_PORT) for host in hosts.split(",")], {**PLAIN, **own})
+    return Address(options, _Search(cluster.nodes, cluster.ask, timeout_s), is_cluster=True)
 
 
 def _host(text: str, port: int) -> tuple[str, int]:

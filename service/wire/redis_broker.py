@@ -9,7 +9,7 @@ import socket
 from service.wire import keys
 from service.wire.redis_batches import RedisBatches
 from service.wire.redis_door import RedisDoor
-from service.wire.redis_link import RedisLink
+from service.wire.redis_link import STREAM_START, RedisLink
 from service.wire.redis_requests import RedisRequests
 from service.wire.redis_responses import RedisResponses
 from service.wire.redis_worker import RedisWorker
@@ -48,7 +48,7 @@ async def open_redis_broker(
     except BaseException:
         await link.close()
         raise
-    cancels_from = last[0][0].decode() if last else "0-0"
+    cancels_from = last[0][0].decode() if last else STREAM_START
     return RedisBroker(link, name or own_name(), cancels_from, lease_s)
 
 

@@ -126,7 +126,10 @@ class RedisDoor:
             pipeline.xack(stream, keys.INGRESS_GROUP, entry.entry_id)
             pipeline.xdel(stream, entry.entry_id)
             await pipeline.execute()
-        self._ingress.release(stream, entry.entry_id)
+        self.leave_ingress(entry)
+
+    def leave_ingress(self, entry: IngressEntry) -> None:
+        self._ingress.release(keys.ingress(entry.producer), entry.entry_id)
 
     async def reply(self, producer: str, producer_job_id: str, payload: bytes) -> None:
         key = keys.reply(producer, producer_job_id)

@@ -14,7 +14,7 @@ from service.wire.broker import BrokerUnavailable
 from service.wire.codec import WireError, decode, decode_events
 from service.wire.messages import Event, Job
 from service.wire.redis_follower import Follower, JobLogs
-from service.wire.redis_link import Outage, RedisLink
+from service.wire.redis_link import STREAM_START, Outage, RedisLink, order
 
 log = logging.getLogger("quire.redis")
 
@@ -61,7 +61,7 @@ class FeedReader:
 
     def submitting(self, job: Job) -> None:
         """A job is about to be written whose events come through its feed."""
-        self._positions.setdefault(keys.feed(job.feed), "0-0")
+        self._positions.setdefault(keys.feed(job.feed), STREAM_START)
         self._has_feeds.set()
         self._own[job.job_id] = job
         if len(self._own) > MAX_OWN_JOBS:
@@ -97,29 +97,30 @@ class FeedReader:
                 await asyncio.sleep(RESTART_S)
 
     async def _read_feeds(self) -> None:
-        outage = Outage("feed")
+        outage, is_silent = Outage("feed"), False
         while True:
             await self._has_feeds.wait()
             try:
-                if outage.is_on:
-                    await self._rewind_feeds()
-                for key, entries in await self._read(self._positions, FEED_BLOCK_S):
-                    for entry_id, batch in entries:
-                        self._positions[key] = entry_id
-                        self._hear(decode_events(batch, self._followers))
+                if (outage.is_on or is_silent) and await self._rewind_feeds():
+                    self._look_all()
+                entries = await self._read(self._positions, FEED_BLOCK_S)
             except BrokerUnavailable as error:
                 await asyncio.sleep(outage.failed(error))
                 continue
+            is_silent = not entries
+            for key, of_feed in entries:
+                for entry_id, batch in of_feed:
+                    self._positions[key] = entry_id
+                    self._hear(decode_events(batch, self._followers))
             if outage.over():
                 self._look_all()
 
-    async def _rewind_feeds(self) -> None:
-        """A Redis that came back without its data, and with an earlier clock, may be behind our positions."""
-        async with self._link.commands() as redis:
-            for key, position in self._positions.items():
-                last = await redis.xrevrange(key, count=1)
-                if not last or _order(last[0][0].decode()) < _order(position):
-                    self._positions[key] = "0-0"
+    async def _rewind_feeds(self) -> bool:
+        """Whether one had to be: a Redis that lost its data, or another that is the primary now, may have fewer
+        entries than we have read, and an earlier clock to name new ones by."""
+        behind = [key for key, position in self._positions.items() if await self._link.is_past_end(key, position)]
+        self._positions |= dict.fromkeys(behind, STREAM_START)
+        return bool(behind)
 
     async def _read_watched(self) -> None:
         outage = Outage("logs")
@@ -131,7 +132,7 @@ class FeedReader:
                 for key, entries in await self._read(positions, WATCH_BLOCK_S):
                     for entry_id, payload in entries:
                         if jobs[key] in self._watched:
-                            self._watched[jobs[key]] = _order(entry_id)[0]
+                            self._watched[jobs[key]] = order(entry_id)[0]
                         self._hear(_of_log(payload))
             except BrokerUnavailable as error:
                 await asyncio.sleep(outage.failed(error))
@@ -208,9 +209,3 @@ class FeedReader:
 def _of_log(payload: bytes) -> Iterator[Event]:
     """A log's entry is one event, where a feed's is a list."""
     yield decode(Event, payload)
-
-
-def _order(entry_id: str) -> tuple[int, int]:
-    """Stream ids in their order."""
-    milliseconds, _, sequence = entry_id.partition("-")
-    return int(milliseconds), int(sequence)

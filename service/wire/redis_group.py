@@ -48,7 +48,7 @@ class GroupReader:
         self._may_have_left_overs = False
 
     def release(self, stream: str, entry_id: str) -> None:
-        """The entry is settled."""
+        """The entry is settled, or not worked on here any more."""
         self._held.discard((stream, entry_id))
 
     async def keep(self) -> list[tuple[str, str]]:

@@ -15,6 +15,8 @@ from redis.asyncio import BlockingConnectionPool, ConnectionPool, Redis
 from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
+    ClusterDownError,
+    MasterDownError,
     MovedError,
     NoPermissionError,
     NoScriptError,
@@ -43,6 +45,7 @@ BLOCK_MARGIN_S = 3.0
 """How much later than asked a blocking read may answer before its connection counts as dead."""
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 CLOCK_REFRESH_S = 30.0
+STREAM_START = "0-0"
 OLDEST_VERSION = (6, 2)
 BOUNDS = (
     *(FEED_MAX_ENTRIES, FEED_TTL_S, LOG_RUNNING_TTL_S, LOG_ENDED_TTL_S),
@@ -50,6 +53,9 @@ BOUNDS = (
 )
 """The first arguments of every script."""
 REFUSALS = (AuthenticationError, AuthorizationError, NoPermissionError)
+NOT_PRIMARY = (ReadOnlyError, MovedError, ClusterDownError, MasterDownError)
+NOT_PRIMARY_WORDS = ("READONLY", "NOREPLICAS", "UNBLOCKED")
+"""The same, in errors that redis-py has no name for, or as Redis 6.2 tells what went wrong inside a script."""
 
 
 class GroupMissing(BrokerUnavailable):
@@ -124,10 +130,25 @@ class RedisLink:
             raise BrokerUnavailable(_cause(error)) from error
 
     async def _forget_the_way(self, error: Exception) -> None:
-        """If it says that another is the primary now; connections in use will hear it for themselves."""
-        if isinstance(error, (ReadOnlyError, MovedError)):
-            for client in (self._client, self._blocking):
-                await client.connection_pool.disconnect(inuse_connections=False)
+        """If Redis did not answer, or says that another may be the primary now: where one connection led to nothing the
+        others lead to nothing too, and each would cost its user the timeout. Those in use are given up after their
+        command."""
+        if isinstance(error, ResponseError) and not _says_not_primary(error):
+            return
+        self._address.doubt()
+        self._clock_read_at_s = float("-inf")
+        for client in (self._client, self._blocking):
+            await client.connection_pool.update_active_connections_for_reconnect()
+            await client.connection_pool.disconnect(inuse_connections=False)
+
+    async def is_past_end(self, stream: str, entry_id: str) -> bool:
+        """Whether the stream ends before the entry at which a reader stands: it is another than it was, and what comes
+        into it now may have smaller ids than the reader waits for."""
+        if entry_id == STREAM_START:
+            return False
+        async with self.commands() as redis:
+            last = await redis.xrevrange(stream, count=1)
+        return not last or order(last[0][0].decode()) < order(entry_id)
 
     async def make_group(self, stream: str, group: str) -> None:
         """From the stream's first entry on, so that what was written before the group is not lost."""
@@ -195,6 +216,16 @@ class Outage:
         log.info("redis is back %s", fields(reader=self._who, num_failures=self._num_failures))
         self._num_failures = 0
         return True
+
+
+def order(entry_id: str) -> tuple[int, int]:
+    """Stream ids in their order."""
+    milliseconds, _, sequence = entry_id.partition("-")
+    return int(milliseconds), int(sequence)
+
+
+def _says_not_primary(error: ResponseError) -> bool:
+    return isinstance(error, NOT_PRIMARY) or any(word in str(error) for word in NOT_PRIMARY_WORDS)
 
 
 def _cause(error: Exception) -> str:

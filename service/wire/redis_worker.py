@@ -18,7 +18,7 @@ from service.wire.codec import WireError, decode, encode
 from service.wire.fair_queue import LENT_AFTER_S
 from service.wire.messages import Cancel, DeadLetter, Event, Job, WorkerCard
 from service.wire.redis_held import HeldJob, HeldJobs
-from service.wire.redis_link import RedisLink
+from service.wire.redis_link import STREAM_START, RedisLink
 
 log = logging.getLogger("quire.redis")
 
@@ -79,6 +79,8 @@ class RedisWorker:
         answer = await self._link.block(
             lambda redis, block_ms: redis.xread({keys.CANCELS: self._cancels_from}, MAX_CANCELS_READ, block_ms), wait_s
         )
+        if not answer and await self._link.is_past_end(keys.CANCELS, self._cancels_from):
+            self._cancels_from = STREAM_START
         cancels = []
         for entry_id, entry in (entry for _, entries in answer for entry in entries):
             self._cancels_from = entry_id.decode()

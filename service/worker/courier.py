@@ -27,7 +27,6 @@ log = logging.getLogger("quire.courier")
 FETCH_WAIT_S = 0.5
 HEARTBEAT_S = 1.0
 RETRY_S = 0.2
-CANCEL_AGAIN_S = 0.1
 LOOK_AGAIN_S = 0.015
 """How often a worker that is nearly full looks for jobs: what waits is not for it, or finds no room yet."""
 
@@ -82,12 +81,8 @@ class Courier:
             for task in done:
                 task.result()
         finally:
-            # Again and again: before Python 3.12 a `wait_for` may swallow a cancel, and a worker that kept its lease
-            # and did nothing else would hold its jobs for ever.
-            while pending := [task for task in tasks if not task.done()]:
-                for task in pending:
-                    task.cancel()
-                await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
+            for task in tasks:
+                task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def drain(self, timeout_s: float) -> None:

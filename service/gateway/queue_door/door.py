@@ -86,8 +86,11 @@ class QueueDoor:
 
     async def _serve(self, entry: IngressEntry) -> None:
         answer = Answer(self._hall, entry.producer, _reply_id(entry))
-        with about(producer=entry.producer, entry=entry.entry_id):
-            await self._serve_with(entry, answer)
+        try:
+            with about(producer=entry.producer, entry=entry.entry_id):
+                await self._serve_with(entry, answer)
+        finally:
+            self._hall.broker.leave_ingress(entry)
 
     async def _serve_with(self, entry: IngressEntry, answer: Answer) -> None:
         try:

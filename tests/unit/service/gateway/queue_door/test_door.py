@@ -7,6 +7,7 @@ import msgpack
 import pytest
 
 from service.errors import EndReason
+from service.wire import keys
 from service.wire.broker import BrokerUnavailable, QueueFull
 from service.wire.codec import decode, encode
 from service.wire.memory_queue import MemoryQueue
@@ -191,6 +192,15 @@ async def test_settling_is_tried_again(door, monkeypatch):
     door.broker.settle_failures = 3
     (reply,) = await answer(door, payload())
     assert reply.text == "Hello world."
+
+
+async def test_what_could_not_be_settled_is_fetched_again(model_folder, monkeypatch):
+    monkeypatch.setattr(keys, "INGRESS_LEFT_S", 0.05)
+    async with open_gateway(model_folder, Ledger(), request_timeout=0.9) as door:  # too short for another try
+        door.broker.settle_failures = 1
+        (reply,) = await answer(door, payload())
+        assert reply.text == "Hello world."
+        assert [entry.was_left for entry in door.broker.produced] == [False, True]
 
 
 async def test_what_a_drain_cuts_short_stays_unsettled_and_unanswered(model_folder):
