@@ -146,7 +146,7 @@ class MemoryQueue:
 
     def _has_waited(self, job_id: str) -> bool:
         """Long enough for another worker, if there is one, to have claimed it into a free place."""
-        return len(self._leases) == 1 or self._waiting.waited_s(job_id) >= LENT_AFTER_S
+        return len(self._leases) < 2 or self._waiting.waited_s(job_id) >= LENT_AFTER_S
 
     def claim_suspect(self, owner: str) -> Claim | None:
         while self._suspects:

@@ -23,7 +23,10 @@ def make_certificates(folder: Path) -> Certificates:
     names = Certificates(folder / "ca.pem", folder / "server.pem", folder / "server.key")
     curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "1"]
     key = str(folder / "ca.key")
-    _openssl("req", "-x509", *curve, "-subj", "/CN=test", "-keyout", key, "-out", str(names.authority))
+    _openssl(
+        "req", "-x509", *curve, "-subj", "/CN=test", "-addext", "keyUsage=critical,keyCertSign,cRLSign",
+        "-keyout", key, "-out", str(names.authority),
+    )  # fmt: skip
     _openssl(
         "req", "-x509", *curve, "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1",
         "-addext", "basicConstraints=critical,CA:FALSE", "-CA", str(names.authority), "-CAkey", key,
