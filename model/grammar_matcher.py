@@ -74,11 +74,13 @@ class Matcher:
         self._eos_token_ids = eos_token_ids
         self._digits = digits
         self._num_digits = num_digits
+        self._is_stuck = False
 
     @property
     def has_failed(self) -> bool:
-        """It grew beyond its limits, or took a token that it had forbidden: it knows nothing any more."""
-        return self._inner.is_error()
+        """It grew beyond its limits, took a token that it had forbidden, or forbids every token: it knows nothing any
+        more."""
+        return self._is_stuck or self._inner.is_error()
 
     @property
     def is_complete(self) -> bool:
@@ -92,6 +94,8 @@ class Matcher:
 
     def advance(self, token_ids: Sequence[int]) -> bool:
         """The text goes on with these tokens. False: they do not fit, and the matcher has failed."""
+        if self._is_stuck:
+            return False
         if self._digits is not None:
             for token in token_ids:
                 self._num_digits = self._digits.following(token, self._num_digits)
@@ -101,7 +105,8 @@ class Matcher:
         """Sets words uint32[num_words] to the tokens that may follow: bit i % 32 of word i // 32 is token i's.
 
         Where the text may end, `end_token_ids` are allowed too, and EOS only if it is one of them. Leaves Python's
-        lock while it computes. False: the matcher has failed, and everything is allowed.
+        lock while it computes. False: the matcher has failed, now that nothing may follow or before, and everything is
+        allowed.
         """
         self._inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self._inner.is_error():
@@ -112,6 +117,11 @@ class Matcher:
         if self._inner.is_accepting():
             for token in end_token_ids:
                 words[token // 32] |= _bit(token)
+        if not words.any():
+            # Only EOS would fit: a grammar may name it as it may any token, but no text holds it.
+            self._is_stuck = True
+            words[:] = ALL
+            return False
         if self._num_digits >= MAX_DIGITS:
             others = words & ~self._digits.begun_with
             if others.any():

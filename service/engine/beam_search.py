@@ -198,6 +198,8 @@ class BeamGroup(SequenceGroup):
 
         Returns why the search is over, GRAMMAR where that is more than can be followed; None if it goes on.
         """
+        if sequence.matcher is not None and sequence.matcher.has_failed:
+            return EndReason.GRAMMAR  # `row` holds what it would have forbidden
         self._rows[sequence] = row
         beams = self._search.beams = self._search.beams or [Beam(sequence)]
         if self.has_pending_tokens or any(beam.sequence not in self._rows for beam in beams):

@@ -201,7 +201,11 @@ class SequenceGroup:
         self.num_output_tokens += 1
         self._sums_logprob[sequence.branch] += logprob
         reason = sequence.end_after(token_id)
-        if sequence.matcher is None or reason is EndReason.STOP:
+        if sequence.matcher is None:
+            return reason
+        if sequence.matcher.has_failed:
+            return EndReason.GRAMMAR  # the token was drawn from all of them, and may be EOS
+        if reason is EndReason.STOP:
             return reason
         if not sequence.matcher.advance((token_id,)):
             return EndReason.GRAMMAR

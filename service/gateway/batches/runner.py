@@ -39,7 +39,8 @@ MAX_IN_FLIGHT = 64
 """Requests of one batch at once: enough to fill a machine that is idle, few enough to leave again soon."""
 RETRY_S = 2.0
 AGAIN = frozenset({429, 503, 504})
-"""Refusals that say nothing about the request itself: it is asked again as long as its batch lasts."""
+"""Refusals that say nothing about the request itself: it is asked again as long as its batch lasts. A 504 does say
+something where the line names its own `timeout`."""
 
 
 class BatchRunner:
@@ -228,7 +229,7 @@ class _Progress:
             except BrokerUnavailable:
                 await asyncio.sleep(RETRY_S)
             except RequestError as error:
-                if error.status not in AGAIN:
+                if error.status not in AGAIN or (error.status == 504 and line.body.get("timeout") is not None):
                     return refusal_line(name, line.custom_id, error)
                 attempt += error.status == 504  # under its old key it would be late again
                 await asyncio.sleep(error.retry_after_s or RETRY_S)

@@ -143,6 +143,16 @@ def test_a_token_that_does_not_fit_fails_the_matcher(compiler):
     assert not matcher.fill(np.zeros(-(-VOCAB // 32), np.uint32), ())
 
 
+@pytest.mark.parametrize("text", ['start: <|end|> "x"', "start: <[1]>"])
+def test_a_grammar_that_only_eos_would_fit_fails(compiler, text):
+    matcher, words = compiler.compile(of_grammar(text)), np.zeros(-(-VOCAB // 32), np.uint32)
+    assert not matcher.has_failed
+    assert not matcher.fill(words, (EOS,))
+    assert matcher.has_failed
+    assert np.all(words == 0xFFFFFFFF)
+    assert not matcher.advance([EOS])
+
+
 @pytest.mark.parametrize(
     "make",
     [

@@ -13,7 +13,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from model.grammar import COMPACT, of_choice, of_json, of_regex
+from model.grammar import COMPACT, of_choice, of_grammar, of_json, of_regex
 from model.ops.numpy_ops import NumpyOps
 from model.sampling_params import BeamSearch, SamplingParams
 from model.tokenizer import Tokenizer
@@ -123,6 +123,15 @@ def test_length_cuts_and_the_stop_ids_end(engines):
     )
     assert (len(told["cut", 0]), ends["cut"]) == (10, EndReason.LENGTH)
     assert (told["stopped", 0][-1], ends["stopped"]) == (comma, EndReason.STOP)
+
+
+@pytest.mark.parametrize("text", ['start: <|end|> "x"', 'start: "the" <|end|>', "start: start"])
+@pytest.mark.parametrize(
+    "wishes", [{}, {"logit_bias": ((EOS, 100.0),)}, {"n": 2, "best_of": 2}, {"beam": BeamSearch(width=2)}]
+)
+def test_a_grammar_that_no_token_fits_fails_its_own_request_alone(engines, text, wishes):
+    _, ends = run(engines.make(), ask("bad", of_grammar(text), **wishes), ask("good", of_choice(["the cat"])))
+    assert ends == {"bad": EndReason.GRAMMAR, "good": EndReason.STOP}
 
 
 def test_branches_go_their_own_ways(engines):
