@@ -93,7 +93,8 @@ class JobText:
             # Calls may begin with a special token, which is told apart later.
             skip = request.skip_special_tokens and request.tools is None
             detokenizer = tokenizer.detokenizer(skip, at_start=request.begins_a_text)
-            text = TextStream(detokenizer, request.stop, request.include_stop_str_in_output)
+            stop, include_stop = request.stop, request.include_stop_str_in_output
+            text = TextStream(detokenizer, stop, include_stop, request.sampling.min_tokens)
             self._branches[number] = _Branch(text, request.sampling.logprobs is not None)
         return self._branches[number]
 

@@ -19,10 +19,14 @@ class Told(NamedTuple):
 class TextStream:
     """One answer's text. `push` and `end` together tell every character once, in order, up to the stop string."""
 
-    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = (), include_stop: bool = False) -> None:
+    def __init__(
+        self, detokenizer: Detokenizer, stop: Sequence[str] = (), include_stop: bool = False, min_tokens: int = 0
+    ) -> None:
+        """Nothing stops within the first `min_tokens`; what began there may be completed behind them."""
         self._detokenizer = detokenizer
         self._matchers = [_Matcher(string) for string in stop]
         self._include_stop = include_stop
+        self._num_unstoppable = min_tokens  # tokens still to come that nothing stops
         self._held = ""
 
     def push(self, ids: Sequence[int]) -> Told:
@@ -32,6 +36,7 @@ class TextStream:
         told = ""
         # One at a time, so that the answer ends with the very token that completes a stop string.
         for count, token in enumerate(ids, 1):
+            self._num_unstoppable -= 1
             text, stopped = self._pass(self._detokenizer.push((token,)))
             told += text
             if stopped:
@@ -52,7 +57,7 @@ class TextStream:
         for index, char in enumerate(text, len(self._held) + 1):
             # A list, not a generator: every matcher has to see the character.
             complete = [matcher.length for matcher in self._matchers if matcher.feed(char)]
-            if complete:
+            if complete and self._num_unstoppable < 0:
                 self._held = ""
                 return pending[: index if self._include_stop else index - max(complete)], True
         num_held = max((matcher.num_matched for matcher in self._matchers), default=0)
@@ -77,8 +82,9 @@ class _Matcher:
             matched = self._borders[matched - 1]
         if self._string[matched] == char:
             matched += 1
-        self.num_matched = matched
-        return matched == self.length
+        is_complete = matched == self.length
+        self.num_matched = self._borders[-1] if is_complete else matched  # it may go on where it may not stop yet
+        return is_complete
 
 
 def _borders(string: str) -> list[int]:

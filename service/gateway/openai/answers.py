@@ -97,7 +97,8 @@ class Form(ABC):
         by_index: dict[int, list[Piece]] = {index: [] for index in range(self._wording.num_choices)}
         for piece in pieces:
             by_index[piece.index].append(piece)
-        choices = [self._choice(index, said) for index, said in by_index.items()]
+        # Of beams in a grammar there may be fewer that end than were asked for.
+        choices = [self._choice(index, said) for index, said in by_index.items() if said]
         return {**self._head(self._whole_object), "choices": choices, "usage": usage_json(outcome)}
 
     def _choice(self, index: int, pieces: Sequence[Piece]) -> Json:

@@ -158,6 +158,27 @@ async def test_beams(gateway):
     }  # fmt: skip
 
 
+async def test_fewer_beams_end_than_were_asked_for(gateway):
+    """As where a grammar allows no more than these."""
+    gateway.worker.script = saying(gateway, TEXTS[0], choices=(0,))
+    beams = {"n": 2, "use_beam_search": True, "beam_width": 3}
+    _, answer = await gateway.post(CHAT, {**MESSAGES, **beams})
+    (choice,) = answer["choices"]
+    assert (choice["index"], text_of(choice), choice["finish_reason"]) == (0, TEXTS[0], "stop")
+    assert told(await gateway.events(CHAT, {**MESSAGES, **beams})) == {0: (TEXTS[0], "stop")}
+    (reply,) = await replies_of(gateway, "beams", **beams)
+    assert (reply.index, reply.text, reply.finish_reason, reply.done) == (0, TEXTS[0], "stop", True)
+
+
+async def test_nothing_stops_an_answer_before_min_tokens(gateway):
+    gateway.worker.script = saying(gateway, "hello world, hello")
+    for min_tokens, text in ((0, ""), (3, "hello world, ")):
+        _, answer = await gateway.post(COMPLETIONS, {**PROMPT, "stop": "hello", "min_tokens": min_tokens})
+        (choice,) = answer["choices"]
+        assert (choice["text"], choice["finish_reason"]) == (text, "stop")
+        assert answer["usage"]["completion_tokens"] > min_tokens
+
+
 @pytest.mark.parametrize("prompts", [["the", "and the"], [[5, 6, 7], [8]]])
 async def test_choices_of_several_prompts_stand_prompt_by_prompt(gateway, prompts):
     def script(job):
@@ -275,23 +296,25 @@ async def test_continuing_the_final_message(gateway):
     assert (status, answer["error"]["param"]) == (400, "messages")
 
 
-async def test_choices_at_the_queue_door(gateway):
-    async def replies(name, **more):
-        payload = {"v": 1, "id": name, "endpoint": COMPLETIONS, "body": {**PROMPT, "n": 2, **more}}
-        await gateway.broker.produce("default", msgpack.packb(payload))
-        async with asyncio.timeout(SOON_S):
-            while True:
-                found = [decode(Reply, reply) for reply in gateway.broker.replies("default", name)]
-                if found and found[-1].done:
-                    return found
-                await asyncio.sleep(0.005)
+async def replies_of(gateway, name, **more):
+    """All that a producer hears of one completion."""
+    payload = {"v": 1, "id": name, "endpoint": COMPLETIONS, "body": {**PROMPT, **more}}
+    await gateway.broker.produce("default", msgpack.packb(payload))
+    async with asyncio.timeout(SOON_S):
+        while True:
+            found = [decode(Reply, reply) for reply in gateway.broker.replies("default", name)]
+            if found and found[-1].done:
+                return found
+            await asyncio.sleep(0.005)
 
+
+async def test_choices_at_the_queue_door(gateway):
     gateway.worker.script = saying(gateway, TEXTS[0], TEXTS[2])
-    first, second = await replies("whole")
+    first, second = await replies_of(gateway, "whole", n=2)
     assert (first.index, first.text, first.finish_reason, first.usage, first.done) == (0, TEXTS[0], "stop", None, False)
     assert (second.index, second.text, second.finish_reason) == (1, TEXTS[2], "stop")
     assert second.usage.completion_tokens == lengths(gateway, TEXTS[0], TEXTS[2])
-    streamed = await replies("streamed", stream=True)
+    streamed = await replies_of(gateway, "streamed", n=2, stream=True)
     assert ["".join(r.text for r in streamed if r.index == index) for index in range(2)] == [TEXTS[0], TEXTS[2]]
     assert [reply.number for reply in streamed] == list(range(1, len(streamed) + 1))
     assert sum(reply.finish_reason is not None for reply in streamed) == 2

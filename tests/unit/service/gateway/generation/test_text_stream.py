@@ -10,8 +10,8 @@ from service.gateway.generation.text_stream import TextStream, without_end_token
 PIECES = [bytes([i]) for i in range(256)] + ["é".encode(), "héllo".encode(), b"abc", b"ab", b"END"]
 
 
-def stream(stop=(), include_stop=False):
-    return TextStream(ByteDetokenizer(PIECES, 0), stop, include_stop)
+def stream(stop=(), include_stop=False, min_tokens=0):
+    return TextStream(ByteDetokenizer(PIECES, 0), stop, include_stop, min_tokens)
 
 
 def told(ids, stop=(), include_stop=False):
@@ -45,6 +45,24 @@ def test_holds_back_only_what_may_become_a_stop_string():
     text_stream = stream(["###"])
     assert [text_stream.push([token]).text for token in b"a#b##"] == ["a", "", "#b", "", ""]
     assert text_stream.end().text == "##"
+
+
+@pytest.mark.parametrize("min_tokens", range(9))
+def test_nothing_stops_within_the_first_tokens(min_tokens):
+    text_stream, text, count = stream(["aa"], min_tokens=min_tokens), "", 0
+    for token in b"aaaaxaa":
+        part = text_stream.push([token])
+        text, count = text + part.text, count + part.num_tokens
+        if part.stopped:
+            break
+    wanted = next((end for end in (2, 3, 4, 7) if end > min_tokens), None)
+    assert count == (wanted or 7)
+    assert text + text_stream.end().text == ("aaaaxaa" if wanted is None else "aaaaxaa"[: wanted - 2])
+
+
+def test_what_completed_a_stop_string_too_early_is_not_held_back():
+    text_stream = stream(["ab"], min_tokens=2)
+    assert [text_stream.push([token]).text for token in b"abc"] == ["", "ab", "c"]
 
 
 def test_token_that_completes_the_stop_string_is_counted_and_its_rest_is_not_told():
