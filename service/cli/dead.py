@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import sys
 from datetime import datetime
 
 from service.cli.table import print_grid, print_table
@@ -46,8 +47,10 @@ async def _run(flags: argparse.Namespace, url: str) -> int:
         if flags.action == "show":
             return _show(flags.job, await dead.find(flags.job))
         copy = await dead.requeue(flags.job)
-        print(copy or f"no dead letter of job {flags.job}")
-        return 0 if copy else 1
+        if copy is None:
+            return _not_there(flags.job)
+        print(copy)
+        return 0
     except BrokerUnavailable as error:
         raise StartupError(f"--redis-url: {error}") from None
     finally:
@@ -65,8 +68,7 @@ def _list(letters: list[DeadLetter]) -> int:
 
 def _show(job_id: str, letter: DeadLetter | None) -> int:
     if letter is None:
-        print(f"no dead letter of job {job_id}")
-        return 1
+        return _not_there(job_id)
     job = decode(Job, letter.job)
     prompt = unpack_ids(job.prompt)
     rest = f" ... {len(prompt)} in all" if len(prompt) > MAX_IDS_SHOWN else ""
@@ -90,3 +92,8 @@ def _shown_time(letter: DeadLetter) -> str:
 def _one_line(text: str) -> str:
     """A cause may hold what a client sent: nothing of it moves the cursor."""
     return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def _not_there(job_id: str) -> int:
+    print(f"quire dead: no dead letter of job {job_id}", file=sys.stderr)
+    return 1

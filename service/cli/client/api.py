@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 
 from service.cli.client.event_lines import EventLines
+from service.errors import StartupError
 
 URL, KEY = "QUIRE_URL", "QUIRE_API_KEY"
 CONNECT_TIMEOUT_S = 10.0
@@ -32,7 +33,7 @@ def add_client_flags(parser: argparse.ArgumentParser) -> None:
 
 
 class Api:
-    """Open inside `connected`."""
+    """Open inside `connected`. Raises StartupError where its URL is none."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str):
         self._http = http
@@ -70,7 +71,7 @@ class Api:
                     raise ServiceError(await _refusal(response))
                 yield response
         except aiohttp.InvalidURL:
-            raise ServiceError(f"--url: {self._url!r} is no address of a service") from None
+            raise StartupError(f"--url: {self._url!r} is no address of a service") from None
         except aiohttp.ClientConnectorError as error:
             raise ServiceError(f"{self._url} cannot be reached: {unreachable(error)}; --url says where it is") from None
         except (aiohttp.ClientError, OSError) as error:

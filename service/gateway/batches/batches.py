@@ -11,6 +11,7 @@ from aiohttp import web
 from service.errors import RequestError
 from service.gateway.batches.files import INPUT, find_file
 from service.gateway.batches.runner import BatchRunner
+from service.gateway.endpoints.completions import refuse_idempotency_key
 from service.gateway.endpoints.pages import page_json
 from service.gateway.generation.refusals import refusal
 from service.gateway.generation.request import BATCH_ENDPOINTS
@@ -48,6 +49,7 @@ class Batches:
         ]
 
     async def _create(self, http: web.Request) -> web.Response:
+        refuse_idempotency_key(http)
         body = convert(decode_object(await read_body(http)), BatchBody)
         _check(body)
         file = await find_file(self._broker, body.input_file_id, http[TENANT], "input_file_id")

@@ -10,10 +10,12 @@ from aiohttp import BodyPartReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from service.errors import RequestError
-from service.gateway.endpoints.pages import MAX_PAGE, page_json
+from service.gateway.endpoints.completions import refuse_idempotency_key
+from service.gateway.endpoints.pages import MAX_PAGE, is_ascending, page_json
 from service.gateway.generation.refusals import refusal
 from service.gateway.hall.admission import unavailable
 from service.gateway.http_server.guard import READ_TIMEOUT_S, TENANT, json_response
+from service.gateway.openai.bodies import unknown_field
 from service.wire import keys
 from service.wire.batches import BatchStore, StoredFile
 from service.wire.broker import BrokerUnavailable, DoorBroker
@@ -42,6 +44,7 @@ class Files:
         ]
 
     async def _upload(self, http: web.Request) -> web.Response:
+        refuse_idempotency_key(http)
         if http.content_type != "multipart/form-data":
             raise RequestError(415, "The body must be of type multipart/form-data.", code="unsupported_media_type")
         try:
@@ -70,8 +73,10 @@ class Files:
         form: dict[str, bytes] = {}
         reader = await http.multipart()
         while (part := await reader.next()) is not None:
-            if not isinstance(part, BodyPartReader) or part.name not in ("file", "purpose") or part.name in form:
+            if not isinstance(part, BodyPartReader) or part.name is None or part.name in form:
                 raise RequestError(400, "The form has the fields 'file' and 'purpose', each once.", code="invalid_body")
+            if part.name not in ("file", "purpose"):
+                raise unknown_field(part.name)
             data = await _bounded(part, self._max_file_bytes if part.name == "file" else MAX_PURPOSE_BYTES)
             if data is None and part.name == "purpose":
                 raise refusal("purpose", f"must be '{INPUT}'")
@@ -89,7 +94,7 @@ class Files:
             raise unavailable() from None
         purpose = http.query.get("purpose")
         wanted = [file for file in files if purpose in (None, file.purpose)]
-        if http.query.get("order", "desc") == "asc":
+        if is_ascending(http):
             wanted.reverse()
         return json_response(page_json(http, [file_json(file) for file in wanted], MAX_PAGE))
 

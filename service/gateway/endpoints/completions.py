@@ -16,13 +16,12 @@ from service.gateway.generation.refusals import refusal
 from service.gateway.generation.run import Run
 from service.gateway.hall.hall import Hall, incident
 from service.gateway.hall.ticket import Ticket
-from service.gateway.http_server.guard import TENANT, json_response, read_body
+from service.gateway.http_server.guard import ACCEPTED, REQUEST_ID, TENANT, json_response, read_body
 from service.gateway.http_server.sse import ClientGone, SseStream
 from service.gateway.openai.answers import error_json
 
 KEEP_ALIVE_S = 15.0
 REQUEST_ROUTE = "/v1/requests/{id}"
-REQUEST_ID = "X-Request-Id"
 IDEMPOTENCY_KEY = "Idempotency-Key"
 LAST_EVENT_ID = "Last-Event-ID"
 
@@ -40,6 +39,7 @@ class Generations:
             if key is not None and not request.background:
                 request = replace(request, resumable=True)
             ticket = await self._hall.accept(request, http[TENANT], key)
+            http[ACCEPTED] = ticket.request_id
             if not ticket.request.stays:
                 return await self._answer(http, ticket, self._hall.open(ticket), 0)
             if ticket.jobs:
@@ -54,7 +54,8 @@ class Generations:
     async def get(self, http: web.Request) -> web.StreamResponse:
         """The request's state, or its events where a stream is asked for."""
         ticket = await self._hall.find(http.match_info["id"], http[TENANT])
-        wants_events = "text/event-stream" in http.headers.get("Accept", "") or http.query.get("stream") == "true"
+        accepted = http.headers.get("Accept", "").lower()
+        wants_events = "text/event-stream" in accepted or http.query.get("stream") == "true"
         if wants_events or LAST_EVENT_ID in http.headers:
             return await self._stream(http, ticket, self._hall.view(ticket), last_event_id(http))
         return await self._state(ticket)
@@ -121,6 +122,12 @@ def idempotency_key(http: web.Request) -> str | None:
     if key is not None and not re.fullmatch(r"[\x21-\x7e]{1,255}", key):
         raise refusal(IDEMPOTENCY_KEY, "must be 1 to 255 visible ASCII characters")
     return key
+
+
+def refuse_idempotency_key(http: web.Request) -> None:
+    """Of a route whose requests cannot be found again. Raises RequestError (400)."""
+    if IDEMPOTENCY_KEY in http.headers:
+        raise refusal(IDEMPOTENCY_KEY, "is for completions, chats and responses")
 
 
 def last_event_id(http: web.Request) -> int:

@@ -11,12 +11,12 @@ from aiohttp import web
 
 from service.config import Settings
 from service.errors import RequestError
-from service.gateway.endpoints.completions import REQUEST_ID
+from service.gateway.endpoints.completions import refuse_idempotency_key
 from service.gateway.generation.request import EMBEDDINGS
 from service.gateway.generation.run import Run
 from service.gateway.hall.hall import Hall
 from service.gateway.hall.ticket import Ticket
-from service.gateway.http_server.guard import TENANT, json_response, read_body
+from service.gateway.http_server.guard import ACCEPTED, TENANT, json_response, read_body
 from service.gateway.openai.response_bodies import in_own_words
 from service.wire.codec import unpack_floats
 
@@ -32,15 +32,17 @@ class Embeddings:
 
     async def _create(self, http: web.Request) -> web.Response:
         require_enabled(self._hall.settings)
+        refuse_idempotency_key(http)
         request = await self._hall.read(EMBEDDINGS, await read_body(http))
         try:
             ticket = await self._hall.admit(request, http[TENANT])
         except RequestError as error:
             raise in_own_words(error) from None
+        http[ACCEPTED] = ticket.request_id
         async with self._hall.open(ticket) as run:
             async for _ in run:
                 pass
-        return json_response(await embedding_answer(self._hall, ticket, run), headers={REQUEST_ID: ticket.request_id})
+        return json_response(await embedding_answer(self._hall, ticket, run))
 
 
 def require_enabled(settings: Settings) -> None:

@@ -14,6 +14,14 @@ Json = dict[str, Any]
 MAX_PAGE = 10_000
 
 
+def is_ascending(http: web.Request) -> bool:
+    """Whether a list is asked for from its oldest item on. Raises RequestError (400)."""
+    order = http.query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise refusal("order", "must be asc or desc")
+    return order == "asc"
+
+
 def page_json(http: web.Request, items: Sequence[Json], default_limit: int) -> Json:
     """OpenAI's list object: of `items` those behind `after`, `limit` at most. Raises RequestError (400)."""
     text = http.query.get("limit", str(default_limit))

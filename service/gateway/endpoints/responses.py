@@ -13,14 +13,14 @@ from aiohttp import web
 
 from service.errors import RequestError
 from service.gateway.endpoints.completions import REQUEST_ID, idempotency_key, last_event_id, stream_of
-from service.gateway.endpoints.pages import page_json
+from service.gateway.endpoints.pages import is_ascending, page_json
 from service.gateway.endpoints.response_store import ResponseShelf, check_size
 from service.gateway.generation.refusals import refusal
 from service.gateway.generation.request import RESPONSES, Request
 from service.gateway.generation.run import Run
 from service.gateway.hall.hall import Hall, incident
 from service.gateway.hall.ticket import Ticket
-from service.gateway.http_server.guard import TENANT, json_response, read_body
+from service.gateway.http_server.guard import ACCEPTED, TENANT, json_response, read_body
 from service.gateway.http_server.sse import ClientGone, SseStream
 from service.gateway.openai.items import check_answered_calls, items_of
 from service.gateway.openai.response_bodies import in_own_words
@@ -60,6 +60,7 @@ class Responses:
             ticket = await self._hall.accept(request, http[TENANT], key)
         except RequestError as error:
             raise in_own_words(error) from None
+        http[ACCEPTED] = ticket.request_id
         form = self._hall.response_form(ticket)
         record = StoredResponse(
             response_id=form.response_id,
@@ -174,10 +175,7 @@ class Responses:
     async def _input_items(self, http: web.Request) -> web.Response:
         record = await self._found(http)
         items = [*record.context, *record.input]
-        order = http.query.get("order", "desc")
-        if order not in ("asc", "desc"):
-            raise refusal("order", "must be asc or desc")
-        if order == "desc":
+        if not is_ascending(http):
             items.reverse()
         return json_response(page_json(http, items, DEFAULT_PAGE))
 

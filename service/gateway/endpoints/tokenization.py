@@ -35,7 +35,7 @@ def tokenize(model: ServedModel, data: bytes) -> dict[str, Any]:
         fields["messages"] = plain_messages(fields["messages"])
     body = convert(fields, TokenizeBody)
     model.require(model.name if body.model is None else body.model)
-    ids = model.encode(_prompt(body))
+    ids = model.encode(_prompt(body), body.add_special_tokens is not False)
     texts = [model.tokenizer.token_text(token) for token in ids] if body.return_token_strs else None
     return {"count": len(ids), "tokens": ids, "token_strs": texts}
 
@@ -51,11 +51,9 @@ def detokenize(model: ServedModel, data: bytes) -> dict[str, Any]:
 def _prompt(body: TokenizeBody) -> str | Conversation:
     if (body.prompt is None) == (body.messages is None):
         raise refusal("prompt", "or 'messages' must be given, one of them")
-    # What a model wants around a prompt is added to a prompt and never to a rendered conversation.
-    added = body.messages is None
-    if body.add_special_tokens not in (None, added):
-        raise refusal("add_special_tokens", f"can only be {str(added).lower()} here")
     if body.messages is not None:
+        if body.add_special_tokens:
+            raise refusal("add_special_tokens", "cannot be true with 'messages', whose template adds them")
         return conversation(body.messages, body.add_generation_prompt, {})
     return body.prompt
 

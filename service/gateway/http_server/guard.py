@@ -31,6 +31,9 @@ PAGE = "/ui"
 """Opened in a browser, which asks its user for the key if the refusal says so in a way that browsers know."""
 
 TENANT: web.RequestKey[str] = web.RequestKey("tenant", str)
+ACCEPTED: web.RequestKey[str] = web.RequestKey("accepted", str)
+"""The id under which a request was accepted: every answer to it tells that, an error too."""
+REQUEST_ID = "X-Request-Id"
 READ_TIMEOUT_S: web.AppKey[float] = web.AppKey("read_timeout_s", float)
 log = logging.getLogger("quire.gateway")
 
@@ -105,6 +108,8 @@ def guard(
                 raise
             except Exception as error:
                 response = error_response(incident(error, route))
+            if ACCEPTED in http and not response.prepared:
+                response.headers.setdefault(REQUEST_ID, http[ACCEPTED])
             metrics.responded(route, response.status)
             answered(response.status)
             await _see_off(http, response, write_timeout_s)

@@ -218,12 +218,17 @@ def convert(fields: Mapping[str, Any], kind: type[msgspec.Struct]) -> Any:
     """`fields` as the struct `kind`, types strict. Raises RequestError (400) that names the field, never its value."""
     for name in fields:
         if name not in kind.__struct_encode_fields__:
-            shown = _showable(name)
-            raise RequestError(400, f"Unknown field '{shown}'.", param=shown, code="unknown_field")
+            raise unknown_field(name)
     try:
         return msgspec.convert(fields, kind, strict=True)
     except msgspec.ValidationError as error:
         raise _refusal_of(str(error)) from None
+
+
+def unknown_field(name: Any) -> RequestError:
+    """The 400 of a field that stands nowhere."""
+    param = _showable(name)
+    return RequestError(400, f"Unknown field '{param}'.", param=param, code="unknown_field")
 
 
 def _refusal_of(complaint: str) -> RequestError:
@@ -231,8 +236,7 @@ def _refusal_of(complaint: str) -> RequestError:
     what, _, place = complaint.rpartition(" - at `$") if " - at `$" in complaint else (complaint, "", "")
     place = place.rstrip("`").lstrip(".")
     if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", what, re.DOTALL):
-        param = _showable(f"{place}.{unknown[1]}")
-        return RequestError(400, f"Unknown field '{param}'.", param=param, code="unknown_field")
+        return unknown_field(f"{place}.{unknown[1]}")
     if missing := re.fullmatch(r"Object missing required field `(\w+)`", what):
         param = f"{place}.{missing[1]}".lstrip(".")
         return RequestError(400, f"'{param}' is required.", param=param, code="missing_required_parameter")

@@ -42,13 +42,17 @@ Wish = tuple[str, Callable[[], str]]
 
 
 def _response_format(asked: ResponseFormat | None) -> list[Wish]:
-    if asked is None or asked.type == "text":
+    if asked is None:
         return []
     param = "response_format"
+    if asked.type not in ("text", "json_object", "json_schema"):
+        raise refusal("response_format.type", "must be one of text, json_object, json_schema")
+    if asked.type != "json_schema" and asked.json_schema is not None:
+        raise refusal("response_format.json_schema", "needs the type json_schema")
+    if asked.type == "text":
+        return []
     if asked.type == "json_object":
         return [(param, lambda: of_json({"type": "object"}))]
-    if asked.type != "json_schema":
-        raise refusal("response_format.type", "must be one of text, json_object, json_schema")
     if asked.json_schema is None:
         raise refusal("response_format.json_schema", "is required")
     schema = asked.json_schema.schema
@@ -76,6 +80,9 @@ def _structured(body: GenerationBody) -> list[Wish]:
         return []
     if asked.disable_additional_properties:
         raise refusal(f"{param}.disable_additional_properties", "is not supported here when true")
+    for name in ("whitespace_pattern", "disable_any_whitespace"):
+        if getattr(asked, name) not in (None, False) and asked.json is None and not asked.json_object:
+            raise refusal(f"{param}.{name}", "needs 'json' or 'json_object'")
     wishes = [
         (f"{param}.{form}", _maker(form, wish, _whitespace(asked), f"{param}.{form}"))
         for form in _OF_FORM

@@ -128,7 +128,8 @@ class QueueDoor:
     async def _generate(self, entry: IngressEntry, answer: Answer) -> None:
         try:
             job = decode(IngressJob, entry.payload)
-        except WireError:
+        except WireError as error:
+            log.info("ingress entry refused: %s", error)
             raise RequestError(400, "The entry is not a valid job message.", code="invalid_message") from None
         traceparent = read_traceparent(job.traceparent)
         also_about(trace=trace_id(traceparent))
@@ -149,7 +150,8 @@ class QueueDoor:
                 choice.hear(piece)
                 if request.stream and piece.finish_reason is None:
                     await answer.tell(piece.index, choice.take())
-        await answer.finish(list(choices.values()), run.outcome)
+        # Of beams in a grammar there may be fewer that end than were asked for.
+        await answer.finish([choice for choice in choices.values() if choice.finish_reason is not None], run.outcome)
 
     async def _read(self, job: IngressJob) -> Request:
         if job.endpoint not in ENDPOINTS:
@@ -161,6 +163,12 @@ class QueueDoor:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(request.sampling, name) is not None:
                 raise refusal(name, "are not carried by the queue's replies")
+        for name, is_asked in (
+            ("echo", request.echo),
+            ("stream_options.continuous_usage_stats", request.usage_in_chunks),
+        ):
+            if is_asked:
+                raise refusal(name, "is not carried by the queue's replies")
         return request
 
     async def _persistently(self, attempt: Callable[[], Awaitable[None]]) -> None:

@@ -72,11 +72,12 @@ async def test_an_answer_that_fails_behind_its_beginning_fails(folder, capsys):
 
 
 @pytest.mark.parametrize(
-    ("url", "complaint"), [("http://127.0.0.1:9", "cannot be reached"), ("foo", "is no address of a service")]
+    ("url", "complaint", "status"),
+    [("http://127.0.0.1:9", "cannot be reached", 1), ("foo", "is no address of a service", 2)],
 )
-def test_where_nothing_is_found(url, complaint, capsys):
+def test_where_nothing_is_found(url, complaint, status, capsys):
     for verb in (["chat", "Hi"], ["complete", "Hi"], ["top", "--once"]):
-        assert main([verb[0], "--url", url, *verb[1:]]) == 1
+        assert main([verb[0], "--url", url, *verb[1:]]) == status
         assert complaint in capsys.readouterr().err
 
 

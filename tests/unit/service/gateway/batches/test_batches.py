@@ -117,6 +117,37 @@ async def test_a_batch_answers_every_line_in_order_and_in_the_lowest_lane(folder
     assert batch.in_progress_at <= batch.finalizing_at <= batch.completed_at
 
 
+async def test_a_line_that_runs_past_its_own_timeout_is_told_so(folder):
+    slow, other = line(0), line(1)
+    slow["body"] = {**slow["body"], "timeout": 0.05}
+    async with open_gateway(folder) as gateway, client_of(gateway) as client:
+        gateway.worker.script = lambda job: speech(
+            gateway.model, "Hello", end=None if job.deadline_s - job.submitted_at_s < 1 else EndReason.STOP
+        )
+        batch = await ended(client, (await submit(client, jsonl(slow, other))).id)
+        assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 1, 1)
+        (told,) = await answers(client, batch.error_file_id)
+    assert (told["custom_id"], told["response"]["status_code"]) == ("line-0", 504)
+    assert told["response"]["body"]["error"]["code"] == "deadline"
+
+
+@pytest.mark.parametrize("route", ["/v1/files", "/v1/batches"])
+async def test_a_key_that_would_not_be_honoured_is_refused(folder, route):
+    async with open_gateway(folder) as gateway:
+        status, answer = await gateway.post(route, {}, headers={"Idempotency-Key": "once"})
+        assert (status, answer["error"]["param"]) == (400, "Idempotency-Key")
+
+
+async def test_files_are_listed_in_the_order_that_is_asked_for(folder):
+    async with open_gateway(folder) as gateway, client_of(gateway) as client:
+        ids = [(await client.files.create(file=(name, b"{}"), purpose="batch")).id for name in "abc"]
+        for order in ("asc", "desc"):
+            listed = [each.id async for each in client.files.list(order=order)]
+            assert listed == (ids if order == "asc" else ids[::-1])
+        status, answer = await gateway.get("/v1/files?order=newest")
+        assert (status, answer["error"]["param"]) == (400, "order")
+
+
 async def test_lines_that_cannot_be_answered_stand_in_the_error_file(folder):
     bad_wish = line(1)
     bad_wish["body"] = {**bad_wish["body"], "temperature": 99}

@@ -62,6 +62,13 @@ async def test_what_cannot_be_is_refused(served, fields, param):
     assert gateway.worker.jobs == []
 
 
+async def test_a_key_that_would_not_be_honoured_is_refused(served):
+    gateway, _ = served
+    status, answer = await gateway.post(EMBEDDINGS, {"model": MODEL, "input": "a"}, headers={"Idempotency-Key": "once"})
+    assert (status, answer["error"]["param"]) == (400, "Idempotency-Key")
+    assert gateway.worker.jobs == []
+
+
 async def test_it_is_refused_unless_it_is_enabled(gateway):
     async with client_of(gateway) as client:
         with pytest.raises(openai.NotFoundError, match="not enabled"):

@@ -3,6 +3,7 @@
 import json
 
 import aiohttp
+import openai
 import pytest
 
 from service.errors import ENDINGS, EndReason
@@ -27,6 +28,18 @@ async def test_jobs_that_fail(gateway, end):
         assert status == ENDINGS[end].status
         assert answer["error"]["message"] == ENDINGS[end].message
         assert answer["error"]["code"] == end.value
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHAT, MESSAGES), ("/v1/responses", {"model": MODEL, "input": "hi"})])
+async def test_what_fails_once_accepted_is_known_by_its_id(gateway, path, body):
+    """As a client tells its user, and as the logs tell of it."""
+    gateway.worker.script = lambda job: Script([], EndReason.NUMERICAL_ERROR)
+    async with openai.AsyncOpenAI(base_url=gateway.url + "/v1", api_key="-", max_retries=0) as client:
+        with pytest.raises(openai.InternalServerError) as failed:
+            await client.post(path.removeprefix("/v1"), body=body, cast_to=object)
+    assert failed.value.request_id == gateway.worker.jobs[0].job_id
+    async with gateway.http.post(gateway.url + path, json={**body, "model": "other"}) as response:
+        assert (response.status, response.headers.get("X-Request-Id")) == (404, None)
 
 
 async def test_failure_after_the_first_text_is_the_last_event(gateway):

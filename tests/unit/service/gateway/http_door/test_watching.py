@@ -4,6 +4,7 @@ import pytest
 
 from service import metrics
 from service.wire.broker import BrokerUnavailable
+from tests.support.demo_engine import DEMO
 from tests.support.gateway import MAX_POSITION, MODEL, QuickBroker, open_gateway
 
 CHAT = "/v1/chat/completions"
@@ -86,6 +87,14 @@ async def test_tokens_there_and_back(gateway):
     assert body["token_strs"] == ["the", " ", "and"]
 
 
+async def test_tokens_without_those_around_a_prompt():
+    async with open_gateway(DEMO) as gateway:
+        _, whole = await gateway.post("/tokenize", {"prompt": "Once upon"})
+        _, bare = await gateway.post("/tokenize", {"prompt": "Once upon", "add_special_tokens": False})
+        assert whole["tokens"] == [gateway.model.tokenizer.special_id("<|begin|>"), *bare["tokens"]]
+        assert await gateway.post("/tokenize", {"prompt": "Once upon", "add_special_tokens": True}) == (200, whole)
+
+
 async def test_tokens_of_messages_are_those_of_the_job(gateway):
     _, body = await gateway.post("/tokenize", {"messages": MESSAGES})
     _, answer = await gateway.post(CHAT, {"model": MODEL, "messages": MESSAGES})
@@ -100,7 +109,6 @@ async def test_tokens_of_messages_are_those_of_the_job(gateway):
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "prompt"),
         ("/tokenize", {"prompt": 5}, "prompt"),
-        ("/tokenize", {"prompt": "a", "add_special_tokens": False}, "add_special_tokens"),
         ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
         ("/tokenize", {"messages": [{"role": "user"}]}, "messages[0].content"),
         ("/tokenize", {"prompt": "a", "x": 1}, "x"),

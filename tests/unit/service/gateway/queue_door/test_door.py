@@ -105,6 +105,13 @@ async def test_long_text_comes_in_several_replies(door, monkeypatch):
         (payload(bogus=1), "job", "unknown_field", "bogus"),
         (payload(model="other"), "job", "model_not_found", "model"),
         (payload(logprobs=True), "job", None, "logprobs"),
+        (payload(endpoint=COMPLETIONS, echo=True), "job", None, "echo"),
+        (
+            payload(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}),
+            "job",
+            None,
+            "stream_options.continuous_usage_stats",
+        ),
         (payload(endpoint=COMPLETIONS, prompt=[10**6]), "job", None, "prompt"),
         (payload(endpoint=COMPLETIONS, prompt=b"\x01\0\0"), "job", "invalid_message", None),
         (msgpack.packb({"v": 1, "id": "x", "endpoint": "/v1/embeddings", "body": {}}), "x", None, "endpoint"),
@@ -131,6 +138,13 @@ async def test_bad_entries_get_one_error_and_are_settled(door, data, name, code,
     assert reply.usage is None
     assert door.worker.jobs == []
     assert (await answer(door, payload("next"), "next"))[0].text == "Hello world."
+
+
+async def test_an_entry_that_is_no_job_is_logged(door, caplog):
+    caplog.set_level("INFO", "quire.gateway")
+    await answer(door, msgpack.packb({"v": 9, "id": "x\x1b[31m"}), "1-0")
+    (told,) = [record.getMessage() for record in caplog.records if "ingress entry refused" in record.getMessage()]
+    assert told == "ingress entry refused: field v: this side speaks version 1"
 
 
 @pytest.mark.parametrize("end", [EndReason.INTERNAL, EndReason.TOO_LARGE, EndReason.NUMERICAL_ERROR])
