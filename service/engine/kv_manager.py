@@ -70,6 +70,18 @@ class KVManager:
         missing = -(-sequence.num_tokens // self.block_size) - len(shared) + (match.partial is not None)
         return missing + self.pool.num_unheld(shared)
 
+    def match_within(self, sequence: Sequence, num_blocks: int) -> Match:
+        """As `match`, but without a block of which only the first tokens match where its copy would make the sequence
+        want more than so many blocks: so it wants none that it would not want if nothing were known."""
+        match = self.match(sequence)
+        if match.partial is None or self.num_wanted_blocks(sequence, match) <= num_blocks:
+            return match
+        return Match.of(match.nodes, None, len(match.nodes) * self.block_size)
+
+    def can_begin(self, match: Match) -> bool:
+        """Whether there is room for what `begin` brings and holds."""
+        return len(match.on_host) + self.pool.num_unheld(match.on_gpu) <= self.pool.num_available
+
     def begin(self, sequence: Sequence, match: Match) -> None:
         """Give a sequence that holds nothing what `match` has just found. Raises OutOfBlocks and then changes nothing.
 
@@ -78,7 +90,7 @@ class KVManager:
         if self._known is None:
             return
         shared, absent = match.on_gpu, match.on_host
-        if len(absent) + self.pool.num_unheld(shared) > self.pool.num_available:
+        if not self.can_begin(match):
             raise OutOfBlocks(f"{len(absent)} blocks wanted for what is on the host")
         self.pool.share(shared)  # first, so that making room for the others does not cost it
         if absent:

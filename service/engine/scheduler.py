@@ -12,7 +12,8 @@ from collections import Counter, deque
 from collections.abc import Iterator, Set
 from itertools import chain, islice
 
-from service.engine.kv_manager import NO_MATCH, KVManager
+from service.engine.known_blocks import NO_MATCH, Match
+from service.engine.kv_manager import KVManager
 from service.engine.limits import Limits
 from service.engine.plan import Chunk, StepPlan
 from service.engine.preemption import Preemption
@@ -66,10 +67,9 @@ class Scheduler:
         """The followers that part from the leader within what it has computed go on by themselves."""
         parting = [one for one in leader.followers if one.num_inherited_tokens <= leader.num_computed_tokens]
         for follower in parting:
+            match = self._what_it_had(follower) if follower.num_output_tokens else NO_MATCH
             follower.is_parked = False
-            match = self._kv.match(follower) if follower.num_output_tokens else NO_MATCH
-            has_room = len(match.nodes) <= self._kv.pool.num_available
-            if match.num_tokens > follower.num_inherited_tokens and has_room:  # what it had before it was preempted
+            if match.num_tokens > follower.num_inherited_tokens and self._kv.can_begin(match):
                 self._kv.begin(follower, match)
             else:
                 self._kv.fork(leader, follower, follower.num_inherited_tokens)
@@ -190,17 +190,20 @@ class Scheduler:
                 break
             group.park()
             leader, *others = group.live
+            num_behind = sum(map(self._kv.num_lacking_blocks, others))
+            room = spare - self._num_reserve_blocks - num_behind
             # A prompt of which more than the last logits are wanted is computed, whatever is in memory.
-            match = NO_MATCH if group.is_to_score or group.is_to_pool else self._kv.match(leader)
-            wanted = self._kv.num_wanted_blocks(leader, match) + sum(map(self._kv.num_lacking_blocks, others))
-            if wanted + self._num_reserve_blocks > spare:
+            is_wanted = group.is_to_score or group.is_to_pool
+            match = NO_MATCH if is_wanted else self._kv.match_within(leader, room)
+            wanted = self._kv.num_wanted_blocks(leader, match)
+            if wanted > room:
                 group.disband()
                 break
             self.waiting.remove(group)
             self._start(group)
             num_running[group.tenant] += len(group.live)
             self._kv.begin(leader, match)
-            spare -= wanted
+            spare -= wanted + num_behind
             if leader not in self._kv.arriving():
                 chunk = self._chunk(leader, budget)
                 self._kv.extend(leader, chunk.end)
@@ -217,6 +220,11 @@ class Scheduler:
         lenders = self._tenants.lenders(list(self.waiting), self.running, num_free_blocks, is_settled)
         self.preemption.call_back(lenders, self.running)
         self._queue_again(lenders)
+
+    def _what_it_had(self, follower: Sequence) -> Match:
+        """What is in memory of a follower, from before it was preempted; no more than leaves room for what all lack."""
+        others = self._num_growing_blocks() - self._kv.num_lacking_blocks(follower)
+        return self._kv.match_within(follower, self._kv.pool.num_available - others)
 
     def _start(self, group: SequenceGroup) -> None:
         place = len(self.running)

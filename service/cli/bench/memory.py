@@ -91,7 +91,7 @@ def _add_rate_flags(parser: argparse.ArgumentParser) -> None:
 def run_memory_bench(settings: Settings, flags: argparse.Namespace) -> int:
     """0; raises StartupError where the work is not named well or does not fit."""
     _check(flags)
-    policies = [] if flags.sharing else read_policies(flags.policies or DEFAULT_POLICIES)
+    policies = [] if flags.sharing else read_policies(DEFAULT_POLICIES if flags.policies is None else flags.policies)
     sweep = Sweep(
         rates_of=read_rates(flags.rates, {policy.name for policy in policies}),
         latency_limit_s=_number(flags, "--latency-limit"),

@@ -52,6 +52,8 @@ def check_report_flags(flags: argparse.Namespace) -> None:
     for flag, path in (("--out", flags.out), ("--plot", flags.plot)):
         if path is not None and not path.absolute().parent.is_dir():
             raise StartupError(f"{flag}: there is no folder {path.parent}")
+        if path is not None and path.is_dir():
+            raise StartupError(f"{flag}: {path} is a folder")
     if flags.plot is None:
         return
     if flags.plot.suffix not in (".png", ".svg", ".pdf"):

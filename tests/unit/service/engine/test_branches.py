@@ -71,6 +71,17 @@ def test_branches_say_what_each_would_say_alone(make_engine, prompt):
     assert engine.stats().num_blocks_used == 0
 
 
+@pytest.mark.parametrize(("prompt", "n", "max_tokens"), [((1, 2, 9, 8, 8), 1, 3), ((1, 2, 9), 2, 1)])
+def test_what_the_cache_has_keeps_nobody_out_of_a_pool_that_is_just_large_enough(make_engine, prompt, n, max_tokens):
+    """Its block begins as one of theirs does: to share that, and to copy it, would take one more than there are."""
+    engine, _ = make_engine(num_blocks=2)
+    engine.add(request("before", [1, 2, 3, 4, 5], max_tokens=1))
+    run_steps(engine)
+    engine.add(request("a", prompt, n=n, max_tokens=max_tokens))
+    told = run_steps(engine, num_steps=50)
+    assert told["a"].by_branch() == {branch: alone(prompt, branch, max_tokens) for branch in range(n)}
+
+
 @pytest.mark.parametrize(("length", "num_copies"), [(40, 0), (41, 7), (43, 7)])
 def test_eight_branches_hold_one_prompt(make_engine, length, num_copies):
     engine, executor = make_engine()

@@ -193,6 +193,19 @@ def test_wanted_blocks_count_the_cached_ones_that_come_into_use():
     assert before - kv.pool.num_available == 4
 
 
+def test_the_copy_of_a_beginning_is_not_wanted_where_there_is_no_room_for_it():
+    kv = caching(num_blocks=3)
+    kv.release(computed(kv, range(8)))
+    other = sequence([0, 1, 2, 3, 4, 5, *range(60, 66)])
+    assert kv.num_wanted_blocks(other, kv.match(other)) == 4
+    match = kv.match_within(other, kv.pool.num_available)
+    assert (match.num_tokens, kv.num_wanted_blocks(other, match)) == (4, 3)
+    assert kv.match_within(other, 4) == kv.match(other)
+    kv.begin(other, match)
+    planned(kv, other)
+    kv.check_invariants([other])
+
+
 def test_nan_is_not_remembered_and_takes_nothing_proven_along():
     kv = caching()
     good = computed(kv, range(5))

@@ -216,6 +216,9 @@ def test_lengths_are_scaled_to_means(tmp_path, trace):
     ("flags", "complaint"),
     [
         (["--policies", "paged,orca"], "--policies: 'orca' is none of paged,"),
+        (["--policies", ""], "--policies: '' is none of paged,"),
+        (["--out", "/"], "--out: / is a folder"),
+        (["--max-model-len", "1"], "memory: --max-model-len 1 leaves no room"),
         (["--rates", "1,x"], "--rates: 'x' is not a number"),
         (["--latency-limit", "-1"], "--latency-limit: -1 is not above 0"),
         (["--num-requests", "0"], "--num-requests: 0 is outside"),
