@@ -104,6 +104,8 @@ class FeedReader:
                 if (outage.is_on or is_silent) and await self._rewind_feeds():
                     self._look_all()
                 entries = await self._read(self._positions, FEED_BLOCK_S)
+                if await self._came_too_late(entries):
+                    self._look_all()
             except BrokerUnavailable as error:
                 await asyncio.sleep(outage.failed(error))
                 continue
@@ -114,6 +116,12 @@ class FeedReader:
                     self._hear(decode_events(batch, self._followers))
             if outage.over():
                 self._look_all()
+
+    async def _came_too_late(self, read: list[tuple[str, list[tuple[str, bytes]]]]) -> bool:
+        """Whether a feed may have been cut short behind our position before this was read of it. That takes more than a
+        page. Of a job that ended there no later number tells that something is missing."""
+        full = [key for key, entries in read if len(entries) == PAGE_ENTRIES and self._positions[key] != STREAM_START]
+        return any([await self._link.begins_after(key, self._positions[key]) for key in full])
 
     async def _rewind_feeds(self) -> bool:
         """Whether one had to be: a Redis that lost its data, or another that is the primary now, may have fewer

@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Awaitable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import msgpack
@@ -29,8 +29,12 @@ log = logging.getLogger("quire.redis")
 SETTLED_KEPT_S = 3.0
 """How long an ended job is remembered: longer than what `appendfsync everysec` may lose."""
 REPLAY_EVENTS = 512
+MAX_ACT_BYTES = 4 << 20
+"""Of messages that one script is given, but for a longer one that goes alone: Redis takes 16 MB in an argument
+(`proto-max-bulk-len`), and what was refused once, or took too long, would be said again for ever."""
 
 Answer = TypeVar("Answer")
+Item = TypeVar("Item")
 
 
 class HeldJob:
@@ -46,6 +50,11 @@ class HeldJob:
         self.told: list[bytes] = []
         self.end = ""
         self._restoring = (job.job_id, attempt, message, new_state(job, attempt), deadline_arg(job))
+
+    @property
+    def num_bytes(self) -> int:
+        """About as many as `restoring` takes."""
+        return len(self._restoring[2])
 
     @property
     def restoring(self) -> tuple[Any, ...]:
@@ -112,26 +121,27 @@ class HeldJobs:
     async def publish(self, events: Sequence[Event]) -> frozenset[str]:
         """As WorkerBroker says."""
         await self.assert_claims()
-        known = [(self._held[event.job_id], event) for event in events if event.job_id in self._held]
+        known = [(self._held[event.job_id], event, encode(event)) for event in events if event.job_id in self._held]
         strangers = {event.job_id for event in events} - self._held.keys()
-        if known:
-            payloads = [encode(event) for _, event in known]
-            items = [
-                (held, event.number, payload, "" if event.end is None else event.end.value)
-                for (held, event), payload in zip(known, payloads, strict=True)
-            ]
-            ending = {event.job_id for _, event in known if event.end is not None}
-            self._ending |= ending
-            try:
-                refused = await self.run_sure("publish", *_packed(items, [event for _, event in known]))
-            finally:
-                self._ending -= ending
-            refused = {known[index - 1][1].job_id for index in refused}
-            for (held, event), payload in zip(known, payloads, strict=True):
-                if event.job_id not in refused:
-                    self._note_told(held, event, payload)
-            self._lose(refused)
+        ending = {event.job_id for _, event, _ in known if event.end is not None}
+        self._ending |= ending
+        try:
+            for some in in_acts(known, lambda told: len(told[2])):
+                await self._publish_some(some)
+        finally:
+            self._ending -= ending
         return self._take_lost() | strangers
+
+    async def _publish_some(self, told: Sequence[tuple[HeldJob, Event, bytes]]) -> None:
+        items = [
+            (held, event.number, payload, "" if event.end is None else event.end.value) for held, event, payload in told
+        ]
+        answer = await self.run_sure("publish", *_packed(items, [event for _, event, _ in told]))
+        refused = {told[index - 1][1].job_id for index in answer}
+        for held, event, payload in told:
+            if event.job_id not in refused:
+                self._note_told(held, event, payload)
+        self._lose(refused)
 
     async def renew(self) -> Lease:
         """As WorkerBroker says."""
@@ -183,14 +193,19 @@ class HeldJobs:
 
     async def _restore(self) -> None:
         jobs = {held.job_id: held for _, held in self._settled} | self._held
-        items = msgpack.packb([word for held in jobs.values() for word in held.restoring], use_bin_type=False)
-        epoch, *lost = await self.run(
-            "restore", [], [self._epoch, secrets.token_hex(8), self._owner, self._lease_s, items]
-        )
-        if self._epoch and epoch.decode() != self._epoch:
+        epoch, lost = "", set()
+        for some in in_acts(list(jobs.values()), lambda held: held.num_bytes) or [[]]:
+            items = msgpack.packb([word for held in some for word in held.restoring], use_bin_type=False)
+            asked = [self._epoch, secrets.token_hex(8), self._owner, self._lease_s, items]
+            answer, *not_ours = await self.run("restore", [], asked)
+            lost |= {job_id.decode() for job_id in not_ours}
+            if epoch and answer.decode() != epoch:
+                self.doubt()  # everything was lost again meanwhile
+                return
+            epoch = answer.decode()
+        if self._epoch and epoch != self._epoch:
             log.error("redis has lost its data; our jobs are there again %s", fields(num_jobs=len(jobs)))
-        self._epoch = epoch.decode()
-        lost = {job_id.decode() for job_id in lost}
+        self._epoch = epoch
         self._lose(lost)
         await self._refill([held for job_id, held in jobs.items() if job_id not in lost])
 
@@ -212,9 +227,23 @@ class HeldJobs:
                 items.append((held, number, held.told[number - 1], held.end if number == len(held.told) else ""))
         if items:
             log.warning("events that redis lost are told again %s", fields(num_events=len(items)))
-        for start in range(0, len(items), REPLAY_EVENTS):
-            script_keys, args = _packed(items[start : start + REPLAY_EVENTS])
+        for some in in_acts(items, lambda item: len(item[2]), REPLAY_EVENTS):
+            script_keys, args = _packed(some)
             await self.run("publish", script_keys, [self._epoch, *args])
+
+
+def in_acts(items: Sequence[Item], num_bytes: Callable[[Item], int], max_items: int | None = None) -> list[list[Item]]:
+    """In their order, MAX_ACT_BYTES and `max_items` at most at once."""
+    acts: list[list[Item]] = []
+    room = 0
+    for item in items:
+        size = num_bytes(item)
+        if not acts or size > room or len(acts[-1]) == max_items:
+            acts.append([])
+            room = MAX_ACT_BYTES
+        acts[-1].append(item)
+        room -= size
+    return acts
 
 
 def _packed(

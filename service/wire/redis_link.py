@@ -150,6 +150,12 @@ class RedisLink:
             last = await redis.xrevrange(stream, count=1)
         return not last or order(last[0][0].decode()) < order(entry_id)
 
+    async def begins_after(self, stream: str, entry_id: str) -> bool:
+        """Whether that entry is there no more, nor any before it."""
+        async with self.commands() as redis:
+            first = await redis.xrange(stream, count=1)
+        return not first or order(first[0][0].decode()) > order(entry_id)
+
     async def make_group(self, stream: str, group: str) -> None:
         """From the stream's first entry on, so that what was written before the group is not lost."""
         async with self.commands() as redis:

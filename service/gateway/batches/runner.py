@@ -63,6 +63,8 @@ class BatchRunner:
                     await self._take_up()
                 except BrokerUnavailable as error:
                     log.warning("no batches to be had: %s", error)
+                except Exception as error:
+                    incident(error, "batch")
                 with suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_EVERY_S):
                         await self._news.wait()

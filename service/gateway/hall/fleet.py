@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
-from service.wire.broker import BrokerUnavailable, DoorBroker
+from service.wire.broker import DoorBroker
 from service.wire.keys import CARD_LATE_S
 from service.wire.messages import WorkerCard
 
@@ -39,10 +38,9 @@ class Fleet:
         self._broker = broker
         self._model_name = model_name
         self._clock = clock
-        self._lock = asyncio.Lock()
         self._view: FleetView | None = None
         self._seen_at_s = 0.0
-        self._refreshing: asyncio.Task[None] | None = None
+        self._reading: asyncio.Task[FleetView] | None = None
 
     async def look(self) -> None:
         """The cards show the workers' blocks for a while. Raises BrokerUnavailable."""
@@ -54,19 +52,31 @@ class Fleet:
         age_s = self._clock() - self._seen_at_s
         if self._view is None or age_s > MAX_LATE_S:
             return await self.view()
-        if age_s > MAX_AGE_S and (self._refreshing is None or self._refreshing.done()):
-            self._refreshing = asyncio.create_task(self._refresh())
+        if age_s > MAX_AGE_S:
+            self._read_soon()  # if that fails the view gets too old, and whoever wants one hears of it
         return self._view
 
-    async def _refresh(self) -> None:
-        with suppress(BrokerUnavailable):  # then the view gets too old, and whoever wants one hears of it
-            await self.view()
-
     async def view(self) -> FleetView:
-        """At most MAX_AGE_S old. Raises BrokerUnavailable."""
-        async with self._lock:
-            if self._view is None or self._clock() - self._seen_at_s > MAX_AGE_S:
-                cards = [card for card in await self._broker.workers() if card.model == self._model_name]
-                self._view = FleetView(cards, await self._broker.num_waiting(), await self._broker.now_s())
-                self._seen_at_s = self._clock()
+        """At most MAX_AGE_S old. Raises BrokerUnavailable, to all who wait for it at once: in a queue behind an outage
+        each would wait for the timeouts of those before."""
+        if self._view is not None and self._clock() - self._seen_at_s <= MAX_AGE_S:
             return self._view
+        return await asyncio.shield(self._read_soon())
+
+    def _read_soon(self) -> asyncio.Task[FleetView]:
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.create_task(self._read())
+            self._reading.add_done_callback(_hear_failure)
+        return self._reading
+
+    async def _read(self) -> FleetView:
+        cards = [card for card in await self._broker.workers() if card.model == self._model_name]
+        self._view = FleetView(cards, await self._broker.num_waiting(), await self._broker.now_s())
+        self._seen_at_s = self._clock()
+        return self._view
+
+
+def _hear_failure(reading: asyncio.Task[FleetView]) -> None:
+    """All who waited may have left."""
+    if not reading.cancelled():
+        reading.exception()

@@ -9,17 +9,19 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from redis import Redis
 
 from service.errors import EndReason
 from service.wire import keys, redis_feed
 from service.wire.broker import BrokerUnavailable
-from service.wire.messages import Cancel
+from service.wire.codec import encode
+from service.wire.messages import Cancel, Part
 from service.wire.redis_broker import open_redis_broker
 from service.wire.redis_link import RedisLink
 from tests.service.wire.test_redis_sentinel import Server
 from tests.support.tcp_proxy import proxy_to
-from tests.support.wire import PATIENCE_S, make_events, make_job, persist, take
+from tests.support.wire import PATIENCE_S, make_event, make_events, make_job, persist, take
 
 SOON_S = 5.0
 """Less than what a look or a lease would take, here, and far more than the way needs."""
@@ -193,6 +195,42 @@ async def test_streams_that_begin_anew_are_read_from_there(open_broker, redis):
     async with asyncio.timeout(SOON_S):
         assert await take(events, 1) == [2]
     await _soon_cancelled(broker, "JOB1")
+
+
+async def test_more_than_redis_takes_at_once_is_told_in_parts(open_broker, redis):
+    """A worker that holds long prompts, and has computed on through an outage: told in one, it would be refused for
+    ever."""
+    broker = await open_broker()
+    jobs = [make_job(f"J{number}", prompt=b"\0" * (1 << 20)) for number in range(18)]
+    for job in jobs:
+        await broker.submit(job)
+    assert len(await broker.fetch(len(jobs), 1.0)) == len(jobs)
+    assert await broker.publish([make_event(job.job_id, 1) for job in jobs]) == frozenset()
+    redis.flushall()
+    long = Part(tokens=b"\0" * 1_000_000)
+    events = [replace(make_event(job.job_id, 2), parts=(long,)) for job in jobs]
+    assert await persist(lambda: broker.publish(events), SOON_S) == frozenset()
+    assert [redis.xlen(keys.events(job.job_id)) for job in jobs] == [2] * len(jobs)
+    assert redis.hlen(keys.JOBS) == redis.hlen(keys.CLAIMS) == len(jobs)
+
+
+async def test_a_reader_that_was_too_late_for_its_feed_looks_at_the_logs(open_broker, redis):
+    """More came than a feed keeps, and with it went the last word of a job: no later number shows the gap."""
+    broker = await open_broker()
+    events = broker.follow("JOB1")
+    await broker.submit(make_job())
+    await broker.fetch(1, 1.0)
+    await broker.publish(make_events("JOB1", [1]))
+    assert await take(events, 1) == [1]
+    end = encode(make_event("JOB1", 2, EndReason.STOP))
+    redis.xadd(keys.events("JOB1"), {"m": end, "end": "stop"}, id="2-0")
+    with redis.pipeline(transaction=True) as pipeline:  # as others publish, while this process is held up
+        for _ in range(2 * redis_feed.PAGE_ENTRIES):
+            pipeline.xadd(keys.feed("door1"), {"m": b"\x90"})
+        pipeline.xtrim(keys.feed("door1"), maxlen=redis_feed.PAGE_ENTRIES, approximate=False)
+        pipeline.execute()
+    async with asyncio.timeout(SOON_S):
+        assert await take(events, 1) == [2]
 
 
 async def test_an_entry_that_nobody_answers_is_given_out_again(open_broker, redis: Redis, monkeypatch):

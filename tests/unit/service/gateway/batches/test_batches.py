@@ -206,6 +206,20 @@ async def test_a_batch_that_meets_a_bug_fails_and_is_not_tried_for_ever(folder, 
     assert len(tries) == 1
 
 
+async def test_a_bug_does_not_end_the_looking_for_batches(folder, caplog):
+    broker = QuickBroker()
+    list_batches = broker.open_batches
+
+    async def broken():
+        broker.open_batches = list_batches
+        raise KeyError("a bug")
+
+    broker.open_batches = broken
+    async with open_gateway(folder, broker) as gateway, client_of(gateway) as client:
+        assert (await ended(client, (await submit(client, jsonl(line(1)))).id)).status == "completed"
+    assert "a bug" in caplog.text
+
+
 async def test_a_cancelled_batch_keeps_what_was_answered(folder):
     async with open_gateway(folder) as gateway, client_of(gateway) as client:
         scripts = iter([speech(gateway.model, "Hello world.")] * 3)

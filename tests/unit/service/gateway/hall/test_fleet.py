@@ -68,3 +68,21 @@ async def test_a_rough_view_gets_no_older_than_that():
     await seen(broker)
     with pytest.raises(BrokerUnavailable):
         late.result()
+
+
+async def test_who_waits_for_the_same_view_hears_of_the_same_failure():
+    """And not one after the other, each after the timeouts of those before."""
+    broker = SlowBroker()
+    broker.is_away = True
+    fleet = Fleet(broker, "m", lambda: 100.0)
+    waiting = [asyncio.create_task(fleet.view()) for _ in range(5)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    await seen(broker)
+    assert waiting[0].cancelled()
+    assert [type(view.exception()) for view in waiting[1:]] == [BrokerUnavailable] * 4
+    assert broker.num_asked == 1
+    broker.is_away = False
+    again = asyncio.create_task(fleet.view())
+    await seen(broker)
+    assert again.result().cards == []
