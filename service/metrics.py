@@ -42,6 +42,7 @@ STAT_SWAP_IN_BYTES_TOTAL = "swap_in_bytes_total"
 STAT_COPY_ON_WRITE_TOTAL = "copy_on_write_total"
 STAT_PREFIX_QUERY_TOKENS_TOTAL = "prefix_query_tokens_total"
 STAT_PREFIX_HIT_TOKENS_TOTAL = "prefix_hit_tokens_total"
+STAT_RESUMED_TOTAL = "resumed_total"
 STAT_STEPS_TOTAL = "steps_total"
 STAT_STEP_TIME_MS = "step_time_ms"  # of the last step
 
@@ -112,10 +113,13 @@ _WORKER_COUNTERS: Mapping[str, _WorkerMetric] = {
         "quire:kv_copy_on_write", "Blocks that were copied because somebody wrote to one that others hold."
     ),
     STAT_PREFIX_QUERY_TOKENS_TOTAL: _WorkerMetric(
-        "quire:prefix_cache_query_tokens", "Tokens of prompts that were looked for in the prefix cache."
+        "vllm:prefix_cache_queries", "Tokens of prompts that were looked for in the prefix cache."
     ),
     STAT_PREFIX_HIT_TOKENS_TOTAL: _WorkerMetric(
-        "quire:prefix_cache_hit_tokens", "Tokens of prompts that were found in the prefix cache."
+        "vllm:prefix_cache_hits", "Tokens of prompts that were found in the prefix cache."
+    ),
+    STAT_RESUMED_TOTAL: _WorkerMetric(
+        "quire:resumed", "Requests that another worker had before: it died, lost its lease, or left."
     ),
     STAT_STEPS_TOTAL: _WorkerMetric(STEPS, "Steps of the engine."),
 }

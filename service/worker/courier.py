@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import partial
 
 from service.engine.outputs import News, one_by_one
 from service.engine.sequence import Request
 from service.errors import EndReason
 from service.logs import fields
+from service.metrics import STAT_RESUMED_TOTAL
 from service.tracing import NO_TRACING, Tracing
 from service.wire.broker import BrokerUnavailable, Claim, Lease, Room, WorkerBroker
 from service.wire.codec import unpack_ids
@@ -60,6 +62,7 @@ class Courier:
         self._runs_suspects = False
         self._runs_alone = False  # the open job is a suspect
         self._draining = False
+        self._num_resumed = 0
         self._fetching_ended = asyncio.Event()
         self.announced = asyncio.Event()
         self.engine: EngineThread | None = None
@@ -171,6 +174,7 @@ class Courier:
         self._open[job.job_id] = OpenJob(request_id, next_number, timer, spans, cleared_at)
         self._places.take(job, len(claim.past), self._loop.time())
         log_claim(claim)
+        self._num_resumed += claim.attempt > 1
         request = Request(
             request_id=request_id,
             prompt=prompt,
@@ -263,10 +267,14 @@ class Courier:
 
     async def _beat(self) -> None:
         while True:
-            looked_at = await self._persist(lambda: self._broker.announce(self._make_card(not self._draining)))
+            looked_at = await self._persist(lambda: self._broker.announce(self._card()))
             self.engine.show(looked_at)
             self.announced.set()
             await asyncio.sleep(HEARTBEAT_S)
+
+    def _card(self) -> WorkerCard:
+        card = self._make_card(not self._draining)
+        return replace(card, stats={**card.stats, STAT_RESUMED_TOTAL: self._num_resumed})
 
     async def _keep_lease(self) -> None:
         await keep_lease(self._broker, lambda: self.engine.silent_s, self._on_lease)

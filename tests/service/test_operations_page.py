@@ -7,8 +7,11 @@ import re
 import shutil
 import subprocess
 from html import unescape
+from importlib.resources import files
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from service.engine.block_map import FIRST_OWNER, SHARED
 from tests.support.gateway import open_gateway, write_model
@@ -54,6 +57,25 @@ async def test_a_browser_draws_the_fleet(tmp_path, width):
     assert int(canvas[1]) > 0
     label = "Blocks on the host: 5 swapped, 0 cached, 3 free"
     assert re.search(rf'<canvas role="img" aria-label="{label}"[^>]*height: [1-9]', page), "the host was not drawn"
+
+
+async def test_a_gateway_that_is_gone_is_said_to_be(tmp_path):
+    """Not in the browser's own words for it, of which each has others."""
+
+    async def cut(http: web.Request) -> web.Response:
+        http.transport.abort()
+        return web.Response()
+
+    async def told(http: web.Request) -> web.Response:
+        return web.FileResponse(files("service.gateway.http_door") / "ui" / http.match_info.get("name", "index.html"))
+
+    app = web.Application()
+    app.router.add_get("/ui/state", cut)
+    app.router.add_get("/ui", told)
+    app.router.add_get("/ui/{name}", told)
+    async with TestServer(app) as server:
+        page = await asyncio.to_thread(opened, str(server.make_url("/ui")), str(tmp_path / "profile"))
+    assert '<p id="status" role="status" class="bad">The gateway does not answer.</p>' in page
 
 
 async def test_what_a_fleet_does_not_have_takes_no_room(tmp_path):

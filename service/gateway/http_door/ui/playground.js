@@ -33,6 +33,7 @@ export class Playground {
     this.here = -1;
     find("answer").replaceChildren();
     find("figures").textContent = "";
+    find("figures").classList.remove("bad");
     const start = performance.now();
     let first = null;
     try {
@@ -45,7 +46,9 @@ export class Playground {
         if (choice.finish_reason) this.figures(start, first, choice.finish_reason);
       }
     } catch (error) {
-      find("figures").textContent = error.name === "AbortError" ? "Stopped." : error.message;
+      const stopped = error.name === "AbortError";
+      find("figures").textContent = stopped ? "Stopped." : error instanceof TypeError ? "The gateway does not answer any more." : error.message;
+      find("figures").classList.toggle("bad", !stopped);
     } finally {
       this.busy(false);
     }

@@ -138,7 +138,9 @@ async function watch() {
   try {
     show(await look());
   } catch (error) {
-    find("status").textContent = error.message || "The gateway does not answer.";
+    // What fetch throws where nobody answers is a TypeError, in each browser with words of its own.
+    find("status").textContent =
+      error instanceof TypeError ? `The gateway does not answer.${looks.length ? " What stands here is old." : ""}` : error.message;
     find("status").classList.add("bad");
   }
   setTimeout(watch, document.hidden ? 5 * EVERY_MS : EVERY_MS);

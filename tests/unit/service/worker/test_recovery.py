@@ -7,6 +7,7 @@ import pytest
 
 from service.engine.sequence import BranchPast
 from service.errors import EndReason
+from service.metrics import STAT_RESUMED_TOTAL
 from service.wire.broker import SUSPECT_AFTER_DEATHS
 from service.wire.codec import pack_floats, pack_ids
 from service.wire.memory_broker import MemoryBroker
@@ -45,6 +46,8 @@ async def test_another_worker_goes_on_where_a_dead_one_stopped(queue):
             assert (tokens, end) == (alone([n, 1], 60), EndReason.LENGTH)
             assert usage.completion_tokens == 60
         assert time.monotonic() - killed_s < 3 * LEASE_S + 2.0
+        resumed = [house.courier._card().stats[STAT_RESUMED_TOTAL] for house in (first, second)]
+        assert resumed == [0, 4]
 
 
 async def test_a_worker_that_leaves_hands_its_jobs_to_one_that_is_ready(queue):
