@@ -65,7 +65,7 @@ class Settings:
         None,
         "longest sequence, prompt and output, in tokens; without it what the model and the memory allow",
         verbs=_MODEL_VERBS,
-        low=1,
+        low=2,
         high=1 << 24,
     )
     load_format: str = _one_of(

@@ -109,7 +109,7 @@ def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
     )
     preemption = Preemption(kv, calibrated(executor, memory), settings.preemption_mode)
     engine = Engine(executor, kv, limits, frozenset(config.eos_token_ids), grammars, preemption)
-    _prove(engine)
+    _prove(engine, memory.max_model_len)
     log.info(
         "engine ready %s",
         fields(device=ops.name, dtype=ops.dtype, num_blocks=memory.num_blocks, max_model_len=memory.max_model_len),
@@ -192,10 +192,11 @@ def wanted_model_len(settings: Settings, config: ModelConfig) -> int:
     return settings.max_model_len
 
 
-def _prove(engine: Engine) -> None:
+def _prove(engine: Engine, max_model_len: int) -> None:
     """One real generation; an engine that cannot count to two must not call itself ready."""
-    wishes = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-    engine.add(Request(request_id="canary", prompt=(0, 1), sampling=wishes))
+    prompt = (0, 1)[: max_model_len - 1]
+    wishes = SamplingParams(max_tokens=min(2, max_model_len - len(prompt)), temperature=0.0, ignore_eos=True)
+    engine.add(Request(request_id="canary", prompt=prompt, sampling=wishes))
     while engine.has_work:
         engine.step()
     last = engine.take_outputs()[-1]

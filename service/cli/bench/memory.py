@@ -185,16 +185,19 @@ def _loaded_cells(row: PolicyFigures) -> list[str]:
         *map(shown, counts),
         *(f"{100 * share:.1f}" for share in shares),
         *map(shown, rates),
-        *(f"{ratio:.2f}" for ratio in ratios),
+        *map(_ratio_cell, ratios),
     ]
 
 
 def _latency_cells(row: PolicyFigures, num_columns: int) -> list[str]:
     cells = [f"{run.rate:.3g}: {run.normalized_latency_s:.4f}{'+' * run.is_given_up}" for run in row.curve]
     cells += ["-"] * (num_columns - len(cells))
-    ratio = "-" if row.limit_ratio is None else f"{row.limit_ratio:.2f}"
     rate = shown(row.rate_at_limit) + ("" if row.is_limit_reached else "+")
-    return [row.policy, *cells, rate, ratio]
+    return [row.policy, *cells, rate, _ratio_cell(row.limit_ratio)]
+
+
+def _ratio_cell(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"
 
 
 def _print_sharing(rows: Sequence[SharingFigures]) -> None:

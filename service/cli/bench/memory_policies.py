@@ -222,8 +222,6 @@ def read_policies(text: str) -> list[Policy]:
 
 def check_room(policies: Iterable[Policy], pool: Pool) -> None:
     """Raises StartupError for a policy under which the longest sequence could never run."""
-    if pool.max_model_len < 2:
-        raise StartupError("memory: --max-model-len 1 leaves no room for an answer behind a prompt")
     if pool.num_longest < 1:
         raise StartupError(f"memory: {pool.num_slots} slots hold no sequence of {pool.max_model_len} tokens")
     num_blocks = -(-pool.max_model_len // pool.block_size)

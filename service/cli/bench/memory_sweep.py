@@ -86,13 +86,18 @@ def compare(
             curve=curves[i],
             rate_at_limit=limits[i],
             is_limit_reached=is_reached[i],
-            running_ratio=loaded[i] and loaded[0].mean_running / loaded[i].mean_running,
+            running_ratio=loaded[i] and _ratio(loaded[0].mean_running, loaded[i].mean_running),
             loaded_ratio=loaded[i] and loaded_rates[0] / loaded_rates[i],
             limit_ratio=limits[0] / limits[i] if limits[0] and limits[i] and (is_reached[i] or i == 0) else None,
         )
         for i, policy in enumerate(policies)
     ]
     return Comparison(latency_limit_s=limit_s, policies=figures)
+
+
+def _ratio(ours: float, theirs: float) -> float | None:
+    """None where nothing was running when somebody looked: all was done within one step."""
+    return ours / theirs if theirs else None
 
 
 def rate_at(curve: Sequence[ReplayFigures], latency_limit_s: float) -> float | None:

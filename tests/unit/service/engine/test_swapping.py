@@ -226,6 +226,12 @@ def test_the_demo_model_says_the_same_after_a_swap_on_poisoned_blocks(engines, b
     assert {name: tokens for name, (tokens, _) in told.items()} == by_themselves
 
 
+@pytest.mark.parametrize("max_model_len", [2, 3, 4])
+def test_an_engine_for_the_shortest_sequences_proves_itself_too(max_model_len):
+    asked = {"model": DEMO, "device": "cpu", "max_model_len": max_model_len, "num_gpu_blocks": 4}
+    assert build_engine(Settings(**asked), progress=False).engine.stats().num_output_tokens > 0
+
+
 def test_an_engine_is_built_with_the_tiers_that_were_asked_for(caplog):
     asked = {"model": DEMO, "device": "cpu", "max_model_len": 256, "max_num_seqs": 4, "num_gpu_blocks": 40}
     with caplog.at_level("INFO", logger="quire.engine"):

@@ -206,6 +206,12 @@ def test_the_real_engine_gives_up_and_goes_on(tmp_path, trace):
     assert [row["curve"][0]["is_given_up"] for row in record["policies"]] == [True, True]
 
 
+def test_what_is_over_within_a_step_has_no_ratio(tmp_path, trace):
+    flags = ("--simulate", "llama-3.1-8b-h200", "--num-requests", 3, "--rates", 0, "--max-model-len", 2)
+    record = bench(tmp_path, "--trace", trace, *flags, "--policies", "paged,static-ft")
+    assert [row["running_ratio"] for row in record["policies"]] == [None, None]
+
+
 def test_lengths_are_scaled_to_means(tmp_path, trace):
     flags = ("--simulate", "opt-13b-a100", "--rates", 0, "--policies", "paged")
     record = bench(tmp_path, "--trace", trace, *flags, "--mean-lengths", "19.3,58.5")
@@ -218,7 +224,7 @@ def test_lengths_are_scaled_to_means(tmp_path, trace):
         (["--policies", "paged,orca"], "--policies: 'orca' is none of paged,"),
         (["--policies", ""], "--policies: '' is none of paged,"),
         (["--out", "/"], "--out: / is a folder"),
-        (["--max-model-len", "1"], "memory: --max-model-len 1 leaves no room"),
+        (["--max-model-len", "1"], "--max-model-len: 1 is outside 2.."),
         (["--rates", "1,x"], "--rates: 'x' is not a number"),
         (["--latency-limit", "-1"], "--latency-limit: -1 is not above 0"),
         (["--num-requests", "0"], "--num-requests: 0 is outside"),
