@@ -7,7 +7,11 @@
 local held, lost = cmsgpack.unpack(ARGV[10]), {}
 for i = 1, #held, 2 do
   local stream, entry = KEYS[held[i]], held[i + 1]
-  if #redis.call('XPENDING', stream, 'doors', entry, entry, '1', ARGV[9]) > 0 then
+  local pending = redis.pcall('XPENDING', stream, 'doors', entry, entry, '1', ARGV[9])
+  if pending.err then
+    -- A stream that was lost with its group: nobody else has the entry, and the others are to be held all the same.
+    if not string.find(pending.err, 'NOGROUP', 1, true) then return pending end
+  elseif #pending > 0 then
     redis.call('XCLAIM', stream, 'doors', ARGV[9], '0', entry, 'JUSTID')
   else
     lost[#lost + 1] = (i + 1) / 2

@@ -24,6 +24,7 @@ from redis.exceptions import (
     RedisError,
     ResponseError,
 )
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from service.errors import StartupError
 from service.logs import fields
@@ -137,6 +138,8 @@ class RedisLink:
             return
         self._address.doubt()
         self._clock_read_at_s = float("-inf")
+        if isinstance(error, RedisConnectionError):
+            return  # one was cut or refused: the others are looked at before they are used, and may be all we get
         for client in (self._client, self._blocking):
             await client.connection_pool.update_active_connections_for_reconnect()
             await client.connection_pool.disconnect(inuse_connections=False)

@@ -14,6 +14,7 @@ import pytest
 from service.wire.broker import BrokerUnavailable
 from service.wire.redis_link import RedisLink
 from tests.support.wire import PATIENCE_S
+from tests.support.worker_house import House
 
 
 @pytest.fixture
@@ -53,6 +54,16 @@ async def test_a_cancel_at_any_moment_ends_its_task(link: RedisLink):
             with suppress(asyncio.CancelledError):
                 await asking
         assert asking.cancelled()
+
+
+async def test_a_worker_ends_whenever_it_is_cancelled(open_broker):
+    """Each of its duties is cancelled once."""
+    broker = await open_broker()
+    for seed in range(20):
+        async with asyncio.timeout(PATIENCE_S), House(broker) as house:
+            await house.submit([1, 2, 3], max_tokens=100)
+            for _ in range(random.Random(seed).randrange(150)):
+                await asyncio.sleep(0)
 
 
 async def _ping(link: RedisLink) -> None:

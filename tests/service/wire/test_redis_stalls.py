@@ -53,6 +53,12 @@ async def _ping(link: RedisLink) -> None:
         await redis.ping()
 
 
+async def _name(link: RedisLink) -> int:
+    """Of the connection that is taken first."""
+    async with link.commands() as redis:
+        return await redis.client_id()
+
+
 async def _soon_cancelled(broker, job_id: str) -> None:
     """The worker hears a cancel."""
     await broker.cancel(Cancel(job_id=job_id, reason=EndReason.CANCELLED))
@@ -112,26 +118,36 @@ async def test_who_may_be_no_primary_any_more_is_left(redis_url, said, monkeypat
     link = RedisLink(redis_url, 2.0)
     clocks = iter([(1000, 0), (2000, 0)])
 
-    async def name() -> int:
-        async with link.commands() as redis:
-            return await redis.client_id()
-
     async def tell_time(_) -> tuple[int, int]:
         return next(clocks)
 
     monkeypatch.setattr("redis.asyncio.Redis.time", tell_time)
-    assert await name() == await name()
+    assert await _name(link) == await _name(link)
     assert 1000 <= await link.now_s() < 1500
-    before = await name()
+    before = await _name(link)
     with pytest.raises(BrokerUnavailable):
         async with link.commands() as redis:
             await redis.eval("return redis.error_reply(ARGV[1])", 0, said)
-    assert await name() != before
+    assert await _name(link) != before
     assert await link.now_s() >= 2000  # the other's clock may be another
     with pytest.raises(BrokerUnavailable):
         async with link.commands() as redis:
             await redis.eval("return redis.error_reply('OOM full')", 0)
-    assert await name() == await name()
+    assert await _name(link) == await _name(link)
+    await link.close()
+
+
+async def test_what_is_connected_stays_so_where_no_more_are_let_in(start):
+    server = start("redis")
+    link = RedisLink(f"redis://127.0.0.1:{server.port}", 2.0)
+    own = await _name(link)
+    with Redis(port=server.port) as admin:
+        admin.config_set("maxclients", len(admin.client_list()))
+        for _ in range(3):
+            names = await asyncio.gather(_name(link), _name(link), return_exceptions=True)
+            assert own in names
+            (refused,) = (name for name in names if name != own)
+            assert "max number of clients" in str(refused)
     await link.close()
 
 
@@ -246,3 +262,18 @@ async def test_an_entry_that_nobody_answers_is_given_out_again(open_broker, redi
             assert list(await door.keep_ingress()) == []
             await asyncio.sleep(0.05)
     assert [(again.entry_id, again.was_left) for again in taken] == [(entry.entry_id, True)]
+
+
+async def test_entries_are_kept_though_another_stream_is_lost(open_broker, redis: Redis):
+    door = await open_broker("d1")
+    for producer in ("alice", "bob"):
+        redis.xadd(keys.ingress(producer), {"m": b"x"})
+    entries = await door.fetch_ingress(["alice", "bob"], 8, 1.0)
+    assert [entry.producer for entry in entries] == ["alice", "bob"]
+    redis.delete(keys.ingress("alice"))
+    long_ms = 1_000_000
+    bob = (keys.ingress("bob"), keys.INGRESS_GROUP)
+    redis.xclaim(*bob, "d1", 0, [entries[1].entry_id], idle=long_ms, justid=True)
+    assert list(await door.keep_ingress()) == []
+    (pending,) = redis.xpending_range(*bob, "-", "+", 8)
+    assert pending["time_since_delivered"] < long_ms
