@@ -262,6 +262,9 @@ def run_randomly(num_operations: int, seed: int, *, world_every: int = 4000, che
             _carry_out(operations, name, rng)
             if number % check_every == 0:
                 operations.check()
+        begin = drawn_prompt(rng)
+        longest = [*begin, *range(8, 8 + MAX_LEN - 2 - len(begin))]  # at once it needs the whole of the smallest pool
+        operations.add(longest, {"max_tokens": 2}, rng.choice(TENANTS))
         operations.finish()
         counts["ended"] += operations.num_ended
     return counts
