@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from service.gateway.batches.batches import WINDOWS_S, BatchBody
+from service.gateway.endpoints.pages import MAX_PAGE
 from service.gateway.endpoints.tokenization import DetokenizeBody, TokenizeBody
 from service.gateway.generation.request import BATCH_ENDPOINTS, CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES
 from service.gateway.openai.bodies import RANGES, ChatBody, CompletionBody, EmbeddingBody
@@ -64,6 +65,21 @@ TIGHTER: Mapping[str, Mapping[str, Json]] = {
     "BatchBody": {"endpoint": {"enum": [*BATCH_ENDPOINTS]}, "completion_window": {"enum": [*WINDOWS_S]}},
 }
 """What the types do not say; whatever depends on several fields is said by refusals alone."""
+
+
+HEADERS = frozenset({"Last-Event-ID"})
+PAGE = ("limit", "after")
+NUMBER: Json = {"type": "integer", "minimum": 0, "maximum": 999_999_999}
+ASKED: Mapping[str, tuple[str, Json]] = {
+    "limit": ("So many at most.", {"type": "integer", "minimum": 1, "maximum": MAX_PAGE}),
+    "after": ("Those behind the one of this id.", {"type": "string"}),
+    "order": ("By age: desc is the newest first.", {"enum": ["asc", "desc"], "default": "desc"}),
+    "purpose": ("Files of this purpose alone.", {"type": "string"}),
+    "stream": ("true: as events.", {"enum": ["true", "false"]}),
+    "starting_after": ("The sequence number of the last event that is known.", NUMBER),
+    "Last-Event-ID": ("The id of the last event that is known.", NUMBER),
+}
+"""What may be asked for beside a path and a body, all of it optional."""
 
 
 def openapi_document(version: str, model_name: str, *, keys_required: bool) -> Json:
@@ -142,20 +158,26 @@ def _paths() -> Json:
         CHAT: {"post": _post("ChatBody", "ChatCompletion", "Answer a conversation.", generation, streams=True)},
         **_response_paths(generation),
         EMBEDDINGS: {"post": _post("EmbeddingBody", "EmbeddingList", "Texts as vectors, where that is enabled.")},
-        "/v1/files": {"get": _get("FileList", "Your files, the newest first."), "post": _upload()},
+        "/v1/files": {
+            "get": _asking(_get("FileList", "Your files, the newest first."), *PAGE, "order", "purpose"),
+            "post": _upload(),
+        },
         "/v1/files/{file_id}": {
             "get": _get("File", "What a file is.", of="file_id"),
             "delete": _get("FileDeleted", "Forget a file.", of="file_id"),
         },
         "/v1/batches": {
-            "get": _get("BatchList", "Your batches, the newest first."),
+            "get": _asking(_get("BatchList", "Your batches, the newest first."), *PAGE),
             "post": _post("BatchBody", "Batch", "Work on a file of requests when nothing else waits."),
         },
         "/v1/batches/{batch_id}": {"get": _get("Batch", "How far a batch is.", of="batch_id")},
         "/v1/batches/{batch_id}/cancel": {"post": _get("Batch", "End a batch; answers so far stay.", of="batch_id")},
         "/v1/files/{file_id}/content": {"get": _content()},
         "/v1/requests/{id}": {
-            "get": _get("RequestState", "How far a request is; its stream again, where Accept asks for one.", of="id"),
+            "get": _streaming(
+                _get("RequestState", "How far a request is; its stream again, where Accept asks for one.", of="id"),
+                "Last-Event-ID",
+            ),
             "delete": _get("RequestState", "End a request.", of="id"),
         },
         "/v1/models": {"get": _get("ModelList", "The model that is served.")},
@@ -177,11 +199,13 @@ def _response_paths(headers: Mapping[str, str]) -> Json:
             "post": _post("ResponseBody", "Response", "Answer, and keep the conversation.", headers, streams=True)
         },
         one: {
-            "get": _get("Response", "How far a response is.", of=of),
+            "get": _streaming(_get("Response", "How far a response is.", of=of), "starting_after", "Last-Event-ID"),
             "delete": _get("ResponseDeleted", "Forget a response.", of=of),
         },
         f"{one}/cancel": {"post": _get("Response", "End one that runs in the background.", of=of)},
-        f"{one}/input_items": {"get": _get("ResponseItems", "What it was made from, the newest first.", of=of)},
+        f"{one}/input_items": {
+            "get": _asking(_get("ResponseItems", "What it was made from, the newest first.", of=of), *PAGE, "order")
+        },
     }
 
 
@@ -241,6 +265,22 @@ def _get(answer: str, summary: str, *, open_to_all: bool = False, or_503: bool =
         "responses": responses,
         **({"security": []} if open_to_all else {}),
     }
+
+
+def _asking(told: Json, *names: str) -> Json:
+    """With what may stand in the query, or in a header."""
+    more = [
+        {"name": name, "in": "header" if name in HEADERS else "query", "description": text, "schema": schema}
+        for name, (text, schema) in ASKED.items()
+        if name in names
+    ]
+    return {**told, "parameters": [*told["parameters"], *more]}
+
+
+def _streaming(told: Json, *names: str) -> Json:
+    """Events, where they are asked for."""
+    told["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    return _asking(told, "stream", *names)
 
 
 def _refusals(statuses: Any) -> Json:

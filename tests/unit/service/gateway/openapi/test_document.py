@@ -78,6 +78,29 @@ async def test_requests_have_the_shape_that_is_told(folder):
         msgspec.convert(model, answers.Model, strict=True)
 
 
+@pytest.mark.parametrize(
+    ("path", "wrong"),
+    [
+        ("/v1/files", {"limit": "0", "order": "newest"}),
+        ("/v1/batches", {"limit": "x"}),
+        ("/v1/responses/{response_id}/input_items", {"limit": "10001", "order": "newest"}),
+        ("/v1/responses/{response_id}", {"starting_after": "-1", "Last-Event-ID": "x"}),
+        ("/v1/requests/{id}", {"Last-Event-ID": "x"}),
+    ],
+)
+async def test_what_may_be_asked_beside_a_body_is_told_and_held_to(folder, path, wrong):
+    async with open_gateway(folder) as gateway:
+        _, document = await gateway.get("/openapi.json")
+        told = {each["name"]: each["in"] for each in document["paths"][path]["get"]["parameters"]}
+        _, made = await gateway.post(RESPONSES, {"model": MODEL, "input": "Hi"})
+        url = path.format(response_id=made["id"], id=made["id"].removeprefix("resp_"))
+        for name, value in wrong.items():
+            how = {"headers": {name: value}} if told[name] == "header" else {"params": {name: value}}
+            how.setdefault("params", {})["stream"] = "true"
+            status, answer = await gateway.get(url, **how)
+            assert (status, answer["error"]["param"]) == (400, name)
+
+
 def test_ranges_and_refused_wishes_are_told():
     fields = openapi_document("1", "m", keys_required=True)["components"]["schemas"]["ChatBody"]["properties"]
     assert fields["temperature"]["anyOf"][0]["maximum"] == 2
