@@ -64,6 +64,8 @@ STEP_TIME_MS = "quire:step_time_ms"
 
 PREEMPTIONS_HELP = "Requests that had to leave the GPU, by how they come back: by copies or by computing."
 SWAP_HELP = "Bytes of blocks copied to the host and from it."
+PREFIX_QUERIES_HELP = "Tokens of prompts that were looked for in the prefix cache."
+PREFIX_HITS_HELP = "Tokens of prompts that were found in the prefix cache."
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 GATEWAY = "gateway"
@@ -112,16 +114,16 @@ _WORKER_COUNTERS: Mapping[str, _WorkerMetric] = {
     STAT_COPY_ON_WRITE_TOTAL: _WorkerMetric(
         "quire:kv_copy_on_write", "Blocks that were copied because somebody wrote to one that others hold."
     ),
-    STAT_PREFIX_QUERY_TOKENS_TOTAL: _WorkerMetric(
-        "vllm:prefix_cache_queries", "Tokens of prompts that were looked for in the prefix cache."
-    ),
-    STAT_PREFIX_HIT_TOKENS_TOTAL: _WorkerMetric(
-        "vllm:prefix_cache_hits", "Tokens of prompts that were found in the prefix cache."
-    ),
+    STAT_PREFIX_QUERY_TOKENS_TOTAL: _WorkerMetric("quire:prefix_cache_query_tokens", PREFIX_QUERIES_HELP),
+    STAT_PREFIX_HIT_TOKENS_TOTAL: _WorkerMetric("quire:prefix_cache_hit_tokens", PREFIX_HITS_HELP),
     STAT_RESUMED_TOTAL: _WorkerMetric(
         "quire:resumed", "Requests that another worker had before: it died, lost its lease, or left."
     ),
     STAT_STEPS_TOTAL: _WorkerMetric(STEPS, "Steps of the engine."),
+}
+_ALSO_AS_VLLM_SAYS: Mapping[str, _WorkerMetric] = {
+    STAT_PREFIX_QUERY_TOKENS_TOTAL: _WorkerMetric("vllm:prefix_cache_queries", PREFIX_QUERIES_HELP),
+    STAT_PREFIX_HIT_TOKENS_TOTAL: _WorkerMetric("vllm:prefix_cache_hits", PREFIX_HITS_HELP),
 }
 
 _FIRST_TOKEN_BUCKETS_S = (
@@ -268,6 +270,7 @@ class _WorkerCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._families(_WORKER_GAUGES, GaugeMetricFamily)
         yield from self._families(_WORKER_COUNTERS, CounterMetricFamily)
+        yield from self._families(_ALSO_AS_VLLM_SAYS, CounterMetricFamily)
 
     def _families(self, exported: Mapping[str, _WorkerMetric], kind: type[Metric]) -> Iterator[Metric]:
         families: dict[str, Metric] = {}

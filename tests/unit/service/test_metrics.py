@@ -66,8 +66,8 @@ NUMBERS = {
     metrics.STAT_SWAP_OUT_BYTES_TOTAL: (26, "quire:kv_swap_bytes_total", {"direction": "out"}),
     metrics.STAT_SWAP_IN_BYTES_TOTAL: (27, "quire:kv_swap_bytes_total", {"direction": "in"}),
     metrics.STAT_COPY_ON_WRITE_TOTAL: (28, "quire:kv_copy_on_write_total", {}),
-    metrics.STAT_PREFIX_QUERY_TOKENS_TOTAL: (29, "vllm:prefix_cache_queries_total", {}),
-    metrics.STAT_PREFIX_HIT_TOKENS_TOTAL: (30, "vllm:prefix_cache_hits_total", {}),
+    metrics.STAT_PREFIX_QUERY_TOKENS_TOTAL: (29, "quire:prefix_cache_query_tokens_total", {}),
+    metrics.STAT_PREFIX_HIT_TOKENS_TOTAL: (30, "quire:prefix_cache_hit_tokens_total", {}),
     metrics.STAT_RESUMED_TOTAL: (32, "quire:resumed_total", {}),
     metrics.STAT_KV_USAGE: (0.5, "vllm:kv_cache_usage_perc", {}),
     metrics.STAT_KV_WASTE_RATIO: (0.1, "quire:kv_waste_ratio", {}),
@@ -88,6 +88,8 @@ def test_numbers_of_the_workers():
         assert find(page, name, model_name="m", engine="w1", **labels) == value, name
     assert find(page, "vllm:num_requests_running", model_name="m", engine="w2") == 1
     assert find(page, "quire:queue_depth") == 12
+    assert find(page, "vllm:prefix_cache_queries_total", model_name="m", engine="w1") == 29
+    assert find(page, "vllm:prefix_cache_hits_total", model_name="m", engine="w1") == 30
     page.see_fleet({}, math.nan)
     assert not any(("engine", "w1") in key for key in samples(page))
 
