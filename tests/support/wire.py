@@ -72,6 +72,16 @@ class Ended:
     reason: EndReason | None
 
 
+async def follow_begun(broker: RedisBroker) -> AsyncIterator[Event]:
+    """Events of JOB1 behind its first, which was told after it was submitted and claimed."""
+    events = broker.follow("JOB1")
+    await broker.submit(make_job())
+    await broker.fetch(1, 1.0)
+    await broker.publish(make_events("JOB1", [1]))
+    assert await take(events, 1) == [1]
+    return events
+
+
 async def outcome(events: AsyncIterator[Event]) -> Ended:
     seen = await read_to_end(events)
     return Ended([event.number for event in seen], seen[-1].end)

@@ -20,13 +20,13 @@ from tests.support.tls_proxy import tls_in_front_of
 from tests.support.wire import (
     PATIENCE_S,
     Ended,
+    follow_begun,
     make_card,
     make_event,
     make_events,
     make_job,
     outcome,
     persist,
-    take,
 )
 
 SLOT = key_slot(keys.JOBS.encode())
@@ -111,11 +111,7 @@ async def test_producers_are_heard_in_a_cluster(broker, nodes):
 
 async def test_the_queue_goes_where_its_slot_goes(nodes, broker: RedisBroker, monkeypatch):
     monkeypatch.setattr(redis_feed, "IDLE_CHECK_S", 2 * PATIENCE_S)  # events come by their feed, not by a look
-    events = broker.follow("JOB1")
-    await broker.submit(make_job())
-    await broker.fetch(1, 1.0)
-    await broker.publish(make_events("JOB1", [1]))
-    assert await take(events, 1) == [1]
+    events = await follow_begun(broker)
     await asyncio.to_thread(move_slot, *nodes)
     await persist(lambda: broker.publish([make_event("JOB1", 2)]))
     await persist(lambda: broker.publish([make_event("JOB1", 3, EndReason.STOP)]))

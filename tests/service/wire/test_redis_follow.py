@@ -13,6 +13,7 @@ from service.wire.broker import BrokerUnavailable
 from service.wire.codec import encode
 from tests.support.wire import (
     Ended,
+    follow_begun,
     make_event,
     make_events,
     make_job,
@@ -38,11 +39,7 @@ async def test_a_job_of_another_door_is_followed(open_broker):
 
 async def test_a_gap_in_the_feed_is_filled_from_the_log(open_broker, redis):
     broker = await open_broker()
-    events = broker.follow("JOB1")
-    await broker.submit(make_job())
-    await broker.fetch(1, 1.0)
-    await broker.publish(make_events("JOB1", [1]))
-    assert await take(events, 1) == [1]
+    events = await follow_begun(broker)
     for number in (2, 3):  # in the log, and never in the feed
         redis.xadd(keys.events("JOB1"), {"m": encode(make_event("JOB1", number))}, id=f"{number}-0")
     await broker.publish([make_event("JOB1", 4), make_event("JOB1", 5, EndReason.STOP)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import suppress
 from typing import NoReturn
 
@@ -13,28 +13,23 @@ import pytest
 
 from service.wire.broker import BrokerUnavailable
 from service.wire.redis_link import RedisLink
+from tests.support.redis_way import ping, pretender
 from tests.support.wire import PATIENCE_S
 from tests.support.worker_house import House
 
 
 @pytest.fixture
-async def link(redis_url) -> Iterator[RedisLink]:
+async def link(redis_url) -> AsyncIterator[RedisLink]:
     opened = RedisLink(redis_url, 2.0)
     yield opened
     await opened.close()
 
 
 @pytest.fixture
-async def mute() -> Iterator[int]:
+async def mute() -> AsyncIterator[int]:
     """The port of a server that takes connections and never says a word."""
-
-    async def keep(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(ConnectionError):
-            await reader.read()
-        writer.close()
-
-    async with await asyncio.start_server(keep, "127.0.0.1", 0) as server:
-        yield server.sockets[0].getsockname()[1]
+    async with pretender(b"") as port:
+        yield port
 
 
 async def test_a_cancel_at_any_moment_ends_its_task(link: RedisLink):
@@ -42,8 +37,7 @@ async def test_a_cancel_at_any_moment_ends_its_task(link: RedisLink):
 
     async def ask_on() -> NoReturn:
         while True:
-            async with link.commands() as redis:
-                await redis.ping()
+            await ping(link)
 
     for seed in range(100):
         asking = asyncio.create_task(ask_on())
@@ -66,11 +60,6 @@ async def test_a_worker_ends_whenever_it_is_cancelled(open_broker):
                 await asyncio.sleep(0)
 
 
-async def _ping(link: RedisLink) -> None:
-    async with link.commands() as redis:
-        await redis.ping()
-
-
 async def _refused(work: Awaitable[None]) -> float:
     """Seconds until it was."""
     before_s = time.monotonic()
@@ -82,7 +71,7 @@ async def _refused(work: Awaitable[None]) -> float:
 async def test_a_redis_that_says_nothing_is_unavailable(mute):
     link = RedisLink(f"redis://127.0.0.1:{mute}", 0.2)
     try:
-        assert await _refused(_ping(link)) >= 0.2
+        assert await _refused(ping(link)) >= 0.2
         assert await _refused(link.check()) >= 0.2
     finally:
         await link.close()
@@ -102,10 +91,10 @@ async def test_those_who_say_nothing_are_asked_last(mute, form):
         nodes = [f"127.0.0.1:{mute}"] * 5 + [f"127.0.0.1:{server.sockets[0].getsockname()[1]}"]
         link = RedisLink(form.format(",".join(nodes)), 0.4)
         try:
-            await _refused(_ping(link))
+            await _refused(ping(link))
             assert asked == 0
             with pytest.raises(BrokerUnavailable):
-                await _ping(link)
+                await ping(link)
             assert asked == 1
         finally:
             await link.close()

@@ -21,6 +21,7 @@ from service.wire.redis_broker import open_redis_broker
 from tests.support.wire import (
     PATIENCE_S,
     Ended,
+    follow_begun,
     make_card,
     make_event,
     make_events,
@@ -204,11 +205,7 @@ async def test_a_killed_redis_comes_back_under_its_followers(data_dir, caplog):
     server = EmbeddedRedis.start(data_dir)
     broker = await open_redis_broker(server.url)
     try:
-        events = broker.follow("JOB1")
-        await broker.submit(make_job())
-        await broker.fetch(1, 1.0)
-        await broker.publish(make_events("JOB1", [1]))
-        assert await take(events, 1) == [1]
+        events = await follow_begun(broker)
         await asyncio.sleep(1.2)  # everysec: what was written is on disk by then
         waiting = asyncio.create_task(take(events, 3))
         fetching = asyncio.create_task(broker.fetch(1, PATIENCE_S))

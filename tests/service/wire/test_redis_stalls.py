@@ -4,8 +4,7 @@ other's timeouts."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,9 @@ from service.wire.messages import Cancel, Part
 from service.wire.redis_broker import open_redis_broker
 from service.wire.redis_link import RedisLink
 from tests.service.wire.test_redis_sentinel import Server
+from tests.support.redis_way import ping, pretender
 from tests.support.tcp_proxy import proxy_to
-from tests.support.wire import PATIENCE_S, make_event, make_events, make_job, persist, take
+from tests.support.wire import PATIENCE_S, follow_begun, make_event, make_events, make_job, persist, take
 
 SOON_S = 5.0
 """Less than what a look or a lease would take, here, and far more than the way needs."""
@@ -48,11 +48,6 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Server]]:
         server.kill()
 
 
-async def _ping(link: RedisLink) -> None:
-    async with link.commands() as redis:
-        await redis.ping()
-
-
 async def _name(link: RedisLink) -> int:
     """Of the connection that is taken first."""
     async with link.commands() as redis:
@@ -73,11 +68,7 @@ async def test_nobody_goes_on_reading_from_a_replica(start):
     old, new = start("old"), start("new")
     async with proxy_to(old.port) as proxy:
         broker = await open_redis_broker(f"redis://127.0.0.1:{proxy.port}")
-        events = broker.follow("JOB1")
-        await broker.submit(make_job())
-        await broker.fetch(1, 1.0)
-        await broker.publish(make_events("JOB1", [1]))
-        assert await take(events, 1) == [1]
+        events = await follow_begun(broker)
         assert list(await broker.fetch_cancels(0.01)) == []
         old.ask("REPLICAOF", "127.0.0.1", "1")
         with pytest.raises(BrokerUnavailable):
@@ -96,11 +87,11 @@ async def test_one_connection_that_fell_silent_speaks_for_all(start):
     server = start("redis")
     async with proxy_to(server.port) as proxy:
         link = RedisLink(f"redis://127.0.0.1:{proxy.port}", 1.0)
-        await asyncio.gather(*(_ping(link) for _ in range(8)))
+        await asyncio.gather(*(ping(link) for _ in range(8)))
         proxy.fall_silent()
         with pytest.raises(BrokerUnavailable, match="no answer in time"):
-            await _ping(link)
-        await asyncio.gather(*(_ping(link) for _ in range(8)))
+            await ping(link)
+        await asyncio.gather(*(ping(link) for _ in range(8)))
         await link.close()
 
 
@@ -151,24 +142,6 @@ async def test_what_is_connected_stays_so_where_no_more_are_let_in(start):
     await link.close()
 
 
-@asynccontextmanager
-async def _pretender(answer: bytes) -> AsyncIterator[int]:
-    """The port of something that says the same to whatever it is asked; nothing, if that is empty."""
-
-    async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while await reader.read(1 << 16):
-                writer.write(answer)
-                await writer.drain()
-        except ConnectionError:
-            pass
-        finally:
-            writer.close()
-
-    async with await asyncio.start_server(speak, "127.0.0.1", 0) as server:
-        yield server.sockets[0].getsockname()[1]
-
-
 def _slots_at(port: int) -> bytes:
     """What a node says to CLUSTER SLOTS that believes that all of them are at this one."""
     return b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n" % port
@@ -180,26 +153,22 @@ async def test_who_told_a_wrong_way_is_asked_last(start, wrong):
     names is closed, silent, alone, or a replica."""
     server = start("redis")
     async with (
-        _pretender(wrong or b"") as there,
-        _pretender(_slots_at(1 if wrong is None else there)) as cut_off,
-        _pretender(_slots_at(server.port)) as sound,
+        pretender(wrong or b"") as there,
+        pretender(_slots_at(1 if wrong is None else there)) as cut_off,
+        pretender(_slots_at(server.port)) as sound,
     ):
         link = RedisLink(f"redis+cluster://127.0.0.1:{cut_off},127.0.0.1:{sound}", 1.0)
         with pytest.raises(BrokerUnavailable):
-            await asyncio.gather(_ping(link), _ping(link))
+            await asyncio.gather(ping(link), ping(link))
         async with asyncio.timeout(SOON_S):
-            await asyncio.gather(*(persist(lambda: _ping(link)) for _ in range(4)))
+            await asyncio.gather(*(persist(lambda: ping(link)) for _ in range(4)))
         await link.close()
 
 
 async def test_streams_that_begin_anew_are_read_from_there(open_broker, redis):
     """With smaller ids than those read before: Redis has lost them, and its clock was set back."""
     broker = await open_broker()
-    events = broker.follow("JOB1")
-    await broker.submit(make_job())
-    await broker.fetch(1, 1.0)
-    await broker.publish(make_events("JOB1", [1]))
-    assert await take(events, 1) == [1]
+    events = await follow_begun(broker)
     redis.xadd(keys.feed("door1"), {"m": b"\x90"}, id=IN_FUTURE)
     redis.xadd(keys.CANCELS, {"m": b""}, id=IN_FUTURE)
     assert list(await broker.fetch_cancels(0.1)) == []
@@ -233,11 +202,7 @@ async def test_more_than_redis_takes_at_once_is_told_in_parts(open_broker, redis
 async def test_a_reader_that_was_too_late_for_its_feed_looks_at_the_logs(open_broker, redis):
     """More came than a feed keeps, and with it went the last word of a job: no later number shows the gap."""
     broker = await open_broker()
-    events = broker.follow("JOB1")
-    await broker.submit(make_job())
-    await broker.fetch(1, 1.0)
-    await broker.publish(make_events("JOB1", [1]))
-    assert await take(events, 1) == [1]
+    events = await follow_begun(broker)
     end = encode(make_event("JOB1", 2, EndReason.STOP))
     redis.xadd(keys.events("JOB1"), {"m": end, "end": "stop"}, id="2-0")
     with redis.pipeline(transaction=True) as pipeline:  # as others publish, while this process is held up

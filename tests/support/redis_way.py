@@ -1,0 +1,33 @@
+"""What stands on the way to Redis in tests: a command that changes nothing, and ports that are no Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from service.wire.redis_link import RedisLink
+
+
+async def ping(link: RedisLink) -> None:
+    """Raises BrokerUnavailable."""
+    async with link.commands() as redis:
+        await redis.ping()
+
+
+@asynccontextmanager
+async def pretender(answer: bytes) -> AsyncIterator[int]:
+    """The port of something that says the same to whatever it is asked; nothing, if that is empty."""
+
+    async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while await reader.read(1 << 16):
+                writer.write(answer)
+                await writer.drain()
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+    async with await asyncio.start_server(speak, "127.0.0.1", 0) as server:
+        yield server.sockets[0].getsockname()[1]
