@@ -1,11 +1,12 @@
-"""How a product of rows and weights is computed: by one of cuBLASLt's algorithms, or by `skinny_linear` for few rows.
+"""How a product of rows and weights is computed: by one of cuBLASLt's algorithms, or for few rows by `skinny_linear`
+and, on Hopper, `narrow_linear`.
 
 Which is quickest is measured for the shapes that `tune` is told of, and kept on disk beside the compiled kernels, so
 that the next process finds it there and makes the same choice. Other shapes go to cuBLASLt's own first choice. What was
 measured beforehand comes with the package: service/cli/bench/measure_products.py makes these files.
 
 `ops` is the `CudaOps` in hand; of it, `stream`, `launch`, `capture`, `scratch`, `empty`, `rms_norm`, `mark`,
-`elapsed_s`, `num_sms`, `max_shared_bytes`, `dtype` and `device_name` are used.
+`elapsed_s`, `tensor_maps`, `num_sms`, `max_shared_bytes`, `arch`, `dtype` and `device_name` are used.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from nvmath.bindings import cublasLt as lt
 from model.ops.gemm import BEST_ALIGNMENT_BYTES, Gemm, GemmError
 from model.ops.interface import Array
 from model.ops.kernels import cache_folder, source_folder
+from model.ops.narrow_builds import AHEAD_BYTES, MAX_NARROW_ROWS, NARROW_SPLITS, NarrowBuild, narrow_build
 from model.ops.skinny_builds import SKINNY_BUILDS, SkinnyBuild, skinny_build
 
-CUBLASLT, SKINNY = "cublasLt", "skinny_linear"
+CUBLASLT, SKINNY, NARROW = "cublasLt", "skinny_linear", "narrow_linear"
 
 MEASURED = Path(__file__).with_name("measured")
 """What came with the package, by the same names."""
@@ -58,8 +60,8 @@ class Product(NamedTuple):
 class Way(NamedTuple):
     """Which code computes a product: of several that give the same, the one that was quickest."""
 
-    kind: str  # CUBLASLT or SKINNY
-    index: int  # of cuBLASLt's algorithms, best first by its own estimate, or of SKINNY_BUILDS
+    kind: str  # CUBLASLT, SKINNY or NARROW
+    index: int  # of cuBLASLt's algorithms, best first by its own estimate, of SKINNY_BUILDS or of NARROW_SPLITS
 
 
 FIRST_CHOICE = Way(CUBLASLT, 0)
@@ -103,6 +105,9 @@ class Linear:
     def _carry_out(self, way: Way, x: Array, weight: Array, bias: Array | None, out: Array) -> None:
         if way.kind == SKINNY:
             self._launch_skinny(SKINNY_BUILDS[way.index], x, weight, bias, out)
+        elif way.kind == NARROW:
+            build = self._narrow_build(way.index, len(x), len(weight))
+            self._launch_narrow(build, x, weight, bias, out)
         elif not self._gemm(x, weight, bias, out, way.index) and bias is not None:
             grid = (len(out), math.ceil(len(weight) / _THREADS))
             out_float = int(out.dtype == _FLOAT32)
@@ -122,6 +127,24 @@ class Linear:
             **build.defines,
         )
 
+    def _narrow_build(self, index: int, m: int, n: int) -> NarrowBuild | None:
+        return narrow_build(NARROW_SPLITS[index], m, n, self._ops.num_sms, self._ops.max_shared_bytes)
+
+    def _launch_narrow(self, build: NarrowBuild, x: Array, weight: Array, bias: Array | None, out: Array) -> None:
+        ops, (n, k) = self._ops, weight.shape
+        x_map = ops.tensor_maps.get(x, x.shape[::-1], (64, build.cols))
+        weight_map = ops.tensor_maps.get(weight, (k, n), (64, build.rows))
+        ops.launch(
+            "narrow_linear",
+            (build.num_blocks(n, ops.num_sms),),
+            (x_map, weight_map, bias, out, np.int32(len(x)), np.int32(n), np.int32(k)),
+            threads=build.threads,
+            shared_bytes=build.shared_bytes,
+            overlaps=True,
+            OUT_FLOAT=int(out.dtype == _FLOAT32),
+            **build.defines,
+        )
+
     def _fill(self, x: Array, weight: Array) -> None:
         """Numbers of the size that a model has: a product of zeros runs quicker than one of data."""
         x.data.memset_async(0, x.nbytes, self._ops.stream)
@@ -129,9 +152,7 @@ class Linear:
 
     def _quickest(self, product: Product, x: Array, weights: Sequence[Array], bias: Array | None, out: Array) -> Way:
         ways = [Way(CUBLASLT, index) for index in range(self._gemm.num_algorithms(x, weights[0], bias, out))]
-        build = skinny_build(product.m, self._ops.max_shared_bytes) if fits_skinny(product) else None
-        if build is not None:
-            ways.append(Way(SKINNY, build))
+        ways += self._own_ways(product)
         seconds = {}
         for way in ways:
             try:
@@ -144,6 +165,16 @@ class Linear:
             best = FIRST_CHOICE
         _log.debug("%s: %.1f us by %s, %.1f by %s", product, seconds[best] * 1e6, best, first * 1e6, FIRST_CHOICE)
         return best
+
+    def _own_ways(self, product: Product) -> list[Way]:
+        """Those by our kernels."""
+        build = skinny_build(product.m, self._ops.max_shared_bytes) if fits_skinny(product) else None
+        if build is not None:
+            return [Way(SKINNY, build)]
+        if self._ops.arch != "90a" or not fits_narrow(product):
+            return []
+        indices = range(len(NARROW_SPLITS))
+        return [Way(NARROW, index) for index in indices if self._narrow_build(index, product.m, product.n) is not None]
 
     def _seconds(self, way: Way, x: Array, weights: Sequence[Array], bias: Array | None, out: Array) -> float:
         """The least time of one product in a graph. It stands behind a small kernel, as products do in a step: what a
@@ -175,14 +206,19 @@ def fits_skinny(product: Product) -> bool:
     return product.m <= few and product.k % 8 == 0 and product.dtype != "float32"
 
 
+def fits_narrow(product: Product) -> bool:
+    """Whether narrow_linear.cu takes it."""
+    return product.m <= MAX_NARROW_ROWS and product.k % 8 == 0 and product.dtype != "float32"
+
+
 def _product(x: Array, weight: Array, bias: Array | None, out: Array) -> Product:
     return Product(len(x), *weight.shape, x.dtype.name, out.dtype.name, bias is not None)
 
 
 def file_name(device_name: str) -> str:
-    """One file for each device, cuBLASLt and state of our kernel: other ones, other speeds."""
-    parts = [device_name, str(lt.get_version()), repr(SKINNY_BUILDS)]
-    parts += [(source_folder() / f"{SKINNY}.cu").read_text(encoding="utf-8")]
+    """One file for each device, cuBLASLt and state of our kernels: other ones, other speeds."""
+    parts = [device_name, str(lt.get_version()), repr(SKINNY_BUILDS), repr((NARROW_SPLITS, AHEAD_BYTES))]
+    parts += [(source_folder() / f"{kernel}.cu").read_text(encoding="utf-8") for kernel in (SKINNY, NARROW)]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     return f"linear-{digest}.json"
 
@@ -192,7 +228,7 @@ def read_ways(path: Path) -> dict[Product, Way]:
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
         ways = {Product(*product): Way(*way) for product, way in rows}
-        if not all(way.kind in (CUBLASLT, SKINNY) and way.index >= 0 for way in ways.values()):
+        if not all(way.kind in (CUBLASLT, SKINNY, NARROW) and way.index >= 0 for way in ways.values()):
             raise ValueError("an unknown way")
         return ways
     except FileNotFoundError:

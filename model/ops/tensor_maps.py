@@ -11,7 +11,7 @@ from cuda.bindings import driver
 from model.ops.interface import Array
 
 _BYTES = 128
-_REMEMBERED = 256
+_REMEMBERED = 2048
 
 
 class TensorMaps:

@@ -29,6 +29,9 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 KEPT_FREE_BYTES = 256 << 20
 """Left alone on a GPU for what allocates outside our sight: the driver, cuBLAS, fragmentation."""
 
+FEW_SEQUENCES = range(32, 129, 32)
+"""Decodes of so many have kernels of their own on some devices, all of which `warm_up` has compiled at once."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
@@ -96,12 +99,14 @@ def warm_up(model: Llama, block_size: int, num_tokens: int, num_sequences: int, 
 
     A prefill of `num_tokens` and a decode of `num_sequences`, each sampled with all that sampling knows, on one shared
     block: the numbers mean nothing, the kernels, their workspace and the plans of the matrix products stay. And a
-    prefill of two tokens, for short ones have kernels of their own.
+    prefill of two tokens and decodes of 32 to 128 sequences, for few rows have kernels of their own.
     """
     ops, vocab_size = model.ops, model.config.vocab_size
     kv = allocate(ops, model.config, 1, block_size)
     wishes = SamplingParams(max_tokens=1, top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS)
-    for lengths in (np.array([num_tokens]), np.ones(num_sequences, np.int64), np.array([min(2, num_tokens)])):
+    steps = [np.array([num_tokens]), np.ones(num_sequences, np.int64), np.array([min(2, num_tokens)])]
+    steps += [np.ones(count, np.int64) for count in FEW_SEQUENCES if count < num_sequences]
+    for lengths in steps:
         count = len(lengths)
         rows = SampledRows(
             records=[sampling_record(wishes, 0, MAX_LOGPROBS)] * count,

@@ -56,7 +56,7 @@ class StepTable:
 def op_names(events: Sequence[KernelEvent], num_layers: int) -> list[str]:
     """The operation of each of some whole steps' events, in the order of their beginnings.
 
-    Kernels of cuBLASLt are told by not being ours; a step has four of them or of `skinny_linear` a layer, and one for
+    Kernels of cuBLASLt are told by not being ours; a step has four of them or of our own a layer, and one for
     the head. What cuBLASLt launches besides (reductions of split products, memsets) belongs to the one before.
     """
     names, num_products, product = [], 0, PRODUCTS[0]
@@ -76,7 +76,7 @@ def _kind(kernel: str) -> str:
         return COPIES
     if "splitkreduce" in lowered or "memset" in lowered:
         return "part of a product"
-    if "nvjet" in lowered or "gemm" in lowered or "cutlass" in lowered or kernel == "skinny_linear":
+    if "nvjet" in lowered or "gemm" in lowered or "cutlass" in lowered or kernel in ("skinny_linear", "narrow_linear"):
         return "product"
     return kernel
 

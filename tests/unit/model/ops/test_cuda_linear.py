@@ -1,7 +1,8 @@
-"""What is kept of measured products, and which of them the kernel for few rows takes. No GPU is needed."""
+"""What is kept of measured products, and which of them our kernels take, in which builds. No GPU is needed."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 import pytest
@@ -13,6 +14,7 @@ cuda_linear = pytest.importorskip(
 ONE = cuda_linear.Product(1, 6144, 4096, "bfloat16", "bfloat16", False)
 WAYS = {
     ONE: cuda_linear.Way(cuda_linear.SKINNY, 1),
+    ONE._replace(m=32): cuda_linear.Way(cuda_linear.NARROW, 1),
     ONE._replace(m=64, has_bias=True): cuda_linear.Way(cuda_linear.CUBLASLT, 3),
 }
 
@@ -64,8 +66,57 @@ def test_a_device_takes_a_build_for_so_many_rows_that_it_has_shared_memory_for(r
         assert cuda_linear.SKINNY_BUILDS[build].shared_bytes <= kib << 10
 
 
+def test_the_kernel_for_some_rows_takes_up_to_128_in_16_bits():
+    for fits in ({"m": 17}, {"m": 128, "dtype": "float16", "out_dtype": "float32"}):
+        assert cuda_linear.fits_narrow(ONE._replace(**fits))
+    for other in ({"m": 129}, {"m": 64, "k": 4100}, {"m": 64, "dtype": "float32"}):
+        assert not cuda_linear.fits_narrow(ONE._replace(**other))
+
+
+@pytest.mark.parametrize(
+    ("split", "m", "n", "rows", "num_blocks"),
+    [
+        (1, 64, 28672, 112, 128),
+        (1, 64, 6144, 48, 128),
+        (2, 64, 6144, 96, 128),
+        (1, 17, 4096, 32, 128),
+        (2, 128, 4096, 64, 128),
+        (1, 96, 128256, 128, 126),
+        (1, 64, 33, 32, 2),
+        (1, 128, 96, 32, 3),
+        (2, 64, 33, 32, 4),
+    ],
+)
+def test_tiles_are_such_that_all_sms_have_equally_many(split, m, n, rows, num_blocks):
+    build = cuda_linear.narrow_build(split, m, n, 132, 227 << 10)
+    assert build.rows == rows
+    assert build.cols - 32 < m <= build.cols
+    assert build.num_blocks(n, 132) == num_blocks
+    assert 160 << 10 < build.shared_bytes <= 227 << 10
+    assert build._replace(stages=build.stages + 1).shared_bytes > 227 << 10
+
+
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize("num_sms", [78, 114, 132])
+def test_every_build_fits_and_fetches_no_further_ahead_than_its_ring(split, num_sms):
+    asked = itertools.product(range(1, 129), [1, 33, *range(96, 8448, 520), 14336, 28672, 57344, 128256, 262144])
+    builds = {cuda_linear.narrow_build(split, m, n, num_sms, 227 << 10) for m, n in asked} - {None}
+    assert len(builds) > 10
+    for build in builds:
+        assert build.shared_bytes <= 227 << 10
+        assert 0 < build.defines["AHEAD"] <= build.stages
+        assert 32 <= build.rows <= 128
+        assert build.rows % 8 == 0
+
+
+@pytest.mark.parametrize(("split", "m", "n", "kib"), [(1, 129, 4096, 227), (2, 64, 28672, 227), (1, 128, 28672, 48)])
+def test_there_is_no_build_for_more_rows_or_tiles_or_for_less_shared_memory(split, m, n, kib):
+    assert cuda_linear.narrow_build(split, m, n, 132, kib << 10) is None
+
+
 @pytest.mark.parametrize("path", sorted(cuda_linear.MEASURED.glob("*.json")), ids=lambda path: path.name)
 def test_what_came_with_the_package_is_whole(path):
     ways = cuda_linear.read_ways(path)
     assert {product.m for product in ways} > {1, 64, 512}
-    assert all(way.kind == cuda_linear.CUBLASLT or cuda_linear.fits_skinny(product) for product, way in ways.items())
+    fits = {cuda_linear.SKINNY: cuda_linear.fits_skinny, cuda_linear.NARROW: cuda_linear.fits_narrow}
+    assert all(way.kind == cuda_linear.CUBLASLT or fits[way.kind](product) for product, way in ways.items())

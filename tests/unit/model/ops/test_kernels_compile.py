@@ -9,6 +9,7 @@ import pytest
 
 from model.ops.cuda_attention import decode_attention, prefill_attention
 from model.ops.interface import NO_WINDOW
+from model.ops.narrow_builds import NARROW_SPLITS, narrow_build
 from model.ops.skinny_builds import SKINNY_BUILDS
 from tests.support.source_tree import ROOT
 
@@ -29,6 +30,8 @@ def builds_of(name: str, dtype_code: int, architecture: str) -> list[dict[str, i
     """The sets of defines that this kernel is built with for Llama-3.1-8B's heads; none where it is never launched."""
     if name == "skinny_linear":
         return skinny_builds(dtype_code)
+    if name == "narrow_linear":
+        return narrow_builds(dtype_code, architecture)
     if not name.startswith(("plan_decode_attention", "paged_decode_attention", "paged_prefill_attention")):
         return [{"QUIRE_DTYPE": dtype_code, **SHAPE, **more} for more in ALSO.get(name, ({},))]
     builds = []
@@ -67,6 +70,19 @@ def skinny_builds(dtype_code: int) -> list[dict[str, int]]:
         for build in SKINNY_BUILDS
         for out_float in (0, 1)
         if dtype_code != DTYPE_CODES["float32"]
+    ]
+
+
+def narrow_builds(dtype_code: int, architecture: str) -> list[dict[str, int]]:
+    """Those of Llama-3.1-8B on an H200; other architectures have none, nor has float32."""
+    if architecture != "90a" or dtype_code == DTYPE_CODES["float32"]:
+        return []
+    asked = [(split, m, n) for split in NARROW_SPLITS for m in (32, 64, 96, 128) for n in (4096, 6144, 28672, 128256)]
+    found = {narrow_build(split, m, n, 132, 227 << 10) for split, m, n in asked} - {None}
+    return [
+        {"QUIRE_DTYPE": dtype_code, "OUT_FLOAT": out_float, **build.defines}
+        for build in sorted(found)
+        for out_float in (0, 1)
     ]
 
 
