@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -37,12 +38,19 @@ STAT_PREEMPTIONS_TOTAL = "preemptions_total"
 STAT_SWAPPED_TOTAL = "swapped_total"
 STAT_RECOMPUTED_TOTAL = "recomputed_total"
 STAT_CALLED_BACK_TOTAL = "called_back_total"
+STAT_RECOMPUTED_TOKENS_TOTAL = "recomputed_tokens_total"
+STAT_RECOMPUTE_S_TOTAL = "recompute_s_total"
 STAT_SWAP_OUT_BYTES_TOTAL = "swap_out_bytes_total"
 STAT_SWAP_IN_BYTES_TOTAL = "swap_in_bytes_total"
+STAT_SWAP_OUT_S_TOTAL = "swap_out_s_total"
+STAT_SWAP_IN_S_TOTAL = "swap_in_s_total"
 STAT_COPY_ON_WRITE_TOTAL = "copy_on_write_total"
 STAT_PREFIX_QUERY_TOKENS_TOTAL = "prefix_query_tokens_total"
 STAT_PREFIX_HIT_TOKENS_TOTAL = "prefix_hit_tokens_total"
 STAT_RESUMED_TOTAL = "resumed_total"
+STAT_NUM_JOBS_HELD = "num_jobs_held"  # claimed and not ended
+STAT_JOBS_TAKEN_OVER_TOTAL = "jobs_taken_over_total"
+STAT_JOBS_LOST_TOTAL = "jobs_lost_total"
 STAT_STEPS_TOTAL = "steps_total"
 STAT_STEP_TIME_MS = "step_time_ms"  # of the last step
 
@@ -57,6 +65,7 @@ PREEMPTIONS = "vllm:num_preemptions"
 REQUESTS_ENDED = "quire:requests_ended"
 OPEN_REQUESTS = "quire:open_requests"
 QUEUE_DEPTH = "quire:queue_depth"
+QUEUE_OLDEST_WAIT_S = "quire:queue_oldest_wait_seconds"
 KV_BLOCKS = "quire:kv_blocks"
 KV_WASTE_RATIO = "quire:kv_waste_ratio"
 STEPS = "quire:steps"
@@ -64,6 +73,7 @@ STEP_TIME_MS = "quire:step_time_ms"
 
 PREEMPTIONS_HELP = "Requests that had to leave the GPU, by how they come back: by copies or by computing."
 SWAP_HELP = "Bytes of blocks copied to the host and from it."
+SWAP_TIME_HELP = "Seconds that these copies took, beside the steps."
 PREFIX_QUERIES_HELP = "Tokens of prompts that were looked for in the prefix cache."
 PREFIX_HITS_HELP = "Tokens of prompts that were found in the prefix cache."
 
@@ -99,6 +109,7 @@ _WORKER_GAUGES: Mapping[str, _WorkerMetric] = {
     STAT_NUM_HOST_BLOCKS_USED: _kv_blocks("host", "used"),
     STAT_NUM_HOST_BLOCKS_CACHED: _kv_blocks("host", "cached"),
     STAT_STEP_TIME_MS: _WorkerMetric(STEP_TIME_MS, "Duration of the engine's last step, in milliseconds."),
+    STAT_NUM_JOBS_HELD: _WorkerMetric("quire:jobs_held", "Jobs that are the worker's as long as its lease runs."),
 }
 _WORKER_COUNTERS: Mapping[str, _WorkerMetric] = {
     STAT_PROMPT_TOKENS_TOTAL: _WorkerMetric(PROMPT_TOKENS, "Prompt tokens computed."),
@@ -109,8 +120,16 @@ _WORKER_COUNTERS: Mapping[str, _WorkerMetric] = {
     STAT_CALLED_BACK_TOTAL: _WorkerMetric(
         "quire:called_back", "Of those that had to leave, those that ran beyond their tenant's share as others came."
     ),
+    STAT_RECOMPUTED_TOKENS_TOTAL: _WorkerMetric(
+        "quire:recomputed_tokens", "Tokens computed again for requests that had to leave the GPU."
+    ),
+    STAT_RECOMPUTE_S_TOTAL: _WorkerMetric(
+        "quire:recompute_seconds", "Seconds of steps that went to these tokens, by their share of the steps' tokens."
+    ),
     STAT_SWAP_OUT_BYTES_TOTAL: _WorkerMetric("quire:kv_swap_bytes", SWAP_HELP, (("direction", "out"),)),
     STAT_SWAP_IN_BYTES_TOTAL: _WorkerMetric("quire:kv_swap_bytes", SWAP_HELP, (("direction", "in"),)),
+    STAT_SWAP_OUT_S_TOTAL: _WorkerMetric("quire:kv_swap_seconds", SWAP_TIME_HELP, (("direction", "out"),)),
+    STAT_SWAP_IN_S_TOTAL: _WorkerMetric("quire:kv_swap_seconds", SWAP_TIME_HELP, (("direction", "in"),)),
     STAT_COPY_ON_WRITE_TOTAL: _WorkerMetric(
         "quire:kv_copy_on_write", "Blocks that were copied because somebody wrote to one that others hold."
     ),
@@ -118,6 +137,12 @@ _WORKER_COUNTERS: Mapping[str, _WorkerMetric] = {
     STAT_PREFIX_HIT_TOKENS_TOTAL: _WorkerMetric("quire:prefix_cache_hit_tokens", PREFIX_HITS_HELP),
     STAT_RESUMED_TOTAL: _WorkerMetric(
         "quire:resumed", "Requests that another worker had before: it died, lost its lease, or left."
+    ),
+    STAT_JOBS_TAKEN_OVER_TOTAL: _WorkerMetric(
+        "quire:jobs_taken_over", "Jobs of dead workers that this one put back in the queue."
+    ),
+    STAT_JOBS_LOST_TOTAL: _WorkerMetric(
+        "quire:jobs_lost", "Jobs that others have now, because the lease of this worker ran out while it had them."
     ),
     STAT_STEPS_TOTAL: _WorkerMetric(STEPS, "Steps of the engine."),
 }
@@ -139,6 +164,13 @@ _TOKEN_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 
 
 _SUCCESSES = {EndReason.STOP: "stop", EndReason.LENGTH: "length", EndReason.CANCELLED: "abort"}
 """vLLM's words for the ends that it counts as successes."""
+
+
+class LaneSight(NamedTuple):
+    """Jobs that wait in one lane of the queue; NaN where it cannot be asked."""
+
+    num_jobs: float
+    oldest_wait_s: float  # 0 where none waits
 
 
 class GatewayMetrics:
@@ -167,7 +199,13 @@ class GatewayMetrics:
         )
         self._ended = Counter(REQUESTS_ENDED, "Requests by how they ended.", ("reason",), registry=self._registry)
         self._open = Gauge(OPEN_REQUESTS, "Requests this gateway follows.", registry=self._registry)
-        self._queue_depth = Gauge(QUEUE_DEPTH, "Jobs no worker has claimed.", registry=self._registry)
+        self._queue_depth = Gauge(QUEUE_DEPTH, "Jobs no worker has claimed.", ("lane",), registry=self._registry)
+        self._oldest_wait_s = Gauge(
+            QUEUE_OLDEST_WAIT_S, "How long the oldest of them has been waiting.", ("lane",), registry=self._registry
+        )
+        self._leases = Gauge(
+            "quire:leases", "Workers whose lease runs: their jobs are theirs.", registry=self._registry
+        )
         self._responses = Counter(
             "quire:http_responses", "HTTP responses.", ("route", "status"), registry=self._registry
         )
@@ -186,10 +224,15 @@ class GatewayMetrics:
         """One HTTP response; `route` is the route's pattern, never a client's path."""
         self._responses.labels(route, str(status)).inc()
 
-    def see_fleet(self, stats_by_worker: Mapping[str, Mapping[str, float]], num_waiting: float) -> None:
+    def see_fleet(
+        self, stats_by_worker: Mapping[str, Mapping[str, float]], lanes: Mapping[str, LaneSight], num_leases: float
+    ) -> None:
         """What the next exposition tells of workers and queue; NaN where the queue cannot be asked."""
         self._workers.stats_by_worker = stats_by_worker
-        self._queue_depth.set(num_waiting)
+        for lane, seen in lanes.items():
+            self._queue_depth.labels(lane).set(seen.num_jobs)
+            self._oldest_wait_s.labels(lane).set(seen.oldest_wait_s)
+        self._leases.set(num_leases)
 
     def latency_buckets(self) -> dict[str, list[tuple[float, float]]]:
         """(upper bound in s, how many so far were at most that) of TTFT and of the gap between tokens."""

@@ -62,6 +62,7 @@ class _Flight:
     plan: StepPlan
     launched: Any
     launched_at_s: float
+    num_tokens_again: int  # that sequences had computed before they had to leave
 
 
 class Engine:
@@ -169,13 +170,16 @@ class Engine:
         plan = self._scheduler.schedule()
         if plan.chunks:
             launched = self._executor.launch(plan)
-            self._flights.append(_Flight(plan, launched, start_s))
             for sampler in plan.samplers:
                 sampler.num_pending_tokens += 1
+            num_tokens_again = 0
             for sequence, start, length, _ in plan.chunks:
-                sequence.num_computed_tokens = start + length
+                end = sequence.num_computed_tokens = start + length
+                if start < sequence.num_once_computed_tokens:
+                    num_tokens_again += min(end, sequence.num_once_computed_tokens) - start
                 if sequence.followers:
                     self._scheduler.fork(sequence)
+            self._flights.append(_Flight(plan, launched, start_s, num_tokens_again))
             self._num_steps += 1
             self._settle_flights(1)
             self._executor.draw(launched)
@@ -269,7 +273,8 @@ class Engine:
             flight = self._flights.popleft()
             result = self._executor.collect(flight.launched)
             now_s = time.perf_counter()
-            self._scheduler.preemption.saw_step(flight.plan, now_s - max(flight.launched_at_s, self._collected_at_s))
+            busy_s = now_s - max(flight.launched_at_s, self._collected_at_s)
+            self._scheduler.preemption.saw_step(flight.plan, busy_s, flight.num_tokens_again)
             self._collected_at_s = now_s
             self._kv.settle(flight.plan.chunks, {flight.plan.samplers[place] for place in result.failed})
             self._answers.settle(flight.plan.samplers, result)

@@ -34,6 +34,8 @@ class Preemption:
         self.costs = costs
         self._mode = mode
         self.num_swapped = self.num_recomputed = self.num_called_back = 0
+        self.num_tokens_again = 0
+        self.again_s = self.out_s = self.in_s = 0.0
         self.tenants: Tenants | None = None
         self._step = 0
         self._back_at: WeakKeyDictionary[SequenceGroup, int] = WeakKeyDictionary()
@@ -101,11 +103,18 @@ class Preemption:
 
     def saw_transfer(self, done: FinishedTransfer) -> None:
         """A transfer is done."""
+        if done.is_out:
+            self.out_s += done.seconds
+        else:
+            self.in_s += done.seconds
         if self.costs is not None:
             self.costs.saw_transfer(done.num_blocks, done.seconds, out=done.is_out)
 
-    def saw_step(self, plan: StepPlan, seconds: float) -> None:
-        """The device was busy with this plan for so long."""
+    def saw_step(self, plan: StepPlan, seconds: float, num_tokens_again: int = 0) -> None:
+        """The device was busy with this plan for so long; so many of its tokens had been computed before."""
+        if num_tokens_again:
+            self.num_tokens_again += num_tokens_again
+            self.again_s += seconds * num_tokens_again / plan.num_tokens
         if self.costs is None:
             return
         if plan.chunks[-1].length == 1:  # the longest ones come last
@@ -132,6 +141,7 @@ class Preemption:
             self.tenants.gives_up(group)
         for sequence in group.live:
             running.remove(sequence)
+            sequence.num_once_computed_tokens = max(sequence.num_once_computed_tokens, sequence.num_computed_tokens)
             if swaps:
                 self._kv.swap_out(sequence)
             else:

@@ -93,6 +93,7 @@ class Sequence:
         self.num_prompt_tokens = len(request.prompt)
         self.max_num_tokens = len(request.prompt) + wishes.max_tokens
         self.num_computed_tokens = 0
+        self.num_once_computed_tokens = 0  # before it had to leave: what of them is not found again is computed again
         self.num_pending_tokens = 0
         self.num_writable_tokens = 0
         """Up to here the blocks in its table are its own to write to, from the first uncomputed token on: the memory

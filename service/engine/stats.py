@@ -37,6 +37,10 @@ class EngineStats:
     num_swapped: int  # groups that left for the host
     num_recomputed: int  # groups that left to be computed again
     num_called_back: int  # of all that left, those that ran on what was lent to their tenants
+    num_tokens_again: int  # computed again for those that had left
+    again_s: float  # of the steps that did so, their share by tokens
+    out_s: float  # that copies to the host took
+    in_s: float  # and from it
 
     @property
     def num_preemptions(self) -> int:
@@ -80,4 +84,8 @@ def look_at(
         num_swapped=scheduler.preemption.num_swapped,
         num_recomputed=scheduler.preemption.num_recomputed,
         num_called_back=scheduler.preemption.num_called_back,
+        num_tokens_again=scheduler.preemption.num_tokens_again,
+        again_s=scheduler.preemption.again_s,
+        out_s=scheduler.preemption.out_s,
+        in_s=scheduler.preemption.in_s,
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from service.wire.batches import BatchStore
+from service.wire.fair_queue import LANES
 from service.wire.messages import Cancel, Event, Job, RequestRecord, WorkerCard
 from service.wire.responses import ResponseStore
 
@@ -118,6 +119,32 @@ class Backlog:
     num_own_tokens: int  # of the tenant that was asked about
 
 
+RETURNED, SUSPECT = "returned", "suspect"
+QUEUE_LANES = (*LANES, RETURNED, SUSPECT)
+"""Where jobs wait that no worker has: those that none ever had, those that one died with or gave back, and of these
+those that run alone."""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """The jobs of one of QUEUE_LANES."""
+
+    num_jobs: int
+    oldest_at_s: float | None  # Redis time since which the first of them has been waiting there; None where none does
+
+
+@dataclass(frozen=True)
+class QueueState:
+    """What waits to be claimed, and who may claim it."""
+
+    lanes: Mapping[str, Lane]
+    num_leases: int  # of workers, that run
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(lane.num_jobs for lane in self.lanes.values())
+
+
 class DoorBroker(BatchStore, ResponseStore, Protocol):
     """The half that gateways use."""
 
@@ -148,6 +175,9 @@ class DoorBroker(BatchStore, ResponseStore, Protocol):
 
     async def look(self) -> None:
         """Asks the workers to show their blocks on their cards for a while."""
+
+    async def queue_state(self) -> QueueState:
+        """How many jobs wait in each of QUEUE_LANES, and since when."""
 
     async def num_waiting(self) -> int:
         """Jobs that no worker has claimed yet."""

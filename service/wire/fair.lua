@@ -8,12 +8,14 @@
 --
 -- {quire}:waiting:lane:<lane>           sorted set, tenants with jobs in the lane by virtual time
 -- {quire}:waiting:jobs:<lane>:<tenant>  sorted set, a tenant's waiting jobs by rank
+-- {quire}:waiting:since:<lane>          sorted set, waiting jobs by the second of their arrival
 -- {quire}:waiting:times                 hash, tenant -> virtual time, where it is ahead of the clock; '' -> the clock
 -- {quire}:waiting:tokens                hash, tenant -> tokens that its waiting jobs cost; '' -> those of all
 
 local LANES, AGE_S, BATCH_AGE_S = {'normal', 'batch'}, 10, 60
 local BACKLOG = KEYS[5]  -- {quire}:waiting
 local LANE, LANE_JOBS, TIMES, TOKENS = BACKLOG .. ':lane:', BACKLOG .. ':jobs:', BACKLOG .. ':times', BACKLOG .. ':tokens'
+local SINCE = BACKLOG .. ':since:'
 
 local function whole(number) return string.format('%.0f', number) end
 
@@ -32,12 +34,14 @@ end
 
 local function shelve(job, state, now)
   redis.call('ZADD', lane_jobs(state), string.format('%.6f', now + state.priority * AGE_S), job)
+  redis.call('ZADD', SINCE .. state.lane, string.format('%.6f', now), job)
   redis.call('ZADD', LANE .. state.lane, 'NX', whole(virtual_time(state.tenant)), state.tenant)
   count_tokens(state.tenant, state.cost)
 end
 
 local function unshelve(job, state)
   if not state.lane or redis.call('ZREM', lane_jobs(state), job) == 0 then return end
+  redis.call('ZREM', SINCE .. state.lane, job)
   if redis.call('EXISTS', lane_jobs(state)) == 0 then redis.call('ZREM', LANE .. state.lane, state.tenant) end
   count_tokens(state.tenant, -state.cost)
 end

@@ -107,6 +107,10 @@ class FairQueue:
         job, rank = self._jobs[job_id]
         return time.time() - (rank - job.priority * AGE_S)
 
+    def since(self, lane: str) -> list[float]:
+        """When the jobs that wait in the lane were accepted, the first one first; Unix seconds."""
+        return sorted(rank - job.priority * AGE_S for job, rank in self._jobs.values() if lane_of(job) == lane)
+
     def waiting(self, tenant: str | None = None) -> tuple[int, int]:
         """How many jobs of all, or of one tenant, wait, and the tokens that they cost."""
         found = [job for job, _ in self._jobs.values() if tenant in (None, job.tenant)]

@@ -25,8 +25,9 @@ WAITING = "{quire}:waiting"
 """Stream. Accepted jobs, m = job id. Doors write, workers read. An entry lives until its job is claimed."""
 WAITING_TOKENS = "{quire}:waiting:tokens"
 """Hash. Tenant to the tokens that its waiting jobs may cost, '' to those of all. Scripts write, doors read. As long as
-any wait. The other keys of the order in which jobs are claimed are the scripts' own, and `fair.lua` says what they are:
-`{quire}:waiting:lane:<lane>`, `{quire}:waiting:jobs:<lane>:<tenant>`, `{quire}:waiting:times`."""
+any wait. Of the other keys of the order in which jobs are claimed doors read `waiting_since`; the rest are the scripts'
+own, and `fair.lua` says what they are: `{quire}:waiting:lane:<lane>`, `{quire}:waiting:jobs:<lane>:<tenant>`,
+`{quire}:waiting:times`."""
 RETURNED = "{quire}:returned"
 """Stream. Jobs that were claimed before, m = job id; they go first. Workers write and read. Until claimed again."""
 SUSPECTS = "{quire}:suspects"
@@ -80,6 +81,12 @@ INGRESS_GROUP = "doors"
 """Group of every ingress stream; a consumer is one door's broker."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+
+
+def waiting_since(lane: str) -> str:
+    """Sorted set. Jobs that wait in the lane and were never claimed, by when they were accepted (Redis time). Scripts
+    write, doors read. As long as any wait."""
+    return f"{{quire}}:waiting:since:{_name(lane)}"
 
 
 def events(job_id: str) -> str:

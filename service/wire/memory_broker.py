@@ -22,6 +22,7 @@ from service.wire.broker import (
     Claim,
     IngressEntry,
     Lease,
+    QueueState,
     Room,
 )
 from service.wire.memory_batches import MemoryBatches
@@ -75,6 +76,9 @@ class MemoryBroker(MemoryBatches, MemoryResponses):
     async def look(self) -> None:
         self._check_open()
         self.queue.looked_at_until_s = time.monotonic() + keys.LOOKED_AT_TTL_S
+
+    async def queue_state(self) -> QueueState:
+        return self.queue.state()
 
     async def num_waiting(self) -> int:
         return self.queue.num_waiting

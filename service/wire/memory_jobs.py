@@ -57,6 +57,7 @@ class JobState:
     cause: str = ""
     cancel: EndReason | None = None
     stops: tuple[Cancel, ...] = ()
+    put_back_at_s: float = 0.0  # the last time
 
     @property
     def is_deadly(self) -> bool:
@@ -82,7 +83,7 @@ class JobState:
     def put_back(self, num_told: int, cause: str | None, deaths: Deaths) -> None:
         """Nobody has it any more; `num_told` events stand in its log. `cause`: what the engine died of while it was in
         flight; that death is the last that was counted."""
-        self.owner = None
+        self.owner, self.put_back_at_s = None, time.time()
         if num_told >= self.told + GETS_ON_BY_EVENTS:
             self.deaths = 0
         if cause is not None:

@@ -10,11 +10,15 @@ from collections.abc import Sequence
 from service.errors import EndReason
 from service.wire import keys
 from service.wire.broker import (
+    RETURNED,
+    SUSPECT,
     Backlog,
     Bounds,
     Claim,
     IngressEntry,
+    Lane,
     QueueFull,
+    QueueState,
     Room,
 )
 from service.wire.fair_queue import LANES, LENT_AFTER_S, NORMAL, FairQueue, cost_of
@@ -54,6 +58,16 @@ class MemoryQueue:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting) + len(self._returned) + len(self._suspects)
+
+    def state(self) -> QueueState:
+        lanes = {lane: self._waiting.since(lane) for lane in LANES}
+        for lane, queue in ((RETURNED, self._returned), (SUSPECT, self._suspects)):
+            lanes[lane] = [self._states[job_id].put_back_at_s for job_id in queue]
+        now_s = time.monotonic()
+        return QueueState(
+            {lane: Lane(len(since), min(since, default=None)) for lane, since in lanes.items()},
+            sum(ends_at_s >= now_s for ends_at_s in self._leases.values()),
+        )
 
     @property
     def num_claimable(self) -> int:

@@ -6,15 +6,17 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 from service.logs import fields
 from service.wire import keys
-from service.wire.broker import UNBOUNDED, Backlog, Bounds, IngressEntry, QueueFull
+from service.wire.broker import QUEUE_LANES, UNBOUNDED, Backlog, Bounds, IngressEntry, Lane, QueueFull, QueueState
 from service.wire.codec import WireError, decode, encode
+from service.wire.fair_queue import LANES
 from service.wire.messages import Cancel, Event, Job, RequestRecord, WorkerCard
 from service.wire.redis_feed import FeedReader
 from service.wire.redis_group import GroupReader
-from service.wire.redis_link import RedisLink
+from service.wire.redis_link import RedisLink, order
 from service.wire.redis_requests import record_life_s
 from service.wire.redis_state import bound_args, deadline_arg, new_state
 
@@ -87,6 +89,20 @@ class RedisDoor:
         async with self._link.commands() as redis:
             await redis.set(keys.LOOKED_AT, 1, ex=keys.LOOKED_AT_TTL_S)
 
+    async def queue_state(self) -> QueueState:
+        now_s = await self._link.now_s()
+        async with self._link.commands() as redis, redis.pipeline(transaction=True) as pipeline:
+            for lane in LANES:
+                pipeline.zcard(keys.waiting_since(lane))
+                pipeline.zrange(keys.waiting_since(lane), 0, 0, withscores=True)
+            for queue in (keys.RETURNED, keys.SUSPECTS):
+                pipeline.xlen(queue)
+                pipeline.xrange(queue, count=1)
+            pipeline.zrangebyscore(keys.LEASES, now_s, "+inf")
+            *found, leases = await pipeline.execute()
+        lanes = zip(QUEUE_LANES, found[::2], found[1::2], strict=True)
+        return QueueState({lane: Lane(count, _since_s(first)) for lane, count, first in lanes}, len(leases))
+
     async def num_waiting(self) -> int:
         async with self._link.commands() as redis, redis.pipeline(transaction=True) as pipeline:
             for queue in (keys.RETURNED, keys.WAITING, keys.SUSPECTS):
@@ -141,6 +157,14 @@ class RedisDoor:
     async def close_door(self) -> None:
         """Ends the readers; who follows a job then gets BrokerUnavailable."""
         await self._feeds.close()
+
+
+def _since_s(first: Sequence[tuple[bytes, Any]]) -> float | None:
+    """When the first job of a lane, as Redis lists it, began to wait: its score, or the time in its entry's id."""
+    if not first:
+        return None
+    entry, score = first[0]
+    return score if isinstance(score, float) else order(entry.decode())[0] / 1e3
 
 
 def _card(payload: bytes) -> WorkerCard | None:

@@ -12,7 +12,12 @@ from service.engine.outputs import News, one_by_one
 from service.engine.sequence import Request
 from service.errors import EndReason
 from service.logs import fields
-from service.metrics import STAT_RESUMED_TOTAL
+from service.metrics import (
+    STAT_JOBS_LOST_TOTAL,
+    STAT_JOBS_TAKEN_OVER_TOTAL,
+    STAT_NUM_JOBS_HELD,
+    STAT_RESUMED_TOTAL,
+)
 from service.tracing import NO_TRACING, Tracing
 from service.wire.broker import BrokerUnavailable, Claim, Lease, Room, WorkerBroker
 from service.wire.codec import unpack_ids
@@ -62,7 +67,7 @@ class Courier:
         self._runs_suspects = False
         self._runs_alone = False  # the open job is a suspect
         self._draining = False
-        self._num_resumed = 0
+        self._totals = {STAT_RESUMED_TOTAL: 0, STAT_JOBS_TAKEN_OVER_TOTAL: 0, STAT_JOBS_LOST_TOTAL: 0}
         self._fetching_ended = asyncio.Event()
         self.announced = asyncio.Event()
         self.engine: EngineThread | None = None
@@ -122,7 +127,7 @@ class Courier:
 
     async def _fetch(self) -> None:
         self._model = self._make_card(False).model
-        await self._persist(self._broker.take_over)
+        await self._persist(self._take_over)
         while not self._draining:
             max_branches, room = self._places.room(self.engine.num_free_tokens, self._loop.time())
             has_room = max_branches > 0 or room.num_places
@@ -174,7 +179,7 @@ class Courier:
         self._open[job.job_id] = OpenJob(request_id, next_number, timer, spans, cleared_at)
         self._places.take(job, len(claim.past), self._loop.time())
         log_claim(claim)
-        self._num_resumed += claim.attempt > 1
+        self._totals[STAT_RESUMED_TOTAL] += claim.attempt > 1
         request = Request(
             request_id=request_id,
             prompt=prompt,
@@ -253,6 +258,7 @@ class Courier:
         for job_id in job_ids:
             job = self._open.get(job_id)
             if job is not None:
+                self._totals[STAT_JOBS_LOST_TOTAL] += 1
                 self.engine.send(Cancel(job.request_id, EndReason.CANCELLED))
                 self._close(job_id)
 
@@ -274,14 +280,17 @@ class Courier:
 
     def _card(self) -> WorkerCard:
         card = self._make_card(not self._draining)
-        return replace(card, stats={**card.stats, STAT_RESUMED_TOTAL: self._num_resumed})
+        return replace(card, stats={**card.stats, **self._totals, STAT_NUM_JOBS_HELD: self.num_open})
 
     async def _keep_lease(self) -> None:
-        await keep_lease(self._broker, lambda: self.engine.silent_s, self._on_lease)
+        await keep_lease(self._broker, lambda: self.engine.silent_s, self._on_lease, self._take_over)
 
     async def _on_lease(self, lease: Lease) -> None:
         self._drop(lease.lost)
         self._runs_suspects = lease.runs_suspects
+
+    async def _take_over(self) -> None:
+        self._totals[STAT_JOBS_TAKEN_OVER_TOTAL] += await self._broker.take_over()
 
     async def _persist(self, attempt):
         """Ask until the queue answers: what the engine has computed is kept here until it is written there."""

@@ -23,9 +23,12 @@ FRESH_CARD_S = 3.5
 
 
 async def keep_lease(
-    broker: WorkerBroker, silent_s: Callable[[], float], on_lease: Callable[[Lease], Awaitable[None]]
+    broker: WorkerBroker,
+    silent_s: Callable[[], float],
+    on_lease: Callable[[Lease], Awaitable[None]],
+    take_over: Callable[[], Awaitable[None]],
 ) -> None:
-    """Renew the lease for ever, as long as the engine makes progress, and take over from those whose lease ran out.
+    """Renew the lease for ever, as long as the engine makes progress, and `take_over` from those whose lease ran out.
 
     `silent_s`: seconds since the engine's thread last came round. One that hangs loses its jobs to others, though this
     loop goes on; `on_lease` hears what every renewal says.
@@ -39,7 +42,7 @@ async def keep_lease(
             if loop.time() >= due_s and silent_s() < beat_s:
                 due_s = loop.time() + beat_s
                 await on_lease(await broker.renew())
-            await broker.take_over()
+            await take_over()
         except BrokerUnavailable as error:
             log.warning("no heartbeat: %s", error)
             due_s = loop.time()

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from service.wire.broker import DoorBroker
+from service.wire.broker import DoorBroker, QueueState
 from service.wire.keys import CARD_LATE_S
 from service.wire.messages import WorkerCard
 
@@ -17,16 +17,21 @@ MAX_LATE_S = 2.0
 
 @dataclass(frozen=True)
 class FleetView:
-    """Fresh cards of the workers that serve this gateway's model, and how many jobs nobody has claimed."""
+    """Fresh cards of the workers that serve this gateway's model, and the jobs that nobody has claimed."""
 
     cards: Sequence[WorkerCard]
-    num_waiting: int
-    seen_at_s: float  # Redis time, as in the cards
+    queue: QueueState
+    seen_at_s: float  # Redis time, as in the cards and of the queue
 
     @property
     def num_ready(self) -> int:
         """Workers that say so and have said it lately: one that was stopped or hangs still has a card for a while."""
         return sum(card.ready and self.seen_at_s - card.beat_at_s < CARD_LATE_S for card in self.cards)
+
+    def oldest_wait_s(self, lane: str) -> float:
+        """How long the first job of the lane has been waiting; 0 where none does."""
+        since_s = self.queue.lanes[lane].oldest_at_s
+        return 0.0 if since_s is None else max(0.0, self.seen_at_s - since_s)
 
     def max_model_len(self, limit: int) -> int:
         """The longest sequence that every worker takes, `limit` at most, since any of them may claim a job."""
@@ -71,7 +76,7 @@ class Fleet:
 
     async def _read(self) -> FleetView:
         cards = [card for card in await self._broker.workers() if card.model == self._model_name]
-        self._view = FleetView(cards, await self._broker.num_waiting(), await self._broker.now_s())
+        self._view = FleetView(cards, await self._broker.queue_state(), await self._broker.now_s())
         self._seen_at_s = self._clock()
         return self._view
 

@@ -21,8 +21,8 @@ from service.gateway.http_door.operations import operations_routes
 from service.gateway.http_door.probes import readiness
 from service.gateway.http_server.guard import READ_TIMEOUT_S, Doorkeeper, guard, json_response, read_body
 from service.gateway.openapi.document import openapi_document
-from service.metrics import CONTENT_TYPE
-from service.wire.broker import BrokerUnavailable
+from service.metrics import CONTENT_TYPE, LaneSight
+from service.wire.broker import QUEUE_LANES, BrokerUnavailable
 
 
 class HttpDoor:
@@ -102,9 +102,13 @@ class HttpDoor:
     async def _metrics(self, http: web.Request) -> web.Response:
         try:
             view = await self._hall.fleet.view()
-            self._hall.metrics.see_fleet({card.worker_id: card.stats for card in view.cards}, view.num_waiting)
+            lanes = {
+                name: LaneSight(lane.num_jobs, view.oldest_wait_s(name)) for name, lane in view.queue.lanes.items()
+            }
+            stats = {card.worker_id: card.stats for card in view.cards}
+            self._hall.metrics.see_fleet(stats, lanes, view.queue.num_leases)
         except BrokerUnavailable:
-            self._hall.metrics.see_fleet({}, math.nan)
+            self._hall.metrics.see_fleet({}, dict.fromkeys(QUEUE_LANES, LaneSight(math.nan, math.nan)), math.nan)
         return web.Response(body=self._hall.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _livez(self, http: web.Request) -> web.Response:

@@ -59,7 +59,7 @@ async def _state(hall: Hall) -> dict[str, object]:
     try:
         await hall.fleet.look()
         view = await hall.fleet.view()
-        cards, num_queued = view.cards, view.num_waiting
+        cards, num_queued = view.cards, view.queue.num_waiting
     except BrokerUnavailable:
         cards, num_queued = (), None
     return {

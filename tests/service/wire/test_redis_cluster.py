@@ -76,13 +76,16 @@ async def broker(nodes):
 
 def test_every_key_of_the_queue_is_in_one_slot():
     made = (keys.events("J"), keys.cancel("J"), keys.request("r"), keys.feed("d"), keys.worker("w"), keys.ingress("p"))
-    assert {key_slot(key.encode()) for key in (*keys.QUEUE, *made, keys.reply("p", "1"), keys.DEATHS)} == {SLOT}
+    made = (*keys.QUEUE, *made, keys.reply("p", "1"), keys.DEATHS, keys.waiting_since("normal"))
+    assert {key_slot(key.encode()) for key in made} == {SLOT}
 
 
 async def test_a_job_goes_through_a_cluster(broker):
     """Asked at the node that has not the slot: the way to the other one is found."""
     events = broker.follow("JOB1")
     await broker.submit(make_job())
+    normal = (await broker.queue_state()).lanes["normal"]
+    assert (normal.num_jobs, normal.oldest_at_s) == (1, pytest.approx(await broker.now_s(), abs=PATIENCE_S))
     (claim,) = await broker.fetch(4, 1.0)
     assert claim.job == make_job()
     assert await broker.publish(make_events("JOB1", [1, 2])) == frozenset()

@@ -106,6 +106,8 @@ async def test_a_failover_loses_no_job_and_ends_no_stream(watched):
                     await asyncio.sleep(0.1)
         assert await outcome(events) == Ended([3, 4], EndReason.STOP)
         await broker.submit(make_job("JOB2"))
+        state = await broker.queue_state()
+        assert (state.lanes["normal"].num_jobs, state.num_leases) == (1, 1)
         assert [claim.job.job_id for claim in await broker.fetch(1, 1.0)] == ["JOB2"]
         assert b"role:master" in _raw_info(replica)
     finally:

@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from service import metrics
 from service.errors import EndReason
-from service.metrics import GatewayMetrics
+from service.metrics import GatewayMetrics, LaneSight
 
 
 def samples(gateway_metrics):
@@ -69,6 +69,13 @@ NUMBERS = {
     metrics.STAT_PREFIX_QUERY_TOKENS_TOTAL: (29, "quire:prefix_cache_query_tokens_total", {}),
     metrics.STAT_PREFIX_HIT_TOKENS_TOTAL: (30, "quire:prefix_cache_hit_tokens_total", {}),
     metrics.STAT_RESUMED_TOTAL: (32, "quire:resumed_total", {}),
+    metrics.STAT_RECOMPUTED_TOKENS_TOTAL: (33, "quire:recomputed_tokens_total", {}),
+    metrics.STAT_RECOMPUTE_S_TOTAL: (3.5, "quire:recompute_seconds_total", {}),
+    metrics.STAT_SWAP_OUT_S_TOTAL: (1.5, "quire:kv_swap_seconds_total", {"direction": "out"}),
+    metrics.STAT_SWAP_IN_S_TOTAL: (2.5, "quire:kv_swap_seconds_total", {"direction": "in"}),
+    metrics.STAT_NUM_JOBS_HELD: (34, "quire:jobs_held", {}),
+    metrics.STAT_JOBS_TAKEN_OVER_TOTAL: (35, "quire:jobs_taken_over_total", {}),
+    metrics.STAT_JOBS_LOST_TOTAL: (36, "quire:jobs_lost_total", {}),
     metrics.STAT_KV_USAGE: (0.5, "vllm:kv_cache_usage_perc", {}),
     metrics.STAT_KV_WASTE_RATIO: (0.1, "quire:kv_waste_ratio", {}),
     metrics.STAT_PROMPT_TOKENS_TOTAL: (70, "vllm:prompt_tokens_total", {}),
@@ -83,15 +90,38 @@ NUMBERS = {
 def test_numbers_of_the_workers():
     page = GatewayMetrics("m")
     stats = {stat: value for stat, (value, _, _) in NUMBERS.items()}
-    page.see_fleet({"w1": {**stats, "something new": 1}, "w2": {metrics.STAT_NUM_RUNNING: 1}}, 12)
+    page.see_fleet({"w1": {**stats, "something new": 1}, "w2": {metrics.STAT_NUM_RUNNING: 1}}, {}, 2)
     for value, name, labels in NUMBERS.values():
         assert find(page, name, model_name="m", engine="w1", **labels) == value, name
     assert find(page, "vllm:num_requests_running", model_name="m", engine="w2") == 1
-    assert find(page, "quire:queue_depth") == 12
+    assert find(page, "quire:leases") == 2
     assert find(page, "vllm:prefix_cache_queries_total", model_name="m", engine="w1") == 29
     assert find(page, "vllm:prefix_cache_hits_total", model_name="m", engine="w1") == 30
-    page.see_fleet({}, math.nan)
+    page.see_fleet({}, {}, math.nan)
     assert not any(("engine", "w1") in key for key in samples(page))
+
+
+def test_every_number_of_a_worker_is_exported():
+    assert set(NUMBERS) == {getattr(metrics, name) for name in dir(metrics) if name.startswith("STAT_")}
+
+
+def test_the_queue_by_lane():
+    page = GatewayMetrics("m")
+    page.see_fleet({}, {"normal": LaneSight(3, 1.5), "batch": LaneSight(0, 0.0)}, 1)
+    assert find(page, "quire:queue_depth", lane="normal") == 3
+    assert find(page, "quire:queue_oldest_wait_seconds", lane="normal") == 1.5
+    assert (
+        find(page, "quire:queue_depth", lane="batch")
+        == find(page, "quire:queue_oldest_wait_seconds", lane="batch")
+        == 0
+    )
+    page.see_fleet({}, {"normal": LaneSight(math.nan, math.nan)}, math.nan)
+    for name, labels in (
+        ("queue_depth", {"lane": "normal"}),
+        ("queue_oldest_wait_seconds", {"lane": "normal"}),
+        ("leases", {}),
+    ):
+        assert math.isnan(find(page, f"quire:{name}", **labels))
 
 
 def test_responses_by_route():

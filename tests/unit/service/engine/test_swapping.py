@@ -72,6 +72,29 @@ def test_without_a_second_tier_nothing_is_copied():
     assert not any(plan.outs or plan.ins for plan in executor.plans)
 
 
+@pytest.mark.parametrize("num_host_blocks", [0, 40])
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_what_preemptions_cost_is_counted(mode, num_host_blocks):
+    engine, executor, _ = engine_of(mode=mode, num_host_blocks=num_host_blocks)
+    crowd(engine)
+    stats = engine.stats()
+    lengths = [10 + len(alone((n, *range(20, 29)), 0, 30)[0]) for n in range(6)]
+    num_computed = sum(plan.num_tokens for plan in executor.plans)
+    assert stats.num_tokens_again == num_computed - sum(length - 1 for length in lengths) > 0
+    assert stats.again_s > 0
+    # The scripted device copies a block in 0.1 ms.
+    assert stats.out_s == pytest.approx(1e-4 * stats.num_blocks_out)
+    assert stats.in_s == pytest.approx(1e-4 * stats.num_blocks_in)
+    assert (stats.in_s > 0) == (mode == "swap" and num_host_blocks > 0)
+
+
+def test_nothing_is_counted_as_computed_again_that_nobody_had_to_leave():
+    engine, _, _ = engine_of(mode="recompute", num_blocks=128)
+    crowd(engine)
+    stats = engine.stats()
+    assert (stats.num_preemptions, stats.num_tokens_again, stats.again_s) == (0, 0, 0.0)
+
+
 @pytest.mark.parametrize(
     ("costs", "kind"),
     [(rates(), "num_swapped"), (rates(block_s=1.0), "num_recomputed"), (rates(transfer_s=1.0), "num_recomputed")],

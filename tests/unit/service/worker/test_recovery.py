@@ -7,7 +7,7 @@ import pytest
 
 from service.engine.sequence import BranchPast
 from service.errors import EndReason
-from service.metrics import STAT_RESUMED_TOTAL
+from service.metrics import STAT_JOBS_LOST_TOTAL, STAT_JOBS_TAKEN_OVER_TOTAL, STAT_NUM_JOBS_HELD, STAT_RESUMED_TOTAL
 from service.wire.broker import SUSPECT_AFTER_DEATHS
 from service.wire.codec import pack_floats, pack_ids
 from service.wire.memory_broker import MemoryBroker
@@ -30,6 +30,10 @@ def join(queue, **options):
     return House(MemoryBroker(queue, lease_s=LEASE_S), **options)
 
 
+def told_by(stat, *houses):
+    return [house.courier._card().stats[stat] for house in houses]
+
+
 async def test_another_worker_goes_on_where_a_dead_one_stopped(queue):
     async with join(queue, step_s=0.005, name="first") as first, join(queue, name="second") as second:
         second.courier._draining = True  # it looks for the dead, and takes no job yet
@@ -46,8 +50,9 @@ async def test_another_worker_goes_on_where_a_dead_one_stopped(queue):
             assert (tokens, end) == (alone([n, 1], 60), EndReason.LENGTH)
             assert usage.completion_tokens == 60
         assert time.monotonic() - killed_s < 3 * LEASE_S + 2.0
-        resumed = [house.courier._card().stats[STAT_RESUMED_TOTAL] for house in (first, second)]
-        assert resumed == [0, 4]
+        assert told_by(STAT_RESUMED_TOTAL, first, second) == [0, 4]
+        assert told_by(STAT_JOBS_TAKEN_OVER_TOTAL, first, second) == [0, 4]
+        assert told_by(STAT_JOBS_LOST_TOTAL, second) == told_by(STAT_NUM_JOBS_HELD, second) == [0]
 
 
 async def test_a_worker_that_leaves_hands_its_jobs_to_one_that_is_ready(queue):
@@ -83,6 +88,7 @@ async def test_who_lost_its_jobs_stops_computing_them(queue):
         heir.claims_nothing()
         job_id, events = await zombie.submit([5], max_tokens=500)
         await anext(events)
+        assert told_by(STAT_NUM_JOBS_HELD, zombie) == [1]
         zombie.broker.renew = zombie.broker.take_over = asyncio.Event().wait
         heir.claims_again()
         async with asyncio.timeout(10):
@@ -91,6 +97,13 @@ async def test_who_lost_its_jobs_stops_computing_them(queue):
             while zombie.engine.stats.num_running:
                 await asyncio.sleep(0.02)
         assert (await told(heir.broker.follow(job_id)))[:2] == (alone([5], 500), EndReason.LENGTH)
+        (num_lost, none), (num_found,) = (
+            told_by(STAT_JOBS_LOST_TOTAL, zombie, heir),
+            told_by(STAT_JOBS_TAKEN_OVER_TOTAL, heir),
+        )
+        assert 1 <= num_lost <= num_found, "it may claim what it has lost, and lose it again"
+        assert none == 0
+        assert told_by(STAT_NUM_JOBS_HELD, zombie) == [0]
 
 
 async def test_an_engine_that_hangs_loses_its_jobs(queue):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from service.cli.client.top import Sight, draw
 from service.errors import EndReason
-from service.metrics import GatewayMetrics
+from service.metrics import GatewayMetrics, LaneSight
 
 
 def look(metrics: GatewayMetrics, at_s: float, **stats: float) -> Sight:
-    metrics.see_fleet({"w1": stats}, 3)
+    metrics.see_fleet({"w1": stats}, {"normal": LaneSight(2, 0.5), "batch": LaneSight(1, 9.0)}, 1)
     return Sight(at_s, Sight.read(metrics.exposition().decode()).samples)
 
 

@@ -10,7 +10,7 @@ from service.config import Settings
 from service.errors import RequestError
 from service.gateway.hall.back_pressure import MAX_RETRY_AFTER_S, RETRY_AFTER_S, BackPressure
 from service.gateway.hall.fleet import FleetView
-from service.wire.broker import QueueFull
+from service.wire.broker import QueueFull, QueueState
 from service.wire.codec import decode
 from service.wire.messages import Reply, WorkerCard
 from tests.support.gateway import MODEL, open_gateway
@@ -176,7 +176,7 @@ def view_of(at_s, tokens):
     card = WorkerCard(
         worker_id="w", model="m", ready=True, max_model_len=1, num_blocks=1, block_size=1, beat_at_s=at_s, stats=stats
     )
-    return FleetView([card], 0, at_s)
+    return FleetView([card], QueueState({}, 1), at_s)
 
 
 def test_when_to_come_again_follows_from_how_fast_the_fleet_is():

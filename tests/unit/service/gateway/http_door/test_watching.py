@@ -1,11 +1,14 @@
 """Probes, metrics, models, tokens: for whoever watches over the server."""
 
+import asyncio
+
 import pytest
 
 from service import metrics
-from service.wire.broker import BrokerUnavailable
+from service.wire.broker import QUEUE_LANES, UNBOUNDED, BrokerUnavailable
 from tests.support.demo_engine import DEMO
 from tests.support.gateway import MAX_POSITION, MODEL, QuickBroker, open_gateway
+from tests.support.wire import make_job
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -35,7 +38,11 @@ async def test_ready_only_with_a_ready_worker_and_a_queue(model_folder, path, mo
         assert (await gateway.get("/livez"))[0] == 200
         async with gateway.http.get(gateway.url + "/metrics") as response:
             assert response.status == 200
-            assert "quire:queue_depth NaN" in await response.text()
+            text = await response.text()
+        for name in ("quire:queue_depth", "quire:queue_oldest_wait_seconds"):
+            for lane in QUEUE_LANES:
+                assert f'{name}{{lane="{lane}"}} NaN' in text
+        assert "quire:leases NaN" in text
         assert (await gateway.get("/v1/models"))[0] == 200
 
 
@@ -56,6 +63,29 @@ async def test_metrics(gateway):
     assert 'quire:http_responses_total{route="/v1/chat/completions",status="200"} 1.0' in text
     assert 'vllm:request_success_total{engine="gateway",finished_reason="stop",model_name="scripted"} 1.0' in text
     assert "secret" not in text
+
+
+async def test_metrics_of_the_queue(model_folder, monkeypatch):
+    monkeypatch.setattr("service.gateway.hall.fleet.MAX_AGE_S", -1)
+    async with open_gateway(model_folder) as gateway:
+        gateway.worker.paused = True
+        while gateway.worker.is_fetching:
+            await asyncio.sleep(0.01)
+        queue = gateway.broker.queue
+        queue.submit(make_job("A", submitted_at_s=0.0), UNBOUNDED)
+        queue.submit(make_job("B", is_batch=True), UNBOUNDED)
+
+        async def seen():
+            async with gateway.http.get(gateway.url + "/metrics") as response:
+                lines = (await response.text()).splitlines()
+            return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line[0] != "#"}
+
+        first, second = await seen(), await seen()
+        for lane, depth in (("normal", 1), ("batch", 1), ("returned", 0), ("suspect", 0)):
+            assert first[f'quire:queue_depth{{lane="{lane}"}}'] == depth
+            waits_s = [one[f'quire:queue_oldest_wait_seconds{{lane="{lane}"}}'] for one in (first, second)]
+            assert (0 <= waits_s[0] < waits_s[1] < 60) if depth else waits_s == [0, 0]
+        assert first["quire:leases"] == 1
 
 
 async def test_models(gateway):
