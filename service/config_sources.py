@@ -24,6 +24,9 @@ service is that of the verbs that talk to one."""
 _SECRETS = ("api_key", "redis_url")
 """A Redis URL may hold a password."""
 
+_GUARDS = ("api_key", "api_key_file")
+"""Who sets them wants nobody else to enter: an empty variable is a mistake here, where of others it counts as none."""
+
 
 def add_flags(parser: argparse.ArgumentParser, verb: str) -> None:
     """Give `parser` the flags of one verb. They default to None, so that `read_settings` can tell what was given."""
@@ -56,7 +59,8 @@ def read_settings(verb: str, flags: argparse.Namespace, environ: Mapping[str, st
     for field in _fields(verb):
         text, source = getattr(flags, field.name), _flag(field.name)
         if text is None:
-            text, source = environ.get(_variable(field.name)) or None, _variable(field.name)
+            text, source = environ.get(_variable(field.name)), _variable(field.name)
+            text = text if text or field.name in _GUARDS else None
         if text is None:
             text, source = lines.get(field.name), f"{path}: {field.name}"
         if text is not None:
@@ -99,7 +103,8 @@ def flags_of(settings: Settings, verb: str) -> list[str]:
 def secrets_of(settings: Settings) -> dict[str, str]:
     """Environment for what must not stand on a command line, where every user of the machine can read it. A part takes
     it together with `flags_of` and WITHOUT_FILE."""
-    return {_variable(name): _shown(getattr(settings, name) or "") for name in _SECRETS}
+    values = {name: _shown(getattr(settings, name) or "") for name in _SECRETS}
+    return {_variable(name): text for name, text in values.items() if text or name not in _GUARDS}
 
 
 def _fields(verb: str) -> list[dataclasses.Field]:

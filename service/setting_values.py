@@ -26,7 +26,10 @@ def hosts(text: str) -> tuple[str, ...]:
 
 
 def keys(text: str) -> tuple[str, ...]:
-    return tuple(key.strip() for key in text.split(",") if key.strip())
+    found = tuple(key.strip() for key in text.split(",") if key.strip())
+    if not found:
+        raise ValueError("no key stands there; to let everybody in, leave the setting out")
+    return found
 
 
 def switch(text: str) -> bool:

@@ -29,7 +29,8 @@ class BatchRequests:
         self._shelf = ResponseShelf(hall)
 
     async def answer(self, endpoint: str, body: Mapping[str, Any], tenant: str, key: str) -> tuple[str, Json]:
-        """The request's id and its answer; the same under the same `key`, whoever asked first. Raises RequestError."""
+        """The request's id and its answer; the same under the same `key`, whoever asked first. Raises RequestError,
+        RanLate among them."""
         hall = self._hall
         if endpoint == EMBEDDINGS:
             require_enabled(hall.settings)
@@ -42,6 +43,7 @@ class BatchRequests:
             ticket = await hall.accept(replace(request, background=True, is_batch=True), tenant, key)
         except RequestError as error:
             raise in_own_words(error) if endpoint in (RESPONSES, EMBEDDINGS) else error from None
+        run = None
         try:
             if ticket.jobs:
                 await hall.keep(ticket)
@@ -49,6 +51,10 @@ class BatchRequests:
                 pieces = [piece async for piece in run]
         except asyncio.CancelledError as cancelled:
             raise Interrupted(ticket) from cancelled
+        except RequestError as error:
+            if error.status == 504 and run is not None and run.outcome.completion_tokens:
+                raise RanLate(error.status, error.message, error.type, code=error.code) from None
+            raise
         plain = replace(ticket, request=replace(ticket.request, background=False))
         return ticket.request_id, await self._worded(plain, body, pieces, run)
 
@@ -67,6 +73,10 @@ class BatchRequests:
             )
             await self._shelf.put(record)
         return answer
+
+
+class RanLate(RequestError):
+    """The request had begun to answer when its time was over: it did not only wait for others."""
 
 
 class Interrupted(asyncio.CancelledError):

@@ -24,7 +24,7 @@ from service.gateway.batches.lines import (
     refusal_line,
     undone_line,
 )
-from service.gateway.batches.requests import BatchRequests, Interrupted
+from service.gateway.batches.requests import BatchRequests, Interrupted, RanLate
 from service.gateway.hall.hall import Hall, incident
 from service.logs import about, fields
 from service.wire.batches import Batch, BatchError, BatchStatus
@@ -40,7 +40,8 @@ MAX_IN_FLIGHT = 64
 RETRY_S = 2.0
 AGAIN = frozenset({429, 503, 504})
 """Refusals that say nothing about the request itself: it is asked again as long as its batch lasts. A 504 does say
-something where the line names its own `timeout`."""
+something where the line names its own `timeout`, or has begun to answer and came to no end, MAX_LATE times."""
+MAX_LATE = 3
 
 
 class BatchRunner:
@@ -224,7 +225,7 @@ class _Progress:
             return await self._answer_line(name, line)
 
     async def _answer_line(self, name: str, line: BatchLine) -> bytes:
-        attempt = 0
+        attempt = num_late = 0
         while True:
             try:
                 return await self._ask(f"{name}/{attempt}", name, line)
@@ -233,6 +234,10 @@ class _Progress:
             except RequestError as error:
                 if error.status not in AGAIN or (error.status == 504 and line.body.get("timeout") is not None):
                     return refusal_line(name, line.custom_id, error)
+                num_late += isinstance(error, RanLate)
+                if num_late == MAX_LATE:
+                    message = f"{error.message} So it did each of the {num_late} times that it was asked."
+                    return refusal_line(name, line.custom_id, replace(error, message=message))
                 attempt += error.status == 504  # under its old key it would be late again
                 await asyncio.sleep(error.retry_after_s or RETRY_S)
 

@@ -68,8 +68,8 @@ def test_a_setting_of_another_verb_is_no_flag_here_but_may_stand_in_the_environm
     assert read("check", QUIRE_PORT="9000") == Settings()
 
 
-def test_an_empty_variable_counts_as_unset():
-    assert read("serve", QUIRE_MODEL="", QUIRE_PORT="", QUIRE_API_KEY="", QUIRE_HOST="") == Settings()
+def test_an_empty_variable_counts_as_unset_but_for_keys():
+    assert read("serve", QUIRE_MODEL="", QUIRE_PORT="", QUIRE_HOST="", QUIRE_ALLOWED_HOSTS="") == Settings()
 
 
 def test_an_unknown_variable_is_refused_by_name():
@@ -195,22 +195,44 @@ def test_a_file_that_is_not_there_is_refused():
 
 
 def test_a_part_does_not_read_the_file_its_parent_has_read(tmp_path):
-    path = write(tmp_path, 'api_key = "old"')
-    settings = read("serve", "--config", path, "--api-key=")
-    assert (
-        read(
-            "gateway", *flags_of(settings, "gateway"), **{"QUIRE_CONFIG": path, **secrets_of(settings), **WITHOUT_FILE}
-        ).api_key
-        == ()
-    )
+    path = write(tmp_path, 'producers = "old"')
+    settings = read("serve", "--config", path, "--producers=")
+    environ = {"QUIRE_CONFIG": path, **secrets_of(settings), **WITHOUT_FILE}
+    assert read("gateway", *flags_of(settings, "gateway"), **environ).producers == ()
 
 
-def test_a_part_does_not_take_over_a_secret_that_its_parent_refused():
-    settings = read("serve", "--api-key=", QUIRE_API_KEY="old")
-    assert settings.api_key == ()
-    assert (
-        read("gateway", *flags_of(settings, "gateway"), **{"QUIRE_API_KEY": "old", **secrets_of(settings)}) == settings
-    )
+def test_a_part_takes_the_secrets_of_its_parent_before_those_it_inherits():
+    settings = read("serve", "--api-key=new", QUIRE_API_KEY="old")
+    assert settings.api_key == ("new",)
+    environ = {"QUIRE_API_KEY": "old", **secrets_of(settings)}
+    assert read("gateway", *flags_of(settings, "gateway"), **environ) == settings
+
+
+@pytest.mark.parametrize("text", ["", " ", ",", " , "])
+def test_keys_that_are_none_do_not_open_the_service(tmp_path, text):
+    path = write(tmp_path, f'api_key = "{text}"')
+    for source, flags, environ in (
+        ("--api-key", (f"--api-key={text}",), {"QUIRE_API_KEY": "old"}),
+        ("QUIRE_API_KEY", (), {"QUIRE_API_KEY": text}),
+        (f"{path}: api_key", ("--config", path), {}),
+    ):
+        for verb in ("serve", "gateway"):
+            with pytest.raises(StartupError) as refusal:
+                read(verb, *flags, **environ)
+            assert str(refusal.value).startswith(f"{source}: ")
+            assert "no key stands there" in str(refusal.value)
+            assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(("source", "flags"), [("--api-key-file", ("--api-key-file=",)), ("QUIRE_API_KEY_FILE", ())])
+def test_a_file_of_keys_without_a_name_does_not_open_the_service(source, flags):
+    with pytest.raises(StartupError, match=f"^{source}: is empty$"):
+        read("serve", *flags, QUIRE_API_KEY_FILE="")
+
+
+def test_an_empty_list_of_keys_does_not_open_the_service(tmp_path):
+    with pytest.raises(StartupError, match=r"api_key: .*no key stands there"):
+        read("serve", "--config", write(tmp_path, "api_key = []"))
 
 
 def test_secrets_stand_on_no_command_line():
@@ -233,7 +255,7 @@ def test_settings_cannot_change():
 
 
 def test_every_secret_is_a_setting():
-    assert set(secrets_of(Settings())) == {"QUIRE_" + name.upper() for name in SECRETS}
+    assert set(secrets_of(Settings(api_key=("k",)))) == {"QUIRE_" + name.upper() for name in SECRETS}
 
 
 def test_a_switch_is_turned_by_its_flag_alone_and_by_its_negation():

@@ -131,6 +131,31 @@ async def test_a_line_that_runs_past_its_own_timeout_is_told_so(folder):
     assert told["response"]["body"]["error"]["code"] == "deadline"
 
 
+async def test_a_line_that_never_comes_to_its_end_is_given_up(folder):
+    async with open_gateway(folder, request_timeout=1.0) as gateway, client_of(gateway) as client:
+        gateway.worker.script = lambda job: speech(gateway.model, "Hello", end=None)
+        batch = await ended(client, (await submit(client, jsonl(line(0)))).id)
+        assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 0, 1)
+        assert len(gateway.worker.jobs) == runner.MAX_LATE == 3
+        (told,) = await answers(client, batch.error_file_id)
+    assert (told["custom_id"], told["response"]["status_code"]) == ("line-0", 504)
+    error = told["response"]["body"]["error"]
+    assert error["code"] == "deadline"
+    assert error["message"].endswith("So it did each of the 3 times that it was asked.")
+
+
+async def test_a_line_that_only_waited_is_asked_again(folder, monkeypatch):
+    """A worker that is busy with others, or a queue that is long, says nothing about the request."""
+    monkeypatch.setattr(runner, "MAX_LATE", 1)
+    async with open_gateway(folder, request_timeout=1.0) as gateway, client_of(gateway) as client:
+        gateway.worker.script = lambda job: (
+            Script(end=None) if len(gateway.worker.jobs) < 3 else speech(gateway.model, "Hello world.")
+        )
+        batch = await ended(client, (await submit(client, jsonl(line(0)))).id)
+        assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 1, 0)
+        assert len(gateway.worker.jobs) == 3
+
+
 @pytest.mark.parametrize("route", ["/v1/files", "/v1/batches"])
 async def test_a_key_that_would_not_be_honoured_is_refused(folder, route):
     async with open_gateway(folder) as gateway:
