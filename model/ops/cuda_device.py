@@ -172,8 +172,11 @@ def _expect_rows(host: np.ndarray, places: np.ndarray, table: Array) -> None:
 
 def expect(name: str, array: Array, dtype: np.dtype, *shape: int | None) -> None:
     """Raises ValueError unless `array` is C-contiguous and has the dtype and shape; None stands for any size."""
-    fits = array.ndim == len(shape) and all(
-        wanted is None or size == wanted for size, wanted in zip(array.shape, shape, strict=True)
-    )
+    sizes = array.shape
+    fits = sizes == shape or (len(sizes) == len(shape) and None in shape and _fits(sizes, shape))
     if not fits or array.dtype != dtype or not array.flags.c_contiguous:
-        raise ValueError(f"{name} is {array.dtype} {array.shape}, expected {dtype} {shape}, contiguous")
+        raise ValueError(f"{name} is {array.dtype} {sizes}, expected {dtype} {shape}, contiguous")
+
+
+def _fits(sizes: tuple[int, ...], shape: tuple[int | None, ...]) -> bool:
+    return all(wanted is None or size == wanted for size, wanted in zip(sizes, shape, strict=True))

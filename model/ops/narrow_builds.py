@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 NARROW_SPLITS = (1, 2)
 """Among how many blocks K is shared out: two ways to compute a product."""
@@ -12,8 +13,8 @@ MAX_NARROW_ROWS = 128
 """Rows of x that there are builds for."""
 
 AHEAD_BYTES = 32 << 10
-"""Of weights that an SM fetches before the previous kernel has ended. On an H200 twice as many, in the way of x, cost up to
-1.7 us a product; half as many 0.3 us."""
+"""Of weights that an SM fetches before the previous kernel has ended. On an H200 twice as many, in the way of x, cost
+up to 1.7 us a product; half as many 0.3 us."""
 
 _SPAN_BYTES = 128  # of a row in a stage
 _TILE_ROWS = 128  # at most
@@ -21,7 +22,8 @@ _MIN_TILE_ROWS = 32
 _EIGHT = 8  # rows that a swizzle goes over
 
 
-class NarrowBuild(NamedTuple):
+@dataclass(frozen=True, order=True)
+class NarrowBuild:
     """The sizes that narrow_linear.cu is built with, by its own names; for one block an SM."""
 
     rows: int
@@ -29,17 +31,17 @@ class NarrowBuild(NamedTuple):
     split: int
     stages: int
 
-    @property
+    @functools.cached_property
     def threads(self) -> int:
         return 128 * self._warpgroups + 32
 
-    @property
+    @functools.cached_property
     def defines(self) -> dict[str, int]:
         ahead = min(self.stages, AHEAD_BYTES // (self.rows * _SPAN_BYTES))
         sizes = {"ROWS": self.rows, "COLS": self.cols, "SPLIT": self.split, "STAGES": self.stages}
         return sizes | {"AHEAD": ahead, "SHARED_BYTES": self.shared_bytes}
 
-    @property
+    @functools.cached_property
     def shared_bytes(self) -> int:
         """The ring, what one block sends to the other, barriers, and the rows that are read past the ring."""
         sent = 128 * self._warpgroups * self.cols if self.split == 2 else 0
@@ -47,7 +49,7 @@ class NarrowBuild(NamedTuple):
         ring = self.stages * (self.rows + self.cols) * _SPAN_BYTES
         return 1024 + ring + sent + 16 * self.stages + 8 + past
 
-    @property
+    @functools.cached_property
     def _warpgroups(self) -> int:
         return math.ceil(self.rows / 64)
 
@@ -59,6 +61,7 @@ class NarrowBuild(NamedTuple):
         return math.ceil(tiles / math.ceil(tiles / num_sms))
 
 
+@functools.cache
 def narrow_build(split: int, m: int, n: int, num_sms: int, max_shared_bytes: int) -> NarrowBuild | None:
     """For `m` rows of x and `n` of weights; None where there is none.
 
@@ -71,6 +74,6 @@ def narrow_build(split: int, m: int, n: int, num_sms: int, max_shared_bytes: int
         return None
     rows = max(_MIN_TILE_ROWS, _EIGHT * math.ceil(n / (places * rounds) / _EIGHT))
     one = NarrowBuild(rows, 32 * math.ceil(m / 32), split, 1)
-    of_stage = one._replace(stages=2).shared_bytes - one.shared_bytes
+    of_stage = replace(one, stages=2).shared_bytes - one.shared_bytes
     stages = 1 + (max_shared_bytes - one.shared_bytes) // of_stage
-    return one._replace(stages=stages) if stages >= 3 else None
+    return replace(one, stages=stages) if stages >= 3 else None

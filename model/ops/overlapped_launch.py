@@ -7,14 +7,14 @@ The driver calls it programmatic dependent launch, from sm_90 on. The kernel has
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import numpy as np
 from cupy.cuda import Stream
 from cupy.cuda.function import Function
 
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
-_SCALARS = {np.int32: ctypes.c_int32, np.int64: ctypes.c_int64, np.float32: ctypes.c_float}
+_MAX_ARGS = 64
+_WORD_BYTES = 8
 
 
 class LaunchError(Exception):
@@ -46,35 +46,55 @@ class _Config(ctypes.Structure):
 
 
 class OverlappedLaunch:
-    """The driver's launch call with the attribute that lets a kernel begin early."""
+    """The driver's launch call with the attribute that lets a kernel begin early.
 
-    def __init__(self, stream: Stream):
+    The driver has copied all it is given when it answers, so every launch writes to the same memory: a step has some
+    three hundred of them, and making what they are described with anew took longer than all else. For one thread.
+    """
+
+    def __init__(self, stream: Stream, driver: ctypes.CDLL | None = None):
         """Raises OSError without a driver."""
-        self._driver = ctypes.CDLL("libcuda.so.1")
-        self._stream = stream
+        driver = driver or ctypes.CDLL("libcuda.so.1")
+        self._launch = driver.cuLaunchKernelEx
+        self._launch.argtypes = (ctypes.c_void_p,) * 4
+        self._values = (ctypes.c_uint64 * _MAX_ARGS)()  # a number of four bytes is the first half of one
+        first = ctypes.addressof(self._values)
+        self._places = [first + _WORD_BYTES * index for index in range(_MAX_ARGS)]
+        self._addresses = (ctypes.c_void_p * _MAX_ARGS)(*self._places)
+        self._addresses_at = ctypes.addressof(self._addresses)
         self._attribute = _Attribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
+        self._config = _Config(
+            block=(1, 1, 1), stream=stream.ptr, attributes=ctypes.pointer(self._attribute), num_attributes=1
+        )
+        self._config_at = ctypes.addressof(self._config)
 
     def __call__(self, kernel: Function, grid: tuple[int, ...], threads: int, args: tuple, shared_bytes: int) -> None:
         """`args` are CuPy arrays, None for a null pointer, NumPy scalars, tensor maps. Raises LaunchError."""
-        values = [_c_value(arg) for arg in args]
-        addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-        config = _Config(
-            grid=(*grid, *(1,) * (3 - len(grid))),
-            block=(threads, 1, 1),
-            shared_bytes=shared_bytes,
-            stream=self._stream.ptr,
-            attributes=ctypes.pointer(self._attribute),
-            num_attributes=1,
-        )
-        status = self._driver.cuLaunchKernelEx(ctypes.byref(config), ctypes.c_void_p(kernel.ptr), addresses, None)
+        maps = self._write(args)
+        config = self._config
+        config.grid[:] = (*grid, *(1,) * (3 - len(grid)))
+        config.block[0] = threads
+        config.shared_bytes = shared_bytes
+        status = self._launch(self._config_at, kernel.ptr, self._addresses_at, None)
+        for index in maps:
+            self._addresses[index] = self._places[index]
         if status != 0:
             raise LaunchError(f"cuLaunchKernelEx answered {status} to {grid} blocks of {threads} threads")
 
-
-def _c_value(arg: Any) -> ctypes._SimpleCData | ctypes.Array:
-    if arg is None:
-        return ctypes.c_void_p(0)
-    if isinstance(arg, np.ndarray):  # a tensor map, which goes by value
-        return (ctypes.c_char * arg.nbytes).from_buffer_copy(arg)
-    scalar = _SCALARS.get(type(arg))
-    return ctypes.c_void_p(arg.data.ptr) if scalar is None else scalar(arg.item())
+    def _write(self, args: tuple) -> list[int]:
+        """Where the driver will look for them; the places of those that lie elsewhere."""
+        values, maps = self._values, []
+        for index, arg in enumerate(args):
+            kind = type(arg)
+            if kind is np.int32 or kind is np.int64:
+                values[index] = arg.item()
+            elif kind is np.float32:
+                values[index] = arg.view(np.uint32).item()
+            elif arg is None:
+                values[index] = 0
+            elif kind is np.ndarray:  # a tensor map, which goes by value
+                self._addresses[index] = arg.ctypes.data
+                maps.append(index)
+            else:
+                values[index] = arg.data.ptr
+        return maps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 import logging
 
 import pytest
@@ -93,7 +94,7 @@ def test_tiles_are_such_that_all_sms_have_equally_many(split, m, n, rows, num_bl
     assert build.cols - 32 < m <= build.cols
     assert build.num_blocks(n, 132) == num_blocks
     assert 160 << 10 < build.shared_bytes <= 227 << 10
-    assert build._replace(stages=build.stages + 1).shared_bytes > 227 << 10
+    assert replace(build, stages=build.stages + 1).shared_bytes > 227 << 10
 
 
 @pytest.mark.parametrize("split", [1, 2])
