@@ -11,6 +11,7 @@ measured beforehand comes with the package: service/cli/bench/measure_products.p
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -212,7 +213,12 @@ def fits_narrow(product: Product) -> bool:
 
 
 def _product(x: Array, weight: Array, bias: Array | None, out: Array) -> Product:
-    return Product(len(x), *weight.shape, x.dtype.name, out.dtype.name, bias is not None)
+    return Product(len(x), *weight.shape, _name(x.dtype), _name(out.dtype), bias is not None)
+
+
+@functools.cache
+def _name(dtype: np.dtype) -> str:
+    return dtype.name
 
 
 def file_name(device_name: str) -> str:

@@ -6,10 +6,13 @@ for a step that meets its size for the first time. So numbers in between take th
 
 from __future__ import annotations
 
+import functools
+
 _STEPS, _LARGEST_STEP = ((7, 1), (128, 8), (544, 16), (2048, 64)), 512
 """(up to so many rows, in steps of so many), and beyond; the sizes of captured steps are among them."""
 
 
+@functools.cache
 def planned_rows(rows: int) -> int:
     """Whose algorithms products of so many rows take: at least as many."""
     step = next((step for last, step in _STEPS if rows <= last), _LARGEST_STEP)

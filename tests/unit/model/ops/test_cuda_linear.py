@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 import logging
+from dataclasses import replace
 
 import pytest
 
