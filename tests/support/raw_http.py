@@ -37,8 +37,11 @@ class RawClient:
         await self.send(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
 
     async def response(self) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers by lower-case name, body: of a response with Content-Length."""
-        head = (await self._reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        """Status, headers by lower-case name, body: of a response with Content-Length, behind any interim ones."""
+        interim = b"HTTP/1.1 100 "
+        while (told := await self._reader.readuntil(b"\r\n\r\n")).startswith(interim):
+            pass
+        head = told.decode().split("\r\n")
         headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:] if line)}
         body = await self._reader.readexactly(int(headers.get("content-length", 0)))
         return int(head[0].split()[1]), headers, body
@@ -52,6 +55,10 @@ class RawClient:
             return await self._reader.read() == b""
         except ConnectionError:
             return True
+
+    def half_close(self) -> None:
+        """Nothing more comes from here; the answer may."""
+        self._writer.write_eof()
 
     def stop_reading(self) -> None:
         self._writer.transport.pause_reading()

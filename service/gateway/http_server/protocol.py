@@ -7,10 +7,11 @@ import logging
 import resource
 import socket
 from collections import Counter
+from collections.abc import Callable, Coroutine
 from http import HTTPStatus
 from typing import Any
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import LineTooLong
 
 from service.errors import RequestError
@@ -26,6 +27,10 @@ MAX_URL_BYTES = 8190
 MAX_HEADER_BYTES = 8192
 """Of one header, name and value. Not what a URL may have, so that aiohttp's refusal tells which it was."""
 MAX_HEADERS = 100
+INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
+"""What may be sent before an answer, as often as one likes, and means nothing: clients of HTTP/1.1 read past it."""
+TAKE_UP_S, FIRST_PROBE_S, MAX_PROBE_S = 0.01, 0.05, 1.0
+TCP_CLOSE = 7  # a socket that was reset, as Linux counts its states in TCP_INFO
 LINGER_S = 1.0
 MAX_LINGERING = 256
 RESERVED_FILES = 64
@@ -83,9 +88,9 @@ class Connections:
 
 class Protocol(web.RequestHandler):
     """aiohttp's, but counted, with bounded buffers, and what it refuses by itself (malformed HTTP) worded like all
-    else."""
+    else. A client that closes only its own side of the connection, behind its request, gets its answer."""
 
-    __slots__ = ("_client", "_connections", "_is_counted")
+    __slots__ = ("_client", "_connections", "_is_counted", "_saying", "say_nothing")
 
     def __init__(self, manager: web.Server, connections: Connections, **how: Any) -> None:
         limits = {"max_line_size": MAX_URL_BYTES, "max_field_size": MAX_HEADER_BYTES, "max_headers": MAX_HEADERS}
@@ -93,6 +98,9 @@ class Protocol(web.RequestHandler):
         self._connections = connections
         self._client = ""
         self._is_counted = False
+        self._saying: asyncio.Task[None] | None = None
+        self.say_nothing: Callable[[], Coroutine[Any, Any, None]] | None = None
+        """Of an answer that has begun, and that may hold what means nothing. Set by whoever writes it."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # The kernel would keep megabytes for a client that does not read, and hide that it does not.
@@ -114,6 +122,49 @@ class Protocol(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         if self._is_counted:
             super().data_received(data)
+
+    def eof_received(self) -> bool:
+        """Whether the connection stays open for writing. The same FIN comes from a client that only has nothing more to
+        say and from one that is gone, but the second resets a connection on which it is told anything."""
+        is_idle = self._waiter is not None and not self._messages
+        if is_idle or self.transport.get_extra_info("sslcontext") is not None:
+            return False
+        if self._current_request is None:  # aiohttp is about to take it up
+            self._loop.call_later(TAKE_UP_S, self._hear_end)
+        else:
+            self._hear_end()
+        return True
+
+    def _hear_end(self) -> None:
+        if self.transport is None:
+            return
+        if self._can_probe():
+            self.close()  # behind this answer
+            self._probe(FIRST_PROBE_S)
+        else:
+            self.transport.close()
+
+    def _can_probe(self) -> bool:
+        """Whether the request is whole, and its client can be told what means nothing."""
+        request = self._current_request
+        if request is None or request.version < HttpVersion11 or not request.content.is_eof():
+            return False
+        return not request.writer.output_size or self.say_nothing is not None
+
+    def _probe(self, again_in_s: float) -> None:
+        """Says something that means nothing, looks at what became of it, and so on until the answer is over."""
+        transport, request = self.transport, self._current_request
+        if transport is None or transport.is_closing() or request is None:
+            return
+        tcp = transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+        if tcp[0] == TCP_CLOSE:
+            transport.abort()
+            return
+        if not request.writer.output_size:
+            transport.write(INTERIM)
+        elif self.say_nothing is not None:
+            self._saying = self._loop.create_task(self.say_nothing())
+        self._loop.call_later(again_in_s, self._probe, min(2 * again_in_s, MAX_PROBE_S))
 
     def handle_error(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
@@ -16,6 +16,9 @@ HEADERS = {
     "Cache-Control": "no-store",
     "X-Accel-Buffering": "no",
 }
+
+
+COMMENT = b": keep-alive\n\n"
 
 
 class ClientGone(ConnectionError):
@@ -72,11 +75,14 @@ class SseStream:
 
     @asynccontextmanager
     async def kept_alive(self) -> AsyncIterator[None]:
-        """While inside, a comment is written whenever the stream was silent for `keep_alive_s`."""
+        """While inside, a comment is written whenever the stream was silent for `keep_alive_s`, and where one is needed
+        to find out whether the client is still there."""
         task = asyncio.create_task(self._keep_alive())
+        self._http.protocol.say_nothing = self._say_nothing
         try:
             yield
         finally:
+            self._http.protocol.say_nothing = None
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
@@ -84,7 +90,11 @@ class SseStream:
         while True:
             await asyncio.sleep(self._written_at_s + self._keep_alive_s - self._loop.time())
             if self._loop.time() - self._written_at_s >= self._keep_alive_s:
-                await self._write(b": keep-alive\n\n")
+                await self._write(COMMENT)
+
+    async def _say_nothing(self) -> None:
+        with suppress(ClientGone):  # who writes the next event hears of it
+            await self._write(COMMENT)
 
     async def _write(self, frame: bytes) -> None:
         self._written_at_s = self._loop.time()

@@ -1,10 +1,12 @@
 """Clients that leave, or do not read: over real sockets, since a test client's own cancelling would hide the fault."""
 
 import asyncio
+import json
 
 import pytest
 
 from service.errors import EndReason
+from service.gateway.http_server import protocol
 from tests.support.gateway import MODEL, open_gateway, speech
 from tests.support.raw_http import RawClient
 from tests.support.scripted_worker import Script
@@ -31,6 +33,85 @@ async def test_job_is_cancelled_when_its_client_leaves(gateway, leave, stream, a
         cancel = await gateway.worker.cancelled()
     assert (cancel.job_id, cancel.reason) == (gateway.worker.jobs[0].job_id, EndReason.CANCELLED)
     assert (await gateway.get("/livez"))[0] == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_closes_its_own_side_gets_its_answer(gateway, stream):
+    gateway.worker.script = lambda job: speech(gateway.model, "Hello world.", step_s=0.05)
+    client = await RawClient.connect(gateway.url)
+    await client.post(CHAT, {**BODY, "stream": stream})
+    client.half_close()
+    async with asyncio.timeout(SOON_S):
+        if stream:
+            assert (await client.read_until(b"data: [DONE]")).count(b'"content":') > 3
+        else:
+            status, _, body = await client.response()
+            assert (status, json.loads(body)["choices"][0]["message"]["content"]) == (200, "Hello world.")
+            assert await client.at_eof()
+    assert gateway.worker.cancels == []
+    await client.close()
+
+
+async def test_a_client_that_closed_its_side_at_once_with_its_request_gets_its_answer(gateway):
+    """In one go, so that the end is there before anybody has looked at the request."""
+    client = await RawClient.connect(gateway.url)
+    await client.send(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    client.half_close()
+    async with asyncio.timeout(SOON_S):
+        assert (await client.response())[0] == 200
+        assert await client.at_eof()
+    await client.close()
+
+
+@pytest.mark.parametrize("leave", [RawClient.close, RawClient.reset])
+@pytest.mark.parametrize("has_begun", [True, False])
+async def test_a_client_that_closes_its_own_side_and_leaves_later_is_missed(gateway, leave, has_begun):
+    gateway.worker.script = lambda job: speech(gateway.model, "Hello", end=None) if has_begun else Script([], None)
+    client = await RawClient.connect(gateway.url)
+    await client.post(CHAT, {**BODY, "stream": has_begun})
+    async with asyncio.timeout(2 * SOON_S):
+        if has_begun:
+            await client.read_until(b'"content":"H"')
+        client.half_close()
+        await client.read_until(b": keep-alive\n\n" if has_begun else protocol.INTERIM * 3)
+        assert gateway.worker.cancels == []
+        await leave(client)
+        assert (await gateway.worker.cancelled()).reason is EndReason.CANCELLED
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b"Content-Length: 500\r\n\r\n{",
+        b"GET /v1/models HTTP/1.1\r\nHost: loc",
+        b"",
+    ],
+)
+async def test_a_client_that_closes_its_own_side_within_its_request_is_gone(gateway, request_bytes):
+    client = await RawClient.connect(gateway.url)
+    await client.send(request_bytes)
+    client.half_close()
+    async with asyncio.timeout(SOON_S):
+        assert await client.at_eof()
+    assert gateway.worker.jobs == []
+    await client.close()
+
+
+async def test_what_an_old_client_means_by_closing_its_side_cannot_be_told(gateway):
+    """HTTP/1.0 knows no interim response, so nothing can be said to find out."""
+    gateway.worker.script = lambda job: Script([], None)
+    client = await RawClient.connect(gateway.url)
+    data = json.dumps(BODY).encode()
+    head = f"POST {CHAT} HTTP/1.0\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    await client.send(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    while not gateway.worker.jobs:
+        await asyncio.sleep(0.005)
+    client.half_close()
+    async with asyncio.timeout(SOON_S):
+        await gateway.worker.cancelled()
+        assert await client.at_eof()
+    await client.close()
 
 
 async def test_queued_job_is_cancelled_when_its_client_leaves(model_folder):
