@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -129,8 +129,8 @@ def _bias(rows: SampledRows, eos_token_ids: frozenset[int]) -> list[np.ndarray]:
     """In the order of Bias' fields; empty where no row has any."""
     num_outputs = rows.positions.astype(np.int64) - np.array(rows.num_prompt_tokens)
     biases = [
-        _row_bias(wish, num_output, eos_token_ids)
-        for wish, num_output in zip(rows.sampling, num_outputs.tolist(), strict=True)
+        _row_bias(wish, num_output, eos_token_ids, _allowed(rows.mask, row))
+        for row, (wish, num_output) in enumerate(zip(rows.sampling, num_outputs.tolist(), strict=True))
     ]
     if not any(biases):
         return []
@@ -141,11 +141,31 @@ def _bias(rows: SampledRows, eos_token_ids: frozenset[int]) -> list[np.ndarray]:
     ]
 
 
-def _row_bias(wish: SamplingParams, num_output: int, eos_token_ids: frozenset[int]) -> list[tuple[int, float]]:
+def _allowed(mask: TokenMask | None, row: int) -> np.ndarray | None:
+    """Of a row its mask's words; None: every token."""
+    return None if mask is None or mask.rows[row] < 0 else mask.words[mask.rows[row]]
+
+
+def _row_bias(
+    wish: SamplingParams, num_output: int, eos_token_ids: frozenset[int], allowed: np.ndarray | None
+) -> list[tuple[int, float]]:
+    """Within min_tokens the ids that end an answer are forbidden, unless a grammar allows nothing else: then one of
+    them is a token like any other, and ends nothing."""
     if num_output >= wish.min_tokens:
         return list(wish.logit_bias)
     forbidden = set(wish.stop_token_ids) | (frozenset() if wish.ignore_eos else eos_token_ids)
+    if allowed is not None and not _without(allowed, forbidden).any():
+        return list(wish.logit_bias)
     return [pair for pair in wish.logit_bias if pair[0] not in forbidden] + [(i, -np.inf) for i in sorted(forbidden)]
+
+
+def _without(words: np.ndarray, token_ids: Iterable[int]) -> np.ndarray:
+    """The words of a mask with the bits of these tokens cleared."""
+    left = words.copy()
+    for token in token_ids:
+        if token // 32 < len(left):
+            left[token // 32] &= ~np.uint32(1 << token % 32)
+    return left
 
 
 def _indptr(ragged: Sequence) -> np.ndarray:

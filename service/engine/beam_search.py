@@ -105,7 +105,8 @@ class BeamSearch:
         for place, offer in enumerate(offers):
             if place >= self._width and (is_last or len(following) == self._width):
                 break
-            stops = offer.token_id in self._ends or self._completes(offer)
+            may_stop = num_tokens >= self._wishes.min_tokens
+            stops = (may_stop and offer.token_id in self._ends) or self._completes(offer)
             if stops or is_last:
                 if place < self._width:
                     self._answer(offer, rows[offer.rank], num_tokens, EndReason.STOP if stops else EndReason.LENGTH)
@@ -118,12 +119,14 @@ class BeamSearch:
         return Beam(sequence, -offer.cost, self._trail(offer, row))
 
     def _completes(self, offer: Offer) -> bool:
-        """Whether the offer's beam has a grammar in which nothing may follow the token."""
+        """Whether the offer's beam has a grammar in which nothing may follow the token, or that may end before it."""
         matcher = self.beams[offer.rank].sequence.matcher
         if matcher is None:
             return False
         ahead = matcher.copy()
-        return ahead.advance((offer.token_id,)) and ahead.is_finished
+        if not ahead.advance((offer.token_id,)):
+            return offer.token_id in self._ends and matcher.is_complete
+        return ahead.is_finished
 
     def _answer(self, offer: Offer, row: TokenLogprob, num_tokens: int, end: EndReason) -> None:
         sequence = self.beams[offer.rank].sequence

@@ -208,8 +208,10 @@ class SequenceGroup:
             return EndReason.GRAMMAR  # the token was drawn from all of them, and may be EOS
         if reason is EndReason.STOP:
             return reason
+        # Within min_tokens one that ends an answer is drawn only where nothing else is allowed (see model.sampler).
+        may_end = token_id in self.stop_ids and sequence.matcher.is_complete
         if not sequence.matcher.advance((token_id,)):
-            return EndReason.GRAMMAR
+            return EndReason.STOP if may_end else EndReason.GRAMMAR
         return EndReason.STOP if sequence.matcher.is_finished else reason
 
     def choices(self) -> tuple[int, ...]:

@@ -54,6 +54,16 @@ def test_min_tokens_forbids_every_stop_until_then():
     ]
 
 
+def test_min_tokens_forbids_no_stop_where_a_mask_allows_nothing_else():
+    wishes = {"min_tokens": 9, "stop_token_ids": (9, 40)}
+    only_stops = np.array([1 << 9 | 1 << 2, 1 << 8, 0, 0], np.uint32)  # 9, 2 (EOS) and 40
+    mask = TokenMask(np.array([0, 1, -1], np.int32), np.stack([only_stops, only_stops | np.uint32(1)]))
+    how = arrays(row(**wishes), row(**wishes), row(**wishes), mask=mask)
+    assert np.diff(how.bias.indptr).tolist() == [0, 3, 3]
+    assert how.bias.token_ids.tolist() == [2, 9, 40] * 2
+    assert how.mask.words.tolist() == mask.words.tolist()
+
+
 def test_as_many_alternatives_as_the_greediest_row_wants():
     how = arrays(row(logprobs=3), row(), row(logprobs=0))
     assert (how.with_logprobs, how.num_logprobs) == (True, 3)

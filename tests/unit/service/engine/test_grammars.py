@@ -125,6 +125,38 @@ def test_length_cuts_and_the_stop_ids_end(engines):
     assert (told["stopped", 0][-1], ends["stopped"]) == (comma, EndReason.STOP)
 
 
+def ids_with(letter: bytes) -> tuple[int, ...]:
+    """All tokens that hold this letter."""
+    return tuple(token for token in range(TOKENIZER.vocab_size) if letter in TOKENIZER.token_bytes(token))
+
+
+@pytest.mark.parametrize("wishes", [{}, {"temperature": 0.0}, {"beam": BeamSearch(width=2)}])
+def test_a_stop_id_that_alone_fits_within_min_tokens_is_a_token_and_ends_nothing(engines, wishes):
+    stops = ids_with(b"b")
+    told, ends = run(
+        engines.make(),
+        ask("bound", of_regex("ab[ac]{2}c"), stop_token_ids=stops, min_tokens=4, **wishes),
+        ask("free", None, max_tokens=5),
+    )
+    assert re.fullmatch("ab[ac]{2}c", text(told["bound", 0]))
+    assert set(told["bound", 0]) & set(stops)
+    assert ends == {"bound": EndReason.STOP, "free": EndReason.LENGTH}
+
+
+@pytest.mark.parametrize("wishes", [{}, {"beam": BeamSearch(width=2)}])
+def test_a_form_behind_which_only_an_end_fits_ends_within_min_tokens(engines, wishes):
+    """The grammar names EOS, as it may: the text is complete without it, and nothing else follows."""
+    grammar = of_grammar('start: "the" <|end|>?')
+    told, ends = run(engines.make(), ask("a", grammar, min_tokens=30, **wishes))
+    assert (text(told["a", 0]), ends["a"]) == ("the", EndReason.STOP)
+    other = TOKENIZER.encode(",")[-1]
+    told, ends = run(
+        engines.make(),
+        ask("b", grammar, min_tokens=30, stop_token_ids=(other,), logit_bias=((other, 100.0),), **wishes),
+    )
+    assert ends["b"] is EndReason.STOP
+
+
 @pytest.mark.parametrize("text", ['start: <|end|> "x"', 'start: "the" <|end|>', "start: start"])
 @pytest.mark.parametrize(
     "wishes", [{}, {"logit_bias": ((EOS, 100.0),)}, {"n": 2, "best_of": 2}, {"beam": BeamSearch(width=2)}]
