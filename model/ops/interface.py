@@ -277,7 +277,8 @@ class Ops(Protocol):
         q, out [T, Hq, D]; rows query_start[s]:query_start[s + 1] belong to sequence s and are its last positions:
         row i sits at position context_lens[s] - (query_start[s + 1] - i). query_start int32[S + 1]; max_query_len (host
         int) is at least the longest chunk. A sequence may have no row; rows before the first sequence's and behind the
-        last's are left alone.
+        last's are left alone. A value in the cache that is NaN or infinite reaches the rows that see its key; in
+        fp16 and bf16 on a GPU also those that share a tile of rows with one of these.
         """
 
     def silu_mul(self, gate_up: Array) -> Array:

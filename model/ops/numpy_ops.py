@@ -223,6 +223,7 @@ def _rotated(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
 
 
+@np.errstate(invalid="ignore")  # who gets a broken number hears of it from the sampler
 def _attention(q, kv, layer, block_tables, context_lens, scale, window) -> np.ndarray:
     """q [S, n, Hq, D], the last n positions of S sequences of context_lens[s] >= n cached tokens -> [S, n, Hq, D].
 
@@ -242,7 +243,7 @@ def _attention(q, kv, layer, block_tables, context_lens, scale, window) -> np.nd
     key_at = (columns[:, :, None] * block_size + np.arange(block_size)).reshape(num_sequences, 1, -1)
     query_at = (context_lens[:, None] - num_queries + np.arange(num_queries))[:, :, None]
     visible = (key_at <= query_at) & (key_at > query_at - window)  # [S, n, keys]
-    values.swapaxes(1, 2)[~visible.any(axis=1)] = 0  # a weight of 0 would not silence a NaN
+    values.swapaxes(1, 2)[~visible.any(axis=1)] = 0  # a weight of 0 would not silence a NaN: see _weighed
 
     # [S, Hkv, D, (Hq / Hkv) * n]: keys @ queries is the order of the two that BLAS is quick at for few queries
     by_head = _f32(q).reshape(num_sequences, num_queries, num_kv_heads, -1, head_dim)
@@ -252,6 +253,26 @@ def _attention(q, kv, layer, block_tables, context_lens, scale, window) -> np.nd
     scores = np.where(visible[:, None, None], scores.reshape(grouped), -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
-    attended = weights.reshape(num_sequences, num_kv_heads, -1, scores.shape[-1]) @ values
-    attended = attended.reshape(num_sequences, num_kv_heads, -1, num_queries, head_dim)
-    return attended.transpose(0, 3, 1, 2, 4).reshape(q.shape)
+    return _weighed(values, weights, visible).transpose(0, 3, 1, 2, 4).reshape(q.shape)
+
+
+def _weighed(values: np.ndarray, weights: np.ndarray, visible: np.ndarray) -> np.ndarray:
+    """values [S, Hkv, keys, D] by weights [S, Hkv, Hq / Hkv, n, keys], which are 0 but where `visible` [S, n, keys] ->
+    [S, Hkv, Hq / Hkv, n, D].
+
+    The value of a key reaches the queries that see it and no other: one that is no finite number, and that some of the
+    queries do not see, has no part in the product, where 0 times it would not be 0.
+    """
+    flat = (*weights.shape[:2], -1, weights.shape[-1])
+    shape = (*weights.shape[:-1], values.shape[-1])
+    weighed = (weights.reshape(flat) @ values).reshape(shape)
+    if shape[3] == 1 or np.isfinite(weighed).all():
+        return weighed
+    broken = np.flatnonzero(~np.isfinite(values).all(axis=(0, 1, 3)))
+    lost = values[:, :, broken]
+    values[:, :, broken] = 0
+    weighed = (weights.reshape(flat) @ values).reshape(shape)
+    for at, key in enumerate(broken):
+        part = weights[..., key, None] * lost[:, :, None, None, at]
+        weighed += np.where(visible[:, None, None, :, key, None], part, 0)
+    return weighed

@@ -179,6 +179,31 @@ def test_prefill_attention(rng, window: int, block_size: int):
             np.testing.assert_allclose(out[row], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+@pytest.mark.parametrize("half", [0, 1, slice(2)])
+def test_a_broken_number_in_the_cache_reaches_the_rows_that_see_it_and_no_other(rng, half, broken, window: int):
+    case, chunk, bad = PagedCase(rng, [50, 50], 8), 30, 37
+    q = normal(rng, 2 * chunk, 4, case.head_dim)
+    starts = np.array([0, chunk, 2 * chunk], np.int32)
+
+    def prefilled() -> np.ndarray:
+        out = np.empty_like(q)
+        how = (case.kv, case.layer, case.tables, case.lengths, starts, chunk, 0.3, window, out)
+        OPS.paged_prefill_attention(q, *how)
+        return out
+
+    clean = prefilled()
+    case.kv[case.tables[0, bad // 8], case.layer, half, 1, bad % 8] = broken  # of the second kv head
+    out, at = prefilled(), np.arange(50 - chunk, 50)
+    sees = np.zeros(2 * chunk, bool)
+    sees[:chunk] = (at >= bad) & (at < bad + window)
+    assert 0 < np.count_nonzero(sees) < chunk
+    assert not np.isfinite(out[sees, 2:]).all(axis=-1).any()
+    np.testing.assert_allclose(out[:, :2], clean[:, :2], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(out[~sees], clean[~sees], rtol=1e-5, atol=1e-6)
+
+
 def test_attention_survives_large_scores(rng):
     case = PagedCase(rng, [20], 8)
     q, out = normal(rng, 1, 2, 16), np.empty((1, 2, 16), np.float32)

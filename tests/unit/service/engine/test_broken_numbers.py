@@ -1,0 +1,83 @@
+"""A token for which the model has no numbers: whoever has it ends with an error, and nobody else hears of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from model.llama import Llama
+from model.ops.numpy_ops import NumpyOps
+from model.sampling_params import SamplingParams
+from service.engine.sequence import Request
+from service.errors import EndReason
+from tests.support.demo_engine import BLOCK_SIZE, DemoEngines
+from tests.unit.service.engine.test_executor import FLOAT32, AheadOps
+
+BROKEN = 900
+BEGINNING = tuple(range(100, 100 + 3 * BLOCK_SIZE))
+TAIL = tuple(range(200, 200 + 2 * BLOCK_SIZE))
+
+
+@pytest.fixture(scope="module", params=[NumpyOps, AheadOps])
+def engines(request):
+    """Of a model that takes one token in and gives NaN out; the token itself may be drawn as ever."""
+    made = DemoEngines(request.param(FLOAT32))
+    weights = made.model.weights
+    embedding = np.array(weights.embedding)
+    embedding[BROKEN] = np.nan
+    made.model = Llama(made.model.config, made.model.ops, replace(weights, embedding=embedding))
+    return made
+
+
+def request_of(name: str, prompt: tuple[int, ...], **wishes) -> Request:
+    wishes = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True} | wishes
+    return Request(request_id=name, prompt=prompt, sampling=SamplingParams(**wishes))
+
+
+def finish(engine) -> dict[str, tuple[list[int], EndReason | None]]:
+    """By request its tokens and its end."""
+    told: dict[str, tuple[list[int], EndReason | None]] = {}
+    while engine.has_work:
+        engine.step()
+        engine.check_invariants()
+        for output in engine.take_outputs():
+            tokens, _ = told.get(output.request_id, ([], None))
+            told[output.request_id] = (tokens + [t for part in output.parts for t in part.token_ids], output.end)
+    return told
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+@pytest.mark.parametrize("num_common", [len(BEGINNING), len(BEGINNING) - 3])
+def test_who_begins_alike_gets_what_it_would_get_alone(engines, num_steps, num_common):
+    """It comes beside the other, while that is under way, or when it is over; what both begin with is shared."""
+    common = BEGINNING[:num_common]
+    good = request_of("good", (*common, 7, *TAIL))
+    alone = engines.make(prefix_caching=True)
+    alone.add(good)
+    wanted = finish(alone)["good"]
+    engine = engines.make(prefix_caching=True)
+    engine.add(request_of("bad", (*common, BROKEN, *TAIL)))
+    for _ in range(num_steps):
+        engine.step()
+    engine.add(good)
+    told = finish(engine)
+    assert told["bad"] == ([], EndReason.NUMERICAL_ERROR)
+    assert told["good"] == wanted
+    assert wanted[1] is EndReason.LENGTH
+
+
+def test_what_stands_before_it_is_as_likely_as_ever(engines):
+    engine = engines.make()
+    engine.add(request_of("bad", (*BEGINNING, BROKEN, *TAIL), prompt_logprobs=0))
+    engine.add(request_of("good", (*BEGINNING, 7, *TAIL), prompt_logprobs=0))
+    told: dict[str, list[float]] = {"bad": [], "good": []}
+    while engine.has_work:
+        engine.step()
+        for output in engine.take_outputs():
+            scored = [one for part in output.parts if part.is_prompt for one in part.logprobs]
+            told[output.request_id] += [one.logprob for one in scored]
+    num_before = len(BEGINNING) - 1  # the first token has none
+    assert len(told["good"]) == num_before + 1 + len(TAIL)
+    np.testing.assert_allclose(told["bad"][:num_before], told["good"][:num_before], rtol=1e-5)
