@@ -127,7 +127,8 @@ class Protocol(web.RequestHandler):
         """Whether the connection stays open for writing. The same FIN comes from a client that only has nothing more to
         say and from one that is gone, but the second resets a connection on which it is told anything."""
         is_idle = self._waiter is not None and not self._messages
-        if is_idle or self.transport.get_extra_info("sslcontext") is not None:
+        # A connection that was turned away, or is being closed, is not aiohttp's.
+        if is_idle or self.transport is None or self.transport.get_extra_info("sslcontext") is not None:
             return False
         if self._current_request is None:  # aiohttp is about to take it up
             self._loop.call_later(TAKE_UP_S, self._hear_end)

@@ -79,6 +79,18 @@ async def test_a_client_that_closes_its_own_side_and_leaves_later_is_missed(gate
         assert (await gateway.worker.cancelled()).reason is EndReason.CANCELLED
 
 
+async def test_one_that_was_turned_away_and_closes_its_own_side_is_let_go(model_folder, caplog):
+    async with open_gateway(model_folder, max_connections=1) as gateway:
+        held, client = await RawClient.connect(gateway.url), await RawClient.connect(gateway.url)
+        async with asyncio.timeout(SOON_S):
+            assert (await client.response())[0] == 503
+            client.half_close()
+            assert await client.at_eof()
+        for one in (held, client):
+            await one.close()
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 @pytest.mark.parametrize(
     "request_bytes",
     [
