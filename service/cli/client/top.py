@@ -26,6 +26,7 @@ from service.metrics import (
     PREEMPTIONS,
     PROMPT_TOKENS,
     QUEUE_DEPTH,
+    QUEUE_OLDEST_WAIT_S,
     REQUESTS_ENDED,
     STEP_TIME_MS,
     STEPS,
@@ -113,7 +114,8 @@ def draw(before: Sight, now: Sight, width: int) -> Iterator[str]:
         return max(0.0, now.sum(name, **labels) - before.sum(name, **labels)) / span_s
 
     yield (
-        f"requests  {now.sum(OPEN_REQUESTS):.0f} open   {now.sum(QUEUE_DEPTH):.0f} queued   "
+        f"requests  {now.sum(OPEN_REQUESTS):.0f} open   {now.sum(QUEUE_DEPTH):.0f} queued, "
+        f"for {max((value for _, value in now.each(QUEUE_OLDEST_WAIT_S)), default=0.0):.1f} s at most   "
         f"{rate(REQUESTS_ENDED + TOTAL):.1f} ended/s"
     )
     for name, title in ((FIRST_TOKEN_S, "TTFT"), (NEXT_TOKEN_S, "gap")):

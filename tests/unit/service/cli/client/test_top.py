@@ -22,7 +22,7 @@ def test_a_picture_tells_rates_percentiles_and_blocks():
     times.ended(EndReason.STOP)
     now = look(metrics, 12.0, steps_total=300, generation_tokens_total=2050, step_time_ms=6.5, **counts)
     text = "\n".join(draw(before, now, 50))
-    assert "0 open   3 queued   0.5 ended/s" in text
+    assert "0 open   3 queued, for 9.0 s at most   0.5 ended/s" in text
     assert "TTFT      p50 <= 5 ms   p90 <= 5 ms   p99 <= 5 ms" in text
     assert "gap       p50 <= 25 ms" in text
     assert "2 running   1 waiting   100 steps/s   6.5 ms a step" in text
@@ -34,4 +34,8 @@ def test_a_picture_tells_rates_percentiles_and_blocks():
 def test_a_service_without_workers_has_a_picture_too():
     metrics = GatewayMetrics("m")
     sight = Sight.read(metrics.exposition().decode())
-    assert list(draw(sight, sight, 80)) == ["requests  0 open   0 queued   0.0 ended/s", "TTFT      -", "gap       -"]
+    assert list(draw(sight, sight, 80)) == [
+        "requests  0 open   0 queued, for 0.0 s at most   0.0 ended/s",
+        "TTFT      -",
+        "gap       -",
+    ]
