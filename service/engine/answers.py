@@ -63,23 +63,21 @@ class Answers:
             if parts:
                 self.tell(group, parts)
             return
-        del self.open[group.request_id]
         choices = group.choices()
         end = group.branches[choices[0]].end if choices else reason
-        self.tell(group, parts, end, choices)
+        self._tell_end(group, parts, end, choices)
 
     def end_group(self, group: SequenceGroup, reason: EndReason) -> None:
         """All that is left of the request ends now."""
-        del self.open[group.request_id]
         parts = []
         for sequence in reversed(group.live):
             self._scheduler.remove(sequence)
             sequence.end = reason
             parts.append(BranchOutput(sequence.branch, (), (), reason))
         if ENDINGS[reason].finish_reason is None:
-            self.tell(group, (), reason)
+            self._tell_end(group, (), reason)
         else:
-            self.tell(group, tuple(reversed(parts)), reason, group.choices())
+            self._tell_end(group, tuple(reversed(parts)), reason, group.choices())
 
     def _settle_tokens(self, samplers: list[Sequence], result: StepResult) -> None:
         """Each sampler gets its token. What most of them get is told together, before what is to be said of others."""
@@ -146,10 +144,16 @@ class Answers:
             return
         for branch in reversed(group.live):
             self._scheduler.remove(branch)
-        del self.open[group.request_id]
         group.num_output_tokens = sum(len(answer.token_ids) for answer in group.answers)
         self.num_output_tokens += group.num_output_tokens
         *pieces, last = [(BranchOutput(*piece),) for piece in group.untold()] or [()]
         for piece in pieces:
             self.tell(group, piece)
-        self.tell(group, last, group.answers[0].end, tuple(range(len(group.answers))))
+        self._tell_end(group, last, group.answers[0].end, tuple(range(len(group.answers))))
+
+    def _tell_end(
+        self, group: SequenceGroup, parts: tuple[BranchOutput, ...], end: EndReason, choices: tuple[int, ...] = ()
+    ) -> None:
+        del self.open[group.request_id]
+        self.tell(group, parts, end, choices)
+        group.part()

@@ -195,6 +195,11 @@ class BeamGroup(SequenceGroup):
         if not self._search.beams:
             self.live[0].lead([])  # the others fork by rank, once the first logits are known
 
+    def part(self) -> None:
+        super().part()
+        self._rows.clear()
+        self._search.beams = []
+
     def advance(self, sequence: Sequence, row: TokenLogprob, kv: KVManager) -> EndReason | None:
         """The last logits of one beam gave `row`. Once all beams have theirs they go on: those with several
         continuations fork, those with none make place.

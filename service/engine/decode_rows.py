@@ -3,9 +3,10 @@ written, nothing is built anew."""
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -41,7 +42,7 @@ class Arranged:
 class _Tail(NamedTuple):
     """Arrays of one longer chunk."""
 
-    token_ids: array
+    token_ids: np.ndarray
     source: np.ndarray
     positions: np.ndarray
     slots: np.ndarray
@@ -156,6 +157,7 @@ class DecodeRows:
         positions = np.arange(start, start + length, dtype=np.int32)
         blocks, offsets = np.divmod(positions, self._block_size)
         table = np.array(sequence.block_table, np.int32)
+        known = np.frombuffer(known, np.uint32).view(np.int32)
         return _Tail(known, source, positions, table[blocks].astype(np.int64) * self._block_size + offsets, table)
 
     def _inputs(
@@ -163,23 +165,31 @@ class DecodeRows:
     ) -> StepInputs:
         rows = slice(num_decodes)
         columns = [column[rows] for column in (self._token_ids, self._source, self._positions, self._slots)]
-        context_lens, lengths = self._context_lens[rows], np.array([chunk.length for chunk in longer], np.int32)
+        context_lens, lengths = self._context_lens[rows], [chunk.length for chunk in longer]
         if longer:
-            columns = [np.concatenate(pieces) for pieces in zip(columns, *(tail[:4] for tail in tails), strict=True)]
-            context_lens = np.append(context_lens, np.array([chunk.end for chunk in longer], np.int32))
-            ends = num_decodes + np.cumsum(lengths)
-            logit_rows = np.append(logit_rows, (ends - 1)[[bool(chunk.samplers) for chunk in longer]])
+            columns = [_joined(pieces) for pieces in zip(columns, *(tail[:4] for tail in tails), strict=True)]
+            context_lens = _joined((context_lens, np.array([chunk.end for chunk in longer], np.int32)))
+            ends = accumulate(lengths, initial=num_decodes - 1)
+            next(ends)
+            due = [end for end, chunk in zip(ends, longer, strict=True) if chunk.samplers]
+            logit_rows = _joined((logit_rows, np.array(due, np.int32)))
         token_ids, source, positions, slots = columns
         return StepInputs(
-            token_ids=token_ids.astype(np.int32, copy=False),
+            token_ids=token_ids,
             source=source,
             positions=positions,
             slots=slots,
             context_lens=context_lens,
-            logit_rows=logit_rows.astype(np.int32, copy=False),
+            logit_rows=logit_rows,
             num_decodes=num_decodes,
             tables=self._tables[rows],
             stale=self.stale[rows],
-            chunk_lens=lengths,
+            chunk_lens=np.array(lengths, np.int32),
             chunk_tables=[tail.table for tail in tails],
         )
+
+
+def _joined(pieces: Seq[np.ndarray]) -> np.ndarray:
+    """One behind the other; the one alone that there is, for a lone prompt waits while this is done."""
+    first, *others = pieces
+    return others[0] if len(others) == 1 and not len(first) else np.concatenate(pieces)
