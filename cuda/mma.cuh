@@ -59,6 +59,16 @@ __device__ __forceinline__ u32 pack_pair(float low, float high) {
     return pair;
 }
 
+// The two of such a pair, `low` first.
+__device__ __forceinline__ float2 unpack_pair(u32 pair) {
+#if QUIRE_DTYPE == 1
+    const __half2 two = *reinterpret_cast<const __half2*>(&pair);
+    return __half22float2(two);
+#else
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+#endif
+}
+
 // 2^x to about 2 ulp; exactly 0 for minus infinity.
 __device__ __forceinline__ float exp2_approx(float x) {
     float power;

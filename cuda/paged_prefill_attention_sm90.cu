@@ -26,39 +26,20 @@
 #include "prefill_memory.cuh"
 #include "prefill_parts.cuh"
 #include "prefill_rows.cuh"
+#include "prefill_tiles.cuh"
 #include "prefill_work.cuh"
 #include "types.cuh"
 #include "wgmma.cuh"
 
 constexpr int THREADS = (NUM_CONSUMERS + 1) * WARPGROUP_SIZE;
 constexpr int CONSUMER_WARPS = NUM_CONSUMERS * WARPGROUP_SIZE / WARP_SIZE;
-constexpr int BLOCK_KEYS = at_most(KEYS, BLOCK_SIZE);  // keys of a tile that one block holds
-constexpr int NUM_IDS = KEYS / BLOCK_KEYS;
 constexpr int FIRST_MEETING = 1;  // named barriers: one for each consumer's own threads, then one for all of these
 constexpr int ALL_MEET = FIRST_MEETING + NUM_CONSUMERS;
 static_assert(QUIRE_DTYPE != 0 && (HEAD_DIM == 64 || HEAD_DIM == 128), "fp16 or bf16, rows of 128 or 256 bytes");
 
-// The pool as the producer sees it: rows of the cache map.
-struct Pool {
-    int num_blocks, block_rows, layer_row, value_rows;
-
-    __device__ __forceinline__ Pool(int num_blocks, int num_layers, int layer, int num_kv_heads)
-        : num_blocks(num_blocks) {
-        value_rows = num_kv_heads * BLOCK_SIZE;
-        block_rows = 2 * num_layers * value_rows;
-        layer_row = 2 * layer * value_rows;
-    }
-
-    // Of the keys from `first` on, which lie in one block; behind the map's end for a block that is not there.
-    __device__ __forceinline__ int row(int block_id, int kv_head, int first) const {
-        const bool is_there = static_cast<u32>(block_id) < static_cast<u32>(num_blocks);
-        return is_there ? block_id * block_rows + layer_row + kv_head * BLOCK_SIZE + first % BLOCK_SIZE
-                        : num_blocks * block_rows;
-    }
-};
-
-// The lanes of a warp fetch a tile, a box each.
-__device__ __forceinline__ void fetch_tile(u32 tile, const TensorMap& map, int row, u32 barrier) {
+// A warp fetches a tile; each lane starts the copy of the boxes that it knows. Where one lane starts them all, back to
+// back, long prompts are 3 to 5 % quicker, and 64 requests that read one prefix wait for 6 % longer.
+__device__ __forceinline__ void fetch_by_lanes(u32 tile, const TensorMap& map, int row, u32 barrier) {
     const int lane = threadIdx.x % WARP_SIZE;
     if (lane == 0) arrive_expecting(barrier, TILE_BYTES);
     __syncwarp();
@@ -67,8 +48,6 @@ __device__ __forceinline__ void fetch_tile(u32 tile, const TensorMap& map, int r
     for (int column = 0; column < COLUMNS; ++column)
         copy_box(tile + column * KEY_COLUMN_BYTES + lane * BLOCK_KEYS * 128, map, column * 64, row, barrier);
 }
-
-static_assert(NUM_IDS <= WARP_SIZE, "a lane fetches one block of a tile");
 
 __device__ u32 num_drawn;  // tickets beyond the first of each CTA
 constexpr u32 NONE_DRAWN = ~0u;
@@ -122,9 +101,9 @@ __device__ __forceinline__ void produce(const Shared& shared, const TensorMap& q
             const int value_row = row < pool.num_blocks * pool.block_rows ? row + pool.value_rows : row;
             const int stage = turn.stage();
             wait_for(shared.keys_empty(stage), turn.parity() ^ 1);
-            fetch_tile(shared.keys(stage), cache_map, row, shared.keys_full(stage));
+            fetch_by_lanes(shared.keys(stage), cache_map, row, shared.keys_full(stage));
             wait_for(shared.values_empty(stage), turn.parity() ^ 1);
-            fetch_tile(shared.values(stage), cache_map, value_row, shared.values_full(stage));
+            fetch_by_lanes(shared.values(stage), cache_map, value_row, shared.values_full(stage));
         }
         ticket = draw(drawn);
         ++round;
@@ -138,13 +117,6 @@ __device__ __forceinline__ void start_scores(float (&score)[KEYS / 2], u32 queri
     for (int k = 1; k < HEAD_DIM / 16; ++k)
         multiply<1>(score, a + (k / 4 * QUERY_COLUMN_BYTES + k % 4 * 32) / 16,
                     b + (k / 4 * KEY_COLUMN_BYTES + k % 4 * 32) / 16);
-    commit_products();
-}
-
-__device__ __forceinline__ void start_values(Rows& rows, const u32 (&weights)[KEYS / 16][4], u32 values) {
-    const u64 b = operand(values, KEY_COLUMN_BYTES);
-#pragma unroll
-    for (int k = 0; k < KEYS / 16; ++k) multiply(rows.sum, weights[k], b + k * 16 * 128 / 16);
     commit_products();
 }
 
@@ -166,12 +138,6 @@ __device__ __forceinline__ void clear_unseen_values(u32 values, const Work& work
     meet(FIRST_MEETING + consumer, WARPGROUP_SIZE);
 }
 
-// A warp is done with what the barrier guards.
-__device__ __forceinline__ void release(u32 barrier) {
-    __syncwarp();
-    if (threadIdx.x % WARP_SIZE == 0) arrive(barrier);
-}
-
 struct Consumer {
     const Shared& shared;
     int index;
@@ -190,7 +156,8 @@ struct Consumer {
         if (!all_seen) {
             const int row = work.first_row + first_row;
             const int behind[2] = {work.position(row) - begin, work.position(row + 8) - begin};
-            mask_tile(score, behind, window);
+            const int seen[2] = {window, window};
+            mask_tile(score, behind, seen);
         }
         weigh_tile(rows, score, scale_log2);
     }

@@ -2,6 +2,7 @@
 // tiles of keys and values, and the warpgroups that use them.
 #pragma once
 
+#include "prefill_tiles.cuh"
 #include "prefill_work.cuh"
 #include "types.cuh"
 #include "wgmma.cuh"
@@ -10,11 +11,6 @@ constexpr int STAGES = 2;
 constexpr int NUM_CONSUMERS = 3;  // warpgroups
 constexpr int WARPGROUP_ROWS = 64;
 static_assert(PADDED_ROWS == NUM_CONSUMERS * WARPGROUP_ROWS, "every row has a warpgroup");
-constexpr int COLUMNS = HEAD_DIM / 64;  // of 64 elements, 128 bytes: a row of shared memory
-constexpr int QUERY_COLUMN_BYTES = PADDED_ROWS * 128;
-constexpr int KEY_COLUMN_BYTES = KEYS * 128;
-constexpr int QUERY_BYTES = COLUMNS * QUERY_COLUMN_BYTES;
-constexpr int TILE_BYTES = COLUMNS * KEY_COLUMN_BYTES;
 constexpr int TAIL_BYTES = 256;  // barriers, the piece of work and the part of it
 static_assert(SHARED_BYTES == QUERY_BYTES + 2 * STAGES * TILE_BYTES + TAIL_BYTES, "the launcher's memory is not this");
 

@@ -21,20 +21,20 @@ struct Rows {
     }
 };
 
-// Minus infinity for the keys that a row does not see; `behind` tells how far the tile's first key lies behind the
-// rows.
-__device__ __forceinline__ void mask_tile(float (&score)[KEYS / 2], const int (&behind)[2], int window) {
+// Minus infinity for the keys that a row does not see; `behind` tells how far the tile's first key lies behind the last
+// key that the rows see, `seen` how many keys they see up to that one.
+__device__ __forceinline__ void mask_tile(float (&score)[KEYS / 2], const int (&behind)[2], const int (&seen)[2]) {
 #pragma unroll
     for (int i = 0; i < KEYS / 2; ++i) {
         const int distance = behind[i / 2 % 2] - (i / 4 * 8 + i % 2) - threadIdx.x % 4 * 2;
-        if (static_cast<u32>(distance) >= static_cast<u32>(window)) score[i] = minus_infinity();
+        if (static_cast<u32>(distance) >= static_cast<u32>(seen[i / 2 % 2])) score[i] = minus_infinity();
     }
 }
 
-// Turns scores into weights 2^((score - maximum) * scale_log2) and rescales what `rows` holds to the new maximum. Two
-// chains a row, so that one step need not wait for the one before.
-__device__ __forceinline__ void weigh_tile(Rows& rows, float (&score)[KEYS / 2], float scale_log2) {
-    float correction[2];
+// Turns scores into weights 2^((score - maximum) * scale_log2); the row's sums are to be multiplied by `correction`, to
+// fit the new maximum. Two chains a row, so that one step need not wait for the one before.
+__device__ __forceinline__ void weigh_scores(Rows& rows, float (&correction)[2], float (&score)[KEYS / 2],
+                                             float scale_log2) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         float top[2] = {rows.maximum[h], rows.maximum[h]}, part[2] = {};
@@ -58,10 +58,20 @@ __device__ __forceinline__ void weigh_tile(Rows& rows, float (&score)[KEYS / 2],
         }
         rows.total[h] = fmaf(rows.total[h], correction[h], part[0] + part[1]);
     }
+}
+
+__device__ __forceinline__ void rescale_sums(Rows& rows, const float (&correction)[2]) {
     // Most tiles bring no new maximum to any row of the warp.
     if (!__any_sync(FULL_WARP, correction[0] != 1.0f || correction[1] != 1.0f)) return;
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) rows.sum[i] *= correction[i / 2 % 2];
+}
+
+// Both, where no product with values is under way.
+__device__ __forceinline__ void weigh_tile(Rows& rows, float (&score)[KEYS / 2], float scale_log2) {
+    float correction[2];
+    weigh_scores(rows, correction, score, scale_log2);
+    rescale_sums(rows, correction);
 }
 
 // To the operand that the product with the values takes from registers.

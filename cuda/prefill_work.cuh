@@ -10,9 +10,7 @@
 #include "attention.cuh"
 #include "types.cuh"
 
-constexpr int PADDED_ROWS = 192;
 constexpr int ROWS = PADDED_ROWS / GROUP * GROUP;
-constexpr int KEYS = 128;  // of a tile
 constexpr int MIN_PART_TILES = 2;
 
 struct Work {
@@ -41,6 +39,11 @@ struct Part {
 
     __device__ __forceinline__ bool is_there() const { return index < count; }
     __device__ __forceinline__ int piece() const { return ticket % num_pieces; }
+};
+
+// Of a sequence: its first token in q, and how many of the context's last tokens it has.
+struct Chunk {
+    int start, num_tokens, context_len;
 };
 
 // What a launch works on, and the piece of it that a ticket stands for.
@@ -91,16 +94,19 @@ struct Batch {
     }
 
     __device__ __forceinline__ void describe(Work& work, int sequence, int kv_head, int first_row) const {
-        const int context_len = context_lens[sequence], start = query_start[sequence];
-        const int num_tokens = query_start[sequence + 1] - start;
+        const int start = query_start[sequence];
+        describe(work, {start, query_start[sequence + 1] - start, context_lens[sequence]}, kv_head, first_row);
+    }
+
+    __device__ __forceinline__ void describe(Work& work, const Chunk& chunk, int kv_head, int first_row) const {
         work.kv_head = kv_head;
-        work.start = start;
-        work.num_rows = num_tokens * GROUP;
-        work.first_position = context_len - num_tokens;
+        work.start = chunk.start;
+        work.num_rows = chunk.num_tokens * GROUP;
+        work.first_position = chunk.context_len - chunk.num_tokens;
         work.first_row = first_row;
         work.first_key = max(0, work.position(first_row) - window + 1);
         const int end = work.position(min(first_row + ROWS, work.num_rows) - 1) + 1;
-        work.end_key = min(end, max(0, min(context_len, max_blocks * BLOCK_SIZE)));
+        work.end_key = min(end, max(0, min(chunk.context_len, max_blocks * BLOCK_SIZE)));
     }
 
     // Narrows the keys to those of the part, in whole tiles; few keys make fewer parts.

@@ -54,6 +54,20 @@ __device__ __forceinline__ void wait_for(u32 barrier, u32 parity) {
         : "memory");
 }
 
+// Whether this is the one lane that a whole warp has start its copies. The compiler knows that there is one: for lanes
+// that it cannot count it makes a loop around each copy, of some 100 cycles a copy.
+__device__ __forceinline__ bool is_elected() {
+    u32 is_it;
+    asm volatile(
+        "{\n"
+        ".reg .pred chosen;\n"
+        "elect.sync _|chosen, 0xffffffff;\n"
+        "selp.u32 %0, 1, 0, chosen;\n"
+        "}\n"
+        : "=r"(is_it));
+    return is_it != 0;
+}
+
 // Starts the copy of one box of a tensor map, whose coordinates are elements; what lies outside arrives as zeros.
 __device__ __forceinline__ void copy_box(u32 to_shared, const TensorMap& map, int x, int y, u32 barrier) {
     asm volatile(

@@ -28,6 +28,10 @@ launching takes."""
 ROWS_BESIDE_FEW = (16, 48, *ROWS_BESIDE)
 """The same beside the fewest decodes: the last words of a prompt that is known wait for nothing but such a step."""
 
+ROWS_ALONE = (32, 48, 64, 128)
+"""Captured sizes of chunks without decodes. They are spared a launch a layer, and attention to what a lone chunk finds
+in the cache begins while the layer's first product still ends."""
+
 MAX_CHUNKS = 32
 """Longer chunks in a captured step."""
 
@@ -173,7 +177,8 @@ class StepGraphs:
         return ROWS_BESIDE_FEW if decodes == self._decodes_beside_chunks[0] else ROWS_BESIDE
 
     def _sizes_with_chunks(self) -> list[tuple[int, int]]:
-        return [(decodes, more) for decodes in self._decodes_beside_chunks for more in self._rows_beside(decodes)]
+        beside = [(decodes, more) for decodes in self._decodes_beside_chunks for more in self._rows_beside(decodes)]
+        return [(0, more) for more in ROWS_ALONE] + beside
 
     def _measured(self, sizes: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
         """What each size takes on padding alone. One replay for all that have as many rows, however many of these are
@@ -192,6 +197,8 @@ class StepGraphs:
         num_decodes, num_chunks = inputs.num_decodes, len(inputs.chunk_lens)
         if num_chunks == 0 and len(inputs.logit_rows) == num_decodes:
             return _at_least(self._decodes_only, num_decodes), 0
+        if num_decodes == 0 and num_chunks <= MAX_CHUNKS and len(inputs.token_ids) <= ROWS_ALONE[-1]:
+            return 0, _at_least(ROWS_ALONE, len(inputs.token_ids))
         decodes = _at_least(self._decodes_beside_chunks, num_decodes)
         num_more = len(inputs.token_ids) - decodes
         if num_chunks > MAX_CHUNKS or num_more > ROWS_BESIDE[-1]:
@@ -202,7 +209,7 @@ class StepGraphs:
         """Of the products in what is captured: of the layers, of the head."""
         beside = self._decodes_beside_chunks
         in_layers = {sum(size) for size in self._sizes_with_chunks()}
-        in_head = {decodes + MAX_CHUNKS for decodes in beside}
+        in_head = {decodes + MAX_CHUNKS for decodes in (0, *beside)}
         return sorted(in_layers.union(self._decodes_only)), sorted(in_head.union(self._decodes_only))
 
     def _run(self, model: Llama, batch: Batch, kv: Array) -> None:

@@ -47,6 +47,15 @@ _MAX_PAIRS = 1 << 14
 _HOPPER_ROWS, _HOPPER_KEYS, _HOPPER_THREADS = 192, 128, 512
 """PADDED_ROWS, KEYS and THREADS of paged_prefill_attention_sm90.cu."""
 
+_SHORT_ROWS, _SHORT_KEYS, _SHORT_STAGES, _SHORT_THREADS = 128, 64, 4, 384
+"""PADDED_ROWS, KEYS, STAGES and THREADS of paged_prefill_attention_short_sm90.cu."""
+
+_MOST_PARTS = 8
+"""MOST_PARTS of prefill_cluster.cuh."""
+
+_SHORT_SHARE = 3
+"""Parts that every piece should find room for: with fewer, larger pieces do as well."""
+
 _HOPPER_MOST_CTAS = 1024
 """MAX_PARTS of prefill_parts.cuh."""
 
@@ -145,7 +154,9 @@ def prefill_attention(
         return
     if _suits_hopper(ops, head_dim, max_query_len * num_heads // num_kv_heads):
         args = (layer, block_tables, context_lens, query_start, scale, window)
-        _prefill_on_hopper(ops, out, q, kv, *args)
+        most_pieces = math.ceil(num_tokens * num_heads // num_kv_heads / _SHORT_ROWS) * num_kv_heads
+        prefill = _prefill_short_on_hopper if most_pieces <= ops.num_sms // _SHORT_SHARE else _prefill_on_hopper
+        prefill(ops, out, q, kv, *args)
         return
     group = num_heads // num_kv_heads
     tiles = _prefill_tiles(ops.dtype_code, head_dim, max_query_len * group)
@@ -191,8 +202,55 @@ def _prefill_on_hopper(ops, out, q, kv, layer, block_tables, context_lens, query
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         GROUP=group,
+        PADDED_ROWS=_HOPPER_ROWS,
+        KEYS=_HOPPER_KEYS,
         SHARED_BYTES=shared_bytes,
     )
+
+
+def _prefill_short_on_hopper(ops, out, q, kv, layer, block_tables, context_lens, query_start, scale, window) -> None:
+    num_tokens, num_heads, head_dim = q.shape
+    num_blocks, num_layers, _, num_kv_heads, block_size, _ = kv.shape
+    group = num_heads // num_kv_heads
+    query_map = ops.tensor_maps.get(q, q.shape[::-1], (64, group, _SHORT_ROWS // group))
+    cache_map = ops.tensor_maps.get(kv, (head_dim, math.prod(kv.shape[:-1])), (64, min(_SHORT_KEYS, block_size)))
+    build = _short_build(head_dim, block_size, group)
+    cluster, num_clusters = _clusters(ops, build, math.ceil(num_tokens * group / _SHORT_ROWS) * num_kv_heads)
+    sizes = (len(context_lens), num_kv_heads, num_blocks, num_layers, layer, block_tables.shape[1], cluster)
+    args = (out, query_map, cache_map, block_tables, context_lens, query_start, *map(np.int32, sizes))
+    ops.launch(
+        "paged_prefill_attention_short_sm90",
+        (cluster * num_clusters,),
+        (*args, _scale_log2(scale), np.int32(window)),
+        overlaps=True,
+        cluster=cluster,
+        **build,
+    )
+
+
+def _clusters(ops, build: dict[str, int], num_pieces: int) -> tuple[int, int]:
+    """(blocks of a cluster, clusters): the largest of which the device has one for each piece of work."""
+    for size in range(_MOST_PARTS, 1, -1):
+        num_clusters = ops.most_clusters("paged_prefill_attention_short_sm90", size, **build)
+        if num_clusters >= num_pieces:
+            return size, num_clusters
+    return 1, ops.num_sms
+
+
+def _short_build(head_dim: int, block_size: int, group: int) -> dict[str, int]:
+    """Queries, stages of keys and of values, barriers."""
+    shared_bytes = 1024 + 2 * head_dim * (_SHORT_ROWS + 2 * _SHORT_STAGES * _SHORT_KEYS) + 8 * (3 + 4 * _SHORT_STAGES)
+    return {
+        "threads": _SHORT_THREADS,
+        "shared_bytes": shared_bytes,
+        "HEAD_DIM": head_dim,
+        "BLOCK_SIZE": block_size,
+        "GROUP": group,
+        "PADDED_ROWS": _SHORT_ROWS,
+        "KEYS": _SHORT_KEYS,
+        "STAGES": _SHORT_STAGES,
+        "SHARED_BYTES": shared_bytes,
+    }
 
 
 def _decode_tiles(dtype_code: int, head_dim: int, group: int) -> dict[str, int]:

@@ -14,7 +14,7 @@ from model.ops.arena import Arena
 from model.ops.cuda_host_blocks import CudaHostBlocks
 from model.ops.cuda_transfers import Transfers
 from model.ops.interface import Array
-from model.ops.kernels import Kernels, arch_of
+from model.ops.kernels import Kernels, arch_of, is_there
 from model.ops.overlapped_launch import OverlappedLaunch
 from model.ops.packing import TableRows
 from model.ops.tensor_maps import TensorMaps
@@ -57,6 +57,7 @@ class CudaDevice:
         self._arena = Arena(self._allocate, ARENA_CHUNK_BYTES)
         self._launch_overlapped = OverlappedLaunch(self.stream) if int(device.compute_capability) >= 90 else None
         self._is_capturing = False
+        self._most_clusters: dict[tuple, int] = {}
         self._transfers = Transfers(self.stream, self.launch)
 
     def upload(self, host: np.ndarray) -> Array:
@@ -139,11 +140,12 @@ class CudaDevice:
         threads: int = THREADS,
         shared_bytes: int = 0,
         overlaps: bool = False,
+        cluster: int = 1,
         stream: cupy.cuda.Stream | None = None,
         **defines: int,
     ) -> None:
         """One kernel of `cuda/`, built for `self.dtype` unless the defines say otherwise. An empty grid is no work.
-        On `self.stream` unless another is named.
+        On `self.stream` unless another is named, which a kernel in clusters, of so many blocks each, is not.
 
         `overlaps` says that the kernel calls `wait_for_previous_kernel` (cuda/types.cuh): in a captured graph it may
         begin before the kernel ahead of it has ended. Outside of graphs the host is too slow for that to gain.
@@ -151,10 +153,23 @@ class CudaDevice:
         if 0 in grid:
             return
         kernel = self.kernels.get(name, shared_bytes=shared_bytes, **{"QUIRE_DTYPE": self.dtype_code, **defines})
-        if overlaps and self._is_capturing and self._launch_overlapped is not None:
-            self._launch_overlapped(kernel, grid, threads, args, shared_bytes)
+        begins_early = overlaps and self._is_capturing and self._launch_overlapped is not None
+        if not is_there(kernel):
+            return
+        if begins_early or cluster > 1:
+            self._launch_overlapped(kernel, grid, threads, args, shared_bytes, overlaps=begins_early, cluster=cluster)
         else:
             kernel(grid, (threads,), args, shared_bytes, stream or self.stream)
+
+    def most_clusters(self, name: str, cluster: int, *, threads: int, shared_bytes: int, **defines: int) -> int:
+        """How many clusters of so many blocks of a kernel the device runs at once; 0 while it is being compiled."""
+        key = (name, cluster, shared_bytes, *defines.values())
+        if key not in self._most_clusters:
+            kernel = self.kernels.get(name, shared_bytes=shared_bytes, **{"QUIRE_DTYPE": self.dtype_code, **defines})
+            if not is_there(kernel):
+                return 0
+            self._most_clusters[key] = self._launch_overlapped.most_clusters(kernel, cluster, threads, shared_bytes)
+        return self._most_clusters[key]
 
     def _allocate(self, num_bytes: int) -> cupy.cuda.MemoryPointer:
         with self.stream:

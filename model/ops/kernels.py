@@ -106,6 +106,11 @@ def _launch_nothing(grid: tuple, block: tuple, args: tuple, shared_bytes: int, s
     """Stands for a kernel that is still being compiled."""
 
 
+def is_there(kernel: Callable) -> bool:
+    """Whether what `Kernels.get` gave is compiled."""
+    return kernel is not _launch_nothing
+
+
 def arch_of(compute_capability: str) -> str:
     """CuPy's "90" -> NVRTC's "90a": wgmma and setmaxnreg exist in Hopper's own target alone."""
     return "90a" if compute_capability == "90" else compute_capability

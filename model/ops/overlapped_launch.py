@@ -1,7 +1,7 @@
-"""Launches a kernel so that it may begin before the one ahead of it has ended; CuPy has no call for that.
+"""Launches a kernel so that it may begin before the one ahead of it has ended, or in clusters: CuPy has no such call.
 
-The driver calls it programmatic dependent launch, from sm_90 on. The kernel has to wait for the one ahead by itself:
-`wait_for_previous_kernel` in cuda/types.cuh.
+The driver calls the first programmatic dependent launch, from sm_90 on. The kernel has to wait for the one ahead by
+itself: `wait_for_previous_kernel` in cuda/types.cuh.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 from cupy.cuda import Stream
 from cupy.cuda.function import Function
 
-_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # CUlaunchAttributeID
 _MAX_ARGS = 64
 _WORD_BYTES = 8
 
@@ -22,13 +22,14 @@ class LaunchError(Exception):
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute; of the 64 bytes of its value the first four are used."""
+    """CUlaunchAttribute; of the 64 bytes of its value the first twelve are used."""
 
     _fields_ = (
         ("id", ctypes.c_int),
         ("padding", ctypes.c_char * 4),
         ("value", ctypes.c_int),
-        ("rest", ctypes.c_char * 60),
+        ("more", ctypes.c_int * 2),
+        ("rest", ctypes.c_char * 52),
     )
 
 
@@ -46,7 +47,8 @@ class _Config(ctypes.Structure):
 
 
 class OverlappedLaunch:
-    """The driver's launch call with the attribute that lets a kernel begin early.
+    """The driver's launch call with attributes: that a kernel may begin early, and how many of its blocks are a
+    cluster, which run at once and reach each other's shared memory.
 
     The driver has copied all it is given when it answers, so every launch writes to the same memory: a step has some
     three hundred of them, and making what they are described with anew took longer than all else. For one thread.
@@ -54,7 +56,7 @@ class OverlappedLaunch:
 
     def __init__(self, stream: Stream, driver: ctypes.CDLL | None = None):
         """Raises OSError without a driver."""
-        driver = driver or ctypes.CDLL("libcuda.so.1")
+        self._driver = driver = driver or ctypes.CDLL("libcuda.so.1")
         self._launch = driver.cuLaunchKernelEx
         self._launch.argtypes = (ctypes.c_void_p,) * 4
         self._values = (ctypes.c_uint64 * _MAX_ARGS)()  # a number of four bytes is the first half of one
@@ -62,24 +64,52 @@ class OverlappedLaunch:
         self._places = [first + _WORD_BYTES * index for index in range(_MAX_ARGS)]
         self._addresses = (ctypes.c_void_p * _MAX_ARGS)(*self._places)
         self._addresses_at = ctypes.addressof(self._addresses)
-        self._attribute = _Attribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
-        self._config = _Config(
-            block=(1, 1, 1), stream=stream.ptr, attributes=ctypes.pointer(self._attribute), num_attributes=1
-        )
+        self._attributes = (_Attribute * 2)()
+        self._attributes[0] = _Attribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
+        self._attributes[1] = _Attribute(id=_CLUSTER_DIMENSION, more=(1, 1))
+        self._from = [ctypes.pointer(attribute) for attribute in self._attributes]
+        self._config = _Config(block=(1, 1, 1), stream=stream.ptr)
         self._config_at = ctypes.addressof(self._config)
 
-    def __call__(self, kernel: Function, grid: tuple[int, ...], threads: int, args: tuple, shared_bytes: int) -> None:
+    def __call__(
+        self,
+        kernel: Function,
+        grid: tuple[int, ...],
+        threads: int,
+        args: tuple,
+        shared_bytes: int,
+        *,
+        overlaps: bool = True,
+        cluster: int = 1,
+    ) -> None:
         """`args` are CuPy arrays, None for a null pointer, NumPy scalars, tensor maps. Raises LaunchError."""
         maps = self._write(args)
-        config = self._config
-        config.grid[:] = (*grid, *(1,) * (3 - len(grid)))
-        config.block[0] = threads
-        config.shared_bytes = shared_bytes
+        self._describe(grid, threads, shared_bytes, overlaps, cluster)
         status = self._launch(self._config_at, kernel.ptr, self._addresses_at, None)
         for index in maps:
             self._addresses[index] = self._places[index]
         if status != 0:
             raise LaunchError(f"cuLaunchKernelEx answered {status} to {grid} blocks of {threads} threads")
+
+    def most_clusters(self, kernel: Function, cluster: int, threads: int, shared_bytes: int) -> int:
+        """How many clusters of so many blocks the device runs at once. Raises LaunchError."""
+        found = ctypes.c_int()
+        self._describe((cluster,), threads, shared_bytes, False, cluster)
+        status = self._driver.cuOccupancyMaxActiveClusters(
+            ctypes.byref(found), ctypes.c_void_p(kernel.ptr), ctypes.c_void_p(self._config_at)
+        )
+        if status != 0:
+            raise LaunchError(f"cuOccupancyMaxActiveClusters answered {status} to clusters of {cluster}")
+        return found.value
+
+    def _describe(self, grid: tuple[int, ...], threads: int, shared_bytes: int, overlaps: bool, cluster: int) -> None:
+        config = self._config
+        config.grid[:] = (*grid, *(1,) * (3 - len(grid)))
+        config.block[0] = threads
+        config.shared_bytes = shared_bytes
+        self._attributes[1].value = cluster
+        config.attributes = self._from[0 if overlaps else 1]
+        config.num_attributes = overlaps + (cluster > 1)
 
     def _write(self, args: tuple) -> list[int]:
         """Where the driver will look for them; the places of those that lie elsewhere."""

@@ -8,7 +8,8 @@ import pytest
 from model.ops.interface import NO_WINDOW
 from tests.support.kernel_checks import assert_close
 from tests.support.paged_cache import LAYER, Heads
-from tests.support.prefill_chunks import CHUNKS, FRESH, backend, cached, expected, prefilled, tell_speed
+from tests.support.prefill_chunks import CHUNKS, FRESH, backend, cached, expected, tell_speed
+from tests.support.prefill_chunks import prefilled as prefilled_in_step
 
 pytestmark = pytest.mark.gpu
 
@@ -40,6 +41,11 @@ CASES = [
     (Heads("float16", 64, 1, 2, 32), 200, CHUNKS),
     (Heads("float16", 64, 4, 2, 16), NO_WINDOW, LONG),
 ]
+
+
+def prefilled(*arguments):
+    """In a step of so many rows that their pieces would fill the device: smaller ones are another kernel's."""
+    return prefilled_in_step(*arguments, num_more=3000)
 
 
 @pytest.fixture

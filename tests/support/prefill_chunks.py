@@ -32,14 +32,21 @@ def expected(q: np.ndarray, cache: PagedCache, start: np.ndarray, scale: float, 
     return out.astype(q.dtype)
 
 
-def prefilled(ops, q, cache: PagedCache, start: np.ndarray, max_query_len: int, scale: float, window: int):
+def prefilled(
+    ops, q, cache: PagedCache, start: np.ndarray, max_query_len: int, scale: float, window: int, num_more: int = 0
+):
+    """`num_more` rows of NaN stand behind those of the chunks, as padding does; their results are left alone."""
+    num_rows = len(q)
+    q = np.concatenate([q, np.full((num_more, *q.shape[1:]), np.nan, q.dtype)])
     out = poisoned(ops, q)
     rows = ops.upload(cache.block_tables), ops.upload(cache.context_lens), ops.upload(start)
     with ops.scratch():
         ops.paged_prefill_attention(
             ops.upload(q), ops.upload(cache.kv), LAYER, *rows, max_query_len, scale, window, out
         )
-        return ops.download(out)
+        out = ops.download(out)
+    assert np.isnan(out[num_rows:].astype(np.float32)).all()
+    return out[:num_rows]
 
 
 def cached(rng, heads: Heads, window: int, chunks: list[tuple[int, int]]):

@@ -14,7 +14,7 @@ from model.kv_cache import block_shape
 from model.llama import Llama
 from model.loader import load_model
 from model.ops.numpy_ops import NumpyOps
-from model.step_graphs import MAX_CHUNKS, ROWS_BESIDE, ROWS_BESIDE_FEW, StepGraphs, StepInputs, decode_sizes
+from model.step_graphs import MAX_CHUNKS, ROWS_ALONE, ROWS_BESIDE, ROWS_BESIDE_FEW, StepGraphs, StepInputs, decode_sizes
 from tests.support.demo_engine import DEMO
 
 BLOCK_SIZE, MAX_BLOCKS, MAX_ROWS = 8, 24, 12
@@ -99,6 +99,7 @@ def by_itself(model: Llama, kv: np.ndarray, inputs: StepInputs) -> np.ndarray:
         [(20, 1), (0, 1), (150, 1)],
         [(7, 1)] * MAX_ROWS,
         [(0, 9)],
+        [(40, 30), (0, 50)],
         [(3, 1), (0, 30), (64, 17)],
         [(50, 1)] * 7 + [(0, 2)],
         [(11, 1)] * 5 + [(0, 70), (120, 60)],
@@ -137,7 +138,7 @@ def test_what_fits_no_size_is_left_to_the_caller(model, graphs):
 def test_every_size_beside_chunks_has_a_time_which_sizes_of_as_many_rows_share(model, kv):
     graphs = StepGraphs(model, np.arange(80, dtype=np.int32), 80, MAX_BLOCKS)
     graphs.capture(kv)
-    beside = {16: ROWS_BESIDE_FEW, 64: ROWS_BESIDE, 80: ROWS_BESIDE}
+    beside = {0: ROWS_ALONE, 16: ROWS_BESIDE_FEW, 64: ROWS_BESIDE, 80: ROWS_BESIDE}
     assert set(graphs._seconds) == {(decodes, more) for decodes, rows in beside.items() for more in rows}
     assert graphs._seconds[16, 128] == graphs._seconds[80, 64] != graphs._seconds[16, 64]
 
@@ -155,8 +156,11 @@ def test_tokens_are_left_for_the_next_step_where_a_smaller_size_is_clearly_quick
 
 def test_the_last_words_of_a_prompt_find_a_step_of_their_size(model, graphs):
     decodes = graphs._decodes_beside_chunks[0]
-    for num_tokens, more in ((2, 16), (decodes + 16, 16), (decodes + 17, 48), (decodes + 49, 64)):
-        assert graphs._size_of(step(model, [(0, num_tokens)])) == (decodes, more)
+    for num_tokens, more in ((2, 16), (decodes + 15, 16), (decodes + 16, 48), (decodes + 48, 64)):
+        assert graphs._size_of(step(model, [(9, 1), (0, num_tokens)])) == (decodes, more)
+    for num_tokens, rows in ((2, 32), (33, 48), (64, 64), (128, 128)):
+        assert graphs._size_of(step(model, [(0, num_tokens)])) == (0, rows)
+    assert graphs._size_of(step(model, [(0, 129)])) == (decodes, 128)
 
 
 def test_decode_sizes_end_with_the_most_and_leave_little_to_padding():

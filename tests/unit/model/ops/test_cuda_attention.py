@@ -26,14 +26,19 @@ class RecordingOps:
         self.tensor_maps = SimpleNamespace(get=lambda array, sizes, box: (sizes, box))
         self.kernels = SimpleNamespace(get=self._get)
         self.temporaries = []
-        self.build, self.grid, self.block, self.shared_bytes = None, None, None, None
+        self.build, self.grid, self.block, self.shared_bytes, self.cluster = None, None, None, None, None
 
     def temporary(self, shape, dtype):
         self.temporaries.append(shape)
         return np.empty(shape, dtype)
 
-    def launch(self, name, grid, args, *, threads, shared_bytes=0, overlaps=False, **defines):
-        waits = ("paged_decode_attention", "paged_prefill_attention_sm90")
+    def most_clusters(self, name, cluster, *, threads, shared_bytes, **defines):
+        """Those of an H200 whose units of up to 18 multiprocessors lack some here and there."""
+        return {8: 15, 7: 15, 6: 17, 5: 22, 4: 30, 3: 39, 2: 66}[cluster]
+
+    def launch(self, name, grid, args, *, threads, shared_bytes=0, overlaps=False, cluster=1, **defines):
+        self.cluster = cluster
+        waits = ("paged_decode_attention", "paged_prefill_attention_sm90", "paged_prefill_attention_short_sm90")
         assert overlaps == (name in waits), "only these wait for the kernel ahead"
         defines["QUIRE_DTYPE"] = self.dtype_code
         self.kernels.get(name, shared_bytes=shared_bytes, **defines)(grid, (threads,), args, shared_bytes, self.stream)
@@ -161,9 +166,24 @@ def test_prefill_packs_the_heads_of_a_group_into_its_rows():
 def test_prefill_on_hopper_is_a_grid_that_stays():
     assert prefilled(arch="90a").build[0] == "paged_prefill_attention_sm90"
     assert prefilled(arch="90a").grid == (132,)
-    assert prefilled(arch="90a", chunks=(100, 7, 64)).grid == (132,)  # few pieces are shared out
+    assert prefilled(arch="90a", chunks=(600, 7)).grid == (132,)
     assert prefilled(arch="90a").temporaries == [(132, 192, 128), (132, 192, 2)]
     assert prefilled(arch="90a").shared_bytes <= HOPPER_SHARED_LIMIT_BYTES
+
+
+@pytest.mark.parametrize(("chunk", "cluster", "grid"), [(64, 6, 102), (32, 8, 120), (128, 3, 117), (160, 2, 132)])
+def test_a_short_prefill_on_hopper_is_a_cluster_a_piece(chunk, cluster, grid):
+    short = prefilled(arch="90a", chunks=(chunk,))
+    assert short.build[0] == "paged_prefill_attention_short_sm90"
+    assert (short.cluster, short.grid) == (cluster, (grid,))
+    assert short.shared_bytes <= HOPPER_SHARED_LIMIT_BYTES
+    assert prefilled(arch="90a", chunks=(chunk,), head_dim=64).shared_bytes < short.shared_bytes
+
+
+def test_pieces_beyond_any_number_of_clusters_take_a_block_each():
+    many = prefilled(arch="90a", chunks=(64,), heads=(512, 128))
+    assert many.build[0] == "paged_prefill_attention_sm90"
+    assert prefilled(arch="90a", chunks=(100, 7, 64)).build[0] == "paged_prefill_attention_sm90"
 
 
 @pytest.mark.parametrize("what", [{"dtype_code": FP32}, {"head_dim": 96}, {"chunks": (16, 3)}], ids=str)

@@ -41,9 +41,10 @@ def builds_of(name: str, dtype_code: int, architecture: str) -> list[dict[str, i
         return lambda *launch: None
 
     ops = SimpleNamespace(
-        launch=lambda asked, grid, args, *, threads, shared_bytes=0, overlaps=False, **defines: builds.append(
-            (asked, {"QUIRE_DTYPE": dtype_code, **defines})
+        launch=lambda asked, grid, args, *, threads, shared_bytes=0, overlaps=False, cluster=1, **defines: (
+            builds.append((asked, {"QUIRE_DTYPE": dtype_code, **defines}))
         ),
+        most_clusters=lambda *_, **build: 132,
         arch=architecture,
         dtype_code=dtype_code,
         kernels=SimpleNamespace(get=get),
@@ -52,14 +53,15 @@ def builds_of(name: str, dtype_code: int, architecture: str) -> list[dict[str, i
         temporary=np.empty,
         tensor_maps=SimpleNamespace(get=lambda *_: None),
     )
-    q, kv = np.empty((96, 32, 128), np.float32), np.empty((1, 1, 2, 8, 16, 128), np.float32)
+    q, kv = np.empty((2048, 32, 128), np.float32), np.empty((1, 1, 2, 8, 16, 128), np.float32)
     ints = np.zeros(97, np.int32)
     tables = np.zeros((96, 64), np.int32)
     if name in ("plan_decode_attention", "paged_decode_attention"):
-        decode_attention(ops, q, kv, 0, tables, ints[:96], 0.1, NO_WINDOW, q)
+        decode_attention(ops, q[:96], kv, 0, tables, ints[:96], 0.1, NO_WINDOW, q[:96])
     else:
-        for longest in (1, 96):
-            prefill_attention(ops, q, kv, 0, tables, ints[:96], ints, longest, 0.1, NO_WINDOW, q)
+        for num_tokens, longest in ((96, 1), (96, 96), (2048, 96)):
+            rows = q[:num_tokens]
+            prefill_attention(ops, rows, kv, 0, tables, ints[:96], ints, longest, 0.1, NO_WINDOW, rows)
     return [defines for asked, defines in builds if asked == name]
 
 

@@ -71,3 +71,37 @@ def test_a_tensor_map_goes_by_value_and_leaves_its_place_to_the_next_launch():
 def test_a_refused_launch_is_an_error():
     with pytest.raises(LaunchError, match=r"answered 700 to \(2,\) blocks of 32 threads"):
         launcher(LookingDriver(status=700))(KERNEL, (2,), 32, (), 0)
+
+
+@pytest.mark.parametrize(("overlaps", "told"), [(True, [(6, 1), (4, 5)]), (False, [(4, 5)])])
+def test_blocks_of_a_cluster_are_told_beside_the_early_start_or_alone(overlaps, told):
+    seen = []
+
+    def look(config: int, *_) -> int:
+        config = _Config.from_address(config)
+        attributes = [config.attributes[i] for i in range(config.num_attributes)]
+        assert all(tuple(one.more) == (1, 1) for one in attributes if one.id == 4)
+        seen.append([(one.id, one.value) for one in attributes])
+        return 0
+
+    driver = SimpleNamespace(cuLaunchKernelEx=SIGNATURE(look))
+    launch = launcher(driver)
+    launch(KERNEL, (10,), 32, (), 0, overlaps=overlaps, cluster=5)
+    launch(KERNEL, (10,), 32, (), 0)
+    assert seen == [told, [(6, 1)]]
+
+
+def test_a_device_is_asked_how_many_clusters_it_has_room_for():
+    def answer(found, kernel, config) -> int:
+        config = _Config.from_address(config.value)
+        assert (config.num_attributes, config.attributes[0].id, config.attributes[0].value) == (1, 4, 6)
+        assert (config.grid[0] % 6, config.block[0], config.shared_bytes) == (0, 384, 1 << 17)
+        found._obj.value = 17
+        return 0
+
+    driver = LookingDriver()
+    driver.cuOccupancyMaxActiveClusters = answer
+    assert launcher(driver).most_clusters(KERNEL, 6, 384, 1 << 17) == 17
+    driver.cuOccupancyMaxActiveClusters = lambda *_: 1
+    with pytest.raises(LaunchError, match="answered 1 to clusters of 6"):
+        launcher(driver).most_clusters(KERNEL, 6, 384, 1 << 17)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from model.ops.product_sizes import all_planned_rows, planned_rows
-from model.step_graphs import MAX_CHUNKS, ROWS_BESIDE, ROWS_BESIDE_FEW, decode_sizes
+from model.step_graphs import MAX_CHUNKS, ROWS_ALONE, ROWS_BESIDE, ROWS_BESIDE_FEW, decode_sizes
 
 
 def test_no_number_takes_the_algorithms_of_fewer_rows_or_of_many_more():
@@ -15,7 +15,7 @@ def test_no_number_takes_the_algorithms_of_fewer_rows_or_of_many_more():
 
 def test_captured_steps_are_planned_by_themselves():
     beside = (16, 64, 128, 256, 384, 512)
-    captured = {*decode_sizes(512), *(decodes + MAX_CHUNKS for decodes in beside)}
+    captured = {*decode_sizes(512), *ROWS_ALONE, MAX_CHUNKS, *(decodes + MAX_CHUNKS for decodes in beside)}
     captured |= {decodes + more for decodes in beside for more in ROWS_BESIDE}
     captured |= {beside[0] + more for more in ROWS_BESIDE_FEW}
     assert {size for size in captured if planned_rows(size) != size} == {12}  # our own kernel's
