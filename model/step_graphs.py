@@ -29,8 +29,7 @@ ROWS_BESIDE_FEW = (16, 48, *ROWS_BESIDE)
 """The same beside the fewest decodes: the last words of a prompt that is known wait for nothing but such a step."""
 
 ROWS_ALONE = (32, 48, 64, 128)
-"""Captured sizes of chunks without decodes. They are spared a launch a layer, and attention to what a lone chunk finds
-in the cache begins while the layer's first product still ends."""
+"""Captured sizes of chunks without decodes, which are spared a launch a layer."""
 
 MAX_CHUNKS = 32
 """Longer chunks in a captured step."""
