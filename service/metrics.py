@@ -65,6 +65,7 @@ PREEMPTIONS = "vllm:num_preemptions"
 REQUESTS_ENDED = "quire:requests_ended"
 OPEN_REQUESTS = "quire:open_requests"
 QUEUE_DEPTH = "quire:queue_depth"
+QUEUE_LANE_DEPTH = "quire:queue_lane_depth"
 QUEUE_OLDEST_WAIT_S = "quire:queue_oldest_wait_seconds"
 KV_BLOCKS = "quire:kv_blocks"
 KV_WASTE_RATIO = "quire:kv_waste_ratio"
@@ -199,7 +200,8 @@ class GatewayMetrics:
         )
         self._ended = Counter(REQUESTS_ENDED, "Requests by how they ended.", ("reason",), registry=self._registry)
         self._open = Gauge(OPEN_REQUESTS, "Requests this gateway follows.", registry=self._registry)
-        self._queue_depth = Gauge(QUEUE_DEPTH, "Jobs no worker has claimed.", ("lane",), registry=self._registry)
+        self._queue_depth = Gauge(QUEUE_DEPTH, "Jobs no worker has claimed.", registry=self._registry)
+        self._lane_depth = Gauge(QUEUE_LANE_DEPTH, "Of these the lane's.", ("lane",), registry=self._registry)
         self._oldest_wait_s = Gauge(
             QUEUE_OLDEST_WAIT_S, "How long the oldest of them has been waiting.", ("lane",), registry=self._registry
         )
@@ -229,8 +231,9 @@ class GatewayMetrics:
     ) -> None:
         """What the next exposition tells of workers and queue; NaN where the queue cannot be asked."""
         self._workers.stats_by_worker = stats_by_worker
+        self._queue_depth.set(sum(seen.num_jobs for seen in lanes.values()))
         for lane, seen in lanes.items():
-            self._queue_depth.labels(lane).set(seen.num_jobs)
+            self._lane_depth.labels(lane).set(seen.num_jobs)
             self._oldest_wait_s.labels(lane).set(seen.oldest_wait_s)
         self._leases.set(num_leases)
 

@@ -33,6 +33,8 @@ local function count_tokens(tenant, tokens)
 end
 
 local function shelve(job, state, now)
+  -- What a script of another version claimed or put there, it has told nobody of in the times of arrival.
+  if redis.call('EXISTS', LANE .. state.lane) == 0 then redis.call('DEL', SINCE .. state.lane) end
   redis.call('ZADD', lane_jobs(state), string.format('%.6f', now + state.priority * AGE_S), job)
   redis.call('ZADD', SINCE .. state.lane, string.format('%.6f', now), job)
   redis.call('ZADD', LANE .. state.lane, 'NX', whole(virtual_time(state.tenant)), state.tenant)

@@ -6,6 +6,7 @@ import asyncio
 
 from service.errors import EndReason
 from service.wire.broker import QUEUE_LANES, Lane
+from service.wire.keys import waiting_since
 from service.wire.messages import Cancel
 from tests.support.wire import PATIENCE_S, make_job
 
@@ -72,3 +73,10 @@ async def test_leases_that_run_are_counted(join):
             await asyncio.sleep(0.02)
     await other.retire("other")
     assert (await door.queue_state()).num_leases == 0
+
+
+async def test_what_another_version_left_behind_is_not_told_for_ever(open_broker, redis):
+    door = await open_broker()
+    redis.zadd(waiting_since("normal"), {"claimed by a script that knows no times": 5.0})
+    await door.submit(make_job("first"))
+    assert (await door.queue_state()).lanes["normal"].num_jobs == 1

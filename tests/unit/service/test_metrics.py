@@ -108,16 +108,17 @@ def test_every_number_of_a_worker_is_exported():
 def test_the_queue_by_lane():
     page = GatewayMetrics("m")
     page.see_fleet({}, {"normal": LaneSight(3, 1.5), "batch": LaneSight(0, 0.0)}, 1)
-    assert find(page, "quire:queue_depth", lane="normal") == 3
+    assert find(page, "quire:queue_depth") == find(page, "quire:queue_lane_depth", lane="normal") == 3
     assert find(page, "quire:queue_oldest_wait_seconds", lane="normal") == 1.5
     assert (
-        find(page, "quire:queue_depth", lane="batch")
+        find(page, "quire:queue_lane_depth", lane="batch")
         == find(page, "quire:queue_oldest_wait_seconds", lane="batch")
         == 0
     )
     page.see_fleet({}, {"normal": LaneSight(math.nan, math.nan)}, math.nan)
     for name, labels in (
-        ("queue_depth", {"lane": "normal"}),
+        ("queue_depth", {}),
+        ("queue_lane_depth", {"lane": "normal"}),
         ("queue_oldest_wait_seconds", {"lane": "normal"}),
         ("leases", {}),
     ):

@@ -39,10 +39,11 @@ async def test_ready_only_with_a_ready_worker_and_a_queue(model_folder, path, mo
         async with gateway.http.get(gateway.url + "/metrics") as response:
             assert response.status == 200
             text = await response.text()
-        for name in ("quire:queue_depth", "quire:queue_oldest_wait_seconds"):
+        for name in ("quire:queue_lane_depth", "quire:queue_oldest_wait_seconds"):
             for lane in QUEUE_LANES:
                 assert f'{name}{{lane="{lane}"}} NaN' in text
         assert "quire:leases NaN" in text
+        assert "quire:queue_depth NaN" in text
         assert (await gateway.get("/v1/models"))[0] == 200
 
 
@@ -82,10 +83,11 @@ async def test_metrics_of_the_queue(model_folder, monkeypatch):
 
         first, second = await seen(), await seen()
         for lane, depth in (("normal", 1), ("batch", 1), ("returned", 0), ("suspect", 0)):
-            assert first[f'quire:queue_depth{{lane="{lane}"}}'] == depth
+            assert first[f'quire:queue_lane_depth{{lane="{lane}"}}'] == depth
             waits_s = [one[f'quire:queue_oldest_wait_seconds{{lane="{lane}"}}'] for one in (first, second)]
             assert (0 <= waits_s[0] < waits_s[1] < 60) if depth else waits_s == [0, 0]
         assert first["quire:leases"] == 1
+        assert first["quire:queue_depth"] == 2
 
 
 async def test_models(gateway):
