@@ -55,7 +55,7 @@ __device__ __forceinline__ void wait_for(u32 barrier, u32 parity) {
 }
 
 // Whether this is the one lane that a whole warp has start its copies. The compiler knows that there is one: for lanes
-// that it cannot count it makes a loop around each copy, of some 100 cycles a copy.
+// that it cannot count it makes a loop around each copy.
 __device__ __forceinline__ bool is_elected() {
     u32 is_it;
     asm volatile(

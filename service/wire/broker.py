@@ -179,9 +179,6 @@ class DoorBroker(BatchStore, ResponseStore, Protocol):
     async def queue_state(self) -> QueueState:
         """How many jobs wait in each of QUEUE_LANES, and since when."""
 
-    async def num_waiting(self) -> int:
-        """Jobs that no worker has claimed yet."""
-
     async def now_s(self) -> float:
         """Redis time, Unix seconds."""
 

@@ -108,8 +108,8 @@ class FairQueue:
         return time.time() - (rank - job.priority * AGE_S)
 
     def since(self, lane: str) -> list[float]:
-        """When the jobs that wait in the lane were accepted, the first one first; Unix seconds."""
-        return sorted(rank - job.priority * AGE_S for job, rank in self._jobs.values() if lane_of(job) == lane)
+        """When the jobs that wait in the lane were accepted, in any order; Unix seconds."""
+        return [rank - job.priority * AGE_S for job, rank in self._jobs.values() if lane_of(job) == lane]
 
     def waiting(self, tenant: str | None = None) -> tuple[int, int]:
         """How many jobs of all, or of one tenant, wait, and the tokens that they cost."""

@@ -80,9 +80,6 @@ class MemoryBroker(MemoryBatches, MemoryResponses):
     async def queue_state(self) -> QueueState:
         return self.queue.state()
 
-    async def num_waiting(self) -> int:
-        return self.queue.num_waiting
-
     async def now_s(self) -> float:
         return time.time()
 

@@ -103,12 +103,6 @@ class RedisDoor:
         lanes = zip(QUEUE_LANES, found[::2], found[1::2], strict=True)
         return QueueState({lane: Lane(count, _since_s(first)) for lane, count, first in lanes}, len(leases))
 
-    async def num_waiting(self) -> int:
-        async with self._link.commands() as redis, redis.pipeline(transaction=True) as pipeline:
-            for queue in (keys.RETURNED, keys.WAITING, keys.SUSPECTS):
-                pipeline.xlen(queue)
-            return sum(await pipeline.execute())
-
     async def now_s(self) -> float:
         return await self._link.now_s()
 

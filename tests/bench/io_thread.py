@@ -129,7 +129,7 @@ async def run_jobs(door, courier: Courier, args: argparse.Namespace, number: int
             feed="bench",
         )
         await door.submit(job)
-    while await door.num_waiting() or courier.num_open:
+    while (await door.queue_state()).num_waiting or courier.num_open:
         await asyncio.sleep(0.05)
 
 

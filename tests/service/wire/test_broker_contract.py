@@ -27,10 +27,10 @@ from tests.support.wire import (
 async def test_a_job_reaches_a_worker_as_it_was_submitted(broker):
     job = make_job(tenant="täg", deadline_s=time.time() + 60)
     await broker.submit(job)
-    assert await broker.num_waiting() == 1
+    assert (await broker.queue_state()).num_waiting == 1
     (claim,) = await broker.fetch(4, 1.0)
     assert (claim.job, claim.attempt) == (job, 1)
-    assert await broker.num_waiting() == 0
+    assert (await broker.queue_state()).num_waiting == 0
 
 
 async def test_jobs_come_in_order_and_at_most_as_many_as_asked(broker):
@@ -116,7 +116,7 @@ async def test_an_end_settles_the_job_and_a_second_end_changes_nothing(broker):
     await broker.publish([make_event("JOB1", 2, EndReason.LENGTH)])
     assert await outcome(broker.follow("JOB1")) == Ended([1], EndReason.STOP)
     assert list(await broker.fetch(1, 0.05)) == []
-    assert await broker.num_waiting() == 0
+    assert (await broker.queue_state()).num_waiting == 0
 
 
 async def test_a_step_of_many_jobs_is_told_to_all(broker):
@@ -150,7 +150,7 @@ async def test_a_job_cancelled_in_the_queue_ends_there(broker, reason):
     assert claim.job.job_id == "JOB2"
     (end,) = await read_to_end(events)
     assert (end.number, end.end, end.usage) == (1, reason, Usage(prompt_tokens=0, completion_tokens=0))
-    assert await broker.num_waiting() == 0
+    assert (await broker.queue_state()).num_waiting == 0
 
 
 async def test_a_cancel_before_the_job_counts_too(broker):

@@ -42,7 +42,7 @@ async def test_the_jobs_of_a_dead_worker_go_on_with_another(join):
     await dead.publish(make_events("JOB1", [1, 2]))
     await door.submit(make_job("JOB2"))
     assert await until_taken_over(heir) == 1
-    assert await door.num_waiting() == 2
+    assert (await door.queue_state()).num_waiting == 2
     first, second = await heir.fetch(4, 1.0)
     assert (first.job, first.attempt, first.is_suspect) == (make_job(), 2, False)
     assert list(first.past) == make_events("JOB1", [1, 2])
@@ -142,7 +142,7 @@ async def test_a_job_that_kills_engines_runs_alone_and_is_buried(join):
     await door.submit(make_job())
     await die_with(join, door, 1)
     await die_with(join, door, 2)
-    assert await door.num_waiting() == 1
+    assert (await door.queue_state()).num_waiting == 1
     assert list(await worker.fetch(4, 0.05)) == []
     assert (await worker.renew()).runs_suspects
     assert not (await other.renew()).runs_suspects
@@ -154,7 +154,7 @@ async def test_a_job_that_kills_engines_runs_alone_and_is_buried(join):
     assert list(await other.fetch(4, 0.05)) == []
     (end,) = await read_to_end(events)
     assert (end.number, end.end) == (1, EndReason.POISONED)
-    assert await door.num_waiting() == 0
+    assert (await door.queue_state()).num_waiting == 0
 
 
 async def test_a_suspect_that_is_innocent_completes(join):
@@ -276,7 +276,7 @@ async def test_a_queued_job_ends_with_its_cancel_though_no_worker_is_there(join)
     await door.cancel(Cancel(job_id="JOB1", reason=EndReason.CANCELLED))
     (end,) = await read_to_end(events)
     assert (end.number, end.end, end.usage) == (1, EndReason.CANCELLED, Usage(prompt_tokens=0, completion_tokens=0))
-    assert await door.num_waiting() == 0
+    assert (await door.queue_state()).num_waiting == 0
 
 
 async def test_a_branch_that_is_not_wanted_is_told_to_whoever_takes_over(join):
@@ -300,7 +300,7 @@ async def test_a_job_that_waits_past_its_deadline_ends_there(join):
     await worker.fetch(1, 1.0)
     await worker.publish(make_events("JOB1", [1]))
     assert await worker.take_over() == 0
-    assert await door.num_waiting() == 2
+    assert (await door.queue_state()).num_waiting == 2
     await asyncio.sleep(0.3)
     assert await worker.take_over() == 0
     assert await outcome(door.follow("JOB2")) == Ended([1], EndReason.DEADLINE)

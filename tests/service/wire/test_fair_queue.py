@@ -285,7 +285,7 @@ async def test_how_much_may_wait(broker):
     assert (full.value.of_tenant, full.value.num_jobs) == (False, 5)
     await broker.submit(job_of("T0", "t0", 10), bounds)  # accepted before
     await broker.submit(job_of("T5", "t5", 1))
-    assert await broker.num_waiting() == 6
+    assert (await broker.queue_state()).num_waiting == 6
 
 
 async def test_a_job_that_comes_back_goes_first_and_costs_no_second_turn(broker):

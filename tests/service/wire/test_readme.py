@@ -107,7 +107,7 @@ async def test_the_access_rules_are_enough_for_doors_and_workers(open_broker, gu
         await door.submit(make_job(f"JOB{number}"))
     await door.cancel(Cancel(job_id="JOB2", reason=EndReason.CANCELLED))
     assert len(await worker.fetch(4, 1.0)) == 1
-    assert await door.num_waiting() == 0
+    assert (await door.queue_state()).num_waiting == 0
     await worker.publish([make_event("JOB1", 1), make_event("JOB1", 2, EndReason.STOP)])
     assert await outcome(events) == Ended([1, 2], EndReason.STOP)
     assert (await outcome(door.follow("JOB2"))).reason is EndReason.CANCELLED

@@ -48,7 +48,7 @@ async def test_a_flushed_redis_is_used_on(open_broker, redis):
     await broker.publish([make_event("JOB1", 2), make_event("JOB1", 3, EndReason.STOP)])
     assert await outcome(events) == Ended([2, 3], EndReason.STOP)
     assert keys.LOG_ENDED_TTL_S - 2 <= redis.ttl(keys.events("JOB1")) <= keys.LOG_ENDED_TTL_S
-    assert await broker.num_waiting() == 0
+    assert (await broker.queue_state()).num_waiting == 0
     assert list(await broker.fetch_ingress(["alice"], 1, 0.05)) == []
     redis.flushall()
     redis.xadd(keys.ingress("alice"), {"m": b"x"})
@@ -262,7 +262,7 @@ async def test_cancelled_calls_never_mix_up_answers(open_broker):
             assert await redis.echo(f"mine {number}") == f"mine {number}".encode()
         assert [card.worker_id for card in await broker.workers()] == ["w1"]
         await broker.reply("alice", f"a{number}", b"x")
-        assert await broker.num_waiting() == 1
+        assert (await broker.queue_state()).num_waiting == 1
 
     for round_ in range(40):
         tasks = [asyncio.create_task(check(round_ * 8 + number)) for number in range(8)]
@@ -307,9 +307,9 @@ async def test_a_wrong_password_is_told_apart_from_an_absent_redis(redis, redis_
 
 
 async def test_a_key_of_another_type_is_unavailable_not_a_crash(open_broker, redis):
-    redis.set(keys.WAITING, "x")
+    redis.mset({keys.WAITING: "x", keys.RETURNED: "x"})
     broker = await open_broker()
-    for act in (lambda: broker.submit(make_job()), lambda: broker.fetch(1, 0.05), broker.num_waiting):
+    for act in (lambda: broker.submit(make_job()), lambda: broker.fetch(1, 0.05), broker.queue_state):
         with pytest.raises(BrokerUnavailable):
             await act()
     with pytest.raises(ResponseError):

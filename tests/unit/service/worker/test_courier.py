@@ -121,5 +121,5 @@ async def test_a_drained_courier_claims_nothing_more():
         assert (await told(first, [begun]))[1] is EndReason.LENGTH
         await house.submit([2])
         await asyncio.sleep(0.1)
-        assert await house.broker.num_waiting() == 1
+        assert (await house.broker.queue_state()).num_waiting == 1
         assert house.courier.num_open == 0

@@ -77,7 +77,7 @@ async def test_what_is_left_after_the_drain_waits_for_whoever_comes(queue):
         await anext(events)
         await old.courier.drain(timeout_s=0.2)
         await old.courier.settled()
-        assert await old.broker.num_waiting() == 1
+        assert (await old.broker.queue_state()).num_waiting == 1
     async with join(queue) as new:
         assert (await told(new.broker.follow(job_id)))[:2] == (alone([3], 100), EndReason.LENGTH)
 

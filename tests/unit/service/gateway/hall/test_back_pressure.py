@@ -43,7 +43,7 @@ async def send(gateway, key="mine", **more):
 
 async def queued(gateway, number):
     async with asyncio.timeout(SOON_S):
-        while await gateway.broker.num_waiting() < number:
+        while (await gateway.broker.queue_state()).num_waiting < number:
             await asyncio.sleep(0.005)
 
 
@@ -83,7 +83,7 @@ async def test_a_flood_of_refusals_leaves_nothing_behind(model_folder):
         await queued(gateway, 1)
         answers = await asyncio.gather(*(send(gateway, resumable=number % 2 == 0) for number in range(40)))
         assert {status for status, *_ in answers} == {503}
-        assert await gateway.broker.num_waiting() == 1
+        assert (await gateway.broker.queue_state()).num_waiting == 1
         queue = gateway.broker.queue
         async with asyncio.timeout(SOON_S):
             while len(queue.requests._records) > 1:
@@ -102,7 +102,7 @@ async def test_several_prompts_are_refused_as_one(model_folder):
         status, error, *_ = await send(gateway, prompt=[[1], [2], [3]])
         assert (status, error["code"]) == (503, "overloaded")
         async with asyncio.timeout(SOON_S):
-            while await gateway.broker.num_waiting():
+            while (await gateway.broker.queue_state()).num_waiting:
                 await asyncio.sleep(0.005)
 
 
