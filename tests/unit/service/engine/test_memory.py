@@ -125,6 +125,9 @@ class MeetingOps(NumpyOps):
     def linear_sizes(self, most):
         return [size for size in (2, 4, 576, 640, 1024) if size // 2 < most]
 
+    def temporary(self, shape, dtype):
+        return np.full(shape, np.inf, dtype)  # whoever computes with what nobody has written is warned
+
     def linear(self, x, weight, bias=None, **how):
         self.met.append((len(x), len(weight)))
         return super().linear(x, weight, bias, **how)
