@@ -36,8 +36,8 @@ def gateway_command(settings: Settings, _: argparse.Namespace) -> int:
     supervisor = Supervisor(os.environ)
 
     def on_ready(url: str) -> None:
-        supervisor.ready(f"listens on {url}")
         print(READY, url, flush=True)
+        supervisor.ready(f"listens on {url}")
 
     async def run(stop: asyncio.Event) -> None:
         async with (
@@ -56,8 +56,8 @@ def worker_command(settings: Settings, _: argparse.Namespace) -> int:
     supervisor = Supervisor(os.environ)
 
     def on_ready() -> None:
-        supervisor.ready("takes jobs")
         print(READY, flush=True)
+        supervisor.ready("takes jobs")
 
     async def run(stop: asyncio.Event) -> None:
         async with (

@@ -19,7 +19,10 @@ WAIT_S = 60.0
 
 
 class Part:
-    """One running part. `told` counts what its supervisor heard, line by line."""
+    """One running part. `told` counts what its supervisor heard, line by line.
+
+    What it prints goes to a file: a line printed before something was told is there once that was heard.
+    """
 
     def __init__(
         self,
@@ -33,23 +36,22 @@ class Part:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._listener.bind(str(folder / "notify"))
         self.told: Counter[str] = Counter()
-        self.lines: list[str] = []
+        self._log = folder / "log"
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
-        self.process = subprocess.Popen(
-            [sys.executable, *command, verb, *flags],
-            cwd=REPOSITORY,
-            env={**inherited, "NOTIFY_SOCKET": str(folder / "notify"), **environ},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._hear, self._collect)]
-        for thread in self._threads:
-            thread.start()
+        with self._log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, *command, verb, *flags],
+                cwd=REPOSITORY,
+                env={**inherited, "NOTIFY_SOCKET": str(folder / "notify"), **environ},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        self._hearing = threading.Thread(target=self._hear, daemon=True)
+        self._hearing.start()
 
     @property
     def output(self) -> str:
-        return "".join(self.lines)
+        return self._log.read_text(errors="replace")
 
     def until_told(self, line: str, num_times: int = 1, within_s: float = WAIT_S) -> None:
         """Waits until the supervisor has heard `line` so often."""
@@ -72,27 +74,28 @@ class Part:
         return self.wait(within_s)
 
     def wait(self, within_s: float = WAIT_S) -> int:
+        """The exit status; all it said is heard by then."""
         try:
-            return self.process.wait(within_s)
+            status = self.process.wait(within_s)
         except subprocess.TimeoutExpired:
             self.close()
             raise AssertionError(f"it did not end:\n{self.output}") from None
+        self._hear_out()
+        return status
 
     def close(self) -> None:
-        """Whatever state it is in, it and its threads are gone after this."""
+        """Whatever state it is in, it and its thread are gone after this."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait(WAIT_S)
-        self._listener.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join(WAIT_S)
+        self._hear_out()
         self._listener.close()
-        self.process.stdout.close()
+
+    def _hear_out(self) -> None:
+        if self._hearing.is_alive():
+            self._listener.shutdown(socket.SHUT_RDWR)
+            self._hearing.join(WAIT_S)
 
     def _hear(self) -> None:
         while message := self._listener.recv(4096):
             self.told.update(message.decode().splitlines())
-
-    def _collect(self) -> None:
-        for line in self.process.stdout:
-            self.lines.append(line)
