@@ -1,7 +1,6 @@
 """The whole staircase, run as a user runs it, spoken to with the official client and with plain redis-py."""
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -234,25 +233,19 @@ def test_a_killed_parent_leaves_nothing_behind(tmp_path):
 
 
 def test_sigterm_under_load_lets_running_requests_finish(tmp_path):
-    running = Served(tmp_path)
-    body = json.dumps({"model": "demo", "messages": STORY, "max_tokens": 60, "ignore_eos": True}).encode()
-    request = urllib.request.Request(
-        f"{running.url}/v1/chat/completions", body, {"Content-Type": "application/json"}, method="POST"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", _POST, request.full_url, body.decode()], stdout=subprocess.PIPE, text=True
-    ) as poster:
-        time.sleep(0.8)
+    running, num_tokens = Served(tmp_path), 200
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none") as client:
+        streams = [
+            client.chat.completions.create(
+                model="demo", messages=STORY, max_tokens=num_tokens, stream=True,
+                stream_options={"include_usage": True}, extra_body={"ignore_eos": True},
+            )
+            for _ in range(4)
+        ]  # fmt: skip
+        while not next(streams[-1]).choices[0].delta.content:
+            pass
         assert running.terminate() == 0, running.output
-        answer = json.loads(poster.communicate(timeout=30)[0])
-    assert answer["usage"]["completion_tokens"] == 60
-
-
-_POST = """
-import sys, urllib.request
-request = urllib.request.Request(sys.argv[1], sys.argv[2].encode(), {"Content-Type": "application/json"})
-print(urllib.request.urlopen(request, timeout=60).read().decode())
-"""
+        assert [list(stream)[-1].usage.completion_tokens for stream in streams] == 4 * [num_tokens]
 
 
 def test_a_wrong_word_is_one_line_and_exit_2(tmp_path):

@@ -73,6 +73,11 @@ class House:
         self.duties.cancel()
         await asyncio.wait({self.duties})
 
+    async def retire(self):
+        """As a process that ends by itself, with nothing left to do: its lease ends too."""
+        await self.die()
+        await self.broker.retire(self.name)
+
     async def submit(self, prompt, deadline_s=None, model=None, tenant="t", **wishes):
         """Submit a job and follow it; (id, iterator of its events)."""
         job_id = f"JOB{next(NUMBERS)}"

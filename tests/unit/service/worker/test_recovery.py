@@ -154,6 +154,7 @@ async def serve_with_many_lives(queue, is_over):
             num_deaths += 1
             await house.courier.abandon(house.engine.in_flight, str(house.dead.result()))
             assert house.courier.num_open == 0
+            await house.retire()
 
 
 async def test_a_job_that_kills_engines_is_buried_and_all_others_complete(queue):
