@@ -307,16 +307,16 @@ async def test_a_worker_that_ends_again_and_again_is_given_up(monkeypatch):
             if self.number % 3 == 0:
                 raise StartupError("no memory is left")
             if self.number == 4:
-                await asyncio.sleep(0.3)
+                await asyncio.sleep(0.6)
 
         async def ended(self):
             if self.number == 5:
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(0.6)
             return -9
 
     monkeypatch.setattr(serve, "Part", Part)
     monkeypatch.setattr(serve, "WORKER_RESTARTS_S", (0.0,) * 5)
-    monkeypatch.setattr(serve, "WORKER_WELL_S", 0.1)
+    monkeypatch.setattr(serve, "WORKER_WELL_S", 0.5)
     worker = serve.KeptWorker(Settings())
     await worker.start()
     async with asyncio.timeout(10):

@@ -65,10 +65,10 @@ async def test_a_batch_is_open_until_it_ends(broker):
 
 
 async def test_one_holds_a_batch_at_a_time(broker):
-    assert await broker.hold_batch("batch_1", "me", 0.2)
-    assert await broker.hold_batch("batch_1", "me", 0.2)
-    assert not await broker.hold_batch("batch_1", "you", 0.2)
-    await asyncio.sleep(0.25)
+    assert await broker.hold_batch("batch_1", "me", 5)
+    assert await broker.hold_batch("batch_1", "me", 0.5)
+    assert not await broker.hold_batch("batch_1", "you", 0.5)
+    await asyncio.sleep(0.6)
     assert await broker.hold_batch("batch_1", "you", 5)
     assert not await broker.hold_batch("batch_1", "me", 5)
 

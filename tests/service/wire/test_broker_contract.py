@@ -44,7 +44,7 @@ async def test_jobs_come_in_order_and_at_most_as_many_as_asked(broker):
 async def test_fetch_waits_no_longer_than_asked(broker):
     started = time.monotonic()
     assert list(await broker.fetch(1, 0.2)) == []
-    assert 0.15 < time.monotonic() - started < 1.0
+    assert 0.15 < time.monotonic() - started < PATIENCE_S
     assert list(await broker.fetch(1, 0.0)) == []
 
 
@@ -54,7 +54,7 @@ async def test_fetch_hears_of_a_job_while_it_waits(broker):
     started = time.monotonic()
     await broker.submit(make_job())
     assert len(await fetch) == 1
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < PATIENCE_S / 2
 
 
 async def test_events_are_followed_to_the_end(broker):

@@ -52,13 +52,13 @@ async def test_the_jobs_of_a_dead_worker_go_on_with_another(join):
 
 
 async def test_a_heart_that_beats_keeps_its_jobs(join):
-    door, worker, other = await join(), await join(lease_s=LEASE_S), await join(lease_s=LEASE_S)
+    door, worker, other = await join(), await join(lease_s=1.0), await join(lease_s=1.0)
     await door.submit(make_job())
     await worker.fetch(1, 1.0)
     for _ in range(12):
         assert await worker.renew() == NOTHING_LOST
         assert await other.take_over() == 0
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.1)
     assert await worker.publish([make_event("JOB1", 1, EndReason.STOP)]) == frozenset()
 
 
@@ -137,7 +137,7 @@ async def test_jobs_handed_back_go_on_at_once_and_before_all_others(join):
 
 
 async def test_a_job_that_kills_engines_runs_alone_and_is_buried(join):
-    door, worker, other = await join(), await join(lease_s=LEASE_S), await join(lease_s=LEASE_S)
+    door, worker, other = await join(), await join(), await join()
     events = door.follow("JOB1")
     await door.submit(make_job())
     await die_with(join, door, 1)
@@ -293,7 +293,7 @@ async def test_a_branch_that_is_not_wanted_is_told_to_whoever_takes_over(join):
 
 async def test_a_job_that_waits_past_its_deadline_ends_there(join):
     door, worker = await join(), await join(lease_s=LEASE_S)
-    soon_s = await door.now_s() + 0.2
+    soon_s = await door.now_s() + 0.8
     await door.submit(make_job("JOB1", deadline_s=soon_s))
     await door.submit(make_job("JOB2", deadline_s=soon_s))
     await door.submit(make_job("JOB3", deadline_s=soon_s + 60))
@@ -301,7 +301,7 @@ async def test_a_job_that_waits_past_its_deadline_ends_there(join):
     await worker.publish(make_events("JOB1", [1]))
     assert await worker.take_over() == 0
     assert (await door.queue_state()).num_waiting == 2
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(soon_s - await door.now_s() + 0.05)
     assert await worker.take_over() == 0
     assert await outcome(door.follow("JOB2")) == Ended([1], EndReason.DEADLINE)
     await worker.hand_back(["JOB1"])

@@ -47,7 +47,7 @@ def wait_for_end(pid: int, seconds: float = 5.0) -> None:
 def test_it_starts_quickly_and_keeps_its_data(data_dir):
     started = time.monotonic()
     server = EmbeddedRedis.start(data_dir)
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 3.0
     with Redis.from_url(server.url) as redis:
         redis.set("a", "b")
         settings = redis.config_get("*")

@@ -12,6 +12,7 @@ from service.wire import keys, redis_feed, redis_follower
 from service.wire.broker import BrokerUnavailable
 from service.wire.codec import encode
 from tests.support.wire import (
+    PATIENCE_S,
     Ended,
     follow_begun,
     make_event,
@@ -31,7 +32,7 @@ async def test_a_job_of_another_door_is_followed(open_broker):
     assert await take(resumed, 1) == [2]
     await asyncio.sleep(0.3)
     await worker.publish(make_events("JOB1", [3]))
-    async with asyncio.timeout(1.0):
+    async with asyncio.timeout(PATIENCE_S / 2):
         assert await take(resumed, 1) == [3]
         await worker.publish([make_event("JOB1", 4, EndReason.STOP)])
         assert await outcome(resumed) == Ended([4], EndReason.STOP)
@@ -85,8 +86,9 @@ async def test_a_dropped_follower_leaves_nothing_behind(open_broker, monkeypatch
         broker.follow(f"J{number}")
         await broker.submit(make_job(f"J{number}"))
     gc.collect()
-    await asyncio.sleep(0.1)
-    assert (len(broker._feeds._followers), len(broker._feeds._own)) == (0, 0)
+    async with asyncio.timeout(PATIENCE_S):
+        while broker._feeds._followers or broker._feeds._own:
+            await asyncio.sleep(0.01)
 
 
 async def test_a_hole_in_the_log_is_said_not_skipped(open_broker, redis):

@@ -43,9 +43,9 @@ async def test_a_record_is_kept_as_long_as_is_said(broker):
     async with asyncio.timeout(10):
         while await broker.response("resp_1") is not None:
             await asyncio.sleep(0.01)
-    await broker.put_response(RECORD, 0.05)
+    await broker.put_response(RECORD, 0.5)
     await broker.settle_response(ANSWERED, 60)
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.6)
     assert await broker.response("resp_1") == ANSWERED
 
 

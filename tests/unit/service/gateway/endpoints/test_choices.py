@@ -17,7 +17,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = {"model": MODEL, "prompt": "the and", "max_tokens": 40}
 MESSAGES = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 TEXTS = ("hello world", "the other one", "안녕 🙂")
-SOON_S = 2.0
+SOON_S = 5.0
 
 
 def saying(gateway, *texts, choices=(), end=EndReason.STOP, step_s=0.0):
