@@ -19,13 +19,15 @@ from service.wire.messages import Cancel, Event, Job, Part, TokenLogprobs, Usage
 class Script:
     """What one job gets: tokens a step, then its end. `end` None: it stays silent until it is cancelled.
 
-    `branches` says what each branch gets, where they differ; `choices` which of them the answer is made of.
+    `branches` says what each branch gets, where they differ, `scores` how likely each token of it was, and `choices`
+    which of them the answer is made of.
     """
 
     steps: Sequence[Sequence[int]] = ()
     end: EndReason | None = EndReason.STOP
     step_s: float = 0.0
     branches: Sequence[Sequence[Sequence[int]]] = ()
+    scores: Sequence[float] = ()
     choices: tuple[int, ...] = ()
     embedding: tuple[float, ...] = ()
 
@@ -112,7 +114,10 @@ class ScriptedWorker:
         script, sampling = self.script(job), job.sampling
         num_branches = sampling.beam.width if sampling.beam else sampling.best_of
         scripts = script.branches or [script.steps] * num_branches
-        branches = [_Branch(steps, sampling.max_tokens, script.end) for steps in scripts]
+        scores = script.scores or [-0.5] * len(scripts)
+        branches = [
+            _Branch(steps, sampling.max_tokens, script.end, score) for steps, score in zip(scripts, scores, strict=True)
+        ]
         if sampling.prompt_logprobs is not None:
             await self._publish(Event(job_id=job.job_id, number=0, parts=(self._scored_prompt(job),)))
         while any(branch.end is None for branch in branches):
@@ -144,9 +149,10 @@ class ScriptedWorker:
         if (job.job_id, number) in self._stopped:
             branch.end = EndReason.STOP
         logprobs = None
-        if (width := job.sampling.logprobs) is not None and tokens:
+        width = 0 if job.sampling.logprobs is None and job.sampling.ranks_branches else job.sampling.logprobs
+        if width is not None and tokens:
             logprobs = TokenLogprobs(
-                chosen=pack_floats([-0.5] * len(tokens)),
+                chosen=pack_floats([branch.score] * len(tokens)),
                 top_ids=pack_ids([(token + k) % 256 for token in tokens for k in range(width)]),
                 top=pack_floats([-0.5 * (k + 1) for _ in tokens for k in range(width)]),
             )
@@ -172,7 +178,8 @@ class ScriptedWorker:
 class _Branch:
     """What a branch has yet to say."""
 
-    def __init__(self, steps: Sequence[Sequence[int]], max_tokens: int, end: EndReason | None):
+    def __init__(self, steps: Sequence[Sequence[int]], max_tokens: int, end: EndReason | None, score: float):
+        self.score = score
         self._steps = list(steps)
         self._max_tokens = max_tokens
         self._last = end

@@ -89,6 +89,8 @@ class Generations:
         if after and len(ticket.job_ids) > 1:
             raise refusal(LAST_EVENT_ID, "cannot be given for a request with several prompts")
         stream = stream_of(http, ticket, self._hall.settings, after)
+        if http.method == "HEAD":
+            return stream.response
         try:
             try:
                 await self._tell(stream, ticket, opened)

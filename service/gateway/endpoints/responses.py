@@ -202,6 +202,8 @@ class Responses:
     ) -> web.StreamResponse:
         """A `record` is put as soon as the response is accepted, and settled behind its last event."""
         stream = stream_of(http, ticket, self._hall.settings, after)
+        if http.method == "HEAD":
+            return stream.response
         try:
             answer = await self._tell(stream, self._hall.response_form(ticket), opened, record)
             if record is not None:

@@ -49,6 +49,7 @@ class JobText:
         self._branches: dict[int, _Branch] = {}
         self._prompt_logprobs: list[TokenLogprob] = []  # told whole before any branch says a word
         self._begun: set[int] = set()  # choices whose first piece is told
+        self._chosen: Sequence[int] = ()  # branches to answer with, best first; known at a good end
         self.num_tokens = 0
         self.cached_tokens = 0  # of the prompt, as its first event tells: a stop string may end it here before its last
         self.embedding = b""  # float32[H], of the prompt, where it is wanted; known at the end
@@ -71,7 +72,7 @@ class JobText:
                 stopped.append(part.branch)
         if event.end is not None:
             self._end(event)
-        pieces = self._ranked_pieces(event) if self._is_ranked else self._pieces_so_far()
+        pieces = self._ranked_pieces() if self._is_ranked else self._pieces_so_far()
         if self._prompt_logprobs:
             pieces = [self._with_prompt(piece) for piece in pieces]
         for piece in pieces:
@@ -95,7 +96,7 @@ class JobText:
             detokenizer = tokenizer.detokenizer(skip, at_start=request.begins_a_text)
             stop, include_stop = request.stop, request.include_stop_str_in_output
             text = TextStream(detokenizer, stop, include_stop, request.sampling.min_tokens)
-            self._branches[number] = _Branch(text, request.sampling.logprobs is not None)
+            self._branches[number] = _Branch(text, request.sampling.logprobs is not None or self._is_ranked)
         return self._branches[number]
 
     def _end(self, event: Event) -> None:
@@ -104,8 +105,16 @@ class JobText:
         word = ENDINGS[event.end].finish_reason
         if word is None:
             return
-        for number in event.choices or range(self._request.sampling.n):
+        self._chosen = self._best(event)
+        for number in self._chosen:
             self._branch(number).end(word)
+
+    def _best(self, event: Event) -> Sequence[int]:
+        """The worker ranks branches by all that they sampled: what lies behind a stop string is weighed out here."""
+        wishes, branches = self._request.sampling, self._branches
+        if wishes.beam is None and self._is_ranked and self._request.stop:
+            return sorted(branches, key=lambda number: (-branches[number].mean_logprob, number))[: wishes.n]
+        return event.choices or range(wishes.n)
 
     def _pieces_so_far(self) -> list[Piece]:
         pieces = []
@@ -115,11 +124,11 @@ class JobText:
                 pieces.append(piece)
         return pieces
 
-    def _ranked_pieces(self, event: Event) -> list[Piece]:
+    def _ranked_pieces(self) -> list[Piece]:
         """Nothing before the end; then each choice in one piece, and the cost of all branches with them."""
-        if event.end is None or ENDINGS[event.end].finish_reason is None:
+        chosen = self._chosen
+        if not chosen:
             return []
-        chosen = event.choices or tuple(range(self._request.sampling.n))
         self.num_tokens += sum(b.num_untold for number, b in self._branches.items() if number not in chosen)
         ranked = (self._branch(number).piece(self._first_index + rank) for rank, number in enumerate(chosen))
         return [piece for piece in ranked if piece is not None]
@@ -163,6 +172,12 @@ class _Branch:
             last = self._text.end()
             self._untold += last.text
             self.finish_reason = _STOP if last.stopped else finish_reason
+
+    @property
+    def mean_logprob(self) -> float:
+        """A token, of those untold: all of a branch that is ranked."""
+        scores = [one.logprob for one in self._untold_logprobs]
+        return sum(scores) / max(1, len(scores))
 
     def piece(self, index: int) -> Piece | None:
         """What there is to tell, if anything."""

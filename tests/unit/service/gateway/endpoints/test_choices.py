@@ -20,10 +20,10 @@ TEXTS = ("hello world", "the other one", "안녕 🙂")
 SOON_S = 5.0
 
 
-def saying(gateway, *texts, choices=(), end=EndReason.STOP, step_s=0.0):
+def saying(gateway, *texts, **how):
     """A script in which each branch says its text."""
     branches = tuple(speech(gateway.model, text).steps for text in texts)
-    return lambda job: Script(branches=branches, choices=choices, end=end, step_s=step_s)
+    return lambda job: Script(branches=branches, **how)
 
 
 def lengths(gateway, *texts):
@@ -143,6 +143,15 @@ async def test_a_stop_string_among_the_best(gateway):
     _, answer = await gateway.post(COMPLETIONS, {**PROMPT, "best_of": 2, "stop": "END"})
     assert [choice["text"] for choice in answer["choices"]] == ["one "]
     assert gateway.worker.cancels[0].branch == 0
+
+
+async def test_the_best_are_told_from_what_comes_before_a_stop_string(gateway):
+    # Its worker has ranked what lies behind END too, and how far it came there is chance.
+    gateway.worker.script = saying(gateway, "one END of it", "two", "three", scores=(-0.5, -0.6, -0.4), choices=(1, 0))
+    body = {**PROMPT, "n": 2, "best_of": 3, "stop": "END"}
+    _, answer = await gateway.post(COMPLETIONS, body)
+    assert [choice["text"] for choice in answer["choices"]] == ["three", "one "]
+    assert told(await gateway.events(COMPLETIONS, body)) == {0: ("three", "stop"), 1: ("one ", "stop")}
 
 
 async def test_beams(gateway):

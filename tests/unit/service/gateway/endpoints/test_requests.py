@@ -344,3 +344,18 @@ async def test_the_numbers_of_kept_requests(gateway):
 
     text = await soon(counted)
     assert 'quire:requests_ended_total{reason="stop"} 1.0' in text
+
+
+@pytest.mark.parametrize("route", ["/v1/requests/{id}?stream=true", "/v1/responses/resp_{id}?stream=true"])
+async def test_the_head_of_a_stream_has_no_body(gateway, route):
+    """Whatever followed it would be taken for the answer to the next request on the connection."""
+    path, body = (CHAT, MESSAGES) if "requests" in route else ("/v1/responses", {"model": MODEL, "input": "hi"})
+    async with gateway.http.post(gateway.url + path, json=body) as response:
+        request_id = response.headers["X-Request-Id"]
+    client = await RawClient.connect(gateway.url)
+    head, live = route.replace("{id}", request_id), b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    await client.send(f"HEAD {head} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode() + live)
+    status, headers, _ = await client.response()
+    assert (status, headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+    assert (await client.read_until(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 OK")
+    await client.close()
