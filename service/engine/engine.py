@@ -124,11 +124,9 @@ class Engine:
         if not self._can_hold(group):
             answers.tell(group, (), EndReason.TOO_LARGE)
             return
-        if request.sampling.grammar is not None:
-            if self._grammars is None:
-                answers.tell(group, (), EndReason.GRAMMAR)
-                return
-            self._grammars.begin(group)
+        if request.sampling.grammar is not None and self._grammars is None:
+            answers.tell(group, (), EndReason.GRAMMAR)
+            return
         answers.open[request.request_id] = group
         self._scheduler.add(group)
         for sequence in group.branches:
@@ -138,6 +136,8 @@ class Engine:
                 reason = sequence.end_after(sequence.token_ids[-1])
                 if reason is not None:
                     answers.end_branch(sequence, (), (), reason)
+        if request.sampling.grammar is not None and group.live:
+            self._grammars.begin(group)
 
     def cancel(self, request_id: str, reason: EndReason, branch: int | None = None) -> None:
         """End a request, or one branch of it, now; its blocks are free before the next step. Unknown and ended ones are

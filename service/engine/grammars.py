@@ -29,9 +29,13 @@ class Grammars:
         self._compiling: dict[SequenceGroup, Future[list[Matcher]]] = {}
 
     def begin(self, group: SequenceGroup) -> None:
-        """Compile the group's grammar, and bring a matcher for each branch to where the branch is."""
+        """Compile the group's grammar, and bring a matcher for each live branch to where the branch is: one that has
+        ended may have done so with a token that does not fit."""
         group.is_ready = False
-        outputs = [sequence.token_ids[sequence.num_prompt_tokens :].tolist() for sequence in group.branches]
+        outputs = [
+            [] if sequence.state is State.ENDED else sequence.token_ids[sequence.num_prompt_tokens :].tolist()
+            for sequence in group.branches
+        ]
         self._compiling[group] = self._pool.submit(self._matchers, group.request.sampling.grammar, outputs)
 
     def take_ready(self) -> list[tuple[SequenceGroup, bool]]:

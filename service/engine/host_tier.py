@@ -164,6 +164,7 @@ class HostTier:
         if node.host is not None:
             del self._node_of[node.host]
             self.pool.forget(node.host)
+            node.host = None  # whoever runs below it still asks
 
     def _lose(self, block: int) -> None:
         node = self._node_of.pop(block)

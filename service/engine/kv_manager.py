@@ -174,7 +174,7 @@ class KVManager:
             return
         size = self.block_size
         for sequence, start, length, samples in chunks:
-            if length == 1 and (start + 1) % size:
+            if length == 1 and (start + 1) % size and sequence not in failed:
                 continue  # no block is full that was not before
             tail, end = self._tails.get(sequence), start + length
             if tail is None or sequence.state is not State.RUNNING or sequence.num_computed_tokens < end:

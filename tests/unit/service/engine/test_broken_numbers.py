@@ -68,6 +68,15 @@ def test_who_begins_alike_gets_what_it_would_get_alone(engines, num_steps, num_c
     assert wanted[1] is EndReason.LENGTH
 
 
+@pytest.mark.parametrize("num_tokens", [3 * BLOCK_SIZE - 1, 3 * BLOCK_SIZE, 3 * BLOCK_SIZE + 1])
+def test_nothing_of_it_is_kept_for_who_comes_later(engines, num_tokens):
+    """Though the last chunk is a single token, which fills a block or does not."""
+    engine = engines.make(prefix_caching=True, budget=num_tokens - 1)
+    engine.add(request_of("bad", (*BEGINNING[:5], BROKEN, *TAIL, *TAIL)[:num_tokens]))
+    assert finish(engine)["bad"] == ([], EndReason.NUMERICAL_ERROR)
+    assert engine.stats().num_blocks_cached == 0
+
+
 def test_what_stands_before_it_is_as_likely_as_ever(engines):
     engine = engines.make()
     engine.add(request_of("bad", (*BEGINNING, BROKEN, *TAIL), prompt_logprobs=0))

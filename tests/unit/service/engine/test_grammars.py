@@ -258,6 +258,18 @@ def test_another_engine_goes_on_behind_what_was_told(engines):
         assert ends_after == ends
 
 
+def test_a_branch_that_ended_outside_its_grammar_does_not_fail_the_others(engines):
+    """At a stop id that its text did not allow to follow, but allowed to end: nothing of it is done again."""
+    stop, *letters = TOKENIZER.encode("!")[-1], *TOKENIZER.encode("abc")[1:]
+    ended = BranchPast(token_ids=(*letters, stop), end=EndReason.STOP)
+    wishes = {"n": 2, "best_of": 2, "stop_token_ids": (stop,)}
+    for past in ((ended, BranchPast()), (BranchPast(token_ids=ended.token_ids), BranchPast())):
+        told, ends = run(engines.make(), ask("r", of_regex("[a-z]{3,9}"), past, **wishes))
+        assert ends == {"r": EndReason.STOP}
+        assert re.fullmatch("[a-z]{3,9}", text(token for token in told["r", 1] if token != stop))
+        assert not told["r", 0]
+
+
 def test_a_finished_past_ends_at_once(engines):
     past = (BranchPast(token_ids=tuple(TOKENIZER.encode("yes")[1:])),)
     assert text(past[0].token_ids) == "yes"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from model.sampling_params import SamplingParams
 from service.engine.kv_manager import KVManager
-from service.engine.plan import Chunk
+from service.engine.plan import Chunk, FinishedTransfer
 from service.engine.prefix_cache import LOOK_FOR_BARE_ROOTS, PrefixTree, num_common_tokens, pack_tokens
 from service.engine.sequence import Request, SequenceGroup, State
 
@@ -220,6 +220,25 @@ def test_nan_is_not_remembered_and_takes_nothing_proven_along():
         kv.check_invariants([each for each in (good, bad, shares) if each.block_table])
         kv.release(one)
     assert (kv.pool.num_used, kv.pool.num_cached) == (0, 1)
+
+
+def test_who_shares_what_nan_took_along_does_not_seek_it_on_the_host():
+    kv = KVManager(32, SIZE, prefix_caching=True, swapping=True)
+    kv.host.pool.grow(8)
+    good = computed(kv, range(5))
+    bad, shares = begun(kv, range(12)), sequence([*range(12), 13])
+    kv.settle([planned(kv, bad)._replace(samplers=())], set())
+    kv.start_step()
+    kv.begin(shares, kv.match(shares))
+    kv.save(shares)
+    outs, _ = kv.take_swaps()
+    kv.settle_transfer(FinishedTransfer(is_out=True, num_blocks=len(outs), seconds=1e-3))
+    assert kv.host.pool.num_cached == len(shares.block_table) == 3
+    kv.settle([Chunk(bad, 4, 8, (bad,))], {bad})
+    kv.release(bad)
+    kv.swap_out(shares)
+    assert (kv.host.pool.num_used, kv.host.pool.num_cached) == (1, 0)
+    kv.check_invariants([good])
 
 
 def test_a_fork_stands_where_its_parent_does():
