@@ -107,6 +107,7 @@ class Hall:
         wording = Wording(
             logprobs=request.sampling.logprobs is not None,
             tokens_as_ids=request.tokens_as_ids,
+            skip_special_tokens=request.skip_special_tokens,
             num_choices=request.num_choices,
             prompt_texts=ticket.prompt_texts,
             first_ids=ticket.first_ids,

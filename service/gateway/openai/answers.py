@@ -15,7 +15,14 @@ from service.gateway.generation.job_text import Piece, TokenLogprob
 from service.gateway.generation.run import Outcome
 from service.gateway.generation.served_model import CallWording
 from service.gateway.openai.calls import CallTeller
-from service.gateway.openai.logprobs import FirstToken, TokenWords, chat_logprobs, completion_logprobs, prompt_logprobs
+from service.gateway.openai.logprobs import (
+    FirstToken,
+    Offsets,
+    TokenWords,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+)
 
 Json = dict[str, Any]
 
@@ -56,6 +63,7 @@ class Wording:
 
     logprobs: bool = False
     tokens_as_ids: bool = False  # in log-probabilities
+    skip_special_tokens: bool = True
     num_choices: int = 1
     prompt_texts: tuple[str, ...] = ()  # told before the choices of each prompt; none: not wanted
     first_ids: tuple[int, ...] = ()  # of the prompts, where the log-probabilities of their others are told
@@ -207,7 +215,7 @@ class CompletionForm(Form):
 
     def __init__(self, heading: Heading, tokenizer: Tokenizer, wording: Wording) -> None:
         super().__init__(heading, tokenizer, wording)
-        self._num_chars: dict[int, int] = {}  # told of each choice so far, for text_offset
+        self._offsets: dict[int, Offsets] = {}  # of each choice
 
     def _opening(self, index: int) -> Json | None:
         return self._delta(self._echo(index)) if self._wording.prompt_texts else None
@@ -221,8 +229,10 @@ class CompletionForm(Form):
     def _logprobs_json(self, index: int, entries: Sequence[TokenLogprob | FirstToken]) -> Json | None:
         if not self._wording.logprobs or not entries:
             return None
-        told, self._num_chars[index] = completion_logprobs(self._words, entries, self._num_chars.get(index, 0))
-        return told
+        if index not in self._offsets:
+            skip, is_echo = self._wording.skip_special_tokens, bool(self._wording.prompt_texts)
+            self._offsets[index] = Offsets(self._words.tokenizer.detokenizer(skip, at_start=is_echo))
+        return completion_logprobs(self._words, entries, self._offsets[index])
 
     def _choice(self, index: int, pieces: Sequence[Piece]) -> Json:
         return {**super()._choice(index, pieces), **self._prompt_logprobs(index, pieces)}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from model.detokenizer import Detokenizer
 from model.tokenizer import Tokenizer
 from service.gateway.generation.job_text import TokenLogprob
 
@@ -41,21 +42,28 @@ class TokenWords:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def completion_logprobs(
-    words: TokenWords, entries: Sequence[TokenLogprob | FirstToken], num_chars: int
-) -> tuple[Json, int]:
-    """Of a completion of which `num_chars` were told before; and how many are with these."""
-    offsets = [num_chars]
-    for entry in entries:
-        offsets.append(offsets[-1] + len(words.text(entry.token_id)))
-    end = offsets.pop()
-    told = {
+class Offsets:
+    """Where the tokens of one choice begin in its text: one that says nothing there, or goes on with a character that
+    another began, takes no place of its own."""
+
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        self._detokenizer = detokenizer
+        self._num_chars = 0
+
+    def take(self, token_id: int) -> int:
+        """Of the next token."""
+        begins_at = self._num_chars
+        self._num_chars += len(self._detokenizer.push((token_id,)))
+        return begins_at
+
+
+def completion_logprobs(words: TokenWords, entries: Sequence[TokenLogprob | FirstToken], offsets: Offsets) -> Json:
+    return {
         "tokens": [words.name(entry.token_id) for entry in entries],
         "token_logprobs": [finite(one.logprob) if isinstance(one, TokenLogprob) else None for one in entries],
         "top_logprobs": [_alternatives(words, one) if isinstance(one, TokenLogprob) else None for one in entries],
-        "text_offset": offsets,
+        "text_offset": [offsets.take(entry.token_id) for entry in entries],
     }
-    return told, end
 
 
 def _alternatives(words: TokenWords, entry: TokenLogprob) -> dict[str, float]:

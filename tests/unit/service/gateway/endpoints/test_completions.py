@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from service.errors import EndReason
 from service.wire.codec import unpack_ids
 from tests.support.gateway import MAX_POSITION, MODEL, open_gateway, speech
@@ -143,13 +145,37 @@ async def test_logprobs_of_completions(gateway):
     _, body = await gateway.post(COMPLETIONS, {**PROMPT, "logprobs": 2})
     logprobs = body["choices"][0]["logprobs"]
     assert logprobs["tokens"] == ["H", "bytes:\\xc3", "bytes:\\xa9", "<|im_end|>"]
-    assert logprobs["text_offset"] == [0, 1, 11, 21]
+    assert logprobs["text_offset"] == [0, 1, 1, 2]
     assert logprobs["token_logprobs"] == [-0.5] * 4
     assert all(len(entry) in (2, 3) for entry in logprobs["top_logprobs"])
     assert logprobs["top_logprobs"][0]["H"] == -0.5
     chunks = [json.loads(event) for event in (await gateway.events(COMPLETIONS, {**PROMPT, "logprobs": 2}))[:-1]]
     streamed = [c["choices"][0]["logprobs"] for c in chunks if c["choices"][0]["logprobs"]]
     assert {name: [x for part in streamed for x in part[name]] for name in logprobs} == logprobs
+
+
+@pytest.mark.parametrize("spelt_out", [False, True])
+async def test_an_offset_is_where_the_token_stands_in_the_text(gateway, spelt_out):
+    end = gateway.model.eos_token_ids[0]
+    gateway.worker.script = lambda job: Script(
+        [[*gateway.model.tokenizer.encode("é🙂"), end, *gateway.model.tokenizer.encode("ab")]]
+    )
+    prompt = [end, *gateway.model.tokenizer.encode("안")]
+    body = {
+        **PROMPT,
+        "prompt": prompt,
+        "echo": True,
+        "logprobs": 0,
+        "ignore_eos": True,
+        "skip_special_tokens": not spelt_out,
+    }
+    _, answer = await gateway.post(COMPLETIONS, body)
+    text, logprobs = answer["choices"][0]["text"], answer["choices"][0]["logprobs"]
+    spelling = "<|im_end|>" if spelt_out else ""
+    assert text == f"{spelling}안é🙂{spelling}ab"
+    found = dict(zip(logprobs["tokens"], logprobs["text_offset"], strict=True))
+    assert (found["a"], found["b"]) == (len(text) - 2, len(text) - 1)
+    assert logprobs["text_offset"][1] == len(spelling)
 
 
 async def test_logprobs_of_chat(gateway):
