@@ -12,7 +12,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from service.errors import RequestError
 from service.gateway.endpoints.completions import refuse_idempotency_key
 from service.gateway.endpoints.pages import MAX_PAGE, is_ascending, page_json
-from service.gateway.generation.refusals import refusal
+from service.gateway.generation.refusals import missing, refusal
 from service.gateway.hall.admission import unavailable
 from service.gateway.http_server.guard import READ_TIMEOUT_S, TENANT, json_response
 from service.gateway.openai.bodies import unknown_field
@@ -57,7 +57,7 @@ class Files:
         if form.get("purpose") != INPUT.encode():
             raise refusal("purpose", f"must be '{INPUT}'")
         if "file" not in form:
-            raise refusal("file", "is required")
+            raise missing("file")
         name = form["filename"].decode("utf-8", "replace")[:MAX_NAME_CHARS]
         try:
             if len(await self._broker.files(http[TENANT])) >= MAX_FILES:

@@ -10,6 +10,7 @@ import msgspec
 
 from service.errors import RequestError
 from service.gateway.openai.answers import encode_json, error_json
+from service.gateway.openai.bodies import present
 from service.gateway.openai.strict_json import decode_object
 from service.wire.batches import BatchError
 
@@ -62,7 +63,7 @@ def read_lines(data: bytes, endpoint: str) -> Sequence[BatchLine]:
 def _read(row: bytes, endpoint: str) -> BatchLine:
     """Raises ValueError with words for whoever wrote the line."""
     try:
-        line = msgspec.convert(decode_object(row), BatchLine, strict=True)
+        line = msgspec.convert(present(decode_object(row), BatchLine), BatchLine, strict=True)
     except RequestError:
         raise ValueError("The line is no JSON object.") from None
     except msgspec.ValidationError:

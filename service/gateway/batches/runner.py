@@ -113,6 +113,8 @@ class BatchRunner:
             return
         try:
             data = await self._broker.file_data(batch.input_file_id)
+            if await self._broker.file(batch.input_file_id) is None:
+                raise BadInput((BatchError(code="file_not_found", message="The input file is not there any more."),))
             lines = await asyncio.get_running_loop().run_in_executor(self._hall.pool, read_lines, data, batch.endpoint)
         except BadInput as bad:
             await self._become(batch, BatchStatus.FAILED, errors=bad.errors)

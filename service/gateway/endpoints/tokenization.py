@@ -30,7 +30,7 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
 
 def tokenize(model: ServedModel, data: bytes) -> dict[str, Any]:
     """`tokens`, their `count`, and `token_strs` where asked for. Raises RequestError (400, 404)."""
-    fields = _present(data)
+    fields = decode_object(data)
     if "messages" in fields:
         fields["messages"] = plain_messages(fields["messages"])
     body = convert(fields, TokenizeBody)
@@ -42,7 +42,7 @@ def tokenize(model: ServedModel, data: bytes) -> dict[str, Any]:
 
 def detokenize(model: ServedModel, data: bytes) -> dict[str, Any]:
     """`prompt`: the text of `tokens`, special tokens spelt out. Raises RequestError (400, 404)."""
-    body = convert(_present(data), DetokenizeBody)
+    body = convert(decode_object(data), DetokenizeBody)
     model.require(model.name if body.model is None else body.model)
     model.check_ids(body.tokens, "tokens")
     return {"prompt": model.tokenizer.decode(body.tokens, skip_special_tokens=False)}
@@ -56,7 +56,3 @@ def _prompt(body: TokenizeBody) -> str | Conversation:
             raise refusal("add_special_tokens", "cannot be true with 'messages', whose template adds them")
         return conversation(body.messages, body.add_generation_prompt, {})
     return body.prompt
-
-
-def _present(data: bytes) -> dict[str, Any]:
-    return {name: value for name, value in decode_object(data).items() if value is not None}

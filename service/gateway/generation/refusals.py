@@ -11,6 +11,11 @@ def refusal(param: str, why: str) -> RequestError:
     return RequestError(400, f"'{param}' {why}.", param=param)
 
 
+def missing(param: str) -> RequestError:
+    """The 400 of a field that has to be there."""
+    return RequestError(400, f"'{param}' is required.", param=param, code="missing_required_parameter")
+
+
 def grammar_refusal(error: GrammarError, param: str) -> RequestError:
     """The 400 of a grammar that cannot be had."""
     return RequestError(400, f"'{param}': {error}", param=param, code="invalid_grammar")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import msgspec
+from msgspec import inspect
 
 from service.errors import RequestError
-from service.gateway.generation.refusals import refusal
+from service.gateway.generation.refusals import missing, refusal
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128  # OpenAI's own; `--max-n` bounds it further
@@ -215,7 +217,9 @@ def check_metadata(metadata: Mapping[str, str]) -> None:
 
 
 def convert(fields: Mapping[str, Any], kind: type[msgspec.Struct]) -> Any:
-    """`fields` as the struct `kind`, types strict. Raises RequestError (400) that names the field, never its value."""
+    """`fields` as the struct `kind`, types strict; a field that is null counts as absent, wherever it stands. Raises
+    RequestError (400) that names the field, never its value."""
+    fields = present(fields, kind)
     for name in fields:
         if name not in kind.__struct_encode_fields__:
             raise unknown_field(name)
@@ -223,6 +227,35 @@ def convert(fields: Mapping[str, Any], kind: type[msgspec.Struct]) -> Any:
         return msgspec.convert(fields, kind, strict=True)
     except msgspec.ValidationError as error:
         raise _refusal_of(str(error)) from None
+
+
+def present(value: Any, kind: type[msgspec.Struct]) -> Any:
+    """What is to be a `kind`, or several, less the fields that are null. In a client's own objects, a schema or the
+    arguments of a call, null is a value."""
+    if isinstance(value, list):
+        return [present(item, kind) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    inner = _inner_kinds(kind)
+    return {
+        name: present(item, inner[name]) if name in inner else item for name, item in value.items() if item is not None
+    }
+
+
+@cache
+def _inner_kinds(kind: type[msgspec.Struct]) -> Mapping[str, type[msgspec.Struct]]:
+    """By field of `kind` the struct that stands in it."""
+    found = {field.encode_name: _struct_in(field.type) for field in inspect.type_info(kind).fields}
+    return {name: inner for name, inner in found.items() if inner is not None}
+
+
+def _struct_in(of: inspect.Type) -> type[msgspec.Struct] | None:
+    if isinstance(of, inspect.StructType):
+        return of.cls
+    if isinstance(of, inspect.ListType):
+        return _struct_in(of.item_type)
+    choices = map(_struct_in, of.types if isinstance(of, inspect.UnionType) else ())
+    return next((inner for inner in choices if inner is not None), None)
 
 
 def unknown_field(name: Any) -> RequestError:
@@ -237,9 +270,8 @@ def _refusal_of(complaint: str) -> RequestError:
     place = place.rstrip("`").lstrip(".")
     if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", what, re.DOTALL):
         return unknown_field(f"{place}.{unknown[1]}")
-    if missing := re.fullmatch(r"Object missing required field `(\w+)`", what):
-        param = f"{place}.{missing[1]}".lstrip(".")
-        return RequestError(400, f"'{param}' is required.", param=param, code="missing_required_parameter")
+    if absent := re.fullmatch(r"Object missing required field `(\w+)`", what):
+        return missing(f"{place}.{absent[1]}".lstrip("."))
     param = _showable(place)
     return RequestError(400, f"'{param}' has the wrong type: {what.replace('`', '').lower()}.", param=param)
 

@@ -67,7 +67,7 @@ IDLE_RESPONSE_FIELDS: Idle = {
     "prompt_cache_key": (),
     "prompt_cache_options": ({},),
     "prompt_cache_retention": (),
-    "reasoning": ({}, {"effort": None}, {"effort": "none"}, {"effort": None, "summary": None}),
+    "reasoning": ({}, {"effort": "none"}),
     "service_tier": ("auto", "default"),
     "stream_options": ({}, {"include_obfuscation": False}),
     "truncation": ("disabled",),
@@ -91,7 +91,7 @@ IDLE_MESSAGE_FIELDS: Idle = {
     "annotations": ([],),
     "reasoning": (),
     "reasoning_content": (),
-    "provider_specific_fields": ({}, {"refusal": None}),  # litellm sends back its own
+    "provider_specific_fields": ({},),  # litellm sends back its own
 }
 
 
@@ -106,7 +106,9 @@ def without_idle_fields(fields: Mapping[str, Any], idle: Idle, where: str = "") 
             continue
         if name not in idle:
             left[name] = value
-        elif not any(type(value) is type(accepted) and value == accepted for accepted in idle[name]):
+            continue
+        asked = {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
+        if not any(type(asked) is type(accepted) and asked == accepted for accepted in idle[name]):
             param = where + name
             raise RequestError(400, f"'{param}' is not supported here{_hint(idle[name])}.", param=param)
     return left

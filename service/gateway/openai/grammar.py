@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from model.grammar import COMPACT, WHITESPACE, GrammarError, of_choice, of_grammar, of_json, of_regex
-from service.gateway.generation.refusals import grammar_refusal, refusal
+from service.gateway.generation.refusals import grammar_refusal, missing, refusal
 from service.gateway.generation.request import GrammarWish
 from service.gateway.openai.bodies import GenerationBody, ResponseFormat, StructuredOutputs
 from service.gateway.openai.strict_json import MAX_DEPTH, decode_value, depth_exceeds
@@ -54,7 +54,7 @@ def _response_format(asked: ResponseFormat | None) -> list[Wish]:
     if asked.type == "json_object":
         return [(param, lambda: of_json({"type": "object"}))]
     if asked.json_schema is None:
-        raise refusal("response_format.json_schema", "is required")
+        raise missing("response_format.json_schema")
     schema = asked.json_schema.schema
     # As at OpenAI: only a strict schema is refused for keywords that nobody here knows.
     is_lenient = not asked.json_schema.strict

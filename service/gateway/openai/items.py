@@ -78,7 +78,7 @@ def check_answered_calls(items: Sequence[Json]) -> None:
 
 
 def _item(asked: Json, param: str) -> Json:
-    kind = asked.get("type", "message")
+    kind = "message" if asked.get("type") is None else asked["type"]
     if not isinstance(kind, str) or kind not in _KINDS:
         raise refusal(f"{param}.type", f"must be one of {', '.join(_KINDS)}")
     struct, prefix = _KINDS[kind]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from service.gateway.generation.refusals import refusal
+from service.gateway.generation.refusals import missing, refusal
 from service.gateway.generation.request import Conversation
 from service.gateway.openai.bodies import Message
 from service.gateway.openai.fields import IDLE_MESSAGE_FIELDS, without_idle_fields
@@ -46,7 +46,7 @@ def _message(message: Message, param: str) -> dict[str, Any]:
         raise refusal(f"{param}.tool_calls", "belong to messages of the assistant")
     if content is None:
         if not message.tool_calls:
-            raise refusal(f"{param}.content", "is required")
+            raise missing(f"{param}.content")
         content = ""
     if not isinstance(content, str):
         if any(part.type != "text" for part in content):

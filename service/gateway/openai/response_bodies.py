@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from service.errors import RequestError
-from service.gateway.generation.refusals import refusal
+from service.gateway.generation.refusals import missing, refusal
 from service.gateway.generation.request import Request
 from service.gateway.openai.bodies import check_metadata, check_ranges, convert
 from service.gateway.openai.fields import IDLE_RESPONSE_FIELDS, IDLE_TEXT_FIELDS, without_idle_fields
@@ -223,5 +223,5 @@ def _response_format(asked: TextFormat | None) -> Json | None:
         return {"type": asked.type}
     for name in ("name", "schema"):
         if name not in told:
-            raise refusal(f"text.format.{name}", "is required")
+            raise missing(f"text.format.{name}")
     return {"type": "json_schema", "json_schema": told}

@@ -64,6 +64,7 @@ def read_request(endpoint: str, body: Mapping[str, Any]) -> Request:
 def source_of(request: Request, body: Mapping[str, Any]) -> Source:
     """What `read_request` needs to make of `body` the same request again, but for its prompts."""
     prompts = _SHORTEST[request.endpoint](len(request.prompts))
+    body = {name: value for name, value in body.items() if value is not None}
     encode = msgspec.json.Encoder(order="deterministic").encode
     digest = hashlib.sha256(encode([request.endpoint, body])).digest()
     return Source(encode({**body, **prompts}), digest)

@@ -130,7 +130,8 @@ class QueueDoor:
             job = decode(IngressJob, entry.payload)
         except WireError as error:
             log.info("ingress entry refused: %s", error)
-            raise RequestError(400, "The entry is not a valid job message.", code="invalid_message") from None
+            message = f"The entry is not a valid job message: {error}."
+            raise RequestError(400, message, code="invalid_message") from None
         traceparent = read_traceparent(job.traceparent)
         also_about(trace=trace_id(traceparent))
         with below(traceparent):

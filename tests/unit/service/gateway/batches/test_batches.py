@@ -78,6 +78,24 @@ async def test_files_come_and_go(folder):
             await client.files.retrieve(file.id)
 
 
+class Keeping(QuickBroker):
+    """Lets nobody work on a batch while it `keeps` them."""
+
+    keeps = True
+
+    async def hold_batch(self, batch_id, holder, for_s):
+        return not self.keeps and await super().hold_batch(batch_id, holder, for_s)
+
+
+async def test_a_batch_says_that_its_file_is_gone(folder):
+    async with open_gateway(folder, Keeping()) as gateway, client_of(gateway) as client:
+        batch = await submit(client, jsonl(line(1)))
+        await client.files.delete(batch.input_file_id)
+        gateway.broker.keeps = False
+        batch = await ended(client, batch.id)
+        assert (batch.status, [error.code for error in batch.errors.data]) == ("failed", ["file_not_found"])
+
+
 @pytest.mark.parametrize("purpose", ["", "fine-tune", "x" * 64, "x" * 5000])
 async def test_another_purpose_is_refused_by_name(folder, purpose):
     async with open_gateway(folder) as gateway:

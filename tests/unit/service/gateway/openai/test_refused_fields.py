@@ -6,7 +6,7 @@ import math
 import pytest
 
 from service.errors import RequestError
-from service.gateway.generation.request import CHAT, COMPLETIONS
+from service.gateway.generation.request import CHAT, COMPLETIONS, RESPONSES
 from service.gateway.openai.fields import IDLE_CHAT_FIELDS, IDLE_COMPLETION_FIELDS, IDLE_MESSAGE_FIELDS
 from service.gateway.openai.validator import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, read_request
 
@@ -206,6 +206,39 @@ def test_idle_fields_of_messages():
         error = refused(CHAT, {"model": "m", "messages": [USER, {**USER, name: "x"}]})
         assert error.param == f"messages[1].{name}"
     assert read_request(CHAT, {"model": "m", "messages": [{**USER, "tool_calls": [], "refusal": None}]})
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "default": None}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+TALK = [USER, {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "tool_call_id": "1", "content": []}]
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [None], "title": None}}}
+NESTED = {
+    CHAT: {"model": "m", "messages": TALK, "tools": [TOOL], "tool_choice": "none", "response_format": SCHEMA},
+    RESPONSES: {
+        "model": "m",
+        "input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}], "id": "msg_1"}],
+        "text": {"format": {"type": "json_object"}},
+        "reasoning": {"effort": "none"},
+        "stream_options": {"include_obfuscation": False},
+    },
+}
+
+
+def with_nulls(value, name=""):
+    """`value` with a null in each object but those that are the client's own."""
+    if isinstance(value, list):
+        return [with_nulls(item, name) for item in value]
+    if not isinstance(value, dict) or name in ("parameters", "schema"):
+        return value
+    return {"newer": None} | {name: with_nulls(item, name) for name, item in value.items()}
+
+
+@pytest.mark.parametrize("endpoint", NESTED)
+def test_a_null_counts_as_absent_wherever_it_stands(endpoint):
+    assert read_request(endpoint, with_nulls(NESTED[endpoint])) == read_request(endpoint, NESTED[endpoint])
+    assert refused(CHAT, {"model": "m", "messages": [{"role": "user", "content": [{"text": None}]}]}).param.endswith(
+        "type"
+    )
 
 
 @pytest.mark.parametrize("endpoint", BODIES)

@@ -140,9 +140,10 @@ async def test_bad_entries_get_one_error_and_are_settled(door, data, name, code,
     assert (await answer(door, payload("next"), "next"))[0].text == "Hello world."
 
 
-async def test_an_entry_that_is_no_job_is_logged(door, caplog):
+async def test_an_entry_that_is_no_job_is_told_why_and_logged(door, caplog):
     caplog.set_level("INFO", "quire.gateway")
-    await answer(door, msgpack.packb({"v": 9, "id": "x\x1b[31m"}), "1-0")
+    (reply,) = await answer(door, msgpack.packb({"v": 9, "id": "x\x1b[31m"}), "1-0")
+    assert reply.error["message"] == "The entry is not a valid job message: field v: this side speaks version 1."
     (told,) = [record.getMessage() for record in caplog.records if "ingress entry refused" in record.getMessage()]
     assert told == "ingress entry refused: field v: this side speaks version 1"
 
