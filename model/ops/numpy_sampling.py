@@ -17,9 +17,12 @@ def sample(logits: Array, how: SamplingArrays, out: Array | None) -> Sampled:
         penalise(adjusted, how.penalties)
     if how.mask is not None:
         forbid(adjusted, how.mask)
-    is_nan = ~np.isfinite(adjusted.max(axis=1))
+    best = adjusted.max(axis=1)
+    is_nan = ~np.isfinite(best)
     told = adjusted.copy() if how.logprobs_adjusted else logits
-    drawn = np.flatnonzero((how.temperature > 0) & ~is_nan)
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        # At a temperature of 0, or one so small that the quotient overflows, the best token is certain.
+        drawn = np.flatnonzero(np.isfinite(best / how.temperature))
     if drawn.size:
         adjusted[drawn] = _perturbed(adjusted[drawn], how, drawn)
     token_ids = np.where(is_nan, 0, np.argmax(adjusted, axis=1)).astype(np.int32)
@@ -69,7 +72,8 @@ def forbid(logits: np.ndarray, mask: TokenMask) -> None:
 
 def _perturbed(logits: np.ndarray, how: SamplingArrays, rows: np.ndarray) -> np.ndarray:
     """logits [N, V] of the rows `rows` of `how` -> logits / temperature + noise, -inf where a token is left out."""
-    scaled = logits / how.temperature[rows, None]
+    with np.errstate(over="ignore"):  # far below the best
+        scaled = logits / how.temperature[rows, None]
     cut = (how.top_k[rows] < logits.shape[1]) | (how.top_p[rows] < 1) | (how.min_p[rows] > 0)
     if cut.any():
         thresholds = _thresholds(scaled[cut], how.top_k[rows[cut]], how.top_p[rows[cut]], how.min_p[rows[cut]])
