@@ -15,8 +15,8 @@ from model.sampling_params import SamplingParams
 from service.errors import EndReason
 
 VERSION = 1
-MAX_PARTS = 32
-"""News of so many branches, or so many choices, stand in one event."""
+MAX_PARTS = 33
+"""News of the prompt and of 32 branches (`--max-n` allows no more), or so many choices, stand in one event."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,13 @@
 """What of an output goes into which event."""
 
+from dataclasses import fields
+
+from service.config import Settings
 from service.engine.outputs import BranchOutput, Output
+from service.engine.plan import TokenLogprob
 from service.errors import EndReason
+from service.wire.codec import decode, encode
+from service.wire.messages import Event
 from service.worker.job_events import event_of, without_end
 
 
@@ -27,3 +33,15 @@ def test_news_of_a_job_that_goes_on_elsewhere_keep_what_only_a_first_event_tells
     assert without_end(first).usage == first.usage
     assert without_end(later).usage is None
     assert (without_end(first).end, without_end(later).end) == (None, None)
+
+
+def test_the_prompt_and_as_many_branches_as_there_may_be_stand_in_one_event():
+    max_n = next(field for field in fields(Settings) if field.name == "max_n").metadata["high"]
+    told = (TokenLogprob(-1.0, (1, 2), (-1.0, -2.0)),)
+    parts = [BranchOutput(branch, (5,), told, EndReason.LENGTH) for branch in range(max_n)]
+    outputs = [Output("j", (BranchOutput(0, (3,), told, None, is_prompt=True),), None, (), 2, 0, 0)]
+    outputs += [Output("j", (part,), None, (), 2, part.branch + 1, 0) for part in parts[:-1]]
+    outputs.append(Output("j", (parts[-1],), EndReason.LENGTH, tuple(range(max_n)), 2, max_n, 0))
+    event = event_of("01ARZ3NDEKTSV4RRFFQ69G5FAV", 1, outputs)
+    assert len(event.parts) == max_n + 1
+    assert decode(Event, encode(event)) == event
