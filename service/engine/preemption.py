@@ -132,8 +132,7 @@ class Preemption:
         others = groups[:-1] or groups  # the oldest only if it is alone
         if self.tenants is not None:
             others = self.tenants.lenders_of_blocks(others, running) or others
-        settled = [group for group in others if self.is_settled(group)]
-        return (settled or others)[0]
+        return next(filter(self.is_settled, others), others[0])
 
     def _evict(self, group: SequenceGroup, running: list[Sequence]) -> None:
         swaps = self._prefers_swap(group)

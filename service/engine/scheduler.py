@@ -8,9 +8,11 @@ for every decode waits for the whole step; but the more of them wait, the larger
 from __future__ import annotations
 
 import time
+from bisect import bisect
 from collections import Counter, deque
 from collections.abc import Iterator, Set
 from itertools import chain, islice
+from operator import attrgetter
 
 from service.engine.known_blocks import NO_MATCH, Match
 from service.engine.kv_manager import KVManager
@@ -240,8 +242,7 @@ class Scheduler:
 
     def _queue_again(self, victims: list[SequenceGroup]) -> None:
         for group in victims:
-            place = sum(one.arrival < group.arrival for one in self.waiting)
-            self.waiting.insert(place, group)
+            self.waiting.insert(bisect(self.waiting, group.arrival, key=attrgetter("arrival")), group)
 
     @property
     def _num_reserve_blocks(self) -> int:
