@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -70,7 +71,7 @@ class Api:
                 if response.status != 200:
                     raise ServiceError(await _refusal(response))
                 yield response
-        except aiohttp.InvalidURL:
+        except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError):
             raise StartupError(f"--url: {self._url!r} is no address of a service") from None
         except aiohttp.ClientConnectorError as error:
             raise ServiceError(f"{self._url} cannot be reached: {unreachable(error)}; --url says where it is") from None
@@ -86,13 +87,20 @@ async def connected(flags: argparse.Namespace) -> AsyncIterator[Api]:
     key = flags.api_key or os.environ.get(KEY, "").partition(",")[0].strip()
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-    async with aiohttp.ClientSession(headers=headers, timeout=timeout) as http:
+    # The chat's loop stands still while somebody types: a connection kept for the next line might be closed by then.
+    connector = aiohttp.TCPConnector(force_close=True)
+    async with aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector) as http:
         yield Api(http, flags.url)
 
 
 def unreachable(error: aiohttp.ClientConnectorError) -> str:
-    """Why, in the system's words: asyncio's say the address again. Names that are not found have numbers below 0."""
+    """Why, in the system's words: asyncio's say the address again. Names that are not found have numbers below 0, and
+    what TLS refuses has numbers of its own."""
     cause = error.os_error
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return f"{cause.verify_message} (SSL_CERT_FILE names the certificates to trust)"
+    if isinstance(cause, ssl.SSLError):
+        return f"no TLS: {cause.reason}"
     return os.strerror(cause.errno) if (cause.errno or 0) > 0 else cause.strerror or str(cause)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
 from collections.abc import Coroutine
 from contextlib import aclosing, suppress
@@ -62,10 +63,11 @@ async def _chat(flags: argparse.Namespace) -> None:
         wishes = await _wishes(api, flags)
         messages = [{"role": "system", "content": flags.system}] if flags.system else []
         if flags.message is not None or not sys.stdin.isatty():
-            await _answer(api, wishes, [*messages, _user(flags.message or sys.stdin.read())])
+            text = sys.stdin.read() if flags.message is None else flags.message
+            await _answer(api, wishes, [*messages, _user(text)])
             return
         print(f"{wishes['model']} listens. Ctrl-C breaks off an answer, Ctrl-D leaves.")
-        while (line := await asyncio.to_thread(_line)) is not None:
+        while (line := _line()) is not None:
             if line.strip():
                 messages.append(_user(line))
                 messages.append({"role": "assistant", "content": await _interruptible(api, wishes, messages)})
@@ -95,7 +97,7 @@ async def _interruptible(api: Api, wishes: dict[str, Any], messages: list[dict[s
     """The answer, or what was told of it before Ctrl-C."""
     told: list[str] = []
     loop, answer = asyncio.get_running_loop(), asyncio.ensure_future(_answer(api, wishes, messages, told))
-    loop.add_signal_handler(2, answer.cancel)
+    loop.add_signal_handler(signal.SIGINT, answer.cancel)
     try:
         await answer
     except asyncio.CancelledError:
@@ -103,7 +105,7 @@ async def _interruptible(api: Api, wishes: dict[str, Any], messages: list[dict[s
     except ServiceError as error:
         print(error, file=sys.stderr)
     finally:
-        loop.remove_signal_handler(2)
+        loop.remove_signal_handler(signal.SIGINT)
     return "".join(told)
 
 
@@ -124,7 +126,12 @@ def _user(text: str) -> dict[str, str]:
 
 
 def _line() -> str | None:
+    """What is typed next; None: Ctrl-D or Ctrl-C. In a thread nothing would break the wait off: Ctrl-C would do nothing
+    before the line had its end too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return input(PROMPT_SIGN)
-    except EOFError:
+    except (EOFError, KeyboardInterrupt):
         return None
+    finally:
+        signal.signal(signal.SIGINT, before)

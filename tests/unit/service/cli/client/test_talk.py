@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
+import pty
+import signal
+import sys
+from pathlib import Path
 
 import pytest
 
 from service.cli.main import main
 from service.errors import EndReason
+from tests.support.certificates import OPENSSL, make_certificates
 from tests.support.gateway import open_gateway, write_model
 from tests.support.scripted_worker import Script
+
+SOON_S = 20.0
 
 
 @pytest.fixture(scope="module")
@@ -73,12 +81,49 @@ async def test_an_answer_that_fails_behind_its_beginning_fails(folder, capsys):
 
 @pytest.mark.parametrize(
     ("url", "complaint", "status"),
-    [("http://127.0.0.1:9", "cannot be reached", 1), ("foo", "is no address of a service", 2)],
+    [
+        ("http://127.0.0.1:9", "cannot be reached", 1),
+        ("foo", "is no address of a service", 2),
+        ("localhost:8000", "is no address of a service", 2),
+    ],
 )
 def test_where_nothing_is_found(url, complaint, status, capsys):
     for verb in (["chat", "Hi"], ["complete", "Hi"], ["top", "--once"]):
         assert main([verb[0], "--url", url, *verb[1:]]) == status
         assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.skipif(OPENSSL is None, reason="needs openssl")
+async def test_what_tls_refuses_is_said(folder, tmp_path, capsys):
+    files = make_certificates(tmp_path)
+    secured = {"ssl_certfile": files.certificate, "ssl_keyfile": files.key}
+    async with open_gateway(folder) as plain, open_gateway(folder, **secured) as gateway:
+        for url, complaint in (
+            (gateway.url, "unable to get local issuer certificate (SSL_CERT_FILE names the certificates to trust)"),
+            (plain.url.replace("http:", "https:"), "no TLS: "),
+        ):
+            assert await quire("chat", "--url", url, "Hi") == 1
+            assert complaint in capsys.readouterr().err
+
+
+async def test_ctrl_c_where_a_line_is_awaited_leaves_the_chat(folder):
+    ours, theirs = pty.openpty()
+    argv = (sys.executable, "-m", "service.cli.main", "chat", "--url")
+    async with open_gateway(folder) as gateway:
+        quire = await asyncio.create_subprocess_exec(*argv, gateway.url, stdin=theirs, stdout=theirs, stderr=theirs)
+        os.close(theirs)
+        os.write(ours, b"Hi\n")
+        told = b""
+        while told.count(b"> ") < 2:
+            told += await asyncio.to_thread(os.read, ours, 4096)
+        assert b"Hello world." in told
+        while Path(f"/proc/{quire.pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+            await asyncio.sleep(0.01)  # it has yet to begin to wait
+        quire.send_signal(signal.SIGINT)
+        try:
+            assert await asyncio.wait_for(quire.wait(), SOON_S) == 0
+        finally:
+            os.close(ours)
 
 
 async def test_top_draws_a_live_service(folder, capsys):
