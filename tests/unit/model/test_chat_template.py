@@ -183,10 +183,10 @@ def test_a_failing_template_is_one_clean_error(source, message, make):
 )
 def test_a_runaway_template_is_stopped(source, make):
     template = make(source, limits=SMALL)
-    start_s = time.perf_counter()
+    start_s = time.process_time()
     with pytest.raises(TemplateError):
         template.render([USER])
-    assert time.perf_counter() - start_s < 5
+    assert time.process_time() - start_s < 5
 
 
 def test_deep_nesting_and_surrogates_are_template_errors(make):

@@ -129,7 +129,7 @@ def test_a_push_costs_microseconds(readers):
     reader = readers["llama3_style"]
     ids = reader.encode(HARD_TEXT * 200)
     detokenizer = reader.detokenizer()
-    start_s = time.perf_counter()
+    start_s = time.process_time()
     for i in ids:
         detokenizer.push((i,))
-    assert (time.perf_counter() - start_s) / len(ids) < 50e-6  # about 1 us; the rest is a busy machine
+    assert (time.process_time() - start_s) / len(ids) < 50e-6  # about 1 us; the rest is a busy machine

@@ -21,7 +21,7 @@ from tests.support.random_schemas import is_valid, random_schema
 DEMO = Path(__file__).parents[3] / "model" / "demo"
 EOS, BEGIN = 1, 0
 VOCAB = 4101  # wider than the tokenizer: a few logits stand for no token
-WORST_COMPILE_S = 8.0  # on a slow machine that does other things too
+WORST_COMPILE_S = 8.0  # of the processor, on a slow machine
 
 
 @pytest.fixture(scope="module")
@@ -239,13 +239,13 @@ HOSTILE = {
 @pytest.mark.parametrize("size", [40, 110, 200, 390, 1200, 20_000])
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_grammar_is_refused_or_compiled_in_time(compiler, name, size):
-    start_s = time.perf_counter()
+    start_s = time.process_time()
     try:
         matcher = compiler.compile(HOSTILE[name](size))
         matcher.fill(np.zeros(-(-VOCAB // 32), np.uint32), (EOS,))
     except GrammarError:
         pass
-    assert time.perf_counter() - start_s < WORST_COMPILE_S
+    assert time.process_time() - start_s < WORST_COMPILE_S
 
 
 def test_few_grammars_are_kept(compiler):

@@ -140,8 +140,8 @@ async def test_latency_counts_from_when_a_request_was_due(trace, tmp_path):
         asked = ("--model", "m", "--rate", 10, "--clients", 1, "--out", out)
         assert await bench("--url", url, "--trace", trace, *asked) == 0
     ttft_ms = json.loads(out.read_text())["ttft_ms"]
-    assert 400 <= ttft_ms["p50"] <= 580  # due between 0 and 250 ms after the first, all answered after 600 ms
-    assert ttft_ms["p99"] >= 590
+    assert ttft_ms["p99"] >= 590  # all are answered then, and are due between 0 and 250 ms after the first
+    assert 400 <= ttft_ms["p50"] <= ttft_ms["p99"] - 20
 
 
 async def test_errors_are_counted_by_name_and_the_run_is_bounded(trace, tmp_path, capsys):
