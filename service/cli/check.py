@@ -8,6 +8,7 @@ from model.errors import ModelError
 from model.loader import weight_bytes
 from model.ops.backend import open_ops
 from model.ops.interface import Ops
+from service.cli.bench.flag_values import whole_number
 from service.cli.table import print_table
 from service.config import Settings
 from service.engine.build import num_swap_blocks, read_model_config, size_engine, wanted_model_len
@@ -21,12 +22,13 @@ Rows = list[tuple[str, str]]
 
 
 def add_check_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--length", type=int, metavar="N", help="also say how many sequences of N tokens fit at once")
+    parser.add_argument("--length", metavar="N", help="also say how many sequences of N tokens fit at once")
 
 
 def run_check(settings: Settings, flags: argparse.Namespace) -> int:
     """0: it fits, 1: it does not. On a GPU the largest steps are run, on weights made up: what they take beside those
     is known only then."""
+    length = None if flags.length is None else whole_number("--length", flags.length)
     config = read_model_config(settings)
     wanted_len = wanted_model_len(settings, config)
     try:
@@ -49,7 +51,7 @@ def run_check(settings: Settings, flags: argparse.Namespace) -> int:
     except StartupError as reason:
         print_table([*rows, ("does not fit", str(reason))])
         return 1
-    print_table([*rows, *_cache(settings, ops, memory), *_concurrency(memory, settings.max_num_seqs, flags.length)])
+    print_table([*rows, *_cache(settings, ops, memory), *_concurrency(memory, settings.max_num_seqs, length)])
     return 0
 
 
@@ -66,9 +68,11 @@ def _cache(settings: Settings, ops: Ops, memory: MemoryPlan) -> Rows:
 
 
 def _concurrency(memory: MemoryPlan, max_num_seqs: int, length: int | None) -> Rows:
-    """By length, how many sequences that share nothing fit at once."""
-    lengths = sorted({each for each in (*LENGTHS, length or 0) if 0 < each <= memory.max_model_len})
-    fitting = [memory.num_blocks // -(-each // memory.block_size) for each in lengths]
+    """By length, how many sequences that share nothing fit at once: none of a length that none may have."""
+    lengths = sorted({each for each in LENGTHS if each <= memory.max_model_len} | ({length} if length else set()))
+    fitting = [
+        memory.num_blocks // -(-each // memory.block_size) if each <= memory.max_model_len else 0 for each in lengths
+    ]
     return [
         (f"{each} tokens each", f"{min(count, max_num_seqs)} sequences at once")
         for each, count in zip(lengths, fitting, strict=True)

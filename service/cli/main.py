@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
+from typing import NoReturn
 
 from service.cli.bench.verb import add_bench_flags, run_bench
 from service.cli.check import add_check_flags, run_check
@@ -61,9 +63,16 @@ COMMANDS: dict[str, Command] = {
 }
 
 
+class OneLineParser(argparse.ArgumentParser):
+    """Says in one line what is wrong; the usage is what --help is for."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The whole command line; each verb's help lists its settings with defaults and units."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="quire",
         description="Serves Llama-family models over HTTP and Redis from a paged KV cache.",
         epilog="Every flag --some-name can be given as QUIRE_SOME_NAME in the environment; the flag wins.",
@@ -80,23 +89,31 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _flags_of(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> Iterator[str]:
+    """The flags that may stand behind the verbs that were chosen."""
+    for action in parser._actions:
+        if not isinstance(action, argparse._SubParsersAction):
+            yield from action.option_strings
+        elif verb := getattr(chosen, action.dest):
+            yield from _flags_of(action.choices[verb], chosen)
+
+
 def _not_known(word: str, known: Iterable[str]) -> str:
-    """What to say of a word that no flag of the verb is; `known` are the names of its flags."""
-    flags = [f"--{name.replace('_', '-')}" for name in known]
-    alike = get_close_matches(word.partition("=")[0], flags, n=1)
+    """What to say of a word that none of the `known` flags is."""
+    alike = get_close_matches(word.partition("=")[0], list(known), n=1)
     return f"{word} is not known here" + (f"; {alike[0]} is" if alike else "")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb. 0: done, 1: it failed while running, 2: it could not start as asked."""
+    """Run one verb. 0: done, 1: it failed while running, 2: it could not start as asked, 130: Ctrl-C broke it off."""
     parser = make_parser()
     flags, unknown = parser.parse_known_args(argv)
-    if flags.verb is None:
+    if flags.verb is None and not unknown:
         parser.print_help(sys.stderr)
         return 2
     try:
         if unknown:
-            raise StartupError(_not_known(unknown[0], vars(flags)))
+            raise StartupError(_not_known(unknown[0], _flags_of(parser, flags)))
         if flags.verb in OTHER_VERBS:
             return OTHER_VERBS[flags.verb][2](flags)
         settings = read_settings(flags.verb, flags, os.environ)
@@ -109,8 +126,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT  # as a shell says it of who ends by Ctrl-C
     except StartupError as error:
-        print(f"quire {flags.verb}: {error}", file=sys.stderr)
+        print(f"{' '.join(filter(None, ('quire', flags.verb)))}: {error}", file=sys.stderr)
         return 2
 
 

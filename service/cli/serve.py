@@ -172,7 +172,7 @@ async def _serve(settings: Settings, stop: asyncio.Event) -> int:
         started = asyncio.create_task(_all_ready(gateway, worker))
         ends[asyncio.create_task(gateway.ended())] = GATEWAY
         done, _ = await asyncio.wait({stopped, started}, return_when=asyncio.FIRST_COMPLETED)
-        if started in done:
+        if started in done and not stop.is_set():
             _greet(settings, started.result())
             kept = asyncio.create_task(worker.keep())
             exits.callback(kept.cancel)
@@ -180,6 +180,7 @@ async def _serve(settings: Settings, stop: asyncio.Event) -> int:
             supervisor.ready(f"serves at {started.result()}")
             done, _ = await asyncio.wait({stopped, *ends}, return_when=asyncio.FIRST_COMPLETED)
         started.cancel()
+        await asyncio.gather(started, return_exceptions=True)  # the same Ctrl-C may have ended a part before it began
         dead = [name for task, name in ends.items() if task in done]
         if dead and not stop.is_set():
             log.critical("a part ended by itself %s", fields(part=dead[0]))

@@ -1,6 +1,7 @@
 """The whole staircase, run as a user runs it, spoken to with the official client and with plain redis-py."""
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 import redis
 
 from service.cli import serve
-from service.config import Settings
+from service.config import WORKER, Settings
 from service.errors import StartupError
 from tests.support.served import REPOSITORY, Served, alive
 
@@ -288,6 +289,42 @@ def test_a_worker_that_dies_is_started_again_and_its_requests_go_on(tmp_path):
         assert served.terminate() == 0
     finally:
         served.kill()
+
+
+@pytest.mark.parametrize("num_turns", range(6))
+async def test_a_part_that_ends_by_the_same_ctrl_c_is_not_told_as_an_error(monkeypatch, num_turns):
+    """So many turns of the loop after it."""
+    stop = asyncio.Event()
+
+    class Part:
+        def __init__(self, verb):
+            self.verb = verb
+            self.is_stopped = asyncio.Event()
+
+        @classmethod
+        async def start(cls, verb, settings):
+            return cls(verb)
+
+        async def ready(self):
+            if self.verb == WORKER:
+                await self.is_stopped.wait()
+            stop.set()
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            raise StartupError("it did not start")
+
+        async def ended(self):
+            await self.is_stopped.wait()
+
+        async def stop(self):
+            self.is_stopped.set()
+
+    monkeypatch.setattr(serve, "Part", Part)
+    told = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context["message"]))
+    assert await serve._serve(Settings(redis_url="redis://nobody"), stop) == 0
+    gc.collect()
+    assert told == []
 
 
 async def test_a_worker_that_ends_again_and_again_is_given_up(monkeypatch):

@@ -45,17 +45,7 @@ class Served:
 
     def descendants(self) -> set[int]:
         """Process ids of everything it started, directly or not."""
-        parents = {}
-        for entry in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                fields = entry.read_text().rsplit(")", 1)[1].split()
-            except OSError:
-                continue
-            parents[int(entry.parent.name)] = int(fields[1])
-        found = {self.process.pid}
-        while more := {child for child, parent in parents.items() if parent in found} - found:
-            found |= more
-        return found - {self.process.pid}
+        return descendants_of(self.process.pid)
 
     def terminate(self, number: int = signal.SIGTERM, timeout_s: float = 30) -> int:
         """Send the signal and wait for the end; the exit status."""
@@ -85,6 +75,21 @@ class Served:
                 break
             time.sleep(0.05)
         raise AssertionError(f"quire serve did not become ready:\n{self.output}")
+
+
+def descendants_of(ancestor: int) -> set[int]:
+    """Process ids of everything that this process started, directly or not."""
+    parents = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = entry.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        parents[int(entry.parent.name)] = int(fields[1])
+    found = {ancestor}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {ancestor}
 
 
 def alive(pids: set[int]) -> set[int]:

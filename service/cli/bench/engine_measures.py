@@ -45,6 +45,7 @@ class TraceFigures:
     """What a closed batch showed. Times are of the host's clock around whole steps."""
 
     num_requests: int
+    num_shortened: int  # of them, those whose prompt was cut to what the engine lets a sequence be
     num_prompt_tokens: int
     num_output_tokens: int
     engine_start_s: float
@@ -89,7 +90,8 @@ class PrefillFigures:
 def measure_trace(
     built: BuiltEngine, requests: Sequence[TracedRequest], *, engine_start_s: float
 ) -> tuple[TraceFigures, list[Step]]:
-    """Run requests of these lengths to their ends, all given at once; the figures, and every step.
+    """Run requests of these lengths to their ends, all given at once; the figures, and every step. A prompt that leaves
+    its answer no room is cut.
 
     Raises StartupError for an answer that is longer than the engine lets a sequence be.
     """
@@ -105,6 +107,7 @@ def measure_trace(
     steps_ms = [1e3 * step.seconds for step in course]
     figures = TraceFigures(
         num_requests=len(lengths),
+        num_shortened=sum(kept < r.num_prompt_tokens for (kept, _), r in zip(lengths, requests, strict=True)),
         num_prompt_tokens=sum(num_prompt for num_prompt, _ in lengths),
         num_output_tokens=num_outputs,
         engine_start_s=engine_start_s,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,6 +23,7 @@ from service.engine.build import BuiltEngine, build_engine
 from service.engine.engine import Engine
 from service.engine.kv_manager import KVManager
 from service.engine.limits import Limits
+from service.wire.die_with_parent import die_with_parent
 
 PAPER_MAX_LEN = 2048
 """The longest sequence where none is named: the paper's, whose models end there."""
@@ -151,13 +154,41 @@ def _share_in_processes(
 
 
 def _in_processes(function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """One for each core: nothing in a simulation waits."""
+    """One for each core: nothing in a simulation waits. They end with us, and Ctrl-C is ours to hear."""
     num_processes = min(os.cpu_count() or 1, len(tasks))
     if num_processes < 2:
         return [function(*task) for task in tasks]
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_processes, mp_context=context) as processes:
-        return list(processes.map(function, *zip(*tasks, strict=True)))
+    with ProcessPoolExecutor(num_processes, context, initializer=_end_with, initargs=(os.getpid(),)) as processes:
+        try:
+            with _deaf_to_ctrl_c():
+                futures = [processes.submit(function, *task) for task in tasks]
+            return [future.result() for future in futures]
+        except KeyboardInterrupt:
+            for process in multiprocessing.active_children():  # else the pool waits for what they are at
+                process.kill()
+            raise
+
+
+def _end_with(parent: int) -> None:
+    die_with_parent()
+    if os.getppid() != parent:  # it ended before we asked
+        os._exit(1)
+
+
+@contextmanager
+def _deaf_to_ctrl_c() -> Iterator[None]:
+    """Processes that are started inside never hear of it; this one does behind it."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))  # by a thread that does not block it
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGINT, before)
+    if heard:
+        raise KeyboardInterrupt
 
 
 def _real_engine(built: BuiltEngine, kv: ComparedKV, on_launch: Watch) -> tuple[Engine, Clock]:

@@ -13,10 +13,11 @@ from pathlib import Path
 from redis.asyncio import Redis
 
 from service.cli.bench.flag_values import whole_number
-from service.cli.bench.report import python_script, script_environment, write_report
+from service.cli.bench.report import Figure, python_script, script_environment, write_report
 from service.cli.table import print_grid, shown
 from service.config import Settings
 from service.errors import StartupError
+from service.wire.die_with_parent import die_with_parent
 from service.wire.embedded_redis import EmbeddedRedis
 
 
@@ -54,6 +55,13 @@ class QueueFigures:
     workers_cpu_s: float
     doors_cpu_s: float
 
+    @property
+    def by_part(self) -> dict[str, float]:
+        return {"redis": self.redis_cpu_s, "workers": self.workers_cpu_s, "doors": self.doors_cpu_s}
+
+    def us_an_event(self, cpu_s: float) -> float:
+        return 1e6 * cpu_s / self.num_events
+
     def per_core(self, cpu_s: float) -> float:
         """Events a second that one core carries of this part."""
         return self.num_events / cpu_s
@@ -71,7 +79,7 @@ def run_queue_bench(settings: Settings, flags: argparse.Namespace) -> int:
             if server is not None:
                 server.stop()
     _print(figures)
-    write_report(flags, {"bench": "queue", "work": asdict(work), "figures": asdict(figures)}, {})
+    write_report(flags, {"bench": "queue", "work": asdict(work), "figures": asdict(figures)}, _figure(figures))
     return 0
 
 
@@ -106,6 +114,8 @@ def _start(url: str, work: QueueWork, role: str, number: int) -> subprocess.Pope
         stdout=subprocess.PIPE,
         text=True,
         env=script_environment(),
+        start_new_session=True,  # Ctrl-C is ours to hear
+        preexec_fn=die_with_parent,
     )
 
 
@@ -124,14 +134,18 @@ async def _redis_cpu_s(redis: Redis) -> float:
 
 def _print(figures: QueueFigures) -> None:
     rows = [
-        (name, shown(cpu_s), shown(1e6 * cpu_s / figures.num_events), shown(figures.per_core(cpu_s)))
-        for name, cpu_s in (
-            ("redis", figures.redis_cpu_s),
-            ("workers", figures.workers_cpu_s),
-            ("doors", figures.doors_cpu_s),
-        )
+        (name, shown(cpu_s), shown(figures.us_an_event(cpu_s)), shown(figures.per_core(cpu_s)))
+        for name, cpu_s in figures.by_part.items()
     ]
     print(
         f"{figures.num_events:,} token events in {figures.wall_s:.2f} s: {figures.num_events / figures.wall_s:,.0f}/s"
     )
     print_grid(("part", "CPU s", "us an event", "events/s a core"), rows)
+
+
+def _figure(figures: QueueFigures) -> Figure:
+    costs = [figures.us_an_event(cpu_s) for cpu_s in figures.by_part.values()]
+    bars = {"label": "CPU time", "x": list(figures.by_part), "y": costs}
+    panel = {"kind": "bars", "title": "CPU time", "x": "us a token event", "y": "", "series": [bars]}
+    rate = f"{figures.num_events / figures.wall_s:,.0f} a second"
+    return {"title": f"{figures.num_events:,} token events, {rate}", "panels": [panel]}

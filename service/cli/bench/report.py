@@ -54,6 +54,8 @@ def check_report_flags(flags: argparse.Namespace) -> None:
             raise StartupError(f"{flag}: there is no folder {path.parent}")
         if path is not None and path.is_dir():
             raise StartupError(f"{flag}: {path} is a folder")
+        if path is not None and not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+            raise StartupError(f"{flag}: {path} cannot be written")
     if flags.plot is None:
         return
     if flags.plot.suffix not in (".png", ".svg", ".pdf"):
@@ -63,10 +65,14 @@ def check_report_flags(flags: argparse.Namespace) -> None:
 
 
 def write_report(flags: argparse.Namespace, record: dict[str, Any], figure: Figure) -> None:
-    """The record with its date and commit to `--out`, the figure to `--plot`, where they are wanted."""
+    """The record with its date and commit to `--out`, the figure to `--plot`, where they are wanted. Raises
+    StartupError where that cannot be done after all."""
     if flags.out:
         record = {"date": datetime.now(UTC).date().isoformat(), "commit": _commit(), **record}
-        flags.out.write_text(json.dumps(record, indent=2) + "\n")
+        try:
+            flags.out.write_text(json.dumps(record, indent=2) + "\n")
+        except OSError as error:
+            raise StartupError(f"--out: {flags.out} cannot be written: {error.strerror}") from None
     if flags.plot:
         command = python_script("plot", str(flags.plot))
         drawn = subprocess.run(command, input=json.dumps(figure), text=True, env=script_environment(), check=False)

@@ -97,6 +97,7 @@ def run_serve_bench(_: Settings, flags: argparse.Namespace) -> int:
     rows = [(name.replace("_", " "), _shown(value)) for name, value in vars(figures).items() if name != "errors"]
     print_table(rows + [(f"error: {error}", f"{count:,}") for error, count in figures.errors.items()])
     record = {"bench": "serve", "url": plan.url, "trace": flags.trace.stem, "clients": plan.num_clients}
+    record |= {"slo_ttft_ms": plan.slo_ttft_ms, "slo_gap_ms": plan.slo_gap_ms}
     write_report(flags, {**record, **asdict(figures)}, _figure(plan, answers))
     return 1 if figures.num_errors else 0
 
@@ -219,6 +220,7 @@ async def _start_client(plan: Plan, model: str, number: int) -> asyncio.subproce
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=ANSWER_LINE_BYTES,
+        start_new_session=True,  # Ctrl-C is ours to hear
         preexec_fn=die_with_parent,
     )
     process.stdin.write(json.dumps(asdict(task)).encode() + b"\n")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.cli.main import main
+from service.cli.main import COMMANDS, main
 
 
 @pytest.mark.parametrize(
@@ -15,6 +15,11 @@ from service.cli.main import main
         (["serve", "--port", "70000"], "quire serve: --port: 70000 is outside 0..65535"),
         (["serve", "--tensor-parallel-size", "2"], "quire serve: --tensor-parallel-size: must be 1"),
         (["check", "--model", "a/b"], "quire check: --model: a/b is no folder on this machine; nothing is downloaded"),
+        (["check", "--length", "0"], "quire check: --length: 0 is outside 1..1048576"),
+        (["key", "bob", "--nam", "x"], "quire key: --nam is not known here; --tenant is"),
+        (["serve", "--ver"], "quire serve: --ver is not known here"),
+        (["bench", "queue", "--prt", "1"], "quire bench: --prt is not known here; --plot is"),
+        (["--version"], "quire: --version is not known here"),
         (["worker"], "quire worker: --redis-url is missing (quire serve starts a Redis of its own)"),
     ],
 )
@@ -40,3 +45,28 @@ def test_an_unknown_verb(capsys):
         main(["srve"])
     assert left.value.code == 2
     assert "'srve' (choose from" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["serve", "--port"], "quire serve: argument --port: expected one argument"),
+        (["bench", "memory"], "quire bench memory: the following arguments are required: --trace"),
+        (["completion", "csh"], "quire completion: argument shell: invalid choice: 'csh' (choose from "),
+    ],
+)
+def test_what_the_parser_finds_is_one_line_too(words, line, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert left.value.code == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(line)
+
+
+def test_ctrl_c_is_no_news(monkeypatch, capsys):
+    def interrupted(settings, flags):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(COMMANDS, "check", interrupted)
+    assert main(["check"]) == 130
+    assert capsys.readouterr() == ("", "")

@@ -95,6 +95,8 @@ def test_check_tells_the_pool_that_serve_makes(capsys, monkeypatch, free_gib, fl
 def test_check_counts_whole_blocks(capsys):
     assert main(["check", "--device", "cpu", "--num-gpu-blocks", "64", "--length", "100"]) == 0
     assert re.search(r"100 tokens each +9 sequences at once", capsys.readouterr().out)  # of 7 blocks each
+    assert main(["check", "--device", "cpu", "--num-gpu-blocks", "640", "--length", "5000"]) == 0
+    assert re.search(r"5000 tokens each +0 sequences at once", capsys.readouterr().out)  # the model ends before
     assert main(["check", "--device", "cpu", "--num-gpu-blocks", "4", "--max-model-len", "100"]) == 1
     assert "does not fit" in capsys.readouterr().out
 

@@ -40,6 +40,14 @@ def test_a_trace_runs_to_its_end(tmp_path, trace, capsys):
     assert "output tokens per s" in capsys.readouterr().out
 
 
+def test_prompts_that_leave_their_answers_no_room_are_cut_and_counted(tmp_path):
+    path = tmp_path / "long.json"
+    lengths = [(20, 4), (600, 3), (509, 3)]
+    path.write_text(json.dumps({"requests": [{"prompt_tokens": p, "output_tokens": o} for p, o in lengths]}))
+    record = bench(tmp_path, "--trace", path)
+    assert (record["num_shortened"], record["num_prompt_tokens"]) == (1, 20 + 509 + 509)
+
+
 def test_steady_decode_of_several_batches(tmp_path, capsys):
     record = bench(tmp_path, "--batch", "1,6", "--context", 40, "--steps", 8)  # more than --max-num-seqs
     assert [row["batch"] for row in record["decode"]] == [1, 6]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +42,20 @@ def test_a_bench_draws(tmp_path):
     path = tmp_path / "copies.png"
     assert main(["bench", "kernels", "--device", "cpu", "--only", "copy", "--plot", str(path)]) == 0
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(monkeypatch, tmp_path):
+    out = argparse.Namespace(plot=None, out=tmp_path / "figures.json")
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    with pytest.raises(StartupError, match=r"--out: .*figures\.json cannot be written"):
+        check_report_flags(out)
+
+
+def test_a_disk_that_is_full_is_one_line():
+    out = argparse.Namespace(plot=None, out=Path("/dev/full"))
+    check_report_flags(out)
+    with pytest.raises(StartupError, match="--out: /dev/full cannot be written: No space left on device"):
+        write_report(out, {}, {})
 
 
 def test_a_figure_that_cannot_be_drawn_is_an_error(tmp_path, capfd):
