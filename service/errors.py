@@ -57,7 +57,7 @@ ENDINGS: dict[EndReason, Ending] = {
     EndReason.TOO_LARGE: Ending(None, 400, "The request needs more KV cache than this server has."),
     EndReason.GRAMMAR: Ending(None, 400, "The grammar that this request asks for is more than this server can follow."),
     EndReason.INVALID: Ending(None, 400, "The worker refused the job."),
-    EndReason.SHUTDOWN: Ending(None, 503, "The worker was shut down before the request ended."),
+    EndReason.SHUTDOWN: Ending(None, 503, "The server was shut down before the request ended."),
     EndReason.INTERNAL: Ending(None, 500, "The engine failed on this request."),
     EndReason.POISONED: Ending(None, 500, "The engine failed on this request again and again; it was given up."),
     EndReason.LOST: Ending(None, 503, "The queue lost this request."),

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from service.errors import RequestError
+from service.errors import EndReason, RequestError
 from service.gateway.batches.files import OUTPUT, store
 from service.gateway.batches.lines import (
     BadInput,
@@ -240,7 +240,8 @@ class _Progress:
                 if num_late == MAX_LATE:
                     message = f"{error.message} So it did each of the {num_late} times that it was asked."
                     return refusal_line(name, line.custom_id, replace(error, message=message))
-                attempt += error.status == 504  # under its old key it would be late again
+                # Under its old key it would be late again, or lost.
+                attempt += error.status == 504 or error.code == EndReason.LOST
                 await asyncio.sleep(error.retry_after_s or RETRY_S)
 
     async def _ask(self, key: str, name: str, line: BatchLine) -> bytes:

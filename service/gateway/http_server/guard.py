@@ -14,6 +14,7 @@ from aiohttp import web
 
 from service.config import Settings
 from service.errors import RequestError
+from service.gateway.hall.back_pressure import RETRY_AFTER_S
 from service.gateway.hall.hall import incident
 from service.gateway.hall.request_spans import TRACED, followed
 from service.gateway.http_server.api_keys import KeyRing
@@ -170,8 +171,9 @@ async def read_body(http: web.Request) -> bytes:
 
 def error_response(error: RequestError) -> web.Response:
     headers = {}
-    if error.retry_after_s is not None:
-        headers["Retry-After"] = str(error.retry_after_s)
+    retry_after_s = RETRY_AFTER_S if error.status == 503 and error.retry_after_s is None else error.retry_after_s
+    if retry_after_s is not None:
+        headers["Retry-After"] = str(retry_after_s)
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     response = json_response(error_json(error), error.status, headers)

@@ -174,6 +174,15 @@ async def test_a_line_that_only_waited_is_asked_again(folder, monkeypatch):
         assert len(gateway.worker.jobs) == 3
 
 
+async def test_a_line_that_the_queue_has_lost_is_asked_anew(folder):
+    async with open_gateway(folder) as gateway, client_of(gateway) as client:
+        gateway.worker.script = lambda job: (
+            Script([], EndReason.LOST) if len(gateway.worker.jobs) < 2 else speech(gateway.model, "Hello world.")
+        )
+        batch = await ended(client, (await submit(client, jsonl(line(0)))).id)
+        assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 1, 0)
+
+
 @pytest.mark.parametrize("route", ["/v1/files", "/v1/batches"])
 async def test_a_key_that_would_not_be_honoured_is_refused(folder, route):
     async with open_gateway(folder) as gateway:

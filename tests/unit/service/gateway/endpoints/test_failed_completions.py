@@ -24,7 +24,9 @@ MESSAGES = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 async def test_jobs_that_fail(gateway, end):
     gateway.worker.script = lambda job: Script([], end)
     for body in (MESSAGES, {**MESSAGES, "stream": True}):
-        status, answer = await gateway.post(CHAT, body)
+        async with gateway.http.post(gateway.url + CHAT, json=body) as response:
+            status, answer = response.status, await response.json()
+            assert ("Retry-After" in response.headers) == (status == 503)
         assert status == ENDINGS[end].status
         assert answer["error"]["message"] == ENDINGS[end].message
         assert answer["error"]["code"] == end.value
