@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -48,6 +48,30 @@ def is_shaped(wish: SamplingParams) -> bool:
     return wish.has_penalties or bool(wish.logit_bias) or wish.min_tokens > 0
 
 
+class SeenTokens:
+    """Which tokens a sequence holds, and how often its output does. A step counts what was appended since the one
+    before: a long sequence costs it no more than a short one."""
+
+    def __init__(self, of: Sequence[int], num_prompt_tokens: int):
+        """`of`: all tokens of the sequence, the very object, to which others append."""
+        prompt = dict.fromkeys(of[:num_prompt_tokens])
+        self.of = of
+        self.token_ids = array("i", prompt)  # int32, each once
+        self.output_counts = array("i", bytes(4 * len(prompt)))  # int32, for each of them
+        self._place_of = dict(zip(prompt, range(len(prompt)), strict=True))
+        self._num_counted = num_prompt_tokens
+
+    def catch_up(self) -> None:
+        """Count up to the last token."""
+        for token in self.of[self._num_counted :]:
+            place = self._place_of.setdefault(token, len(self.token_ids))
+            if place == len(self.token_ids):
+                self.token_ids.append(token)
+                self.output_counts.append(0)
+            self.output_counts[place] += 1
+        self._num_counted = len(self.of)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SampledRows:
     """R sequences about to get their next tokens, which will stand at `positions`."""
@@ -56,7 +80,7 @@ class SampledRows:
     positions: np.ndarray  # uint32[R]
     # The following three may be empty where no record is shaped:
     sampling: list[SamplingParams]
-    token_ids: list[Sequence[int]]  # prompt and output so far; all of them where the sampling has penalties
+    seen: list[SeenTokens | None]  # None where the sampling has no penalties
     num_prompt_tokens: list[int]
     mask: TokenMask | None = None  # on the host
 
@@ -101,28 +125,18 @@ def sampling_arrays(
 
 def _penalties(rows: SampledRows) -> list[np.ndarray]:
     """In the order of Penalties' fields; empty where no row has any."""
-    if not any(wish.has_penalties for wish in rows.sampling):
+    penalised = [seen for seen in rows.seen if seen is not None]
+    if not penalised:
         return []
-    seen = [
-        _seen_tokens(token_ids, num_prompt_tokens) if wish.has_penalties else {}
-        for wish, token_ids, num_prompt_tokens in zip(
-            rows.sampling, rows.token_ids, rows.num_prompt_tokens, strict=True
-        )
-    ]
+    for seen in penalised:
+        seen.catch_up()
     factors = [(wish.repetition_penalty, wish.presence_penalty, wish.frequency_penalty) for wish in rows.sampling]
     return [
         *np.array(factors, np.float32).T,
-        _indptr(seen),
-        np.array([token for counts in seen for token in counts], np.int32),
-        np.array([count for counts in seen for count in counts.values()], np.int32),
+        _indptr([() if seen is None else seen.token_ids for seen in rows.seen]),
+        np.frombuffer(b"".join(seen.token_ids for seen in penalised), np.int32),
+        np.frombuffer(b"".join(seen.output_counts for seen in penalised), np.int32),
     ]
-
-
-def _seen_tokens(token_ids: Sequence[int], num_prompt_tokens: int) -> dict[int, int]:
-    """Token id -> times in the output, over prompt and output."""
-    counts = dict.fromkeys(token_ids[:num_prompt_tokens], 0)
-    counts.update(Counter(token_ids[num_prompt_tokens:]))
-    return counts
 
 
 def _bias(rows: SampledRows, eos_token_ids: frozenset[int]) -> list[np.ndarray]:

@@ -126,7 +126,7 @@ class Drawer:
             records=[sequence.sampling_record for sequence in due.samplers],
             positions=due.positions.astype(np.uint32),
             sampling=[sequence.sampling for sequence in shaped],
-            token_ids=[sequence.token_ids for sequence in shaped],
+            seen=[sequence.seen_tokens() for sequence in shaped],
             num_prompt_tokens=[sequence.num_prompt_tokens for sequence in shaped],
             mask=self._masks.build(due.samplers) if masked else None,
         )

@@ -14,7 +14,7 @@ from model.grammar_matcher import num_mask_words
 from model.kv_cache import allocate, block_bytes
 from model.llama import Llama
 from model.ops.interface import Ops, TokenMask
-from model.sampler import SampledRows, sampling_arrays, sampling_record
+from model.sampler import SampledRows, SeenTokens, sampling_arrays, sampling_record
 from model.sampling_params import MAX_LOGPROBS, SamplingParams
 from model.step_graphs import ROWS_BESIDE
 from service.config import Settings
@@ -112,7 +112,7 @@ def warm_up(model: Llama, block_size: int, num_tokens: int, num_sequences: int, 
             records=[sampling_record(wishes, 0, MAX_LOGPROBS)] * count,
             positions=np.ones(count, np.uint32),
             sampling=[wishes] * count,
-            token_ids=[(0,)] * count,
+            seen=[SeenTokens((0,), 1)] * count,
             num_prompt_tokens=[1] * count,
             mask=TokenMask(np.full(count, -1, np.int32), np.zeros((1, num_mask_words(vocab_size)), np.uint32)),
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from model.grammar_matcher import Matcher
-from model.sampler import is_shaped, sampling_record
+from model.sampler import SeenTokens, is_shaped, sampling_record
 from model.sampling_params import SamplingParams
 from service.errors import ENDINGS, EndReason
 
@@ -88,6 +88,7 @@ class Sequence:
         self.is_plain = wishes.beam is None and wishes.grammar is None and num_alternatives is None
         """Its tokens are all there is to tell of it; whether it ends with one, that token and their number say."""
         self.matcher: Matcher | None = None  # of its grammar, if it has one, at its last known token
+        self._seen: SeenTokens | None = None
         self.token_ids = array("I", request.prompt)
         """No list: the collector would walk all tokens there are, in a step now and then, for tens of milliseconds."""
         self.num_prompt_tokens = len(request.prompt)
@@ -119,6 +120,14 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) + self.num_pending_tokens - self.num_computed_tokens
+
+    def seen_tokens(self) -> SeenTokens | None:
+        """What its penalties are about; None where it has none."""
+        if not self.sampling.has_penalties:
+            return None
+        if self._seen is None or self._seen.of is not self.token_ids:  # a beam went on with another's tokens
+            self._seen = SeenTokens(self.token_ids, self.num_prompt_tokens)
+        return self._seen
 
     def become(self, state: State) -> None:
         """Move along the transition table; anything else is a bug."""

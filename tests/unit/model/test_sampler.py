@@ -1,7 +1,10 @@
+import random
+from collections import Counter
+
 import numpy as np
 
 from model.ops.interface import TokenMask
-from model.sampler import SampledRows, sampling_arrays, sampling_record
+from model.sampler import SampledRows, SeenTokens, sampling_arrays, sampling_record
 from model.sampling_params import SamplingParams
 
 EOS = frozenset({2})
@@ -13,7 +16,10 @@ def arrays(*rows, mask=None):
         records=[sampling_record(wish, 0, wish.logprobs) for wish in wishes],
         positions=np.array(list(map(len, tokens)), np.uint32),
         sampling=wishes,
-        token_ids=tokens,
+        seen=[
+            SeenTokens(*own) if wish.has_penalties else None
+            for wish, *own in zip(wishes, tokens, num_prompt_tokens, strict=True)
+        ],
         num_prompt_tokens=num_prompt_tokens,
         mask=mask,
     )
@@ -41,6 +47,31 @@ def test_penalties_count_the_output_and_know_the_prompt():
     assert dict(zip(seen.token_ids.tolist(), seen.output_counts.tolist(), strict=True)) == {5: 1, 6: 0, 8: 2}
     assert seen.repetition.tolist() == [1.0, 1.5]
     assert seen.frequency.tolist() == [0.0, 0.25]
+
+
+class Tokens(list):
+    """Knows how many of it were read."""
+
+    num_read = 0
+
+    def __getitem__(self, part):
+        found = super().__getitem__(part)
+        self.num_read += len(found)
+        return found
+
+
+def test_each_token_is_counted_once_however_long_the_sequence_grows():
+    rng = random.Random(0)
+    tokens = Tokens(rng.randrange(40) for _ in range(500))
+    seen = SeenTokens(tokens, 300)
+    for _ in range(50):
+        tokens.extend(rng.randrange(99) for _ in range(rng.randrange(3)))
+        seen.catch_up()
+        counts = Counter(tokens[300:])
+        tokens.num_read -= len(tokens) - 300
+        wanted = {token: counts[token] for token in tokens}
+        assert dict(zip(seen.token_ids, seen.output_counts, strict=True)) == wanted
+        assert tokens.num_read == len(tokens)
 
 
 def test_min_tokens_forbids_every_stop_until_then():
