@@ -107,6 +107,8 @@ class CostModel:
         if sum(end - start for start, end in spans) < MANY_TOKENS or (with_decodes and self._decode_s is None):
             return
         seen_s = seconds - (self._decode_s if with_decodes else 0.0)
+        if seen_s <= 0:  # decodes are no longer what they were
+            return
         expected_s = sum(self.recompute_s(start, end) for start, end in spans)
         ratio = min(2.0, max(0.5, seen_s / expected_s))
         self.rates.token_s = _moved(self.rates.token_s, self.rates.token_s * ratio)

@@ -230,6 +230,16 @@ def test_costs_follow_what_is_seen():
     assert costs.recompute_s(0, 1000) == pytest.approx(0.02, rel=0.02)
 
 
+def test_steps_quicker_than_decodes_alone_once_were_tell_nothing_of_prompts():
+    """Decodes have become quicker meanwhile, and none was timed alone: under a long queue every step has prompts."""
+    costs = CostModel(rates(token_s=1e-4), SIZE)
+    before_s = costs.recompute_s(0, 512)
+    costs.saw_decode(0.05)
+    for _ in range(20_000):
+        costs.saw_prompts([(0, 512)], 0.03, with_decodes=True)
+    assert costs.recompute_s(0, 512) == before_s
+
+
 @pytest.fixture(scope="module")
 def engines():
     return DemoEngines(NumpyOps(np.dtype(np.float32)))
