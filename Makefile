@@ -69,7 +69,7 @@ $(VENV)/pyvenv.cfg:
 	if [[ -n "$$python" ]] && ! "$$python" -c '$(IN_RANGE)' 2>/dev/null; then \
 		echo "make: $$python is not a Python from 3.11 to 3.13" >&2; exit 1; fi; \
 	rm -rf $(VENV); \
-	if [[ -n "$(UV)" ]]; then exec uv venv --quiet --python "$${python:->=3.11,<3.14}" $(VENV); fi; \
+	if [[ -n "$(UV)" ]]; then exec uv venv --quiet --seed --python "$${python:->=3.11,<3.14}" $(VENV); fi; \
 	if [[ -z "$$python" ]]; then \
 		echo "make: no Python from 3.11 to 3.13 found; install one, or name it: make PYTHON=/path/to/python3" >&2; exit 1; fi; \
 	if ! "$$python" -c 'import ensurepip, venv' 2>/dev/null; then \

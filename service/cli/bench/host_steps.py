@@ -25,7 +25,7 @@ from model.ops.numpy_ops import NumpyOps
 from model.sampling_params import SamplingParams
 from service.cli.bench.engine_measures import WHOLE_STEPS
 from service.cli.bench.flag_values import whole_number
-from service.cli.bench.report import add_report_flags, check_report_flags, write_report
+from service.cli.bench.report import add_report_flags, check_report_flags, run_script, write_report
 from service.cli.table import print_grid
 from service.engine.engine import Engine
 from service.engine.executor import ModelExecutor
@@ -185,4 +185,4 @@ def _timed(engine: Engine, executor: ModelExecutor) -> Iterator[dict[str, float]
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -14,6 +14,7 @@ import json
 import math
 import mmap
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,10 +31,11 @@ from model.ops.backend import open_ops
 from model.ops.filling import MAX_THREADS, PIECE_BYTES
 from model.ops.interface import Ops
 from model.weights import SINGLE_FILE, expected_shapes
-from service.cli.bench.report import add_report_flags, check_report_flags, write_report
+from service.cli.bench.report import add_report_flags, check_report_flags, run_script, write_report
 from service.cli.table import print_table, shown
 from service.config import Settings
 from service.engine.build import read_model_config
+from service.errors import StartupError
 
 STORED_AS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 ROUNDS = 3
@@ -107,7 +109,8 @@ def measure(folder: Path, config: ModelConfig, ops: Ops, *, is_cold: bool = Fals
 
 
 def write_weights(folder: Path, config: ModelConfig, dtype: np.dtype) -> None:
-    """Random ones, as one safetensors file."""
+    """Random ones, as one safetensors file, which is there once it is whole. Raises StartupError where there is no room
+    for it."""
     header, end, shapes = {}, 0, expected_shapes(config)
     for name, shape in shapes.items():
         begin, end = end, end + math.prod(shape) * dtype.itemsize
@@ -115,7 +118,11 @@ def write_weights(folder: Path, config: ModelConfig, dtype: np.dtype) -> None:
     text = json.dumps(header).encode()
     source = DummyWeights(config, dtype)
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / SINGLE_FILE).open("wb") as file:
+    free = shutil.disk_usage(folder).free
+    if free < 8 + len(text) + end:
+        raise StartupError(f"--folder: the weights take {end / 1e9:.1f} GB, {folder} has {free / 1e9:.1f} left")
+    unfinished = folder / f"{SINGLE_FILE}.unfinished"
+    with unfinished.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.flush()
 
@@ -130,6 +137,7 @@ def write_weights(folder: Path, config: ModelConfig, dtype: np.dtype) -> None:
             (name, *piece) for name, shape in shapes.items() for piece in _pieces(math.prod(shape), dtype.itemsize)
         ]
         _in_threads(lambda piece: write(*piece), pieces)
+    unfinished.replace(folder / SINGLE_FILE)
 
 
 def _load(folder: Path, config: ModelConfig, ops: Ops) -> None:
@@ -195,4 +203,4 @@ def _quickest(work: Callable[[], None], before: Callable[[], None]) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -6,9 +6,10 @@ import argparse
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from model.errors import ModelError
 from service.errors import StartupError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -78,6 +80,17 @@ def write_report(flags: argparse.Namespace, record: dict[str, Any], figure: Figu
         drawn = subprocess.run(command, input=json.dumps(figure), text=True, env=script_environment(), check=False)
         if drawn.returncode:
             raise StartupError(f"--plot: {flags.plot} could not be drawn")
+
+
+def run_script(main: Callable[[], None]) -> None:
+    """A bench that is a module of its own ends as `quire` does: on a wrong word with a line and status 2."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except (StartupError, ModelError) as error:
+        print(f"{Path(sys.argv[0]).stem}: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def python_script(module: str, *arguments: str) -> list[str]:

@@ -23,6 +23,7 @@ from service.cli.bench.report import (
     add_report_flags,
     check_report_flags,
     python_script,
+    run_script,
     script_environment,
     write_report,
 )
@@ -134,4 +135,4 @@ def tell(names: Sequence[str], starts: Sequence[Start]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

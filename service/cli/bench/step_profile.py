@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from service.cli.bench.engine_measures import WHOLE_STEPS, randomize_cache, steady_decode
 from service.cli.bench.flag_values import whole_numbers
 from service.cli.bench.kernels import Ceilings, measure_ceilings
-from service.cli.bench.report import add_report_flags, check_report_flags, write_report
+from service.cli.bench.report import add_report_flags, check_report_flags, run_script, write_report
 from service.cli.bench.step_growth import growth_of, tell_growth
 from service.cli.bench.step_table import KernelEvent, StepTable, table_of
 from service.cli.table import print_grid, shown
@@ -152,4 +152,4 @@ def tell(table: StepTable) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)
