@@ -55,8 +55,7 @@ class Generations:
         """The request's state, or its events where a stream is asked for."""
         ticket = await self._hall.find(http.match_info["id"], http[TENANT])
         accepted = http.headers.get("Accept", "").lower()
-        wants_events = "text/event-stream" in accepted or http.query.get("stream") == "true"
-        if wants_events or LAST_EVENT_ID in http.headers:
+        if wants_stream(http) or "text/event-stream" in accepted or LAST_EVENT_ID in http.headers:
             return await self._stream(http, ticket, self._hall.view(ticket), last_event_id(http))
         return await self._state(ticket)
 
@@ -130,6 +129,14 @@ def refuse_idempotency_key(http: web.Request) -> None:
     """Of a route whose requests cannot be found again. Raises RequestError (400)."""
     if IDEMPOTENCY_KEY in http.headers:
         raise refusal(IDEMPOTENCY_KEY, "is for completions, chats and responses")
+
+
+def wants_stream(http: web.Request) -> bool:
+    """Whether the query asks for events. Raises RequestError (400) for a word that says neither."""
+    word = http.query.get("stream", "false")
+    if word not in ("true", "false"):
+        raise refusal("stream", "must be true or false")
+    return word == "true"
 
 
 def last_event_id(http: web.Request) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 
 from service.errors import RequestError
-from service.gateway.endpoints.completions import REQUEST_ID, idempotency_key, last_event_id, stream_of
+from service.gateway.endpoints.completions import REQUEST_ID, idempotency_key, last_event_id, stream_of, wants_stream
 from service.gateway.endpoints.pages import is_ascending, page_json
 from service.gateway.endpoints.response_store import ResponseShelf, check_size
 from service.gateway.generation.refusals import refusal
@@ -127,7 +127,7 @@ class Responses:
         record = await self._found(http)
         if http.query.getall("include", []) or http.query.getall("include[]", []):
             raise refusal("include", "cannot be given here: everything there is stands in the answer")
-        if http.query.get("stream") == "true":
+        if wants_stream(http):
             ticket = await self._shelf.ticket(record)
             if ticket is None:
                 raise refusal("stream", "cannot be true any more: the events of this response are forgotten")

@@ -359,3 +359,13 @@ async def test_the_head_of_a_stream_has_no_body(gateway, route):
     assert (status, headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
     assert (await client.read_until(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 OK")
     await client.close()
+
+
+@pytest.mark.parametrize("route", ["/v1/requests/{id}", "/v1/responses/resp_{id}"])
+async def test_a_word_for_stream_that_says_nothing_is_refused(gateway, route):
+    path, body = (CHAT, MESSAGES) if "requests" in route else ("/v1/responses", {"model": MODEL, "input": "hi"})
+    async with gateway.http.post(gateway.url + path, json=body) as response:
+        route = route.replace("{id}", response.headers["X-Request-Id"])
+    assert (await gateway.get(f"{route}?stream=false"))[0] == 200
+    status, answer = await gateway.get(f"{route}?stream=1")
+    assert (status, answer["error"]["param"]) == (400, "stream")
