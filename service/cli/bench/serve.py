@@ -95,7 +95,9 @@ def run_serve_bench(_: Settings, flags: argparse.Namespace) -> int:
     answers = asyncio.run(_drive(plan, flags.asked_model))
     figures = summarize(plan, answers)
     rows = [(name.replace("_", " "), _shown(value)) for name, value in vars(figures).items() if name != "errors"]
-    print_table(rows + [(f"error: {error}", f"{count:,}") for error, count in figures.errors.items()])
+    print_table(rows)
+    if figures.errors:  # by themselves: what they say may be long
+        print_table([(f"error: {error}", f"{count:,}") for error, count in figures.errors.items()])
     record = {"bench": "serve", "url": plan.url, "trace": flags.trace.stem, "clients": plan.num_clients}
     record |= {"slo_ttft_ms": plan.slo_ttft_ms, "slo_gap_ms": plan.slo_gap_ms}
     write_report(flags, {**record, **asdict(figures)}, _figure(plan, answers))
