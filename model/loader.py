@@ -66,7 +66,8 @@ def load_model(
 ) -> Llama:
     """The model of `directory` in the memory and dtype of `ops`, for sequences of at most `max_model_len` tokens.
 
-    load_format "dummy" reads no file and makes random weights. `progress` draws a bar on stderr. Raises ModelError.
+    load_format "dummy" reads no file and makes random weights. `progress` draws a bar on stderr where that is a
+    terminal: a log has lines only. Raises ModelError.
     """
     if load_format == "dummy":
         source: TensorSource = DummyWeights(config, ops.dtype)
@@ -119,7 +120,8 @@ class _Plan:
     def fill(self, source: TensorSource, progress: bool) -> None:
         num_bytes = sum(target.nbytes for target in self._targets)
         counting = Lock()
-        with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="weights", disable=not progress) as bar:
+        hidden = None if progress else True  # None: unless stderr is a terminal
+        with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="weights", disable=hidden) as bar:
 
             def read(target: int, start: int, out: np.ndarray) -> None:
                 source.read_into(self._names[target], start, out)

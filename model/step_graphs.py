@@ -121,7 +121,7 @@ class StepGraphs:
         tuned = [size for size in self._decodes_only if size.bit_count() == 1]
         self._model.tune(tuned, tuned)
         first_layer = self._model.first_layer()
-        for size in tqdm(sorted(sizes, key=sum, reverse=True), desc="graphs", disable=not progress):
+        for size in tqdm(sorted(sizes, key=sum, reverse=True), desc="graphs", disable=None if progress else True):
             batch = self._batch(*size)
             whole, rehearsal = (partial(self._run, model, batch, kv) for model in (self._model, first_layer))
             self._replays[size] = self._model.ops.capture(whole, rehearsal)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,14 @@ from model.safetensors_file import read_safetensors
 from model.weights import Checkpoint, expected_shapes
 from tests.support.goldens import FOLDER, Golden, relative_error
 from tests.support.paged import PagedSequences
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_bar_is_drawn_on_a_terminal_and_not_into_a_log(monkeypatch, capsys, is_terminal):
+    folder = FOLDER / "qwen2_bf16"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    load_model(folder, ModelConfig.read(folder), NumpyOps(), 16, progress=True)
+    assert ("100%" in capsys.readouterr().err) == is_terminal
 
 
 def test_qkv_and_gate_up_are_stacked_in_that_order():
@@ -61,14 +70,13 @@ def test_loading_without_a_folder_is_refused():
         load_model(None, ModelConfig.read(FOLDER / "qwen3_bf16"), NumpyOps(), 32)
 
 
-def test_weight_bytes_is_what_is_loaded(capsys: pytest.CaptureFixture[str]):
+def test_weight_bytes_is_what_is_loaded():
     folder = FOLDER / "llama_biases_sharded_fp32"
     config = ModelConfig.read(folder)
-    weights = load_model(folder, config, NumpyOps(), 16, progress=True).weights
+    weights = load_model(folder, config, NumpyOps(), 16).weights
     arrays = [weights.embedding, weights.final_norm, weights.lm_head]
     arrays += [array for layer in weights.layers for array in vars(layer).values() if array is not None]
     assert sum(array.nbytes for array in arrays) == weight_bytes(config, NUMPY_DTYPES["float32"])
-    assert "100%" in capsys.readouterr().err
 
 
 def test_rope_tables_end_with_the_longest_sequence():
