@@ -170,7 +170,7 @@ def _print(comparison: Comparison) -> None:
     print(f"\nNormalised latency, s/token, at requests/s; +: at least, for it was given up. Which rate keeps {limit}")
     print(f"(+: or more); x: times over by {first}")
     columns = [f"rate {number}" for number in range(1, max(len(row.curve) for row in comparison.policies) + 1)]
-    rows = [_latency_cells(row, len(columns)) for row in comparison.policies]
+    rows = [_latency_cells(row, len(columns), comparison.policies[0]) for row in comparison.policies]
     print_grid(("policy", *columns, f"at {limit}", "x"), rows)
 
 
@@ -189,11 +189,12 @@ def _loaded_cells(row: PolicyFigures) -> list[str]:
     ]
 
 
-def _latency_cells(row: PolicyFigures, num_columns: int) -> list[str]:
+def _latency_cells(row: PolicyFigures, num_columns: int, first: PolicyFigures) -> list[str]:
     cells = [f"{run.rate:.3g}: {run.normalized_latency_s:.4f}{'+' * run.is_given_up}" for run in row.curve]
     cells += ["-"] * (num_columns - len(cells))
     rate = shown(row.rate_at_limit) + ("" if row.is_limit_reached else "+")
-    return [row.policy, *cells, rate, _ratio_cell(row.limit_ratio)]
+    is_more = row is not first and row.limit_ratio is not None and not first.is_limit_reached
+    return [row.policy, *cells, rate, _ratio_cell(row.limit_ratio) + "+" * is_more]
 
 
 def _ratio_cell(ratio: float | None) -> str:

@@ -141,6 +141,17 @@ def test_a_simulated_comparison(tmp_path, trace, capsys):
     assert "Normalised latency" in shown
 
 
+def test_a_first_policy_that_keeps_up_at_every_rate_is_at_least_so_many_times_over(tmp_path, trace, capsys):
+    flags = ("--simulate", "opt-13b-a100", "--max-model-len", 128, "--num-gpu-blocks", 40, "--only-rates")
+    rates = "--rates=2;static-ft=0.5,40"
+    record = bench(tmp_path, "--trace", trace, *flags, rates, "--latency-limit=0.1", "--policies=paged,static-ft")
+    paged, static = record["policies"]
+    assert (paged["is_limit_reached"], static["is_limit_reached"]) == (False, True)
+    page = capsys.readouterr().out.splitlines()
+    assert page[-2].endswith("  1.00")
+    assert page[-1].endswith(f"  {static['limit_ratio']:.2f}+")
+
+
 def test_a_simulation_gives_the_same_figures_twice(tmp_path, trace):
     flags = ("--simulate", "llama-3.1-8b-h200", "--max-model-len", 100, "--num-gpu-blocks", 40, "--rates", 0)
     first, second = (bench(tmp_path, "--trace", trace, *flags, "--policies", "paged,static-ft") for _ in range(2))
