@@ -94,4 +94,8 @@ def _refuse_extension(code: int, data: bytes) -> None:
 
 def _cause(error: Exception) -> str:
     """msgpack's own words hold no values but for text that is not UTF-8, whose bytes they would show."""
-    return "text that is not UTF-8" if isinstance(error, UnicodeError) else str(error) or type(error).__name__
+    if isinstance(error, UnicodeError):
+        return "text that is not UTF-8"
+    if isinstance(error, msgpack.StackError):
+        return "nested too deeply"
+    return str(error).rstrip(".") or type(error).__name__

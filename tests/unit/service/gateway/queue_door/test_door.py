@@ -140,6 +140,18 @@ async def test_bad_entries_get_one_error_and_are_settled(door, data, name, code,
     assert (await answer(door, payload("next"), "next"))[0].text == "Hello world."
 
 
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (payload() + b"\xc0", "not msgpack within the limits: unpack(b) received extra data"),
+        (b"\x91" * 2000 + b"\xc0", "not msgpack within the limits: nested too deeply"),
+    ],
+)
+async def test_a_broken_entry_is_told_why(door, data, why):
+    (reply,) = await answer(door, data, "1-0")
+    assert reply.error["message"] == f"The entry is not a valid job message: {why}."
+
+
 async def test_an_entry_that_is_no_job_is_told_why_and_logged(door, caplog):
     caplog.set_level("INFO", "quire.gateway")
     (reply,) = await answer(door, msgpack.packb({"v": 9, "id": "x\x1b[31m"}), "1-0")
