@@ -31,8 +31,8 @@ class Match:
 
     @classmethod
     def of(cls, nodes: list[Node], partial: Node | None, num_tokens: int) -> Match:
-        """With `on_gpu` and `on_host` as these nodes have it now."""
-        """`nodes` from the root down; `num_tokens`: those that match, of the partial one too."""
+        """With `on_gpu` and `on_host` as these nodes, from the root down, have it now; `num_tokens`: those that match,
+        of the partial one too."""
         blocks = [node.gpu for node in nodes]
         on_host = [node for node in nodes if node.gpu is None] if None in blocks else []
         on_gpu = [block for block in blocks if block is not None] if on_host else blocks
