@@ -1,0 +1,38 @@
+"""Where the command begins."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.served import REPOSITORY
+
+BEGIN = "from service.cli.entry import run; raise SystemExit(run())"
+
+
+@pytest.mark.parametrize("last_import", ["argparse", "numpy", "asyncio"])
+def test_ctrl_c_among_the_imports_ends_it_without_a_word(last_import):
+    """Each is told, 70 kB of them in all, on a pipe that holds 4: nothing goes on until it is emptied."""
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+    command = [sys.executable, "-X", "importtime", "-c", BEGIN, "completion", "bash"]
+    process = subprocess.Popen(command, cwd=REPOSITORY, stderr=writing, stdout=subprocess.PIPE, text=True)
+    os.close(writing)
+    with process, open(reading, encoding="utf-8") as told:
+        assert next(line for line in told if line.rpartition("|")[2].strip() == last_import)
+        process.send_signal(signal.SIGINT)
+        assert "KeyboardInterrupt" not in told.read()
+        assert process.stdout.read() == ""
+    assert process.returncode == -signal.SIGINT
+
+
+def test_behind_them_it_is_a_keyboard_interrupt_again():
+    heard = "import signal, service.cli.main as m; m.main = lambda: print(signal.getsignal(signal.SIGINT)); "
+    command = [sys.executable, "-c", heard + BEGIN]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=True)
+    assert "default_int_handler" in done.stdout
