@@ -1,0 +1,126 @@
+"""Requests that combine the options at random, together in a pool that is too small for them, against each alone."""
+
+import random
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from model.grammar import of_choice, of_regex
+from model.ops.numpy_ops import NumpyOps
+from model.sampling_params import BeamSearch, SamplingParams
+from service.engine.plan import TokenLogprob
+from service.engine.sequence import Request
+from tests.support.demo_engine import DemoEngines
+from tests.support.told import Told, run_steps
+from tests.unit.service.engine.test_executor import FLOAT32, AheadOps
+
+SEEDS = range(6)
+NUM_REQUESTS = 9
+OPTIONS = {
+    "temperature": (0.0,),
+    "top_k": (1, 40),
+    "top_p": (0.3, 0.9),
+    "min_p": (0.1,),
+    "repetition_penalty": (1.3, 0.8),
+    "frequency_penalty": (0.7,),
+    "min_tokens": (5,),
+    "ignore_eos": (True,),
+    "stop_token_ids": ((262, 16), tuple(range(300, 340))),
+    "logit_bias": (((300, 4.0), (262, -100.0)),),
+    "logprobs": (0, 3, 20),
+    "prompt_logprobs": (0, 2),
+    "grammar": (of_regex("[a-z ]{5,40}"), of_choice(["yes", "no", "the cat", "the cat sat"])),
+}
+BRANCHES = (
+    {},
+    {"n": 3, "best_of": 3},
+    {"n": 2, "best_of": 4},
+    {"beam": BeamSearch(width=4, early_stopping="never"), "n": 3},
+    {"beam": BeamSearch(width=3, length_penalty=0.0), "n": 1},
+)
+
+
+@pytest.fixture(scope="module")
+def steady():
+    return DemoEngines(NumpyOps(FLOAT32))
+
+
+@pytest.fixture(scope="module")
+def ahead():
+    return DemoEngines(AheadOps(FLOAT32))
+
+
+def drawn_requests(seed: int) -> list[Request]:
+    """Of two tenants; most begin alike."""
+    rng = random.Random(seed)
+    requests = []
+    for number in range(NUM_REQUESTS):
+        wishes = {name: rng.choice(values) for name, values in OPTIONS.items() if rng.random() < 0.4}
+        wishes |= rng.choice(BRANCHES)
+        prompt = (*range(100, 100 + rng.choice((8, 17, 24, 40))), *(rng.randrange(5, 60) for _ in range(9)))
+        sampling = SamplingParams(max_tokens=rng.randrange(6, 24), seed=rng.getrandbits(63), **wishes)
+        tenant = rng.choice(("one", "other"))
+        request = Request(request_id=str(number), prompt=prompt, sampling=sampling, tenant=tenant, cache_salt=tenant)
+        requests.append(request)
+    return requests
+
+
+def told_in_need(engine, requests: list[Request], rng: random.Random) -> dict[str, Told]:
+    """They come while others run, and now and then somebody has to leave."""
+    scheduler, waiting, told = engine._scheduler, list(requests), {}
+    while waiting or engine.has_work:
+        if waiting:
+            engine.add(waiting.pop())
+        run_steps(engine, told, num_steps=rng.randrange(1, 4))
+        if engine.running and rng.random() < 0.15:
+            group = scheduler.preemption._next_victim(scheduler.running)
+            scheduler.preemption._evict(group, scheduler.running)
+            scheduler._queue_again([group])
+    return told
+
+
+def numbers(logprobs: list[TokenLogprob]) -> list[float]:
+    return [number for one in logprobs for number in (one.logprob, *one.top_logprobs)]
+
+
+def mean_logprobs(told: Told) -> list[float]:
+    """Of the branches that answer."""
+    return [np.mean([one.logprob for one in told.logprobs[branch]]) for branch in told.choices]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_together_in_need_as_alone(steady, ahead, seed):
+    requests, rng = drawn_requests(seed), random.Random(seed)
+    engine = (steady, ahead)[seed % 2].make(
+        num_blocks=40 * 8 // (8, 16, 32)[seed % 3],
+        block_size=(8, 16, 32)[seed % 3],
+        budget=rng.choice((7, 16, 64)),
+        max_num_seqs=9,
+        prefix_caching=seed % 4 != 3,
+        num_host_blocks=(0, 12, 60)[seed // 2],
+        poisons=True,
+    )
+    told = told_in_need(engine, requests, rng)
+    assert engine.stats().num_preemptions > 0
+    assert engine.stats().num_blocks_used == 0
+    for request in requests:
+        alone = steady.make(budget=256)
+        alone.add(replace(request, tenant=""))
+        wanted, got = run_steps(alone)[request.request_id], told[request.request_id]
+        assert got.by_branch() == wanted.by_branch(), request
+        assert (got.end, got.num_output_tokens) == (wanted.end, wanted.num_output_tokens), request
+        if request.sampling.ranks_branches:  # equals may stand in any order
+            np.testing.assert_allclose(mean_logprobs(got), mean_logprobs(wanted), atol=2e-4)
+        else:
+            assert got.choices == wanted.choices
+        for branch, logprobs in wanted.logprobs.items():
+            np.testing.assert_allclose(numbers(got.logprobs[branch]), numbers(logprobs), atol=2e-4)
+
+
+def test_every_two_options_are_asked_for_together():
+    asked = [request.sampling for seed in SEEDS for request in drawn_requests(seed)]
+    neutral = SamplingParams(max_tokens=1)
+    for two in combinations([*OPTIONS, "beam", "n"], 2):
+        assert any(all(getattr(one, name) != getattr(neutral, name) for name in two) for one in asked), two
