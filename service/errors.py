@@ -54,7 +54,7 @@ ENDINGS: dict[EndReason, Ending] = {
     EndReason.CANCELLED: Ending(None, 499, "The request was cancelled."),
     EndReason.DEADLINE: Ending(None, 504, "The request ran past its deadline."),
     EndReason.NUMERICAL_ERROR: Ending(None, 500, "The model produced no valid number for this request."),
-    EndReason.TOO_LARGE: Ending(None, 400, "The request needs more KV cache than this server has."),
+    EndReason.TOO_LARGE: Ending(None, 400, "The request needs more KV cache or more branches than this server has."),
     EndReason.GRAMMAR: Ending(None, 400, "The grammar that this request asks for is more than this server can follow."),
     EndReason.INVALID: Ending(None, 400, "The worker refused the job."),
     EndReason.SHUTDOWN: Ending(None, 503, "The server was shut down before the request ended."),

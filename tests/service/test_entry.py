@@ -36,3 +36,14 @@ def test_behind_them_it_is_a_keyboard_interrupt_again():
     command = [sys.executable, "-c", heard + BEGIN]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=True)
     assert "default_int_handler" in done.stdout
+
+
+@pytest.mark.parametrize(("redirection", "told"), [("", "caf?\n"), (">&-", "")])
+def test_a_terminal_that_does_not_know_a_character_and_none_at_all_end_nothing(redirection, told):
+    printing = "import service.cli.main as m; m.main = lambda: print('café'); "
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {redirection}', "sh", sys.executable, "-c", printing + BEGIN],
+        cwd=REPOSITORY, env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == (told, "")
