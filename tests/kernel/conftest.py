@@ -31,6 +31,19 @@ def open_ops():
     return open_
 
 
+@pytest.fixture(scope="session")
+def open_hopper_ops(open_ops):
+    """As `open_ops`, for kernels of Hopper's own instructions."""
+
+    def open_(dtype: str):
+        ops = open_ops(dtype)
+        if ops.arch != "90a":
+            pytest.skip(f"needs a Hopper GPU, not sm_{ops.arch}")
+        return ops
+
+    return open_
+
+
 @pytest.fixture
 def rng(request) -> np.random.Generator:
     """Fresh inputs for each test, the same at each run."""

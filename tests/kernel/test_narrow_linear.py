@@ -28,7 +28,7 @@ def cuda_linear():
 
 
 @pytest.fixture(params=[0, 1], ids=["whole", "split"])
-def only_narrow(request, cuda_linear, open_ops, monkeypatch):
+def only_narrow(request, cuda_linear, open_hopper_ops, monkeypatch):
     """Name of a dtype, M, N -> the GPU backend, every product of which takes the kernel, in one of the ways."""
 
     class Always(dict):
@@ -36,9 +36,7 @@ def only_narrow(request, cuda_linear, open_ops, monkeypatch):
             return cuda_linear.Way(cuda_linear.NARROW, request.param)
 
     def open_(dtype, m, n):
-        ops = open_ops(dtype)
-        if ops.arch != "90a":
-            pytest.skip("needs a Hopper GPU")
+        ops = open_hopper_ops(dtype)
         split = cuda_linear.NARROW_SPLITS[request.param]
         if cuda_linear.narrow_build(split, m, n, ops.num_sms, ops.max_shared_bytes) is None:
             pytest.skip("more tiles than this way takes")

@@ -17,6 +17,9 @@ FRESH = [(n, n) for n in (1, 15, 16, 17, 63, 64, 65)]
 CHUNKS = [(1000, 130), (200, 1), (64, 0), (333, 64), (129, 100)]
 """Chunks behind what is cached already."""
 
+SHORT = [(2112, 64), (5000, 17), (300, 300), (128, 0), (700, 30)]
+"""Few rows behind long contexts: several CTAs share the keys of a piece, more of the longer ones."""
+
 
 def start_of(chunks: list[tuple[int, int]]) -> np.ndarray:
     return np.concatenate([[0], np.cumsum([n for _, n in chunks])]).astype(np.int32)
