@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -133,9 +133,7 @@ def _check_schema(schema: Any) -> None:
         raise GrammarError("The JSON schema holds what JSON cannot.") from None
     if len(text.encode("utf-8", "replace")) > MAX_SCHEMA_BYTES:
         raise GrammarError(f"The JSON schema takes more than {MAX_SCHEMA_BYTES} bytes.")
-    targets = {value for name, value in _members(schema) if name == "$ref" and isinstance(value, str)}
-    if sum(_depth(part) for part in (schema, *(_target(schema, ref) for ref in targets))) > MAX_SCHEMA_DEPTH:
-        raise GrammarError(f"The JSON schema nests more than {MAX_SCHEMA_DEPTH} deep, its references followed.")
+    _check_depth(schema)
     _check_multiples([value for name, value in _members(schema) if name == "multipleOf"])
     patterns = [value for name, value in _members(schema) if name == "pattern" and isinstance(value, str)]
     patterns += [key for name, value in _members(schema) if name == "patternProperties" for key in _names(value)]
@@ -143,19 +141,36 @@ def _check_schema(schema: Any) -> None:
         raise GrammarError(f"The JSON schema's patterns exceed {MAX_REGEX_CHARS} characters, or {MAX_PATTERN_CHARS}.")
 
 
+def _check_depth(schema: Any) -> None:
+    """Each target of a `$ref` counts once. Takes time linear in the schema, whatever refers to what."""
+    depths = _depths(schema)
+    total = depths[id(schema)] if isinstance(schema, Mapping) else 0
+    targets = {value for name, value in _members(schema) if name == "$ref" and isinstance(value, str)}
+    for ref in targets:
+        if total > MAX_SCHEMA_DEPTH:
+            break
+        total += depths.get(id(_target(schema, ref)), 0)
+    if total > MAX_SCHEMA_DEPTH:
+        raise GrammarError(f"The JSON schema nests more than {MAX_SCHEMA_DEPTH} deep, its references followed.")
+
+
 def _check_multiples(values: Sequence[Any]) -> None:
     """Decimals are scaled to integers together, as they are where two of them meet in one number."""
     numbers = [
-        Decimal(str(value))
-        for value in values
-        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+        value for value in values if isinstance(value, int | float) and not isinstance(value, bool) and value > 0
     ]
-    places = max((-number.as_tuple().exponent for number in numbers), default=0)
+    if max(numbers, default=0) > MAX_MULTIPLE:
+        raise GrammarError(f"The JSON schema's 'multipleOf' come to more than {MAX_MULTIPLE}.")
+    decimals = [Decimal(str(number)) for number in numbers]
+    places = max((-decimal.as_tuple().exponent for decimal in decimals), default=0)
     if places > MAX_PLACES:
         raise GrammarError(f"The JSON schema's 'multipleOf' may have {MAX_PLACES} decimal places.")
-    scaled = [int(number.scaleb(max(0, places))) for number in numbers]
-    if math.lcm(*scaled) > MAX_MULTIPLE or sum(scaled) > MAX_MULTIPLE:
-        raise GrammarError(f"The JSON schema's 'multipleOf' come to more than {MAX_MULTIPLE}.")
+    common, total = 1, 0
+    for decimal in decimals:
+        scaled = int(decimal.scaleb(max(0, places)))
+        common, total = math.lcm(common, scaled), total + scaled
+        if common > MAX_MULTIPLE or total > MAX_MULTIPLE:
+            raise GrammarError(f"The JSON schema's 'multipleOf' come to more than {MAX_MULTIPLE}.")
 
 
 def _target(schema: Any, ref: str) -> Any:
@@ -163,7 +178,7 @@ def _target(schema: Any, ref: str) -> Any:
     found = schema
     for step in ref.removeprefix("#").split("/")[1:]:
         step = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and step.isdecimal() and int(step) < len(found):
+        if isinstance(found, list) and re.fullmatch("[0-9]{1,9}", step) and int(step) < len(found):
             found = found[int(step)]
         elif isinstance(found, Mapping) and step in found:
             found = found[step]
@@ -188,9 +203,19 @@ def _members(value: Any) -> Iterator[tuple[str, Any]]:
             stack += item
 
 
-def _depth(value: Any) -> int:
-    level, depth = [value], 0
-    while level := [item for item in level if isinstance(item, Mapping | list)]:
-        depth += 1
-        level = [child for item in level for child in (item.values() if isinstance(item, Mapping) else item)]
-    return depth
+def _depths(value: Any) -> dict[int, int]:
+    """How deep lists and maps nest in each list and map inside, by its id."""
+    containers, stack = [], [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, Mapping | list):
+            containers.append(item)
+            stack += _children(item)
+    depths: dict[int, int] = {}
+    for item in reversed(containers):  # what an item holds stands behind it
+        depths[id(item)] = 1 + max((depths.get(id(child), 0) for child in _children(item)), default=0)
+    return depths
+
+
+def _children(item: Mapping[str, Any] | list[Any]) -> Iterable[Any]:
+    return item.values() if isinstance(item, Mapping) else item

@@ -248,6 +248,32 @@ def test_a_hostile_grammar_is_refused_or_compiled_in_time(compiler, name, size):
     assert time.process_time() - start_s < WORST_COMPILE_S
 
 
+UNRESOLVABLE = {"anyOf": [{"$ref": f"#/$defs/no{i}"} for i in range(1900)]}
+NESTED_TARGETS = {
+    "$defs": {"a": json.loads('{"items":' * 100 + '{"enum":[' + "1," * 8000 + "1]}" + "}" * 100)},
+    "anyOf": [{"$ref": "#/$defs/a" + "/items" * i} for i in range(100)],
+}
+
+
+@pytest.mark.parametrize("schema", [UNRESOLVABLE, NESTED_TARGETS], ids=["of nothing", "of parts of one part"])
+def test_references_are_followed_in_time_linear_in_the_schema(schema):
+    start_s = time.thread_time()
+    with pytest.raises(GrammarError, match="its references followed"):
+        of_json(schema)
+    assert time.thread_time() - start_s < 0.4
+
+
+def test_references_count_once_for_each_target():
+    same = {"type": "array", "items": {"type": "array", "items": {"type": "null"}}}
+    of_json({"$defs": {"a": same}, "properties": {f"p{i}": {"$ref": "#/$defs/a"} for i in range(500)}})
+
+
+def test_huge_multiples_are_refused():
+    for value in (10**4000, 1e308, 1e-300):
+        with pytest.raises(GrammarError):
+            of_json({"multipleOf": value})
+
+
 def test_few_grammars_are_kept(compiler):
     first = of_regex("x{1}")
     compiler.compile(first)
