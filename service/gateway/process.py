@@ -9,9 +9,10 @@ import os
 import secrets
 import socket
 import ssl
+import warnings
 from collections.abc import AsyncIterator, Callable
 
-from aiohttp import web
+from aiohttp import BadContentDispositionHeader, BadContentDispositionParam, web
 
 from service.config import Settings
 from service.errors import StartupError
@@ -49,6 +50,9 @@ async def run_gateway(
 
     Raises StartupError where the model cannot be read or the port cannot be had. `broker` stays the caller's to close.
     """
+    # Python would print each new malformed form that a client sends, and remember it.
+    warnings.simplefilter("ignore", BadContentDispositionHeader)
+    warnings.simplefilter("ignore", BadContentDispositionParam)
     model = await asyncio.to_thread(ServedModel.read, settings)
     keep_for_good()
     async with serving(settings, model, broker, tracing) as url:

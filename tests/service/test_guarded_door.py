@@ -1,6 +1,7 @@
 """The door of a real gateway process against those who are slow, many, unknown or in the clear."""
 
 import asyncio
+import base64
 import json
 import os
 import ssl
@@ -200,3 +201,29 @@ def test_a_certificate_that_cannot_be_used_is_one_line(tmp_path):
             Served(tmp_path / "data", *flags).kill()
         assert word in str(failure.value)
         assert "Traceback" not in str(failure.value)
+
+
+async def test_malformed_headers_queries_and_forms_are_400_and_print_nothing(served):
+    form = "multipart/form-data; boundary=b"
+    part = "--b\r\nContent-Disposition: form-data; {}\r\n\r\n{{}}\r\n--b--\r\n"
+    cases = [
+        ("POST", "/v1/completions", {"Origin": "http://["}, "{}"),
+        ("POST", "/v1/completions", {"Origin": "http://user:p@ss@["}, "{}"),
+        ("POST", "/v1/completions", {"Origin": "http://[1:2:3:4:5:6:7:8:9]x"}, "{}"),
+        ("GET", "/v1/batches?limit=000000001" + "0" * 5000, {}, ""),
+        ("GET", "/v1/batches?limit=00000000199999", {}, ""),
+        ("POST", "/v1/files", {"Content-Type": form}, part.format("name=file; filename*=nonsense''%ff")),
+        ("POST", "/v1/files", {"Content-Type": form}, part.format("=\x1b[2J;;;")),
+    ]
+    num_lines = len(served.lines)
+    password = base64.b64encode(f"me:{KEY}".encode()).decode()
+    for method, path, headers, body in cases:
+        sent = {"Host": "localhost", "Authorization": f"Basic {password}", "Content-Length": str(len(body)), **headers}
+        client = await RawClient.connect(served.url)
+        head = "".join(f"{name}: {value}\r\n" for name, value in sent.items())
+        await client.send(f"{method} {path} HTTP/1.1\r\n{head}\r\n{body}".encode())
+        status, answer = await client.whole_response()
+        assert (status, json.loads(answer)["error"]["type"]) == (400, "invalid_request_error"), (path, headers)
+        await client.close()
+    assert status_of(f"{served.url}/v1/models", KEY) == 200
+    assert served.lines[num_lines:] == []

@@ -49,6 +49,23 @@ class RawClient:
     async def read_until(self, mark: bytes) -> bytes:
         return await self._reader.readuntil(mark)
 
+    async def whole_response(self, has_body: bool = True) -> tuple[int, bytes]:
+        """Status and body, in chunks or not, behind any interim ones; `has_body`: False of an answer to HEAD.
+        IncompleteReadError where the server closes before the end."""
+        while (told := await self._reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100 "):
+            pass
+        lines = told.decode("latin-1").lower().split("\r\n")
+        headers = dict(line.split(": ", 1) for line in lines[1:] if line)
+        if not has_body:
+            return int(lines[0].split()[1]), b""
+        if "chunked" not in headers.get("transfer-encoding", ""):
+            body = self._reader.readexactly(int(headers["content-length"])) if "content-length" in headers else None
+            return int(lines[0].split()[1]), await (body or self._reader.read())
+        chunks = []
+        while size := int(await self._reader.readuntil(b"\r\n"), 16):
+            chunks.append(await self._reader.readexactly(size + 2))
+        return int(lines[0].split()[1]), b"".join(chunk[:-2] for chunk in chunks)
+
     async def at_eof(self) -> bool:
         """Waits for the server to close."""
         try:

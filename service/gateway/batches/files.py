@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from typing import Any
 
 from aiohttp import BodyPartReader, web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from service.errors import RequestError
 from service.gateway.endpoints.completions import refuse_idempotency_key
@@ -19,6 +19,8 @@ from service.gateway.openai.bodies import unknown_field
 from service.wire import keys
 from service.wire.batches import BatchStore, StoredFile
 from service.wire.broker import BrokerUnavailable, DoorBroker
+
+log = logging.getLogger("quire.gateway")
 
 Json = dict[str, Any]
 
@@ -52,7 +54,10 @@ class Files:
                 form = await self._form(http)
         except TimeoutError:
             raise RequestError(408, "The body did not arrive in time.", code="request_timeout") from None
-        except (ValueError, HttpProcessingError):
+        except (RequestError, ConnectionError, web.HTTPException):
+            raise
+        except Exception as error:  # aiohttp's reader of forms fails in any way: an unknown charset is a LookupError
+            log.debug("a form could not be read: %r", error)
             raise RequestError(400, "The body is no well-formed form.", code="invalid_body") from None
         if form.get("purpose") != INPUT.encode():
             raise refusal("purpose", f"must be '{INPUT}'")
@@ -68,8 +73,8 @@ class Files:
         return json_response(file_json(stored))
 
     async def _form(self, http: web.Request) -> dict[str, bytes]:
-        """The fields `file` and `purpose`, and the name of the file. Raises RequestError (400, 413), and ValueError and
-        HttpProcessingError for what is no form."""
+        """The fields `file` and `purpose`, and the name of the file. Raises RequestError (400, 413), and anything for
+        what is no form."""
         form: dict[str, bytes] = {}
         reader = await http.multipart()
         while (part := await reader.next()) is not None:

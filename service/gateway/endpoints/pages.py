@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ def is_ascending(http: web.Request) -> bool:
 def page_json(http: web.Request, items: Sequence[Json], default_limit: int) -> Json:
     """OpenAI's list object: of `items` those behind `after`, `limit` at most. Raises RequestError (400)."""
     text = http.query.get("limit", str(default_limit))
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= MAX_PAGE):
+    if not (re.fullmatch(r"[0-9]{1,9}", text) and 1 <= int(text) <= MAX_PAGE):
         raise refusal("limit", f"must be between 1 and {MAX_PAGE}")
     after, start = http.query.get("after"), 0
     if after is not None:

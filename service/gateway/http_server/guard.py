@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from http import HTTPStatus
 from typing import Any
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from service.config import Settings
 from service.errors import RequestError
@@ -123,6 +123,10 @@ def worded(handler: Handler) -> Handler:
     """`handler`, but what aiohttp refuses before any middleware runs (an Expect header) is worded like all else."""
 
     async def handle(http: web.Request) -> web.StreamResponse:
+        expectation = http.headers.get("Expect", "")
+        if expectation and http.version >= HttpVersion11 and expectation.lower() != "100-continue":
+            # aiohttp would repeat the header in its refusal, and fails where it is not UTF-8.
+            return error_response(RequestError(417, "Expectation Failed."))
         try:
             return await handler(http)
         except web.HTTPException as error:

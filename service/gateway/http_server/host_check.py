@@ -6,12 +6,14 @@ import ipaddress
 import re
 import socket
 from collections.abc import Sequence
-from urllib.parse import urlsplit
 
 from service.config import Settings
 from service.errors import RequestError
 
 _HOST = re.compile(r"([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
+_ORIGIN = re.compile(rf"[A-Za-z][A-Za-z0-9+.-]*://((?:{_HOST.pattern})?)")
+OPAQUE_ORIGIN = "null"
+"""A page without an origin of its own: a sandboxed frame, a local file."""
 
 
 class HostCheck:
@@ -40,9 +42,12 @@ class HostCheck:
 
     def require_own_page(self, origins: Sequence[str], hosts: Sequence[str]) -> None:
         """`origins` are the request's Origin headers: where the page was from that a browser sends it for. Raises
-        RequestError (403) for a page that is not ours."""
+        RequestError (403) for a page that is not ours, and (400) for what is no origin."""
         for origin in origins:
-            place = urlsplit(origin).netloc.lower()
+            found = _ORIGIN.fullmatch(origin)
+            if found is None and origin != OPAQUE_ORIGIN:
+                raise RequestError(400, "The Origin header is malformed.", code="bad_origin")
+            place = found[1].lower() if found else ""
             is_ours = place in [host.lower() for host in hosts] or (self._is_listed and self._knows(_bare(place)))
             if not place or not is_ours:
                 raise RequestError(403, "Pages of other origins may not send requests here.", code="cross_origin")
