@@ -139,8 +139,8 @@ class Settings:
     # Queue
     redis_url: str | None = _setting(
         None,
-        "redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://; serve starts a server of its own "
-        "without it",
+        "redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://; its password is better kept in "
+        "--redis-password-file; serve starts a server of its own without it",
         verbs=(SERVE, GATEWAY, WORKER),
     )
     redis_password_file: Path | None = _path(
@@ -180,7 +180,8 @@ class Settings:
     port: int = _integer(8000, "port to listen on; 0 takes a free one", verbs=_DOOR_VERBS, low=0, high=65535)
     api_key: tuple[str, ...] = _setting(
         (),
-        "keys that clients may show, separated by commas; without it only those of --api-key-file, or none is asked",
+        "keys that clients may show, separated by commas; as a flag the host's other users can read it: prefer "
+        "--api-key-file or the variable; without it only those of --api-key-file, or none is asked",
         verbs=_DOOR_VERBS,
         parse=keys,
     )

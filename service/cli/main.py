@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -20,11 +21,14 @@ from service.cli.completion import add_completion_flags, completion_script
 from service.cli.dead import add_dead_flags, run_dead
 from service.cli.key import add_key_flags, run_key
 from service.cli.parts import gateway_command, worker_command
+from service.cli.secret_flags import hide_secrets
 from service.cli.serve import serve_command
 from service.config import BENCH, VERBS, Settings
 from service.config_sources import add_flags, read_settings
 from service.errors import StartupError
 from service.logs import setup_logs
+
+log = logging.getLogger("quire.cli")
 
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "model" / "demo"
 
@@ -114,6 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if unknown:
             raise StartupError(_not_known(unknown[0], _flags_of(parser, flags)))
+        warnings = hide_secrets(flags)
         if flags.verb in OTHER_VERBS:
             return OTHER_VERBS[flags.verb][2](flags)
         settings = read_settings(flags.verb, flags, os.environ)
@@ -122,6 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if flags.verb != BENCH and not settings.model.is_dir():
             raise StartupError(f"--model: {settings.model} is no folder on this machine; nothing is downloaded")
         setup_logs(settings.log_level)
+        for warning in warnings:
+            log.warning("%s", warning)
         return COMMANDS[flags.verb](settings, flags)
     except BrokenPipeError:  # the reader of our output has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

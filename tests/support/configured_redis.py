@@ -11,7 +11,7 @@ from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from service.wire.broker import DoorBroker
-from service.wire.embedded_redis import _find_program
+from service.wire.embedded_redis import find_program
 from service.wire.redis_broker import RedisBroker, open_redis_broker
 from tests.support.served import REPOSITORY
 
@@ -28,7 +28,7 @@ class ConfiguredRedis:
         users = folder / "users.acl"
         users.write_text(server_acl())
         self.socket = folder / "redis.sock"
-        command = [_find_program(), str(DEPLOY / "redis.conf"), "--port", "0", "--unixsocket", str(self.socket)]
+        command = [find_program(), str(DEPLOY / "redis.conf"), "--port", "0", "--unixsocket", str(self.socket)]
         self._process = subprocess.Popen(
             [*command, "--dir", str(folder), "--aclfile", str(users), *flags], stdout=subprocess.DEVNULL
         )

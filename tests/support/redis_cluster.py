@@ -43,7 +43,7 @@ class Node:
         self._tls: dict[str, Any] = {}
         self.port = free_port()
         try:
-            words = [embedded_redis._find_program(), "--bind", "127.0.0.1", "--dir", str(folder), "--save", ""]
+            words = [embedded_redis.find_program(), "--bind", "127.0.0.1", "--dir", str(folder), "--save", ""]
         except StartupError as error:
             pytest.skip(str(error))
         words += ["--cluster-enabled", "yes", "--cluster-node-timeout", str(NODE_TIMEOUT_MS)]

@@ -30,7 +30,7 @@ def add_client_flags(parser: argparse.ArgumentParser) -> None:
         default=os.environ.get(URL) or "http://127.0.0.1:8000",
         help=f"of the service (default: %(default)s; ${URL})",
     )
-    parser.add_argument("--api-key", help=f"shown to the service; without it the first of ${KEY}")
+    parser.add_argument("--api-key", help=f"shown to the service; better given as ${KEY}, its first is used")
 
 
 class Api:

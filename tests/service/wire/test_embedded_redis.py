@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -17,7 +19,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from service.errors import StartupError
-from service.wire import embedded_redis
+from service.wire import data_folder, embedded_redis
 from service.wire.embedded_redis import EmbeddedRedis
 
 PARENT = """
@@ -82,7 +84,7 @@ def test_a_long_folder_gets_a_short_socket(tmp_path):
 
 
 def test_two_instances_do_not_share_a_folder(data_dir, monkeypatch):
-    monkeypatch.setattr(embedded_redis, "LOCK_WAIT_S", 0.1)
+    monkeypatch.setattr(data_folder, "LOCK_WAIT_S", 0.1)
     server = EmbeddedRedis.start(data_dir)
     with pytest.raises(StartupError, match="in use by another Quire"):
         EmbeddedRedis.start(data_dir)
@@ -147,6 +149,151 @@ def test_a_missing_program_is_one_clear_line(data_dir, monkeypatch):
     monkeypatch.setattr(embedded_redis.shutil, "which", lambda name: None)
     monkeypatch.setattr(embedded_redis.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(StartupError, match="no redis-server or valkey-server found"):
+        EmbeddedRedis.start(data_dir)
+
+
+FAKE = """#!/bin/sh
+[ "$1" = --version ] && echo "Redis server v=6.0.16 sha=0:0 malloc=libc bits=64 build=0" && exit
+echo "# Can't handle RDB format version 80"
+exit 1
+"""
+
+
+@pytest.fixture
+def old_server(tmp_path):
+    """A program that says it is an old server, and that reads nothing."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("redis-server", "valkey-server"):
+        (folder / name).write_text(FAKE)
+        (folder / name).chmod(0o755)
+    return folder / "redis-server"
+
+
+def test_the_bundled_server_runs_whatever_is_on_the_path(data_dir, old_server, monkeypatch):
+    monkeypatch.setenv("PATH", f"{old_server.parent}:{os.environ['PATH']}")
+    server = EmbeddedRedis.start(data_dir)
+    with Redis.from_url(server.url) as redis:
+        version = redis.info("server")["valkey_version"]
+        redis.set("a", "b")
+    server.stop()
+    assert (data_dir / "written-by").read_text() == f"valkey {version}\n"
+
+
+def test_without_a_bundled_server_one_on_the_path_runs(data_dir, old_server, monkeypatch):
+    bundled = embedded_redis.find_program()
+    monkeypatch.setattr(embedded_redis.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", f"{Path(bundled).parent}:/usr/bin:/bin")
+    EmbeddedRedis.start(data_dir).stop()
+    monkeypatch.setenv("PATH", f"{old_server.parent}:/usr/bin:/bin")
+    with pytest.raises(StartupError, match=r"was written by valkey [0-9.]+, and redis 6\.0\.16 cannot read it"):
+        EmbeddedRedis.start(data_dir)
+    monkeypatch.setenv("PATH", f"{Path(bundled).parent}:/usr/bin:/bin")
+    EmbeddedRedis.start(data_dir).stop()
+
+
+@pytest.mark.parametrize("note", [None, b"", b"\xff", b"x" * 9000, b"redis\x1b[2J 9\n"])
+def test_data_without_a_good_note_are_anothers(data_dir, old_server, monkeypatch, note):
+    EmbeddedRedis.start(data_dir).stop()
+    (data_dir / "written-by").unlink()
+    if note is not None:
+        (data_dir / "written-by").write_bytes(note)
+    monkeypatch.setattr(embedded_redis, "find_program", lambda: str(old_server))
+    with pytest.raises(
+        StartupError, match=r"was written by another server, or is damaged, and redis 6\.0\.16 cannot"
+    ) as error:
+        EmbeddedRedis.start(data_dir)
+    assert str(error.value).isprintable()
+
+
+def test_an_old_server_on_a_folder_without_data_just_does_not_start(data_dir, old_server, monkeypatch):
+    monkeypatch.setattr(embedded_redis, "find_program", lambda: str(old_server))
+    with pytest.raises(StartupError, match="ended at once: # Can't handle"):
+        EmbeddedRedis.start(data_dir)
+
+
+INSTALLED = shutil.which("redis-server") or shutil.which("valkey-server")
+
+
+@pytest.mark.skipif(INSTALLED is None, reason="no redis-server of the system is installed")
+def test_an_installed_server_reads_the_folder_or_says_who_wrote_it(data_dir, monkeypatch):
+    """And what it wrote itself, the bundled one reads, or says who wrote it."""
+    bundled = embedded_redis.find_program()
+    for first, second in ((bundled, INSTALLED), (INSTALLED, bundled)):
+        folder = data_dir / Path(first).name
+        monkeypatch.setattr(embedded_redis, "find_program", lambda first=first: first)
+        server = EmbeddedRedis.start(folder)
+        with Redis.from_url(server.url) as redis:
+            redis.set("a", "b")
+        server.stop()
+        monkeypatch.setattr(embedded_redis, "find_program", lambda second=second: second)
+        try:
+            server = EmbeddedRedis.start(folder)
+        except StartupError as error:
+            problem = str(error)
+        else:
+            problem = None
+            with Redis.from_url(server.url) as redis:
+                assert redis.get("a") == b"b"
+            server.stop()
+        assert problem is None or re.search(r"was written by \w+ [0-9.]+, and \w+ [0-9.]+ cannot read it", problem)
+
+
+def test_a_program_that_does_not_say_its_version_is_one_clear_line(data_dir, monkeypatch):
+    monkeypatch.setattr(embedded_redis, "find_program", lambda: "/bin/true")
+    with pytest.raises(StartupError, match="does not say which version"):
+        EmbeddedRedis.start(data_dir)
+
+
+def modes(folder: Path) -> dict[str, int]:
+    return {str(path.relative_to(folder)): stat.S_IMODE(path.lstat().st_mode) for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022])
+def test_its_files_are_private_whatever_the_folder_is(data_dir, umask):
+    data_dir.mkdir(mode=0o755, exist_ok=True)
+    data_dir.chmod(0o755)
+    before = os.umask(umask)
+    try:
+        server = EmbeddedRedis.start(data_dir)
+        with Redis.from_url(server.url) as redis:
+            redis.set("a", "b")
+            redis.bgrewriteaof()
+            while redis.info("persistence")["aof_rewrite_in_progress"]:
+                time.sleep(0.01)
+        found = modes(data_dir)
+        server.stop()
+    finally:
+        os.umask(before)
+    assert {"lock", "redis.log", "written-by", "appendonlydir", "socket"} <= found.keys()
+    assert {name: oct(mode) for name, mode in found.items() if mode & 0o077} == {}
+    assert stat.S_IMODE(data_dir.stat().st_mode) == 0o755, "the folder is its owner's"
+
+
+def test_files_that_others_can_read_become_private(data_dir, caplog):
+    EmbeddedRedis.start(data_dir).stop()
+    for path in data_dir.rglob("*"):
+        path.chmod(0o777 if path.is_dir() else 0o666)
+    EmbeddedRedis.start(data_dir).stop()
+    assert {name: oct(mode) for name, mode in modes(data_dir).items() if mode & 0o077} == {}
+    assert len([record for record in caplog.records if "others could read" in record.getMessage()]) == 1
+
+
+def test_a_link_in_the_place_of_its_log_is_not_followed(data_dir, tmp_path):
+    EmbeddedRedis.start(data_dir).stop()
+    theirs = tmp_path / "theirs"
+    theirs.write_text("not for us to empty")
+    (data_dir / "redis.log").unlink()
+    (data_dir / "redis.log").symlink_to(theirs)
+    with pytest.raises(StartupError):
+        EmbeddedRedis.start(data_dir)
+    assert theirs.read_text() == "not for us to empty"
+
+
+def test_files_of_another_user_are_refused(data_dir, monkeypatch):
+    EmbeddedRedis.start(data_dir).stop()
+    monkeypatch.setattr(data_folder.os, "geteuid", lambda: os.getuid() + 12345)
+    with pytest.raises(StartupError, match="belongs to another user"):
         EmbeddedRedis.start(data_dir)
 
 

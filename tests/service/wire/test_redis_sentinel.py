@@ -32,7 +32,7 @@ class Server:
     def __init__(self, folder: Path, *options: str, config: str | None = None):
         folder.mkdir()
         self.port = free_port()
-        words = [embedded_redis._find_program()]
+        words = [embedded_redis.find_program()]
         if config is not None:
             (folder / "sentinel.conf").write_text(f"port {self.port}\ndir {folder}\n{config}")
             words += [str(folder / "sentinel.conf"), "--sentinel"]

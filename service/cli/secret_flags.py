@@ -1,0 +1,54 @@
+"""Takes secrets that were given as flags out of the process list, where every user of the host can read them.
+
+They stand there until this runs, about a second after the start: a file or a variable keeps them out from the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+from pathlib import Path
+
+SECRET_FLAGS = {
+    "api_key": "--api-key-file or QUIRE_API_KEY",
+    "shown_key": "QUIRE_API_KEY",
+    "redis_url": "--redis-password-file or QUIRE_REDIS_URL",
+}
+"""By their place among the flags, what to give in their stead."""
+
+ARG_START, ARG_END = 45, 46
+"""Fields 48 and 49 of /proc/self/stat, counted from behind the command's name."""
+
+
+def hide_secrets(flags: argparse.Namespace) -> list[str]:
+    """Overwrite this process's secret arguments with asterisks (on Linux); one warning for each flag that held one."""
+    secrets = {name: getattr(flags, name, None) for name in SECRET_FLAGS}
+    secrets = {name: text for name, text in secrets.items() if text and (name != "redis_url" or has_password(text))}
+    if secrets:
+        _overwrite({text.encode("utf-8", "surrogateescape") for text in secrets.values()})
+    return [
+        f"--{name.replace('_', '-')}: other users of this host could read it in the process list: "
+        f"use {SECRET_FLAGS[name]}"
+        for name in secrets
+    ]
+
+
+def has_password(url: str) -> bool:
+    rest = url.partition("://")[2]
+    return ":" in rest.rpartition("@")[0] or "password=" in rest
+
+
+def _overwrite(secrets: set[bytes]) -> None:
+    try:
+        fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+        start, end = int(fields[ARG_START]), int(fields[ARG_END])
+    except (OSError, IndexError, ValueError):  # not Linux, or /proc is not there
+        return
+    if not 0 < start < end:
+        return
+    position = start
+    for argument in ctypes.string_at(start, end - start).split(b"\0"):
+        value = argument.partition(b"=")[2] if argument.startswith(b"--") else argument
+        if value in secrets:
+            ctypes.memset(position + len(argument) - len(value), ord("*"), len(value))
+        position += len(argument) + 1
