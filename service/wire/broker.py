@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Protocol
 
 from service.wire.batches import BatchStore
@@ -13,7 +14,13 @@ from service.wire.responses import ResponseStore
 
 
 class BrokerUnavailable(Exception):
-    """The queue cannot be reached or takes no writes now; nothing was accepted. Try again later."""
+    """The queue cannot be reached or takes no writes now. Try again later. Unless it is an OutcomeUnknown, nothing was
+    written."""
+
+
+class OutcomeUnknown(BrokerUnavailable):
+    """The queue was asked and did not answer: what was asked may have happened, or may still happen. Ask again under
+    the same id, or leave it so that somebody else can; it is not a refusal."""
 
 
 SUSPECT_AFTER_DEATHS = 2
@@ -89,6 +96,21 @@ class IngressEntry:
     was_left: bool = False  # by a gateway that is gone; it may have replied in part
 
 
+class Standing(Enum):
+    """Whose a reply stream is, as the gateway hears that has fetched an entry."""
+
+    OURS = 1  # the entry's
+    TAKEN = 0  # the entry's, which another gateway has by now
+    REPEATED = -1  # an earlier entry's with the same message: its producer has written it twice
+    IN_USE = -2  # an earlier entry's, with another message, whose last reply is not there yet
+
+
+@dataclass(frozen=True)
+class ReplyStream:
+    standing: Standing
+    replies: Sequence[bytes] = ()  # so far, where it is OURS; numbers 1, 2, 3, ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
     """How much may wait; None: as much as comes. Tokens are what jobs may cost (fair_queue.cost_of)."""
@@ -150,8 +172,9 @@ class DoorBroker(BatchStore, ResponseStore, Protocol):
 
     async def submit(self, job: Job, bounds: Bounds = UNBOUNDED, record: RequestRecord | None = None) -> None:
         """The job is accepted when this returns; a second time changes nothing. With it, in the same atomic act, the
-        `record` of its request is kept as by `remember`. Raises QueueFull, BrokerUnavailable, or WireError for one that
-        is too large."""
+        `record` of its request is kept as by `remember`. A lost answer is asked for again under the same id, for a few
+        seconds. Raises QueueFull, BrokerUnavailable, OutcomeUnknown where the job may have been accepted, or WireError
+        for one that is too large."""
 
     async def backlog(self, tenant: str) -> Backlog:
         """What waits, and what of it is this tenant's."""
@@ -189,8 +212,8 @@ class DoorBroker(BatchStore, ResponseStore, Protocol):
         """Say that the fetched entries are still worked on, every INGRESS_KEEP_S: those of which nobody says so for
         INGRESS_LEFT_S go to another gateway. Returns entries that have gone there."""
 
-    async def read_replies(self, producer: str, producer_job_id: str) -> Sequence[bytes]:
-        """What was appended so far to the reply stream of (producer, producer_job_id)."""
+    async def begin_replies(self, entry: IngressEntry, reply_id: str) -> ReplyStream:
+        """The entry, which was fetched here, is going to be answered in the reply stream `reply_id` of its producer."""
 
     async def settle_ingress(self, entry: IngressEntry) -> None:
         """The entry has its final reply and is removed."""
@@ -199,18 +222,24 @@ class DoorBroker(BatchStore, ResponseStore, Protocol):
         """Nobody works on the entry here any more. Unless it is settled, it goes to whoever asks INGRESS_LEFT_S after
         the last word of it."""
 
-    async def reply(self, producer: str, producer_job_id: str, payload: bytes) -> None:
-        """Append to the reply stream of (producer, producer_job_id); it lives a while after the last write."""
+    async def reply(
+        self, entry: IngressEntry, reply_id: str, number: int, payload: bytes, *, is_last: bool = False
+    ) -> bool:
+        """Append reply `number` to the stream that `begin_replies` gave the entry, once: a second write of a number, or
+        one behind the last reply, changes nothing. The stream lives a while after the last write. False: nothing was
+        written, for the entry is another gateway's now."""
 
     async def remember(self, record: RequestRecord, idempotency: str | None = None) -> str:
         """Keep a record until LOG_ENDED_TTL_S after its deadline. Where another request came first under the same
-        `idempotency` (a hash), nothing is kept and that one's id is returned, else the record's own."""
+        `idempotency` (a hash) and its record is there, nothing is kept and that one's id is returned, else the record's
+        own."""
 
     async def recall(self, request_id: str) -> RequestRecord | None:
         """The record, while it is kept. Raises ValueError for an id outside [A-Za-z0-9_.-]{1,128}."""
 
-    async def forget(self, request_id: str, idempotency: str | None = None) -> None:
-        """Take the record away, and what it was kept under: the request was not accepted after all."""
+    async def forget(self, request_id: str, idempotency: str | None = None, unless_there: str | None = None) -> None:
+        """Take the record away, and its idempotency key unless another request has it by now: the request was not
+        accepted after all. Nothing happens where `unless_there`, one of its jobs, was accepted."""
 
     async def last_events(self, job_ids: Sequence[str]) -> Sequence[Event | None]:
         """By job, the last event that stands in its log; None where none does."""

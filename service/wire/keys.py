@@ -181,9 +181,15 @@ def ingress(producer: str) -> str:
 
 
 def reply(producer: str, producer_job_id: str) -> str:
-    """Stream. Replies to one job of a foreign producer, m = Reply. Doors write, that producer reads. REPLY_TTL_S after
-    the last write."""
+    """Stream. Replies to one job of a foreign producer, m = Reply; the entry `<number>-0` is reply `<number>`, so none
+    can be there twice. Doors write, that producer reads. REPLY_TTL_S after the last write."""
     return f"{{quire}}:reply:{_name(producer)}:{_name(producer_job_id)}"
+
+
+def reply_of(producer: str, producer_job_id: str) -> str:
+    """Hash. Which ingress entry the replies answer: entry, digest of its message, done (the number of the last). Doors
+    write and read. LOG_RUNNING_TTL_S, REPLY_TTL_S from the last reply on."""
+    return f"{{quire}}:reply:{_name(producer)}:{_name(producer_job_id)}:of"
 
 
 def _name(name: str) -> str:

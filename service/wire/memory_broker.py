@@ -23,7 +23,9 @@ from service.wire.broker import (
     IngressEntry,
     Lease,
     QueueState,
+    ReplyStream,
     Room,
+    Standing,
 )
 from service.wire.memory_batches import MemoryBatches
 from service.wire.memory_queue import MemoryQueue
@@ -94,8 +96,22 @@ class MemoryBroker(MemoryBatches, MemoryResponses):
         self._check_open()
         return []
 
-    async def read_replies(self, producer: str, producer_job_id: str) -> Sequence[bytes]:
-        return self.replies(producer, producer_job_id)
+    async def begin_replies(self, entry: IngressEntry, reply_id: str) -> ReplyStream:
+        self._check_open()
+        keys.reply(entry.producer, reply_id)
+        if entry not in self._ingress:
+            return ReplyStream(Standing.TAKEN)
+        name = (entry.producer, reply_id)
+        first = self.queue.reply_owners.get(name, entry)
+        if first.entry_id != entry.entry_id:
+            if first.payload == entry.payload:
+                return ReplyStream(Standing.REPEATED)
+            if name not in self.queue.replies_done:
+                return ReplyStream(Standing.IN_USE)
+            self.queue.replies_done.remove(name)
+            del self.queue.replies[name]
+        self.queue.reply_owners[name] = entry
+        return ReplyStream(Standing.OURS, self.replies(entry.producer, reply_id))
 
     async def settle_ingress(self, entry: IngressEntry) -> None:
         self._check_open()
@@ -104,13 +120,22 @@ class MemoryBroker(MemoryBatches, MemoryResponses):
     def leave_ingress(self, entry: IngressEntry) -> None:
         if entry in self._ingress:
             self._ingress.remove(entry)
-            again = (entry.producer, entry.payload, True)
-            asyncio.get_running_loop().call_later(keys.INGRESS_LEFT_S, self.queue.produce, *again)
+            left = replace(entry, was_left=True)
+            asyncio.get_running_loop().call_later(keys.INGRESS_LEFT_S, self.queue.give_entry, left)
 
-    async def reply(self, producer: str, producer_job_id: str, payload: bytes) -> None:
+    async def reply(
+        self, entry: IngressEntry, reply_id: str, number: int, payload: bytes, *, is_last: bool = False
+    ) -> bool:
         self._check_open()
-        keys.reply(producer, producer_job_id)
-        self.queue.replies.setdefault((producer, producer_job_id), []).append(payload)
+        name = (entry.producer, reply_id)
+        keys.reply(*name)
+        if name not in self.queue.replies_done:
+            if entry not in self._ingress or self.queue.reply_owners.get(name, entry).entry_id != entry.entry_id:
+                return False
+            self.queue.write_reply(name, number, payload)
+            if is_last:
+                self.queue.replies_done.add(name)
+        return True
 
     async def remember(self, record: RequestRecord, idempotency: str | None = None) -> str:
         self._check_open()
@@ -120,8 +145,9 @@ class MemoryBroker(MemoryBatches, MemoryResponses):
         keys.request(request_id)
         return self.queue.requests.recall(request_id)
 
-    async def forget(self, request_id: str, idempotency: str | None = None) -> None:
-        self.queue.requests.forget(request_id, idempotency)
+    async def forget(self, request_id: str, idempotency: str | None = None, unless_there: str | None = None) -> None:
+        if unless_there is None or not self.queue.has(unless_there):
+            self.queue.requests.forget(request_id, idempotency)
 
     async def last_events(self, job_ids: Sequence[str]) -> Sequence[Event | None]:
         logs = [self.queue.logs.get(job_id) for job_id in job_ids]

@@ -39,7 +39,9 @@ class MemoryQueue:
         self.cancels: list[Cancel] = []
         self.cards: dict[str, WorkerCard] = {}
         self.looked_at_until_s = 0.0
-        self.replies: dict[tuple[str, str], list[bytes]] = {}
+        self.replies: dict[tuple[str, str], list[bytes]] = {}  # by producer and its name for the job
+        self.reply_owners: dict[tuple[str, str], IngressEntry] = {}
+        self.replies_done: set[tuple[str, str]] = set()
         self.requests = MemoryRequests()
         self.shelf = MemoryShelf()
         self.responses: Shelf = {}
@@ -76,7 +78,7 @@ class MemoryQueue:
     def submit(self, job: Job, bounds: Bounds) -> bool:
         """Whether it was not there before. Raises QueueFull."""
         self._forget_old()
-        if job.job_id in self._states or job.job_id in self.logs:
+        if self.has(job.job_id):
             return False
         if job.job_id not in self._tombstones:
             self._check_room(job, bounds)
@@ -87,6 +89,10 @@ class MemoryQueue:
             self._end(job.job_id, reason)
         self.tell()
         return True
+
+    def has(self, job_id: str) -> bool:
+        """Whether the job was accepted, a while after its end at most."""
+        return job_id in self._states or job_id in self.logs
 
     def _check_room(self, job: Job, bounds: Bounds) -> None:
         for tenant, max_jobs, max_tokens in (
@@ -245,8 +251,17 @@ class MemoryQueue:
 
     def produce(self, producer: str, payload: bytes, was_left: bool) -> None:
         self._num_entries += 1
-        self.ingress_of(producer).append(IngressEntry(producer, f"{self._num_entries}-0", payload, was_left))
+        self.give_entry(IngressEntry(producer, f"{self._num_entries}-0", payload, was_left))
+
+    def give_entry(self, entry: IngressEntry) -> None:
+        self.ingress_of(entry.producer).append(entry)
         self.tell()
+
+    def write_reply(self, name: tuple[str, str], number: int, payload: bytes) -> None:
+        """Once: a number that is there stays as it is."""
+        replies = self.replies.setdefault(name, [])
+        if number > len(replies):
+            replies.append(payload)
 
     def tell(self) -> None:
         """Wake who waits; who looks now and finds nothing waits for the next time."""

@@ -21,9 +21,10 @@ class MemoryRequests:
         self._forget_old(now_s)
         until_s = record.deadline_s + keys.LOG_ENDED_TTL_S
         if idempotency is not None:
-            holder, _ = self._holders.setdefault(idempotency, (record.request_id, until_s))
-            if holder != record.request_id:
+            holder, _ = self._holders.get(idempotency, (record.request_id, until_s))
+            if holder != record.request_id and self.recall(holder) is not None:
                 return holder
+            self._holders[idempotency] = (record.request_id, until_s)
         self._records[record.request_id] = (record, until_s)
         return record.request_id
 
@@ -33,7 +34,8 @@ class MemoryRequests:
 
     def forget(self, request_id: str, idempotency: str | None) -> None:
         self._records.pop(request_id, None)
-        self._holders.pop(idempotency, None)
+        if self._holders.get(idempotency, ("", 0.0))[0] == request_id:
+            del self._holders[idempotency]
 
     def watch(self, request_id: str, for_s: float) -> None:
         self._watched[request_id] = time.monotonic() + for_s

@@ -6,11 +6,23 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
+from hashlib import sha256
 from typing import Any
 
 from service.logs import fields
 from service.wire import keys
-from service.wire.broker import QUEUE_LANES, UNBOUNDED, Backlog, Bounds, IngressEntry, Lane, QueueFull, QueueState
+from service.wire.broker import (
+    QUEUE_LANES,
+    UNBOUNDED,
+    Backlog,
+    Bounds,
+    IngressEntry,
+    Lane,
+    QueueFull,
+    QueueState,
+    ReplyStream,
+    Standing,
+)
 from service.wire.codec import WireError, decode, encode
 from service.wire.fair_queue import LANES
 from service.wire.messages import Cancel, Event, Job, RequestRecord, WorkerCard
@@ -28,6 +40,7 @@ class RedisDoor:
 
     def __init__(self, link: RedisLink, name: str):
         self._link = link
+        self._name = name
         self._feeds = FeedReader(link, self.submit)
         self._ingress = GroupReader(link, keys.INGRESS_GROUP, name)
         self._producers: dict[str, str] = {}  # by their streams
@@ -41,11 +54,14 @@ class RedisDoor:
             script_keys.append(keys.request(record.request_id))
             args += (encode(record), record_life_s(record, await self._link.now_s()))
         self._feeds.submitting(job)
-        answer = await self._link.script("submit", script_keys, args)
+        answer = await self._link.script_until_known("submit", script_keys, args)
         if answer[0] < 0:
             self._feeds.refused(job.job_id)
             raise QueueFull(of_tenant=answer[0] == -2, num_jobs=answer[1], num_tokens=answer[2])
-        self._feeds.submitted(job.job_id)
+        if answer[0] == 1 or answer[1].decode() == keys.feed(job.feed):
+            self._feeds.submitted(job.job_id)
+        else:
+            self._feeds.found(job.job_id)
 
     async def backlog(self, tenant: str) -> Backlog:
         async with self._link.commands() as redis, redis.pipeline(transaction=True) as pipeline:
@@ -125,10 +141,15 @@ class RedisDoor:
         lost = await self._ingress.keep()
         return [IngressEntry(self._producers[stream], entry_id, b"") for stream, entry_id in lost]
 
-    async def read_replies(self, producer: str, producer_job_id: str) -> Sequence[bytes]:
+    async def begin_replies(self, entry: IngressEntry, reply_id: str) -> ReplyStream:
+        digest = sha256(entry.payload).hexdigest()
+        args = [self._name, entry.entry_id, digest, keys.LOG_RUNNING_TTL_S]
+        standing, *num_replies = await self._link.script("begin_replies", _reply_keys(entry, reply_id), args)
+        if not any(num_replies):
+            return ReplyStream(Standing(standing))
         async with self._link.commands() as redis:
-            entries = await redis.xrange(keys.reply(producer, producer_job_id))
-        return [entry.get(keys.PAYLOAD, b"") for _, entry in entries]
+            entries = await redis.xrange(keys.reply(entry.producer, reply_id))
+        return ReplyStream(Standing.OURS, [fields.get(keys.PAYLOAD, b"") for _, fields in entries])
 
     async def settle_ingress(self, entry: IngressEntry) -> None:
         stream = keys.ingress(entry.producer)
@@ -141,16 +162,20 @@ class RedisDoor:
     def leave_ingress(self, entry: IngressEntry) -> None:
         self._ingress.release(keys.ingress(entry.producer), entry.entry_id)
 
-    async def reply(self, producer: str, producer_job_id: str, payload: bytes) -> None:
-        key = keys.reply(producer, producer_job_id)
-        async with self._link.commands() as redis, redis.pipeline(transaction=True) as pipeline:
-            pipeline.xadd(key, {keys.PAYLOAD_FIELD: payload})
-            pipeline.expire(key, keys.REPLY_TTL_S)
-            await pipeline.execute()
+    async def reply(
+        self, entry: IngressEntry, reply_id: str, number: int, payload: bytes, *, is_last: bool = False
+    ) -> bool:
+        args = [self._name, entry.entry_id, number, payload, int(is_last), keys.REPLY_TTL_S, keys.LOG_RUNNING_TTL_S]
+        return bool(await self._link.script("reply", _reply_keys(entry, reply_id), args))
 
     async def close_door(self) -> None:
         """Ends the readers; who follows a job then gets BrokerUnavailable."""
         await self._feeds.close()
+
+
+def _reply_keys(entry: IngressEntry, reply_id: str) -> list[str]:
+    names = (entry.producer, reply_id)
+    return [keys.ingress(entry.producer), keys.reply(*names), keys.reply_of(*names)]
 
 
 def _since_s(first: Sequence[tuple[bytes, Any]]) -> float | None:

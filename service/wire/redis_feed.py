@@ -72,6 +72,11 @@ class FeedReader:
         if job_id in self._own:
             self._accepted.add(job_id)
 
+    def found(self, job_id: str) -> None:
+        """It was there before: its events come through another gateway's feed, or are all in its log."""
+        self._disown(job_id)
+        self._adopt(job_id, 0)
+
     def refused(self, job_id: str) -> None:
         """The queue took it not: nothing will be heard of it."""
         self._disown(job_id)

@@ -34,6 +34,7 @@ from service.wire.broker import (
     MAX_DEATHS_IN_ALL,
     SUSPECT_AFTER_DEATHS,
     BrokerUnavailable,
+    OutcomeUnknown,
 )
 from service.wire.keys import FEED_MAX_ENTRIES, FEED_TTL_S, LOG_ENDED_TTL_S, LOG_RUNNING_TTL_S, QUEUE
 from service.wire.redis_address import PLAIN, read_address
@@ -107,7 +108,7 @@ class RedisLink:
     @asynccontextmanager
     async def commands(self) -> AsyncIterator[Redis]:
         """The client for short commands, all to be done within the timeout; what Redis or the way to it does wrong
-        comes out as BrokerUnavailable."""
+        comes out as BrokerUnavailable, and as OutcomeUnknown unless Redis itself has refused."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 yield self._client
@@ -115,7 +116,9 @@ class RedisLink:
             await self._forget_the_way(error)
             if str(error).startswith("EPOCH"):
                 raise DataLost(str(error)) from error
-            raise BrokerUnavailable(_cause(error)) from error
+            if isinstance(error, ResponseError):
+                raise BrokerUnavailable(_cause(error)) from error
+            raise OutcomeUnknown(_cause(error)) from error
 
     async def block(self, read: Callable[[Redis, int | None], Awaitable[Any]], wait_s: float) -> Any:
         """Run `read(client, block_ms)` on a connection of its own; block_ms is None where there is no time to wait.
@@ -182,6 +185,23 @@ class RedisLink:
                 return await redis.evalsha(digest, len(keys), *keys, *args)
             except NoScriptError:  # a restarted Redis has forgotten it
                 return await redis.eval(source, len(keys), *keys, *args)
+
+    async def script_until_known(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
+        """`script`, for one that changes nothing the second time: run again while its answer is lost. Raises
+        OutcomeUnknown where two timeouts have passed without an answer."""
+        give_up_s = time.monotonic() + 2 * self._timeout_s
+        lost = Outage(name)
+        while True:
+            try:
+                return await self.script(name, keys, args)
+            except BrokerUnavailable as error:
+                # After one lost answer, a refusal says nothing about the first try.
+                if not isinstance(error, OutcomeUnknown) and not lost.is_on:
+                    raise
+                wait_s = lost.failed(error)
+                if time.monotonic() + wait_s > give_up_s:
+                    raise OutcomeUnknown(str(error)) from error
+                await asyncio.sleep(wait_s)
 
     async def now_s(self) -> float:
         """Redis time, Unix seconds; asked for now and then, carried on by our monotonic clock."""

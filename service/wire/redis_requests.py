@@ -23,17 +23,12 @@ class RedisRequests:
 
     async def remember(self, record: RequestRecord, idempotency: str | None = None) -> str:
         life_s = record_life_s(record, await self._link.now_s())
-        key = keys.request(record.request_id)
-        async with self._link.commands() as redis, redis.pipeline(transaction=True) as pipeline:
-            pipeline.set(key, encode(record), ex=life_s)
-            if idempotency is not None:
-                pipeline.set(keys.idempotency(idempotency), record.request_id, ex=life_s, nx=True)
-                pipeline.get(keys.idempotency(idempotency))
-            answers = await pipeline.execute()
-            holder = record.request_id if idempotency is None else answers[-1].decode()
-            if holder != record.request_id:
-                await redis.delete(key)
-        return holder
+        script_keys = [keys.request(record.request_id)]
+        if idempotency is not None:
+            script_keys.append(keys.idempotency(idempotency))
+        before, _, behind = keys.request("-").partition("-")
+        args = [encode(record), life_s, record.request_id, before, behind]
+        return (await self._link.script_until_known("remember", script_keys, args)).decode()
 
     async def recall(self, request_id: str) -> RequestRecord | None:
         key = keys.request(request_id)
@@ -41,12 +36,12 @@ class RedisRequests:
             payload = await redis.get(key)
         return None if payload is None else decode(RequestRecord, payload)
 
-    async def forget(self, request_id: str, idempotency: str | None = None) -> None:
-        names = [keys.request(request_id)]
+    async def forget(self, request_id: str, idempotency: str | None = None, unless_there: str | None = None) -> None:
+        script_keys = [keys.request(request_id)]
         if idempotency is not None:
-            names.append(keys.idempotency(idempotency))
-        async with self._link.commands() as redis:
-            await redis.delete(*names)
+            script_keys.append(keys.idempotency(idempotency))
+        log_key = "" if unless_there is None else keys.events(unless_there)
+        await self._link.script("forget", script_keys, [request_id, unless_there or "", log_key])
 
     async def last_events(self, job_ids: Sequence[str]) -> Sequence[Event | None]:
         async with self._link.commands() as redis, redis.pipeline(transaction=False) as pipeline:

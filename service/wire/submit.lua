@@ -5,12 +5,14 @@
 -- ARGV[9] epoch, if there is none   ARGV[10] job   ARGV[11] message   ARGV[12] state   ARGV[13] deadline or ''
 -- ARGV[14] most jobs that may wait   ARGV[15] most tokens of all   ARGV[16] most tokens of one tenant; '' for no bound
 -- ARGV[17] the record   ARGV[18] its life (s); written if the job is accepted
--- Returns {1}; {0} for one that is there already; or, for one that finds no room, {-1, jobs, tokens} where the queue is
--- full, {-2, jobs, tokens} where its tenant has its share: what waits of all, or of the tenant.
+-- Returns {1}; {0, feed} for one that is there already, with the feed that gets its events, '' if it has ended; or, for
+-- one that finds no room, {-1, jobs, tokens} where the queue is full, {-2, jobs, tokens} where its tenant has its share:
+-- what waits of all, or of the tenant.
 
 redis.call('SET', EPOCH, ARGV[9], 'NX')
 local job, state = ARGV[10], cmsgpack.unpack(ARGV[12])
-if redis.call('HEXISTS', JOBS, job) == 1 or redis.call('EXISTS', state.log) == 1 then return {0} end
+local known = read_state(job)
+if known or redis.call('EXISTS', state.log) == 1 then return {0, known and known.feed or ''} end
 local function remember()
   if KEYS[11] then redis.call('SET', KEYS[11], ARGV[17], 'EX', ARGV[18]) end
 end

@@ -46,7 +46,7 @@ class Generations:
                 after = 0
                 await self._hall.keep(ticket)
             if ticket.request.background:
-                return await self._state(ticket, 202)
+                return await self._state(ticket, 202, was_accepted=bool(ticket.jobs))
             return await self._answer(http, ticket, self._hall.view(ticket), after)
 
         return handle
@@ -68,9 +68,9 @@ class Generations:
             state["status"] = "cancelling"
         return json_response(state)
 
-    async def _state(self, ticket: Ticket, status: int = 200) -> web.Response:
+    async def _state(self, ticket: Ticket, status: int = 200, *, was_accepted: bool = False) -> web.Response:
         headers = {REQUEST_ID: ticket.request_id, "Location": REQUEST_ROUTE.replace("{id}", ticket.request_id)}
-        return json_response(await self._hall.state(ticket), status, headers)
+        return json_response(await self._hall.state(ticket, was_accepted=was_accepted), status, headers)
 
     async def _answer(
         self, http: web.Request, ticket: Ticket, opened: AbstractAsyncContextManager[Run], after: int
@@ -98,6 +98,8 @@ class Generations:
             except Exception as error:
                 if not stream.started:
                     raise
+                if stream.is_done:
+                    return stream.response
                 told = error if isinstance(error, RequestError) else incident(error, "stream")
                 await stream.send_unnumbered(error_json(told))
         except ClientGone:

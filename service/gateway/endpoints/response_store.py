@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,27 +17,54 @@ from service.gateway.hall.hall import Hall
 from service.gateway.hall.ticket import Ticket
 from service.gateway.openai.response_form import RESPONSE_PREFIX
 from service.wire.broker import BrokerUnavailable
+from service.wire.keys import LOG_ENDED_TTL_S
 from service.wire.responses import StoredResponse
 
 Json = dict[str, Any]
 Answer = TypeVar("Answer")
 
 MAX_CONVERSATION_BYTES = 4 << 20
+PUT_WITHIN_S, PUT_RETRY_S = 6.0, 0.2
+SETTLE_WITHIN_S = float(LOG_ENDED_TTL_S)
+"""As long as that, the events of a response are there to make its answer from."""
 
 
 class ResponseShelf:
     def __init__(self, hall: Hall) -> None:
         self._hall = hall
         self._broker = hall.broker
+        self._background = hall.relay.background
         self._retention_s = hall.settings.response_retention
 
     async def put(self, record: StoredResponse) -> None:
-        """Raises RequestError (503)."""
-        await _or_503(self._broker.put_response(record, self._retention_s))
+        """Repeated for PUT_WITHIN_S while the queue is away. Raises RequestError (503)."""
+        give_up_s = asyncio.get_running_loop().time() + PUT_WITHIN_S
+        while True:
+            try:
+                return await self._broker.put_response(record, self._retention_s)
+            except BrokerUnavailable:
+                if asyncio.get_running_loop().time() > give_up_s:
+                    raise unavailable() from None
+                await asyncio.sleep(PUT_RETRY_S)
 
     async def settle(self, record: StoredResponse, answer: Json) -> None:
-        """The response has ended. Raises RequestError (503)."""
-        await _or_503(self._broker.settle_response(replace(record, answer=answer), self._retention_s))
+        """Store the answer of a response that has ended. Its client gets the answer in any case: where the queue is
+        away, storing goes on in the background for SETTLE_WITHIN_S, and `current` makes the answer from its events."""
+        settled = replace(record, answer=answer)
+        try:
+            await self._broker.settle_response(settled, self._retention_s)
+        except BrokerUnavailable:
+            self._background.repeat(
+                lambda: self._broker.settle_response(settled, self._retention_s),
+                "response not stored",
+                SETTLE_WITHIN_S,
+                response=record.response_id,
+            )
+
+    def withdraw(self, record: StoredResponse) -> None:
+        """Its request was refused: drop the record, in the background where the queue is away."""
+        drop = partial(self._broker.drop_response, record.response_id)
+        self._background.repeat(drop, "refused response not dropped", response=record.response_id)
 
     async def drop(self, record: StoredResponse) -> None:
         """Raises RequestError (503)."""

@@ -18,6 +18,8 @@ from service.gateway.endpoints.response_store import ResponseShelf, check_size
 from service.gateway.generation.refusals import refusal
 from service.gateway.generation.request import RESPONSES, Request
 from service.gateway.generation.run import Run
+from service.gateway.hall.admission import UNAVAILABLE
+from service.gateway.hall.back_pressure import NoRoom
 from service.gateway.hall.hall import Hall, incident
 from service.gateway.hall.ticket import Ticket
 from service.gateway.http_server.guard import ACCEPTED, TENANT, json_response, read_body
@@ -118,9 +120,9 @@ class Responses:
             await self._shelf.put(record)
         try:
             await self._hall.keep(ticket, read)
-        except RequestError:
+        except NoRoom:
             if record is not None:
-                await self._shelf.drop(record)
+                self._shelf.withdraw(record)
             raise
 
     async def _get(self, http: web.Request) -> web.StreamResponse:
@@ -169,6 +171,8 @@ class Responses:
                 async for piece in run:
                     form.chunks(piece)
         except RequestError as error:
+            if error.code == UNAVAILABLE:
+                raise
             return form.failed(error.code, error.message)
         return form.closing(run.outcome)[-1]["response"]
 
@@ -200,7 +204,7 @@ class Responses:
     async def _stream(
         self, http: web.Request, ticket: Ticket, opened: Opened, after: int, record: StoredResponse | None
     ) -> web.StreamResponse:
-        """A `record` is put as soon as the response is accepted, and settled behind its last event."""
+        """A `record` is put as soon as the response is accepted, and settled with its last event."""
         stream = stream_of(http, ticket, self._hall.settings, after)
         if http.method == "HEAD":
             return stream.response
@@ -214,7 +218,7 @@ class Responses:
 
     async def _tell(self, stream: SseStream, form: ResponseForm, opened: Opened, record: StoredResponse | None) -> Json:
         """The response as it ended, once all its events are sent. What goes wrong before it is accepted is raised."""
-        is_accepted = False
+        is_accepted = is_told = False
         try:
             async with opened as run, stream.kept_alive():
                 if record is not None:
@@ -225,11 +229,14 @@ class Responses:
                     await _send(stream, form.chunks(piece))
                 events = form.closing(run.outcome)
                 await _send(stream, events)
+                is_told = True
         except (ClientGone, asyncio.CancelledError):
             raise
         except Exception as error:
             if not is_accepted:
                 raise
+            if is_told:
+                return events[-1]["response"]
             told = error if isinstance(error, RequestError) else incident(error, "stream")
             events = form.failure(told)
             await _send(stream, events)

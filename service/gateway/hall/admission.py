@@ -23,6 +23,8 @@ from service.wire.broker import BrokerUnavailable, DoorBroker
 from service.wire.codec import pack_ids
 from service.wire.messages import Job
 
+UNAVAILABLE = "unavailable"
+
 
 class Admission:
     def __init__(
@@ -188,5 +190,5 @@ def _is_read_at_once(request: Request) -> bool:
 def unavailable() -> RequestError:
     """The 503 while the queue cannot be reached."""
     return RequestError(
-        503, "The queue is not available now.", "server_error", code="unavailable", retry_after_s=RETRY_AFTER_S
+        503, "The queue is not available now.", "server_error", code=UNAVAILABLE, retry_after_s=RETRY_AFTER_S
     )

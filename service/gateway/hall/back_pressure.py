@@ -21,6 +21,10 @@ DRAINED_SHARE = 0.1
 RATE_OVER_S = 2.0
 
 
+class NoRoom(RequestError):
+    """The queue has no room for the request: nothing of it was accepted."""
+
+
 class BackPressure:
     def __init__(self, settings: Settings, clock: Callable[[], float]) -> None:
         self.bounds = Bounds(
@@ -59,21 +63,21 @@ class BackPressure:
         for whose in (tenant, ""):
             self._full.pop(whose, None)
 
-    def refused(self, tenant: str, full: QueueFull) -> RequestError:
+    def refused(self, tenant: str, full: QueueFull) -> NoRoom:
         """The queue has no room for a job of this tenant: what its client hears, and for a while all others too."""
         now_s = self._clock()
         self._full = {whose: entry for whose, entry in self._full.items() if entry[0] > now_s - FORGOTTEN_AFTER_S}
         self._full[tenant if full.of_tenant else ""] = (now_s + REMEMBERED_S, full)
         return self._refusal(full)
 
-    def _refusal(self, full: QueueFull) -> RequestError:
+    def _refusal(self, full: QueueFull) -> NoRoom:
         waiting = f"{full.num_jobs} of {{}} requests wait already, for up to {full.num_tokens} tokens."
         retry_after_s = self._retry_after_s(full.num_tokens)
         if full.of_tenant:
             message = "Your share of the queue is full: " + waiting.format("your")
-            return RequestError(429, message, "rate_limit_error", code="queue_share_full", retry_after_s=retry_after_s)
+            return NoRoom(429, message, "rate_limit_error", code="queue_share_full", retry_after_s=retry_after_s)
         message = "The queue is full: " + waiting.format("all")
-        return RequestError(503, message, "server_error", code="overloaded", retry_after_s=retry_after_s)
+        return NoRoom(503, message, "server_error", code="overloaded", retry_after_s=retry_after_s)
 
     def _retry_after_s(self, num_tokens: int) -> int:
         if not self._tokens_per_s or not num_tokens:

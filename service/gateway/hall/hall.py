@@ -84,8 +84,8 @@ class Hall:
     async def find(self, request_id: str, tenant: str) -> Ticket:
         return await self.requests.find(request_id, tenant)
 
-    async def state(self, ticket: Ticket) -> Json:
-        return await self.requests.state(ticket, self.form(ticket))
+    async def state(self, ticket: Ticket, *, was_accepted: bool = False) -> Json:
+        return await self.requests.state(ticket, self.form(ticket), was_accepted=was_accepted)
 
     async def cancel(self, ticket: Ticket) -> None:
         await self.requests.cancel(ticket)

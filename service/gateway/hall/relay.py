@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +14,8 @@ from service.gateway.generation.job_text import JobText
 from service.gateway.generation.run import JobRun, Run, failure
 from service.gateway.generation.served_model import ServedModel
 from service.gateway.hall.admission import unavailable
-from service.gateway.hall.back_pressure import BackPressure
+from service.gateway.hall.back_pressure import BackPressure, NoRoom
+from service.gateway.hall.background import BackgroundWrites
 from service.gateway.hall.request_spans import begin_generation, end_generation
 from service.gateway.hall.ticket import Ticket
 from service.logs import fields
@@ -26,6 +27,7 @@ from service.wire.messages import Cancel
 log = logging.getLogger("quire.gateway")
 
 CLOSE_TIMEOUT_S = 2.0
+LOOKS_PER_GRACE, MARKS_PER_GRACE, NUM_MISSING_MARKS = 4, 5, 2
 
 
 async def read_to_end(run: Run) -> None:
@@ -56,7 +58,7 @@ class Relay:
         self._open: set[_Scope] = set()
         self._grace_s = grace_s
         self._keepers: set[asyncio.Task[None]] = set()
-        self._cancels: set[asyncio.Task[None]] = set()
+        self.background = BackgroundWrites()
 
     @property
     def num_open(self) -> int:
@@ -65,7 +67,8 @@ class Relay:
     @asynccontextmanager
     async def open(self, ticket: Ticket, *, is_shared: bool = False) -> AsyncIterator[Run]:
         """Submits the jobs; on leaving before their end, for whatever reason, cancels them. Those of a request that
-        `is_shared` go on where only this gateway leaves: another has them, or will.
+        `is_shared` go on where only this gateway leaves, or hears no answer from the queue: they are asked for again,
+        here or by another gateway.
 
         Raises RequestError: 429 or 503 where a job was not accepted or this door closes, 504 past the deadline.
         """
@@ -86,7 +89,7 @@ class Relay:
         finally:
             if watching is not None:
                 watching.cancel()
-                self._spawn(self._mark(ticket))
+                self._mark_last(ticket)
 
     async def keep(self, ticket: Ticket, read: Reader = read_to_end) -> None:
         """Submits the jobs and sees to them without a client: in the background to their end, else until nobody has
@@ -122,26 +125,35 @@ class Relay:
                 accepted.set_exception(unavailable())
 
     async def _await_desertion(self, ticket: Ticket, scope: _Scope) -> None:
-        while True:
-            await asyncio.sleep(self._grace_s / 4)
+        """One missing mark may have been lost, or have run out early where Redis' clock was set: who is there writes
+        another before the next look."""
+        num_missing = 0
+        while num_missing < NUM_MISSING_MARKS:
+            await asyncio.sleep(self._grace_s / LOOKS_PER_GRACE)
             try:
-                if await self._broker.is_watched(ticket.request_id):
-                    continue
+                is_watched = await self._broker.is_watched(ticket.request_id)
             except BrokerUnavailable:
-                continue
-            scope.end(EndReason.CANCELLED)
-            return
+                is_watched = True
+            num_missing = 0 if is_watched else num_missing + 1
+        scope.end(EndReason.CANCELLED)
 
     async def _watch(self, ticket: Ticket) -> None:
         while True:
-            await self._mark(ticket)
-            await asyncio.sleep(self._grace_s / 3)
+            is_marked = await self._mark(ticket)
+            await asyncio.sleep(self._grace_s / MARKS_PER_GRACE if is_marked else min(1.0, self._grace_s / 10))
 
-    async def _mark(self, ticket: Ticket) -> None:
+    async def _mark(self, ticket: Ticket) -> bool:
         try:
             await self._broker.watch(ticket.request_id, self._grace_s)
         except BrokerUnavailable:
             log.warning("request not marked as watched %s", fields(request=ticket.request_id))
+            return False
+        return True
+
+    def _mark_last(self, ticket: Ticket) -> None:
+        """From now on nobody is there, as far as this gateway knows."""
+        mark = lambda: self._broker.watch(ticket.request_id, self._grace_s)  # noqa: E731
+        self.background.repeat(mark, "request not marked as watched", self._grace_s, request=ticket.request_id)
 
     @asynccontextmanager
     async def _opened(self, ticket: Ticket, scope: _Scope) -> AsyncIterator[Run]:
@@ -153,13 +165,17 @@ class Relay:
         try:
             async with scope.timeout:
                 if scope.owns_jobs:
-                    await self._submit(ticket, jobs, span.traceparent)
+                    await self._submit(ticket, jobs, span.traceparent, scope)
                 yield run
+        except NoRoom as error:
+            is_kept, refused = True, error.code  # `_withdraw` ends what was accepted of it
+            raise
         except RequestError as error:
-            is_kept, refused = False, error.code  # or one of its jobs has failed
+            is_kept, refused = False, error.code  # one of its jobs has failed
             raise
         except BrokerUnavailable:
-            reason, is_kept = EndReason.INTERNAL, False
+            # Its jobs may be there: whoever may ask for them again finds them running or done.
+            reason = EndReason.INTERNAL
             raise unavailable() from None
         except TimeoutError:
             if not scope.timeout.expired():
@@ -171,29 +187,39 @@ class Relay:
             run.leave(reason, jobs_go_on=is_kept or not scope.owns_jobs)
             if self._tracing.is_on and scope.owns_jobs:
                 end_generation(span, run, reason, refused)
-            self._spawn(run.close())
+            self.background.spawn(run.close())
 
-    async def _submit(self, ticket: Ticket, runs: Sequence[JobRun], traceparent: str | None) -> None:
-        """Raises RequestError where there is no room, BrokerUnavailable where the queue is away."""
-        for number, (job, run) in enumerate(zip(ticket.jobs, runs, strict=False)):
+    async def _submit(self, ticket: Ticket, runs: Sequence[JobRun], traceparent: str | None, scope: _Scope) -> None:
+        """Raises NoRoom, or BrokerUnavailable where the queue is away or does not answer."""
+        by_id = {run.job_id: run for run in runs}
+        for number, job in enumerate(ticket.jobs):
+            run = by_id[job.job_id]
             run.submitting()
             try:
                 traced = job if traceparent is None else replace(job, traceparent=traceparent)
                 await self._broker.submit(traced, self._pressure.bounds, None if number else ticket.record)
             except QueueFull as full:
                 run.refused()
-                if number or ticket.idempotency is not None:  # else nothing of it was kept
-                    self._spawn(self._forget(ticket))
+                if not scope.is_shared and len(ticket.jobs) == len(runs):  # else its owner goes on asking for it
+                    self.background.spawn(self._withdraw(ticket, number))
                 raise self._pressure.refused(ticket.tenant, full) from None
             self._pressure.accepted(ticket.tenant)
             run.accepted(self._metrics.started(len(job.prompt) // 4))
 
-    async def _forget(self, ticket: Ticket) -> None:
-        """A request that was refused is not to be found, so that a flood of them leaves nothing behind."""
-        try:
-            await self._broker.forget(ticket.request_id, ticket.idempotency)
-        except BrokerUnavailable:
-            log.warning("refused request not forgotten %s", fields(request=ticket.request_id))
+    async def _withdraw(self, ticket: Ticket, num_accepted: int) -> None:
+        """A request that was refused is not to be found, so that a flood of them leaves nothing behind. What was
+        accepted of it ends after that, for as long as it is found it may be asked for."""
+        if num_accepted == 0 and ticket.idempotency is None:
+            return  # nothing of it was kept
+
+        def forget() -> Awaitable[None]:
+            # Unless a request under the same key, made at the same time, was accepted.
+            unless_there = None if num_accepted else ticket.request_id
+            return self._broker.forget(ticket.request_id, ticket.idempotency, unless_there)
+
+        if await self.background.until_known(forget, "request not forgotten", request=ticket.request_id):
+            for job in ticket.jobs[:num_accepted]:
+                self._cancel(Cancel(job_id=job.job_id, reason=EndReason.CANCELLED))
 
     def _follow(self, ticket: Ticket, number: int, is_there: bool) -> JobRun:
         job_id = ticket.job_ids[number]
@@ -212,25 +238,13 @@ class Relay:
 
     async def close(self) -> None:
         """Waits until the cancels on their way have been said, a while at most."""
-        for tasks in (self._keepers, self._cancels):
-            if tasks:
-                await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
+        if self._keepers:
+            await asyncio.wait(self._keepers, timeout=CLOSE_TIMEOUT_S)
+        await self.background.close()
 
     def _cancel(self, cancel: Cancel) -> None:
         # Said by a task of its own: the request's task may itself be cancelled, its client having left.
-        self._spawn(self._say_cancel(cancel))
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(coroutine)
-        self._cancels.add(task)
-        task.add_done_callback(self._cancels.discard)
-
-    async def _say_cancel(self, cancel: Cancel) -> None:
-        try:
-            await self._broker.cancel(cancel)
-        except BrokerUnavailable:
-            # The job's deadline ends it when the queue is back.
-            log.warning("cancel not said %s", fields(job=cancel.job_id, reason=cancel.reason))
+        self.background.repeat(lambda: self._broker.cancel(cancel), "cancel not said", job=cancel.job_id)
 
 
 @dataclass(eq=False)

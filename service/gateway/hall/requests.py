@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from service.errors import EndReason, RequestError
 from service.gateway.generation.request import Request
-from service.gateway.hall.admission import Admission, unavailable
+from service.gateway.hall.admission import UNAVAILABLE, Admission, unavailable
 from service.gateway.hall.relay import Relay
 from service.gateway.hall.ticket import Ticket, record_of, ticket_of
 from service.gateway.openai.answers import AnswerForm, Json, error_object
@@ -34,21 +34,31 @@ class Requests:
         digest = _key_digest(tenant, idempotency_key)
         ticket = replace(ticket, idempotency=digest)
         try:
-            holder = await self._broker.remember(record_of(ticket), digest)
-            if holder == ticket.request_id:
+            record = await self._first_under(digest, ticket)
+            if record is None:
                 return ticket
-            record = await self._broker.recall(holder)
-            if record is None or record.digest != request.source.digest:
+            if record.digest != request.source.digest:
                 message = "The Idempotency-Key was used before, with another request."
                 raise RequestError(409, message, param="Idempotency-Key", code="idempotency_key_reused")
             earlier = await self._ticket(record)
-            if any(await self._broker.last_events(earlier.job_ids)):
-                return earlier
+            events = await self._broker.last_events(earlier.job_ids)
         except BrokerUnavailable:
             raise unavailable() from None
-        # Whoever took it first may have died before it was queued. To submit a job twice changes nothing.
-        names = zip(ticket.jobs, earlier.job_ids, strict=True)
-        return replace(earlier, jobs=tuple(replace(job, job_id=name) for job, name in names), idempotency=digest)
+        # Its gateway may have heard no answer, or died before all was queued. No job is accepted twice.
+        named = [replace(job, job_id=name) for job, name in zip(ticket.jobs, earlier.job_ids, strict=True)]
+        missing = tuple(job for job, event in zip(named, events, strict=True) if event is None)
+        return replace(earlier, jobs=missing, idempotency=digest) if missing else earlier
+
+    async def _first_under(self, digest: str, ticket: Ticket) -> RequestRecord | None:
+        """The record of an earlier request under the same key; None: this one is the first, and is remembered. Raises
+        BrokerUnavailable."""
+        while True:
+            holder = await self._broker.remember(record_of(ticket), digest)
+            if holder == ticket.request_id:
+                return None
+            record = await self._broker.recall(holder)
+            if record is not None:  # else it was refused and forgotten between the two
+                return record
 
     async def find(self, request_id: str, tenant: str) -> Ticket:
         """Raises RequestError: 404 for one that is forgotten, never was, or is another tenant's."""
@@ -62,9 +72,10 @@ class Requests:
             raise RequestError(404, "There is no such request.", param="id", code="request_not_found")
         return await self._ticket(record)
 
-    async def state(self, ticket: Ticket, form: AnswerForm) -> Json:
+    async def state(self, ticket: Ticket, form: AnswerForm, *, was_accepted: bool = False) -> Json:
         """How far the request is; with `response` or `error` once it has ended. `queue_position`: how many of its
-        tenant's own jobs go before it."""
+        tenant's own jobs go before it. `was_accepted` just now: it counts as queued if the queue cannot be asked, where
+        else that is a RequestError (503)."""
         state = {
             "id": ticket.request_id,
             "object": "request",
@@ -79,6 +90,8 @@ class Requests:
             events = await self._broker.last_events(ticket.job_ids)
             place = None if any(events) else await self._broker.place(ticket.request_id)
         except BrokerUnavailable:
+            if was_accepted:
+                return {**state, "status": "queued"}
             raise unavailable() from None
         if not all(event is not None and event.end is not None for event in events):
             return {**state, "status": "in_progress" if any(events) else "queued", "queue_position": place}
@@ -86,6 +99,8 @@ class Requests:
             async with self._relay.view(ticket) as run:
                 pieces = [piece async for piece in run]
         except RequestError as error:
+            if error.code == UNAVAILABLE:
+                raise
             status = "cancelled" if error.code == EndReason.CANCELLED else "failed"
             return {**state, "status": status, "error": error_object(error)}
         return {**state, "status": "completed", "response": form.whole(pieces, run.outcome)}

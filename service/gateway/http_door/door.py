@@ -19,7 +19,7 @@ from service.gateway.generation.request import CHAT, COMPLETIONS
 from service.gateway.hall.hall import Hall
 from service.gateway.http_door.operations import operations_routes
 from service.gateway.http_door.probes import readiness
-from service.gateway.http_server.guard import READ_TIMEOUT_S, Doorkeeper, guard, json_response, read_body
+from service.gateway.http_server.guard import READ_TIMEOUT_S, Doorkeeper, guard, json_response, note_begun, read_body
 from service.gateway.openapi.document import openapi_document
 from service.metrics import CONTENT_TYPE, LaneSight
 from service.wire.broker import QUEUE_LANES, BrokerUnavailable
@@ -38,6 +38,7 @@ class HttpDoor:
             client_max_size=settings.max_body_bytes,
         )
         app[READ_TIMEOUT_S] = settings.read_timeout
+        app.on_response_prepare.append(note_begun)
         app.add_routes(
             [
                 web.post(COMPLETIONS, generations.create(COMPLETIONS)),

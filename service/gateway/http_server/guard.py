@@ -20,6 +20,7 @@ from service.gateway.hall.request_spans import TRACED, followed
 from service.gateway.http_server.api_keys import KeyRing
 from service.gateway.http_server.host_check import HostCheck
 from service.gateway.openai.answers import encode_json, error_json
+from service.logs import fields
 from service.metrics import GatewayMetrics
 from service.tracing import NO_TRACING, Tracing
 
@@ -35,6 +36,8 @@ TENANT: web.RequestKey[str] = web.RequestKey("tenant", str)
 ACCEPTED: web.RequestKey[str] = web.RequestKey("accepted", str)
 """The id under which a request was accepted: every answer to it tells that, an error too."""
 REQUEST_ID = "X-Request-Id"
+BEGUN: web.RequestKey[web.StreamResponse] = web.RequestKey("begun", web.StreamResponse)
+"""The response whose headers are written, or about to be."""
 READ_TIMEOUT_S: web.AppKey[float] = web.AppKey("read_timeout_s", float)
 log = logging.getLogger("quire.gateway")
 
@@ -109,6 +112,7 @@ def guard(
                 raise
             except Exception as error:
                 response = error_response(incident(error, route))
+            response = _only_answer(http, response)
             if ACCEPTED in http and not response.prepared:
                 response.headers.setdefault(REQUEST_ID, http[ACCEPTED])
             metrics.responded(route, response.status)
@@ -133,6 +137,22 @@ def worded(handler: Handler) -> Handler:
             return _worded(error)
 
     return handle
+
+
+async def note_begun(http: web.Request, response: web.StreamResponse) -> None:
+    """For `on_response_prepare`: from now on this is the answer to the request."""
+    http[BEGUN] = response
+
+
+def _only_answer(http: web.Request, response: web.StreamResponse) -> web.StreamResponse:
+    """The response, or the one that has begun before it: a second one would be written into the body of the first. That
+    one is cut off, so that its client does not take what it has for the whole."""
+    begun = http.get(BEGUN, response)
+    if begun is not response:
+        log.error("an answer was cut off %s", fields(route=route_of(http), status=response.status))
+        if http.transport is not None:
+            http.transport.abort()
+    return begun
 
 
 async def _see_off(http: web.Request, response: web.StreamResponse, timeout_s: float) -> None:

@@ -48,6 +48,7 @@ class SseStream:
         self._waiting = asyncio.Lock()  # held by who waits for the client to read
         self._number = 0
         self._after = after
+        self.is_done = False
 
     @property
     def response(self) -> web.StreamResponse:
@@ -72,6 +73,7 @@ class SseStream:
     async def done(self) -> None:
         """OpenAI's mark behind an answer that is complete. Raises ClientGone."""
         await self._write(b"data: [DONE]\n\n")
+        self.is_done = True
 
     @asynccontextmanager
     async def kept_alive(self) -> AsyncIterator[None]:

@@ -18,7 +18,7 @@ from service.gateway.generation.request import ENDPOINTS, Request
 from service.gateway.hall.hall import Hall, incident
 from service.gateway.hall.job_ids import job_id_of
 from service.gateway.openai.calls import CallTeller
-from service.gateway.queue_door.replies import RETRY_S, Answer, Choice, persist
+from service.gateway.queue_door.replies import RETRY_S, Answer, Choice, EntryTaken, persist
 from service.logs import about, also_about, fields
 from service.tracing import below, read_traceparent, trace_id
 from service.wire.broker import BrokerUnavailable, IngressEntry
@@ -85,7 +85,7 @@ class QueueDoor:
         self._stopping = True
 
     async def _serve(self, entry: IngressEntry) -> None:
-        answer = Answer(self._hall, entry.producer, _reply_id(entry))
+        answer = Answer(self._hall, entry, _reply_id(entry))
         try:
             with about(producer=entry.producer, entry=entry.entry_id):
                 await self._serve_with(entry, answer)
@@ -96,6 +96,8 @@ class QueueDoor:
         try:
             if await self._answer(entry, answer):
                 await self._persistently(lambda: self._hall.broker.settle_ingress(entry))
+        except EntryTaken:
+            log.warning("another gateway has taken %s", fields(producer=entry.producer, entry=entry.entry_id))
         except BrokerUnavailable:
             log.warning("ingress entry left unsettled")
         except Exception as error:
@@ -105,21 +107,26 @@ class QueueDoor:
         """Whether the entry has its final reply."""
         loop = asyncio.get_running_loop()
         give_up_at_s = loop.time() + self._hall.settings.request_timeout
-        if entry.was_left and await answer.has_ended():
+        try:
+            if not await answer.begin():
+                return True
+        except RequestError as error:
+            await answer.fail(error)
             return True
         while True:
             try:
+                answer.start_over()
                 await self._generate(entry, answer)
                 return True
             except RequestError as error:
                 if error.status == 503 and self._hall.admission.draining:
                     return False
                 wait_s = error.retry_after_s
-                if wait_s is None or answer.num_told or loop.time() + wait_s > give_up_at_s:
+                if wait_s is None or loop.time() + wait_s > give_up_at_s:
                     await answer.fail(error)
                     return True
                 await asyncio.sleep(wait_s)
-            except BrokerUnavailable:
+            except (BrokerUnavailable, EntryTaken):
                 raise
             except Exception as error:
                 await answer.fail(incident(error, "queue"))

@@ -52,6 +52,8 @@ RIGHTS = {
     keys.ingress("bob"): (RW, NO, NO),
     keys.reply("alice", "1"): (RW, NO, R),
     keys.reply("bob", "1"): (RW, NO, NO),
+    keys.reply_of("alice", "1"): (RW, NO, R),
+    keys.reply_of("bob", "1"): (RW, NO, NO),
     "somebody:elses": (NO, NO, NO),
 }
 """Of each key on the page, what gateway, worker and the producer `alice` may do with it."""

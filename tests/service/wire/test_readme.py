@@ -15,6 +15,7 @@ import pytest
 
 from service.errors import EndReason
 from service.wire import messages
+from service.wire.broker import Standing
 from service.wire.codec import decode, encode
 from service.wire.messages import Cancel, IngressJob, Reply, Usage
 from tests.support.configured_redis import GATEWAY, PRODUCER, WORKER
@@ -42,8 +43,10 @@ async def answer_one(broker, replies: Sequence[Reply]) -> IngressJob:
     """What a queue door does."""
     (entry,) = await broker.fetch_ingress(["alice"], 1, 10.0)
     job = decode(IngressJob, entry.payload)
+    assert (await broker.begin_replies(entry, job.id)).standing is Standing.OURS
     for reply in replies:
-        await broker.reply("alice", job.id, encode(dataclasses.replace(reply, id=job.id)))
+        payload = encode(dataclasses.replace(reply, id=job.id))
+        assert await broker.reply(entry, job.id, reply.number, payload, is_last=reply.done)
     await broker.settle_ingress(entry)
     return job
 
@@ -114,7 +117,8 @@ async def test_the_access_rules_are_enough_for_doors_and_workers(open_broker, gu
     await worker.retire("w1")
     guarded_redis.admin.xadd("{quire}:ingress:alice", {"m": b"x"})
     (entry,) = await door.fetch_ingress(["alice"], 4, 1.0)
-    await door.reply("alice", "a1", b"y")
+    assert (await door.begin_replies(entry, "a1")).standing is Standing.OURS
+    assert await door.reply(entry, "a1", 1, b"y", is_last=True)
     await door.settle_ingress(entry)
     await work_that_fails(door, worker, guarded_redis.url(WORKER), open_broker)
 

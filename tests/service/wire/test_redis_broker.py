@@ -9,7 +9,7 @@ import pytest
 
 from service.errors import EndReason
 from service.wire import keys
-from service.wire.broker import BrokerUnavailable, Claim, Lease
+from service.wire.broker import BrokerUnavailable, Claim, IngressEntry, Lease
 from service.wire.codec import encode
 from service.wire.messages import Cancel
 from tests.support.wire import (
@@ -50,13 +50,14 @@ async def test_every_key_has_the_life_it_should(open_broker, redis):
     await broker.cancel(Cancel(job_id="JOB2", reason=EndReason.CANCELLED))
     await broker.publish(make_events("JOB1", [1, 2]))
     await broker.announce(make_card("w1"))
-    await broker.reply("alice", "a1", b"x")
+    await broker.reply(IngressEntry("alice", "1-0", b""), "a1", 1, b"x")
     for key, ttl_s in {
         keys.events("JOB1"): keys.LOG_RUNNING_TTL_S,
         keys.cancel("JOB2"): keys.TOMBSTONE_TTL_S,
         keys.feed("door1"): keys.FEED_TTL_S,
         keys.worker("w1"): keys.CARD_TTL_S,
         keys.reply("alice", "a1"): keys.REPLY_TTL_S,
+        keys.reply_of("alice", "a1"): keys.LOG_RUNNING_TTL_S,
     }.items():
         assert ttl_s - 2 <= redis.ttl(key) <= ttl_s, key
     await broker.publish([make_event("JOB1", 3, EndReason.STOP)])
@@ -198,8 +199,8 @@ async def test_an_ingress_entry_goes_to_one_door_and_leaves_with_its_settling(op
     for entry in entries:
         await one.settle_ingress(entry)
     assert redis.xlen(keys.ingress("alice")) == redis.xlen(keys.ingress("bob")) == 0
-    await one.reply("alice", "a1", b"text")
-    assert redis.xrange("{quire}:reply:alice:a1")[0][1] == {b"m": b"text"}
+    await one.reply(entries[0], "a1", 1, b"text")
+    assert redis.xrange("{quire}:reply:alice:a1") == [(b"1-0", {b"m": b"text"})]
 
 
 async def test_an_ingress_entry_unsettled_is_given_again_to_the_same_door(open_broker, redis):
@@ -233,14 +234,6 @@ async def test_what_a_dead_door_left_goes_to_another_and_what_a_live_one_keeps_d
     await heir.settle_ingress(taken[0])
     await alive.settle_ingress(kept)
     assert redis.xlen(keys.ingress("alice")) == 0
-
-
-async def test_replies_are_known_to_any_door(open_broker):
-    one, two = await open_broker(), await open_broker()
-    assert list(await two.read_replies("alice", "a1")) == []
-    for payload in (b"first", b"last"):
-        await one.reply("alice", "a1", payload)
-    assert list(await two.read_replies("alice", "a1")) == [b"first", b"last"]
 
 
 async def test_a_job_that_ends_while_the_heart_beats_is_not_lost(open_broker, caplog):

@@ -76,7 +76,14 @@ async def broker(nodes):
 
 def test_every_key_of_the_queue_is_in_one_slot():
     made = (keys.events("J"), keys.cancel("J"), keys.request("r"), keys.feed("d"), keys.worker("w"), keys.ingress("p"))
-    made = (*keys.QUEUE, *made, keys.reply("p", "1"), keys.DEATHS, keys.waiting_since("normal"))
+    made = (
+        *keys.QUEUE,
+        *made,
+        keys.reply("p", "1"),
+        keys.reply_of("p", "1"),
+        keys.DEATHS,
+        keys.waiting_since("normal"),
+    )
     assert {key_slot(key.encode()) for key in made} == {SLOT}
 
 
@@ -107,9 +114,9 @@ async def test_producers_are_heard_in_a_cluster(broker, nodes):
     with Redis(port=nodes[0].port) as redis:
         redis.xadd(keys.ingress("alice"), {"m": b"x"})
     (entry,) = await broker.fetch_ingress(["alice"], 1, 1.0)
-    await broker.reply("alice", "1", b"hello")
+    assert await broker.reply(entry, "1", 1, b"hello")
+    assert list((await broker.begin_replies(entry, "1")).replies) == [b"hello"]
     await broker.settle_ingress(entry)
-    assert list(await broker.read_replies("alice", "1")) == [b"hello"]
 
 
 async def test_the_queue_goes_where_its_slot_goes(nodes, broker: RedisBroker, monkeypatch):

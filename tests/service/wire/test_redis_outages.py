@@ -14,7 +14,7 @@ from redis.exceptions import ResponseError
 
 from service.errors import EndReason, StartupError
 from service.wire import keys, redis_feed, redis_follower
-from service.wire.broker import BrokerUnavailable, Claim
+from service.wire.broker import BrokerUnavailable, Claim, IngressEntry
 from service.wire.embedded_redis import EmbeddedRedis
 from service.wire.messages import Cancel
 from service.wire.redis_broker import open_redis_broker
@@ -178,7 +178,7 @@ async def test_a_redis_without_memory_is_unavailable_and_keeps_what_it_has(open_
             broker.publish(make_events("JOB1", [2])),
             broker.cancel(Cancel(job_id="JOB1", reason=EndReason.STOP)),
             broker.announce(make_card("w1")),
-            broker.reply("alice", "a1", b"x"),
+            broker.reply(IngressEntry("alice", "1-0", b""), "a1", 1, b"x"),
         ):
             with pytest.raises(BrokerUnavailable):
                 await act
@@ -261,7 +261,7 @@ async def test_cancelled_calls_never_mix_up_answers(open_broker):
         async with broker._link.commands() as redis:
             assert await redis.echo(f"mine {number}") == f"mine {number}".encode()
         assert [card.worker_id for card in await broker.workers()] == ["w1"]
-        await broker.reply("alice", f"a{number}", b"x")
+        await broker.reply(IngressEntry("alice", f"{number + 1}-0", b""), f"a{number}", 1, b"x")
         assert (await broker.queue_state()).num_waiting == 1
 
     for round_ in range(40):

@@ -103,8 +103,9 @@ class Recorder(QuickBroker):
         super().__init__()
         self.said = []
 
-    async def reply(self, producer, producer_job_id, payload):
+    async def reply(self, entry, reply_id, number, payload, *, is_last=False):
         self.said.append(decode(Reply, payload))
+        return await super().reply(entry, reply_id, number, payload, is_last=is_last)
 
 
 async def at_queue(gateway, endpoint, body):

@@ -87,9 +87,9 @@ class RecordingBroker(QuickBroker):
         super().__init__()
         self.said = []
 
-    async def reply(self, producer, producer_job_id, payload):
-        await super().reply(producer, producer_job_id, payload)
+    async def reply(self, entry, reply_id, number, payload, *, is_last=False):
         self.said.append(decode(Reply, payload))
+        return await super().reply(entry, reply_id, number, payload, is_last=is_last)
 
 
 class Doors:
@@ -143,7 +143,8 @@ class Doors:
 
     async def _queue(self, payload):
         broker = self._gateway.broker
-        broker.said.clear()
+        for said in (broker.said, broker.queue.replies, broker.queue.reply_owners, broker.queue.replies_done):
+            said.clear()  # else the same entry again would be no new job
         await broker.produce("default", payload)
         async with asyncio.timeout(LAST_WORDS_S):
             while not (broker.said and broker.said[-1].done):

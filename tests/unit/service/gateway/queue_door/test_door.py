@@ -258,7 +258,7 @@ async def test_what_a_dead_gateway_had_not_begun_is_answered(door):
 @pytest.mark.parametrize("stream", [True, False])
 async def test_what_a_dead_gateway_had_begun_goes_on_behind_its_last_reply(door, stream):
     begun = encode(Reply(id="job", number=1, text="Hello w"))
-    await door.broker.reply(PRODUCER, "job", begun)
+    door.broker.queue.write_reply((PRODUCER, "job"), 1, begun)
     first, *more = await answer(door, payload(stream=stream), was_left=True)
     assert first.text == "Hello w"
     assert "".join(reply.text for reply in more) == "orld."
@@ -269,7 +269,7 @@ async def test_an_end_that_a_dead_gateway_has_told_of_a_choice_is_not_told_again
     for number, text in ((1, "Hello "), (2, "world.")):
         end = "stop" if number == 2 else None
         reply = Reply(id="job", number=number, index=0, text=text, finish_reason=end)
-        await door.broker.reply(PRODUCER, "job", encode(reply))
+        door.broker.queue.write_reply((PRODUCER, "job"), number, encode(reply))
     *_, last = replies = await answer(door, payload(n=2), was_left=True)
     assert [(reply.index, reply.text) for reply in replies[2:]] == [(1, "Hello world.")]
     assert (last.finish_reason, last.done) == ("stop", True)
@@ -284,7 +284,7 @@ async def test_the_next_gateway_goes_on_with_the_job_of_one_that_died(model_fold
         async with asyncio.timeout(5):
             while len(first.broker.replies(PRODUCER, "job")) < 3:
                 await asyncio.sleep(0.005)
-        first.broker.reply = first.broker.fetch_ingress = lambda *_: forever.wait()  # no word of it any more
+        first.broker.reply = first.broker.fetch_ingress = lambda *_, **__: forever.wait()  # no word of it any more
         (entry,) = first.broker.produced
         async with open_gateway(model_folder, Ledger(queue)) as heir:
             queue.ingress_of(PRODUCER).append(replace(entry, was_left=True))
@@ -301,7 +301,7 @@ async def test_the_next_gateway_goes_on_with_the_job_of_one_that_died(model_fold
 
 
 async def test_what_a_dead_gateway_had_ended_is_settled_only(door):
-    await door.broker.reply(PRODUCER, "job", encode(Reply(id="job", number=1, done=True)))
+    door.broker.queue.write_reply((PRODUCER, "job"), 1, encode(Reply(id="job", number=1, done=True)))
     assert len(await answer(door, payload(), was_left=True)) == 1
     assert door.worker.jobs == []
 
@@ -357,7 +357,7 @@ async def test_calls_that_no_reply_could_hold_are_an_error(tmp_path, monkeypatch
 async def test_calls_go_on_behind_what_a_dead_gateway_had_told(tmp_path):
     async with open_gateway(write_tool_model(tmp_path / "model"), Ledger()) as door:
         door.worker.script = lambda job: speech(door.model, CALL)
-        await door.broker.reply(PRODUCER, "job", encode(Reply(id="job", number=1, text="I l")))
+        door.broker.queue.write_reply((PRODUCER, "job"), 1, encode(Reply(id="job", number=1, text="I l")))
         first, *more = await answer(door, payload(tools=[TOOL], stream=True), was_left=True)
         assert first.text + "".join(reply.text for reply in more) == "I look."
         assert [call["function"]["name"] for call in more[-1].tool_calls] == ["weather"]
