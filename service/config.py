@@ -238,7 +238,7 @@ class Settings:
         high=3600.0,
     )
     write_timeout: float = _number(
-        30.0, "seconds that a client may leave its stream unread", verbs=_DOOR_VERBS, low=1.0, high=3600.0
+        30.0, "seconds that a client may leave an answer unread", verbs=_DOOR_VERBS, low=1.0, high=3600.0
     )
     resume_grace: float = _number(
         30.0,

@@ -69,7 +69,7 @@ async def serving(
     connections = Connections(settings.max_connections, settings.max_connections_per_client)
     queue_door = QueueDoor(hall)
     batch_runner = BatchRunner(hall)
-    runner = await _set_up(HttpDoor(hall, batch_runner).app())
+    runner = await _set_up(HttpDoor(hall, batch_runner).app(), settings.write_timeout)
     queue_task = batch_task = None
     try:
         async with (
@@ -100,10 +100,10 @@ async def serving(
         await hall.close()
 
 
-async def _set_up(app: web.Application) -> web.AppRunner:
+async def _set_up(app: web.Application, write_timeout_s: float) -> web.AppRunner:
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
     await runner.setup()
-    runner.server.request_handler = worded(runner.server.request_handler)
+    runner.server.request_handler = worded(runner.server.request_handler, write_timeout_s)
     return runner
 
 
@@ -119,6 +119,7 @@ async def _listen(
         return Protocol(
             runner.server,
             connections,
+            write_timeout_s=settings.write_timeout,
             loop=loop,
             keepalive_timeout=settings.read_timeout,
             auto_decompress=False,

@@ -10,6 +10,8 @@ import urllib.error
 import urllib.request
 import warnings
 from contextlib import AsyncExitStack
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -227,3 +229,45 @@ async def test_malformed_headers_queries_and_forms_are_400_and_print_nothing(ser
         await client.close()
     assert status_of(f"{served.url}/v1/models", KEY) == 200
     assert served.lines[num_lines:] == []
+
+
+HOLDING = {"01": "established", "04": "fin_wait1", "08": "close_wait", "09": "last_ack", "0B": "closing"}
+"""States of a connection for which a kernel holds data, or a process a socket."""
+
+
+def connections_of(url):
+    """The states of the server's connections that are not over."""
+    port = urlsplit(url).port
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return [HOLDING[row[3]] for row in rows if int(row[1].partition(":")[2], 16) == port and row[3] in HOLDING]
+
+
+PLAIN = {name: value for name, value in WORDY.items() if "logprobs" not in name}
+STREAMS = [{**WORDY, "max_tokens": 5}, {**WORDY, "max_tokens": 60}, WORDY, PLAIN]
+WHOLE = [{**body, "stream": False} for body in STREAMS]
+UNREAD = [*STREAMS, *WHOLE, b"/v1/models", b"/nowhere", b"/livez\r\nExpect: x"]
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="only Linux lists its connections")
+async def test_nothing_is_held_for_those_who_never_read(served):
+    """Whether an answer is longer than what kernels and server hold, shorter, or many in a row: a client that reads
+    nothing has lost its connection after the write timeout, also where the server has closed it already."""
+    auth = f"Authorization: Bearer {KEY}\r\n"
+    async with AsyncExitStack() as clients:
+        for asked in UNREAD:
+            client = await RawClient.connect(served.url, receive_bytes=4096)
+            clients.push_async_callback(client.reset)
+            client.stop_reading()
+            if isinstance(asked, bytes):
+                path, _, more = asked.decode().partition("\r\n")
+                client.send_later(f"GET {path} HTTP/1.1\r\nHost: a\r\n{auth}{more}\r\n\r\n".encode() * 5000)
+                continue
+            body = json.dumps(asked)
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n{auth}Content-Type: application/json\r\n"
+            await client.send(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        assert len(connections_of(served.url)) >= len(UNREAD)
+        give_up_s = time.monotonic() + 90
+        while held := connections_of(served.url):
+            assert time.monotonic() < give_up_s, held
+            await asyncio.sleep(0.2)
+    assert status_of(f"{served.url}/v1/models", KEY) == 200

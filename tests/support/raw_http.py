@@ -31,6 +31,10 @@ class RawClient:
         self._writer.write(data)
         await self._writer.drain()
 
+    def send_later(self, data: bytes) -> None:
+        """As much as the server takes, whenever it does."""
+        self._writer.write(data)
+
     async def post(self, path: str, body: object) -> None:
         data = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

@@ -19,6 +19,7 @@ from service.gateway.hall.hall import incident
 from service.gateway.hall.request_spans import TRACED, followed
 from service.gateway.http_server.api_keys import KeyRing
 from service.gateway.http_server.host_check import HostCheck
+from service.gateway.http_server.unread import cut_off, flush
 from service.gateway.openai.answers import encode_json, error_json
 from service.logs import fields
 from service.metrics import GatewayMetrics
@@ -123,10 +124,10 @@ def guard(
     return middleware
 
 
-def worded(handler: Handler) -> Handler:
-    """`handler`, but what aiohttp refuses before any middleware runs (an Expect header) is worded like all else."""
+def worded(handler: Handler, write_timeout_s: float) -> Handler:
+    """`handler`, but what aiohttp refuses before any middleware runs is worded like all else, and seen off like it."""
 
-    async def handle(http: web.Request) -> web.StreamResponse:
+    async def answer(http: web.Request) -> web.StreamResponse:
         expectation = http.headers.get("Expect", "")
         if expectation and http.version >= HttpVersion11 and expectation.lower() != "100-continue":
             # aiohttp would repeat the header in its refusal, and fails where it is not UTF-8.
@@ -135,6 +136,12 @@ def worded(handler: Handler) -> Handler:
             return await handler(http)
         except web.HTTPException as error:
             return _worded(error)
+
+    async def handle(http: web.Request) -> web.StreamResponse:
+        response = await answer(http)
+        if not response.prepared:
+            await _see_off(http, response, write_timeout_s)
+        return response
 
     return handle
 
@@ -161,9 +168,9 @@ async def _see_off(http: web.Request, response: web.StreamResponse, timeout_s: f
         async with asyncio.timeout(timeout_s):
             await response.prepare(http)
             await response.write_eof()
+            await flush(http)
     except TimeoutError:
-        if http.transport is not None:
-            http.transport.abort()
+        cut_off(http.transport)
     except ConnectionError:
         log.debug("client left before its answer")
 

@@ -17,12 +17,12 @@ from aiohttp.http_exceptions import LineTooLong
 from service.errors import RequestError
 from service.gateway.hall.hall import incident
 from service.gateway.http_server.guard import error_response
+from service.gateway.http_server.unread import bound_unread
 from service.gateway.openai.answers import encode_json, error_json
 from service.logs import fields
 
 log = logging.getLogger("quire.gateway")
 
-SEND_BUFFER_BYTES = 128 << 10
 MAX_URL_BYTES = 8190
 MAX_HEADER_BYTES = 8192
 """Of one header, name and value. Not what a URL may have, so that aiohttp's refusal tells which it was."""
@@ -90,12 +90,13 @@ class Protocol(web.RequestHandler):
     """aiohttp's, but counted, with bounded buffers, and what it refuses by itself (malformed HTTP) worded like all
     else. A client that closes only its own side of the connection, behind its request, gets its answer."""
 
-    __slots__ = ("_client", "_connections", "_is_counted", "_saying", "say_nothing")
+    __slots__ = ("_client", "_connections", "_is_counted", "_saying", "_write_timeout_s", "say_nothing")
 
-    def __init__(self, manager: web.Server, connections: Connections, **how: Any) -> None:
+    def __init__(self, manager: web.Server, connections: Connections, *, write_timeout_s: float, **how: Any) -> None:
         limits = {"max_line_size": MAX_URL_BYTES, "max_field_size": MAX_HEADER_BYTES, "max_headers": MAX_HEADERS}
         super().__init__(manager, **limits, **how)
         self._connections = connections
+        self._write_timeout_s = write_timeout_s
         self._client = ""
         self._is_counted = False
         self._saying: asyncio.Task[None] | None = None
@@ -103,8 +104,7 @@ class Protocol(web.RequestHandler):
         """Of an answer that has begun, and that may hold what means nothing. Set by whoever writes it."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # The kernel would keep megabytes for a client that does not read, and hide that it does not.
-        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        bound_unread(transport, self._write_timeout_s)
         self._client = str((transport.get_extra_info("peername") or ("",))[0])
         refusal = self._connections.enter(self._client)
         if refusal is not None:

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
+from service.gateway.http_server.unread import cut_off
 from service.gateway.openai.answers import Json, encode_json
 
 HEADERS = {
@@ -112,8 +113,7 @@ class SseStream:
                 async with asyncio.timeout(self._write_timeout_s), self._waiting:
                     await self._writer.drain()
         except TimeoutError:
-            if self._http.transport is not None:
-                self._http.transport.abort()
+            cut_off(self._http.transport)
             raise ClientGone("the client left its stream unread") from None
         except ConnectionError as error:
             raise ClientGone("the client left") from error
