@@ -227,6 +227,30 @@ class Settings:
     max_file_bytes: int = _integer(
         64 << 20, "longest file of batch requests, in bytes; Redis keeps it", verbs=_DOOR_VERBS, low=1024, high=1 << 29
     )
+    max_body_bytes_in_flight: int = _integer(
+        128 << 20,
+        "bytes of request bodies, uploads and downloads in memory at once, at least twice --max-body-bytes; half of it "
+        "for one tenant, or one address where no key is asked for",
+        verbs=_DOOR_VERBS,
+        low=1 << 20,
+        high=1 << 40,
+    )
+    max_stored_bytes_per_tenant: int = _integer(
+        512 << 20,
+        "bytes that Redis keeps of a tenant's files, batches and responses, and half as many of records of its "
+        "requests; more gets 429",
+        verbs=_DOOR_VERBS,
+        low=1024,
+        high=1 << 50,
+    )
+    queue_memory_share: float = _number(
+        0.5,
+        "share of Redis' maxmemory, or of its host's memory where it has none, that is the queue's own: what would be "
+        "stored in it gets 503",
+        verbs=_DOOR_VERBS,
+        low=0.05,
+        high=0.95,
+    )
     request_timeout: float = _number(
         600.0, "seconds after which an unfinished request ends", verbs=_DOOR_VERBS, low=1.0, high=86400.0
     )

@@ -16,7 +16,7 @@ from service.gateway.generation.refusals import refusal
 from service.gateway.generation.run import Run
 from service.gateway.hall.hall import Hall, incident
 from service.gateway.hall.ticket import Ticket
-from service.gateway.http_server.guard import ACCEPTED, REQUEST_ID, TENANT, json_response, read_body
+from service.gateway.http_server.guard import ACCEPTED, HELD, REQUEST_ID, TENANT, json_response, read_body
 from service.gateway.http_server.sse import ClientGone, SseStream
 from service.gateway.openai.answers import error_json
 
@@ -40,6 +40,7 @@ class Generations:
                 request = replace(request, resumable=True)
             ticket = await self._hall.accept(request, http[TENANT], key)
             http[ACCEPTED] = ticket.request_id
+            http[HELD].shrink(len(ticket.request.source.outline))
             if not ticket.request.stays:
                 return await self._answer(http, ticket, self._hall.open(ticket), 0)
             if ticket.jobs:

@@ -18,6 +18,7 @@ from service.gateway.hall.back_pressure import RETRY_AFTER_S
 from service.gateway.hall.hall import incident
 from service.gateway.hall.request_spans import TRACED, followed
 from service.gateway.http_server.api_keys import KeyRing
+from service.gateway.http_server.body_budget import BodyBudget, Hold
 from service.gateway.http_server.host_check import HostCheck
 from service.gateway.http_server.unread import cut_off, flush
 from service.gateway.openai.answers import encode_json, error_json
@@ -36,12 +37,16 @@ PAGE = "/ui"
 TENANT: web.RequestKey[str] = web.RequestKey("tenant", str)
 ACCEPTED: web.RequestKey[str] = web.RequestKey("accepted", str)
 """The id under which a request was accepted: every answer to it tells that, an error too."""
+HELD: web.RequestKey[Hold] = web.RequestKey("held", Hold)
+"""What the request takes of the memory for bodies, until its answer is sent."""
 REQUEST_ID = "X-Request-Id"
 BEGUN: web.RequestKey[web.StreamResponse] = web.RequestKey("begun", web.StreamResponse)
 """The response whose headers are written, or about to be."""
 READ_TIMEOUT_S: web.AppKey[float] = web.AppKey("read_timeout_s", float)
 log = logging.getLogger("quire.gateway")
 
+CHUNK_BYTES = 64 << 10
+"""A body whose length is not told is held in steps of this size."""
 LEFT = 499
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 """They change nothing, and no answer is for a page of another origin to read."""
@@ -55,6 +60,7 @@ class Doorkeeper:
         self._keys = KeyRing(settings.api_key, settings.api_key_file)
         self._hosts = HostCheck(settings, keys_required=not self._keys.is_open)
         self._max_open = settings.max_open_per_key
+        self._bodies = BodyBudget(max(settings.max_body_bytes_in_flight, 2 * settings.max_body_bytes))
         self._open: Counter[str] = Counter()
 
     def check_form(self, http: web.Request) -> None:
@@ -64,7 +70,8 @@ class Doorkeeper:
 
     @contextmanager
     def admitted(self, http: web.Request) -> Iterator[None]:
-        """Inside, the request counts as open and knows its TENANT. Raises RequestError: 400, 401, 403, 429."""
+        """Inside, the request counts as open, knows its TENANT and can hold a body. Raises RequestError: 400, 401, 403,
+        429."""
         hosts, keys = http.headers.getall("Host", []), http.headers.getall("Authorization", [])
         self._hosts.require_known(hosts)
         client = self._keys.client(keys)
@@ -76,9 +83,12 @@ class Doorkeeper:
             message = "Too many requests are open with this key."
             raise RequestError(429, message, "rate_limit_error", code="too_many_open_requests", retry_after_s=1)
         self._open[client.name] += 1
+        held = self._bodies.hold(f"address {http.remote}" if self._keys.is_open else client.tenant)
+        http[HELD] = held
         try:
             yield
         finally:
+            held.close()
             self._open[client.name] -= 1
             if not self._open[client.name]:
                 del self._open[client.name]
@@ -182,7 +192,7 @@ def route_of(http: web.Request) -> str:
 
 
 async def read_body(http: web.Request) -> bytes:
-    """The whole JSON body. Raises RequestError: 408, 413, 415."""
+    """The whole JSON body. Raises RequestError: 408, 413, 415, 429, 503."""
     if http.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise RequestError(415, "An encoded body is not accepted.", code="unsupported_content_encoding")
     if http.content_type != "application/json":
@@ -191,13 +201,24 @@ async def read_body(http: web.Request) -> bytes:
         raise _too_large()
     try:
         async with asyncio.timeout(http.app[READ_TIMEOUT_S]):
-            return await http.read()
+            return await _bounded(http)
     except TimeoutError:
         raise RequestError(408, "The body did not arrive in time.", code="request_timeout") from None
-    except web.HTTPRequestEntityTooLarge:
-        raise _too_large() from None
     except web.RequestPayloadError:
         raise RequestError(400, "The body is not well-formed HTTP.", code="invalid_body") from None
+
+
+async def _bounded(http: web.Request) -> bytes:
+    """The body, held as far as it may have come. Raises RequestError: 413, 429, 503."""
+    held, body = http[HELD], bytearray()
+    await held.grow(http.content_length or 0)
+    while part := await http.content.readany():
+        body += part
+        if len(body) > http.client_max_size:
+            raise _too_large()
+        if len(body) > held.num_bytes:
+            await held.grow(max(len(body) - held.num_bytes, CHUNK_BYTES))
+    return bytes(body)
 
 
 def error_response(error: RequestError) -> web.Response:
