@@ -18,6 +18,12 @@ class RequestError(Exception):
     retry_after_s: int | None = None
 
 
+STORAGE_QUOTA_EXCEEDED = "storage_quota_exceeded"
+"""Code of the 429 to a tenant whose files, batches, responses and records take all bytes that it may store."""
+STORAGE_FULL = "storage_full"
+"""Code of the 503 while what all tenants store leaves only the queue's own share of its memory."""
+
+
 class StartupError(Exception):
     """The service cannot start as asked. Printed as one line, exit status 2."""
 

@@ -11,6 +11,7 @@ from service.wire.batches import BatchStore
 from service.wire.fair_queue import LANES
 from service.wire.messages import Cancel, Event, Job, RequestRecord, WorkerCard
 from service.wire.responses import ResponseStore
+from service.wire.storage import UNLIMITED, StorageLimits
 
 
 class BrokerUnavailable(Exception):
@@ -170,11 +171,18 @@ class QueueState:
 class DoorBroker(BatchStore, ResponseStore, Protocol):
     """The half that gateways use."""
 
-    async def submit(self, job: Job, bounds: Bounds = UNBOUNDED, record: RequestRecord | None = None) -> None:
+    async def submit(
+        self,
+        job: Job,
+        bounds: Bounds = UNBOUNDED,
+        record: RequestRecord | None = None,
+        limits: StorageLimits = UNLIMITED,
+    ) -> None:
         """The job is accepted when this returns; a second time changes nothing. With it, in the same atomic act, the
-        `record` of its request is kept as by `remember`. A lost answer is asked for again under the same id, for a few
-        seconds. Raises QueueFull, BrokerUnavailable, OutcomeUnknown where the job may have been accepted, or WireError
-        for one that is too large."""
+        `record` of its request is kept as by `remember`; one that does not outlive its client is left out where there
+        is no room for it. A lost answer is asked for again under the same id, for a few seconds. Raises QueueFull,
+        StorageFull, BrokerUnavailable, OutcomeUnknown where the job may have been accepted, or WireError for one that
+        is too large."""
 
     async def backlog(self, tenant: str) -> Backlog:
         """What waits, and what of it is this tenant's."""
@@ -229,15 +237,19 @@ class DoorBroker(BatchStore, ResponseStore, Protocol):
         one behind the last reply, changes nothing. The stream lives a while after the last write. False: nothing was
         written, for the entry is another gateway's now."""
 
-    async def remember(self, record: RequestRecord, idempotency: str | None = None) -> str:
+    async def remember(
+        self, record: RequestRecord, idempotency: str | None = None, limits: StorageLimits = UNLIMITED
+    ) -> str:
         """Keep a record until LOG_ENDED_TTL_S after its deadline. Where another request came first under the same
         `idempotency` (a hash) and its record is there, nothing is kept and that one's id is returned, else the record's
-        own."""
+        own. Raises StorageFull."""
 
     async def recall(self, request_id: str) -> RequestRecord | None:
         """The record, while it is kept. Raises ValueError for an id outside [A-Za-z0-9_.-]{1,128}."""
 
-    async def forget(self, request_id: str, idempotency: str | None = None, unless_there: str | None = None) -> None:
+    async def forget(
+        self, request_id: str, tenant: str, idempotency: str | None = None, unless_there: str | None = None
+    ) -> None:
         """Take the record away, and its idempotency key unless another request has it by now: the request was not
         accepted after all. Nothing happens where `unless_there`, one of its jobs, was accepted."""
 

@@ -71,9 +71,13 @@ FEED_TTL_S = 600
 REPLY_TTL_S = 600
 
 FILE_TTL_S = 30 * 24 * 3600
+UPLOAD_TTL_S = 600
+"""Of a file that is being written, after the last piece."""
+BATCH_ENDED_TTL_S = 3600
 
 OPEN_BATCHES = "{quire}:batches"
-"""Sorted set. Ids of batches that are not done, by when they were made. Doors write and read. As long as they are."""
+"""Sorted set. `<batch id> <tenant>` of batches that are not done, by when they were made. Doors write and read. As long
+as they are."""
 
 INGRESS_KEEP_S = 5.0
 INGRESS_LEFT_S = 20.0
@@ -124,7 +128,7 @@ def file(file_id: str) -> str:
 
 
 def file_data(file_id: str) -> str:
-    """List. What the file contains, in pieces. Doors write and read. FILE_TTL_S."""
+    """List. What the file contains, in pieces. Doors write and read. UPLOAD_TTL_S, then FILE_TTL_S."""
     return f"{{quire}}:{{{_name(file_id)}}}:data"
 
 
@@ -141,6 +145,18 @@ def batch(batch_id: str) -> str:
 def batch_lines(batch_id: str) -> str:
     """Hash. Answers by line of the batch's input. Doors write and read. FILE_TTL_S."""
     return f"{{quire}}:{{{_name(batch_id)}}}:lines"
+
+
+def batch_marks(batch_id: str) -> str:
+    """String. A byte for each line of the batch's input: how it was answered (see put_line.lua). Doors write and read.
+    FILE_TTL_S."""
+    return f"{{quire}}:{{{_name(batch_id)}}}:marks"
+
+
+def batch_progress(batch_id: str) -> str:
+    """Hash. How far the batch's answers are in its files (see move_lines.lua). Doors write and read. FILE_TTL_S,
+    BATCH_ENDED_TTL_S after its end."""
+    return f"{{quire}}:{{{_name(batch_id)}}}:progress"
 
 
 def batch_holder(batch_id: str) -> str:
@@ -161,6 +177,27 @@ def batches(tenant: str) -> str:
 def response(response_id: str) -> str:
     """String. StoredResponse. Doors write and read. As long as its writer says."""
     return f"{{quire}}:{{{_name(response_id)}}}:response"
+
+
+def stored(tenant: str) -> str:
+    """Sorted set. What is stored for a tenant, by when it expires: ids of files, batches and responses. Doors write and
+    read, by scripts alone (see ledger.lua). As long as any of it."""
+    return f"{{quire}}:stored:{_name(tenant)}"
+
+
+def stored_bytes(tenant: str) -> str:
+    """Hash. The same to the bytes that it takes, '' to those of all. Likewise."""
+    return f"{{quire}}:stored:bytes:{_name(tenant)}"
+
+
+def records(tenant: str) -> str:
+    """Sorted set. Records of a tenant's requests, by when they expire. Likewise."""
+    return f"{{quire}}:records:{_name(tenant)}"
+
+
+def record_bytes(tenant: str) -> str:
+    """Hash. The same to the bytes that they take, '' to those of all. Likewise."""
+    return f"{{quire}}:records:bytes:{_name(tenant)}"
 
 
 def feed(door: str) -> str:

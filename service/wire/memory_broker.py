@@ -11,6 +11,7 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 
 from service.wire import keys
 from service.wire.broker import (
@@ -31,6 +32,7 @@ from service.wire.memory_batches import MemoryBatches
 from service.wire.memory_queue import MemoryQueue
 from service.wire.memory_responses import MemoryResponses
 from service.wire.messages import Cancel, Event, Job, RequestRecord, WorkerCard
+from service.wire.storage import UNLIMITED, StorageLimits
 
 LEASE_S = 10.0
 _NAMES = (f"memory-{number}" for number in itertools.count(1))
@@ -43,7 +45,7 @@ class MemoryBroker(MemoryBatches, MemoryResponses):
     def __init__(self, queue: MemoryQueue | None = None, name: str | None = None, lease_s: float = LEASE_S):
         self.queue = MemoryQueue() if queue is None else queue
         MemoryBatches.__init__(self, self.queue.shelf)
-        MemoryResponses.__init__(self, self.queue.responses)
+        MemoryResponses.__init__(self, self.queue.responses, self.queue.shelf.ledger)
         self.lease_s = lease_s
         self._owner = name or next(_NAMES)
         self._held: dict[str, int] = {}  # job -> attempt
@@ -52,10 +54,16 @@ class MemoryBroker(MemoryBatches, MemoryResponses):
         self._ingress: set[IngressEntry] = set()  # fetched and not settled
         self._is_closed = False
 
-    async def submit(self, job: Job, bounds: Bounds = UNBOUNDED, record: RequestRecord | None = None) -> None:
+    async def submit(
+        self,
+        job: Job,
+        bounds: Bounds = UNBOUNDED,
+        record: RequestRecord | None = None,
+        limits: StorageLimits = UNLIMITED,
+    ) -> None:
         self._check_open()
-        if self.queue.submit(job, bounds) and record is not None:
-            self.queue.requests.remember(record, None)
+        keep_record = None if record is None else partial(self.queue.requests.remember_submitted, record, limits)
+        self.queue.submit(job, bounds, keep_record)
 
     async def backlog(self, tenant: str) -> Backlog:
         return self.queue.backlog(tenant)
@@ -137,17 +145,21 @@ class MemoryBroker(MemoryBatches, MemoryResponses):
                 self.queue.replies_done.add(name)
         return True
 
-    async def remember(self, record: RequestRecord, idempotency: str | None = None) -> str:
+    async def remember(
+        self, record: RequestRecord, idempotency: str | None = None, limits: StorageLimits = UNLIMITED
+    ) -> str:
         self._check_open()
-        return self.queue.requests.remember(record, idempotency)
+        return self.queue.requests.remember(record, idempotency, limits)
 
     async def recall(self, request_id: str) -> RequestRecord | None:
         keys.request(request_id)
         return self.queue.requests.recall(request_id)
 
-    async def forget(self, request_id: str, idempotency: str | None = None, unless_there: str | None = None) -> None:
+    async def forget(
+        self, request_id: str, tenant: str, idempotency: str | None = None, unless_there: str | None = None
+    ) -> None:
         if unless_there is None or not self.queue.has(unless_there):
-            self.queue.requests.forget(request_id, idempotency)
+            self.queue.requests.forget(request_id, tenant, idempotency)
 
     async def last_events(self, job_ids: Sequence[str]) -> Sequence[Event | None]:
         logs = [self.queue.logs.get(job_id) for job_id in job_ids]

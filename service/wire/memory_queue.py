@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from service.errors import EndReason
 from service.wire import keys
@@ -75,13 +75,16 @@ class MemoryQueue:
     def num_claimable(self) -> int:
         return len(self._waiting) + len(self._returned)
 
-    def submit(self, job: Job, bounds: Bounds) -> bool:
-        """Whether it was not there before. Raises QueueFull."""
+    def submit(self, job: Job, bounds: Bounds, keep_record: Callable[[], None] | None = None) -> bool:
+        """Whether it was not there before. `keep_record` is called where there is room for the job. Raises QueueFull,
+        and what `keep_record` does."""
         self._forget_old()
         if self.has(job.job_id):
             return False
         if job.job_id not in self._tombstones:
             self._check_room(job, bounds)
+        if keep_record is not None:
+            keep_record()
         self._states[job.job_id] = JobState(job)
         self._waiting.add(job)
         reason = self._tombstones.pop(job.job_id, None)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 
 from service.wire import keys
+from service.wire.memory_ledger import MemoryLedger
 from service.wire.responses import StoredResponse, pack_response, unpack_response
+from service.wire.storage import OVERHEAD_BYTES, UNLIMITED, StorageLimits
 
 Shelf = dict[str, tuple[bytes, float]]
 """Records by id, and until when each is kept, on the monotonic clock. Several brokers share it."""
@@ -14,15 +16,18 @@ Shelf = dict[str, tuple[bytes, float]]
 class MemoryResponses:
     """Implements ResponseStore."""
 
-    def __init__(self, responses: Shelf):
+    def __init__(self, responses: Shelf, ledger: MemoryLedger):
         self._responses = responses
+        self._response_ledger = ledger
 
-    async def put_response(self, record: StoredResponse, for_s: float) -> None:
+    async def put_response(self, record: StoredResponse, for_s: float, limits: StorageLimits = UNLIMITED) -> None:
         keys.response(record.response_id)
-        now_s = time.monotonic()
+        packed, now_s = pack_response(record), time.monotonic()
         for name in [name for name, (_, until_s) in self._responses.items() if until_s <= now_s]:
             del self._responses[name]
-        self._responses[record.response_id] = (pack_response(record), now_s + for_s)
+        change = len(packed) + OVERHEAD_BYTES - self._response_ledger.taken(record.tenant, record.response_id)
+        self._response_ledger.charge(record.tenant, record.response_id, change, for_s, limits)
+        self._responses[record.response_id] = (packed, now_s + for_s)
 
     async def settle_response(self, record: StoredResponse, for_s: float) -> None:
         if await self.response(record.response_id) is not None:
@@ -33,6 +38,7 @@ class MemoryResponses:
         packed, until_s = self._responses.get(response_id, (b"", 0.0))
         return unpack_response(packed) if until_s > time.monotonic() else None
 
-    async def drop_response(self, response_id: str) -> None:
-        keys.response(response_id)
-        self._responses.pop(response_id, None)
+    async def drop_response(self, record: StoredResponse) -> None:
+        keys.response(record.response_id)
+        self._responses.pop(record.response_id, None)
+        self._response_ledger.release(record.tenant, record.response_id)

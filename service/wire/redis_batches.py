@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from service.wire import keys
-from service.wire.batches import Batch, StoredFile, pack, unpack_batch, unpack_file
+from service.wire.batches import (
+    LINE_OVERHEAD_BYTES,
+    Batch,
+    Move,
+    MovedLines,
+    OpenBatch,
+    StoredFile,
+    pack,
+    unpack_batch,
+    unpack_file,
+)
+from service.wire.redis_ledger import charge_args, checked, life_ms, stored_keys
 from service.wire.redis_link import RedisLink
+from service.wire.storage import OVERHEAD_BYTES, UNLIMITED, StorageLimits
 
-CHUNK_BYTES = 256 << 10
-"""A file is written and read in pieces, so that no single command keeps Redis from its other clients."""
-CHUNKS_AT_ONCE = 16
+BATCH_BYTES = 4096
+"""What a batch's record may grow by: times, counts, errors."""
 
 
 class RedisBatches:
@@ -19,18 +30,22 @@ class RedisBatches:
     def __init__(self, link: RedisLink):
         self._link = link
 
-    async def put_file(self, file: StoredFile, data: bytes) -> None:
-        chunks = [data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES)]
-        key = keys.file_data(file.file_id)
-        for start in range(0, len(chunks), CHUNKS_AT_ONCE):
-            async with self._link.commands() as redis:
-                await redis.rpush(key, *chunks[start : start + CHUNKS_AT_ONCE])
-        async with self._link.commands() as redis, redis.pipeline(transaction=True) as pipeline:
-            pipeline.expire(key, keys.FILE_TTL_S)
-            pipeline.set(keys.file(file.file_id), pack(file), ex=keys.FILE_TTL_S)
-            pipeline.zadd(keys.files(file.tenant), {file.file_id: file.created_s})
-            pipeline.expire(keys.files(file.tenant), keys.FILE_TTL_S)
-            await pipeline.execute()
+    async def reserve_file(self, file_id: str, tenant: str, num_bytes: int, limits: StorageLimits) -> None:
+        charged = charge_args(file_id, num_bytes, keys.UPLOAD_TTL_S, limits)
+        checked(await self._link.script("reserve", stored_keys(tenant), charged))
+
+    async def append_file(
+        self, file_id: str, tenant: str, data: bytes, limits: StorageLimits = UNLIMITED, *, is_reserved: bool = False
+    ) -> int:
+        charged = charge_args(file_id, 0 if is_reserved else len(data), keys.UPLOAD_TTL_S, limits)
+        script_keys = [*stored_keys(tenant), keys.file_data(file_id)]
+        return checked(await self._link.script("append", script_keys, [*charged, data]))[0]
+
+    async def put_file(self, file: StoredFile) -> None:
+        charged = charge_args(file.file_id, file.num_bytes + OVERHEAD_BYTES, keys.FILE_TTL_S, UNLIMITED)
+        script_keys = [*stored_keys(file.tenant), keys.file(file.file_id), keys.file_data(file.file_id)]
+        await self._link.script("store", script_keys, [*charged, pack(file), 0])
+        await self._list(keys.files(file.tenant), file.file_id, file.created_s)
 
     async def file(self, file_id: str) -> StoredFile | None:
         key = keys.file(file_id)
@@ -38,36 +53,34 @@ class RedisBatches:
             packed = await redis.get(key)
         return None if packed is None else unpack_file(packed)
 
-    async def file_data(self, file_id: str) -> bytes:
-        key, parts, start = keys.file_data(file_id), [], 0
-        while True:
-            async with self._link.commands() as redis:
-                chunks = await redis.lrange(key, start, start + CHUNKS_AT_ONCE - 1)
-            if not chunks:
-                return b"".join(parts)
-            parts += chunks
-            start += CHUNKS_AT_ONCE
+    async def file_pieces(self, file_id: str, first: int, count: int) -> Sequence[bytes]:
+        key = keys.file_data(file_id)
+        async with self._link.commands() as redis:
+            return await redis.lrange(key, first, first + count - 1)
 
     async def files(self, tenant: str) -> Sequence[StoredFile]:
-        return [unpack_file(packed) for packed in await self._listed(keys.files(tenant), keys.file)]
+        return [unpack_file(packed) for packed in await self._listed(keys.files(tenant), keys.file, 0, -1)]
 
-    async def drop_file(self, file: StoredFile) -> None:
-        async with self._link.commands() as redis, redis.pipeline(transaction=True) as pipeline:
-            pipeline.zrem(keys.files(file.tenant), file.file_id)
-            pipeline.delete(keys.file(file.file_id))
-            pipeline.delete(keys.file_data(file.file_id))
-            await pipeline.execute()
+    async def drop_file(self, file_id: str, tenant: str) -> None:
+        script_keys = [*stored_keys(tenant), keys.file(file_id), keys.file_data(file_id)]
+        await self._link.script("drop", script_keys, [file_id])
+        async with self._link.commands() as redis:
+            await redis.zrem(keys.files(tenant), file_id)
 
-    async def put_batch(self, batch: Batch) -> None:
-        async with self._link.commands() as redis, redis.pipeline(transaction=True) as pipeline:
-            pipeline.set(keys.batch(batch.batch_id), pack(batch), ex=keys.FILE_TTL_S)
-            pipeline.zadd(keys.batches(batch.tenant), {batch.batch_id: batch.created_s})
-            pipeline.expire(keys.batches(batch.tenant), keys.FILE_TTL_S)
+    async def put_batch(self, batch: Batch, limits: StorageLimits = UNLIMITED) -> None:
+        packed = pack(batch)
+        charged = charge_args(batch.batch_id, len(packed) + BATCH_BYTES, keys.FILE_TTL_S, limits)
+        script_keys = [*stored_keys(batch.tenant), keys.batch(batch.batch_id)]
+        checked(await self._link.script("store", script_keys, [*charged, packed, 0]))
+        await self._list(keys.batches(batch.tenant), batch.batch_id, batch.created_s)
+        name = f"{batch.batch_id} {batch.tenant}"
+        async with self._link.commands() as redis:
             if batch.is_open:
-                pipeline.zadd(keys.OPEN_BATCHES, {batch.batch_id: batch.created_s})
+                await redis.zadd(keys.OPEN_BATCHES, {name: batch.created_s})
             else:
-                pipeline.zrem(keys.OPEN_BATCHES, batch.batch_id)
-            await pipeline.execute()
+                await redis.zrem(keys.OPEN_BATCHES, name)
+                for key in (keys.batch_marks(batch.batch_id), keys.batch_progress(batch.batch_id)):
+                    await redis.expire(key, keys.BATCH_ENDED_TTL_S)
 
     async def batch(self, batch_id: str) -> Batch | None:
         key = keys.batch(batch_id)
@@ -75,12 +88,20 @@ class RedisBatches:
             packed = await redis.get(key)
         return None if packed is None else unpack_batch(packed)
 
-    async def batches(self, tenant: str) -> Sequence[Batch]:
-        return [unpack_batch(packed) for packed in await self._listed(keys.batches(tenant), keys.batch)]
+    async def batches(self, tenant: str, after: str | None, count: int) -> Sequence[Batch]:
+        listing, start = keys.batches(tenant), 0
+        if after is not None:
+            async with self._link.commands() as redis:
+                place = await redis.zrevrank(listing, after)
+            if place is None:
+                return []
+            start = place + 1
+        return [unpack_batch(packed) for packed in await self._listed(listing, keys.batch, start, start + count - 1)]
 
-    async def open_batches(self) -> Sequence[str]:
+    async def open_batches(self) -> Sequence[OpenBatch]:
         async with self._link.commands() as redis:
-            return [found.decode() for found in await redis.zrange(keys.OPEN_BATCHES, 0, -1)]
+            found = await redis.zrange(keys.OPEN_BATCHES, 0, -1)
+        return [OpenBatch(*name.decode().split(" ", 1)) for name in found if b" " in name]
 
     async def hold_batch(self, batch_id: str, holder: str, for_s: float) -> bool:
         key, life_ms = keys.batch_holder(batch_id), max(1, int(for_s * 1000))
@@ -103,27 +124,78 @@ class RedisBatches:
         async with self._link.commands() as redis:
             return bool(await redis.exists(key))
 
-    async def put_line(self, batch_id: str, number: int, line: bytes) -> None:
+    async def reserve_lines(self, batch: Batch, num_bytes: int, limits: StorageLimits) -> None:
+        charged = charge_args(_lines_name(batch), num_bytes, keys.FILE_TTL_S, limits)
+        checked(await self._link.script("reserve", stored_keys(batch.tenant), charged))
+
+    async def put_line(
+        self, batch: Batch, number: int, line: bytes, mark: bytes, limits: StorageLimits = UNLIMITED
+    ) -> None:
+        batch_id = batch.batch_id
+        charged = charge_args(_lines_name(batch), len(line) + LINE_OVERHEAD_BYTES, keys.FILE_TTL_S, limits)
+        line_keys = (keys.batch_lines(batch_id), keys.batch_marks(batch_id), keys.batch_progress(batch_id))
+        answer = await self._link.script(
+            "put_line", [*stored_keys(batch.tenant), *line_keys], [*charged, number, line, mark]
+        )
+        checked(answer)
+
+    async def line_marks(self, batch_id: str) -> bytes:
+        key = keys.batch_marks(batch_id)
+        async with self._link.commands() as redis:
+            return await redis.get(key) or b""
+
+    async def line_sizes(self, batch_id: str, first: int, count: int) -> Sequence[int]:
         key = keys.batch_lines(batch_id)
+        async with self._link.commands() as redis, redis.pipeline(transaction=False) as pipeline:
+            for number in range(first, first + count):
+                pipeline.hstrlen(key, str(number))
+            return await pipeline.execute()
+
+    async def lines(self, batch_id: str, first: int, count: int) -> Sequence[bytes | None]:
+        key = keys.batch_lines(batch_id)
+        async with self._link.commands() as redis:
+            return await redis.hmget(key, [str(number) for number in range(first, first + count)])
+
+    async def moved_lines(self, batch_id: str) -> MovedLines:
+        key = keys.batch_progress(batch_id)
+        async with self._link.commands() as redis:
+            return MovedLines(*(int(found or 0) for found in await redis.hmget(key, "moved", "output", "error")))
+
+    async def move_lines(self, batch: Batch, move: Move) -> int:
+        names = (_lines_name(batch), move.output_file_id, move.error_file_id)
+        return await self._link.script(
+            "move_lines",
+            [
+                *stored_keys(batch.tenant),
+                keys.batch_lines(batch.batch_id),
+                keys.batch_progress(batch.batch_id),
+                keys.file_data(move.output_file_id),
+                keys.file_data(move.error_file_id),
+            ],
+            [*names, life_ms(keys.FILE_TTL_S), move.first, move.past, move.num_bytes, move.output, move.errors],
+        )
+
+    async def drop_lines(self, batch: Batch) -> None:
+        script_keys = [*stored_keys(batch.tenant), keys.batch_lines(batch.batch_id)]
+        await self._link.script("drop", script_keys, [_lines_name(batch)])
+
+    async def _list(self, listing: str, name: str, at_s: float) -> None:
         async with self._link.commands() as redis, redis.pipeline(transaction=True) as pipeline:
-            pipeline.hsetnx(key, str(number), line)
-            pipeline.expire(key, keys.FILE_TTL_S)
+            pipeline.zadd(listing, {name: at_s})
+            pipeline.expire(listing, keys.FILE_TTL_S)
             await pipeline.execute()
 
-    async def lines(self, batch_id: str) -> Mapping[int, bytes]:
-        key, found, cursor = keys.batch_lines(batch_id), {}, None
-        while cursor != 0:
-            async with self._link.commands() as redis:
-                cursor, some = await redis.hscan(key, cursor or 0, count=512)
-            found |= {int(number): line for number, line in some.items()}
-        return found
-
-    async def _listed(self, listing: str, key_of) -> list[bytes]:
+    async def _listed(self, listing: str, key_of, start: int, stop: int) -> list[bytes]:
         """The records that a listing names, the newest first; those whose time is over are taken from it."""
         async with self._link.commands() as redis:
-            found = await redis.zrevrange(listing, 0, -1)
+            found = await redis.zrevrange(listing, start, stop)
             packed = await redis.mget([key_of(each.decode()) for each in found]) if found else []
             gone = [each for each, record in zip(found, packed, strict=True) if record is None]
             if gone:
                 await redis.zrem(listing, *gone)
         return [record for record in packed if record is not None]
+
+
+def _lines_name(batch: Batch) -> str:
+    """In its tenant's ledger."""
+    return f"{batch.batch_id}.lines"

@@ -28,9 +28,11 @@ from service.wire.fair_queue import LANES
 from service.wire.messages import Cancel, Event, Job, RequestRecord, WorkerCard
 from service.wire.redis_feed import FeedReader
 from service.wire.redis_group import GroupReader
+from service.wire.redis_ledger import record_keys
 from service.wire.redis_link import RedisLink, order
-from service.wire.redis_requests import record_life_s
+from service.wire.redis_requests import record_args
 from service.wire.redis_state import bound_args, deadline_arg, new_state
+from service.wire.storage import UNLIMITED, StorageFull, StorageLimits
 
 log = logging.getLogger("quire.redis")
 
@@ -46,17 +48,25 @@ class RedisDoor:
         self._producers: dict[str, str] = {}  # by their streams
         self._looks_for_left_at_s = 0.0
 
-    async def submit(self, job: Job, bounds: Bounds = UNBOUNDED, record: RequestRecord | None = None) -> None:
+    async def submit(
+        self,
+        job: Job,
+        bounds: Bounds = UNBOUNDED,
+        record: RequestRecord | None = None,
+        limits: StorageLimits = UNLIMITED,
+    ) -> None:
         payload = encode(job)
         script_keys: list[str] = [keys.cancel(job.job_id)]
         args = [secrets.token_hex(8), job.job_id, payload, new_state(job), deadline_arg(job), *bound_args(bounds)]
         if record is not None:
-            script_keys.append(keys.request(record.request_id))
-            args += (encode(record), record_life_s(record, await self._link.now_s()))
+            script_keys += (keys.request(record.request_id), *record_keys(record.tenant))
+            args += record_args(record, await self._link.now_s(), limits)
         self._feeds.submitting(job)
         answer = await self._link.script_until_known("submit", script_keys, args)
         if answer[0] < 0:
             self._feeds.refused(job.job_id)
+            if answer[0] == -3:
+                raise StorageFull(of_tenant=True, num_bytes=answer[1], max_bytes=answer[2])
             raise QueueFull(of_tenant=answer[0] == -2, num_jobs=answer[1], num_tokens=answer[2])
         if answer[0] == 1 or answer[1].decode() == keys.feed(job.feed):
             self._feeds.submitted(job.job_id)

@@ -172,11 +172,11 @@ class RedisLink:
                     raise
 
     async def script(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
-        """Run `<name>.lua`, which lies beside this module, behind `fair.lua` and `common.lua`. Raises
+        """Run `<name>.lua`, which lies beside this module, behind `fair.lua`, `common.lua` and `ledger.lua`. Raises
         BrokerUnavailable, or DataLost where Redis has another epoch than the script was told."""
         if name not in self._scripts:
             room = files(__package__)
-            source = "".join(room.joinpath(f"{part}.lua").read_text() for part in ("fair", "common", name))
+            source = "".join(room.joinpath(f"{part}.lua").read_text() for part in ("fair", "common", "ledger", name))
             self._scripts[name] = (source, sha1(source.encode(), usedforsecurity=False).hexdigest())
         source, digest = self._scripts[name]
         keys, args = (*QUEUE, *keys), (*BOUNDS, *args)

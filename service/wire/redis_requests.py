@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from service.wire import keys
 from service.wire.codec import decode, encode
 from service.wire.messages import Event, RequestRecord
+from service.wire.redis_ledger import charge_args, checked, life_ms, record_keys
 from service.wire.redis_link import RedisLink
+from service.wire.storage import OVERHEAD_BYTES, UNLIMITED, StorageLimits
 
 
 def record_life_s(record: RequestRecord, now_s: float) -> int:
     """How long a record stays, from Redis time `now_s` on."""
     return int(record.deadline_s - now_s) + keys.LOG_ENDED_TTL_S
+
+
+def record_args(record: RequestRecord, now_s: float, limits: StorageLimits) -> tuple[bytes | str | int, ...]:
+    """ARGV[17] to ARGV[22] of `submit.lua`."""
+    payload = encode(record)
+    quota = limits.max_record_bytes if record.stays else limits.max_plain_record_bytes
+    return (
+        payload,
+        life_ms(record_life_s(record, now_s)),
+        len(payload) + OVERHEAD_BYTES,
+        "" if quota is None else quota,
+        record.request_id,
+        int(record.stays),
+    )
 
 
 class RedisRequests:
@@ -21,14 +38,20 @@ class RedisRequests:
     def __init__(self, link: RedisLink):
         self._link = link
 
-    async def remember(self, record: RequestRecord, idempotency: str | None = None) -> str:
+    async def remember(
+        self, record: RequestRecord, idempotency: str | None = None, limits: StorageLimits = UNLIMITED
+    ) -> str:
+        payload = encode(record)
         life_s = record_life_s(record, await self._link.now_s())
-        script_keys = [keys.request(record.request_id)]
+        limits = replace(limits, max_bytes_per_tenant=limits.max_record_bytes)
+        script_keys = [*record_keys(record.tenant), keys.request(record.request_id)]
         if idempotency is not None:
             script_keys.append(keys.idempotency(idempotency))
         before, _, behind = keys.request("-").partition("-")
-        args = [encode(record), life_s, record.request_id, before, behind]
-        return (await self._link.script_until_known("remember", script_keys, args)).decode()
+        charged = charge_args(record.request_id, len(payload) + OVERHEAD_BYTES, life_s, limits)
+        args = [*charged, payload, before, behind]
+        _, holder = checked(await self._link.script_until_known("remember", script_keys, args))
+        return holder.decode()
 
     async def recall(self, request_id: str) -> RequestRecord | None:
         key = keys.request(request_id)
@@ -36,8 +59,10 @@ class RedisRequests:
             payload = await redis.get(key)
         return None if payload is None else decode(RequestRecord, payload)
 
-    async def forget(self, request_id: str, idempotency: str | None = None, unless_there: str | None = None) -> None:
-        script_keys = [keys.request(request_id)]
+    async def forget(
+        self, request_id: str, tenant: str, idempotency: str | None = None, unless_there: str | None = None
+    ) -> None:
+        script_keys = [*record_keys(tenant), keys.request(request_id)]
         if idempotency is not None:
             script_keys.append(keys.idempotency(idempotency))
         log_key = "" if unless_there is None else keys.events(unless_there)

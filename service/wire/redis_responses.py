@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from service.wire import keys
+from service.wire.redis_ledger import charge_args, checked, stored_keys
 from service.wire.redis_link import RedisLink
 from service.wire.responses import StoredResponse, pack_response, unpack_response
+from service.wire.storage import OVERHEAD_BYTES, UNLIMITED, StorageLimits
 
 
 class RedisResponses:
@@ -13,11 +15,11 @@ class RedisResponses:
     def __init__(self, link: RedisLink):
         self._link = link
 
-    async def put_response(self, record: StoredResponse, for_s: float) -> None:
-        await self._set(record, for_s, only_if_there=False)
+    async def put_response(self, record: StoredResponse, for_s: float, limits: StorageLimits = UNLIMITED) -> None:
+        await self._store(record, for_s, limits, replaces=False)
 
     async def settle_response(self, record: StoredResponse, for_s: float) -> None:
-        await self._set(record, for_s, only_if_there=True)
+        await self._store(record, for_s, UNLIMITED, replaces=True)
 
     async def response(self, response_id: str) -> StoredResponse | None:
         key = keys.response(response_id)
@@ -25,12 +27,12 @@ class RedisResponses:
             packed = await redis.get(key)
         return None if packed is None else unpack_response(packed)
 
-    async def drop_response(self, response_id: str) -> None:
-        key = keys.response(response_id)
-        async with self._link.commands() as redis:
-            await redis.delete(key)
+    async def drop_response(self, record: StoredResponse) -> None:
+        script_keys = [*stored_keys(record.tenant), keys.response(record.response_id)]
+        await self._link.script("drop", script_keys, [record.response_id])
 
-    async def _set(self, record: StoredResponse, for_s: float, *, only_if_there: bool) -> None:
-        key, life_ms = keys.response(record.response_id), max(1, int(for_s * 1000))
-        async with self._link.commands() as redis:
-            await redis.set(key, pack_response(record), px=life_ms, xx=only_if_there)
+    async def _store(self, record: StoredResponse, for_s: float, limits: StorageLimits, *, replaces: bool) -> None:
+        packed = pack_response(record)
+        script_keys = [*stored_keys(record.tenant), keys.response(record.response_id)]
+        charged = charge_args(record.response_id, len(packed) + OVERHEAD_BYTES, for_s, limits)
+        checked(await self._link.script("store", script_keys, [*charged, packed, int(replaces)]))

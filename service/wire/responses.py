@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+from service.wire.storage import UNLIMITED, StorageLimits
+
 Json = dict[str, Any]
 
 
@@ -37,12 +39,13 @@ def unpack_response(packed: bytes) -> StoredResponse:
 class ResponseStore(Protocol):
     """Part of DoorBroker. Ids that no key may hold raise ValueError."""
 
-    async def put_response(self, record: StoredResponse, for_s: float) -> None:
-        """The record is kept for so long from now."""
+    async def put_response(self, record: StoredResponse, for_s: float, limits: StorageLimits = UNLIMITED) -> None:
+        """Keep the record for `for_s` from now. Raises StorageFull."""
 
     async def settle_response(self, record: StoredResponse, for_s: float) -> None:
-        """The same for one that has its answer now, unless it was dropped meanwhile."""
+        """The same for one that has its answer now, unless it was dropped meanwhile. Never refused: the answer is
+        paid for in tokens."""
 
     async def response(self, response_id: str) -> StoredResponse | None: ...
 
-    async def drop_response(self, response_id: str) -> None: ...
+    async def drop_response(self, record: StoredResponse) -> None: ...

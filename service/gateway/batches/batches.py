@@ -12,20 +12,24 @@ from service.errors import RequestError
 from service.gateway.batches.files import INPUT, find_file
 from service.gateway.batches.runner import BatchRunner
 from service.gateway.endpoints.completions import refuse_idempotency_key
-from service.gateway.endpoints.pages import page_json
+from service.gateway.endpoints.pages import list_json, page_limit
 from service.gateway.generation.refusals import refusal
 from service.gateway.generation.request import BATCH_ENDPOINTS
 from service.gateway.hall.admission import unavailable
+from service.gateway.hall.storage import RETRY_AFTER_S, storage_refusal
 from service.gateway.http_server.guard import TENANT, json_response, read_body
 from service.gateway.openai.bodies import check_metadata, convert
 from service.gateway.openai.strict_json import decode_object
 from service.wire.batches import Batch, BatchStatus
 from service.wire.broker import BrokerUnavailable, DoorBroker
+from service.wire.storage import StorageFull, StorageLimits
 
 Json = dict[str, Any]
 
 WINDOWS_S = {"24h": 24 * 3600}
-DEFAULT_PAGE = 20
+DEFAULT_PAGE, MAX_PAGE = 20, 100
+MAX_OPEN_BATCHES = 100
+"""Of one tenant. All but a few of them wait; what they store is bounded in bytes."""
 
 
 class BatchBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -36,9 +40,10 @@ class BatchBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
 
 
 class Batches:
-    def __init__(self, broker: DoorBroker, runner: BatchRunner) -> None:
+    def __init__(self, broker: DoorBroker, runner: BatchRunner, limits: StorageLimits) -> None:
         self._broker = broker
         self._runner = runner
+        self._limits = limits
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -56,6 +61,7 @@ class Batches:
         if file.purpose != INPUT:
             raise refusal("input_file_id", f"must be a file of purpose '{INPUT}'")
         try:
+            await self._require_room(http[TENANT])
             now_s = await self._broker.now_s()
             batch = Batch(
                 batch_id=f"batch_{secrets.token_hex(16)}",
@@ -66,18 +72,31 @@ class Batches:
                 expires_s=now_s + WINDOWS_S[body.completion_window],
                 metadata=body.metadata or {},
             )
-            await self._broker.put_batch(batch)
+            await self._broker.put_batch(batch, self._limits)
         except BrokerUnavailable:
             raise unavailable() from None
+        except StorageFull as full:
+            raise storage_refusal(full) from None
         self._runner.look()
         return json_response(batch_json(batch))
 
+    async def _require_room(self, tenant: str) -> None:
+        """Raises RequestError (429), BrokerUnavailable."""
+        num_open = sum(batch.tenant == tenant for batch in await self._broker.open_batches())
+        if num_open >= MAX_OPEN_BATCHES:
+            message = f"{num_open} of your batches are open already ({MAX_OPEN_BATCHES} are allowed)."
+            raise RequestError(
+                429, message, "rate_limit_error", code="too_many_open_batches", retry_after_s=RETRY_AFTER_S
+            )
+
     async def _list(self, http: web.Request) -> web.Response:
+        limit = page_limit(http, DEFAULT_PAGE, MAX_PAGE)
         try:
-            batches = await self._broker.batches(http[TENANT])
+            batches = await self._broker.batches(http[TENANT], http.query.get("after"), limit + 1)
         except BrokerUnavailable:
             raise unavailable() from None
-        return json_response(page_json(http, [batch_json(batch) for batch in batches], DEFAULT_PAGE))
+        page = [batch_json(batch) for batch in batches[:limit]]
+        return json_response(list_json(page, has_more=len(batches) > limit))
 
     async def _get(self, http: web.Request) -> web.Response:
         return json_response(batch_json(await self._found(http)))

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
+from collections.abc import Sequence
 from typing import Any
 
 from aiohttp import BodyPartReader, web
 
+from service.config import Settings
 from service.errors import RequestError
+from service.gateway.batches.file_writer import FileWriter
 from service.gateway.endpoints.completions import refuse_idempotency_key
 from service.gateway.endpoints.pages import MAX_PAGE, is_ascending, page_json
 from service.gateway.generation.refusals import missing, refusal
 from service.gateway.hall.admission import unavailable
-from service.gateway.http_server.guard import READ_TIMEOUT_S, TENANT, json_response
+from service.gateway.hall.storage import storage_refusal
+from service.gateway.http_server.guard import HELD, READ_TIMEOUT_S, TENANT, json_response
 from service.gateway.openai.bodies import unknown_field
+from service.logs import fields
 from service.wire import keys
 from service.wire.batches import BatchStore, StoredFile
 from service.wire.broker import BrokerUnavailable, DoorBroker
+from service.wire.storage import StorageFull, StorageLimits
 
 log = logging.getLogger("quire.gateway")
 
@@ -27,14 +32,22 @@ Json = dict[str, Any]
 INPUT, OUTPUT = "batch", "batch_output"
 MAX_FILES = 1000
 """Of one tenant."""
+MAX_FORM_BYTES = 64 << 10
+"""What a form may have around its file."""
+WINDOW_BYTES = 1 << 20
+"""What an upload or a download takes of the memory for bodies: a few pieces, however long the file is."""
+CHUNK_BYTES = 64 << 10
+SLOWEST_UPLOAD_BYTES_PER_S = 1 << 20
 MAX_NAME_CHARS = 255
 MAX_PURPOSE_BYTES = 64
 
 
 class Files:
-    def __init__(self, broker: DoorBroker, max_file_bytes: int) -> None:
+    def __init__(self, broker: DoorBroker, limits: StorageLimits, settings: Settings) -> None:
         self._broker = broker
-        self._max_file_bytes = max_file_bytes
+        self._limits = limits
+        self._max_file_bytes = settings.max_file_bytes
+        self._write_timeout_s = settings.write_timeout
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -49,48 +62,73 @@ class Files:
         refuse_idempotency_key(http)
         if http.content_type != "multipart/form-data":
             raise RequestError(415, "The body must be of type multipart/form-data.", code="unsupported_media_type")
+        if (http.content_length or 0) > self._max_file_bytes + MAX_FORM_BYTES:
+            raise self._too_large()
+        writer = FileWriter(self._broker, http[TENANT], self._limits)
         try:
-            async with asyncio.timeout(http.app[READ_TIMEOUT_S]):
-                form = await self._form(http)
+            stored = await self._store(http, writer)
+        except BaseException as error:
+            await asyncio.shield(_drop(writer))
+            if isinstance(error, BrokerUnavailable):
+                raise unavailable() from None
+            if isinstance(error, StorageFull):
+                raise storage_refusal(error) from None
+            raise
+        return json_response(file_json(stored))
+
+    async def _store(self, http: web.Request, writer: FileWriter) -> StoredFile:
+        """Raises RequestError, StorageFull, BrokerUnavailable."""
+        await http[HELD].grow(WINDOW_BYTES)
+        if len(await self._broker.files(http[TENANT])) >= MAX_FILES:
+            raise RequestError(400, f"There are {MAX_FILES} files already; delete some.", code="too_many_files")
+        await writer.reserve(min(http.content_length or 0, self._max_file_bytes))
+        try:
+            async with asyncio.timeout(http.app[READ_TIMEOUT_S]) as patience:
+                form = await self._form(http, writer, patience)
         except TimeoutError:
             raise RequestError(408, "The body did not arrive in time.", code="request_timeout") from None
-        except (RequestError, ConnectionError, web.HTTPException):
+        except (RequestError, StorageFull, BrokerUnavailable, ConnectionError, web.HTTPException):
             raise
         except Exception as error:  # aiohttp's reader of forms fails in any way: an unknown charset is a LookupError
             log.debug("a form could not be read: %r", error)
             raise RequestError(400, "The body is no well-formed form.", code="invalid_body") from None
-        if form.get("purpose") != INPUT.encode():
+        if form.get("purpose") != INPUT:
             raise refusal("purpose", f"must be '{INPUT}'")
         if "file" not in form:
             raise missing("file")
-        name = form["filename"].decode("utf-8", "replace")[:MAX_NAME_CHARS]
-        try:
-            if len(await self._broker.files(http[TENANT])) >= MAX_FILES:
-                raise RequestError(400, f"There are {MAX_FILES} files already; delete some.", code="too_many_files")
-            stored = await store(self._broker, http[TENANT], name, INPUT, form["file"])
-        except BrokerUnavailable:
-            raise unavailable() from None
-        return json_response(file_json(stored))
+        return await writer.finish(form["file"][:MAX_NAME_CHARS], INPUT)
 
-    async def _form(self, http: web.Request) -> dict[str, bytes]:
-        """The fields `file` and `purpose`, and the name of the file. Raises RequestError (400, 413), and anything for
-        what is no form."""
-        form: dict[str, bytes] = {}
+    async def _form(self, http: web.Request, writer: FileWriter, patience: asyncio.Timeout) -> dict[str, str]:
+        """The fields `purpose` and `file`, of which the name stands here and the contents go to `writer`. Raises
+        RequestError (400, 413), what the writer does, and anything for what is no form."""
+        form: dict[str, str] = {}
         reader = await http.multipart()
         while (part := await reader.next()) is not None:
             if not isinstance(part, BodyPartReader) or part.name is None or part.name in form:
                 raise RequestError(400, "The form has the fields 'file' and 'purpose', each once.", code="invalid_body")
-            if part.name not in ("file", "purpose"):
+            if part.name == "purpose":
+                form[part.name] = await _purpose(part)
+            elif part.name == "file":
+                name = (part.filename or "file").encode("utf-8", "surrogateescape")
+                form[part.name] = name.decode("utf-8", "replace")
+                await self._copy(part, writer, patience)
+            else:
                 raise unknown_field(part.name)
-            data = await _bounded(part, self._max_file_bytes if part.name == "file" else MAX_PURPOSE_BYTES)
-            if data is None and part.name == "purpose":
-                raise refusal("purpose", f"must be '{INPUT}'")
-            if data is None:
-                raise RequestError(413, f"A file may have at most {self._max_file_bytes} bytes.", code="body_too_large")
-            form[part.name] = data
-            if part.name == "file":
-                form["filename"] = (part.filename or "file").encode("utf-8", "surrogateescape")
         return form
+
+    async def _copy(self, part: BodyPartReader, writer: FileWriter, patience: asyncio.Timeout) -> None:
+        loop, num_bytes = asyncio.get_running_loop(), 0
+        while chunk := await part.read_chunk(CHUNK_BYTES):
+            num_bytes += len(chunk)
+            if num_bytes > self._max_file_bytes:
+                raise self._too_large()
+            began_at_s = loop.time()
+            await writer.write(chunk)
+            # Neither a long file nor a slow queue is the client's delay.
+            patience.reschedule(patience.when() + loop.time() - began_at_s + len(chunk) / SLOWEST_UPLOAD_BYTES_PER_S)
+
+    def _too_large(self) -> RequestError:
+        return RequestError(413, f"A file may have at most {self._max_file_bytes} bytes.", code="body_too_large")
 
     async def _list(self, http: web.Request) -> web.Response:
         try:
@@ -106,18 +144,43 @@ class Files:
     async def _get(self, http: web.Request) -> web.Response:
         return json_response(file_json(await self._found(http)))
 
-    async def _content(self, http: web.Request) -> web.Response:
+    async def _content(self, http: web.Request) -> web.StreamResponse:
         file = await self._found(http)
+        await http[HELD].grow(WINDOW_BYTES)
+        response = web.StreamResponse()
+        response.content_type, response.content_length = "application/octet-stream", file.num_bytes
+        if http.method == "HEAD":
+            return response
         try:
-            data = await self._broker.file_data(file.file_id)
+            pieces = await self._broker.file_pieces(file.file_id, 0, 1)
+            async with asyncio.timeout(self._write_timeout_s):
+                await response.prepare(http)
+            await self._send(response, file, pieces)
         except BrokerUnavailable:
-            raise unavailable() from None
-        return web.Response(body=data, content_type="application/octet-stream")
+            if not response.prepared:
+                raise unavailable() from None
+            _cut_off(http)
+        except (TimeoutError, ConnectionError):
+            _cut_off(http)
+        return response
+
+    async def _send(self, response: web.StreamResponse, file: StoredFile, pieces: Sequence[bytes]) -> None:
+        """Raises BrokerUnavailable, also for a file that was deleted meanwhile, TimeoutError and ConnectionError."""
+        num_pieces = num_bytes = 0
+        while pieces:
+            for piece in pieces:
+                async with asyncio.timeout(self._write_timeout_s):
+                    await response.write(piece)
+                num_bytes += len(piece)
+            num_pieces += len(pieces)
+            pieces = await self._broker.file_pieces(file.file_id, num_pieces, 1)
+        if num_bytes != file.num_bytes:
+            raise BrokerUnavailable("the file is not there any more")
 
     async def _delete(self, http: web.Request) -> web.Response:
         file = await self._found(http)
         try:
-            await self._broker.drop_file(file)
+            await self._broker.drop_file(file.file_id, file.tenant)
         except BrokerUnavailable:
             raise unavailable() from None
         return json_response({"id": file.file_id, "object": "file", "deleted": True})
@@ -139,20 +202,6 @@ async def find_file(store: BatchStore, file_id: str, tenant: str, param: str = "
     return file
 
 
-async def store(broker: DoorBroker, tenant: str, name: str, purpose: str, data: bytes) -> StoredFile:
-    """Keep a new file. Raises BrokerUnavailable."""
-    file = StoredFile(
-        file_id=f"file-{secrets.token_hex(16)}",
-        tenant=tenant,
-        filename=name,
-        purpose=purpose,
-        num_bytes=len(data),
-        created_s=await broker.now_s(),
-    )
-    await broker.put_file(file, data)
-    return file
-
-
 def file_json(file: StoredFile) -> Json:
     return {
         "id": file.file_id,
@@ -166,11 +215,24 @@ def file_json(file: StoredFile) -> Json:
     }
 
 
-async def _bounded(part: BodyPartReader, limit: int) -> bytes | None:
-    """None: it is longer."""
+async def _purpose(part: BodyPartReader) -> str:
+    """Raises RequestError (400) for one that is too long."""
     data = bytearray()
     while chunk := await part.read_chunk():
         data += chunk
-        if len(data) > limit:
-            return None
-    return bytes(data)
+        if len(data) > MAX_PURPOSE_BYTES:
+            raise refusal("purpose", f"must be '{INPUT}'")
+    return data.decode("utf-8", "replace")
+
+
+async def _drop(writer: FileWriter) -> None:
+    try:
+        await writer.drop()
+    except BrokerUnavailable:
+        log.warning("the queue keeps a broken upload for a while %s", fields(file=writer.file_id))
+
+
+def _cut_off(http: web.Request) -> None:
+    """Of an answer that has begun, nothing else tells its client that the rest does not come."""
+    if http.transport is not None:
+        http.transport.abort()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from service.gateway.hall.hall import Hall
 from service.gateway.hall.ticket import Ticket
 from service.gateway.openai.items import check_answered_calls, items_of
 from service.gateway.openai.response_bodies import in_own_words
+from service.gateway.openai.strict_json import decode_object
 from service.wire.responses import StoredResponse
 
 Json = dict[str, Any]
@@ -28,9 +29,9 @@ class BatchRequests:
         self._hall = hall
         self._shelf = ResponseShelf(hall)
 
-    async def answer(self, endpoint: str, body: Mapping[str, Any], tenant: str, key: str) -> tuple[str, Json]:
+    async def answer(self, endpoint: str, body: bytes, tenant: str, key: str) -> tuple[str, Json]:
         """The request's id and its answer; the same under the same `key`, whoever asked first. Raises RequestError,
-        RanLate among them."""
+        RanLate and RanPastOwnTimeout among them."""
         hall = self._hall
         if endpoint == EMBEDDINGS:
             require_enabled(hall.settings)
@@ -38,7 +39,7 @@ class BatchRequests:
         if request.stream or request.background:
             raise RequestError(400, "A request of a batch neither streams nor runs in the background.")
         if endpoint == RESPONSES:
-            _check_response(body)
+            await self._in_thread(_check_response, body)
         try:
             ticket = await hall.accept(replace(request, background=True, is_batch=True), tenant, key)
         except RequestError as error:
@@ -52,13 +53,15 @@ class BatchRequests:
         except asyncio.CancelledError as cancelled:
             raise Interrupted(ticket) from cancelled
         except RequestError as error:
+            if error.status == 504 and request.timeout_s is not None:
+                raise RanPastOwnTimeout(error.status, error.message, error.type, code=error.code) from None
             if error.status == 504 and run is not None and run.outcome.completion_tokens:
                 raise RanLate(error.status, error.message, error.type, code=error.code) from None
             raise
         plain = replace(ticket, request=replace(ticket.request, background=False))
         return ticket.request_id, await self._worded(plain, body, pieces, run)
 
-    async def _worded(self, ticket: Ticket, body: Mapping[str, Any], pieces: list[Piece], run: Run) -> Json:
+    async def _worded(self, ticket: Ticket, body: bytes, pieces: list[Piece], run: Run) -> Json:
         hall, endpoint = self._hall, ticket.request.endpoint
         if endpoint == EMBEDDINGS:
             return await embedding_answer(hall, ticket, run)
@@ -69,14 +72,21 @@ class BatchRequests:
                 tenant=ticket.tenant,
                 created_s=ticket.created_s,
                 answer=answer,
-                input=items_of(body["input"]),
+                input=await self._in_thread(_items, body),
             )
             await self._shelf.put(record)
         return answer
 
+    async def _in_thread(self, read: Callable[[bytes], Any], body: bytes) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._hall.pool, read, body)
+
 
 class RanLate(RequestError):
     """The request had begun to answer when its time was over: it did not only wait for others."""
+
+
+class RanPastOwnTimeout(RequestError):
+    """The request names its own timeout, and would run past it again."""
 
 
 class Interrupted(asyncio.CancelledError):
@@ -87,11 +97,16 @@ class Interrupted(asyncio.CancelledError):
         self.ticket = ticket
 
 
-def _check_response(body: Mapping[str, Any]) -> None:
+def _check_response(body: bytes) -> None:
     """Raises RequestError (400)."""
-    if body.get("previous_response_id") is not None:
+    fields = decode_object(body)
+    if fields.get("previous_response_id") is not None:
         raise refusal("previous_response_id", "cannot be given in a batch, whose lines may be answered days later")
-    items = items_of(body["input"])
+    items = items_of(fields["input"])
     check_answered_calls(items)
-    if body.get("store") is not False:
+    if fields.get("store") is not False:
         check_size([], items)
+
+
+def _items(body: bytes) -> list[Json]:
+    return items_of(decode_object(body)["input"])

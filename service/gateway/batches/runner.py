@@ -1,7 +1,8 @@
 """Carries batches out. Every gateway looks for open ones; who holds one works on it until it is done or it dies.
 
 What is done is in the queue: an answered line is never asked again, and a line that was under way when its gateway died
-is found by the next one under its Idempotency-Key.
+is found by the next one under its Idempotency-Key. So is what waits: a gateway has a few batches at once, and of each
+where its lines are, a byte for each that is done, and the lines that are under way.
 """
 
 from __future__ import annotations
@@ -9,39 +10,35 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from service.errors import EndReason, RequestError
-from service.gateway.batches.files import OUTPUT, store
-from service.gateway.batches.lines import (
-    BadInput,
-    BatchLine,
-    answer_line,
-    is_success,
-    read_lines,
-    refusal_line,
-    undone_line,
-)
-from service.gateway.batches.requests import BatchRequests, Interrupted, RanLate
+from service.errors import STORAGE_QUOTA_EXCEEDED, RequestError
+from service.gateway.batches.finish import finish
+from service.gateway.batches.input_file import InputFile, LineIndex, LineScanner, scan_file
+from service.gateway.batches.lines import UNDONE_BYTES, BadInput
+from service.gateway.batches.progress import Progress
+from service.gateway.batches.turns import BatchTurns, LineSlots
 from service.gateway.hall.hall import Hall, incident
-from service.logs import about, fields
-from service.wire.batches import Batch, BatchError, BatchStatus
+from service.gateway.hall.storage import storage_refusal
+from service.logs import fields
+from service.wire.batches import Batch, BatchError, BatchStatus, OpenBatch
 from service.wire.broker import BrokerUnavailable
+from service.wire.storage import StorageFull
 
 log = logging.getLogger("quire.batches")
 
 LOOK_EVERY_S = 5.0
 HOLD_S = 15.0
 BEAT_S = 1.0
-MAX_IN_FLIGHT = 64
-"""Requests of one batch at once: enough to fill a machine that is idle, few enough to leave again soon."""
-RETRY_S = 2.0
-AGAIN = frozenset({429, 503, 504})
-"""Refusals that say nothing about the request itself: it is asked again as long as its batch lasts. A 504 does say
-something where the line names its own `timeout`, or has begun to answer and came to no end, MAX_LATE times."""
-MAX_LATE = 3
+NO_ROOM_S = 30.0
+"""Before a batch is looked at again for which the queue has no memory."""
+
+
+@dataclass(frozen=True)
+class _Work:
+    batch: OpenBatch
+    task: asyncio.Task[None]
 
 
 class BatchRunner:
@@ -49,7 +46,11 @@ class BatchRunner:
         self._hall = hall
         self._broker = hall.broker
         self._holder = secrets.token_hex(8)
-        self._running: dict[str, asyncio.Task[None]] = {}
+        self._running: dict[str, _Work] = {}
+        self._turns = BatchTurns()
+        self._slots = LineSlots()
+        self._reading = asyncio.Lock()  # one file is read at a time
+        self._not_before_s: dict[str, float] = {}
         self._news = asyncio.Event()
 
     def look(self) -> None:
@@ -71,16 +72,28 @@ class BatchRunner:
                         await self._news.wait()
                 self._news.clear()
         finally:
-            for task in self._running.values():
+            tasks = [work.task for work in self._running.values()]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*self._running.values(), return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _take_up(self) -> None:
-        for batch_id in await self._broker.open_batches():
-            if batch_id not in self._running and await self._broker.hold_batch(batch_id, self._holder, HOLD_S):
-                task = asyncio.create_task(self._carry(batch_id))
-                self._running[batch_id] = task
-                task.add_done_callback(lambda _, batch_id=batch_id: self._running.pop(batch_id))
+        now_s = asyncio.get_running_loop().time()
+        self._not_before_s = {name: at_s for name, at_s in self._not_before_s.items() if at_s > now_s}
+        skipped = self._running.keys() | self._not_before_s.keys()
+        waiting = [batch for batch in await self._broker.open_batches() if batch.batch_id not in skipped]
+        tenants = [work.batch.tenant for work in self._running.values()]
+        for batch in self._turns.next_batches(waiting, tenants):
+            if await self._broker.hold_batch(batch.batch_id, self._holder, HOLD_S):
+                self._turns.took(batch)
+                tenants.append(batch.tenant)
+                task = asyncio.create_task(self._carry(batch.batch_id))
+                self._running[batch.batch_id] = _Work(batch, task)
+                task.add_done_callback(lambda _, batch_id=batch.batch_id: self._let_go(batch_id))
+
+    def _let_go(self, batch_id: str) -> None:
+        del self._running[batch_id]
+        self.look()
 
     async def _carry(self, batch_id: str) -> None:
         """One batch to its end, or until it is another's."""
@@ -92,57 +105,77 @@ class BatchRunner:
                     if not await self._broker.hold_batch(batch_id, self._holder, HOLD_S):
                         return
             work.result()
-        except BrokerUnavailable as error:
-            log.warning("a batch has to wait %s: %s", fields(batch=batch_id), error)
+        except (BrokerUnavailable, StorageFull) as error:
+            log.warning("a batch has to wait %s: %r", fields(batch=batch_id), error)
+            wait_s = NO_ROOM_S if isinstance(error, StorageFull) else LOOK_EVERY_S
+            self._not_before_s[batch_id] = asyncio.get_running_loop().time() + wait_s
         except Exception as error:
             await self._give_up(batch_id, incident(error, "batch"))
         finally:
             work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
 
     async def _give_up(self, batch_id: str, told: RequestError) -> None:
         """A bug of ours would be met again at every try."""
         with suppress(BrokerUnavailable):
             batch = await self._broker.batch(batch_id)
             if batch is not None and batch.is_open:
-                errors = (BatchError(code=told.code, message=told.message),)
-                await self._become(batch, BatchStatus.FAILED, errors=errors)
+                await self._fail(batch, BatchError(code=told.code, message=told.message))
 
     async def _work(self, batch_id: str) -> None:
+        """Raises BrokerUnavailable, StorageFull."""
         batch = await self._broker.batch(batch_id)
-        if batch is None or not batch.is_open:
+        if batch is None:
             return
+        if not batch.is_open:
+            await self._broker.put_batch(batch)  # whoever ended it may have died before it left the list
+            return
+        input_file = InputFile(self._broker, batch.input_file_id, LineIndex())
         try:
-            data = await self._broker.file_data(batch.input_file_id)
-            if await self._broker.file(batch.input_file_id) is None:
-                raise BadInput((BatchError(code="file_not_found", message="The input file is not there any more."),))
-            lines = await asyncio.get_running_loop().run_in_executor(self._hall.pool, read_lines, data, batch.endpoint)
+            batch, input_file = await self._read(batch)
+            if batch.status is not BatchStatus.FINALIZING:
+                batch = await self._ask(batch, input_file)
         except BadInput as bad:
-            await self._become(batch, BatchStatus.FAILED, errors=bad.errors)
-            return
-        batch = await self._become(batch, BatchStatus.IN_PROGRESS, num_total=len(lines))
-        end = await _Progress(self._hall, batch, lines).run()
-        batch = await self._become(batch, BatchStatus.FINALIZING)
-        await self._finish(batch, lines, end)
+            if batch.status is not BatchStatus.FINALIZING:
+                await self._fail(batch, *bad.errors)
+                return
+        await self._become(await finish(self._broker, batch, input_file), batch.ends_as)
 
-    async def _finish(self, batch: Batch, lines: Sequence[BatchLine], end: BatchStatus) -> None:
-        """The answers as files, in the order of the input."""
-        answers = await self._broker.lines(batch.batch_id)
-        good, bad = [], []
-        for number, line in enumerate(lines):
-            answer = answers.get(number)
-            if answer is None:
-                words = ("batch_cancelled", "The batch was cancelled.")
-                if end is BatchStatus.EXPIRED:
-                    words = ("batch_expired", "The batch ran past its completion window.")
-                answer = undone_line(_name(batch, number), line.custom_id, *words)
-            (good if is_success(answer) else bad).append(answer)
-        files = {}
-        for kind, found in (("output", good), ("error", bad)):
-            if found:
-                name = f"{batch.batch_id}_{kind}.jsonl"
-                data = b"".join(each + b"\n" for each in found)
-                files[f"{kind}_file_id"] = (await store(self._broker, batch.tenant, name, OUTPUT, data)).file_id
-        await self._become(batch, end, num_completed=len(good), num_failed=len(bad), **files)
+    async def _read(self, batch: Batch) -> tuple[Batch, InputFile]:
+        """Where the requests are, and the room for what becomes of them. Raises BadInput, BrokerUnavailable,
+        StorageFull."""
+        is_new = batch.status is BatchStatus.VALIDATING
+        scanner = LineScanner(batch.endpoint, self._hall.settings.max_body_bytes, checks=is_new)
+        async with self._reading:
+            await scan_file(self._broker, batch.input_file_id, scanner, self._hall.pool)
+        if is_new:
+            num_bytes = len(scanner.index) * UNDONE_BYTES + scanner.num_id_bytes
+            try:
+                await self._broker.reserve_lines(batch, num_bytes, self._hall.storage)
+            except StorageFull as full:
+                if not full.of_tenant:
+                    raise
+                refusal = storage_refusal(full)
+                raise BadInput((BatchError(code=refusal.code, message=refusal.message),)) from None
+            batch = await self._become(batch, BatchStatus.IN_PROGRESS, num_total=len(scanner.index))
+        return batch, InputFile(self._broker, batch.input_file_id, scanner.index)
+
+    async def _ask(self, batch: Batch, input_file: InputFile) -> Batch:
+        """Raises BadInput where the input file is gone, BrokerUnavailable."""
+        progress = Progress(self._hall, batch, input_file, self._slots)
+        end = await progress.run()
+        num_completed, _ = progress.counts
+        errors = ()
+        if end is BatchStatus.FAILED:
+            message = "The batch ended early: its tenant has stored all that it may (delete files or responses)."
+            errors = (BatchError(code=STORAGE_QUOTA_EXCEEDED, message=message),)
+        counts = {"num_completed": num_completed, "num_failed": batch.num_total - num_completed}
+        return await self._become(batch, BatchStatus.FINALIZING, ends_as=end, errors=errors, **counts)
+
+    async def _fail(self, batch: Batch, *errors: BatchError) -> None:
+        """Without files."""
+        await self._broker.drop_lines(batch)
+        await self._become(batch, BatchStatus.FAILED, errors=errors)
 
     async def _become(self, batch: Batch, status: BatchStatus, **changes) -> Batch:
         at_s = {**batch.at_s, status.value: await self._broker.now_s()}
@@ -150,111 +183,3 @@ class BatchRunner:
         await self._broker.put_batch(batch)
         log.info("batch %s", fields(batch=batch.batch_id, status=status, requests=batch.num_total))
         return batch
-
-
-class _Progress:
-    """The requests of one batch, as many at once as may be."""
-
-    def __init__(self, hall: Hall, batch: Batch, lines: Sequence[BatchLine]):
-        self._hall = hall
-        self._broker = hall.broker
-        self._requests = BatchRequests(hall)
-        self._batch = batch
-        self._lines = lines
-        self._num_completed = self._num_failed = 0
-
-    async def run(self) -> BatchStatus:
-        """How it ended: all done, cancelled, or out of time."""
-        done = await self._broker.lines(self._batch.batch_id)
-        for line in done.values():
-            self._count(line)
-        left = iter([(number, line) for number, line in enumerate(self._lines) if number not in done])
-        end = asyncio.create_task(self._end())
-        work = asyncio.create_task(self._ask_all(left))
-        try:
-            await asyncio.wait({end, work}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                return end.result()
-            work.result()
-            return BatchStatus.COMPLETED
-        finally:
-            end.cancel()
-            work.cancel()
-            await asyncio.gather(work, end, return_exceptions=True)
-
-    async def _ask_all(self, left: Iterator[tuple[int, BatchLine]]) -> None:
-        async with asyncio.TaskGroup() as workers:
-            for _ in range(MAX_IN_FLIGHT):
-                workers.create_task(self._ask_each(left))
-
-    async def _end(self) -> BatchStatus:
-        """Waits until the batch must end before it is done; tells how far it is meanwhile."""
-        told = (0, 0)
-        while True:
-            with suppress(BrokerUnavailable):
-                if await self._broker.is_batch_cancelled(self._batch.batch_id):
-                    return BatchStatus.CANCELLED
-                if await self._broker.now_s() >= self._batch.expires_s:
-                    return BatchStatus.EXPIRED
-                counts = (self._num_completed, self._num_failed)
-                if counts != told:
-                    told = counts
-                    await self._broker.put_batch(replace(self._batch, num_completed=counts[0], num_failed=counts[1]))
-            await asyncio.sleep(BEAT_S)
-
-    async def _ask_each(self, left: Iterator[tuple[int, BatchLine]]) -> None:
-        for number, line in left:
-            answer = await self._answer(number, line)
-            await self._put(number, answer)
-            self._count(answer)
-
-    async def _put(self, number: int, answer: bytes) -> None:
-        while True:
-            try:
-                return await self._broker.put_line(self._batch.batch_id, number, answer)
-            except BrokerUnavailable:
-                await asyncio.sleep(RETRY_S)
-
-    def _count(self, answer: bytes) -> None:
-        if is_success(answer):
-            self._num_completed += 1
-        else:
-            self._num_failed += 1
-
-    async def _answer(self, number: int, line: BatchLine) -> bytes:
-        name = _name(self._batch, number)
-        with about(batch=self._batch.batch_id, line=number):
-            return await self._answer_line(name, line)
-
-    async def _answer_line(self, name: str, line: BatchLine) -> bytes:
-        attempt = num_late = 0
-        while True:
-            try:
-                return await self._ask(f"{name}/{attempt}", name, line)
-            except BrokerUnavailable:
-                await asyncio.sleep(RETRY_S)
-            except RequestError as error:
-                if error.status not in AGAIN or (error.status == 504 and line.body.get("timeout") is not None):
-                    return refusal_line(name, line.custom_id, error)
-                num_late += isinstance(error, RanLate)
-                if num_late == MAX_LATE:
-                    message = f"{error.message} So it did each of the {num_late} times that it was asked."
-                    return refusal_line(name, line.custom_id, replace(error, message=message))
-                # Under its old key it would be late again, or lost.
-                attempt += error.status == 504 or error.code == EndReason.LOST
-                await asyncio.sleep(error.retry_after_s or RETRY_S)
-
-    async def _ask(self, key: str, name: str, line: BatchLine) -> bytes:
-        """Raises RequestError, BrokerUnavailable."""
-        batch = self._batch
-        try:
-            request_id, answer = await self._requests.answer(batch.endpoint, line.body, batch.tenant, key)
-        except Interrupted as interrupted:
-            if await self._broker.is_batch_cancelled(batch.batch_id):
-                await self._hall.cancel(interrupted.ticket)
-            raise
-        return answer_line(name, line.custom_id, request_id, answer)
-
-
-def _name(batch: Batch, number: int) -> str:
-    return f"{batch.batch_id}_{number}"

@@ -23,19 +23,29 @@ def is_ascending(http: web.Request) -> bool:
     return order == "asc"
 
 
+def page_limit(http: web.Request, default: int, most: int = MAX_PAGE) -> int:
+    """How many items are asked for. Raises RequestError (400)."""
+    text = http.query.get("limit", str(default))
+    if not (re.fullmatch(r"[0-9]{1,9}", text) and 1 <= int(text) <= most):
+        raise refusal("limit", f"must be between 1 and {most}")
+    return int(text)
+
+
 def page_json(http: web.Request, items: Sequence[Json], default_limit: int) -> Json:
     """OpenAI's list object: of `items` those behind `after`, `limit` at most. Raises RequestError (400)."""
-    text = http.query.get("limit", str(default_limit))
-    if not (re.fullmatch(r"[0-9]{1,9}", text) and 1 <= int(text) <= MAX_PAGE):
-        raise refusal("limit", f"must be between 1 and {MAX_PAGE}")
+    limit = page_limit(http, default_limit)
     after, start = http.query.get("after"), 0
     if after is not None:
         start = next((place for place, item in enumerate(items, 1) if item["id"] == after), len(items))
-    page = items[start : start + int(text)]
+    page = items[start : start + limit]
+    return list_json(page, has_more=start + len(page) < len(items))
+
+
+def list_json(page: Sequence[Json], *, has_more: bool) -> Json:
     return {
         "object": "list",
         "data": page,
         "first_id": page[0]["id"] if page else None,
         "last_id": page[-1]["id"] if page else None,
-        "has_more": start + len(page) < len(items),
+        "has_more": has_more,
     }

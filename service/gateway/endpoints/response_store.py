@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -14,14 +13,15 @@ from service.errors import RequestError
 from service.gateway.generation.refusals import refusal
 from service.gateway.hall.admission import unavailable
 from service.gateway.hall.hall import Hall
+from service.gateway.hall.storage import storage_refusal, stored
 from service.gateway.hall.ticket import Ticket
 from service.gateway.openai.response_form import RESPONSE_PREFIX
 from service.wire.broker import BrokerUnavailable
 from service.wire.keys import LOG_ENDED_TTL_S
 from service.wire.responses import StoredResponse
+from service.wire.storage import StorageFull
 
 Json = dict[str, Any]
-Answer = TypeVar("Answer")
 
 MAX_CONVERSATION_BYTES = 4 << 20
 PUT_WITHIN_S, PUT_RETRY_S = 6.0, 0.2
@@ -37,11 +37,13 @@ class ResponseShelf:
         self._retention_s = hall.settings.response_retention
 
     async def put(self, record: StoredResponse) -> None:
-        """Repeated for PUT_WITHIN_S while the queue is away. Raises RequestError (503)."""
+        """Repeated for PUT_WITHIN_S while the queue is away. Raises RequestError (429, 503)."""
         give_up_s = asyncio.get_running_loop().time() + PUT_WITHIN_S
         while True:
             try:
-                return await self._broker.put_response(record, self._retention_s)
+                return await self._broker.put_response(record, self._retention_s, self._hall.storage)
+            except StorageFull as full:
+                raise storage_refusal(full) from None
             except BrokerUnavailable:
                 if asyncio.get_running_loop().time() > give_up_s:
                     raise unavailable() from None
@@ -63,13 +65,13 @@ class ResponseShelf:
 
     def withdraw(self, record: StoredResponse) -> None:
         """Its request was refused: drop the record, in the background where the queue is away."""
-        drop = partial(self._broker.drop_response, record.response_id)
+        drop = partial(self._broker.drop_response, record)
         self._background.repeat(drop, "refused response not dropped", response=record.response_id)
 
     async def drop(self, record: StoredResponse) -> None:
         """Raises RequestError (503)."""
-        await _or_503(self._broker.drop_response(record.response_id))
-        await _or_503(self._broker.forget(_request_id(record)))
+        await stored(self._broker.drop_response(record))
+        await stored(self._broker.forget(_request_id(record), record.tenant))
 
     async def find(self, response_id: str, tenant: str) -> StoredResponse:
         """Raises RequestError: 404 for one that is not there or another tenant's, 503."""
@@ -118,7 +120,7 @@ class ResponseShelf:
 
     async def _found(self, response_id: str, tenant: str) -> StoredResponse | None:
         try:
-            record = await _or_503(self._broker.response(response_id))
+            record = await stored(self._broker.response(response_id))
         except ValueError:
             return None
         return record if record is not None and record.tenant == tenant else None
@@ -132,10 +134,3 @@ def check_size(context: list[Json], items: list[Json]) -> None:
 
 def _request_id(record: StoredResponse) -> str:
     return record.response_id.removeprefix(RESPONSE_PREFIX)
-
-
-async def _or_503(asked: Awaitable[Answer]) -> Answer:
-    try:
-        return await asked
-    except BrokerUnavailable:
-        raise unavailable() from None

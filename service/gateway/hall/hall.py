@@ -22,6 +22,7 @@ from service.gateway.hall.fleet import Fleet
 from service.gateway.hall.relay import Reader, Relay, read_to_end
 from service.gateway.hall.request_spans import admission
 from service.gateway.hall.requests import Requests
+from service.gateway.hall.storage import storage_limits
 from service.gateway.hall.ticket import Ticket
 from service.gateway.openai.answers import AnswerForm, ChatForm, CompletionForm, Heading, Json, Wording
 from service.gateway.openai.response_form import ResponseForm, wording_of
@@ -57,8 +58,9 @@ class Hall:
         self.fleet = Fleet(broker, model.name, asyncio.get_running_loop().time)
         self.pressure = BackPressure(settings, asyncio.get_running_loop().time)
         self.admission = Admission(model, broker, self.fleet, self.pressure, settings, feed, self.pool)
-        self.relay = Relay(model, broker, self.pressure, self.metrics, settings.resume_grace, tracing)
-        self.requests = Requests(broker, self.admission, self.relay)
+        self.storage = storage_limits(settings)
+        self.relay = Relay(model, broker, self.pressure, self.metrics, settings.resume_grace, tracing, self.storage)
+        self.requests = Requests(broker, self.admission, self.relay, self.storage)
 
     async def read(self, endpoint: str, body: bytes | Mapping[str, Any]) -> Request:
         """The validated request in `body`: JSON, or what a queue entry holds. Raises RequestError (400)."""

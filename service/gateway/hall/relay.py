@@ -17,12 +17,14 @@ from service.gateway.hall.admission import unavailable
 from service.gateway.hall.back_pressure import BackPressure, NoRoom
 from service.gateway.hall.background import BackgroundWrites
 from service.gateway.hall.request_spans import begin_generation, end_generation
+from service.gateway.hall.storage import storage_refusal
 from service.gateway.hall.ticket import Ticket
 from service.logs import fields
 from service.metrics import GatewayMetrics
 from service.tracing import NO_TRACING, Tracing
 from service.wire.broker import BrokerUnavailable, DoorBroker, QueueFull
 from service.wire.messages import Cancel
+from service.wire.storage import UNLIMITED, StorageFull, StorageLimits
 
 log = logging.getLogger("quire.gateway")
 
@@ -48,6 +50,7 @@ class Relay:
         metrics: GatewayMetrics,
         grace_s: float,
         tracing: Tracing = NO_TRACING,
+        limits: StorageLimits = UNLIMITED,
     ) -> None:
         """`grace_s`: how long a resumable request goes on with nobody there."""
         self._model = model
@@ -57,6 +60,7 @@ class Relay:
         self._tracing = tracing
         self._open: set[_Scope] = set()
         self._grace_s = grace_s
+        self._limits = limits
         self._keepers: set[asyncio.Task[None]] = set()
         self.background = BackgroundWrites()
 
@@ -197,11 +201,14 @@ class Relay:
             run.submitting()
             try:
                 traced = job if traceparent is None else replace(job, traceparent=traceparent)
-                await self._broker.submit(traced, self._pressure.bounds, None if number else ticket.record)
-            except QueueFull as full:
+                record = None if number else ticket.record
+                await self._broker.submit(traced, self._pressure.bounds, record, self._limits)
+            except (QueueFull, StorageFull) as full:
                 run.refused()
                 if not scope.is_shared and len(ticket.jobs) == len(runs):  # else its owner goes on asking for it
                     self.background.spawn(self._withdraw(ticket, number))
+                if isinstance(full, StorageFull):
+                    raise storage_refusal(full) from None
                 raise self._pressure.refused(ticket.tenant, full) from None
             self._pressure.accepted(ticket.tenant)
             run.accepted(self._metrics.started(len(job.prompt) // 4))
@@ -215,7 +222,7 @@ class Relay:
         def forget() -> Awaitable[None]:
             # Unless a request under the same key, made at the same time, was accepted.
             unless_there = None if num_accepted else ticket.request_id
-            return self._broker.forget(ticket.request_id, ticket.idempotency, unless_there)
+            return self._broker.forget(ticket.request_id, ticket.tenant, ticket.idempotency, unless_there)
 
         if await self.background.until_known(forget, "request not forgotten", request=ticket.request_id):
             for job in ticket.jobs[:num_accepted]:

@@ -9,20 +9,23 @@ from service.errors import EndReason, RequestError
 from service.gateway.generation.request import Request
 from service.gateway.hall.admission import UNAVAILABLE, Admission, unavailable
 from service.gateway.hall.relay import Relay
+from service.gateway.hall.storage import stored
 from service.gateway.hall.ticket import Ticket, record_of, ticket_of
 from service.gateway.openai.answers import AnswerForm, Json, error_object
 from service.wire.broker import BrokerUnavailable, DoorBroker
 from service.wire.messages import Cancel, RequestRecord
+from service.wire.storage import StorageLimits
 
 SLACK_S = 5.0
 """An answer that is complete may be read so long after its deadline, and a last event may be so late."""
 
 
 class Requests:
-    def __init__(self, broker: DoorBroker, admission: Admission, relay: Relay) -> None:
+    def __init__(self, broker: DoorBroker, admission: Admission, relay: Relay, limits: StorageLimits) -> None:
         self._broker = broker
         self._admission = admission
         self._relay = relay
+        self._limits = limits
 
     async def accept(self, request: Request, tenant: str, idempotency_key: str | None) -> Ticket:
         """The ticket of a request that will be remembered once it is submitted, or is already where it has a key; one
@@ -51,12 +54,12 @@ class Requests:
 
     async def _first_under(self, digest: str, ticket: Ticket) -> RequestRecord | None:
         """The record of an earlier request under the same key; None: this one is the first, and is remembered. Raises
-        BrokerUnavailable."""
+        RequestError (429, 503)."""
         while True:
-            holder = await self._broker.remember(record_of(ticket), digest)
+            holder = await stored(self._broker.remember(record_of(ticket), digest, self._limits))
             if holder == ticket.request_id:
                 return None
-            record = await self._broker.recall(holder)
+            record = await stored(self._broker.recall(holder))
             if record is not None:  # else it was refused and forgotten between the two
                 return record
 

@@ -58,8 +58,8 @@ class HttpDoor:
                 *operations_routes(self._hall),
                 *Responses(self._hall).routes(),
                 *Embeddings(self._hall).routes(),
-                *Files(self._hall.broker, settings.max_file_bytes).routes(),
-                *Batches(self._hall.broker, self._runner).routes(),
+                *Files(self._hall.broker, self._hall.storage, settings).routes(),
+                *Batches(self._hall.broker, self._runner, self._hall.storage).routes(),
             ]
         )
         return app

@@ -16,12 +16,14 @@ from service.gateway.openai.fields import IDLE_ITEM_FIELDS, without_idle_fields
 Json = dict[str, Any]
 
 MAX_ITEMS = 4096
+MAX_NAME_CHARS = 256
+STATUSES = ("in_progress", "completed", "incomplete")
 
 
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     type: str
     text: str
-    annotations: list[Any] = []  # an answer that is sent back has them
+    annotations: list[Any] = []  # an answer that is sent back has both; the model is shown neither, so none is stored
     logprobs: list[Any] = []
 
 
@@ -88,13 +90,24 @@ def _item(asked: Json, param: str) -> Json:
         named = f"{param}.{error.param}"
         message = error.message.replace(f"'{error.param}'", f"'{named}'")
         raise RequestError(400, message, param=named, code=error.code) from None
+    _check_names(item, param)
     if kind == "message":
         if item["role"] not in _ROLES:
             raise refusal(f"{param}.role", f"must be one of {', '.join(_ROLES)}")
         item["content"] = _parts(item, "output_text" if item["role"] == "assistant" else "input_text", param)
     elif kind == "function_call_output" and not isinstance(item["output"], str):
         _check_parts(item["output"], ("input_text",), f"{param}.output")
+        item["output"] = [{"type": part["type"], "text": part["text"]} for part in item["output"]]
     return {**item, "id": item["id"] or f"{prefix}_{secrets.token_hex(16)}", "status": item["status"] or "completed"}
+
+
+def _check_names(item: Json, param: str) -> None:
+    """What is stored, and costs no token. Raises RequestError (400)."""
+    for name in ("id", "call_id", "name"):
+        if len(item.get(name) or "") > MAX_NAME_CHARS:
+            raise refusal(f"{param}.{name}", f"must have at most {MAX_NAME_CHARS} characters")
+    if item["status"] not in (None, *STATUSES):
+        raise refusal(f"{param}.status", f"must be one of {', '.join(STATUSES)}")
 
 
 def _parts(message: Json, kind: str, param: str) -> list[Json]:
@@ -105,7 +118,7 @@ def _parts(message: Json, kind: str, param: str) -> list[Json]:
     _check_parts(content, {"input_text", kind}, f"{param}.content")
     if kind == "input_text":
         return [{"type": kind, "text": part["text"]} for part in content]
-    return [{"annotations": [], "logprobs": [], **part, "type": kind} for part in content]
+    return [{"type": kind, "text": part["text"], "annotations": [], "logprobs": []} for part in content]
 
 
 def _check_parts(parts: Sequence[Json], kinds: Collection[str], param: str) -> None:

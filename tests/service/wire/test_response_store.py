@@ -32,10 +32,10 @@ async def test_a_record_comes_back_whole(broker):
 
 async def test_what_was_dropped_stays_away(broker):
     await broker.put_response(RECORD, 60)
-    await broker.drop_response("resp_1")
+    await broker.drop_response(RECORD)
     await broker.settle_response(ANSWERED, 60)
     assert await broker.response("resp_1") is None
-    await broker.drop_response("resp_1")
+    await broker.drop_response(RECORD)
 
 
 async def test_a_record_is_kept_as_long_as_is_said(broker):

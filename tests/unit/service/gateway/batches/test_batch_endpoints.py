@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from service.errors import EndReason
-from service.gateway.batches import runner
+from service.gateway.batches import progress, runner
 from tests.support.gateway import MODEL, open_gateway
 from tests.support.scripted_worker import Script
 from tests.unit.service.gateway.batches.test_batches import answers, client_of, ended, jsonl, submit
@@ -16,7 +16,8 @@ RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(runner, "BEAT_S", 0.05)
-    monkeypatch.setattr(runner, "RETRY_S", 0.05)
+    monkeypatch.setattr(progress, "BEAT_S", 0.05)
+    monkeypatch.setattr(progress, "RETRY_S", 0.05)
     monkeypatch.setattr(runner, "LOOK_EVERY_S", 0.1)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from service.config import Settings
 from service.errors import EndReason
-from service.gateway.batches import runner
+from service.gateway.batches import progress, runner
 from service.gateway.openapi import answers as openapi_answers
 from service.gateway.process import serving
 from service.wire.memory_broker import MemoryBroker
@@ -30,7 +30,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(runner, "BEAT_S", 0.05)
-    monkeypatch.setattr(runner, "RETRY_S", 0.05)
+    monkeypatch.setattr(progress, "BEAT_S", 0.05)
+    monkeypatch.setattr(progress, "RETRY_S", 0.05)
     monkeypatch.setattr(runner, "LOOK_EVERY_S", 0.1)
 
 
@@ -154,7 +155,7 @@ async def test_a_line_that_never_comes_to_its_end_is_given_up(folder):
         gateway.worker.script = lambda job: speech(gateway.model, "Hello", end=None)
         batch = await ended(client, (await submit(client, jsonl(line(0)))).id)
         assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 0, 1)
-        assert len(gateway.worker.jobs) == runner.MAX_LATE == 3
+        assert len(gateway.worker.jobs) == progress.MAX_LATE == 3
         (told,) = await answers(client, batch.error_file_id)
     assert (told["custom_id"], told["response"]["status_code"]) == ("line-0", 504)
     error = told["response"]["body"]["error"]
@@ -164,7 +165,7 @@ async def test_a_line_that_never_comes_to_its_end_is_given_up(folder):
 
 async def test_a_line_that_only_waited_is_asked_again(folder, monkeypatch):
     """A worker that is busy with others, or a queue that is long, says nothing about the request."""
-    monkeypatch.setattr(runner, "MAX_LATE", 1)
+    monkeypatch.setattr(progress, "MAX_LATE", 1)
     async with open_gateway(folder, request_timeout=1.0) as gateway, client_of(gateway) as client:
         gateway.worker.script = lambda job: (
             Script(end=None) if len(gateway.worker.jobs) < 3 else speech(gateway.model, "Hello world.")
@@ -245,11 +246,11 @@ async def test_a_file_that_is_no_batch_fails_whole(folder, data, words):
 async def test_a_batch_that_meets_a_bug_fails_and_is_not_tried_for_ever(folder, monkeypatch):
     tries = []
 
-    def stumble(data, endpoint):
-        tries.append(data)
+    async def stumble(broker, file_id, scanner, pool):
+        tries.append(file_id)
         raise RuntimeError("hush")
 
-    monkeypatch.setattr(runner, "read_lines", stumble)
+    monkeypatch.setattr(runner, "scan_file", stumble)
     async with open_gateway(folder) as gateway, client_of(gateway) as client:
         batch = await ended(client, (await submit(client, jsonl(line(1)))).id)
         assert await gateway.broker.open_batches() == []

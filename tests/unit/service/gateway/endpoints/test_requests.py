@@ -315,10 +315,10 @@ class Forgetful(QuickBroker):
             raise BrokerUnavailable("away")
         await super().submit(job, *bounds)
 
-    async def remember(self, record, idempotency=None):
+    async def remember(self, record, *how):
         if self.is_away is None:
             raise BrokerUnavailable("away")
-        return await super().remember(record, idempotency)
+        return await super().remember(record, *how)
 
 
 @pytest.mark.parametrize("away", [True, None])

@@ -1,0 +1,63 @@
+"""Writes a file to the queue piece by piece, so that none is ever in memory whole."""
+
+from __future__ import annotations
+
+import secrets
+
+from service.wire.batches import PIECE_BYTES, StoredFile
+from service.wire.broker import BrokerUnavailable, DoorBroker
+from service.wire.storage import StorageLimits
+
+
+class FileWriter:
+    """One new file of a tenant. What is not finished is to be dropped; the queue forgets it after a while anyhow."""
+
+    def __init__(self, broker: DoorBroker, tenant: str, limits: StorageLimits) -> None:
+        self.file_id = f"file-{secrets.token_hex(16)}"
+        self.num_bytes = 0
+        self._broker = broker
+        self._tenant = tenant
+        self._limits = limits
+        self._reserved_bytes = 0
+        self._num_pieces = 0
+        self._rest = bytearray()
+
+    async def reserve(self, num_bytes: int) -> None:
+        """No other file takes the room of so many bytes. Raises StorageFull, BrokerUnavailable."""
+        await self._broker.reserve_file(self.file_id, self._tenant, num_bytes, self._limits)
+        self._reserved_bytes = num_bytes
+
+    async def write(self, data: bytes) -> None:
+        """Raises StorageFull, BrokerUnavailable."""
+        self._rest += data
+        while len(self._rest) >= PIECE_BYTES:
+            piece = bytes(self._rest[:PIECE_BYTES])
+            del self._rest[:PIECE_BYTES]
+            await self._append(piece)
+
+    async def finish(self, filename: str, purpose: str) -> StoredFile:
+        """The file is there when this returns. Raises StorageFull, BrokerUnavailable."""
+        if self._rest:
+            await self._append(bytes(self._rest))
+        file = StoredFile(
+            file_id=self.file_id,
+            tenant=self._tenant,
+            filename=filename,
+            purpose=purpose,
+            num_bytes=self.num_bytes,
+            created_s=await self._broker.now_s(),
+        )
+        await self._broker.put_file(file)
+        return file
+
+    async def drop(self) -> None:
+        """Raises BrokerUnavailable."""
+        await self._broker.drop_file(self.file_id, self._tenant)
+
+    async def _append(self, piece: bytes) -> None:
+        self.num_bytes += len(piece)
+        self._num_pieces += 1
+        is_reserved = self.num_bytes <= self._reserved_bytes
+        found = await self._broker.append_file(self.file_id, self._tenant, piece, self._limits, is_reserved=is_reserved)
+        if found != self._num_pieces:
+            raise BrokerUnavailable("the queue has lost what was written of a file")

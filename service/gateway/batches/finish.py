@@ -1,0 +1,103 @@
+"""The end of a batch: its answers become files, in the order of the input, a few at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from service.errors import STORAGE_QUOTA_EXCEEDED
+from service.gateway.batches.files import OUTPUT
+from service.gateway.batches.input_file import InputFile
+from service.gateway.batches.lines import BadInput, line_name, read_line, undone_line
+from service.wire.batches import ANSWERED_WELL, LINE_OVERHEAD_BYTES, Batch, BatchStatus, Move, StoredFile
+from service.wire.broker import DoorBroker
+
+LINES_AT_ONCE = 256
+BYTES_AT_ONCE = 1 << 20
+WHY_UNDONE = {
+    BatchStatus.CANCELLED: ("batch_cancelled", "The batch was cancelled."),
+    BatchStatus.EXPIRED: ("batch_expired", "The batch ran past its completion window."),
+    BatchStatus.FAILED: (STORAGE_QUOTA_EXCEEDED, "There was no room left to store the answer."),
+}
+
+
+@dataclass(frozen=True)
+class _Files:
+    """Their ids follow from the batch's: whichever gateway finishes it writes the same ones."""
+
+    output: str
+    error: str
+
+
+async def finish(broker: DoorBroker, batch: Batch, input_file: InputFile) -> Batch:
+    """The batch with its files, which are there; it may be put as ended. May be interrupted anywhere, and is gone on
+    with by whoever calls it next. Raises BrokerUnavailable."""
+    files = _Files(*(f"file-{batch.batch_id.removeprefix('batch_')}-{kind}" for kind in ("output", "error")))
+    marks = await broker.line_marks(batch.batch_id)
+    number = (await broker.moved_lines(batch.batch_id)).num_lines
+    while number < batch.num_total:
+        number = await _move_some(broker, batch, input_file, files, marks, number)
+    moved = await broker.moved_lines(batch.batch_id)
+    ids = {}
+    for kind, file_id, num_bytes in (
+        ("output", files.output, moved.output_bytes),
+        ("error", files.error, moved.error_bytes),
+    ):
+        if num_bytes:
+            await broker.put_file(
+                StoredFile(
+                    file_id=file_id,
+                    tenant=batch.tenant,
+                    filename=f"{batch.batch_id}_{kind}.jsonl",
+                    purpose=OUTPUT,
+                    num_bytes=num_bytes,
+                    created_s=await broker.now_s(),
+                )
+            )
+            ids[f"{kind}_file_id"] = file_id
+    await broker.drop_lines(batch)
+    return replace(batch, **ids)
+
+
+async def _move_some(
+    broker: DoorBroker, batch: Batch, input_file: InputFile, files: _Files, marks: bytes, first: int
+) -> int:
+    """The first line that is not in the files yet."""
+    sizes = await broker.line_sizes(batch.batch_id, first, min(LINES_AT_ONCE, batch.num_total - first))
+    sizes = sizes[: _num_that_fit(sizes)]
+    answers = await broker.lines(batch.batch_id, first, len(sizes))
+    good, bad = [], []
+    for number, answer in enumerate(answers, first):
+        if answer is None:
+            code, message = WHY_UNDONE[batch.ends_as]
+            answer = undone_line(line_name(batch, number), await _custom_id(input_file, number), code, message)
+        is_good = marks[number : number + 1] == ANSWERED_WELL
+        (good if is_good else bad).append(answer + b"\n")
+    move = Move(
+        first=first,
+        past=first + len(answers),
+        num_bytes=sum(size + LINE_OVERHEAD_BYTES for size in sizes if size),
+        output_file_id=files.output,
+        error_file_id=files.error,
+        output=b"".join(good),
+        errors=b"".join(bad),
+    )
+    return await broker.move_lines(batch, move)
+
+
+def _num_that_fit(sizes: Sequence[int]) -> int:
+    """At least one."""
+    total = 0
+    for place, size in enumerate(sizes):
+        total += size
+        if total > BYTES_AT_ONCE and place:
+            return place
+    return len(sizes)
+
+
+async def _custom_id(input_file: InputFile, number: int) -> str | None:
+    """None where the input file was deleted meanwhile."""
+    try:
+        return read_line(await input_file.row(number)).custom_id
+    except BadInput:
+        return None

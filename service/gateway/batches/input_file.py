@@ -1,0 +1,151 @@
+"""The input file of a batch: where its requests are, and each when it is wanted. Read from the queue piece by piece."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from array import array
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+
+from service.gateway.batches.lines import MAX_ERRORS, MAX_LINES, BadInput, check_line
+from service.gateway.openai.answers import encode_json
+from service.wire.batches import PIECE_BYTES, BatchError
+from service.wire.broker import DoorBroker
+
+_ROW = re.compile(rb"\S[^\n]*")
+
+
+@dataclass(frozen=True)
+class LineIndex:
+    """16 bytes a request, however long it is."""
+
+    starts: array[int] = field(default_factory=lambda: array("Q"))  # offsets in the file
+    lengths: array[int] = field(default_factory=lambda: array("L"))  # in bytes
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+
+class LineScanner:
+    """Finds requests in the pieces of a file and, unless that was done before, checks them."""
+
+    def __init__(self, endpoint: str, max_line_bytes: int, *, checks: bool = True) -> None:
+        self.index = LineIndex()
+        self.num_id_bytes = 0  # of all custom_ids as JSON
+        self._endpoint = endpoint
+        self._max_line_bytes = max_line_bytes
+        self._checks = checks
+        self._ids: set[int] = set()  # hashes of 64 bits, salted by the process
+        self._errors: list[BatchError] = []
+        self._rest = b""  # of a row whose end has not come
+        self._is_too_long = False  # the row whose end has not come
+        self._offset = 0  # of `_rest` in the file
+        self._number = 1  # the line where it begins
+
+    def feed(self, piece: bytes) -> None:
+        """Raises BadInput with what is wrong, as far as the first errors."""
+        data = self._rest + piece
+        end = data.rfind(b"\n") + 1
+        self._scan(data, end)
+        self._rest = data[end:]
+        self._offset += end
+        if len(self._rest) > self._max_line_bytes:
+            if not self._is_too_long:
+                self._is_too_long = True
+                self._wrong(self._number, self._too_long())
+            self._offset += len(self._rest)
+            self._rest = b""
+
+    def finish(self) -> None:
+        """There are no more pieces. Raises BadInput."""
+        self._scan(self._rest, len(self._rest))
+        if self._errors:
+            raise BadInput(tuple(self._errors))
+        if not self.index:
+            raise BadInput((BatchError(code="empty_file", message="The file holds no request."),))
+
+    def _scan(self, data: bytes, end: int) -> None:
+        """Rows that are whole."""
+        begin = counted = 0
+        if self._is_too_long and end:
+            begin = data.find(b"\n") + 1
+            self._is_too_long = False
+        for found in _ROW.finditer(data, begin, end):
+            self._number += data.count(b"\n", counted, found.start())
+            counted = found.start()
+            self._add(found.start(), found.group())
+        self._number += data.count(b"\n", counted, end)
+
+    def _add(self, start: int, row: bytes) -> None:
+        if len(self.index) == MAX_LINES:
+            raise BadInput((BatchError(code="too_many_requests", message=f"More than {MAX_LINES} requests."),))
+        self.index.starts.append(self._offset + start)
+        self.index.lengths.append(len(row))
+        if not self._checks:
+            return
+        try:
+            if len(row) > self._max_line_bytes:
+                raise ValueError(self._too_long())
+            custom_id = check_line(row, self._endpoint)
+            if hash(custom_id) in self._ids:
+                raise ValueError("The custom_id stands in an earlier line too.")
+        except ValueError as error:
+            self._wrong(self._number, str(error))
+        else:
+            self._ids.add(hash(custom_id))
+            self.num_id_bytes += len(encode_json(custom_id))
+
+    def _too_long(self) -> str:
+        return f"The line is longer than {self._max_line_bytes} bytes."
+
+    def _wrong(self, number: int, message: str) -> None:
+        self._errors.append(BatchError(code="invalid_line", message=message, line=number))
+        if len(self._errors) == MAX_ERRORS:
+            raise BadInput(tuple(self._errors))
+
+
+class InputFile:
+    """Reads requests by their numbers, best in order: it keeps one piece."""
+
+    def __init__(self, broker: DoorBroker, file_id: str, index: LineIndex) -> None:
+        self.index = index
+        self._broker = broker
+        self._file_id = file_id
+        self._kept = (-1, b"")  # number of a piece, and the piece
+
+    async def row(self, number: int) -> bytes:
+        """Raises BadInput where the file is gone, BrokerUnavailable."""
+        if number >= len(self.index):
+            raise file_is_gone()
+        start, length = self.index.starts[number], self.index.lengths[number]
+        first, last = start // PIECE_BYTES, (start + length - 1) // PIECE_BYTES
+        pieces = [await self._piece(piece) for piece in range(first, last + 1)]
+        data = pieces[0] if first == last else b"".join(pieces)
+        begin = start - first * PIECE_BYTES
+        return data[begin : begin + length]
+
+    async def _piece(self, number: int) -> bytes:
+        kept, piece = self._kept
+        if kept != number:
+            found = await self._broker.file_pieces(self._file_id, number, 1)
+            if not found:
+                raise file_is_gone()
+            piece = found[0]
+            self._kept = (number, piece)
+        return piece
+
+
+async def scan_file(broker: DoorBroker, file_id: str, scanner: LineScanner, pool: Executor) -> None:
+    """All of a file. Raises BadInput, BrokerUnavailable."""
+    run, number = asyncio.get_running_loop().run_in_executor, 0
+    while pieces := await broker.file_pieces(file_id, number, 1):
+        await run(pool, scanner.feed, pieces[0])
+        number += 1
+    if not number and await broker.file(file_id) is None:
+        raise file_is_gone()
+    await run(pool, scanner.finish)
+
+
+def file_is_gone() -> BadInput:
+    return BadInput((BatchError(code="file_not_found", message="The input file is not there any more."),))
