@@ -104,9 +104,10 @@ if ARGV[13] == '1' then
   for _, job in ipairs(cmsgpack.unpack(ARGV[14])) do known[job] = true end
   local claims = redis.call('HGETALL', CLAIMS)
   for i = 1, #claims, 2 do
-    if not has_room() and not lends() then break end
     if not known[claims[i]] and string.match(claims[i + 1], '^%d+ (.*)$') == owner then
-      take(claims[i], read_state(claims[i]))
+      local state = read_state(claims[i])
+      -- What there is no room for now would stay claimed, and nobody would compute it.
+      if has_room() or lends() then take(claims[i], state) else put_back(claims[i], state) end
     end
   end
 end

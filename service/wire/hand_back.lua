@@ -4,10 +4,16 @@
 -- ARGV[9] cause, for jobs that were in flight when the engine died; '' where they are given back in peace
 -- ARGV[10] msgpack list: job, fence, job, fence, ...
 -- ARGV[11] how shortly before a death (s) another speaks for the jobs that were in flight at it
+-- ARGV[12] name of the death: told a second time, it is not counted again
 -- Returns how many were ours to give.
 
 local held, num_back = cmsgpack.unpack(ARGV[10]), 0
 local cause = ARGV[9] ~= '' and ARGV[9] or nil
+if cause then
+  local told = redis.call('HGET', KEYS[10], 'told') or ''
+  if string.find(told, ARGV[12], 1, true) then return 0 end
+  redis.call('HSET', KEYS[10], 'told', string.sub(ARGV[12] .. ' ' .. told, 1, 512))
+end
 local death = cause and count_death(KEYS[10], tonumber(ARGV[11]))
 for i = 1, #held, 2 do
   if redis.call('HGET', CLAIMS, held[i]) == held[i + 1] then

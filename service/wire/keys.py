@@ -44,7 +44,8 @@ QUEUE = (JOBS, STATES, CLAIMS, DEADLINES, WAITING, RETURNED, SUSPECTS, LEASES, E
 ALONE = "{quire}:alone"
 """String. The worker that runs suspects. Workers write and read. As long as a lease."""
 DEATHS = "{quire}:deaths"
-"""Hash. num: how many engines have died; last_s: when the last did (Redis time). Workers write and read. For ever."""
+"""Hash. num: how many engines have died; last_s: when the last did (Redis time); told: names of the last few, so that
+none is counted twice. Workers write and read. For ever."""
 DEAD = "{quire}:dead"
 """Stream. Jobs that killed engines, m = DeadLetter. Workers write, people read. The last DEAD_MAX_ENTRIES."""
 DEAD_MAX_ENTRIES = 1024

@@ -7,7 +7,8 @@
 -- ARGV[11] msgpack list (one argument, since clients pack many slowly), for each event six items:
 --         feed (1..F), job, fence, number, message, reason of the end or ''
 -- ARGV[12] msgpack list, for each event that ends its job: the event (1..), the tokens that the job cost
--- Returns the events (1..) that were refused by the fence. A number already in the log is not written again.
+-- Returns the events (1..) that were refused by the fence. A number already in the log is not written again, and where the
+-- same event has ended its job before, that is no refusal.
 
 if redis.call('GET', EPOCH) ~= ARGV[9] then return redis.error_reply('EPOCH Redis has lost what it knew') end
 local num_feeds = tonumber(ARGV[10])
@@ -27,10 +28,12 @@ end
 
 for event = 1, num_events do
   local feed, job, fence, number, message, reason = unpack(items, event * 6 - 5, event * 6)
+  local log = KEYS[9 + num_feeds + event]
   if fences[event] ~= fence then
-    refused[#refused + 1] = event
+    -- Of a job that has ended: the same was said before, and its answer was lost.
+    local there = not fences[event] and redis.call('XRANGE', log, number .. '-0', number .. '-0')[1]
+    if not there or there[2][2] ~= message then refused[#refused + 1] = event end
   else
-    local log = KEYS[9 + num_feeds + event]
     local written
     if reason == '' then
       written = redis.pcall('XADD', log, number .. '-0', 'm', message)

@@ -72,7 +72,8 @@ class HeldJobs:
         self._held: dict[str, HeldJob] = {}
         self._settled: deque[tuple[float, HeldJob]] = deque()
         self._lost: set[str] = set()  # not yet told to whoever runs them
-        self._ending: set[str] = set()  # whose last event is on its way
+        self._ending: set[str] = set()  # whose last event is on its way, or may be there
+        self._death = ""  # name of the engine's, while it is being told
         self._epoch = ""
         self._num_failures = 1
         self._num_overcome = 0  # of them
@@ -120,16 +121,15 @@ class HeldJobs:
 
     async def publish(self, events: Sequence[Event]) -> frozenset[str]:
         """As WorkerBroker says."""
+        # One that has ended by an act whose answer was lost is no longer ours, which is no loss: the act is done again.
+        ending = {event.job_id for event in events if event.end is not None and event.job_id in self._held}
+        self._ending |= ending
         await self.assert_claims()
         known = [(self._held[event.job_id], event, encode(event)) for event in events if event.job_id in self._held]
         strangers = {event.job_id for event in events} - self._held.keys()
-        ending = {event.job_id for _, event, _ in known if event.end is not None}
-        self._ending |= ending
-        try:
-            for some in in_acts(known, lambda told: len(told[2])):
-                await self._publish_some(some)
-        finally:
-            self._ending -= ending
+        for some in in_acts(known, lambda told: len(told[2])):
+            await self._publish_some(some)
+        self._ending -= ending
         return self._take_lost() | strangers
 
     async def _publish_some(self, told: Sequence[tuple[HeldJob, Event, bytes]]) -> None:
@@ -158,7 +158,10 @@ class HeldJobs:
         held = [self._held[job_id] for job_id in job_ids if job_id in self._held]
         if held or cause:
             fences = msgpack.packb([word for job in held for word in (job.job_id, job.fence)])
-            await self.run("hand_back", [keys.DEATHS] if cause else [], [cause, fences, NEAR_DEATHS_S])
+            self._death = self._death or secrets.token_hex(8)
+            told = [cause, fences, NEAR_DEATHS_S, self._death]
+            await self.run("hand_back", [keys.DEATHS] if cause else [], told)
+            self._death = ""
         for job in held:
             self._held.pop(job.job_id, None)
 
@@ -206,7 +209,7 @@ class HeldJobs:
         if self._epoch and epoch != self._epoch:
             log.error("redis has lost its data; our jobs are there again %s", fields(num_jobs=len(jobs)))
         self._epoch = epoch
-        self._lose(lost)
+        self._lose(lost - self._ending)
         await self._refill([held for job_id, held in jobs.items() if job_id not in lost])
 
     async def _refill(self, jobs: Sequence[HeldJob]) -> None:
