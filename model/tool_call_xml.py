@@ -12,20 +12,31 @@ A value is text as it stands, one line break around it left out. What it means a
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from model.grammar import json_rule, literal
+from model.grammar import GrammarError, json_rule, literal
 from model.tool_call_reader import BLANKS, CallReader
 
 BEGIN, END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+CALL_END = "</tool_call>"  # also ends a function whose own end is missing
 TRUTHS = {"true": True, "false": False}
 MAX_NAME_CHARS = 256
+_NAME_START = re.compile(r"[A-Za-z0-9_.-]{0,64}>?")
+VALUE_ENDS = frozenset((PARAMETER_END, PARAMETER, END))
+VALUE_END_STARTS = frozenset(
+    lead + marker[:length]
+    for marker in (*VALUE_ENDS, BEGIN)
+    for length in range(len(marker) + 1)
+    for lead in ("", "\n")
+)
 
 
 class XmlCallReader(CallReader):
-    """One call."""
+    """One call. A value ends at its own end tag, at the next parameter or at the function's end; where another function
+    begins within a value, the call was cut off."""
 
     def __init__(self, schemas: Mapping[str, Any]) -> None:
         """`schemas`: by name of a function, the JSON schema of its arguments."""
@@ -48,28 +59,36 @@ class XmlCallReader(CallReader):
 
     def _in_name(self, char: str) -> None:
         if char != ">":
-            self._word += char
-            self.is_bad = len(self._word) > MAX_NAME_CHARS
+            self._read_name(char)
             return
         name, self._word, self._state = self._word.strip(), "", self._between
-        self.name, self.is_bad = name, name not in self._schemas
+        self.name = name if name in self._schemas else None
+
+    def _read_name(self, char: str) -> None:
+        self._word += char
+        self.is_bad = char in "<\n" or len(self._word) > MAX_NAME_CHARS
 
     def _between(self, char: str) -> None:
         if not self._word and char in BLANKS:
             return
         self._word += char
-        if self._word == END:
-            self._arguments.append("}" if self._seen else "{}")
-            self.is_done = True
+        if self._word in (END, CALL_END):
+            self._end()
         elif self._word == PARAMETER:
-            self._word, self._state, self._has_arguments = "", self._in_parameter, True
-        elif not (END.startswith(self._word) or PARAMETER.startswith(self._word)):
+            self._begin_parameter()
+        elif not any(marker.startswith(self._word) for marker in (END, CALL_END, PARAMETER)):
             self.is_bad = True
+
+    def _begin_parameter(self) -> None:
+        self._word, self._state, self._has_arguments = "", self._in_parameter, True
+
+    def _end(self) -> None:
+        self._arguments.append("}" if self._seen else "{}")
+        self.is_done = True
 
     def _in_parameter(self, char: str) -> None:
         if char != ">":
-            self._word += char
-            self.is_bad = len(self._word) > MAX_NAME_CHARS
+            self._read_name(char)
             return
         self._parameter, self._word = self._word.strip(), ""
         if self._parameter in self._seen:
@@ -86,12 +105,23 @@ class XmlCallReader(CallReader):
         is_first, self._is_first_char = self._is_first_char, False
         if is_first and char == "\n":
             return
+        if not self._tail and char not in "\n<":
+            self._tell(char)
+            return
         self._tail += char
-        while self._tail and not (PARAMETER_END.startswith(self._tail) or f"\n{PARAMETER_END}".startswith(self._tail)):
+        while not self._may_end():
             self._tell(self._tail[0])
             self._tail = self._tail[1:]
-        if self._tail.endswith(PARAMETER_END):
-            self._end_value()
+        marker = self._tail.removeprefix("\n")
+        if marker in VALUE_ENDS or (marker.startswith(BEGIN) and marker.endswith(">")):
+            self._end_value(marker)
+
+    def _may_end(self) -> bool:
+        """Whether `_tail` may be the start of what ends a value."""
+        if self._tail in VALUE_END_STARTS:
+            return True
+        head, begin, name = self._tail.partition(BEGIN)
+        return bool(begin) and head in ("", "\n") and _NAME_START.fullmatch(name) is not None
 
     def _tell(self, char: str) -> None:
         if self._is_text:
@@ -99,12 +129,19 @@ class XmlCallReader(CallReader):
         else:
             self._value.append(char)
 
-    def _end_value(self) -> None:
+    def _end_value(self, marker: str) -> None:
         self._state = self._between
+        if marker.startswith(BEGIN):
+            self.is_bad = True
+            return
         self._arguments.append('"' if self._is_text else _as_json("".join(self._value), self._types()))
+        if marker == PARAMETER:
+            self._begin_parameter()
+        elif marker != PARAMETER_END:
+            self._end()
 
     def _types(self) -> frozenset[str]:
-        return types_of(self._schemas[self.name], self._parameter)
+        return frozenset({"string"}) if self.name is None else types_of(self._schemas[self.name], self._parameter)
 
 
 def types_of(schema: Any, parameter: str) -> frozenset[str]:
@@ -121,11 +158,12 @@ def _types(own: Any, schema: Any, depth: int) -> set[str]:
         return _types(_definition(schema, own["$ref"]), schema, depth - 1)
     found = own.get("type")
     if found is not None:
-        return {found} if isinstance(found, str) else set(found)
+        return {each for each in (found if isinstance(found, list) else [found]) if isinstance(each, str)}
     values = own.get("enum", [own["const"]] if "const" in own else None)
     if isinstance(values, list):
         return {_type_of(value) for value in values}
-    branches = [branch for key in ("anyOf", "oneOf", "allOf") for branch in own.get(key, ())]
+    lists = [own.get(key) for key in ("anyOf", "oneOf", "allOf")]
+    branches = [branch for each in lists if isinstance(each, list) for branch in each]
     return {each for branch in branches for each in _types(branch, schema, depth - 1)}
 
 
@@ -167,8 +205,7 @@ def function_rules(number: int, name: str, schema: Any, *, is_held: bool) -> lis
     head, tail = literal(f"{BEGIN}{name}>\n"), literal(END)
     if not is_held:
         return [f"{own}: {head} {own}_any* {tail}", f"{own}_any[lazy]: {FREE_PARAMETER}"]
-    properties = schema.get("properties", {}) if isinstance(schema, Mapping) else {}
-    required = set(schema.get("required", ())) if isinstance(schema, Mapping) else set()
+    properties, required = properties_of(schema)
     body, rules = [], []
     for place, (key, value) in enumerate(properties.items()):
         rule = f"{own}_{place}"
@@ -178,14 +215,29 @@ def function_rules(number: int, name: str, schema: Any, *, is_held: bool) -> lis
     return [f"{own}: {head} {' '.join(body)} {tail}", *rules]
 
 
+def properties_of(schema: Any) -> tuple[Mapping[str, Any], frozenset[str]]:
+    """The properties of an object, and those that it must have. Raises GrammarError where they are malformed."""
+    if not isinstance(schema, Mapping):
+        return {}, frozenset()
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    is_named = isinstance(required, list) and all(isinstance(name, str) for name in required)
+    if not (is_named and isinstance(properties, Mapping)):
+        raise GrammarError("The JSON schema's 'properties' must be an object, its 'required' a list of names.")
+    return properties, frozenset(required)
+
+
 def _value_rules(rule: str, key: str, value: Any, schema: Any) -> list[str]:
     end = literal(f"\n{PARAMETER_END}\n")
-    plain = _definition(schema, value["$ref"]) if isinstance(value, Mapping) and "$ref" in value else value
+    plain = (
+        _definition(schema, value["$ref"])
+        if isinstance(value, Mapping) and isinstance(value.get("$ref"), str)
+        else value
+    )
     choices = plain.get("enum", [plain["const"]] if "const" in plain else None) if isinstance(plain, Mapping) else None
     if isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):
         return [f"{rule}: ({' | '.join(map(literal, choices))}) {end}"]
     if "string" in types_of(schema, key):
         return [f"{rule}[lazy]: {FREE_VALUE}"]
     definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    held = json_rule({**value, **definitions}, whitespace=" ?", lenient=True)
+    held = json_rule(value | definitions if isinstance(value, dict) else value, whitespace=" ?", lenient=True)
     return [f"{rule}: {rule}_json {end}", f"{rule}_json: {held}"]

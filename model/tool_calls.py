@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from model.grammar import HEADER, json_rule, literal
 from model.tokenizer import Tokenizer
+from model.tool_call_python import argument_rules
 from model.tool_call_reader import BLANKS
 from model.tool_call_stream import CallSyntax
-from model.tool_call_xml import BEGIN, function_rules
+from model.tool_call_xml import BEGIN, CALL_END, function_rules
 
 MAX_FORCED_CALLS = 8
 """So many calls in one reply may be enforced: a model that knows no end must come to one."""
@@ -32,38 +34,60 @@ class CallForm:
 
 
 HERMES = CallForm(
-    syntax=CallSyntax(opening="<tool_call>", closing="</tool_call>"),
+    syntax=CallSyntax(openings=("<tool_call>",), closings=("</tool_call>",)),
     before="\n",
     after="\n",
     between="\n",
     wraps_each=True,
 )
 MISTRAL = CallForm(
-    syntax=CallSyntax(opening="[TOOL_CALLS]", fillers=BLANKS + "[],", bare_names=True),
+    syntax=CallSyntax(openings=("[TOOL_CALLS]",), closings=("]",), fillers=BLANKS + "[,", bare_names=True),
     begin="[",
     between=", ",
     end="]",
     short_ids=True,
 )
 LLAMA3_JSON = CallForm(
-    syntax=CallSyntax(opening="<|python_tag|>", fillers=BLANKS + ";,", at_start_only=True),
+    syntax=CallSyntax(openings=("<|python_tag|>",), fillers=BLANKS + ";,", bare="{", at_start_only=True),
     between="; ",
     says_opening=False,
 )
 QWEN3_CODER = CallForm(
-    syntax=CallSyntax(opening="<tool_call>", closing="</tool_call>", in_xml=True),
+    syntax=CallSyntax(openings=("<tool_call>",), closings=(CALL_END,), in_xml=True),
     before="\n",
     after="\n",
     between="\n",
     wraps_each=True,
 )
+LLAMA3_JSON_ANYWHERE = replace(LLAMA3_JSON, syntax=replace(LLAMA3_JSON.syntax, at_start_only=False))
+PYTHONIC = CallForm(
+    syntax=CallSyntax(
+        openings=("<|python_start|>", "<|python_tag|>", "<function_calls>", "<|tool_call_start|>"),
+        closings=("]", "<|python_end|>", "</function_calls>", "<|tool_call_end|>"),
+        fillers=BLANKS + ",",
+        bare="[",
+        at_start_only=True,
+        in_python=True,
+    ),
+    begin="[",
+    between=", ",
+    end="]",
+    says_opening=False,
+)
+PYTHONIC_ANYWHERE = replace(PYTHONIC, syntax=replace(PYTHONIC.syntax, at_start_only=False))
 FORMS: Mapping[str, CallForm] = {
     "hermes": HERMES,
     "llama3_json": LLAMA3_JSON,
+    "llama3_json_anywhere": LLAMA3_JSON_ANYWHERE,
     "mistral": MISTRAL,
+    "pythonic": PYTHONIC,
+    "pythonic_anywhere": PYTHONIC_ANYWHERE,
     "qwen3_coder": QWEN3_CODER,
 }
-"""By the names that vLLM's --tool-call-parser has for them."""
+"""By the names that vLLM's --tool-call-parser has for them; `_anywhere`: calls without an opening may follow prose."""
+
+SHOWN_PYTHONIC = re.compile(r"\[\s*\w+\(\w+\s*=|<function_calls>|<\|tool_call_start\|>")
+"""What a template shows whose model writes calls as Python: `[name(argument=...)]`, or tags around such."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +104,9 @@ def form_of(template: str) -> CallForm:
     if BEGIN in template:
         return QWEN3_CODER
     for form in (MISTRAL, HERMES):
-        if form.syntax.opening in template:
+        if form.syntax.openings[0] in template:
             return form
-    return LLAMA3_JSON
+    return PYTHONIC if SHOWN_PYTHONIC.search(template) else LLAMA3_JSON
 
 
 def arguments_key(template: str) -> str:
@@ -108,20 +132,30 @@ def calls_grammar(
     rules.append("function: " + " | ".join(f"function_{i}" for i in range(len(functions))))
     for i, function in enumerate(functions):
         rules += _call_rules(i, function, form, key, is_held=function.is_strict or not or_text)
+    if or_text and form.syntax.bare and not form.syntax.at_start_only:
+        rules.append("first: " + " | ".join(f"behind_{i} rest_{i}" for i in range(len(functions))))
+        heads = [literal(form.begin + _head(function, form, key)) for function in functions]
+        rules += [f"behind_{i}[lazy]: TEXT {head}" for i, head in enumerate(heads)]
     return HEADER + "\n".join(rules)
 
 
 def _reply_rules(form: CallForm, tokenizer: Tokenizer, most: int, or_text: bool, or_form: str | None) -> list[str]:
     """What a whole reply is, calls of a `function` among it."""
-    opening, closing = (_marker(text, tokenizer) for text in (form.syntax.opening, form.syntax.closing))
+    opening, closing = (
+        _marker(texts[0] if texts else "", tokenizer) for texts in (form.syntax.openings, form.syntax.closings)
+    )
     call = f"{_text(form.before)} function {_text(form.after)} {closing if form.wraps_each else ''}"
     more = f"({_text(form.between)} {opening if form.wraps_each else ''} {call}){{0,{most - 1}}}" if most > 1 else ""
     calls = f"{_text(form.begin)} {call} {more} {_text(form.end)}"
     first = opening if form.says_opening else ""
     if or_form is not None:
         return [f"start: {first} {calls} | form", f"form: %lark {{\n{or_form.removeprefix(HEADER)}\n}}"]
-    if or_text and form.syntax.at_start_only:
-        return [f"start: {calls} | TEXT?", r"TEXT: /\s*[^{\s](?s:.*)/"]
+    if or_text and form.syntax.bare:
+        bare = re.escape(form.syntax.bare)
+        if form.syntax.at_start_only:
+            return [f"start: {calls} | TEXT?", rf"TEXT: /\s*[^{bare}\s](?s:.*)/"]
+        no_call = rf"[^{bare}]|{bare}[^\s{NOT_IN_TEXT[form.syntax.bare]}]"
+        return [f"start: TEXT | first {more} {_text(form.end)} TEXT", f"TEXT: /({no_call})*/"]
     if or_text:
         is_token = opening.startswith("<[")
         return [
@@ -136,13 +170,24 @@ def _call_rules(i: int, function: Function, form: CallForm, key: str, *, is_held
     """The call of function `i`. `is_held`: its arguments are held to its schema."""
     if form.syntax.in_xml:
         return function_rules(i, function.name, function.parameters, is_held=is_held)
-    head = f'{{"name": {literal(function.name)}, "{key}": '
+    call = f"function_{i}: {literal(_head(function, form, key))} rest_{i}"
+    if form.syntax.in_python:
+        return [call, *argument_rules(i, function.parameters, is_held=is_held)]
     schema = function.parameters if is_held else {"type": "object"}
     return [
-        f'function_{i}: {literal(head)} arguments_{i} "}}"',
+        call,
+        f'rest_{i}: arguments_{i} "}}"',
         f"arguments_{i}: {json_rule(schema, whitespace=SPACED, lenient=True)}",
     ]
 
+
+def _head(function: Function, form: CallForm, key: str) -> str:
+    """What a call begins with, up to its arguments."""
+    return f"{function.name}(" if form.syntax.in_python else f'{{"name": {literal(function.name)}, "{key}": '
+
+
+NOT_IN_TEXT = {"{": '"', "[": "A-Za-z_"}
+"""What, or a blank, may not follow the character that a run of calls begins with, where it is text."""
 
 SPACED = " ?"
 """Between the tokens of arguments: what models write who write on one line."""

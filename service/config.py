@@ -52,7 +52,15 @@ class Settings:
     tool_call_parser: str | None = _one_of(
         None,
         "how the model writes calls of functions; without it as its chat template does",
-        ("hermes", "llama3_json", "mistral", "qwen3_coder"),
+        (
+            "hermes",
+            "llama3_json",
+            "llama3_json_anywhere",
+            "mistral",
+            "pythonic",
+            "pythonic_anywhere",
+            "qwen3_coder",
+        ),
         verbs=_DOOR_VERBS,
     )
     dtype: str = _one_of(

@@ -131,9 +131,9 @@ class ServedModel:
             return form
         if self.call_form is None:
             raise refusal("tools", "cannot be had: this model's chat template knows none")
-        if form is not None and not wish.must_call and self.call_form.syntax.at_start_only:
+        if form is not None and not wish.must_call and self.call_form.syntax.bare:
             raise refusal(
-                "tool_choice", "cannot be 'auto' where the answer must have a form: calls of this model are plain JSON"
+                "tool_choice", "cannot be 'auto' where the answer must have a form: calls of this model have no opening"
             )
         if form is None and not wish.must_call and not any(function.is_strict for function in wish.callable):
             return None

@@ -16,9 +16,11 @@ SHORT_ID_CHARS = 9
 class CallTeller:
     """One answer, all its choices."""
 
-    def __init__(self, request_id: str, wording: CallWording) -> None:
+    def __init__(self, request_id: str, wording: CallWording, *, is_streamed: bool = True) -> None:
+        """A call that turns out malformed or cut off is text, unless the answer `is_streamed` and has told a part."""
         self._request_id = request_id
         self._wording = wording
+        self._is_streamed = is_streamed
         self._streams: dict[int, ToolCallStream] = {}
 
     def deltas(self, index: int, text: str, *, is_last: bool) -> list[Json]:
@@ -30,6 +32,7 @@ class CallTeller:
 
     def message(self, index: int, text: str) -> Json:
         """The content of a whole message, and its calls if there are any."""
+        self._is_streamed = False
         said, calls = "", []
         for delta in self.deltas(index, text, is_last=True):
             said += delta.get("content", "")
@@ -45,7 +48,8 @@ class CallTeller:
         if index not in self._streams:
             wording = self._wording
             most = 1 if wording.only_one else None
-            self._streams[index] = ToolCallStream(wording.form.syntax, wording.schemas, most)
+            syntax, schemas = wording.form.syntax, wording.schemas
+            self._streams[index] = ToolCallStream(syntax, schemas, most, holds_calls=not self._is_streamed)
         return self._streams[index]
 
     def _delta(self, index: int, news: News) -> Json:

@@ -28,6 +28,7 @@ class ResponseWording:
 
     asked: Mapping[str, Any]  # fields as they were asked for, or as their defaults are
     is_background: bool
+    is_streamed: bool
     logprobs: bool
     calls: CallWording | None  # None: the answer calls nothing
 
@@ -42,6 +43,7 @@ def wording_of(request: Request, defaults: Mapping[str, float], calls: CallWordi
             "top_p": float(_or(body.top_p, defaults.get("top_p", 1.0))),
         },
         is_background=request.background,
+        is_streamed=request.stream,
         logprobs=request.sampling.logprobs is not None,
         calls=calls,
     )
@@ -87,7 +89,8 @@ class ResponseForm:
         self._heading = heading
         self._tokenizer = tokenizer
         self._wording = wording
-        self._calls = None if wording.calls is None else CallTeller(heading.job_id, wording.calls)
+        calls = wording.calls
+        self._calls = calls and CallTeller(heading.job_id, calls, is_streamed=wording.is_streamed)
         self._items: list[Json] = []
         self._is_open = False  # the last item
         self._untold: list[Json] = []  # log-probabilities of text that is held back

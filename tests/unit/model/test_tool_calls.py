@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from dataclasses import replace
@@ -121,8 +122,9 @@ def test_arguments_are_told_while_they_come():
     stream = ToolCallStream(HERMES.syntax, dict.fromkeys(NAMES))
     assert stream.push('<tool_call>{"name": "stop", "arg') == []
     assert stream.push('uments": {"a": "b') == [Called(0, "stop"), Argued(0, '{"a": "b')]
-    assert stream.push('c"}') == [Argued(0, 'c"}')]
-    assert stream.push("}</tool_call>") == stream.end() == []
+    assert stream.push('c"}') == [Argued(0, 'c"')]
+    assert stream.push("}</tool_call>") == [Argued(0, "}")]  # its last bracket says that the whole call is well-formed
+    assert stream.end() == []
     assert stream.num_calls == 1
 
 
@@ -207,14 +209,39 @@ def test_forced_calls_are_read_back_and_fit(tokenizer, form, key):
 def test_where_text_may_stand_a_call_that_begins_is_right(tokenizer, form):
     grammar = calls_grammar(FORMS[form], FUNCTIONS[:1], "arguments", tokenizer, or_text=True)
     own = FORMS[form]
-    opening = own.syntax.opening if own.says_opening else ""
-    begin = "<function=get" if own.syntax.in_xml else '{"name": "get'
+    opening = own.syntax.openings[0] if own.says_opening else ""
+    begin = "<function=get" if own.syntax.in_xml else "get_weather(" if own.syntax.in_python else '{"name": "get'
     head = ("so " if opening else "") + opening + own.begin + own.before + begin
     said, calls = read(form, [walk(tokenizer, grammar, 4, head)], {"get_weather": STRICT})
     assert calls[0][0] == "get_weather"
     assert json.loads(calls[0][1])["city"] in ("Oslo", "Paris")
     assert said.startswith("so") == bool(opening)
     assert walk(tokenizer, grammar, 5, "hello").startswith("hello")
+
+
+MALFORMED = [
+    {"pattern": "x" * 5000},
+    {"properties": {"a": {"pattern": "x" * 5000, "type": "object"}}},
+    {"properties": []},
+    {"required": [[1]]},
+    {"required": "a"},
+    {"properties": {"a": 1}},
+    {"properties": {"a": {"type": [{}]}}},
+    {"properties": {"a": {"anyOf": 1}}},
+    {"properties": {"a": {"$ref": 1}}},
+    {"properties": {"a": {"$ref": "#/b"}}},
+    {"properties": {"a": {"enum": 1}}},
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("schema", MALFORMED)
+def test_a_malformed_schema_is_refused_or_taken_for_any(tokenizer, form, schema):
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, [tokenizer.vocab_size - 1])
+    with contextlib.suppress(GrammarError):
+        compiler.compile(calls_grammar(FORMS[form], [Function("f", schema)], "arguments", tokenizer))
+    xml = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+    assert read("qwen3_coder", [xml], {"f": schema})[1][0][0] == "f"
 
 
 def test_a_schema_that_cannot_be_had_is_refused(tokenizer):
@@ -240,7 +267,7 @@ def test_a_reply_calls_or_has_its_form(tokenizer, form, wanted):
     matcher = GrammarCompiler(tokenizer, tokenizer.vocab_size, [tokenizer.vocab_size - 1]).compile(grammar)
     assert not matcher.advance(tokenizer.encode("hello", False))
     own = FORMS[form]
-    head = own.syntax.opening + own.begin + own.before
+    head = own.syntax.openings[0] + own.begin + own.before
     begin = "<function=stop" if own.syntax.in_xml else '{"name": "stop'
     said, calls = read(form, [walk(tokenizer, grammar, 4, head + begin)])
     assert said == ""

@@ -277,3 +277,78 @@ async def test_a_stream_of_calls_is_taken_up_elsewhere_byte_for_byte(served, too
             url, headers = f"{other.url}/v1/requests/{request_id}", {"Last-Event-ID": str(after)}
             async with other.http.get(url, headers=headers) as response:
                 assert await response.read() == whole[whole.find(b"id: %d\n" % (after + 1)) :]
+
+
+BAD = '<tool_call>\n{"name": "weather", "arguments": {"city": Oslo}}\n</tool_call>'
+MIXED = f'{BAD}\n{CALL}\nand <tool_call>{{"name": "rm"}}</tool_call><tool_call>{{"name": "clock"}}</tool_call>'
+WANTED = [["weather", '{"city": "Oslo"}'], ["clock", "{}"]]
+LEFT = f'{BAD}\nand <tool_call>{{"name": "rm"}}</tool_call>'
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_bad_call_is_text_and_those_behind_it_are_calls(served, n):
+    gateway, client = served
+    gateway.worker.script = lambda job: speech(gateway.model, MIXED)
+    for choice in (await ask(client, n=n)).choices:
+        calls = [[call.function.name, call.function.arguments] for call in choice.message.tool_calls]
+        assert (choice.message.content.replace("\n", ""), calls) == (LEFT.replace("\n", ""), WANTED)
+        assert choice.finish_reason == "tool_calls"
+
+
+async def test_a_stream_of_them_has_the_same_calls_but_what_it_told_of_the_bad_one(served):
+    gateway, client = served
+    gateway.worker.script = lambda job: speech(gateway.model, MIXED)
+    text, calls = "", {}
+    async for chunk in await ask(client, stream=True):
+        delta = chunk.choices[0].delta
+        text += delta.content or ""
+        for call in delta.tool_calls or []:
+            told = calls.setdefault(call.index, [call.function.name, ""])
+            told[1] += call.function.arguments
+    assert list(calls.values()) == [["weather", '{"city": '], *WANTED]
+    assert text.replace("\n", "") == 'Oslo}}</tool_call>and <tool_call>{"name": "rm"}</tool_call>'
+
+
+async def test_a_response_with_a_bad_call_has_only_whole_ones(served):
+    gateway, client = served
+    gateway.worker.script = lambda job: speech(gateway.model, MIXED)
+    tools = [{"type": "function", **tool["function"]} for tool in (WEATHER, CLOCK)]
+    answer = await client.responses.create(model=MODEL, input="hi", tools=tools)
+    assert [[item.name, item.arguments] for item in answer.output if item.type == "function_call"] == WANTED
+    assert answer.output_text.replace("\n", "") == LEFT.replace("\n", "")
+
+
+async def test_a_call_that_is_cut_off_is_text_in_a_whole_answer(served):
+    gateway, client = served
+    cut = CALL[:50]
+    gateway.worker.script = lambda job: speech(gateway.model, cut)
+    message = (await ask(client)).choices[0].message
+    assert (message.content, message.tool_calls) == (cut, None)
+
+
+async def test_calls_in_python(tool_folder):
+    async with open_gateway(tool_folder, tool_call_parser="pythonic") as gateway:
+        gateway.worker.script = lambda job: speech(gateway.model, "[weather(city='Os\\'lo', x=(1, None)), clock()]")
+        body = {"model": MODEL, "messages": MESSAGES, "tools": [WEATHER, CLOCK]}
+        _, answer = await gateway.post(CHAT, body)
+        message = answer["choices"][0]["message"]
+        assert message["content"] is None
+        assert [call["function"] for call in message["tool_calls"]] == [
+            {"name": "weather", "arguments": '{"city": "Os\'lo", "x": [1, null]}'},
+            {"name": "clock", "arguments": "{}"},
+        ]
+        await gateway.post(CHAT, {**body, "tool_choice": "required"})
+        compiled = gateway.model.grammars.compile(gateway.worker.jobs[-1].sampling.grammar)
+        encode = gateway.model.tokenizer.encode
+        assert compiled.copy().advance(encode('[weather(city="Oslo"), clock()]'))
+        assert not compiled.copy().advance(encode("[weather(city=1)"))
+
+
+async def test_calls_behind_prose_where_the_parser_looks_for_them(tool_folder):
+    async with open_gateway(tool_folder, tool_call_parser="llama3_json_anywhere") as gateway:
+        text = 'Sure, let me check. {"name": "clock", "parameters": {}}'
+        gateway.worker.script = lambda job: speech(gateway.model, text)
+        _, answer = await gateway.post(CHAT, {"model": MODEL, "messages": MESSAGES, "tools": [CLOCK]})
+        message = answer["choices"][0]["message"]
+        assert message["content"] == "Sure, let me check."
+        assert message["tool_calls"][0]["function"] == {"name": "clock", "arguments": "{}"}
