@@ -9,9 +9,10 @@ import numpy as np
 
 from model.ops.cuda_attention import decode_attention, plan_decode_attention, prefill_attention
 from model.ops.cuda_device import DTYPE_CODES, THREADS, CudaDevice, expect
+from model.ops.cuda_fp8 import Fp8Linear, dequantise_rows, expect_fp8, quantised_by
 from model.ops.cuda_linear import Linear
 from model.ops.cuda_sampling import sample, top_logprobs
-from model.ops.interface import Array, Sampled, SamplingArrays
+from model.ops.interface import Array, Fp8Rows, Sampled, SamplingArrays
 from model.ops.product_sizes import all_planned_rows
 
 _VEC_BYTES = 16
@@ -29,6 +30,7 @@ class CudaOps(CudaDevice):
         """Raises ValueError for a dtype other than float32, float16, bfloat16; CuPy's RuntimeErrors without a GPU."""
         super().__init__(dtype)
         self._linear = Linear(self)
+        self._linear_fp8 = Fp8Linear(self)
 
     def find_nonfinite(self, x: Array, found: Array) -> None:
         expect("x", x, self.dtype, *x.shape)
@@ -208,6 +210,60 @@ class CudaOps(CudaDevice):
         out = self.temporary((rows, width), self.dtype)
         columns = math.ceil(width / (THREADS * _VEC_BYTES // self.dtype.itemsize))
         self.launch("silu_mul", (rows, columns), (gate_up, out, np.int32(width)), overlaps=True)
+        return out
+
+    def quantise_rows(self, x: Array) -> Fp8Rows:
+        expect("x", x, self.dtype, None, None)
+        return quantised_by(self, "quantise_rows", (x,), *x.shape)
+
+    def dequantise_rows(self, x: Fp8Rows) -> Array:
+        expect_fp8("x", x)
+        return dequantise_rows(self, x)
+
+    def rms_norm_quantised(self, x: Array, weight: Array, eps: float) -> Fp8Rows:
+        rows, width = x.shape
+        expect("x", x, self.dtype, rows, width)
+        expect("weight", weight, self.dtype, width)
+        return quantised_by(self, "rms_norm_quantised", (x, weight), rows, width, np.float32(eps))
+
+    def add_rms_norm_quantised(self, x: Array, residual: Array, weight: Array, eps: float) -> Fp8Rows:
+        rows, width = x.shape
+        expect("x", x, self.dtype, rows, width)
+        expect("residual", residual, self.dtype, rows, width)
+        expect("weight", weight, self.dtype, width)
+        return quantised_by(self, "add_rms_norm_quantised", (x, residual, weight), rows, width, np.float32(eps))
+
+    def silu_mul_quantised(self, gate_up: Array) -> Fp8Rows:
+        rows, width = len(gate_up), gate_up.shape[1] // 2
+        expect("gate_up", gate_up, self.dtype, rows, 2 * width)
+        return quantised_by(self, "silu_mul_quantised", (gate_up,), rows, width)
+
+    def linear_fp8(
+        self,
+        x: Array | Fp8Rows,
+        weight: Fp8Rows,
+        bias: Array | None = None,
+        *,
+        dtype: np.dtype | None = None,
+        out: Array | None = None,
+    ) -> Array:
+        expect_fp8("weight", weight)
+        n, k = weight.data.shape
+        if isinstance(x, Fp8Rows):
+            expect_fp8("x", x, k)
+            rows = len(x.data)
+        else:
+            expect("x", x, self.dtype, None, k)
+            rows = len(x)
+        if bias is not None:
+            expect("bias", bias, self.dtype, n)
+        if out is None:
+            out = self.temporary((rows, n), self.dtype if dtype is None else dtype)
+        expect("out", out, out.dtype, rows, n)
+        if out.dtype not in (self.dtype, _FLOAT32) or k == 0:
+            raise ValueError(f"linear_fp8: {rows} x {k} by {n} x {k} to {out.dtype} is not supported")
+        if out.size:
+            self._linear_fp8(x, weight, bias, out)
         return out
 
     def copy_blocks(self, kv: Array, sources: Array, targets: Array) -> None:

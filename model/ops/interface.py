@@ -94,6 +94,14 @@ class Sampled:
     top_logprobs: Array | None  # float32[R, K]
 
 
+@dataclass(frozen=True)
+class Fp8Rows:
+    """A matrix in e4m3 with a scale for each row: the numbers are data * scale[:, None]."""
+
+    data: Array  # uint8[rows, K], the bits of float8_e4m3fn
+    scale: Array  # float32[rows]
+
+
 class Ops(Protocol):
     """The operations. `weight` matrices are [out, in], as safetensors files hold them."""
 
@@ -283,6 +291,38 @@ class Ops(Protocol):
 
     def silu_mul(self, gate_up: Array) -> Array:
         """gate_up [T, 2 I] -> silu(gate_up[:, :I]) * gate_up[:, I:]."""
+
+    def quantise_rows(self, x: Array) -> Fp8Rows:
+        """Round the rows of x [T, K] to e4m3 with scale = max(|row|) / 448, at least 1e-12.
+
+        A row with NaN or infinity gets a scale that is not finite.
+        """
+
+    def dequantise_rows(self, x: Fp8Rows) -> Array:
+        """Return data * scale of x [T, K] in `self.dtype`."""
+
+    def rms_norm_quantised(self, x: Array, weight: Array, eps: float) -> Fp8Rows:
+        """`quantise_rows` of `rms_norm`'s result, which is rounded to `self.dtype` before."""
+
+    def add_rms_norm_quantised(self, x: Array, residual: Array, weight: Array, eps: float) -> Fp8Rows:
+        """`quantise_rows` of `add_rms_norm`'s result; residual [T, H] += x in place as there."""
+
+    def silu_mul_quantised(self, gate_up: Array) -> Fp8Rows:
+        """`quantise_rows` of `silu_mul`'s result."""
+
+    def linear_fp8(
+        self,
+        x: Array | Fp8Rows,
+        weight: Fp8Rows,
+        bias: Array | None = None,
+        *,
+        dtype: np.dtype | None = None,
+        out: Array | None = None,
+    ) -> Array:
+        """x [T, K] @ weight [N, K].T + bias [N], as `linear`, with `weight` in e4m3 and x in `self.dtype` or e4m3.
+
+        Weights hold no NaN. A row of x with NaN or infinity gives a row that is not finite.
+        """
 
     def copy_blocks(self, kv: Array, sources: Array, targets: Array) -> None:
         """kv[targets[i]] = kv[sources[i]] over all layers; int32[N] each; no target is a source or occurs twice.

@@ -16,7 +16,8 @@ import numpy as np
 from model.dtypes import all_finite
 from model.ops import numpy_sampling
 from model.ops.filling import Piece, fill_in_threads
-from model.ops.interface import Array, Sampled, SamplingArrays
+from model.ops.fp8 import quantise, widen
+from model.ops.interface import Array, Fp8Rows, Sampled, SamplingArrays
 from model.ops.numpy_host_blocks import NumpyHostBlocks
 from model.ops.packing import Packing, TableRows
 
@@ -187,6 +188,42 @@ class NumpyOps:
         size = gate_up.shape[1] // 2
         gate, up = _f32(gate_up[:, :size]), _f32(gate_up[:, size:])
         return (gate / (1 + np.exp(-np.clip(gate, -80, None))) * up).astype(self.dtype, copy=False)
+
+    def quantise_rows(self, x: Array) -> Fp8Rows:
+        return Fp8Rows(*quantise(_f32(x)))
+
+    def dequantise_rows(self, x: Fp8Rows) -> Array:
+        return (widen(x.data) * x.scale[:, None]).astype(self.dtype, copy=False)
+
+    def rms_norm_quantised(self, x: Array, weight: Array, eps: float) -> Fp8Rows:
+        return self.quantise_rows(self.rms_norm(x, weight, eps))
+
+    def add_rms_norm_quantised(self, x: Array, residual: Array, weight: Array, eps: float) -> Fp8Rows:
+        return self.quantise_rows(self.add_rms_norm(x, residual, weight, eps))
+
+    def silu_mul_quantised(self, gate_up: Array) -> Fp8Rows:
+        return self.quantise_rows(self.silu_mul(gate_up))
+
+    def linear_fp8(
+        self,
+        x: Array | Fp8Rows,
+        weight: Fp8Rows,
+        bias: Array | None = None,
+        *,
+        dtype: np.dtype | None = None,
+        out: Array | None = None,
+    ) -> Array:
+        if isinstance(x, Fp8Rows):
+            product = widen(x.data) @ widen(weight.data).T * x.scale[:, None]
+        else:
+            product = _f32(x) @ widen(weight.data).T
+        product *= weight.scale
+        if bias is not None:
+            product += _f32(bias)
+        if out is None:
+            return product.astype(dtype or self.dtype, copy=False)
+        out[...] = product
+        return out
 
     def copy_blocks(self, kv: Array, sources: Array, targets: Array) -> None:
         known = (sources >= 0) & (sources < len(kv)) & (targets >= 0) & (targets < len(kv))

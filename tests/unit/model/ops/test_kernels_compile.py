@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from model.ops.cuda_attention import decode_attention, prefill_attention
+from model.ops.fp8_builds import SKINNY_FP8_BUILDS, narrow_fp8_build
 from model.ops.interface import NO_WINDOW
 from model.ops.narrow_builds import NARROW_SPLITS, narrow_build
 from model.ops.skinny_builds import SKINNY_BUILDS
@@ -32,6 +33,10 @@ def builds_of(name: str, dtype_code: int, architecture: str) -> list[dict[str, i
         return skinny_builds(dtype_code)
     if name == "narrow_linear":
         return narrow_builds(dtype_code, architecture)
+    if name == "skinny_linear_fp8":
+        return skinny_fp8_builds(dtype_code)
+    if name == "narrow_linear_fp8":
+        return narrow_fp8_builds(dtype_code, architecture)
     if not name.startswith(("plan_decode_attention", "paged_decode_attention", "paged_prefill_attention")):
         return [{"QUIRE_DTYPE": dtype_code, **SHAPE, **more} for more in ALSO.get(name, ({},))]
     builds = []
@@ -86,6 +91,25 @@ def narrow_builds(dtype_code: int, architecture: str) -> list[dict[str, int]]:
         for build in sorted(found)
         for out_float in (0, 1)
     ]
+
+
+def skinny_fp8_builds(dtype_code: int) -> list[dict[str, int]]:
+    """All of them, with either kind of x; there is none for float32."""
+    return [
+        {"QUIRE_DTYPE": dtype_code, "OUT_FLOAT": out_float, "X_FP8": out_float, **build.defines}
+        for build in SKINNY_FP8_BUILDS
+        for out_float in (0, 1)
+        if dtype_code != DTYPE_CODES["float32"]
+    ]
+
+
+def narrow_fp8_builds(dtype_code: int, architecture: str) -> list[dict[str, int]]:
+    """Those of Llama-3.1-8B on an H200; other architectures have none, nor has float32."""
+    if architecture != "90a" or dtype_code == DTYPE_CODES["float32"]:
+        return []
+    asked = [(m, n) for m in (16, 32, 64, 96, 128, 192, 256) for n in (4096, 6144, 28672)]
+    found = {narrow_fp8_build(m, n, 132, 227 << 10) for m, n in asked}
+    return [{"QUIRE_DTYPE": dtype_code, "OUT_FLOAT": int(build.cols == 64), **build.defines} for build in found]
 
 
 @pytest.mark.parametrize(("dtype", "architecture"), BUILDS)

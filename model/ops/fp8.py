@@ -1,0 +1,28 @@
+"""Numbers of eight bits: e4m3 without infinities ("fn"), NaN 0x7f and 0xff, the largest 448."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+E4M3_MAX = np.float32(448)
+
+MIN_SCALE = np.float32(1e-12)
+"""Of a row of zeros. MIN_SCALE of cuda/fp8.cuh."""
+
+
+@np.errstate(invalid="ignore")
+def quantise(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """float32[T, K] -> (e4m3 as uint8[T, K], scale float32[T]) with x about data * scale.
+
+    A row's largest magnitude becomes 448. A row with NaN or infinity has a scale that is not finite.
+    """
+    largest = np.abs(x).max(axis=1, initial=0)
+    scale = np.maximum(largest / E4M3_MAX, MIN_SCALE)
+    return (x * (np.float32(1) / scale)[:, None]).astype(E4M3).view(np.uint8), scale
+
+
+def widen(data: np.ndarray) -> np.ndarray:
+    """uint8[...], bits of e4m3 -> float32, exactly."""
+    return data.view(E4M3).astype(np.float32)

@@ -1,0 +1,126 @@
+"""The builds of `skinny_linear_fp8.cu` and `narrow_linear_fp8.cu`: which suits a product and a device."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+
+_SPAN_BYTES = 128  # of a row in a stage of narrow_linear_fp8
+_MIN_TILE_ROWS, _FEW_TILE_ROWS, _MAX_TILE_ROWS = 32, 48, 128
+_MAX_READING_ROWS = 128  # of x: with more, products take longer than reading the weights
+_MIN_STAGES = 3
+_EIGHT = 8  # rows that a swizzle goes over
+_COLS = (16, 32, 64, 96, 128, 192, 256)  # rows of x that there are products of a warpgroup for
+
+MAX_NARROW_ROWS = _COLS[-1]
+"""Rows of x that narrow_linear_fp8 is built for."""
+
+AHEAD_BYTES = 32 << 10
+"""Of weights that an SM fetches before the previous kernel has ended, as in `narrow_builds`."""
+
+
+@dataclass(frozen=True)
+class SkinnyFp8Build:
+    """The sizes that skinny_linear_fp8.cu is built with, and how many of its blocks an SM holds."""
+
+    warps: int
+    row_tiles: int
+    span: int
+    stages: int
+    blocks_per_sm: int
+    col_tiles: int
+
+    @property
+    def defines(self) -> dict[str, int]:
+        """The kernel's macros, by name."""
+        sizes = {"WARPS": self.warps, "ROW_TILES": self.row_tiles, "COL_TILES": self.col_tiles}
+        return sizes | {"SPAN": self.span, "STAGES": self.stages}
+
+    @property
+    def shared_bytes(self) -> int:
+        """SHARED_BYTES of the kernel: the ring of each warp, and two sets of sums."""
+        rows = 16 * self.row_tiles
+        return self.warps * rows * (self.stages * self.span + 2 * 8 * self.col_tiles * 4)
+
+    def num_blocks(self, n: int, num_sms: int) -> int:
+        """Of a launch for N weight rows."""
+        return min(math.ceil(n / (16 * self.row_tiles)), self.blocks_per_sm * num_sms)
+
+
+SKINNY_FP8_BUILDS = tuple(
+    SkinnyFp8Build(16, row_tiles, 128, 2, 1, col_tiles) for row_tiles in (2, 1) for col_tiles in (1, 2)
+)
+"""In the order of preference. The last two are for devices with less shared memory."""
+
+
+def skinny_fp8_build(num_rows: int, max_shared_bytes: int) -> SkinnyFp8Build | None:
+    """The build for products of `num_rows` rows on a device with this much shared memory a block."""
+    for build in SKINNY_FP8_BUILDS:
+        if num_rows <= 8 * build.col_tiles and build.shared_bytes <= max_shared_bytes:
+            return build
+    return None
+
+
+@dataclass(frozen=True)
+class NarrowFp8Build:
+    """The sizes that narrow_linear_fp8.cu is built with, by its own names; for one block an SM."""
+
+    rows: int
+    cols: int
+    split: int
+    stages: int
+
+    @functools.cached_property
+    def threads(self) -> int:
+        return 128 * self._warpgroups + 32
+
+    @functools.cached_property
+    def defines(self) -> dict[str, int]:
+        ahead = min(self.stages, max(1, AHEAD_BYTES // (self.rows * _SPAN_BYTES)))
+        sizes = {"ROWS": self.rows, "COLS": self.cols, "SPLIT": self.split, "STAGES": self.stages}
+        return sizes | {"AHEAD": ahead, "SHARED_BYTES": self.shared_bytes}
+
+    @functools.cached_property
+    def shared_bytes(self) -> int:
+        """The ring, what one block sends to the other, barriers, scales, and the rows that are read past the ring."""
+        sent = 128 * self._warpgroups * self.cols if self.split == 2 else 0
+        past = max(0, 64 * self._warpgroups - self.rows - self.cols) * _SPAN_BYTES
+        ring = self.stages * (self.rows + self.cols) * _SPAN_BYTES
+        return 1024 + ring + sent + 16 * self.stages + 8 + 4 * self.cols + past
+
+    @functools.cached_property
+    def _warpgroups(self) -> int:
+        return math.ceil(self.rows / 64)
+
+    def num_blocks(self, n: int, num_sms: int) -> int:
+        """Of a launch for N weight rows: as many as there are tiles for all to have equally many."""
+        tiles = math.ceil(n / self.rows)
+        if self.split == 2:
+            return 2 * tiles
+        return math.ceil(tiles / math.ceil(tiles / num_sms))
+
+
+@functools.cache
+def narrow_fp8_build(m: int, n: int, num_sms: int, max_shared_bytes: int) -> NarrowFp8Build | None:
+    """For `m` rows of x and `n` of weights; None where there is none.
+
+    Tiles are as small as it takes for all SMs to have one, or equally many. Where these would waste much of a product
+    of a warpgroup, which has 64 rows, two blocks share out K: by `n` alone, for so does the order of an element's sum
+    depend on it.
+    """
+    if m > MAX_NARROW_ROWS:
+        return None
+    rounds = math.ceil(n / (num_sms * _MAX_TILE_ROWS))
+    split = 2 if _tile_rows(n, num_sms * rounds) < _FEW_TILE_ROWS else 1
+    rows = _MAX_TILE_ROWS
+    if rounds == 1 or m <= _MAX_READING_ROWS:
+        rows = _tile_rows(n, num_sms // split * rounds)
+    cols = next(cols for cols in _COLS if cols >= m)
+    one, two = (NarrowFp8Build(rows, cols, split, stages) for stages in (1, 2))
+    stages = 1 + (max_shared_bytes - one.shared_bytes) // (two.shared_bytes - one.shared_bytes)
+    return replace(one, stages=stages) if stages >= _MIN_STAGES else None
+
+
+def _tile_rows(n: int, num_tiles: int) -> int:
+    return max(_MIN_TILE_ROWS, _EIGHT * math.ceil(n / num_tiles / _EIGHT))
