@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import cache
 from hashlib import sha1
 from importlib.resources import files
 from typing import Any
@@ -49,6 +50,7 @@ RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 CLOCK_REFRESH_S = 30.0
 STREAM_START = "0-0"
 OLDEST_VERSION = (6, 2)
+BEFORE_EACH_SCRIPT = ("fair", "common", "ledger")
 BOUNDS = (
     *(FEED_MAX_ENTRIES, FEED_TTL_S, LOG_RUNNING_TTL_S, LOG_ENDED_TTL_S),
     *(SUSPECT_AFTER_DEATHS, MAX_DEATHS, MAX_DEATHS_IN_ALL, GETS_ON_BY_EVENTS),
@@ -80,7 +82,6 @@ class RedisLink:
         )
         self._blocking = Redis.from_pool(ConnectionPool(max_connections=MAX_BLOCKING_CONNECTIONS, **common))
         self._timeout_s = timeout_s
-        self._scripts: dict[str, tuple[str, str]] = {}
         self._clock_offset_s = 0.0
         self._clock_read_at_s = float("-inf")
 
@@ -174,11 +175,7 @@ class RedisLink:
     async def script(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
         """Run `<name>.lua`, which lies beside this module, behind `fair.lua`, `common.lua` and `ledger.lua`. Raises
         BrokerUnavailable, or DataLost where Redis has another epoch than the script was told."""
-        if name not in self._scripts:
-            room = files(__package__)
-            source = "".join(room.joinpath(f"{part}.lua").read_text() for part in ("fair", "common", "ledger", name))
-            self._scripts[name] = (source, sha1(source.encode(), usedforsecurity=False).hexdigest())
-        source, digest = self._scripts[name]
+        source, digest = script_of(name)
         keys, args = (*QUEUE, *keys), (*BOUNDS, *args)
         async with self.commands() as redis:
             try:
@@ -245,6 +242,14 @@ class Outage:
         log.info("redis is back %s", fields(reader=self._who, num_failures=self._num_failures))
         self._num_failures = 0
         return True
+
+
+@cache
+def script_of(name: str) -> tuple[str, str]:
+    """Source of the script with all that stands before it, and the digest by which Redis knows it."""
+    folder = files(__package__)
+    source = "".join(folder.joinpath(f"{part}.lua").read_text() for part in (*BEFORE_EACH_SCRIPT, name))
+    return source, sha1(source.encode(), usedforsecurity=False).hexdigest()
 
 
 def order(entry_id: str) -> tuple[int, int]:

@@ -14,6 +14,8 @@ from urllib.parse import unquote, urlsplit
 
 import hiredis
 
+from service.wire.redis_link import BEFORE_EACH_SCRIPT, script_of
+
 BLOCKING = frozenset({"XREAD", "XREADGROUP"})
 HANDSHAKE = frozenset({"HELLO", "AUTH", "CLIENT", "SELECT", "INFO", "ROLE", "PING"})
 
@@ -60,12 +62,8 @@ def once(*names: str, fate: Fate = Fate.SWALLOWED) -> Choose:
 
 def script_names() -> dict[bytes, str]:
     """Every script of the queue by its digest: `submit`, `publish`, ..."""
-    folder = files("service.wire")
-    sources = {
-        path.name.removesuffix(".lua"): path.read_text() for path in folder.iterdir() if path.name.endswith("lua")
-    }
-    head = sources.pop("fair") + sources.pop("common")
-    return {sha1((head + source).encode()).hexdigest().encode(): name for name, source in sources.items()}
+    names = [path.name.removesuffix(".lua") for path in files("service.wire").iterdir() if path.name.endswith(".lua")]
+    return {script_of(name)[1].encode(): name for name in names if name not in BEFORE_EACH_SCRIPT}
 
 
 class SwallowingProxy:
