@@ -7,23 +7,17 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher
 
-from model.grammar import GrammarError
-from model.tokenizer import Tokenizer
+from model.grammar_compiler import TextCompiler, Tokens
 
-MAX_GRAMMAR_BYTES = 256 << 10
-MAX_ERROR_CHARS = 160
 MAX_KEPT = 64
 """Compiled grammars kept for whoever asks for the same again."""
+MAX_KEPT_CHARS = 1 << 20
+"""Of their texts: a compiled grammar takes about a hundred times as much."""
 JSON = "%json"
 """Stands in every grammar of JSON."""
-MAX_LEXER_STATES = 20_000  # about 2 KB each
 ALL = np.uint32(0xFFFFFFFF)
-SPECIAL = b"\xff"
-"""Begins the bytes of a special token for llguidance: no text holds it, so no text is ever read as one."""
-
-
 MAX_DIGITS = 32
 """In a row, in JSON, where anything else may follow as well. JSON's numbers may be of any length, and a model that has
 begun to repeat a digit has no reason to stop."""
@@ -32,35 +26,36 @@ begun to repeat a digit has no reason to stop."""
 class GrammarCompiler:
     """Makes matchers for one model's tokens. Any number of threads may use it."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokens, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """`vocab_size` is the width of the logits; ids without a token are never allowed."""
         self.num_words = num_mask_words(vocab_size)
         self._eos_token_ids = [token for token in eos_token_ids if token < vocab_size]
-        vocabulary = _Vocabulary(tokenizer, vocab_size, self._eos_token_ids)
-        self._digits = _Digits(vocabulary.tokens, self.num_words)
-        self._tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=vocab_size, eos_token=self._eos_token_ids)
-        self._limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        self._compiler = TextCompiler(tokenizer, vocab_size, self._eos_token_ids)
+        self._digits = _Digits(self._compiler.pieces, self.num_words)
         self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._num_kept_chars = 0
         self._lock = threading.Lock()
 
     def compile(self, grammar: str) -> Matcher:
         """A matcher at the beginning of a text of `model.grammar`. Takes milliseconds, a second at worst, mostly
         without Python's lock. Raises GrammarError."""
-        if len(grammar.encode("utf-8", "replace")) > MAX_GRAMMAR_BYTES:
-            raise GrammarError(f"The grammar takes more than {MAX_GRAMMAR_BYTES} bytes.")
         with self._lock:
             found = self._kept.get(grammar)
             if found is not None:
                 self._kept.move_to_end(grammar)
         if found is None:
-            found = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
-            if found.is_error():
-                raise GrammarError(f"The grammar cannot be compiled: {_first_line(found.get_error())}")
+            found = self._compiler.compile(grammar)
             with self._lock:
-                self._kept[grammar] = found
-                while len(self._kept) > MAX_KEPT:
-                    self._kept.popitem(last=False)
+                self._keep(grammar, found)
         return Matcher(found.deep_copy(), self._eos_token_ids, self._digits if JSON in grammar else None)
+
+    def _keep(self, grammar: str, matcher: LLMatcher) -> None:
+        if grammar not in self._kept:
+            self._num_kept_chars += len(grammar)
+        self._kept[grammar] = matcher
+        while len(self._kept) > MAX_KEPT or (self._num_kept_chars > MAX_KEPT_CHARS and len(self._kept) > 1):
+            dropped, _ = self._kept.popitem(last=False)
+            self._num_kept_chars -= len(dropped)
 
 
 class Matcher:
@@ -161,26 +156,3 @@ class _Digits:
     def following(self, token: int, num_digits: int) -> int:
         """How many digits a text ends with that ended with `num_digits` before this token."""
         return self._at_end.get(token, 0) + (num_digits if token in self._whole else 0)
-
-
-class _Vocabulary:
-    """A tokenizer in the shape that llguidance asks for."""
-
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self.eos_token_id = eos_token_ids[0] if eos_token_ids else None
-        self.bos_token_id = None
-        special = tokenizer.special_ids
-        self.special_token_ids = sorted(token for token in special if token < vocab_size)
-        self.tokens = [
-            SPECIAL + tokenizer.token_bytes(token) if token in special else tokenizer.token_bytes(token)
-            for token in range(vocab_size)
-        ]
-
-    def __call__(self, text: str | bytes) -> list[int]:
-        """Asked for only where a grammar forces text in canonical tokens, and ours force nothing."""
-        raise NotImplementedError
-
-
-def _first_line(error: str) -> str:
-    line = error.partition("\n")[0].strip()[:MAX_ERROR_CHARS]
-    return "".join(char if char.isprintable() else "?" for char in line)

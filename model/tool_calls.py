@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from model.grammar import HEADER, json_rule, literal
-from model.tokenizer import Tokenizer
 from model.tool_call_python import argument_rules
 from model.tool_call_reader import BLANKS
 from model.tool_call_stream import CallSyntax
@@ -99,6 +98,10 @@ class Function:
     is_strict: bool = False  # the schema holds also where nobody asked for a call
 
 
+class SpecialTokens(Protocol):
+    def special_id(self, text: str) -> int | None: ...
+
+
 def form_of(template: str) -> CallForm:
     """The form that a chat template speaks of: models were trained on what their templates render."""
     if BEGIN in template:
@@ -118,7 +121,7 @@ def calls_grammar(
     form: CallForm,
     functions: Sequence[Function],
     key: str,
-    tokenizer: Tokenizer,
+    tokens: SpecialTokens,
     *,
     most: int = MAX_FORCED_CALLS,
     or_text: bool = False,
@@ -128,7 +131,7 @@ def calls_grammar(
     any text, with calls in it that are right; or that is what the grammar `or_form` describes, which cannot be told
     from a call where those have no opening. Raises GrammarError where a schema cannot be had.
     """
-    rules = _reply_rules(form, tokenizer, most, or_text, or_form)
+    rules = _reply_rules(form, tokens, most, or_text, or_form)
     rules.append("function: " + " | ".join(f"function_{i}" for i in range(len(functions))))
     for i, function in enumerate(functions):
         rules += _call_rules(i, function, form, key, is_held=function.is_strict or not or_text)
@@ -139,10 +142,10 @@ def calls_grammar(
     return HEADER + "\n".join(rules)
 
 
-def _reply_rules(form: CallForm, tokenizer: Tokenizer, most: int, or_text: bool, or_form: str | None) -> list[str]:
+def _reply_rules(form: CallForm, tokens: SpecialTokens, most: int, or_text: bool, or_form: str | None) -> list[str]:
     """What a whole reply is, calls of a `function` among it."""
     opening, closing = (
-        _marker(texts[0] if texts else "", tokenizer) for texts in (form.syntax.openings, form.syntax.closings)
+        _marker(texts[0] if texts else "", tokens) for texts in (form.syntax.openings, form.syntax.closings)
     )
     call = f"{_text(form.before)} function {_text(form.after)} {closing if form.wraps_each else ''}"
     more = f"({_text(form.between)} {opening if form.wraps_each else ''} {call}){{0,{most - 1}}}" if most > 1 else ""
@@ -193,11 +196,11 @@ SPACED = " ?"
 """Between the tokens of arguments: what models write who write on one line."""
 
 
-def _marker(text: str, tokenizer: Tokenizer) -> str:
+def _marker(text: str, tokens: SpecialTokens) -> str:
     """A marker as the model writes it: by its own token where that is a special one, which no text can spell."""
     if not text:
         return ""
-    token_id = tokenizer.special_id(text)
+    token_id = tokens.special_id(text)
     return literal(text) if token_id is None else f"<[{token_id}]>"
 
 

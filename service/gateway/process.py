@@ -76,6 +76,7 @@ async def serving(
             opened_tls(settings.ssl_certfile, settings.ssl_keyfile) as tls,
             probed(hall, settings.host, settings.probe_port),
         ):
+            await hall.grammars.wait_until_ready()
             server = await _listen(runner, settings, connections, tls)
             queue_task = asyncio.create_task(queue_door.run())
             batch_task = asyncio.create_task(batch_runner.run())

@@ -12,10 +12,10 @@ import sys
 PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent() -> None:
-    """Ask Linux to send this process SIGTERM when the thread that forked it ends; elsewhere, nothing."""
+def die_with_parent(number: int = signal.SIGTERM) -> None:
+    """Ask Linux to send this process a signal when the thread that forked it ends; elsewhere, nothing."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def main() -> None:

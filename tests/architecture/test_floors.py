@@ -32,6 +32,7 @@ GATEWAY_FLOORS = tuple(
         ("endpoints",),
         ("http_server",),
         ("hall",),
+        ("grammars",),
         ("openai",),
         ("generation",),
     )
@@ -40,8 +41,8 @@ GATEWAY_FLOORS = tuple(
 
 TEXT_HALF = (
     "tokenizer", "tokenizer_files", "vocabulary", "decoding", "detokenizer",
-    "chat_template", "template_sandbox", "disguise", "grammar", "grammar_matcher", "tool_calls", "tool_call_stream",
-    "tool_call_json", "tool_call_python", "tool_call_reader", "tool_call_xml",
+    "chat_template", "template_sandbox", "disguise", "grammar", "grammar_compiler", "grammar_matcher", "grammar_task",
+    "tool_calls", "tool_call_stream", "tool_call_json", "tool_call_python", "tool_call_reader", "tool_call_xml",
 )  # fmt: skip
 ARRAY_HALF = (
     "loader", "weights", "safetensors_file", "llama", "step_graphs", "rope", "kv_cache", "batch", "sampler", "ops",

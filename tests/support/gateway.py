@@ -9,6 +9,7 @@ from pathlib import Path
 
 import aiohttp
 
+from model.grammar_matcher import GrammarCompiler
 from service.config import Settings
 from service.gateway.generation.served_model import ServedModel
 from service.gateway.process import serving
@@ -56,6 +57,11 @@ def speech(model: ServedModel, text: str, *, per_step: int = 1, **how) -> Script
     """A script that says `text` and ends with EOS."""
     ids = [*model.tokenizer.encode(text), model.eos_token_ids[0]]
     return Script([ids[i : i + per_step] for i in range(0, len(ids), per_step)], **how)
+
+
+def compiler_of(model: ServedModel) -> GrammarCompiler:
+    """What a worker of this model compiles grammars with."""
+    return GrammarCompiler(model.tokenizer, model.vocab_size, model.eos_token_ids)
 
 
 class QuickBroker(MemoryBroker):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from array import array
-from concurrent.futures import Executor
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from service.gateway.batches.lines import MAX_ERRORS, MAX_LINES, BadInput, check_line
 from service.gateway.openai.answers import encode_json
@@ -136,15 +136,15 @@ class InputFile:
         return piece
 
 
-async def scan_file(broker: DoorBroker, file_id: str, scanner: LineScanner, pool: Executor) -> None:
-    """All of a file. Raises BadInput, BrokerUnavailable."""
-    run, number = asyncio.get_running_loop().run_in_executor, 0
+async def scan_file(broker: DoorBroker, file_id: str, scanner: LineScanner, run: Callable[..., Awaitable[Any]]) -> None:
+    """All of a file; `run` calls a function off the event loop. Raises BadInput, BrokerUnavailable."""
+    number = 0
     while pieces := await broker.file_pieces(file_id, number, 1):
-        await run(pool, scanner.feed, pieces[0])
+        await run(scanner.feed, pieces[0])
         number += 1
     if not number and await broker.file(file_id) is None:
         raise file_is_gone()
-    await run(pool, scanner.finish)
+    await run(scanner.finish)
 
 
 def file_is_gone() -> BadInput:

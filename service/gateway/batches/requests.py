@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -35,11 +34,11 @@ class BatchRequests:
         hall = self._hall
         if endpoint == EMBEDDINGS:
             require_enabled(hall.settings)
-        request = await hall.read(endpoint, body)
+        request = await hall.read(endpoint, body, tenant)
         if request.stream or request.background:
             raise RequestError(400, "A request of a batch neither streams nor runs in the background.")
         if endpoint == RESPONSES:
-            await self._in_thread(_check_response, body)
+            await hall.threads.run(tenant, _check_response, body)
         try:
             ticket = await hall.accept(replace(request, background=True, is_batch=True), tenant, key)
         except RequestError as error:
@@ -72,13 +71,10 @@ class BatchRequests:
                 tenant=ticket.tenant,
                 created_s=ticket.created_s,
                 answer=answer,
-                input=await self._in_thread(_items, body),
+                input=await hall.threads.run(ticket.tenant, _items, body),
             )
             await self._shelf.put(record)
         return answer
-
-    async def _in_thread(self, read: Callable[[bytes], Any], body: bytes) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._hall.pool, read, body)
 
 
 class RanLate(RequestError):

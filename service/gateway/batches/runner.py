@@ -12,6 +12,7 @@ import logging
 import secrets
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from service.errors import STORAGE_QUOTA_EXCEEDED, RequestError
 from service.gateway.batches.finish import finish
@@ -147,7 +148,7 @@ class BatchRunner:
         is_new = batch.status is BatchStatus.VALIDATING
         scanner = LineScanner(batch.endpoint, self._hall.settings.max_body_bytes, checks=is_new)
         async with self._reading:
-            await scan_file(self._broker, batch.input_file_id, scanner, self._hall.pool)
+            await scan_file(self._broker, batch.input_file_id, scanner, partial(self._hall.threads.run, batch.tenant))
         if is_new:
             num_bytes = len(scanner.index) * UNDONE_BYTES + scanner.num_id_bytes
             try:

@@ -35,7 +35,7 @@ class Generations:
             key, after = idempotency_key(http), last_event_id(http)
             body = await read_body(http)
             self._hall.pressure.refuse_at_once(http[TENANT])
-            request = await self._hall.read(endpoint, body)
+            request = await self._hall.read(endpoint, body, http[TENANT])
             if key is not None and not request.background:
                 request = replace(request, resumable=True)
             ticket = await self._hall.accept(request, http[TENANT], key)

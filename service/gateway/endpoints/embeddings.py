@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from typing import Any
 
@@ -33,7 +32,7 @@ class Embeddings:
     async def _create(self, http: web.Request) -> web.Response:
         require_enabled(self._hall.settings)
         refuse_idempotency_key(http)
-        request = await self._hall.read(EMBEDDINGS, await read_body(http))
+        request = await self._hall.read(EMBEDDINGS, await read_body(http), http[TENANT])
         try:
             ticket = await self._hall.admit(request, http[TENANT])
         except RequestError as error:
@@ -54,8 +53,7 @@ def require_enabled(settings: Settings) -> None:
 async def embedding_answer(hall: Hall, ticket: Ticket, run: Run) -> Json:
     """The answer of a request that has ended well."""
     in_base64 = msgspec.json.decode(ticket.request.source.outline).get("encoding_format") == "base64"
-    word = asyncio.get_running_loop().run_in_executor
-    data = await word(hall.pool, _worded, run.embeddings, in_base64)
+    data = await hall.threads.run(ticket.tenant, _worded, run.embeddings, in_base64)
     num_tokens = sum(ticket.num_prompt_tokens)
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     return {"object": "list", "data": data, "model": hall.model.name, "usage": usage}

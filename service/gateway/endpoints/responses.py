@@ -91,16 +91,13 @@ class Responses:
 
     async def _read(self, data: bytes, tenant: str) -> tuple[Request, list[Json], list[Json]]:
         """The request, the items of the responses that it goes on with, and its own. Raises RequestError."""
-        run = asyncio.get_running_loop().run_in_executor
-        fields, request, items = await run(self._hall.pool, _read_fields, data)
+        run = self._hall.threads.run
+        fields, request, items = await run(tenant, _read_fields, data)
         previous = fields.get("previous_response_id")
-        context = [] if previous is None else await self._shelf.conversation(previous, tenant)
-        if context:
-            request = await run(self._hall.pool, _read_with, fields, request, context, items)
-        check_answered_calls([*context, *items])
-        if fields.get("store") is not False:
-            check_size(context, items)
-        return request, context, items
+        if previous is None:
+            return request, [], items
+        context = await self._shelf.conversation(previous, tenant)
+        return await run(tenant, _read_with, fields, request, context, items), context, items
 
     async def _keep(self, ticket: Ticket, record: StoredResponse | None) -> None:
         """Sees to a response that needs no client, and to its record."""
@@ -251,13 +248,24 @@ async def _send(stream: SseStream, events: Sequence[Json]) -> None:
 def _read_fields(data: bytes) -> tuple[Json, Request, list[Json]]:
     fields = decode_object(data)
     request = read_request(RESPONSES, fields)
-    return fields, replace(request, source=source_of(request, fields)), items_of(fields["input"])
+    items = items_of(fields["input"])
+    if fields.get("previous_response_id") is None:
+        _check_items(fields, [], items)
+    return fields, replace(request, source=source_of(request, fields)), items
 
 
 def _read_with(fields: Mapping[str, Any], request: Request, context: list[Json], items: list[Json]) -> Request:
     """The request again, with the conversation that it goes on with."""
     whole = read_request(RESPONSES, {**fields, "input": [*context, *items]})
+    _check_items(fields, context, items)
     return replace(whole, source=request.source)
+
+
+def _check_items(fields: Mapping[str, Any], context: list[Json], items: list[Json]) -> None:
+    """Raises RequestError (400)."""
+    check_answered_calls([*context, *items])
+    if fields.get("store") is not False:
+        check_size(context, items)
 
 
 def _starting_after(http: web.Request) -> int:

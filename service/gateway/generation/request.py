@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from model.grammar_task import GrammarSpec
 from model.sampling_params import BeamSearch
 from model.tool_calls import Function
 
@@ -37,7 +38,7 @@ Prompt = str | tuple[int, ...] | Conversation
 class GrammarWish:
     """What the answer must look like."""
 
-    text: str  # as `model.grammar` writes it; not yet compiled
+    spec: GrammarSpec  # not yet checked
     param: str  # the field that asks for it
 
 

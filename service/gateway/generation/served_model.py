@@ -13,13 +13,13 @@ import msgspec
 from model.chat_template import ChatTemplate, TemplateError
 from model.config import ModelConfig, generation_defaults
 from model.errors import ModelError
-from model.grammar import GrammarError
-from model.grammar_matcher import GrammarCompiler
+from model.grammar_compiler import TokenTable
+from model.grammar_task import CallSpec, GrammarSpec, GrammarTask
 from model.tokenizer import Tokenizer
-from model.tool_calls import FORMS, MAX_FORCED_CALLS, CallForm, arguments_key, calls_grammar, form_of
+from model.tool_calls import FORMS, MAX_FORCED_CALLS, CallForm, arguments_key, form_of
 from service.config import Settings
 from service.errors import RequestError, StartupError
-from service.gateway.generation.refusals import grammar_refusal, refusal, too_long
+from service.gateway.generation.refusals import refusal, too_long
 from service.gateway.generation.request import Conversation, Prompt, Request, ToolWish
 
 MAX_ESCAPE_BYTES = 6
@@ -46,7 +46,7 @@ class ServedModel:
     eos_token_ids: tuple[int, ...]
     tokenizer: Tokenizer
     template: ChatTemplate | None
-    grammars: GrammarCompiler
+    tokens: TokenTable  # for the processes that compile grammars
     call_form: CallForm | None  # how it writes calls of functions; None: its template does not tell it of any
     defaults: Mapping[str, float]  # sampling that the model's makers recommend
     created_s: int  # Unix seconds
@@ -74,7 +74,7 @@ class ServedModel:
             tokenizer=tokenizer,
             template=template,
             call_form=_call_form(settings, template),
-            grammars=GrammarCompiler(tokenizer, config.vocab_size, config.eos_token_ids),
+            tokens=TokenTable.of(tokenizer, config.vocab_size, config.eos_token_ids),
             defaults=defaults,
             created_s=int(time.time()),
             fingerprint="fp_" + hashlib.sha256(f"{name} {config}".encode()).hexdigest()[:10],
@@ -104,18 +104,15 @@ class ServedModel:
         if ids and (min(ids) < 0 or max(ids) >= self.vocab_size):
             raise refusal(param, "has a token id outside the vocabulary")
 
-    def grammar(self, request: Request) -> str | None:
-        """What holds the answer to its form, if anything does; compiled, which may take long: call it off the event
-        loop. Raises RequestError (400)."""
-        wish = request.sampling.grammar
-        param = "tools" if wish is None else wish.param
-        try:
-            text = self._calls(request.tools, None if wish is None else wish.text)
-            if text is not None:
-                self.grammars.compile(text)
-            return text
-        except GrammarError as error:
-            raise grammar_refusal(error, param) from None
+    def grammar_task(self, request: Request) -> GrammarTask | None:
+        """What holds the answer to its form, if anything does. Raises RequestError (400) for tools that this model
+        cannot call."""
+        wish, tools = request.sampling.grammar, request.tools
+        form = None if wish is None else wish.spec
+        calls = None if tools is None else self._calls(tools, form)
+        if form is None and calls is None:
+            return None
+        return GrammarTask(form, calls)
 
     def call_wording(self, wish: ToolWish | None) -> CallWording | None:
         """How calls are told from text in the answer, where it may have any."""
@@ -124,11 +121,8 @@ class ServedModel:
         schemas = {function.name: function.parameters for function in wish.callable}
         return CallWording(self.call_form, schemas, wish.only_one, wish.is_named)
 
-    def _calls(self, wish: ToolWish | None, form: str | None) -> str | None:
-        """The grammar of the calls that must be, or that must be right, where an answer that calls nothing must have
-        this `form`, if any."""
-        if wish is None:
-            return form
+    def _calls(self, wish: ToolWish, form: GrammarSpec | None) -> CallSpec | None:
+        """The calls that must be, or that must be right, where an answer that calls nothing must have this `form`."""
         if self.call_form is None:
             raise refusal("tools", "cannot be had: this model's chat template knows none")
         if form is not None and not wish.must_call and self.call_form.syntax.bare:
@@ -137,14 +131,13 @@ class ServedModel:
             )
         if form is None and not wish.must_call and not any(function.is_strict for function in wish.callable):
             return None
-        return calls_grammar(
-            self.call_form,
-            wish.callable,
-            arguments_key(self.template.tool_source),
-            self.tokenizer,
+        return CallSpec(
+            form=self.call_form,
+            functions=wish.callable,
+            key=arguments_key(self.template.tool_source),
             most=1 if wish.only_one else MAX_FORCED_CALLS,
             or_text=not wish.must_call,
-            or_form=None if wish.must_call else form,
+            or_form=form is not None and not wish.must_call,
         )
 
     def _encode_conversation(self, conversation: Conversation) -> list[int]:

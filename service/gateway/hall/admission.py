@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Sequence
-from concurrent.futures import Executor
 from dataclasses import replace
 
+from model.grammar import GrammarError
 from model.sampling_params import SamplingParams
 from service.config import Settings
 from service.errors import RequestError
-from service.gateway.generation.refusals import refusal
+from service.gateway.generation.refusals import grammar_refusal, refusal
 from service.gateway.generation.request import Request
 from service.gateway.generation.served_model import ServedModel
+from service.gateway.grammars.pool import GrammarPool, PackedTask
 from service.gateway.hall.back_pressure import RETRY_AFTER_S, BackPressure
 from service.gateway.hall.fleet import Fleet, FleetView
 from service.gateway.hall.job_ids import new_job_id, seed_of
 from service.gateway.hall.sampling import Samplings
+from service.gateway.hall.text_threads import TextThreads
 from service.gateway.hall.ticket import Ticket
 from service.wire.broker import BrokerUnavailable, DoorBroker
 from service.wire.codec import pack_ids
 from service.wire.messages import Job
 
 UNAVAILABLE = "unavailable"
+Understood = tuple[list[list[int]], tuple[str, ...], PackedTask | None]
+"""Token ids and, where they are told again, texts of the prompts, and what holds the answer to its form."""
+MAX_IDS_AT_ONCE = 4096
 
 
 class Admission:
@@ -35,7 +39,8 @@ class Admission:
         pressure: BackPressure,
         settings: Settings,
         feed: str,
-        pool: Executor,
+        threads: TextThreads,
+        grammars: GrammarPool,
     ) -> None:
         self._model = model
         self._broker = broker
@@ -43,7 +48,8 @@ class Admission:
         self._pressure = pressure
         self._settings = settings
         self._feed = feed
-        self._pool = pool
+        self._threads = threads
+        self._grammars = grammars
         self._samplings = Samplings(model.defaults, settings)
         self._draining = False
 
@@ -67,7 +73,8 @@ class Admission:
         timeout_s = self._timeout_s(request)
         self._check_ids(request)
         max_model_len = view.max_model_len(self._model.max_model_len)
-        prompts, texts, grammar = await self._understood(request, max_model_len)
+        prompts, texts, task = await self._understood(request, tenant, max_model_len)
+        grammar = None if task is None else await self._compiled(request, task, tenant)
         if request.sampling.seed is None:
             seed = secrets.randbits(64) if request_id is None else seed_of(request_id)
             request = replace(request, sampling=replace(request.sampling, seed=seed))
@@ -115,18 +122,23 @@ class Admission:
             if value > most:
                 raise refusal(name, f"must be at most {most} here")
 
-    async def _understood(
-        self, request: Request, max_model_len: int
-    ) -> tuple[list[list[int]], tuple[str, ...], str | None]:
+    async def _understood(self, request: Request, tenant: str, max_model_len: int) -> Understood:
         if _is_read_at_once(request):
             return self._understand(request, max_model_len)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, self._understand, request, max_model_len)
+        return await self._threads.run(tenant, self._understand, request, max_model_len)
 
-    def _understand(self, request: Request, max_model_len: int) -> tuple[list[list[int]], tuple[str, ...], str | None]:
-        """Token ids and, where they are told again, texts of the prompts, and the grammar. May take long."""
+    def _understand(self, request: Request, max_model_len: int) -> Understood:
+        """May take long."""
         prompts = self._encode(request, max_model_len)
-        return prompts, self._prompt_texts(request, prompts), self._model.grammar(request)
+        task = self._model.grammar_task(request)
+        return prompts, self._prompt_texts(request, prompts), None if task is None else PackedTask.of(task)
+
+    async def _compiled(self, request: Request, task: PackedTask, tenant: str) -> str:
+        wish = request.sampling.grammar
+        try:
+            return await self._grammars.compile(task, tenant)
+        except GrammarError as error:
+            raise grammar_refusal(error, "tools" if wish is None else wish.param) from None
 
     def _encode(self, request: Request, max_model_len: int) -> list[list[int]]:
         return [
@@ -183,8 +195,10 @@ class Admission:
 def _is_read_at_once(request: Request) -> bool:
     """Whether it takes less time to understand than to hand to a thread: the way there and back is long where the event
     loop is busy."""
-    are_ids = all(isinstance(prompt, tuple) for prompt in request.prompts)
-    return are_ids and not request.echo and request.sampling.grammar is None and request.tools is None
+    are_few_ids = all(isinstance(prompt, tuple) for prompt in request.prompts) and (
+        sum(map(len, request.prompts)) <= MAX_IDS_AT_ONCE
+    )
+    return are_few_ids and not request.echo and request.sampling.grammar is None and request.tools is None
 
 
 def unavailable() -> RequestError:

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any
@@ -16,6 +15,7 @@ from service.errors import RequestError
 from service.gateway.generation.request import RESPONSES, Request
 from service.gateway.generation.run import Run
 from service.gateway.generation.served_model import ServedModel
+from service.gateway.grammars.pool import GrammarPool
 from service.gateway.hall.admission import Admission
 from service.gateway.hall.back_pressure import BackPressure
 from service.gateway.hall.fleet import Fleet
@@ -23,6 +23,7 @@ from service.gateway.hall.relay import Reader, Relay, read_to_end
 from service.gateway.hall.request_spans import admission
 from service.gateway.hall.requests import Requests
 from service.gateway.hall.storage import storage_limits
+from service.gateway.hall.text_threads import TextThreads
 from service.gateway.hall.ticket import Ticket
 from service.gateway.openai.answers import AnswerForm, ChatForm, CompletionForm, Heading, Json, Wording
 from service.gateway.openai.response_form import ResponseForm, wording_of
@@ -35,11 +36,8 @@ from service.wire.broker import DoorBroker
 
 log = logging.getLogger("quire.gateway")
 
-NUM_TEXT_THREADS = 4
 SMALL_BODY_BYTES = 8 << 10
-FORM_WORDS = (b'"response_format"', b'"tools"', b'"guided_', b'"structured_outputs"')
-"""What is read in a millisecond at most is read at once: the way to a thread and back takes longer. A form of an answer
-is written as a grammar first, which takes longer yet."""
+"""What is read in a millisecond at most is read at once: the way to a thread and back takes longer."""
 DRAIN_POLL_S = 0.05
 
 
@@ -54,21 +52,32 @@ class Hall:
         self.model = model
         self.broker = broker
         self.metrics = GatewayMetrics(model.name)
-        self.pool = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="text")
+        self.threads = TextThreads()
+        self.grammars = GrammarPool(model.tokens, asyncio.get_running_loop().time)
+        self.grammars.start()
         self.fleet = Fleet(broker, model.name, asyncio.get_running_loop().time)
         self.pressure = BackPressure(settings, asyncio.get_running_loop().time)
-        self.admission = Admission(model, broker, self.fleet, self.pressure, settings, feed, self.pool)
+        self.admission = Admission(
+            model, broker, self.fleet, self.pressure, settings, feed, self.threads, self.grammars
+        )
         self.storage = storage_limits(settings)
         self.relay = Relay(model, broker, self.pressure, self.metrics, settings.resume_grace, tracing, self.storage)
-        self.requests = Requests(broker, self.admission, self.relay, self.storage)
+        self.requests = Requests(broker, self.admission, self.relay, self.threads, self.storage)
 
-    async def read(self, endpoint: str, body: bytes | Mapping[str, Any]) -> Request:
-        """The validated request in `body`: JSON, or what a queue entry holds. Raises RequestError (400)."""
-        if isinstance(body, bytes):
-            if len(body) <= SMALL_BODY_BYTES and not any(word in body for word in FORM_WORDS):
-                return _read_json(endpoint, body)
-            return await asyncio.get_running_loop().run_in_executor(self.pool, _read_json, endpoint, body)
-        return _read(endpoint, body)
+    async def missing_text_half(self, within_s: float) -> list[str]:
+        """What of the threads and processes for text does not answer in time."""
+        missing = [] if self.grammars.num_ready else ["no process that compiles grammars is ready"]
+        if not await self.threads.answer(within_s):
+            missing.append("the threads that read requests are busy")
+        return missing
+
+    async def read(self, endpoint: str, body: bytes | Mapping[str, Any], tenant: str) -> Request:
+        """The validated request in `body`: JSON, or what a queue entry or a line holds. Raises RequestError (400)."""
+        if not isinstance(body, bytes):
+            return await self.threads.run(tenant, _read, endpoint, body)
+        if len(body) <= SMALL_BODY_BYTES:
+            return _read_json(endpoint, body)
+        return await self.threads.run(tenant, _read_json, endpoint, body)
 
     async def admit(self, request: Request, tenant: str, request_id: str | None = None) -> Ticket:
         with admission(self.tracing) as admitted:
@@ -149,7 +158,8 @@ class Hall:
 
     async def close(self) -> None:
         await self.relay.close()
-        self.pool.shutdown(wait=False, cancel_futures=True)
+        self.threads.close()
+        await self.grammars.close()
 
 
 def incident(error: BaseException, where: str) -> RequestError:

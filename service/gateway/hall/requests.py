@@ -10,21 +10,27 @@ from service.gateway.generation.request import Request
 from service.gateway.hall.admission import UNAVAILABLE, Admission, unavailable
 from service.gateway.hall.relay import Relay
 from service.gateway.hall.storage import stored
+from service.gateway.hall.text_threads import TextThreads
 from service.gateway.hall.ticket import Ticket, record_of, ticket_of
 from service.gateway.openai.answers import AnswerForm, Json, error_object
 from service.wire.broker import BrokerUnavailable, DoorBroker
 from service.wire.messages import Cancel, RequestRecord
 from service.wire.storage import StorageLimits
 
+SMALL_OUTLINE_BYTES = 8 << 10
+"""What is read in a millisecond at most is read at once."""
 SLACK_S = 5.0
 """An answer that is complete may be read so long after its deadline, and a last event may be so late."""
 
 
 class Requests:
-    def __init__(self, broker: DoorBroker, admission: Admission, relay: Relay, limits: StorageLimits) -> None:
+    def __init__(
+        self, broker: DoorBroker, admission: Admission, relay: Relay, threads: TextThreads, limits: StorageLimits
+    ) -> None:
         self._broker = broker
         self._admission = admission
         self._relay = relay
+        self._threads = threads
         self._limits = limits
 
     async def accept(self, request: Request, tenant: str, idempotency_key: str | None) -> Ticket:
@@ -121,7 +127,10 @@ class Requests:
             now_s = await self._broker.now_s()
         except BrokerUnavailable:
             raise unavailable() from None
-        ticket = ticket_of(record, now_s)
+        if len(record.outline) <= SMALL_OUTLINE_BYTES:
+            ticket = ticket_of(record, now_s)
+        else:
+            ticket = await self._threads.run(record.tenant, ticket_of, record, now_s)
         return ticket if ticket.timeout_s > SLACK_S else ticket.with_timeout(SLACK_S)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from importlib.metadata import version
 
@@ -19,7 +18,15 @@ from service.gateway.generation.request import CHAT, COMPLETIONS
 from service.gateway.hall.hall import Hall
 from service.gateway.http_door.operations import operations_routes
 from service.gateway.http_door.probes import readiness
-from service.gateway.http_server.guard import READ_TIMEOUT_S, Doorkeeper, guard, json_response, note_begun, read_body
+from service.gateway.http_server.guard import (
+    READ_TIMEOUT_S,
+    TENANT,
+    Doorkeeper,
+    guard,
+    json_response,
+    note_begun,
+    read_body,
+)
 from service.gateway.openapi.document import openapi_document
 from service.metrics import CONTENT_TYPE, LaneSight
 from service.wire.broker import QUEUE_LANES, BrokerUnavailable
@@ -91,14 +98,12 @@ class HttpDoor:
 
     async def _tokenize(self, http: web.Request) -> web.Response:
         body = await read_body(http)
-        loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(self._hall.pool, tokenize, self._hall.model, body)
+        found = await self._hall.threads.run(http[TENANT], tokenize, self._hall.model, body)
         return json_response({**found, "max_model_len": await self._max_model_len()})
 
     async def _detokenize(self, http: web.Request) -> web.Response:
         body = await read_body(http)
-        loop = asyncio.get_running_loop()
-        return json_response(await loop.run_in_executor(self._hall.pool, detokenize, self._hall.model, body))
+        return json_response(await self._hall.threads.run(http[TENANT], detokenize, self._hall.model, body))
 
     async def _metrics(self, http: web.Request) -> web.Response:
         try:

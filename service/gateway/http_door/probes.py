@@ -29,6 +29,8 @@ TICK_S = 0.5
 STALE_AFTER_S = 3.0
 """What the loop last said of its readiness counts for so long."""
 DEAD_AFTER_S = 60.0
+TEXT_WITHIN_S = 1.0
+"""A thread for text takes up a call within this time."""
 MAX_REQUEST_BYTES = 4096
 MAX_CLIENTS = 64
 CLIENT_TIMEOUT_S = 2.0
@@ -46,6 +48,7 @@ async def readiness(hall: Hall) -> Answer:
             missing.append("no ready worker serves this model")
     except BrokerUnavailable:
         missing.append("the queue is not available")
+    missing += await hall.missing_text_half(TEXT_WITHIN_S)
     body = {"status": "not ready" if missing else "ok", "missing": missing, "num_ready_workers": num_ready}
     return (503 if missing else 200), body
 

@@ -3,45 +3,33 @@ as one grammar."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
-from model.grammar import COMPACT, WHITESPACE, GrammarError, of_choice, of_grammar, of_json, of_regex
-from service.gateway.generation.refusals import grammar_refusal, missing, refusal
+from model.grammar import COMPACT, WHITESPACE
+from model.grammar_task import SPEC_KINDS, GrammarSpec
+from service.gateway.generation.refusals import missing, refusal
 from service.gateway.generation.request import GrammarWish
 from service.gateway.openai.bodies import GenerationBody, ResponseFormat, StructuredOutputs
 from service.gateway.openai.strict_json import MAX_DEPTH, decode_value, depth_exceeds
 
 BACKENDS = ("auto", "guidance", "llguidance")
-_OF_FORM: Mapping[str, Callable[..., str]] = {
-    "json": lambda schema, whitespace: of_json(schema, whitespace=whitespace),
-    "json_object": lambda _, whitespace: of_json({"type": "object"}, whitespace=whitespace),
-    "regex": lambda pattern, _: of_regex(pattern),
-    "choice": lambda choices, _: of_choice(choices),
-    "grammar": lambda text, _: of_grammar(text),
-}
+JSON_OBJECT = {"type": "object"}
+FORMS = ("json", "json_object", *(kind for kind in SPEC_KINDS if kind != "json"))
 """The forms that vLLM knows, in its words; a wish that is None or false asks for nothing."""
 
 
 def read_grammar(body: GenerationBody) -> GrammarWish | None:
-    """The one form that `body` asks for, if any. Raises RequestError (400) for several, or one that cannot be."""
-    wishes = [wish for wish in (*_response_format(body.response_format), *_guided(body), *_structured(body)) if wish]
+    """The one form that `body` asks for, if any, not yet written as a grammar. Raises RequestError (400) for several,
+    or one that cannot be."""
+    wishes = [*_response_format(body.response_format), *_guided(body), *_structured(body)]
     if not wishes:
         return None
     if len(wishes) > 1:
-        raise refusal(wishes[1][0], f"cannot go with '{wishes[0][0]}'")
-    param, make = wishes[0]
-    try:
-        return GrammarWish(make(), param)
-    except GrammarError as error:
-        raise grammar_refusal(error, param) from None
+        raise refusal(wishes[1].param, f"cannot go with '{wishes[0].param}'")
+    return wishes[0]
 
 
-Wish = tuple[str, Callable[[], str]]
-"""The field it stands in, and what makes its grammar."""
-
-
-def _response_format(asked: ResponseFormat | None) -> list[Wish]:
+def _response_format(asked: ResponseFormat | None) -> list[GrammarWish]:
     if asked is None:
         return []
     param = "response_format"
@@ -52,29 +40,29 @@ def _response_format(asked: ResponseFormat | None) -> list[Wish]:
     if asked.type == "text":
         return []
     if asked.type == "json_object":
-        return [(param, lambda: of_json({"type": "object"}))]
+        return [GrammarWish(GrammarSpec("json", JSON_OBJECT), param)]
     if asked.json_schema is None:
         raise missing("response_format.json_schema")
     schema = asked.json_schema.schema
     # As at OpenAI: only a strict schema is refused for keywords that nobody here knows.
     is_lenient = not asked.json_schema.strict
-    return [(param, lambda: of_json({"type": "object"} if schema is None else schema, lenient=is_lenient))]
+    return [GrammarWish(GrammarSpec("json", JSON_OBJECT if schema is None else schema, lenient=is_lenient), param)]
 
 
-def _guided(body: GenerationBody) -> list[Wish]:
+def _guided(body: GenerationBody) -> list[GrammarWish]:
     if body.guided_decoding_backend not in (None, *BACKENDS):
         raise refusal("guided_decoding_backend", f"must be one of {', '.join(BACKENDS)}")
     whitespace = WHITESPACE if body.guided_whitespace_pattern is None else body.guided_whitespace_pattern
     if body.guided_whitespace_pattern is not None and body.guided_json is None:
         raise refusal("guided_whitespace_pattern", "needs 'guided_json'")
     return [
-        (f"guided_{form}", _maker(form, wish, whitespace, f"guided_{form}"))
+        _wish(form, wish, whitespace, f"guided_{form}")
         for form in ("json", "regex", "choice", "grammar")
         if (wish := getattr(body, f"guided_{form}")) is not None
     ]
 
 
-def _structured(body: GenerationBody) -> list[Wish]:
+def _structured(body: GenerationBody) -> list[GrammarWish]:
     asked, param = body.structured_outputs, "structured_outputs"
     if asked is None:
         return []
@@ -84,12 +72,12 @@ def _structured(body: GenerationBody) -> list[Wish]:
         if getattr(asked, name) not in (None, False) and asked.json is None and not asked.json_object:
             raise refusal(f"{param}.{name}", "needs 'json' or 'json_object'")
     wishes = [
-        (f"{param}.{form}", _maker(form, wish, _whitespace(asked), f"{param}.{form}"))
-        for form in _OF_FORM
+        _wish(form, wish, _whitespace(asked), f"{param}.{form}")
+        for form in FORMS
         if (wish := getattr(asked, form)) not in (None, False)
     ]
     if not wishes:
-        raise refusal(param, f"must hold one of {', '.join(_OF_FORM)}")
+        raise refusal(param, f"must hold one of {', '.join(FORMS)}")
     return wishes
 
 
@@ -99,9 +87,11 @@ def _whitespace(asked: StructuredOutputs) -> str:
     return WHITESPACE if asked.whitespace_pattern is None else asked.whitespace_pattern
 
 
-def _maker(form: str, wish: Any, whitespace: str, param: str) -> Callable[[], str]:
+def _wish(form: str, wish: Any, whitespace: str, param: str) -> GrammarWish:
+    if form == "json_object":
+        return GrammarWish(GrammarSpec("json", JSON_OBJECT, whitespace), param)
     if form == "json" and isinstance(wish, str):
         wish = decode_value(wish, param)
     if depth_exceeds(wish, MAX_DEPTH):
         raise refusal(param, "is nested too deeply")
-    return lambda: _OF_FORM[form](wish, whitespace)
+    return GrammarWish(GrammarSpec(form, wish, whitespace), param)

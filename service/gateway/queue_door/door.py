@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 import msgspec
 
 from service.errors import RequestError
 from service.gateway.generation.refusals import refusal
 from service.gateway.generation.request import ENDPOINTS, Request
-from service.gateway.hall.hall import Hall, incident
+from service.gateway.hall.hall import SMALL_BODY_BYTES, Hall, incident
 from service.gateway.hall.job_ids import job_id_of
 from service.gateway.openai.calls import CallTeller
 from service.gateway.queue_door.replies import RETRY_S, Answer, Choice, EntryTaken, persist
@@ -27,6 +28,8 @@ from service.wire.keys import INGRESS_KEEP_S
 from service.wire.messages import IngressJob
 
 log = logging.getLogger("quire.gateway")
+
+Found = TypeVar("Found")
 
 MAX_OPEN_JOBS = 256
 FETCH_WAIT_S = 0.5
@@ -85,8 +88,8 @@ class QueueDoor:
         self._stopping = True
 
     async def _serve(self, entry: IngressEntry) -> None:
-        answer = Answer(self._hall, entry, _reply_id(entry))
         try:
+            answer = Answer(self._hall, entry, await self._read_off_loop(entry, _reply_id, entry))
             with about(producer=entry.producer, entry=entry.entry_id):
                 await self._serve_with(entry, answer)
         finally:
@@ -134,7 +137,7 @@ class QueueDoor:
 
     async def _generate(self, entry: IngressEntry, answer: Answer) -> None:
         try:
-            job = decode(IngressJob, entry.payload)
+            job = await self._read_off_loop(entry, decode, IngressJob, entry.payload)
         except WireError as error:
             log.info("ingress entry refused: %s", error)
             message = f"The entry is not a valid job message: {error}."
@@ -145,7 +148,7 @@ class QueueDoor:
             await self._answer_job(job, entry, answer)
 
     async def _answer_job(self, job: IngressJob, entry: IngressEntry, answer: Answer) -> None:
-        request = await self._read(job)
+        request = await self._read(job, entry.producer)
         # Whichever gateway has the entry finds the same jobs: the next one hears what this one heard.
         request_id = job_id_of("ingress", entry.producer, entry.entry_id)
         ticket = await self._hall.admit(request, entry.producer, request_id)
@@ -161,10 +164,10 @@ class QueueDoor:
         # Of beams in a grammar there may be fewer that end than were asked for.
         await answer.finish([choice for choice in choices.values() if choice.finish_reason is not None], run.outcome)
 
-    async def _read(self, job: IngressJob) -> Request:
+    async def _read(self, job: IngressJob, producer: str) -> Request:
         if job.endpoint not in ENDPOINTS:
             raise refusal("endpoint", f"must be one of {', '.join(ENDPOINTS)}")
-        request = await self._hall.read(job.endpoint, job.body)
+        request = await self._hall.read(job.endpoint, job.body, producer)
         for name in ("resumable", "background"):
             if getattr(request, name):
                 raise refusal(name, "is for HTTP; a reply stream waits for whoever reads it")
@@ -178,6 +181,12 @@ class QueueDoor:
             if is_asked:
                 raise refusal(name, "is not carried by the queue's replies")
         return request
+
+    async def _read_off_loop(self, entry: IngressEntry, read: Callable[..., Found], *args: Any) -> Found:
+        """What `read` makes of the entry: at once if it is so small that this takes a millisecond at most."""
+        if len(entry.payload) <= SMALL_BODY_BYTES:
+            return read(*args)
+        return await self._hall.threads.run(entry.producer, read, *args)
 
     async def _persistently(self, attempt: Callable[[], Awaitable[None]]) -> None:
         await persist(attempt, self._hall.settings.request_timeout)

@@ -14,7 +14,8 @@ import pytest
 
 from model import grammar
 from model.grammar import COMPACT, GrammarError, of_choice, of_grammar, of_json, of_regex
-from model.grammar_matcher import MAX_DIGITS, MAX_GRAMMAR_BYTES, MAX_KEPT, GrammarCompiler, Matcher
+from model.grammar_compiler import MAX_GRAMMAR_BYTES
+from model.grammar_matcher import MAX_DIGITS, MAX_KEPT, GrammarCompiler, Matcher
 from model.tokenizer import Tokenizer
 from tests.support.random_schemas import is_valid, random_schema
 

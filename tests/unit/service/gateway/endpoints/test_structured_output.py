@@ -7,11 +7,14 @@ import pytest
 from pydantic import BaseModel
 
 from model.grammar import COMPACT, of_choice, of_grammar, of_json, of_regex
+from model.grammar_compiler import TokenTable
+from model.grammar_task import GrammarTask, write_grammar
 from service.gateway.generation.request import CHAT, COMPLETIONS
 from service.gateway.openai.validator import read_request
 from tests.support.gateway import MODEL, open_gateway, speech
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+NO_TOKENS = TokenTable([], {}, [])
 MESSAGES = [{"role": "user", "content": "hi"}]
 BODIES = {COMPLETIONS: {"model": "m", "prompt": "hi"}, CHAT: {"model": "m", "messages": MESSAGES}}
 
@@ -42,7 +45,8 @@ WAYS = [
 @pytest.mark.parametrize("endpoint", BODIES)
 @pytest.mark.parametrize(("fields", "text"), WAYS)
 def test_each_way_to_ask_is_one_grammar(endpoint, fields, text):
-    assert read_request(endpoint, {**BODIES[endpoint], **fields}).sampling.grammar.text == text
+    wish = read_request(endpoint, {**BODIES[endpoint], **fields}).sampling.grammar
+    assert write_grammar(GrammarTask(wish.spec), NO_TOKENS) == text
 
 
 @pytest.mark.parametrize("endpoint", BODIES)

@@ -13,7 +13,7 @@ from model.tokenizer import Tokenizer
 from service.errors import RequestError
 from service.gateway.generation.request import CHAT
 from service.gateway.openai.validator import read_request
-from tests.support.gateway import MODEL, beside, open_gateway, speech, write_model
+from tests.support.gateway import MODEL, beside, compiler_of, open_gateway, speech, write_model
 from tests.support.responses import PARAMETERS, TEMPLATE
 
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "the sky", "parameters": PARAMETERS}}
@@ -119,8 +119,8 @@ async def test_required_and_named_are_enforced(served):
     choice = (await ask(client, tool_choice={"type": "function", "function": {"name": "weather"}})).choices[0]
     grammar = gateway.worker.jobs[-1].sampling.grammar
     assert '\\"clock\\"' not in grammar
-    assert gateway.model.grammars.compile(grammar).advance(gateway.model.tokenizer.encode(CALL))
-    assert not gateway.model.grammars.compile(grammar).advance(gateway.model.tokenizer.encode("hi"))
+    assert compiler_of(gateway.model).compile(grammar).advance(gateway.model.tokenizer.encode(CALL))
+    assert not compiler_of(gateway.model).compile(grammar).advance(gateway.model.tokenizer.encode("hi"))
     assert choice.finish_reason == "stop"  # as at OpenAI, where the client chose the function
     assert choice.message.content is None
     assert choice.message.tool_calls[0].function.name == "weather"
@@ -130,7 +130,7 @@ async def test_a_strict_function_is_called_right_even_if_it_need_not_be(served):
     gateway, client = served
     strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
     await ask(client, tools=[strict])
-    compiled = gateway.model.grammars.compile(gateway.worker.jobs[-1].sampling.grammar)
+    compiled = compiler_of(gateway.model).compile(gateway.worker.jobs[-1].sampling.grammar)
     encode = gateway.model.tokenizer.encode
     assert compiled.copy().advance(encode("I may say anything."))
     assert compiled.copy().advance(encode(CALL))
@@ -144,14 +144,14 @@ async def test_an_answer_calls_or_has_the_form_that_is_asked_for(served, tool_fo
     gateway.worker.script = lambda job: speech(gateway.model, '{"sky": "blue"}')
     answer = await ask(client, response_format=form)
     assert (answer.choices[0].message.content, answer.choices[0].message.tool_calls) == ('{"sky": "blue"}', None)
-    compiled = gateway.model.grammars.compile(gateway.worker.jobs[-1].sampling.grammar)
+    compiled = compiler_of(gateway.model).compile(gateway.worker.jobs[-1].sampling.grammar)
     encode = gateway.model.tokenizer.encode
     assert compiled.copy().advance(encode('{"sky": "blue"}'))
     assert compiled.copy().advance(encode(CALL))
     assert not compiled.copy().advance(encode('{"sky": "red"}'))
     assert not compiled.copy().advance(encode("I may say anything."))
     await ask(client, response_format=form, tool_choice="required")
-    compiled = gateway.model.grammars.compile(gateway.worker.jobs[-1].sampling.grammar)
+    compiled = compiler_of(gateway.model).compile(gateway.worker.jobs[-1].sampling.grammar)
     assert compiled.copy().advance(encode(CALL))
     assert not compiled.copy().advance(encode('{"sky": "blue"}'))
     async with open_gateway(tool_folder, tool_call_parser="llama3_json") as plain:
@@ -338,7 +338,7 @@ async def test_calls_in_python(tool_folder):
             {"name": "clock", "arguments": "{}"},
         ]
         await gateway.post(CHAT, {**body, "tool_choice": "required"})
-        compiled = gateway.model.grammars.compile(gateway.worker.jobs[-1].sampling.grammar)
+        compiled = compiler_of(gateway.model).compile(gateway.worker.jobs[-1].sampling.grammar)
         encode = gateway.model.tokenizer.encode
         assert compiled.copy().advance(encode('[weather(city="Oslo"), clock()]'))
         assert not compiled.copy().advance(encode("[weather(city=1)"))

@@ -5,7 +5,11 @@ import math
 
 import pytest
 
+from model.grammar import GrammarError
+from model.grammar_compiler import TokenTable
+from model.grammar_task import GrammarTask, write_grammar
 from service.errors import RequestError
+from service.gateway.generation.refusals import grammar_refusal
 from service.gateway.generation.request import CHAT, COMPLETIONS, RESPONSES
 from service.gateway.openai.fields import IDLE_CHAT_FIELDS, IDLE_COMPLETION_FIELDS, IDLE_MESSAGE_FIELDS
 from service.gateway.openai.validator import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, read_request
@@ -159,9 +163,19 @@ ONE_DOOR = {
 }
 
 
+def read_whole(endpoint, body):
+    """Reads a request, and its form as a grammar process does."""
+    wish = read_request(endpoint, body).sampling.grammar
+    if wish is not None:
+        try:
+            write_grammar(GrammarTask(wish.spec), TokenTable([], {}, []))
+        except GrammarError as error:
+            raise grammar_refusal(error, wish.param) from None
+
+
 def refused(endpoint, body):
     with pytest.raises(RequestError) as caught:
-        read_request(endpoint, body)
+        read_whole(endpoint, body)
     assert caught.value.status == 400
     assert caught.value.message.isprintable()
     assert len(caught.value.message) < 300

@@ -1,0 +1,100 @@
+"""One grammar process, as its gateway sees it: started, asked, killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from service.gateway.grammars.messages import LENGTH, MAX_FRAME_BYTES, Reply, decode_reply, framed
+
+CHILD = f"{__package__}.child"
+ROOT = Path(__file__).resolve().parents[3]
+PASSED_ON = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
+"""Of the environment. The rest may be secret."""
+
+
+@dataclass(frozen=True)
+class Ended(Exception):
+    """The process is gone. `status`: as Popen's returncode."""
+
+    status: int
+
+    @property
+    def was_out_of_time(self) -> bool:
+        return self.status == -signal.SIGPROF
+
+    @property
+    def was_out_of_memory(self) -> bool:
+        """Rust aborts where it gets no memory."""
+        return self.status == -signal.SIGABRT
+
+
+class GrammarProcess:
+    def __init__(self) -> None:
+        """Starts it. Call this on the main thread: the process ends with the thread that started it. Raises OSError."""
+        ours, its = socket.socketpair()
+        ours.setblocking(False)
+        self._link = ours
+        environ = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+        path = os.pathsep.join(filter(None, (str(ROOT), environ.get("PYTHONPATH"))))
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", CHILD, str(its.fileno()), str(os.getpid())],
+                env={**environ, "PYTHONPATH": path},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[its.fileno()],
+            )
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            its.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def ask(self, frame: bytes) -> Reply:
+        """Its answer to one frame. Raises Ended; it is killed where it is not waited for any more."""
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.sock_sendall(self._link, framed(frame))
+            (num_bytes,) = LENGTH.unpack(await self._receive(LENGTH.size))
+            if num_bytes > MAX_FRAME_BYTES:
+                raise ConnectionError("no frame of ours")
+            return decode_reply(await self._receive(num_bytes))
+        except (OSError, msgspec.DecodeError):
+            raise Ended(await self.end()) from None
+        except asyncio.CancelledError:
+            self.kill()
+            raise
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    async def end(self) -> int:
+        """Kills it unless it is ending by itself; its exit status."""
+        self._link.close()  # it ends by itself where it waits for a frame
+        try:
+            return await asyncio.to_thread(self._process.wait, 0.2)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return await asyncio.to_thread(self._process.wait)
+
+    async def _receive(self, num_bytes: int) -> bytes:
+        loop, data = asyncio.get_running_loop(), bytearray()
+        while len(data) < num_bytes:
+            more = await loop.sock_recv(self._link, min(num_bytes - len(data), 1 << 18))
+            if not more:
+                raise ConnectionError("the process has closed its end")
+            data += more
+        return bytes(data)

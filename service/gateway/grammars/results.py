@@ -1,0 +1,51 @@
+"""What became of grammars that were asked for before, bounded in bytes: the same one again costs nothing."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+MAX_BYTES = 16 << 20
+ENTRY_BYTES = 512
+"""Of an entry without its text."""
+UNSURE_S = 120.0
+"""A grammar that ran out of time or memory may do better when the machine is idle."""
+
+
+@dataclass(frozen=True)
+class Result:
+    text: str | None  # the grammar, compiled once within the bounds
+    error: str = ""  # what is wrong, where there is no text
+    is_sure: bool = True  # it would be the same again
+
+
+class Results:
+    """The least recently used go first."""
+
+    def __init__(self, clock: Callable[[], float], max_bytes: int = MAX_BYTES) -> None:
+        self._clock = clock
+        self._max_bytes = max_bytes
+        self._by_key: OrderedDict[bytes, tuple[float, int, Result]] = OrderedDict()
+        self._num_bytes = 0
+
+    def get(self, key: bytes) -> Result | None:
+        found = self._by_key.get(key)
+        if found is None:
+            return None
+        at_s, num_bytes, result = found
+        if not result.is_sure and self._clock() - at_s > UNSURE_S:
+            del self._by_key[key]
+            self._num_bytes -= num_bytes
+            return None
+        self._by_key.move_to_end(key)
+        return result
+
+    def put(self, key: bytes, result: Result) -> None:
+        _, before, _ = self._by_key.pop(key, (0.0, 0, None))
+        num_bytes = ENTRY_BYTES + len(result.error) + 4 * len(result.text or "")
+        self._by_key[key] = (self._clock(), num_bytes, result)
+        self._num_bytes += num_bytes - before
+        while self._num_bytes > self._max_bytes:
+            _, (_, dropped, _) = self._by_key.popitem(last=False)
+            self._num_bytes -= dropped
