@@ -62,3 +62,26 @@ __device__ __forceinline__ float value_of(u64 key) { return unordered(static_cas
 __device__ __forceinline__ int id_of(u64 key) { return static_cast<int>(~static_cast<u32>(key)); }
 
 __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < positive_infinity(); }
+
+// Log-sum-exp of a row, in parts: sum of exp(x - maximum).
+struct SumExp {
+    float maximum;
+    float sum;
+
+    __device__ __forceinline__ void add(const Vec<float>& x) {
+        const float highest = fmaxf(fmaxf(x.at[0], x.at[1]), fmaxf(x.at[2], x.at[3]));
+        if (highest == -positive_infinity()) return;
+        if (highest > maximum) {
+            sum *= expf(maximum - highest);
+            maximum = highest;
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) sum += expf(x.at[j] - maximum);
+    }
+
+    // The logarithm of the whole row's sum; `row_maximum` is the row's. Every thread of the block calls it.
+    __device__ __forceinline__ float log_of_row(float row_maximum) const {
+        const float scale = sum == 0.0f ? 0.0f : expf(maximum - row_maximum);
+        return logf(block_sum(sum * scale));
+    }
+};

@@ -4,26 +4,10 @@
 //   Best first, ties by lower id; K <= V, 0 = the chosen token only.
 //   grid (R), block (1024)
 //   twin: NumpyOps.top_logprobs
-//   A row with a NaN or without a finite logit gives NaNs.
+//   normalized: the rows are log-probabilities already, given as they are.
+//   A row of logits with a NaN or without a finite one gives NaNs.
 //   roofline: R V floats read once, then K rounds of one load latency each
 #include "logits.cuh"
-
-// log-sum-exp in parts: sum of exp(x - maximum).
-struct SumExp {
-    float maximum;
-    float sum;
-
-    __device__ __forceinline__ void add(const Vec<float>& x) {
-        const float highest = fmaxf(fmaxf(x.at[0], x.at[1]), fmaxf(x.at[2], x.at[3]));
-        if (highest == -positive_infinity()) return;
-        if (highest > maximum) {
-            sum *= expf(maximum - highest);
-            maximum = highest;
-        }
-#pragma unroll
-        for (int j = 0; j < 4; j++) sum += expf(x.at[j] - maximum);
-    }
-};
 
 __device__ __forceinline__ u64 best_of_group(int g, const Vec<float>& tokens, int vocab, u64 below) {
     u64 best = 0;
@@ -37,7 +21,7 @@ __device__ __forceinline__ u64 best_of_group(int g, const Vec<float>& tokens, in
 
 extern "C" __global__ void __launch_bounds__(LOGITS_THREADS)
     top_logprobs(const float* logits, const int* token_ids, float* chosen, int* top_ids, float* top, int vocab,
-                 int num_best) {
+                 int num_best, int normalized) {
     const LogitsRow row(logits, vocab);
     SumExp part = {-positive_infinity(), 0.0f};
     u64 mine = 0;  // the best token of this thread's groups that has not been given out
@@ -45,9 +29,11 @@ extern "C" __global__ void __launch_bounds__(LOGITS_THREADS)
         part.add(tokens);
         mine = max(mine, best_of_group(g, tokens, vocab, ~0ull));
     });
-    const float maximum = block_max(part.maximum, -positive_infinity());
-    const float scale = part.sum == 0.0f ? 0.0f : expf(part.maximum - maximum);
-    const float log_sum = logf(block_sum(part.sum * scale));
+    float maximum = 0.0f, log_sum = 0.0f;
+    if (!normalized) {
+        maximum = block_max(part.maximum, -positive_infinity());
+        log_sum = part.log_of_row(maximum);
+    }
 
     if (threadIdx.x == 0) {
         const int id = token_ids[blockIdx.x];

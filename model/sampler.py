@@ -91,7 +91,7 @@ def sampling_arrays(
     eos_token_ids: frozenset[int],
     upload_all: Callable[[Sequence[np.ndarray]], list[Array]],
     *,
-    logprobs_adjusted: bool = False,
+    adjusts_logprobs: bool = False,
 ) -> SamplingArrays:
     """Arrays for R rows, sent by `upload_all` to where the logits are, in one go."""
     records = np.frombuffer(b"".join(rows.records), RECORD)
@@ -119,7 +119,7 @@ def sampling_arrays(
         mask=TokenMask(*mask) if mask else None,
         num_logprobs=max(0, num_logprobs - 1),
         with_logprobs=num_logprobs > 0,
-        logprobs_adjusted=logprobs_adjusted,
+        adjusts_logprobs=adjusts_logprobs,
     )
 
 

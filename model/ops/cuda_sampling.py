@@ -26,25 +26,37 @@ def sample(ops, logits: Array, how: SamplingArrays, out: Array | None) -> Sample
     token_ids = ops.temporary((rows,), np.int32) if out is None else out
     is_nan = ops.temporary((rows,), np.bool_)
     columns = (how.temperature, how.top_k, how.top_p, how.min_p, how.seed, how.position, how.branch)
+    if how.adjusts_logprobs:
+        logits = _log_softmax(ops, logits)
     adjusted = _masked(ops, logits, _adjusted(ops, logits, how), how)
     args = (adjusted, *columns, token_ids, is_nan, np.int32(vocab))
     ops.launch("sample_tokens", (rows,), args, threads=_THREADS, QUIRE_DTYPE=_FP32)
     if not how.with_logprobs:
         return Sampled(token_ids, is_nan, None, None, None)
 
-    told = adjusted if how.logprobs_adjusted else logits
-    return Sampled(token_ids, is_nan, *top_logprobs(ops, told, token_ids, how.num_logprobs))
+    scores = adjusted if how.adjusts_logprobs else logits
+    logprobs = top_logprobs(ops, scores, token_ids, how.num_logprobs, are_logprobs=how.adjusts_logprobs)
+    return Sampled(token_ids, is_nan, *logprobs)
 
 
-def top_logprobs(ops, logits: Array, token_ids: Array, num_best: int) -> tuple[Array, Array, Array]:
-    """`Ops.top_logprobs`."""
+def top_logprobs(
+    ops, logits: Array, token_ids: Array, num_best: int, *, are_logprobs: bool = False
+) -> tuple[Array, Array, Array]:
+    """`Ops.top_logprobs`; `are_logprobs`: `logits` are log-probabilities, returned as they are."""
     rows, vocab = logits.shape
     num_best = min(num_best, vocab)
     chosen = ops.temporary((rows,), np.float32)
     top_ids, top = ops.temporary((rows, num_best), np.int32), ops.temporary((rows, num_best), np.float32)
-    args = (logits, token_ids, chosen, top_ids, top, np.int32(vocab), np.int32(num_best))
+    args = (logits, token_ids, chosen, top_ids, top, np.int32(vocab), np.int32(num_best), np.int32(are_logprobs))
     ops.launch("top_logprobs", (rows,), args, threads=_THREADS, QUIRE_DTYPE=_FP32)
     return chosen, top_ids, top
+
+
+def _log_softmax(ops, logits: Array) -> Array:
+    logprobs = ops.temporary(logits.shape, np.float32)
+    args = (logits, logprobs, np.int32(logits.shape[1]))
+    ops.launch("log_softmax", (len(logits),), args, threads=_THREADS, QUIRE_DTYPE=_FP32)
+    return logprobs
 
 
 def _adjusted(ops, logits: Array, how: SamplingArrays) -> Array:

@@ -50,7 +50,7 @@ class SamplingArrays:
     num_logprobs: int  # K: how many best alternatives are wanted at most over the rows; 0 = chosen token only
     with_logprobs: bool  # False: the step needs no log-probabilities at all
     mask: TokenMask | None = None
-    logprobs_adjusted: bool = False  # log-probabilities are of the logits with bias, penalties and mask in
+    adjusts_logprobs: bool = False  # bias, penalties and mask apply to log-probabilities, returned as they then are
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class TokenMask:
 @dataclass(frozen=True)
 class Sampled:
     """What sampling gives. Log-probabilities are of the raw logits, before bias, penalties, mask and temperature; where
-    `SamplingArrays.logprobs_adjusted`, all but the temperature is in them."""
+    `SamplingArrays.adjusts_logprobs`, bias, penalties and mask were then applied to them."""
 
     token_ids: Array  # int32[R]
     is_nan: Array  # bool[R], the row, with all that adjusts it, has no finite best: its token id is 0, meaningless

@@ -10,7 +10,7 @@ from model.ops.philox import gumbel_noise
 
 def sample(logits: Array, how: SamplingArrays, out: Array | None) -> Sampled:
     """`Ops.sample`."""
-    adjusted = np.array(logits)
+    adjusted = log_softmax(logits) if how.adjusts_logprobs else np.array(logits)
     if how.bias is not None:
         add_bias(adjusted, how.bias)
     if how.penalties is not None:
@@ -19,7 +19,7 @@ def sample(logits: Array, how: SamplingArrays, out: Array | None) -> Sampled:
         forbid(adjusted, how.mask)
     best = adjusted.max(axis=1)
     is_nan = ~np.isfinite(best)
-    told = adjusted.copy() if how.logprobs_adjusted else logits
+    scores = adjusted.copy() if how.adjusts_logprobs else None
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         # At a temperature of 0, or one so small that the quotient overflows, the best token is certain.
         drawn = np.flatnonzero(np.isfinite(best / how.temperature))
@@ -30,12 +30,16 @@ def sample(logits: Array, how: SamplingArrays, out: Array | None) -> Sampled:
         out[...] = token_ids
     if not how.with_logprobs:
         return Sampled(token_ids, is_nan, None, None, None)
-    return Sampled(token_ids, is_nan, *top_logprobs(told, token_ids, how.num_logprobs))
+    logprobs = log_softmax(logits) if scores is None else scores
+    return Sampled(token_ids, is_nan, *_best_of(logprobs, token_ids, how.num_logprobs))
 
 
 def top_logprobs(logits: Array, token_ids: Array, num_best: int) -> tuple[Array, Array, Array]:
     """`Ops.top_logprobs`."""
-    logprobs = _log_softmax(logits)
+    return _best_of(log_softmax(logits), token_ids, num_best)
+
+
+def _best_of(logprobs: Array, token_ids: Array, num_best: int) -> tuple[Array, Array, Array]:
     top_ids = np.argsort(-logprobs, axis=1, kind="stable")[:, :num_best].astype(np.int32)
     chosen = np.take_along_axis(logprobs, token_ids[:, None].astype(np.int64), axis=1)[:, 0]
     return chosen, top_ids, np.take_along_axis(logprobs, top_ids, axis=1)
@@ -97,7 +101,8 @@ def _thresholds(scaled: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p:
     return np.maximum(kth, np.take_along_axis(descending, last, axis=1))[:, 0]
 
 
-def _log_softmax(logits: np.ndarray) -> np.ndarray:
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """logits float32[R, V] -> log-probabilities float32[R, V]; NaNs for a row with a NaN or without a finite logit."""
     with np.errstate(invalid="ignore"):
         shifted = logits - logits.max(axis=1, keepdims=True)
         return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))

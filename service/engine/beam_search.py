@@ -9,8 +9,9 @@ search is over at once where `early_stopping` is True, else as soon as the best 
 its score as it stands where it is False, by the score it would have at full length where it is "never" and the penalty
 favours length. This is what Hugging Face's `generate` does.
 
-Log-probabilities are of the logits with logit_bias, the penalties and a grammar's mask in, so these work on beams as
-they do on samples; stop ids are forbidden up to min_tokens. Temperature, top_k, top_p, min_p and the seed have no say.
+logit_bias, penalties, a grammar's mask and min_tokens (which forbids stop ids) apply to the model's log-probabilities,
+after the softmax, and the sums are of what results: Hugging Face's logits processors do the same in a beam search.
+Temperature, top_k, top_p, min_p and the seed are ignored.
 """
 
 from __future__ import annotations

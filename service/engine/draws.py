@@ -131,7 +131,7 @@ class Drawer:
             mask=self._masks.build(due.samplers) if masked else None,
         )
         send = self._ops.upload_all
-        return sampling_arrays(rows, self._vocab_size, self._eos_token_ids, send, logprobs_adjusted=adjusted)
+        return sampling_arrays(rows, self._vocab_size, self._eos_token_ids, send, adjusts_logprobs=adjusted)
 
 
 def result_of(draws: list[Draw], due: Due) -> StepResult:

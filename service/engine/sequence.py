@@ -84,7 +84,7 @@ class Sequence:
         """A step computes it before, but draws its token only after."""
         self.is_shaped = is_shaped(wishes)
         self.scores_adjusted = wishes.beam is not None and (self.is_shaped or wishes.grammar is not None)
-        """Its log-probabilities are of the logits with penalties, biases and mask in."""
+        """Penalties, biases and mask apply to its log-probabilities, not to its logits."""
         self.is_plain = wishes.beam is None and wishes.grammar is None and num_alternatives is None
         """Its tokens are all there is to tell of it; whether it ends with one, that token and their number say."""
         self.matcher: Matcher | None = None  # of its grammar, if it has one, at its last known token

@@ -34,7 +34,7 @@ def test_of_adjusted_logits_where_they_are_asked_for(open_ops, rng):
     ops, rows, vocab = open_ops("float32"), 6, 4096
     logits = (np.round(rng.standard_normal((rows, vocab)) * 64) / 64).astype(np.float32)
     shape = {"bias": random_bias(rng, rows, vocab), "penalties": random_penalties(rng, rows, vocab)}
-    wishes = random_wishes(rng, rows, vocab, num_logprobs=8, with_logprobs=True, logprobs_adjusted=True, **shape)
+    wishes = random_wishes(rng, rows, vocab, num_logprobs=8, with_logprobs=True, adjusts_logprobs=True, **shape)
     expected = NumpyOps().sample(logits, wishes)
     raw = NumpyOps().sample(logits, random_wishes(rng, rows, vocab, num_logprobs=8, with_logprobs=True))
     assert not np.allclose(expected.top_logprobs, raw.top_logprobs, atol=1e-2)

@@ -30,16 +30,16 @@ class PlainModel:
         return self._known[key]
 
     def logprobs(self, token_ids: list[int], wishes: SamplingParams, num_prompt: int) -> np.ndarray:
-        """float32[V] with penalties, logit_bias and min_tokens in."""
-        logits = self._shaped(token_ids, wishes, num_prompt)
+        """float32[V]: log-probabilities, with penalties, logit_bias and min_tokens applied to them."""
+        logits = self.logits(token_ids)
         shifted = logits - logits.max()
-        return shifted - np.log(np.exp(shifted).sum())
+        return self._shaped(shifted - np.log(np.exp(shifted).sum()), token_ids, wishes, num_prompt)
 
     def sample(self, prompt: list[int], wishes: SamplingParams, branch: int) -> list[int]:
         """What a branch says, token by token."""
         token_ids, stops = list(prompt), self._stops(wishes)
         while len(token_ids) - len(prompt) < wishes.max_tokens:
-            logits = self._shaped(token_ids, wishes, len(prompt))
+            logits = self._shaped(self.logits(token_ids), token_ids, wishes, len(prompt))
             how = SamplingArrays(
                 temperature=np.array([wishes.temperature], np.float32),
                 top_k=np.array([wishes.top_k or len(logits)], np.int32),
@@ -61,8 +61,10 @@ class PlainModel:
     def _stops(self, wishes: SamplingParams) -> set[int]:
         return set(wishes.stop_token_ids) | (set() if wishes.ignore_eos else self.eos_token_ids)
 
-    def _shaped(self, token_ids: list[int], wishes: SamplingParams, num_prompt: int) -> np.ndarray:
-        logits, output = np.array(self.logits(token_ids)), token_ids[num_prompt:]
+    def _shaped(
+        self, scores: np.ndarray, token_ids: list[int], wishes: SamplingParams, num_prompt: int
+    ) -> np.ndarray:
+        logits, output = np.array(scores), token_ids[num_prompt:]
         for token, value in wishes.logit_bias:
             logits[token] += value
         if len(output) < wishes.min_tokens:

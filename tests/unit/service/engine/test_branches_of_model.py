@@ -181,3 +181,29 @@ def test_beams_are_those_of_transformers(plain_engine, width, early_stopping):
     told = run_steps(plain_engine)
     for number, golden in enumerate(goldens):
         assert [told[str(number)].branches[branch] for branch in range(width)] == golden["answers"]
+
+
+ADJUSTED = json.loads((Path(__file__).parent / "goldens" / "adjusted_beams.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("adjustment", sorted({json.dumps(one["adjustment"]) for one in ADJUSTED}))
+def test_adjusted_beams_are_those_of_transformers(plain_engine, adjustment):
+    """min_tokens, logit_bias and repetition_penalty apply to log-probabilities, after the softmax."""
+    adjustment = json.loads(adjustment)
+    goldens = [one for one in ADJUSTED if one["adjustment"] == adjustment]
+    assert len(goldens) == 8
+    bias = tuple((int(token), value) for token, value in adjustment.get("logit_bias", {}).items())
+    for number, golden in enumerate(goldens):
+        sampling = SamplingParams(
+            beam=BeamSearch(width=golden["width"], early_stopping=golden["early_stopping"]),
+            n=golden["width"],
+            max_tokens=golden["max_tokens"],
+            stop_token_ids=tuple(golden["stops"]),
+            ignore_eos=True,
+            **{**adjustment, "logit_bias": bias},
+        )
+        plain_engine.add(Request(request_id=str(number), prompt=tuple(golden["prompt"]), sampling=sampling))
+    told = run_steps(plain_engine)
+    for number, golden in enumerate(goldens):
+        found = told[str(number)]
+        assert [found.branches[branch] for branch in range(golden["width"])] == golden["answers"]
