@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -21,7 +22,12 @@ from service.engine.scheduler import Scheduler
 from service.engine.sequence import Request, Sequence, SequenceGroup
 from service.engine.stats import EngineStats, look_at
 from service.errors import EndReason
+from service.logs import fields
 
+log = logging.getLogger("quire.engine")
+
+SLOW_STEP_S = 0.05
+"""At `--log-level debug` a step that takes longer is logged, with what it held."""
 COMPILE_WAIT_S = 0.01
 """How long a step that has nothing to compute waits for a grammar; commands are heard in between."""
 
@@ -169,7 +175,9 @@ class Engine:
             self._take_ready(self._grammars)
         plan = self._scheduler.schedule()
         if plan.chunks:
+            launch_s = time.perf_counter()
             launched = self._executor.launch(plan)
+            launched_s = time.perf_counter()
             for sampler in plan.samplers:
                 sampler.num_pending_tokens += 1
             num_tokens_again = 0
@@ -189,6 +197,23 @@ class Engine:
             self._wait_for_something()
         self._settle_flights(1 if plan.chunks and self._executor.runs_ahead else 0)
         self._last_step_s = time.perf_counter() - start_s
+        if self._last_step_s > SLOW_STEP_S and plan.chunks and log.isEnabledFor(logging.DEBUG):
+            self._log_slow_step(plan, launch_s - start_s, launched_s - launch_s)
+
+    def _log_slow_step(self, plan: StepPlan, schedule_s: float, launch_s: float) -> None:
+        log.debug(
+            "slow step %s",
+            fields(
+                ms=round(1e3 * self._last_step_s, 1),
+                schedule_ms=round(1e3 * schedule_s, 1),
+                launch_ms=round(1e3 * launch_s, 1),
+                sequences=len(plan.chunks),
+                tokens=plan.num_tokens,
+                copies=len(plan.copies),
+                outs=len(plan.outs),
+                ins=len(plan.ins),
+            ),
+        )
 
     def take_news(self) -> list[News]:
         """Everything since the last call, in order."""

@@ -18,7 +18,7 @@ from service.engine.decode_rows import Arranged, DecodeRows
 from service.engine.draws import Draw, Drawer, Due, result_of
 from service.engine.plan import BlockCopy, FinishedTransfer, StepPlan, StepResult
 from service.engine.pooling import Pooler, PoolFlight
-from service.engine.prompt_scores import ScoreFlight, begin_scores, scored_tokens
+from service.engine.prompt_scores import ScoreFlight, begin_scores, padded_rows, scored_tokens
 
 
 @dataclass(slots=True)
@@ -47,6 +47,7 @@ class ModelExecutor:
         self._pooler = Pooler(model.ops)
         self._drawer = Drawer(model, eos_token_ids, max_num_seqs)
         self._sizes = max_num_seqs, max_blocks
+        self._logit_sizes = model.ops.linear_sizes(max_num_seqs)
         self.kv: Array | None = None
         self.host: HostBlocks | None = None
         self._outs: deque[tuple[int, Transfer]] = deque()  # with how many blocks
@@ -138,19 +139,19 @@ class ModelExecutor:
             launched.context_lens = self._graphs.context_lens(inputs.num_decodes)
         if launched.logits is None:
             launched.context_lens = None
-            launched.logits = self.model.forward(self._batch(inputs), self.kv)
+            launched.logits = self.model.forward(self._batch(inputs), self.kv)[: len(inputs.logit_rows)]
 
     def _begin_hidden(self, arranged: Arranged, launched: _Launched) -> None:
         """As `_begin`, with scores and pools; never a captured size, which keeps no more than its logits."""
         batch = self._batch(arranged.inputs)
         hidden = self.model.hidden(batch, self.kv)
         plan = replace(arranged.plan, chunks=arranged.chunks)
-        launched.scores = begin_scores(self.model, hidden, plan, max_rows=self._sizes[0])
+        launched.scores = begin_scores(self.model, hidden, plan, self._sizes[0], self._logit_sizes)
         launched.pools = self._pooler.begin(hidden, plan)
-        launched.logits = self.model.logits(hidden, batch.logit_rows)
+        launched.logits = self.model.logits(hidden, batch.logit_rows)[: len(arranged.inputs.logit_rows)]
 
     def _batch(self, inputs: StepInputs) -> Batch:
-        """The step on the backend, each pending token in its place."""
+        """The step on the backend, each pending token in its place; its logit rows are padded."""
         tables = inputs.block_tables(np.arange(inputs.num_decodes), self.kv.shape[4])
         hosts = (
             inputs.token_ids,
@@ -160,7 +161,7 @@ class ModelExecutor:
             tables,
             inputs.context_lens,
             inputs.query_start,
-            inputs.logit_rows,
+            padded_rows(inputs.logit_rows, self._logit_sizes),
         )
         token_ids, source, positions, slots, tables, context_lens, starts, logit_rows = self._ops.upload_all(hosts)
         self._ops.pick_tokens(token_ids, self._drawer.sampled, source)

@@ -126,7 +126,8 @@ def warm_up(model: Llama, block_size: int, num_tokens: int, num_sequences: int, 
 
 def meet_sizes(model: Llama, block_size: int, num_tokens: int, num_sequences: int, max_model_len: int) -> None:
     """Run the products of every other size of step once, in one layer: what has to be loaded for a new one would hold
-    up the step that meets it by 5 to 15 ms. Steps of fewer tokens are captured, and met there."""
+    up the step that meets it by 5 to 70 ms. Steps of fewer tokens are captured, and met there. The head's products are
+    padded to these sizes (`padded_rows`), so that what was measured to be quickest for a size is what runs."""
     ops = model.ops
     kv, first_layer = allocate(ops, model.config, 1, block_size), model.first_layer()
     for size in ops.linear_sizes(num_tokens):
@@ -136,8 +137,9 @@ def meet_sizes(model: Llama, block_size: int, num_tokens: int, num_sequences: in
             with ops.scratch():
                 first_layer.forward(shared_block_batch(ops, lengths, block_size, max_model_len), kv)
     with ops.scratch():
-        hidden = ops.gather_rows(model.weights.embedding, ops.upload(np.zeros(num_sequences, np.int32)))
-        for size in ops.linear_sizes(num_sequences):
+        sizes = ops.linear_sizes(num_sequences)
+        hidden = ops.gather_rows(model.weights.embedding, ops.upload(np.zeros(max(sizes, default=0), np.int32)))
+        for size in sizes:
             with ops.scratch():
                 model.logits(hidden[:size], None)
     ops.synchronize()

@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 
+from model.config import ModelConfig
 from model.ops.numpy_ops import NumpyOps
-from tests.support.demo_engine import DemoEngines, tell_all
+from tests.support.demo_engine import DEMO, DemoEngines, tell_all
 
 FLOAT32 = np.dtype(np.float32)
+DEMO_VOCAB_SIZE = ModelConfig.read(DEMO).vocab_size
 
 
 class AheadOps(NumpyOps):
@@ -16,6 +18,24 @@ class AheadOps(NumpyOps):
 
     def temporary(self, shape, dtype):
         return np.zeros(shape, dtype)  # rows of padding hold what was there, and NumPy warns of strange numbers
+
+
+class SizedOps(NumpyOps):
+    """Products with the head are to run in these sizes only."""
+
+    SIZES = (3, 6, 24)
+
+    def __init__(self, dtype):
+        super().__init__(dtype)
+        self.head_rows = []
+
+    def linear_sizes(self, most):
+        return list(self.SIZES)
+
+    def linear(self, x, weight, bias=None, **how):
+        if how.get("dtype") == FLOAT32 and len(weight) == DEMO_VOCAB_SIZE:
+            self.head_rows.append(len(x))
+        return super().linear(x, weight, bias, **how)
 
 
 @pytest.fixture(scope="module", params=[NumpyOps, AheadOps])
@@ -47,3 +67,14 @@ def test_preempted_as_alone(engines, alone):
 def test_penalties_see_every_token(engines):
     told = tell_all(engines.make(), [{"temperature": 0.0, "frequency_penalty": 2.0, "ignore_eos": True}] * 2)
     assert len(set(told["0"][0])) > len(told["0"][0]) * 0.6
+
+
+def test_the_heads_product_runs_in_the_sizes_met_at_start_alone(alone):
+    """Whatever number of sequences a step samples, and for scores of prompts."""
+    ops = SizedOps(FLOAT32)
+    engines = DemoEngines(ops)
+    told = tell_all(engines.make(budget=64))
+    assert {name: tokens for name, (tokens, _) in told.items()} == alone
+    tell_all(engines.make(), [{"max_tokens": 1, "prompt_logprobs": 2}])
+    assert set(ops.head_rows) <= set(SizedOps.SIZES)
+    assert len(ops.head_rows) > 3
