@@ -63,6 +63,7 @@ class ServeFigures:
 
     rate: float
     num_requests: int
+    sample_s: float  # from the first request's being due to the last one's: what the percentiles are of
     num_errors: int
     total_s: float  # from the start to the last answer's end
     output_tokens_per_s: float
@@ -92,7 +93,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
 def run_serve_bench(_: Settings, flags: argparse.Namespace) -> int:
     """0, or 1 if a request failed; raises StartupError where there is nothing to measure."""
     plan = read_plan(flags)
-    answers = asyncio.run(_drive(plan, flags.asked_model))
+    answers = asyncio.run(drive(plan, flags.asked_model))
     figures = summarize(plan, answers)
     rows = [(name.replace("_", " "), _shown(value)) for name, value in vars(figures).items() if name != "errors"]
     print_table(rows)
@@ -135,6 +136,7 @@ def summarize(plan: Plan, answers: Sequence[Answer]) -> ServeFigures:
     return ServeFigures(
         rate=plan.rate,
         num_requests=len(answers),
+        sample_s=(plan.requests[-1].arrival - plan.requests[0].arrival) / plan.rate,
         num_errors=len(answers) - len(whole),
         total_s=total_s,
         output_tokens_per_s=sum(answer.num_tokens for answer in whole) / total_s,
@@ -159,9 +161,9 @@ def _gaps_ms(answer: Answer) -> list[float]:
     return [1e3 * (later - earlier) for earlier, later in pairwise(answer.chunks_s)]
 
 
-async def _drive(plan: Plan, model: str | None) -> list[Answer]:
+async def drive(plan: Plan, model: str | None) -> list[Answer]:
     """Every answer, in the order of the plan's requests."""
-    model = model or await _first_model(plan)
+    model = model or await first_model(plan)
     clients: list[asyncio.subprocess.Process] = []
     try:
         for number in range(plan.num_clients):
@@ -191,7 +193,7 @@ async def _let_run(clients: Sequence[asyncio.subprocess.Process]) -> list[bytes]
     return await asyncio.gather(*(client.stdout.readline() for client in clients))
 
 
-async def _first_model(plan: Plan) -> str:
+async def first_model(plan: Plan) -> str:
     headers = {"Authorization": f"Bearer {plan.api_key}"} if plan.api_key else {}
     timeout = aiohttp.ClientTimeout(total=10)
     try:
