@@ -16,6 +16,9 @@ from typing import Any
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
+from model.errors import GrammarError
+from model.json_schema.compile import enforceable
+
 MAX_SCHEMA_BYTES = 64 << 10
 MAX_SCHEMA_DEPTH = 256
 """Lists and maps inside each other, summed over the schema and every definition that it refers to."""
@@ -36,15 +39,15 @@ WHITESPACE = r"( |\n {0,24})"
 COMPACT = ""
 """The `whitespace` that allows none."""
 
+ESCAPES = 'nrbtf\\"'
+r"""After a backslash. Without \uXXXX: a property could be spelled with it that a schema speaks of, and then be held to
+what the schema says of the others. Other control characters than these cannot be had."""
+
 CONVERTED = "%llguidance {}\n"
 """Begins what the converter of GBNF writes."""
 
 HEADER = '%llguidance {"no_forcing": true}\n'
 """Text that must come is sampled as any other, in whichever tokens the model likes."""
-
-
-class GrammarError(ValueError):
-    """A grammar that cannot be had. Its text may be shown to whoever sent it."""
 
 
 def of_json(schema: Any, *, whitespace: str = WHITESPACE, lenient: bool = False) -> str:
@@ -57,15 +60,19 @@ def of_json(schema: Any, *, whitespace: str = WHITESPACE, lenient: bool = False)
 
 def json_rule(schema: Any, *, whitespace: str = WHITESPACE, lenient: bool = False) -> str:
     """The same as an expression that may stand in a rule. Raises GrammarError."""
-    _check_schema(schema)
-    options: dict[str, Any] = {"lenient": True} if lenient else {}
+    check_schema(schema)
+    return enforced_rule(enforceable(schema, lenient=lenient), whitespace)
+
+
+def enforced_rule(schema: Mapping[str, Any], whitespace: str) -> str:
+    """The same of a schema that `model.json_schema` has made. Raises GrammarError."""
+    options: dict[str, Any] = {"json_allowed_escapes": ESCAPES}
     if whitespace == COMPACT:
         options["whitespace_flexible"] = False
     else:
         _check_regex(whitespace, MAX_WHITESPACE_CHARS, "whitespace")
         options["whitespace_pattern"] = whitespace
-    own = {"allOf": [schema]} if isinstance(schema, bool) else schema
-    return "%json " + json.dumps({**own, "x-guidance": options}, ensure_ascii=False)
+    return "%json " + json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
 
 
 def of_regex(pattern: str) -> str:
@@ -124,7 +131,8 @@ def _check_lark(text: str) -> None:
         raise GrammarError(f"The grammar has more than {MAX_LARK_DEPTH} rules and brackets.")
 
 
-def _check_schema(schema: Any) -> None:
+def check_schema(schema: Any) -> None:
+    """Raises GrammarError for one that is too large to be read."""
     if not isinstance(schema, Mapping | bool):
         raise GrammarError("A JSON schema must be an object.")
     try:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Sequence
 
-from model.grammar import GrammarError, json_rule, literal
+from model.errors import GrammarError
+from model.functions import Function
+from model.grammar import check_schema, enforced_rule, literal
+from model.json_schema.parameters import Parameter, json_parameters
 from model.tool_call_reader import BLANKS, CallReader
-from model.tool_call_xml import properties_of, types_of
 
 MAX_NAME_CHARS = 256
 MAX_SCALAR_CHARS = 1024
@@ -294,10 +295,10 @@ ANY_STRING = r"""/"([^"\\\n]|\\["\\nrt])*"|'([^'\\\n]|\\['\\nrt])*'/"""
 ANY_KEYWORD = "/[A-Za-z_][A-Za-z0-9_]{0,63}=/"
 
 
-def argument_rules(number: int, schema: Any, *, is_held: bool) -> list[str]:
+def argument_rules(number: int, function: Function, *, is_held: bool) -> list[str]:
     """Lark rules of a call behind its opening parenthesis, the first of them `rest_<number>`. Arguments come in the
     schema's order, as far as they are required or wanted; their values are JSON, but for True, False and None. Without
-    `is_held` any arguments may be. Raises GrammarError."""
+    `is_held` any arguments may be. Raises GrammarError for what would not be enforced."""
     own = f"rest_{number}"
     if not is_held:
         return [
@@ -307,34 +308,31 @@ def argument_rules(number: int, schema: Any, *, is_held: bool) -> list[str]:
             f' | "[" ({own}_value (", " {own}_value)*)? "]" | "{{" ({own}_item (", " {own}_item)*)? "}}"',
             f'{own}_item: {ANY_STRING} ": " {own}_value',
         ]
-    properties, required = properties_of(schema)
-    named = {key: value for key, value in properties.items() if key.isidentifier()}
+    check_schema(function.parameters)
+    found = json_parameters(function.parameters, lenient=not function.is_strict)
+    if missing := [each.name for each in found if each.is_required and not each.name.isidentifier()]:
+        raise GrammarError(f"The argument {literal(missing[0])} is required, and no Python name.")
+    named = [each for each in found if each.name.isidentifier()]
     if len(named) > MAX_PROPERTIES:
         raise GrammarError(f"A function may have at most {MAX_PROPERTIES} arguments.")
-    if missing := sorted(required - set(named)):
-        raise GrammarError(f"The argument {literal(missing[0])} is required, and no Python name of a known property.")
-    return [f'{own}: {own}_first_0 ")"', *_argument_rules(own, named, required, schema)]
+    return [f'{own}: {own}_first_0 ")"', *_argument_rules(own, named)]
 
 
-def _argument_rules(own: str, properties: Mapping[str, Any], required: Collection[str], schema: Any) -> list[str]:
+def _argument_rules(own: str, found: Sequence[Parameter]) -> list[str]:
     """`first_<i>`: arguments from the i-th on, none before them; `more_<i>`: behind another."""
     rules = []
-    for place, (key, value) in enumerate(properties.items()):
+    for place, each in enumerate(found):
         this, after = f"{own}_{place}", f"{own}_more_{place + 1}"
         for kind, comma in (("first", ""), ("more", '", " ')):
-            or_not = "" if key in required else f" | {own}_{kind}_{place + 1}"
+            or_not = "" if each.is_required else f" | {own}_{kind}_{place + 1}"
             rules.append(f"{own}_{kind}_{place}: {comma}{this} {after}{or_not}")
-        rules.append(f"{this}: {literal(key + '=')} {this}_value")
-        rules += _value_rules(f"{this}_value", key, value, schema)
-    return [*rules, *(f'{own}_{kind}_{len(properties)}: ""' for kind in ("first", "more"))]
+        rules.append(f"{this}: {literal(each.name + '=')} {this}_value")
+        rules += _value_rules(f"{this}_value", each)
+    return [*rules, *(f'{own}_{kind}_{len(found)}: ""' for kind in ("first", "more"))]
 
 
-def _value_rules(rule: str, key: str, value: Any, schema: Any) -> list[str]:
-    types = types_of(schema, key)
-    plain = isinstance(value, Mapping) and set(value) <= {"type", "description", "title", "default"}
-    if plain and types == {"boolean"}:
+def _value_rules(rule: str, parameter: Parameter) -> list[str]:
+    if parameter.choices is None and parameter.kinds == {"boolean"}:
         return [f'{rule}: "True" | "False"']
-    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    held = {**value, **definitions} if isinstance(value, Mapping) else value
-    none = ' | "None"' if plain and "null" in types else ""
-    return [f"{rule}: {rule}_json{none}", f"{rule}_json: {json_rule(held, whitespace=' ?', lenient=True)}"]
+    none = ' | "None"' if parameter.may_be_null else ""
+    return [f"{rule}: {rule}_json{none}", f"{rule}_json: {enforced_rule(parameter.schema, ' ?')}"]

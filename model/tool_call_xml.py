@@ -16,7 +16,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from model.grammar import GrammarError, json_rule, literal
+from llguidance import regex_to_lark
+
+from model.functions import Function
+from model.grammar import check_schema, enforced_rule, literal
+from model.json_schema.core import kinds_of_type, same
+from model.json_schema.document import cannot
+from model.json_schema.parameters import WHY, Parameter, parameters
 from model.tool_call_reader import BLANKS, CallReader
 
 BEGIN, END = "<function=", "</function>"
@@ -193,51 +199,75 @@ def _as_json(text: str, types: frozenset[str]) -> str:
     return encoded if fits or "string" not in types else json.dumps(text, ensure_ascii=False)
 
 
-FREE_VALUE = r"/(?s:.*)\n<\/parameter>\n/"
 FREE_PARAMETER = r"/<parameter=[A-Za-z0-9_.-]{1,64}>\n(?s:.*)\n<\/parameter>\n/"
 
 
-def function_rules(number: int, name: str, schema: Any, *, is_held: bool) -> list[str]:
+ANY_TEXT = "/(?s:.*)/"
+NO_END = r"~/(?s:.*)(<\/parameter>|<parameter=|<\/function>|<function=[A-Za-z0-9_.-]{0,64}>)(?s:.*)/"
+"""Text is read up to where a parameter ends."""
+
+
+def function_rules(number: int, function: Function, *, is_held: bool) -> list[str]:
     """Lark rules of a call, the first of them `function_<number>`. Properties come in the schema's order, as far as
-    they are required or wanted. Text is held to `enum` and `const`, other values to their schemas. Without `is_held`
-    any parameters may be. Raises GrammarError."""
+    they are required or wanted, each held to its schema. Without `is_held` any parameters may be. Raises GrammarError
+    for what would not be enforced."""
     own = f"function_{number}"
-    head, tail = literal(f"{BEGIN}{name}>\n"), literal(END)
+    head, tail = literal(f"{BEGIN}{function.name}>\n"), literal(END)
     if not is_held:
         return [f"{own}: {head} {own}_any* {tail}", f"{own}_any[lazy]: {FREE_PARAMETER}"]
-    properties, required = properties_of(schema)
+    check_schema(function.parameters)
     body, rules = [], []
-    for place, (key, value) in enumerate(properties.items()):
+    for place, parameter in enumerate(parameters(function.parameters, lenient=not function.is_strict)):
         rule = f"{own}_{place}"
-        body.append(rule if key in required else f"{rule}?")
-        rules.append(f"{rule}: {literal(f'{PARAMETER}{key}>' + chr(10))} {rule}_value")
-        rules += _value_rules(f"{rule}_value", key, value, schema)
+        body.append(rule if parameter.is_required else f"{rule}?")
+        rules.append(f"{rule}: {literal(f'{PARAMETER}{parameter.name}>' + chr(10))} {rule}_value")
+        rules += _value_rules(f"{rule}_value", parameter, types_of(function.parameters, parameter.name))
     return [f"{own}: {head} {' '.join(body)} {tail}", *rules]
 
 
-def properties_of(schema: Any) -> tuple[Mapping[str, Any], frozenset[str]]:
-    """The properties of an object, and those that it must have. Raises GrammarError where they are malformed."""
-    if not isinstance(schema, Mapping):
-        return {}, frozenset()
-    properties, required = schema.get("properties", {}), schema.get("required", [])
-    is_named = isinstance(required, list) and all(isinstance(name, str) for name in required)
-    if not (is_named and isinstance(properties, Mapping)):
-        raise GrammarError("The JSON schema's 'properties' must be an object, its 'required' a list of names.")
-    return properties, frozenset(required)
-
-
-def _value_rules(rule: str, key: str, value: Any, schema: Any) -> list[str]:
+def _value_rules(rule: str, parameter: Parameter, types: frozenset[str]) -> list[str]:
+    """`types` are those that a value is read as."""
     end = literal(f"\n{PARAMETER_END}\n")
-    plain = (
-        _definition(schema, value["$ref"])
-        if isinstance(value, Mapping) and isinstance(value.get("$ref"), str)
-        else value
-    )
-    choices = plain.get("enum", [plain["const"]] if "const" in plain else None) if isinstance(plain, Mapping) else None
-    if isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):
-        return [f"{rule}: ({' | '.join(map(literal, choices))}) {end}"]
-    if "string" in types_of(schema, key):
-        return [f"{rule}[lazy]: {FREE_VALUE}"]
-    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    held = json_rule(value | definitions if isinstance(value, dict) else value, whitespace=" ?", lenient=True)
-    return [f"{rule}: {rule}_json {end}", f"{rule}_json: {held}"]
+    if parameter.choices is not None:
+        texts = [text for choice in parameter.choices if (text := _text_of(choice, types)) is not None]
+        if len(texts) < len(parameter.choices):
+            raise cannot("enum", parameter.at, f"{WHY}, where text and other values look alike")
+        return [f"{rule}: ({' | '.join(map(literal, texts))}) {end}"]
+    read_as = frozenset().union(*map(kinds_of_type, types))
+    if parameter.schema is not None:
+        if not parameter.kinds <= read_as:
+            raise cannot("type", parameter.at, f"must say which types there may be: {WHY}")
+        return [f"{rule}: {rule}_json {end}", f"{rule}_json: {enforced_rule(parameter.schema, ' ?')}"]
+    if not read_as <= parameter.kinds:
+        raise cannot("type", parameter.at, f"{WHY}, where text and other values look alike")
+    bounds = [f"/(?s:.{{{rule.least},{'' if rule.most is None else rule.most}}})/" for rule in parameter.rules]
+    patterns = [_whole(rule.pattern, parameter.at) for rule in parameter.rules if rule.pattern is not None]
+    name = rule.upper()
+    return [
+        f"{rule}: {name}",
+        f"{name}: {name}_TEXT {end}",
+        f"{name}_TEXT: {' & '.join(dict.fromkeys([ANY_TEXT, *bounds, *patterns, NO_END]))}",
+    ]
+
+
+ENDS = re.compile("|".join(map(re.escape, (*VALUE_ENDS, BEGIN))))
+
+
+def _text_of(choice: Any, types: frozenset[str]) -> str | None:
+    """A value as text that is read as this value again, if there is one."""
+    text = choice if isinstance(choice, str) else json.dumps(choice, ensure_ascii=False)
+    encoded = json.dumps(text) if types == {"string"} else _as_json(text, types)
+    is_same = not ENDS.search(text) and same(json.loads(encoded)) == same(choice)
+    return text if is_same else None
+
+
+def _whole(pattern: str, at: str) -> str:
+    """A pattern, which may match anywhere in a text, as one of all of it."""
+    inner = pattern.removeprefix("^")
+    ends = inner.endswith("$") and len(re.search(r"\\*$", inner[:-1])[0]) % 2 == 0
+    inner = inner[:-1] if ends else inner
+    plain = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "", inner, flags=re.DOTALL)
+    if re.search(r"[$^]|\\[bBAz]", plain) or ("|" in plain and (ends or inner != pattern)):
+        raise cannot("pattern", at, WHY)
+    before, after = "" if pattern.startswith("^") else "(?s:.*)", "" if ends else "(?s:.*)"
+    return f"/{before}(?:{regex_to_lark(inner, 'dw')}){after}/"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
+from model.errors import GrammarError
+from model.functions import Function
 from model.grammar import HEADER, json_rule, literal
 from model.tool_call_python import argument_rules
 from model.tool_call_reader import BLANKS
@@ -89,15 +91,6 @@ SHOWN_PYTHONIC = re.compile(r"\[\s*\w+\(\w+\s*=|<function_calls>|<\|tool_call_st
 """What a template shows whose model writes calls as Python: `[name(argument=...)]`, or tags around such."""
 
 
-@dataclass(frozen=True)
-class Function:
-    """What a model may call. The schema of its arguments is bounded when a grammar is made of it."""
-
-    name: str
-    parameters: Any  # JSON schema
-    is_strict: bool = False  # the schema holds also where nobody asked for a call
-
-
 class SpecialTokens(Protocol):
     def special_id(self, text: str) -> int | None: ...
 
@@ -134,7 +127,10 @@ def calls_grammar(
     rules = _reply_rules(form, tokens, most, or_text, or_form)
     rules.append("function: " + " | ".join(f"function_{i}" for i in range(len(functions))))
     for i, function in enumerate(functions):
-        rules += _call_rules(i, function, form, key, is_held=function.is_strict or not or_text)
+        try:
+            rules += _call_rules(i, function, form, key, is_held=function.is_strict or not or_text)
+        except GrammarError as error:
+            raise GrammarError(f"Function '{function.name}': {error}") from None
     if or_text and form.syntax.bare and not form.syntax.at_start_only:
         rules.append("first: " + " | ".join(f"behind_{i} rest_{i}" for i in range(len(functions))))
         heads = [literal(form.begin + _head(function, form, key)) for function in functions]
@@ -172,15 +168,15 @@ def _reply_rules(form: CallForm, tokens: SpecialTokens, most: int, or_text: bool
 def _call_rules(i: int, function: Function, form: CallForm, key: str, *, is_held: bool) -> list[str]:
     """The call of function `i`. `is_held`: its arguments are held to its schema."""
     if form.syntax.in_xml:
-        return function_rules(i, function.name, function.parameters, is_held=is_held)
+        return function_rules(i, function, is_held=is_held)
     call = f"function_{i}: {literal(_head(function, form, key))} rest_{i}"
     if form.syntax.in_python:
-        return [call, *argument_rules(i, function.parameters, is_held=is_held)]
+        return [call, *argument_rules(i, function, is_held=is_held)]
     schema = function.parameters if is_held else {"type": "object"}
     return [
         call,
         f'rest_{i}: arguments_{i} "}}"',
-        f"arguments_{i}: {json_rule(schema, whitespace=SPACED, lenient=True)}",
+        f"arguments_{i}: {json_rule(schema, whitespace=SPACED, lenient=not function.is_strict)}",
     ]
 
 

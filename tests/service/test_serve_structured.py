@@ -8,7 +8,8 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from tests.support.random_schemas import is_valid, random_schema
+from tests.support.random_schemas import random_schema
+from tests.support.schema_validator import is_valid
 from tests.support.served import Served
 
 QUESTION = [{"role": "user", "content": "What is the weather in Oslo?"}]

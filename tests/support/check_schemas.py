@@ -19,7 +19,8 @@ from service.config import Settings
 from service.engine.build import build_engine
 from service.engine.sequence import Request
 from service.errors import EndReason
-from tests.support.random_schemas import is_valid, random_schema
+from tests.support.random_schemas import random_schema
+from tests.support.schema_validator import is_valid
 
 DEMO = Path(__file__).parents[2] / "model" / "demo"
 MAX_TOKENS = 1500

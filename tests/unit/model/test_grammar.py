@@ -17,7 +17,8 @@ from model.grammar import COMPACT, GrammarError, of_choice, of_grammar, of_json,
 from model.grammar_compiler import MAX_GRAMMAR_BYTES
 from model.grammar_matcher import MAX_DIGITS, MAX_KEPT, GrammarCompiler, Matcher
 from model.tokenizer import Tokenizer
-from tests.support.random_schemas import is_valid, random_schema
+from tests.support.random_schemas import random_schema
+from tests.support.schema_validator import is_valid
 
 DEMO = Path(__file__).parents[3] / "model" / "demo"
 EOS, BEGIN = 1, 0

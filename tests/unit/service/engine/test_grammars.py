@@ -23,7 +23,8 @@ from service.errors import EndReason
 from tests.support.beam_reference import search
 from tests.support.demo_engine import DEMO, DemoEngines
 from tests.support.plain_model import PlainModel
-from tests.support.random_schemas import is_valid, random_schema
+from tests.support.random_schemas import random_schema
+from tests.support.schema_validator import is_valid
 from tests.support.told import run_steps
 from tests.unit.service.engine.test_executor import FLOAT32, AheadOps
 

@@ -1,0 +1,307 @@
+"""Schemas of the few keywords that a grammar is written from, and what can be proven of them.
+
+A core schema is True, False, {"$ref": key}, {"allOf": [...]}, {"anyOf": [...]}, or one that has assertions only:
+those of llguidance, with `enum` for `const` and `prefixItems` for `items` in a list, and `notEnum`: of strings, that
+it is none of these.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+Core = bool | dict[str, Any]
+Kinds = frozenset[str]
+
+ALL: Kinds = frozenset({"null", "boolean", "integer", "fraction", "string", "array", "object"})
+"""What a value is. The type `number` is `integer` and `fraction`."""
+NUMBERS: Kinds = frozenset({"integer", "fraction"})
+OBJECT, ARRAY, STRING = frozenset({"object"}), frozenset({"array"}), frozenset({"string"})
+
+MAX_DEPTH = 24
+"""References and applicators that a proof looks through."""
+MAX_ALTERNATIVES = 256
+"""Of a conjunction of alternatives that is written out."""
+
+
+class Known(Protocol):
+    """What is known while schemas are made."""
+
+    def lookup(self, key: str) -> Core:
+        """What a reference stands for; True where that is not known."""
+
+    def no_text_fits(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
+        """No text is allowed by both of two assertions, certainly."""
+
+
+class _Nothing:
+    def lookup(self, _key: str) -> Core:
+        return True
+
+    def no_text_fits(self, _one: dict[str, Any], _other: dict[str, Any]) -> bool:
+        return False
+
+
+NOTHING: Known = _Nothing()
+
+
+def all_of(parts: Iterable[Core], known: Known = NOTHING) -> Core:
+    """What all of `parts` allow, in their order. Alternatives that exclude each other are told apart."""
+    flat: list[dict[str, Any]] = []
+    for part in parts:
+        if part is False:
+            return False
+        if part is not True:
+            flat += part.get("allOf", [part])
+    if sum("anyOf" in part for part in flat) > 1:
+        return _multiplied(flat, known)
+    return _conjunction(flat)
+
+
+def any_of(parts: Iterable[Core]) -> Core:
+    """What one of `parts` allows."""
+    flat: list[dict[str, Any]] = []
+    for part in parts:
+        if part is True:
+            return True
+        if part is not False:
+            flat += part["anyOf"] if set(part) == {"anyOf"} else [part]
+    unique = list({json.dumps(part): part for part in flat}.values()) if len(flat) <= MAX_ALTERNATIVES else flat
+    return {"anyOf": unique} if len(unique) > 1 else unique[0] if unique else False
+
+
+def of_kinds(kinds: Collection[str]) -> Core:
+    """Any value of some kinds, `fraction` only together with `integer`."""
+    if set(kinds) >= ALL:
+        return True
+    types = [kind for kind in ("null", "boolean", "integer", "string", "array", "object") if kind in kinds]
+    if "fraction" in kinds:
+        types[types.index("integer")] = "number"
+    return {"type": types[0] if len(types) == 1 else types} if types else False
+
+
+def kinds_of_type(name: str) -> Kinds:
+    return NUMBERS if name == "number" else frozenset({name})
+
+
+def kind_of(value: Any) -> str:
+    """The kind of a JSON value."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "boolean"
+    if isinstance(value, int | float):
+        return "integer" if isinstance(value, int) or value.is_integer() else "fraction"
+    return {str: "string", list: "array"}.get(type(value), "object")
+
+
+def same(value: Any) -> str:
+    """Equal for equal JSON values: 1 and 1.0 are, 1 and true are not."""
+    if isinstance(value, float) and value.is_integer() and math.isfinite(value):
+        return json.dumps(int(value))
+    if isinstance(value, list):
+        return f"[{','.join(map(same, value))}]"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{json.dumps(key)}:{same(value[key])}" for key in sorted(value)) + "}"
+    return json.dumps(value)
+
+
+def kinds_of(core: Core, known: Known, depth: int = 0) -> Kinds:
+    """At least the kinds that `core` allows."""
+    if isinstance(core, bool) or depth > MAX_DEPTH:
+        return frozenset() if core is False else ALL
+    if "$ref" in core:
+        return kinds_of(known.lookup(core["$ref"]), known, depth + 1)
+    if "allOf" in core:
+        return frozenset.intersection(*(kinds_of(part, known, depth + 1) for part in core["allOf"]))
+    if "anyOf" in core:
+        return frozenset().union(*(kinds_of(part, known, depth + 1) for part in core["anyOf"]))
+    found = ALL
+    if "enum" in core:
+        found &= frozenset(map(kind_of, core["enum"]))
+    if "type" in core:
+        types = [core["type"]] if isinstance(core["type"], str) else core["type"]
+        found &= frozenset().union(*map(kinds_of_type, types))
+    return found
+
+
+def values_of(core: Core, known: Known, depth: int = 0) -> list[Any] | None:
+    """All values that `core` allows, and perhaps more, where they are few and known."""
+    if isinstance(core, bool) or depth > MAX_DEPTH:
+        return [] if core is False else None
+    if "$ref" in core:
+        return values_of(known.lookup(core["$ref"]), known, depth + 1)
+    if "allOf" in core:
+        known = [values for part in core["allOf"] if (values := values_of(part, known, depth + 1)) is not None]
+        return min(known, key=len, default=None)
+    if "anyOf" in core:
+        parts = [values_of(part, known, depth + 1) for part in core["anyOf"]]
+        if any(part is None for part in parts):
+            return None
+        return list({same(value): value for part in parts for value in part}.values())
+    if "enum" in core:
+        kinds = kinds_of(core, known, depth)
+        return list({same(value): value for value in core["enum"] if kind_of(value) in kinds}.values())
+    kinds = kinds_of(core, known, depth)
+    if kinds <= {"null", "boolean"}:
+        return [None] * ("null" in kinds) + [True, False] * ("boolean" in kinds)
+    return None
+
+
+def are_disjoint(one: Core, other: Core, known: Known, depth: int = 0) -> bool:
+    """No value is allowed by both, as far as that can be proven."""
+    if one is False or other is False:
+        return True
+    if depth > MAX_DEPTH:
+        return False
+    for first, second in ((one, other), (other, one)):
+        if isinstance(first, bool):
+            continue
+        if "$ref" in first:
+            return are_disjoint(known.lookup(first["$ref"]), second, known, depth + 1)
+        if "anyOf" in first:
+            return all(are_disjoint(part, second, known, depth + 1) for part in first["anyOf"])
+    for first, second in ((one, other), (other, one)):
+        if not isinstance(first, bool) and "allOf" in first:
+            return any(are_disjoint(part, second, known, depth + 1) for part in first["allOf"])
+    if isinstance(one, bool) or isinstance(other, bool):
+        return False
+    kinds = kinds_of(one, known) & kinds_of(other, known)
+    return all(_are_disjoint_in(kind, one, other, known, depth) for kind in kinds)
+
+
+def property_of(core: dict[str, Any], name: str) -> Core:
+    """What an assertion says of one property, as far as that is plain."""
+    properties = core.get("properties", {})
+    if name in properties:
+        return properties[name]
+    return True if "patternProperties" in core else core.get("additionalProperties", True)
+
+
+def item_of(core: dict[str, Any], index: int) -> Core:
+    """What an assertion says of one item."""
+    prefix = core.get("prefixItems", ())
+    return prefix[index] if index < len(prefix) else core.get("items", True)
+
+
+def names_in(core: Core, known: Known, depth: int = 0) -> set[str]:
+    """The properties that a schema speaks of."""
+    if isinstance(core, bool) or depth > MAX_DEPTH:
+        return set()
+    if "$ref" in core:
+        return names_in(known.lookup(core["$ref"]), known, depth + 1)
+    parts = core.get("allOf", core.get("anyOf"))
+    if parts is not None:
+        return set().union(*(names_in(part, known, depth + 1) for part in parts))
+    return set(core.get("properties", ())) | set(core.get("required", ()))
+
+
+def requiring(core: Core, names: Sequence[str], known: Known, depth: int = 0) -> Core:
+    """`core` for objects that have these properties anyway, to be proven disjoint from another."""
+    if isinstance(core, bool) or not names or depth > MAX_DEPTH:
+        return core
+    if "$ref" in core:
+        return requiring(known.lookup(core["$ref"]), names, known, depth + 1)
+    for key in ("allOf", "anyOf"):
+        if key in core:
+            return {key: [requiring(part, names, known, depth + 1) for part in core[key]]}
+    return {**core, "required": [*core.get("required", ()), *names]}
+
+
+def other_texts(texts: Sequence[str]) -> str:
+    """A regular expression for every text that is none of these."""
+    tree: dict[str, Any] = {}
+    for text in texts:
+        node = tree
+        for char in text:
+            node = node.setdefault(char, {})
+        node[""] = {}
+    return f"^{_others(tree)}$"
+
+
+def _others(node: dict[str, Any]) -> str:
+    chars = [char for char in node if char]
+    options = [] if "" in node else [""]
+    options.append(f"[^{''.join(map(_escaped, chars))}]{ANYTHING}" if chars else ANYTHING[:-1] + "+")
+    options += [_escaped(char) + _others(node[char]) for char in chars]
+    return f"(?:{'|'.join(options)})"
+
+
+ANYTHING = r"[\s\S]*"
+
+
+def _escaped(char: str) -> str:
+    return char if char.isalnum() and char.isascii() else f"\\x{{{ord(char):x}}}"
+
+
+def _multiplied(flat: list[dict[str, Any]], known: Known) -> Core:
+    found: list[list[dict[str, Any]]] = [[]]
+    for part in flat:
+        options = part.get("anyOf", [part])
+        found = [
+            [*before, option]
+            for before in found
+            for option in options
+            if not any(are_disjoint(option, other, known) for other in before)
+        ]
+        if len(found) > MAX_ALTERNATIVES:
+            return _conjunction(flat)
+    return any_of(_conjunction(parts) for parts in found)
+
+
+def _conjunction(parts: list[dict[str, Any]]) -> Core:
+    flat = [inner for part in parts for inner in (part.get("allOf", [part]))]
+    return {"allOf": flat} if len(flat) > 1 else flat[0] if flat else True
+
+
+def _are_disjoint_in(kind: str, one: dict[str, Any], other: dict[str, Any], known: Known, depth: int) -> bool:
+    for first, second in ((one, other), (other, one)):
+        if "enum" in first:
+            values = [value for value in first["enum"] if kind_of(value) == kind]
+            if all(_is_excluded(value, kind, second) for value in values):
+                return True
+    if kind == "object":
+        required = {*one.get("required", ()), *other.get("required", ())}
+        return _is_empty(one, other, "minProperties", "maxProperties") or any(
+            are_disjoint(property_of(one, name), property_of(other, name), known, depth + 1)
+            for name in sorted(required)
+        )
+    if kind == "array":
+        num_items = max(one.get("minItems", 0), other.get("minItems", 0))
+        return _is_empty(one, other, "minItems", "maxItems") or any(
+            are_disjoint(item_of(one, i), item_of(other, i), known, depth + 1) for i in range(min(num_items, 16))
+        )
+    if kind == "string":
+        return _is_empty(one, other, "minLength", "maxLength") or known.no_text_fits(one, other)
+    return kind in NUMBERS and _has_no_number(one, other)
+
+
+def _is_excluded(value: Any, kind: str, core: dict[str, Any]) -> bool:
+    """`core` certainly forbids the value, whose kind it allows."""
+    if "enum" in core:
+        return same(value) not in map(same, core["enum"])
+    if kind == "string":
+        is_out = value in core.get("notEnum", ())
+        return is_out or not core.get("minLength", 0) <= len(value) <= core.get("maxLength", math.inf)
+    if kind in NUMBERS:
+        return _has_no_number(core, {"minimum": value, "maximum": value})
+    if kind == "object":
+        return any(name not in value for name in core.get("required", ()))
+    if kind == "array":
+        return not core.get("minItems", 0) <= len(value) <= core.get("maxItems", math.inf)
+    return False
+
+
+def _is_empty(one: dict[str, Any], other: dict[str, Any], least: str, most: str) -> bool:
+    return max(one.get(least, 0), other.get(least, 0)) > min(one.get(most, math.inf), other.get(most, math.inf))
+
+
+def _has_no_number(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    bounds = [(key, core[key]) for core in (one, other) for key in (*LOW, *HIGH) if key in core]
+    low = max((value for key, value in bounds if key in LOW), default=-math.inf)
+    high = min((value for key, value in bounds if key in HIGH), default=math.inf)
+    is_open = any(key.startswith("exclusive") and value in (low, high) for key, value in bounds)
+    return low > high or (low == high and is_open)
+
+
+LOW, HIGH = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")

@@ -1,0 +1,257 @@
+"""A JSON schema as a document: its keywords read with their types checked, and what a `$ref` in it stands for.
+
+Drafts 4 to 2020-12 are read alike, except where two of them give one keyword different meanings.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urldefrag, urljoin
+
+from model.errors import GrammarError
+
+MAX_SHOWN_CHARS = 120
+"""Of a pointer or value in a message."""
+MAX_EXACT = 2**53
+"""Integers up to this one are exact as doubles, which the grammar's numbers are."""
+
+_CONTROL = (
+    r"(?:[\x00-\x07\x0b\x0e-\x1f\x7f]"
+    r"|\\(?:(?:x|u00)(?:0[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])|[xu]\{0*(?:[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])\}|c.|[vae0]))"
+)
+_SINGLE_CONTROL = re.compile(
+    rf"(?P<control>{_CONTROL}|\[(?:{_CONTROL}(?:-{_CONTROL})?)\])|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL
+)
+CONTROLS = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+"""Characters that no grammar of a JSON string here can spell."""
+
+SCHEMA_KEYWORDS = frozenset({
+    "additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then",
+    "unevaluatedItems", "unevaluatedProperties",
+})  # fmt: skip
+LIST_KEYWORDS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "items"})
+MAP_KEYWORDS = frozenset({
+    "$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties",
+})  # fmt: skip
+OLD_DRAFT = re.compile(r"https?://json-schema\.org/draft-0(?P<number>[3-7])/")
+
+
+class Place(NamedTuple):
+    """A schema inside the document."""
+
+    schema: Any
+    base: str  # URI that its references are relative to
+    at: str  # JSON pointer
+
+
+def cannot(keyword: str, at: str, why: str) -> GrammarError:
+    """The refusal of a keyword by its name."""
+    pointer = "#" + (at if len(at) <= MAX_SHOWN_CHARS else "..." + at[-MAX_SHOWN_CHARS:])
+    shown = "".join(char if char.isprintable() else "?" for char in pointer)
+    return GrammarError(f"The JSON schema's '{keyword}' at '{shown}' {why}.")
+
+
+class Document:
+    """One schema with its embedded resources. Raises GrammarError for whatever is malformed."""
+
+    def __init__(self, root: Any) -> None:
+        dialect = root.get("$schema") if isinstance(root, Mapping) else None
+        draft = OLD_DRAFT.match(dialect) if isinstance(dialect, str) else None
+        self._id_keyword = "id" if draft and draft["number"] in "34" else "$id"
+        self.ignores_siblings_of_refs = draft is not None
+        self._resources: dict[str, Place] = {}
+        self._anchors: dict[tuple[str, str], Place] = {}
+        self._dynamic_anchors: dict[str, list[Place]] = {}
+        self.num_recursive_anchors = 0
+        self.root = Place(root, "", "")
+        self._index()
+
+    def child(self, place: Place, *steps: str | int) -> Place:
+        """The schema that stands at `steps` inside another."""
+        found, at = place.schema, place.at
+        for step in steps:
+            found = found[step]
+            at += "/" + str(step).replace("~", "~0").replace("/", "~1")
+        return Place(found, self._base_of(found, place.base), at)
+
+    def target(self, place: Place, keyword: str = "$ref") -> Place:
+        """What a reference in `place` stands for."""
+        ref = place.schema[keyword]
+        if not isinstance(ref, str):
+            raise cannot(keyword, place.at, "must be a string")
+        if keyword == "$dynamicRef":
+            return self._dynamic_target(place, ref)
+        if keyword == "$recursiveRef" and (ref != "#" or self.num_recursive_anchors > 1):
+            raise cannot(keyword, place.at, "cannot be enforced")
+        found = self._find(place.base, ref)
+        if found is None:
+            raise cannot(keyword, place.at, f"points at nothing in the schema: {_shown(ref)}")
+        return found
+
+    def items(self, place: Place) -> tuple[list[Place], Place | None]:
+        """The schemas of an array's first items, and of those behind them."""
+        schema = place.schema
+        if isinstance(schema.get("items"), list):
+            prefix = [self.child(place, "items", i) for i in range(len(schema["items"]))]
+            return prefix, self.child(place, "additionalItems") if "additionalItems" in schema else None
+        prefix = [self.child(place, "prefixItems", i) for i in range(len(schemas(place, "prefixItems", ())))]
+        return prefix, self.child(place, "items") if "items" in schema else None
+
+    def subschemas(self, place: Place) -> Iterator[Place]:
+        """The schemas directly inside one."""
+        if not isinstance(place.schema, Mapping):
+            return
+        for key, value in place.schema.items():
+            if key in SCHEMA_KEYWORDS and isinstance(value, Mapping | bool):
+                yield self.child(place, key)
+            elif key in LIST_KEYWORDS and isinstance(value, list):
+                yield from (self.child(place, key, i) for i in range(len(value)))
+            elif key in MAP_KEYWORDS and isinstance(value, Mapping):
+                yield from (self.child(place, key, name) for name in value)
+
+    def _index(self) -> None:
+        self.root = Place(self.root.schema, self._base_of(self.root.schema, ""), "")
+        stack = [self.root]
+        self._resources[""] = self.root
+        while stack:
+            place = stack.pop()
+            if not isinstance(place.schema, Mapping):
+                continue
+            if isinstance(place.schema.get(self._id_keyword), str):
+                self._resources.setdefault(place.base, place)
+            for key in ("$anchor", "$dynamicAnchor"):
+                name = place.schema.get(key)
+                if isinstance(name, str):
+                    self._anchors.setdefault((place.base, name), place)
+                    if key == "$dynamicAnchor":
+                        self._dynamic_anchors.setdefault(name, []).append(place)
+            own_id = place.schema.get(self._id_keyword)
+            if isinstance(own_id, str) and "#" in own_id[:-1]:
+                self._anchors.setdefault((place.base, urldefrag(own_id).fragment), place)
+            self.num_recursive_anchors += place.schema.get("$recursiveAnchor") is True
+            stack += self.subschemas(place)
+
+    def _base_of(self, schema: Any, base: str) -> str:
+        if not isinstance(schema, Mapping) or not isinstance(schema.get(self._id_keyword), str):
+            return base
+        if self.ignores_siblings_of_refs and "$ref" in schema:
+            return base
+        return _joined(base, schema[self._id_keyword])[0]
+
+    def _find(self, base: str, ref: str) -> Place | None:
+        uri, fragment = _joined(base, ref)
+        found = self.root if uri == self.root.base else self._resources.get(uri)
+        if found is None or not fragment:
+            return found
+        if not fragment.startswith("/"):
+            return self._anchors.get((uri, unquote(fragment)))
+        for step in unquote(fragment).split("/")[1:]:
+            step, schema = step.replace("~1", "/").replace("~0", "~"), found.schema
+            if isinstance(schema, list) and re.fullmatch("[0-9]{1,9}", step) and int(step) < len(schema):
+                found = self.child(found, int(step))
+            elif isinstance(schema, Mapping) and step in schema:
+                found = self.child(found, step)
+            else:
+                return None
+        return found
+
+    def _dynamic_target(self, place: Place, ref: str) -> Place:
+        found = self._find(place.base, ref)
+        name = ref.rpartition("#")[2]
+        others = self._dynamic_anchors.get(name, [])
+        if found is None:
+            raise cannot("$dynamicRef", place.at, f"points at nothing in the schema: {_shown(ref)}")
+        if found in others and len(others) > 1:
+            raise cannot("$dynamicRef", place.at, "cannot be enforced where several schemas have its $dynamicAnchor")
+        return found
+
+
+def count(place: Place, keyword: str) -> int | None:
+    """A keyword's whole number of 0 or more, if it has one."""
+    value = place.schema.get(keyword)
+    if value is None and keyword not in place.schema:
+        return None
+    if isinstance(value, float) and value.is_integer() and abs(value) <= MAX_EXACT:
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_EXACT:
+        raise cannot(keyword, place.at, "must be a whole number of 0 or more")
+    return value
+
+
+def number(place: Place, keyword: str) -> int | float | None:
+    """A keyword's number, if it has one."""
+    if keyword not in place.schema:
+        return None
+    value = place.schema[keyword]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise cannot(keyword, place.at, "must be a number")
+    if not is_exact(value):
+        raise cannot(keyword, place.at, "must be a number that a double holds exactly")
+    return value
+
+
+def is_exact(value: int | float) -> bool:
+    """A double holds it, and so does a grammar."""
+    try:
+        return math.isfinite(value) and (isinstance(value, float) or float(value) == value)
+    except OverflowError:
+        return False
+
+
+def pattern(text: Any, keyword: str, at: str) -> str:
+    """A regular expression. One of a single control character would be taken for the empty text."""
+    if not isinstance(text, str):
+        raise cannot(keyword, at, "must be a string")
+    if any(token["control"] for token in _SINGLE_CONTROL.finditer(text)):
+        raise cannot(keyword, at, "cannot be enforced: it holds a control character")
+    return text
+
+
+def names(place: Place, keyword: str) -> list[str]:
+    """A keyword's list of property names, each once."""
+    return _names(place.schema.get(keyword, []), keyword, place.at)
+
+
+def name_lists(place: Place, keyword: str) -> dict[str, list[str]]:
+    """A keyword's map from property names to lists of them."""
+    return {key: _names(value, keyword, place.at) for key, value in mapping(place, keyword).items()}
+
+
+def mapping(place: Place, keyword: str) -> Mapping[str, Any]:
+    """A keyword's map; empty without one."""
+    value = place.schema.get(keyword, {})
+    if not isinstance(value, Mapping):
+        raise cannot(keyword, place.at, "must be an object")
+    return value
+
+
+def schemas(place: Place, keyword: str, default: Any = None) -> Sequence[Any]:
+    """A keyword's list."""
+    value = place.schema.get(keyword, default)
+    if (not isinstance(value, list) and value is not default) or value is None:
+        raise cannot(keyword, place.at, "must be an array")
+    return value
+
+
+def _names(value: Any, keyword: str, at: str) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise cannot(keyword, at, "must be an array of strings")
+    return list(dict.fromkeys(value))
+
+
+def _joined(base: str, ref: str) -> tuple[str, str]:
+    """An absolute URI without its fragment, and the fragment."""
+    try:
+        uri, fragment = urldefrag(ref)
+        if not uri:
+            return base, fragment
+        return (urldefrag(urljoin(base, uri)).url if "://" in base or not base else uri), fragment
+    except ValueError:
+        return ref, ""
+
+
+def _shown(text: str) -> str:
+    return "".join(char if char.isprintable() else "?" for char in text[:MAX_SHOWN_CHARS])
