@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from model.grammar import GrammarError
 from model.grammar_matcher import GrammarCompiler
 from model.tokenizer import Tokenizer
 from model.tool_call_stream import Argued, Called, ToolCallStream
@@ -138,3 +139,46 @@ def test_a_function_that_is_not_strict_takes_any_parameters_where_it_need_not_be
     grammar = calls_grammar(QWEN3_CODER, [Function("f", MANY)], "arguments", tokenizer, or_text=True)
     assert compiler.compile(grammar).advance(ids_of(tokenizer, "Yes. " + xml("f", more="1", other="<x>")))
     assert not compiler.compile(grammar).advance(ids_of(tokenizer, xml("g", more="1")))
+
+
+ONE = {"type": "object", "required": ["a"]}
+ENFORCED = [
+    ({"type": "string", "pattern": "^[a-c]+$"}, ["abc"], ["abd", ""]),
+    ({"type": "string", "pattern": "x"}, ["axb\n"], ["ab"]),
+    ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "a\nb"], ["a", "abcd"]),
+    ({"type": "string"}, ["any\n<text> ", ""], ["a</parameter>", "a<function=f>"]),
+    ({"enum": ["red", 5, None]}, ["red", "5", "null"], ["blue", "6"]),
+    ({"anyOf": [{"type": "string"}, {"type": "null"}]}, ["null", "a"], []),
+    ({"oneOf": [{"type": "integer", "maximum": 3}, {"type": "integer", "minimum": 2}]}, ["1", "4"], ["2", "3"]),
+    ({"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}, ["[1, 2]"], ["[1, 1]"]),
+]
+
+
+@pytest.mark.parametrize(("schema", "right", "wrong"), ENFORCED)
+def test_every_keyword_of_a_parameter_is_enforced(tokenizer, schema, right, wrong):
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, [tokenizer.vocab_size - 1])
+    function = Function("f", {**ONE, "properties": {"a": schema}}, True)
+    grammar = calls_grammar(QWEN3_CODER, [function], "arguments", tokenizer, most=1)
+    for text in (*right, *wrong):
+        matcher = compiler.compile(grammar)
+        fits = matcher.advance(ids_of(tokenizer, xml("f", a=text))) and matcher.is_complete
+        assert fits == (text in right), text
+
+
+@pytest.mark.parametrize(
+    ("schema", "named"),
+    [
+        ({"properties": {"a": {"type": "string", "format": "date"}}}, "'format' at '#/properties/a'"),
+        ({"properties": {"a": {"type": ["string", "integer"], "minimum": 5}}}, "'type' at '#/properties/a'"),
+        ({"properties": {"a": {"enum": ["5", 5]}}}, "'enum' at '#/properties/a'"),
+        ({"properties": {"a": {"type": "string", "pattern": "^a|b$"}}}, "'pattern' at '#/properties/a'"),
+        ({"properties": {"a": {}}, "minProperties": 1}, "'minProperties' at '#'"),
+        ({"properties": {"a": {}}, "dependentRequired": {"a": ["b"]}}, "'dependentRequired' at '#'"),
+        ({"anyOf": [{"required": ["a"]}]}, "'anyOf' at '#'"),
+        ({"patternProperties": {"a": {}}}, "'patternProperties' at '#'"),
+    ],
+)
+def test_what_is_not_enforced_is_refused_by_name(tokenizer, schema, named):
+    with pytest.raises(GrammarError) as caught:
+        calls_grammar(QWEN3_CODER, [Function("f", schema, True)], "arguments", tokenizer)
+    assert named in str(caught.value)
