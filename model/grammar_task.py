@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from model.functions import Function
 from model.grammar import WHITESPACE, GrammarError, of_choice, of_grammar, of_json, of_regex
-from model.tool_calls import CallForm, Function, SpecialTokens, calls_grammar
+from model.tool_calls import CallForm, SpecialTokens, calls_grammar
 
 
 @dataclass(frozen=True)
