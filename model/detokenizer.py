@@ -22,6 +22,14 @@ class Detokenizer(ABC):
     def flush(self) -> str:
         """The text held back until now; an incomplete character becomes U+FFFD."""
 
+    @abstractmethod
+    def push_bytes(self, token_id: int) -> bytes:
+        """Like `push` of one token, but its bytes: those of all tokens together are the text in UTF-8."""
+
+    @abstractmethod
+    def peek_bytes(self, token_id: int) -> bytes | None:
+        """The bytes that `push_bytes` would return; None where only pushing can tell."""
+
 
 class ByteDetokenizer(Detokenizer):
     """For vocabularies in which every token is a fixed run of bytes: holds back only an incomplete UTF-8 tail."""
@@ -40,6 +48,20 @@ class ByteDetokenizer(Detokenizer):
 
     def flush(self) -> str:
         return self._decode(b"", True)
+
+    def push_bytes(self, token_id: int) -> bytes:
+        piece, rest = self._piece(token_id), self.peek_bytes(token_id)
+        num_stripped = len(piece) - len(rest)
+        self._num_spaces_to_strip = 0 if rest else self._num_spaces_to_strip - num_stripped
+        return rest
+
+    def peek_bytes(self, token_id: int) -> bytes:
+        piece = self._piece(token_id)
+        num_spaces = len(piece) - len(piece.lstrip(b" "))
+        return piece[min(num_spaces, self._num_spaces_to_strip) :]
+
+    def _piece(self, token_id: int) -> bytes:
+        return self._pieces[token_id] if 0 <= token_id < len(self._pieces) else b""
 
     def _stripped(self, text: str) -> str:
         rest = text.lstrip(" ")
@@ -72,6 +94,12 @@ class WindowDetokenizer(Detokenizer):
 
     def flush(self) -> str:
         return self._tell(self._decode(self._window))
+
+    def push_bytes(self, token_id: int) -> bytes:
+        return self.push((token_id,)).encode()
+
+    def peek_bytes(self, token_id: int) -> bytes | None:
+        return None
 
     def _tell(self, text: str) -> str:
         told, self._num_held = self._told, 0

@@ -23,6 +23,7 @@ class TokenLogprob:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]
+    is_silent: bool = False  # it ended the answer, and is no part of its text
 
 
 class Piece(Struct, frozen=True):
@@ -91,9 +92,7 @@ class JobText:
         if number not in self._branches:
             request, tokenizer = self._request, self._model.tokenizer
             # A reply is a text of its own; a completion goes on where its prompt stopped, leading space and all.
-            # Calls may begin with a special token, which is told apart later.
-            skip = request.skip_special_tokens and request.tools is None
-            detokenizer = tokenizer.detokenizer(skip, at_start=request.begins_a_text)
+            detokenizer = tokenizer.detokenizer(request.hides_special_tokens, at_start=request.begins_a_text)
             stop, include_stop = request.stop, request.include_stop_str_in_output
             text = TextStream(detokenizer, stop, include_stop, request.sampling.min_tokens)
             self._branches[number] = _Branch(text, request.sampling.logprobs is not None or self._is_ranked)
@@ -153,12 +152,13 @@ class _Branch:
     def push(self, part: Part, silent_ids: frozenset[int]) -> bool:
         """Whether a stop string has ended the branch, which its worker does not know."""
         ids = unpack_ids(part.tokens)
-        told = self._text.push(without_end_token(ids, silent_ids))
+        spoken = without_end_token(ids, silent_ids)
+        told = self._text.push(spoken)
         num_tokens = told.num_tokens if told.stopped else len(ids)
         self._untold += told.text
         self.num_untold += num_tokens
         if self._wants_logprobs:
-            self._untold_logprobs += _logprobs(part, ids[:num_tokens])
+            self._untold_logprobs += _logprobs(part, ids[:num_tokens], num_spoken=len(spoken))
         if told.stopped:
             self.finish_reason = _STOP
         elif part.end is not None:
@@ -202,13 +202,16 @@ def _silent_ids(request: Request, model: ServedModel) -> frozenset[int]:
     return frozenset((*request.sampling.stop_token_ids, *eos))
 
 
-def _logprobs(part: Part, ids: Sequence[int]) -> list[TokenLogprob]:
+def _logprobs(part: Part, ids: Sequence[int], num_spoken: int | None = None) -> list[TokenLogprob]:
+    """`num_spoken`: the others of `ids` are no part of the text."""
     if part.logprobs is None:
         return []
     chosen = unpack_floats(part.logprobs.chosen)
     top = list(zip(unpack_ids(part.logprobs.top_ids), unpack_floats(part.logprobs.top), strict=True))
     width = len(top) // len(chosen) if chosen else 0
     return [
-        TokenLogprob(token, logprob, tuple(top[i * width : (i + 1) * width]))
+        TokenLogprob(
+            token, logprob, tuple(top[i * width : (i + 1) * width]), num_spoken is not None and i >= num_spoken
+        )
         for i, (token, logprob) in enumerate(zip(ids, chosen, strict=False))
     ]

@@ -145,5 +145,10 @@ class Request:
         return isinstance(prompt, Conversation) and not prompt.continue_final_message
 
     @property
+    def hides_special_tokens(self) -> bool:
+        """Whether special tokens are dropped from the text at once; calls may begin with one, which is told later."""
+        return self.skip_special_tokens and self.tools is None
+
+    @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.sampling.n

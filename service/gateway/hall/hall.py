@@ -118,7 +118,8 @@ class Hall:
         wording = Wording(
             logprobs=request.sampling.logprobs is not None,
             tokens_as_ids=request.tokens_as_ids,
-            skip_special_tokens=request.skip_special_tokens,
+            skip_special_tokens=request.hides_special_tokens,
+            begins_a_text=request.begins_a_text,
             num_choices=request.num_choices,
             prompt_texts=ticket.prompt_texts,
             first_ids=ticket.first_ids,

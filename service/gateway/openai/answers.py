@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from model.detokenizer import Detokenizer
 from model.tokenizer import Tokenizer
 from service.errors import RequestError
 from service.gateway.generation.job_text import Piece, TokenLogprob
@@ -64,6 +65,7 @@ class Wording:
     logprobs: bool = False
     tokens_as_ids: bool = False  # in log-probabilities
     skip_special_tokens: bool = True
+    begins_a_text: bool = False  # the answer is a text of its own, and not the rest of another
     num_choices: int = 1
     prompt_texts: tuple[str, ...] = ()  # told before the choices of each prompt; none: not wanted
     first_ids: tuple[int, ...] = ()  # of the prompts, where the log-probabilities of their others are told
@@ -246,6 +248,7 @@ class ChatForm(Form):
     def __init__(self, heading: Heading, tokenizer: Tokenizer, wording: Wording) -> None:
         super().__init__(heading, tokenizer, wording)
         self._calls = None if wording.calls is None else CallTeller(heading.job_id, wording.calls)
+        self._detokenizers: dict[int, Detokenizer] = {}  # of each choice, for log-probabilities
 
     def _opening(self, index: int) -> Json:
         return {"delta": {"role": "assistant", "content": ""}}
@@ -268,7 +271,12 @@ class ChatForm(Form):
     def _logprobs_json(self, index: int, entries: Sequence[TokenLogprob]) -> Json | None:
         if not self._wording.logprobs or not entries:
             return None
-        return chat_logprobs(self._words, entries)
+        if index not in self._detokenizers:
+            wording = self._wording
+            self._detokenizers[index] = self._words.tokenizer.detokenizer(
+                wording.skip_special_tokens, at_start=wording.begins_a_text
+            )
+        return chat_logprobs(self._words, entries, self._detokenizers[index])
 
     def whole(self, pieces: Sequence[Piece], outcome: Outcome) -> Json:
         return {**super().whole(pieces, outcome), **self._prompt_logprobs(0, pieces)}

@@ -74,21 +74,28 @@ def _alternatives(words: TokenWords, entry: TokenLogprob) -> dict[str, float]:
     return found
 
 
-def chat_logprobs(words: TokenWords, entries: Sequence[TokenLogprob]) -> Json:
-    content = [
-        {
-            **_entry(words, entry.token_id, entry.logprob),
-            "top_logprobs": [_entry(words, token, logprob) for token, logprob in entry.top],
-        }
-        for entry in entries
-    ]
-    return {"content": content, "refusal": None}
+def chat_logprobs(words: TokenWords, entries: Sequence[TokenLogprob], detokenizer: Detokenizer) -> Json:
+    return {"content": chat_entries(words, entries, detokenizer), "refusal": None}
 
 
-def _entry(words: TokenWords, token_id: int, logprob: float) -> Json:
-    data = words.tokenizer.token_bytes(token_id)
-    text = f"token_id:{token_id}" if words.as_ids else data.decode("utf-8", "replace")
-    return {"token": text, "logprob": finite(logprob), "bytes": list(data)}
+def chat_entries(words: TokenWords, entries: Sequence[TokenLogprob], detokenizer: Detokenizer) -> list[Json]:
+    """The next tokens of a choice, whose text `detokenizer` has followed so far. All their `bytes` together are its
+    content: none of a special token that is dropped from it, or of the blank that a text cannot begin with."""
+    return [_chat_entry(words, entry, detokenizer) for entry in entries]
+
+
+def _chat_entry(words: TokenWords, entry: TokenLogprob, detokenizer: Detokenizer) -> Json:
+    top = []
+    for token_id, logprob in entry.top:
+        data = detokenizer.peek_bytes(token_id)
+        top.append(_entry(words, token_id, logprob, words.tokenizer.token_bytes(token_id) if data is None else data))
+    data = b"" if entry.is_silent else detokenizer.push_bytes(entry.token_id)
+    return {**_entry(words, entry.token_id, entry.logprob, data), "top_logprobs": top}
+
+
+def _entry(words: TokenWords, token_id: int, logprob: float, data: bytes) -> Json:
+    text = words.tokenizer.token_text(token_id)
+    return {"token": words.name(token_id) if words.as_ids else text, "logprob": finite(logprob), "bytes": list(data)}
 
 
 def prompt_logprobs(words: TokenWords, entries: Sequence[TokenLogprob]) -> list[Json | None]:

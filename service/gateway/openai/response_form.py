@@ -10,13 +10,13 @@ import msgspec
 
 from model.tokenizer import Tokenizer
 from service.errors import EndReason, RequestError
-from service.gateway.generation.job_text import Piece, TokenLogprob
+from service.gateway.generation.job_text import Piece
 from service.gateway.generation.request import Request
 from service.gateway.generation.run import Outcome
 from service.gateway.generation.served_model import CallWording
 from service.gateway.openai.answers import Heading, Json
 from service.gateway.openai.calls import CallTeller
-from service.gateway.openai.logprobs import finite
+from service.gateway.openai.logprobs import TokenWords, chat_entries
 from service.gateway.openai.response_bodies import ResponseBody, read_body
 
 RESPONSE_PREFIX = "resp_"
@@ -87,7 +87,8 @@ class ResponseForm:
 
     def __init__(self, heading: Heading, tokenizer: Tokenizer, wording: ResponseWording) -> None:
         self._heading = heading
-        self._tokenizer = tokenizer
+        self._words = TokenWords(tokenizer, as_ids=False)
+        self._detokenizer = tokenizer.detokenizer(skip_special_tokens=wording.calls is None, at_start=True)
         self._wording = wording
         calls = wording.calls
         self._calls = calls and CallTeller(heading.job_id, calls, is_streamed=wording.is_streamed)
@@ -120,7 +121,8 @@ class ResponseForm:
         """The events that tell `piece`."""
         events = self.opening()
         is_last = piece.finish_reason is not None
-        self._untold += [self._entry(entry) for entry in piece.logprobs] if self._wording.logprobs else ()
+        if self._wording.logprobs:
+            self._untold += chat_entries(self._words, piece.logprobs, self._detokenizer)
         for delta in self._deltas(piece.text, is_last=is_last):
             if "tool_calls" in delta:
                 for call in delta["tool_calls"]:
@@ -259,14 +261,6 @@ class ResponseForm:
         number = self._num_events
         self._num_events += 1
         return {"type": kind, "sequence_number": number, **what}
-
-    def _entry(self, entry: TokenLogprob) -> Json:
-        top = [self._likelihood(token, logprob) for token, logprob in entry.top]
-        return {**self._likelihood(entry.token_id, entry.logprob), "top_logprobs": top}
-
-    def _likelihood(self, token_id: int, logprob: float) -> Json:
-        data = self._tokenizer.token_bytes(token_id)
-        return {"token": data.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(data)}
 
 
 def _usage(outcome: Outcome) -> Json:
