@@ -7,18 +7,22 @@ from typing import Any
 import msgspec
 
 from service.gateway.generation.refusals import refusal
-from service.gateway.generation.request import Conversation
+from service.gateway.generation.request import CHAT, Conversation
 from service.gateway.generation.served_model import ServedModel
-from service.gateway.openai.bodies import Message, convert
-from service.gateway.openai.messages import conversation, plain_messages
+from service.gateway.openai.bodies import Message, Tool, convert
+from service.gateway.openai.messages import plain_messages
 from service.gateway.openai.strict_json import decode_object
+from service.gateway.openai.validator import read_request
 
 
 class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
-    add_generation_prompt: bool = True
+    tools: list[Tool] = []
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, bool] = {}
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
 
@@ -31,11 +35,10 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
 def tokenize(model: ServedModel, data: bytes) -> dict[str, Any]:
     """`tokens`, their `count`, and `token_strs` where asked for. Raises RequestError (400, 404)."""
     fields = decode_object(data)
-    if "messages" in fields:
-        fields["messages"] = plain_messages(fields["messages"])
-    body = convert(fields, TokenizeBody)
+    plain = {**fields, "messages": plain_messages(fields["messages"])} if "messages" in fields else fields
+    body = convert(plain, TokenizeBody)
     model.require(model.name if body.model is None else body.model)
-    ids = model.encode(_prompt(body), body.add_special_tokens is not False)
+    ids = model.encode(_prompt(model, body, fields), body.add_special_tokens is not False)
     texts = [model.tokenizer.token_text(token) for token in ids] if body.return_token_strs else None
     return {"count": len(ids), "tokens": ids, "token_strs": texts}
 
@@ -48,11 +51,20 @@ def detokenize(model: ServedModel, data: bytes) -> dict[str, Any]:
     return {"prompt": model.tokenizer.decode(body.tokens, skip_special_tokens=False)}
 
 
-def _prompt(body: TokenizeBody) -> str | Conversation:
+CHAT_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+
+
+def _prompt(model: ServedModel, body: TokenizeBody, fields: dict[str, Any]) -> str | Conversation:
+    """The text, or what a chat of the same fields makes of its messages."""
     if (body.prompt is None) == (body.messages is None):
         raise refusal("prompt", "or 'messages' must be given, one of them")
-    if body.messages is not None:
-        if body.add_special_tokens:
-            raise refusal("add_special_tokens", "cannot be true with 'messages', whose template adds them")
-        return conversation(body.messages, body.add_generation_prompt, {})
-    return body.prompt
+    if body.prompt is not None:
+        for name in ("tools", "continue_final_message", "chat_template_kwargs"):
+            if getattr(body, name):
+                raise refusal(name, "needs 'messages'")
+        return body.prompt
+    if body.add_special_tokens:
+        raise refusal("add_special_tokens", "cannot be true with 'messages', whose template adds them")
+    chat = read_request(CHAT, {"model": model.name, **{name: fields[name] for name in CHAT_FIELDS if name in fields}})
+    model.check_tools(chat.tools)
+    return chat.prompts[0]

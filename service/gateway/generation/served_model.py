@@ -114,6 +114,11 @@ class ServedModel:
             return None
         return GrammarTask(form, calls)
 
+    def check_tools(self, wish: ToolWish | None) -> None:
+        """Raises RequestError (400) for tools that the model's chat template would not tell of."""
+        if wish is not None and self.call_form is None:
+            raise refusal("tools", "cannot be had: this model's chat template knows none")
+
     def call_wording(self, wish: ToolWish | None) -> CallWording | None:
         """How calls are told from text in the answer, where it may have any."""
         if wish is None or self.call_form is None:
@@ -123,8 +128,7 @@ class ServedModel:
 
     def _calls(self, wish: ToolWish, form: GrammarSpec | None) -> CallSpec | None:
         """The calls that must be, or that must be right, where an answer that calls nothing must have this `form`."""
-        if self.call_form is None:
-            raise refusal("tools", "cannot be had: this model's chat template knows none")
+        self.check_tools(wish)
         if form is not None and not wish.must_call and self.call_form.syntax.bare:
             raise refusal(
                 "tool_choice", "cannot be 'auto' where the answer must have a form: calls of this model have no opening"
