@@ -35,7 +35,7 @@ class StoredFile:
     filename: str
     purpose: str
     num_bytes: int
-    created_s: float  # Redis time, Unix seconds
+    created_s: float  # queue time, Unix seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Batch:
     tenant: str
     endpoint: str
     input_file_id: str
-    created_s: float  # Redis time, Unix seconds
+    created_s: float  # queue time, Unix seconds
     expires_s: float
     status: BatchStatus = BatchStatus.VALIDATING
     num_total: int = 0

@@ -153,7 +153,7 @@ class Lane:
     """The jobs of one of QUEUE_LANES."""
 
     num_jobs: int
-    oldest_at_s: float | None  # Redis time since which the first of them has been waiting there; None where none does
+    oldest_at_s: float | None  # queue time since which the first of them has been waiting there; None where none does
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ class DoorBroker(BatchStore, ResponseStore, Protocol):
         """How many jobs wait in each of QUEUE_LANES, and since when."""
 
     async def now_s(self) -> float:
-        """Redis time, Unix seconds."""
+        """Queue time, Unix seconds: Redis' clock without its jumps."""
 
     async def fetch_ingress(self, producers: Sequence[str], max_entries: int, wait_s: float) -> Sequence[IngressEntry]:
         """New entries of these producers' streams, each to one gateway only."""
@@ -302,7 +302,7 @@ class WorkerBroker(Protocol):
         """Cancels since the last call (since this broker was opened, at first)."""
 
     async def now_s(self) -> float:
-        """Redis time, Unix seconds."""
+        """Queue time, Unix seconds: Redis' clock without its jumps."""
 
     async def announce(self, card: WorkerCard) -> bool:
         """Tell the doors, and other workers, that this one is here. Returns whether somebody wants to see

@@ -2,7 +2,7 @@
 --
 -- KEYS[1]  {quire}:jobs       hash, job id -> Job message, from acceptance to the end
 -- KEYS[2]  {quire}:states     hash, job id -> state, a msgpack map as long as the job is there:
---            feed, log, deadline    where its events go; Redis time, Unix seconds
+--            feed, log, deadline    where its events go; queue time, Unix seconds
 --            queue, entry           where it waits; both absent while it is claimed
 --            attempts, told         how often it was claimed; the last event in its log at the last claim
 --            deaths, deaths_in_all  engine deaths while it was in flight, since it last got on; from the beginning
@@ -20,12 +20,14 @@
 -- KEYS[5]  {quire}:waiting    stream, ids of accepted jobs
 -- KEYS[6]  {quire}:returned   stream, ids of jobs that were claimed before
 -- KEYS[7]  {quire}:suspects   stream, ids of jobs that run alone
--- KEYS[8]  {quire}:leases     sorted set, workers by the Redis time their lease runs out
+-- KEYS[8]  {quire}:leases     sorted set, workers by the queue time their lease runs out
 -- KEYS[9]  {quire}:epoch      string, made with the data and lost with them
 -- ARGV[1] longest feed (entries)      ARGV[2] feed's life (s)
 -- ARGV[3] life of a log without news (s)   ARGV[4] life of a log after the end (s)
 -- ARGV[5] deaths that make a suspect   ARGV[6] deaths that are enough   ARGV[7] deaths in all that are enough
 -- ARGV[8] events by which a job gets on
+-- last ARGV  seconds since the caller's last script was answered, by a clock that is never set; '' for a new caller
+-- {quire}:epoch:clock         hash, the queue's clock: wall, what Redis' clock said; queue, what time that was (see now_s)
 -- The keys of a job's feed and log are taken from its state where a script learns only here which job it is about.
 
 local JOBS, STATES, CLAIMS, DEADLINES, WAITING, RETURNED, SUSPECTS, LEASES, EPOCH = unpack(KEYS, 1, 9)
@@ -33,10 +35,29 @@ local FEED_ENTRIES, FEED_LIFE_S, RUNNING_LIFE_S, ENDED_LIFE_S = unpack(ARGV, 1, 
 local SUSPECT_AFTER_DEATHS, MAX_DEATHS, MAX_DEATHS_IN_ALL = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
 local GETS_ON_BY_EVENTS = tonumber(ARGV[8])
 
-local function now_s()
+-- The queue's clock: Redis' own, without its jumps. It is set by NTP, and may be an hour off after a failover; deadlines,
+-- leases and the order of jobs must not move with it. Every script moves the clock on, by no more than what has passed on the
+-- caller's own clock, and not back. The difference is made up for by going up to SLEW faster or slower. Where nobody was
+-- there, as far as the caller knows, all that Redis' clock says has passed.
+local CLOCK, SLACK_S, SLEW, STORE_EVERY_S = EPOCH .. ':clock', 1, 0.05, 0.1
+local function tick()
   local time = redis.call('TIME')
-  return tonumber(time[1]) + tonumber(time[2]) / 1e6
+  local wall, known = tonumber(time[1]) + tonumber(time[2]) / 1e6, redis.call('HMGET', CLOCK, 'wall', 'queue')
+  local now = wall
+  if known[1] and known[2] then
+    local elapsed = tonumber(ARGV[#ARGV])
+    local most = elapsed and elapsed + SLACK_S or math.huge
+    local passed = math.min(math.max(wall - tonumber(known[1]), 0), most)
+    now = tonumber(known[2]) + passed
+    now = now + math.max(-SLEW * passed, math.min(SLEW * passed, wall - now))
+    if math.abs(wall - tonumber(known[1])) < STORE_EVERY_S then return now end
+  end
+  -- Refused where memory is short: then the clock is moved on by a later script.
+  redis.pcall('HSET', CLOCK, 'wall', string.format('%.6f', wall), 'queue', string.format('%.6f', now))
+  return now
 end
+local NOW_S = tick()
+local function now_s() return NOW_S end
 
 local function read_state(job)
   local packed = redis.call('HGET', STATES, job)

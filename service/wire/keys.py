@@ -20,7 +20,7 @@ alone. From acceptance to the end."""
 CLAIMS = "{quire}:claims"
 """Hash. Job id to its fence, `<attempt> <worker>`. Workers write and read. While it is claimed."""
 DEADLINES = "{quire}:deadlines"
-"""Sorted set. Job ids by deadline, Redis time. Doors write, workers read. From acceptance to the end."""
+"""Sorted set. Job ids by deadline, queue time. Doors write, workers read. From acceptance to the end."""
 WAITING = "{quire}:waiting"
 """Stream. Accepted jobs, m = job id. Doors write, workers read. An entry lives until its job is claimed."""
 WAITING_TOKENS = "{quire}:waiting:tokens"
@@ -34,17 +34,19 @@ SUSPECTS = "{quire}:suspects"
 """Stream. Jobs that were in flight at two engine deaths, m = job id; they run alone. Workers write and read. Until
 claimed again."""
 LEASES = "{quire}:leases"
-"""Sorted set. Workers by the Redis time at which their lease runs out. Workers write and read. Until taken over."""
+"""Sorted set. Workers by the queue time at which their lease runs out. Workers write and read. Until taken over."""
 EPOCH = "{quire}:epoch"
 """String. A random name of these data: who finds another knows that Redis has lost everything. Doors and workers write
 and read. For ever."""
+CLOCK = "{quire}:epoch:clock"
+"""Hash. wall: what Redis' clock said; queue: what time that was in the queue. Scripts write and read. For ever."""
 QUEUE = (JOBS, STATES, CLAIMS, DEADLINES, WAITING, RETURNED, SUSPECTS, LEASES, EPOCH)
 """The first keys of every script."""
 
 ALONE = "{quire}:alone"
 """String. The worker that runs suspects. Workers write and read. As long as a lease."""
 DEATHS = "{quire}:deaths"
-"""Hash. num: how many engines have died; last_s: when the last did (Redis time); told: names of the last few, so that
+"""Hash. num: how many engines have died; last_s: when the last did (queue time); told: names of the last few, so that
 none is counted twice. Workers write and read. For ever."""
 DEAD = "{quire}:dead"
 """Stream. Jobs that killed engines, m = DeadLetter. Workers write, people read. The last DEAD_MAX_ENTRIES."""
@@ -55,7 +57,7 @@ CANCELS = "{quire}:cancels"
 CANCELS_MAX_ENTRIES = 8192
 
 WORKERS = "{quire}:workers"
-"""Sorted set. Worker ids by the Redis time of their last heartbeat. Workers write, doors read. CARD_TTL_S likewise."""
+"""Sorted set. Worker ids by the queue time of their last heartbeat. Workers write, doors read. CARD_TTL_S likewise."""
 CARD_TTL_S = 10
 CARD_LATE_S = 3.5
 """A worker writes its card every second; one whose card is older than this is not ready."""
@@ -89,7 +91,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
 def waiting_since(lane: str) -> str:
-    """Sorted set. Jobs that wait in the lane and were never claimed, by when they were accepted (Redis time). Scripts
+    """Sorted set. Jobs that wait in the lane and were never claimed, by when they were accepted (queue time). Scripts
     write, doors read. As long as any wait."""
     return f"{{quire}}:waiting:since:{_name(lane)}"
 

@@ -1,6 +1,6 @@
 -- Bytes that are stored for a tenant, by what they are stored for. Stands before every script, behind common.lua.
 --
--- ledger  sorted set, name -> when it expires (Redis time, Unix seconds)
+-- ledger  sorted set, name -> when it expires (queue time, Unix seconds)
 -- sizes   hash, name -> bytes; '' -> of all names together
 -- A name leaves both with the first charge after it has expired, so expired bytes never count.
 

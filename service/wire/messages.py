@@ -27,8 +27,8 @@ class Job:
     tenant: str
     prompt: bytes  # uint32[num_prompt_tokens]
     sampling: SamplingParams
-    submitted_at_s: float  # Redis time, Unix seconds
-    deadline_s: float | None = None  # Redis time, Unix seconds
+    submitted_at_s: float  # queue time, Unix seconds
+    deadline_s: float | None = None  # queue time, Unix seconds
     feed: str  # the door instance that follows this job's events
     priority: int = 0  # among its tenant's waiting jobs; lower goes first
     is_batch: bool = False  # it waits in the lowest lane
@@ -101,8 +101,8 @@ class RequestRecord:
     endpoint: str
     outline: bytes  # the JSON body, but for its prompts, in whose place the shortest possible stand
     digest: bytes  # SHA-256 of endpoint and whole body
-    created_s: float  # Redis time, Unix seconds
-    deadline_s: float  # Redis time, Unix seconds
+    created_s: float  # queue time, Unix seconds
+    deadline_s: float  # queue time, Unix seconds
     num_prompt_tokens: bytes  # uint32[num_jobs]
     prompt_texts: tuple[str, ...] = ()  # where the answer repeats them
     first_ids: bytes = b""  # uint32[num_jobs], the prompts' first tokens, where it tells how likely the others were
@@ -119,7 +119,7 @@ class WorkerCard:
     max_model_len: int
     num_blocks: int
     block_size: int
-    beat_at_s: float  # Redis time, set by the broker
+    beat_at_s: float  # queue time, set by the broker
     blocks: bytes = b""  # the pool as a picture (service/engine/block_map.py), while somebody looks
     host_blocks: bytes = b""  # the second tier likewise
     stats: dict[str, float] = field(default_factory=dict)  # gauges and counters, named as in service/metrics.py
@@ -133,7 +133,7 @@ class DeadLetter:
     job: bytes  # the Job, as it was accepted
     deaths: int  # engine deaths while it was in flight; at the last it ran alone
     cause: str  # of the last death
-    buried_at_s: float  # Redis time, Unix seconds
+    buried_at_s: float  # queue time, Unix seconds
 
 
 @dataclass(frozen=True, kw_only=True)

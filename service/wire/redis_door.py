@@ -125,9 +125,11 @@ class RedisDoor:
                 pipeline.xlen(queue)
                 pipeline.xrange(queue, count=1)
             pipeline.zrangebyscore(keys.LEASES, now_s, "+inf")
-            *found, leases = await pipeline.execute()
+            pipeline.time()
+            *found, leases, (seconds, microseconds) = await pipeline.execute()
         lanes = zip(QUEUE_LANES, found[::2], found[1::2], strict=True)
-        return QueueState({lane: Lane(count, _since_s(first)) for lane, count, first in lanes}, len(leases))
+        ahead_s = seconds + microseconds / 1e6 - now_s  # of Redis' clock, which names entries
+        return QueueState({lane: Lane(count, _since_s(first, ahead_s)) for lane, count, first in lanes}, len(leases))
 
     async def now_s(self) -> float:
         return await self._link.now_s()
@@ -188,12 +190,13 @@ def _reply_keys(entry: IngressEntry, reply_id: str) -> list[str]:
     return [keys.ingress(entry.producer), keys.reply(*names), keys.reply_of(*names)]
 
 
-def _since_s(first: Sequence[tuple[bytes, Any]]) -> float | None:
-    """When the first job of a lane, as Redis lists it, began to wait: its score, or the time in its entry's id."""
+def _since_s(first: Sequence[tuple[bytes, Any]], ahead_s: float) -> float | None:
+    """When the first job of a lane, as Redis lists it, began to wait: its score, or the time in its entry's id, which
+    is `ahead_s` ahead of the queue's."""
     if not first:
         return None
     entry, score = first[0]
-    return score if isinstance(score, float) else order(entry.decode())[0] / 1e3
+    return score if isinstance(score, float) else order(entry.decode())[0] / 1e3 - ahead_s
 
 
 def _card(payload: bytes) -> WorkerCard | None:

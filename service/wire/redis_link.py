@@ -47,7 +47,7 @@ MAX_BLOCKING_CONNECTIONS = 16
 BLOCK_MARGIN_S = 3.0
 """How much later than asked a blocking read may answer before its connection counts as dead."""
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
-CLOCK_REFRESH_S = 30.0
+CLOCK_REFRESH_S = 10.0
 STREAM_START = "0-0"
 OLDEST_VERSION = (6, 2)
 BEFORE_EACH_SCRIPT = ("fair", "common", "ledger")
@@ -84,6 +84,7 @@ class RedisLink:
         self._timeout_s = timeout_s
         self._clock_offset_s = 0.0
         self._clock_read_at_s = float("-inf")
+        self._spoke_at_s: float | None = None  # when the last script was sent that was answered
 
     async def check(self) -> None:
         """Raises BrokerUnavailable if Redis does not answer, StartupError if it is not one that we can use."""
@@ -176,12 +177,16 @@ class RedisLink:
         """Run `<name>.lua`, which lies beside this module, behind `fair.lua`, `common.lua` and `ledger.lua`. Raises
         BrokerUnavailable, or DataLost where Redis has another epoch than the script was told."""
         source, digest = script_of(name)
-        keys, args = (*QUEUE, *keys), (*BOUNDS, *args)
+        sent_s = time.monotonic()
+        elapsed = "" if self._spoke_at_s is None else sent_s - self._spoke_at_s
+        keys, args = (*QUEUE, *keys), (*BOUNDS, *args, elapsed)
         async with self.commands() as redis:
             try:
-                return await redis.evalsha(digest, len(keys), *keys, *args)
+                answer = await redis.evalsha(digest, len(keys), *keys, *args)
             except NoScriptError:  # a restarted Redis has forgotten it
-                return await redis.eval(source, len(keys), *keys, *args)
+                answer = await redis.eval(source, len(keys), *keys, *args)
+        self._spoke_at_s = max(sent_s, self._spoke_at_s or sent_s)
+        return answer
 
     async def script_until_known(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
         """`script`, for one that changes nothing the second time: run again while its answer is lost. Raises
@@ -201,13 +206,13 @@ class RedisLink:
                 await asyncio.sleep(wait_s)
 
     async def now_s(self) -> float:
-        """Redis time, Unix seconds; asked for now and then, carried on by our monotonic clock."""
+        """Time of the queue, Unix seconds: Redis' clock without its jumps. Asked for now and then, carried on by our
+        monotonic clock."""
         before_s = time.monotonic()
         if before_s - self._clock_read_at_s > CLOCK_REFRESH_S:
-            async with self.commands() as redis:
-                seconds, microseconds = await redis.time()
+            told_s = float(await self.script("clock", [], []))
             after_s = time.monotonic()
-            self._clock_offset_s = seconds + microseconds / 1e6 - (before_s + after_s) / 2
+            self._clock_offset_s = told_s - (before_s + after_s) / 2
             self._clock_read_at_s = after_s
         return time.monotonic() + self._clock_offset_s
 

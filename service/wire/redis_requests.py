@@ -14,7 +14,7 @@ from service.wire.storage import OVERHEAD_BYTES, UNLIMITED, StorageLimits
 
 
 def record_life_s(record: RequestRecord, now_s: float) -> int:
-    """How long a record stays, from Redis time `now_s` on."""
+    """How long a record stays, from queue time `now_s` on."""
     return int(record.deadline_s - now_s) + keys.LOG_ENDED_TTL_S
 
 

@@ -13,6 +13,9 @@ for i = 1, #held, 2 do
   if redis.call('HGET', CLAIMS, held[i]) ~= held[i + 1] then answer[#answer + 1] = held[i] end
 end
 if redis.call('XLEN', SUSPECTS) > 0 then
+  local other = redis.call('GET', KEYS[10])
+  -- Its own life goes by Redis' clock, which may have been set back.
+  if other and not redis.call('ZRANK', LEASES, other) then redis.call('DEL', KEYS[10]) end
   redis.call('SET', KEYS[10], owner, 'NX')
   if redis.call('GET', KEYS[10]) == owner then
     redis.call('PEXPIRE', KEYS[10], math.ceil(tonumber(ARGV[11]) * 1000))

@@ -18,7 +18,7 @@ class StoredResponse:
 
     response_id: str
     tenant: str
-    created_s: float  # Redis time, Unix seconds
+    created_s: float  # queue time, Unix seconds
     answer: Json  # the response, as it is while it has no end, or as it ended
     context: list[Json] = field(default_factory=list)  # items of the responses that it goes on with, the oldest first
     input: list[Json] = field(default_factory=list)  # its own items

@@ -61,9 +61,7 @@ class PlainModel:
     def _stops(self, wishes: SamplingParams) -> set[int]:
         return set(wishes.stop_token_ids) | (set() if wishes.ignore_eos else self.eos_token_ids)
 
-    def _shaped(
-        self, scores: np.ndarray, token_ids: list[int], wishes: SamplingParams, num_prompt: int
-    ) -> np.ndarray:
+    def _shaped(self, scores: np.ndarray, token_ids: list[int], wishes: SamplingParams, num_prompt: int) -> np.ndarray:
         logits, output = np.array(scores), token_ids[num_prompt:]
         for token, value in wishes.logit_bias:
             logits[token] += value

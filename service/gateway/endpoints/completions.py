@@ -43,8 +43,9 @@ class Generations:
             http[HELD].shrink(len(ticket.request.source.outline))
             if not ticket.request.stays:
                 return await self._answer(http, ticket, self._hall.open(ticket), 0)
-            if ticket.jobs:
+            if not ticket.came_before:
                 after = 0
+            if ticket.jobs:
                 await self._hall.keep(ticket)
             if ticket.request.background:
                 return await self._state(ticket, 202, was_accepted=bool(ticket.jobs))

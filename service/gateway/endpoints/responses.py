@@ -76,8 +76,9 @@ class Responses:
             record = None
         if not ticket.request.stays:
             return await self._answer(http, ticket, self._hall.open(ticket), 0, record)
-        if ticket.jobs:
+        if not ticket.came_before:
             after = 0
+        if ticket.jobs:
             await self._keep(ticket, record)
         if ticket.request.background and not ticket.request.stream:
             is_new = bool(ticket.jobs)

@@ -21,7 +21,7 @@ class FleetView:
 
     cards: Sequence[WorkerCard]
     queue: QueueState
-    seen_at_s: float  # Redis time, as in the cards and of the queue
+    seen_at_s: float  # queue time, as in the cards and of the queue
 
     @property
     def num_ready(self) -> int:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from service.errors import EndReason, RequestError
 from service.gateway.generation.request import Request
 from service.gateway.hall.admission import UNAVAILABLE, Admission, unavailable
+from service.gateway.hall.job_ids import new_job_id
 from service.gateway.hall.relay import Relay
 from service.gateway.hall.storage import stored
 from service.gateway.hall.text_threads import TextThreads
@@ -37,7 +38,7 @@ class Requests:
         """The ticket of a request that will be remembered once it is submitted, or is already where it has a key; one
         without jobs where the same request came before under its key. Raises RequestError like `admit`, and 409 where
         the key stands for another one."""
-        ticket = await self._admission.admit(request, tenant)
+        ticket = await self._admission.admit(request, tenant, new_job_id())
         if idempotency_key is None:
             return replace(ticket, record=record_of(ticket))
         digest = _key_digest(tenant, idempotency_key)
@@ -53,10 +54,14 @@ class Requests:
             events = await self._broker.last_events(earlier.job_ids)
         except BrokerUnavailable:
             raise unavailable() from None
-        # Its gateway may have heard no answer, or died before all was queued. No job is accepted twice.
-        named = [replace(job, job_id=name) for job, name in zip(ticket.jobs, earlier.job_ids, strict=True)]
-        missing = tuple(job for job, event in zip(named, events, strict=True) if event is None)
-        return replace(earlier, jobs=missing, idempotency=digest) if missing else earlier
+        earlier = replace(earlier, came_before=True)
+        if all(events):
+            return earlier
+        # Its gateway may have heard no answer, or died before all was queued. No job is accepted twice; one that is not
+        # there generates the same, since a seed that the client has not chosen follows from the request's id.
+        again = await self._admission.admit(request, tenant, earlier.request_id)
+        missing = tuple(job for job, event in zip(again.jobs, events, strict=True) if event is None)
+        return replace(earlier, jobs=missing, idempotency=digest)
 
     async def _first_under(self, digest: str, ticket: Ticket) -> RequestRecord | None:
         """The record of an earlier request under the same key; None: this one is the first, and is remembered. Raises

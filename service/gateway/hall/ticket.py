@@ -21,7 +21,7 @@ class Ticket:
     request: Request
     request_id: str  # also the id of its first job
     tenant: str
-    created_s: float  # Redis time, Unix seconds
+    created_s: float  # queue time, Unix seconds
     timeout_s: float  # what is left of its time
     num_prompt_tokens: tuple[int, ...]  # by job
     prompt_texts: tuple[str, ...]  # by prompt, where the request wants them told again; else none
@@ -29,6 +29,7 @@ class Ticket:
     jobs: tuple[Job, ...] = ()  # to be submitted; none where that was done before
     record: RequestRecord | None = None  # to be kept with the first job; None where it is kept already, or not at all
     idempotency: str | None = None  # hash of the client's key for it
+    came_before: bool = False  # under its key: its client may have events of it
 
     def with_timeout(self, timeout_s: float) -> Ticket:
         return replace(self, timeout_s=timeout_s)
@@ -56,7 +57,7 @@ def record_of(ticket: Ticket) -> RequestRecord:
 
 
 def ticket_of(record: RequestRecord, now_s: float) -> Ticket:
-    """The request again, with the shortest possible prompts. `now_s`: Redis time."""
+    """The request again, with the shortest possible prompts. `now_s`: queue time."""
     request = read_request(record.endpoint, msgspec.json.decode(record.outline))
     return Ticket(
         request=replace(

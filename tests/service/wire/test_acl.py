@@ -28,6 +28,7 @@ RIGHTS = {
     keys.ALONE: (NO, RW, NO),
     keys.DEAD: (NO, RW, NO),
     keys.DEATHS: (NO, RW, NO),
+    keys.CLOCK: (RW, RW, NO),
     keys.CANCELS: (RW, R, NO),
     keys.WORKERS: (R, RW, NO),
     keys.LOOKED_AT: (RW, R, NO),

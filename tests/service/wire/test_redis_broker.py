@@ -181,7 +181,7 @@ async def test_a_past_with_a_hole_ends_its_job(open_broker, redis):
 async def test_events_of_a_job_that_is_not_ours_are_dropped(open_broker, redis):
     broker = await open_broker()
     assert await broker.publish(make_events("JOB9", [1])) == {"JOB9"}
-    assert set(redis.keys("*")) == {b"{quire}:epoch", b"{quire}:leases"}
+    assert set(redis.keys("*")) == {b"{quire}:epoch", b"{quire}:epoch:clock", b"{quire}:leases"}
 
 
 async def test_an_ingress_entry_goes_to_one_door_and_leaves_with_its_settling(open_broker, redis):

@@ -8,6 +8,7 @@ import asyncio
 import pytest
 
 from service.errors import EndReason
+from service.gateway.hall.job_ids import seed_of
 from service.wire.broker import BrokerUnavailable, OutcomeUnknown
 from tests.support.gateway import MODEL, QuickBroker, beside, open_gateway, speech
 from tests.support.raw_http import RawClient
@@ -33,6 +34,7 @@ class LostAnswers(QuickBroker):
 
     async def _say(self, name, act):
         if name in self.away:
+            act.close()
             raise OutcomeUnknown("away")
         answer = await act
         if name in self.lost:
@@ -230,3 +232,33 @@ async def test_another_gateway_streams_a_job_that_it_finds(model_folder, gateway
         status, answer = await other.post(CHAT, BODIES[CHAT], headers=KEY)
         assert (status, text_of(answer)) == (200, TEXT)
     assert EndReason.CANCELLED not in [cancel.reason for cancel in gateway.worker.cancels]
+
+
+async def test_a_stream_goes_on_behind_events_that_came_before_those_of_its_job(gateway):
+    """A response has begun when its job is queued; nothing of it is told again where that is asked for once more."""
+    gateway.worker.script = lambda job: speech(gateway.model, TEXT, step_s=0.2)
+    body = {**BODIES[RESPONSES], "stream": True}
+    numbers = []
+    for last in (None, b"response.in_progress", None):
+        headers = {**KEY, **({"Last-Event-ID": str(numbers[-1])} if numbers else {})}
+        async with gateway.http.post(gateway.url + RESPONSES, json=body, headers=headers) as response:
+            assert response.status == 200
+            async for line in response.content:
+                if line.startswith(b"id: "):
+                    numbers.append(int(line[4:]))
+                if not numbers[1:] and len(numbers) == 1 and line == b"\n":
+                    break
+                if last is not None and len(numbers) == 2:
+                    break
+    assert numbers == list(range(1, len(numbers) + 1))
+
+
+async def test_a_job_that_is_submitted_again_has_the_same_seed(gateway):
+    gateway.broker.away = {"submit"}
+    assert (await gateway.post(CHAT, BODIES[CHAT], headers=KEY))[0] == 503
+    gateway.broker.away = {"submit"}
+    assert (await gateway.post(CHAT, BODIES[CHAT], headers=KEY))[0] == 503
+    gateway.broker.away = set()
+    assert (await gateway.post(CHAT, BODIES[CHAT], headers=KEY))[0] == 200
+    (job,) = gateway.worker.jobs
+    assert job.sampling.seed == seed_of(job.job_id)
