@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -19,9 +19,11 @@ from llguidance.gbnf_to_lark import any_to_lark
 from model.errors import GrammarError
 from model.json_schema.compile import enforceable
 
-MAX_SCHEMA_BYTES = 64 << 10
-MAX_SCHEMA_DEPTH = 256
-"""Lists and maps inside each other, summed over the schema and every definition that it refers to."""
+MAX_SCHEMA_BYTES = 1 << 20
+"""What a schema costs is bounded where it is rewritten (nodes, depth) and where it is compiled (time, memory)."""
+MAX_SCHEMA_DEPTH = 128
+"""Lists and maps inside each other."""
+MAX_CHOICES_BYTES = 64 << 10
 MAX_LARK_BYTES = 16 << 10
 MAX_LARK_DEPTH = 400
 """Rules, opening brackets and parentheses together: a bound on how deep any of them can nest."""
@@ -86,8 +88,8 @@ def of_choice(choices: Sequence[str]) -> str:
     if not 0 < len(choices) <= MAX_CHOICES or not all(choices):
         raise GrammarError(f"There must be 1 to {MAX_CHOICES} choices, none of them empty.")
     text = f"{HEADER}start: CHOICE\nCHOICE: {' | '.join(map(literal, choices))}"
-    if len(text.encode()) > MAX_SCHEMA_BYTES:
-        raise GrammarError(f"The choices take more than {MAX_SCHEMA_BYTES} bytes.")
+    if len(text.encode("utf-8", "replace")) > MAX_CHOICES_BYTES:
+        raise GrammarError(f"The choices take more than {MAX_CHOICES_BYTES} bytes.")
     return text
 
 
@@ -141,25 +143,13 @@ def check_schema(schema: Any) -> None:
         raise GrammarError("The JSON schema holds what JSON cannot.") from None
     if len(text.encode("utf-8", "replace")) > MAX_SCHEMA_BYTES:
         raise GrammarError(f"The JSON schema takes more than {MAX_SCHEMA_BYTES} bytes.")
-    _check_depth(schema)
+    if _depth(schema) > MAX_SCHEMA_DEPTH:
+        raise GrammarError(f"The JSON schema nests more than {MAX_SCHEMA_DEPTH} deep.")
     _check_multiples([value for name, value in _members(schema) if name == "multipleOf"])
     patterns = [value for name, value in _members(schema) if name == "pattern" and isinstance(value, str)]
     patterns += [key for name, value in _members(schema) if name == "patternProperties" for key in _names(value)]
     if max(map(len, patterns), default=0) > MAX_REGEX_CHARS or sum(map(len, patterns)) > MAX_PATTERN_CHARS:
         raise GrammarError(f"The JSON schema's patterns exceed {MAX_REGEX_CHARS} characters, or {MAX_PATTERN_CHARS}.")
-
-
-def _check_depth(schema: Any) -> None:
-    """Each target of a `$ref` counts once. Takes time linear in the schema, whatever refers to what."""
-    depths = _depths(schema)
-    total = depths[id(schema)] if isinstance(schema, Mapping) else 0
-    targets = {value for name, value in _members(schema) if name == "$ref" and isinstance(value, str)}
-    for ref in targets:
-        if total > MAX_SCHEMA_DEPTH:
-            break
-        total += depths.get(id(_target(schema, ref)), 0)
-    if total > MAX_SCHEMA_DEPTH:
-        raise GrammarError(f"The JSON schema nests more than {MAX_SCHEMA_DEPTH} deep, its references followed.")
 
 
 def _check_multiples(values: Sequence[Any]) -> None:
@@ -181,20 +171,6 @@ def _check_multiples(values: Sequence[Any]) -> None:
             raise GrammarError(f"The JSON schema's 'multipleOf' come to more than {MAX_MULTIPLE}.")
 
 
-def _target(schema: Any, ref: str) -> Any:
-    """What `ref` points at inside the schema; the whole of it where that cannot be told here."""
-    found = schema
-    for step in ref.removeprefix("#").split("/")[1:]:
-        step = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and re.fullmatch("[0-9]{1,9}", step) and int(step) < len(found):
-            found = found[int(step)]
-        elif isinstance(found, Mapping) and step in found:
-            found = found[step]
-        else:
-            return schema
-    return found
-
-
 def _names(value: Any) -> list[str]:
     return list(value) if isinstance(value, Mapping) else []
 
@@ -211,19 +187,9 @@ def _members(value: Any) -> Iterator[tuple[str, Any]]:
             stack += item
 
 
-def _depths(value: Any) -> dict[int, int]:
-    """How deep lists and maps nest in each list and map inside, by its id."""
-    containers, stack = [], [value]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, Mapping | list):
-            containers.append(item)
-            stack += _children(item)
-    depths: dict[int, int] = {}
-    for item in reversed(containers):  # what an item holds stands behind it
-        depths[id(item)] = 1 + max((depths.get(id(child), 0) for child in _children(item)), default=0)
-    return depths
-
-
-def _children(item: Mapping[str, Any] | list[Any]) -> Iterable[Any]:
-    return item.values() if isinstance(item, Mapping) else item
+def _depth(value: Any) -> int:
+    level, depth = [value], 0
+    while level := [item for item in level if isinstance(item, Mapping | list)]:
+        depth += 1
+        level = [child for item in level for child in (item.values() if isinstance(item, Mapping) else item)]
+    return depth

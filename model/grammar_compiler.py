@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from model.grammar import GrammarError
 
-MAX_GRAMMAR_BYTES = 256 << 10
+MAX_GRAMMAR_BYTES = 2 << 20
 MAX_ERROR_CHARS = 160
 MAX_LEXER_STATES = 20_000  # about 2 KB each
 SPECIAL = b"\xff"

@@ -6,7 +6,7 @@ schemas of a few keywords in one order, of which every one is enforced. What all
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
@@ -14,6 +14,9 @@ from model.errors import GrammarError
 from model.json_schema.core import Core, other_texts
 from model.json_schema.document import Document, Place
 from model.json_schema.rewriter import Rewriter
+
+MAX_DEPTH = 256
+"""Lists and maps inside each other that are read at a time: the stack of llguidance, which recurses."""
 
 
 def enforceable(schema: Any, *, lenient: bool = False, place: Place | None = None) -> dict[str, Any]:
@@ -35,6 +38,7 @@ def _written(root: Core, bodies: Mapping[str, Core]) -> dict[str, Any]:
         return {"allOf": [own]} if isinstance(own, bool) else own
     # Definitions are read where they are first referred to: in this order none is read deep inside of others.
     order = _innermost_first(own, written)
+    _check_depth(order, own, written)
     early = {"anyOf": [True, *({"$ref": f"#/$defs/{key}"} for key in order)]}
     return {"$defs": written, "allOf": [early, own]}
 
@@ -87,6 +91,32 @@ def _innermost_first(root: Any, written: Mapping[str, Any]) -> list[str]:
             stack.append((key, True))
             stack += [(other, False) for other in reversed(_references(written[key])) if other not in seen]
     return order
+
+
+def _check_depth(order: Sequence[str], own: Any, written: Mapping[str, Any]) -> None:
+    """Follows the definitions as llguidance does, which reads each where it is first referred to, inside of others."""
+    seen: set[str] = set()
+    for first in order:
+        stack: list[tuple[str, int]] = [(first, 0)]
+        while stack:
+            key, outside = stack.pop()
+            if key in seen:
+                continue
+            seen.add(key)
+            depth = outside + _depth(written[key])
+            if depth > MAX_DEPTH:
+                raise GrammarError(f"The JSON schema nests more than {MAX_DEPTH} deep, its references followed.")
+            stack += [(other, depth) for other in reversed(_references(written[key])) if other not in seen]
+    if _depth(own) > MAX_DEPTH:
+        raise GrammarError(f"The JSON schema nests more than {MAX_DEPTH} deep.")
+
+
+def _depth(value: Any) -> int:
+    level, depth = [value], 0
+    while level := [item for item in level if isinstance(item, Mapping | list)]:
+        depth += 1
+        level = [child for item in level for child in (item.values() if isinstance(item, Mapping) else item)]
+    return depth
 
 
 def _check_circles(bodies: Mapping[str, Core]) -> None:

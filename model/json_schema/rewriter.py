@@ -156,6 +156,7 @@ class Rewriter:
         found = [schemas(place, "enum")] if "enum" in place.schema else []
         found += [[place.schema["const"]]] if "const" in place.schema else []
         for values in found:
+            self.spend(len(values) // 4)
             stack = list(values)
             while stack:
                 value = stack.pop()
