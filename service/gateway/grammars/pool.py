@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from model.grammar import GrammarError
 from model.grammar_compiler import TokenTable
 from model.grammar_task import GrammarTask
-from service.errors import StartupError
+from service.errors import RequestError, StartupError
 from service.gateway.grammars.messages import Hello, Reply, encode_hello, encode_task
 from service.gateway.grammars.process import Ended, GrammarProcess
 from service.gateway.grammars.queue import CompileJob, CompileQueue, overloaded
@@ -32,6 +32,7 @@ class CompileLimits:
     max_wall_s: float = 4.0  # on a machine that is busy otherwise
     max_memory_bytes: int = 160 << 20  # of each process, on top of what it takes when it is idle
     max_wait_s: float = 10.0  # before a request is told to come again
+    long_s: float = 0.25  # a job that has run so long gives way
     start_s: float = 30.0
 
     @property
@@ -68,6 +69,7 @@ class GrammarPool:
         self._slots: list[_Slot] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._news = asyncio.Condition()
+        self._refusal: RequestError | None = None
 
     def start(self) -> None:
         """The processes start one after another, in the background."""
@@ -77,6 +79,19 @@ class GrammarPool:
             self._slots.append(slot)
             self._tasks.append(asyncio.create_task(self._keep(slot, before)))
             before = slot.has_started
+
+    @property
+    def num_waiting(self) -> int:
+        """Grammars that requests wait for."""
+        return sum(job.num_waiting > 0 for job in self._jobs.values())
+
+    def refuse(self, error: RequestError) -> None:
+        """What waits, and whatever else is asked for, is refused with this."""
+        self._refusal = error
+        for job in self._jobs.values():
+            if not job.result.done():
+                job.result.set_exception(error)
+                job.result.exception()  # seen, also where nobody waits any more
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -99,6 +114,8 @@ class GrammarPool:
     async def compile(self, task: PackedTask, tenant: str) -> str:
         """The text of the task's grammar, proven to compile. Raises GrammarError, and RequestError (429, 503) where too
         many wait."""
+        if self._refusal is not None:
+            raise self._refusal
         result = self._results.get(task.key) or await self._compiled(task, tenant)
         if result.text is None:
             raise GrammarError(result.error)
@@ -110,8 +127,8 @@ class GrammarPool:
             job = CompileJob(tenant, task.key, task.data)
             self._queue.add(job)
             self._jobs[tenant, task.key] = job
-            self._interrupt_for(job)
         job.num_waiting += 1
+        self._make_way(job)
         try:
             await self._tell()
             async with asyncio.timeout(self.limits.max_wait_s):
@@ -126,20 +143,24 @@ class GrammarPool:
     def _leave(self, job: CompileJob) -> None:
         """Nobody waits for it any more. One that runs goes on: what becomes of it is kept."""
         self._queue.remove(job)
-        if all(slot.job is not job for slot in self._slots):
+        if job.slot is None:
             self._jobs.pop((job.tenant, job.key), None)
 
-    def _interrupt_for(self, job: CompileJob) -> None:
-        """A tenant that has several processes gives one up where another tenant has none to turn to."""
-        running = [slot for slot in self._slots if slot.job is not None and slot.is_ready]
-        if len(running) < self.num_ready or any(slot.job.tenant == job.tenant for slot in running):
+    def _make_way(self, job: CompileJob) -> None:
+        """Not all processes stay with long jobs while a tenant waits that has not had any: one of them is begun again
+        later."""
+        if job.slot is not None or job.num_waiting == 0 or self._queue.is_heavy(job.tenant):
             return
-        tenants = [slot.job.tenant for slot in running]
-        greedy = [slot for slot in running if tenants.count(slot.job.tenant) > 1]
-        if greedy and not self._queue.is_heavy(job.tenant):
-            slot = max(greedy, key=lambda slot: slot.job.started_s)
-            self._queue.charge(slot.job.tenant, self._clock() - slot.job.started_s)
-            slot.interrupt()
+        running = [slot for slot in self._slots if slot.job is not None]
+        if len(running) < len(self._slots):
+            return  # one is free, or about to be
+        now_s, last = self._clock(), max(running, key=lambda slot: slot.job.started_s)
+        left_s = last.job.started_s + self.limits.long_s - now_s
+        if left_s > 0:
+            asyncio.get_running_loop().call_later(left_s, self._make_way, job)
+        else:
+            self._queue.charge(last.job.tenant, now_s - last.job.started_s, is_long=True)
+            last.interrupt()
 
     async def _tell(self) -> None:
         async with self._news:
@@ -170,12 +191,12 @@ class GrammarPool:
             async with self._news:
                 while (job := self._take()) is None:
                     await self._news.wait()
-                slot.job = job
+                slot.job, job.slot = job, slot
             try:
                 if not await self._run(slot, job):
                     return
             finally:
-                slot.job = None
+                slot.job = job.slot = None
                 await self._tell()
 
     def _take(self) -> CompileJob | None:
@@ -191,7 +212,8 @@ class GrammarPool:
                 return False
             self._results.put(job.key, result)
         self._jobs.pop((job.tenant, job.key), None)
-        job.result.set_result(result)
+        if not job.result.done():
+            job.result.set_result(result)
         return goes_on
 
     async def _ask(self, slot: _Slot, job: CompileJob) -> tuple[Result | None, bool]:

@@ -35,6 +35,7 @@ class CompileJob:
     result: asyncio.Future[Result] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     num_waiting: int = 0  # requests
     started_s: float = 0.0
+    slot: object | None = None  # where it runs
 
 
 class CompileQueue:
@@ -87,9 +88,10 @@ class CompileQueue:
             self._waiting[tenant] = self._waiting.pop(tenant)
         return job
 
-    def charge(self, tenant: str, elapsed_s: float) -> None:
-        """A grammar of this tenant took so long."""
-        self._used_s[tenant] = (self.used_s(tenant) + max(0.0, elapsed_s - FREE_S), self._clock())
+    def charge(self, tenant: str, elapsed_s: float, *, is_long: bool = False) -> None:
+        """A grammar of this tenant took so long; one that `is_long` makes it heavy at once."""
+        used_s = self.used_s(tenant) + max(0.0, elapsed_s - FREE_S)
+        self._used_s[tenant] = (max(used_s, 2 * HEAVY_S if is_long else 0.0), self._clock())
         if len(self._used_s) > MAX_TENANTS_KNOWN:
             del self._used_s[min(self._used_s, key=self.used_s)]
 

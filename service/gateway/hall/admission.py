@@ -168,9 +168,7 @@ class Admission:
 
     async def _room(self, tenant: str, num_jobs: int) -> FleetView:
         if self._draining:
-            raise RequestError(
-                503, "The server is shutting down.", "server_error", code="draining", retry_after_s=RETRY_AFTER_S
-            )
+            raise draining()
         self._pressure.check(tenant, num_jobs)
         try:
             view = await self._fleet.rough_view()
@@ -199,6 +197,12 @@ def _is_read_at_once(request: Request) -> bool:
         sum(map(len, request.prompts)) <= MAX_IDS_AT_ONCE
     )
     return are_few_ids and not request.echo and request.sampling.grammar is None and request.tools is None
+
+
+def draining() -> RequestError:
+    """The 503 of a gateway that ends."""
+    message = "The server is shutting down."
+    return RequestError(503, message, "server_error", code="draining", retry_after_s=RETRY_AFTER_S)
 
 
 def unavailable() -> RequestError:

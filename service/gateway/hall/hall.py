@@ -16,7 +16,7 @@ from service.gateway.generation.request import RESPONSES, Request
 from service.gateway.generation.run import Run
 from service.gateway.generation.served_model import ServedModel
 from service.gateway.grammars.pool import GrammarPool
-from service.gateway.hall.admission import Admission
+from service.gateway.hall.admission import Admission, draining
 from service.gateway.hall.back_pressure import BackPressure
 from service.gateway.hall.fleet import Fleet
 from service.gateway.hall.relay import Reader, Relay, read_to_end
@@ -39,6 +39,8 @@ log = logging.getLogger("quire.gateway")
 SMALL_BODY_BYTES = 8 << 10
 """What is read in a millisecond at most is read at once: the way to a thread and back takes longer."""
 DRAIN_POLL_S = 0.05
+COMPILE_DRAIN_S = 1.0
+"""For grammars that requests wait for, of the drain time."""
 
 
 class Hall:
@@ -149,13 +151,17 @@ class Hall:
         """Refuses what comes, and gives what is open its time to end; then ends it."""
         self.admission.close()
         self.relay.let_go()
+        compile_until_s = asyncio.get_running_loop().time() + COMPILE_DRAIN_S
         try:
             async with asyncio.timeout(self.settings.drain_timeout):
-                while self.relay.num_open:
+                while self.relay.num_open or self.grammars.num_waiting:
+                    if asyncio.get_running_loop().time() > compile_until_s:
+                        self.grammars.refuse(draining())
                     await asyncio.sleep(DRAIN_POLL_S)
         except TimeoutError:
             log.warning("drain time is over %s", fields(num_open=self.relay.num_open))
             self.relay.end_all()
+        self.grammars.refuse(draining())
 
     async def close(self) -> None:
         await self.relay.close()
