@@ -18,6 +18,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from model.errors import GrammarError
 from model.json_schema.compile import enforceable
+from model.schema_bounds import MAX_MEETING_PATTERNS, MAX_PATTERN_KEYS, meeting_patterns
 
 MAX_SCHEMA_BYTES = 1 << 20
 """What a schema costs is bounded where it is rewritten (nodes, depth) and where it is compiled (time, memory)."""
@@ -68,6 +69,7 @@ def json_rule(schema: Any, *, whitespace: str = WHITESPACE, lenient: bool = Fals
 
 def enforced_rule(schema: Mapping[str, Any], whitespace: str) -> str:
     """The same of a schema that `model.json_schema` has made. Raises GrammarError."""
+    _check_meeting(schema)
     options: dict[str, Any] = {"json_allowed_escapes": ESCAPES}
     if whitespace == COMPACT:
         options["whitespace_flexible"] = False
@@ -150,6 +152,14 @@ def check_schema(schema: Any) -> None:
     patterns += [key for name, value in _members(schema) if name == "patternProperties" for key in _names(value)]
     if max(map(len, patterns), default=0) > MAX_REGEX_CHARS or sum(map(len, patterns)) > MAX_PATTERN_CHARS:
         raise GrammarError(f"The JSON schema's patterns exceed {MAX_REGEX_CHARS} characters, or {MAX_PATTERN_CHARS}.")
+
+
+def _check_meeting(schema: Mapping[str, Any]) -> None:
+    num_patterns, num_keys = meeting_patterns(schema)
+    if num_patterns > MAX_MEETING_PATTERNS:
+        raise GrammarError(f"One text must match more than {MAX_MEETING_PATTERNS} of the JSON schema's patterns.")
+    if num_keys > MAX_PATTERN_KEYS:
+        raise GrammarError(f"One object of the JSON schema has more than {MAX_PATTERN_KEYS} 'patternProperties'.")
 
 
 def _check_multiples(values: Sequence[Any]) -> None:

@@ -43,7 +43,7 @@ TEXT_HALF = (
     "tokenizer", "tokenizer_files", "vocabulary", "decoding", "detokenizer",
     "chat_template", "template_sandbox", "disguise", "grammar", "grammar_compiler", "grammar_matcher", "grammar_task",
     "tool_calls", "tool_call_stream", "tool_call_json", "tool_call_python", "tool_call_reader", "tool_call_xml",
-    "functions", "json_schema",
+    "functions", "json_schema", "schema_bounds",
 )  # fmt: skip
 ARRAY_HALF = (
     "loader", "weights", "safetensors_file", "llama", "step_graphs", "rope", "kv_cache", "batch", "sampler", "ops",

@@ -31,6 +31,11 @@ def _pattern_properties(number: int, count: int = 500) -> Json:
     return {"type": "object", "patternProperties": {key: {"type": "integer"} for key in keys}}
 
 
+def _wide_patterns(number: int, count: int = 10) -> list[str]:
+    """Few, each of which has a state for each of many texts."""
+    return [f"[ab]*{chr(97 + i % 2)}[ab]{{{11 + i}}}x{number}" for i in range(count)]
+
+
 SCHEMAS: Mapping[str, Callable[[int], Json]] = {
     "allOf": lambda n: {"allOf": _all_of(n)},
     "in items": lambda n: {"type": "array", "items": {"allOf": _all_of(n)}, "minItems": 1},
@@ -40,6 +45,11 @@ SCHEMAS: Mapping[str, Callable[[int], Json]] = {
     "behind references": _behind_references,
     "anyOf beside": lambda n: {"allOf": _all_of(n)[1:], "anyOf": _all_of(n)[:1]},
     "patternProperties": _pattern_properties,
+    "in many choices": lambda n: {
+        "type": "string",
+        "allOf": [{"anyOf": [{"pattern": pattern}, {"pattern": f"no{i}"}]} for i, pattern in enumerate(patterns(n))],
+    },
+    "few patterns": lambda n: {"allOf": [{"type": "string", "pattern": p} for p in _wide_patterns(n)]},
 }
 
 
@@ -61,6 +71,7 @@ FIELDS: Mapping[str, Callable[[int], Json]] = {
     "guided_json": lambda n: {"guided_json": SCHEMAS["allOf"](n)},
     "structured_outputs": lambda n: {"structured_outputs": {"json": SCHEMAS["in items"](n)}},
     "tools": lambda n: _tool(SCHEMAS["allOf"](n)),
+    "regex": lambda n: {"guided_regex": f"([ab]*a[ab]{{400}}){{300}}{n}"},
     "lark": lambda n: {"structured_outputs": {"grammar": _lark(n)}},
     "references to nothing": lambda n: _of_schema({"anyOf": [{"$ref": f"#/{n}/{i}"} for i in range(1900)]}),
 }

@@ -226,11 +226,11 @@ class GrammarPool:
         except TimeoutError:
             result = Result(None, self.limits.out_of_time, is_sure=False)
         except Ended as ended:
-            if slot.is_interrupted:
-                if job.num_waiting:
-                    self._queue.put_back(job)
-                else:
-                    self._jobs.pop((job.tenant, job.key), None)
+            # A process may have ended by itself before it was asked: a first crash says nothing of the grammar.
+            is_crash = not (ended.was_out_of_time or ended.was_out_of_memory)
+            if slot.is_interrupted or (is_crash and job.num_crashes == 0):
+                job.num_crashes += is_crash and not slot.is_interrupted
+                self._wait_again(job)
                 return None, False
             result = self._result_of(ended)
         self._queue.charge(job.tenant, self._clock() - job.started_s)
@@ -239,6 +239,12 @@ class GrammarPool:
             fields(reason=result.error, tenant=job.tenant, bytes=len(job.task), seconds=self._clock() - job.started_s),
         )
         return result, False
+
+    def _wait_again(self, job: CompileJob) -> None:
+        if job.num_waiting:
+            self._queue.put_back(job)
+        else:
+            self._jobs.pop((job.tenant, job.key), None)
 
     def _result_of(self, ended: Ended) -> Result:
         if ended.was_out_of_time:

@@ -34,6 +34,7 @@ class CompileJob:
     task: bytes
     result: asyncio.Future[Result] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     num_waiting: int = 0  # requests
+    num_crashes: int = 0  # of processes that compiled it
     started_s: float = 0.0
     slot: object | None = None  # where it runs
 
