@@ -28,7 +28,7 @@ from service.gateway.grammars.messages import (
 )
 from service.wire.die_with_parent import die_with_parent
 
-NICENESS = 5
+NICENESS = 3
 """The event loop and the engine go first."""
 SPENT_BYTES = 64 << 20
 """A process that has grown so far is replaced: memory that was freed does not return to the system."""

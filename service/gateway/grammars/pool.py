@@ -29,9 +29,9 @@ START_AGAIN_S = (0.0, 0.2, 1.0, 5.0)
 class CompileLimits:
     num_processes: int = 2
     max_cpu_s: float = 2.0
-    max_wall_s: float = 4.0  # on a machine that is busy otherwise
+    max_wall_s: float = 10.0  # on a machine that is busy otherwise
     max_memory_bytes: int = 160 << 20  # of each process, on top of what it takes when it is idle
-    max_wait_s: float = 10.0  # before a request is told to come again
+    max_wait_s: float = 20.0  # before a request is told to come again
     long_s: float = 0.25  # a job that has run so long gives way
     start_s: float = 30.0
 
