@@ -52,6 +52,10 @@ class TextThreads:
             with self._changed:
                 self._remove(entry)
             raise
+        finally:
+            # An error's traceback holds this frame, and the entry the error and what `call` was given: such a circle
+            # would stay, body and all, until the garbage collector comes by.
+            del entry
 
     async def answer(self, within_s: float) -> bool:
         """Whether a thread takes up a new call in time."""
