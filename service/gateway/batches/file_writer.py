@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import secrets
+from contextlib import suppress
 
 from service.wire.batches import PIECE_BYTES, StoredFile
 from service.wire.broker import BrokerUnavailable, DoorBroker
-from service.wire.storage import StorageLimits
+from service.wire.storage import StorageFull, StorageLimits
 
 
 class FileWriter:
-    """One new file of a tenant. What is not finished is to be dropped; the queue forgets it after a while anyhow."""
+    """One new file of a tenant. What is not finished is to be dropped; the queue forgets it after a while anyhow.
+
+    It reserves room before it needs it: of files that together are too long some are written, not a part of each.
+    """
 
     def __init__(self, broker: DoorBroker, tenant: str, limits: StorageLimits) -> None:
         self.file_id = f"file-{secrets.token_hex(16)}"
@@ -57,6 +61,9 @@ class FileWriter:
     async def _append(self, piece: bytes) -> None:
         self.num_bytes += len(piece)
         self._num_pieces += 1
+        if self.num_bytes > self._reserved_bytes:
+            with suppress(StorageFull):  # then piece by piece, as long as there is room
+                await self.reserve(2 * self.num_bytes)
         is_reserved = self.num_bytes <= self._reserved_bytes
         found = await self._broker.append_file(self.file_id, self._tenant, piece, self._limits, is_reserved=is_reserved)
         if found != self._num_pieces:
