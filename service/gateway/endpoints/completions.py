@@ -32,26 +32,29 @@ class Generations:
 
     def create(self, endpoint: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(http: web.Request) -> web.StreamResponse:
-            key, after = idempotency_key(http), last_event_id(http)
-            body = await read_body(http)
-            self._hall.pressure.refuse_at_once(http[TENANT])
-            request = await self._hall.read(endpoint, body, http[TENANT])
-            if key is not None and not request.background:
-                request = replace(request, resumable=True)
-            ticket = await self._hall.accept(request, http[TENANT], key)
-            http[ACCEPTED] = ticket.request_id
-            http[HELD].shrink(len(ticket.request.source.outline))
-            if not ticket.request.stays:
-                return await self._answer(http, ticket, self._hall.open(ticket), 0)
-            if not ticket.came_before:
-                after = 0
-            if ticket.jobs:
-                await self._hall.keep(ticket)
-            if ticket.request.background:
-                return await self._state(ticket, 202, was_accepted=bool(ticket.jobs))
-            return await self._answer(http, ticket, self._hall.view(ticket), after)
+            return await self.generate(http, endpoint, await read_body(http))
 
         return handle
+
+    async def generate(self, http: web.Request, endpoint: str, body: bytes) -> web.StreamResponse:
+        """What `endpoint` answers to a body that is read."""
+        key, after = idempotency_key(http), last_event_id(http)
+        self._hall.pressure.refuse_at_once(http[TENANT])
+        request = await self._hall.read(endpoint, body, http[TENANT])
+        if key is not None and not request.background:
+            request = replace(request, resumable=True)
+        ticket = await self._hall.accept(request, http[TENANT], key)
+        http[ACCEPTED] = ticket.request_id
+        http[HELD].shrink(len(ticket.request.source.outline))
+        if not ticket.request.stays:
+            return await self._answer(http, ticket, self._hall.open(ticket), 0)
+        if not ticket.came_before:
+            after = 0
+        if ticket.jobs:
+            await self._hall.keep(ticket)
+        if ticket.request.background:
+            return await self._state(ticket, 202, was_accepted=bool(ticket.jobs))
+        return await self._answer(http, ticket, self._hall.view(ticket), after)
 
     async def get(self, http: web.Request) -> web.StreamResponse:
         """The request's state, or its events where a stream is asked for."""

@@ -1,4 +1,4 @@
-"""`/v1/embeddings`: texts as vectors, the hidden states of the model that is served, pooled."""
+"""`/v1/embeddings` and vLLM's `/pooling`: texts as vectors, the hidden states of the model that is served, pooled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from aiohttp import web
 from service.config import Settings
 from service.errors import RequestError
 from service.gateway.endpoints.completions import refuse_idempotency_key
-from service.gateway.generation.request import EMBEDDINGS
+from service.gateway.generation.request import EMBEDDINGS, POOLING
 from service.gateway.generation.run import Run
 from service.gateway.hall.hall import Hall
 from service.gateway.hall.ticket import Ticket
@@ -27,12 +27,30 @@ class Embeddings:
         self._hall = hall
 
     def routes(self) -> list[web.RouteDef]:
-        return [web.post(EMBEDDINGS, self._create)]
+        return [web.post(EMBEDDINGS, self._create), web.post(POOLING, self._pool)]
 
     async def _create(self, http: web.Request) -> web.Response:
+        self._check(http)
+        return await self.embed(http, await read_body(http))
+
+    async def embed(self, http: web.Request, body: bytes) -> web.Response:
+        """The answer to a body that is read."""
+        self._check(http)
+        ticket, run = await self._run(http, EMBEDDINGS, body)
+        return json_response(await embedding_answer(self._hall, ticket, run))
+
+    async def _pool(self, http: web.Request) -> web.Response:
+        self._check(http)
+        ticket, run = await self._run(http, POOLING, await read_body(http))
+        return json_response(_pooled(ticket, await embedding_answer(self._hall, ticket, run)))
+
+    def _check(self, http: web.Request) -> None:
         require_enabled(self._hall.settings)
         refuse_idempotency_key(http)
-        request = await self._hall.read(EMBEDDINGS, await read_body(http), http[TENANT])
+
+    async def _run(self, http: web.Request, endpoint: str, body: bytes) -> tuple[Ticket, Run]:
+        """A request that has ended well."""
+        request = await self._hall.read(endpoint, body, http[TENANT])
         try:
             ticket = await self._hall.admit(request, http[TENANT])
         except RequestError as error:
@@ -41,7 +59,7 @@ class Embeddings:
         async with self._hall.open(ticket) as run:
             async for _ in run:
                 pass
-        return json_response(await embedding_answer(self._hall, ticket, run))
+        return ticket, run
 
 
 def require_enabled(settings: Settings) -> None:
@@ -68,3 +86,10 @@ def _worded(vectors: list[bytes], in_base64: bool) -> list[Json]:
         }
         for index, vector in enumerate(vectors)
     ]
+
+
+def _pooled(ticket: Ticket, answer: Json) -> Json:
+    """The same in vLLM's shape."""
+    data = [{"index": one["index"], "object": "pooling", "data": one["embedding"]} for one in answer["data"]]
+    usage = {**answer["usage"], "completion_tokens": 0, "prompt_tokens_details": None}
+    return {"id": f"pool-{ticket.request_id}", "created": int(ticket.created_s), **answer, "data": data, "usage": usage}

@@ -37,7 +37,7 @@ def tokenize(model: ServedModel, data: bytes) -> dict[str, Any]:
     fields = decode_object(data)
     plain = {**fields, "messages": plain_messages(fields["messages"])} if "messages" in fields else fields
     body = convert(plain, TokenizeBody)
-    model.require(model.name if body.model is None else body.model)
+    model.require(body.model)
     ids = model.encode(_prompt(model, body, fields), body.add_special_tokens is not False)
     texts = [model.tokenizer.token_text(token) for token in ids] if body.return_token_strs else None
     return {"count": len(ids), "tokens": ids, "token_strs": texts}
@@ -46,7 +46,7 @@ def tokenize(model: ServedModel, data: bytes) -> dict[str, Any]:
 def detokenize(model: ServedModel, data: bytes) -> dict[str, Any]:
     """`prompt`: the text of `tokens`, special tokens spelt out. Raises RequestError (400, 404)."""
     body = convert(decode_object(data), DetokenizeBody)
-    model.require(model.name if body.model is None else body.model)
+    model.require(body.model)
     model.check_ids(body.tokens, "tokens")
     return {"prompt": model.tokenizer.decode(body.tokens, skip_special_tokens=False)}
 
@@ -65,6 +65,6 @@ def _prompt(model: ServedModel, body: TokenizeBody, fields: dict[str, Any]) -> s
         return body.prompt
     if body.add_special_tokens:
         raise refusal("add_special_tokens", "cannot be true with 'messages', whose template adds them")
-    chat = read_request(CHAT, {"model": model.name, **{name: fields[name] for name in CHAT_FIELDS if name in fields}})
+    chat = read_request(CHAT, {name: fields[name] for name in CHAT_FIELDS if name in fields})
     model.check_tools(chat.tools)
     return chat.prompts[0]

@@ -14,6 +14,8 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
 EMBEDDINGS = "/v1/embeddings"
+POOLING = "/pooling"
+"""Another body and answer of EMBEDDINGS, which is the endpoint of its requests."""
 ENDPOINTS = (COMPLETIONS, CHAT)
 """Those that the queue door knows too."""
 BATCH_ENDPOINTS = (*ENDPOINTS, RESPONSES, EMBEDDINGS)
@@ -105,7 +107,7 @@ class Request:
     """One or several generations. Token ids are not yet held against the vocabulary, nor lengths against the model."""
 
     endpoint: str  # one of BATCH_ENDPOINTS
-    model: str
+    model: str | None  # None: the one that is served
     prompts: tuple[Prompt, ...]  # one at least; exactly one in a chat
     sampling: SamplingWishes
     tools: ToolWish | None = None

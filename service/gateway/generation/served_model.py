@@ -80,9 +80,9 @@ class ServedModel:
             fingerprint="fp_" + hashlib.sha256(f"{name} {config}".encode()).hexdigest()[:10],
         )
 
-    def require(self, name: str) -> None:
-        """Raises RequestError (404) unless `name` is this model's."""
-        if name != self.name:
+    def require(self, name: str | None) -> None:
+        """Raises RequestError (404) for a `name` that is not this model's."""
+        if name not in (None, self.name):
             message = "The model does not exist; GET /v1/models names the one that is served."
             raise RequestError(404, message, param="model", code="model_not_found")
 

@@ -68,6 +68,7 @@ class Admission:
         is then the same. Without it, it is a new one.
         """
         self._model.require(request.model)
+        request = replace(request, model=self._model.name)
         self._check_choices(request)
         view = await self._room(tenant, len(request.prompts))
         timeout_s = self._timeout_s(request)

@@ -76,7 +76,7 @@ def begin_generation(tracing: Tracing, ticket: Ticket) -> Span:
     """The span of all that a request's jobs do, until its answer is told."""
     operation = OPERATIONS[ticket.request.endpoint]
     attributes = _asked(ticket, operation) if tracing.is_on else {}
-    return tracing.begin(f"{operation} {ticket.request.model}", above(), attributes)
+    return tracing.begin(" ".join(filter(None, (operation, ticket.request.model))), above(), attributes)
 
 
 def end_generation(span: Span, run: Run, reason: EndReason, refused: str | None) -> None:

@@ -12,9 +12,11 @@ from service.gateway.batches.files import Files
 from service.gateway.batches.runner import BatchRunner
 from service.gateway.endpoints.completions import REQUEST_ROUTE, Generations
 from service.gateway.endpoints.embeddings import Embeddings
+from service.gateway.endpoints.invocations import Invocations
 from service.gateway.endpoints.responses import Responses
 from service.gateway.endpoints.tokenization import detokenize, tokenize
 from service.gateway.generation.request import CHAT, COMPLETIONS
+from service.gateway.generation.served_model import ServedModel
 from service.gateway.hall.hall import Hall
 from service.gateway.http_door.operations import operations_routes
 from service.gateway.http_door.probes import readiness
@@ -32,6 +34,24 @@ from service.metrics import CONTENT_TYPE, LaneSight
 from service.wire.broker import QUEUE_LANES, BrokerUnavailable
 
 
+def model_permission(model: ServedModel) -> dict[str, object]:
+    """vLLM's object: everyone who may enter may do the same."""
+    return {
+        "id": model.fingerprint.replace("fp_", "modelperm-"),
+        "object": "model_permission",
+        "created": model.created_s,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
+
+
 class HttpDoor:
     def __init__(self, hall: Hall, runner: BatchRunner) -> None:
         self._hall = hall
@@ -39,7 +59,8 @@ class HttpDoor:
 
     def app(self) -> web.Application:
         """All routes behind the guard. Raises StartupError for a key file that cannot be used."""
-        settings, generations = self._hall.settings, Generations(self._hall)
+        settings = self._hall.settings
+        generations, embeddings = Generations(self._hall), Embeddings(self._hall)
         app = web.Application(
             middlewares=[guard(Doorkeeper(settings), self._hall.metrics, settings.write_timeout, self._hall.tracing)],
             client_max_size=settings.max_body_bytes,
@@ -60,11 +81,13 @@ class HttpDoor:
                 web.get("/livez", self._livez),
                 web.get("/readyz", self._readyz),
                 web.get("/health", self._readyz),
+                web.get("/ping", self._readyz),
                 web.get("/", self._welcome),
                 web.get("/openapi.json", self._openapi),
                 *operations_routes(self._hall),
                 *Responses(self._hall).routes(),
-                *Embeddings(self._hall).routes(),
+                *embeddings.routes(),
+                *Invocations(self._hall, generations, embeddings).routes(),
                 *Files(self._hall.broker, self._hall.storage, settings).routes(),
                 *Batches(self._hall.broker, self._runner, self._hall.storage).routes(),
             ]
@@ -85,7 +108,10 @@ class HttpDoor:
             "object": "model",
             "created": model.created_s,
             "owned_by": "quire",
+            "root": model.name,
+            "parent": None,
             "max_model_len": await self._max_model_len(),
+            "permission": [model_permission(model)],
         }
 
     async def _max_model_len(self) -> int:

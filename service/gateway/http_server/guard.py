@@ -28,7 +28,7 @@ from service.tracing import NO_TRACING, Tracing
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-OPEN_ROUTES = frozenset({"/livez", "/readyz", "/health"})
+OPEN_ROUTES = frozenset({"/livez", "/readyz", "/health", "/ping"})
 """Patterns of the routes that need no key; every other one does, unknown ones included."""
 
 PAGE = "/ui"

@@ -121,7 +121,6 @@ class Form(ABC):
 
     def chunks(self, piece: Piece) -> list[Json]:
         """The chunks of a stream that tell `piece`; a choice's first brings those that open it."""
-        self._num_tokens += piece.num_tokens
         index = piece.index
         chunks = []
         if index not in self._opened:
@@ -130,6 +129,7 @@ class Form(ABC):
             if opening is not None:
                 logprobs = self._logprobs_json(index, self._of_prompt(piece))
                 chunks.append(self._chunk(index, opening, logprobs, None))
+        self._num_tokens += piece.num_tokens
         is_last = piece.finish_reason is not None
         deltas = self._deltas(index, piece.text, is_last=is_last)
         logprobs = self._logprobs_json(index, piece.logprobs)
@@ -185,9 +185,9 @@ class Form(ABC):
         return (FirstToken(firsts[piece.index * len(firsts) // self._wording.num_choices]), *piece.prompt_logprobs)
 
     def _prompt_logprobs(self, index: int, pieces: Sequence[Piece]) -> Json:
-        """vLLM's field for them, where it is wanted; it goes with whole answers only."""
+        """vLLM's field for them, null unless it is wanted; it goes with whole answers only."""
         if not self._wording.prompt_logprobs:
-            return {}
+            return {"prompt_logprobs": None}
         scored = next((piece.prompt_logprobs for piece in pieces if piece.prompt_logprobs), ())
         return {"prompt_logprobs": prompt_logprobs(self._words, scored)}
 

@@ -78,7 +78,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 
 
 class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    model: str
+    model: str | None = None
     max_tokens: int | None = None
     min_tokens: int = 0
     temperature: float | None = None
@@ -130,13 +130,17 @@ class CompletionBody(GenerationBody):
 
 
 class EmbeddingBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    model: str
+    model: str | None = None
     input: str | list[str | int | list[int]]
     encoding_format: str = "float"
     truncate_prompt_tokens: int | None = None
     timeout: float | None = None
     priority: int = 0
     user: str = ""
+
+
+class PoolingBody(EmbeddingBody):
+    add_special_tokens: bool = True
 
 
 class TextPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):

@@ -75,6 +75,17 @@ IDLE_RESPONSE_FIELDS: Idle = {
 
 IDLE_EMBEDDING_FIELDS: Idle = {"dimensions": ()}
 
+IDLE_POOLING_FIELDS: Idle = {
+    **IDLE_EMBEDDING_FIELDS,
+    "task": ("embed",),
+    "messages": (),
+    "use_activation": (),
+    "padding": (),
+    "truncation_side": (),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+}
+
 IDLE_TEXT_FIELDS: Idle = {"verbosity": ("medium",)}
 
 IDLE_ITEM_FIELDS: Idle = {

@@ -52,7 +52,7 @@ class TextConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, froze
 
 
 class ResponseBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    model: str
+    model: str | None = None
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     previous_response_id: str | None = None

@@ -17,6 +17,7 @@ from service.gateway.generation.request import (
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,
+    POOLING,
     RESPONSES,
     Prompt,
     Request,
@@ -28,6 +29,7 @@ from service.gateway.openai.bodies import (
     CompletionBody,
     EmbeddingBody,
     GenerationBody,
+    PoolingBody,
     StreamOptions,
     check_ranges,
     convert,
@@ -37,6 +39,7 @@ from service.gateway.openai.fields import (
     IDLE_CHAT_FIELDS,
     IDLE_COMPLETION_FIELDS,
     IDLE_EMBEDDING_FIELDS,
+    IDLE_POOLING_FIELDS,
     without_idle_fields,
 )
 from service.gateway.openai.grammar import read_grammar
@@ -119,8 +122,16 @@ def _read_response(fields: Mapping[str, Any]) -> Request:
 
 
 def _read_embedding(fields: Mapping[str, Any]) -> Request:
+    return _read_pooled(convert(without_idle_fields(fields, IDLE_EMBEDDING_FIELDS), EmbeddingBody))
+
+
+def _read_pooling(fields: Mapping[str, Any]) -> Request:
+    request = _read_pooled(body := convert(without_idle_fields(fields, IDLE_POOLING_FIELDS), PoolingBody))
+    return replace(request, add_special_tokens=body.add_special_tokens)
+
+
+def _read_pooled(body: EmbeddingBody) -> Request:
     """A completion of one token, which nobody wants, behind the prompt whose vector is."""
-    body = convert(without_idle_fields(fields, IDLE_EMBEDDING_FIELDS), EmbeddingBody)
     if body.encoding_format not in ("float", "base64"):
         raise refusal("encoding_format", "must be float or base64")
     same = {name: getattr(body, name) for name in ("model", "truncate_prompt_tokens", "timeout", "priority", "user")}
@@ -137,6 +148,7 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], Request]] = {
     CHAT: _read_chat,
     RESPONSES: _read_response,
     EMBEDDINGS: _read_embedding,
+    POOLING: _read_pooling,
 }
 _SHORTEST: Mapping[str, Callable[[int], dict[str, Any]]] = {
     COMPLETIONS: lambda num_prompts: {"prompt": [[0]] * num_prompts},
@@ -216,7 +228,7 @@ def _request(endpoint: str, body: GenerationBody, prompts: tuple[Prompt, ...], w
         raise refusal("stop", f"has a string that is empty or longer than {MAX_STOP_CHARS} characters")
     check_length("user", body.user, MAX_LABEL_CHARS)
     check_length("safety_identifier", body.safety_identifier, MAX_LABEL_CHARS)
-    _check_stream_options(body)
+    tells_usage = _tells_usage(body)
     if body.background and body.stream:
         raise refusal("background", "has no stream; take the answer as one from /v1/requests/{id}")
     if body.prompt_logprobs is not None and body.stream:
@@ -235,8 +247,8 @@ def _request(endpoint: str, body: GenerationBody, prompts: tuple[Prompt, ...], w
         tokens_as_ids=body.return_tokens_as_token_ids,
         tells_prompt_logprobs=body.prompt_logprobs is not None,
         stream=body.stream,
-        include_usage=bool(body.stream_options.include_usage),
-        usage_in_chunks=bool(body.stream_options.continuous_usage_stats),
+        include_usage=tells_usage,
+        usage_in_chunks=tells_usage and bool(body.stream_options.continuous_usage_stats),
         timeout_s=body.timeout,
         priority=body.priority,
         resumable=body.resumable,
@@ -244,14 +256,15 @@ def _request(endpoint: str, body: GenerationBody, prompts: tuple[Prompt, ...], w
     )
 
 
-def _check_stream_options(body: GenerationBody) -> None:
+def _tells_usage(body: GenerationBody) -> bool:
+    """Whether a stream ends with its usage. Wanted in every chunk, it is wanted at the end too, as at vLLM, unless the
+    client says that it is not: then in none."""
     options = body.stream_options
     if options != StreamOptions() and not body.stream:
         raise refusal("stream_options", "needs 'stream' to be true")
     if options.include_obfuscation:
         raise refusal("stream_options.include_obfuscation", "is not supported here when true")
-    if options.continuous_usage_stats and not options.include_usage:
-        raise refusal("stream_options.continuous_usage_stats", "needs 'include_usage' to be true")
+    return bool(options.continuous_usage_stats if options.include_usage is None else options.include_usage)
 
 
 def _or(value: int | None, default: int) -> int:

@@ -34,7 +34,7 @@ class PromptLogprob(Shape):
     decoded_token: str
 
 
-PromptLogprobs = list[dict[str, PromptLogprob] | None] | msgspec.UnsetType
+PromptLogprobs = list[dict[str, PromptLogprob] | None] | None
 
 
 class CompletionChoice(Shape):
@@ -42,7 +42,7 @@ class CompletionChoice(Shape):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
-    prompt_logprobs: PromptLogprobs = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs
 
 
 class Completion(Shape):
@@ -103,7 +103,7 @@ class ChatCompletion(Shape):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: TokenUsage
-    prompt_logprobs: PromptLogprobs = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs
 
 
 class Embedding(Shape):
@@ -124,12 +124,50 @@ class EmbeddingList(Shape):
     usage: EmbeddingUsage
 
 
+class PoolingVector(Shape):
+    index: int
+    object: Literal["pooling"]
+    data: list[float] | str
+
+
+class PoolingUsage(EmbeddingUsage):
+    completion_tokens: Literal[0]
+    prompt_tokens_details: None
+
+
+class PoolingList(Shape):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[PoolingVector]
+    usage: PoolingUsage
+
+
+class ModelPermission(Shape):
+    id: str
+    object: Literal["model_permission"]
+    created: int
+    allow_create_engine: bool
+    allow_sampling: bool
+    allow_logprobs: bool
+    allow_search_indices: bool
+    allow_view: bool
+    allow_fine_tuning: bool
+    organization: str
+    group: str | None
+    is_blocking: bool
+
+
 class Model(Shape):
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
+    parent: None
     max_model_len: int
+    permission: list[ModelPermission]
 
 
 class ModelList(Shape):
@@ -257,7 +295,7 @@ class RequestState(Shape):
 
 ANSWERS: tuple[Any, ...] = (
     *(Completion, ChatCompletion, RequestState, ModelList, Model, Tokens, Detokenized),
-    *(Response, ResponseDeleted, ResponseItems, EmbeddingList),
+    *(Response, ResponseDeleted, ResponseItems, EmbeddingList, PoolingList),
     *(File, FileList, FileDeleted, Batch, BatchList),
     *(Status, Readiness, Refusal),
 )

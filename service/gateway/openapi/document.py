@@ -8,15 +8,17 @@ from typing import Any
 import msgspec
 
 from service.gateway.batches.batches import WINDOWS_S, BatchBody
+from service.gateway.endpoints.invocations import INVOCATIONS
 from service.gateway.endpoints.pages import MAX_PAGE
 from service.gateway.endpoints.tokenization import DetokenizeBody, TokenizeBody
-from service.gateway.generation.request import BATCH_ENDPOINTS, CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES
-from service.gateway.openai.bodies import RANGES, ChatBody, CompletionBody, EmbeddingBody
+from service.gateway.generation.request import BATCH_ENDPOINTS, CHAT, COMPLETIONS, EMBEDDINGS, POOLING, RESPONSES
+from service.gateway.openai.bodies import RANGES, ChatBody, CompletionBody, EmbeddingBody, PoolingBody
 from service.gateway.openai.fields import (
     IDLE_CHAT_FIELDS,
     IDLE_COMPLETION_FIELDS,
     IDLE_EMBEDDING_FIELDS,
     IDLE_MESSAGE_FIELDS,
+    IDLE_POOLING_FIELDS,
     IDLE_RESPONSE_FIELDS,
     IDLE_TEXT_FIELDS,
     Idle,
@@ -29,7 +31,7 @@ Json = dict[str, Any]
 
 REF = "#/components/schemas/{name}"
 BODIES: tuple[type[msgspec.Struct], ...] = (
-    *(CompletionBody, ChatBody, ResponseBody, EmbeddingBody),
+    *(CompletionBody, ChatBody, ResponseBody, EmbeddingBody, PoolingBody),
     *(TokenizeBody, DetokenizeBody, BatchBody),
 )
 IDLE: Mapping[str, Idle] = {
@@ -38,6 +40,7 @@ IDLE: Mapping[str, Idle] = {
     "Message": IDLE_MESSAGE_FIELDS,
     "ResponseBody": IDLE_RESPONSE_FIELDS,
     "EmbeddingBody": IDLE_EMBEDDING_FIELDS,
+    "PoolingBody": IDLE_POOLING_FIELDS,
     "TextConfig": IDLE_TEXT_FIELDS,
 }
 REFUSALS = {
@@ -58,6 +61,7 @@ REFUSALS = {
 TIGHTER: Mapping[str, Mapping[str, Json]] = {
     "CompletionBody": {"prompt": {"minLength": 1, "minItems": 1}, "max_tokens": {"minimum": 0}},  # 0: with `echo`
     "EmbeddingBody": {"input": {"minLength": 1, "minItems": 1}, "encoding_format": {"enum": ["float", "base64"]}},
+    "PoolingBody": {"input": {"minLength": 1, "minItems": 1}, "encoding_format": {"enum": ["float", "base64"]}},
     "ChatBody": {"messages": {"minItems": 1}},
     "Message": {"role": {"enum": [*ROLES]}},
     "ResponseBody": {"input": {"minLength": 1, "minItems": 1}},
@@ -158,6 +162,8 @@ def _paths() -> Json:
         CHAT: {"post": _post("ChatBody", "ChatCompletion", "Answer a conversation.", generation, streams=True)},
         **_response_paths(generation),
         EMBEDDINGS: {"post": _post("EmbeddingBody", "EmbeddingList", "Texts as vectors, where that is enabled.")},
+        POOLING: {"post": _post("PoolingBody", "PoolingList", "The same, in vLLM's shape.")},
+        INVOCATIONS: {"post": _invocation(generation)},
         "/v1/files": {
             "get": _asking(_get("FileList", "Your files, the newest first."), *PAGE, "order", "purpose"),
             "post": _upload(),
@@ -189,6 +195,7 @@ def _paths() -> Json:
             "get": _get("Readiness", "Whether a request would be worked on now.", open_to_all=True, or_503=True)
         },
         "/health": {"get": _get("Readiness", "The same, by vLLM's name.", open_to_all=True, or_503=True)},
+        "/ping": {"get": _get("Readiness", "The same, by SageMaker's name.", open_to_all=True, or_503=True)},
     }
 
 
@@ -229,6 +236,17 @@ def _post(
         "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(body)}}},
         "responses": responses,
     }
+
+
+def _invocation(headers: Mapping[str, str]) -> Json:
+    """Any of three bodies, and its answer."""
+    told = _post("ChatBody", "ChatCompletion", "A chat, a completion or embeddings.", headers, streams=True)
+    for content, names in (
+        (told["requestBody"]["content"], ("ChatBody", "CompletionBody", "EmbeddingBody")),
+        (told["responses"]["200"]["content"], ("ChatCompletion", "Completion", "EmbeddingList")),
+    ):
+        content["application/json"] = {"schema": {"anyOf": [_ref(name) for name in names]}}
+    return told
 
 
 def _upload() -> Json:

@@ -8,13 +8,22 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from service.errors import EndReason
+from service.gateway.endpoints.tokenization import DetokenizeBody, TokenizeBody
 from service.gateway.generation.request import CHAT, COMPLETIONS, RESPONSES
-from service.gateway.openai.bodies import ChatBody, CompletionBody
-from service.gateway.openai.fields import IDLE_CHAT_FIELDS, IDLE_COMPLETION_FIELDS, IDLE_RESPONSE_FIELDS
+from service.gateway.openai.bodies import ChatBody, CompletionBody, EmbeddingBody, PoolingBody
+from service.gateway.openai.fields import (
+    IDLE_CHAT_FIELDS,
+    IDLE_COMPLETION_FIELDS,
+    IDLE_EMBEDDING_FIELDS,
+    IDLE_POOLING_FIELDS,
+    IDLE_RESPONSE_FIELDS,
+)
 from service.gateway.openai.response_bodies import ResponseBody
 from service.wire.codec import decode
 from service.wire.messages import Reply
 from tests.support.gateway import MODEL, QuickBroker, open_gateway
+from tests.support.scripted_worker import Script
 
 BODIES = {
     COMPLETIONS: {"model": MODEL, "prompt": "the and", "max_tokens": 4},
@@ -212,6 +221,51 @@ response_changes = st.dictionaries(st.sampled_from(RESPONSE_FIELDS), values | it
 def test_any_response(doors, changes):
     status, _ = doors.response(json.dumps({**RESPONSE, **changes}).encode())
     assert status in (200, 400, 404) or ("timeout" in changes and status == 504)
+
+
+OTHERS = {
+    "/tokenize": ({"messages": [{"role": "user", "content": "hi"}]}, TokenizeBody, {}),
+    "/detokenize": ({"tokens": [1, 2]}, DetokenizeBody, {}),
+    "/pooling": ({"input": "hi"}, PoolingBody, IDLE_POOLING_FIELDS),
+    "/v1/embeddings": ({"input": "hi"}, EmbeddingBody, IDLE_EMBEDDING_FIELDS),
+    "/invocations": (
+        {"prompt": "hi", "max_tokens": 4},
+        ChatBody,
+        {**IDLE_COMPLETION_FIELDS, "prompt": (), "input": ()},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def embedding_gateway(model_folder):
+    with asyncio.Runner() as runner:
+        opened = open_gateway(model_folder, enable_embeddings=True)
+        gateway = runner.run(opened.__aenter__())
+        others = gateway.worker.script
+        vector = Script([[5]], EndReason.LENGTH, embedding=(0.5,))
+        gateway.worker.script = lambda job: vector if job.sampling.pooling else others(job)
+        yield runner, gateway
+        runner.run(opened.__aexit__(None, None, None))
+
+
+async def _status(gateway, path, data):
+    headers = {"Content-Type": "application/json"}
+    async with gateway.http.post(gateway.url + path, data=data, headers=headers) as response:
+        return response.status, await response.text()
+
+
+@EXAMPLES
+@given(st.data(), st.sampled_from(sorted(OTHERS)))
+def test_any_body_of_other_routes(embedding_gateway, data, path):
+    runner, gateway = embedding_gateway
+    body, kind, idle = OTHERS[path]
+    fields = st.sampled_from(sorted({*kind.__struct_fields__, *idle, "nonsense"}))
+    changes = data.draw(st.dictionaries(fields, values, max_size=4))
+    late = isinstance(changes.get("timeout"), int | float)
+    status, text = runner.run(_status(gateway, path, json.dumps({**body, **changes}).encode()))
+    assert status in (200, 202, 400, 404) or (late and status == 504), text
+    if status >= 400:
+        assert set(json.loads(text)["error"]) == {"message", "type", "param", "code"}
 
 
 @EXAMPLES

@@ -10,11 +10,12 @@ import pytest
 
 from service.gateway.batches.batches import BatchBody
 from service.gateway.endpoints.tokenization import DetokenizeBody, TokenizeBody
-from service.gateway.openai.bodies import ChatBody, CompletionBody, EmbeddingBody, GenerationBody
+from service.gateway.openai.bodies import ChatBody, CompletionBody, EmbeddingBody, GenerationBody, PoolingBody
 from service.gateway.openai.fields import (
     IDLE_CHAT_FIELDS,
     IDLE_COMPLETION_FIELDS,
     IDLE_EMBEDDING_FIELDS,
+    IDLE_POOLING_FIELDS,
     IDLE_RESPONSE_FIELDS,
 )
 from service.gateway.openai.response_bodies import ResponseBody
@@ -27,7 +28,7 @@ Rows = list[list[str]]
 
 def tables(section: str) -> list[Rows]:
     """The rows of each table of a section, less their headers."""
-    body = re.search(rf"^## {section}\n(.*?)(?=^## |\Z)", TEXT, re.M | re.S)[1]
+    body = re.search(rf"^## {section}\n(.*?)(?=^##+ |\Z)", TEXT, re.M | re.S)[1]
     found: list[Rows] = []
     for block in re.findall(r"(?:^\|.*\n)+", body, re.M):
         rows = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in block.strip().split("\n")]
@@ -61,6 +62,11 @@ def test_other_bodies():
     exactly(names(idle), set(IDLE_RESPONSE_FIELDS))
     (embeddings,) = tables("Embeddings")
     exactly(names(embeddings), fields(EmbeddingBody) | set(IDLE_EMBEDDING_FIELDS))
+    (pooling,) = tables("Pooling")
+    exactly(
+        names(pooling),
+        (fields(PoolingBody) - fields(EmbeddingBody)) | (IDLE_POOLING_FIELDS.keys() - IDLE_EMBEDDING_FIELDS),
+    )
     (batches,) = tables("Batches")
     exactly(names(batches), fields(BatchBody))
     (texts,) = tables("Tokenize and detokenize")

@@ -27,7 +27,10 @@ async def test_completion(gateway):
     assert body["object"] == "text_completion"
     assert body["id"].startswith("cmpl-")
     assert body["model"] == MODEL
-    assert body["choices"] == [{"index": 0, "text": "Hello world.", "logprobs": None, "finish_reason": "stop"}]
+    (choice,) = body["choices"]
+    assert choice == {
+        "index": 0, "text": "Hello world.", "logprobs": None, "finish_reason": "stop", "prompt_logprobs": None,
+    }  # fmt: skip
     num_tokens = len(gateway.model.tokenizer.encode("Hello world.")) + 1
     assert body["usage"] == {
         "prompt_tokens": 3,

@@ -33,6 +33,8 @@ ROUTES = (
     ("POST", "/v1/responses/{response_id}/cancel"),
     ("GET", "/v1/responses/{response_id}/input_items"),
     ("POST", "/v1/embeddings"),
+    ("POST", "/pooling"),
+    ("POST", "/invocations"),
     ("POST", "/v1/files"),
     ("GET", "/v1/files/{file_id}"),
     ("GET", "/v1/files/{file_id}/content"),

@@ -269,7 +269,7 @@ def test_unknown_fields_are_refused_by_name(endpoint):
 
 @pytest.mark.parametrize("endpoint", BODIES)
 def test_missing_and_null_fields_are_named(endpoint):
-    for name in BODIES[endpoint]:
+    for name in BODIES[endpoint].keys() - {"model"}:
         for body in ({k: v for k, v in BODIES[endpoint].items() if k != name}, {**BODIES[endpoint], name: None}):
             error = refused(endpoint, body)
             assert (error.param, error.code) == (name, "missing_required_parameter")

@@ -117,7 +117,6 @@ def test_how_many_choices(endpoint):
         ({"use_beam_search": True, "top_p": 0.7}, "top_p"),
         ({"use_beam_search": True, "top_k": 7}, "top_k"),
         ({"use_beam_search": True, "min_p": 0.7}, "min_p"),
-        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
     ],
 )
 def test_fields_that_contradict_each_other(body, param):
