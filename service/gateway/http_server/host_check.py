@@ -12,6 +12,7 @@ from service.errors import RequestError
 
 _HOST = re.compile(r"([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 _ORIGIN = re.compile(rf"[A-Za-z][A-Za-z0-9+.-]*://((?:{_HOST.pattern})?)")
+MAX_PORT = 65535
 OPAQUE_ORIGIN = "null"
 """A page without an origin of its own: a sandboxed frame, a local file."""
 
@@ -29,7 +30,7 @@ class HostCheck:
 
     def require_form(self, hosts: Sequence[str], target: str, *, needs_host: bool) -> None:
         """`hosts` are the request's Host headers, `target` what it asks for. Raises RequestError (400)."""
-        if len(hosts) > 1 or not all(_HOST.fullmatch(host) for host in hosts) or (needs_host and not hosts):
+        if len(hosts) > 1 or not all(map(_is_host, hosts)) or (needs_host and not hosts):
             raise RequestError(400, "The Host header is missing or malformed.", code="bad_host")
         schemes = ("http://", "https://")
         if not target.startswith("/") and not any(target.startswith(f"{s}{h}/") for s in schemes for h in hosts):
@@ -45,7 +46,8 @@ class HostCheck:
         RequestError (403) for a page that is not ours, and (400) for what is no origin."""
         for origin in origins:
             found = _ORIGIN.fullmatch(origin)
-            if found is None and origin != OPAQUE_ORIGIN:
+            is_malformed = found is None or (found[1] and not _is_host(found[1]))
+            if is_malformed and origin != OPAQUE_ORIGIN:
                 raise RequestError(400, "The Origin header is malformed.", code="bad_origin")
             place = found[1].lower() if found else ""
             is_ours = place in [host.lower() for host in hosts] or (self._is_listed and self._knows(_bare(place)))
@@ -56,6 +58,22 @@ class HostCheck:
         if name in self._names or name.endswith(self._domains):
             return True
         return not self._is_listed and _is_address(name)
+
+
+def _is_host(text: str) -> bool:
+    """Whether it is a name or an address, perhaps with a port."""
+    found = _HOST.fullmatch(text)
+    if found is None or int((found[2] or ":0")[1:]) > MAX_PORT:
+        return False
+    return not text.startswith("[") or _is_ipv6(text[1:].partition("]")[0])
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _bare(host: str) -> str:

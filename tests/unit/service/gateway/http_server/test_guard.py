@@ -161,6 +161,14 @@ def basic(key):
     return {"Authorization": "Basic " + base64.b64encode(f"me:{key}".encode()).decode()}
 
 
+@pytest.mark.parametrize("place", ["[", "[1:2:3:4:5:6:7:8:9]", "[1.2.3.4]", "[::1]x", "user:p@ss@[", "a:65536", "a b"])
+async def test_a_host_or_origin_that_names_no_place_is_malformed(gateway, place):
+    status, answer = await gateway.post(CHAT, BODY, headers={"Origin": f"http://{place}"})
+    assert (status, answer["error"]["code"]) == (400, "bad_origin")
+    status, answer = await gateway.post(CHAT, BODY, headers={"Host": place})
+    assert (status, answer["error"]["code"]) == (400, "bad_host")
+
+
 @pytest.mark.parametrize(
     ("origin", "status"),
     [("http://evil.example", 403), ("null", 403), ("http://127.0.0.1:1", 403), ("file://", 403), ("own", 200)],
