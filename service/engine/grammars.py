@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
@@ -11,9 +12,12 @@ import numpy as np
 from model.grammar import GrammarError
 from model.grammar_matcher import GrammarCompiler, Matcher, num_mask_words
 from model.ops.interface import TokenMask
+from service.engine.compile_threads import CompileCall, CompileThreads
 from service.engine.sequence import Sequence, SequenceGroup, State
 
 NUM_COMPILING_THREADS = 2
+MAX_COMPILE_S = 30.0
+"""A gateway has compiled the grammar before, in 2 s of CPU time: one that takes longer here fails its own request."""
 MAX_FILLING_THREADS = 8
 MASKS_PER_THREAD = 4
 """Fewer are filled sooner than a thread is woken."""
@@ -24,9 +28,11 @@ class Grammars:
 
     def __init__(self, make_compiler: Callable[[], GrammarCompiler]):
         """`make_compiler` is called once, on one of the threads. Raises GrammarError where there is no text half."""
-        self._pool = ThreadPoolExecutor(NUM_COMPILING_THREADS, thread_name_prefix="grammar")
-        self._compiler = self._pool.submit(make_compiler)
-        self._compiling: dict[SequenceGroup, Future[list[Matcher]]] = {}
+        self._threads = CompileThreads(NUM_COMPILING_THREADS)
+        self._compiler: Future[GrammarCompiler] = self._threads.submit(make_compiler).future
+        self._ready_at_s = time.monotonic()
+        self._compiler.add_done_callback(self._note_ready)
+        self._compiling: dict[SequenceGroup, CompileCall] = {}
 
     def begin(self, group: SequenceGroup) -> None:
         """Compile the group's grammar, and bring a matcher for each live branch to where the branch is: one that has
@@ -36,15 +42,18 @@ class Grammars:
             [] if sequence.state is State.ENDED else sequence.token_ids[sequence.num_prompt_tokens :].tolist()
             for sequence in group.branches
         ]
-        self._compiling[group] = self._pool.submit(self._matchers, group.request.sampling.grammar, outputs)
+        self._compiling[group] = self._threads.submit(self._matchers, group.request.sampling.grammar, outputs)
 
     def take_ready(self) -> list[tuple[SequenceGroup, bool]]:
         """The groups whose compiling has ended since the last call, and whether it went well: they have matchers."""
         ready = []
-        for group, future in list(self._compiling.items()):
-            if future.done():
+        for group, call in list(self._compiling.items()):
+            is_done = call.future.done()
+            if is_done or self._is_lost(call):
                 del self._compiling[group]
-                matchers = _result(future)
+                if not is_done:
+                    self._threads.give_up(call)
+                matchers = _result(call.future) if is_done else []
                 group.is_ready = True
                 for sequence, matcher in zip(group.branches, matchers, strict=False):
                     sequence.matcher = matcher
@@ -54,7 +63,14 @@ class Grammars:
     def wait(self, timeout_s: float) -> None:
         """Until some compiling has ended, if any is under way."""
         if self._compiling:
-            wait(self._compiling.values(), timeout_s, FIRST_COMPLETED)
+            wait([call.future for call in self._compiling.values()], timeout_s, FIRST_COMPLETED)
+
+    def _is_lost(self, call: CompileCall) -> bool:
+        ready_for_s = time.monotonic() - self._ready_at_s if self._compiler.done() else 0.0
+        return min(ready_for_s, call.runs_for_s()) > MAX_COMPILE_S
+
+    def _note_ready(self, _: Future[GrammarCompiler]) -> None:
+        self._ready_at_s = time.monotonic()
 
     def _matchers(self, grammar: str, outputs: list[list[int]]) -> list[Matcher]:
         first = self._compiler.result().compile(grammar)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import random
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -17,7 +19,8 @@ from model.grammar import COMPACT, of_choice, of_grammar, of_json, of_regex
 from model.ops.numpy_ops import NumpyOps
 from model.sampling_params import BeamSearch, SamplingParams
 from model.tokenizer import Tokenizer
-from service.engine.grammars import Grammars, MaskBuilder
+from service.engine import grammars
+from service.engine.grammars import NUM_COMPILING_THREADS, Grammars, MaskBuilder
 from service.engine.sequence import BranchPast, Request
 from service.errors import EndReason
 from tests.support.beam_reference import search
@@ -25,6 +28,7 @@ from tests.support.demo_engine import DEMO, DemoEngines
 from tests.support.plain_model import PlainModel
 from tests.support.random_schemas import random_schema
 from tests.support.schema_validator import is_valid
+from tests.support.source_tree import ROOT
 from tests.support.told import run_steps
 from tests.unit.service.engine.test_executor import FLOAT32, AheadOps
 
@@ -341,6 +345,42 @@ def test_while_one_compiles_others_run_and_it_can_be_cancelled(engines):
     told, ends = run(engine)
     assert ends == {"gone": EndReason.CANCELLED, "slow": EndReason.STOP}
     assert text(told["slow", 0]) == "yes"
+
+
+def test_grammars_that_never_compile_fail_their_own_requests_alone(engines, monkeypatch):
+    monkeypatch.setattr(grammars, "MAX_COMPILE_S", 0.3)
+    released = threading.Event()
+    compiler = engines._compiler()
+    compile_at_once = compiler.compile
+
+    def compile_at_last(text):
+        if "never" in text:
+            released.wait(60)
+        return compile_at_once(text)
+
+    compiler.compile = compile_at_last
+    engine = engines.make()
+    engine._grammars = Grammars(lambda: compiler)
+    try:
+        hostile = [ask(f"bad{i}", of_choice([f"never {i}"])) for i in range(NUM_COMPILING_THREADS + 1)]
+        told, ends = run(engine, *hostile, ask("good", of_choice(["yes"])))
+    finally:
+        released.set()
+    assert ends == {**{one.request_id: EndReason.GRAMMAR for one in hostile}, "good": EndReason.STOP}
+    assert text(told["good", 0]) == "yes"
+
+
+PROGRAM = """
+import threading
+from service.engine.compile_threads import CompileThreads
+call = CompileThreads(1).submit(threading.Event().wait)
+while call.began_at_s is None:
+    pass
+"""
+
+
+def test_a_process_ends_whatever_it_compiles():
+    assert subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, timeout=60, check=False).returncode == 0
 
 
 def test_masks_of_many_sequences_are_those_of_each(engines):
