@@ -12,7 +12,8 @@ from jinja2 import meta, nodes
 
 from model.disguise import Disguise
 from model.errors import ModelError
-from model.template_sandbox import Refusal, RenderLimits, TemplateSandbox
+from model.template_meter import RenderLimits
+from model.template_sandbox import Refusal, TemplateSandbox
 from model.tokenizer import Tokenizer
 from model.tokenizer_files import MAX_CONFIG_BYTES, TOKENIZER_CONFIG, read_json_if_any, read_text
 
@@ -20,6 +21,8 @@ TEMPLATE_FILE = "chat_template.jinja"
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 OWN_VARIABLES = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
 MAX_REFUSAL_CHARS = 300
+MAX_SOURCE_CHARS = 256 << 10
+"""Of a folder's templates together; the longest that are published have a tenth of that."""
 
 Json = Mapping[str, Any]
 
@@ -38,11 +41,21 @@ class ChatTemplate:
         `chat_template.jinja` wins over the entry in `tokenizer_config.json`; of several named there, "default" is
         taken, or "tool_use" where there are tools.
         """
+        sources = _read_sources(directory)
+        if not sources:
+            return None
+        if sum(map(len, sources.values())) > MAX_SOURCE_CHARS:
+            raise ModelError(f"the chat template of {directory} has more than {MAX_SOURCE_CHARS} characters")
         try:
-            sources = _read_sources(directory)
-            return cls(sources, tokenizer) if sources else None
+            return cls(sources, tokenizer)
         except jinja2.TemplateSyntaxError as error:
-            raise ModelError(f"the chat template of {directory} is malformed: {error}") from error
+            reason = f"{' '.join(str(error.message).split())[:MAX_REFUSAL_CHARS]} (line {error.lineno})"
+            raise ModelError(f"the chat template of {directory} is malformed: {reason}") from error
+        except (RecursionError, MemoryError) as error:
+            raise ModelError(f"the chat template of {directory} is nested too deeply") from error
+        except (SyntaxError, ValueError, OverflowError) as error:
+            # Of the code that Jinja made of it: too many blocks or brackets in one another, too long a number.
+            raise ModelError(f"the chat template of {directory} cannot be compiled: {_first_line(error)}") from error
 
     def __init__(
         self,
@@ -122,7 +135,7 @@ class ChatTemplate:
         num_chars = 0
         with self._sandbox.timed():
             for chunk in template.generate(variables):
-                self._sandbox.check_time()
+                self._sandbox.tick()
                 num_chars += len(chunk)
                 if num_chars > self._sandbox.limits.max_chars:
                     raise TemplateError("The rendered messages are too long.")
@@ -160,6 +173,10 @@ def _cut_behind(rendered: str, content: str) -> str:
         raise TemplateError("The model's chat template does not show the last message, so it cannot be continued.")
     whole = content.lstrip()
     return rendered[: start + len(whole if rendered.startswith(whole, start) else core)]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:MAX_REFUSAL_CHARS]
 
 
 def _read_sources(directory: Path) -> dict[str, str]:

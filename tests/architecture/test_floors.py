@@ -41,9 +41,9 @@ GATEWAY_FLOORS = tuple(
 
 TEXT_HALF = (
     "tokenizer", "tokenizer_files", "vocabulary", "decoding", "detokenizer",
-    "chat_template", "template_sandbox", "disguise", "grammar", "grammar_compiler", "grammar_matcher", "grammar_task",
-    "tool_calls", "tool_call_stream", "tool_call_json", "tool_call_python", "tool_call_reader", "tool_call_xml",
-    "functions", "json_schema", "schema_bounds",
+    "chat_template", "template_sandbox", "template_bounds", "template_meter", "disguise", "grammar", "grammar_compiler",
+    "grammar_matcher", "grammar_task", "tool_calls", "tool_call_stream", "tool_call_json", "tool_call_python",
+    "tool_call_reader", "tool_call_xml", "functions", "json_schema", "schema_bounds",
 )  # fmt: skip
 ARRAY_HALF = (
     "loader", "weights", "safetensors_file", "llama", "step_graphs", "rope", "kv_cache", "batch", "sampler", "ops",

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from model.chat_template import ChatTemplate, TemplateError
 from model.errors import ModelError
-from model.template_sandbox import RenderLimits
+from model.template_meter import RenderLimits
 from model.tokenizer import Tokenizer
 from tests.support import make_tokenizers
 
