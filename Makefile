@@ -38,7 +38,7 @@ test: install $(VENV)/requirements-test.stamp ## install, then every test, with 
 	@OPENBLAS_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile \
 		--cov=service --cov=model --cov-report=term:skip-covered $(ARGS)
 
-test-gpu: $(if $(PYTHON_BIN),,gpu-env) ## each kernel against its NumPy twin (PYTHON_BIN=python3 uses that Python as it is)
+test-gpu: $(if $(PYTHON_BIN),,gpu-env) ## each kernel against its NumPy reference (PYTHON_BIN=python3 uses that Python as it is)
 	@$(or $(PYTHON_BIN),$(VENV)/bin/python) -m pytest tests/kernel -m gpu $(ARGS)
 
 .PHONY: gpu-env

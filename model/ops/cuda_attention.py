@@ -32,7 +32,7 @@ _DECODE_TILE_TOKENS = 16
 _MAX_SPLITS = 256
 
 _PART_INTS, _MEMBER_INTS, _PLAN_THREADS = 8, 4, 1024
-"""Of Part and Member in decode_parts.cuh; THREADS of plan_decode_attention.cu."""
+"""Of Part and Member in decode_parts.cuh; THREADS of plan_decode.cu."""
 
 _MIN_COMMON_TOKENS = 256
 """Sequences that have fewer in common read them each for itself."""
@@ -45,10 +45,10 @@ _MAX_PAIRS = 1 << 14
 """MAX_PAIRS of split_kv.cuh."""
 
 _HOPPER_ROWS, _HOPPER_KEYS, _HOPPER_THREADS = 192, 128, 512
-"""PADDED_ROWS, KEYS and THREADS of paged_prefill_attention_sm90.cu."""
+"""PADDED_ROWS, KEYS and THREADS of paged_prefill_sm90.cu."""
 
 _SHORT_ROWS, _SHORT_KEYS, _SHORT_STAGES, _SHORT_THREADS = 128, 64, 4, 384
-"""PADDED_ROWS, KEYS, STAGES and THREADS of paged_prefill_attention_short_sm90.cu."""
+"""PADDED_ROWS, KEYS, STAGES and THREADS of paged_prefill_short_sm90.cu."""
 
 _MOST_PARTS = 8
 """MOST_PARTS of prefill_cluster.cuh."""
@@ -81,7 +81,7 @@ def plan_decode_attention(
     parts = ops.temporary((split.num_slots + num_member_rows, _PART_INTS), np.int32)
     sizes = (split.num_slots, split.num_shares, split.num_groups, block_tables.shape[1], window)
     ops.launch(
-        "plan_decode_attention",
+        "plan_decode",
         (1,),
         (parts, context_lens, block_tables, np.int32(len(context_lens)), *map(np.int32, sizes)),
         threads=_PLAN_THREADS,
@@ -121,7 +121,7 @@ def decode_attention(
     tiles = _decode_tiles(ops.dtype_code, head_dim, num_heads // num_kv_heads)
     sizes = map(np.int32, (num_sequences, num_blocks, num_layers, layer, block_tables.shape[1]))
     ops.launch(
-        "paged_decode_attention",
+        "paged_decode",
         (split.num_ctas, split.num_slots),
         (out, q, kv, block_tables, plan, partial_sums, partial_stats, *sizes, _scale_log2(scale)),
         threads=32 * tiles["WARPS"],
@@ -163,7 +163,7 @@ def prefill_attention(
     num_tiles = math.ceil(max_query_len * group / _prefill_rows(tiles))
     sizes = map(np.int32, (num_blocks, num_layers, layer, block_tables.shape[1]))
     ops.launch(
-        "paged_prefill_attention",
+        "paged_prefill",
         (num_kv_heads, len(context_lens), num_tiles),
         (out, q, kv, block_tables, context_lens, query_start, *sizes, _scale_log2(scale), np.int32(window)),
         threads=32 * tiles["WARPS"],
@@ -193,7 +193,7 @@ def _prefill_on_hopper(ops, out, q, kv, layer, block_tables, context_lens, query
     meeting = (ops.temporary((num_ctas, _HOPPER_ROWS, n), np.float32) for n in (head_dim, 2))
     args = (out, query_map, cache_map, block_tables, context_lens, query_start, *meeting, *map(np.int32, sizes))
     ops.launch(
-        "paged_prefill_attention_sm90",
+        "paged_prefill_sm90",
         (num_ctas,),
         (*args, _scale_log2(scale), np.int32(window)),
         threads=_HOPPER_THREADS,
@@ -219,7 +219,7 @@ def _prefill_short_on_hopper(ops, out, q, kv, layer, block_tables, context_lens,
     sizes = (len(context_lens), num_kv_heads, num_blocks, num_layers, layer, block_tables.shape[1], cluster)
     args = (out, query_map, cache_map, block_tables, context_lens, query_start, *map(np.int32, sizes))
     ops.launch(
-        "paged_prefill_attention_short_sm90",
+        "paged_prefill_short_sm90",
         (cluster * num_clusters,),
         (*args, _scale_log2(scale), np.int32(window)),
         overlaps=True,
@@ -231,7 +231,7 @@ def _prefill_short_on_hopper(ops, out, q, kv, layer, block_tables, context_lens,
 def _clusters(ops, build: dict[str, int], num_pieces: int) -> tuple[int, int]:
     """(blocks of a cluster, clusters): the largest of which the device has one for each piece of work."""
     for size in range(_MOST_PARTS, 1, -1):
-        num_clusters = ops.most_clusters("paged_prefill_attention_short_sm90", size, **build)
+        num_clusters = ops.most_clusters("paged_prefill_short_sm90", size, **build)
         if num_clusters >= num_pieces:
             return size, num_clusters
     return 1, ops.num_sms

@@ -147,7 +147,7 @@ class CudaDevice:
         """One kernel of `cuda/`, built for `self.dtype` unless the defines say otherwise. An empty grid is no work.
         On `self.stream` unless another is named, which a kernel in clusters, of so many blocks each, is not.
 
-        `overlaps` says that the kernel calls `wait_for_previous_kernel` (cuda/types.cuh): in a captured graph it may
+        `overlaps` says that the kernel calls `wait_for_previous_kernel` (common/types.cuh): in a captured graph it may
         begin before the kernel ahead of it has ended. Outside of graphs the host is too slow for that to gain.
         """
         if 0 in grid:

@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from model.ops.cuda_device import THREADS, expect
-from model.ops.fp8_builds import NarrowFp8Build, SkinnyFp8Build, narrow_fp8_build, skinny_fp8_build
+from model.ops.fp8_builds import GemvFp8Build, SmallMFp8Build, gemv_fp8_build, small_m_fp8_build
 from model.ops.gemm import GemmError
 from model.ops.gemm_fp8 import MULTIPLE, Fp8Gemm
 from model.ops.interface import Array, Fp8Rows
@@ -69,26 +69,26 @@ class Fp8Linear:
         together = x_data.data.ptr | weight.data.data.ptr | out.data.ptr
         is_aligned = k % MULTIPLE == 0 and together % MULTIPLE == 0 and ops.dtype != _FLOAT32
         if is_aligned and ops.arch == "90a" and isinstance(x, Fp8Rows):
-            build = narrow_fp8_build(m, n, ops.num_sms, ops.max_shared_bytes)
+            build = small_m_fp8_build(m, n, ops.num_sms, ops.max_shared_bytes)
             if build is not None:
-                self.launch_narrow(build, x, weight, bias, out)
+                self.launch_small_m(build, x, weight, bias, out)
                 return
             if n % MULTIPLE == 0 and self._by_cublaslt(x, weight, bias, out):
                 return
-        build = skinny_fp8_build(m, ops.max_shared_bytes) if is_aligned else None
+        build = gemv_fp8_build(m, ops.max_shared_bytes) if is_aligned else None
         if build is not None:
-            self.launch_skinny(build, x, weight, bias, out)
+            self.launch_gemv(build, x, weight, bias, out)
             return
         widened = dequantise_rows(ops, x) if isinstance(x, Fp8Rows) else x
         ops.linear(widened, dequantise_rows(ops, weight), bias, out=out)
 
-    def launch_skinny(
-        self, build: SkinnyFp8Build, x: Array | Fp8Rows, weight: Fp8Rows, bias: Array | None, out: Array
+    def launch_gemv(
+        self, build: GemvFp8Build, x: Array | Fp8Rows, weight: Fp8Rows, bias: Array | None, out: Array
     ) -> None:
         ops, (n, k) = self._ops, weight.data.shape
         x_args = (x.data, x.scale) if isinstance(x, Fp8Rows) else (x, None)
         ops.launch(
-            "skinny_linear_fp8",
+            "gemv_fp8",
             (build.num_blocks(n, ops.num_sms),),
             (*x_args, weight.data, weight.scale, bias, out, np.int32(len(out)), np.int32(n), np.int32(k)),
             threads=32 * build.warps,
@@ -99,13 +99,15 @@ class Fp8Linear:
             **build.defines,
         )
 
-    def launch_narrow(self, build: NarrowFp8Build, x: Fp8Rows, weight: Fp8Rows, bias: Array | None, out: Array) -> None:
+    def launch_small_m(
+        self, build: SmallMFp8Build, x: Fp8Rows, weight: Fp8Rows, bias: Array | None, out: Array
+    ) -> None:
         ops, (n, k) = self._ops, weight.data.shape
         x_map = ops.tensor_maps.get(x.data, (k // 2, len(out)), (64, build.cols))
         weight_map = ops.tensor_maps.get(weight.data, (k // 2, n), (64, build.rows))
         sizes = map(np.int32, (len(out), n, k))
         ops.launch(
-            "narrow_linear_fp8",
+            "small_m_fp8_sm90",
             (build.num_blocks(n, ops.num_sms),),
             (x_map, weight_map, x.scale, weight.scale, bias, out, *sizes),
             threads=build.threads,

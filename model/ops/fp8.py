@@ -9,7 +9,7 @@ E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 E4M3_MAX = np.float32(448)
 
 MIN_SCALE = np.float32(1e-12)
-"""Of a row of zeros. MIN_SCALE of cuda/fp8.cuh."""
+"""Of a row of zeros. MIN_SCALE of cuda/common/fp8.cuh."""
 
 
 @np.errstate(invalid="ignore")

@@ -1,4 +1,4 @@
-"""The builds of `skinny_linear_fp8.cu` and `narrow_linear_fp8.cu`: which suits a product and a device."""
+"""The builds of `gemv_fp8.cu` and `small_m_fp8_sm90.cu`: which suits a product and a device."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import functools
 import math
 from dataclasses import dataclass, replace
 
-_SPAN_BYTES = 128  # of a row in a stage of narrow_linear_fp8
+_SPAN_BYTES = 128  # of a row in a stage of small_m_fp8_sm90
 _MIN_TILE_ROWS, _FEW_TILE_ROWS, _MAX_TILE_ROWS = 32, 48, 128
 _MAX_READING_ROWS = 128  # of x: with more, products take longer than reading the weights
 _MIN_STAGES = 3
 _EIGHT = 8  # rows that a swizzle goes over
 _COLS = (16, 32, 64, 96, 128, 192, 256)  # rows of x that there are products of a warpgroup for
 
-MAX_NARROW_ROWS = _COLS[-1]
-"""Rows of x that narrow_linear_fp8 is built for."""
+MAX_SMALL_M_ROWS = _COLS[-1]
+"""Rows of x that small_m_fp8_sm90 is built for."""
 
 AHEAD_BYTES = 32 << 10
-"""Of weights that an SM fetches before the previous kernel has ended, as in `narrow_builds`."""
+"""Of weights that an SM fetches before the previous kernel has ended, as in `small_m_builds`."""
 
 
 @dataclass(frozen=True)
-class SkinnyFp8Build:
-    """The sizes that skinny_linear_fp8.cu is built with, and how many of its blocks an SM holds."""
+class GemvFp8Build:
+    """The sizes that gemv_fp8.cu is built with, and how many of its blocks an SM holds."""
 
     warps: int
     row_tiles: int
@@ -48,23 +48,23 @@ class SkinnyFp8Build:
         return min(math.ceil(n / (16 * self.row_tiles)), self.blocks_per_sm * num_sms)
 
 
-SKINNY_FP8_BUILDS = tuple(
-    SkinnyFp8Build(16, row_tiles, 128, 2, 1, col_tiles) for row_tiles in (2, 1) for col_tiles in (1, 2)
+GEMV_FP8_BUILDS = tuple(
+    GemvFp8Build(16, row_tiles, 128, 2, 1, col_tiles) for row_tiles in (2, 1) for col_tiles in (1, 2)
 )
 """In the order of preference. The last two are for devices with less shared memory."""
 
 
-def skinny_fp8_build(num_rows: int, max_shared_bytes: int) -> SkinnyFp8Build | None:
+def gemv_fp8_build(num_rows: int, max_shared_bytes: int) -> GemvFp8Build | None:
     """The build for products of `num_rows` rows on a device with this much shared memory a block."""
-    for build in SKINNY_FP8_BUILDS:
+    for build in GEMV_FP8_BUILDS:
         if num_rows <= 8 * build.col_tiles and build.shared_bytes <= max_shared_bytes:
             return build
     return None
 
 
 @dataclass(frozen=True)
-class NarrowFp8Build:
-    """The sizes that narrow_linear_fp8.cu is built with, by its own names; for one block an SM."""
+class SmallMFp8Build:
+    """The sizes that small_m_fp8_sm90.cu is built with, by its own names; for one block an SM."""
 
     rows: int
     cols: int
@@ -102,14 +102,14 @@ class NarrowFp8Build:
 
 
 @functools.cache
-def narrow_fp8_build(m: int, n: int, num_sms: int, max_shared_bytes: int) -> NarrowFp8Build | None:
+def small_m_fp8_build(m: int, n: int, num_sms: int, max_shared_bytes: int) -> SmallMFp8Build | None:
     """For `m` rows of x and `n` of weights; None where there is none.
 
     Tiles are as small as it takes for all SMs to have one, or equally many. Where these would waste much of a product
     of a warpgroup, which has 64 rows, two blocks share out K: by `n` alone, for so does the order of an element's sum
     depend on it.
     """
-    if m > MAX_NARROW_ROWS:
+    if m > MAX_SMALL_M_ROWS:
         return None
     rounds = math.ceil(n / (num_sms * _MAX_TILE_ROWS))
     split = 2 if _tile_rows(n, num_sms * rounds) < _FEW_TILE_ROWS else 1
@@ -117,7 +117,7 @@ def narrow_fp8_build(m: int, n: int, num_sms: int, max_shared_bytes: int) -> Nar
     if rounds == 1 or m <= _MAX_READING_ROWS:
         rows = _tile_rows(n, num_sms // split * rounds)
     cols = next(cols for cols in _COLS if cols >= m)
-    one, two = (NarrowFp8Build(rows, cols, split, stages) for stages in (1, 2))
+    one, two = (SmallMFp8Build(rows, cols, split, stages) for stages in (1, 2))
     stages = 1 + (max_shared_bytes - one.shared_bytes) // (two.shared_bytes - one.shared_bytes)
     return replace(one, stages=stages) if stages >= _MIN_STAGES else None
 

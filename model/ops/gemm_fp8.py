@@ -124,7 +124,7 @@ def _layouts(m: int, n: int, k: int, dtype: np.dtype) -> tuple[int, int, int]:
 
 
 def _operation() -> int:
-    """One scale a row of weight and one a row of x; sums as `narrow_linear_fp8` takes them."""
+    """One scale a row of weight and one a row of x; sums as `small_m_fp8_sm90` takes them."""
     operation = lt.matmul_desc_create(ComputeType.COMPUTE_32F, CudaDataType.CUDA_R_32F)
     kind = lt.MatmulDescAttribute
     attributes = {

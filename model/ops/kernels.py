@@ -46,7 +46,7 @@ class Kernels:
         self._compiling: dict[tuple, Future] = {}
 
     def get(self, name: str, *, entry: str | None = None, shared_bytes: int = 0, **defines: int) -> Function:
-        """The function `entry` (by default `name`) of cuda/<name>.cu built with -D<define>=<value>.
+        """The function `entry` (by default `name`) of cuda/<folder>/<name>.cu, built with -D<define>=<value>.
 
         It is called as `function(grid, block, args, shared_mem, stream)`. `shared_bytes` is the most dynamic shared
         memory it will be launched with; above 48 KiB the driver wants to know beforehand.
@@ -121,9 +121,16 @@ def source_folder() -> Path:
     checkout = Path(__file__).resolve().parents[2] / "cuda"
     installed = Path(sys.prefix) / "share" / "quire" / "cuda"
     for folder in (checkout, installed):
-        if (folder / "types.cuh").is_file():
+        if (folder / "common" / "types.cuh").is_file():
             return folder
     raise KernelError(f"the CUDA sources are neither in {checkout} nor in {installed}")
+
+
+def source_path(name: str) -> Path:
+    """The file of a kernel: cuda/<folder>/<name>.cu; names are unique across folders. Raises KernelError."""
+    for path in source_folder().glob(f"*/{name}.cu"):
+        return path
+    raise KernelError(f"there is no kernel {source_folder()}/*/{name}.cu")
 
 
 def cache_folder() -> Path:
@@ -148,15 +155,17 @@ def _cubin_path(name: str, arch: str, defines: Mapping[str, int], cache: Path) -
 
 
 def compile_cubin(name: str, arch: str, defines: Mapping[str, int]) -> bytes:
-    """cuda/<name>.cu -> machine code for sm_<arch>. Needs no GPU. Raises KernelError."""
+    """Compile cuda/<folder>/<name>.cu for sm_<arch>. Sources include headers by their path below `cuda/`. Needs no GPU.
+    Raises KernelError."""
     folder = source_folder()
+    source = source_path(name)
     headers = find_nvidia_header_directory("cudart")
     if headers is None:
         raise KernelError("cuda_fp16.h was not found: install the 'cuda' extra (cuda-toolkit[cudart])")
     with _loading:
         _load_compiler()
     options = (*_options(arch, defines), f"-I{folder}", f"-I{headers}")
-    program = nvrtc.createProgram(_source(folder, name), str(folder / f"{name}.cu"), (), ())
+    program = nvrtc.createProgram(source.read_text(encoding="utf-8"), str(source), (), ())
     try:
         nvrtc.compileProgram(program, options)
         return nvrtc.getCUBIN(program)
@@ -180,18 +189,12 @@ def _options(arch: str, defines: Mapping[str, int]) -> tuple[str, ...]:
     return ("--std=c++17", "-default-device", "-lineinfo", f"-arch=sm_{arch}", *defined)
 
 
-def _source(folder: Path, name: str) -> str:
-    path = folder / f"{name}.cu"
-    if not path.is_file():
-        raise KernelError(f"there is no kernel {path}")
-    return path.read_text(encoding="utf-8")
-
-
 def _fingerprint(name: str, arch: str, defines: Mapping[str, int]) -> str:
-    """Changes with the source, any shared header, the options and the compiler."""
+    """A digest of the source, every header in every folder, the options and the compiler's version."""
     folder = source_folder()
-    parts = [_source(folder, name), repr(_options(arch, defines)), repr(nvrtc.getVersion())]
-    parts += [header.name + header.read_text(encoding="utf-8") for header in sorted(folder.glob("*.cuh"))]
+    parts = [source_path(name).read_text(encoding="utf-8"), repr(_options(arch, defines)), repr(nvrtc.getVersion())]
+    for header in sorted(folder.rglob("*.cuh")):
+        parts.append(header.relative_to(folder).as_posix() + header.read_text(encoding="utf-8"))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
 

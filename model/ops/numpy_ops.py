@@ -1,6 +1,6 @@
 """The specification: every op in plain NumPy, float32 inside, any of the three dtypes outside.
 
-It runs anywhere, serves the demo model on a machine without a GPU, and is the twin each CUDA kernel is compared with.
+It runs anywhere, serves the demo model on a machine without a GPU, and is the reference of each CUDA kernel.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Launches a kernel so that it may begin before the one ahead of it has ended, or in clusters: CuPy has no such call.
 
 The driver calls the first programmatic dependent launch, from sm_90 on. The kernel has to wait for the one ahead by
-itself: `wait_for_previous_kernel` in cuda/types.cuh.
+itself: `wait_for_previous_kernel` in cuda/common/types.cuh.
 """
 
 from __future__ import annotations

@@ -1,23 +1,24 @@
-"""One file, one op, one twin, one test for each kernel; and nothing but CUDA in `cuda/`."""
+"""One file, one method of `Ops`, one reference, one test for each kernel; and nothing but CUDA in `cuda/`."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from pathlib import Path
+import tomllib
+from collections.abc import Iterable, Mapping
 
 import pytest
 
+from tests.support.kernel_table import headers_of, kernels_of, read_readme
 from tests.support.source_tree import ROOT, Source, sources
 
 CUDA = ROOT / "cuda"
-MAX_FILE_LINES = 400
-HELPER_ROW = re.compile(r"^\|\s*`?(\w+)`?\s*\|.*\bhelper of `(\w+)`", re.MULTILINE)
+MAX_FILE_LINES = 700
+INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 
 
 def foreign_files(names: Iterable[str]) -> list[str]:
-    """Names in `cuda/` that are no CUDA source. A `.py` there would shadow NVIDIA's namespace package `cuda`."""
-    return [name for name in names if name != "README.md" and Path(name).suffix not in (".cu", ".cuh")]
+    """Names in `cuda/` that are no CUDA source in a folder. A `.py` there would shadow NVIDIA's package `cuda`."""
+    return [name for name in names if name != "README.md" and not re.fullmatch(r"\w+/\w+\.cuh?", name)]
 
 
 def methods_of(modules: list[Source], name: str, class_name: str) -> set[str]:
@@ -27,40 +28,51 @@ def methods_of(modules: list[Source], name: str, class_name: str) -> set[str]:
     return {node.name for node in body if not getattr(node, "name", "_").startswith("_")}
 
 
-def homeless_kernels(kernels: Iterable[str], readme: str, ops: set[str], twins: set[str], tests: set[str]) -> list[str]:
-    """Kernels without an op, a twin or a test. A helper, named so in cuda/README.md, has the op and twin it helps."""
-    helped = dict(HELPER_ROW.findall(readme))
-    found = []
-    for kernel in kernels:
-        op = helped.get(kernel, kernel)
+def incomplete_kernels(table: Mapping[str, str], ops: set[str], references: set[str], tests: set[str]) -> list[str]:
+    """Kernels without a method of `Ops`, a reference or a test, and names that two folders have."""
+    found, folders = [], {}
+    for path, op in table.items():
+        folder, _, kernel = path.partition("/")
+        if folders.setdefault(kernel, folder) != folder:
+            found.append(f"{kernel}: in both {folders[kernel]}/ and {folder}/")
         if op not in ops:
-            found.append(f"{kernel}: no op of that name in model/ops/interface.py, and no helper in cuda/README.md")
-        if op not in twins:
-            found.append(f"{kernel}: no twin {op} in model/ops/numpy_ops.py")
+            found.append(f"{kernel}: no op {op} in model/ops/interface.py")
+        if op not in references:
+            found.append(f"{kernel}: no reference {op} in model/ops/numpy_ops.py")
         if kernel not in tests:
             found.append(f"{kernel}: no tests/kernel/test_{kernel}.py")
     return found
 
 
-def unlisted_sources(names: Iterable[str], readme: str) -> list[str]:
-    """Sources that have no row in cuda/README.md."""
-    return [name for name in names if f"| `{name.removesuffix('.cu')}` |" not in readme]
+def missing_includes(text: str, headers: set[str]) -> list[str]:
+    """Includes that name no header by its path below `cuda/`."""
+    return [name for name in INCLUDE.findall(text) if name not in headers]
 
 
-def test_the_readme_lists_every_source():
-    names = sorted(path.name for path in CUDA.glob("*.cu*"))
-    assert unlisted_sources(names, (CUDA / "README.md").read_text()) == []
+def stems(suffix: str) -> list[str]:
+    """folder/name of every file with this suffix."""
+    return sorted(path.relative_to(CUDA).with_suffix("").as_posix() for path in CUDA.rglob(f"*{suffix}"))
+
+
+def test_the_readme_lists_every_source_and_no_other():
+    assert sorted(kernels_of(read_readme())) == stems(".cu")
+    assert sorted(headers_of(read_readme())) == stems(".cuh")
+
+
+def test_an_installation_has_every_source_in_its_folder():
+    files = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["data-files"]
+    installed = {f"{to}/{path.name}" for to, patterns in files.items() for each in patterns for path in ROOT.glob(each)}
+    assert {f"share/quire/cuda/{stem}{suffix}" for suffix in (".cu", ".cuh") for stem in stems(suffix)} <= installed
 
 
 def test_cuda_holds_cuda_only():
     assert foreign_files(path.relative_to(CUDA).as_posix() for path in CUDA.rglob("*") if path.is_file()) == []
 
 
-def test_every_kernel_has_an_op_a_twin_and_a_test():
+def test_every_kernel_has_an_op_a_reference_and_a_test():
     modules = sources("model/ops")
-    found = homeless_kernels(
-        sorted(path.stem for path in CUDA.glob("*.cu")),
-        (CUDA / "README.md").read_text(),
+    found = incomplete_kernels(
+        kernels_of(read_readme()),
         methods_of(modules, "model.ops.interface", "Ops"),
         methods_of(modules, "model.ops.numpy_ops", "NumpyOps"),
         {path.stem.removeprefix("test_") for path in (ROOT / "tests/kernel").glob("test_*.py")},
@@ -68,29 +80,36 @@ def test_every_kernel_has_an_op_a_twin_and_a_test():
     assert found == []
 
 
-@pytest.mark.parametrize("path", sorted(CUDA.glob("*.cu*")), ids=lambda path: path.name)
-def test_a_source_says_what_it_is_and_is_no_longer_than_a_room(path):
+@pytest.mark.parametrize("path", sorted(CUDA.rglob("*.cu*")), ids=lambda path: path.name)
+def test_a_source_says_what_it_is_in_at_most_700_lines(path):
     lines = path.read_text().splitlines()
     assert lines[0].startswith("// ")
     assert len(lines) <= MAX_FILE_LINES
 
 
-@pytest.mark.parametrize("path", sorted(CUDA.glob("*.cu")), ids=lambda path: path.name)
-def test_a_kernel_names_its_twin_its_grid_and_its_roofline(path):
-    text = path.read_text().lower()
-    assert [word for word in ("twin", "grid", "roofline") if word not in text] == []
+@pytest.mark.parametrize("path", sorted(CUDA.rglob("*.cu*")), ids=lambda path: path.name)
+def test_a_source_includes_headers_by_their_path(path):
+    assert missing_includes(path.read_text(), {f"{stem}.cuh" for stem in stems(".cuh")}) == []
+
+
+@pytest.mark.parametrize("path", sorted(CUDA.rglob("*.cu")), ids=lambda path: path.name)
+def test_a_kernel_names_its_reference_its_grid_and_its_roofline(path):
+    text = path.read_text()
+    assert [word for word in ("reference", "grid", "roofline") if word not in text.lower()] == []
+    assert re.search(rf"\b{path.stem}\(", text), "the extern function has the file's name"
 
 
 def test_the_rules_can_fail():
-    assert foreign_files(["rms_norm.cu", "types.cuh", "README.md", "__init__.py", "old/x.cubin"]) == [
-        "__init__.py",
-        "old/x.cubin",
-    ]
-    ops = {"linear", "rms_norm"}
-    readme = "| kernel | does |\n| `add_bias` | y += b; helper of `linear` |\n"
-    tests = {"add_bias", "rms_norm"}
-    assert homeless_kernels(["add_bias", "rms_norm"], readme, ops, ops, tests) == []
-    assert len(homeless_kernels(["add_bias"], "", ops, ops, tests)) == 2
-    assert len(homeless_kernels(["rms_norm"], readme, ops, set(), ops)) == 1
-    assert len(homeless_kernels(["rms_norm"], readme, ops, ops, {"linear"})) == 1
-    assert unlisted_sources(["add_bias.cu", "types.cuh"], readme) == ["types.cuh"]
+    names = ["layer/rms_norm.cu", "common/types.cuh", "README.md", "__init__.py", "old/x.cubin", "types.cuh"]
+    assert foreign_files(names) == ["__init__.py", "old/x.cubin", "types.cuh"]
+    readme = "| task | kernel | `Ops` method |\n| add | `linear/add_bias` | `linear` |\n\n| `common/types` | types |\n"
+    table = kernels_of(readme)
+    assert table == {"linear/add_bias": "linear"}
+    assert headers_of(readme) == ["common/types"]
+    ops, tests = {"linear", "rms_norm"}, {"add_bias", "rms_norm"}
+    assert incomplete_kernels(table, ops, ops, tests) == []
+    assert len(incomplete_kernels({"linear/add_bias": "add"}, ops, ops, tests)) == 2
+    assert len(incomplete_kernels(table, ops, set(), tests)) == 1
+    assert len(incomplete_kernels(table, ops, ops, {"linear"})) == 1
+    assert len(incomplete_kernels({"a/rms_norm": "linear", "b/rms_norm": "linear"}, ops, ops, tests)) == 1
+    assert missing_includes('#include "types.cuh"\n#include "common/mma.cuh"', {"common/mma.cuh"}) == ["types.cuh"]

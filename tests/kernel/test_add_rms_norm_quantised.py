@@ -12,13 +12,13 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("width", [8, 100, 33, 4096, 5120, 36992])
 @pytest.mark.parametrize("rows", [1, 300])
 def test_sum_and_norm(open_ops, rng, dtype, width, rows):
-    ops, twin = open_ops(dtype), NumpyOps(NUMPY_DTYPES[dtype])
+    ops, reference = open_ops(dtype), NumpyOps(NUMPY_DTYPES[dtype])
     x, residual = normal(rng, (rows, width), dtype), normal(rng, (rows, width), dtype, scale=3.0)
     weight = normal(rng, (width,), dtype)
     on_device = ops.upload(residual)
     with ops.scratch():
         found = download(ops, ops.add_rms_norm_quantised(ops.upload(x), on_device, ops.upload(weight), 1e-6))
-    expected = twin.add_rms_norm_quantised(x, residual, weight, 1e-6)
+    expected = reference.add_rms_norm_quantised(x, residual, weight, 1e-6)
     np.testing.assert_array_equal(ops.download(on_device).astype(np.float32), residual.astype(np.float32))
     assert_near_rows(found, expected)
 

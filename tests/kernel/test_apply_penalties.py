@@ -1,4 +1,4 @@
-"""apply_penalties against the two halves of its twin, `add_bias` and `penalise`: equal to the last bit."""
+"""apply_penalties against the two halves of its reference, `add_bias` and `penalise`: equal to the last bit."""
 
 import numpy as np
 import pytest

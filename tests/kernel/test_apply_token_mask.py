@@ -1,4 +1,4 @@
-"""apply_token_mask against its twin `forbid`: equal to the last bit, in place and into a copy."""
+"""apply_token_mask against its reference `forbid`: equal to the last bit, in place and into a copy."""
 
 import math
 

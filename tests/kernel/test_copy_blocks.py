@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(40, 2, 2, 2, 16, 64), (12, 3, 2, 1, 8, 80), (9, 1, 2, 1, 8, 16)])
 @pytest.mark.parametrize("num_pairs", [0, 1, 4])
 def test_blocks_are_exact_and_ids_outside_the_pool_are_ignored(open_ops, rng, dtype, shape, num_pairs):
-    ops, twin = open_ops(dtype), NumpyOps(NUMPY_DTYPES[dtype])
+    ops, reference = open_ops(dtype), NumpyOps(NUMPY_DTYPES[dtype])
     kv = normal(rng, shape, dtype)
     ids = rng.permutation(shape[0])[: 2 * num_pairs].astype(np.int32)
     beyond = np.array([-1, 0, shape[0], 1, 2**31 - 1], np.int32)  # rolled by one, each pair has an unknown id
@@ -19,7 +19,7 @@ def test_blocks_are_exact_and_ids_outside_the_pool_are_ignored(open_ops, rng, dt
     targets = np.concatenate([ids[num_pairs:], np.roll(beyond, 1)])
     on_device = ops.upload(kv)
     ops.copy_blocks(on_device, ops.upload(sources), ops.upload(targets))
-    twin.copy_blocks(kv, sources, targets)
+    reference.copy_blocks(kv, sources, targets)
     np.testing.assert_array_equal(ops.download(on_device).astype(np.float32), kv.astype(np.float32))
 
 

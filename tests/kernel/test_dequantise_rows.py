@@ -14,11 +14,11 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("width", [1, 16, 100, 4096, 14336])
 @pytest.mark.parametrize("rows", [0, 1, 65])
 def test_every_bit_is_the_references(open_ops, rng, dtype, width, rows):
-    ops, twin = open_ops(dtype), NumpyOps(NUMPY_DTYPES[dtype])
+    ops, reference = open_ops(dtype), NumpyOps(NUMPY_DTYPES[dtype])
     x = random_rows(rng, rows, width)
     with ops.scratch():
         found = ops.download(ops.dequantise_rows(upload(ops, x)))
-    np.testing.assert_array_equal(found, twin.dequantise_rows(x))
+    np.testing.assert_array_equal(found, reference.dequantise_rows(x))
 
 
 def test_all_codes(open_ops):

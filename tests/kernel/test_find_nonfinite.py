@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("count", [1, 7, 8, 2049, 1_000_003])
 @pytest.mark.parametrize("skipped", [0, 1])
 def test_one_element_anywhere_is_found(open_ops, rng, dtype, count, skipped):
-    ops, twin = open_ops(dtype), NumpyOps(NUMPY_DTYPES[dtype])
+    ops, reference = open_ops(dtype), NumpyOps(NUMPY_DTYPES[dtype])
     host = normal(rng, (count + skipped,), dtype)
     for value in (0.0, np.finfo(np.float16).max, np.nan, np.inf, -np.inf):
         for place in {skipped, skipped + count // 2, skipped + count - 1}:
@@ -20,7 +20,7 @@ def test_one_element_anywhere_is_found(open_ops, rng, dtype, count, skipped):
             changed[:skipped] = np.nan  # before x begins
             found, expected = ops.upload(np.zeros(2, np.int32)), np.zeros(2, np.int32)
             ops.find_nonfinite(ops.upload(changed)[skipped:], found[1:])
-            twin.find_nonfinite(changed[skipped:], expected[1:])
+            reference.find_nonfinite(changed[skipped:], expected[1:])
             np.testing.assert_array_equal(ops.download(found), expected)
             assert expected[1] == (not np.isfinite(value))
 

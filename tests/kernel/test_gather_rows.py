@@ -11,13 +11,13 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("width", [64, 4096, 5, 100])
 @pytest.mark.parametrize("num_ids", [0, 1, 300])
 def test_rows_are_exact_and_unknown_ids_give_zeros(open_ops, rng, dtype, width, num_ids):
-    ops, twin = open_ops(dtype), NumpyOps(NUMPY_DTYPES[dtype])
+    ops, reference = open_ops(dtype), NumpyOps(NUMPY_DTYPES[dtype])
     table = normal(rng, (37, width), dtype)
     ids = rng.integers(-3, 40, num_ids).astype(np.int32)
     ids[:1] = np.iinfo(np.int32).max
     with ops.scratch():
         rows = ops.download(ops.gather_rows(ops.upload(table), ops.upload(ids)))
-    np.testing.assert_array_equal(rows.astype(np.float32), twin.gather_rows(table, ids).astype(np.float32))
+    np.testing.assert_array_equal(rows.astype(np.float32), reference.gather_rows(table, ids).astype(np.float32))
 
 
 @pytest.mark.parametrize("width", [4096, 32003])

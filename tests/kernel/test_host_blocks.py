@@ -26,10 +26,10 @@ def ops(open_ops):
 
 def test_blocks_go_out_and_come_back_as_on_numpy(ops, rng):
     kv = rng.standard_normal((12, 2, 2, 1, 8, 16)).astype(np.float16)
-    on_device, twin = ops.upload(kv), NumpyOps(np.dtype(np.float16))
-    host, twin_host = ops.host_blocks(on_device, 7), twin.host_blocks(kv, 7)
+    on_device, reference = ops.upload(kv), NumpyOps(np.dtype(np.float16))
+    host, reference_host = ops.host_blocks(on_device, 7), reference.host_blocks(kv, 7)
     wait_until_ready(host, 7)
-    for each in (host, twin_host):
+    for each in (host, reference_host):
         each.copy_out([3, 9, 0], [6, 1, 4]).wait()
         transfer = each.copy_in([4, 6], [9, 11])
         transfer.wait()

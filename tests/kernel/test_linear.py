@@ -1,4 +1,4 @@
-"""Products go through cuBLASLt (`model/ops/gemm.py`); the twin multiplies in float32."""
+"""Products go through cuBLASLt (`model/ops/gemm.py`); the reference multiplies in float32."""
 
 import importlib
 
@@ -19,7 +19,7 @@ SHAPES = [(1, 512, 256), (7, 96, 4096), (33, 1000, 264), (300, 768, 512), (2, 3,
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("out_dtype", [None, "float32"])
 def test_product(open_ops, rng, dtype, shape, with_bias, out_dtype):
-    (m, n, k), ops, twin = shape, open_ops(dtype), NumpyOps(NUMPY_DTYPES[dtype])
+    (m, n, k), ops, reference = shape, open_ops(dtype), NumpyOps(NUMPY_DTYPES[dtype])
     x, weight = normal(rng, (m, k), dtype), normal(rng, (n, k), dtype, scale=k**-0.5)
     bias = normal(rng, (n,), dtype) if with_bias else None
     out_type = None if out_dtype is None else NUMPY_DTYPES[out_dtype]
@@ -27,7 +27,7 @@ def test_product(open_ops, rng, dtype, shape, with_bias, out_dtype):
         on_device = [None if each is None else ops.upload(each) for each in (x, weight, bias)]
         out = ops.download(ops.linear(*on_device, dtype=out_type))
         again = ops.download(ops.linear(*on_device, dtype=out_type))
-    assert_close(out, twin.linear(x, weight, bias, dtype=out_type), out_dtype or dtype)
+    assert_close(out, reference.linear(x, weight, bias, dtype=out_type), out_dtype or dtype)
     np.testing.assert_array_equal(out.view(np.uint8), again.view(np.uint8))
 
 
@@ -42,17 +42,17 @@ def test_float32_does_not_go_through_tf32(open_ops, rng):
 
 
 def test_rows_within_a_larger_array_need_no_alignment(open_ops, rng):
-    ops, twin = open_ops("bfloat16"), NumpyOps(NUMPY_DTYPES["bfloat16"])
+    ops, reference = open_ops("bfloat16"), NumpyOps(NUMPY_DTYPES["bfloat16"])
     x, weight = normal(rng, (9, 33), "bfloat16"), normal(rng, (40, 33), "bfloat16")
     with ops.scratch():
         out = ops.download(ops.linear(ops.upload(x)[3:], ops.upload(weight)[1:]))
-    assert_close(out, twin.linear(x[3:], weight[1:]), "bfloat16")
+    assert_close(out, reference.linear(x[3:], weight[1:]), "bfloat16")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_numbers_of_rows_in_between_need_no_plan_of_their_own(open_ops, rng, monkeypatch, dtype, with_bias):
-    ops, twin, (n, k) = open_ops(dtype), NumpyOps(NUMPY_DTYPES[dtype]), (768, 512)
+    ops, reference, (n, k) = open_ops(dtype), NumpyOps(NUMPY_DTYPES[dtype]), (768, 512)
     x, weight = normal(rng, (640, k), dtype), normal(rng, (n, k), dtype, scale=k**-0.5)
     bias = normal(rng, (n,), dtype) if with_bias else None
     on_device = [None if each is None else ops.upload(each) for each in (x, weight, bias)]
@@ -62,14 +62,14 @@ def test_numbers_of_rows_in_between_need_no_plan_of_their_own(open_ops, rng, mon
         monkeypatch.setattr(gemm.lt, "matmul_algo_get_heuristic", lambda *_: pytest.fail("640 rows were planned"))
         for rows in (577, 600, 639, 640):
             out = ops.download(ops.linear(on_device[0][:rows], *on_device[1:]))
-            assert_close(out, twin.linear(x[:rows], weight, bias), dtype)
+            assert_close(out, reference.linear(x[:rows], weight, bias), dtype)
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_a_tuned_product_is_right_and_its_way_is_kept(open_ops, rng, monkeypatch, tmp_path, with_bias):
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
     cuda_linear = pytest.importorskip("model.ops.cuda_linear", reason="needs the packages of the cuda extra")
-    ops, twin = open_ops("bfloat16"), NumpyOps(NUMPY_DTYPES["bfloat16"])
+    ops, reference = open_ops("bfloat16"), NumpyOps(NUMPY_DTYPES["bfloat16"])
     monkeypatch.setattr(ops, "_linear", cuda_linear.Linear(ops))
     ops.is_poisoning = False
     weights = [normal(rng, (768, 512), "bfloat16", scale=512**-0.5) for _ in range(2)]
@@ -83,7 +83,7 @@ def test_a_tuned_product_is_right_and_its_way_is_kept(open_ops, rng, monkeypatch
         x = normal(rng, (m, 512), "bfloat16")
         with ops.scratch():
             out = ops.download(ops.linear(ops.upload(x), on_device[1], bias_on_device))
-        assert_close(out, twin.linear(x, weights[1], bias), "bfloat16")
+        assert_close(out, reference.linear(x, weights[1], bias), "bfloat16")
     kept = cuda_linear.Linear(ops)
     monkeypatch.setattr(kept, "_quickest", None)  # nothing is left to measure
     kept.tune(on_device, bias_on_device, [40, 5, 1], ops.dtype)

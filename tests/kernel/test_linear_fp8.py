@@ -39,10 +39,10 @@ def test_product(open_ops, rng, dtype, kind, m, n, k, with_bias):
 
 
 def test_the_reference_computes_the_same(rng):
-    twin = NumpyOps(NUMPY_DTYPES["bfloat16"])
+    reference = NumpyOps(NUMPY_DTYPES["bfloat16"])
     weight, bias = random_rows(rng, 300, 128), normal(rng, (300,), "bfloat16")
     for x in (random_rows(rng, 7, 128), normal(rng, (7, 128), "bfloat16")):
-        assert_product(twin.linear_fp8(x, weight, bias), x, weight, bias)
+        assert_product(reference.linear_fp8(x, weight, bias), x, weight, bias)
 
 
 @pytest.mark.parametrize("m", [3, 40, 300])

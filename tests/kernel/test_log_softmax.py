@@ -1,4 +1,4 @@
-"""log_softmax against its twin `numpy_sampling.log_softmax`."""
+"""log_softmax against its reference `numpy_sampling.log_softmax`."""
 
 import numpy as np
 import pytest

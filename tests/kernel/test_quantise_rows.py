@@ -12,15 +12,15 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("width", [1, 8, 100, 2049, 4096, 14336, 40000])
 @pytest.mark.parametrize("rows", [0, 1, 65])
 def test_every_bit_is_the_references(open_ops, rng, dtype, width, rows):
-    ops, twin = open_ops(dtype), NumpyOps(NUMPY_DTYPES[dtype])
+    ops, reference = open_ops(dtype), NumpyOps(NUMPY_DTYPES[dtype])
     x = normal(rng, (rows, width), dtype, scale=3.0)
     with ops.scratch():
-        assert_same_rows(download(ops, ops.quantise_rows(ops.upload(x))), twin.quantise_rows(x))
+        assert_same_rows(download(ops, ops.quantise_rows(ops.upload(x))), reference.quantise_rows(x))
 
 
 @pytest.mark.parametrize("width", [100, 4096])
 def test_rows_of_zeros_of_tiny_of_huge_and_of_broken_numbers(open_ops, rng, width):
-    ops, twin = open_ops("bfloat16"), NumpyOps(NUMPY_DTYPES["bfloat16"])
+    ops, reference = open_ops("bfloat16"), NumpyOps(NUMPY_DTYPES["bfloat16"])
     x = normal(rng, (6, width), "bfloat16")
     x[0] = 0
     x[1] = x[1].astype(np.float32) * 1e-37
@@ -29,7 +29,7 @@ def test_rows_of_zeros_of_tiny_of_huge_and_of_broken_numbers(open_ops, rng, widt
     x[4, width // 2] = -np.inf
     with ops.scratch():
         found = download(ops, ops.quantise_rows(ops.upload(x)))
-    assert_same_rows(found, twin.quantise_rows(x))
+    assert_same_rows(found, reference.quantise_rows(x))
     np.testing.assert_array_equal(np.isfinite(found.scale), [True, True, True, False, False, True])
 
 

@@ -13,11 +13,11 @@ WIDTHS = (8, 64, 100, 33, 896, 4096, 5120, 36992)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("rows", [1, 300])
 def test_norm(open_ops, rng, dtype, width, rows):
-    ops, twin = open_ops(dtype), NumpyOps(NUMPY_DTYPES[dtype])
+    ops, reference = open_ops(dtype), NumpyOps(NUMPY_DTYPES[dtype])
     x, weight = normal(rng, (rows, width), dtype, scale=3.0), normal(rng, (width,), dtype)
     with ops.scratch():
         out = ops.download(ops.rms_norm(ops.upload(x), ops.upload(weight), 1e-5))
-    assert_close(out, twin.rms_norm(x, weight, 1e-5), dtype)
+    assert_close(out, reference.rms_norm(x, weight, 1e-5), dtype)
 
 
 def test_no_rows_and_rows_of_zeros(open_ops, rng):

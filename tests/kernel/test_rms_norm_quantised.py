@@ -11,11 +11,11 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("width", [8, 100, 33, 4096, 5120, 36992])
 @pytest.mark.parametrize("rows", [1, 300])
 def test_norm(open_ops, rng, dtype, width, rows):
-    ops, twin = open_ops(dtype), NumpyOps(NUMPY_DTYPES[dtype])
+    ops, reference = open_ops(dtype), NumpyOps(NUMPY_DTYPES[dtype])
     x, weight = normal(rng, (rows, width), dtype, scale=3.0), normal(rng, (width,), dtype)
     with ops.scratch():
         found = download(ops, ops.rms_norm_quantised(ops.upload(x), ops.upload(weight), 1e-6))
-    assert_near_rows(found, twin.rms_norm_quantised(x, weight, 1e-6))
+    assert_near_rows(found, reference.rms_norm_quantised(x, weight, 1e-6))
 
 
 @pytest.mark.parametrize("width", [2048, 4096])

@@ -10,21 +10,21 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("width", [1, 8, 100, 2049, 14336])
 @pytest.mark.parametrize("rows", [0, 1, 65])
 def test_product(open_ops, rng, dtype, width, rows):
-    ops, twin = open_ops(dtype), NumpyOps(NUMPY_DTYPES[dtype])
+    ops, reference = open_ops(dtype), NumpyOps(NUMPY_DTYPES[dtype])
     gate_up = normal(rng, (rows, 2 * width), dtype, scale=4.0)
     with ops.scratch():
         out = ops.download(ops.silu_mul(ops.upload(gate_up)))
-    assert_close(out, twin.silu_mul(gate_up), dtype)
+    assert_close(out, reference.silu_mul(gate_up), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_large_gates_neither_overflow_nor_turn_into_nan(open_ops, rng, dtype):
-    ops, twin = open_ops(dtype), NumpyOps(NUMPY_DTYPES[dtype])
+    ops, reference = open_ops(dtype), NumpyOps(NUMPY_DTYPES[dtype])
     gate_up = normal(rng, (3, 256), dtype)
     gate_up[:, :128] *= 1000
     with ops.scratch():
         out = ops.download(ops.silu_mul(ops.upload(gate_up)))
-    assert_close(out, twin.silu_mul(gate_up), dtype)
+    assert_close(out, reference.silu_mul(gate_up), dtype)
 
 
 def test_speed(open_ops):

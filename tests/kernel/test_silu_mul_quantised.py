@@ -11,11 +11,11 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("width", [1, 8, 100, 2049, 14336, 40000])
 @pytest.mark.parametrize("rows", [0, 1, 65])
 def test_product(open_ops, rng, dtype, width, rows):
-    ops, twin = open_ops(dtype), NumpyOps(NUMPY_DTYPES[dtype])
+    ops, reference = open_ops(dtype), NumpyOps(NUMPY_DTYPES[dtype])
     gate_up = normal(rng, (rows, 2 * width), dtype, scale=4.0)
     with ops.scratch():
         found = download(ops, ops.silu_mul_quantised(ops.upload(gate_up)))
-    assert_near_rows(found, twin.silu_mul_quantised(gate_up))
+    assert_near_rows(found, reference.silu_mul_quantised(gate_up))
 
 
 @pytest.mark.parametrize("width", [100, 14336])

@@ -1,4 +1,4 @@
-"""How a kernel is held against its NumPy twin, and how its speed is told."""
+"""How a kernel is held against its NumPy reference, and how its speed is told."""
 
 from __future__ import annotations
 

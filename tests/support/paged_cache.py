@@ -35,7 +35,7 @@ class PagedCache:
     context_lens: np.ndarray  # int32[S]
 
     def known_tables(self) -> np.ndarray:
-        """The tables with block 0 for what does not exist, for the twin: it reads what it does not use."""
+        """The tables with block 0 for what does not exist, for the reference: it reads what it does not use."""
         known = (self.block_tables >= 0) & (self.block_tables < len(self.kv))
         return np.where(known, self.block_tables, 0)
 

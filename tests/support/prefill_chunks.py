@@ -1,4 +1,4 @@
-"""Chunks of several sequences for the tests of prefill attention, what its twin makes of them, and its speed."""
+"""Chunks of several sequences for the tests of prefill attention, what its reference makes of them, and its speed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def start_of(chunks: list[tuple[int, int]]) -> np.ndarray:
 
 
 def expected(q: np.ndarray, cache: PagedCache, start: np.ndarray, scale: float, window: int) -> np.ndarray:
-    """In float32 from the rounded inputs, then in their dtype. The twin knows no empty chunks."""
+    """In float32 from the rounded inputs, then in their dtype. The reference knows no empty chunks."""
     out = np.full(q.shape, np.nan, np.float32)
     some = np.flatnonzero(np.diff(start))
     tables, lens, longest = cache.known_tables()[some], cache.context_lens[some], int(np.diff(start).max())

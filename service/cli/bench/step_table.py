@@ -17,7 +17,7 @@ PRODUCTS = ("qkv", "output", "gate_up", "down")
 
 HEAD = "lm_head"
 COPIES = "copies"
-ATTENTION = "paged_decode_attention"
+ATTENTION = "paged_decode"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def _kind(kernel: str) -> str:
         return COPIES
     if "splitkreduce" in lowered or "memset" in lowered:
         return "part of a product"
-    if "nvjet" in lowered or "gemm" in lowered or "cutlass" in lowered or kernel in ("skinny_linear", "narrow_linear"):
+    if "nvjet" in lowered or "gemm" in lowered or "cutlass" in lowered or kernel in ("gemv", "small_m_sm90"):
         return "product"
     return kernel
 

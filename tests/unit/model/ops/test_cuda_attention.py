@@ -38,7 +38,7 @@ class RecordingOps:
 
     def launch(self, name, grid, args, *, threads, shared_bytes=0, overlaps=False, cluster=1, **defines):
         self.cluster = cluster
-        waits = ("paged_decode_attention", "paged_prefill_attention_sm90", "paged_prefill_attention_short_sm90")
+        waits = ("paged_decode", "paged_prefill_sm90", "paged_prefill_short_sm90")
         assert overlaps == (name in waits), "only these wait for the kernel ahead"
         defines["QUIRE_DTYPE"] = self.dtype_code
         self.kernels.get(name, shared_bytes=shared_bytes, **defines)(grid, (threads,), args, shared_bytes, self.stream)
@@ -128,10 +128,10 @@ def test_a_plan_that_is_given_is_not_made_again():
     ops, q = RecordingOps(BF16), np.empty((2, 32, 128), np.float32)
     kv, tables, lens = np.empty((1, 1, 2, 8, 16, 128), np.float32), np.empty((2, 64), np.int32), np.empty(2, np.int32)
     plan = plan_decode_attention(ops, 32, kv, tables, lens, NO_WINDOW)
-    assert ops.build[0] == "plan_decode_attention"
+    assert ops.build[0] == "plan_decode"
     assert ops.grid == (1,)
     decode_attention(ops, q, kv, 0, tables, lens, 0.1, NO_WINDOW, q, plan)
-    assert ops.build[0] == "paged_decode_attention"
+    assert ops.build[0] == "paged_decode"
     num_results = 2 * 8 + 2 * 33
     assert ops.grid[1] == 2 * 8 + 1
     assert len(plan) == 2 * 8 + 1 + 8 // 2
@@ -164,7 +164,7 @@ def test_prefill_packs_the_heads_of_a_group_into_its_rows():
 
 
 def test_prefill_on_hopper_is_a_grid_that_stays():
-    assert prefilled(arch="90a").build[0] == "paged_prefill_attention_sm90"
+    assert prefilled(arch="90a").build[0] == "paged_prefill_sm90"
     assert prefilled(arch="90a").grid == (132,)
     assert prefilled(arch="90a", chunks=(600, 7)).grid == (132,)
     assert prefilled(arch="90a").temporaries == [(132, 192, 128), (132, 192, 2)]
@@ -174,7 +174,7 @@ def test_prefill_on_hopper_is_a_grid_that_stays():
 @pytest.mark.parametrize(("chunk", "cluster", "grid"), [(64, 6, 102), (32, 8, 120), (128, 3, 117), (160, 2, 132)])
 def test_a_short_prefill_on_hopper_is_a_cluster_a_piece(chunk, cluster, grid):
     short = prefilled(arch="90a", chunks=(chunk,))
-    assert short.build[0] == "paged_prefill_attention_short_sm90"
+    assert short.build[0] == "paged_prefill_short_sm90"
     assert (short.cluster, short.grid) == (cluster, (grid,))
     assert short.shared_bytes <= HOPPER_SHARED_LIMIT_BYTES
     assert prefilled(arch="90a", chunks=(chunk,), head_dim=64).shared_bytes < short.shared_bytes
@@ -182,13 +182,13 @@ def test_a_short_prefill_on_hopper_is_a_cluster_a_piece(chunk, cluster, grid):
 
 def test_pieces_beyond_any_number_of_clusters_take_a_block_each():
     many = prefilled(arch="90a", chunks=(64,), heads=(512, 128))
-    assert many.build[0] == "paged_prefill_attention_sm90"
-    assert prefilled(arch="90a", chunks=(100, 7, 64)).build[0] == "paged_prefill_attention_sm90"
+    assert many.build[0] == "paged_prefill_sm90"
+    assert prefilled(arch="90a", chunks=(100, 7, 64)).build[0] == "paged_prefill_sm90"
 
 
 @pytest.mark.parametrize("what", [{"dtype_code": FP32}, {"head_dim": 96}, {"chunks": (16, 3)}], ids=str)
 def test_prefill_on_hopper_leaves_what_does_not_suit_it(what):
-    assert prefilled(arch="90a", **what).build[0] == "paged_prefill_attention"
+    assert prefilled(arch="90a", **what).build[0] == "paged_prefill"
 
 
 def test_no_rows_are_no_launch():

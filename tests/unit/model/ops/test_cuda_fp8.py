@@ -61,7 +61,7 @@ def launched_for(m, n=4096, k=4096, *, in_e4m3=True, address=ADDRESS, cublaslt=T
 
 @pytest.mark.parametrize("m", [1, 16, 17, 256])
 def test_on_hopper_one_kernel_takes_up_to_256_rows(m):
-    assert launched_for(m) == ["narrow_linear_fp8"]
+    assert launched_for(m) == ["small_m_fp8_sm90"]
 
 
 def test_on_hopper_cublaslt_takes_more():
@@ -72,13 +72,13 @@ def test_on_hopper_cublaslt_takes_more():
 
 @pytest.mark.parametrize("arch", ["80", "86", "89", "90a", "120"])
 def test_few_rows_in_16_bits_are_multiplied_as_they_are(arch):
-    assert launched_for(16, in_e4m3=False, arch=arch) == ["skinny_linear_fp8"]
+    assert launched_for(16, in_e4m3=False, arch=arch) == ["gemv_fp8"]
     assert launched_for(17, in_e4m3=False, arch=arch) == ["dequantise_rows", "linear"]
 
 
 @pytest.mark.parametrize("arch", ["80", "86", "89", "120"])
 def test_elsewhere_few_rows_have_a_kernel_and_more_are_widened(arch):
-    assert launched_for(16, arch=arch, max_shared_bytes=99 << 10) == ["skinny_linear_fp8"]
+    assert launched_for(16, arch=arch, max_shared_bytes=99 << 10) == ["gemv_fp8"]
     assert launched_for(17, arch=arch) == ["dequantise_rows", "dequantise_rows", "linear"]
 
 

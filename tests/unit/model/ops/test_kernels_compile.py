@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from model.ops.cuda_attention import decode_attention, prefill_attention
-from model.ops.fp8_builds import SKINNY_FP8_BUILDS, narrow_fp8_build
+from model.ops.fp8_builds import GEMV_FP8_BUILDS, small_m_fp8_build
+from model.ops.gemv_builds import GEMV_BUILDS
 from model.ops.interface import NO_WINDOW
-from model.ops.narrow_builds import NARROW_SPLITS, narrow_build
-from model.ops.skinny_builds import SKINNY_BUILDS
+from model.ops.small_m_builds import SMALL_M_SPLITS, small_m_build
 from tests.support.source_tree import ROOT
 
 BUILDS = (
@@ -24,20 +24,20 @@ ALSO = {
     "add_bias": ({"OUT_FLOAT": 0}, {"OUT_FLOAT": 1}),
     "rope_kv_write": tuple({"HEAD_DIM": head_dim} for head_dim in (64, 80, 96, 128, 256)),
 }
-NAMES = sorted(path.stem for path in (ROOT / "cuda").glob("*.cu"))
+NAMES = sorted(path.stem for path in (ROOT / "cuda").glob("*/*.cu"))
 
 
 def builds_of(name: str, dtype_code: int, architecture: str) -> list[dict[str, int]]:
     """The sets of defines that this kernel is built with for Llama-3.1-8B's heads; none where it is never launched."""
-    if name == "skinny_linear":
-        return skinny_builds(dtype_code)
-    if name == "narrow_linear":
-        return narrow_builds(dtype_code, architecture)
-    if name == "skinny_linear_fp8":
-        return skinny_fp8_builds(dtype_code)
-    if name == "narrow_linear_fp8":
-        return narrow_fp8_builds(dtype_code, architecture)
-    if not name.startswith(("plan_decode_attention", "paged_decode_attention", "paged_prefill_attention")):
+    if name == "gemv":
+        return gemv_builds(dtype_code)
+    if name == "small_m_sm90":
+        return small_m_builds(dtype_code, architecture)
+    if name == "gemv_fp8":
+        return gemv_fp8_builds(dtype_code)
+    if name == "small_m_fp8_sm90":
+        return small_m_fp8_builds(dtype_code, architecture)
+    if not name.startswith(("plan_decode", "paged_decode", "paged_prefill")):
         return [{"QUIRE_DTYPE": dtype_code, **SHAPE, **more} for more in ALSO.get(name, ({},))]
     builds = []
 
@@ -61,7 +61,7 @@ def builds_of(name: str, dtype_code: int, architecture: str) -> list[dict[str, i
     q, kv = np.empty((2048, 32, 128), np.float32), np.empty((1, 1, 2, 8, 16, 128), np.float32)
     ints = np.zeros(97, np.int32)
     tables = np.zeros((96, 64), np.int32)
-    if name in ("plan_decode_attention", "paged_decode_attention"):
+    if name in ("plan_decode", "paged_decode"):
         decode_attention(ops, q[:96], kv, 0, tables, ints[:96], 0.1, NO_WINDOW, q[:96])
     else:
         for num_tokens, longest in ((96, 1), (96, 96), (2048, 96)):
@@ -70,22 +70,22 @@ def builds_of(name: str, dtype_code: int, architecture: str) -> list[dict[str, i
     return [defines for asked, defines in builds if asked == name]
 
 
-def skinny_builds(dtype_code: int) -> list[dict[str, int]]:
+def gemv_builds(dtype_code: int) -> list[dict[str, int]]:
     """All of them, in each type of result; there is none for float32."""
     return [
         {"QUIRE_DTYPE": dtype_code, "OUT_FLOAT": out_float, **build.defines}
-        for build in SKINNY_BUILDS
+        for build in GEMV_BUILDS
         for out_float in (0, 1)
         if dtype_code != DTYPE_CODES["float32"]
     ]
 
 
-def narrow_builds(dtype_code: int, architecture: str) -> list[dict[str, int]]:
+def small_m_builds(dtype_code: int, architecture: str) -> list[dict[str, int]]:
     """Those of Llama-3.1-8B on an H200; other architectures have none, nor has float32."""
     if architecture != "90a" or dtype_code == DTYPE_CODES["float32"]:
         return []
-    asked = [(split, m, n) for split in NARROW_SPLITS for m in (32, 64, 96, 128) for n in (4096, 6144, 28672, 128256)]
-    found = {narrow_build(split, m, n, 132, 227 << 10) for split, m, n in asked} - {None}
+    asked = [(split, m, n) for split in SMALL_M_SPLITS for m in (32, 64, 96, 128) for n in (4096, 6144, 28672, 128256)]
+    found = {small_m_build(split, m, n, 132, 227 << 10) for split, m, n in asked} - {None}
     return [
         {"QUIRE_DTYPE": dtype_code, "OUT_FLOAT": out_float, **build.defines}
         for build in sorted(found)
@@ -93,22 +93,22 @@ def narrow_builds(dtype_code: int, architecture: str) -> list[dict[str, int]]:
     ]
 
 
-def skinny_fp8_builds(dtype_code: int) -> list[dict[str, int]]:
+def gemv_fp8_builds(dtype_code: int) -> list[dict[str, int]]:
     """All of them, with either kind of x; there is none for float32."""
     return [
         {"QUIRE_DTYPE": dtype_code, "OUT_FLOAT": out_float, "X_FP8": out_float, **build.defines}
-        for build in SKINNY_FP8_BUILDS
+        for build in GEMV_FP8_BUILDS
         for out_float in (0, 1)
         if dtype_code != DTYPE_CODES["float32"]
     ]
 
 
-def narrow_fp8_builds(dtype_code: int, architecture: str) -> list[dict[str, int]]:
+def small_m_fp8_builds(dtype_code: int, architecture: str) -> list[dict[str, int]]:
     """Those of Llama-3.1-8B on an H200; other architectures have none, nor has float32."""
     if architecture != "90a" or dtype_code == DTYPE_CODES["float32"]:
         return []
     asked = [(m, n) for m in (16, 32, 64, 96, 128, 192, 256) for n in (4096, 6144, 28672)]
-    found = {narrow_fp8_build(m, n, 132, 227 << 10) for m, n in asked}
+    found = {small_m_fp8_build(m, n, 132, 227 << 10) for m, n in asked}
     return [{"QUIRE_DTYPE": dtype_code, "OUT_FLOAT": int(build.cols == 64), **build.defines} for build in found]
 
 

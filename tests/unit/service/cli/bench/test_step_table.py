@@ -17,7 +17,7 @@ def event(name: str, begin_us: float, end_us: float) -> KernelEvent:
 
 def step_of(num_layers: int, begin_us: float) -> list[KernelEvent]:
     """5 us a kernel, 1 us between two."""
-    layer = ["nvjet_sm90_a", "rope_kv_write", "paged_decode_attention", "skinny_linear", "add_rms_norm"]
+    layer = ["nvjet_sm90_a", "rope_kv_write", "paged_decode", "gemv", "add_rms_norm"]
     layer += ["some_gemm_kernel", "silu_mul", "cutlass_80", "void cublasLt::splitKreduce_kernel<1>"]
     names = ["Memcpy HtoD (Pinned -> Device)", *layer * num_layers, "nvjet_sm90_b", "sample_tokens"]
     return [event(name, begin_us + 6 * i, begin_us + 6 * i + 5) for i, name in enumerate(names)]
@@ -25,7 +25,7 @@ def step_of(num_layers: int, begin_us: float) -> list[KernelEvent]:
 
 def test_products_are_told_by_their_place_in_the_step():
     names = op_names(step_of(2, 0.0) + step_of(2, 1000.0), num_layers=2)
-    layer = ["linear qkv", "rope_kv_write", "paged_decode_attention", "linear output", "add_rms_norm"]
+    layer = ["linear qkv", "rope_kv_write", "paged_decode", "linear output", "add_rms_norm"]
     layer += ["linear gate_up", "silu_mul", "linear down", "linear down"]
     assert names == [COPIES, *layer * 2, "linear lm_head", "sample_tokens"] * 2
 
@@ -55,5 +55,5 @@ def test_the_least_time_is_that_of_the_weights_at_few_rows_and_of_the_products_a
     weights = 2 * config.num_layers * 2 * config.intermediate_size * config.hidden_size
     assert few["linear gate_up"] == pytest.approx(1e6 * weights / 4e12, rel=0.01)
     assert many["linear gate_up"] == pytest.approx(1e6 * weights * 4096 / 8e14)
-    assert many["paged_decode_attention"] == pytest.approx(4096 * few["paged_decode_attention"])
-    assert few["paged_decode_attention"] == pytest.approx(1e6 * 1000 * 131072 / 4e12, rel=0.01)
+    assert many["paged_decode"] == pytest.approx(4096 * few["paged_decode"])
+    assert few["paged_decode"] == pytest.approx(1e6 * 1000 * 131072 / 4e12, rel=0.01)

@@ -1,0 +1,206 @@
+// Paged varlen prefill attention: causal attention of chunks of several sequences against the cache, which already
+// holds the chunks' own keys. Flash attention with mma.sync, for every architecture from sm_80.
+//
+// q, out [T, Hq, HEAD_DIM]; kv [num_blocks, L, 2, Hkv, BLOCK_SIZE, HEAD_DIM]; block_tables int32[S, max_blocks];
+// context_lens int32[S]; query_start int32[S + 1]. Reference: NumpyOps.paged_prefill_attention. Grid (Hkv, S, num_tiles),
+// with num_tiles = ceil(max_query_len * GROUP / ROWS); THREADS threads; SHARED_BYTES of dynamic shared memory.
+//
+// A CTA takes ROWS query rows of one kv head: row r is query head r % GROUP of the chunk's token r / GROUP, so heads
+// of a group share the keys, short chunks fill the tile, and the ragged edge of the causal triangle is GROUP times
+// thinner. blockIdx.z counts tiles from a chunk's end: the longest first, over all sequences. Keys go by tiles of KEYS
+// tokens, fetched a tile ahead (cp.async through the block table, whose ids are fetched two tiles ahead) into two
+// stages. fp16, bf16: a warp has 16 * ROW_TILES rows; two row tiles halve what it reads from shared memory for each
+// product. fp32: CUDA cores, a warp a row, for tests and small models.
+//
+// Preconditions: 16-byte aligned arrays; max_blocks > 0; scale > 0; window > 0; max_query_len at least the longest
+// chunk. Rows that see no key get zeros; block ids outside the pool read as zeros. Roofline: 4 * HEAD_DIM flop a
+// visible (query, key) pair and head; on an H200 at least 300 TFLOP/s in bf16 at 4k.
+#include "attention/attention.cuh"
+#include "common/mma.cuh"
+#include "attention/prefill_warp.cuh"
+#include "common/types.cuh"
+
+constexpr int THREADS = WARPS * WARP_SIZE;
+
+#if QUIRE_DTYPE == 0
+
+constexpr int ROWS = WARPS * 16 * ROW_TILES;
+
+__device__ __forceinline__ void attend(T* out, const T* q, const PagedHead& head, const Chunk& chunk, int kv_head,
+                                       int num_kv_heads, int context_len, float scale_log2, int window) {
+    const int lane = threadIdx.x % WARP_SIZE;
+    const int end = min(chunk.first_row + ROWS, chunk.num_rows);
+    for (int row = chunk.first_row + threadIdx.x / WARP_SIZE; row < end; row += WARPS) {
+        const int position = chunk.position(row);
+        const i64 at = chunk.element(row, kv_head, num_kv_heads);
+        RowState state;
+        attend_row(state, q + at, head, max(0, position - window + 1), min(position + 1, context_len), WARP_SIZE,
+                   scale_log2);
+        const float scale = reciprocal_or_zero(state.total);
+#pragma unroll
+        for (int i = 0; i < RowState::DIMS; ++i) {
+            const int d = lane + i * WARP_SIZE;
+            if (d < HEAD_DIM) out[at + d] = state.sum[i] * scale;
+        }
+    }
+}
+
+#else
+
+constexpr int ROWS = WARPS * WARP_ROWS;
+constexpr int NUM_IDS = ceil_div(KEYS, BLOCK_SIZE);  // blocks of a tile of keys
+constexpr int BLOCK_KEYS = at_most(KEYS, BLOCK_SIZE);  // keys of a tile that one block holds
+constexpr int TILE_BYTES = KEYS * SharedTile::ROW_BYTES;
+constexpr int QUERY_BYTES = ROWS * SharedTile::ROW_BYTES;
+constexpr int IDS_BYTES = 64;  // of one stage
+static_assert(KEYS % BLOCK_SIZE == 0 || BLOCK_SIZE % KEYS == 0, "tiles and blocks must nest");
+static_assert(NUM_IDS * 4 <= IDS_BYTES, "a tile's block ids must fit");
+static_assert(WARP_ROWS * SharedTile::CHUNKS % WARP_SIZE == 0, "every lane copies the same number of chunks");
+static_assert(SHARED_BYTES == QUERY_BYTES + 4 * TILE_BYTES + 2 * IDS_BYTES, "the launcher's tile sizes are not these");
+
+// Shared memory: query rows (later the output), then two stages of (keys, values), then their block ids.
+struct Shared {
+    unsigned char* base;
+
+    __device__ __forceinline__ u32 queries() const { return shared_address(base); }
+    __device__ __forceinline__ u32 keys(int stage) const {
+        return shared_address(base) + QUERY_BYTES + stage * 2 * TILE_BYTES;
+    }
+    __device__ __forceinline__ int* ids(int stage) const {
+        return reinterpret_cast<int*>(base + QUERY_BYTES + 4 * TILE_BYTES + stage * IDS_BYTES);
+    }
+};
+
+// A warp's own rows only: no other warp reads them.
+__device__ __forceinline__ void copy_queries(u32 queries, const T* q, const Chunk& chunk, int kv_head,
+                                             int num_kv_heads) {
+    const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
+#pragma unroll 4
+    for (int i = lane; i < WARP_ROWS * SharedTile::CHUNKS; i += WARP_SIZE) {
+        const int row = warp * WARP_ROWS + i / SharedTile::CHUNKS, column = i % SharedTile::CHUNKS;
+        const int of_chunk = chunk.first_row + row;
+        const bool wanted = of_chunk < chunk.num_rows;
+        const T* from = q + chunk.element(wanted ? of_chunk : chunk.first_row, kv_head, num_kv_heads) + column * 8;
+        copy_async_16(queries + SharedTile::offset(row, column), from, wanted);
+    }
+}
+
+__device__ __forceinline__ void copy_ids(int* ids, const PagedHead& head, int tile) {
+    if (threadIdx.x >= NUM_IDS) return;
+    copy_async_4(shared_address(ids + threadIdx.x), head.entry(tile * KEYS / BLOCK_SIZE + threadIdx.x));
+}
+
+// Keys and values of a tile, block by block; tokens outside first <= token < end become zeros and are not read.
+__device__ __forceinline__ void copy_tile(u32 key_tile, const int* ids, const PagedHead& head, int tile, int first,
+                                          int end) {
+    const u32 low = first - tile * KEYS, num_wanted = max(0, end - first);
+    const int in_block = tile * KEYS % BLOCK_SIZE;  // not 0 where a block is larger than a tile
+#pragma unroll 4  // more at once makes registers spill
+    for (int block = 0; block < NUM_IDS; ++block) {
+        const int id = ids[block];
+        const T* keys = head.key_at(id, in_block);
+#pragma unroll
+        for (int i = 0; i < ceil_div(BLOCK_KEYS * SharedTile::CHUNKS, THREADS); ++i) {
+            const u32 at = threadIdx.x + i * THREADS;
+            const u32 row = at / SharedTile::CHUNKS;
+            if (row >= BLOCK_KEYS) break;
+            const bool wanted = head.holds(id) && block * BLOCK_KEYS + row - low < num_wanted;
+            const u32 to = key_tile + SharedTile::offset(row, at % SharedTile::CHUNKS) +
+                           block * BLOCK_KEYS * SharedTile::ROW_BYTES;
+            copy_async_16(to, keys + at * 8, wanted);
+            copy_async_16(to + TILE_BYTES, keys + at * 8 + head.value_offset, wanted);
+        }
+    }
+}
+
+// Through the warp's own query rows, which nobody reads any more, so that lanes store 16 bytes side by side.
+__device__ __forceinline__ void store_rows(const WarpState& state, unsigned char* queries, T* out, const Chunk& chunk,
+                                           int kv_head, int num_kv_heads) {
+    const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
+    __syncwarp();
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float total = state.total[r][h];
+            total += __shfl_xor_sync(FULL_WARP, total, 1);
+            total += __shfl_xor_sync(FULL_WARP, total, 2);
+            const float scale = reciprocal_or_zero(total);
+            const int row = warp * WARP_ROWS + r * 16 + h * 8 + lane / 4;
+#pragma unroll
+            for (int n = 0; n < 2 * STEPS; ++n) {
+                const u32 pair = pack_pair(state.sum[r][n][2 * h] * scale, state.sum[r][n][2 * h + 1] * scale);
+                *reinterpret_cast<u32*>(queries + SharedTile::offset(row, n) + lane % 4 * 4) = pair;
+            }
+        }
+    }
+    __syncwarp();
+#pragma unroll 4
+    for (int i = lane; i < WARP_ROWS * SharedTile::CHUNKS; i += WARP_SIZE) {
+        const int row = warp * WARP_ROWS + i / SharedTile::CHUNKS, column = i % SharedTile::CHUNKS;
+        if (chunk.first_row + row >= chunk.num_rows) break;
+        const T* from = reinterpret_cast<const T*>(queries + SharedTile::offset(row, column));
+        store_vec(out + chunk.element(chunk.first_row + row, kv_head, num_kv_heads) + column * 8, load_vec(from));
+    }
+}
+
+__device__ __forceinline__ void attend(T* out, const T* q, const PagedHead& head, const Chunk& chunk, int kv_head,
+                                       int num_kv_heads, int context_len, float scale_log2, int window) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    const Shared shared{memory};
+    const int warp_row = threadIdx.x / WARP_SIZE * WARP_ROWS;
+    const int first_position = chunk.position(chunk.first_row);
+    const int first_key = max(0, first_position - window + 1);
+    const int end_key = min(chunk.position(min(chunk.first_row + ROWS, chunk.num_rows) - 1) + 1, context_len);
+    const int end_tile = ceil_div(end_key, KEYS);
+    int tile = first_key / KEYS;
+
+    copy_ids(shared.ids(0), head, tile);
+    copy_ids(shared.ids(1), head, tile + 1);
+    commit_copies();
+    wait_for_copies<0>();
+    __syncthreads();
+    copy_queries(shared.queries(), q, chunk, kv_head, num_kv_heads);
+    copy_tile(shared.keys(0), shared.ids(0), head, tile, first_key, end_key);
+    commit_copies();
+    WarpState state = {};
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r) state.maximum[r][0] = state.maximum[r][1] = minus_infinity();
+
+    for (int stage = 0; tile < end_tile; ++tile, stage ^= 1) {
+        wait_for_copies<0>();
+        __syncthreads();  // the tile is everyone's, and everyone has left the other stage
+        if (tile + 1 < end_tile) {
+            copy_tile(shared.keys(stage ^ 1), shared.ids(stage ^ 1), head, tile + 1, first_key, end_key);
+            copy_ids(shared.ids(stage), head, tile + 2);
+            commit_copies();
+        }
+        float score[ROW_TILES][2 * KEY_STEPS][4] = {};
+        score_tile(score, shared.queries() + warp_row * SharedTile::ROW_BYTES, shared.keys(stage));
+        const bool all_seen = tile * KEYS + KEYS - 1 <= chunk.position(chunk.first_row + warp_row) &&
+                              tile * KEYS > chunk.position(chunk.first_row + warp_row + WARP_ROWS - 1) - window;
+        if (!all_seen) mask_tile(score, chunk, chunk.first_row + warp_row, tile * KEYS, window);
+        weigh_tile(state, score, scale_log2);
+        add_values(state, score, shared.keys(stage) + TILE_BYTES);
+    }
+    wait_for_copies<0>();
+    store_rows(state, memory, out, chunk, kv_head, num_kv_heads);
+}
+
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+paged_prefill(T* __restrict__ out, const T* __restrict__ q, const T* __restrict__ kv,
+                        const int* __restrict__ block_tables, const int* __restrict__ context_lens,
+                        const int* __restrict__ query_start, int num_blocks, int num_layers, int layer, int max_blocks,
+                        float scale_log2, int window) {
+    const int kv_head = blockIdx.x, num_kv_heads = gridDim.x, sequence = blockIdx.y;
+    const int start = query_start[sequence], num_tokens = query_start[sequence + 1] - start;
+    const int first_row = (ceil_div(num_tokens * GROUP, ROWS) - 1 - static_cast<int>(blockIdx.z)) * ROWS;
+    if (first_row < 0) return;
+    const int context_len = context_lens[sequence];
+    const Chunk chunk = {start, num_tokens * GROUP, context_len - num_tokens, first_row};
+    const PagedHead head(kv, block_tables + static_cast<i64>(sequence) * max_blocks, num_blocks, max_blocks, num_layers,
+                         layer, num_kv_heads, kv_head);
+    attend(out, q, head, chunk, kv_head, num_kv_heads, head.clamped(context_len), scale_log2, window);
+}

@@ -1,0 +1,74 @@
+// e4m3 ("fn": no infinity, NaN 0x7f and 0xff, largest 448) as bytes: rounding a row to it with one scale, and exact
+// widening to 16 bits.
+#pragma once
+
+#include <cuda_fp8.h>
+
+#include "common/types.cuh"
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+
+constexpr float E4M3_MAX = 448.0f;
+constexpr float MIN_SCALE = 1e-12f;  // MIN_SCALE of model/ops/fp8.py
+
+// Two floats rounded to nearest even, `low` in the low byte; NaN stays NaN.
+__device__ __forceinline__ u16 e4m3_pair(float low, float high) {
+    return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
+}
+
+// The bits of |x|: their order as integers is that of the numbers, with NaN above infinity.
+__device__ __forceinline__ u32 magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
+
+// The scale of a row whose largest magnitude has these bits; NaN if one of its elements is.
+__device__ __forceinline__ float scale_of(u32 largest) {
+    const float scale = __uint_as_float(largest) / E4M3_MAX;
+    return scale < MIN_SCALE ? MIN_SCALE : scale;
+}
+
+// 16-byte vectors of a row that a thread keeps; a row longer than HELD_VECS * blockDim.x vectors is computed twice.
+constexpr int HELD_VECS = 4;
+
+__device__ __forceinline__ bool fits_in_registers(int width) {
+    return width <= HELD_VECS * static_cast<int>(blockDim.x) * Vec<T>::SIZE;
+}
+
+// f(vector, index of its first element) for each vector of this thread, which are `width` elements in all.
+template <typename F>
+__device__ __forceinline__ void for_each_vec(Vec<T> (&row)[HELD_VECS], int width, F f) {
+#pragma unroll
+    for (int n = 0; n < HELD_VECS; n++) {
+        const int i = (n * blockDim.x + threadIdx.x) * Vec<T>::SIZE;
+        if (i < width) f(row[n], i);
+    }
+}
+
+// Writes a row that the block's threads hold.
+__device__ __forceinline__ void quantise_held(Vec<T> (&row)[HELD_VECS], int width, u8* out, float* scale) {
+    constexpr int SIZE = Vec<T>::SIZE;
+    u32 largest = 0;
+    for_each_vec(row, width, [&](Vec<T>& vec, int) {
+#pragma unroll
+        for (int j = 0; j < SIZE; j++) largest = max(largest, magnitude(to_float(vec.at[j])));
+    });
+    const float by = scale_of(block_max(largest, 0u)), inverse = 1.0f / by;
+    for_each_vec(row, width, [&](Vec<T>& vec, int i) {
+        struct alignas(SIZE) { u16 at[SIZE / 2]; } pairs;
+#pragma unroll
+        for (int j = 0; j < SIZE; j += 2)
+            pairs.at[j / 2] = e4m3_pair(to_float(vec.at[j]) * inverse, to_float(vec.at[j + 1]) * inverse);
+        *reinterpret_cast<decltype(pairs)*>(out + i) = pairs;
+    });
+    if (threadIdx.x == 0) *scale = by;
+}
+
+// Writes a row of any width: element(i) is called twice.
+template <typename Element>
+__device__ __forceinline__ void quantise_elements(Element element, int width, u8* out, float* scale) {
+    u32 largest = 0;
+    for (int i = threadIdx.x; i < width; i += blockDim.x) largest = max(largest, magnitude(to_float(element(i))));
+    const float by = scale_of(block_max(largest, 0u)), inverse = 1.0f / by;
+    for (int i = threadIdx.x; i < width; i += blockDim.x)
+        out[i] = static_cast<u8>(e4m3_pair(to_float(element(i)) * inverse, 0.0f));
+    if (threadIdx.x == 0) *scale = by;
+}

@@ -1,0 +1,87 @@
+// Rows of logits as the sampling kernels read them: one block a row, four tokens an access.
+#pragma once
+
+#include "common/types.cuh"
+
+constexpr int LOGITS_THREADS = 1024;
+
+struct LogitsRow {
+    const float* at;
+    int vocab;
+    bool aligned;  // 16-byte loads are allowed
+
+    // logits [R, vocab]; the row is the block's.
+    __device__ __forceinline__ LogitsRow(const float* logits, int vocab)
+        : at(logits + static_cast<i64>(blockIdx.x) * vocab),
+          vocab(vocab),
+          aligned(vocab % 4 == 0 && is_aligned_16(logits)) {}
+
+    __device__ __forceinline__ int num_groups() const { return (vocab + 3) / 4; }
+
+    // Tokens 4 g .. 4 g + 3; -inf behind the end of the row.
+    __device__ __forceinline__ Vec<float> group(int g) const {
+        if (aligned) return load_vec(at + 4 * g);
+        Vec<float> tokens;
+#pragma unroll
+        for (int j = 0; j < 4; j++) tokens.at[j] = 4 * g + j < vocab ? at[4 * g + j] : -positive_infinity();
+        return tokens;
+    }
+
+    // visit(g, tokens) once per group, over the threads of the block; UNROLL loads are in flight at once.
+    template <int UNROLL, typename Visit>
+    __device__ __forceinline__ void for_each_group(Visit visit) const {
+        const int end = num_groups();
+        for (int first = threadIdx.x; first < end; first += UNROLL * LOGITS_THREADS) {
+            Vec<float> tokens[UNROLL];
+#pragma unroll
+            for (int n = 0; n < UNROLL; n++)
+                if (first + n * LOGITS_THREADS < end) tokens[n] = group(first + n * LOGITS_THREADS);
+#pragma unroll
+            for (int n = 0; n < UNROLL; n++)
+                if (first + n * LOGITS_THREADS < end) visit(first + n * LOGITS_THREADS, tokens[n]);
+        }
+    }
+};
+
+// An unsigned number that orders as the float does; both zeros give the same one, every NaN the greatest.
+__device__ __forceinline__ u32 ordered(float x) {
+    const u32 bits = __float_as_uint(x + 0.0f);
+    if (x != x) return 0xffffffffu;
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+__device__ __forceinline__ float unordered(u32 key) {
+    return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+}
+
+// Greater for a greater value, and among equal values for the lower id. Never 0 for an id of the vocabulary.
+__device__ __forceinline__ u64 token_key(float value, int id) {
+    return static_cast<u64>(ordered(value)) << 32 | static_cast<u32>(~id);
+}
+__device__ __forceinline__ float value_of(u64 key) { return unordered(static_cast<u32>(key >> 32)); }
+__device__ __forceinline__ int id_of(u64 key) { return static_cast<int>(~static_cast<u32>(key)); }
+
+__device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < positive_infinity(); }
+
+// Log-sum-exp of a row, in parts: sum of exp(x - maximum).
+struct SumExp {
+    float maximum;
+    float sum;
+
+    __device__ __forceinline__ void add(const Vec<float>& x) {
+        const float highest = fmaxf(fmaxf(x.at[0], x.at[1]), fmaxf(x.at[2], x.at[3]));
+        if (highest == -positive_infinity()) return;
+        if (highest > maximum) {
+            sum *= expf(maximum - highest);
+            maximum = highest;
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) sum += expf(x.at[j] - maximum);
+    }
+
+    // The logarithm of the whole row's sum; `row_maximum` is the row's. Every thread of the block calls it.
+    __device__ __forceinline__ float log_of_row(float row_maximum) const {
+        const float scale = sum == 0.0f ? 0.0f : expf(maximum - row_maximum);
+        return logf(block_sum(sum * scale));
+    }
+};

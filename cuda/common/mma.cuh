@@ -1,0 +1,102 @@
+// The tensor-core and asynchronous-copy instructions of sm_80 and later, as functions. Nothing but inline PTX lives
+// here: mma.h does not compile under NVRTC, and the fragments' layouts are needed anyway.
+//
+// Fragment layouts, g = lane / 4 and t = lane % 4 (rows x columns, two 16-bit elements a register, low half first):
+//   A, 16 x 16   a[0] = A[g][2t, 2t+1]   a[1] = A[g+8][2t, 2t+1]   a[2] = A[g][2t+8, 2t+9]   a[3] = A[g+8][2t+8, 2t+9]
+//   B, 16 x 8    b0 = B[2t, 2t+1][g]     b1 = B[2t+8, 2t+9][g]
+//   C, 16 x 8    c[0], c[1] = C[g][2t, 2t+1]     c[2], c[3] = C[g+8][2t, 2t+1]
+#pragma once
+
+#include "common/types.cuh"
+
+// sum += a b, in float.
+__device__ __forceinline__ void mma_16x8x16(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+#if QUIRE_DTYPE == 1
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#endif
+}
+
+// Four 8 x 8 matrices of 16-bit elements: lane 8 i + r gives the shared address of row r of matrix i (16 bytes), and
+// register i becomes matrix[i][g][2t, 2t+1].
+__device__ __forceinline__ void load_matrices(u32 (&matrix)[4], u32 row_address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(matrix[0]), "=r"(matrix[1]), "=r"(matrix[2]), "=r"(matrix[3])
+                 : "r"(row_address)
+                 : "memory");
+}
+
+// The same, each matrix transposed: register i becomes matrix[i][2t, 2t+1][g].
+__device__ __forceinline__ void load_matrices_transposed(u32 (&matrix)[4], u32 row_address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(matrix[0]), "=r"(matrix[1]), "=r"(matrix[2]), "=r"(matrix[3])
+                 : "r"(row_address)
+                 : "memory");
+}
+
+// An 8 x 8 matrix held as matrix[g][2t, 2t+1], transposed across the lanes.
+__device__ __forceinline__ u32 transpose_matrix(u32 matrix) {
+    u32 transposed;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(matrix));
+    return transposed;
+}
+
+// Two floats rounded to T, `low` in the low half.
+__device__ __forceinline__ u32 pack_pair(float low, float high) {
+    u32 pair;
+#if QUIRE_DTYPE == 1
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+#else
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+#endif
+    return pair;
+}
+
+// The two of such a pair, `low` first.
+__device__ __forceinline__ float2 unpack_pair(u32 pair) {
+#if QUIRE_DTYPE == 1
+    const __half2 two = *reinterpret_cast<const __half2*>(&pair);
+    return __half22float2(two);
+#else
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+#endif
+}
+
+// 2^x to about 2 ulp; exactly 0 for minus infinity.
+__device__ __forceinline__ float exp2_approx(float x) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+    return power;
+}
+
+__device__ __forceinline__ u32 shared_address(const void* in_shared) {
+    return static_cast<u32>(__cvta_generic_to_shared(in_shared));
+}
+
+// Copies 16 bytes from global to shared memory past the L1; writes zeros, and reads nothing, when not `wanted`.
+__device__ __forceinline__ void copy_async_16(u32 to_shared, const void* from_global, bool wanted) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+                 :
+                 : "r"(to_shared), "l"(from_global), "r"(wanted ? 16 : 0)
+                 : "memory");
+}
+
+__device__ __forceinline__ void copy_async_4(u32 to_shared, const void* from_global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" : : "r"(to_shared), "l"(from_global) : "memory");
+}
+
+// Closes the group of copies that this thread started since the last call.
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" : : : "memory"); }
+
+// Waits until all but this thread's last `PENDING` groups have landed. Other threads need a barrier to see them.
+template <int PENDING>
+__device__ __forceinline__ void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" : : "n"(PENDING) : "memory");
+}

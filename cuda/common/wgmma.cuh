@@ -1,0 +1,301 @@
+// The instructions of Hopper alone (sm_90a), as functions: barriers in shared memory that count bytes, tile copies by
+// the copy engine (TMA), what blocks of a cluster send each other, and wgmma, the products that a warpgroup of 128
+// threads starts and waits for later.
+//
+// A warp w of the warpgroup holds rows 16 w .. 16 w + 15 of a product; within them the fragments are those of mma.cuh.
+#pragma once
+
+#include "common/mma.cuh"
+#include "common/types.cuh"
+
+#if QUIRE_DTYPE == 1
+#define WGMMA_TYPES "f16.f16"
+#else
+#define WGMMA_TYPES "bf16.bf16"
+#endif
+
+constexpr int WARPGROUP_SIZE = 128;
+
+// CUtensorMap: made by the host, passed by value as a __grid_constant__ parameter.
+struct alignas(64) TensorMap {
+    unsigned char opaque[128];
+};
+
+// A barrier in shared memory: a phase ends when all arrivals and all announced bytes are in. Waiters name the parity of
+// the phase whose end they wait for: 0 for the first.
+__device__ __forceinline__ void make_barrier(u32 barrier, int num_arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" : : "r"(barrier), "r"(num_arrivals) : "memory");
+}
+
+// Makes new barriers known to the copy engine.
+__device__ __forceinline__ void publish_barriers() {
+    asm volatile("fence.mbarrier_init.release.cluster;" : : : "memory");
+}
+
+__device__ __forceinline__ void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(barrier) : "memory");
+}
+
+// Arrives, and announces bytes that the copy engine will bring.
+__device__ __forceinline__ void arrive_expecting(u32 barrier, u32 num_bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" : : "r"(barrier), "r"(num_bytes) : "memory");
+}
+
+__device__ __forceinline__ void wait_for(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "retry:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra retry;\n"
+        "}\n"
+        :
+        : "r"(barrier), "r"(parity)
+        : "memory");
+}
+
+// Whether this is the one lane that a whole warp has start its copies. The compiler knows that there is one: for lanes
+// that it cannot count it makes a loop around each copy.
+__device__ __forceinline__ bool is_elected() {
+    u32 is_it;
+    asm volatile(
+        "{\n"
+        ".reg .pred chosen;\n"
+        "elect.sync _|chosen, 0xffffffff;\n"
+        "selp.u32 %0, 1, 0, chosen;\n"
+        "}\n"
+        : "=r"(is_it));
+    return is_it != 0;
+}
+
+// Starts the copy of one box of a tensor map, whose coordinates are elements; what lies outside arrives as zeros.
+__device__ __forceinline__ void copy_box(u32 to_shared, const TensorMap& map, int x, int y, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+        :
+        : "r"(to_shared), "l"(&map), "r"(x), "r"(y), "r"(barrier)
+        : "memory");
+}
+
+__device__ __forceinline__ void copy_box(u32 to_shared, const TensorMap& map, int x, int y, int z, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+        :
+        : "r"(to_shared), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier)
+        : "memory");
+}
+
+// Of what is read once: it leaves the L2 before all else.
+__device__ __forceinline__ u64 policy_of_read_once() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+__device__ __forceinline__ void copy_box(u32 to_shared, const TensorMap& map, int x, int y, u32 barrier, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%2, %3}], [%4], %5;"
+        :
+        : "r"(to_shared), "l"(&map), "r"(x), "r"(y), "r"(barrier), "l"(policy)
+        : "memory");
+}
+
+// Has a map fetched that copies will use.
+__device__ __forceinline__ void prefetch_map(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" : : "l"(&map) : "memory");
+}
+
+// What lies at this place of one's own shared memory in that of the cluster's block of this rank.
+__device__ __forceinline__ u32 address_in(int rank, u32 address) {
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+
+// Sends 16 bytes to the shared memory of another block of the cluster, whose barrier counts them; both as `address_in`
+// gives them.
+__device__ __forceinline__ void send(u32 to, const float (&four)[4], u32 barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+                 :
+                 : "r"(to), "f"(four[0]), "f"(four[1]), "f"(four[2]), "f"(four[3]), "r"(barrier)
+                 : "memory");
+}
+
+// What was sent to this place of one's own shared memory, once its barrier says so.
+__device__ __forceinline__ void receive(float (&four)[4], u32 from) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(four[0]), "=f"(four[1]), "=f"(four[2]), "=f"(four[3])
+                 : "r"(from)
+                 : "memory");
+}
+
+// Like `wait_for`, for what other blocks of the cluster send.
+__device__ __forceinline__ void wait_for_sent(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "retry:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra retry;\n"
+        "}\n"
+        :
+        : "r"(barrier), "r"(parity)
+        : "memory");
+}
+
+// All threads of a cluster meet in two steps; of memory this says nothing but that published barriers are there.
+__device__ __forceinline__ void arrive_at_cluster() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" : : : "memory");
+}
+
+__device__ __forceinline__ void wait_for_cluster() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" : : : "memory");
+}
+
+// Orders this thread's ordinary stores to shared memory before what the tensor cores read next.
+__device__ __forceinline__ void publish_stores() { asm volatile("fence.proxy.async.shared::cta;" : : : "memory"); }
+
+// A barrier among some warps of a block, by number (0 is __syncthreads').
+__device__ __forceinline__ void meet(int number, int num_threads) {
+    asm volatile("bar.sync %0, %1;" : : "r"(number), "r"(num_threads) : "memory");
+}
+
+template <int REGISTERS>
+__device__ __forceinline__ void give_up_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" : : "n"(REGISTERS));
+}
+
+template <int REGISTERS>
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" : : "n"(REGISTERS));
+}
+
+// Operands in shared memory: rows of 128 bytes whose 16-byte chunks are XORed with the row (the 128-byte swizzle),
+// eight rows after eight. `repeat_bytes` lies between columns of 64 where the rows are the sum's dimension; else it
+// is not used.
+__device__ __forceinline__ u64 operand(u32 address, u32 repeat_bytes) {
+    return (1ull << 62) | (static_cast<u64>(1024 >> 4) << 32) | (static_cast<u64>(repeat_bytes >> 4) << 16) |
+           ((address & 0x3ffff) >> 4);
+}
+
+// Before the first product: orders what the threads wrote to the registers that the products use.
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" : : : "memory"); }
+
+__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" : : : "memory"); }
+
+// Keeps uses of an array on this side of the waits and fences around it.
+template <int SIZE>
+__device__ __forceinline__ void pin(float (&d)[SIZE]) {
+#pragma unroll
+    for (int i = 0; i < SIZE; ++i) asm volatile("" : "+f"(d[i]) : : "memory");
+}
+
+// Waits until all but the last `PENDING` groups of products are done, among them the one that makes `d`.
+template <int PENDING, int SIZE>
+__device__ __forceinline__ void wait_for_products(float (&d)[SIZE]) {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(PENDING) : "memory");
+    pin(d);
+}
+
+// d (+)= a b, 64 x 128 x 16: a and b in shared memory, both with the summed dimension along their rows.
+template <int ACCUMULATE>
+__device__ __forceinline__ void multiply(float (&d)[64], u64 a, u64 b) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." WGMMA_TYPES " {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+        "}, %64, %65, p, 1, 1, 0, 0;\n}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+        : "l"(a), "l"(b), "n"(ACCUMULATE));
+}
+
+// d += a b, 64 x 128 x 16 and 64 x 64 x 16: a in registers; b in shared memory, its rows the summed dimension.
+__device__ __forceinline__ void multiply(float (&d)[64], const u32 (&a)[4], u64 b) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." WGMMA_TYPES " {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+        "}, {%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+__device__ __forceinline__ void multiply(float (&d)[32], const u32 (&a)[4], u64 b) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." WGMMA_TYPES " {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1;\n}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+// d += a b, 64 x 32, 64, 96 or 128 x 16: a and b in shared memory, both with the summed dimension along their rows.
+__device__ __forceinline__ void multiply_add(float (&d)[16], u64 a, u64 b) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32." WGMMA_TYPES " {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+        "}, %16, %17, p, 1, 1, 0, 0;\n}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+        : "l"(a), "l"(b));
+}
+
+__device__ __forceinline__ void multiply_add(float (&d)[32], u64 a, u64 b) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." WGMMA_TYPES " {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, %32, %33, p, 1, 1, 0, 0;\n}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "l"(a), "l"(b));
+}
+
+__device__ __forceinline__ void multiply_add(float (&d)[48], u64 a, u64 b) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n96k16.f32." WGMMA_TYPES " {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+        "}, %48, %49, p, 1, 1, 0, 0;\n}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
+        : "l"(a), "l"(b));
+}
+
+__device__ __forceinline__ void multiply_add(float (&d)[64], u64 a, u64 b) { multiply<1>(d, a, b); }

@@ -1,0 +1,32 @@
+// add_rms_norm: residual[t] += x[t], rounded to its type, then out[t] = rms_norm(residual[t]).
+//
+//   x, residual, out [T, H], weight [H]; out may be x
+//   grid (T), block (a multiple of 32 up to 1024)
+//   reference: NumpyOps.add_rms_norm
+//   roofline: 4 T H elements moved; 0.85 of copy bandwidth from T = 2048 on
+#include "layer/rms_row.cuh"
+
+extern "C" __global__ void __launch_bounds__(1024)
+    add_rms_norm(const T* x, T* residual, const T* weight, T* out, int width, float eps) {
+    start_next_kernel();
+    wait_for_previous_kernel();
+    const i64 start = static_cast<i64>(blockIdx.x) * width;
+    const T* added = x + start;
+    T* row = residual + start;
+    const bool aligned = width % Vec<T>::SIZE == 0 && is_aligned_16(x) && is_aligned_16(residual) &&
+                         is_aligned_16(weight) && is_aligned_16(out);
+
+    const auto add_vec = [added, row](int i) {
+        const Vec<T> more = load_vec(added + i);
+        Vec<T> sum = load_vec(row + i);
+#pragma unroll
+        for (int j = 0; j < Vec<T>::SIZE; j++) sum.at[j] = from_float<T>(to_float(sum.at[j]) + to_float(more.at[j]));
+        store_vec(row + i, sum);
+        return sum;
+    };
+    const auto add_one = [added, row](int i) {
+        row[i] = from_float<T>(to_float(row[i]) + to_float(added[i]));
+        return row[i];
+    };
+    norm_row(add_vec, add_one, row, weight, out + start, width, eps, aligned);
+}

@@ -1,0 +1,56 @@
+// apply_penalties: a copy of the logits with biases added, then repetition, frequency and presence penalties taken off.
+//
+//   logits, adjusted float32[R, V]
+//   bias_indptr int32[R + 1] or null, bias_ids int32[N], bias_values float32[N]
+//   seen_indptr int32[R + 1] or null, seen_ids int32[M] unique within a row, output_counts int32[M], 0 = seen in the
+//   prompt only; repetition, presence, frequency float32[R]
+//   grid (R), block (1024)
+//   reference: add_bias and penalise in numpy_sampling
+//   needs: adjusted aligned to 16 bytes
+//   Token ids outside 0..V-1 are ignored. A token biased more than twice in a row sums in no fixed order.
+//   roofline: 2 R V floats moved; copy bandwidth from R = 132 on
+#include "common/logits.cuh"
+
+__device__ __forceinline__ void copy_row(const LogitsRow& row, float* to) {
+    row.for_each_group<4>([&](int g, const Vec<float>& tokens) {
+        if (row.aligned) {
+            store_vec(to + 4 * g, tokens);
+        } else {
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                if (4 * g + j < row.vocab) to[4 * g + j] = tokens.at[j];
+        }
+    });
+}
+
+// In double, as NumPy computes it: counts are integers there.
+__device__ __forceinline__ float penalised(float logit, float repetition, float presence, float frequency, int count) {
+    const float repeated = logit > 0.0f ? __fdiv_rn(logit, repetition) : __fmul_rn(logit, repetition);
+    const double taken = static_cast<double>(frequency) * count + (count > 0 ? static_cast<double>(presence) : 0.0);
+    return static_cast<float>(static_cast<double>(repeated) - taken);
+}
+
+extern "C" __global__ void __launch_bounds__(LOGITS_THREADS)
+    apply_penalties(const float* logits, float* adjusted, const int* bias_indptr, const int* bias_ids,
+                    const float* bias_values, const int* seen_indptr, const int* seen_ids, const int* output_counts,
+                    const float* repetition, const float* presence, const float* frequency, int vocab) {
+    const int r = blockIdx.x;
+    float* to = adjusted + static_cast<i64>(r) * vocab;
+    copy_row(LogitsRow(logits, vocab), to);
+    __syncthreads();
+
+    if (bias_indptr != nullptr) {
+        for (int n = bias_indptr[r] + threadIdx.x; n < bias_indptr[r + 1]; n += blockDim.x) {
+            const int id = bias_ids[n];
+            if (id >= 0 && id < vocab) atomicAdd(to + id, bias_values[n]);
+        }
+        __syncthreads();
+    }
+    if (seen_indptr != nullptr) {
+        for (int n = seen_indptr[r] + threadIdx.x; n < seen_indptr[r + 1]; n += blockDim.x) {
+            const int id = seen_ids[n];
+            if (id >= 0 && id < vocab)
+                to[id] = penalised(to[id], repetition[r], presence[r], frequency[r], output_counts[n]);
+        }
+    }
+}

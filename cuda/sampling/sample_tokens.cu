@@ -1,0 +1,87 @@
+// sample_tokens: one token a row from adjusted logits, by temperature, top-k, top-p, min-p and Gumbel noise.
+//
+//   logits float32[R, V] (biases and penalties already in); temperature, top_p, min_p float32[R]; top_k int32[R];
+//   seed uint64[R]; position, branch uint32[R] -> token_ids int32[R], is_nan bool[R]
+//   grid (R), block (1024)
+//   reference: sample in numpy_sampling, philox.py
+//   needs: V at most 2^19
+//   roofline: the row is read once for greedy, twice without filters, and two or three times more for each of top-k and
+//   top-p; each at copy bandwidth from R = 132 on
+#include "common/philox.cuh"
+#include "sampling/threshold.cuh"
+
+// The greatest distance e with exp(-e) >= min_p: where rounding errs it is a few steps off.
+__device__ __forceinline__ float min_p_distance(float min_p) {
+    if (min_p <= 0.0f) return LAST_DISTANCE;
+    const double least = fmin(static_cast<double>(min_p), 1.0);
+    u32 bits = __float_as_uint(fabsf(static_cast<float>(-log(least))));
+    for (int n = 0; n < 4 && exp(-static_cast<double>(__uint_as_float(bits + 1))) >= least; n++) bits++;
+    for (int n = 0; n < 4 && bits > 0 && exp(-static_cast<double>(__uint_as_float(bits))) < least; n++) bits--;
+    return fminf(__uint_as_float(bits), LAST_DISTANCE);
+}
+
+// The greatest distance that the row's filters keep.
+__device__ __forceinline__ float kept_distance(Histogram& histogram, const Distances& distances, int top_k, float top_p,
+                                               float min_p) {
+    float limit = LAST_DISTANCE;
+    if (top_k < distances.row.vocab) limit = select<Measure::COUNT>(histogram, distances, limit, max(top_k, 1));
+    if (top_p < 1.0f) limit = select<Measure::MASS>(histogram, distances, limit, top_p);
+    return fminf(limit, min_p_distance(min_p));
+}
+
+// The token with the greatest logit / temperature + noise among those kept.
+__device__ __forceinline__ int noisy_argmax(const Distances& distances, float limit, u64 seed, u32 position,
+                                            u32 branch) {
+    // A token this far below the best loses to it whatever their noise is; and only near this thread's own best is the
+    // exact noise worth its price. Sums are rounded, so the more the greater the logits are.
+    const float slack = 1e-5f * fmaxf(1.0f, fabsf(distances.best));
+    limit = fminf(limit, GUMBEL_HIGHEST - GUMBEL_LOWEST + slack);
+    u64 best = 0;
+    float best_score = -positive_infinity();
+    distances.row.for_each_group<2>([&](int g, const Vec<float>& tokens) {
+        bool any = false;
+#pragma unroll
+        for (int j = 0; j < 4; j++) any |= distances.of(tokens.at[j]) <= limit;
+        if (!any) return;
+        const PhiloxWords words = philox_words(g, position, branch, seed);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const float scaled = distances.scaled(tokens.at[j]);
+            if (!(distances.best - scaled <= limit)) continue;
+            if (scaled + gumbel_fast(words.at[j]) < best_score - slack) continue;
+            const float score = scaled + gumbel_exact(words.at[j]);
+            best = max(best, token_key(score, 4 * g + j));
+            best_score = fmaxf(best_score, score);
+        }
+    });
+    return id_of(block_max(best, 0ull));
+}
+
+extern "C" __global__ void __launch_bounds__(LOGITS_THREADS)
+    sample_tokens(const float* logits, const float* temperature, const int* top_k, const float* top_p,
+                  const float* min_p, const u64* seed, const u32* position, const u32* branch, int* token_ids,
+                  bool* is_nan, int vocab) {
+    __shared__ Histogram histogram;
+    const LogitsRow row(logits, vocab);
+    const int r = blockIdx.x;
+
+    u64 best = 0;
+    row.for_each_group<4>([&](int g, const Vec<float>& tokens) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) best = max(best, token_key(tokens.at[j], 4 * g + j));
+    });
+    best = block_max(best, 0ull);
+    const bool has_best = is_finite(value_of(best));
+
+    int token = has_best ? id_of(best) : 0;
+    const Distances distances = {row, value_of(best) / temperature[r], temperature[r]};
+    // At a temperature of 0, or one so small that the quotient overflows, the best token is certain.
+    if (has_best && temperature[r] > 0.0f && is_finite(distances.best)) {
+        const float limit = kept_distance(histogram, distances, top_k[r], top_p[r], min_p[r]);
+        token = noisy_argmax(distances, limit, seed[r], position[r], branch[r]);
+    }
+    if (threadIdx.x == 0) {
+        token_ids[r] = token;
+        is_nan[r] = !has_best;
+    }
+}
