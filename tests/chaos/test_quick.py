@@ -11,7 +11,7 @@ import pytest
 from model.grammar import of_regex
 from service.wire import keys
 from service.wire.embedded_redis import EmbeddedRedis
-from tests.chaos import cancels, resume_answers
+from tests.chaos import cancels, lost_answers, resume_answers
 from tests.support.history import Storyteller, check_logs, check_stories, until_told
 
 pytestmark = pytest.mark.timeout(300)
@@ -55,6 +55,12 @@ async def test_answers_of_every_kind_come_out_as_if_nothing_had_been(tmp_path):
     tally = await resume_answers.run(tmp_path, times=8, num_at_once=15, num_subjects=1)
     assert tally.different == []
     assert tally.num_resumed >= 8
+
+
+async def test_lost_answers_lose_double_and_cancel_nothing(tmp_path):
+    tally = await lost_answers.run(tmp_path, times=200, num_at_once=48, share=0.05)
+    assert tally.is_clean, tally
+    assert tally.num_faults >= 50
 
 
 async def test_clients_that_leave_hold_no_blocks(tmp_path):

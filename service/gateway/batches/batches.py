@@ -16,6 +16,7 @@ from service.gateway.endpoints.pages import list_json, page_limit
 from service.gateway.generation.refusals import refusal
 from service.gateway.generation.request import BATCH_ENDPOINTS
 from service.gateway.hall.admission import unavailable
+from service.gateway.hall.background import write
 from service.gateway.hall.storage import RETRY_AFTER_S, storage_refusal
 from service.gateway.http_server.guard import TENANT, json_response, read_body
 from service.gateway.openai.bodies import check_metadata, convert
@@ -72,7 +73,7 @@ class Batches:
                 expires_s=now_s + WINDOWS_S[body.completion_window],
                 metadata=body.metadata or {},
             )
-            await self._broker.put_batch(batch, self._limits)
+            await write(lambda: self._broker.put_batch(batch, self._limits))
         except BrokerUnavailable:
             raise unavailable() from None
         except StorageFull as full:

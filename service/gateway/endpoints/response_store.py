@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,6 +11,7 @@ import msgspec
 from service.errors import RequestError
 from service.gateway.generation.refusals import refusal
 from service.gateway.hall.admission import unavailable
+from service.gateway.hall.background import write
 from service.gateway.hall.hall import Hall
 from service.gateway.hall.storage import storage_refusal, stored
 from service.gateway.hall.ticket import Ticket
@@ -24,7 +24,6 @@ from service.wire.storage import StorageFull
 Json = dict[str, Any]
 
 MAX_CONVERSATION_BYTES = 4 << 20
-PUT_WITHIN_S, PUT_RETRY_S = 6.0, 0.2
 SETTLE_WITHIN_S = float(LOG_ENDED_TTL_S)
 """As long as that, the events of a response are there to make its answer from."""
 
@@ -37,17 +36,13 @@ class ResponseShelf:
         self._retention_s = hall.settings.response_retention
 
     async def put(self, record: StoredResponse) -> None:
-        """Repeated for PUT_WITHIN_S while the queue is away. Raises RequestError (429, 503)."""
-        give_up_s = asyncio.get_running_loop().time() + PUT_WITHIN_S
-        while True:
-            try:
-                return await self._broker.put_response(record, self._retention_s, self._hall.storage)
-            except StorageFull as full:
-                raise storage_refusal(full) from None
-            except BrokerUnavailable:
-                if asyncio.get_running_loop().time() > give_up_s:
-                    raise unavailable() from None
-                await asyncio.sleep(PUT_RETRY_S)
+        """Raises RequestError (429, 503)."""
+        try:
+            await write(lambda: self._broker.put_response(record, self._retention_s, self._hall.storage))
+        except StorageFull as full:
+            raise storage_refusal(full) from None
+        except BrokerUnavailable:
+            raise unavailable() from None
 
     async def settle(self, record: StoredResponse, answer: Json) -> None:
         """Store the answer of a response that has ended. Its client gets the answer in any case: where the queue is

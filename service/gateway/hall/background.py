@@ -17,6 +17,22 @@ RETRY_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 MAX_REPEATED = 4096
 """Writes that may be repeated at once; with more, a write gets one try."""
 CLOSE_TIMEOUT_S = 2.0
+WRITE_WITHIN_S, WRITE_RETRY_S = 6.0, 0.2
+
+
+async def write(attempt: Callable[[], Awaitable[Any]], within_s: float = WRITE_WITHIN_S) -> None:
+    """Make a write whose answer a client waits for, and again while the queue is away: one that changes nothing the
+    second time. Raises BrokerUnavailable when the time is up."""
+    loop = asyncio.get_running_loop()
+    give_up_s = loop.time() + within_s
+    while True:
+        try:
+            await attempt()
+            return
+        except BrokerUnavailable:
+            if loop.time() > give_up_s:
+                raise
+            await asyncio.sleep(WRITE_RETRY_S)
 
 
 class BackgroundWrites:
