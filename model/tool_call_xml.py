@@ -199,22 +199,27 @@ def _as_json(text: str, types: frozenset[str]) -> str:
     return encoded if fits or "string" not in types else json.dumps(text, ensure_ascii=False)
 
 
-FREE_PARAMETER = r"/<parameter=[A-Za-z0-9_.-]{1,64}>\n(?s:.*)\n<\/parameter>\n/"
-
-
+PARAMETER_BEGIN = r"/<parameter=[A-Za-z0-9_.-]{1,64}>\n/"
 ANY_TEXT = "/(?s:.*)/"
 NO_END = r"~/(?s:.*)(<\/parameter>|<parameter=|<\/function>|<function=[A-Za-z0-9_.-]{0,64}>)(?s:.*)/"
 """Text is read up to where a parameter ends."""
 
 
 def function_rules(number: int, function: Function, *, is_held: bool) -> list[str]:
-    """Lark rules of a call, the first of them `function_<number>`. Properties come in the schema's order, as far as
-    they are required or wanted, each held to its schema. Without `is_held` any parameters may be. Raises GrammarError
-    for what would not be enforced."""
+    """Lark rules of a call, the first of them `function_<number>`, which is BEGIN and `rest_<number>`. Properties come
+    in the schema's order, as far as they are required or wanted, each held to its schema. Without `is_held` any
+    parameters may be. Raises GrammarError for what would not be enforced."""
     own = f"function_{number}"
-    head, tail = literal(f"{BEGIN}{function.name}>\n"), literal(END)
+    whole, rest = f"{own}: {literal(BEGIN)} rest_{number}", f"rest_{number}: {literal(f'{function.name}>' + chr(10))}"
+    tail = literal(END)
     if not is_held:
-        return [f"{own}: {head} {own}_any* {tail}", f"{own}_any[lazy]: {FREE_PARAMETER}"]
+        end, any_value = literal(f"\n{PARAMETER_END}\n"), own.upper()
+        return [
+            whole,
+            f"{rest} {any_value}* {tail}",
+            f"{any_value}: {PARAMETER_BEGIN} {any_value}_TEXT {end}",
+            f"{any_value}_TEXT: {ANY_TEXT} & {NO_END}",
+        ]
     check_schema(function.parameters)
     body, rules = [], []
     for place, parameter in enumerate(parameters(function.parameters, lenient=not function.is_strict)):
@@ -222,7 +227,7 @@ def function_rules(number: int, function: Function, *, is_held: bool) -> list[st
         body.append(rule if parameter.is_required else f"{rule}?")
         rules.append(f"{rule}: {literal(f'{PARAMETER}{parameter.name}>' + chr(10))} {rule}_value")
         rules += _value_rules(f"{rule}_value", parameter, types_of(function.parameters, parameter.name))
-    return [f"{own}: {head} {' '.join(body)} {tail}", *rules]
+    return [whole, f"{rest} {' '.join(body)} {tail}", *rules]
 
 
 def _value_rules(rule: str, parameter: Parameter, types: frozenset[str]) -> list[str]:

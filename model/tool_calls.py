@@ -125,7 +125,8 @@ def calls_grammar(
     from a call where those have no opening. Raises GrammarError where a schema cannot be had.
     """
     rules = _reply_rules(form, tokens, most, or_text, or_form)
-    rules.append("function: " + " | ".join(f"function_{i}" for i in range(len(functions))))
+    for kind in ("function", "rest"):
+        rules.append(f"{kind}: " + " | ".join(f"{kind}_{i}" for i in range(len(functions))))
     for i, function in enumerate(functions):
         try:
             rules += _call_rules(i, function, form, key, is_held=function.is_strict or not or_text)
@@ -150,19 +151,33 @@ def _reply_rules(form: CallForm, tokens: SpecialTokens, most: int, or_text: bool
     if or_form is not None:
         return [f"start: {first} {calls} | form", f"form: %lark {{\n{or_form.removeprefix(HEADER)}\n}}"]
     if or_text and form.syntax.bare:
-        bare = re.escape(form.syntax.bare)
-        if form.syntax.at_start_only:
-            return [f"start: {calls} | TEXT?", rf"TEXT: /\s*[^{bare}\s](?s:.*)/"]
-        no_call = rf"[^{bare}]|{bare}[^\s{NOT_IN_TEXT[form.syntax.bare]}]"
-        return [f"start: TEXT | first {more} {_text(form.end)} TEXT", f"TEXT: /({no_call})*/"]
+        return _bare_text_rules(form, tokens, calls, f"{more} {_text(form.end)}")
     if or_text:
-        is_token = opening.startswith("<[")
-        return [
-            f"start: TEXT | head {calls} TEXT",
-            f"head: TEXT {opening}" if is_token else f"head[lazy]: TEXT {opening}",
-            "TEXT: /(?s:.*)/",
-        ]
+        return _text_rules(form, opening, closing, calls)
     return [f"start: {first} {calls}"]
+
+
+def _bare_text_rules(form: CallForm, tokens: SpecialTokens, calls: str, rest: str) -> list[str]:
+    """Text, or calls that need no opening: text may hold nothing that may be read as one."""
+    bare = re.escape(form.syntax.bare)
+    spelt = [re.escape(text) for text in form.syntax.openings if tokens.special_id(text) is None]
+    if form.syntax.at_start_only:
+        no_opening = rf" & ~/\s*({'|'.join(spelt)})(?s:.*)/" if spelt else ""
+        return [f"start: {calls} | TEXT?", rf"TEXT: /\s*[^{bare}\s](?s:.*)/{no_opening}"]
+    no_opening = rf" & ~/(?s:.*)({'|'.join(spelt)})(?s:.*)/" if spelt else ""
+    no_call = rf"[^{bare}]|{bare}[^\s{NOT_IN_TEXT[form.syntax.bare]}]"
+    return [f"start: (first {rest})* TEXT", f"TEXT: /({no_call})*/{no_opening}"]
+
+
+def _text_rules(form: CallForm, opening: str, closing: str, calls: str) -> list[str]:
+    """Text with calls anywhere in it, each behind an opening, which no text may hold."""
+    is_token = opening.startswith("<[")
+    if not form.syntax.in_xml:
+        head = f"head: TEXT {opening}" if is_token else f"head[lazy]: TEXT {opening}"
+        return [f"start: (head {calls})* TEXT", head, "TEXT: /(?s:.*)/"]
+    # A function is a call without its opening too. Where that and its end are tokens, text cannot spell them.
+    tags = f"| TEXT {opening} | TEXT {closing}" if is_token else ""
+    return [f"start: (head rest {tags})* TEXT", f"head[lazy]: TEXT {literal(BEGIN)}", "TEXT: /(?s:.*)/"]
 
 
 def _call_rules(i: int, function: Function, form: CallForm, key: str, *, is_held: bool) -> list[str]:

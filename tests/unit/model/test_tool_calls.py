@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -272,3 +273,61 @@ def test_a_reply_calls_or_has_its_form(tokenizer, form, wanted):
     said, calls = read(form, [walk(tokenizer, grammar, 4, head + begin)])
     assert said == ""
     assert calls[0][0] == "stop"
+
+
+STRICT_ONE = [Function("f", {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"],
+                             "additionalProperties": False}, True)]  # fmt: skip
+WRITTEN = {  # a call with a value, by form; where text may follow or not
+    "hermes": '<tool_call>\n{{"name": "f", "arguments": {{"a": {}}}}}\n</tool_call>',
+    "mistral": '[TOOL_CALLS][{{"name": "f", "arguments": {{"a": {}}}}}]',
+    "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>",
+    "llama3_json": '{{"name": "f", "arguments": {{"a": {}}}}}',
+    "llama3_json_anywhere": '{{"name": "f", "arguments": {{"a": {}}}}}',
+    "pythonic": "[f(a={})]",
+    "pythonic_anywhere": "[f(a={})]",
+}
+
+
+def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
+    """As a model writes it: markers by their own tokens, where it has them; no blank before the first word."""
+    ids: list[int] = []
+    by_bytes = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size) if i not in tokenizer.special_ids}
+    for part in re.split(r"(</?tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>)", text):
+        special, rest = tokenizer.special_id(part), part.encode()
+        if special is not None:
+            ids.append(special)
+            continue
+        while rest:
+            size = next(size for size in range(len(rest), 0, -1) if rest[:size] in by_bytes)
+            ids.append(by_bytes[rest[:size]])
+            rest = rest[size:]
+    return ids
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_strict_call_is_held_wherever_text_may_stand(tokenizer, form):
+    grammar = calls_grammar(FORMS[form], STRICT_ONE, "arguments", tokenizer, or_text=True)
+    matcher = GrammarCompiler(tokenizer, tokenizer.vocab_size, [tokenizer.vocab_size - 1]).compile(grammar)
+
+    def passes(text: str) -> bool:
+        copy = matcher.copy()
+        return copy.advance(ids_of(tokenizer, text)) and copy.is_complete
+
+    right, wrong = WRITTEN[form].format(1), WRITTEN[form].format(2)
+    texts = [right, wrong]
+    assert passes("Any text.")
+    assert passes(right)
+    assert not passes(wrong)
+    if not FORMS[form].syntax.at_start_only:
+        between = "So: {} and\n{} so."
+        assert passes(between.format(right, right))
+        assert not passes(between.format(right, wrong))
+        assert not passes(between.format(wrong, right))
+    if form == "qwen3_coder":
+        bare = [re.sub(r"</?tool_call>\n?", "", text).strip() for text in texts]
+        assert passes(f"So:\n{bare[0]}\nand {bare[0]}\n{right}")
+        assert not passes(f"So: {bare[1]}")
+        assert not passes(f"{right}\n{bare[1]}")
+        assert not passes(f"{bare[0]} <function=f> <parameter=a>2</parameter></function>")
+    if form.startswith("pythonic"):
+        assert not passes("<function_calls>\nf(a=2)\n</function_calls>")
