@@ -12,7 +12,7 @@ from service.cli.bench.flag_values import whole_number
 from service.cli.table import print_table
 from service.config import Settings
 from service.engine.build import num_swap_blocks, read_model_config, size_engine, wanted_model_len
-from service.engine.memory import MemoryPlan, plan_memory
+from service.engine.kv.memory_profile import MemoryPlan, plan_memory
 from service.errors import StartupError
 
 MIB, GIB = 1 << 20, 1 << 30

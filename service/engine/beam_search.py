@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from model.sampling_params import SamplingParams
-from service.engine.kv_manager import KVManager
-from service.engine.plan import TokenLogprob
-from service.engine.sequence import BranchPast, Request, Sequence, SequenceGroup, State, stop_ids
+from service.engine.kv.kv_manager import KVManager
+from service.engine.request import BranchPast, Request
+from service.engine.sequence import Sequence, SequenceGroup, State, stop_ids
+from service.engine.step import TokenLogprob
 from service.errors import EndReason
 
 TOLD_AT_ONCE = 1024

@@ -18,16 +18,15 @@ from model.ops.interface import Ops
 from model.sampling_params import SamplingParams
 from model.tokenizer import Tokenizer
 from service.config import Settings
-from service.engine.calibration import measure_rates
-from service.engine.cost_model import CostModel
 from service.engine.engine import Engine
-from service.engine.executor import ModelExecutor
+from service.engine.execution.executor import ModelExecutor
 from service.engine.grammars import Grammars
-from service.engine.kv_manager import KVManager
-from service.engine.limits import Limits
-from service.engine.memory import MemoryPlan, host_memory_bytes, meet_sizes, plan_memory, warm_up
-from service.engine.preemption import Preemption
-from service.engine.sequence import Request
+from service.engine.kv.kv_manager import KVManager
+from service.engine.kv.memory_profile import MemoryPlan, host_memory_bytes, meet_sizes, plan_memory, warm_up
+from service.engine.request import Request
+from service.engine.scheduling.limits import Limits
+from service.engine.scheduling.preemption import Preemption
+from service.engine.scheduling.swap_cost import CostModel, measure_rates
 from service.errors import EndReason, StartupError
 from service.logs import fields
 

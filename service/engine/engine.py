@@ -8,19 +8,18 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from service.engine.answers import Answers
 from service.engine.beam_search import BeamGroup
-from service.engine.block_map import draw_blocks
-from service.engine.block_pool import BlockPool
 from service.engine.grammars import Grammars
-from service.engine.kv_manager import KVManager
-from service.engine.limits import Limits
-from service.engine.outputs import News, Output, one_by_one
-from service.engine.plan import FinishedTransfer, StepPlan, StepResult
-from service.engine.preemption import Preemption
-from service.engine.scheduler import Scheduler
-from service.engine.sequence import Request, Sequence, SequenceGroup
+from service.engine.kv.block_pool import BlockPool, draw_blocks
+from service.engine.kv.kv_manager import KVManager
+from service.engine.output_processor import Answers, News, Output, one_by_one
+from service.engine.request import Request
+from service.engine.scheduling.limits import Limits
+from service.engine.scheduling.preemption import Preemption
+from service.engine.scheduling.scheduler import Scheduler
+from service.engine.sequence import Sequence, SequenceGroup
 from service.engine.stats import EngineStats, look_at
+from service.engine.step import FinishedTransfer, StepPlan, StepResult
 from service.errors import EndReason
 from service.logs import fields
 
@@ -235,7 +234,7 @@ class Engine:
         )
 
     def draw_blocks(self) -> bytes:
-        """The block pool as a picture, see service.engine.block_map."""
+        """The block pool as a picture, see service.engine.kv.block_pool."""
         return draw_blocks(self._kv.pool, [(one.request_id, one.block_table) for one in self._scheduler.running])
 
     def draw_host_blocks(self) -> bytes:

@@ -4,44 +4,13 @@ and the blocks that hold them."""
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
 from enum import Enum, auto
 
 from model.grammar_matcher import Matcher
 from model.sampler import SeenTokens, is_shaped, sampling_record
 from model.sampling_params import SamplingParams
+from service.engine.request import BranchPast, Request
 from service.errors import ENDINGS, EndReason
-
-
-@dataclass(frozen=True, kw_only=True)
-class BranchPast:
-    """What another engine has already told of a branch: this one goes on behind it."""
-
-    token_ids: tuple[int, ...] = ()
-    end: EndReason | None = None
-    sum_logprob: float = 0.0  # of the tokens, where the request ranks its branches
-
-
-@dataclass(slots=True)
-class Times:
-    """When a request got how far, in Unix seconds, for whoever asked to know; 0 is not yet. The engine writes it."""
-
-    started_s: float = 0.0
-    first_token_s: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What the engine is asked to do, in token terms."""
-
-    request_id: str
-    prompt: tuple[int, ...]
-    sampling: SamplingParams
-    tenant: str = ""  # whose it is: tenants share the engine alike
-    cache_salt: str = ""  # prompts share blocks only with prompts of the same salt
-    num_scored_tokens: int = 0  # of the prompt, whose log-probabilities were told before this engine
-    past: tuple[BranchPast, ...] = ()  # by branch, what was told before this engine; empty: nothing
-    times: Times | None = None
 
 
 class State(Enum):

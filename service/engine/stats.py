@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from service.engine.kv_manager import KVManager
-from service.engine.scheduler import Scheduler
+from service.engine.kv.kv_manager import KVManager
+from service.engine.scheduling.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 
-from service.engine.outputs import News, one_by_one
-from service.engine.sequence import Request
+from service.engine.output_processor import News, one_by_one
+from service.engine.request import Request
 from service.errors import EndReason
 from service.logs import fields
 from service.metrics import (

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from service.engine.engine import Engine
-from service.engine.outputs import News
-from service.engine.sequence import Request
+from service.engine.output_processor import News
+from service.engine.request import Request
 from service.engine.stats import EngineStats
 from service.errors import EndReason
 

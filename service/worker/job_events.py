@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from service.engine.outputs import BranchOutput, Output
+from service.engine.output_processor import BranchOutput, Output
 from service.errors import EndReason
 from service.wire.codec import pack_floats, pack_ids
 from service.wire.messages import Event, Part, TokenLogprobs, Usage

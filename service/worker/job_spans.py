@@ -6,7 +6,7 @@ import logging
 import time
 from dataclasses import dataclass, field
 
-from service.engine.sequence import Times
+from service.engine.request import Times
 from service.errors import ENDINGS
 from service.logs import fields
 from service.tracing import Tracing, trace_id

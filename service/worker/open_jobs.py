@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from service.engine.outputs import Output
+from service.engine.output_processor import Output
 from service.errors import EndReason
 from service.wire.messages import Cancel, Event
 from service.worker.job_events import event_of, in_events, without_end

@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 
-from service.engine.sequence import BranchPast
+from service.engine.request import BranchPast
 from service.wire.broker import BrokerUnavailable, Lease, WorkerBroker
 from service.wire.codec import unpack_floats, unpack_ids
 from service.wire.messages import Event, WorkerCard

@@ -169,7 +169,7 @@ def test_the_house_keeps_the_rule(rule):
 
 BROKEN = [
     ("upstairs_imports", {"service.wire.x": "from service.gateway.hall import relay"}),
-    ("upstairs_imports", {"service.wire.x": "from service.engine.plan import StepPlan"}),
+    ("upstairs_imports", {"service.wire.x": "from service.engine.step import StepPlan"}),
     ("upstairs_imports", {"service.worker.x": "import service.gateway.http_server.sse"}),
     ("upstairs_imports", {"service.gateway.hall.x": "from ...worker import courier"}),
     ("upstairs_imports", {"service.gateway.hall.x": "from service.gateway.endpoints import responses"}),

@@ -30,9 +30,9 @@ import aiohttp
 import numpy as np
 
 from service.engine.engine import Engine
-from service.engine.kv_manager import KVManager
-from service.engine.limits import Limits
-from service.engine.outputs import News, one_by_one
+from service.engine.kv.kv_manager import KVManager
+from service.engine.output_processor import News, one_by_one
+from service.engine.scheduling.limits import Limits
 from service.errors import EndReason
 from service.wire.broker import Claim, Room
 from service.wire.redis_broker import RedisBroker, open_redis_broker

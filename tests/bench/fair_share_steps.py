@@ -11,9 +11,9 @@ import numpy as np
 
 from model.sampling_params import SamplingParams
 from service.engine.engine import Engine
-from service.engine.kv_manager import KVManager
-from service.engine.limits import Limits
-from service.engine.sequence import Request
+from service.engine.kv.kv_manager import KVManager
+from service.engine.request import Request
+from service.engine.scheduling.limits import Limits
 from service.wire.broker import UNBOUNDED
 from service.wire.memory_queue import MemoryQueue
 from service.wire.messages import Event, Usage

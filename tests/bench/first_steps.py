@@ -20,7 +20,7 @@ from service.cli.bench.trace import TracedRequest, read_trace
 from service.config import Settings
 from service.engine.build import build_engine
 from service.engine.engine import Engine
-from service.engine.sequence import Request
+from service.engine.request import Request
 
 SLOW_CALL_S = 0.003
 SLOW_STEP_S = 0.035

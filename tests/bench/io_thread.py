@@ -18,7 +18,7 @@ import uvloop
 
 from model.sampling_params import SamplingParams
 from service.cli.bench.host_steps import VOCAB_SIZE, make_engine
-from service.engine.outputs import NewTokens
+from service.engine.output_processor import NewTokens
 from service.garbage import keep_for_good
 from service.wire.codec import pack_ids
 from service.wire.messages import Job

@@ -6,7 +6,7 @@ import pytest
 from model.grammar import of_json, of_regex
 from model.ops.numpy_ops import NumpyOps
 from model.sampling_params import BeamSearch, SamplingParams
-from service.engine.sequence import Request
+from service.engine.request import Request
 from tests.support.demo_engine import DemoEngines, tell_all
 from tests.support.told import run_steps
 

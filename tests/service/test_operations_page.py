@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from service.engine.block_map import FIRST_OWNER, SHARED
+from service.engine.kv.block_pool import FIRST_OWNER, SHARED
 from tests.support.gateway import open_gateway, write_model
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -19,7 +19,7 @@ from service.config import Settings
 from service.engine.build import BuiltEngine, build_engine
 from service.engine.engine import Engine
 from service.engine.grammars import Grammars
-from service.engine.sequence import Request
+from service.engine.request import Request
 from service.errors import EndReason
 from tests.support.random_schemas import random_schema
 

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from service.cli.main import main
-from service.engine.executor import ModelExecutor
+from service.engine.execution.executor import ModelExecutor
 from service.wire.redis_held import HeldJobs
 from service.wire.redis_worker import RedisWorker
 

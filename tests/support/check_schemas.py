@@ -17,7 +17,7 @@ from model.sampling_params import SamplingParams
 from model.tokenizer import Tokenizer
 from service.config import Settings
 from service.engine.build import build_engine
-from service.engine.sequence import Request
+from service.engine.request import Request
 from service.errors import EndReason
 from tests.support.random_schemas import random_schema
 from tests.support.schema_validator import is_valid

@@ -11,14 +11,14 @@ from model.loader import load_model
 from model.ops.interface import Ops
 from model.sampling_params import SamplingParams
 from model.tokenizer import Tokenizer
-from service.engine.block_pool import BlockPool
 from service.engine.engine import Engine
-from service.engine.executor import ModelExecutor
+from service.engine.execution.executor import ModelExecutor
 from service.engine.grammars import Grammars
-from service.engine.kv_manager import KVManager
-from service.engine.limits import Limits
-from service.engine.plan import TokenLogprob
-from service.engine.sequence import Request
+from service.engine.kv.block_pool import BlockPool
+from service.engine.kv.kv_manager import KVManager
+from service.engine.request import Request
+from service.engine.scheduling.limits import Limits
+from service.engine.step import TokenLogprob
 from tests.support.poisoning_executor import PoisoningExecutor
 
 DEMO = Path(__file__).parents[2] / "model" / "demo"

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from service.cli.main import main
-from service.engine.executor import ModelExecutor
+from service.engine.execution.executor import ModelExecutor
 
 FOR_EVER_S = 3600
 

@@ -12,7 +12,7 @@ from redis import Redis
 
 from model.ops.backend import open_ops
 from model.sampling_params import SamplingParams
-from service.engine.sequence import Request
+from service.engine.request import Request
 from service.errors import EndReason
 from service.wire import keys
 from service.wire.codec import decode, pack_ids, unpack_floats, unpack_ids

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from service.engine.plan import FinishedTransfer, StepPlan, StepResult
+from service.engine.step import FinishedTransfer, StepPlan, StepResult
 
 TOKEN = 65
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from model.ops.interface import Array
-from service.engine.block_pool import BlockPool
-from service.engine.executor import ModelExecutor
-from service.engine.plan import StepPlan
+from service.engine.execution.executor import ModelExecutor
+from service.engine.kv.block_pool import BlockPool
+from service.engine.step import StepPlan
 
 
 class PoisoningExecutor(ModelExecutor):

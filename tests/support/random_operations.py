@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from model.sampling_params import BeamSearch, SamplingParams
-from service.engine.cost_model import CostModel, Rates
 from service.engine.engine import Engine
-from service.engine.kv_manager import KVManager
-from service.engine.limits import Limits
-from service.engine.preemption import AUTO, MODES, Preemption
-from service.engine.sequence import BranchPast, Request
+from service.engine.kv.kv_manager import KVManager
+from service.engine.request import BranchPast, Request
+from service.engine.scheduling.limits import Limits
+from service.engine.scheduling.preemption import AUTO, MODES, Preemption
+from service.engine.scheduling.swap_cost import CostModel, Rates
 from service.errors import EndReason
 from tests.support.beam_reference import search
 from tests.support.scripted_executor import ScriptedExecutor, logprobs_after, next_token

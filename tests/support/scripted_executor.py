@@ -8,8 +8,8 @@ import math
 import time
 from array import array
 
-from service.engine.plan import Chunk, FinishedTransfer, SampledToken, StepPlan, StepResult, TokenLogprob
 from service.engine.sequence import Sequence
+from service.engine.step import Chunk, FinishedTransfer, SampledToken, StepPlan, StepResult, TokenLogprob
 
 VOCAB_SIZE = 97
 

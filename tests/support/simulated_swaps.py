@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 from model.sampling_params import SamplingParams
 from service.cli.bench.memory_simulation import MACHINES, SimulatedClock, SimulatedExecutor
-from service.engine.cost_model import CostModel, Rates
 from service.engine.engine import Engine
-from service.engine.kv_manager import KVManager
-from service.engine.limits import Limits
-from service.engine.plan import FinishedTransfer, StepPlan, StepResult
-from service.engine.preemption import Preemption
-from service.engine.sequence import Request
+from service.engine.kv.kv_manager import KVManager
+from service.engine.request import Request
+from service.engine.scheduling.limits import Limits
+from service.engine.scheduling.preemption import Preemption
+from service.engine.scheduling.swap_cost import CostModel, Rates
+from service.engine.step import FinishedTransfer, StepPlan, StepResult
 
 H200 = MACHINES["llama-3.1-8b-h200"]
 RATES = Rates(token_s=H200.costs.token_s, pair_s=6e-10, block_out_s=4.0e-5, block_in_s=4.0e-5, transfer_s=5e-5)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from service.engine.engine import Engine
-from service.engine.outputs import Output
-from service.engine.plan import TokenLogprob
-from service.engine.sequence import BranchPast
+from service.engine.output_processor import Output
+from service.engine.request import BranchPast
+from service.engine.step import TokenLogprob
 from service.errors import EndReason
 
 

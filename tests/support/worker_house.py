@@ -8,8 +8,8 @@ import time
 
 from model.sampling_params import SamplingParams
 from service.engine.engine import Engine
-from service.engine.kv_manager import KVManager
-from service.engine.limits import Limits
+from service.engine.kv.kv_manager import KVManager
+from service.engine.scheduling.limits import Limits
 from service.errors import EndReason
 from service.tracing import NO_TRACING
 from service.wire.codec import pack_ids, unpack_ids

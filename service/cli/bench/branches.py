@@ -11,7 +11,7 @@ import numpy as np
 
 from model.sampling_params import BeamSearch, SamplingParams
 from service.engine.build import BuiltEngine
-from service.engine.sequence import Request
+from service.engine.request import Request
 from service.errors import StartupError
 
 ROUNDS = 3

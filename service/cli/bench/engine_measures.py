@@ -15,7 +15,7 @@ from model.sampling_params import SamplingParams
 from service.cli.bench.attention_probe import AttentionProbe
 from service.cli.bench.trace import TracedRequest
 from service.engine.build import BuiltEngine
-from service.engine.sequence import Request
+from service.engine.request import Request
 from service.errors import EndReason, StartupError
 
 WARM_STEPS = 8

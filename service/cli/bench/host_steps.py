@@ -28,11 +28,11 @@ from service.cli.bench.flag_values import whole_number
 from service.cli.bench.report import add_report_flags, check_report_flags, run_script, write_report
 from service.cli.table import print_grid
 from service.engine.engine import Engine
-from service.engine.executor import ModelExecutor
-from service.engine.kv_manager import KVManager
-from service.engine.limits import Limits
-from service.engine.outputs import one_by_one
-from service.engine.sequence import Request
+from service.engine.execution.executor import ModelExecutor
+from service.engine.kv.kv_manager import KVManager
+from service.engine.output_processor import one_by_one
+from service.engine.request import Request
+from service.engine.scheduling.limits import Limits
 from service.garbage import keep_for_good
 from service.wire.codec import encode
 from service.worker.job_events import event_of

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from service.cli.bench.memory_regions import BestFit, Buddy, Regions
-from service.engine.kv_manager import KVManager, Match
+from service.engine.kv.kv_manager import KVManager, Match
 from service.engine.sequence import Sequence
 from service.errors import StartupError
 

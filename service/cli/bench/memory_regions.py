@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 
-from service.engine.block_pool import OutOfBlocks
+from service.engine.kv.block_pool import OutOfBlocks
 
 
 class Regions(ABC):

@@ -20,8 +20,8 @@ from service.cli.bench.memory_ledger import Lengths, Look, SlotLedger, SlotUse, 
 from service.cli.bench.memory_policies import ComparedKV, Policy, Pool
 from service.cli.bench.trace import TracedRequest
 from service.engine.engine import Engine, Executor
-from service.engine.plan import StepPlan
-from service.engine.sequence import Request
+from service.engine.request import Request
+from service.engine.step import StepPlan
 from service.errors import EndReason
 
 LOOK_EVERY = 4

@@ -21,8 +21,8 @@ from service.cli.bench.trace import TracedRequest
 from service.config import Settings
 from service.engine.build import BuiltEngine, build_engine
 from service.engine.engine import Engine
-from service.engine.kv_manager import KVManager
-from service.engine.limits import Limits
+from service.engine.kv.kv_manager import KVManager
+from service.engine.scheduling.limits import Limits
 from service.wire.die_with_parent import die_with_parent
 
 PAPER_MAX_LEN = 2048

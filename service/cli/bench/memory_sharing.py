@@ -16,7 +16,7 @@ import numpy as np
 from model.sampling_params import BeamSearch, SamplingParams
 from service.cli.bench.trace import TracedRequest
 from service.engine.engine import Engine
-from service.engine.sequence import Request
+from service.engine.request import Request
 from service.errors import StartupError
 
 WIDTHS = (2, 4, 6)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from service.engine.plan import SampledToken, StepPlan, StepResult, TokenLogprob
 from service.engine.sequence import Sequence
+from service.engine.step import SampledToken, StepPlan, StepResult, TokenLogprob
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,12 +13,12 @@ from service.cli.bench.memory_replay import fit_lengths
 from service.cli.bench.memory_simulation import MACHINES, SimulatedClock, SimulatedExecutor
 from service.cli.bench.trace import TracedRequest
 from service.engine.build import BuiltEngine, calibrated
-from service.engine.cost_model import CostModel
 from service.engine.engine import Engine
-from service.engine.kv_manager import KVManager
-from service.engine.limits import Limits
-from service.engine.preemption import AUTO, MODES, Preemption
-from service.engine.sequence import Request
+from service.engine.kv.kv_manager import KVManager
+from service.engine.request import Request
+from service.engine.scheduling.limits import Limits
+from service.engine.scheduling.preemption import AUTO, MODES, Preemption
+from service.engine.scheduling.swap_cost import CostModel
 from service.errors import StartupError
 
 MEANS = ((150, 330), (150, 330), (20, 60), (60, 1200))

@@ -46,7 +46,7 @@ export class Chart {
 const [FREE, CACHED, SHARED, MOVING] = [0, 1, 2, 3];
 const FIRST_OWNER = 16;
 
-/** A pool, a square a cell; `packed` is base64, a byte a cell (see service/engine/block_map.py). */
+/** A pool, a square a cell; `packed` is base64, a byte a cell (see service/engine/kv/block_pool.py). */
 export function drawBlocks(canvas, packed) {
   const cells = Uint8Array.from(atob(packed), (char) => char.charCodeAt(0));
   const room = canvas.clientWidth || 320;

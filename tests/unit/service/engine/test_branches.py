@@ -6,9 +6,9 @@ import pytest
 from model.sampling_params import BeamSearch, SamplingParams
 from service.engine import beam_search
 from service.engine.engine import Engine
-from service.engine.kv_manager import KVManager
-from service.engine.limits import Limits
-from service.engine.sequence import BranchPast, Request
+from service.engine.kv.kv_manager import KVManager
+from service.engine.request import BranchPast, Request
+from service.engine.scheduling.limits import Limits
 from service.errors import EndReason
 from tests.support.beam_reference import search
 from tests.support.scripted_executor import ScriptedExecutor, logprobs_after, next_token

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.unit.service.engine.test_executor import FLOAT32, AheadOps
 
 from model.llama import Llama
 from model.ops.numpy_ops import NumpyOps
 from model.sampling_params import SamplingParams
-from service.engine.sequence import Request
+from service.engine.request import Request
 from service.errors import EndReason
 from tests.support.demo_engine import BLOCK_SIZE, DemoEngines
-from tests.unit.service.engine.test_executor import FLOAT32, AheadOps
 
 BROKEN = 900
 BEGINNING = tuple(range(100, 100 + 3 * BLOCK_SIZE))

@@ -8,9 +8,9 @@ import pytest
 from model.sampling_params import BeamSearch, SamplingParams
 from service.cli.bench.host_steps import make_engine
 from service.engine.engine import Engine
-from service.engine.kv_manager import KVManager
-from service.engine.limits import Limits
-from service.engine.sequence import Request
+from service.engine.kv.kv_manager import KVManager
+from service.engine.request import Request
+from service.engine.scheduling.limits import Limits
 from service.errors import EndReason
 from tests.support.scripted_executor import ScriptedExecutor
 

@@ -6,10 +6,10 @@ import pytest
 
 from model.sampling_params import SamplingParams
 from service.engine.engine import Engine
-from service.engine.kv_manager import KVManager
-from service.engine.limits import Limits
-from service.engine.outputs import one_by_one
-from service.engine.sequence import Request
+from service.engine.kv.kv_manager import KVManager
+from service.engine.output_processor import one_by_one
+from service.engine.request import Request
+from service.engine.scheduling.limits import Limits
 from service.errors import EndReason
 from service.worker.engine_thread import Add, Cancel, EngineThread, Stop
 from tests.support.scripted_executor import ScriptedExecutor, next_token

@@ -3,8 +3,8 @@
 from dataclasses import fields
 
 from service.config import Settings
-from service.engine.outputs import BranchOutput, Output
-from service.engine.plan import TokenLogprob
+from service.engine.output_processor import BranchOutput, Output
+from service.engine.step import TokenLogprob
 from service.errors import EndReason
 from service.wire.codec import decode, encode
 from service.wire.messages import Event

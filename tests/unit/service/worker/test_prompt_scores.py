@@ -1,7 +1,7 @@
 """Log-probabilities of prompts on their way out: never more in an event than it may hold, and counted when taken up."""
 
-from service.engine.outputs import BranchOutput, Output
-from service.engine.plan import TokenLogprob
+from service.engine.output_processor import BranchOutput, Output
+from service.engine.step import TokenLogprob
 from service.errors import EndReason
 from service.wire.codec import LIMITS, decode, encode, unpack_ids
 from service.wire.messages import Event

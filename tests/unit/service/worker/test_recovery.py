@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from service.engine.sequence import BranchPast
+from service.engine.request import BranchPast
 from service.errors import EndReason
 from service.metrics import STAT_JOBS_LOST_TOTAL, STAT_JOBS_TAKEN_OVER_TOTAL, STAT_NUM_JOBS_HELD, STAT_RESUMED_TOTAL
 from service.wire.broker import SUSPECT_AFTER_DEATHS

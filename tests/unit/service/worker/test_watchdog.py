@@ -12,9 +12,9 @@ import pytest
 
 from model.sampling_params import SamplingParams
 from service.engine.engine import Engine
-from service.engine.kv_manager import KVManager
-from service.engine.limits import Limits
-from service.engine.sequence import Request
+from service.engine.kv.kv_manager import KVManager
+from service.engine.request import Request
+from service.engine.scheduling.limits import Limits
 from service.errors import EndReason
 from service.sd_notify import Supervisor
 from service.worker import engine_thread

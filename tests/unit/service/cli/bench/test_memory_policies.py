@@ -13,7 +13,7 @@ from service.cli.bench.memory_replay import Bench, Replay, WatchedExecutor, fit_
 from service.cli.bench.memory_simulation import SimulatedClock, SimulatedExecutor, StepCosts
 from service.cli.bench.trace import TracedRequest
 from service.engine.engine import Engine
-from service.engine.limits import Limits
+from service.engine.scheduling.limits import Limits
 from service.errors import StartupError
 
 SECOND_A_STEP = StepCosts(fixed_s=1.0, weights_s=0.0, token_s=0.0, cached_token_s=0.0)

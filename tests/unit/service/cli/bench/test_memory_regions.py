@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from service.cli.bench.memory_regions import BestFit, Buddy
-from service.engine.block_pool import OutOfBlocks
+from service.engine.kv.block_pool import OutOfBlocks
 
 ALLOCATORS = {"best-fit": BestFit, "buddy": Buddy}
 

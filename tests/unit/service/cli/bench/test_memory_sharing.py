@@ -11,8 +11,8 @@ from service.cli.bench.memory_simulation import SimulatedClock, SimulatedSampler
 from service.cli.bench.trace import TracedRequest
 from service.cli.main import main
 from service.engine.engine import Engine
-from service.engine.kv_manager import KVManager
-from service.engine.limits import Limits
+from service.engine.kv.kv_manager import KVManager
+from service.engine.scheduling.limits import Limits
 from service.errors import StartupError
 
 COSTS = StepCosts(fixed_s=1.0, weights_s=0.0, token_s=0.0, cached_token_s=0.0)

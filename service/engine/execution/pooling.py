@@ -1,0 +1,68 @@
+"""Embeddings: hidden states of whole prompts, pooled to one vector each, chunk by chunk as they are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from model.ops.interface import Array, Ops
+from service.engine.sequence import SequenceGroup
+from service.engine.step import Pool, Pooled, StepPlan
+
+
+class _Sum(NamedTuple):
+    total: np.ndarray  # float64[H]
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolFlight:
+    """The rows of a pool on their way."""
+
+    pool: Pool
+    arrive: Callable[[], list[np.ndarray]]
+
+
+class Pooler:
+    """Adds up rows on the host: an embedding is asked for once a prompt, and a step's other work goes on meanwhile."""
+
+    def __init__(self, ops: Ops):
+        self._ops = ops
+        self._sums: WeakKeyDictionary[SequenceGroup, _Sum] = WeakKeyDictionary()
+
+    def begin(self, hidden: Array, plan: StepPlan) -> list[PoolFlight]:
+        """Fetch what the plan's pools want of hidden [T, H], the rows of the plan's chunks in their order."""
+        first_rows = np.cumsum([0, *(chunk.length for chunk in plan.chunks)]).tolist()
+        row_of = dict(zip(map(id, plan.chunks), first_rows, strict=False))
+        flights = []
+        for pool in plan.pools:
+            first = row_of[id(pool.chunk)] - pool.chunk.start
+            rows = hidden[first + pool.start : first + pool.stop]
+            flights.append(PoolFlight(pool, self._ops.download_later([rows])))
+        return flights
+
+    def finish(self, flights: Sequence[PoolFlight]) -> tuple[Pooled, ...]:
+        """Waits for them; the vectors of those prompts that are complete now."""
+        done = []
+        for flight in flights:
+            group = flight.pool.chunk.sequence.group
+            [rows] = flight.arrive()
+            before = self._sums.pop(group, _Sum(np.zeros(rows.shape[1]), 0))
+            now = _Sum(
+                before.total + rows.astype(np.float32).sum(axis=0, dtype=np.float64), before.num_rows + len(rows)
+            )
+            if flight.pool.stop == group.num_prompt_tokens:
+                done.append(Pooled(group, _unit(now.total / now.num_rows)))
+            else:
+                self._sums[group] = now
+        return tuple(done)
+
+
+def _unit(vector: np.ndarray) -> bytes:
+    """float32[H], little-endian, of length 1 but for one that has none."""
+    length = float(np.linalg.norm(vector))
+    return (vector / length if length > 0 else vector).astype("<f4").tobytes()

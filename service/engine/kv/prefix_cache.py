@@ -1,0 +1,184 @@
+"""The blocks whose contents are known by their tokens: the prefix tree, joined with the books of both tiers.
+
+Every node of the tree is on the GPU, on the host or on both. One that loses its last place leaves the tree, and what is
+below it goes along: a prefix never outlives its parent.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from service.engine.kv.block_pool import BlockPool
+from service.engine.kv.host_cache import HostTier
+from service.engine.kv.prefix_tree import Node, PrefixTree, pack_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What of a sequence is in memory already: whole blocks, and a block of which the first tokens are its own.
+
+    The nodes that only the host holds must be brought to the GPU before they can be used.
+    """
+
+    nodes: list[Node]
+    partial: Node | None
+    num_tokens: int
+    on_gpu: list[int]  # blocks that can be shared as they are, the partial one last
+    on_host: list[Node]  # what only the host holds
+
+    @classmethod
+    def of(cls, nodes: list[Node], partial: Node | None, num_tokens: int) -> Match:
+        """With `on_gpu` and `on_host` as these nodes, from the root down, have it now; `num_tokens`: those that match,
+        of the partial one too."""
+        blocks = [node.gpu for node in nodes]
+        on_host = [node for node in nodes if node.gpu is None] if None in blocks else []
+        on_gpu = [block for block in blocks if block is not None] if on_host else blocks
+        if partial is not None:
+            on_gpu.append(partial.gpu)
+        return cls(nodes, partial, num_tokens, on_gpu, on_host)
+
+
+NO_MATCH = Match.of([], None, 0)
+
+
+class KnownBlocks:
+    """Knows which contents are where; who holds a block is the pools' business.
+
+    A block is known from the moment that a plan has it written: the device runs plans in their order, so that even the
+    same plan may read it. What copies a block needs it written by an earlier one.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, with_host: bool):
+        self.pool = BlockPool(num_blocks, self._lose)
+        self.host = HostTier(self.pool, self._drop) if with_host else None
+        self._block_size = block_size
+        self._tree = PrefixTree(block_size)
+        self._node_of: list[Node | None] = [None] * num_blocks
+        self._step = 0
+
+    def start_step(self) -> None:
+        """A new plan is being made; what the one before has written may be copied."""
+        self._step += 1
+
+    def root(self, salt: str) -> Node:
+        """Where the sequences of this salt begin."""
+        return self._tree.root(salt)
+
+    def match(self, salt: str, token_ids: Sequence[int], may_bring: Callable[[int, int], bool]) -> Match:
+        """The longest beginning of these tokens that is in memory.
+
+        `may_bring(num_tokens, num_blocks)`: whether, behind so many tokens on the GPU, so many blocks of the host's are
+        worth bringing.
+        """
+        found, closest = self._tree.find(salt, pack_tokens(token_ids))
+        nodes = self._worth_having(found, may_bring)
+        if len(nodes) < len(found) or closest is None or not self.is_written(closest[0]):
+            return Match.of(nodes, None, len(nodes) * self._block_size)
+        partial, num_common = closest
+        return Match.of(nodes, partial, len(nodes) * self._block_size + num_common)
+
+    def is_written(self, node: Node) -> bool:
+        """Whether the GPU holds the contents before the step that is being planned."""
+        if node.gpu is None or node.written_by >= self._step:
+            return False
+        return self.host is None or not self.host.is_arriving(node.gpu)
+
+    def follow(self, tail: Node, token_ids: Sequence[int], table: array, end: int, *, may_replace: bool) -> Node:
+        """Go on from `tail` along the full blocks `table` [..., end], adding what is not known yet; where that ends.
+
+        A block whose contents are known elsewhere is given back for that one, so that they are held once; without
+        `may_replace`, since it is still being written to, the way ends there.
+        """
+        size = self._block_size
+        while tail.depth < end and tail.in_tree:
+            index = tail.depth
+            tokens = pack_tokens(token_ids[index * size : (index + 1) * size])
+            node = tail.child(tokens)
+            if node is None:
+                node = self._tree.add(tail, tokens)
+            if node.gpu is None:
+                self._place(node, table[index])
+            elif node.gpu != table[index]:
+                if not may_replace or (self.host is not None and self.host.is_arriving(node.gpu)):
+                    break
+                self.pool.share((node.gpu,))
+                self.pool.give_back((table[index],))
+                table[index] = node.gpu
+            tail = node
+        return tail
+
+    def bring(self, nodes: Sequence[Node]) -> None:
+        """Let the GPU have what only the host holds; the caller holds the blocks. Raises OutOfBlocks."""
+        blocks = self.pool.take(len(nodes))
+        self.host.bring(nodes, blocks)
+        for node, block in zip(nodes, blocks, strict=True):
+            self._place(node, block)
+
+    def oldest_unsaved(self, count: int) -> list[Node]:
+        """What up to `count` cached blocks hold that the host does not, those to be given away first; parents first."""
+        nodes = [self._node_of[block] for block in islice(self.pool.oldest_unsaved(), count)]
+        return [node for node in reversed(nodes) if self.is_written(node)]
+
+    def prove(self, tail: Node) -> None:
+        """The model has given numbers to a token that saw all up to here."""
+        while not tail.is_proven and tail.parent is not None:
+            tail.is_proven = True
+            tail = tail.parent
+
+    def distrust(self, tail: Node) -> None:
+        """Forget what was written on the way to here since it was last proven good, and what follows it."""
+        suspect = None
+        while tail.parent is not None and not tail.is_proven:
+            suspect, tail = tail, tail.parent
+        if suspect is not None and suspect.in_tree:
+            self._drop(suspect)
+
+    def forget_salt(self, salt: str) -> None:
+        """Nobody will ask for this salt again."""
+        for node in self._tree.remove_root(salt):
+            self._forget(node)
+
+    def _worth_having(self, found: list[Node], may_bring: Callable[[int, int], bool]) -> list[Node]:
+        num_host = [node.gpu for node in found].count(None)
+        if num_host == 0:
+            return found
+        first = next(index for index, node in enumerate(found) if node.gpu is None)
+        return found if may_bring(first * self._block_size, num_host) else found[:first]
+
+    def _place(self, node: Node, block: int) -> None:
+        node.gpu, node.written_by = block, self._step
+        self._node_of[block] = node
+        self.pool.keep(block, is_saved=node.host is not None)
+
+    def _lose(self, block: int) -> None:
+        """The pool gives a cached block away."""
+        node = self._node_of[block]
+        node.gpu = self._node_of[block] = None
+        if node.host is None:
+            self._drop(node)
+
+    def _drop(self, node: Node) -> None:
+        for gone in self._tree.remove(node):
+            self._forget(gone)
+
+    def _forget(self, node: Node) -> None:
+        if node.gpu is not None:
+            self._node_of[node.gpu] = None
+            self.pool.forget(node.gpu)
+        if self.host is not None:
+            self.host.forget(node)
+
+    def check_invariants(self) -> None:
+        """The tree is sound, each of its blocks is kept, and the host's books agree with it."""
+        self._tree.check_invariants()
+        nodes = list(self._tree.nodes())
+        known = {node.gpu: node for node in nodes if node.gpu is not None}
+        if known != {block: node for block, node in enumerate(self._node_of) if node is not None}:
+            raise AssertionError("the tree and the blocks disagree")
+        if any(not self.pool.is_shared(block) for block in known):
+            raise AssertionError("a block of the tree may be written to")
+        if self.host is not None:
+            self.host.check_invariants(nodes)

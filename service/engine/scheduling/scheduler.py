@@ -1,0 +1,291 @@
+"""Who computes how many tokens in the next step.
+
+There is no prefill phase: a step has a budget of tokens, sequences that lack one token (decodes) are served first, then
+those that lack many, oldest first, each with what the budget leaves. While others decode, prompts get a smaller budget,
+for every decode waits for the whole step; but the more of them wait, the larger it is.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect
+from collections import Counter, deque
+from collections.abc import Iterator, Set
+from itertools import chain, islice
+from operator import attrgetter
+
+from service.engine.kv.kv_manager import KVManager
+from service.engine.kv.prefix_cache import NO_MATCH, Match
+from service.engine.scheduling.fair_share import Tenants
+from service.engine.scheduling.limits import Limits
+from service.engine.scheduling.preemption import Preemption
+from service.engine.scheduling.prompt_outputs import PromptWishes
+from service.engine.sequence import Sequence, SequenceGroup, State
+from service.engine.step import Chunk, StepPlan
+
+
+class Scheduler:
+    """Owns the two queues, both in the order in which requests came, the oldest first. In `running` the branches of a
+    group stand side by side."""
+
+    def __init__(self, kv: KVManager, limits: Limits, preemption: Preemption | None = None):
+        self._kv = kv
+        self._limits = limits
+        self.preemption = preemption or Preemption(kv)
+        self._tenants = self.preemption.tenants = Tenants(kv, limits.max_num_seqs)
+        self._num_arrivals = 0
+        self.waiting: deque[SequenceGroup] = deque()
+        self._prompts = PromptWishes()
+        self.running: list[Sequence] = []
+        self._extended: set[Sequence] = set()  # by the plan being made
+
+    def add(self, group: SequenceGroup) -> None:
+        self._num_arrivals += 1
+        group.arrival = self._num_arrivals
+        self._tenants.join(group)
+        self.waiting.append(group)
+        self._prompts.add(group)
+
+    def remove(self, sequence: Sequence) -> None:
+        """The sequence has ended, wherever it stood: its blocks are free at once."""
+        group, state = sequence.group, sequence.state
+        sequence.become(State.ENDED)
+        if state is State.RUNNING:
+            self.running.remove(sequence)
+            if sequence.followers:
+                self._hand_over(sequence)
+            elif sequence.is_parked:
+                self._leave(sequence)
+            self._kv.release(sequence)
+        else:
+            self._kv.forget(sequence)
+            if not group.live:
+                self.waiting.remove(group)
+        if not group.live:
+            self._tenants.leave(group)
+            self._kv.forget_request(sequence)
+
+    def fork(self, leader: Sequence) -> None:
+        """The followers that part from the leader within what it has computed go on by themselves."""
+        parting = [one for one in leader.followers if one.num_inherited_tokens <= leader.num_computed_tokens]
+        for follower in parting:
+            match = self._what_it_had(follower) if follower.num_output_tokens else NO_MATCH
+            follower.is_parked = False
+            if match.num_tokens > follower.num_inherited_tokens and self._kv.can_begin(match):
+                self._kv.begin(follower, match)
+            else:
+                self._kv.fork(leader, follower, follower.num_inherited_tokens)
+        leader.lead([one for one in leader.followers if one.is_parked])
+
+    def schedule(self) -> StepPlan:
+        """The plan of the next step; every chunk in it has its blocks. Empty if nothing can be done before more tokens
+        are known, or at all."""
+        self._kv.start_step()
+        self.preemption.start_step(len(self.running))
+        self._tenants.start_step()
+        self._extended.clear()
+        if self.waiting and self._tenants.are_several:
+            self._call_back()
+        num_preemptions, arriving = self.preemption.num_preemptions, self._kv.arriving()
+        decodes, prefills = self._lacking(arriving)
+        chunks = self._decode(decodes[: self._limits.max_num_batched_tokens])
+        budget = self._limits.max_num_batched_tokens - len(chunks)
+        if chunks:
+            num_prompts = len(prefills) + len(self.waiting)
+            budget = min(budget, self._limits.prompt_budget(len(chunks), num_prompts, self._prompt_lengths(prefills)))
+        if prefills:
+            chunks, budget = self._continue(chunks, prefills, budget)
+            for chunk in chunks:
+                if chunk.length > 1:
+                    self._kv.remember(chunk.sequence, chunk.end)
+        num_running = len(self.running)
+        if self.waiting and budget > 0 and self.preemption.num_preemptions == num_preemptions:
+            chunks += self._admit_waiting(budget)
+        if prefills or len(self.running) > num_running:
+            chunks.sort(key=lambda chunk: chunk.length != 1)
+        self.preemption.prepare(self.running)
+        scores, pools = self._prompts.of(chunks)
+        changed = tuple(chunk for chunk in chunks if chunk.sequence in self._extended and chunk.length == 1)
+        return StepPlan(tuple(chunks), self._kv.take_copies(), *self._kv.take_swaps(), scores, pools, changed)
+
+    def _lacking(self, arriving: Set[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+        """The running sequences that lack one token, and those that lack more and can be computed."""
+        decodes, prefills = [], []
+        for sequence in self.running:
+            num_pending = sequence.num_pending_tokens
+            num_tokens = len(sequence.token_ids) + num_pending
+            # One that gets its last token, or whose next hangs on others, has nothing to compute before it is known.
+            if num_pending and (sequence.needs_ids or num_tokens >= sequence.max_num_tokens):
+                continue
+            if sequence.is_parked or (arriving and sequence in arriving):
+                continue
+            lacking = num_tokens - sequence.num_computed_tokens
+            if lacking == 1:
+                decodes.append(sequence)
+            elif lacking:
+                prefills.append(sequence)
+        return decodes, prefills
+
+    def _prompt_lengths(self, prefills: list[Sequence]) -> Iterator[int]:
+        """What each open prompt lacks, and each that waits and could run, in tokens."""
+        num_slots = max(0, self._limits.max_num_seqs - len(self.running))
+        waiting = (group.live[0] for group in islice(self.waiting, num_slots))
+        return (sequence.num_uncomputed_tokens for sequence in chain(prefills, waiting))
+
+    def _decode(self, sequences: list[Sequence]) -> list[Chunk]:
+        """A token of each of these, oldest first, as far as there are blocks."""
+        for sequence in [one for one in sequences if one.num_computed_tokens >= one.num_writable_tokens]:
+            if sequence.state is State.RUNNING:
+                self._extend(sequence, sequence.num_computed_tokens + 1)
+        return [
+            Chunk(sequence, sequence.num_computed_tokens, 1, sequence.samplers)
+            for sequence in sequences
+            if sequence.num_computed_tokens < sequence.num_writable_tokens and sequence.state is State.RUNNING
+        ]
+
+    def _extend(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Let the sequence have the blocks for so many tokens, though others leave for it; whether it has them."""
+        missing = self._kv.num_missing_blocks(sequence, num_tokens)
+        if missing > self._kv.pool.num_available:
+            self._queue_again(self.preemption.make_room(missing, sequence, self.running))
+            if sequence.state is not State.RUNNING or missing > self._kv.pool.num_available:
+                return False
+        self._kv.extend(sequence, num_tokens)
+        self._extended.add(sequence)
+        return True
+
+    def _continue(self, chunks: list[Chunk], sequences: list[Sequence], budget: int) -> tuple[list[Chunk], int]:
+        """`chunks` and those of these running sequences, oldest first, and what is left of the budget."""
+        for sequence in sequences:
+            if budget == 0:
+                break
+            if sequence.state is not State.RUNNING:  # preempted for one before it
+                continue
+            chunk = self._chunk(sequence, budget)
+            num_preemptions = self.preemption.num_preemptions
+            has_room = self._extend(sequence, chunk.end)
+            if self.preemption.num_preemptions > num_preemptions:
+                budget += sum(chunk.length for chunk in chunks if chunk.sequence.state is not State.RUNNING)
+                chunks = [chunk for chunk in chunks if chunk.sequence.state is State.RUNNING]
+            if has_room:
+                chunks.append(chunk)
+                budget -= chunk.length
+        return chunks, budget
+
+    def _admit_waiting(self, budget: int) -> list[Chunk]:
+        """Start waiting groups that are ready, first come first served, or first of the tenant that runs least, while
+        the pool can hold all they have so far.
+
+        Each begins with what the cache has of it, written by this very step perhaps: this is planned behind all
+        preemptions, so that nothing which others count on is taken back. What comes from the host is computed once it
+        is there. A newcomer also leaves room for what running sequences still lack of their prompts, and a small
+        reserve, so that it does not become the next victim.
+        """
+        chunks = []
+        spare = self._kv.pool.num_available - self._num_growing_blocks()
+        num_running = self._tenants.num_running(self.running) if self._tenants.are_several else Counter()
+        while self.waiting and budget > 0:
+            group = self._tenants.next_of(self.waiting, num_running)
+            if group is None or group.has_pending_tokens:
+                break
+            if len(self.running) + len(group.live) > self._limits.max_num_seqs:
+                break
+            group.park()
+            leader, *others = group.live
+            num_behind = sum(map(self._kv.num_lacking_blocks, others))
+            room = spare - self._num_reserve_blocks - num_behind
+            # A prompt of which more than the last logits are wanted is computed, whatever is in memory.
+            is_wanted = group.is_to_score or group.is_to_pool
+            match = NO_MATCH if is_wanted else self._kv.match_within(leader, room)
+            wanted = self._kv.num_wanted_blocks(leader, match)
+            if wanted > room:
+                group.disband()
+                break
+            self.waiting.remove(group)
+            self._start(group)
+            num_running[group.tenant] += len(group.live)
+            self._kv.begin(leader, match)
+            spare -= wanted + num_behind
+            if leader not in self._kv.arriving():
+                chunk = self._chunk(leader, budget)
+                self._kv.extend(leader, chunk.end)
+                self._extended.add(leader)
+                self._kv.remember(leader, chunk.end)
+                chunks.append(chunk)
+                budget -= chunk.length
+        return chunks
+
+    def _call_back(self) -> None:
+        """Newcomers within their tenants' shares begin at once, though others have to leave for them."""
+        num_free_blocks = self.preemption.num_in_sight() - self._num_growing_blocks() - self._num_reserve_blocks
+        is_settled = self.preemption.is_settled
+        lenders = self._tenants.lenders(list(self.waiting), self.running, num_free_blocks, is_settled)
+        self.preemption.call_back(lenders, self.running)
+        self._queue_again(lenders)
+
+    def _what_it_had(self, follower: Sequence) -> Match:
+        """What is in memory of a follower, from before it was preempted; no more than leaves room for what all lack."""
+        others = self._num_growing_blocks() - self._kv.num_lacking_blocks(follower)
+        return self._kv.match_within(follower, self._kv.pool.num_available - others)
+
+    def _start(self, group: SequenceGroup) -> None:
+        place = len(self.running)
+        while place and self.running[place - 1].group.arrival > group.arrival:
+            place -= 1
+        self.running[place:place] = group.live
+        for sequence in group.live:
+            sequence.become(State.RUNNING)
+        self.preemption.came_back(group)
+        times = group.request.times
+        if times is not None and not times.started_s:
+            times.started_s = time.time()
+
+    def _queue_again(self, victims: list[SequenceGroup]) -> None:
+        for group in victims:
+            self.waiting.insert(bisect(self.waiting, group.arrival, key=attrgetter("arrival")), group)
+
+    @property
+    def _num_reserve_blocks(self) -> int:
+        """That a newcomer leaves to the others, so that it does not become the next victim."""
+        return self._kv.pool.num_blocks // 100 if self.running else 0
+
+    def _num_growing_blocks(self) -> int:
+        """Blocks that running sequences still lack to hold their tokens."""
+        growing = [one for one in self.running if one.num_tokens > one.num_writable_tokens]
+        return sum(map(self._kv.num_lacking_blocks, growing))
+
+    def _hand_over(self, leader: Sequence) -> None:
+        """The leader leaves: the first of its followers goes on with what it has computed, and leads the others."""
+        heir, *others = leader.followers
+        self._kv.fork(leader, heir, min(leader.num_computed_tokens, heir.num_inherited_tokens))
+        heir.is_parked = False
+        heir.lead(others)
+
+    def _leave(self, follower: Sequence) -> None:
+        for leader in follower.group.live:
+            if follower in leader.followers:
+                leader.lead([one for one in leader.followers if one is not follower])
+
+    def _chunk(self, sequence: Sequence, budget: int) -> Chunk:
+        start = sequence.num_computed_tokens
+        lacking = len(sequence.token_ids) + sequence.num_pending_tokens - start
+        if lacking > budget:
+            return Chunk(sequence, start, budget, ())
+        return Chunk(sequence, start, lacking, sequence.samplers)
+
+    def check_invariants(self) -> None:
+        """Nobody stands in both queues, groups are whole, the waiting and the parked hold nothing, and the pool's books
+        are right."""
+        for group in self.waiting:
+            for sequence in group.live:
+                if sequence.state is not State.WAITING or sequence.block_table or sequence.is_parked:
+                    raise AssertionError(f"{sequence.request_id} waits and is not free of blocks")
+        places: dict[SequenceGroup, list[int]] = {}
+        for place, sequence in enumerate(self.running):
+            places.setdefault(sequence.group, []).append(place)
+            if sequence.state is not State.RUNNING or (sequence.is_parked and sequence.block_table):
+                raise AssertionError(f"{sequence.request_id} stands among the running and does not run")
+        for group, held in places.items():
+            if len(held) != len(group.live) or held[-1] - held[0] != len(held) - 1:
+                raise AssertionError(f"{group.request_id} does not run as one")
+        self._kv.check_invariants(self.running)

@@ -1,0 +1,105 @@
+"""Embeddings: the hidden states of a whole prompt as one vector, however it is cut up and whatever is cached."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.unit.service.engine.test_executor import FLOAT32, AheadOps
+
+from model.ops.numpy_ops import NumpyOps
+from model.sampling_params import SamplingParams
+from service.engine.request import Request
+from service.errors import EndReason
+from tests.support.demo_engine import DemoEngines
+from tests.support.paged import PagedSequences
+
+PROMPT = tuple(range(5, 75))
+
+
+@pytest.fixture(scope="module")
+def engines():
+    return DemoEngines(NumpyOps(FLOAT32))
+
+
+@pytest.fixture(scope="module")
+def expected(engines):
+    """By pooling, the vector of a prompt computed at once by the model alone."""
+
+    def vector(pooling: str, prompt=PROMPT) -> np.ndarray:
+        rows = PagedSequences(engines.model, 1, len(prompt), 16).hidden(np.array(prompt)).astype(np.float64)
+        pooled = rows.mean(axis=0) if pooling == "mean" else rows[-1]
+        return pooled / np.linalg.norm(pooled)
+
+    return vector
+
+
+def ask(name: str, prompt=PROMPT, pooling: str | None = "mean", **wishes) -> Request:
+    fields = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "pooling": pooling} | wishes
+    return Request(request_id=name, prompt=tuple(prompt), sampling=SamplingParams(**fields))
+
+
+def run(engine, *requests) -> dict[str, np.ndarray]:
+    """By request its vector, told once and with its end; none where none is told."""
+    told = {}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+        engine.check_invariants()
+        for output in engine.take_outputs():
+            if output.embedding:
+                assert output.end is EndReason.LENGTH
+                assert output.request_id not in told
+                told[output.request_id] = np.frombuffer(output.embedding, "<f4")
+    return told
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+@pytest.mark.parametrize("budget", [256, 16, 7])
+def test_chunks_make_the_vector_of_the_whole(engines, expected, pooling, budget):
+    others = [ask(f"other{i}", PROMPT[i : i + 20], pooling=None, max_tokens=30) for i in range(3)]
+    told = run(engines.make(budget=budget), *others, ask("r", pooling=pooling))
+    assert list(told) == ["r"]
+    np.testing.assert_allclose(told["r"], expected(pooling), atol=1e-5)
+
+
+def test_an_executor_that_runs_ahead_pools_alike(expected):
+    others = [ask(f"other{i}", PROMPT[i : i + 20], pooling=None, max_tokens=10) for i in range(3)]
+    engine = DemoEngines(AheadOps(FLOAT32)).make(budget=16)  # one engine: its captures take long on a CPU
+    told = run(engine, *others, ask("a"), ask("b", pooling="last"))
+    np.testing.assert_allclose(told["a"], expected("mean"), atol=1e-5)
+    np.testing.assert_allclose(told["b"], expected("last"), atol=1e-5)
+
+
+def test_prompts_of_one_step_are_told_apart(engines, expected):
+    prompts = {"a": PROMPT[:9], "b": PROMPT[9:40], "c": PROMPT[40:41]}
+    told = run(engines.make(budget=256), *(ask(name, prompt) for name, prompt in prompts.items()))
+    for name, prompt in prompts.items():
+        np.testing.assert_allclose(told[name], expected("mean", prompt), atol=1e-5)
+
+
+def test_a_prompt_that_is_in_memory_is_pooled_all_the_same(engines, expected):
+    engine = engines.make(prefix_caching=True)
+    run(engine, ask("before", pooling=None, max_tokens=4))
+    told = run(engine, ask("a"), ask("b", pooling="last"))
+    np.testing.assert_allclose(told["a"], expected("mean"), atol=1e-5)
+    np.testing.assert_allclose(told["b"], expected("last"), atol=1e-5)
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 24])
+def test_vectors_survive_preemption(engines, expected, num_host_blocks):
+    engine = engines.make(num_blocks=24, budget=24, num_host_blocks=num_host_blocks)
+    told = run(engine, *(ask(f"{i}", max_tokens=40) for i in range(3)))
+    assert engine.stats().num_preemptions > 0
+    assert len(told) == 3
+    for vector in told.values():
+        np.testing.assert_allclose(vector, expected("mean"), atol=1e-5)
+
+
+def test_a_cancelled_request_tells_none_and_leaves_nothing(engines):
+    engine = engines.make(budget=16)
+    engine.add(ask("r"))
+    engine.step()
+    engine.cancel("r", EndReason.CANCELLED)
+    assert run(engine) == {}
+    assert run(engine, ask("again", PROMPT[:3])).keys() == {"again"}

@@ -1,0 +1,127 @@
+"""How likely the tokens of prompts were: what generation says of the same tokens, however the prompt is cut up."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from tests.unit.service.engine.test_executor import FLOAT32, AheadOps
+
+from model.ops.numpy_ops import NumpyOps
+from model.sampling_params import SamplingParams
+from service.engine.request import Request
+from service.errors import EndReason
+from tests.support.demo_engine import DemoEngines
+
+START = tuple(range(5, 25))
+
+
+@pytest.fixture(scope="module", params=[NumpyOps, AheadOps])
+def engines(request):
+    return DemoEngines(request.param(FLOAT32))
+
+
+def ask(name: str, prompt=START, num_scored_tokens=0, **wishes) -> Request:
+    sampling = SamplingParams(**{"max_tokens": 2, "temperature": 0.0, "ignore_eos": True} | wishes)
+    return Request(request_id=name, prompt=tuple(prompt), sampling=sampling, num_scored_tokens=num_scored_tokens)
+
+
+def run(engine, *requests):
+    """By request what was told of its prompt and of its answer: token ids and log-probabilities of each."""
+    scored, said = defaultdict(lambda: ([], [])), defaultdict(lambda: ([], []))
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+        engine.check_invariants()
+        for output in engine.take_outputs():
+            for part in output.parts:
+                assert not (part.is_prompt and said[output.request_id][0]), "the prompt comes first"
+                ids, logprobs = (scored if part.is_prompt else said)[output.request_id]
+                ids += part.token_ids
+                logprobs += part.logprobs
+    return scored, said
+
+
+@pytest.fixture(scope="module")
+def told(engines):
+    """A prompt of 70 tokens, the last 50 of which were generated, and what was said of those."""
+    _, said = run(engines.make(), ask("r", max_tokens=50, logprobs=3))
+    ids, logprobs = said["r"]
+    return (*START, *ids), logprobs
+
+
+def assert_alike(scored, told, first=1):
+    ids, logprobs = scored
+    prompt, generated = told
+    assert tuple(ids) == prompt[first:]
+    assert len(logprobs) == len(ids)
+    for one, other in zip(logprobs[-len(generated) :], generated, strict=True):
+        assert math.isclose(one.logprob, other.logprob, abs_tol=2e-4)
+        assert one.top_ids == other.top_ids
+        np.testing.assert_allclose(one.top_logprobs, other.top_logprobs, atol=2e-4)
+
+
+@pytest.mark.parametrize("budget", [256, 16, 7])
+def test_scores_are_what_generation_says(engines, told, budget):
+    others = [ask(f"other{i}", START[i:], max_tokens=30) for i in range(3)]
+    scored, _ = run(engines.make(budget=budget), *others, ask("r", told[0], prompt_logprobs=3))
+    assert list(scored) == ["r"]
+    assert_alike(scored["r"], told)
+    assert scored["r"][1][0].top_ids != ()
+
+
+def test_rows_are_taken_a_few_at_a_time(engines, told, monkeypatch):
+    monkeypatch.setattr("service.engine.prompt_scores.MAX_ROWS", 8)
+    scored, _ = run(engines.make(budget=256), ask("r", told[0], prompt_logprobs=3))
+    assert_alike(scored["r"], told)
+
+
+def test_a_prompt_that_is_in_memory_is_scored_all_the_same(engines, told):
+    engine = engines.make()
+    run(engine, ask("before", told[0]))
+    scored, _ = run(engine, ask("a", told[0], prompt_logprobs=3), ask("b", told[0], prompt_logprobs=3))
+    assert_alike(scored["a"], told)
+    assert_alike(scored["b"], told)
+
+
+def test_branches_have_one_prompt(engines, told):
+    wishes = {"prompt_logprobs": 3, "n": 3, "best_of": 3, "temperature": 1.0}
+    scored, said = run(engines.make(), ask("r", told[0], **wishes))
+    assert_alike(scored["r"], told)
+    assert len(said["r"][0]) == 6
+
+
+def test_scores_survive_preemption(engines, told):
+    engine = engines.make(num_blocks=24, budget=24)
+    requests = [ask(f"{i}", told[0], prompt_logprobs=3, max_tokens=40) for i in range(3)]
+    scored, _ = run(engine, *requests)
+    assert engine.stats().num_preemptions > 0
+    for i in range(3):
+        assert_alike(scored[f"{i}"], told)
+
+
+def test_another_engine_tells_only_what_was_not_told(engines, told):
+    scored, _ = run(engines.make(budget=16), ask("r", told[0], num_scored_tokens=33, prompt_logprobs=3))
+    ids, logprobs = scored["r"]
+    assert tuple(ids) == told[0][33:]
+    assert len(logprobs) == len(ids) == 37
+    scored, _ = run(engines.make(), ask("r", told[0], num_scored_tokens=len(told[0]), prompt_logprobs=3))
+    assert not scored
+
+
+def test_a_prompt_of_one_token_has_nothing_to_tell(engines):
+    scored, said = run(engines.make(), ask("r", (5,), prompt_logprobs=0))
+    assert not scored
+    assert len(said["r"][0]) == 2
+
+
+def test_a_cancelled_request_tells_no_more(engines, told):
+    engine = engines.make(budget=16)
+    engine.add(ask("r", told[0], prompt_logprobs=0))
+    engine.step()
+    engine.cancel("r", EndReason.CANCELLED)
+    scored, _ = run(engine)
+    assert len(scored["r"][0]) <= 16
