@@ -6,7 +6,6 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from tests.unit.service.engine.test_executor import FLOAT32, AheadOps
 
 from model.grammar import of_choice, of_regex
 from model.ops.numpy_ops import NumpyOps
@@ -15,6 +14,7 @@ from service.engine.request import Request
 from service.engine.step import TokenLogprob
 from tests.support.demo_engine import DemoEngines
 from tests.support.told import Told, run_steps
+from tests.unit.service.engine.execution.test_executor import FLOAT32, AheadOps
 
 SEEDS = range(6)
 NUM_REQUESTS = 9

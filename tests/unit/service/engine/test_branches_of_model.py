@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.unit.service.engine.test_executor import AheadOps
 
 from model.ops.numpy_ops import NumpyOps
 from model.sampling_params import BeamSearch, SamplingParams
@@ -17,6 +16,7 @@ from tests.support.beam_reference import search
 from tests.support.demo_engine import DemoEngines
 from tests.support.plain_model import PlainModel
 from tests.support.told import run_steps
+from tests.unit.service.engine.execution.test_executor import AheadOps
 
 FLOAT32 = np.dtype(np.float32)
 PROMPT = [*range(40, 51)]

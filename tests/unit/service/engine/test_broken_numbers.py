@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.unit.service.engine.test_executor import FLOAT32, AheadOps
 
 from model.llama import Llama
 from model.ops.numpy_ops import NumpyOps
@@ -14,6 +13,7 @@ from model.sampling_params import SamplingParams
 from service.engine.request import Request
 from service.errors import EndReason
 from tests.support.demo_engine import BLOCK_SIZE, DemoEngines
+from tests.unit.service.engine.execution.test_executor import FLOAT32, AheadOps
 
 BROKEN = 900
 BEGINNING = tuple(range(100, 100 + 3 * BLOCK_SIZE))

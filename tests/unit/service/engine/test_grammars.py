@@ -21,7 +21,7 @@ from model.sampling_params import BeamSearch, SamplingParams
 from model.tokenizer import Tokenizer
 from service.engine import grammars
 from service.engine.grammars import NUM_COMPILING_THREADS, Grammars, MaskBuilder
-from service.engine.sequence import BranchPast, Request
+from service.engine.request import BranchPast, Request
 from service.errors import EndReason
 from tests.support.beam_reference import search
 from tests.support.demo_engine import DEMO, DemoEngines
@@ -30,7 +30,7 @@ from tests.support.random_schemas import random_schema
 from tests.support.schema_validator import is_valid
 from tests.support.source_tree import ROOT
 from tests.support.told import run_steps
-from tests.unit.service.engine.test_executor import FLOAT32, AheadOps
+from tests.unit.service.engine.execution.test_executor import FLOAT32, AheadOps
 
 EOS = 1
 TOKENIZER = Tokenizer.read(DEMO)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.unit.service.engine.test_executor import FLOAT32, AheadOps
 
 from model.ops.numpy_ops import NumpyOps
 from model.sampling_params import SamplingParams
@@ -12,6 +11,7 @@ from service.engine.request import Request
 from service.errors import EndReason
 from tests.support.demo_engine import DemoEngines
 from tests.support.paged import PagedSequences
+from tests.unit.service.engine.execution.test_executor import FLOAT32, AheadOps
 
 PROMPT = tuple(range(5, 75))
 

@@ -7,13 +7,13 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from tests.unit.service.engine.test_executor import FLOAT32, AheadOps
 
 from model.ops.numpy_ops import NumpyOps
 from model.sampling_params import SamplingParams
 from service.engine.request import Request
 from service.errors import EndReason
 from tests.support.demo_engine import DemoEngines
+from tests.unit.service.engine.execution.test_executor import FLOAT32, AheadOps
 
 START = tuple(range(5, 25))
 
