@@ -74,7 +74,7 @@ def test_scores_are_what_generation_says(engines, told, budget):
 
 
 def test_rows_are_taken_a_few_at_a_time(engines, told, monkeypatch):
-    monkeypatch.setattr("service.engine.prompt_scores.MAX_ROWS", 8)
+    monkeypatch.setattr("service.engine.execution.prompt_logprobs.MAX_ROWS", 8)
     scored, _ = run(engines.make(budget=256), ask("r", told[0], prompt_logprobs=3))
     assert_alike(scored["r"], told)
 
