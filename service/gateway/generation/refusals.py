@@ -25,3 +25,9 @@ def too_long(max_model_len: int, param: str) -> RequestError:
     """The 400 of a prompt that, with what it asks for, is longer than the model's context."""
     message = f"This model's context is {max_model_len} tokens; the prompt and the tokens asked for exceed it."
     return RequestError(400, message, param=param, code="context_length_exceeded")
+
+
+def too_costly(max_tokens: int) -> RequestError:
+    """The 400 of a request that costs more tokens than one may."""
+    message = f"The prompts and the tokens asked for, over all choices, exceed {max_tokens} tokens."
+    return RequestError(400, message, param="max_tokens", code="request_too_large")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,10 @@ from service.errors import RequestError, StartupError
 from service.gateway.generation.refusals import refusal, too_long
 from service.gateway.generation.request import Conversation, Prompt, Request, ToolWish
 
+LONG_TEXT_CHARS = 256 << 10
+PIECE_CHARS = 64 << 10
+PIECE_SLACK_TOKENS = 1024
+"""A text that is cut may have some tokens more than the whole."""
 MAX_ESCAPE_BYTES = 6
 """JSON's longest way to write a character of one byte."""
 
@@ -86,18 +90,41 @@ class ServedModel:
             message = "The model does not exist; GET /v1/models names the one that is served."
             raise RequestError(404, message, param="model", code="model_not_found")
 
-    def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, prompt: Prompt, add_special_tokens: bool = True, *, keeps_end: bool = False) -> list[int]:
         """Token ids of a prompt, each inside the vocabulary, at least one. Raises RequestError (400).
 
         May take long: call it off the event loop. A text with more bytes than the longest possible prompt could have
-        is refused before any time is spent on it.
+        is refused before any time is spent on it, a long one as soon as it is seen to have too many tokens. Where the
+        caller `keeps_end` of it alone, of such a text only the end is encoded.
         """
         if isinstance(prompt, str):
             self._check_bytes(len(prompt.encode()), "prompt")
+            end = self._end_of([prompt])
+            if len(end) < len(prompt):
+                if not keeps_end:
+                    raise too_long(self.max_model_len, "prompt")
+                prompt = end
             return self._checked(self.tokenizer.encode(prompt, add_special_tokens), "prompt")
         if isinstance(prompt, tuple):
             return self._checked(list(prompt), "prompt")
+        texts = [m["content"] for m in prompt.messages]
+        if len(self._end_of(texts)) < sum(map(len, texts)):
+            raise too_long(self.max_model_len, "messages")
         return self._checked(self._encode_conversation(prompt), "messages")
+
+    def _end_of(self, texts: Sequence[str]) -> str:
+        """The texts together, but of long ones only the end, with more tokens than a prompt may have. It is encoded
+        piece by piece: a whole text takes 200 bytes a byte, and a second or two a megabyte."""
+        if sum(map(len, texts)) <= LONG_TEXT_CHARS:
+            return "".join(texts)
+        end, num_left = [], self.max_model_len + self.max_model_len // 8 + PIECE_SLACK_TOKENS
+        for text in reversed(texts):
+            for stop in range(len(text), 0, -PIECE_CHARS):
+                if num_left < 0:
+                    return "".join(reversed(end))
+                end.append(text[max(0, stop - PIECE_CHARS) : stop])
+                num_left -= len(self.tokenizer.encode(end[-1], add_special_tokens=False))
+        return "".join(reversed(end))
 
     def check_ids(self, ids: list[int] | tuple[int, ...], param: str) -> None:
         """Raises RequestError (400) for an id that is outside the vocabulary."""

@@ -10,7 +10,7 @@ from model.grammar import GrammarError
 from model.sampling_params import SamplingParams
 from service.config import Settings
 from service.errors import RequestError
-from service.gateway.generation.refusals import grammar_refusal, refusal
+from service.gateway.generation.refusals import grammar_refusal, refusal, too_costly
 from service.gateway.generation.request import Request
 from service.gateway.generation.served_model import ServedModel
 from service.gateway.grammars.pool import GrammarPool, PackedTask
@@ -142,10 +142,15 @@ class Admission:
             raise grammar_refusal(error, "tools" if wish is None else wish.param) from None
 
     def _encode(self, request: Request, max_model_len: int) -> list[list[int]]:
-        return [
-            self._kept(request, self._model.encode(p, request.add_special_tokens), max_model_len)
-            for p in request.prompts
-        ]
+        prompts, num_tokens = [], 0
+        keeps_end = request.truncate_prompt_tokens is not None
+        for prompt in request.prompts:
+            ids = self._model.encode(prompt, request.add_special_tokens, keeps_end=keeps_end)
+            prompts.append(self._kept(request, ids, max_model_len))
+            num_tokens += len(prompts[-1])
+            if num_tokens > self._settings.max_request_tokens:  # the rest would be encoded for nothing
+                raise too_costly(self._settings.max_request_tokens)
+        return prompts
 
     def _kept(self, request: Request, prompt: list[int], max_model_len: int) -> list[int]:
         """What `truncate_prompt_tokens` leaves of a prompt."""

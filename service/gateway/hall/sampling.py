@@ -7,8 +7,7 @@ from typing import Any
 
 from model.sampling_params import SamplingParams
 from service.config import Settings
-from service.errors import RequestError
-from service.gateway.generation.refusals import too_long
+from service.gateway.generation.refusals import too_costly, too_long
 from service.gateway.generation.request import Request, SamplingWishes
 
 
@@ -31,12 +30,7 @@ class Samplings:
                 raise too_long(max_model_len, param)
             samplings.append(self._sampling(wishes, max_tokens))
         if sum(lengths) + wishes.num_branches * sum(sampling.max_tokens for sampling in samplings) > budget:
-            raise RequestError(
-                400,
-                f"The prompts and the tokens asked for, over all choices, exceed {budget} tokens.",
-                param="max_tokens",
-                code="request_too_large",
-            )
+            raise too_costly(budget)
         return samplings
 
     def _sampling(self, wishes: SamplingWishes, max_tokens: int) -> SamplingParams:
