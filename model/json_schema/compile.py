@@ -11,6 +11,7 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from model.errors import GrammarError
+from model.json_schema.conjunctions import Conjunctions
 from model.json_schema.core import Core, other_texts
 from model.json_schema.document import Document, Place
 from model.json_schema.rewriter import Rewriter
@@ -24,9 +25,10 @@ def enforceable(schema: Any, *, lenient: bool = False, place: Place | None = Non
     `place` in it; `lenient` takes a `format` that nobody here knows for a comment. Raises GrammarError, with the
     keyword and where it stands."""
     try:
-        root, bodies = Rewriter(Document(schema), lenient=lenient).rewritten(place)
+        rewriter = Rewriter(Document(schema), lenient=lenient)
+        root, bodies = rewriter.rewritten(place)
         _check_circles(bodies)
-        return _written(root, bodies)
+        return _written(*Conjunctions(bodies, rewriter.spend).written(root))
     except RecursionError:
         raise GrammarError("The JSON schema nests too deep, its references followed.") from None
 

@@ -170,6 +170,29 @@ def are_disjoint(one: Core, other: Core, known: Known, depth: int = 0) -> bool:
     return all(_are_disjoint_in(kind, one, other, known, depth) for kind in kinds)
 
 
+class Exclusions:
+    """Which of the parts of one conjunction exclude each other: asked again for each way to choose among them."""
+
+    def __init__(self, parts: Iterable[Core], known: Known) -> None:
+        """What a plain one of `parts` requires is there for all."""
+        own = (part.get("required", ()) for part in parts if isinstance(part, dict))
+        self._names = list(dict.fromkeys(name for names in own for name in names))
+        self._known = known
+        self._answers: dict[tuple[int, int], bool] = {}
+        self._parts: list[dict[str, Any]] = []  # keeps their ids
+
+    def any_between(self, ones: Iterable[dict[str, Any]], others: Sequence[dict[str, Any]]) -> bool:
+        """No value is allowed by all of both, certainly."""
+        return any(self._exclude(one, other) for one in ones for other in others)
+
+    def _exclude(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
+        key = (id(one), id(other))
+        if key not in self._answers:
+            self._parts += (one, other)
+            self._answers[key] = are_disjoint(one, requiring(other, self._names, self._known), self._known)
+        return self._answers[key]
+
+
 def property_of(core: dict[str, Any], name: str) -> Core:
     """What an assertion says of one property, as far as that is plain."""
     properties = core.get("properties", {})
@@ -236,13 +259,11 @@ def _escaped(char: str) -> str:
 
 def _multiplied(flat: list[dict[str, Any]], known: Known) -> Core:
     found: list[list[dict[str, Any]]] = [[]]
+    exclusions = Exclusions(flat, known)
     for part in flat:
         options = part.get("anyOf", [part])
         found = [
-            [*before, option]
-            for before in found
-            for option in options
-            if not any(are_disjoint(option, other, known) for other in before)
+            [*before, option] for before in found for option in options if not exclusions.any_between(before, [option])
         ]
         if len(found) > MAX_ALTERNATIVES:
             return _conjunction(flat)
@@ -258,7 +279,7 @@ def _are_disjoint_in(kind: str, one: dict[str, Any], other: dict[str, Any], know
     for first, second in ((one, other), (other, one)):
         if "enum" in first:
             values = [value for value in first["enum"] if kind_of(value) == kind]
-            if all(_is_excluded(value, kind, second) for value in values):
+            if all(is_excluded(value, kind, second) for value in values):
                 return True
     if kind == "object":
         required = {*one.get("required", ()), *other.get("required", ())}
@@ -273,10 +294,10 @@ def _are_disjoint_in(kind: str, one: dict[str, Any], other: dict[str, Any], know
         )
     if kind == "string":
         return _is_empty(one, other, "minLength", "maxLength") or known.no_text_fits(one, other)
-    return kind in NUMBERS and _has_no_number(one, other)
+    return kind in NUMBERS and has_no_number(one, other)
 
 
-def _is_excluded(value: Any, kind: str, core: dict[str, Any]) -> bool:
+def is_excluded(value: Any, kind: str, core: dict[str, Any]) -> bool:
     """`core` certainly forbids the value, whose kind it allows."""
     if "enum" in core:
         return same(value) not in map(same, core["enum"])
@@ -284,7 +305,7 @@ def _is_excluded(value: Any, kind: str, core: dict[str, Any]) -> bool:
         is_out = value in core.get("notEnum", ())
         return is_out or not core.get("minLength", 0) <= len(value) <= core.get("maxLength", math.inf)
     if kind in NUMBERS:
-        return _has_no_number(core, {"minimum": value, "maximum": value})
+        return has_no_number(core, {"minimum": value, "maximum": value})
     if kind == "object":
         return any(name not in value for name in core.get("required", ()))
     if kind == "array":
@@ -296,7 +317,8 @@ def _is_empty(one: dict[str, Any], other: dict[str, Any], least: str, most: str)
     return max(one.get(least, 0), other.get(least, 0)) > min(one.get(most, math.inf), other.get(most, math.inf))
 
 
-def _has_no_number(one: dict[str, Any], other: dict[str, Any]) -> bool:
+def has_no_number(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """No number is within the bounds of both."""
     bounds = [(key, core[key]) for core in (one, other) for key in (*LOW, *HIGH) if key in core]
     low = max((value for key, value in bounds if key in LOW), default=-math.inf)
     high = min((value for key, value in bounds if key in HIGH), default=math.inf)

@@ -204,7 +204,7 @@ class Rewriter:
 
     def no_text_fits(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
         """No text is allowed by both, certainly; so many questions are answered and no more."""
-        if not texts.can_tell(one) or not texts.can_tell(other) or self._num_questions >= MAX_QUESTIONS:
+        if not texts.must_be_asked(one, other) or self._num_questions >= MAX_QUESTIONS:
             return False
         self._num_questions += 1
         return texts.no_text_fits(one, other)

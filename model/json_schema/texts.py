@@ -18,15 +18,22 @@ MAX_ANSWERS = 1024
 UNSATISFIABLE = "Unsatisfiable schema"
 
 
-def can_tell(core: Mapping[str, Any]) -> bool:
-    """It has a rule about texts."""
-    return any(key in core for key in KEYWORDS)
+def must_be_asked(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Both say something of texts, and one of them something that is not plain."""
+    is_said = all(any(key in core for key in KEYWORDS) for core in (one, other))
+    return is_said and any(key in core for core in (one, other) for key in ("pattern", "format"))
 
 
 def no_text_fits(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """No text is allowed by both."""
     question = json.dumps({"allOf": [*_of_texts(one), *_of_texts(other)]})
     return len(question) <= MAX_CHARS and _is_unsatisfiable(question)
+
+
+def matches(pattern: str, text: str) -> bool | None:
+    """The pattern matches somewhere in the text; None where that is not known."""
+    question = json.dumps({"allOf": [{"type": "string", "enum": [text]}, {"type": "string", "pattern": pattern}]})
+    return None if len(question) > MAX_CHARS else not _is_unsatisfiable(question)
 
 
 def _of_texts(core: Mapping[str, Any]) -> list[dict[str, Any]]:

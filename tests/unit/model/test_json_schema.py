@@ -114,8 +114,8 @@ CASES = {
         [{"a": 1, "b": 1}, {"c": 1}], [{"a": 1, "c": 1}, {"a": 2, "b": 1}, {}]),
     "if by if": (
         {"allOf": [{"if": {"properties": {"k": {"const": v}}, "required": ["k"]}, "then": {"required": [f"x{v}"]}}
-                   for v in range(3)], "required": ["k"]},
-        [{"k": 2, "x2": 0}, {"k": 10}], [{"k": 2}, {"k": 2, "x1": 0}]),
+                   for v in range(20)], "required": ["k"], "type": "object"},
+        [{"k": 3, "x3": 0}, {"k": 30}], [{"k": 3}, {"k": 3, "x4": 0}]),
     "anyOf": ({"anyOf": [{"type": "string"}, {"minimum": 5}]}, ["a", 5, None], [4]),
     "allOf": ({"allOf": [{"minimum": 5}, {"maximum": 7}]}, [5, 7, "x"], [4, 8]),
     "oneOf of types": ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, ["a", 1], [None, 1.5]),
@@ -147,6 +147,14 @@ CASES = {
         [{"next": {"next": {}}}], [{"next": {"a": 1}}]),
     "siblings of a reference": (
         {"$defs": {"x": {"type": "integer"}}, "$ref": "#/$defs/x", "minimum": 3}, [3], [2, "a"]),
+    "conjunctions in a circle": (
+        {"$defs": {"a": {"properties": {"b": {"allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/c"}]}}},
+                   "c": {"properties": {"b": {"$ref": "#/$defs/a"}}, "required": ["b"]}}, "$ref": "#/$defs/a"},
+        [{}], [{"b": {}}, {"b": {"b": {}}}]),
+    "what allows nothing, elsewhere": (
+        {"$defs": {"no": {"allOf": [{"type": "string"}, {"type": "null"}]}},
+         "properties": {"a": {"$ref": "#/$defs/no"}, "b": {"anyOf": [{"$ref": "#/$defs/no"}, {"type": "null"}]}}},
+        [{}, {"b": None}], [{"a": "x"}, {"b": "x"}]),
     "unknown words": ({"type": "string", "x-note": {"not": {}}, "nullable": True, "deprecated": True}, ["a"], [None]),
     "names that are keywords": (
         {"properties": {"not": {"type": "integer"}, "$ref": {"type": "string"}}, "additionalProperties": False},
