@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +13,31 @@ from model.errors import ModelError
 
 def read_json_object(path: Path, max_bytes: int) -> dict[str, Any]:
     """The object in `path`. Raises ModelError where the file is missing, larger than `max_bytes` or not such JSON."""
+    return parse_json_object(read_bytes(path, max_bytes), str(path))
+
+
+def read_bytes(path: Path, max_bytes: int) -> bytes:
+    """All of a regular file. Raises ModelError where it is missing, larger than `max_bytes`, or a pipe, a device or
+    whatever else may never end or never begin."""
     try:
-        with path.open("rb") as file:
+        with open(open_regular(path), "rb") as file:
             data = file.read(max_bytes + 1)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
     if len(data) > max_bytes:
         raise ModelError(f"{path}: larger than {max_bytes} bytes")
-    return parse_json_object(data, str(path))
+    return data
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor for reading, of a regular file only: waits for nobody. Raises ModelError, OSError."""
+    if not stat.S_ISREG(os.stat(path).st_mode):  # opening a device may do something by itself
+        raise ModelError(f"{path}: not a regular file")
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ModelError(f"{path}: not a regular file")
+    return descriptor
 
 
 def parse_json_object(data: bytes, source: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from model.dtypes import NUMPY_DTYPES
 from model.errors import ModelError
-from model.json_files import parse_json_object
+from model.json_files import open_regular, parse_json_object
 
 HEADER_BYTES = 100_000_000
 """Largest header, as the format's own reader has it."""
@@ -35,9 +35,9 @@ class StoredFile:
     """A file that stays open for as long as anyone may read from it."""
 
     def __init__(self, path: Path):
-        """Raises OSError."""
+        """Raises OSError, and ModelError for what is no regular file."""
         self.path = path
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.descriptor = open_regular(path)
         weakref.finalize(self, os.close, self.descriptor)
         if hasattr(os, "posix_fadvise"):  # readers of neighbouring pieces: what one reads ahead is another's
             os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
@@ -107,10 +107,10 @@ def _opened(path: Path) -> StoredFile:
 def _read_header(path: Path) -> tuple[int, int, bytes]:
     """(where the header ends, bytes behind it, its JSON)."""
     try:
-        num_bytes = path.stat().st_size
-        if num_bytes < 8 or not path.is_file():
-            raise ModelError(f"{path}: not a safetensors file (shorter than its first field, or no file)")
-        with path.open("rb") as file:
+        with open(open_regular(path), "rb") as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            if num_bytes < 8:
+                raise ModelError(f"{path}: not a safetensors file (shorter than its first field)")
             header_end = 8 + int.from_bytes(file.read(8), "little")
             if header_end > min(num_bytes, 8 + HEADER_BYTES):
                 raise ModelError(f"{path}: the header ends at byte {header_end}, beyond the file or the largest header")

@@ -12,11 +12,16 @@ import tokenizers
 
 from model.detokenizer import Detokenizer
 from model.errors import ModelError
+from model.json_files import parse_json_object
 from model.tokenizer_files import TokenizerConfig, read_text
+from model.tokenizer_growth import check_growth
 from model.vocabulary import Vocabulary
 
 TOKENIZER_FILE = "tokenizer.json"
 MAX_TOKENIZER_BYTES = 256 * 2**20
+MAX_NORMALIZED_BYTES = 256 << 20
+"""Of a text, in the worst case."""
+MAX_REASON_CHARS = 300
 UNKNOWN_CHARACTER = "\U0010ffff"  # a noncharacter: no vocabulary has it
 NO_STAND_INS: Mapping[str, str] = MappingProxyType({})
 
@@ -27,17 +32,21 @@ class Tokenizer:
     @classmethod
     def read(cls, directory: Path) -> Tokenizer:
         """Reads `tokenizer.json` and what stands beside it. ModelError if there is none or it is no tokenizer."""
-        text = read_text(directory / TOKENIZER_FILE, MAX_TOKENIZER_BYTES)
+        path = directory / TOKENIZER_FILE
+        text = read_text(path, MAX_TOKENIZER_BYTES)
         if text is None:
             raise ModelError(f"{directory} has no {TOKENIZER_FILE}")
+        growth = check_growth(parse_json_object(text.encode(), str(path)), str(path))
         try:
             backend = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises nothing narrower
-            raise ModelError(f"{directory / TOKENIZER_FILE} is no tokenizer: {error}") from error
-        return cls(backend, TokenizerConfig.read(directory))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises nothing narrower, and a panic of it is no Exception
+            raise ModelError(f"{path} is no tokenizer: {_first_line(error)}") from error
+        return cls(backend, TokenizerConfig.read(directory), growth)
 
-    def __init__(self, backend: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
-        """Takes `backend` over and changes it."""
+    def __init__(self, backend: tokenizers.Tokenizer, config: TokenizerConfig, growth: float = 1.0) -> None:
+        """Takes `backend` over and changes it. `growth`: how much longer it may make a text."""
         backend.no_truncation()
         backend.no_padding()
         specials = _mark_specials(backend, config)
@@ -54,6 +63,7 @@ class Tokenizer:
         self._spellings = _spell_out(backend, specials)
         backend.encode_special_tokens = True
         self._backend = backend
+        self._max_text_chars = int(MAX_NORMALIZED_BYTES / growth)
 
     @property
     def vocab_size(self) -> int:
@@ -114,12 +124,20 @@ class Tokenizer:
         return self._vocabulary.detokenizer(skip_special_tokens, at_start)
 
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        if len(text) > self._max_text_chars:
+            raise ValueError("the text is too long for the tokenizer")
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens)
         except TypeError as error:  # the library's word for a string that has no UTF-8
             raise ValueError("the text holds a lone surrogate, which is no character") from error
-        except Exception as error:  # the library raises nothing narrower
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of the library is no Exception
             raise ValueError("the tokenizer has no token for some of the text") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:MAX_REASON_CHARS]
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:

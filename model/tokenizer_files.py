@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from model.errors import ModelError
-from model.json_files import read_json_object
+from model.json_files import read_bytes, read_json_object
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
@@ -17,17 +17,10 @@ MAX_CONFIG_BYTES = 16 * 2**20
 
 def read_text(path: Path, max_bytes: int) -> str | None:
     """The text of `path`, or None where there is no such file. ModelError if it is too large or not UTF-8."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(max_bytes + 1)
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
-    if len(data) > max_bytes:
-        raise ModelError(f"{path} is larger than {max_bytes} bytes")
     try:
-        return data.decode("utf-8")
+        return read_bytes(path, max_bytes).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ModelError(f"{path} is not UTF-8") from error
 

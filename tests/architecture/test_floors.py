@@ -40,7 +40,7 @@ GATEWAY_FLOORS = tuple(
 """The same inside the gateway."""
 
 TEXT_HALF = (
-    "tokenizer", "tokenizer_files", "vocabulary", "decoding", "detokenizer",
+    "tokenizer", "tokenizer_files", "tokenizer_growth", "vocabulary", "decoding", "detokenizer",
     "chat_template", "template_sandbox", "template_bounds", "template_meter", "disguise", "grammar", "grammar_compiler",
     "grammar_matcher", "grammar_task", "tool_calls", "tool_call_stream", "tool_call_json", "tool_call_python",
     "tool_call_reader", "tool_call_xml", "functions", "json_schema", "schema_bounds",

@@ -1,0 +1,165 @@
+"""How much longer a tokenizer may make a text, known from its file before it is loaded.
+
+A normalizer of thirty replacements of "a" by "aa" makes a gigabyte of one character, when its added tokens are loaded
+already. Each step has a factor, in bytes of UTF-8; those of steps behind one another are multiplied.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from model.errors import ModelError
+
+MAX_GROWTH = 256
+"""Of a text on its way through all steps of a kind; SentencePiece's own, the largest in use, is about 130."""
+MAX_STEPS = 64
+MAX_LITERAL_BYTES = 1024
+MAX_ADDED_BYTES = 64 << 20
+"""Of all added tokens, once they are normalized."""
+MAX_FRAME = 64
+"""Special tokens around a text, each with so many ids."""
+
+Step = Mapping[str, Any]
+
+
+def check_growth(file: Mapping[str, Any], source: str) -> float:
+    """The factor of a parsed tokenizer.json, for normalizer and pre-tokenizer. Raises ModelError."""
+    try:
+        growth = _growth(file, "normalizer", _NORMALIZERS) * _growth(file, "pre_tokenizer", _PRE_TOKENIZERS)
+        _growth(file, "decoder", _DECODERS)
+        _check_added(file.get("added_tokens") or [], growth)
+        for step in _steps(file.get("post_processor"), "post_processor"):
+            _check_frame(step)
+        if growth > MAX_GROWTH:
+            raise _Refused(f"normalizer, pre_tokenizer: make a text {growth:.0f} times as long ({MAX_GROWTH} at most)")
+    except _Refused as error:
+        raise ModelError(f"{source}: {error}") from None
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ModelError(f"{source}: no tokenizer: a part of it is malformed") from None
+    return growth
+
+
+class _Refused(Exception):
+    pass
+
+
+def _growth(file: Mapping[str, Any], kind: str, factors: Mapping[str, float | Callable[[Step], float]]) -> float:
+    growth = 1.0
+    for step in _steps(file.get(kind), kind):
+        factor = factors.get(step["type"])
+        if factor is None:
+            raise _Refused(f"{kind}: {str(step['type'])[:40]!r} is not known")
+        growth *= max(1.0, factor(step) if callable(factor) else factor)
+        if growth > MAX_GROWTH:
+            raise _Refused(f"{kind}: makes a text more than {MAX_GROWTH} times as long")
+    return growth
+
+
+def _steps(part: Step | None, kind: str) -> list[Step]:
+    steps = list(_flat(part))
+    if len(steps) > MAX_STEPS:
+        raise _Refused(f"{kind}: has more than {MAX_STEPS} steps")
+    return steps
+
+
+def _flat(part: Step | None) -> Iterator[Step]:
+    """Sequences hold their steps under a name that differs by their kind."""
+    rest, num_seen = [part], 0
+    while rest and num_seen <= 4 * MAX_STEPS:
+        step = rest.pop()
+        num_seen += 1
+        if step is None:
+            continue
+        if step["type"] == "Sequence":
+            (steps,) = (value for name, value in step.items() if name != "type")
+            rest.extend(reversed(steps[: 4 * MAX_STEPS]))
+            continue
+        yield step
+    if rest:
+        raise _Refused(f"has more than {MAX_STEPS} steps")
+
+
+def _literal(text: str) -> int:
+    size = len(text.encode("utf-8", "surrogatepass"))
+    if size > MAX_LITERAL_BYTES:
+        raise _Refused(f"a text of more than {MAX_LITERAL_BYTES} bytes is put in")
+    return size
+
+
+def _replaced(step: Step) -> float:
+    new, pattern = _literal(step["content"]), step["pattern"]
+    if isinstance(pattern, dict) and pattern.get("String"):
+        return new / len(pattern["String"].encode("utf-8", "surrogatepass"))
+    return new + 1  # it may match what is empty, before each character
+
+
+def _prepended(step: Step) -> float:
+    _literal(step["prepend"])
+    return 1
+
+
+def _precompiled(step: Step) -> float:
+    """SentencePiece's map: the size of a trie, the trie, and the texts that it leads to, each with a zero behind it."""
+    try:
+        data = base64.b64decode(step["precompiled_charsmap"] or "", validate=True)
+    except binascii.Error:
+        raise _Refused("normalizer: precompiled_charsmap is not base64") from None
+    texts = data[4 + int.from_bytes(data[:4], "little") :]
+    return max(map(len, texts.split(b"\0")), default=1)
+
+
+def _spaced(step: Step) -> float:
+    return _literal(step["replacement"])
+
+
+_NORMALIZERS: Mapping[str, float | Callable[[Step], float]] = {
+    "BertNormalizer": 8,
+    "ByteLevel": 2,
+    "Lowercase": 2,
+    "NFC": 3,
+    "NFD": 3,
+    "NFKC": 12,  # U+FDFA
+    "NFKD": 12,
+    "Nmt": 1,
+    "Precompiled": _precompiled,
+    "Prepend": _prepended,
+    "Replace": _replaced,
+    "Strip": 1,
+    "StripAccents": 1,
+}
+_PRE_TOKENIZERS: Mapping[str, float | Callable[[Step], float]] = {
+    **dict.fromkeys(
+        ("BertPreTokenizer", "CharDelimiterSplit", "Delimiter", "Digits", "FixedLength", "Punctuation", "Split",
+         "UnicodeScripts", "Whitespace", "WhitespaceSplit"),
+        1,
+    ),
+    "ByteLevel": 2,
+    "Metaspace": _spaced,
+}  # fmt: skip
+_DECODERS: Mapping[str, float | Callable[[Step], float]] = {
+    **dict.fromkeys(("BPEDecoder", "ByteFallback", "ByteLevel", "CTC", "Fuse", "Metaspace", "Strip", "WordPiece"), 1),
+    "Replace": _replaced,
+}
+
+
+def _check_added(tokens: list[Step], growth: float) -> None:
+    num_bytes = sum(len(token["content"].encode("utf-8", "surrogatepass")) for token in tokens)
+    if num_bytes * math.ceil(growth) > MAX_ADDED_BYTES:
+        raise _Refused(f"added_tokens: take more than {MAX_ADDED_BYTES} bytes, normalized")
+
+
+def _check_frame(step: Step) -> None:
+    if step["type"] != "TemplateProcessing":
+        return
+    for name in ("single", "pair"):
+        names = [piece["Sequence"]["id"] for piece in step[name] if "Sequence" in piece]
+        if len(set(names)) < len(names):
+            raise _Refused(f"post_processor: {name} holds a text twice")
+        if len(step[name]) - len(names) > MAX_FRAME:
+            raise _Refused(f"post_processor: {name} has more than {MAX_FRAME} special tokens")
+    if any(len(token["ids"]) > MAX_FRAME for token in step["special_tokens"].values()):
+        raise _Refused(f"post_processor: a special token has more than {MAX_FRAME} ids")
