@@ -32,6 +32,9 @@ log = logging.getLogger("quire.gateway")
 Found = TypeVar("Found")
 
 MAX_OPEN_JOBS = 256
+MAX_OPEN_BYTES = 32 << 20
+FETCH_AT_ONCE = 8
+"""A producer's entry may be as long as Redis takes (`proto-max-bulk-len`), and is read whole before it is refused."""
 FETCH_WAIT_S = 0.5
 
 
@@ -74,8 +77,8 @@ class QueueDoor:
                     task.cancel()
 
     async def _take_some(self) -> None:
-        room = MAX_OPEN_JOBS - len(self._open)
-        if room == 0:
+        room = min(MAX_OPEN_JOBS - len(self._open), FETCH_AT_ONCE)
+        if room == 0 or sum(len(entry.payload) for entry in self._open.values()) >= MAX_OPEN_BYTES:
             await asyncio.wait(self._open, timeout=FETCH_WAIT_S, return_when=asyncio.FIRST_COMPLETED)
             return
         for entry in await self._hall.broker.fetch_ingress(self._hall.settings.producers, room, FETCH_WAIT_S):
