@@ -7,7 +7,7 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from service.errors import STORAGE_QUOTA_EXCEEDED, EndReason, RequestError
+from service.errors import EndReason, RequestError
 from service.gateway.batches.input_file import InputFile
 from service.gateway.batches.lines import (
     MAX_ANSWER_BYTES,
@@ -17,7 +17,7 @@ from service.gateway.batches.lines import (
     read_line,
     refusal_line,
 )
-from service.gateway.batches.requests import BatchRequests, Interrupted, RanLate, RanPastOwnTimeout
+from service.gateway.batches.requests import BatchRequests, Interrupted, NotStored, RanLate, RanPastOwnTimeout
 from service.gateway.batches.turns import LineSlots
 from service.gateway.hall.hall import Hall
 from service.logs import about
@@ -40,6 +40,16 @@ class _Line:
     number: int
     attempt: int = 0
     num_late: int = 0
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What the file says of a line."""
+
+    answer: bytes
+    mark: bytes
+    key: str  # under which the line was asked
+    request_id: str | None = None  # where it was answered
 
 
 class Progress:
@@ -138,39 +148,46 @@ class Progress:
     async def _answer(self, line: _Line, row: bytes) -> None:
         try:
             with about(batch=self._batch.batch_id, line=line.number):
-                answer, mark = await self._asked(line, read_line(row))
-                if answer:
-                    await self._put(line.number, answer, mark)
+                await self._settle(line, await self._asked(line, read_line(row)))
         finally:
             self._num_in_flight -= 1
             self._slots.give_back(len(row))
             self._changed.set()
 
-    async def _asked(self, line: _Line, asked: AskedLine) -> tuple[bytes, bytes]:
-        """The answer and its mark; no answer where the line is to be asked again."""
+    async def _settle(self, line: _Line, told: _Told | None) -> None:
+        """Raises StorageFull."""
+        if told is None:
+            return
+        await self._put(line.number, told.answer, told.mark)
+        if told.request_id is not None:
+            await self._requests.forget(told.request_id, self._batch.tenant, told.key)
+
+    async def _asked(self, line: _Line, asked: AskedLine) -> _Told | None:
+        """None: the line is to be asked again."""
         name = line_name(self._batch, line.number)
+        key = f"{name}/{line.attempt}"
         try:
-            request_id, answer = await self._ask(f"{name}/{line.attempt}", asked)
+            request_id, answer = await self._ask(key, asked)
         except BrokerUnavailable:
             self._ask_again(line, RETRY_S)
-            return b"", b""
+            return None
         except RequestError as error:
-            is_own = isinstance(error, RanPastOwnTimeout) or error.code == STORAGE_QUOTA_EXCEEDED
-            if error.status not in AGAIN or is_own:
-                return refusal_line(name, asked.custom_id, error), ANSWERED_BADLY
+            if error.status not in AGAIN or isinstance(error, RanPastOwnTimeout | NotStored):
+                return _Told(refusal_line(name, asked.custom_id, error), ANSWERED_BADLY, key)
             line.num_late += isinstance(error, RanLate)
             if line.num_late == MAX_LATE:
                 message = f"{error.message} So it did each of the {line.num_late} times that it was asked."
-                return refusal_line(name, asked.custom_id, replace(error, message=message)), ANSWERED_BADLY
+                return _Told(refusal_line(name, asked.custom_id, replace(error, message=message)), ANSWERED_BADLY, key)
             # Under its old key it would be late again, or lost.
             line.attempt += error.status == 504 or error.code == EndReason.LOST
             self._ask_again(line, error.retry_after_s or RETRY_S)
-            return b"", b""
+            return None
         told = answer_line(name, asked.custom_id, request_id, answer)
         if len(told) <= MAX_ANSWER_BYTES:
-            return told, ANSWERED_WELL
+            return _Told(told, ANSWERED_WELL, key, request_id)
         message = f"The answer is longer than {MAX_ANSWER_BYTES} bytes (ask for fewer tokens or log-probabilities)."
-        return refusal_line(name, asked.custom_id, RequestError(400, message, code="answer_too_long")), ANSWERED_BADLY
+        refused = RequestError(400, message, code="answer_too_long")
+        return _Told(refusal_line(name, asked.custom_id, refused), ANSWERED_BADLY, key, request_id)
 
     async def _ask(self, key: str, asked: AskedLine):
         """Raises RequestError, BrokerUnavailable."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import replace
 from typing import Any
 
-from service.errors import RequestError
+from service.errors import STORAGE_QUOTA_EXCEEDED, RequestError
 from service.gateway.endpoints.embeddings import embedding_answer, require_enabled
 from service.gateway.endpoints.response_store import ResponseShelf, check_size
 from service.gateway.generation.job_text import Piece
@@ -18,7 +19,11 @@ from service.gateway.hall.ticket import Ticket
 from service.gateway.openai.items import check_answered_calls, items_of
 from service.gateway.openai.response_bodies import in_own_words
 from service.gateway.openai.strict_json import decode_object
+from service.logs import fields
+from service.wire.broker import BrokerUnavailable
 from service.wire.responses import StoredResponse
+
+log = logging.getLogger("quire.batches")
 
 Json = dict[str, Any]
 
@@ -30,7 +35,7 @@ class BatchRequests:
 
     async def answer(self, endpoint: str, body: bytes, tenant: str, key: str) -> tuple[str, Json]:
         """The request's id and its answer; the same under the same `key`, whoever asked first. Raises RequestError,
-        RanLate and RanPastOwnTimeout among them."""
+        RanLate, RanPastOwnTimeout and NotStored among them."""
         hall = self._hall
         if endpoint == EMBEDDINGS:
             require_enabled(hall.settings)
@@ -73,8 +78,20 @@ class BatchRequests:
                 answer=answer,
                 input=await hall.threads.run(ticket.tenant, _items, body),
             )
-            await self._shelf.put(record)
+            try:
+                await self._shelf.put(record)
+            except RequestError as error:
+                if error.code != STORAGE_QUOTA_EXCEEDED:
+                    raise
+                raise NotStored(error.status, error.message, error.type, code=error.code) from None
         return answer
+
+    async def forget(self, request_id: str, tenant: str, key: str) -> None:
+        """The answer is stored: nothing goes on with its request any more."""
+        try:
+            await self._hall.requests.forget(request_id, tenant, key)
+        except BrokerUnavailable:
+            log.warning("the record of a batch's request stays for a while %s", fields(request=request_id))
 
 
 class RanLate(RequestError):
@@ -83,6 +100,10 @@ class RanLate(RequestError):
 
 class RanPastOwnTimeout(RequestError):
     """The request names its own timeout, and would run past it again."""
+
+
+class NotStored(RequestError):
+    """The response was made, and its tenant may store no more."""
 
 
 class Interrupted(asyncio.CancelledError):
@@ -95,12 +116,12 @@ class Interrupted(asyncio.CancelledError):
 
 def _check_response(body: bytes) -> None:
     """Raises RequestError (400)."""
-    fields = decode_object(body)
-    if fields.get("previous_response_id") is not None:
+    asked = decode_object(body)
+    if asked.get("previous_response_id") is not None:
         raise refusal("previous_response_id", "cannot be given in a batch, whose lines may be answered days later")
-    items = items_of(fields["input"])
+    items = items_of(asked["input"])
     check_answered_calls(items)
-    if fields.get("store") is not False:
+    if asked.get("store") is not False:
         check_size([], items)
 
 

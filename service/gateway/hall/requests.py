@@ -74,6 +74,10 @@ class Requests:
             if record is not None:  # else it was refused and forgotten between the two
                 return record
 
+    async def forget(self, request_id: str, tenant: str, idempotency_key: str) -> None:
+        """A request that was accepted under this key, and whose answer is kept elsewhere. Raises BrokerUnavailable."""
+        await self._broker.forget(request_id, tenant, _key_digest(tenant, idempotency_key))
+
     async def find(self, request_id: str, tenant: str) -> Ticket:
         """Raises RequestError: 404 for one that is forgotten, never was, or is another tenant's."""
         try:
