@@ -16,6 +16,7 @@ from service.gateway.generation.request import EMBEDDINGS, RESPONSES
 from service.gateway.generation.run import Run
 from service.gateway.hall.hall import Hall
 from service.gateway.hall.ticket import Ticket
+from service.gateway.hall.whole_answers import whole_answer
 from service.gateway.openai.items import check_answered_calls, items_of
 from service.gateway.openai.response_bodies import in_own_words
 from service.gateway.openai.strict_json import decode_object
@@ -69,7 +70,7 @@ class BatchRequests:
         hall, endpoint = self._hall, ticket.request.endpoint
         if endpoint == EMBEDDINGS:
             return await embedding_answer(hall, ticket, run)
-        answer = hall.form(ticket).whole(pieces, run.outcome)
+        answer = await whole_answer(hall.threads, ticket, hall.form(ticket), pieces, run.outcome)
         if endpoint == RESPONSES and answer["store"]:
             record = StoredResponse(
                 response_id=answer["id"],

@@ -16,6 +16,7 @@ from service.gateway.generation.refusals import refusal
 from service.gateway.generation.run import Run
 from service.gateway.hall.hall import Hall, incident
 from service.gateway.hall.ticket import Ticket
+from service.gateway.hall.whole_answers import whole_answer
 from service.gateway.http_server.guard import ACCEPTED, HELD, REQUEST_ID, TENANT, json_response, read_body
 from service.gateway.http_server.sse import ClientGone, SseStream
 from service.gateway.openai.answers import error_json
@@ -84,7 +85,7 @@ class Generations:
             return await self._stream(http, ticket, opened, after)
         async with opened as run:
             pieces = [piece async for piece in run]
-        body = self._hall.form(ticket).whole(pieces, run.outcome)
+        body = await whole_answer(self._hall.threads, ticket, self._hall.form(ticket), pieces, run.outcome)
         return json_response(body, headers={REQUEST_ID: ticket.request_id})
 
     async def _stream(

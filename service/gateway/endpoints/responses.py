@@ -22,6 +22,7 @@ from service.gateway.hall.admission import UNAVAILABLE
 from service.gateway.hall.back_pressure import NoRoom
 from service.gateway.hall.hall import Hall, incident
 from service.gateway.hall.ticket import Ticket
+from service.gateway.hall.whole_answers import whole_answer
 from service.gateway.http_server.guard import ACCEPTED, TENANT, json_response, read_body
 from service.gateway.http_server.sse import ClientGone, SseStream
 from service.gateway.openai.items import check_answered_calls, items_of
@@ -194,7 +195,7 @@ class Responses:
             if record is not None:
                 await self._shelf.put(record)
             pieces = [piece async for piece in run]
-        answer = form.whole(pieces, run.outcome)
+        answer = await whole_answer(self._hall.threads, ticket, form, pieces, run.outcome)
         if record is not None:
             await self._shelf.settle(record, answer)
         return json_response(answer, headers={REQUEST_ID: ticket.request_id})

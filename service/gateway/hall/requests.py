@@ -13,6 +13,7 @@ from service.gateway.hall.relay import Relay
 from service.gateway.hall.storage import stored
 from service.gateway.hall.text_threads import TextThreads
 from service.gateway.hall.ticket import Ticket, record_of, ticket_of
+from service.gateway.hall.whole_answers import whole_answer
 from service.gateway.openai.answers import AnswerForm, Json, error_object
 from service.wire.broker import BrokerUnavailable, DoorBroker
 from service.wire.messages import Cancel, RequestRecord
@@ -121,7 +122,8 @@ class Requests:
                 raise
             status = "cancelled" if error.code == EndReason.CANCELLED else "failed"
             return {**state, "status": status, "error": error_object(error)}
-        return {**state, "status": "completed", "response": form.whole(pieces, run.outcome)}
+        response = await whole_answer(self._threads, ticket, form, pieces, run.outcome)
+        return {**state, "status": "completed", "response": response}
 
     async def cancel(self, ticket: Ticket) -> None:
         """Asks for the end of every job that has not ended. Raises RequestError (503)."""

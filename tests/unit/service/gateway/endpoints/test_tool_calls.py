@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import openai
 import pytest
@@ -10,8 +11,10 @@ from pydantic import BaseModel
 
 from model.chat_template import ChatTemplate
 from model.tokenizer import Tokenizer
+from model.tool_call_stream import ToolCallStream
 from service.errors import RequestError
 from service.gateway.generation.request import CHAT
+from service.gateway.hall import whole_answers
 from service.gateway.openai.validator import read_request
 from tests.support.gateway import MODEL, beside, compiler_of, open_gateway, speech, write_model
 from tests.support.responses import PARAMETERS, TEMPLATE
@@ -352,3 +355,18 @@ async def test_calls_behind_prose_where_the_parser_looks_for_them(tool_folder):
         message = answer["choices"][0]["message"]
         assert message["content"] == "Sure, let me check."
         assert message["tool_calls"][0]["function"] == {"name": "clock", "arguments": "{}"}
+
+
+async def test_a_long_answer_is_read_off_the_event_loop(served, monkeypatch):
+    gateway, client = served
+    readers = []
+    own = ToolCallStream.push
+    monkeypatch.setattr(whole_answers, "MAX_CHARS_AT_ONCE", 200)
+    monkeypatch.setattr(
+        ToolCallStream, "push", lambda stream, text: (readers.append(threading.current_thread()), own(stream, text))[1]
+    )
+    for said, is_loop in ((CALL, True), ("the " * 60 + CALL, False)):
+        gateway.worker.script = lambda job, said=said: speech(gateway.model, said, per_step=50)
+        readers.clear()
+        assert (await ask(client)).choices[0].message.tool_calls[0].function.name == "weather"
+        assert {reader is threading.main_thread() for reader in readers} == {is_loop}
