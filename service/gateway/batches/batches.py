@@ -100,7 +100,13 @@ class Batches:
         return json_response(list_json(page, has_more=len(batches) > limit))
 
     async def _get(self, http: web.Request) -> web.Response:
-        return json_response(batch_json(await self._found(http)))
+        batch = await self._found(http)
+        try:
+            is_cancelled = batch.is_open and await self._broker.is_batch_cancelled(batch.batch_id)
+        except BrokerUnavailable:
+            raise unavailable() from None
+        # One that waits for its turn waits for it to end, too.
+        return json_response(batch_json(batch) | ({"status": BatchStatus.CANCELLING} if is_cancelled else {}))
 
     async def _cancel(self, http: web.Request) -> web.Response:
         batch = await self._found(http)

@@ -168,6 +168,18 @@ async def test_more_batches_than_may_be_open_are_refused(model_folder, monkeypat
             await submit(other, jsonl(line(1)))
 
 
+async def test_a_batch_that_waits_says_that_it_is_cancelled(model_folder):
+    class Keeping(QuickBroker):
+        async def hold_batch(self, batch_id, holder, for_s):
+            return False
+
+    async with open_gateway(model_folder, Keeping()) as gateway, client_of(gateway) as client:
+        batch = await submit(client, jsonl(line(1)))
+        assert (await client.batches.retrieve(batch.id)).status == "validating"
+        await client.batches.cancel(batch.id)
+        assert (await client.batches.retrieve(batch.id)).status == "cancelling"
+
+
 async def test_a_full_queue_memory_is_told_with_503(model_folder):
     async with open_gateway(model_folder, api_key=("one",), queue_memory_share=0.5) as gateway:
         gateway.broker.queue.shelf.ledger.max_memory_bytes = 64 * KIB
