@@ -11,9 +11,11 @@ from redis.crc import key_slot
 
 from service.errors import EndReason
 from service.wire import keys, redis_feed
+from service.wire.batches import ANSWERED_WELL, Batch, Move
 from service.wire.broker import BrokerUnavailable
 from service.wire.messages import RequestRecord
 from service.wire.redis_broker import RedisBroker, open_redis_broker
+from service.wire.storage import StorageFull, StorageLimits
 from tests.service.wire.test_redis_sentinel import Server
 from tests.support.certificates import OPENSSL, Certificates, make_certificates
 from tests.support.tls_proxy import tls_in_front_of
@@ -117,6 +119,23 @@ async def test_producers_are_heard_in_a_cluster(broker, nodes):
     assert await broker.reply(entry, "1", 1, b"hello")
     assert list((await broker.begin_replies(entry, "1")).replies) == [b"hello"]
     await broker.settle_ingress(entry)
+
+
+async def test_what_a_tenant_stores_is_bounded_in_a_cluster(broker):
+    limits = StorageLimits(max_bytes_per_tenant=4096, queue_share=0.5)
+    batch = Batch(
+        batch_id="b", tenant="t", endpoint="/v1/completions", input_file_id="file-1", created_s=1.0, expires_s=9.0
+    )
+    assert await broker.append_file("file-1", "t", b"x" * 3000, limits) == 1
+    with pytest.raises(StorageFull):
+        await broker.append_file("file-2", "t", b"x" * 2000, limits)
+    await broker.put_line(batch, 0, b"answer", ANSWERED_WELL, limits)
+    assert (await broker.line_marks("b"), await broker.lines("b", 0, 1)) == (b"+", [b"answer"])
+    move = Move(first=0, past=1, num_bytes=6, output_file_id="file-3", error_file_id="file-4", output=b"x", errors=b"")
+    assert await broker.move_lines(batch, move) == 1
+    await broker.drop_lines(batch)
+    await broker.drop_file("file-1", "t")
+    await broker.append_file("file-2", "t", b"x" * 3000, limits)
 
 
 async def test_the_queue_goes_where_its_slot_goes(nodes, broker: RedisBroker, monkeypatch):
