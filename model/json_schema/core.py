@@ -148,6 +148,11 @@ def values_of(core: Core, known: Known, depth: int = 0) -> list[Any] | None:
     return None
 
 
+def plain_values(core: Core) -> list[Any]:
+    """The values of a schema that only lists them; none of another."""
+    return core["enum"] if isinstance(core, dict) and "enum" in core and set(core) <= {"enum", "type"} else []
+
+
 def are_disjoint(one: Core, other: Core, known: Known, depth: int = 0) -> bool:
     """No value is allowed by both, as far as that can be proven."""
     if one is False or other is False:

@@ -23,7 +23,9 @@ from model.json_schema.core import (
     kinds_of_type,
     names_in,
     of_kinds,
+    plain_values,
     requiring,
+    same,
 )
 from model.json_schema.document import (
     CONTROLS,
@@ -215,6 +217,9 @@ class Rewriter:
     def exclusions(self, places: list[Place], kinds: Kinds, at: Place) -> tuple[list[Core], list[Core]]:
         """What each of the schemas of a `oneOf` allows, and what else keeps it apart from the others."""
         cores = [self.allowed(each, kinds) for each in places]
+        values = [same(value) for core in cores for value in plain_values(core)]
+        if all(map(plain_values, cores)) and len(set(values)) == len(values):
+            return cores, [True] * len(cores)
         needed = [requiring(core, names(at, "required"), self) for core in cores]
         extras: list[Core] = []
         for i, core in enumerate(cores):

@@ -119,6 +119,9 @@ CASES = {
     "anyOf": ({"anyOf": [{"type": "string"}, {"minimum": 5}]}, ["a", 5, None], [4]),
     "allOf": ({"allOf": [{"minimum": 5}, {"maximum": 7}]}, [5, 7, "x"], [4, 8]),
     "oneOf of types": ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, ["a", 1], [None, 1.5]),
+    "oneOf of many constants": (
+        {"oneOf": [{"const": f"v{i}", "title": f"The {i}th"} for i in range(700)]}, ["v0", "v699"], ["v700", 1]),
+    "oneOf of the same constants": ({"oneOf": [{"enum": [1, 2]}, {"enum": [2, 3]}]}, [1, 3], [2, 4]),
     "oneOf that overlaps": (
         {"oneOf": [{"type": "integer", "maximum": 5}, {"type": "integer", "minimum": 3}]}, [2, 6], [3, 5]),
     "oneOf of objects": ({"oneOf": [CAT, DOG]}, [{"kind": "cat", "lives": 9}, {"kind": "dog"}], [{"kind": "cat"}, {}]),
