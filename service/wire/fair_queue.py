@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterator, Sequence
 
 from service.wire.messages import Job
+from service.wire.steady_time import unix_s
 
 NORMAL, BATCH = LANES = ("normal", "batch")
 AGE_S = 10.0
@@ -50,7 +50,7 @@ class FairQueue:
         return iter(self._jobs)
 
     def add(self, job: Job) -> None:
-        self._jobs[job.job_id] = (job, time.time() + job.priority * AGE_S)
+        self._jobs[job.job_id] = (job, unix_s() + job.priority * AGE_S)
         self._turns.setdefault((lane_of(job), job.tenant), self._virtual_time(job.tenant))
 
     def remove(self, job_id: str) -> None:
@@ -92,7 +92,7 @@ class FairQueue:
                 for job_id, (job, rank) in self._jobs.items()
                 if (lane_of(job), job.tenant) == (lane, tenant)
             )
-            if best is None or (time.time() - rank >= BATCH_AGE_S and (at_time, rank) < best[:2]):
+            if best is None or (unix_s() - rank >= BATCH_AGE_S and (at_time, rank) < best[:2]):
                 best = (at_time, rank, job_id)
         return None if best is None else best[2]
 
@@ -105,7 +105,7 @@ class FairQueue:
 
     def waited_s(self, job_id: str) -> float:
         job, rank = self._jobs[job_id]
-        return time.time() - (rank - job.priority * AGE_S)
+        return unix_s() - (rank - job.priority * AGE_S)
 
     def since(self, lane: str) -> list[float]:
         """When the jobs that wait in the lane were accepted, in any order; Unix seconds."""

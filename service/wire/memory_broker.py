@@ -32,6 +32,7 @@ from service.wire.memory_batches import MemoryBatches
 from service.wire.memory_queue import MemoryQueue
 from service.wire.memory_responses import MemoryResponses
 from service.wire.messages import Cancel, Event, Job, RequestRecord, WorkerCard
+from service.wire.steady_time import unix_s
 from service.wire.storage import UNLIMITED, StorageLimits
 
 LEASE_S = 10.0
@@ -80,7 +81,7 @@ class MemoryBroker(MemoryBatches, MemoryResponses):
         self.queue.cancel(cancel)
 
     async def workers(self) -> Sequence[WorkerCard]:
-        fresh_since_s = time.time() - keys.CARD_TTL_S
+        fresh_since_s = unix_s() - keys.CARD_TTL_S
         return [card for card in self.queue.cards.values() if card.beat_at_s >= fresh_since_s]
 
     async def look(self) -> None:
@@ -91,7 +92,7 @@ class MemoryBroker(MemoryBatches, MemoryResponses):
         return self.queue.state()
 
     async def now_s(self) -> float:
-        return time.time()
+        return unix_s()
 
     async def fetch_ingress(self, producers: Sequence[str], max_entries: int, wait_s: float) -> Sequence[IngressEntry]:
         streams = [self.queue.ingress_of(producer) for producer in producers]
@@ -245,7 +246,7 @@ class MemoryBroker(MemoryBatches, MemoryResponses):
 
     async def announce(self, card: WorkerCard) -> bool:
         self._check_open()
-        self.queue.cards[card.worker_id] = replace(card, beat_at_s=time.time())
+        self.queue.cards[card.worker_id] = replace(card, beat_at_s=unix_s())
         return time.monotonic() < self.queue.looked_at_until_s
 
     async def retire(self, worker_id: str) -> None:

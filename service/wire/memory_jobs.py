@@ -16,6 +16,7 @@ from service.wire.broker import (
     SUSPECT_AFTER_DEATHS,
 )
 from service.wire.messages import Cancel, Event, Job
+from service.wire.steady_time import unix_s
 
 
 @dataclass
@@ -78,12 +79,12 @@ class JobState:
 
     @property
     def is_past_deadline(self) -> bool:
-        return self.job.deadline_s is not None and self.job.deadline_s <= time.time()
+        return self.job.deadline_s is not None and self.job.deadline_s <= unix_s()
 
     def put_back(self, num_told: int, cause: str | None, deaths: Deaths) -> None:
         """Nobody has it any more; `num_told` events stand in its log. `cause`: what the engine died of while it was in
         flight; that death is the last that was counted."""
-        self.owner, self.put_back_at_s = None, time.time()
+        self.owner, self.put_back_at_s = None, unix_s()
         if num_told >= self.told + GETS_ON_BY_EVENTS:
             self.deaths = 0
         if cause is not None:

@@ -9,6 +9,7 @@ from service.wire import keys
 from service.wire.codec import encode
 from service.wire.memory_ledger import MemoryLedger
 from service.wire.messages import RequestRecord
+from service.wire.steady_time import unix_s
 from service.wire.storage import OVERHEAD_BYTES, UNLIMITED, StorageFull, StorageLimits
 
 
@@ -22,7 +23,7 @@ class MemoryRequests:
         self._watched: dict[str, float] = {}
 
     def remember(self, record: RequestRecord, idempotency: str | None, limits: StorageLimits = UNLIMITED) -> str:
-        now_s = time.time()
+        now_s = unix_s()
         self._forget_old(now_s)
         holder, _ = self._holders.get(idempotency, (record.request_id, 0.0))
         if holder != record.request_id and self.recall(holder) is not None:
@@ -46,7 +47,7 @@ class MemoryRequests:
 
     def recall(self, request_id: str) -> RequestRecord | None:
         record, until_s = self._records.get(request_id, (None, 0.0))
-        return record if until_s > time.time() else None
+        return record if until_s > unix_s() else None
 
     def forget(self, request_id: str, tenant: str, idempotency: str | None) -> None:
         self._records.pop(request_id, None)

@@ -152,6 +152,14 @@ class _ToPrimary(AbstractConnection):
             self.host, self.port = await self._find_primary()
         await super()._connect()
 
+    async def connect(self) -> None:
+        """What fails here was not sent: see `was_sent`."""
+        try:
+            await super().connect()
+        except (RedisError, OSError) as error:
+            error.quire_unsent = True
+            raise
+
     async def on_connect_check_health(self, check_health: bool = True) -> None:
         await super().on_connect_check_health(check_health=check_health)
         await self.send_command("INFO", "replication", check_health=False)
@@ -162,6 +170,11 @@ class _ToPrimary(AbstractConnection):
         """Never waits for the other side: one that is gone says nothing, TLS would wait for it half a minute, and
         redis-py lends a connection out while it waits, and takes the new one for closed afterwards."""
         await super().disconnect(nowait=True, **why)
+
+
+def was_sent(error: Exception) -> bool:
+    """Whether the command that failed with this may have reached Redis."""
+    return not getattr(error, "quire_unsent", False)
 
 
 class _ToPrimaryByTCP(_ToPrimary, Connection):

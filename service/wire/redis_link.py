@@ -38,7 +38,7 @@ from service.wire.broker import (
     OutcomeUnknown,
 )
 from service.wire.keys import FEED_MAX_ENTRIES, FEED_TTL_S, LOG_ENDED_TTL_S, LOG_RUNNING_TTL_S, QUEUE
-from service.wire.redis_address import PLAIN, read_address
+from service.wire.redis_address import PLAIN, read_address, was_sent
 
 log = logging.getLogger("quire.redis")
 
@@ -110,7 +110,7 @@ class RedisLink:
     @asynccontextmanager
     async def commands(self) -> AsyncIterator[Redis]:
         """The client for short commands, all to be done within the timeout; what Redis or the way to it does wrong
-        comes out as BrokerUnavailable, and as OutcomeUnknown unless Redis itself has refused."""
+        comes out as BrokerUnavailable, and as OutcomeUnknown unless Redis has refused or could not be reached."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 yield self._client
@@ -118,7 +118,7 @@ class RedisLink:
             await self._forget_the_way(error)
             if str(error).startswith("EPOCH"):
                 raise DataLost(str(error)) from error
-            if isinstance(error, ResponseError):
+            if isinstance(error, ResponseError) or not was_sent(error):
                 raise BrokerUnavailable(_cause(error)) from error
             raise OutcomeUnknown(_cause(error)) from error
 

@@ -162,3 +162,23 @@ async def test_a_cancel_whose_answer_is_lost_is_one(broker, proxy):
     await persist(lambda: broker.cancel(Cancel(job_id="JOB1", reason=EndReason.CANCELLED)))
     async with asyncio.timeout(PATIENCE_S):
         assert await outcome(broker.follow("JOB1")) == Ended([1], EndReason.CANCELLED)
+
+
+async def test_what_could_not_be_sent_is_refused_at_once(redis_url):
+    async with swallowing(redis_url) as proxy:
+        broker = await open_redis_broker(proxy.url, timeout_s=PATIENCE_S)
+        await broker.now_s()
+    async with asyncio.timeout(PATIENCE_S):  # nobody listens there now
+        with pytest.raises(BrokerUnavailable) as refused:
+            await persist_refusal(lambda: broker.submit(make_job()))
+    assert not isinstance(refused.value, OutcomeUnknown)
+    await broker.close()
+
+
+async def persist_refusal(act) -> None:
+    """The first try may meet a connection that is there still."""
+    while True:
+        try:
+            return await act()
+        except OutcomeUnknown:
+            continue

@@ -10,6 +10,7 @@ import pytest
 from service.errors import EndReason
 from service.wire import keys, redis_link
 from service.wire.broker import BrokerUnavailable
+from service.wire.memory_broker import MemoryBroker
 from service.wire.redis_link import RedisLink
 from tests.support.wire import PATIENCE_S, Ended, make_card, make_event, make_events, make_job, outcome
 
@@ -142,3 +143,16 @@ async def test_the_clock_of_a_redis_that_is_away(redis_url):
     with pytest.raises(BrokerUnavailable):
         await link.now_s()
     await link.close()
+
+
+async def test_the_queue_in_memory_keeps_time_too(monkeypatch):
+    broker, wall_s = MemoryBroker(), time.time
+    now_s = await broker.now_s()
+    await broker.announce(make_card("w1"))
+    await broker.submit(make_job("WAITS", deadline_s=now_s + 60))
+    monkeypatch.setattr(time, "time", lambda: wall_s() + AN_HOUR)
+    assert await broker.now_s() - now_s < PATIENCE_S
+    await broker.submit(make_job("NEW", deadline_s=await broker.now_s() + 60))
+    assert len(await broker.workers()) == 1
+    assert sorted(claim.job.job_id for claim in await broker.fetch(2, 1.0)) == ["NEW", "WAITS"]
+    await broker.close()
