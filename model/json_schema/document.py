@@ -28,6 +28,11 @@ _SINGLE_CONTROL = re.compile(
 CONTROLS = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 """Characters that no grammar of a JSON string here can spell."""
 
+LARGEST_ROUNDED = 2**65
+"""As of 64-bit integers: bounds up to here may be rounded."""
+
+LARGEST_BOUND = 2**63 - 1024
+
 SCHEMA_KEYWORDS = frozenset({
     "additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then",
     "unevaluatedItems", "unevaluatedProperties",
@@ -181,16 +186,28 @@ def count(place: Place, keyword: str) -> int | None:
     return value
 
 
-def number(place: Place, keyword: str) -> int | float | None:
-    """A keyword's number, if it has one."""
+def number(place: Place, keyword: str, *, rounds: bool = False) -> int | float | None:
+    """A keyword's number, if it has one. A bound that no double holds is refused, or `rounds` inwards."""
     if keyword not in place.schema:
         return None
     value = place.schema[keyword]
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise cannot(keyword, place.at, "must be a number")
+    if rounds and isinstance(value, int) and MAX_EXACT < abs(value) < LARGEST_ROUNDED:
+        return _inwards(value, is_low="inimum" in keyword)
     if not is_exact(value):
         raise cannot(keyword, place.at, "must be a number that a double holds exactly")
     return value
+
+
+def _inwards(value: int, *, is_low: bool) -> int:
+    """The next double at or within a bound, and within what ranges of integers may have here."""
+    near = float(value)
+    if is_low and near < value:
+        near = math.nextafter(near, math.inf)
+    elif not is_low and near > value:
+        near = math.nextafter(near, -math.inf)
+    return max(int(near), -LARGEST_BOUND) if is_low else min(int(near), LARGEST_BOUND)
 
 
 def is_exact(value: int | float) -> bool:

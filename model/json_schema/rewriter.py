@@ -370,14 +370,14 @@ class Rewriter:
     def _number(self, place: Place) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key, open_key in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
-            value = number(place, key)
+            value = number(place, key, rounds=True)
             if isinstance(place.schema.get(open_key), bool):  # as in draft 4
                 if value is not None:
                     found[open_key if place.schema[open_key] else key] = value
                 continue
             if value is not None:
                 found[key] = value
-            if (open_value := number(place, open_key)) is not None:
+            if (open_value := number(place, open_key, rounds=True)) is not None:
                 found[open_key] = open_value
         multiple = number(place, "multipleOf")
         if multiple is not None:

@@ -53,6 +53,9 @@ CASES = {
     "exclusiveMaximum": ({"type": "number", "exclusiveMaximum": 2}, [1, 1.9, -5], [2, 2.0, 3]),
     "exclusiveMinimum of draft 4": (
         {"minimum": 1, "allOf": [True], "exclusiveMinimum": True, "type": "number"}, [1.5, 2], [1, 0]),
+    "bounds of 64-bit integers": (
+        {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, [-5, 2**62, -(2**62)], [2**63, -(2**63) - 1]),
+    "bounds of an unsigned integer": ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, [0, 2**62], [-1, 2**64]),
     "multipleOf": ({"multipleOf": 3}, [0, 3, -6], [1, 4]),
     "lengths": ({"minLength": 1, "maxLength": 2}, ["a", "日本", 1], ["", "abc"]),
     "pattern": ({"pattern": "^a"}, ["ab", 1], ["b"]),
@@ -219,7 +222,8 @@ REFUSED = {
     "type": ({"type": "any"}, "'type' at '#'"),
     "required": ({"properties": {"a": {"required": True}}}, "'required' at '#/properties/a'"),
     "minimum": ({"minimum": "1"}, "'minimum' at '#'"),
-    "large minimum": ({"minimum": 2**53 + 1}, "'minimum' at '#'"),
+    "large multipleOf": ({"multipleOf": 2**53 + 1}, "'multipleOf'"),
+    "large minimum under not": ({"not": {"minimum": 2**53 + 1}}, "'minimum' at '#/not'"),
     "large enum": ({"enum": [[2**60 + 1]]}, "'enum' at '#'"),
     "minLength": ({"minLength": -1}, "'minLength' at '#'"),
     "control character": ({"const": "a\x00"}, "'const' at '#'"),
