@@ -167,6 +167,10 @@ _SUCCESSES = {EndReason.STOP: "stop", EndReason.LENGTH: "length", EndReason.CANC
 """vLLM's words for the ends that it counts as successes."""
 
 
+GRAMMAR_RESULTS = ("compiled", "refused", "out_of_time", "out_of_memory", "crashed")
+"""The last three ended the process that compiled."""
+
+
 class LaneSight(NamedTuple):
     """Jobs that wait in one lane of the queue; NaN where it cannot be asked."""
 
@@ -211,6 +215,14 @@ class GatewayMetrics:
         self._responses = Counter(
             "quire:http_responses", "HTTP responses.", ("route", "status"), registry=self._registry
         )
+        self._grammars = Counter(
+            "quire:grammars",
+            "Grammars that were compiled, by what became of them.",
+            ("result",),
+            registry=self._registry,
+        )
+        for result in GRAMMAR_RESULTS:
+            self._grammars.labels(result)
         for reason in EndReason:
             self._ended.labels(reason.value)
         for word in _SUCCESSES.values():
@@ -221,6 +233,10 @@ class GatewayMetrics:
         self._open.inc()
         self._prompt_tokens.observe(num_prompt_tokens)
         return RequestTimes(self)
+
+    def compiled(self, result: str) -> None:
+        """One grammar was compiled; `result` is one of GRAMMAR_RESULTS."""
+        self._grammars.labels(result).inc()
 
     def responded(self, route: str, status: int) -> None:
         """One HTTP response; `route` is the route's pattern, never a client's path."""

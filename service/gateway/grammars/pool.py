@@ -21,6 +21,7 @@ from service.logs import fields
 
 log = logging.getLogger("quire.grammars")
 
+LOOK_AGAIN_S = 0.05
 START_AGAIN_S = (0.0, 0.2, 1.0, 5.0)
 """Before the next start of a process that ended before it was ready."""
 
@@ -32,7 +33,7 @@ class CompileLimits:
     max_wall_s: float = 10.0  # on a machine that is busy otherwise
     max_memory_bytes: int = 160 << 20  # of each process, on top of what it takes when it is idle
     max_wait_s: float = 20.0  # before a request is told to come again
-    long_s: float = 0.25  # a job that has run so long gives way
+    long_s: float = 0.25  # of CPU time: a job that has had so much gives way
     start_s: float = 30.0
 
     @property
@@ -59,10 +60,18 @@ class PackedTask:
 
 
 class GrammarPool:
-    def __init__(self, tokens: TokenTable, clock: Callable[[], float], limits: CompileLimits | None = None) -> None:
+    def __init__(
+        self,
+        tokens: TokenTable,
+        clock: Callable[[], float],
+        limits: CompileLimits | None = None,
+        on_result: Callable[[str], None] = lambda kind: None,
+    ) -> None:
+        """`on_result` hears what became of each grammar that was compiled: one of `service.metrics.GRAMMAR_RESULTS`."""
         self.limits = limits or CompileLimits()
         self._hello = encode_hello(Hello(tokens, self.limits.max_cpu_s, self.limits.max_memory_bytes))
         self._clock = clock
+        self._on_result = on_result
         self._queue = CompileQueue(self.limits.num_processes, clock)
         self._results = Results(clock)
         self._jobs: dict[tuple[str, bytes], CompileJob] = {}  # that wait or run, by tenant and key
@@ -154,12 +163,13 @@ class GrammarPool:
         running = [slot for slot in self._slots if slot.job is not None]
         if len(running) < len(self._slots):
             return  # one is free, or about to be
-        now_s, last = self._clock(), max(running, key=lambda slot: slot.job.started_s)
-        left_s = last.job.started_s + self.limits.long_s - now_s
-        if left_s > 0:
-            asyncio.get_running_loop().call_later(left_s, self._make_way, job)
+        last = max(running, key=lambda slot: slot.job.started_s)
+        used_s = last.used_s()
+        if used_s < self.limits.long_s:
+            wait_s = max(self.limits.long_s - used_s, LOOK_AGAIN_S)
+            asyncio.get_running_loop().call_later(wait_s, self._make_way, job)
         else:
-            self._queue.charge(last.job.tenant, now_s - last.job.started_s, is_long=True)
+            self._queue.charge(last.job.tenant, used_s, is_long=True)
             last.interrupt()
 
     async def _tell(self) -> None:
@@ -205,11 +215,13 @@ class GrammarPool:
     async def _run(self, slot: _Slot, job: CompileJob) -> bool:
         """Whether the process can go on."""
         job.started_s = self._clock()
+        slot.idle_cpu_s = slot.process.cpu_s()
         result, goes_on = self._results.get(job.key), True
         if result is None:
             result, goes_on = await self._ask(slot, job)
             if result is None:
                 return False
+            self._on_result(result.kind)
             self._results.put(job.key, result)
         self._jobs.pop((job.tenant, job.key), None)
         if not job.result.done():
@@ -221,10 +233,10 @@ class GrammarPool:
         try:
             async with asyncio.timeout(self.limits.max_wall_s):
                 reply = await slot.process.ask(job.task)
-            self._queue.charge(job.tenant, self._clock() - job.started_s)
+            self._queue.charge(job.tenant, slot.used_s())
             return Result(reply.text, reply.error or ""), not reply.is_spent
         except TimeoutError:
-            result = Result(None, self.limits.out_of_time, is_sure=False)
+            result = Result(None, self.limits.out_of_time, is_sure=False, ending="out_of_time")
         except Ended as ended:
             # A process may have ended by itself before it was asked: a first crash says nothing of the grammar.
             is_crash = not (ended.was_out_of_time or ended.was_out_of_memory)
@@ -233,7 +245,7 @@ class GrammarPool:
                 self._wait_again(job)
                 return None, False
             result = self._result_of(ended)
-        self._queue.charge(job.tenant, self._clock() - job.started_s)
+        self._queue.charge(job.tenant, self.limits.max_cpu_s, is_long=True)
         log.warning(
             "a grammar ended its process %s",
             fields(reason=result.error, tenant=job.tenant, bytes=len(job.task), seconds=self._clock() - job.started_s),
@@ -248,11 +260,11 @@ class GrammarPool:
 
     def _result_of(self, ended: Ended) -> Result:
         if ended.was_out_of_time:
-            return Result(None, self.limits.out_of_time, is_sure=False)
+            return Result(None, self.limits.out_of_time, is_sure=False, ending="out_of_time")
         if ended.was_out_of_memory:
-            return Result(None, self.limits.out_of_memory, is_sure=False)
+            return Result(None, self.limits.out_of_memory, is_sure=False, ending="out_of_memory")
         log.error("a grammar process crashed %s", fields(exit_status=ended.status))
-        return Result(None, "The grammar is more than its compiler can take.", is_sure=False)
+        return Result(None, "The grammar is more than its compiler can take.", is_sure=False, ending="crashed")
 
 
 class _Slot:
@@ -263,6 +275,7 @@ class _Slot:
         self.job: CompileJob | None = None
         self.is_ready = False
         self.is_interrupted = False
+        self.idle_cpu_s = 0.0  # what the process had used before its job
         self.has_started = asyncio.Event()
 
     async def start(self, hello: bytes, within_s: float) -> Reply:
@@ -278,6 +291,10 @@ class _Slot:
         self.is_ready = True
         self.has_started.set()
         return reply
+
+    def used_s(self) -> float:
+        """CPU time that its job has had."""
+        return self.process.cpu_s() - self.idle_cpu_s
 
     def interrupt(self) -> None:
         self.is_interrupted = True

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +41,7 @@ class Ended(Exception):
 class GrammarProcess:
     def __init__(self) -> None:
         """Starts it. Call this on the main thread: the process ends with the thread that started it. Raises OSError."""
+        self._started_s = time.monotonic()
         ours, its = socket.socketpair()
         ours.setblocking(False)
         self._link = ours
@@ -62,6 +64,15 @@ class GrammarProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def cpu_s(self) -> float:
+        """CPU time that it has had; where the system does not tell, how long it has been there."""
+        try:
+            with open(f"/proc/{self.pid}/stat") as stat:
+                words = stat.read().rpartition(")")[2].split()
+        except OSError:
+            return time.monotonic() - self._started_s
+        return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
     async def ask(self, frame: bytes) -> Reply:
         """Its answer to one frame. Raises Ended; it is killed where it is not waited for any more."""

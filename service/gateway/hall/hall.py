@@ -55,7 +55,7 @@ class Hall:
         self.broker = broker
         self.metrics = GatewayMetrics(model.name)
         self.threads = TextThreads()
-        self.grammars = GrammarPool(model.tokens, asyncio.get_running_loop().time)
+        self.grammars = GrammarPool(model.tokens, asyncio.get_running_loop().time, on_result=self.metrics.compiled)
         self.grammars.start()
         self.fleet = Fleet(broker, model.name, asyncio.get_running_loop().time)
         self.pressure = BackPressure(settings, asyncio.get_running_loop().time)

@@ -36,8 +36,8 @@ def tokens() -> TokenTable:
 
 
 @asynccontextmanager
-async def open_pool(tokens, **limits):
-    pool = GrammarPool(tokens, asyncio.get_running_loop().time, CompileLimits(**limits))
+async def open_pool(tokens, on_result=print, **limits):
+    pool = GrammarPool(tokens, asyncio.get_running_loop().time, CompileLimits(**limits), on_result)
     pool.start()
     try:
         await pool.wait_until_ready()
@@ -159,10 +159,14 @@ async def test_one_that_leaves_gives_up_its_place(tokens):
 
 
 async def test_the_same_grammar_is_compiled_once(tokens):
-    async with open_pool(tokens) as pool:
+    heard = []
+    async with open_pool(tokens, on_result=heard.append) as pool:
         found = await asyncio.gather(*(pool.compile(easy(5), tenant) for tenant in "aaabbb"))
         assert len(set(found)) == 1
         assert pool._jobs == {}
+        with pytest.raises(GrammarError):
+            await pool.compile(task("(", "regex"), "a")
+    assert heard == ["compiled", "refused"]
 
 
 async def test_who_waits_too_long_is_told_to_come_again(tokens):
