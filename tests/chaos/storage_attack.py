@@ -268,8 +268,8 @@ CASES: dict[str, Callable[[Attack], Awaitable[None]]] = {
 
 
 FLAGS = {
-    "stored_responses": ("--max-stored-bytes-per-tenant", str(64 * MIB)),
-    "records_of_requests": ("--max-stored-bytes-per-tenant", str(64 * MIB)),
+    "stored_responses": ("--max-stored-bytes-per-tenant", str(32 * MIB)),
+    "records_of_requests": ("--max-stored-bytes-per-tenant", str(32 * MIB)),
 }
 """Where reaching the default bound would take an hour."""
 
