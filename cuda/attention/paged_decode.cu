@@ -19,12 +19,277 @@
 // with context_len <= 0 get zeros and read nothing; block ids outside the pool read as zeros. Workspace, only touched
 // by sequences of several parts: partial_sums float[num_rows, Hq, HEAD_DIM], partial_stats float2[num_rows, Hq].
 // Roofline: bytes of the visible keys and values over memory bandwidth; 0.90 of the device's copy rate from 256 MB up.
-#include "attention/attention.cuh"
-#include "attention/decode_parts.cuh"
-#include "attention/decode_tiles.cuh"
+#include "attention/kv_split.cuh"
+#include "attention/paged_kv.cuh"
 #include "common/mma.cuh"
-#include "attention/split_kv.cuh"
 #include "common/types.cuh"
+
+#if QUIRE_DTYPE != 0
+
+constexpr int STEPS = HEAD_DIM / 16;
+constexpr int TILE_BYTES = TILE * SharedTile::ROW_BYTES;
+constexpr int HALF_CHUNKS = TILE / 2 * SharedTile::CHUNKS;
+static_assert(SHARED_BYTES == WARPS * STAGES * 2 * TILE_BYTES, "the launcher's tile sizes are not these");
+
+// Query rows of this thread's fragments are 8 n + 2t and 8 n + 2t + 1: element [n][.] of each pair below.
+template <int Q_TILES>
+struct WarpState {
+    float sum[Q_TILES][STEPS][4];
+    float maximum[Q_TILES][2];
+    float total[Q_TILES][2];  // of this thread's own tokens
+};
+
+// The ids of the two blocks that hold a tile's two halves of 8 tokens (the same unless blocks are that small).
+__device__ __forceinline__ int2 blocks_of_tile(const PagedHead& head, int tile) {
+    const int block = tile * TILE / BLOCK_SIZE;
+    if (BLOCK_SIZE >= TILE) {
+        const int id = __ldg(head.entry(block));
+        return make_int2(id, id);
+    }
+    return make_int2(__ldg(head.entry(block)), __ldg(head.entry(block + 1)));
+}
+
+// Starts the copy of a tile's keys and values; tokens outside first <= token < end become zeros and are not read.
+__device__ __forceinline__ void copy_tile(u32 key_tile, const PagedHead& head, int2 ids, int tile, int first, int end) {
+    const int lane = threadIdx.x % WARP_SIZE;
+    const int at = tile * TILE % BLOCK_SIZE;
+    const T* halves[2] = {head.key_at(ids.x, at), head.key_at(ids.y, BLOCK_SIZE >= TILE ? at + TILE / 2 : 0)};
+    const bool held[2] = {head.holds(ids.x), head.holds(ids.y)};
+    const int low = first - tile * TILE, high = end - tile * TILE;
+#pragma unroll
+    for (int i = 0; i < 2 * HALF_CHUNKS / WARP_SIZE; ++i) {
+        const int chunk = lane + i * WARP_SIZE;
+        const int half = chunk >= HALF_CHUNKS;
+        const int row = chunk / SharedTile::CHUNKS;
+        const u32 to = key_tile + SharedTile::offset(row, chunk % SharedTile::CHUNKS);
+        const T* from = (half ? halves[1] : halves[0]) + (chunk - half * HALF_CHUNKS) * 8;
+        const bool wanted = row >= low && row < high && (half ? held[1] : held[0]);
+        copy_async_16(to, from, wanted);
+        copy_async_16(to + TILE_BYTES, from + head.value_offset, wanted);
+    }
+}
+
+// S^T = K Q^T of one tile; rows (tokens) outside low <= row < high get minus infinity.
+template <int Q_TILES>
+__device__ __forceinline__ void score_tile(float (&score)[Q_TILES][4], const u32 (&q)[Q_TILES][STEPS][2], u32 key_tile,
+                                           int low, int high, float scale_log2) {
+    const int lane = threadIdx.x % WARP_SIZE, g = lane / 4;
+    float chain[2][Q_TILES][4] = {};  // two sums, so that one product need not wait for the one before
+    const u32 from = key_tile + SharedTile::offset(lane % 16, lane / 16);
+#pragma unroll
+    for (int k = 0; k < STEPS; ++k) {
+        u32 keys[4];
+        load_matrices(keys, SharedTile::right_of(from, k));
+#pragma unroll
+        for (int n = 0; n < Q_TILES; ++n) mma_16x8x16(chain[k % 2][n], keys, q[n][k][0], q[n][k][1]);
+    }
+    const bool seen[2] = {g >= low && g < high, g + 8 >= low && g + 8 < high};
+#pragma unroll
+    for (int n = 0; n < Q_TILES; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            score[n][i] = seen[i / 2] ? (chain[0][n][i] + chain[1][n][i]) * scale_log2 : minus_infinity();
+    }
+}
+
+// Turns the scores of one 8-row slice into fragments of P^T and rescales what `state` holds to the new maximum.
+template <int Q_TILES>
+__device__ __forceinline__ void weigh_tile(WarpState<Q_TILES>& state, int n, float (&score)[4], u32 (&weights)[2]) {
+    float correction[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+        float best = fmaxf(score[j], score[j + 2]);
+#pragma unroll
+        for (int offset = 4; offset < WARP_SIZE; offset *= 2)
+            best = fmaxf(best, __shfl_xor_sync(FULL_WARP, best, offset));
+        best = fmaxf(best, state.maximum[n][j]);
+        const float base = finite_base(best);
+        correction[j] = exp2_approx(state.maximum[n][j] - base);
+        state.maximum[n][j] = best;
+        score[j] = exp2_approx(score[j] - base);
+        score[j + 2] = exp2_approx(score[j + 2] - base);
+        state.total[n][j] = state.total[n][j] * correction[j] + score[j] + score[j + 2];
+    }
+    weights[0] = transpose_matrix(pack_pair(score[0], score[1]));
+    weights[1] = transpose_matrix(pack_pair(score[2], score[3]));
+#pragma unroll
+    for (int m = 0; m < STEPS; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) state.sum[n][m][i] *= correction[i % 2];
+    }
+}
+
+template <int Q_TILES>
+__device__ __forceinline__ void attend_tile(WarpState<Q_TILES>& state, const u32 (&q)[Q_TILES][STEPS][2], u32 key_tile, int low,
+                                            int high, float scale_log2) {
+    const int lane = threadIdx.x % WARP_SIZE;
+    float score[Q_TILES][4];
+    score_tile(score, q, key_tile, low, high, scale_log2);
+    u32 weights[Q_TILES][2];
+#pragma unroll
+    for (int n = 0; n < Q_TILES; ++n) weigh_tile(state, n, score[n], weights[n]);
+
+    const u32 from = key_tile + TILE_BYTES + SharedTile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+#pragma unroll
+    for (int m = 0; m < STEPS; ++m) {
+        u32 values[4];
+        load_matrices_transposed(values, SharedTile::right_of(from, m));
+#pragma unroll
+        for (int n = 0; n < Q_TILES; ++n) mma_16x8x16(state.sum[n][m], values, weights[n][0], weights[n][1]);
+    }
+}
+
+template <int Q_TILES, typename Rows>
+__device__ __forceinline__ void load_queries(u32 (&fragments)[Q_TILES][STEPS][2], const Rows& rows) {
+    const int lane = threadIdx.x % WARP_SIZE;
+#pragma unroll
+    for (int n = 0; n < Q_TILES; ++n) {
+        const T* row = rows.at(n * 8 + lane / 4);
+        const u32* pairs = reinterpret_cast<const u32*>(row) + lane % 4;
+#pragma unroll
+        for (int k = 0; k < STEPS; ++k) {
+            fragments[n][k][0] = row != nullptr ? pairs[k * 8] : 0;
+            fragments[n][k][1] = row != nullptr ? pairs[k * 8 + 4] : 0;
+        }
+    }
+}
+
+#endif
+
+constexpr int THREADS = WARPS * WARP_SIZE;
+constexpr int ROWS = QUIRE_DTYPE == 0 ? 1 : at_most(GROUP, 16);  // query rows of a CTA, all of one kv head
+constexpr int SLICES = ceil_div(GROUP, ROWS);                    // CTAs that share a kv head
+constexpr int GROUP_ROWS = MEMBERS * ROWS;                       // of a CTA that reads for a group of sequences
+constexpr int SUM_STRIDE = HEAD_DIM + 4;                         // floats; the 4 spread the rows over the banks
+constexpr int MAX_PAIRS = 1 << 14;                               // of sequence and blockIdx.x, that may be split
+
+// Parts that have left their result, by sequence and blockIdx.x. atomicInc wraps each to 0 for the next launch.
+__device__ u32 arrived[MAX_PAIRS];
+
+// What the warps of a CTA leave for each other at the end, over the memory of the tiles.
+template <int NUM_ROWS>
+struct Results {
+    float sum[WARPS][NUM_ROWS][SUM_STRIDE];
+    float2 stats[WARPS][NUM_ROWS];  // running maximum, total
+};
+static_assert(SHARED_BYTES >= sizeof(Results<QUIRE_DTYPE == 0 ? ROWS : GROUP_ROWS>), "the warps' results must fit");
+static_assert(SHARED_BYTES >= ROWS * 2 * MAX_SPLITS * sizeof(float), "the weights of the parts must fit");
+
+// Four consecutive elements, rounded to T.
+__device__ __forceinline__ void store_four(T* to, const float (&x)[4]) {
+    struct alignas(4 * sizeof(T)) Four { T at[4]; } four;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) four.at[i] = from_float<T>(x[i]);
+    *reinterpret_cast<Four*>(to) = four;
+}
+
+// Adds the warps' results and gives each row that `place.holds` to it, four dimensions at a time.
+template <int NUM_ROWS, typename Place>
+__device__ __forceinline__ void merge_warps(const Results<NUM_ROWS>& results, const Place& place) {
+    for (int i = threadIdx.x; i < NUM_ROWS * (HEAD_DIM / 4); i += THREADS) {
+        const int row = i / (HEAD_DIM / 4), d = i % (HEAD_DIM / 4) * 4;
+        if (!place.holds(row)) continue;
+        float maximum = minus_infinity(), total = 0.0f, sum[4] = {};
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) maximum = fmaxf(maximum, results.stats[w][row].x);
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) {
+            const float weight = exp2_approx(results.stats[w][row].x - finite_base(maximum));
+            total += weight * results.stats[w][row].y;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) sum[j] += weight * results.sum[w][row][d + j];
+        }
+        place.take(row, d, sum, maximum, total);
+    }
+}
+
+// A whole row: it goes straight to the output.
+struct InOutput {
+    T* out;
+    int num_rows;
+
+    __device__ __forceinline__ bool holds(int row) const { return row < num_rows; }
+    __device__ __forceinline__ void take(int row, int d, float (&sum)[4], float, float total) const {
+        const float scale = reciprocal_or_zero(total);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sum[j] *= scale;
+        store_four(out + row * HEAD_DIM + d, sum);
+    }
+};
+
+// One part of a row: it waits in the workspace for the others.
+struct InWorkspace {
+    float* sums;
+    float2* stats;
+    int num_rows;
+
+    __device__ __forceinline__ bool holds(int row) const { return row < num_rows; }
+    __device__ __forceinline__ void take(int row, int d, const float (&sum)[4], float maximum, float total) const {
+        leave(row, d, sum, maximum, total);
+    }
+    __device__ __forceinline__ void leave(i64 row, int d, const float (&sum)[4], float maximum, float total) const {
+        *reinterpret_cast<float4*>(sums + row * HEAD_DIM + d) = make_float4(sum[0], sum[1], sum[2], sum[3]);
+        if (d == 0) stats[row] = make_float2(maximum, total);
+    }
+};
+
+// True in every thread of the CTA that is the last of `count` to come here for this pair; it sees what they wrote.
+__device__ __forceinline__ bool is_last_to_arrive(int pair, int count) {
+    __threadfence();
+    __syncthreads();
+    const bool is_last = __syncthreads_or(threadIdx.x == 0 && atomicInc(&arrived[pair], count - 1) == count - 1);
+    __threadfence();
+    return is_last;
+}
+
+// The same for the members of a group: true in thread m where this CTA is the last to come here for member m. Every
+// thread of the CTA calls; once they have met again, all of them see what the others wrote.
+__device__ __forceinline__ bool completes_member(const Member* members, int num_members) {
+    __threadfence();
+    __syncthreads();
+    bool is_last = false;
+    if (threadIdx.x < num_members) {
+        const Member member = members[threadIdx.x];
+        u32* counter = &arrived[member.sequence * gridDim.x + blockIdx.x];
+        is_last = atomicInc(counter, member.count - 1) == member.count - 1;
+    }
+    __threadfence();
+    return is_last;
+}
+
+// out = the parts of each row, weighted by their shares of the softmax; from a part to the next are `stride` rows of
+// the workspace. `weights` is shared float[ROWS][count].
+__device__ __forceinline__ void combine_parts(const float* sums, const float2* stats, int num_rows, int count,
+                                              int stride, float* weights, T* out) {
+    const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
+    for (int row = warp; row < num_rows; row += WARPS) {
+        const float2* parts = stats + row;
+        float maximum = minus_infinity(), total = 0.0f;
+        for (int i = lane; i < count; i += WARP_SIZE) maximum = fmaxf(maximum, __ldcg(parts + i * stride).x);
+        const float base = finite_base(warp_max(maximum));
+        for (int i = lane; i < count; i += WARP_SIZE) {
+            const float2 part = __ldcg(parts + i * stride);
+            const float weight = exp2_approx(part.x - base);
+            weights[row * count + i] = weight;
+            total += weight * part.y;
+        }
+        const float scale = reciprocal_or_zero(warp_sum(total));
+        for (int i = lane; i < count; i += WARP_SIZE) weights[row * count + i] *= scale;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < num_rows * (HEAD_DIM / 4); i += THREADS) {
+        const int row = i / (HEAD_DIM / 4), d = i % (HEAD_DIM / 4) * 4;
+        const float* from = sums + row * HEAD_DIM + d;
+        float sum[4] = {};
+#pragma unroll 8
+        for (int part = 0; part < count; ++part) {
+            const float weight = weights[row * count + part];
+            const float4 x = __ldcg(reinterpret_cast<const float4*>(from + static_cast<i64>(part) * stride * HEAD_DIM));
+            sum[0] += weight * x.x, sum[1] += weight * x.y, sum[2] += weight * x.z, sum[3] += weight * x.w;
+        }
+        store_four(out + row * HEAD_DIM + d, sum);
+    }
+}
 
 // The query rows of one sequence and kv head.
 struct RowsOfOne {

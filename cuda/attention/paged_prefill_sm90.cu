@@ -21,15 +21,117 @@
 // overwritten.
 // Preconditions: those of paged_prefill.cu. Roofline: 4 * HEAD_DIM flop a visible (query, key) pair and
 // head; on an H200 440 / 585 / 635 TFLOP/s in bf16 at 1k / 4k / 16k, warm.
-#include "attention/attention.cuh"
+#include "attention/paged_kv.cuh"
+#include "attention/prefill_sm90.cuh"
 #include "common/mma.cuh"
-#include "attention/prefill_memory.cuh"
-#include "attention/prefill_parts.cuh"
-#include "attention/prefill_rows.cuh"
-#include "attention/prefill_tiles.cuh"
-#include "attention/prefill_work.cuh"
 #include "common/types.cuh"
 #include "common/wgmma.cuh"
+
+constexpr int STAGES = 2;
+constexpr int NUM_CONSUMERS = 3;  // warpgroups
+constexpr int WARPGROUP_ROWS = 64;
+static_assert(PADDED_ROWS == NUM_CONSUMERS * WARPGROUP_ROWS, "every row has a warpgroup");
+constexpr int TAIL_BYTES = 256;  // barriers, the piece of work and the part of it
+static_assert(SHARED_BYTES == QUERY_BYTES + 2 * STAGES * TILE_BYTES + TAIL_BYTES, "the launcher's memory is not this");
+
+// Shared memory: query rows, STAGES tiles of keys, as many of values, barriers, the piece of work, the part of it.
+struct Shared {
+    unsigned char* base;
+
+    __device__ __forceinline__ u32 queries() const { return shared_address(base); }
+    __device__ __forceinline__ u32 keys(int stage) const { return queries() + QUERY_BYTES + stage * TILE_BYTES; }
+    __device__ __forceinline__ u32 values(int stage) const { return keys(STAGES + stage); }
+    __device__ __forceinline__ u32 barrier(int i) const { return keys(2 * STAGES) + 8 * i; }
+    __device__ __forceinline__ u32 queries_full() const { return barrier(0); }
+    __device__ __forceinline__ u32 queries_empty() const { return barrier(1); }
+    __device__ __forceinline__ u32 keys_full(int stage) const { return barrier(2 + stage); }
+    __device__ __forceinline__ u32 keys_empty(int stage) const { return barrier(2 + STAGES + stage); }
+    __device__ __forceinline__ u32 values_full(int stage) const { return barrier(2 + 2 * STAGES + stage); }
+    __device__ __forceinline__ u32 values_empty(int stage) const { return barrier(2 + 3 * STAGES + stage); }
+    __device__ __forceinline__ Work* work() const {
+        return reinterpret_cast<Work*>(base + QUERY_BYTES + 2 * STAGES * TILE_BYTES + TAIL_BYTES / 2);
+    }
+    __device__ __forceinline__ Part* part() const { return reinterpret_cast<Part*>(work() + 1); }
+};
+
+// How many tiles a side has gone through since the launch: which stage is next, and the parity of its phase.
+struct Turn {
+    u32 count = 0;
+
+    __device__ __forceinline__ int stage() const { return count % STAGES; }
+    __device__ __forceinline__ u32 parity() const { return count / STAGES % 2; }
+};
+
+constexpr int MAX_PARTS = 1024;  // of a launch, and so CTAs
+
+// Parts that have left their rows, by piece. atomicInc wraps each to 0 with the last of them.
+__device__ u32 parts_left[MAX_PARTS];
+
+// Where the parts of a launch meet: sums float32[num_ctas, PADDED_ROWS, HEAD_DIM] and for each row its maximum, in
+// units of log2, and its total.
+struct Meeting {
+    float* sums;
+    float2* stats;
+
+    // This thread's two rows of a part.
+    __device__ __forceinline__ void leave(const Rows& rows, const Work& work, const Part& part, int first_row,
+                                          float scale_log2) const {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float total = sum_of_four(rows.total[h]);
+            const int row = first_row + 8 * h;
+            if (!work.holds(row)) continue;
+            const i64 at = static_cast<i64>(part.ticket) * PADDED_ROWS + row;
+            float* to = sums + at * HEAD_DIM + threadIdx.x % 4 * 2;
+#pragma unroll
+            for (int i = 0; i < HEAD_DIM / 8; ++i)
+                *reinterpret_cast<float2*>(to + 8 * i) =
+                    make_float2(rows.sum[4 * i + 2 * h], rows.sum[4 * i + 2 * h + 1]);
+            if (threadIdx.x % 4 == 0) stats[at] = make_float2(rows.maximum[h] * scale_log2, total);
+        }
+    }
+
+    // Every one of `num_threads` that left rows calls: when it returns, all parts of the piece are there to be read.
+    __device__ __forceinline__ void wait_for_others(const Part& part, int barrier, int num_threads) const {
+        __threadfence();
+        meet(barrier, num_threads);
+        if (threadIdx.x == WARPGROUP_SIZE) {  // the first of them
+            u32* counter = &parts_left[part.piece()];
+            const u32 last = part.count - 1;
+            if (atomicInc(counter, last) != last)
+                while (*static_cast<volatile u32*>(counter) != 0) __nanosleep(20);
+            __threadfence();
+        }
+        meet(barrier, num_threads);
+    }
+
+    // This part's share of the piece's rows, a row a warp.
+    __device__ __forceinline__ void combine(T* out, const Work& work, const Part& part, int warp, int num_warps,
+                                            int num_kv_heads) const {
+        const int lane = threadIdx.x % WARP_SIZE;
+        for (int row = part.index + warp * part.count; work.holds(row); row += num_warps * part.count) {
+            const auto at = [&](int index) {
+                return static_cast<i64>(part.piece() + index * part.num_pieces) * PADDED_ROWS + row;
+            };
+            float maximum = minus_infinity(), total = 0.0f, sum[HEAD_DIM / WARP_SIZE] = {};
+            for (int i = lane; i < part.count; i += WARP_SIZE) maximum = fmaxf(maximum, __ldcg(stats + at(i)).x);
+            const float base = finite_base(warp_max(maximum));
+#pragma unroll 4
+            for (int i = 0; i < part.count; ++i) {
+                const float2 stat = __ldcg(stats + at(i));
+                const float weight = exp2_approx(stat.x - base);
+                total += weight * stat.y;
+#pragma unroll
+                for (int j = 0; j < HEAD_DIM / WARP_SIZE; ++j)
+                    sum[j] += weight * __ldcg(sums + at(i) * HEAD_DIM + lane + j * WARP_SIZE);
+            }
+            const float scale = reciprocal_or_zero(total);
+            T* to = out + work.head(row, num_kv_heads) * HEAD_DIM + lane;
+#pragma unroll
+            for (int j = 0; j < HEAD_DIM / WARP_SIZE; ++j) to[j * WARP_SIZE] = from_float<T>(sum[j] * scale);
+        }
+    }
+};
 
 constexpr int THREADS = (NUM_CONSUMERS + 1) * WARPGROUP_SIZE;
 constexpr int CONSUMER_WARPS = NUM_CONSUMERS * WARPGROUP_SIZE / WARP_SIZE;

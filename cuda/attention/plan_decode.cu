@@ -15,7 +15,7 @@
 //   name one block at one place name the same blocks before it.
 //   roofline: none; a few kilobytes, it should cost a launch and a few loads. Each block of paged_decode would
 //   otherwise do the same: 66 us a layer at 512 short sequences on an H200.
-#include "attention/decode_parts.cuh"
+#include "attention/kv_split.cuh"
 
 constexpr int THREADS = 1024;
 constexpr int CLASSES = WARP_SIZE;  // of parts, by size

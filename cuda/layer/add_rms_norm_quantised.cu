@@ -4,7 +4,7 @@
 //   grid (T), block (a multiple of 32 up to 1024)
 //   reference: NumpyOps.add_rms_norm_quantised
 //   roofline: 3 T H elements and T H bytes moved; 0.8 of copy bandwidth from T = 8192 on
-#include "layer/quantised_norm.cuh"
+#include "layer/norm_row_quantised.cuh"
 
 extern "C" __global__ void __launch_bounds__(1024) add_rms_norm_quantised(const T* x, T* residual, const T* weight,
                                                                           u8* out, float* scale, int width,

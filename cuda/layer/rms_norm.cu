@@ -4,7 +4,7 @@
 //   grid (T), block (a multiple of 32 up to 1024)
 //   reference: NumpyOps.rms_norm
 //   roofline: 2 T H elements moved; 0.85 of copy bandwidth from T = 2048 on
-#include "layer/rms_row.cuh"
+#include "layer/norm_row.cuh"
 
 extern "C" __global__ void __launch_bounds__(1024)
     rms_norm(const T* x, const T* weight, T* out, int width, float eps) {

@@ -4,7 +4,7 @@
 //   grid (T), block (a multiple of 32 up to 1024)
 //   reference: NumpyOps.rms_norm_quantised
 //   roofline: T H elements read, T H bytes written; 0.6 of copy bandwidth at T = 8192
-#include "layer/quantised_norm.cuh"
+#include "layer/norm_row_quantised.cuh"
 
 extern "C" __global__ void __launch_bounds__(1024)
     rms_norm_quantised(const T* x, const T* weight, u8* out, float* scale, int width, float eps) {

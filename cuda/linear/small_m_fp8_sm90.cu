@@ -17,7 +17,7 @@
 // As small_m_sm90: a tile of out, transposed, is ROWS weight rows times COLS rows of x, by wgmma; one more warp has
 // both brought to shared memory, 128 elements of K a stage. The order in which an element is summed depends on K and
 // SPLIT alone: a row of x gives the same bits whatever rows are beside it, in every build with this SPLIT.
-#include "common/wgmma_fp8.cuh"
+#include "common/wgmma.cuh"
 
 #if QUIRE_DTYPE == 0
 #error "the transposing stores take float16 and bfloat16"

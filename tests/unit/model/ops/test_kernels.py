@@ -71,7 +71,7 @@ def test_a_cache_that_cannot_be_used_only_costs_time(tmp_path, compiled, caplog)
     assert "cannot keep" in caplog.text
 
 
-@pytest.mark.parametrize("changed", ["memory/copy_blocks.cu", "common/types.cuh", "attention/decode_parts.cuh"])
+@pytest.mark.parametrize("changed", ["memory/copy_blocks.cu", "common/types.cuh", "attention/kv_split.cuh"])
 def test_a_changed_source_or_header_is_another_kernel(tmp_path, monkeypatch, compiled, changed):
     sources = shutil.copytree(kernels.source_folder(), tmp_path / "cuda")
     monkeypatch.setattr(kernels, "source_folder", lambda: sources)
