@@ -1,24 +1,23 @@
-// Paged decode attention: one query row a sequence and head against the cached keys and values. Split-KV flash
-// decoding.
+// Paged decode attention: one query token per sequence against its cached keys and values. Split-KV flash decoding.
 //
-// q, out [S, Hq, HEAD_DIM]; kv [num_blocks, L, 2, Hkv, BLOCK_SIZE, HEAD_DIM]; block_tables int32[S, max_blocks];
-// parts Part[num_slots] and the members of groups behind them, as plan_decode makes them. Reference:
-// NumpyOps.paged_decode_attention. Grid (Hkv * SLICES, num_slots), THREADS threads, SHARED_BYTES of dynamic shared
-// memory. Each CTA takes one kv head's ROWS query rows and the part of a sequence that its slot stands for
-// (decode_parts.cuh), or those rows of all sequences of a group and a part that they have in common; slots behind the
-// last part exit at once. A sequence of one part goes straight to out. Otherwise the parts leave (sum, maximum, total)
-// in the workspace and the last to arrive combines them: no second kernel.
+// q, out [S, Hq, HEAD_DIM]; kv [num_blocks, L, 2, Hkv, BLOCK_SIZE, HEAD_DIM]; block_tables int32[S, max_blocks]; splits
+// KvSplit[num_slots], followed by the members of groups (plan_decode.cu). Reference: NumpyOps.paged_decode_attention.
+// Grid (Hkv * SLICES, num_slots), THREADS threads, SHARED_BYTES of dynamic shared memory.
 //
-// fp16, bf16: every warp streams tiles of 16 tokens of its own through its own STAGES of shared memory (cp.async
-// through the block table), with no barrier wider than a warp in the loop. Tokens are the M of the product, the packed
-// query rows its N: S^T = K Q^T, O^T = V^T P^T, so eight query rows cost one instruction and fragments of P are one
-// movmatrix away. fp32: CUDA cores, a query row a CTA (ROWS 1), for tests and small models.
+// A CTA computes ROWS query rows of one kv head for the split in its slot, or those rows of all sequences of a group
+// for a split of their common prefix. CTAs of unused slots exit. A sequence of one split is written to out. Otherwise
+// each split writes (sum, maximum, total) to the workspace, and the last CTA to arrive combines them: no second kernel.
 //
-// Preconditions: 16-byte aligned arrays; max_blocks > 0; scale > 0; window > 0; one launch at a time on a device (the
-// counters of `arrived` are shared by all); no sequence in several parts where S * gridDim.x is above MAX_PAIRS. Rows
-// with context_len <= 0 get zeros and read nothing; block ids outside the pool read as zeros. Workspace, only touched
-// by sequences of several parts: partial_sums float[num_rows, Hq, HEAD_DIM], partial_stats float2[num_rows, Hq].
-// Roofline: bytes of the visible keys and values over memory bandwidth; 0.90 of the device's copy rate from 256 MB up.
+// fp16, bf16: every warp streams tiles of 16 tokens through its own STAGES of shared memory (cp.async through the block
+// table), with no barrier wider than a warp in the loop. Tokens are the M of the products, query rows their N:
+// S^T = K Q^T, O^T = V^T P^T. Eight query rows cost one instruction, and fragments of P are one movmatrix away.
+// fp32: CUDA cores, one query row a CTA, for tests and small models.
+//
+// Preconditions: 16-byte aligned arrays; max_blocks, scale and window > 0; launches do not overlap on a device (they
+// share `num_arrived`); no sequence is split if S * gridDim.x > MAX_PAIRS. Rows with context_len <= 0 become zeros;
+// block ids outside the pool read as zeros. Workspace: partial_sums float[num_rows, Hq, HEAD_DIM], partial_stats
+// float2[num_rows, Hq].
+// Roofline: bytes of the visible keys and values over memory bandwidth; 0.90 of the device's copy rate from 256 MB.
 #include "attention/kv_split.cuh"
 #include "attention/paged_kv.cuh"
 #include "common/mma.cuh"
@@ -31,15 +30,15 @@ constexpr int TILE_BYTES = TILE * SharedTile::ROW_BYTES;
 constexpr int HALF_CHUNKS = TILE / 2 * SharedTile::CHUNKS;
 static_assert(SHARED_BYTES == WARPS * STAGES * 2 * TILE_BYTES, "the launcher's tile sizes are not these");
 
-// Query rows of this thread's fragments are 8 n + 2t and 8 n + 2t + 1: element [n][.] of each pair below.
+// A warp's softmax state. Element [n][j] belongs to query row 8 n + 2 t + j, t = lane % 4.
 template <int Q_TILES>
 struct WarpState {
     float sum[Q_TILES][STEPS][4];
     float maximum[Q_TILES][2];
-    float total[Q_TILES][2];  // of this thread's own tokens
+    float total[Q_TILES][2];  // over this thread's tokens
 };
 
-// The ids of the two blocks that hold a tile's two halves of 8 tokens (the same unless blocks are that small).
+// The block ids of a tile's two halves of 8 tokens; the same unless BLOCK_SIZE is 8.
 __device__ __forceinline__ int2 blocks_of_tile(const PagedHead& head, int tile) {
     const int block = tile * TILE / BLOCK_SIZE;
     if (BLOCK_SIZE >= TILE) {
@@ -74,7 +73,7 @@ template <int Q_TILES>
 __device__ __forceinline__ void score_tile(float (&score)[Q_TILES][4], const u32 (&q)[Q_TILES][STEPS][2], u32 key_tile,
                                            int low, int high, float scale_log2) {
     const int lane = threadIdx.x % WARP_SIZE, g = lane / 4;
-    float chain[2][Q_TILES][4] = {};  // two sums, so that one product need not wait for the one before
+    float chain[2][Q_TILES][4] = {};  // two independent chains of products
     const u32 from = key_tile + SharedTile::offset(lane % 16, lane / 16);
 #pragma unroll
     for (int k = 0; k < STEPS; ++k) {
@@ -83,16 +82,16 @@ __device__ __forceinline__ void score_tile(float (&score)[Q_TILES][4], const u32
 #pragma unroll
         for (int n = 0; n < Q_TILES; ++n) mma_16x8x16(chain[k % 2][n], keys, q[n][k][0], q[n][k][1]);
     }
-    const bool seen[2] = {g >= low && g < high, g + 8 >= low && g + 8 < high};
+    const bool visible[2] = {g >= low && g < high, g + 8 >= low && g + 8 < high};
 #pragma unroll
     for (int n = 0; n < Q_TILES; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            score[n][i] = seen[i / 2] ? (chain[0][n][i] + chain[1][n][i]) * scale_log2 : minus_infinity();
+            score[n][i] = visible[i / 2] ? (chain[0][n][i] + chain[1][n][i]) * scale_log2 : minus_infinity();
     }
 }
 
-// Turns the scores of one 8-row slice into fragments of P^T and rescales what `state` holds to the new maximum.
+// Turns the scores of 8 query rows into fragments of P^T and rescales the state to the new maximum.
 template <int Q_TILES>
 __device__ __forceinline__ void weigh_tile(WarpState<Q_TILES>& state, int n, float (&score)[4], u32 (&weights)[2]) {
     float correction[2];
@@ -120,8 +119,8 @@ __device__ __forceinline__ void weigh_tile(WarpState<Q_TILES>& state, int n, flo
 }
 
 template <int Q_TILES>
-__device__ __forceinline__ void attend_tile(WarpState<Q_TILES>& state, const u32 (&q)[Q_TILES][STEPS][2], u32 key_tile, int low,
-                                            int high, float scale_log2) {
+__device__ __forceinline__ void attend_tile(WarpState<Q_TILES>& state, const u32 (&q)[Q_TILES][STEPS][2], u32 key_tile,
+                                            int low, int high, float scale_log2) {
     const int lane = threadIdx.x % WARP_SIZE;
     float score[Q_TILES][4];
     score_tile(score, q, key_tile, low, high, scale_log2);
@@ -157,23 +156,23 @@ __device__ __forceinline__ void load_queries(u32 (&fragments)[Q_TILES][STEPS][2]
 #endif
 
 constexpr int THREADS = WARPS * WARP_SIZE;
-constexpr int ROWS = QUIRE_DTYPE == 0 ? 1 : at_most(GROUP, 16);  // query rows of a CTA, all of one kv head
+constexpr int ROWS = QUIRE_DTYPE == 0 ? 1 : at_most(GROUP, 16);  // query rows of a CTA, of one kv head
 constexpr int SLICES = ceil_div(GROUP, ROWS);                    // CTAs that share a kv head
-constexpr int GROUP_ROWS = MEMBERS * ROWS;                       // of a CTA that reads for a group of sequences
-constexpr int SUM_STRIDE = HEAD_DIM + 4;                         // floats; the 4 spread the rows over the banks
-constexpr int MAX_PAIRS = 1 << 14;                               // of sequence and blockIdx.x, that may be split
+constexpr int GROUP_ROWS = MEMBERS * ROWS;                       // query rows of a CTA with a group's split
+constexpr int SUM_STRIDE = HEAD_DIM + 4;                         // floats; the 4 avoid bank conflicts
+constexpr int MAX_PAIRS = 1 << 14;                               // (sequence, blockIdx.x) that may be split
 
-// Parts that have left their result, by sequence and blockIdx.x. atomicInc wraps each to 0 for the next launch.
-__device__ u32 arrived[MAX_PAIRS];
+// Splits whose result is written, by (sequence, blockIdx.x). atomicInc wraps each to 0 for the next launch.
+__device__ u32 num_arrived[MAX_PAIRS];
 
-// What the warps of a CTA leave for each other at the end, over the memory of the tiles.
+// The partial results of a CTA's warps, in the memory of the tiles.
 template <int NUM_ROWS>
 struct Results {
     float sum[WARPS][NUM_ROWS][SUM_STRIDE];
     float2 stats[WARPS][NUM_ROWS];  // running maximum, total
 };
 static_assert(SHARED_BYTES >= sizeof(Results<QUIRE_DTYPE == 0 ? ROWS : GROUP_ROWS>), "the warps' results must fit");
-static_assert(SHARED_BYTES >= ROWS * 2 * MAX_SPLITS * sizeof(float), "the weights of the parts must fit");
+static_assert(SHARED_BYTES >= ROWS * 2 * MAX_SPLITS * sizeof(float), "the weights of the splits must fit");
 
 // Four consecutive elements, rounded to T.
 __device__ __forceinline__ void store_four(T* to, const float (&x)[4]) {
@@ -183,12 +182,13 @@ __device__ __forceinline__ void store_four(T* to, const float (&x)[4]) {
     *reinterpret_cast<Four*>(to) = four;
 }
 
-// Adds the warps' results and gives each row that `place.holds` to it, four dimensions at a time.
-template <int NUM_ROWS, typename Place>
-__device__ __forceinline__ void merge_warps(const Results<NUM_ROWS>& results, const Place& place) {
+// Adds the warps' results, weighting each by 2^(its maximum - the largest), and stores the rows that
+// `destination.holds`, four dimensions at a time.
+template <int NUM_ROWS, typename Destination>
+__device__ __forceinline__ void merge_warps(const Results<NUM_ROWS>& results, const Destination& destination) {
     for (int i = threadIdx.x; i < NUM_ROWS * (HEAD_DIM / 4); i += THREADS) {
         const int row = i / (HEAD_DIM / 4), d = i % (HEAD_DIM / 4) * 4;
-        if (!place.holds(row)) continue;
+        if (!destination.holds(row)) continue;
         float maximum = minus_infinity(), total = 0.0f, sum[4] = {};
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) maximum = fmaxf(maximum, results.stats[w][row].x);
@@ -199,17 +199,17 @@ __device__ __forceinline__ void merge_warps(const Results<NUM_ROWS>& results, co
 #pragma unroll
             for (int j = 0; j < 4; ++j) sum[j] += weight * results.sum[w][row][d + j];
         }
-        place.take(row, d, sum, maximum, total);
+        destination.store(row, d, sum, maximum, total);
     }
 }
 
-// A whole row: it goes straight to the output.
-struct InOutput {
+// Rows of a sequence of one split: normalised and written to out.
+struct OutputRows {
     T* out;
     int num_rows;
 
     __device__ __forceinline__ bool holds(int row) const { return row < num_rows; }
-    __device__ __forceinline__ void take(int row, int d, float (&sum)[4], float, float total) const {
+    __device__ __forceinline__ void store(int row, int d, float (&sum)[4], float, float total) const {
         const float scale = reciprocal_or_zero(total);
 #pragma unroll
         for (int j = 0; j < 4; ++j) sum[j] *= scale;
@@ -217,61 +217,62 @@ struct InOutput {
     }
 };
 
-// One part of a row: it waits in the workspace for the others.
-struct InWorkspace {
+// Rows of one split of several: written to the workspace.
+struct WorkspaceRows {
     float* sums;
     float2* stats;
     int num_rows;
 
     __device__ __forceinline__ bool holds(int row) const { return row < num_rows; }
-    __device__ __forceinline__ void take(int row, int d, const float (&sum)[4], float maximum, float total) const {
-        leave(row, d, sum, maximum, total);
+    __device__ __forceinline__ void store(int row, int d, const float (&sum)[4], float maximum, float total) const {
+        store_partial(row, d, sum, maximum, total);
     }
-    __device__ __forceinline__ void leave(i64 row, int d, const float (&sum)[4], float maximum, float total) const {
+    __device__ __forceinline__ void store_partial(i64 row, int d, const float (&sum)[4], float maximum,
+                                                  float total) const {
         *reinterpret_cast<float4*>(sums + row * HEAD_DIM + d) = make_float4(sum[0], sum[1], sum[2], sum[3]);
         if (d == 0) stats[row] = make_float2(maximum, total);
     }
 };
 
-// True in every thread of the CTA that is the last of `count` to come here for this pair; it sees what they wrote.
+// True in every thread of the CTA that arrives last of `count` at this pair; it then sees what the others wrote.
 __device__ __forceinline__ bool is_last_to_arrive(int pair, int count) {
     __threadfence();
     __syncthreads();
-    const bool is_last = __syncthreads_or(threadIdx.x == 0 && atomicInc(&arrived[pair], count - 1) == count - 1);
+    const bool is_last = __syncthreads_or(threadIdx.x == 0 && atomicInc(&num_arrived[pair], count - 1) == count - 1);
     __threadfence();
     return is_last;
 }
 
-// The same for the members of a group: true in thread m where this CTA is the last to come here for member m. Every
-// thread of the CTA calls; once they have met again, all of them see what the others wrote.
-__device__ __forceinline__ bool completes_member(const Member* members, int num_members) {
+// The same for a group: true in thread m if this CTA arrives last at member m. Every thread of the CTA calls; after the
+// next __syncthreads all of them see what the others wrote.
+__device__ __forceinline__ bool completes_member(const PrefixGroupMember* members, int num_members) {
     __threadfence();
     __syncthreads();
     bool is_last = false;
     if (threadIdx.x < num_members) {
-        const Member member = members[threadIdx.x];
-        u32* counter = &arrived[member.sequence * gridDim.x + blockIdx.x];
+        const PrefixGroupMember member = members[threadIdx.x];
+        u32* counter = &num_arrived[member.sequence * gridDim.x + blockIdx.x];
         is_last = atomicInc(counter, member.count - 1) == member.count - 1;
     }
     __threadfence();
     return is_last;
 }
 
-// out = the parts of each row, weighted by their shares of the softmax; from a part to the next are `stride` rows of
-// the workspace. `weights` is shared float[ROWS][count].
-__device__ __forceinline__ void combine_parts(const float* sums, const float2* stats, int num_rows, int count,
+// out = the splits of each row, weighted by their shares of the softmax. Splits are `stride` workspace rows apart;
+// `weights` is shared float[ROWS][count].
+__device__ __forceinline__ void combine_splits(const float* sums, const float2* stats, int num_rows, int count,
                                               int stride, float* weights, T* out) {
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
     for (int row = warp; row < num_rows; row += WARPS) {
-        const float2* parts = stats + row;
+        const float2* splits = stats + row;
         float maximum = minus_infinity(), total = 0.0f;
-        for (int i = lane; i < count; i += WARP_SIZE) maximum = fmaxf(maximum, __ldcg(parts + i * stride).x);
+        for (int i = lane; i < count; i += WARP_SIZE) maximum = fmaxf(maximum, __ldcg(splits + i * stride).x);
         const float base = finite_base(warp_max(maximum));
         for (int i = lane; i < count; i += WARP_SIZE) {
-            const float2 part = __ldcg(parts + i * stride);
-            const float weight = exp2_approx(part.x - base);
+            const float2 split = __ldcg(splits + i * stride);
+            const float weight = exp2_approx(split.x - base);
             weights[row * count + i] = weight;
-            total += weight * part.y;
+            total += weight * split.y;
         }
         const float scale = reciprocal_or_zero(warp_sum(total));
         for (int i = lane; i < count; i += WARP_SIZE) weights[row * count + i] *= scale;
@@ -282,9 +283,10 @@ __device__ __forceinline__ void combine_parts(const float* sums, const float2* s
         const float* from = sums + row * HEAD_DIM + d;
         float sum[4] = {};
 #pragma unroll 8
-        for (int part = 0; part < count; ++part) {
-            const float weight = weights[row * count + part];
-            const float4 x = __ldcg(reinterpret_cast<const float4*>(from + static_cast<i64>(part) * stride * HEAD_DIM));
+        for (int split = 0; split < count; ++split) {
+            const float weight = weights[row * count + split];
+            const float4 x =
+                __ldcg(reinterpret_cast<const float4*>(from + static_cast<i64>(split) * stride * HEAD_DIM));
             sum[0] += weight * x.x, sum[1] += weight * x.y, sum[2] += weight * x.z, sum[3] += weight * x.w;
         }
         store_four(out + row * HEAD_DIM + d, sum);
@@ -292,38 +294,38 @@ __device__ __forceinline__ void combine_parts(const float* sums, const float2* s
 }
 
 // The query rows of one sequence and kv head.
-struct RowsOfOne {
+struct SequenceRows {
     const T* q;
     int num_rows;
 
     __device__ __forceinline__ const T* at(int row) const { return row < num_rows ? q + row * HEAD_DIM : nullptr; }
 };
 
-// Those of a group, ROWS a member, and where their results go. `q` and the workspace are those of sequence 0 and row 0.
-struct RowsOfGroup {
+// The query rows of a group, ROWS a member, and their destination. `q` and `workspace` point to sequence 0 and row 0.
+struct GroupRows {
     const T* q;
-    InWorkspace workspace;
-    const Member* members;
-    int num_members, num_rows, num_heads, part_row;
+    WorkspaceRows workspace;
+    const PrefixGroupMember* members;
+    int num_members, num_rows, num_heads, split_row;
 
     __device__ __forceinline__ bool holds(int row) const { return row / ROWS < num_members && row % ROWS < num_rows; }
     __device__ __forceinline__ const T* at(int row) const {
         if (!holds(row)) return nullptr;
         return q + (static_cast<i64>(members[row / ROWS].sequence) * num_heads + row % ROWS) * HEAD_DIM;
     }
-    __device__ __forceinline__ void take(int row, int d, const float (&sum)[4], float maximum, float total) const {
-        const i64 at = static_cast<i64>(members[row / ROWS].first_row + part_row) * num_heads + row % ROWS;
-        workspace.leave(at, d, sum, maximum, total);
+    __device__ __forceinline__ void store(int row, int d, const float (&sum)[4], float maximum, float total) const {
+        const i64 at = static_cast<i64>(members[row / ROWS].first_row + split_row) * num_heads + row % ROWS;
+        workspace.store_partial(at, d, sum, maximum, total);
     }
 };
 
 #if QUIRE_DTYPE == 0
 
-__device__ __forceinline__ void attend(const T* q, const PagedHead& head, const Part& part, float scale_log2,
+__device__ __forceinline__ void attend(const T* q, const PagedHead& head, const KvSplit& split, float scale_log2,
                                        Results<ROWS>& results) {
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
     RowState state;
-    attend_row(state, q, head, max(part.first, part.begin) + warp * WARP_SIZE, part.end, THREADS, scale_log2);
+    attend_row(state, q, head, max(split.first, split.begin) + warp * WARP_SIZE, split.end, THREADS, scale_log2);
 #pragma unroll
     for (int i = 0; i < RowState::DIMS; ++i) {
         const int d = lane + i * WARP_SIZE;
@@ -334,9 +336,9 @@ __device__ __forceinline__ void attend(const T* q, const PagedHead& head, const 
 
 #else
 
-// Leaves a warp's state in `results`, whose memory no warp may still read tiles from.
+// Writes a warp's state to `results`. No warp may still read tiles from that memory.
 template <int Q_TILES, int NUM_ROWS>
-__device__ __forceinline__ void leave_state(const WarpState<Q_TILES>& state, Results<NUM_ROWS>& results) {
+__device__ __forceinline__ void store_state(const WarpState<Q_TILES>& state, Results<NUM_ROWS>& results) {
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
 #pragma unroll
     for (int n = 0; n < Q_TILES; ++n) {
@@ -358,13 +360,13 @@ __device__ __forceinline__ void leave_state(const WarpState<Q_TILES>& state, Res
 }
 
 template <int NUM_ROWS, typename Rows>
-__device__ __forceinline__ void attend(const Rows& rows, const PagedHead& head, const Part& part, float scale_log2,
+__device__ __forceinline__ void attend(const Rows& rows, const PagedHead& head, const KvSplit& split, float scale_log2,
                                        Results<NUM_ROWS>& results, unsigned char* tiles) {
     constexpr int Q_TILES = ceil_div(NUM_ROWS, 8);
     const int warp = threadIdx.x / WARP_SIZE;
-    const int num_tiles = ceil_div(part.end, TILE);
+    const int num_tiles = ceil_div(split.end, TILE);
     const u32 ring = shared_address(tiles) + warp * (STAGES * 2 * TILE_BYTES);
-    int tile = part.begin / TILE + warp;
+    int tile = split.begin / TILE + warp;
     int2 ids[STAGES];
 #pragma unroll
     for (int i = 0; i < STAGES; ++i) ids[i] = blocks_of_tile(head, tile + i * WARPS);
@@ -372,7 +374,7 @@ __device__ __forceinline__ void attend(const Rows& rows, const PagedHead& head, 
 #pragma unroll
     for (int i = 0; i < STAGES; ++i) {
         const int ahead = tile + i * WARPS;
-        if (ahead < num_tiles) copy_tile(ring + i * 2 * TILE_BYTES, head, ids[i], ahead, part.first, part.end);
+        if (ahead < num_tiles) copy_tile(ring + i * 2 * TILE_BYTES, head, ids[i], ahead, split.first, split.end);
         commit_copies();
     }
     u32 fragments[Q_TILES][STEPS][2];
@@ -385,37 +387,36 @@ __device__ __forceinline__ void attend(const Rows& rows, const PagedHead& head, 
         const u32 at = ring + stage * 2 * TILE_BYTES;
         wait_for_copies<STAGES - 1>();
         __syncwarp();
-        attend_tile(state, fragments, at, part.first - tile * TILE, part.end - tile * TILE, scale_log2);
+        attend_tile(state, fragments, at, split.first - tile * TILE, split.end - tile * TILE, scale_log2);
         __syncwarp();
         const int ahead = tile + STAGES * WARPS;
-        if (ahead < num_tiles) copy_tile(at, head, next_ids, ahead, part.first, part.end);
+        if (ahead < num_tiles) copy_tile(at, head, next_ids, ahead, split.first, split.end);
         commit_copies();
-        next_ids = blocks_of_tile(head, ahead + WARPS);  // a step early: the copy must not wait for it
+        next_ids = blocks_of_tile(head, ahead + WARPS);  // a step ahead, so that the copy does not wait for the ids
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
     wait_for_copies<0>();
     __syncthreads();
-    leave_state(state, results);
+    store_state(state, results);
 }
 
 #endif
 
-// The results of a group's rows for one part that its members have in common go to the workspace; `shared` is all
-// dynamic shared memory.
-__device__ __forceinline__ void attend_group(const RowsOfGroup& rows, const PagedHead& head, const Part& part,
+// Writes the partial results of a group's rows for one split of its prefix. `shared` is all dynamic shared memory.
+__device__ __forceinline__ void attend_group(const GroupRows& rows, const PagedHead& head, const KvSplit& split,
                                              float scale_log2, unsigned char* shared) {
 #if QUIRE_DTYPE == 0
     Results<ROWS>& results = *reinterpret_cast<Results<ROWS>*>(shared);
-    for (int m = 0; m < part.num_members; ++m) {
-        attend(rows.at(m * ROWS), head, part, scale_log2, results);
+    for (int m = 0; m < split.num_members; ++m) {
+        attend(rows.at(m * ROWS), head, split, scale_log2, results);
         __syncthreads();
-        const i64 row = static_cast<i64>(rows.members[m].first_row + rows.part_row) * rows.num_heads;
-        merge_warps(results, InWorkspace{rows.workspace.sums + row * HEAD_DIM, rows.workspace.stats + row, ROWS});
+        const i64 row = static_cast<i64>(rows.members[m].first_row + rows.split_row) * rows.num_heads;
+        merge_warps(results, WorkspaceRows{rows.workspace.sums + row * HEAD_DIM, rows.workspace.stats + row, ROWS});
         __syncthreads();
     }
 #else
     Results<GROUP_ROWS>& results = *reinterpret_cast<Results<GROUP_ROWS>*>(shared);
-    attend(rows, head, part, scale_log2, results, shared);
+    attend(rows, head, split, scale_log2, results, shared);
     __syncthreads();
     merge_warps(results, rows);
 #endif
@@ -423,60 +424,61 @@ __device__ __forceinline__ void attend_group(const RowsOfGroup& rows, const Page
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 paged_decode(T* __restrict__ out, const T* __restrict__ q, const T* __restrict__ kv,
-                       const int* __restrict__ block_tables, const Part* __restrict__ parts, float* partial_sums,
+                       const int* __restrict__ block_tables, const KvSplit* __restrict__ splits, float* partial_sums,
                        float2* partial_stats, int num_sequences, int num_blocks, int num_layers, int layer,
                        int max_blocks, float scale_log2) {
     extern __shared__ __align__(1024) unsigned char shared[];
     start_next_kernel();
     wait_for_previous_kernel();
     const int num_kv_heads = gridDim.x / SLICES, num_slots = gridDim.y;
-    const Part part = parts[blockIdx.y];
-    if (part.sequence >= num_sequences) return;
+    const KvSplit split = splits[blockIdx.y];
+    if (split.sequence >= num_sequences) return;
     const int kv_head = blockIdx.x / SLICES, first_row = blockIdx.x % SLICES * ROWS;
     const int num_rows = min(ROWS, GROUP - first_row), num_heads = num_kv_heads * GROUP;
     const int head_row = kv_head * GROUP + first_row;
-    const PagedHead head(kv, block_tables + static_cast<i64>(part.sequence) * max_blocks, num_blocks, max_blocks,
+    const PagedHead head(kv, block_tables + static_cast<i64>(split.sequence) * max_blocks, num_blocks, max_blocks,
                          num_layers, layer, num_kv_heads, kv_head);
-    const InWorkspace workspace{partial_sums + head_row * HEAD_DIM, partial_stats + head_row, num_rows};
+    const WorkspaceRows workspace{partial_sums + head_row * HEAD_DIM, partial_stats + head_row, num_rows};
     out += head_row * HEAD_DIM;
     q += head_row * HEAD_DIM;
     const auto combine = [&](int sequence, int first, int count) {
         const i64 row = static_cast<i64>(first) * num_heads;
-        combine_parts(workspace.sums + row * HEAD_DIM, workspace.stats + row, num_rows, count, num_heads,
+        combine_splits(workspace.sums + row * HEAD_DIM, workspace.stats + row, num_rows, count, num_heads,
                       reinterpret_cast<float*>(shared), out + static_cast<i64>(sequence) * num_heads * HEAD_DIM);
     };
 
-    if (part.num_members > 0) {
-        const Member* members = reinterpret_cast<const Member*>(parts + num_slots) + part.first_row;
-        const RowsOfGroup rows{q, workspace, members, part.num_members, num_rows, num_heads, part.row};
-        attend_group(rows, head, part, scale_log2, shared);
-        const bool completes_mine = completes_member(members, part.num_members);
-        for (int m = 0; m < part.num_members; ++m) {  // meeting, so that weights do not take the place of used ones
-            if (__syncthreads_or(completes_mine && threadIdx.x == m))
+    if (split.num_members > 0) {
+        const PrefixGroupMember* members =
+            reinterpret_cast<const PrefixGroupMember*>(splits + num_slots) + split.first_row;
+        const GroupRows rows{q, workspace, members, split.num_members, num_rows, num_heads, split.row};
+        attend_group(rows, head, split, scale_log2, shared);
+        const bool is_last = completes_member(members, split.num_members);
+        for (int m = 0; m < split.num_members; ++m) {  // the barrier protects the previous member's weights
+            if (__syncthreads_or(is_last && threadIdx.x == m))
                 combine(members[m].sequence, members[m].first_row, members[m].count);
         }
         return;
     }
-    const i64 row = static_cast<i64>(part.sequence) * num_heads;
-    const InOutput output{out + row * HEAD_DIM, num_rows};
-    if (part.end <= part.begin) {
+    const i64 row = static_cast<i64>(split.sequence) * num_heads;
+    const OutputRows output{out + row * HEAD_DIM, num_rows};
+    if (split.end <= split.begin) {
         const float zeros[4] = {};
         for (int i = threadIdx.x; i < num_rows * (HEAD_DIM / 4); i += THREADS) store_four(output.out + i * 4, zeros);
         return;
     }
     Results<ROWS>& results = *reinterpret_cast<Results<ROWS>*>(shared);
 #if QUIRE_DTYPE == 0
-    attend(q + row * HEAD_DIM, head, part, scale_log2, results);
+    attend(q + row * HEAD_DIM, head, split, scale_log2, results);
 #else
-    attend(RowsOfOne{q + row * HEAD_DIM, num_rows}, head, part, scale_log2, results, shared);
+    attend(SequenceRows{q + row * HEAD_DIM, num_rows}, head, split, scale_log2, results, shared);
 #endif
     __syncthreads();
-    if (part.count == 1) {
+    if (split.count == 1) {
         merge_warps(results, output);
         return;
     }
-    const i64 mine = static_cast<i64>(part.row) * num_heads;
-    merge_warps(results, InWorkspace{workspace.sums + mine * HEAD_DIM, workspace.stats + mine, num_rows});
-    if (is_last_to_arrive(part.sequence * gridDim.x + blockIdx.x, part.count))
-        combine(part.sequence, part.first_row, part.count);
+    const i64 own_row = static_cast<i64>(split.row) * num_heads;
+    merge_warps(results, WorkspaceRows{workspace.sums + own_row * HEAD_DIM, workspace.stats + own_row, num_rows});
+    if (is_last_to_arrive(split.sequence * gridDim.x + blockIdx.x, split.count))
+        combine(split.sequence, split.first_row, split.count);
 }

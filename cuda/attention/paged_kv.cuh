@@ -1,8 +1,8 @@
-// What decode and prefill attention share: the way through the block table, tiles in shared memory, and the path of
-// fp32, where a warp folds keys into one query row on the CUDA cores.
+// Shared by decode and prefill attention: the walk through the block table, tiles in shared memory, and the float32
+// path, where a warp folds keys into one query row on the CUDA cores.
 //
-// A build defines HEAD_DIM (a multiple of 16, at most 256), BLOCK_SIZE (a power of two from 8 up) and GROUP, the query
-// heads of one kv head. Scores are kept in units of log2, so that a weight is one exp2.
+// A build defines HEAD_DIM (a multiple of 16, at most 256), BLOCK_SIZE (a power of two, at least 8) and GROUP, the
+// query heads of one kv head. Scores are kept in units of log2, so that a weight is one exp2.
 #pragma once
 
 #include "common/mma.cuh"
@@ -14,8 +14,8 @@ static_assert(BLOCK_SIZE >= 8 && (BLOCK_SIZE & (BLOCK_SIZE - 1)) == 0, "block_si
 constexpr __host__ __device__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 constexpr __host__ __device__ int at_most(int a, int b) { return a < b ? a : b; }
 
-// Keys and values of one layer and kv head of kv [num_blocks, L, 2, Hkv, BLOCK_SIZE, HEAD_DIM], as one sequence sees them.
-// A block id outside the pool is never followed: its tokens read as zeros.
+// The keys and values of one sequence, layer and kv head in kv [num_blocks, L, 2, Hkv, BLOCK_SIZE, HEAD_DIM]. Tokens of
+// a block id outside the pool read as zeros.
 struct PagedHead {
     const T* keys;      // token 0 of block 0
     u32 block_stride;   // elements from a block to the next
@@ -36,15 +36,15 @@ struct PagedHead {
         return static_cast<u32>(block_id) < static_cast<u32>(num_blocks);
     }
 
-    // The table's entry for a block of the sequence; its last one for a block behind its end.
+    // The table's entry for a block of the sequence; the last entry for a block past the end.
     __device__ __forceinline__ const int* entry(int block) const { return table + min(block, max_blocks - 1); }
 
-    // Key `offset` of a block; a pointer that is never followed for an id outside the pool.
+    // Key `offset` of a block. Not to be dereferenced for an id outside the pool.
     __device__ __forceinline__ const T* key_at(int block_id, int offset) const {
         return keys + static_cast<u64>(holds(block_id) ? block_id : 0) * block_stride + offset * HEAD_DIM;
     }
 
-    // Tokens of a context that the table can name at all.
+    // A context's tokens, at most as many as the table holds.
     __device__ __forceinline__ int clamped(int context_len) const {
         return max(0, min(context_len, max_blocks * BLOCK_SIZE));
     }
@@ -52,10 +52,10 @@ struct PagedHead {
 
 __device__ __forceinline__ float minus_infinity() { return -positive_infinity(); }
 
-// What scores are measured against: the running maximum, or 0 while no key was visible (so that no inf - inf arises).
+// The base of the exponents: the running maximum, or 0 while no key was visible (avoids inf - inf).
 __device__ __forceinline__ float finite_base(float maximum) { return maximum == minus_infinity() ? 0.0f : maximum; }
 
-// 1 / total, 0 for a row that saw nothing; a NaN stays one.
+// 1 / total; 0 for a row without visible keys; NaN stays NaN.
 __device__ __forceinline__ float reciprocal_or_zero(float total) {
     return total == 0.0f ? 0.0f : __fdividef(1.0f, total);
 }
@@ -74,7 +74,7 @@ struct SharedTile {
         return row * ROW_BYTES + 16 * (SWIZZLED ? chunk ^ (row & 7) : chunk);
     }
 
-    // The address `pairs` pairs of chunks to the right of an address in the tile that lies in its first pair.
+    // The address `pairs` pairs of chunks to the right of an address in the first pair.
     __device__ __forceinline__ static u32 right_of(u32 address, int pairs) {
         return SWIZZLED ? address ^ (32 * pairs) : address + 32 * pairs;
     }

@@ -1,33 +1,34 @@
-// Paged varlen prefill attention: causal attention of chunks of several sequences against the cache, which already
+// Paged varlen prefill attention: causal attention of the chunks of several sequences against the cache, which already
 // holds the chunks' own keys. Flash attention with mma.sync, for every architecture from sm_80.
 //
 // q, out [T, Hq, HEAD_DIM]; kv [num_blocks, L, 2, Hkv, BLOCK_SIZE, HEAD_DIM]; block_tables int32[S, max_blocks];
-// context_lens int32[S]; query_start int32[S + 1]. Reference: NumpyOps.paged_prefill_attention. Grid (Hkv, S, num_tiles),
-// with num_tiles = ceil(max_query_len * GROUP / ROWS); THREADS threads; SHARED_BYTES of dynamic shared memory.
+// context_lens int32[S]; query_start int32[S + 1]. Reference: NumpyOps.paged_prefill_attention. Grid (Hkv, S,
+// num_tiles) with num_tiles = ceil(max_query_len * GROUP / ROWS); THREADS threads; SHARED_BYTES of dynamic shared
+// memory.
 //
-// A CTA takes ROWS query rows of one kv head: row r is query head r % GROUP of the chunk's token r / GROUP, so heads
-// of a group share the keys, short chunks fill the tile, and the ragged edge of the causal triangle is GROUP times
-// thinner. blockIdx.z counts tiles from a chunk's end: the longest first, over all sequences. Keys go by tiles of KEYS
-// tokens, fetched a tile ahead (cp.async through the block table, whose ids are fetched two tiles ahead) into two
-// stages. fp16, bf16: a warp has 16 * ROW_TILES rows; two row tiles halve what it reads from shared memory for each
-// product. fp32: CUDA cores, a warp a row, for tests and small models.
+// A CTA computes ROWS query rows of one kv head: row r is query head r % GROUP of the chunk's token r / GROUP, so that
+// the heads of a group share the keys and short chunks fill the tile. blockIdx.z counts tiles from a chunk's end: the
+// longest first, over all sequences. Key tiles of KEYS tokens are fetched one tile ahead (cp.async; block ids two tiles
+// ahead) into two stages. fp16, bf16: a warp has 16 * ROW_TILES rows; two row tiles halve its shared memory reads per
+// product.
+// fp32: CUDA cores, a warp a row, for tests and small models. A build also defines WARPS.
 //
-// Preconditions: 16-byte aligned arrays; max_blocks > 0; scale > 0; window > 0; max_query_len at least the longest
-// chunk. Rows that see no key get zeros; block ids outside the pool read as zeros. Roofline: 4 * HEAD_DIM flop a
-// visible (query, key) pair and head; on an H200 at least 300 TFLOP/s in bf16 at 4k.
+// Preconditions: 16-byte aligned arrays; max_blocks, scale and window > 0; max_query_len >= the longest chunk. Rows
+// without visible keys become zeros; block ids outside the pool read as zeros.
+// Roofline: 4 * HEAD_DIM flop a visible (query, key) pair and head; on an H200 at least 300 TFLOP/s in bf16 at 4k.
 #include "attention/paged_kv.cuh"
 #include "common/mma.cuh"
 #include "common/types.cuh"
 
-// One CTA's share of a chunk.
+// The rows of a chunk that one CTA computes.
 struct Chunk {
-    int start, num_rows;  // first token of the chunk in q and out; tokens * GROUP
+    int start, num_rows;  // the chunk's first token in q and out; its tokens * GROUP
     int first_position;   // of the chunk's first token in its sequence
     int first_row;        // of this CTA
 
     __device__ __forceinline__ int position(int row) const { return first_position + row / GROUP; }
 
-    // Where a row of this kv head begins in q and out, in elements.
+    // The offset of a row of this kv head in q and out, in elements.
     __device__ __forceinline__ i64 element(int row, int kv_head, int num_kv_heads) const {
         const i64 token = start + row / GROUP;
         return ((token * num_kv_heads + kv_head) * GROUP + row % GROUP) * HEAD_DIM;
@@ -40,11 +41,11 @@ constexpr int WARP_ROWS = 16 * ROW_TILES;
 constexpr int STEPS = HEAD_DIM / 16;
 constexpr int KEY_STEPS = KEYS / 16;
 
-// Rows of this thread's fragments, in units of 8: half h of row tile r is row 16 r + 8 h + lane / 4 of the warp.
+// A warp's softmax state. Half h of row tile r is row 16 r + 8 h + lane / 4 of the warp.
 struct WarpState {
     float sum[ROW_TILES][2 * STEPS][4];
     float maximum[ROW_TILES][2];  // of the raw scores
-    float total[ROW_TILES][2];    // of this thread's own keys
+    float total[ROW_TILES][2];    // over this thread's keys
 };
 
 // score = Q K^T of this warp's rows and one tile of keys.
@@ -72,7 +73,7 @@ __device__ __forceinline__ void score_tile(float (&score)[ROW_TILES][2 * KEY_STE
     }
 }
 
-// Minus infinity for the keys that a row does not see.
+// Minus infinity for masked keys.
 __device__ __forceinline__ void mask_tile(float (&score)[ROW_TILES][2 * KEY_STEPS][4], const Chunk& chunk, int warp_row,
                                           int first_key, int window) {
     const int lane = threadIdx.x % WARP_SIZE;
@@ -85,15 +86,15 @@ __device__ __forceinline__ void mask_tile(float (&score)[ROW_TILES][2 * KEY_STEP
             for (int n = 0; n < 2 * KEY_STEPS; ++n) {
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
-                    const int behind = last - (n * 8 + j);  // how far the key lies behind the query
-                    if (behind < 0 || behind >= window) score[r][n][2 * h + j] = minus_infinity();
+                    const int distance = last - (n * 8 + j);  // tokens from the key to the query
+                    if (distance < 0 || distance >= window) score[r][n][2 * h + j] = minus_infinity();
                 }
             }
         }
     }
 }
 
-// Turns scores into weights 2^((score - maximum) * scale_log2) and rescales what `state` holds to the new maximum.
+// Turns scores into weights 2^((score - maximum) * scale_log2) and rescales the state to the new maximum.
 __device__ __forceinline__ void weigh_tile(WarpState& state, float (&score)[ROW_TILES][2 * KEY_STEPS][4],
                                            float scale_log2) {
 #pragma unroll
@@ -122,7 +123,7 @@ __device__ __forceinline__ void weigh_tile(WarpState& state, float (&score)[ROW_
             }
             state.total[r][h] = fmaf(state.total[r][h], correction[h], total);
         }
-        // Most tiles bring no new maximum to any row of the warp.
+        // Most tiles bring no new maximum to the warp.
         if (!__any_sync(FULL_WARP, correction[0] != 1.0f || correction[1] != 1.0f)) continue;
 #pragma unroll
         for (int n = 0; n < 2 * STEPS; ++n) {
@@ -256,7 +257,7 @@ __device__ __forceinline__ void copy_tile(u32 key_tile, const int* ids, const Pa
     }
 }
 
-// Through the warp's own query rows, which nobody reads any more, so that lanes store 16 bytes side by side.
+// Through the memory of the warp's query rows, so that lanes store 16 adjacent bytes.
 __device__ __forceinline__ void store_rows(const WarpState& state, unsigned char* queries, T* out, const Chunk& chunk,
                                            int kv_head, int num_kv_heads) {
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
@@ -312,7 +313,7 @@ __device__ __forceinline__ void attend(T* out, const T* q, const PagedHead& head
 
     for (int stage = 0; tile < end_tile; ++tile, stage ^= 1) {
         wait_for_copies<0>();
-        __syncthreads();  // the tile is everyone's, and everyone has left the other stage
+        __syncthreads();  // the tile has landed, and no warp reads the other stage
         if (tile + 1 < end_tile) {
             copy_tile(shared.keys(stage ^ 1), shared.ids(stage ^ 1), head, tile + 1, first_key, end_key);
             copy_ids(shared.ids(stage), head, tile + 2);
@@ -320,9 +321,9 @@ __device__ __forceinline__ void attend(T* out, const T* q, const PagedHead& head
         }
         float score[ROW_TILES][2 * KEY_STEPS][4] = {};
         score_tile(score, shared.queries() + warp_row * SharedTile::ROW_BYTES, shared.keys(stage));
-        const bool all_seen = tile * KEYS + KEYS - 1 <= chunk.position(chunk.first_row + warp_row) &&
+        const bool all_visible = tile * KEYS + KEYS - 1 <= chunk.position(chunk.first_row + warp_row) &&
                               tile * KEYS > chunk.position(chunk.first_row + warp_row + WARP_ROWS - 1) - window;
-        if (!all_seen) mask_tile(score, chunk, chunk.first_row + warp_row, tile * KEYS, window);
+        if (!all_visible) mask_tile(score, chunk, chunk.first_row + warp_row, tile * KEYS, window);
         weigh_tile(state, score, scale_log2);
         add_values(state, score, shared.keys(stage) + TILE_BYTES);
     }

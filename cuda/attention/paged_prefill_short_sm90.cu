@@ -1,55 +1,59 @@
-// Paged prefill attention on Hopper (sm_90a) for so few query rows that their pieces do not fill the device: a short
-// chunk behind a long context. What paged_prefill_sm90.cu computes, for the least time to the last row
-// instead of the most work a second.
+// Paged prefill attention on Hopper (sm_90a) for few query rows, such as a short chunk after a long context, whose
+// query tiles do not fill the device. The task of paged_prefill_sm90.cu, for latency instead of throughput.
 //
-// q, out [T, Hq, HEAD_DIM], block_tables, context_lens, query_start: as in paged_prefill.cu. `query_map` is q
-// as a 3-D tensor map with boxes of 64 elements x GROUP heads x ROWS / GROUP tokens; `cache_map` is kv as a 2-D one of
-// rows of HEAD_DIM, with boxes of 64 elements x min(KEYS, BLOCK_SIZE) rows; both with the 128-byte swizzle. Reference:
-// NumpyOps.paged_prefill_attention. Grid (num_clusters * cluster_size), in clusters of up to MOST_PARTS, THREADS
-// threads, SHARED_BYTES of dynamic shared memory. A build defines PADDED_ROWS (query rows of a piece, rounded up), KEYS
-// (of a tile), STAGES (tiles on their way) and what attention.cuh needs.
+// q, out [T, Hq, HEAD_DIM], block_tables, context_lens, query_start: as in paged_prefill.cu. `query_map` is q as a 3-D
+// tensor map with boxes of 64 elements x GROUP heads x ROWS / GROUP tokens; `cache_map` is kv as a 2-D one of rows of
+// HEAD_DIM, with boxes of 64 elements x min(KEYS, BLOCK_SIZE) rows; both with the 128-byte swizzle. Reference:
+// NumpyOps.paged_prefill_attention. Grid (num_clusters * cluster_size), in clusters of up to MAX_CLUSTER_SPLITS;
+// THREADS threads; SHARED_BYTES of dynamic shared memory. A build defines PADDED_ROWS (query rows of a tile, rounded
+// up), KEYS (of a key tile), STAGES, and the macros of paged_kv.cuh.
 //
-// The CTAs of a cluster share the keys of a piece of work (prefill_tasks.cuh) and put its rows together in each other's
-// shared memory (prefill_cluster.cuh), where queries and keys lay before. In a CTA, one warp has queries and tiles
-// brought, and two warpgroups of 64 rows use them: the scores of a tile and the values of the one before are multiplied
-// together, so that a tile's scores become weights while the values are under way.
+// The CTAs of a cluster split the keys of a query tile and reduce its rows in each other's shared memory, in place of
+// queries and keys. In a CTA, one warp fetches queries and key tiles, and two warpgroups of 64 rows consume them. The
+// scores of a tile are multiplied together with the values of the previous one, so that scores become weights while the
+// values are in flight.
 //
-// Keys run from the first tile to the last. What lies outside the part's keys in its first and last block is masked,
-// and its values are overwritten with zeros, as nobody may have written them.
+// Keys run from the first tile to the last. Keys outside the split in its first and last block are masked, and their
+// values overwritten with zeros, since they may never have been written.
 // Preconditions: those of paged_prefill.cu. Roofline: 16 bits a visible key's and value's element over memory
-// bandwidth, which is 2 us of the 12 that 64 tokens behind 2,048 take on an H200.
+// bandwidth, which is 2 us of the 12 that 64 tokens after 2,048 take on an H200.
 #include "attention/paged_kv.cuh"
 #include "attention/prefill_sm90.cuh"
 #include "common/mma.cuh"
 #include "common/types.cuh"
 #include "common/wgmma.cuh"
 
-constexpr int MIN_PART_KEYS = 128;
+constexpr int MIN_SPLIT_KEYS = 128;
 
-// a / b of numbers from 0 to a million, in a fifth of the time.
+// a / b of numbers from 0 to a million, five times as fast.
 __device__ __forceinline__ int quotient(int a, int b) { return static_cast<int>(__fdividef(a + 0.5f, b)); }
 
-// What a CTA does in a round: a part of the keys of a piece, in tiles from `begin` on.
+// The work of a CTA in one round: a split of a query tile's keys, in key tiles from `begin` on.
+//
+// With no more query tiles than clusters, each CTA of a cluster has a split of one tile. With some more, the CTAs of a
+// cluster are divided among its tiles. With still more, every CTA computes whole tiles, round after round.
 struct Task {
-    Work work;
-    int sequence;      // num_sequences where there is nothing to do
-    int index, count;  // of the parts
-    int begin;         // where the first tile begins
+    QueryTile query_tile;
+    int sequence;      // num_sequences if there is nothing to do
+    int index, count;  // of the splits
+    int begin;         // first key of the first key tile
 
-    __device__ __forceinline__ int num_tiles() const { return max(0, ceil_div(work.end_key - begin, KEYS)); }
+    __device__ __forceinline__ int num_tiles() const { return max(0, ceil_div(query_tile.end_key - begin, KEYS)); }
 
-    // Narrows the keys to those of the part, in whole boxes; few keys make fewer parts.
-    __device__ __forceinline__ void take_part(int nothing) {
-        const int first = work.first_key / BLOCK_KEYS, num_boxes = max(0, ceil_div(work.end_key, BLOCK_KEYS) - first);
-        count = min(count, max(1, num_boxes * BLOCK_KEYS / MIN_PART_KEYS));
+    // Narrows the keys to those of the split, in whole boxes. Few keys make fewer splits.
+    __device__ __forceinline__ void take_split(int nothing) {
+        const int first = query_tile.first_key / BLOCK_KEYS,
+                  num_boxes = max(0, ceil_div(query_tile.end_key, BLOCK_KEYS) - first);
+        count = min(count, max(1, num_boxes * BLOCK_KEYS / MIN_SPLIT_KEYS));
         if (index >= count) sequence = nothing;
         begin = (first + quotient(index * num_boxes, count)) * BLOCK_KEYS;
-        work.first_key = max(work.first_key, begin);
-        work.end_key = min(work.end_key, (first + quotient((index + 1) * num_boxes, count)) * BLOCK_KEYS);
+        query_tile.first_key = max(query_tile.first_key, begin);
+        query_tile.end_key = min(query_tile.end_key, (first + quotient((index + 1) * num_boxes, count)) * BLOCK_KEYS);
     }
 };
 
-// The chunks of 32 sequences, one a lane; `end` of them pieces of one kv head up to the lane's own, `total` in all.
+// The chunks of 32 sequences, one a lane. `end`: query tiles of one kv head up to and including the lane's; `total`: of
+// all.
 struct Chunks {
     int start, num_tokens, context_len, end, total;
 
@@ -71,29 +75,29 @@ struct Chunks {
     }
 };
 
-// Every lane of a warp calls, and gets the same. All that has to come from memory is asked for at once.
+// Called by a whole warp, with the same result in all lanes. All its loads are independent.
 __device__ __forceinline__ Task find_task(const Batch& batch, int cluster_size, int round) {
     Task task;
     task.sequence = batch.num_sequences;
     Chunks chunks;
-    int num_pieces = 0;
+    int num_query_tiles = 0;
     for (int first = 0; first < batch.num_sequences; first += WARP_SIZE) {
         chunks.load(batch, first);
-        num_pieces += chunks.total;
+        num_query_tiles += chunks.total;
     }
-    num_pieces *= batch.num_kv_heads;
+    num_query_tiles *= batch.num_kv_heads;
 
     const int cluster = quotient(blockIdx.x, cluster_size), rank = blockIdx.x - cluster * cluster_size;
     const int num_clusters = quotient(gridDim.x, cluster_size);
-    const int share = max(1, quotient(num_pieces + num_clusters - 1, num_clusters));  // of a cluster
+    const int share = max(1, quotient(num_query_tiles + num_clusters - 1, num_clusters));  // of a cluster
     task.count = max(1, quotient(cluster_size, share));
     const int of_cluster = quotient(rank, task.count);
     task.index = rank - of_cluster * task.count;
-    const int piece = task.count == 1 ? blockIdx.x + round * gridDim.x : cluster * share + of_cluster;
-    const bool is_there = task.count == 1 || (round == 0 && of_cluster < share);
-    if (!is_there || piece >= num_pieces) return task;
+    const int tile_index = task.count == 1 ? blockIdx.x + round * gridDim.x : cluster * share + of_cluster;
+    const bool exists = task.count == 1 || (round == 0 && of_cluster < share);
+    if (!exists || tile_index >= num_query_tiles) return task;
 
-    const int wanted = quotient(piece, batch.num_kv_heads);
+    const int wanted = quotient(tile_index, batch.num_kv_heads);
     int first = 0, before = 0;
     for (;; first += WARP_SIZE) {
         if (batch.num_sequences > WARP_SIZE) chunks.load(batch, first);
@@ -106,8 +110,9 @@ __device__ __forceinline__ Task find_task(const Batch& batch, int cluster_size, 
     const int num_tokens = __shfl_sync(FULL_WARP, chunks.num_tokens, owner);
     task.sequence = first + owner;
     const int context_len = __shfl_sync(FULL_WARP, chunks.context_len, owner);
-    batch.describe(task.work, {start, num_tokens, context_len}, piece - wanted * batch.num_kv_heads, from_end * ROWS);
-    task.take_part(batch.num_sequences);
+    batch.describe(task.query_tile, {start, num_tokens, context_len}, tile_index - wanted * batch.num_kv_heads,
+                   from_end * ROWS);
+    task.take_split(batch.num_sequences);
     return task;
 }
 
@@ -117,35 +122,44 @@ constexpr int CONSUMER_WARPS = CONSUMER_THREADS / WARP_SIZE;
 constexpr int THREADS = CONSUMER_THREADS + WARPGROUP_SIZE;
 static_assert(PADDED_ROWS == CONSUMERS * 64, "every row has a warpgroup");
 
-constexpr int MOST_PARTS = 8;  // CTAs that any device has room for in a cluster
+constexpr int MAX_CLUSTER_SPLITS = 8;  // the portable cluster size
 constexpr int CHUNKS = HEAD_DIM / 16;
 constexpr int UNIT_BYTES = WARP_SIZE * 16;
-constexpr int STAT_BYTES = 8 * 16;  // of a warp of a part: maximum and total of rows r and r + 8, by r
-constexpr int MAX_UNITS = CONSUMER_WARPS * CHUNKS + MOST_PARTS;
-constexpr int MEETING_BYTES = MAX_UNITS * UNIT_BYTES + MOST_PARTS * CONSUMER_WARPS * STAT_BYTES;
+constexpr int STAT_BYTES = 8 * 16;  // of a warp of a split: maximum and total of rows r and r + 8, by r
+constexpr int MAX_UNITS = CONSUMER_WARPS * CHUNKS + MAX_CLUSTER_SPLITS;
+constexpr int REDUCTION_BYTES = MAX_UNITS * UNIT_BYTES + MAX_CLUSTER_SPLITS * CONSUMER_WARPS * STAT_BYTES;
 
-// Where a CTA receives: the units that are its to put together, part by part, then what all parts say of all rows.
-struct Meeting {
+// The reduction of a tile's splits inside a cluster: each CTA sends the others what they reduce. Nothing goes through
+// global memory.
+//
+// A warp's sums are sent in units of 16 columns of its 16 rows, 16 bytes a lane, in the fragments of wgmma.cuh. Unit i
+// * num_warps + w is column chunk i of warp w; split u % count reduces unit u. Units are normalised and sent in 16
+// bits, since bandwidth between SMs is low; each split weighs its total times 2^(its maximum - the largest).
+//
+// Shared memory of the receiver: its units, split by split, then maxima and totals of all rows of all splits.
+struct PartialReduction {
     u32 base, barrier;
-    int first_rank;  // of the piece's parts, in the cluster
+    int first_rank;  // of the tile's splits, in the cluster
     int index, count, num_warps;
     int inverse;  // 4096 / count + 1
 
-    __device__ __forceinline__ u32 unit(int slot, int part) const { return base + (slot * count + part) * UNIT_BYTES; }
-    __device__ __forceinline__ u32 stats(int part, int warp) const {
-        return base + MAX_UNITS * UNIT_BYTES + (part * CONSUMER_WARPS + warp) * STAT_BYTES;
+    __device__ __forceinline__ u32 unit(int slot, int split) const {
+        return base + (slot * count + split) * UNIT_BYTES;
+    }
+    __device__ __forceinline__ u32 stats(int split, int warp) const {
+        return base + MAX_UNITS * UNIT_BYTES + (split * CONSUMER_WARPS + warp) * STAT_BYTES;
     }
     __device__ __forceinline__ int slot(int unit) const { return unit * inverse >> 12; }  // unit / count
     __device__ __forceinline__ int owner(int unit) const { return unit - slot(unit) * count; }
     __device__ __forceinline__ int num_slots() const { return slot(num_warps * CHUNKS + count - 1 - index); }
 
-    // By one thread, before anything can be complete.
-    __device__ __forceinline__ void expect() const {
+    // Called by one thread, before anything is sent.
+    __device__ __forceinline__ void expect_partials() const {
         arrive_expecting(barrier, count * (num_slots() * UNIT_BYTES + num_warps * STAT_BYTES));
     }
 
-    // This warp's rows go to where they are put together.
-    __device__ __forceinline__ void leave(const Rows& rows, int warp, float scale_log2) const {
+    // Sends this warp's rows to the splits that reduce them.
+    __device__ __forceinline__ void send_partial(const Rows& rows, int warp, float scale_log2) const {
         const int lane = threadIdx.x % WARP_SIZE;
         const float total[2] = {sum_of_four(rows.total[0]), sum_of_four(rows.total[1])};
         const float stat[4] = {rows.maximum[0] * scale_log2, total[0], rows.maximum[1] * scale_log2, total[1]};
@@ -167,29 +181,29 @@ struct Meeting {
         }
     }
 
-    // This part's units, a unit a warp at a time, once all have come.
-    __device__ __forceinline__ void combine(T* out, const Work& work, int warp, int num_kv_heads) const {
+    // Reduces this split's units, a unit a warp, after all have arrived.
+    __device__ __forceinline__ void reduce(T* out, const QueryTile& query_tile, int warp, int num_kv_heads) const {
         const int lane = threadIdx.x % WARP_SIZE, slots = num_slots();
         for (int s = warp; s < slots; s += CONSUMER_WARPS) {
             const int u = s * count + index, chunk = u / num_warps, of = u - chunk * num_warps;
-            float weight[MOST_PARTS][4], top[2] = {minus_infinity(), minus_infinity()};
+            float weight[MAX_CLUSTER_SPLITS][4], top[2] = {minus_infinity(), minus_infinity()};
 #pragma unroll
-            for (int part = 0; part < MOST_PARTS; ++part) {
-                if (part >= count) break;
-                receive(weight[part], stats(part, of) + lane / 4 * 16);
-                top[0] = fmaxf(top[0], weight[part][0]);
-                top[1] = fmaxf(top[1], weight[part][2]);
+            for (int split = 0; split < MAX_CLUSTER_SPLITS; ++split) {
+                if (split >= count) break;
+                receive(weight[split], stats(split, of) + lane / 4 * 16);
+                top[0] = fmaxf(top[0], weight[split][0]);
+                top[1] = fmaxf(top[1], weight[split][2]);
             }
             const float base[2] = {finite_base(top[0]), finite_base(top[1])};
             float total[2] = {}, sum[2][4] = {};
 #pragma unroll
-            for (int part = 0; part < MOST_PARTS; ++part) {
-                if (part >= count) break;
+            for (int split = 0; split < MAX_CLUSTER_SPLITS; ++split) {
+                if (split >= count) break;
                 float four[4];
-                receive(four, unit(s, part) + lane * 16);
+                receive(four, unit(s, split) + lane * 16);
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    const float by = weight[part][2 * h + 1] * exp2_approx(weight[part][2 * h] - base[h]);
+                    const float by = weight[split][2 * h + 1] * exp2_approx(weight[split][2 * h] - base[h]);
                     total[h] += by;
 #pragma unroll
                     for (int n = 0; n < 2; ++n) {
@@ -202,9 +216,9 @@ struct Meeting {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const int row = of * 16 + lane / 4 + 8 * h;
-                if (!work.holds(row)) continue;
+                if (!query_tile.holds(row)) continue;
                 const float scale = reciprocal_or_zero(total[h]);
-                T* to = out + work.head(row, num_kv_heads) * HEAD_DIM + chunk * 16 + lane % 4 * 2;
+                T* to = out + query_tile.head(row, num_kv_heads) * HEAD_DIM + chunk * 16 + lane % 4 * 2;
 #pragma unroll
                 for (int n = 0; n < 2; ++n)
                     *reinterpret_cast<u32*>(to + 8 * n) = pack_pair(sum[n][2 * h] * scale, sum[n][2 * h + 1] * scale);
@@ -215,11 +229,12 @@ struct Meeting {
 
 constexpr int BARRIER_BYTES = 8 * (3 + 4 * STAGES);
 static_assert(QUIRE_DTYPE != 0 && (HEAD_DIM == 64 || HEAD_DIM == 128), "fp16 or bf16, rows of 128 or 256 bytes");
-static_assert(MEETING_BYTES <= QUERY_BYTES + STAGES * TILE_BYTES, "parts meet where queries and keys lay");
+static_assert(REDUCTION_BYTES <= QUERY_BYTES + STAGES * TILE_BYTES, "partial results replace queries and keys");
 static_assert(SHARED_BYTES == 1024 + QUERY_BYTES + 2 * STAGES * TILE_BYTES + BARRIER_BYTES,
               "the launcher's memory is not this");
 
-// Shared memory: query rows and STAGES tiles of keys, where parts meet afterwards; as many of values; barriers.
+// Shared memory: query rows and STAGES tiles of keys, replaced by partial results at the end; STAGES of values;
+// barriers.
 struct Shared {
     u32 base;
 
@@ -236,15 +251,15 @@ struct Shared {
     __device__ __forceinline__ u32 values_empty(int stage) const { return barrier(3 + 3 * STAGES + stage); }
 };
 
-// How many tiles a side has gone through since the launch: which stage is next, and the parity of its phase.
-struct Turn {
+// Counts the tiles that a producer or consumer has passed: its next stage and the parity of that stage's phase.
+struct PipelineState {
     u32 count = 0;
 
     __device__ __forceinline__ int stage() const { return count % STAGES; }
     __device__ __forceinline__ u32 parity() const { return count / STAGES % 2; }
 };
 
-// The warp that brings tiles. Its lanes hold the ids of the next WARP_SIZE boxes' blocks.
+// The warp that fetches. Its lanes hold the block ids of the next WARP_SIZE boxes.
 struct Producer {
     const Shared& shared;
     const TensorMap& query_map;
@@ -253,39 +268,39 @@ struct Producer {
     int cluster_size;
     const int* table;
     int ids;
-    Turn turn;
+    PipelineState pipeline;
 
-    // Where in the cache map the box of this lane's number begins, of keys or of values.
+    // The row of the cache map where this lane's box of keys or values starts.
     __device__ __forceinline__ int row_of(const Task& task, int tile, bool is_value) {
         const int lane = threadIdx.x % WARP_SIZE, in_ids = tile * NUM_IDS % WARP_SIZE;
         if (in_ids == 0 && !is_value) {
             const int key = task.begin + tile * KEYS + lane * BLOCK_KEYS;
-            ids = key < task.work.end_key ? table[key / BLOCK_SIZE] : -1;
+            ids = key < task.query_tile.end_key ? table[key / BLOCK_SIZE] : -1;
         }
         const int id = __shfl_sync(FULL_WARP, ids, in_ids + lane % NUM_IDS);
-        const int row = pool.row(id, task.work.kv_head, task.begin + tile * KEYS + lane * BLOCK_KEYS);
+        const int row = pool.row(id, task.query_tile.kv_head, task.begin + tile * KEYS + lane * BLOCK_KEYS);
         return is_value && row < pool.num_blocks * pool.block_rows ? row + pool.value_rows : row;
     }
 
     __device__ __forceinline__ void fetch_keys(const Task& task, int tile) {
-        const int row = row_of(task, tile, false), stage = turn.stage();
-        wait_for(shared.keys_empty(stage), turn.parity() ^ 1);
+        const int row = row_of(task, tile, false), stage = pipeline.stage();
+        wait_for(shared.keys_empty(stage), pipeline.parity() ^ 1);
         fetch_tile(shared.keys(stage), cache_map, row, shared.keys_full(stage));
     }
 
     __device__ __forceinline__ void fetch_values(const Task& task, int tile) {
-        const int row = row_of(task, tile, true), stage = turn.stage();
-        wait_for(shared.values_empty(stage), turn.parity() ^ 1);
+        const int row = row_of(task, tile, true), stage = pipeline.stage();
+        wait_for(shared.values_empty(stage), pipeline.parity() ^ 1);
         fetch_tile(shared.values(stage), cache_map, row, shared.values_full(stage));
     }
 
-    __device__ __forceinline__ void fetch_queries(const Work& work, int round) const {
+    __device__ __forceinline__ void fetch_queries(const QueryTile& query_tile, int round) const {
         wait_for(shared.queries_empty(), (round + 1) % 2);
         if (threadIdx.x % WARP_SIZE != 0) return;
         arrive_expecting(shared.queries_full(), COLUMNS * ROWS * 128);
         for (int column = 0; column < COLUMNS; ++column)
-            copy_box(shared.queries() + column * QUERY_COLUMN_BYTES, query_map, column * 64, work.kv_head * GROUP,
-                     work.start + work.first_row / GROUP, shared.queries_full());
+            copy_box(shared.queries() + column * QUERY_COLUMN_BYTES, query_map, column * 64, query_tile.kv_head * GROUP,
+                     query_tile.start + query_tile.first_row / GROUP, shared.queries_full());
     }
 
     __device__ __forceinline__ void produce(const Batch& batch, const int* block_tables) {
@@ -296,8 +311,8 @@ struct Producer {
             const int num_tiles = is_end ? 0 : task.num_tiles();
             if (round == 0) wait_for_previous_kernel();
             if (is_end) return;
-            fetch_queries(task.work, round);
-            for (int tile = 0; tile < num_tiles; ++tile, ++turn.count) {
+            fetch_queries(task.query_tile, round);
+            for (int tile = 0; tile < num_tiles; ++tile, ++pipeline.count) {
                 fetch_keys(task, tile);
                 fetch_values(task, tile);
             }
@@ -320,111 +335,112 @@ __device__ __forceinline__ void start_scores(float (&score)[KEYS / 2], u32 queri
 struct Consumer {
     const Shared& shared;
     int index;
-    int first_row;  // of the piece: this thread's row of half 0
+    int first_row;  // of the query tile: this thread's row of half 0
     int cluster_size;
     float scale_log2;
     int window;
-    Turn turn;
+    PipelineState pipeline;
 
     __device__ __forceinline__ u32 queries() const { return shared.queries() + index * 64 * 128; }
 
     __device__ __forceinline__ void start_tile(float (&score)[KEYS / 2]) const {
-        wait_for(shared.keys_full(turn.stage()), turn.parity());
-        start_scores(score, queries(), shared.keys(turn.stage()));
+        wait_for(shared.keys_full(pipeline.stage()), pipeline.parity());
+        start_scores(score, queries(), shared.keys(pipeline.stage()));
     }
 
     __device__ __forceinline__ void start_sums(Rows& rows, const u32 (&weights)[KEYS / 16][4], const Task& task,
-                                               int tile, const Turn& of) const {
+                                               int tile, const PipelineState& of) const {
         wait_for(shared.values_full(of.stage()), of.parity());
-        clear_unseen_values(task, tile, shared.values(of.stage()));
+        clear_masked_values(task, tile, shared.values(of.stage()));
         begin_products();
         start_values(rows, weights, shared.values(of.stage()));
     }
 
-    __device__ __forceinline__ void leave_keys(const Task& task, int tile) const {
-        release(shared.keys_empty(turn.stage()));
-        if (tile + 1 == task.num_tiles()) leave_queries(task);
+    __device__ __forceinline__ void release_keys(const Task& task, int tile) const {
+        release(shared.keys_empty(pipeline.stage()));
+        if (tile + 1 == task.num_tiles()) release_queries(task);
     }
 
-    // Zeros for the values of keys that no row of the part sees, by a warpgroup for itself: the others write the same.
-    __device__ __forceinline__ void clear_unseen_values(const Task& task, int tile, u32 values) const {
+    // Zeros the values of keys masked for the whole split. Each warpgroup does so for itself; all write the same.
+    __device__ __forceinline__ void clear_masked_values(const Task& task, int tile, u32 values) const {
         const int begin = task.begin + tile * KEYS;
-        const bool is_cut = (task.work.first_key > begin && task.work.first_key % BLOCK_KEYS != 0) ||
-                            (task.work.end_key < begin + KEYS && task.work.end_key % BLOCK_KEYS != 0);
-        if (!is_cut) return;
+        const bool is_partly_masked =
+            (task.query_tile.first_key > begin && task.query_tile.first_key % BLOCK_KEYS != 0) ||
+            (task.query_tile.end_key < begin + KEYS && task.query_tile.end_key % BLOCK_KEYS != 0);
+        if (!is_partly_masked) return;
         for (int i = threadIdx.x % WARPGROUP_SIZE; i < KEYS * COLUMNS * 8; i += WARPGROUP_SIZE) {
             const int key = begin + i / 8 % KEYS;
-            if (key >= task.work.first_key && key < task.work.end_key) continue;
+            if (key >= task.query_tile.first_key && key < task.query_tile.end_key) continue;
             asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};"
                          :
                          : "r"(values + i * 16), "r"(0)
                          : "memory");
         }
         publish_stores();
-        meet(1 + index, WARPGROUP_SIZE);
+        sync_named_barrier(1 + index, WARPGROUP_SIZE);
     }
 
-    // Turns the scores of a tile into weights; only a tile at an edge of what the rows see needs the mask.
+    // Turns the scores of a key tile into weights. Only tiles at the edge of the visible keys need the mask.
     __device__ __forceinline__ void weigh(Rows& rows, float (&correction)[2], float (&score)[KEYS / 2],
                                           const Task& task, int tile) const {
-        const Work& work = task.work;
-        const int first = work.first_row + index * 64, begin = task.begin + tile * KEYS;
-        const bool all_seen = begin + KEYS - 1 <= work.position(first) && begin + KEYS <= work.end_key &&
-                              begin > work.position(first + 63) - window;
-        if (!all_seen) {
-            const int row = work.first_row + first_row, last = work.end_key - 1;
-            const int at[2] = {work.position(row), work.position(row + 8)};
-            const int behind[2] = {min(at[0], last) - begin, min(at[1], last) - begin};
-            const int seen[2] = {max(0, window - max(0, at[0] - last)), max(0, window - max(0, at[1] - last))};
-            mask_tile(score, behind, seen);
+        const QueryTile& query_tile = task.query_tile;
+        const int first = query_tile.first_row + index * 64, begin = task.begin + tile * KEYS;
+        const bool all_visible = begin + KEYS - 1 <= query_tile.position(first) && begin + KEYS <= query_tile.end_key &&
+                              begin > query_tile.position(first + 63) - window;
+        if (!all_visible) {
+            const int row = query_tile.first_row + first_row, last = query_tile.end_key - 1;
+            const int at[2] = {query_tile.position(row), query_tile.position(row + 8)};
+            const int last_visible[2] = {min(at[0], last) - begin, min(at[1], last) - begin};
+            const int num_visible[2] = {max(0, window - max(0, at[0] - last)), max(0, window - max(0, at[1] - last))};
+            mask_tile(score, last_visible, num_visible);
         }
         weigh_scores(rows, correction, score, scale_log2);
     }
 
-    // Queries and keys may be written over, by the next piece or, where that is the last, by what others send.
-    __device__ __forceinline__ void leave_queries(const Task& task) const {
+    // Queries and keys may be overwritten: by the next query tile or, after the last, by partial results.
+    __device__ __forceinline__ void release_queries(const Task& task) const {
         release(shared.queries_empty());
         if (task.count > 1) arrive_at_cluster();
     }
 
-    // A warpgroup without rows.
-    __device__ __forceinline__ void let_pass(const Task& task) {
-        for (int tile = 0; tile < task.num_tiles(); ++tile, ++turn.count) {
-            wait_for(shared.keys_full(turn.stage()), turn.parity());
-            release(shared.keys_empty(turn.stage()));
-            wait_for(shared.values_full(turn.stage()), turn.parity());
-            release(shared.values_empty(turn.stage()));
+    // For a warpgroup without rows.
+    __device__ __forceinline__ void skip(const Task& task) {
+        for (int tile = 0; tile < task.num_tiles(); ++tile, ++pipeline.count) {
+            wait_for(shared.keys_full(pipeline.stage()), pipeline.parity());
+            release(shared.keys_empty(pipeline.stage()));
+            wait_for(shared.values_full(pipeline.stage()), pipeline.parity());
+            release(shared.values_empty(pipeline.stage()));
         }
-        leave_queries(task);
+        release_queries(task);
     }
 
     __device__ __forceinline__ void attend(Rows& rows, const Task& task) {
         const int num_tiles = task.num_tiles();
-        if (num_tiles == 0 || !task.work.holds(index * 64)) return let_pass(task);
+        if (num_tiles == 0 || !task.query_tile.holds(index * 64)) return skip(task);
         float score[KEYS / 2], correction[2];
         u32 weights[KEYS / 16][4];
         start_tile(score);
         wait_for_products<0>(score);
-        leave_keys(task, 0);
+        release_keys(task, 0);
         weigh(rows, correction, score, task, 0);
         pack_weights(weights, score);
         for (int tile = 0; tile + 1 < num_tiles; ++tile) {
-            const Turn now = turn;
-            ++turn.count;
+            const PipelineState now = pipeline;
+            ++pipeline.count;
             start_tile(score);
             start_sums(rows, weights, task, tile, now);
             wait_for_products<1>(score);
-            leave_keys(task, tile + 1);
+            release_keys(task, tile + 1);
             weigh(rows, correction, score, task, tile + 1);
             wait_for_products<0>(rows.sum);
             release(shared.values_empty(now.stage()));
             rescale_sums(rows, correction);
             pack_weights(weights, score);
         }
-        start_sums(rows, weights, task, num_tiles - 1, turn);
+        start_sums(rows, weights, task, num_tiles - 1, pipeline);
         wait_for_products<0>(rows.sum);
-        release(shared.values_empty(turn.stage()));
-        ++turn.count;
+        release(shared.values_empty(pipeline.stage()));
+        ++pipeline.count;
     }
 
     __device__ __forceinline__ void consume(const Batch& batch, T* out) {
@@ -433,21 +449,21 @@ struct Consumer {
             const Task task = find_task(batch, cluster_size, round);
             if (task.sequence == batch.num_sequences) return;
             const int first_rank = blockIdx.x - quotient(blockIdx.x, cluster_size) * cluster_size - task.index;
-            const int num_rows = min(ROWS, task.work.num_rows - task.work.first_row);
-            const Meeting meeting = {shared.base, shared.all_sent(), first_rank,
+            const int num_rows = min(ROWS, task.query_tile.num_rows - task.query_tile.first_row);
+            const PartialReduction reduction = {shared.base, shared.all_sent(), first_rank,
                                      task.index,  task.count,        ceil_div(num_rows, 16), 4096 / task.count + 1};
-            if (task.count > 1 && threadIdx.x == 0) meeting.expect();
+            if (task.count > 1 && threadIdx.x == 0) reduction.expect_partials();
             Rows rows;
             wait_for(shared.queries_full(), round % 2);
             attend(rows, task);
             if (task.count == 1) {
-                store_rows(rows, out, task.work, first_row, batch.num_kv_heads);
+                store_rows(rows, out, task.query_tile, first_row, batch.num_kv_heads);
                 continue;
             }
-            wait_for_cluster();  // nobody reads queries or keys any more
-            meeting.leave(rows, warp, scale_log2);
-            wait_for_sent(meeting.barrier, 0);
-            meeting.combine(out, task.work, warp, batch.num_kv_heads);
+            wait_for_cluster();  // no CTA reads queries or keys any more
+            reduction.send_partial(rows, warp, scale_log2);
+            wait_for_sent(reduction.barrier, 0);
+            reduction.reduce(out, task.query_tile, warp, batch.num_kv_heads);
             return;
         }
     }

@@ -1,10 +1,12 @@
-// How prefill attention of several chunks is cut into pieces of work, and how a ticket names a piece: for grids of
-// fewer blocks than pieces, which draw tickets until there are no more.
+// Shared by the prefill kernels of Hopper: query tiles, key tiles and softmax rows.
 //
-// A piece is ROWS query rows of one kv head: row r is query head r % GROUP of the chunk's token r / GROUP. Tickets run
-// through the kv heads of a piece, then through a chunk's pieces, the longest first, then through the sequences. Where
-// a warp's lanes see all sequences and the grid has several blocks for each piece, these share its keys: tickets then
-// run through the first part of every piece, then through the second parts.
+// A query tile is ROWS query rows of one kv head: row r is query head r % GROUP of the chunk's token r / GROUP. Tile
+// indices run through the kv heads of a tile, then through a chunk's tiles, the longest first, then through the
+// sequences. If a warp's lanes hold all sequences and the grid has several CTAs for each tile, these split its keys:
+// indices then run through the first split of every tile, then through the second splits.
+//
+// A build defines KEYS (of a key tile) and PADDED_ROWS, in addition to those of paged_kv.cuh. The cache map is kv as
+// rows of HEAD_DIM, with boxes of 64 elements x BLOCK_KEYS rows and the 128-byte swizzle.
 #pragma once
 
 #include "attention/paged_kv.cuh"
@@ -13,52 +15,53 @@
 #include "common/wgmma.cuh"
 
 constexpr int ROWS = PADDED_ROWS / GROUP * GROUP;
-constexpr int MIN_PART_TILES = 2;
+constexpr int MIN_SPLIT_TILES = 2;
 
-struct Work {
+struct QueryTile {
     int kv_head;
-    int start, num_rows;  // first token of the chunk in q and out; tokens * GROUP
+    int start, num_rows;  // the chunk's first token in q and out; its tokens * GROUP
     int first_position;   // of the chunk's first token in its sequence
-    int first_row;        // of the piece; behind num_rows where there is no more work
+    int first_row;        // of the tile; at least num_rows if no tile is left
     int first_key, end_key;
 
     __device__ __forceinline__ int position(int row) const { return first_position + row / GROUP; }
     __device__ __forceinline__ bool holds(int row) const { return row < ROWS && first_row + row < num_rows; }
-    // The query head of a row of the piece, among those of all tokens.
+    // The index of a row's query head in q and out.
     __device__ __forceinline__ i64 head(int row, int num_kv_heads) const {
         const int of_chunk = first_row + row;
         const i64 token = start + of_chunk / GROUP;
         return (token * num_kv_heads + kv_head) * GROUP + of_chunk % GROUP;
     }
-    __device__ __forceinline__ int first_tile() const { return first_key / KEYS; }
-    __device__ __forceinline__ int num_tiles() const { return max(0, ceil_div(end_key, KEYS) - first_tile()); }
+    __device__ __forceinline__ int first_key_tile() const { return first_key / KEYS; }
+    __device__ __forceinline__ int num_key_tiles() const { return max(0, ceil_div(end_key, KEYS) - first_key_tile()); }
 };
 
-// Which of the parts of its piece a ticket stands for; behind the last there is nothing to do.
-struct Part {
+// The split of its query tile's keys that a tile index stands for; nothing to do if it does not exist.
+struct KvSplit {
     int index, count;
-    int ticket, num_pieces;
+    int tile_index, num_query_tiles;
 
-    __device__ __forceinline__ bool is_there() const { return index < count; }
-    __device__ __forceinline__ int piece() const { return ticket % num_pieces; }
+    __device__ __forceinline__ bool exists() const { return index < count; }
+    __device__ __forceinline__ int query_tile() const { return tile_index % num_query_tiles; }
 };
 
-// Of a sequence: its first token in q, and how many of the context's last tokens it has.
+// The chunk of a sequence: its first token in q, its length, and the context including it.
 struct Chunk {
     int start, num_tokens, context_len;
 };
 
-// What a launch works on, and the piece of it that a ticket stands for.
+// The sequences of a launch, and how tile indices map to them.
 struct Batch {
     const int* context_lens;
     const int* query_start;
     int num_sequences, num_kv_heads, max_blocks, window;
 
-    // Every lane of a warp calls, and gets the same. `num_tickets` is known once a ticket lies behind all of them.
-    __device__ __forceinline__ int find(Work& work, Part& part, int ticket, int& num_tickets) const {
+    // Called by a whole warp, with the same result in all lanes: the sequence, num_sequences past the last tile. Only
+    // then `num_indices` is set.
+    __device__ __forceinline__ int find(QueryTile& tile, KvSplit& split, int tile_index, int& num_indices) const {
         const int lane = threadIdx.x % WARP_SIZE;
-        int wanted = ticket / num_kv_heads, before = 0;
-        part = {0, 1, ticket, 1};
+        int wanted = tile_index / num_kv_heads, before = 0;
+        split = {0, 1, tile_index, 1};
         for (int base = 0; base < num_sequences; base += WARP_SIZE) {
             const int sequence = base + lane;
             int start = 0, num_tokens = 0;
@@ -75,55 +78,57 @@ struct Batch {
             }
             const int total = __shfl_sync(FULL_WARP, end, WARP_SIZE - 1);
             if (num_sequences <= WARP_SIZE && total > 0) {
-                part.num_pieces = total * num_kv_heads;
-                part.count = max(1, static_cast<int>(gridDim.x) / part.num_pieces);
-                part.index = ticket / part.num_pieces;
-                if (part.is_there()) wanted = part.piece() / num_kv_heads;
+                split.num_query_tiles = total * num_kv_heads;
+                split.count = max(1, static_cast<int>(gridDim.x) / split.num_query_tiles);
+                split.index = tile_index / split.num_query_tiles;
+                if (split.exists()) wanted = split.query_tile() / num_kv_heads;
             }
-            const u32 behind = __ballot_sync(FULL_WARP, before + end > wanted);
-            if (behind != 0) {
-                const int owner = __ffs(behind) - 1;
-                const int piece = before + __shfl_sync(FULL_WARP, end, owner) - 1 - wanted;  // from the chunk's start
-                describe(work, base + owner, ticket % num_kv_heads, piece * ROWS);
-                cut(work, part);
+            const u32 candidates = __ballot_sync(FULL_WARP, before + end > wanted);
+            if (candidates != 0) {
+                const int owner = __ffs(candidates) - 1;
+                const int of_chunk = before + __shfl_sync(FULL_WARP, end, owner) - 1 - wanted;
+                describe(tile, base + owner, tile_index % num_kv_heads, of_chunk * ROWS);
+                cut(tile, split);
                 return base + owner;
             }
             before += total;
         }
-        num_tickets = before * num_kv_heads * part.count;
-        work.first_row = work.num_rows = 0;
+        num_indices = before * num_kv_heads * split.count;
+        tile.first_row = tile.num_rows = 0;
         return num_sequences;
     }
 
-    __device__ __forceinline__ void describe(Work& work, int sequence, int kv_head, int first_row) const {
+    __device__ __forceinline__ void describe(QueryTile& tile, int sequence, int kv_head, int first_row) const {
         const int start = query_start[sequence];
-        describe(work, {start, query_start[sequence + 1] - start, context_lens[sequence]}, kv_head, first_row);
+        describe(tile, {start, query_start[sequence + 1] - start, context_lens[sequence]}, kv_head, first_row);
     }
 
-    __device__ __forceinline__ void describe(Work& work, const Chunk& chunk, int kv_head, int first_row) const {
-        work.kv_head = kv_head;
-        work.start = chunk.start;
-        work.num_rows = chunk.num_tokens * GROUP;
-        work.first_position = chunk.context_len - chunk.num_tokens;
-        work.first_row = first_row;
-        work.first_key = max(0, work.position(first_row) - window + 1);
-        const int end = work.position(min(first_row + ROWS, work.num_rows) - 1) + 1;
-        work.end_key = min(end, max(0, min(chunk.context_len, max_blocks * BLOCK_SIZE)));
+    __device__ __forceinline__ void describe(QueryTile& tile, const Chunk& chunk, int kv_head, int first_row) const {
+        tile.kv_head = kv_head;
+        tile.start = chunk.start;
+        tile.num_rows = chunk.num_tokens * GROUP;
+        tile.first_position = chunk.context_len - chunk.num_tokens;
+        tile.first_row = first_row;
+        tile.first_key = max(0, tile.position(first_row) - window + 1);
+        const int end = tile.position(min(first_row + ROWS, tile.num_rows) - 1) + 1;
+        tile.end_key = min(end, max(0, min(chunk.context_len, max_blocks * BLOCK_SIZE)));
     }
 
-    // Narrows the keys to those of the part, in whole tiles; few keys make fewer parts.
-    __device__ __forceinline__ void cut(Work& work, Part& part) const {
-        const int num_tiles = work.num_tiles(), first = work.first_tile();
-        part.count = min(part.count, max(1, num_tiles / MIN_PART_TILES));
-        work.first_key = max(work.first_key, (first + part.index * num_tiles / part.count) * KEYS);
-        work.end_key = min(work.end_key, (first + (part.index + 1) * num_tiles / part.count) * KEYS);
+    // Narrows the keys to those of the split, in whole key tiles. Few keys make fewer splits.
+    __device__ __forceinline__ void cut(QueryTile& tile, KvSplit& split) const {
+        const int num_tiles = tile.num_key_tiles(), first = tile.first_key_tile();
+        split.count = min(split.count, max(1, num_tiles / MIN_SPLIT_TILES));
+        tile.first_key = max(tile.first_key, (first + split.index * num_tiles / split.count) * KEYS);
+        tile.end_key = min(tile.end_key, (first + (split.index + 1) * num_tiles / split.count) * KEYS);
     }
 };
 
+// A thread's two rows of a warpgroup's 64, in the fragments of wgmma.cuh: element i of a score or sum belongs to half
+// h = i / 2 % 2, row 8 h + lane / 4 of the warp's 16, and to column i / 4 * 8 + lane % 4 * 2 + i % 2.
 struct Rows {
     float sum[HEAD_DIM / 2];
     float maximum[2];  // of the raw scores
-    float total[2];    // of this thread's own keys
+    float total[2];    // over this thread's keys
 
     __device__ __forceinline__ Rows() {
 #pragma unroll
@@ -133,23 +138,24 @@ struct Rows {
     }
 };
 
-// Minus infinity for the keys that a row does not see; `behind` tells how far the tile's first key lies behind the last
-// key that the rows see, `seen` how many keys they see up to that one.
-__device__ __forceinline__ void mask_tile(float (&score)[KEYS / 2], const int (&behind)[2], const int (&seen)[2]) {
+// Minus infinity for masked keys. `last`: tokens from the tile's first key to a row's last visible key;
+// `num_visible`: visible keys of the row.
+__device__ __forceinline__ void mask_tile(float (&score)[KEYS / 2], const int (&last)[2],
+                                          const int (&num_visible)[2]) {
 #pragma unroll
     for (int i = 0; i < KEYS / 2; ++i) {
-        const int distance = behind[i / 2 % 2] - (i / 4 * 8 + i % 2) - threadIdx.x % 4 * 2;
-        if (static_cast<u32>(distance) >= static_cast<u32>(seen[i / 2 % 2])) score[i] = minus_infinity();
+        const int distance = last[i / 2 % 2] - (i / 4 * 8 + i % 2) - threadIdx.x % 4 * 2;
+        if (static_cast<u32>(distance) >= static_cast<u32>(num_visible[i / 2 % 2])) score[i] = minus_infinity();
     }
 }
 
-// Turns scores into weights 2^((score - maximum) * scale_log2); the row's sums are to be multiplied by `correction`, to
-// fit the new maximum. Two chains a row, so that one step need not wait for the one before.
+// Turns scores into weights 2^((score - maximum) * scale_log2). The row's sums must then be multiplied by `correction`.
+// Two independent chains a row.
 __device__ __forceinline__ void weigh_scores(Rows& rows, float (&correction)[2], float (&score)[KEYS / 2],
                                              float scale_log2) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        float top[2] = {rows.maximum[h], rows.maximum[h]}, part[2] = {};
+        float top[2] = {rows.maximum[h], rows.maximum[h]}, split[2] = {};
 #pragma unroll
         for (int i = 2 * h; i < KEYS / 2; i += 4) {
             top[0] = fmaxf(top[0], score[i]);
@@ -165,34 +171,34 @@ __device__ __forceinline__ void weigh_scores(Rows& rows, float (&correction)[2],
         for (int i = 2 * h; i < KEYS / 2; i += 4) {
             score[i] = exp2_approx(fmaf(score[i], scale_log2, -base));
             score[i + 1] = exp2_approx(fmaf(score[i + 1], scale_log2, -base));
-            part[0] += score[i];
-            part[1] += score[i + 1];
+            split[0] += score[i];
+            split[1] += score[i + 1];
         }
-        rows.total[h] = fmaf(rows.total[h], correction[h], part[0] + part[1]);
+        rows.total[h] = fmaf(rows.total[h], correction[h], split[0] + split[1]);
     }
 }
 
 __device__ __forceinline__ void rescale_sums(Rows& rows, const float (&correction)[2]) {
-    // Most tiles bring no new maximum to any row of the warp.
+    // Most tiles bring no new maximum to the warp.
     if (!__any_sync(FULL_WARP, correction[0] != 1.0f || correction[1] != 1.0f)) return;
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) rows.sum[i] *= correction[i / 2 % 2];
 }
 
-// Both, where no product with values is under way.
+// Both steps, if no product with values is in flight.
 __device__ __forceinline__ void weigh_tile(Rows& rows, float (&score)[KEYS / 2], float scale_log2) {
     float correction[2];
     weigh_scores(rows, correction, score, scale_log2);
     rescale_sums(rows, correction);
 }
 
-// To the operand that the product with the values takes from registers.
+// Packs weights to the register operand of the product with the values.
 __device__ __forceinline__ void pack_weights(u32 (&weights)[KEYS / 16][4], const float (&score)[KEYS / 2]) {
 #pragma unroll
     for (int i = 0; i < KEYS / 4; ++i) weights[i / 4][i % 4] = pack_pair(score[2 * i], score[2 * i + 1]);
 }
 
-// Lane t of four gets pair[t] of each, in the lanes' order: eight columns side by side.
+// A 4 x 4 transpose among four lanes: lane t gets pair[t] of each, eight adjacent columns.
 __device__ __forceinline__ uint4 gather_pairs(const u32 (&pair)[4]) {
     const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
     const u32 low = __shfl_xor_sync(FULL_WARP, odd ? pair[0] : pair[1], 1);
@@ -203,20 +209,20 @@ __device__ __forceinline__ uint4 gather_pairs(const u32 (&pair)[4]) {
     return upper ? make_uint4(first, second, near[2], near[3]) : make_uint4(near[0], near[1], first, second);
 }
 
-// Of the lanes that hold one row.
+// Sums over the four lanes of a row.
 __device__ __forceinline__ float sum_of_four(float x) {
     x += __shfl_xor_sync(FULL_WARP, x, 1);
     return x + __shfl_xor_sync(FULL_WARP, x, 2);
 }
 
-__device__ __forceinline__ void store_rows(const Rows& rows, T* out, const Work& work, int first_row,
+__device__ __forceinline__ void store_rows(const Rows& rows, T* out, const QueryTile& tile, int first_row,
                                            int num_kv_heads) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const float scale = reciprocal_or_zero(sum_of_four(rows.total[h]));
         const int row = first_row + 8 * h;
-        T* to = out + work.head(row, num_kv_heads) * HEAD_DIM + threadIdx.x % 4 * 8;
-        const bool is_mine = work.holds(row);
+        T* to = out + tile.head(row, num_kv_heads) * HEAD_DIM + threadIdx.x % 4 * 8;
+        const bool is_mine = tile.holds(row);
 #pragma unroll
         for (int n = 0; n < HEAD_DIM / 32; ++n) {
             u32 pair[4];
@@ -231,16 +237,16 @@ __device__ __forceinline__ void store_rows(const Rows& rows, T* out, const Work&
     }
 }
 
-constexpr int COLUMNS = HEAD_DIM / 64;  // of 64 elements, 128 bytes: a row of shared memory
+constexpr int COLUMNS = HEAD_DIM / 64;  // of 64 elements: 128 bytes, a row of shared memory
 constexpr int QUERY_COLUMN_BYTES = PADDED_ROWS * 128;
 constexpr int KEY_COLUMN_BYTES = KEYS * 128;
 constexpr int QUERY_BYTES = COLUMNS * QUERY_COLUMN_BYTES;
 constexpr int TILE_BYTES = COLUMNS * KEY_COLUMN_BYTES;
 constexpr int BLOCK_KEYS = at_most(KEYS, BLOCK_SIZE);  // keys of a tile that one block holds
 constexpr int NUM_IDS = KEYS / BLOCK_KEYS;
-static_assert(NUM_IDS <= WARP_SIZE, "a lane knows one block of a tile");
+static_assert(NUM_IDS <= WARP_SIZE, "a lane holds one block id of a tile");
 
-// The pool as the producer sees it: rows of the cache map.
+// Rows of the cache map.
 struct Pool {
     int num_blocks, block_rows, layer_row, value_rows;
 
@@ -251,15 +257,15 @@ struct Pool {
         layer_row = 2 * layer * value_rows;
     }
 
-    // Of the keys from `first` on, which lie in one block; behind the map's end for a block that is not there.
+    // The row of key `first` in its block; past the end of the map, which reads as zeros, if the block does not exist.
     __device__ __forceinline__ int row(int block_id, int kv_head, int first) const {
-        const bool is_there = static_cast<u32>(block_id) < static_cast<u32>(num_blocks);
-        return is_there ? block_id * block_rows + layer_row + kv_head * BLOCK_SIZE + first % BLOCK_SIZE
+        const bool exists = static_cast<u32>(block_id) < static_cast<u32>(num_blocks);
+        return exists ? block_id * block_rows + layer_row + kv_head * BLOCK_SIZE + first % BLOCK_SIZE
                         : num_blocks * block_rows;
     }
 };
 
-// A warp fetches a tile, whose boxes begin in the rows that its lanes say.
+// Called by a whole warp: fetches a key tile, whose box i starts in the row that lane i gives.
 __device__ __forceinline__ void fetch_tile(u32 tile, const TensorMap& map, int row, u32 barrier) {
     if (threadIdx.x % WARP_SIZE == 0) arrive_expecting(barrier, TILE_BYTES);
     __syncwarp();
@@ -287,7 +293,7 @@ __device__ __forceinline__ void start_values(Rows& rows, const u32 (&weights)[KE
     commit_products();
 }
 
-// A warp is done with what the barrier guards.
+// Called by a whole warp that has finished reading what the barrier guards.
 __device__ __forceinline__ void release(u32 barrier) {
     __syncwarp();
     if (threadIdx.x % WARP_SIZE == 0) arrive(barrier);

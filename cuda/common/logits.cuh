@@ -18,7 +18,7 @@ struct LogitsRow {
 
     __device__ __forceinline__ int num_groups() const { return (vocab + 3) / 4; }
 
-    // Tokens 4 g .. 4 g + 3; -inf behind the end of the row.
+    // Tokens 4 g .. 4 g + 3; -inf past the end of the row.
     __device__ __forceinline__ Vec<float> group(int g) const {
         if (aligned) return load_vec(at + 4 * g);
         Vec<float> tokens;
@@ -63,7 +63,7 @@ __device__ __forceinline__ int id_of(u64 key) { return static_cast<int>(~static_
 
 __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < positive_infinity(); }
 
-// Log-sum-exp of a row, in parts: sum of exp(x - maximum).
+// The log-sum-exp of some of a row's logits: sum of exp(x - maximum).
 struct SumExp {
     float maximum;
     float sum;

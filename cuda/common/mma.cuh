@@ -1,5 +1,5 @@
-// The tensor-core and asynchronous-copy instructions of sm_80 and later, as functions. Nothing but inline PTX lives
-// here: mma.h does not compile under NVRTC, and the fragments' layouts are needed anyway.
+// The tensor-core and asynchronous-copy instructions of sm_80 and later as functions, in inline PTX: mma.h does not
+// compile under NVRTC and hides the fragments' layouts.
 //
 // Fragment layouts, g = lane / 4 and t = lane % 4 (rows x columns, two 16-bit elements a register, low half first):
 //   A, 16 x 16   a[0] = A[g][2t, 2t+1]   a[1] = A[g+8][2t, 2t+1]   a[2] = A[g][2t+8, 2t+9]   a[3] = A[g+8][2t+8, 2t+9]
@@ -92,7 +92,7 @@ __device__ __forceinline__ void copy_async_4(u32 to_shared, const void* from_glo
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" : : "r"(to_shared), "l"(from_global) : "memory");
 }
 
-// Closes the group of copies that this thread started since the last call.
+// Closes the group of this thread's copies since the last call.
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" : : : "memory"); }
 
 // Waits until all but this thread's last `PENDING` groups have landed. Other threads need a barrier to see them.

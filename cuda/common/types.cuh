@@ -1,4 +1,4 @@
-// What every kernel shares: the element type of the build, 16-byte vectors, conversions, reductions.
+// Shared by all kernels: the element type of the build, 16-byte vectors, conversions, reductions.
 //
 // A build defines QUIRE_DTYPE: 0 float32, 1 float16, 2 bfloat16. `T` is that type; sums are always taken in float.
 // NVRTC has no standard headers, so nothing here includes any.
@@ -107,8 +107,7 @@ __device__ __forceinline__ Value block_max(Value value, Value lowest) {
     return warp_max(lane < blockDim.x / WARP_SIZE ? partial[lane] : lowest);
 }
 
-// Inclusive sums over the threads, and the sum of all. Warps are added in their order: of numbers above zero, no sum is
-// less than the one before it.
+// Inclusive sums over the threads, and the total. Warps are added in order: sums of positive numbers never decrease.
 template <typename Value>
 __device__ __forceinline__ Value block_scan(Value value, Value* total) {
     __shared__ Value of_warps[WARP_SIZE];
@@ -130,16 +129,16 @@ __device__ __forceinline__ Value block_scan(Value value, Value* total) {
     return before + value;
 }
 
-// Programmatic dependent launch: a kernel launched so may begin before the one ahead of it in the stream has ended. It
-// touches nothing that another kernel writes, or still reads, before it has called `wait_for_previous_kernel`. Both do
-// nothing in a plain launch, and before sm_90.
+// Programmatic dependent launch: the kernel may start before the previous one in the stream has ended. Until it has
+// called `wait_for_previous_kernel` it must not touch memory that another kernel writes, nor write memory that one
+// reads. Both are no-ops in a plain launch and before sm_90.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" : : : "memory");
 #endif
 }
 
-// The next kernel may begin once every block of this one has called this or ended.
+// The next kernel may start once every block of this one has called this or ended.
 __device__ __forceinline__ void start_next_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" : : : "memory");

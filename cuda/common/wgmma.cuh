@@ -1,6 +1,5 @@
-// The instructions of Hopper alone (sm_90a), as functions: barriers in shared memory that count bytes, tile copies by
-// the copy engine (TMA), what blocks of a cluster send each other, and wgmma, the products that a warpgroup of 128
-// threads starts and waits for later.
+// Hopper's own instructions (sm_90a) as functions: mbarriers, tile copies by the copy engine (TMA), messages between
+// the blocks of a cluster, and wgmma, the asynchronous products of a warpgroup of 128 threads.
 //
 // A warp w of the warpgroup holds rows 16 w .. 16 w + 15 of a product; within them the fragments are those of mma.cuh.
 #pragma once
@@ -21,13 +20,13 @@ struct alignas(64) TensorMap {
     unsigned char opaque[128];
 };
 
-// A barrier in shared memory: a phase ends when all arrivals and all announced bytes are in. Waiters name the parity of
-// the phase whose end they wait for: 0 for the first.
+// An mbarrier: a phase ends when all arrivals and all announced bytes are in. Waiters give the parity of the phase
+// whose end they wait for: 0 for the first.
 __device__ __forceinline__ void make_barrier(u32 barrier, int num_arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" : : "r"(barrier), "r"(num_arrivals) : "memory");
 }
 
-// Makes new barriers known to the copy engine.
+// Makes new barriers visible to the copy engine.
 __device__ __forceinline__ void publish_barriers() {
     asm volatile("fence.mbarrier_init.release.cluster;" : : : "memory");
 }
@@ -54,8 +53,8 @@ __device__ __forceinline__ void wait_for(u32 barrier, u32 parity) {
         : "memory");
 }
 
-// Whether this is the one lane that a whole warp has start its copies. The compiler knows that there is one: for lanes
-// that it cannot count it makes a loop around each copy.
+// True in one lane of the warp. Unlike with lane == 0 the compiler knows that it is one, and makes no loop around
+// copies.
 __device__ __forceinline__ bool is_elected() {
     u32 is_it;
     asm volatile(
@@ -68,7 +67,7 @@ __device__ __forceinline__ bool is_elected() {
     return is_it != 0;
 }
 
-// Starts the copy of one box of a tensor map, whose coordinates are elements; what lies outside arrives as zeros.
+// Starts the copy of one box of a tensor map, at coordinates in elements. Elements outside arrive as zeros.
 __device__ __forceinline__ void copy_box(u32 to_shared, const TensorMap& map, int x, int y, u32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
@@ -85,7 +84,7 @@ __device__ __forceinline__ void copy_box(u32 to_shared, const TensorMap& map, in
         : "memory");
 }
 
-// Of what is read once: it leaves the L2 before all else.
+// The L2 policy of data read once: evict it first.
 __device__ __forceinline__ u64 policy_of_read_once() {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -101,20 +100,20 @@ __device__ __forceinline__ void copy_box(u32 to_shared, const TensorMap& map, in
         : "memory");
 }
 
-// Has a map fetched that copies will use.
+// Prefetches a tensor map.
 __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" : : "l"(&map) : "memory");
 }
 
-// What lies at this place of one's own shared memory in that of the cluster's block of this rank.
+// The address in the shared memory of the cluster's block `rank` that corresponds to an own address.
 __device__ __forceinline__ u32 address_in(int rank, u32 address) {
     u32 there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
     return there;
 }
 
-// Sends 16 bytes to the shared memory of another block of the cluster, whose barrier counts them; both as `address_in`
-// gives them.
+// Sends 16 bytes to the shared memory of another block of the cluster, whose barrier counts them. Both addresses come
+// from `address_in`.
 __device__ __forceinline__ void send(u32 to, const float (&four)[4], u32 barrier) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
                  :
@@ -122,7 +121,7 @@ __device__ __forceinline__ void send(u32 to, const float (&four)[4], u32 barrier
                  : "memory");
 }
 
-// What was sent to this place of one's own shared memory, once its barrier says so.
+// Reads 16 bytes that were sent, after the wait for their barrier.
 __device__ __forceinline__ void receive(float (&four)[4], u32 from) {
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(four[0]), "=f"(four[1]), "=f"(four[2]), "=f"(four[3])
@@ -130,7 +129,7 @@ __device__ __forceinline__ void receive(float (&four)[4], u32 from) {
                  : "memory");
 }
 
-// Like `wait_for`, for what other blocks of the cluster send.
+// Like `wait_for`, for data from other blocks of the cluster.
 __device__ __forceinline__ void wait_for_sent(u32 barrier, u32 parity) {
     asm volatile(
         "{\n"
@@ -144,7 +143,7 @@ __device__ __forceinline__ void wait_for_sent(u32 barrier, u32 parity) {
         : "memory");
 }
 
-// All threads of a cluster meet in two steps; of memory this says nothing but that published barriers are there.
+// A barrier of all threads of a cluster, in two steps. It orders no memory but published barriers.
 __device__ __forceinline__ void arrive_at_cluster() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" : : : "memory");
 }
@@ -153,11 +152,11 @@ __device__ __forceinline__ void wait_for_cluster() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" : : : "memory");
 }
 
-// Orders this thread's ordinary stores to shared memory before what the tensor cores read next.
+// Orders this thread's stores to shared memory before later reads by the tensor cores.
 __device__ __forceinline__ void publish_stores() { asm volatile("fence.proxy.async.shared::cta;" : : : "memory"); }
 
 // A barrier among some warps of a block, by number (0 is __syncthreads').
-__device__ __forceinline__ void meet(int number, int num_threads) {
+__device__ __forceinline__ void sync_named_barrier(int number, int num_threads) {
     asm volatile("bar.sync %0, %1;" : : "r"(number), "r"(num_threads) : "memory");
 }
 
@@ -179,12 +178,12 @@ __device__ __forceinline__ u64 operand(u32 address, u32 repeat_bytes) {
            ((address & 0x3ffff) >> 4);
 }
 
-// Before the first product: orders what the threads wrote to the registers that the products use.
+// Orders the threads' register writes before the first product.
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" : : : "memory"); }
 
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" : : : "memory"); }
 
-// Keeps uses of an array on this side of the waits and fences around it.
+// Keeps the compiler from moving uses of an array across waits and fences.
 template <int SIZE>
 __device__ __forceinline__ void pin(float (&d)[SIZE]) {
 #pragma unroll

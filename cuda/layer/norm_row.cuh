@@ -1,9 +1,9 @@
-// The norm of one row by one block, shared by rms_norm and add_rms_norm: the row stays in registers between its two uses.
+// RMSNorm of one row by one block, for rms_norm and add_rms_norm. The row stays in registers between its two uses.
 #pragma once
 
 #include "common/types.cuh"
 
-// 16-byte vectors of a row that a thread keeps; a row longer than HELD * blockDim.x vectors is read twice.
+// 16-byte vectors of a row in a thread's registers. A row of more than HELD * blockDim.x vectors is read twice.
 constexpr int HELD = 4;
 
 // out[i] = row[i] / sqrt(mean(row^2) + eps) * weight[i], for i < width.

@@ -1,5 +1,4 @@
-// The norm of one row by one block, rounded to T as rms_norm does and then to e4m3: shared by rms_norm_quantised and
-// add_rms_norm_quantised.
+// RMSNorm of one row by one block, rounded to T as in rms_norm, then to e4m3.
 #pragma once
 
 #include "common/fp8.cuh"

@@ -1,16 +1,15 @@
 // gemv: out[m] = x[m] @ weight.T + bias for so few rows that the time is that of reading the weights once.
 //
-//   x [M, K], weight [N, K], bias [N] or null, out [M, N]; M at most 8 COL_TILES
-//   A build defines WARPS (a block), ROW_TILES (weight rows of a block's tile, in sixteens), COL_TILES (rows of x, in
-//   eights), SPAN (elements of K that a warp takes at once), STAGES (of its ring in shared memory), OUT_FLOAT: out has
-//   the build's type (0) or float32 (1).
-//   grid (up to ceil(N / (16 ROW_TILES))), block (32 WARPS), dynamic shared memory as SHARED_BYTES below: blocks stay
-//   and go from tile to tile; the warps of a block share out K and their sums are added in the order of the warps, so
-//   a product is the same bits every time. Each warp keeps STAGES - 1 pieces of weights on their way to it, the first
-//   of them from before the previous kernel has ended, where the launch allows that.
+//   x [M, K], weight [N, K], bias [N] or null, out [M, N]; M <= 8 COL_TILES
+//   A build defines WARPS (a block), ROW_TILES (weight rows of a tile, in sixteens), COL_TILES (rows of x, in eights),
+//   SPAN (elements of K in a warp's step), STAGES (of a warp's ring in shared memory), OUT_FLOAT: out has the build's
+//   type (0) or float32 (1).
+//   grid (up to ceil(N / (16 ROW_TILES))), block (32 WARPS), dynamic shared memory SHARED_BYTES: persistent blocks. The
+//   warps of a block split K, and their sums are added in the order of the warps: results are deterministic. Each warp
+//   keeps STAGES - 1 spans of weights in flight, the first of them from before the previous kernel has ended.
 //   reference: NumpyOps.linear
-//   needs: x and weight aligned to 16 bytes, K a multiple of 8, elements of 16 bits
-//   roofline: N K elements moved; 0.9 of copy bandwidth from 64 MB of weights on
+//   needs: x and weight aligned to 16 bytes, K a multiple of 8, 16-bit elements
+//   roofline: N K elements moved; 0.9 of copy bandwidth from 64 MB of weights
 #include "common/mma.cuh"
 
 #if QUIRE_DTYPE == 0
@@ -36,12 +35,12 @@ constexpr int PARTIAL_FLOATS = WARPS * MAX_ROWS * TILE_ROWS;
 constexpr int SHARED_BYTES = RING_BYTES + 2 * PARTIAL_FLOATS * sizeof(float);
 static_assert(VECS % 8 == 0 && WARP_SIZE % VECS == 0, "a row of a stage fills whole lines of 128 bytes");
 
-// Where a vector of a weight row lies in its stage, in bytes. Odd rows swap the halves of each 128 bytes, so that the
-// eight lanes that read together (two rows, four vectors each) meet all banks.
-__device__ __forceinline__ int offset_of(int row, int vec) { return (row * VECS + (vec ^ (row % 2 * 4))) * 16; }
+// The byte offset of a weight vector in its stage. Odd rows swap the halves of each 128 bytes, so that eight lanes that
+// read together (two rows, four vectors each) touch all banks.
+__device__ __forceinline__ int shared_offset(int row, int vec) { return (row * VECS + (vec ^ (row % 2 * 4))) * 16; }
 
-// What a warp works through: its pieces of one tile, then of the next.
-struct Place {
+// A warp's position in the weights: its spans of K in one tile, then in the next.
+struct WeightPosition {
     int tile;  // first weight row
     int k;     // first element of K
 
@@ -54,7 +53,7 @@ struct Place {
     }
 };
 
-__device__ __forceinline__ void start_copies(u32 stage, const T* weight, Place at, int n_size, int k_size) {
+__device__ __forceinline__ void start_copies(u32 stage, const T* weight, WeightPosition at, int n_size, int k_size) {
     const int lane = threadIdx.x % WARP_SIZE;
     const int first = lane / VECS, vec = lane % VECS, k = at.k + vec * SIZE;
     const T* from = weight + static_cast<i64>(at.tile + first) * k_size + k;
@@ -62,7 +61,7 @@ __device__ __forceinline__ void start_copies(u32 stage, const T* weight, Place a
     for (int n = 0; n < COPIES; n++) {
         const int row = first + n * (WARP_SIZE / VECS);
         const bool wanted = k < k_size && at.tile + row < n_size;
-        copy_async_16(stage + offset_of(row, vec), wanted ? from : weight, wanted);
+        copy_async_16(stage + shared_offset(row, vec), wanted ? from : weight, wanted);
         from += static_cast<i64>(WARP_SIZE / VECS) * k_size;
     }
     commit_copies();
@@ -89,8 +88,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     const u32 ring_address = shared_address(ring);
 
     start_next_kernel();
-    Place ahead = {static_cast<int>(blockIdx.x) * TILE_ROWS, warp * SPAN};
-    Place at = ahead;
+    WeightPosition ahead = {static_cast<int>(blockIdx.x) * TILE_ROWS, warp * SPAN};
+    WeightPosition at = ahead;
 #pragma unroll
     for (int stage = 0; stage < STAGES - 1; stage++) {
         start_copies(ring_address + stage * STAGE_BYTES, weight, ahead, n_size, k_size);
@@ -98,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     }
     wait_for_previous_kernel();
 
-    // Columns past the last row repeat it: what they give is not written.
+    // Columns past the last row of x repeat it; their results are not written.
     const T* x_rows[COL_TILES];
 #pragma unroll
     for (int j = 0; j < COL_TILES; j++)
@@ -115,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
                 by[c][j] = k + t * SIZE < k_size ? *reinterpret_cast<const uint4*>(x_rows[j] + k) : uint4{};
         }
         wait_for_copies<STAGES - 2>();
-        __syncwarp();  // the stage has landed for all lanes, and all have read the one before
+        __syncwarp();  // the stage has landed, and all lanes have read the previous one
         start_copies(ring_address + (stage + STAGES - 1) % STAGES * STAGE_BYTES, weight, ahead, n_size, k_size);
         ahead.advance(warp, k_size);
         const char* held = ring + stage * STAGE_BYTES;
@@ -123,8 +122,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         for (int c = 0; c < CHUNKS; c++) {
 #pragma unroll
             for (int i = 0; i < ROW_TILES; i++) {
-                const uint4 low = load_shared(held + offset_of(i * 16 + g, c * 4 + t));
-                const uint4 high = load_shared(held + offset_of(i * 16 + g + 8, c * 4 + t));
+                const uint4 low = load_shared(held + shared_offset(i * 16 + g, c * 4 + t));
+                const uint4 high = load_shared(held + shared_offset(i * 16 + g + 8, c * 4 + t));
 #pragma unroll
                 for (int j = 0; j < COL_TILES; j++) multiply(sum[i][j], low, high, by[c][j]);
             }
@@ -135,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         if (at.tile == tile) continue;
 
         float* partial = partials + parity * PARTIAL_FLOATS;
-        parity ^= 1;  // the next tile's sums meet no reader of these
+        parity ^= 1;  // double-buffered: the next tile's sums need no barrier
 #pragma unroll
         for (int i = 0; i < ROW_TILES; i++) {
 #pragma unroll

@@ -1,19 +1,18 @@
-// gemv_fp8: out[m] = (x[m] @ weight.T) * x_scale[m] * weight_scale + bias, weight in e4m3, for so few rows that
-// the time is that of reading the weights once.
+// gemv_fp8: out[m] = (x[m] @ weight.T) * x_scale[m] * weight_scale + bias, weight in e4m3, for so few rows that the
+// time is that of reading the weights once.
 //
 //   x [M, K], of the build's type with x_scale null (X_FP8 0) or e4m3 with x_scale float32 [M] (X_FP8 1);
-//   weight e4m3 [N, K] without NaN, weight_scale float32 [N], bias [N] or null, out [M, N]; M at most 8 COL_TILES
-//   A build defines WARPS, ROW_TILES, COL_TILES, SPAN and STAGES as gemv.cu does, X_FP8, and OUT_FLOAT: out
-//   has the build's type (0) or float32 (1).
-//   grid (up to ceil(N / (16 ROW_TILES))), block (32 WARPS), dynamic shared memory as SHARED_BYTES below: as in
-//   gemv, blocks stay and go from tile to tile, and the warps of a block share out K. Which warp sums what
-//   depends on K and the build alone: a row of x gives the same bits whatever rows are beside it.
+//   weight e4m3 [N, K] without NaN, weight_scale float32 [N], bias [N] or null, out [M, N]; M <= 8 COL_TILES
+//   A build defines WARPS, ROW_TILES, COL_TILES, SPAN and STAGES as for gemv.cu, X_FP8, and OUT_FLOAT: out has the
+//   build's type (0) or float32 (1).
+//   grid (up to ceil(N / (16 ROW_TILES))), block (32 WARPS), dynamic shared memory SHARED_BYTES: as in gemv. The order
+//   of sums depends on K and the build alone: a row of x gives the same bits in any batch.
 //   reference: NumpyOps.linear_fp8
 //   needs: x and weight aligned to 16 bytes, K a multiple of 16
-//   roofline: N K bytes moved; 0.9 of copy bandwidth from 64 MB of weights on in e4m3, 0.8 with x of 16 bits
+//   roofline: N K bytes moved; 0.9 of copy bandwidth from 64 MB of weights in e4m3, 0.8 with x of 16 bits
 //
-// Weights become 16-bit elements in registers, which is exact: with x of 16 bits nothing else is rounded before the
-// sums. x in e4m3 is multiplied as float16, which holds either exactly.
+// Weights are widened to 16 bits in registers, which is exact. e4m3 rows of x are multiplied as float16, which holds
+// both operands exactly.
 #include "common/fp8.cuh"
 #include "common/mma.cuh"
 
@@ -46,12 +45,12 @@ constexpr int PARTIAL_FLOATS = WARPS * MAX_ROWS * TILE_ROWS;
 [[maybe_unused]] constexpr int SHARED_BYTES = RING_BYTES + 2 * PARTIAL_FLOATS * sizeof(float);
 static_assert(VECS % 8 == 0 && WARP_SIZE % VECS == 0, "a row of a stage fills whole lines of 128 bytes");
 
-// Where a vector of a weight row lies in its stage, in bytes. Odd rows swap the halves of each 128 bytes, so that the
-// eight lanes that read together (two rows, four vectors each) meet all banks.
-__device__ __forceinline__ int offset_of(int row, int vec) { return (row * VECS + (vec ^ (row % 2 * 4))) * 16; }
+// The byte offset of a weight vector in its stage. Odd rows swap the halves of each 128 bytes, so that eight lanes that
+// read together (two rows, four vectors each) touch all banks.
+__device__ __forceinline__ int shared_offset(int row, int vec) { return (row * VECS + (vec ^ (row % 2 * 4))) * 16; }
 
-// What a warp works through: its pieces of one tile, then of the next.
-struct Place {
+// A warp's position in the weights: its spans of K in one tile, then in the next.
+struct WeightPosition {
     int tile;  // first weight row
     int k;     // first element of K
 
@@ -64,7 +63,7 @@ struct Place {
     }
 };
 
-__device__ __forceinline__ void start_copies(u32 stage, const u8* weight, Place at, int n_size, int k_size) {
+__device__ __forceinline__ void start_copies(u32 stage, const u8* weight, WeightPosition at, int n_size, int k_size) {
     const int lane = threadIdx.x % WARP_SIZE;
     const int first = lane / VECS, vec = lane % VECS, k = at.k + vec * SIZE;
     const u8* from = weight + static_cast<i64>(at.tile + first) * k_size + k;
@@ -72,7 +71,7 @@ __device__ __forceinline__ void start_copies(u32 stage, const u8* weight, Place 
     for (int n = 0; n < COPIES; n++) {
         const int row = first + n * (WARP_SIZE / VECS);
         const bool wanted = k < k_size && at.tile + row < n_size;
-        copy_async_16(stage + offset_of(row, vec), wanted ? from : weight, wanted);
+        copy_async_16(stage + shared_offset(row, vec), wanted ? from : weight, wanted);
         from += static_cast<i64>(WARP_SIZE / VECS) * k_size;
     }
     commit_copies();
@@ -155,8 +154,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     const u32 ring_address = shared_address(ring);
 
     start_next_kernel();
-    Place ahead = {static_cast<int>(blockIdx.x) * TILE_ROWS, warp * SPAN};
-    Place at = ahead;
+    WeightPosition ahead = {static_cast<int>(blockIdx.x) * TILE_ROWS, warp * SPAN};
+    WeightPosition at = ahead;
 #pragma unroll
     for (int stage = 0; stage < STAGES - 1; stage++) {
         start_copies(ring_address + stage * STAGE_BYTES, weight, ahead, n_size, k_size);
@@ -164,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     }
     wait_for_previous_kernel();
 
-    // Columns past the last row repeat it: what they give is not written.
+    // Columns past the last row of x repeat it; their results are not written.
     const X* x_rows[COL_TILES];
 #pragma unroll
     for (int j = 0; j < COL_TILES; j++)
@@ -184,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
             }
         }
         wait_for_copies<STAGES - 2>();
-        __syncwarp();  // the stage has landed for all lanes, and all have read the one before
+        __syncwarp();  // the stage has landed, and all lanes have read the previous one
         start_copies(ring_address + (stage + STAGES - 1) % STAGES * STAGE_BYTES, weight, ahead, n_size, k_size);
         ahead.advance(warp, k_size);
         const char* held = ring + stage * STAGE_BYTES;
@@ -196,8 +195,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 #pragma unroll
             for (int i = 0; i < ROW_TILES; i++) {
                 Pairs low, high;
-                widen(low, load_shared(held + offset_of(i * 16 + g, c * 4 + t)));
-                widen(high, load_shared(held + offset_of(i * 16 + g + 8, c * 4 + t)));
+                widen(low, load_shared(held + shared_offset(i * 16 + g, c * 4 + t)));
+                widen(high, load_shared(held + shared_offset(i * 16 + g + 8, c * 4 + t)));
 #pragma unroll
                 for (int j = 0; j < COL_TILES; j++) multiply(sum[i][j], low, high, columns[j]);
             }
@@ -208,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         if (at.tile == tile) continue;
 
         float* partial = partials + parity * PARTIAL_FLOATS;
-        parity ^= 1;  // the next tile's sums meet no reader of these
+        parity ^= 1;  // double-buffered: the next tile's sums need no barrier
 #pragma unroll
         for (int i = 0; i < ROW_TILES; i++) {
 #pragma unroll

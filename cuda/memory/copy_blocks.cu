@@ -2,8 +2,8 @@
 // ignored.
 //
 //   kv: num_blocks pieces of block_vecs * 16 bytes; sources, targets int32[N]
-//   grid (N * num_chunks), num_chunks = ceil(block_vecs / (256 * VECS_PER_THREAD)), block (256): neighbours on the device
-//   copy neighbours in memory
+//   grid (N * num_chunks), num_chunks = ceil(block_vecs / (256 * VECS_PER_THREAD)), block (256): adjacent
+//   threads copy adjacent vectors
 //   reference: NumpyOps.copy_blocks
 //   needs: kv aligned to 16 bytes; no target is a source or occurs twice
 //   roofline: 2 N block_bytes moved; 0.90 of copy bandwidth from 64 MB on

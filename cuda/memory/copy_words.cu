@@ -5,9 +5,9 @@
 //   grid (1..256), block (256)
 //   reference: NumpyOps.upload_all
 //   needs: both aligned to 4 bytes; row_bytes a multiple of 4 unless there is one row
-//   why: the copy engines serve what they are asked in its order, so that the few kilobytes of a step would wait behind
-//        the megabytes of blocks on their way to the host and back; a kernel goes past them
-//   roofline: none; what a step uploads should cost a launch and the way over the bus
+//   why: copy engines serve requests in order, so that a step's few kilobytes would wait for megabytes of swapped
+//   blocks
+//   roofline: none; about one launch and the bus latency
 #include "common/types.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)

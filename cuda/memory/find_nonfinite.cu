@@ -1,7 +1,7 @@
-// find_nonfinite: found[0] = 1 if any element of x is NaN or infinite; else found is left as it is.
+// find_nonfinite: found[0] = 1 if any element of x is NaN or infinite; else found is unchanged.
 //
 //   x T[count], found int32[1]
-//   grid (at most a few blocks an SM), block (256); each thread takes every so many-th vector
+//   grid (at most a few blocks an SM), block (256); a grid-stride loop over vectors
 //   reference: NumpyOps.find_nonfinite
 //   roofline: device memory, count * sizeof(T) bytes read
 #include "common/types.cuh"

@@ -3,7 +3,7 @@
 //   token_ids, source int32[T], previous int32[P]
 //   grid (ceil(T / 256)), block (256)
 //   reference: NumpyOps.pick_tokens
-//   roofline: none; a few kilobytes, it should cost a launch and no more
+//   roofline: none; a few kilobytes, about one launch
 #include "common/types.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)

@@ -5,8 +5,8 @@
 //   grid (R), block (1024)
 //   reference: sample in numpy_sampling, philox.py
 //   needs: V at most 2^19
-//   roofline: the row is read once for greedy, twice without filters, and two or three times more for each of top-k and
-//   top-p; each at copy bandwidth from R = 132 on
+//   roofline: one read of the row for greedy, two without filters, two or three more for each of top-k and top-p; each
+//   at copy bandwidth from R = 132
 #include "common/philox.cuh"
 #include "sampling/threshold.cuh"
 
@@ -32,8 +32,8 @@ __device__ __forceinline__ float kept_distance(Histogram& histogram, const Dista
 // The token with the greatest logit / temperature + noise among those kept.
 __device__ __forceinline__ int noisy_argmax(const Distances& distances, float limit, u64 seed, u32 position,
                                             u32 branch) {
-    // A token this far below the best loses to it whatever their noise is; and only near this thread's own best is the
-    // exact noise worth its price. Sums are rounded, so the more the greater the logits are.
+    // A token farther than `limit` below the best loses whatever the noise. The exact noise is computed only near this
+    // thread's best score. The slack covers the rounding of sums, which grows with the logits.
     const float slack = 1e-5f * fmaxf(1.0f, fabsf(distances.best));
     limit = fminf(limit, GUMBEL_HIGHEST - GUMBEL_LOWEST + slack);
     u64 best = 0;
@@ -75,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(LOGITS_THREADS)
 
     int token = has_best ? id_of(best) : 0;
     const Distances distances = {row, value_of(best) / temperature[r], temperature[r]};
-    // At a temperature of 0, or one so small that the quotient overflows, the best token is certain.
+    // At a temperature of 0, or so small that the quotient overflows, the best token wins.
     if (has_best && temperature[r] > 0.0f && is_finite(distances.best)) {
         const float limit = kept_distance(histogram, distances, top_k[r], top_p[r], min_p[r]);
         token = noisy_argmax(distances, limit, seed[r], position[r], branch[r]);

@@ -1,21 +1,20 @@
-// How far below the best a token may lie and still be kept: top-k and top-p by selection, without a sort.
+// Top-k and top-p by selection, without a sort: the greatest distance below the best logit that is kept.
 //
-// Everything here is in units of distance e = best - x >= 0, x being logit / temperature, whose bits order as its value
-// does. A selection narrows a range of distances by histograms: first 2048 equal bins over the window, then 2048 pieces
-// of the bin where the target is reached, until that holds one token or one value. Sums are of integers, so the result
-// does not depend on the order in which threads arrive.
+// Distances are e = best - x >= 0 with x = logit / temperature; their bits order as their values. Histograms narrow a
+// range of distances: 2048 equal bins over the window, then 2048 parts of the bin that reaches the target, until one
+// token or one value is left. Sums are of integers: the result does not depend on the order of threads.
 #pragma once
 
 #include "common/logits.cuh"
 
-// Gumbel noise lies within 19.5 of itself: a token farther below the best than the window can never win.
+// Gumbel noise spans less than 19.5: a token farther below the best than the window never wins.
 constexpr float WINDOW = 32.0f;
 constexpr int NUM_BINS = 2048;
 constexpr float BINS_PER_UNIT = NUM_BINS / WINDOW;
 constexpr float LAST_DISTANCE = 0x1.fffffep+4f;  // the greatest float below WINDOW
 constexpr float LOSS_UNIT = 0x1p-19f;
 
-// Tokens a selection weighs: each one alike (top-k), or by exp(-e) (top-p).
+// The measure of a token: 1 (top-k) or exp(-e) (top-p).
 enum class Measure { COUNT, MASS };
 
 // Weights lie within a bin of [1 - 1/64, 1] times the weight at its near edge; what they lack of it is counted in
@@ -31,7 +30,7 @@ struct Boundary {
     double before;  // measure of the bins before it
 };
 
-// How far the row's tokens lie below its best.
+// Distances of a row's tokens from its best.
 struct Distances {
     const LogitsRow& row;
     float best;         // of logit / temperature
@@ -43,7 +42,7 @@ struct Distances {
 
 __device__ __forceinline__ int window_bin(float e) { return static_cast<int>(e * BINS_PER_UNIT); }
 
-// exp(-within) for 0 <= within < 1/64, as what it lacks of 1.
+// 1 - exp(-within) for 0 <= within < 1/64.
 __device__ __forceinline__ float loss_of(float within) {
     return within * (1.0f - within * (0.5f - within * (1.0f / 6.0f - within * (1.0f / 24.0f))));
 }
@@ -82,8 +81,8 @@ __device__ __forceinline__ double measure_of(const Histogram& histogram, int bin
     return kept * exp(-near_edge / static_cast<double>(BINS_PER_UNIT));
 }
 
-// The first bin with which the measure, summed from bin 0 on, reaches `wanted`. For a mass over the whole window `wanted`
-// comes in as a share of that mass and goes out as a mass.
+// The first bin with which the measure, summed from bin 0 on, reaches `wanted`. For a mass over the whole window
+// `wanted` comes in as a share of that mass and goes out as a mass.
 template <Measure MEASURE>
 __device__ __forceinline__ Boundary find(const Histogram& histogram, double& wanted, int shift, int near_edge) {
     __shared__ Boundary found;

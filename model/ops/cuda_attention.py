@@ -23,16 +23,16 @@ _FP32 = 0
 _DECODE_CTAS_PER_SM = 2
 """How many decode blocks an SM of an H100 holds at once (96 KiB of tiles each): splits aim at one full wave."""
 
-_MIN_PART_TOKENS = 128
-"""A shorter part of a sequence costs more in the merge than it saves."""
+_MIN_SPLIT_TOKENS = 128
+"""A shorter split costs more in the reduction than it saves."""
 
 _DECODE_TILE_TOKENS = 16
-"""TILE of decode_parts.cuh: a window is read from the tile on in which it begins."""
+"""TILE of kv_split.cuh: a window is read from the start of its first tile."""
 
 _MAX_SPLITS = 256
 
-_PART_INTS, _MEMBER_INTS, _PLAN_THREADS = 8, 4, 1024
-"""Of Part and Member in decode_parts.cuh; THREADS of plan_decode.cu."""
+_SPLIT_INTS, _MEMBER_INTS, _PLAN_THREADS = 8, 4, 1024
+"""Of KvSplit and PrefixGroupMember in kv_split.cuh; THREADS of plan_decode.cu."""
 
 _MIN_COMMON_TOKENS = 256
 """Sequences that have fewer in common read them each for itself."""
@@ -42,7 +42,7 @@ _MAX_MEMBERS, _MAX_GROUP_ROWS = 8, 32
 hold at a head_dim of 128. At 256 it is half as many, and at 64, where more blocks than two have room, too."""
 
 _MAX_PAIRS = 1 << 14
-"""MAX_PAIRS of split_kv.cuh."""
+"""MAX_PAIRS of paged_decode.cu."""
 
 _HOPPER_ROWS, _HOPPER_KEYS, _HOPPER_THREADS = 192, 128, 512
 """PADDED_ROWS, KEYS and THREADS of paged_prefill_sm90.cu."""
@@ -50,49 +50,49 @@ _HOPPER_ROWS, _HOPPER_KEYS, _HOPPER_THREADS = 192, 128, 512
 _SHORT_ROWS, _SHORT_KEYS, _SHORT_STAGES, _SHORT_THREADS = 128, 64, 4, 384
 """PADDED_ROWS, KEYS, STAGES and THREADS of paged_prefill_short_sm90.cu."""
 
-_MOST_PARTS = 8
-"""MOST_PARTS of prefill_cluster.cuh."""
+_MAX_CLUSTER_SPLITS = 8
+"""MAX_CLUSTER_SPLITS of paged_prefill_short_sm90.cu."""
 
 _SHORT_SHARE = 3
-"""Parts that every piece should find room for: with fewer, larger pieces do as well."""
+"""Least splits for each query tile: with fewer, the kernel for larger tiles is as fast."""
 
 _HOPPER_MOST_CTAS = 1024
-"""MAX_PARTS of prefill_parts.cuh."""
+"""MAX_SPLITS of paged_prefill_sm90.cu."""
 
 
 class _Split(NamedTuple):
-    """How a batch is cut: kernel `plan_decode_attention` fills `num_slots` parts from it."""
+    """How a batch is cut: kernel `plan_decode` fills `num_slots` splits from it."""
 
-    num_ctas: int  # of a part
-    num_shares: int  # of equal size that would fill the device once; 0 where no sequence may be cut
+    num_ctas: int  # of a split
+    target_splits: int  # of equal size that would fill the device once; 0 where no sequence may be cut
     num_slots: int
     num_groups: int  # of sequences that begin alike, at most
-    num_rows: int  # of the workspace; 0 where every sequence is one part
+    num_rows: int  # of the workspace; 0 if every sequence is one split
 
 
 def plan_decode_attention(
     ops, num_heads: int, kv: Array, block_tables: Array, context_lens: Array, window: int
 ) -> Array:
-    """`Ops.plan_decode_attention`: int32[num_slots + what the members of groups take, 8], rows as `Part` of
-    decode_parts.cuh, and behind them as `Member`."""
+    """`Ops.plan_decode_attention`: int32[num_slots + what the members of groups take, 8], rows as `KvSplit` of
+    kv_split.cuh, followed by `PrefixGroupMember`s."""
     split = split_decode(ops, num_heads, kv, block_tables, window)
     tiles = _decode_tiles(ops.dtype_code, kv.shape[5], num_heads // kv.shape[3])
-    num_member_rows = math.ceil(split.num_groups * tiles["MEMBERS"] * _MEMBER_INTS / _PART_INTS)
-    parts = ops.temporary((split.num_slots + num_member_rows, _PART_INTS), np.int32)
-    sizes = (split.num_slots, split.num_shares, split.num_groups, block_tables.shape[1], window)
+    num_member_rows = math.ceil(split.num_groups * tiles["MEMBERS"] * _MEMBER_INTS / _SPLIT_INTS)
+    plan = ops.temporary((split.num_slots + num_member_rows, _SPLIT_INTS), np.int32)
+    sizes = (split.num_slots, split.target_splits, split.num_groups, block_tables.shape[1], window)
     ops.launch(
         "plan_decode",
         (1,),
-        (parts, context_lens, block_tables, np.int32(len(context_lens)), *map(np.int32, sizes)),
+        (plan, context_lens, block_tables, np.int32(len(context_lens)), *map(np.int32, sizes)),
         threads=_PLAN_THREADS,
         WARPS=tiles["WARPS"],
         MEMBERS=tiles["MEMBERS"],
         BLOCK_SIZE=kv.shape[4],
-        MIN_PART=_MIN_PART_TOKENS,
+        MIN_SPLIT=_MIN_SPLIT_TOKENS,
         MIN_COMMON=_MIN_COMMON_TOKENS,
         MAX_SPLITS=_MAX_SPLITS,
     )
-    return parts
+    return plan
 
 
 def decode_attention(
@@ -154,8 +154,8 @@ def prefill_attention(
         return
     if _suits_hopper(ops, head_dim, max_query_len * num_heads // num_kv_heads):
         args = (layer, block_tables, context_lens, query_start, scale, window)
-        most_pieces = math.ceil(num_tokens * num_heads // num_kv_heads / _SHORT_ROWS) * num_kv_heads
-        prefill = _prefill_short_on_hopper if most_pieces <= ops.num_sms // _SHORT_SHARE else _prefill_on_hopper
+        most_tiles = math.ceil(num_tokens * num_heads // num_kv_heads / _SHORT_ROWS) * num_kv_heads
+        prefill = _prefill_short_on_hopper if most_tiles <= ops.num_sms // _SHORT_SHARE else _prefill_on_hopper
         prefill(ops, out, q, kv, *args)
         return
     group = num_heads // num_kv_heads
@@ -184,14 +184,14 @@ def _prefill_on_hopper(ops, out, q, kv, layer, block_tables, context_lens, query
     _, num_heads, head_dim = q.shape
     num_blocks, num_layers, _, num_kv_heads, block_size, _ = kv.shape
     group = num_heads // num_kv_heads
-    tokens = _HOPPER_ROWS // group  # of a piece of work
+    tokens = _HOPPER_ROWS // group  # of a query tile
     query_map = ops.tensor_maps.get(q, q.shape[::-1], (64, group, tokens))
     cache_map = ops.tensor_maps.get(kv, (head_dim, math.prod(kv.shape[:-1])), (64, min(_HOPPER_KEYS, block_size)))
     shared_bytes = 2 * head_dim * (_HOPPER_ROWS + 4 * _HOPPER_KEYS) + 256  # queries, two stages of keys and values
     sizes = (len(context_lens), num_kv_heads, num_blocks, num_layers, layer, block_tables.shape[1])
     num_ctas = min(ops.num_sms, _HOPPER_MOST_CTAS)
-    meeting = (ops.temporary((num_ctas, _HOPPER_ROWS, n), np.float32) for n in (head_dim, 2))
-    args = (out, query_map, cache_map, block_tables, context_lens, query_start, *meeting, *map(np.int32, sizes))
+    workspace = (ops.temporary((num_ctas, _HOPPER_ROWS, n), np.float32) for n in (head_dim, 2))
+    args = (out, query_map, cache_map, block_tables, context_lens, query_start, *workspace, *map(np.int32, sizes))
     ops.launch(
         "paged_prefill_sm90",
         (num_ctas,),
@@ -228,11 +228,11 @@ def _prefill_short_on_hopper(ops, out, q, kv, layer, block_tables, context_lens,
     )
 
 
-def _clusters(ops, build: dict[str, int], num_pieces: int) -> tuple[int, int]:
-    """(blocks of a cluster, clusters): the largest of which the device has one for each piece of work."""
-    for size in range(_MOST_PARTS, 1, -1):
+def _clusters(ops, build: dict[str, int], num_query_tiles: int) -> tuple[int, int]:
+    """(blocks of a cluster, clusters): the largest of which the device has one for each query tile."""
+    for size in range(_MAX_CLUSTER_SPLITS, 1, -1):
         num_clusters = ops.most_clusters("paged_prefill_short_sm90", size, **build)
-        if num_clusters >= num_pieces:
+        if num_clusters >= num_query_tiles:
             return size, num_clusters
     return 1, ops.num_sms
 
@@ -281,29 +281,29 @@ def _prefill_rows(tiles: dict[str, int]) -> int:
 
 
 def split_decode(ops, num_heads: int, kv: Array, block_tables: Array, window: int) -> _Split:
-    """Aims at parts of equal size that fill the device once."""
+    """Aim at splits of equal size that fill the device once."""
     (num_sequences, max_blocks), num_kv_heads, block_size = block_tables.shape, kv.shape[3], kv.shape[4]
     group = num_heads // num_kv_heads
     rows = 1 if ops.dtype_code == _FP32 else min(group, 16)
     num_ctas = num_kv_heads * math.ceil(group / rows)
     is_cut = num_sequences * num_ctas <= _MAX_PAIRS
-    num_shares = max(1, _DECODE_CTAS_PER_SM * ops.num_sms // num_ctas) if is_cut else 0
+    target_splits = max(1, _DECODE_CTAS_PER_SM * ops.num_sms // num_ctas) if is_cut else 0
     num_tokens = max_blocks * block_size
-    most_parts = math.ceil(min(num_tokens, window + _DECODE_TILE_TOKENS) / _MIN_PART_TOKENS)
-    num_slots = min(num_sequences + 2 * num_shares, num_sequences * most_parts)
+    most_splits = math.ceil(min(num_tokens, window + _DECODE_TILE_TOKENS) / _MIN_SPLIT_TOKENS)
+    num_slots = min(num_sequences + 2 * target_splits, num_sequences * most_splits)
     if num_slots == num_sequences:
         return _Split(num_ctas, 0, num_slots, 0, 0)
     members = _decode_tiles(ops.dtype_code, kv.shape[5], group)["MEMBERS"]
-    may_share = members > 1 and num_shares > 1 and _MIN_COMMON_TOKENS < num_tokens <= window
+    may_share = members > 1 and target_splits > 1 and _MIN_COMMON_TOKENS < num_tokens <= window
     if not may_share or not 1 < num_sequences <= _PLAN_THREADS:
-        return _Split(num_ctas, num_shares, num_slots, 0, num_slots)
+        return _Split(num_ctas, target_splits, num_slots, 0, num_slots)
     num_groups = num_sequences // 8 + min(num_sequences // 2, 8)
-    num_rows = num_slots + min(members * (num_groups + num_shares), num_sequences * num_shares)
-    return _Split(num_ctas, num_shares, num_slots + num_groups, num_groups, num_rows)
+    num_rows = num_slots + min(members * (num_groups + target_splits), num_sequences * target_splits)
+    return _Split(num_ctas, target_splits, num_slots + num_groups, num_groups, num_rows)
 
 
 def _shared_row_bytes(head_dim: int) -> int:
-    """Bytes between rows of 16-bit elements in shared memory, as `SharedTile` of attention.cuh lays them."""
+    """Bytes between rows of 16-bit elements in shared memory, as `SharedTile` of paged_kv.cuh lays them."""
     chunks = head_dim // 8
     is_swizzled = chunks >= 8 and chunks & (chunks - 1) == 0
     return 16 * (chunks if is_swizzled else chunks | 1)

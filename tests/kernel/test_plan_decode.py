@@ -1,4 +1,4 @@
-"""What the plan of decode attention has to be: every token of every sequence in one part, and no part too many."""
+"""The plan of decode attention: every token of every sequence in one split, and no superfluous split."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.support.paged_cache import captured
 
 pytestmark = pytest.mark.gpu
 
-TILE, MIN_PART, MIN_COMMON, MEMBERS = 16, 128, 256, 8
+TILE, MIN_SPLIT, MIN_COMMON, MEMBERS = 16, 128, 256, 8
 SEQUENCE, FIRST, BEGIN, END, COUNT, FIRST_ROW, ROW, NUM_MEMBERS = range(8)
 BLOCK_SIZE, MAX_BLOCKS, KV_HEADS, HEADS = 16, 1024, 8, 32
 
 
 def plan_of(ops, lengths: list[int], window: int, tables: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Parts int32[num_slots, 8], members int32[groups, MEMBERS, 4]. Without `tables` nobody has a block in common."""
+    """Splits int32[num_slots, 8], members int32[groups, MEMBERS, 4]. Without `tables` no sequences share a block."""
     if tables is None:
         tables = np.arange(len(lengths) * MAX_BLOCKS, dtype=np.int32).reshape(-1, MAX_BLOCKS)
     kv = ops.empty((1, 1, 2, KV_HEADS, BLOCK_SIZE, 128), ops.dtype)
@@ -47,7 +47,7 @@ def batches(rng: np.random.Generator) -> list[list[int]]:
 
 @pytest.mark.parametrize("batch", range(8))
 @pytest.mark.parametrize("window", [NO_WINDOW, 100, 4096])
-def test_parts_cover_what_each_sequence_sees_once(open_ops, rng, batch, window):
+def test_splits_cover_the_visible_tokens_of_each_sequence_once(open_ops, rng, batch, window):
     lengths = batches(rng)[batch]
     plan, _ = plan_of(open_ops("bfloat16"), lengths, window)
     used = plan[plan[:, SEQUENCE] < len(lengths)]
@@ -58,29 +58,29 @@ def test_parts_cover_what_each_sequence_sees_once(open_ops, rng, batch, window):
     slot = 0
     for sequence, length in enumerate(lengths):
         first = max(0, length - window)
-        parts = used[slot : slot + used[slot, COUNT]]
-        assert (parts[:, SEQUENCE] == sequence).all()
-        assert (parts[:, FIRST] == first).all()
-        assert (parts[:, COUNT] == len(parts)).all()
-        assert (parts[:, FIRST_ROW] == slot).all()
-        np.testing.assert_array_equal(parts[:, ROW], slot + np.arange(len(parts)))
-        assert (parts[:, NUM_MEMBERS] == 0).all()
-        assert parts[0, BEGIN] == first // TILE * TILE
-        assert parts[-1, END] == length
-        np.testing.assert_array_equal(parts[1:, BEGIN], parts[:-1, END])
-        assert (parts[:, BEGIN] % TILE == 0).all()
-        assert len(parts) == 1 or (parts[:-1, END] - parts[:-1, BEGIN] >= MIN_PART).all()
-        slot += len(parts)
+        splits = used[slot : slot + used[slot, COUNT]]
+        assert (splits[:, SEQUENCE] == sequence).all()
+        assert (splits[:, FIRST] == first).all()
+        assert (splits[:, COUNT] == len(splits)).all()
+        assert (splits[:, FIRST_ROW] == slot).all()
+        np.testing.assert_array_equal(splits[:, ROW], slot + np.arange(len(splits)))
+        assert (splits[:, NUM_MEMBERS] == 0).all()
+        assert splits[0, BEGIN] == first // TILE * TILE
+        assert splits[-1, END] == length
+        np.testing.assert_array_equal(splits[1:, BEGIN], splits[:-1, END])
+        assert (splits[:, BEGIN] % TILE == 0).all()
+        assert len(splits) == 1 or (splits[:-1, END] - splits[:-1, BEGIN] >= MIN_SPLIT).all()
+        slot += len(splits)
     assert slot == len(used)
 
 
-def test_long_parts_come_before_short_ones(open_ops, rng):
+def test_long_splits_precede_short_ones(open_ops, rng):
     lengths = [*rng.lognormal(6, 1, 300).astype(int).clip(1, 16000).tolist(), 12000]
     plan, _ = plan_of(open_ops("bfloat16"), lengths, NO_WINDOW)
     plan = plan[plan[:, SEQUENCE] < len(lengths)]
     sizes = plan[:, END] - plan[:, BEGIN]
     shortest_before = np.minimum.accumulate(sizes)
-    assert (sizes <= shortest_before + sizes.max() // 32 + MIN_PART).all()
+    assert (sizes <= shortest_before + sizes.max() // 32 + MIN_SPLIT).all()
     assert sizes.max() < 12000
 
 
@@ -120,27 +120,27 @@ def beginnings(rng: np.random.Generator, families: list[tuple[int, int]]) -> tup
     ],
     ids=lambda families: f"{len(families)}_families_of_up_to_{max(families)[0]}",
 )
-def test_what_sequences_begin_with_together_is_read_in_parts_for_groups_of_them(open_ops, rng, families):
+def test_a_common_prefix_is_read_once_for_each_group(open_ops, rng, families):
     lengths, tables = beginnings(rng, families)
     plan, members = plan_of(open_ops("bfloat16"), lengths, NO_WINDOW, tables)
     used = plan[plan[:, SEQUENCE] < len(lengths)]
     np.testing.assert_array_equal(used, plan[: len(used)])
-    seen = [np.zeros(length, np.int32) for length in lengths]
+    num_reads = [np.zeros(length, np.int32) for length in lengths]
     results = [[] for _ in lengths]
-    for part in used:
-        read = tables[part[SEQUENCE], : -(-part[END] // BLOCK_SIZE)]
-        group = members.reshape(-1, 4)[part[FIRST_ROW] :][: part[NUM_MEMBERS]] if part[NUM_MEMBERS] else None
-        assert part[BEGIN] % TILE == 0
+    for split in used:
+        read = tables[split[SEQUENCE], : -(-split[END] // BLOCK_SIZE)]
+        group = members.reshape(-1, 4)[split[FIRST_ROW] :][: split[NUM_MEMBERS]] if split[NUM_MEMBERS] else None
+        assert split[BEGIN] % TILE == 0
         if group is None:
-            seen[part[SEQUENCE]][part[BEGIN] : part[END]] += 1
-            results[part[SEQUENCE]].append((part[ROW], part[FIRST_ROW], part[COUNT]))
+            num_reads[split[SEQUENCE]][split[BEGIN] : split[END]] += 1
+            results[split[SEQUENCE]].append((split[ROW], split[FIRST_ROW], split[COUNT]))
             continue
-        assert part[NUM_MEMBERS] <= MEMBERS
+        assert split[NUM_MEMBERS] <= MEMBERS
         for sequence, count, first_row, _ in group:
             np.testing.assert_array_equal(tables[sequence, : len(read)], read)
-            seen[sequence][part[BEGIN] : part[END]] += 1
-            results[sequence].append((first_row + part[ROW], first_row, count))
-    assert all((tokens == 1).all() for tokens in seen)
+            num_reads[sequence][split[BEGIN] : split[END]] += 1
+            results[sequence].append((first_row + split[ROW], first_row, count))
+    assert all((tokens == 1).all() for tokens in num_reads)
     rows = [sorted(each) for each in results]
     for each in rows:
         first = each[0][1]
