@@ -38,8 +38,8 @@ struct VisibleRange {
 // The size of the splits of a batch.
 struct SplitSize {
     bool is_even;   // no sequence is much longer than the mean
-    int tokens;     // wanted in a split
-    int threshold;  // a sequence of at most so many tokens is not split
+    int tokens;     // of a split, as a target
+    int threshold;  // most tokens of a sequence that is not split
 
     __device__ __forceinline__ SplitSize(int total, int longest, int num_sequences, int target_splits) {
         const int fair = target_splits > 0 ? ceil_div(total, target_splits) : total;

@@ -80,7 +80,7 @@ __device__ __forceinline__ u32 shared_address(const void* in_shared) {
     return static_cast<u32>(__cvta_generic_to_shared(in_shared));
 }
 
-// Copies 16 bytes from global to shared memory past the L1; writes zeros, and reads nothing, when not `wanted`.
+// Copies 16 bytes from global to shared memory past the L1; without `wanted` it writes zeros and reads nothing.
 __device__ __forceinline__ void copy_async_16(u32 to_shared, const void* from_global, bool wanted) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
                  :

@@ -100,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(256)
     Pair pair = {};
     if (working) pair.load(qkv + (static_cast<i64>(token) * all_heads + head) * HEAD_DIM, i);
 
-    // Every lane of the warp takes part in the sum, whatever its head is.
+    // All lanes of the warp take part in the shuffles.
     float square_sum = pair.square_sum();
 #pragma unroll
     for (int offset = TEAM / 2; offset > 0; offset /= 2)

@@ -37,7 +37,7 @@ constexpr int SIZE = 16;                       // weights in a vector
 constexpr int VECS = SPAN / SIZE;              // of a weight row in a stage
 constexpr int CHUNK = 4 * SIZE;                // elements of K in four mma: a vector for each of a row's four lanes
 constexpr int CHUNKS = SPAN / CHUNK;
-constexpr int X_VECS = SIZE * sizeof(X) / 16;  // of x beside one of weights
+constexpr int X_VECS = SIZE * sizeof(X) / 16;  // of x for one of weights
 constexpr int STAGE_BYTES = TILE_ROWS * SPAN;
 constexpr int COPIES = TILE_ROWS * VECS / WARP_SIZE;  // of a lane for one stage
 constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
@@ -85,7 +85,7 @@ __device__ __forceinline__ u32 widen(u32 four) {
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<u16>(four >> (16 * HIGH))));
     return pair;
 #else
-    // Sign, exponent and mantissa move to their places; the exponents' biases differ by a factor of 2^120 or 2^8.
+    // Sign, exponent and mantissa are shifted; the exponents' biases differ by a factor of 2^120 or 2^8.
     const u32 bytes = __byte_perm(four, 0, HIGH ? 0x3424 : 0x1404);
 #if X_FP8 || QUIRE_DTYPE == 1
     const u32 moved = (bytes & 0x80008000u) | ((bytes >> 1) & 0x3f803f80u);

@@ -1,7 +1,7 @@
 // copy_blocks: kv[targets[i]] = kv[sources[i]], all layers of a block at once; a pair with an id outside the pool is
 // ignored.
 //
-//   kv: num_blocks pieces of block_vecs * 16 bytes; sources, targets int32[N]
+//   kv: num_blocks of block_vecs * 16 bytes; sources, targets int32[N]
 //   grid (N * num_chunks), num_chunks = ceil(block_vecs / (256 * VECS_PER_THREAD)), block (256): adjacent
 //   threads copy adjacent vectors
 //   reference: NumpyOps.copy_blocks

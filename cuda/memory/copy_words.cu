@@ -1,7 +1,7 @@
 // copy_words: rows of bytes from one memory to another, either of which may be pinned memory of the host.
 //
-//   from: num_rows * row_bytes, contiguous; to: rows that begin every to_stride words of 4 bytes; the i-th goes to row
-//   places[i], int32, of it, or to row i where places is null
+//   from: num_rows * row_bytes, contiguous; to: rows of to_stride 4-byte words; row i goes to row places[i] (int32) of
+//   it, or to row i if places is null
 //   grid (1..256), block (256)
 //   reference: NumpyOps.upload_all
 //   needs: both aligned to 4 bytes; row_bytes a multiple of 4 unless there is one row

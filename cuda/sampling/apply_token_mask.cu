@@ -1,4 +1,4 @@
-// apply_token_mask: logits with -inf where a grammar forbids a token.
+// apply_token_mask: sets the logits of tokens that a grammar forbids to -inf.
 //
 //   logits, adjusted float32[R, V]; adjusted may be logits themselves, and is a copy of them otherwise
 //   mask_rows int32[R], which row of words holds the row's mask; outside 0..M-1: everything is allowed

@@ -47,8 +47,8 @@ __device__ __forceinline__ float loss_of(float within) {
     return within * (1.0f - within * (0.5f - within * (1.0f / 6.0f - within * (1.0f / 24.0f))));
 }
 
-// Counts the tokens whose distance has bits in [low, high] into pieces of 2^shift of them; into the equal bins of the
-// window where shift is WHOLE_WINDOW.
+// Counts the tokens whose distance has bits in [low, high], in bins of 2^shift values; with WHOLE_WINDOW in the equal
+// bins of the window.
 constexpr int WHOLE_WINDOW = -1;
 
 template <Measure MEASURE>
@@ -82,7 +82,7 @@ __device__ __forceinline__ double measure_of(const Histogram& histogram, int bin
 }
 
 // The first bin with which the measure, summed from bin 0 on, reaches `wanted`. For a mass over the whole window
-// `wanted` comes in as a share of that mass and goes out as a mass.
+// `wanted` is a share of that mass on entry and a mass on return.
 template <Measure MEASURE>
 __device__ __forceinline__ Boundary find(const Histogram& histogram, double& wanted, int shift, int near_edge) {
     __shared__ Boundary found;
@@ -135,7 +135,7 @@ __device__ __forceinline__ float select(Histogram& histogram, const Distances& d
         }
         if (at.count <= 1 || low >= high) break;
         wanted -= at.before;
-        shift = max(0, 32 - __clz(high - low) - 11);  // 2^11 = NUM_BINS pieces
+        shift = max(0, 32 - __clz(high - low) - 11);  // 2^11 = NUM_BINS
     }
     return __uint_as_float(high);
 }

@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(LOGITS_THREADS)
                  int num_best, int normalized) {
     const LogitsRow row(logits, vocab);
     SumExp part = {-positive_infinity(), 0.0f};
-    u64 mine = 0;  // the best token of this thread's groups that has not been given out
+    u64 mine = 0;  // the best token of this thread's groups not yet in the result
     row.for_each_group<4>([&](int g, const Vec<float>& tokens) {
         part.add(tokens);
         mine = max(mine, best_of_group(g, tokens, vocab, ~0ull));
