@@ -1,8 +1,10 @@
-"""Bytes to one JSON object, or one clear refusal: no NaN, no duplicate name, no lone surrogate, no deep nesting."""
+"""Bytes to one JSON object, or one clear refusal: no NaN, no duplicate name, no lone surrogate, no deep nesting, and no
+more lists and objects than can be read without holding up the process: a decoder keeps the GIL until it is done."""
 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -10,6 +12,9 @@ import msgspec
 from service.errors import RequestError
 
 MAX_DEPTH = 64
+MAX_CONTAINERS = 1 << 17
+"""Lists and objects of one body, as of a queue entry. 500,000 empty lists in 1.5 MB take 0.3 s to read."""
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 
 def decode_object(data: bytes) -> dict[str, Any]:
@@ -18,6 +23,8 @@ def decode_object(data: bytes) -> dict[str, Any]:
     msgspec decides what is JSON. The second reading only looks for names that occur twice, of which every decoder
     would silently drop one.
     """
+    if _num_brackets(data) > MAX_CONTAINERS and _num_brackets(_STRING.sub(b"", data)) > MAX_CONTAINERS:
+        raise _invalid(f"it holds more than {MAX_CONTAINERS} lists and objects")
     try:
         value = msgspec.json.decode(data)
     except RecursionError:
@@ -64,6 +71,11 @@ def _refuse_repeats(pairs: list[tuple[str, Any]]) -> None:
     names = [name for name, _ in pairs]
     if len(set(names)) != len(names):
         raise _invalid("a name occurs twice in one object")
+
+
+def _num_brackets(data: bytes) -> int:
+    """Opening ones, each of a list or an object unless it is in a string."""
+    return data.count(b"[") + data.count(b"{")
 
 
 def _invalid(why: str) -> RequestError:

@@ -3,7 +3,7 @@
 import pytest
 
 from service.errors import RequestError
-from service.gateway.openai.strict_json import MAX_DEPTH, decode_object
+from service.gateway.openai.strict_json import MAX_CONTAINERS, MAX_DEPTH, decode_object
 
 BAD = {
     "empty": b"",
@@ -46,3 +46,17 @@ def test_accepted():
     }
     assert decode_object(b'{"a":' * MAX_DEPTH + b"1" + b"}" * MAX_DEPTH)
     assert decode_object(b' \n{"a": 18446744073709551616}\n') == {"a": 2**64}
+
+
+@pytest.mark.parametrize("item", [b"[]", b"{}", b'{"a":[]}', b"[1,[2]]"])
+def test_more_lists_and_objects_than_may_be_read_are_refused_before_they_are(item):
+    number = MAX_CONTAINERS // (item.count(b"[") + item.count(b"{"))
+    assert decode_object(b'{"a":[' + b",".join([item] * (number - 2)) + b"]}")
+    with pytest.raises(RequestError, match="more than 131072 lists and objects"):
+        decode_object(b'{"a":[' + b",".join([item] * number) + b"]}")
+
+
+@pytest.mark.parametrize("text", [b"[", b'\\"[{', b"\\\\[", b'\\\\\\"['])
+def test_brackets_in_texts_are_not_counted(text):
+    data = b'{"a":"' + text * MAX_CONTAINERS + b'"}'
+    assert len(decode_object(data)["a"]) >= MAX_CONTAINERS
