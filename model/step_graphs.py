@@ -44,14 +44,16 @@ class StepInputs:
     in rows that mostly have what they had in the step before; the others are C longer chunks."""
 
     token_ids: np.ndarray  # int32[T]
-    source: np.ndarray  # int32[T], row among the tokens the step before has sampled; one outside them leaves token_ids
+    pending_token_row: (
+        np.ndarray
+    )  # int32[T], row among the tokens the step before has sampled; one outside them leaves token_ids
     positions: np.ndarray  # int32[T]
     slots: np.ndarray  # int64[T]
     context_lens: np.ndarray  # int32[S]
     logit_rows: np.ndarray  # int32[R]
     num_decodes: int
     tables: np.ndarray  # int32[num_decodes, max_blocks]; what is behind a row's blocks means nothing
-    stale: np.ndarray  # bool[num_decodes], rows of `tables` that StepGraphs has not seen as they are
+    dirty_tables: np.ndarray  # bool[num_decodes], rows of `tables` that StepGraphs has not seen as they are
     chunk_lens: np.ndarray  # int32[C]
     chunk_tables: Sequence[np.ndarray]  # C of int32[any]
 
@@ -165,10 +167,10 @@ class StepGraphs:
 
     def _changed_tables(self, inputs: StepInputs, decodes: int) -> TableRows | None:
         """What the device's tables lack; those of longer chunks are behind the decodes of the size."""
-        rows = np.flatnonzero(inputs.stale)
+        rows = np.flatnonzero(inputs.dirty_tables)
         if len(rows) == len(inputs.chunk_lens) == 0:
             return None
-        inputs.stale[:] = False
+        inputs.dirty_tables[:] = False
         places = np.append(rows, decodes + np.arange(len(inputs.chunk_lens))).astype(np.int32)
         return TableRows(inputs.block_tables(rows, self._block_size), places, self._block_tables)
 
@@ -256,7 +258,7 @@ class StepGraphs:
         padded = slice(num_tokens, self._num_tokens)
         for column, known, padding in (
             (columns.token_ids, inputs.token_ids, 0),
-            (columns.source, inputs.source, self._max_rows),
+            (columns.source, inputs.pending_token_row, self._max_rows),
             (columns.positions, inputs.positions, 0),
             (columns.slots, inputs.slots, self._num_slots),
         ):

@@ -23,16 +23,16 @@ from typing import NamedTuple
 
 from model.sampling_params import SamplingParams
 from service.engine.kv.kv_manager import KVManager
-from service.engine.request import BranchPast, Request
-from service.engine.sequence import Sequence, SequenceGroup, State, stop_ids
+from service.engine.request import BranchHistory, EngineRequest
+from service.engine.sequence import Sequence, SequenceGroup, SequenceStatus, stop_ids
 from service.engine.step import TokenLogprob
 from service.errors import EndReason
 
-TOLD_AT_ONCE = 1024
+MAX_PIECE_TOKENS = 1024
 """Tokens of an answer in one piece."""
 
 
-class Told(NamedTuple):
+class AnswerPiece(NamedTuple):
     """A piece of an answer, with its end where it is the last one."""
 
     branch: int
@@ -41,11 +41,11 @@ class Told(NamedTuple):
     end: EndReason | None
 
 
-class Trail(NamedTuple):
+class LogprobChain(NamedTuple):
     """The log-probabilities of a beam's tokens, the last one first: beams share what they have in common."""
 
     last: TokenLogprob
-    before: Trail | None
+    before: LogprobChain | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,10 @@ class Beam:
 
     sequence: Sequence
     sum_logprob: float = 0.0
-    trail: Trail | None = None
+    chain: LogprobChain | None = None
 
 
-class Offer(NamedTuple):
+class Candidate(NamedTuple):
     """A token that a beam may go on with. Offers sort best first."""
 
     cost: float  # less is better: the sum of the log-probabilities, negated
@@ -67,7 +67,7 @@ class Offer(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class BeamHypothesis:
     """A sequence that has ended; the higher its `score`, the better."""
 
     score: float
@@ -79,126 +79,128 @@ class Answer:
 class BeamSearch:
     """Of one request; `beams` are those that go on, the best first, and `answers` those that ended."""
 
-    def __init__(self, wishes: SamplingParams, ends: frozenset[int]):
+    def __init__(self, params: SamplingParams, stop_ids: frozenset[int]):
         """`ends`: the token ids that end an answer."""
-        self._wishes = wishes
-        self._width = wishes.beam.width
-        self._ends = ends
-        self.num_alternatives = max(self._width + len(ends), wishes.logprobs or 0)
+        self._params = params
+        self._width = params.beam.width
+        self._stop_ids = stop_ids
+        self.num_alternatives = max(self._width + len(stop_ids), params.logprobs or 0)
         """Of so many best tokens of each beam, no other can be among the next beams or answers, unless more than
         `width` of them complete a grammar: then the next beams are found among these."""
         self.beams: list[Beam] = []
-        self.answers: list[Answer] = []
+        self.hypotheses: list[BeamHypothesis] = []
 
-    def rank(self, rows: Seq[TokenLogprob]) -> list[Offer]:
+    def rank(self, rows: Seq[TokenLogprob]) -> list[Candidate]:
         """What follows the beams, whose last logits gave `rows`: at most `width` offers, the best first.
 
         Those that end become answers. Nothing follows once the search is over.
         """
-        offers = sorted(
-            Offer(-beam.sum_logprob - logprob, rank, token_id, logprob)
+        candidates = sorted(
+            Candidate(-beam.sum_logprob - logprob, rank, token_id, logprob)
             for rank, (beam, row) in enumerate(zip(self.beams, rows, strict=True))
             for token_id, logprob in zip(row.top_ids, row.top_logprobs, strict=True)
             if logprob > -math.inf
         )
         num_tokens = self.beams[0].sequence.num_output_tokens + 1
-        is_last = num_tokens == self._wishes.max_tokens
-        following: list[Offer] = []
-        for place, offer in enumerate(offers):
+        is_last = num_tokens == self._params.max_tokens
+        following: list[Candidate] = []
+        for place, candidate in enumerate(candidates):
             if place >= self._width and (is_last or len(following) == self._width):
                 break
-            may_stop = num_tokens >= self._wishes.min_tokens
-            stops = (may_stop and offer.token_id in self._ends) or self._completes(offer)
+            may_stop = num_tokens >= self._params.min_tokens
+            stops = (may_stop and candidate.token_id in self._stop_ids) or self._completes(candidate)
             if stops or is_last:
                 if place < self._width:
-                    self._answer(offer, rows[offer.rank], num_tokens, EndReason.STOP if stops else EndReason.LENGTH)
+                    self._add_hypothesis(
+                        candidate, rows[candidate.rank], num_tokens, EndReason.STOP if stops else EndReason.LENGTH
+                    )
             elif len(following) < self._width:
-                following.append(offer)
+                following.append(candidate)
         return [] if self._is_over(following, num_tokens) else following
 
-    def follow(self, offer: Offer, row: TokenLogprob, sequence: Sequence) -> Beam:
+    def follow(self, candidate: Candidate, row: TokenLogprob, sequence: Sequence) -> Beam:
         """The beam that goes on with the offer, in this sequence."""
-        return Beam(sequence, -offer.cost, self._trail(offer, row))
+        return Beam(sequence, -candidate.cost, self._chain(candidate, row))
 
-    def _completes(self, offer: Offer) -> bool:
+    def _completes(self, candidate: Candidate) -> bool:
         """Whether the offer's beam has a grammar in which nothing may follow the token, or that may end before it."""
-        matcher = self.beams[offer.rank].sequence.matcher
+        matcher = self.beams[candidate.rank].sequence.matcher
         if matcher is None:
             return False
         ahead = matcher.copy()
-        if not ahead.advance((offer.token_id,)):
-            return offer.token_id in self._ends and matcher.is_complete
+        if not ahead.advance((candidate.token_id,)):
+            return candidate.token_id in self._stop_ids and matcher.is_complete
         return ahead.is_finished
 
-    def _answer(self, offer: Offer, row: TokenLogprob, num_tokens: int, end: EndReason) -> None:
-        sequence = self.beams[offer.rank].sequence
+    def _add_hypothesis(self, candidate: Candidate, row: TokenLogprob, num_tokens: int, end: EndReason) -> None:
+        sequence = self.beams[candidate.rank].sequence
         output = sequence.token_ids[sequence.num_prompt_tokens :]
-        logprobs, trail = [], self._trail(offer, row)
-        while trail is not None:
-            logprobs.append(trail.last)
-            trail = trail.before
-        score = self._score(-offer.cost, num_tokens)
-        self.answers.append(Answer(score, (*output, offer.token_id), tuple(reversed(logprobs)), end))
-        self.answers.sort(key=lambda answer: -answer.score)
-        del self.answers[self._width :]
+        logprobs, chain = [], self._chain(candidate, row)
+        while chain is not None:
+            logprobs.append(chain.last)
+            chain = chain.before
+        score = self._score(-candidate.cost, num_tokens)
+        self.hypotheses.append(BeamHypothesis(score, (*output, candidate.token_id), tuple(reversed(logprobs)), end))
+        self.hypotheses.sort(key=lambda answer: -answer.score)
+        del self.hypotheses[self._width :]
 
-    def _trail(self, offer: Offer, row: TokenLogprob) -> Trail | None:
-        count = self._wishes.logprobs
+    def _chain(self, candidate: Candidate, row: TokenLogprob) -> LogprobChain | None:
+        count = self._params.logprobs
         if count is None:
             return None
-        told = TokenLogprob(offer.logprob, row.top_ids[:count], row.top_logprobs[:count])
-        return Trail(told, self.beams[offer.rank].trail)
+        told = TokenLogprob(candidate.logprob, row.top_ids[:count], row.top_logprobs[:count])
+        return LogprobChain(told, self.beams[candidate.rank].chain)
 
     def _score(self, sum_logprob: float, num_tokens: int) -> float:
-        return sum_logprob / num_tokens**self._wishes.beam.length_penalty
+        return sum_logprob / num_tokens**self._params.beam.length_penalty
 
-    def _is_over(self, following: Seq[Offer], num_tokens: int) -> bool:
+    def _is_over(self, following: Seq[Candidate], num_tokens: int) -> bool:
         if not following:
             return True
-        if len(self.answers) < self._width:
+        if len(self.hypotheses) < self._width:
             return False
-        wish = self._wishes.beam
-        if wish.early_stopping is True:
+        beam_params = self._params.beam
+        if beam_params.early_stopping is True:
             return True
-        if wish.early_stopping == "never" and wish.length_penalty > 0:
-            num_tokens = self._wishes.max_tokens
-        return self._score(-following[0].cost, num_tokens) <= self.answers[-1].score
+        if beam_params.early_stopping == "never" and beam_params.length_penalty > 0:
+            num_tokens = self._params.max_tokens
+        return self._score(-following[0].cost, num_tokens) <= self.hypotheses[-1].score
 
 
 class BeamGroup(SequenceGroup):
     """A request that searches: its branches are places of beams, as many as the search is wide."""
 
-    def __init__(self, request: Request, eos_token_ids: frozenset[int]):
+    def __init__(self, request: EngineRequest, eos_token_ids: frozenset[int]):
         self._search = BeamSearch(request.sampling, stop_ids(request.sampling, eos_token_ids))
         self._rows: dict[Sequence, TokenLogprob] = {}
         super().__init__(request, eos_token_ids)
 
     @property
-    def answers(self) -> list[Answer]:
+    def hypotheses(self) -> list[BeamHypothesis]:
         """Those asked for, the best first: each is a branch to whoever hears of it."""
-        return self._search.answers[: self.request.sampling.n]
+        return self._search.hypotheses[: self.request.sampling.n]
 
-    def untold(self) -> list[Told]:
+    def unsent(self) -> list[AnswerPiece]:
         """The answers, piece by piece, less what another engine has told: it found the same."""
         pieces = []
-        for branch, answer in enumerate(self.answers):
-            past = self.request.past[branch] if branch < len(self.request.past) else BranchPast()
-            if past.end is None:
-                length, start = len(answer.token_ids), len(past.token_ids)
-                for first in range(start, max(length, start + 1), TOLD_AT_ONCE):
-                    last = first + TOLD_AT_ONCE
+        for branch, answer in enumerate(self.hypotheses):
+            history = self.request.history[branch] if branch < len(self.request.history) else BranchHistory()
+            if history.end is None:
+                length, start = len(answer.token_ids), len(history.token_ids)
+                for first in range(start, max(length, start + 1), MAX_PIECE_TOKENS):
+                    last = first + MAX_PIECE_TOKENS
                     end = answer.end if last >= length else None
-                    pieces.append(Told(branch, answer.token_ids[first:last], answer.logprobs[first:last], end))
+                    pieces.append(AnswerPiece(branch, answer.token_ids[first:last], answer.logprobs[first:last], end))
         return pieces
 
-    def park(self) -> None:
-        super().park()
+    def wait_for_leader(self) -> None:
+        super().wait_for_leader()
         self._rows.clear()  # they come again: all that waits is computed once more
         if not self._search.beams:
-            self.live[0].lead([])  # the others fork by rank, once the first logits are known
+            self.live[0].share_prefix_with([])  # the others fork by rank, once the first logits are known
 
-    def part(self) -> None:
-        super().part()
+    def clear_references(self) -> None:
+        super().clear_references()
         self._rows.clear()
         self._search.beams = []
 
@@ -216,21 +218,23 @@ class BeamGroup(SequenceGroup):
             return None
         rows = [self._rows[beam.sequence] for beam in beams]
         self._rows.clear()
-        offers = self._search.rank(rows)
-        if not offers:
-            return self.answers[0].end if self.answers else EndReason.GRAMMAR
-        places = self._places([beams[offer.rank].sequence for offer in offers], kv)
-        chosen = list(zip(offers, places, strict=True))
-        self._search.beams = [self._search.follow(offer, rows[offer.rank], place) for offer, place in chosen]
-        for offer, place in chosen:
-            place.token_ids.append(offer.token_id)
-            if place.matcher is not None and not place.matcher.advance((offer.token_id,)):
+        candidates = self._search.rank(rows)
+        if not candidates:
+            return self.hypotheses[0].end if self.hypotheses else EndReason.GRAMMAR
+        places = self._assign_branches([beams[candidate.rank].sequence for candidate in candidates], kv)
+        chosen = list(zip(candidates, places, strict=True))
+        self._search.beams = [
+            self._search.follow(candidate, rows[candidate.rank], place) for candidate, place in chosen
+        ]
+        for candidate, place in chosen:
+            place.token_ids.append(candidate.token_id)
+            if place.matcher is not None and not place.matcher.advance((candidate.token_id,)):
                 return EndReason.GRAMMAR
         for unused in [branch for branch in self.live if branch not in places]:
-            self._park_behind(places[0], unused)
+            self._wait_behind(places[0], unused)
         return None
 
-    def _places(self, parents: list[Sequence], kv: KVManager) -> list[Sequence]:
+    def _assign_branches(self, parents: list[Sequence], kv: KVManager) -> list[Sequence]:
         """For each parent, once for each of its continuations, the branch that goes on.
 
         A parent stays where it is and is forked into the place of one that nobody goes on with.
@@ -243,22 +247,22 @@ class BeamGroup(SequenceGroup):
             place = parent
             if parent in places:
                 place = free.pop(0)
-                place.is_parked = False
+                place.is_waiting_for_leader = False
                 place.token_ids = parent.token_ids[:]
                 place.matcher = None if parent.matcher is None else parent.matcher.copy()
                 kv.fork(parent, place, parent.num_computed_tokens)
             places.append(place)
         return places
 
-    def _park_behind(self, best: Sequence, unused: Sequence) -> None:
+    def _wait_behind(self, best: Sequence, unused: Sequence) -> None:
         """Where a grammar allows few tokens there are fewer beams than places. Later there may be more again: until
         then the place waits as one that has all in common with the best beam."""
         unused.token_ids = best.token_ids[:]
         unused.num_inherited_tokens = unused.num_tokens
-        unused.is_parked = unused.state is State.RUNNING
+        unused.is_waiting_for_leader = unused.status is SequenceStatus.RUNNING
 
     def _num_alternatives(self) -> int:
         return self._search.num_alternatives
 
-    def _past(self) -> tuple[BranchPast, ...]:
+    def _history(self) -> tuple[BranchHistory, ...]:
         return ()  # beams are told at their end: how far another engine had come with them, nobody knows

@@ -22,11 +22,11 @@ from service.engine.engine import Engine
 from service.engine.execution.executor import ModelExecutor
 from service.engine.grammars import Grammars
 from service.engine.kv.kv_manager import KVManager
-from service.engine.kv.memory_profile import MemoryPlan, host_memory_bytes, meet_sizes, plan_memory, warm_up
-from service.engine.request import Request
+from service.engine.kv.memory_profile import MemoryPlan, host_memory_bytes, plan_memory, warm_up, warm_up_sizes
+from service.engine.request import EngineRequest
 from service.engine.scheduling.limits import Limits
 from service.engine.scheduling.preemption import Preemption
-from service.engine.scheduling.swap_cost import CostModel, measure_rates
+from service.engine.scheduling.swap_cost import SwapCostModel, measure_rates
 from service.errors import EndReason, StartupError
 from service.logs import fields
 
@@ -34,7 +34,7 @@ log = logging.getLogger("quire.engine")
 
 DEFAULT_BATCHED_TOKENS = {"cuda": 8192, "numpy": 512}
 DEFAULT_SWAP_GIB = {"cuda": 4, "numpy": 0}
-MIN_SHARE_LEFT = 8
+SWAP_MEMORY_DIVISOR = 8
 """Where nobody asked for swap space, it takes no more than this part of the host's memory."""
 
 MAX_HOST_RATIO = 8
@@ -57,7 +57,7 @@ class BuiltEngine:
 
 
 @dataclass(frozen=True)
-class Sized:
+class SizedModel:
     """A model in memory, what its largest steps take beside it, and the pool that is then left for the KV cache."""
 
     executor: ModelExecutor
@@ -106,9 +106,9 @@ def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
         prefix_caching=settings.enable_prefix_caching,
         swapping=num_host_blocks > 0,
     )
-    preemption = Preemption(kv, calibrated(executor, memory), settings.preemption_mode)
+    preemption = Preemption(kv, calibrate_swap_cost(executor, memory), settings.preemption_mode)
     engine = Engine(executor, kv, limits, frozenset(config.eos_token_ids), grammars, preemption)
-    _prove(engine, memory.max_model_len)
+    _check_generation(engine, memory.max_model_len)
     log.info(
         "engine ready %s",
         fields(device=ops.name, dtype=ops.dtype, num_blocks=memory.num_blocks, max_model_len=memory.max_model_len),
@@ -116,7 +116,7 @@ def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
     return BuiltEngine(engine, executor, config, ops, memory, limits)
 
 
-def size_engine(settings: Settings, config: ModelConfig, ops: Ops, *, load_format: str, progress: bool) -> Sized:
+def size_engine(settings: Settings, config: ModelConfig, ops: Ops, *, load_format: str, progress: bool) -> SizedModel:
     """Load a model and size its pool; `quire check` does the same with weights made up. Raises StartupError.
 
     On a GPU the pool is what its largest steps leave, once they have run. On a CPU, whose memory others use too, it is
@@ -135,12 +135,12 @@ def size_engine(settings: Settings, config: ModelConfig, ops: Ops, *, load_forma
     max_blocks = -(-wanted_len // settings.block_size)
     executor = ModelExecutor(model, frozenset(config.eos_token_ids), settings.max_num_seqs, max_blocks)
     if ops.name != "cuda":
-        return Sized(executor, planned, 0, budget)
+        return SizedModel(executor, planned, 0, budget)
     sizes = (min(budget, wanted_len), settings.max_num_seqs, wanted_len)
     ops.prepare(partial(warm_up, model, settings.block_size, *sizes))
-    meet_sizes(model, settings.block_size, budget, *sizes[1:])
+    warm_up_sizes(model, settings.block_size, budget, *sizes[1:])
     memory = plan_memory(settings, config, ops, wanted_len)
-    return Sized(executor, memory, free_bytes - weights - ops.memory_bytes()[0], budget)
+    return SizedModel(executor, memory, free_bytes - weights - ops.memory_bytes()[0], budget)
 
 
 def grammar_compiler(settings: Settings, config: ModelConfig) -> GrammarCompiler:
@@ -158,16 +158,16 @@ def num_swap_blocks(settings: Settings, ops: Ops, memory: MemoryPlan) -> int:
     """Blocks of the host that the settings ask for; no more than what is of use beside so many on the GPU."""
     space_bytes = int((DEFAULT_SWAP_GIB[ops.name] if settings.swap_space is None else settings.swap_space) * (1 << 30))
     if settings.swap_space is None:
-        space_bytes = min(space_bytes, host_memory_bytes() // MIN_SHARE_LEFT)
+        space_bytes = min(space_bytes, host_memory_bytes() // SWAP_MEMORY_DIVISOR)
     return min(space_bytes // memory.block_bytes, MAX_HOST_RATIO * memory.num_blocks)
 
 
-def calibrated(executor: ModelExecutor, memory: MemoryPlan) -> CostModel | None:
+def calibrate_swap_cost(executor: ModelExecutor, memory: MemoryPlan) -> SwapCostModel | None:
     """What it costs to bring sequences back; None where there is nothing to choose."""
     if executor.host is None:
         return None
     rates = measure_rates(executor.model, executor.kv, executor.host, memory.max_model_len)
-    costs = CostModel(rates, memory.block_size)
+    costs = SwapCostModel(rates, memory.block_size)
     crossover = costs.crossover_tokens(memory.max_model_len)
     log.info(
         "swap or recompute %s",
@@ -191,13 +191,13 @@ def wanted_model_len(settings: Settings, config: ModelConfig) -> int:
     return settings.max_model_len
 
 
-def _prove(engine: Engine, max_model_len: int) -> None:
+def _check_generation(engine: Engine, max_model_len: int) -> None:
     """One real generation; an engine that cannot count to two must not call itself ready."""
     prompt = (0, 1)[: max_model_len - 1]
-    wishes = SamplingParams(max_tokens=min(2, max_model_len - len(prompt)), temperature=0.0, ignore_eos=True)
-    engine.add(Request(request_id="canary", prompt=prompt, sampling=wishes))
+    params = SamplingParams(max_tokens=min(2, max_model_len - len(prompt)), temperature=0.0, ignore_eos=True)
+    engine.add_request(EngineRequest(request_id="canary", prompt=prompt, sampling=params))
     while engine.has_work:
         engine.step()
-    last = engine.take_outputs()[-1]
+    last = engine.drain_request_outputs()[-1]
     if last.end is not EndReason.LENGTH:
         raise StartupError(f"the first generation ended with {last.end}: the weights or the device are at fault")

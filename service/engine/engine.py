@@ -10,15 +10,15 @@ from typing import Any, Protocol
 
 from service.engine.beam_search import BeamGroup
 from service.engine.grammars import Grammars
-from service.engine.kv.block_pool import BlockPool, draw_blocks
+from service.engine.kv.block_pool import BlockPool, render_blocks
 from service.engine.kv.kv_manager import KVManager
-from service.engine.output_processor import Answers, News, Output, one_by_one
-from service.engine.request import Request
+from service.engine.output_processor import EngineOutput, OutputProcessor, RequestOutput, iter_request_outputs
+from service.engine.request import EngineRequest
 from service.engine.scheduling.limits import Limits
 from service.engine.scheduling.preemption import Preemption
 from service.engine.scheduling.scheduler import Scheduler
 from service.engine.sequence import Sequence, SequenceGroup
-from service.engine.stats import EngineStats, look_at
+from service.engine.stats import EngineStats, collect_stats
 from service.engine.step import FinishedTransfer, StepPlan, StepResult
 from service.errors import EndReason
 from service.logs import fields
@@ -43,12 +43,12 @@ class Executor(Protocol):
     def launch(self, plan: StepPlan) -> Any:
         """Start to compute the plan's chunks and to sample for its samplers; for `collect`."""
 
-    def move(self, plan: StepPlan) -> None:
+    def transfer(self, plan: StepPlan) -> None:
         """Carry out the copies and begin the transfers of a plan that has no chunks."""
 
-    def draw(self, launched: Any) -> None:
+    def sample(self, launched: Any) -> None:
         """The tokens of all steps before are settled: sample what could not be without knowing them (see
-        Sequence.draws_late). Each launched step is drawn once, before the next is launched."""
+        Sequence.needs_previous_tokens). Each launched step is drawn once, before the next is launched."""
 
     def collect(self, launched: Any) -> StepResult:
         """Wait for a step that was launched and drawn. Each is collected once, in the order of launching."""
@@ -61,13 +61,13 @@ class Executor(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Flight:
+class InFlightStep:
     """A step under way."""
 
     plan: StepPlan
     launched: Any
     launched_at_s: float
-    num_tokens_again: int  # that sequences had computed before they had to leave
+    num_recomputed_tokens: int  # that sequences had computed before they had to leave
 
 
 class Engine:
@@ -89,8 +89,8 @@ class Engine:
         self._limits = limits
         self._eos_token_ids = eos_token_ids
         self._scheduler = Scheduler(kv, limits, preemption)
-        self._answers = Answers(self._scheduler, kv)
-        self._flights: deque[_Flight] = deque()
+        self._output_processor = OutputProcessor(self._scheduler, kv)
+        self._in_flight: deque[InFlightStep] = deque()
         self._num_steps = 0
         self._last_step_s = self._collected_at_s = 0.0
 
@@ -112,54 +112,54 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything: requests are open, or what was launched has not been settled."""
-        return bool(self._answers.open or self._flights or self._num_transfers)
+        return bool(self._output_processor.open_groups or self._in_flight or self._num_transfers)
 
     @property
     def _num_transfers(self) -> int:
-        return 0 if self._kv.host is None else self._kv.host.num_flights
+        return 0 if self._kv.host is None else self._kv.host.num_transfers_in_flight
 
-    def add(self, request: Request) -> None:
+    def add_request(self, request: EngineRequest) -> None:
         """Queue a request. One that this engine could never finish ends at once with TOO_LARGE, and one that has told
         all before (see Request.past) as it would have."""
-        answers = self._answers
-        if request.request_id in answers.open:
+        outputs = self._output_processor
+        if request.request_id in outputs.open_groups:
             raise ValueError(f"request {request.request_id} is already here")
         kind = SequenceGroup if request.sampling.beam is None else BeamGroup
         group = kind(request, self._eos_token_ids)
         if not self._can_hold(group):
-            answers.tell(group, (), EndReason.TOO_LARGE)
+            outputs.emit(group, (), EndReason.TOO_LARGE)
             return
         if request.sampling.grammar is not None and self._grammars is None:
-            answers.tell(group, (), EndReason.GRAMMAR)
+            outputs.emit(group, (), EndReason.GRAMMAR)
             return
-        answers.open[request.request_id] = group
-        self._scheduler.add(group)
+        outputs.open_groups[request.request_id] = group
+        self._scheduler.add_group(group)
         for sequence in group.branches:
             if sequence.end is not None:
-                answers.end_branch(sequence, (), (), sequence.end, is_told=True)
+                outputs.end_branch(sequence, (), (), sequence.end, already_sent=True)
             elif sequence.num_output_tokens:
                 reason = sequence.end_after(sequence.token_ids[-1])
                 if reason is not None:
-                    answers.end_branch(sequence, (), (), reason)
+                    outputs.end_branch(sequence, (), (), reason)
         if request.sampling.grammar is not None and group.live:
-            self._grammars.begin(group)
+            self._grammars.start_compiling(group)
 
     def cancel(self, request_id: str, reason: EndReason, branch: int | None = None) -> None:
         """End a request, or one branch of it, now; its blocks are free before the next step. Unknown and ended ones are
         left alone, and so are single beams: they have no name before their end."""
-        group = self._answers.open.get(request_id)
+        group = self._output_processor.open_groups.get(request_id)
         if group is None:
             return
         if branch is None:
-            self._answers.end_group(group, reason)
+            self._output_processor.end_group(group, reason)
         elif not isinstance(group, BeamGroup):
             for sequence in group.live:
                 if sequence.branch == branch:
-                    self._answers.end_branch(sequence, (), (), reason)
+                    self._output_processor.end_branch(sequence, (), (), reason)
 
     def cancel_all(self, reason: EndReason) -> None:
         """End every open request now, as `cancel` does each."""
-        for request_id in list(self._answers.open):
+        for request_id in list(self._output_processor.open_groups):
             self.cancel(request_id, reason)
 
     def step(self) -> None:
@@ -169,9 +169,9 @@ class Engine:
         free at once: whoever gets them writes in a later step yet, and the device runs steps one after the other.
         """
         start_s = time.perf_counter()
-        self._settle_transfers()
+        self._collect_transfers()
         if self._grammars is not None:
-            self._take_ready(self._grammars)
+            self._admit_compiled(self._grammars)
         plan = self._scheduler.schedule()
         if plan.chunks:
             launch_s = time.perf_counter()
@@ -179,22 +179,22 @@ class Engine:
             launched_s = time.perf_counter()
             for sampler in plan.samplers:
                 sampler.num_pending_tokens += 1
-            num_tokens_again = 0
+            num_recomputed_tokens = 0
             for sequence, start, length, _ in plan.chunks:
                 end = sequence.num_computed_tokens = start + length
-                if start < sequence.num_once_computed_tokens:
-                    num_tokens_again += min(end, sequence.num_once_computed_tokens) - start
-                if sequence.followers:
-                    self._scheduler.fork(sequence)
-            self._flights.append(_Flight(plan, launched, start_s, num_tokens_again))
+                if start < sequence.num_tokens_before_preemption:
+                    num_recomputed_tokens += min(end, sequence.num_tokens_before_preemption) - start
+                if sequence.prefix_followers:
+                    self._scheduler.fork_followers(sequence)
+            self._in_flight.append(InFlightStep(plan, launched, start_s, num_recomputed_tokens))
             self._num_steps += 1
-            self._settle_flights(1)
-            self._executor.draw(launched)
+            self._collect_steps(1)
+            self._executor.sample(launched)
         else:
-            if plan.copies or plan.outs or plan.ins:
-                self._executor.move(plan)
-            self._wait_for_something()
-        self._settle_flights(1 if plan.chunks and self._executor.runs_ahead else 0)
+            if plan.copies or plan.swap_outs or plan.swap_ins:
+                self._executor.transfer(plan)
+            self._wait_for_work()
+        self._collect_steps(1 if plan.chunks and self._executor.runs_ahead else 0)
         self._last_step_s = time.perf_counter() - start_s
         if self._last_step_s > SLOW_STEP_S and plan.chunks and log.isEnabledFor(logging.DEBUG):
             self._log_slow_step(plan, launch_s - start_s, launched_s - launch_s)
@@ -209,40 +209,42 @@ class Engine:
                 sequences=len(plan.chunks),
                 tokens=plan.num_tokens,
                 copies=len(plan.copies),
-                outs=len(plan.outs),
-                ins=len(plan.ins),
+                swap_outs=len(plan.swap_outs),
+                swap_ins=len(plan.swap_ins),
             ),
         )
 
-    def take_news(self) -> list[News]:
+    def drain_outputs(self) -> list[EngineOutput]:
         """Everything since the last call, in order."""
-        return self._answers.take_news()
+        return self._output_processor.drain_outputs()
 
-    def take_outputs(self) -> list[Output]:
-        """As `take_news`, for whoever wants them one by one."""
-        return list(one_by_one(self.take_news()))
+    def drain_request_outputs(self) -> list[RequestOutput]:
+        """As `drain_outputs`, for whoever wants them one by one."""
+        return list(iter_request_outputs(self.drain_outputs()))
 
     def stats(self) -> EngineStats:
         """Counts as they are between two steps, totals since the start."""
-        return look_at(
+        return collect_stats(
             self._kv,
             self._scheduler,
             num_steps=self._num_steps,
             last_step_s=self._last_step_s,
-            num_prompt=self._answers.num_prompt_tokens,
-            num_output=self._answers.num_output_tokens,
+            num_prompt=self._output_processor.num_prompt_tokens,
+            num_output=self._output_processor.num_output_tokens,
         )
 
-    def draw_blocks(self) -> bytes:
+    def render_blocks(self) -> bytes:
         """The block pool as a picture, see service.engine.kv.block_pool."""
-        return draw_blocks(self._kv.pool, [(one.request_id, one.block_table) for one in self._scheduler.running])
+        return render_blocks(self._kv.pool, [(one.request_id, one.block_table) for one in self._scheduler.running])
 
-    def draw_host_blocks(self) -> bytes:
+    def render_host_blocks(self) -> bytes:
         """The second tier as a picture; nothing where there is none."""
         host = self._kv.host
         if host is None:
             return b""
-        return draw_blocks(host.pool, [(one.request_id, held) for one, held in host.pinned.items()], host.filling)
+        return render_blocks(
+            host.pool, [(one.request_id, held) for one, held in host.pinned.items()], host.blocks_being_filled
+        )
 
     def check_invariants(self) -> None:
         """All books agree; an engine without work holds no block."""
@@ -255,23 +257,23 @@ class Engine:
         if self.has_work or self._kv.pool.num_used or (self._kv.host is not None and self._kv.host.pool.num_used):
             raise AssertionError("idle, and blocks are held")
 
-    def _wait_for_something(self) -> None:
+    def _wait_for_work(self) -> None:
         """Nothing can be computed now: if no step is under way either, wait for a transfer or a grammar."""
-        if self._flights:
+        if self._in_flight:
             return
         if self._num_transfers:
             self._executor.wait_for_transfer()
         elif self._grammars is not None:
             self._grammars.wait(COMPILE_WAIT_S)
 
-    def _settle_transfers(self) -> None:
+    def _collect_transfers(self) -> None:
         host = self._kv.host
         if host is None:
             return
         host.pool.grow(self._executor.num_host_blocks)
         for done in self._executor.finished_transfers():
-            self._kv.settle_transfer(done)
-            self._scheduler.preemption.saw_transfer(done)
+            self._kv.complete_transfer(done)
+            self._scheduler.preemption.on_transfer(done)
 
     def _can_hold(self, group: SequenceGroup) -> bool:
         """Whether the group could run to its end if it were alone."""
@@ -280,25 +282,25 @@ class Engine:
             group.num_prompt_tokens > 0
             and longest <= self._limits.max_model_len
             and len(group.branches) <= self._limits.max_num_seqs
-            and group.most_blocks(self._kv.block_size) <= self._kv.pool.num_blocks
+            and group.max_num_blocks(self._kv.block_size) <= self._kv.pool.num_blocks
         )
 
-    def _take_ready(self, grammars: Grammars) -> None:
+    def _admit_compiled(self, grammars: Grammars) -> None:
         """Groups whose grammar has been compiled may run, or end here and now."""
-        for group, is_good in grammars.take_ready():
+        for group, is_good in grammars.drain_ready():
             if not is_good and group.live:
-                self._answers.end_group(group, EndReason.GRAMMAR)
+                self._output_processor.end_group(group, EndReason.GRAMMAR)
             for sequence in group.live:
                 if sequence.matcher.is_finished:
-                    self._answers.end_branch(sequence, (), (), EndReason.STOP)
+                    self._output_processor.end_branch(sequence, (), (), EndReason.STOP)
 
-    def _settle_flights(self, num_left: int) -> None:
-        while len(self._flights) > num_left:
-            flight = self._flights.popleft()
-            result = self._executor.collect(flight.launched)
+    def _collect_steps(self, num_left: int) -> None:
+        while len(self._in_flight) > num_left:
+            step = self._in_flight.popleft()
+            result = self._executor.collect(step.launched)
             now_s = time.perf_counter()
-            busy_s = now_s - max(flight.launched_at_s, self._collected_at_s)
-            self._scheduler.preemption.saw_step(flight.plan, busy_s, flight.num_tokens_again)
+            busy_s = now_s - max(step.launched_at_s, self._collected_at_s)
+            self._scheduler.preemption.on_step(step.plan, busy_s, step.num_recomputed_tokens)
             self._collected_at_s = now_s
-            self._kv.settle(flight.plan.chunks, {flight.plan.samplers[place] for place in result.failed})
-            self._answers.settle(flight.plan.samplers, result)
+            self._kv.commit_step(step.plan.chunks, {step.plan.samplers[place] for place in result.failed})
+            self._output_processor.process_step(step.plan.samplers, result)

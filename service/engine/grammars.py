@@ -13,7 +13,7 @@ from model.grammar import GrammarError
 from model.grammar_matcher import GrammarCompiler, Matcher, num_mask_words
 from model.ops.interface import TokenMask
 from service.engine.compile_threads import CompileCall, CompileThreads
-from service.engine.sequence import Sequence, SequenceGroup, State
+from service.engine.sequence import Sequence, SequenceGroup, SequenceStatus
 
 NUM_COMPILING_THREADS = 2
 MAX_COMPILE_S = 30.0
@@ -34,17 +34,17 @@ class Grammars:
         self._compiler.add_done_callback(self._note_ready)
         self._compiling: dict[SequenceGroup, CompileCall] = {}
 
-    def begin(self, group: SequenceGroup) -> None:
+    def start_compiling(self, group: SequenceGroup) -> None:
         """Compile the group's grammar, and bring a matcher for each live branch to where the branch is: one that has
         ended may have done so with a token that does not fit."""
         group.is_ready = False
         outputs = [
-            [] if sequence.state is State.ENDED else sequence.token_ids[sequence.num_prompt_tokens :].tolist()
+            [] if sequence.status is SequenceStatus.ENDED else sequence.token_ids[sequence.num_prompt_tokens :].tolist()
             for sequence in group.branches
         ]
         self._compiling[group] = self._threads.submit(self._matchers, group.request.sampling.grammar, outputs)
 
-    def take_ready(self) -> list[tuple[SequenceGroup, bool]]:
+    def drain_ready(self) -> list[tuple[SequenceGroup, bool]]:
         """The groups whose compiling has ended since the last call, and whether it went well: they have matchers."""
         ready = []
         for group, call in list(self._compiling.items()):
@@ -93,7 +93,7 @@ class MaskBuilder:
         """On the host: what the grammars of the sequences allow next; None where nobody has one."""
         rows, masked = [], []
         for sequence in samplers:
-            has_mask = sequence.matcher is not None and sequence.state is not State.ENDED
+            has_mask = sequence.matcher is not None and sequence.status is not SequenceStatus.ENDED
             rows.append(len(masked) if has_mask else -1)
             if has_mask:
                 masked.append(sequence)

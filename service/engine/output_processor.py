@@ -9,8 +9,8 @@ from typing import NamedTuple
 from service.engine.beam_search import BeamGroup
 from service.engine.kv.kv_manager import KVManager
 from service.engine.scheduling.scheduler import Scheduler
-from service.engine.sequence import Sequence, SequenceGroup, State
-from service.engine.step import ScoredTokens, StepResult, TokenLogprob
+from service.engine.sequence import Sequence, SequenceGroup, SequenceStatus
+from service.engine.step import PromptLogprobs, StepResult, TokenLogprob
 from service.errors import ENDINGS, EndReason
 
 
@@ -24,7 +24,7 @@ class BranchOutput(NamedTuple):
     is_prompt: bool = False  # the tokens are the prompt's, behind those told before: all branches have them in common
 
 
-class Output(NamedTuple):
+class RequestOutput(NamedTuple):
     """Something a request's sender should hear: news of its branches, or the end, or both."""
 
     request_id: str
@@ -37,20 +37,22 @@ class Output(NamedTuple):
     embedding: bytes = b""  # float32[H], with an end that is a success, where the request wants the prompt's vector
 
 
-def output_of(
+def request_output(
     group: SequenceGroup,
     parts: tuple[BranchOutput, ...],
     end: EndReason | None = None,
     choices: tuple[int, ...] = (),
     *,
     num_output: int | None = None,
-) -> Output:
+) -> RequestOutput:
     """Without `num_output`, it is what the group has now."""
     if num_output is None:
         num_output = group.num_output_tokens
     num_cached = group.num_cached_tokens or 0
     embedding = group.embedding if choices else b""
-    return Output(group.request_id, parts, end, choices, group.num_prompt_tokens, num_output, num_cached, embedding)
+    return RequestOutput(
+        group.request_id, parts, end, choices, group.num_prompt_tokens, num_output, num_cached, embedding
+    )
 
 
 class NewTokens(NamedTuple):
@@ -58,52 +60,52 @@ class NewTokens(NamedTuple):
 
     branches: list[Sequence]
     token_ids: list[int]
-    nums_output: list[int]  # tokens of the whole request so far
+    nums_output_tokens: list[int]  # tokens of the whole request so far
 
-    def outputs(self) -> list[Output]:
+    def outputs(self) -> list[RequestOutput]:
         """The same, one by one."""
         return [
-            output_of(branch.group, (BranchOutput(branch.branch, (token_id,), (), None),), num_output=num_output)
+            request_output(branch.group, (BranchOutput(branch.branch, (token_id,), (), None),), num_output=num_output)
             for branch, token_id, num_output in zip(*self, strict=True)
         ]
 
 
-News = Output | NewTokens
+EngineOutput = RequestOutput | NewTokens
 
 
-def one_by_one(news: Iterable[News]) -> Iterator[Output]:
+def iter_request_outputs(outputs: Iterable[EngineOutput]) -> Iterator[RequestOutput]:
     """The same in the same order, an output for each token."""
-    for each in news:
-        if type(each) is Output:
+    for each in outputs:
+        if type(each) is RequestOutput:
             yield each
         else:
             yield from each.outputs()
 
 
-class Answers:
+class OutputProcessor:
     """Knows the requests that have no end yet, by their ids; each ends once."""
 
     def __init__(self, scheduler: Scheduler, kv: KVManager):
-        self.open: dict[str, SequenceGroup] = {}
+        self.open_groups: dict[str, SequenceGroup] = {}
         self.num_prompt_tokens = self.num_output_tokens = 0
         self._scheduler = scheduler
         self._kv = kv
-        self._news: list[News] = []
+        self._outputs: list[EngineOutput] = []
 
-    def take_news(self) -> list[News]:
+    def drain_outputs(self) -> list[EngineOutput]:
         """Everything since the last call, in order."""
-        news, self._news = self._news, []
-        return news
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
-    def settle(self, samplers: list[Sequence], result: StepResult) -> None:
+    def process_step(self, samplers: list[Sequence], result: StepResult) -> None:
         """A step has given these sequences their tokens."""
-        for scored in result.scored:
-            self._tell_scores(scored)
+        for scored in result.prompt_logprobs:
+            self._emit_prompt_logprobs(scored)
         for pooled in result.pooled:
             pooled.group.embedding = pooled.vector
-        self._settle_tokens(samplers, result)
+        self._append_tokens(samplers, result)
 
-    def tell(
+    def emit(
         self,
         group: SequenceGroup,
         parts: tuple[BranchOutput, ...],
@@ -111,7 +113,7 @@ class Answers:
         choices: tuple[int, ...] = (),
     ) -> None:
         """Say this of a request."""
-        self._news.append(output_of(group, parts, end, choices))
+        self._outputs.append(request_output(group, parts, end, choices))
 
     def end_branch(
         self,
@@ -120,39 +122,39 @@ class Answers:
         logprobs: tuple[TokenLogprob, ...],
         reason: EndReason,
         *,
-        is_told: bool = False,
+        already_sent: bool = False,
     ) -> None:
         """The branch is done, and with the last of them the request."""
         group, sequence.end = sequence.group, reason
-        self._scheduler.remove(sequence)
-        parts = () if is_told else (BranchOutput(sequence.branch, tokens, logprobs, reason),)
+        self._scheduler.remove_sequence(sequence)
+        parts = () if already_sent else (BranchOutput(sequence.branch, tokens, logprobs, reason),)
         if group.live:
             if parts:
-                self.tell(group, parts)
+                self.emit(group, parts)
             return
         choices = group.choices()
         end = group.branches[choices[0]].end if choices else reason
-        self._tell_end(group, parts, end, choices)
+        self._emit_end(group, parts, end, choices)
 
     def end_group(self, group: SequenceGroup, reason: EndReason) -> None:
         """All that is left of the request ends now."""
         parts = []
         for sequence in reversed(group.live):
-            self._scheduler.remove(sequence)
+            self._scheduler.remove_sequence(sequence)
             sequence.end = reason
             parts.append(BranchOutput(sequence.branch, (), (), reason))
         if ENDINGS[reason].finish_reason is None:
-            self._tell_end(group, (), reason)
+            self._emit_end(group, (), reason)
         else:
-            self._tell_end(group, tuple(reversed(parts)), reason, group.choices())
+            self._emit_end(group, tuple(reversed(parts)), reason, group.choices())
 
-    def _settle_tokens(self, samplers: list[Sequence], result: StepResult) -> None:
+    def _append_tokens(self, samplers: list[Sequence], result: StepResult) -> None:
         """Each sampler gets its token. What most of them get is told together, before what is to be said of others."""
-        branches, token_ids, nums_output = told = NewTokens([], [], [])
-        first_place = len(self._news)
+        branches, token_ids, nums_output_tokens = told = NewTokens([], [], [])
+        first_index = len(self._outputs)
         for place, (sequence, token_id) in enumerate(zip(samplers, result.token_ids, strict=True)):
             sequence.num_pending_tokens -= 1
-            if sequence.state is State.ENDED:
+            if sequence.status is SequenceStatus.ENDED:
                 continue
             group = sequence.group
             if not group.has_sampled:
@@ -161,7 +163,7 @@ class Answers:
                 if group.request.times is not None:
                     group.request.times.first_token_s = time.time()
             if (
-                sequence.is_plain
+                sequence.emits_only_tokens
                 and len(sequence.token_ids) + 1 < sequence.max_num_tokens
                 and token_id not in group.stop_ids
                 and place not in result.failed
@@ -170,26 +172,26 @@ class Answers:
                 group.num_output_tokens += 1
                 branches.append(sequence)
                 token_ids.append(token_id)
-                nums_output.append(group.num_output_tokens)
+                nums_output_tokens.append(group.num_output_tokens)
             elif place in result.failed:
                 self.end_group(group, EndReason.NUMERICAL_ERROR)
             else:
-                self._settle(sequence, token_id, None if result.logprobs is None else result.logprobs[place])
+                self._append_token(sequence, token_id, None if result.logprobs is None else result.logprobs[place])
         if branches:
-            self._news.insert(first_place, told)
+            self._outputs.insert(first_index, told)
             self.num_output_tokens += len(branches)
 
-    def _tell_scores(self, scored: ScoredTokens) -> None:
-        group = scored.score.chunk.sequence.group
+    def _emit_prompt_logprobs(self, scored: PromptLogprobs) -> None:
+        group = scored.span.chunk.sequence.group
         if group.live:
             stop = scored.first + len(scored.logprobs)
             token_ids = group.request.prompt[scored.first : stop]
-            self.tell(group, (BranchOutput(0, token_ids, scored.logprobs, None, is_prompt=True),))
+            self.emit(group, (BranchOutput(0, token_ids, scored.logprobs, None, is_prompt=True),))
 
-    def _settle(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> None:
+    def _append_token(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> None:
         group = sequence.group
         if isinstance(group, BeamGroup):
-            self._settle_beam(group, sequence, logprob)
+            self._advance_beams(group, sequence, logprob)
             return
         self.num_output_tokens += 1
         reason = group.append(sequence, token_id, 0.0 if logprob is None else logprob.logprob)
@@ -197,11 +199,11 @@ class Answers:
         if reason is EndReason.GRAMMAR:
             self.end_group(group, reason)
         elif reason is None:
-            self.tell(group, (BranchOutput(sequence.branch, (token_id,), logprobs, None),))
+            self.emit(group, (BranchOutput(sequence.branch, (token_id,), logprobs, None),))
         else:
             self.end_branch(sequence, (token_id,), logprobs, reason)
 
-    def _settle_beam(self, group: BeamGroup, sequence: Sequence, row: TokenLogprob) -> None:
+    def _advance_beams(self, group: BeamGroup, sequence: Sequence, row: TokenLogprob) -> None:
         """Once the search is over, the answers are told."""
         reason = group.advance(sequence, row, self._kv)
         if reason is None:
@@ -210,17 +212,17 @@ class Answers:
             self.end_group(group, reason)
             return
         for branch in reversed(group.live):
-            self._scheduler.remove(branch)
-        group.num_output_tokens = sum(len(answer.token_ids) for answer in group.answers)
+            self._scheduler.remove_sequence(branch)
+        group.num_output_tokens = sum(len(answer.token_ids) for answer in group.hypotheses)
         self.num_output_tokens += group.num_output_tokens
-        *pieces, last = [(BranchOutput(*piece),) for piece in group.untold()] or [()]
+        *pieces, last = [(BranchOutput(*piece),) for piece in group.unsent()] or [()]
         for piece in pieces:
-            self.tell(group, piece)
-        self._tell_end(group, last, group.answers[0].end, tuple(range(len(group.answers))))
+            self.emit(group, piece)
+        self._emit_end(group, last, group.hypotheses[0].end, tuple(range(len(group.hypotheses))))
 
-    def _tell_end(
+    def _emit_end(
         self, group: SequenceGroup, parts: tuple[BranchOutput, ...], end: EndReason, choices: tuple[int, ...] = ()
     ) -> None:
-        del self.open[group.request_id]
-        self.tell(group, parts, end, choices)
-        group.part()
+        del self.open_groups[group.request_id]
+        self.emit(group, parts, end, choices)
+        group.clear_references()

@@ -9,7 +9,7 @@ from service.errors import EndReason
 
 
 @dataclass(frozen=True, kw_only=True)
-class BranchPast:
+class BranchHistory:
     """What another engine has already told of a branch: this one goes on behind it."""
 
     token_ids: tuple[int, ...] = ()
@@ -18,7 +18,7 @@ class BranchPast:
 
 
 @dataclass(slots=True)
-class Times:
+class RequestTimes:
     """When a request got how far, in Unix seconds, for whoever asked to know; 0 is not yet. The engine writes it."""
 
     started_s: float = 0.0
@@ -26,7 +26,7 @@ class Times:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class EngineRequest:
     """What the engine is asked to do, in token terms."""
 
     request_id: str
@@ -35,5 +35,5 @@ class Request:
     tenant: str = ""  # whose it is: tenants share the engine alike
     cache_salt: str = ""  # prompts share blocks only with prompts of the same salt
     num_scored_tokens: int = 0  # of the prompt, whose log-probabilities were told before this engine
-    past: tuple[BranchPast, ...] = ()  # by branch, what was told before this engine; empty: nothing
-    times: Times | None = None
+    history: tuple[BranchHistory, ...] = ()  # by branch, what was told before this engine; empty: nothing
+    times: RequestTimes | None = None

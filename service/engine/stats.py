@@ -36,11 +36,11 @@ class EngineStats:
     num_hit_tokens: int  # and of those, what was found
     num_swapped: int  # groups that left for the host
     num_recomputed: int  # groups that left to be computed again
-    num_called_back: int  # of all that left, those that ran on what was lent to their tenants
-    num_tokens_again: int  # computed again for those that had left
-    again_s: float  # of the steps that did so, their share by tokens
-    out_s: float  # that copies to the host took
-    in_s: float  # and from it
+    num_reclaimed: int  # of all that left, those that ran on what was lent to their tenants
+    num_recomputed_tokens: int  # computed again for those that had left
+    recompute_s: float  # of the steps that did so, their share by tokens
+    swap_out_s: float  # that copies to the host took
+    swap_in_s: float  # and from it
 
     @property
     def num_preemptions(self) -> int:
@@ -52,7 +52,7 @@ class EngineStats:
         return min(1.0, (self.num_slots_held - self.num_slots_filled) / num_held) if num_held else 0.0
 
 
-def look_at(
+def collect_stats(
     kv: KVManager, scheduler: Scheduler, *, num_steps: int, last_step_s: float, num_prompt: int, num_output: int
 ) -> EngineStats:
     """The picture; `num_prompt` and `num_output` are tokens."""
@@ -83,9 +83,9 @@ def look_at(
         num_hit_tokens=kv.num_hit_tokens,
         num_swapped=scheduler.preemption.num_swapped,
         num_recomputed=scheduler.preemption.num_recomputed,
-        num_called_back=scheduler.preemption.num_called_back,
-        num_tokens_again=scheduler.preemption.num_tokens_again,
-        again_s=scheduler.preemption.again_s,
-        out_s=scheduler.preemption.out_s,
-        in_s=scheduler.preemption.in_s,
+        num_reclaimed=scheduler.preemption.num_reclaimed,
+        num_recomputed_tokens=scheduler.preemption.num_recomputed_tokens,
+        recompute_s=scheduler.preemption.recompute_s,
+        swap_out_s=scheduler.preemption.swap_out_s,
+        swap_in_s=scheduler.preemption.swap_in_s,
     )

@@ -28,7 +28,7 @@ class Chunk(NamedTuple):
         return self.start + self.length
 
 
-class Score(NamedTuple):
+class LogprobSpan(NamedTuple):
     """Of this chunk the logits at positions `start` to `stop` (exclusive) are wanted too: they tell how likely the
     prompt's next tokens were."""
 
@@ -37,7 +37,7 @@ class Score(NamedTuple):
     stop: int
 
 
-class Pool(NamedTuple):
+class PoolSpan(NamedTuple):
     """Of this chunk the hidden states at positions `start` to `stop` (exclusive) are wanted: they are a part of those
     that the vector of its prompt is made of."""
 
@@ -61,11 +61,11 @@ class StepPlan:
 
     chunks: tuple[Chunk, ...]
     copies: tuple[BlockCopy, ...] = ()
-    outs: tuple[BlockCopy, ...] = ()
-    ins: tuple[BlockCopy, ...] = ()
-    scores: tuple[Score, ...] = ()
-    pools: tuple[Pool, ...] = ()
-    changed: tuple[Chunk, ...] = ()
+    swap_outs: tuple[BlockCopy, ...] = ()
+    swap_ins: tuple[BlockCopy, ...] = ()
+    logprob_spans: tuple[LogprobSpan, ...] = ()
+    pool_spans: tuple[PoolSpan, ...] = ()
+    changed_tables: tuple[Chunk, ...] = ()
     """Chunks of one token whose sequences' block tables may not be as they were in the plan before; one that was not in
     that plan as such a chunk need not be here."""
     samplers: list[Sequence] = field(init=False)
@@ -112,15 +112,15 @@ class SampledToken(NamedTuple):
     logprob: TokenLogprob | None
 
 
-class ScoredTokens(NamedTuple):
+class PromptLogprobs(NamedTuple):
     """Some tokens of a prompt in a row, and how likely they were."""
 
-    score: Score
+    span: LogprobSpan
     first: int  # position
     logprobs: tuple[TokenLogprob, ...]
 
 
-class Pooled(NamedTuple):
+class PooledPrompt(NamedTuple):
     """The vector of a prompt that is computed to its end."""
 
     group: SequenceGroup
@@ -135,8 +135,8 @@ class StepResult:
     token_ids: Seq[int]
     logprobs: Seq[TokenLogprob | None] | None = None  # None: nobody wants any
     failed: frozenset[int] = frozenset()  # the samplers, by their places, for whom the model gave no numbers
-    scored: tuple[ScoredTokens, ...] = ()
-    pooled: tuple[Pooled, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    pooled: tuple[PooledPrompt, ...] = ()
 
     @classmethod
     def of(cls, sampled: Iterable[SampledToken]) -> StepResult:
@@ -145,7 +145,7 @@ class StepResult:
         failed = frozenset(place for place, token in enumerate(sampled) if token.is_nan)
         return cls([token.token_id for token in sampled], [token.logprob for token in sampled], failed)
 
-    def one_by_one(self) -> Iterator[SampledToken]:
+    def sampled_tokens(self) -> Iterator[SampledToken]:
         """What `of` takes."""
         for place, token_id in enumerate(self.token_ids):
             logprob = None if self.logprobs is None else self.logprobs[place]

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 
-from service.engine.output_processor import News, one_by_one
-from service.engine.request import Request
+from service.engine.output_processor import EngineOutput, iter_request_outputs
+from service.engine.request import EngineRequest
 from service.errors import EndReason
 from service.logs import fields
 from service.metrics import (
@@ -27,7 +27,7 @@ from service.worker.job_events import refusal
 from service.worker.job_spans import log_claim, spans_of
 from service.worker.open_jobs import EarlyCancels, OpenJob, outputs_by_job
 from service.worker.places import Places
-from service.worker.recovery import branch_pasts, has_heir, keep_lease, num_scored_tokens
+from service.worker.recovery import branch_histories, has_heir, keep_lease, num_scored_tokens
 
 log = logging.getLogger("quire.courier")
 
@@ -59,7 +59,7 @@ class Courier:
         self._model = ""
         self._loop = asyncio.get_running_loop()
         self._open: dict[str, OpenJob] = {}
-        self._news: list[News] = []
+        self._outputs: list[EngineOutput] = []
         self._refused: list[Event] = []
         self._has_news = asyncio.Event()
         self._publishing = asyncio.Lock()
@@ -76,9 +76,9 @@ class Courier:
     def num_open(self) -> int:
         return len(self._open)
 
-    def deliver(self, news: list[News]) -> None:
+    def on_outputs(self, outputs: list[EngineOutput]) -> None:
         """Called on the engine thread after a step."""
-        self._loop.call_soon_threadsafe(self._take_in, news)
+        self._loop.call_soon_threadsafe(self._take_in, outputs)
 
     async def run(self) -> None:
         """Until cancelled, or until a duty fails. Fetching stops for good once `drain` or `abandon` was called."""
@@ -180,22 +180,22 @@ class Courier:
         self._places.take(job, len(claim.past), self._loop.time())
         log_claim(claim)
         self._totals[STAT_RESUMED_TOTAL] += claim.attempt > 1
-        request = Request(
+        request = EngineRequest(
             request_id=request_id,
             prompt=prompt,
             sampling=job.sampling,
             tenant=job.tenant,
             cache_salt=job.tenant,
             num_scored_tokens=num_scored_tokens(claim.past),
-            past=branch_pasts(claim.past),
+            history=branch_histories(claim.past),
             times=None if spans is None else spans.times,
         )
         self.engine.send(Add(request))
         for cancel in (*claim.stops, *self._early_cancels.take(job.job_id)):
             self.engine.send(Cancel(request_id, cancel.reason, cancel.branch))
 
-    def _take_in(self, news: list[News]) -> None:
-        self._news += news
+    def _take_in(self, outputs: list[EngineOutput]) -> None:
+        self._outputs += outputs
         self._has_news.set()
 
     async def _publish(self) -> None:
@@ -207,9 +207,9 @@ class Courier:
     async def _publish_all(self) -> None:
         async with self._publishing:
             self._has_news.clear()
-            news, self._news = self._news, []
+            outputs, self._outputs = self._outputs, []
             refused, self._refused = self._refused, []
-            told, leaving = self._events(news)
+            told, leaving = self._events(outputs)
             # A door tells a step's events one after the other, for milliseconds: who has waited longest goes first.
             events = sorted(refused + told, key=lambda event: event.number > 1)
             if events:
@@ -224,12 +224,12 @@ class Courier:
                 for job_id in leaving:
                     self._close(job_id)
 
-    def _events(self, news: list[News]) -> tuple[list[Event], list[str]]:
+    def _events(self, outputs: list[EngineOutput]) -> tuple[list[Event], list[str]]:
         """What to tell, and the jobs that the engine has let go of for others."""
         events, leaving = [], []
-        for job_id, outputs in outputs_by_job(one_by_one(news), self._open).items():
+        for job_id, job_outputs in outputs_by_job(iter_request_outputs(outputs), self._open).items():
             self._places.begin(job_id)
-            told, is_let_go = self._open[job_id].events(job_id, outputs)
+            told, is_let_go = self._open[job_id].events(job_id, job_outputs)
             events += told
             if is_let_go:
                 leaving.append(job_id)

@@ -9,15 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from service.engine.engine import Engine
-from service.engine.output_processor import News
-from service.engine.request import Request
+from service.engine.output_processor import EngineOutput
+from service.engine.request import EngineRequest
 from service.engine.stats import EngineStats
 from service.errors import EndReason
 
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    request: Request
+    request: EngineRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,12 @@ class EngineThread:
     def __init__(
         self,
         engine: Engine,
-        deliver: Callable[[list[News]], None],
+        on_outputs: Callable[[list[EngineOutput]], None],
         on_death: Callable[[BaseException], None],
         on_turn: Callable[[float], None] = lambda now_s: None,
     ):
         self._engine = engine
-        self._deliver = deliver
+        self._on_outputs = on_outputs
         self._on_death = on_death
         self._on_turn = on_turn
         self._turned_at_s = time.monotonic()
@@ -109,7 +109,7 @@ class EngineThread:
         if not self._is_looked_at:
             self.blocks = self.host_blocks = b""
         elif now_s > self._blocks_due_s:
-            self.blocks, self.host_blocks = self._engine.draw_blocks(), self._engine.draw_host_blocks()
+            self.blocks, self.host_blocks = self._engine.render_blocks(), self._engine.render_host_blocks()
             self._blocks_due_s = now_s + DRAW_EVERY_S
 
     def send(self, command: Command) -> None:
@@ -147,7 +147,7 @@ class EngineThread:
                 case Show():
                     pass
                 case Add(request):
-                    self._engine.add(request)
+                    self._engine.add_request(request)
                 case Cancel(request_id, reason, branch):
                     self._engine.cancel(request_id, reason, branch)
                 case Stop(reason):
@@ -171,6 +171,6 @@ class EngineThread:
         if now_s > self._stats_due_s:
             self.stats, self._stats_due_s = self._engine.stats(), now_s + STATS_EVERY_S
             self._draw(now_s)
-        news = self._engine.take_news()
-        if news:
-            self._deliver(news)
+        outputs = self._engine.drain_outputs()
+        if outputs:
+            self._on_outputs(outputs)

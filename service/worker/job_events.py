@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from service.engine.output_processor import BranchOutput, Output
+from service.engine.output_processor import BranchOutput, RequestOutput
 from service.errors import EndReason
 from service.wire.codec import pack_floats, pack_ids
 from service.wire.messages import Event, Part, TokenLogprobs, Usage
@@ -15,7 +15,7 @@ MAX_EVENT_TOKENS = 4096
 """With twenty alternatives each, two thirds of what an event may take."""
 
 
-def event_of(job_id: str, number: int, outputs: Sequence[Output]) -> Event:
+def event_of(job_id: str, number: int, outputs: Sequence[RequestOutput]) -> Event:
     """One event of a job's outputs since the last one."""
     tells_usage = number == 1 or outputs[-1].end is not None
     if len(outputs) == 1 and len(outputs[0].parts) == 1 and not tells_usage:  # nearly always
@@ -52,11 +52,11 @@ def without_end(event: Event) -> Event:
     return replace(event, end=None, usage=usage, choices=(), embedding=None)
 
 
-def in_events(outputs: list[Output]) -> list[list[Output]]:
+def in_events(outputs: list[RequestOutput]) -> list[list[RequestOutput]]:
     """A job's outputs, parted where one event would hold more tokens than an event may."""
     if len(outputs) == 1:
         return [outputs]
-    runs: list[list[Output]] = [[]]
+    runs: list[list[RequestOutput]] = [[]]
     num_tokens = 0
     for output in outputs:
         here = sum(len(part.token_ids) for part in output.parts)

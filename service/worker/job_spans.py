@@ -6,7 +6,7 @@ import logging
 import time
 from dataclasses import dataclass, field
 
-from service.engine.request import Times
+from service.engine.request import RequestTimes
 from service.errors import ENDINGS
 from service.logs import fields
 from service.tracing import Tracing, trace_id
@@ -24,7 +24,7 @@ class JobSpans:
     job: Job
     attempt: int
     queued_s: float  # how long the job was in the queue when it was claimed
-    times: Times = field(default_factory=Times)
+    times: RequestTimes = field(default_factory=RequestTimes)
     claimed_s: float = field(default_factory=time.time)
 
     def end(self, last: Event | None) -> None:

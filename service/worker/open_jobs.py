@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from service.engine.output_processor import Output
+from service.engine.output_processor import RequestOutput
 from service.errors import EndReason
 from service.wire.messages import Cancel, Event
 from service.worker.job_events import event_of, in_events, without_end
@@ -27,7 +27,7 @@ class OpenJob:
     cleared_at_number: int | None = None  # a suspect that has told this event is none any more
     is_leaving: bool = False  # it goes on elsewhere, as soon as the engine has let go of it
 
-    def events(self, job_id: str, outputs: list[Output]) -> tuple[list[Event], bool]:
+    def events(self, job_id: str, outputs: list[RequestOutput]) -> tuple[list[Event], bool]:
         """What to tell of them, and whether the engine has let go of the job for others."""
         events, is_let_go = [], False
         for outputs_of_one in in_events(outputs):
@@ -41,10 +41,10 @@ class OpenJob:
         return events, is_let_go
 
 
-def outputs_by_job(outputs: Iterable[Output], jobs: Mapping[str, OpenJob]) -> dict[str, list[Output]]:
+def outputs_by_job(outputs: Iterable[RequestOutput], jobs: Mapping[str, OpenJob]) -> dict[str, list[RequestOutput]]:
     """What the engine says of these jobs, each in its order. What it still says of others, or of an earlier claim of
     one of them, nobody hears."""
-    by_job: dict[str, list[Output]] = {}
+    by_job: dict[str, list[RequestOutput]] = {}
     for output in outputs:
         job_id = output.request_id.rpartition("/")[0]
         job = jobs.get(job_id)

@@ -106,7 +106,7 @@ def _start(
     num_cache_tokens = built.memory.num_blocks * built.memory.block_size
     courier = Courier(broker, make_card, built.config.vocab_size, settings.max_num_seqs, num_cache_tokens, tracing)
     watchdog = Watchdog(settings.step_timeout or DEFAULT_STEP_TIMEOUT_S[built.ops.name], supervisor)
-    engine = EngineThread(built.engine, courier.deliver, death.tell, watchdog.turned)
+    engine = EngineThread(built.engine, courier.on_outputs, death.tell, watchdog.turned)
     courier.engine = engine
     engine.start()
     watchdog.watch(engine, death.tell)
@@ -165,13 +165,13 @@ def _card(worker_id: str, settings: Settings, built: BuiltEngine, engine: Engine
             metrics.STAT_PREEMPTIONS_TOTAL: stats.num_preemptions,
             metrics.STAT_SWAPPED_TOTAL: stats.num_swapped,
             metrics.STAT_RECOMPUTED_TOTAL: stats.num_recomputed,
-            metrics.STAT_CALLED_BACK_TOTAL: stats.num_called_back,
-            metrics.STAT_RECOMPUTED_TOKENS_TOTAL: stats.num_tokens_again,
-            metrics.STAT_RECOMPUTE_S_TOTAL: stats.again_s,
+            metrics.STAT_CALLED_BACK_TOTAL: stats.num_reclaimed,
+            metrics.STAT_RECOMPUTED_TOKENS_TOTAL: stats.num_recomputed_tokens,
+            metrics.STAT_RECOMPUTE_S_TOTAL: stats.recompute_s,
             metrics.STAT_SWAP_OUT_BYTES_TOTAL: stats.num_blocks_out * built.memory.block_bytes,
             metrics.STAT_SWAP_IN_BYTES_TOTAL: stats.num_blocks_in * built.memory.block_bytes,
-            metrics.STAT_SWAP_OUT_S_TOTAL: stats.out_s,
-            metrics.STAT_SWAP_IN_S_TOTAL: stats.in_s,
+            metrics.STAT_SWAP_OUT_S_TOTAL: stats.swap_out_s,
+            metrics.STAT_SWAP_IN_S_TOTAL: stats.swap_in_s,
             metrics.STAT_COPY_ON_WRITE_TOTAL: stats.num_block_copies,
             metrics.STAT_PREFIX_QUERY_TOKENS_TOTAL: stats.num_query_tokens,
             metrics.STAT_PREFIX_HIT_TOKENS_TOTAL: stats.num_hit_tokens,

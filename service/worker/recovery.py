@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 
-from service.engine.request import BranchPast
+from service.engine.request import BranchHistory
 from service.wire.broker import BrokerUnavailable, Lease, WorkerBroker
 from service.wire.codec import unpack_floats, unpack_ids
 from service.wire.messages import Event, WorkerCard
@@ -65,7 +65,7 @@ def num_scored_tokens(events: Iterable[Event]) -> int:
     return told + 1 if told else 0
 
 
-def branch_pasts(events: Iterable[Event]) -> tuple[BranchPast, ...]:
+def branch_histories(events: Iterable[Event]) -> tuple[BranchHistory, ...]:
     """What was told of each branch, in order of their numbers, from a job's events so far. Log-probabilities are added
     in the order in which the engine added them, so that branches rank as they would have."""
     token_ids: dict[int, list[int]] = {}
@@ -81,6 +81,8 @@ def branch_pasts(events: Iterable[Event]) -> tuple[BranchPast, ...]:
                 for logprob in unpack_floats(part.logprobs.chosen):
                     sums[part.branch] = sums.get(part.branch, 0.0) + logprob
     return tuple(
-        BranchPast(token_ids=tuple(token_ids.get(branch, ())), end=ends.get(branch), sum_logprob=sums.get(branch, 0.0))
+        BranchHistory(
+            token_ids=tuple(token_ids.get(branch, ())), end=ends.get(branch), sum_logprob=sums.get(branch, 0.0)
+        )
         for branch in range(max(token_ids, default=-1) + 1)
     )

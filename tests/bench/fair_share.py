@@ -31,7 +31,7 @@ import numpy as np
 
 from service.engine.engine import Engine
 from service.engine.kv.kv_manager import KVManager
-from service.engine.output_processor import News, one_by_one
+from service.engine.output_processor import EngineOutput, iter_request_outputs
 from service.engine.scheduling.limits import Limits
 from service.errors import EndReason
 from service.wire.broker import Claim, Room
@@ -99,7 +99,7 @@ class IdleWorker:
             NUM_BLOCKS * BLOCK_SIZE,
         )
         self._deaths: list[BaseException] = []
-        self._courier.engine = EngineThread(self.engine, self._deliver, self._deaths.append)
+        self._courier.engine = EngineThread(self.engine, self._on_outputs, self._deaths.append)
 
     async def run(self) -> None:
         self._courier.engine.start()
@@ -108,9 +108,9 @@ class IdleWorker:
         finally:
             self._courier.engine.send(Stop(EndReason.SHUTDOWN))
 
-    def _deliver(self, news: list[News]) -> None:
-        self.num_tokens += sum(len(part.token_ids) for output in one_by_one(news) for part in output.parts)
-        self._courier.deliver(news)
+    def _on_outputs(self, outputs: list[EngineOutput]) -> None:
+        self.num_tokens += sum(len(part.token_ids) for output in iter_request_outputs(outputs) for part in output.parts)
+        self._courier.on_outputs(outputs)
 
     @property
     def num_running(self) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 from model.sampling_params import SamplingParams
 from service.engine.engine import Engine
 from service.engine.kv.kv_manager import KVManager
-from service.engine.request import Request
+from service.engine.request import EngineRequest
 from service.engine.scheduling.limits import Limits
 from service.wire.broker import UNBOUNDED
 from service.wire.memory_queue import MemoryQueue
@@ -70,10 +70,12 @@ class VirtualWorker:
             self.num_waiting[self._tenants[job.job_id]] -= 1
             self._places.take(job, 0, now_s)
             prompt = tuple(np.frombuffer(job.prompt, np.uint32).tolist())
-            self.engine.add(Request(request_id=job.job_id, prompt=prompt, sampling=job.sampling, tenant=job.tenant))
+            self.engine.add_request(
+                EngineRequest(request_id=job.job_id, prompt=prompt, sampling=job.sampling, tenant=job.tenant)
+            )
         if self.engine.has_work:
             self.engine.step()
-        for output in self.engine.take_outputs():
+        for output in self.engine.drain_request_outputs():
             job_id = output.request_id
             if job_id not in self._told:
                 self._told.add(job_id)

@@ -20,7 +20,7 @@ from service.cli.bench.trace import TracedRequest, read_trace
 from service.config import Settings
 from service.engine.build import build_engine
 from service.engine.engine import Engine
-from service.engine.request import Request
+from service.engine.request import EngineRequest
 
 SLOW_CALL_S = 0.003
 SLOW_STEP_S = 0.035
@@ -55,7 +55,7 @@ def run_pass(engine: Engine, requests: Sequence[TracedRequest], rate: float, num
             one = requests[added]
             prompt = tuple(rng.integers(0, 4096, one.num_prompt_tokens).tolist())
             sampling = SamplingParams(max_tokens=one.num_output_tokens, temperature=0.0, ignore_eos=True)
-            engine.add(Request(request_id=str(added), prompt=prompt, sampling=sampling))
+            engine.add_request(EngineRequest(request_id=str(added), prompt=prompt, sampling=sampling))
             added += 1
         if not engine.has_work:
             time.sleep(0.0005)
@@ -65,7 +65,7 @@ def run_pass(engine: Engine, requests: Sequence[TracedRequest], rate: float, num
         now_s = time.perf_counter()
         if now_s - before_s > SLOW_STEP_S:
             slow_steps.append((round(now_s - start_s, 2), round(1e3 * (now_s - before_s), 1)))
-        for output in engine.take_outputs():
+        for output in engine.drain_request_outputs():
             first_s.setdefault(output.request_id, now_s - start_s - due_s[int(output.request_id)])
     ttft = np.percentile([1e3 * value for value in first_s.values()], (50, 90, 99))
     return {"ttft_ms": [round(float(value), 1) for value in ttft], "slow_steps": slow_steps}

@@ -70,12 +70,12 @@ class Steps:
         self._step()
 
     def pass_on(self, courier: Courier):
-        def deliver(news) -> None:
-            left = news if self.are_told else [each for each in news if type(each) is not NewTokens]
+        def on_outputs(outputs) -> None:
+            left = outputs if self.are_told else [each for each in outputs if type(each) is not NewTokens]
             if left:
-                courier.deliver(left)
+                courier.on_outputs(left)
 
-        return deliver
+        return on_outputs
 
     def take_ms(self) -> list[float]:
         began_s, self._began_s = self._began_s, []

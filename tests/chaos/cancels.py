@@ -91,7 +91,7 @@ async def working(redis_url: str, built: BuiltEngine) -> AsyncIterator[EngineThr
     failed = asyncio.get_running_loop().create_future()
     loop = asyncio.get_running_loop()
     engine = EngineThread(
-        built.engine, courier.deliver, lambda error: loop.call_soon_threadsafe(failed.set_exception, error)
+        built.engine, courier.on_outputs, lambda error: loop.call_soon_threadsafe(failed.set_exception, error)
     )
     courier.engine = engine
     engine.start()

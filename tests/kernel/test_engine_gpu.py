@@ -6,7 +6,7 @@ import pytest
 from model.grammar import of_json, of_regex
 from model.ops.numpy_ops import NumpyOps
 from model.sampling_params import BeamSearch, SamplingParams
-from service.engine.request import Request
+from service.engine.request import EngineRequest
 from tests.support.demo_engine import DemoEngines, tell_all
 from tests.support.told import run_steps
 
@@ -59,7 +59,9 @@ def test_branches_and_beams_are_the_same(engines, on_numpy, sizes):
     for made, own in ((engines, sizes), (on_numpy, {})):
         engine = made.make(max_num_seqs=14, **own)
         for name, wishes in BRANCHES.items():
-            engine.add(Request(request_id=name, prompt=tuple(range(40, 51)), sampling=SamplingParams(**wishes)))
+            engine.add_request(
+                EngineRequest(request_id=name, prompt=tuple(range(40, 51)), sampling=SamplingParams(**wishes))
+            )
         told[made] = {name: (one.by_branch(), one.choices) for name, one in run_steps(engine).items()}
         assert engine.stats().num_block_copies > 0
         assert (engine.stats().num_preemptions > 0) == ("num_blocks" in own)
@@ -99,14 +101,16 @@ def test_prompts_are_pooled_alike(engines, on_numpy, pooling):
     vectors = []
     for made in (engines, on_numpy):
         engine = made.make(budget=24)
-        engine.add(Request(request_id="other", prompt=(5, 6, 7), sampling=SamplingParams(max_tokens=30)))
+        engine.add_request(EngineRequest(request_id="other", prompt=(5, 6, 7), sampling=SamplingParams(max_tokens=30)))
         for length in (1, 16, 25, 100):
             prompt = tuple(range(40, 40 + length))
-            engine.add(Request(request_id=str(length), prompt=prompt, sampling=wishes))
+            engine.add_request(EngineRequest(request_id=str(length), prompt=prompt, sampling=wishes))
         told = {}
         while engine.has_work:
             engine.step()
-            told |= {output.request_id: output.embedding for output in engine.take_outputs() if output.embedding}
+            told |= {
+                output.request_id: output.embedding for output in engine.drain_request_outputs() if output.embedding
+            }
         vectors.append({name: np.frombuffer(data, np.float32) for name, data in sorted(told.items())})
     ours, theirs = vectors
     assert list(ours) == list(theirs) == ["1", "100", "16", "25"]

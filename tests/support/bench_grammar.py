@@ -19,7 +19,7 @@ from service.config import Settings
 from service.engine.build import BuiltEngine, build_engine
 from service.engine.engine import Engine
 from service.engine.grammars import Grammars
-from service.engine.request import Request
+from service.engine.request import EngineRequest
 from service.errors import EndReason
 from tests.support.random_schemas import random_schema
 
@@ -67,10 +67,10 @@ def step_times_s(engine: Engine, vocab_size: int, grammars: list[str | None], nu
         wishes = SamplingParams(
             max_tokens=num_steps * 4 + 400, temperature=1.0, seed=number, ignore_eos=True, grammar=grammar
         )
-        engine.add(Request(request_id=str(number), prompt=prompt, sampling=wishes))
+        engine.add_request(EngineRequest(request_id=str(number), prompt=prompt, sampling=wishes))
     while len(engine.running) < len(grammars) or any(one.num_output_tokens < WARM_TOKENS for one in engine.running):
         engine.step()
-        ends = {output.end for output in engine.take_outputs()} - {None}
+        ends = {output.end for output in engine.drain_request_outputs()} - {None}
         if ends:
             raise AssertionError(f"a request ended before its time: {ends}")
     times_s = []
@@ -82,7 +82,7 @@ def step_times_s(engine: Engine, vocab_size: int, grammars: list[str | None], nu
     engine.cancel_all(EndReason.CANCELLED)
     while engine.has_work:
         engine.step()
-    engine.take_outputs()
+    engine.drain_request_outputs()
     if num_left < len(grammars):
         raise AssertionError("a request ended before its time")
     return np.array(times_s)

@@ -17,7 +17,7 @@ from model.sampling_params import SamplingParams
 from model.tokenizer import Tokenizer
 from service.config import Settings
 from service.engine.build import build_engine
-from service.engine.request import Request
+from service.engine.request import EngineRequest
 from service.errors import EndReason
 from tests.support.random_schemas import random_schema
 from tests.support.schema_validator import is_valid
@@ -35,11 +35,11 @@ def main(count: int, device: str) -> int:
     for seed, (name, schema) in enumerate(schemas.items()):
         grammar = of_json(schema, whitespace=WHITESPACE if seed % 2 else COMPACT)
         wishes = SamplingParams(max_tokens=MAX_TOKENS, temperature=TEMPERATURES[seed % 3], seed=seed, grammar=grammar)
-        engine.add(Request(request_id=name, prompt=prompt, sampling=wishes))
+        engine.add_request(EngineRequest(request_id=name, prompt=prompt, sampling=wishes))
     start_s, said, ends = time.perf_counter(), {name: [] for name in schemas}, {}
     while engine.has_work:
         engine.step()
-        for output in engine.take_outputs():
+        for output in engine.drain_request_outputs():
             for part in output.parts:
                 said[output.request_id] += part.token_ids
             if output.end is not None:

@@ -16,7 +16,7 @@ from service.engine.execution.executor import ModelExecutor
 from service.engine.grammars import Grammars
 from service.engine.kv.block_pool import BlockPool
 from service.engine.kv.kv_manager import KVManager
-from service.engine.request import Request
+from service.engine.request import EngineRequest
 from service.engine.scheduling.limits import Limits
 from service.engine.step import TokenLogprob
 from tests.support.poisoning_executor import PoisoningExecutor
@@ -89,7 +89,7 @@ class DemoEngines:
         told: dict[str, list[int]] = {}
         for number in range(len(WISHES)):
             engine = self.make(num_blocks=40, budget=256, max_num_seqs=1)
-            engine.add(_request(number, WISHES[number]))
+            engine.add_request(_request(number, WISHES[number]))
             told |= {name: tokens for name, (tokens, _) in run(engine).items()}
         return told
 
@@ -97,7 +97,7 @@ class DemoEngines:
 def tell_all(engine: Engine, wishes=WISHES) -> Told:
     """Give all requests at once and run them to their ends."""
     for number, wish in enumerate(wishes):
-        engine.add(_request(number, wish))
+        engine.add_request(_request(number, wish))
     return run(engine)
 
 
@@ -106,7 +106,7 @@ def run(engine: Engine) -> Told:
     while engine.has_work:
         engine.step()
         engine.check_invariants()
-        for output in engine.take_outputs():
+        for output in engine.drain_request_outputs():
             tokens, logprobs = told.setdefault(output.request_id, ([], []))
             for part in output.parts:
                 tokens += part.token_ids
@@ -114,6 +114,6 @@ def run(engine: Engine) -> Told:
     return told
 
 
-def _request(number: int, wish: dict) -> Request:
+def _request(number: int, wish: dict) -> EngineRequest:
     prompt = tuple(range(5 + number, 25 + 4 * number))
-    return Request(request_id=str(number), prompt=prompt, sampling=SamplingParams(**{"max_tokens": 24} | wish))
+    return EngineRequest(request_id=str(number), prompt=prompt, sampling=SamplingParams(**{"max_tokens": 24} | wish))

@@ -12,7 +12,7 @@ from redis import Redis
 
 from model.ops.backend import open_ops
 from model.sampling_params import SamplingParams
-from service.engine.request import Request
+from service.engine.request import EngineRequest
 from service.errors import EndReason
 from service.wire import keys
 from service.wire.codec import decode, pack_ids, unpack_floats, unpack_ids
@@ -137,11 +137,13 @@ class Goldens:
 
     def _tell(self, job: Job) -> Answer:
         engine = self._engines.make(num_blocks=400, budget=256, max_num_seqs=16)
-        engine.add(Request(request_id="golden", prompt=tuple(unpack_ids(job.prompt)), sampling=job.sampling))
+        engine.add_request(
+            EngineRequest(request_id="golden", prompt=tuple(unpack_ids(job.prompt)), sampling=job.sampling)
+        )
         answer = Answer()
         while engine.has_work:
             engine.step()
-            for output in engine.take_outputs():
+            for output in engine.drain_request_outputs():
                 for part in output.parts:
                     place = PROMPT if part.is_prompt else part.branch
                     answer.tokens.setdefault(place, []).extend(part.token_ids)

@@ -14,15 +14,15 @@ class IdleExecutor:
         self._transfers: list[FinishedTransfer] = []
 
     def launch(self, plan: StepPlan) -> StepPlan:
-        self.move(plan)
+        self.transfer(plan)
         return plan
 
-    def move(self, plan: StepPlan) -> None:
-        for is_out, copies in ((True, plan.outs), (False, plan.ins)):
+    def transfer(self, plan: StepPlan) -> None:
+        for is_out, copies in ((True, plan.swap_outs), (False, plan.swap_ins)):
             if copies:
                 self._transfers.append(FinishedTransfer(is_out, len(copies), 1e-6 * len(copies)))
 
-    def draw(self, launched: StepPlan) -> None:
+    def sample(self, launched: StepPlan) -> None:
         """All tokens are known."""
 
     def collect(self, launched: StepPlan) -> StepResult:

@@ -29,8 +29,8 @@ class PoisoningExecutor(ModelExecutor):
         self._poison()  # behind all that reads what was free before
         return launched
 
-    def move(self, plan: StepPlan) -> None:
-        super().move(plan)
+    def transfer(self, plan: StepPlan) -> None:
+        super().transfer(plan)
         if not plan.chunks:
             self._poison()
 

@@ -16,10 +16,10 @@ from functools import lru_cache
 from model.sampling_params import BeamSearch, SamplingParams
 from service.engine.engine import Engine
 from service.engine.kv.kv_manager import KVManager
-from service.engine.request import BranchPast, Request
+from service.engine.request import BranchHistory, EngineRequest
 from service.engine.scheduling.limits import Limits
 from service.engine.scheduling.preemption import AUTO, MODES, Preemption
-from service.engine.scheduling.swap_cost import CostModel, Rates
+from service.engine.scheduling.swap_cost import Rates, SwapCostModel
 from service.errors import EndReason
 from tests.support.beam_reference import search
 from tests.support.scripted_executor import ScriptedExecutor, logprobs_after, next_token
@@ -67,13 +67,13 @@ class World:
             self.num_blocks, BLOCK_SIZE, prefix_caching=self.prefix_caching, swapping=self.num_host_blocks > 0
         )
         rates = Rates(token_s=3e-5, pair_s=1e-8, block_out_s=4e-5, block_in_s=4e-5, transfer_s=2e-4)
-        preemption = Preemption(kv, CostModel(rates, BLOCK_SIZE), self.mode)
+        preemption = Preemption(kv, SwapCostModel(rates, BLOCK_SIZE), self.mode)
         return Engine(executor, kv, limits, frozenset({EOS}), preemption=preemption), preemption
 
 
 @dataclass
 class _Asked:
-    request: Request
+    request: EngineRequest
     told: dict[int, list[int]] = field(default_factory=dict)
     ends: dict[int, EndReason] = field(default_factory=dict)
     end: EndReason | None = None
@@ -99,9 +99,11 @@ class Operations:
         name = str(self._count)
         self._count += 1
         sampling = SamplingParams(**wishes)
-        request = Request(request_id=name, prompt=tuple(prompt), sampling=sampling, tenant=tenant, cache_salt=tenant)
+        request = EngineRequest(
+            request_id=name, prompt=tuple(prompt), sampling=sampling, tenant=tenant, cache_salt=tenant
+        )
         self._asked[name] = _Asked(request)
-        self._engine.add(request)
+        self._engine.add_request(request)
         self._hear()
 
     def step(self) -> None:
@@ -121,15 +123,15 @@ class Operations:
             return
         chosen, self._preemption._mode = self._preemption._mode, mode
         group = self._preemption._next_victim(scheduler.running)
-        self._preemption._evict(group, scheduler.running)
-        scheduler._queue_again([group])
+        self._preemption._preempt(group, scheduler.running)
+        scheduler._requeue([group])
         self._preemption._mode = chosen
 
     def evict(self, of_host: bool, count: int) -> None:
         """Give away so many of the blocks that nobody holds."""
         kv = self._engine._kv
         pool = kv.host.pool if of_host and kv.host is not None else kv.pool
-        pool.give_back(pool.take(min(count, pool.num_available)))
+        pool.release(pool.allocate(min(count, pool.num_available)))
 
     def restart(self) -> None:
         """The engine is lost; another takes up what was not told yet."""
@@ -138,17 +140,17 @@ class Operations:
             wishes, past = asked.request.sampling, ()
             if wishes.beam is None:
                 past = tuple(
-                    BranchPast(token_ids=tuple(asked.told.get(branch, ())), end=asked.ends.get(branch))
+                    BranchHistory(token_ids=tuple(asked.told.get(branch, ())), end=asked.ends.get(branch))
                     for branch in range(wishes.num_branches)
                 )
-            self._engine.add(
-                Request(
+            self._engine.add_request(
+                EngineRequest(
                     request_id=name,
                     prompt=asked.request.prompt,
                     sampling=wishes,
                     tenant=asked.request.tenant,
                     cache_salt=asked.request.cache_salt,
-                    past=past,
+                    history=past,
                 )
             )
         self._hear()
@@ -176,7 +178,9 @@ class Operations:
         held = Counter(sequence.group.tenant for sequence in scheduler.running)
         ready = [group for group in scheduler.waiting if group.is_ready and not group.has_pending_tokens]
         first = min(ready, key=lambda group: (held[group.tenant], group.arrival), default=None)
-        equal_part = MAX_SEQS // len({group.tenant for group in self._engine._answers.open.values()} or {""})
+        equal_part = MAX_SEQS // len(
+            {group.tenant for group in self._engine._output_processor.open_groups.values()} or {""}
+        )
         oldest = {sequence.group.tenant: sequence.group for sequence in reversed(scheduler.running)}.values()
         others = {sequence.group for sequence in scheduler.running}.difference(oldest)
         is_kept_out = (
@@ -189,7 +193,7 @@ class Operations:
         assert self._num_kept_out < 10, f"{first.request_id} waits for a place that is lent"
 
     def _hear(self) -> None:
-        for output in self._engine.take_outputs():
+        for output in self._engine.drain_request_outputs():
             asked = self._asked[output.request_id]
             assert asked.end is None, "an output behind the end"
             for part in output.parts:

@@ -65,7 +65,7 @@ class ScriptedExecutor:
     def launch(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
         time.sleep(self._step_s)
-        self.move(plan)
+        self.transfer(plan)
         tables = self._tables_of(plan)
         for chunk in plan.chunks:
             for position in range(chunk.start, chunk.end):
@@ -79,15 +79,15 @@ class ScriptedExecutor:
         self._last = {sequence: token.token_id for sequence, token in sampled.items()}
         return StepResult.of(sampled.values())
 
-    def move(self, plan: StepPlan) -> None:
+    def transfer(self, plan: StepPlan) -> None:
         for source, target in plan.copies:
             self.memory[target] = list(self.memory[source])
-        asked = [[0, is_out, copies] for is_out, copies in ((True, plan.outs), (False, plan.ins)) if copies]
+        asked = [[0, is_out, copies] for is_out, copies in ((True, plan.swap_outs), (False, plan.swap_ins)) if copies]
         self._transfers += asked
         if not self._transfer_steps:
             self._arrive(asked)
 
-    def draw(self, launched: StepResult) -> None:
+    def sample(self, launched: StepResult) -> None:
         """It knows all tokens when it launches."""
 
     def collect(self, launched: StepResult) -> StepResult:
@@ -106,7 +106,7 @@ class ScriptedExecutor:
         self._transfers[0][0] = self._transfer_steps
 
     def _tables_of(self, plan: StepPlan) -> dict[Sequence, array]:
-        kept, changed = self._tables, {chunk.sequence for chunk in plan.changed}
+        kept, changed = self._tables, {chunk.sequence for chunk in plan.changed_tables}
         decodes = {chunk.sequence for chunk in plan.chunks[: plan.num_decodes]}
         assert changed <= decodes, "longer chunks have no tables that stay"
         stays = (decodes - changed) & kept.keys()

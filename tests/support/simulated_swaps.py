@@ -10,31 +10,31 @@ from model.sampling_params import SamplingParams
 from service.cli.bench.memory_simulation import MACHINES, SimulatedClock, SimulatedExecutor
 from service.engine.engine import Engine
 from service.engine.kv.kv_manager import KVManager
-from service.engine.request import Request
+from service.engine.request import EngineRequest
 from service.engine.scheduling.limits import Limits
 from service.engine.scheduling.preemption import Preemption
-from service.engine.scheduling.swap_cost import CostModel, Rates
+from service.engine.scheduling.swap_cost import Rates, SwapCostModel
 from service.engine.step import FinishedTransfer, StepPlan, StepResult
 
 H200 = MACHINES["llama-3.1-8b-h200"]
 RATES = Rates(token_s=H200.costs.token_s, pair_s=6e-10, block_out_s=4.0e-5, block_in_s=4.0e-5, transfer_s=5e-5)
 """2 MiB blocks at what an H200's bus was measured to carry, and its prompts."""
 
-SLOWDOWN = 0.06
+COPY_SLOWDOWN = 0.06
 """Of a step while the bus is busy in both directions all the time."""
 
 
-class SimulatedCosts(CostModel):
+class SimulatedCosts(SwapCostModel):
     """What the simulation itself takes says nothing of the machine: a step takes what the executor says."""
 
     def __init__(self, rates: Rates, block_size: int, executor: SwappingExecutor):
         super().__init__(replace(rates), block_size)  # it corrects its own
         self._executor = executor
 
-    def saw_decode(self, seconds: float) -> None:
-        super().saw_decode(self._executor.last_step_s)
+    def on_decode_step(self, seconds: float) -> None:
+        super().on_decode_step(self._executor.last_step_s)
 
-    def saw_prompts(self, spans: list[tuple[int, int]], seconds: float, *, with_decodes: bool) -> None:
+    def on_prefill_step(self, spans: list[tuple[int, int]], seconds: float, *, with_decodes: bool) -> None:
         pass
 
 
@@ -52,16 +52,16 @@ class SwappingExecutor(SimulatedExecutor):
 
     def launch(self, plan: StepPlan) -> StepResult:
         self.num_computed_tokens += plan.num_tokens
-        self.move(plan)
+        self.transfer(plan)
         begin_s = self._clock.now_s
         result = super().launch(plan)
         busy_s = sum(max(0.0, min(self._free_at_s[lane], self._clock.now_s) - begin_s) for lane in (True, False))
-        self._clock.now_s += SLOWDOWN * busy_s / 2
+        self._clock.now_s += COPY_SLOWDOWN * busy_s / 2
         self.last_step_s = self._clock.now_s - begin_s
         return result
 
-    def move(self, plan: StepPlan) -> None:
-        for is_out, copies in ((True, plan.outs), (False, plan.ins)):
+    def transfer(self, plan: StepPlan) -> None:
+        for is_out, copies in ((True, plan.swap_outs), (False, plan.swap_ins)):
             if copies:
                 block_s = self._rates.block_out_s if is_out else self._rates.block_in_s
                 seconds = self._rates.transfer_s + len(copies) * block_s
@@ -116,11 +116,13 @@ def replay(
     engine = Engine(executor, kv, limits, frozenset(), preemption=preemption)
     for number, (num_prompt, num_output) in enumerate(lengths):
         wishes = SamplingParams(max_tokens=num_output, ignore_eos=True)
-        engine.add(Request(request_id=str(number), prompt=(number, *[1] * (num_prompt - 1)), sampling=wishes))
+        engine.add_request(
+            EngineRequest(request_id=str(number), prompt=(number, *[1] * (num_prompt - 1)), sampling=wishes)
+        )
     most_blocks = 0
     while engine.has_work:
         engine.step()
-        engine.take_outputs()
+        engine.drain_request_outputs()
         most_blocks = max(most_blocks, kv.pool.num_used)
     stats = engine.stats()
     num_outputs = sum(num_output for _, num_output in lengths)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from service.engine.engine import Engine
-from service.engine.output_processor import Output
-from service.engine.request import BranchPast
+from service.engine.output_processor import RequestOutput
+from service.engine.request import BranchHistory
 from service.engine.step import TokenLogprob
 from service.errors import EndReason
 
@@ -21,7 +21,7 @@ class Told:
         self.num_output_tokens = 0
         self.num_outputs = 0
 
-    def hear(self, output: Output) -> None:
+    def hear(self, output: RequestOutput) -> None:
         assert self.end is None, "an output behind the end"
         self.num_outputs += 1
         for part in output.parts:
@@ -37,11 +37,11 @@ class Told:
     def by_branch(self) -> dict[int, tuple[list[int], EndReason | None]]:
         return {branch: (tokens, self.ends.get(branch)) for branch, tokens in self.branches.items()}
 
-    def past(self, num_branches: int) -> tuple[BranchPast, ...]:
+    def history(self, num_branches: int) -> tuple[BranchHistory, ...]:
         """What another engine must know to go on from here. The end of the whole request counts as lost."""
         self.end = self.choices = None
         return tuple(
-            BranchPast(
+            BranchHistory(
                 token_ids=tuple(self.branches.get(branch, ())),
                 end=self.ends.get(branch),
                 sum_logprob=sum(one.logprob for one in self.logprobs.get(branch, ())),
@@ -63,5 +63,5 @@ def run_steps(engine: Engine, told: dict[str, Told] | None = None, num_steps: in
 
 
 def _hear(engine: Engine, told: dict[str, Told]) -> None:
-    for output in engine.take_outputs():
+    for output in engine.drain_request_outputs():
         told.setdefault(output.request_id, Told()).hear(output)

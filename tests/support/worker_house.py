@@ -36,7 +36,7 @@ class House:
         engine = Engine(executor, KVManager(1024, 4), limits, frozenset())
         self.courier = Courier(broker, self.card, VOCAB, NUM_PLACES, 1024 * 4, tracing=tracing)
         self.engine = EngineThread(
-            engine, self.courier.deliver, lambda error: loop.call_soon_threadsafe(self.dead.set_result, error)
+            engine, self.courier.on_outputs, lambda error: loop.call_soon_threadsafe(self.dead.set_result, error)
         )
         self.courier.engine = self.engine
 

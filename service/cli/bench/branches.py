@@ -11,7 +11,7 @@ import numpy as np
 
 from model.sampling_params import BeamSearch, SamplingParams
 from service.engine.build import BuiltEngine
-from service.engine.request import Request
+from service.engine.request import EngineRequest
 from service.errors import StartupError
 
 ROUNDS = 3
@@ -64,8 +64,8 @@ def measure_branches(built: BuiltEngine, work: BranchWork) -> BranchFigures:
 def _round(built: BuiltEngine, work: BranchWork, seed: int) -> BranchFigures:
     engine, before = built.engine, built.engine.stats()
     for request in _requests(built, work, seed):
-        engine.add(request)
-    refused = engine.take_outputs()
+        engine.add_request(request)
+    refused = engine.drain_request_outputs()
     if refused:
         raise StartupError(f"--prompts: the engine refuses requests of {work.num_branches}: {refused[0].end}")
     start_s = time.perf_counter()
@@ -73,7 +73,7 @@ def _round(built: BuiltEngine, work: BranchWork, seed: int) -> BranchFigures:
     while engine.has_work:
         engine.step()
         now_s = time.perf_counter()
-        for output in engine.take_outputs():
+        for output in engine.drain_request_outputs():
             num_tokens += sum(len(part.token_ids) for part in output.parts)
             firsts_s.setdefault(output.request_id, now_s - start_s)
         after = engine.stats()
@@ -95,8 +95,8 @@ def _round(built: BuiltEngine, work: BranchWork, seed: int) -> BranchFigures:
     )
 
 
-def _requests(built: BuiltEngine, work: BranchWork, seed: int) -> Iterator[Request]:
+def _requests(built: BuiltEngine, work: BranchWork, seed: int) -> Iterator[EngineRequest]:
     random = np.random.default_rng((seed, work.num_branches))
     for number in range(work.num_prompts):
         prompt = tuple(random.integers(0, built.config.vocab_size, work.num_prompt).tolist())
-        yield Request(request_id=str(number), prompt=prompt, sampling=work.wishes)
+        yield EngineRequest(request_id=str(number), prompt=prompt, sampling=work.wishes)

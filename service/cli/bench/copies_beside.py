@@ -78,7 +78,7 @@ def measure_copies(
     steps_s: dict[Pace, list[float]] = {phase: [] for phase in phases}
     carried = {phase: _Carried() for phase in phases}
     with steady_decode(built, batch, context, len(phases) * num_steps):
-        blocks = pool.take(2 * _num_blocks_each(built, paces))
+        blocks = pool.allocate(2 * _num_blocks_each(built, paces))
         for number in range(ROUNDS):  # contexts grow: forth and back, so that no phase has the longer ones
             for phase in phases if number % 2 == 0 else reversed(phases):
                 copies = _Copies(built, blocks, phase)
@@ -88,7 +88,7 @@ def measure_copies(
         while idle.seconds < IDLE_S:
             idle.go_on()
         idle_carried = idle.stop()
-        pool.give_back(blocks)
+        pool.release(blocks)
     block_bytes = built.memory.block_bytes
     rows = [_paced(phase, steps_s[phase], steps_s[ALONE], carried[phase], block_bytes) for phase in phases[1:]]
     outs, ins, both = rows[:3]
@@ -215,6 +215,6 @@ def _steps(built: BuiltEngine, num_steps: int, copies: _Copies) -> list[float]:
         begin_s = time.perf_counter()
         copies.go_on()
         built.engine.step()
-        built.engine.take_outputs()
+        built.engine.drain_request_outputs()
         seconds.append(time.perf_counter() - begin_s)
     return seconds

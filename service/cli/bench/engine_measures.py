@@ -15,7 +15,7 @@ from model.sampling_params import SamplingParams
 from service.cli.bench.attention_probe import AttentionProbe
 from service.cli.bench.trace import TracedRequest
 from service.engine.build import BuiltEngine
-from service.engine.request import Request
+from service.engine.request import EngineRequest
 from service.errors import EndReason, StartupError
 
 WARM_STEPS = 8
@@ -162,14 +162,14 @@ def steady_decode(
     with nullcontext() if computes_prompts else _no_prompts(built):
         while len(started) < batch:
             engine.step()
-            started |= {output.request_id for output in engine.take_outputs() if output.parts}
+            started |= {output.request_id for output in engine.drain_request_outputs() if output.parts}
     for _ in range(WARM_STEPS):
         _timed_step(built)
     yield
     engine.cancel_all(EndReason.CANCELLED)
     while engine.has_work:
         engine.step()
-    engine.take_outputs()
+    engine.drain_request_outputs()
 
 
 @contextmanager
@@ -229,7 +229,7 @@ def measure_prefill(built: BuiltEngine, num_prompts: int, length: int) -> tuple[
         while built.engine.has_work:
             built.engine.step()
         rounds_s.append(time.perf_counter() - start_s)
-        built.engine.take_outputs()
+        built.engine.drain_request_outputs()
     rounds_s = rounds_s[1:]  # the first one warms up
     total_s = statistics.median(rounds_s)
     figures = PrefillFigures(
@@ -256,14 +256,14 @@ def _add(built: BuiltEngine, lengths: Sequence[tuple[int, int]], seed: int = 0) 
     for number, (num_prompt, num_output) in enumerate(lengths):
         prompt = tuple(random.integers(0, built.config.vocab_size, num_prompt).tolist())
         wishes = SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
-        built.engine.add(Request(request_id=str(number), prompt=prompt, sampling=wishes))
+        built.engine.add_request(EngineRequest(request_id=str(number), prompt=prompt, sampling=wishes))
 
 
 def _timed_step(built: BuiltEngine) -> Step:
     start_s = time.perf_counter()
     built.engine.step()
     seconds = time.perf_counter() - start_s
-    num_tokens = sum(len(part.token_ids) for output in built.engine.take_outputs() for part in output.parts)
+    num_tokens = sum(len(part.token_ids) for output in built.engine.drain_request_outputs() for part in output.parts)
     return Step(seconds, num_tokens, len(built.engine.running))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from model.sampling_params import SamplingParams
 from service.engine.build import BuiltEngine
-from service.engine.request import Request
+from service.engine.request import EngineRequest
 from service.errors import StartupError
 
 NUM_LATER = 8
@@ -78,13 +78,13 @@ def _run(built: BuiltEngine, prompts: Sequence[tuple[int, ...]], num_output: int
     """(seconds to the end, mean seconds to the first token, most blocks used)."""
     wishes = SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
     for number, prompt in enumerate(prompts):
-        built.engine.add(Request(request_id=str(number), prompt=prompt, sampling=wishes))
+        built.engine.add_request(EngineRequest(request_id=str(number), prompt=prompt, sampling=wishes))
     begin_s, most = time.perf_counter(), 0
     first_s: dict[str, float] = {}
     while built.engine.has_work:
         built.engine.step()
         now_s = time.perf_counter() - begin_s
-        for output in built.engine.take_outputs():
+        for output in built.engine.drain_request_outputs():
             first_s.setdefault(output.request_id, now_s)
         most = max(most, built.engine.pool.num_used)
     return time.perf_counter() - begin_s, statistics.fmean(first_s.values()), most

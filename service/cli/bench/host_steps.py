@@ -30,8 +30,8 @@ from service.cli.table import print_grid
 from service.engine.engine import Engine
 from service.engine.execution.executor import ModelExecutor
 from service.engine.kv.kv_manager import KVManager
-from service.engine.output_processor import one_by_one
-from service.engine.request import Request
+from service.engine.output_processor import iter_request_outputs
+from service.engine.request import EngineRequest
 from service.engine.scheduling.limits import Limits
 from service.garbage import keep_for_good
 from service.wire.codec import encode
@@ -105,10 +105,10 @@ def measure(batch: int, context: int, num_steps: int, *, prefix_caching: bool, m
     wishes = SamplingParams(max_tokens=num_steps + 2 * WARM_STEPS, temperature=0.7, ignore_eos=True)
     for number in range(batch):
         prompt = tuple(numbers.choices(range(VOCAB_SIZE), k=context))
-        engine.add(Request(request_id=f"{number:032x}/1", prompt=prompt, sampling=wishes))
+        engine.add_request(EngineRequest(request_id=f"{number:032x}/1", prompt=prompt, sampling=wishes))
     for _ in range(WARM_STEPS):
         engine.step()
-        engine.take_outputs()
+        engine.drain_request_outputs()
     keep_for_good()
     courses: list[tuple[float, ...]] = []
     with _timed(engine, executor) as spent_s:
@@ -116,14 +116,14 @@ def measure(batch: int, context: int, num_steps: int, *, prefix_caching: bool, m
             if mixed:
                 prompt = tuple(numbers.choices(range(VOCAB_SIZE), k=ARRIVING_PROMPT))
                 short = replace(wishes, max_tokens=1)
-                engine.add(Request(request_id=f"{number + batch:032x}/1", prompt=prompt, sampling=short))
+                engine.add_request(EngineRequest(request_id=f"{number + batch:032x}/1", prompt=prompt, sampling=short))
             spent_s.update(schedule=0.0, launch=0.0)
             begin_s = time.thread_time()
             engine.step()
-            news = engine.take_news()
+            outputs = engine.drain_outputs()
             step_s = time.thread_time() - begin_s
             begin_s = time.thread_time()
-            for output in one_by_one(news):
+            for output in iter_request_outputs(outputs):
                 encode(event_of(output.request_id, number + 1, [output]))
             tell_s = time.thread_time() - begin_s
             schedule_s, launch_s = spent_s["schedule"], spent_s["launch"]

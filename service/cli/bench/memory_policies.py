@@ -43,7 +43,7 @@ class ContiguousKV(KVManager):
         self._grows = grows
         self._regions: dict[Sequence, range] = {}
 
-    def num_wanted_blocks(self, sequence: Sequence, match: Match) -> int:
+    def num_blocks_for_match(self, sequence: Sequence, match: Match) -> int:
         """What its region has; more than there are where no hole is large enough."""
         wanted = self._wanted_blocks(sequence)
         return wanted if self.pool.fits(wanted) else self.pool.num_blocks + 1
@@ -60,7 +60,7 @@ class ContiguousKV(KVManager):
             sequence.block_table.extend(region[:wanted])
         if num_tokens > len(sequence.block_table) * self.block_size:
             raise AssertionError(f"{sequence.request_id}: {num_tokens} tokens are more than its region holds")
-        sequence.num_writable_tokens = len(sequence.block_table) * self.block_size
+        sequence.num_exclusive_tokens = len(sequence.block_table) * self.block_size
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """There is no sharing between regions."""
@@ -72,7 +72,7 @@ class ContiguousKV(KVManager):
         if region is not None:
             self.pool.give_back(region)
         del sequence.block_table[:]
-        sequence.num_computed_tokens = sequence.num_writable_tokens = 0
+        sequence.num_computed_tokens = sequence.num_exclusive_tokens = 0
 
     def holding(self, sequence: Sequence, num_computed: int) -> Holding:
         """Once `num_computed` of the sequence's tokens are."""

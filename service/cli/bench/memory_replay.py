@@ -20,7 +20,7 @@ from service.cli.bench.memory_ledger import Lengths, Look, SlotLedger, SlotUse, 
 from service.cli.bench.memory_policies import ComparedKV, Policy, Pool
 from service.cli.bench.trace import TracedRequest
 from service.engine.engine import Engine, Executor
-from service.engine.request import Request
+from service.engine.request import EngineRequest
 from service.engine.step import StepPlan
 from service.errors import EndReason
 
@@ -216,12 +216,12 @@ class Replay:
     def _add(self, number: int, num_prompt: int, num_output: int) -> None:
         prompt = tuple(self._random.integers(0, self._bench.vocab_size, num_prompt).tolist())
         wishes = SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
-        self._engine.add(Request(request_id=str(number), prompt=prompt, sampling=wishes))
+        self._engine.add_request(EngineRequest(request_id=str(number), prompt=prompt, sampling=wishes))
 
     def _hear(self) -> None:
         """Note who has ended, and how many tokens came that somebody asked for."""
         now_s = self._clock.now_s
-        for output in self._engine.take_outputs():
+        for output in self._engine.drain_request_outputs():
             number = int(output.request_id)
             if output.num_output_tokens <= self._requests[number].num_output_tokens:
                 self._new_tokens += sum(len(part.token_ids) for part in output.parts)

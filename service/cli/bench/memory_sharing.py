@@ -16,7 +16,7 @@ import numpy as np
 from model.sampling_params import BeamSearch, SamplingParams
 from service.cli.bench.trace import TracedRequest
 from service.engine.engine import Engine
-from service.engine.request import Request
+from service.engine.request import EngineRequest
 from service.errors import StartupError
 
 WIDTHS = (2, 4, 6)
@@ -53,11 +53,11 @@ def measure_sharing(
     """Run these requests to their ends, all given at once. Raises StartupError where one cannot run."""
     for number, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
         wishes = wishes_for(method, width, request.num_output_tokens, number)
-        engine.add(Request(request_id=str(number), prompt=prompt, sampling=wishes))
+        engine.add_request(EngineRequest(request_id=str(number), prompt=prompt, sampling=wishes))
     looks, num_answers = [], 0
     while engine.has_work:
         engine.step()
-        num_answers += sum(len(output.choices) for output in engine.take_outputs())
+        num_answers += sum(len(output.choices) for output in engine.drain_request_outputs())
         stats = engine.stats()
         looks.append((stats.num_blocks_logical, stats.num_blocks_used, stats.num_sequences_running))
     if num_answers < len(requests) * width:
@@ -81,10 +81,10 @@ def written_prompts(engine: Engine, lengths: Sequence[int], first_token: int) ->
     for number, length in enumerate(lengths):
         if length > 1:
             wishes = SamplingParams(max_tokens=length - 1, min_tokens=length - 1, seed=number)
-            engine.add(Request(request_id=str(number), prompt=(first_token,), sampling=wishes))
+            engine.add_request(EngineRequest(request_id=str(number), prompt=(first_token,), sampling=wishes))
     while engine.has_work:
         engine.step()
-        for output in engine.take_outputs():
+        for output in engine.drain_request_outputs():
             for part in output.parts:
                 prompts[int(output.request_id)] += part.token_ids
     return [tuple(prompt) for prompt in prompts]

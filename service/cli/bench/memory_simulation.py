@@ -95,7 +95,7 @@ class SimulatedExecutor:
         self._clock.now_s += self._costs.step_s(num_tokens, num_cached_tokens)
         return StepResult([0] * num_due)
 
-    def draw(self, launched: StepResult) -> None:
+    def sample(self, launched: StepResult) -> None:
         """It knows all tokens when it launches."""
 
     def collect(self, launched: StepResult) -> StepResult:

@@ -12,13 +12,13 @@ from service.cli.bench.engine_measures import TraceFigures, measure_trace
 from service.cli.bench.memory_replay import fit_lengths
 from service.cli.bench.memory_simulation import MACHINES, SimulatedClock, SimulatedExecutor
 from service.cli.bench.trace import TracedRequest
-from service.engine.build import BuiltEngine, calibrated
+from service.engine.build import BuiltEngine, calibrate_swap_cost
 from service.engine.engine import Engine
 from service.engine.kv.kv_manager import KVManager
-from service.engine.request import Request
+from service.engine.request import EngineRequest
 from service.engine.scheduling.limits import Limits
 from service.engine.scheduling.preemption import AUTO, MODES, Preemption
-from service.engine.scheduling.swap_cost import CostModel
+from service.engine.scheduling.swap_cost import SwapCostModel
 from service.errors import StartupError
 
 MEANS = ((150, 330), (150, 330), (20, 60), (60, 1200))
@@ -64,10 +64,12 @@ def num_blocks_needed(requests: Sequence[TracedRequest], limits: Limits, block_s
     engine, most = Engine(executor, kv, limits, frozenset()), 0
     for number, request in enumerate(requests):
         wishes = SamplingParams(max_tokens=request.num_output_tokens, ignore_eos=True)
-        engine.add(Request(request_id=str(number), prompt=(1,) * request.num_prompt_tokens, sampling=wishes))
+        engine.add_request(
+            EngineRequest(request_id=str(number), prompt=(1,) * request.num_prompt_tokens, sampling=wishes)
+        )
     while engine.has_work:
         engine.step()
-        engine.take_outputs()
+        engine.drain_request_outputs()
         most = max(most, kv.pool.num_used)
     return most
 
@@ -91,12 +93,12 @@ def measure_modes(
         raise StartupError(f"--preemption: the pool has {memory.num_blocks} blocks, wanted are {num_blocks}")
     host = built.executor.host
     built.executor.host = _SlowerBus(host, bus_times) if bus_times > 1 else host
-    rates = calibrated(built.executor, memory).rates
+    rates = calibrate_swap_cost(built.executor, memory).rates
     runs: dict[str, list[TraceFigures]] = {mode: [] for mode in MODES}
     for number in range(ROUNDS):
         for mode in (*MODES[number:], *MODES[:number]):
             kv = KVManager(num_blocks, memory.block_size, prefix_caching=prefix_caching, swapping=True)
-            preemption = Preemption(kv, CostModel(replace(rates), memory.block_size), mode)  # which it corrects
+            preemption = Preemption(kv, SwapCostModel(replace(rates), memory.block_size), mode)  # which it corrects
             eos_token_ids = frozenset(built.config.eos_token_ids)
             engine = Engine(built.executor, kv, limits, eos_token_ids, preemption=preemption)
             run, _ = measure_trace(replace(built, engine=engine), requests, engine_start_s=0.0)

@@ -40,8 +40,8 @@ PARTS = {
     "of these the weights": (build, "load_model"),
     "graphs": (StepGraphs, "capture"),
     "of these timing": (StepGraphs, "_measured"),
-    "bus, prompts": (build, "calibrated"),
-    "first tokens": (build, "_prove"),
+    "bus, prompts": (build, "calibrate_swap_cost"),
+    "first tokens": (build, "_check_generation"),
 }
 """Name -> where the function is called from."""
 

@@ -106,7 +106,7 @@ def _timed(built: BuiltEngine) -> tuple[float, float]:
         begin_s = time.perf_counter()
         for _ in range(TIMED_STEPS):
             built.engine.step()
-            built.engine.take_news()  # what becomes of it is another thread's to say
+            built.engine.drain_outputs()  # what becomes of it is another thread's to say
         total_s = time.perf_counter() - begin_s
     finally:
         del built.executor.collect

@@ -17,17 +17,17 @@ from service.engine.step import Chunk, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
-class Arranged:
+class BatchLayout:
     """A plan as it is computed: the decodes by their rows, and behind them the longer chunks in the plan's order."""
 
     plan: StepPlan
     inputs: StepInputs
     decodes: list[Sequence]  # by row; the same object until somebody enters or leaves
     row_of_decode: np.ndarray  # int64, by the plan's order
-    is_plain: bool  # each decode gets one token: its own next one
+    is_one_token_each: bool  # each decode gets one token: its own next one
 
     @property
-    def longer(self) -> tuple[Chunk, ...]:
+    def prefills(self) -> tuple[Chunk, ...]:
         """The chunks of several tokens."""
         return self.plan.chunks[len(self.decodes) :]
 
@@ -36,77 +36,79 @@ class Arranged:
         """All of the plan's, in the order of their rows."""
         planned = self.plan.chunks
         places = np.argsort(self.row_of_decode).tolist()
-        return (*(planned[place] for place in places), *self.longer)
+        return (*(planned[place] for place in places), *self.prefills)
 
 
-class _Tail(NamedTuple):
+class _PrefillArrays(NamedTuple):
     """Arrays of one longer chunk."""
 
     token_ids: np.ndarray
-    source: np.ndarray
+    pending_token_row: np.ndarray
     positions: np.ndarray
     slots: np.ndarray
     table: np.ndarray
 
 
-class DecodeRows:
+class DecodeBatch:
     """One row for each sequence that the last plan let decode. Who enters takes a row that was left, or the next one;
     where more leave, the last ones move into their rows."""
 
     def __init__(self, max_rows: int, max_blocks: int, block_size: int):
-        self.stale = np.zeros(max_rows, np.bool_)
+        self.dirty_tables = np.zeros(max_rows, np.bool_)
         """Rows whose tables have changed since somebody who keeps copies of them has cleared this."""
         self._block_size = block_size
-        self._no_source = max_rows
+        self._no_pending_row = max_rows
         self._tables = np.zeros((max_rows, max_blocks), np.int32)
         self._token_ids = np.zeros(max_rows, np.int32)
-        self._source = np.zeros(max_rows, np.int32)
+        self._pending_token_row = np.zeros(max_rows, np.int32)
         self._positions = np.zeros(max_rows, np.int32)
         self._slots = np.zeros(max_rows, np.int64)
         self._context_lens = np.zeros(max_rows, np.int32)
         self._own_row = np.arange(max_rows, dtype=np.int32)
-        self._held: list[Sequence] = []
+        self._sequences: list[Sequence] = []
         self._row_of: dict[Sequence, int] = {}
         self._planned: list[Sequence] = []
         self._order = np.zeros(0, np.int64)
 
-    def arrange(self, plan: StepPlan, sampled_rows: Mapping[Sequence, int]) -> Arranged:
+    def lay_out(self, plan: StepPlan, sampled_rows: Mapping[Sequence, int]) -> BatchLayout:
         """The arrays of this plan, good until the next call.
 
         `sampled_rows`: where the step before has sampled for those whose tokens are not in their own rows.
         """
         num_decodes = plan.num_decodes
-        decodes, longer = plan.chunks[:num_decodes], plan.chunks[num_decodes:]
-        tails = [self._tail(chunk, sampled_rows) for chunk in longer]
+        decodes, prefills = plan.chunks[:num_decodes], plan.chunks[num_decodes:]
+        tails = [self._prefill_arrays(chunk, sampled_rows) for chunk in prefills]
         sequences = [chunk.sequence for chunk in decodes]
-        self._go_on()
-        fresh = plan.changed
+        self._advance_all()
+        fresh = plan.changed_tables
         if sequences != self._planned:
             fresh += tuple(chunk for chunk in decodes if chunk.sequence not in self._row_of)
-            self._rearrange(sequences)
+            self._reassign_rows(sequences)
         for sequence in sampled_rows.keys() & self._row_of.keys():
-            self._source[self._row_of[sequence]] = sampled_rows[sequence]
+            self._pending_token_row[self._row_of[sequence]] = sampled_rows[sequence]
         self._write(fresh)
         self._write_known([chunk for chunk in decodes if not chunk.sequence.num_pending_tokens])
         # Counted from their end, for the last decode may have more samplers than itself.
-        num_longer = sum(len(chunk.samplers) for chunk in longer)
-        samplers = plan.samplers[: len(plan.samplers) - num_longer] if longer else plan.samplers
-        is_plain = samplers == sequences
-        due = slice(num_decodes) if is_plain else [self._row_of[one.sequence] for one in decodes if one.samplers]
-        inputs = self._inputs(num_decodes, np.sort(self._own_row[due]), longer, tails)
-        return Arranged(plan, inputs, self._held, self._order, is_plain)
+        num_longer = sum(len(chunk.samplers) for chunk in prefills)
+        samplers = plan.samplers[: len(plan.samplers) - num_longer] if prefills else plan.samplers
+        is_one_token_each = samplers == sequences
+        due = (
+            slice(num_decodes) if is_one_token_each else [self._row_of[one.sequence] for one in decodes if one.samplers]
+        )
+        inputs = self._inputs(num_decodes, np.sort(self._own_row[due]), prefills, tails)
+        return BatchLayout(plan, inputs, self._sequences, self._order, is_one_token_each)
 
-    def _go_on(self) -> None:
+    def _advance_all(self) -> None:
         """Every row by one token, the one that the step before has sampled in it."""
-        rows = slice(len(self._held))
+        rows = slice(len(self._sequences))
         for column in (self._positions, self._slots, self._context_lens):
             column[rows] += 1
-        self._source[rows] = self._own_row[rows]
+        self._pending_token_row[rows] = self._own_row[rows]
 
-    def _rearrange(self, sequences: list[Sequence]) -> None:
+    def _reassign_rows(self, sequences: list[Sequence]) -> None:
         """Rows for these sequences and no others."""
         staying, num_rows = set(sequences), len(sequences)
-        held: list[Sequence | None] = [one if one in staying else None for one in self._held]
+        held: list[Sequence | None] = [one if one in staying else None for one in self._sequences]
         held += [None] * (num_rows - len(held))
         holes = iter([row for row, one in enumerate(held) if one is None])
         for sequence in sequences:
@@ -117,11 +119,11 @@ class DecodeRows:
         if moved:
             for row, target in zip(moved, targets, strict=True):
                 held[target] = held[row]
-            for column in (self._positions, self._slots, self._context_lens, self._source, self._tables):
+            for column in (self._positions, self._slots, self._context_lens, self._pending_token_row, self._tables):
                 column[targets] = column[moved]
-            self.stale[targets] = True
-        self._held, self._planned = held[:num_rows], sequences
-        self._row_of = {sequence: row for row, sequence in enumerate(self._held)}
+            self.dirty_tables[targets] = True
+        self._sequences, self._planned = held[:num_rows], sequences
+        self._row_of = {sequence: row for row, sequence in enumerate(self._sequences)}
         self._order = np.array([self._row_of[sequence] for sequence in sequences], np.int64)
 
     def _write(self, chunks: tuple[Chunk, ...]) -> None:
@@ -137,53 +139,55 @@ class DecodeRows:
         self._positions[rows] = starts
         self._context_lens[rows] = starts + 1
         self._slots[rows] = self._tables[rows, blocks].astype(np.int64) * self._block_size + offsets
-        self.stale[rows] = True
+        self.dirty_tables[rows] = True
 
     def _write_known(self, chunks: list[Chunk]) -> None:
         """These decodes compute tokens that the host knows."""
         if chunks:
             rows = [self._row_of[chunk.sequence] for chunk in chunks]
             self._token_ids[rows] = [chunk.sequence.token_ids[chunk.start] for chunk in chunks]
-            self._source[rows] = self._no_source
+            self._pending_token_row[rows] = self._no_pending_row
 
-    def _tail(self, chunk: Chunk, sampled_rows: Mapping[Sequence, int]) -> _Tail:
+    def _prefill_arrays(self, chunk: Chunk, sampled_rows: Mapping[Sequence, int]) -> _PrefillArrays:
         """Called while the rows are still those of the step before: the chunk's last token may be pending."""
         sequence, start, length, _ = chunk
         known = sequence.token_ids[start : start + length]
-        source = np.full(length, self._no_source, np.int32)
+        pending_token_row = np.full(length, self._no_pending_row, np.int32)
         if len(known) < length:
             known.append(0)
-            source[-1] = sampled_rows[sequence] if sequence in sampled_rows else self._row_of[sequence]
+            pending_token_row[-1] = sampled_rows[sequence] if sequence in sampled_rows else self._row_of[sequence]
         positions = np.arange(start, start + length, dtype=np.int32)
         blocks, offsets = np.divmod(positions, self._block_size)
         table = np.array(sequence.block_table, np.int32)
         known = np.frombuffer(known, np.uint32).view(np.int32)
-        return _Tail(known, source, positions, table[blocks].astype(np.int64) * self._block_size + offsets, table)
+        return _PrefillArrays(
+            known, pending_token_row, positions, table[blocks].astype(np.int64) * self._block_size + offsets, table
+        )
 
     def _inputs(
-        self, num_decodes: int, logit_rows: np.ndarray, longer: tuple[Chunk, ...], tails: list[_Tail]
+        self, num_decodes: int, logit_rows: np.ndarray, prefills: tuple[Chunk, ...], tails: list[_PrefillArrays]
     ) -> StepInputs:
         rows = slice(num_decodes)
-        columns = [column[rows] for column in (self._token_ids, self._source, self._positions, self._slots)]
-        context_lens, lengths = self._context_lens[rows], [chunk.length for chunk in longer]
-        if longer:
+        columns = [column[rows] for column in (self._token_ids, self._pending_token_row, self._positions, self._slots)]
+        context_lens, lengths = self._context_lens[rows], [chunk.length for chunk in prefills]
+        if prefills:
             columns = [_joined(pieces) for pieces in zip(columns, *(tail[:4] for tail in tails), strict=True)]
-            context_lens = _joined((context_lens, np.array([chunk.end for chunk in longer], np.int32)))
+            context_lens = _joined((context_lens, np.array([chunk.end for chunk in prefills], np.int32)))
             ends = accumulate(lengths, initial=num_decodes - 1)
             next(ends)
-            due = [end for end, chunk in zip(ends, longer, strict=True) if chunk.samplers]
+            due = [end for end, chunk in zip(ends, prefills, strict=True) if chunk.samplers]
             logit_rows = _joined((logit_rows, np.array(due, np.int32)))
-        token_ids, source, positions, slots = columns
+        token_ids, pending_token_row, positions, slots = columns
         return StepInputs(
             token_ids=token_ids,
-            source=source,
+            pending_token_row=pending_token_row,
             positions=positions,
             slots=slots,
             context_lens=context_lens,
             logit_rows=logit_rows,
             num_decodes=num_decodes,
             tables=self._tables[rows],
-            stale=self.stale[rows],
+            dirty_tables=self.dirty_tables[rows],
             chunk_lens=np.array(lengths, np.int32),
             chunk_tables=[tail.table for tail in tails],
         )

@@ -14,24 +14,29 @@ from model.llama import Llama
 from model.ops.host_blocks import HostBlocks, Transfer
 from model.ops.interface import Array
 from model.step_graphs import StepGraphs, StepInputs
-from service.engine.execution.decode_batch import Arranged, DecodeRows
-from service.engine.execution.pooling import Pooler, PoolFlight
-from service.engine.execution.prompt_logprobs import ScoreFlight, begin_scores, padded_rows, scored_tokens
-from service.engine.execution.sampling import Draw, Drawer, Due, result_of
+from service.engine.execution.decode_batch import BatchLayout, DecodeBatch
+from service.engine.execution.pooling import PendingPool, Pooler
+from service.engine.execution.prompt_logprobs import (
+    PendingLogprobs,
+    finish_prompt_logprobs,
+    padded_rows,
+    start_prompt_logprobs,
+)
+from service.engine.execution.sampling import SampleBatch, SampleCall, StepSampler, collect_result
 from service.engine.step import BlockCopy, FinishedTransfer, StepPlan, StepResult
 
 
 @dataclass(slots=True)
-class _Launched:
+class LaunchedStep:
     """A step on its way: the sequences that get a token, and how they get it; one draw at least, once it is drawn."""
 
-    due: Due
+    batch: SampleBatch
     logits: Array | None  # a row for each chunk that has samplers, until they are drawn from
     context_lens: Array | None  # of the rows, where they stay in one place
     scratch: ExitStack  # the memory that the logits may live in
-    draws: list[Draw]
-    scores: list[ScoreFlight]
-    pools: list[PoolFlight]
+    calls: list[SampleCall]
+    prompt_logprobs: list[PendingLogprobs]
+    pools: list[PendingPool]
 
 
 class ModelExecutor:
@@ -45,20 +50,20 @@ class ModelExecutor:
         self.model = model
         self._ops = model.ops
         self._pooler = Pooler(model.ops)
-        self._drawer = Drawer(model, eos_token_ids, max_num_seqs)
+        self._sampler = StepSampler(model, eos_token_ids, max_num_seqs)
         self._sizes = max_num_seqs, max_blocks
         self._logit_sizes = model.ops.linear_sizes(max_num_seqs)
         self.kv: Array | None = None
         self.host: HostBlocks | None = None
-        self._outs: deque[tuple[int, Transfer]] = deque()  # with how many blocks
-        self._ins: deque[tuple[int, Transfer]] = deque()
+        self._swap_outs: deque[tuple[int, Transfer]] = deque()  # with how many blocks
+        self._swap_ins: deque[tuple[int, Transfer]] = deque()
         self.runs_ahead = model.ops.name == "cuda"
-        self._graphs = StepGraphs(model, self._drawer.sampled, max_num_seqs, max_blocks) if self.runs_ahead else None
+        self._graphs = StepGraphs(model, self._sampler.sampled, max_num_seqs, max_blocks) if self.runs_ahead else None
 
     def attach(self, kv: Array, *, num_host_blocks: int = 0, progress: bool = False) -> None:
         """Work on this cache [num_blocks, L, 2, Hkv, B, D] from now on, with so many blocks on the host beside it."""
         self.kv = kv
-        self._rows = DecodeRows(*self._sizes, block_size=kv.shape[4])
+        self._rows = DecodeBatch(*self._sizes, block_size=kv.shape[4])
         if self._graphs is not None:
             self._graphs.capture(kv, progress=progress)
         if num_host_blocks:  # last: pinning would slow down what else a start does
@@ -68,45 +73,49 @@ class ModelExecutor:
         """How many of so many prompt tokens a step should take beside its decodes, if others are waiting anyway."""
         return num_tokens if self._graphs is None else self._graphs.fit(num_decodes, num_tokens)
 
-    def launch(self, plan: StepPlan) -> _Launched:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         """See service.engine.engine.Executor."""
         scratch = ExitStack()
         scratch.enter_context(self._ops.scratch())
-        self.move(plan)
-        arranged = self._rows.arrange(plan, self._drawer.elsewhere)
-        due = self._drawer.due(arranged)
-        launched = _Launched(due, None, None, scratch, [], [], [])
-        if plan.scores or plan.pools:
-            self._begin_hidden(arranged, launched)
+        self.transfer(plan)
+        layout = self._rows.lay_out(plan, self._sampler.other_rows)
+        batch = self._sampler.batch_for(layout)
+        launched = LaunchedStep(batch, None, None, scratch, [], [], [])
+        if plan.logprob_spans or plan.pool_spans:
+            self._forward_with_hidden(layout, launched)
         else:
-            self._begin(arranged, launched)
-        if not due.is_late:
-            self._draw_all(launched, masked=False)
+            self._forward(layout, launched)
+        if not batch.needs_previous_tokens:
+            self._sample_all(launched, masked=False)
         return launched
 
-    def move(self, plan: StepPlan) -> None:
+    def transfer(self, plan: StepPlan) -> None:
         """See service.engine.engine.Executor."""
         if plan.copies:
             self._copy(plan.copies)
-        if plan.outs:
-            self._outs.append((len(plan.outs), self.host.copy_out(*zip(*plan.outs, strict=True))))
-        if plan.ins:
-            self._ins.append((len(plan.ins), self.host.copy_in(*zip(*plan.ins, strict=True))))
+        if plan.swap_outs:
+            self._swap_outs.append((len(plan.swap_outs), self.host.copy_out(*zip(*plan.swap_outs, strict=True))))
+        if plan.swap_ins:
+            self._swap_ins.append((len(plan.swap_ins), self.host.copy_in(*zip(*plan.swap_ins, strict=True))))
 
-    def draw(self, launched: _Launched) -> None:
+    def sample(self, launched: LaunchedStep) -> None:
         """See service.engine.engine.Executor. What the host does here, the forward pass hides."""
         if launched.logits is not None:
-            self._draw_all(launched, masked=True)
+            self._sample_all(launched, masked=True)
 
-    def _draw_all(self, launched: _Launched, *, masked: bool) -> None:
+    def _sample_all(self, launched: LaunchedStep, *, masked: bool) -> None:
         with launched.scratch:
-            launched.draws = self._drawer.draw(launched.logits, launched.due, launched.context_lens, masked=masked)
+            launched.calls = self._sampler.sample(launched.logits, launched.batch, launched.context_lens, masked=masked)
             launched.logits = None
 
-    def collect(self, launched: _Launched) -> StepResult:
+    def collect(self, launched: LaunchedStep) -> StepResult:
         """See service.engine.engine.Executor."""
-        result = result_of(launched.draws, launched.due)
-        return replace(result, scored=scored_tokens(launched.scores), pooled=self._pooler.finish(launched.pools))
+        result = collect_result(launched.calls, launched.batch)
+        return replace(
+            result,
+            prompt_logprobs=finish_prompt_logprobs(launched.prompt_logprobs),
+            pooled=self._pooler.finish(launched.pools),
+        )
 
     @property
     def num_host_blocks(self) -> int:
@@ -116,7 +125,7 @@ class ModelExecutor:
     def finished_transfers(self) -> list[FinishedTransfer]:
         """See service.engine.engine.Executor."""
         finished = []
-        for is_out, flights in ((True, self._outs), (False, self._ins)):
+        for is_out, flights in ((True, self._swap_outs), (False, self._swap_ins)):
             while flights and flights[0][1].is_done():
                 num_blocks, transfer = flights.popleft()
                 finished.append(FinishedTransfer(is_out, num_blocks, transfer.seconds()))
@@ -124,16 +133,16 @@ class ModelExecutor:
 
     def wait_for_transfer(self) -> None:
         """See service.engine.engine.Executor."""
-        (self._ins or self._outs)[0][1].wait()
+        (self._swap_ins or self._swap_outs)[0][1].wait()
 
     def _copy(self, copies: tuple[BlockCopy, ...]) -> None:
         for together in _independent(copies):
             sources, targets = (np.array(ids, np.int32) for ids in zip(*together, strict=True))
             self._ops.copy_blocks(self.kv, *self._ops.upload_all([sources, targets]))
 
-    def _begin(self, arranged: Arranged, launched: _Launched) -> None:
+    def _forward(self, layout: BatchLayout, launched: LaunchedStep) -> None:
         """The forward pass, as captured if there is a size for it."""
-        inputs = arranged.inputs
+        inputs = layout.inputs
         if self._graphs is not None:
             launched.logits = self._graphs.forward(inputs)
             launched.context_lens = self._graphs.context_lens(inputs.num_decodes)
@@ -141,21 +150,21 @@ class ModelExecutor:
             launched.context_lens = None
             launched.logits = self.model.forward(self._batch(inputs), self.kv)[: len(inputs.logit_rows)]
 
-    def _begin_hidden(self, arranged: Arranged, launched: _Launched) -> None:
+    def _forward_with_hidden(self, layout: BatchLayout, launched: LaunchedStep) -> None:
         """As `_begin`, with scores and pools; never a captured size, which keeps no more than its logits."""
-        batch = self._batch(arranged.inputs)
+        batch = self._batch(layout.inputs)
         hidden = self.model.hidden(batch, self.kv)
-        plan = replace(arranged.plan, chunks=arranged.chunks)
-        launched.scores = begin_scores(self.model, hidden, plan, self._sizes[0], self._logit_sizes)
-        launched.pools = self._pooler.begin(hidden, plan)
-        launched.logits = self.model.logits(hidden, batch.logit_rows)[: len(arranged.inputs.logit_rows)]
+        plan = replace(layout.plan, chunks=layout.chunks)
+        launched.prompt_logprobs = start_prompt_logprobs(self.model, hidden, plan, self._sizes[0], self._logit_sizes)
+        launched.pools = self._pooler.start(hidden, plan)
+        launched.logits = self.model.logits(hidden, batch.logit_rows)[: len(layout.inputs.logit_rows)]
 
     def _batch(self, inputs: StepInputs) -> Batch:
         """The step on the backend, each pending token in its place; its logit rows are padded."""
         tables = inputs.block_tables(np.arange(inputs.num_decodes), self.kv.shape[4])
         hosts = (
             inputs.token_ids,
-            inputs.source,
+            inputs.pending_token_row,
             inputs.positions,
             inputs.slots,
             tables,
@@ -163,8 +172,10 @@ class ModelExecutor:
             inputs.query_start,
             padded_rows(inputs.logit_rows, self._logit_sizes),
         )
-        token_ids, source, positions, slots, tables, context_lens, starts, logit_rows = self._ops.upload_all(hosts)
-        self._ops.pick_tokens(token_ids, self._drawer.sampled, source)
+        token_ids, pending_token_row, positions, slots, tables, context_lens, starts, logit_rows = self._ops.upload_all(
+            hosts
+        )
+        self._ops.pick_tokens(token_ids, self._sampler.sampled, pending_token_row)
         return Batch(
             token_ids=token_ids,
             positions=positions,

@@ -11,7 +11,7 @@ import numpy as np
 
 from model.ops.interface import Array, Ops
 from service.engine.sequence import SequenceGroup
-from service.engine.step import Pool, Pooled, StepPlan
+from service.engine.step import PooledPrompt, PoolSpan, StepPlan
 
 
 class _Sum(NamedTuple):
@@ -20,11 +20,11 @@ class _Sum(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class PoolFlight:
+class PendingPool:
     """The rows of a pool on their way."""
 
-    pool: Pool
-    arrive: Callable[[], list[np.ndarray]]
+    pool: PoolSpan
+    fetch: Callable[[], list[np.ndarray]]
 
 
 class Pooler:
@@ -34,29 +34,29 @@ class Pooler:
         self._ops = ops
         self._sums: WeakKeyDictionary[SequenceGroup, _Sum] = WeakKeyDictionary()
 
-    def begin(self, hidden: Array, plan: StepPlan) -> list[PoolFlight]:
+    def start(self, hidden: Array, plan: StepPlan) -> list[PendingPool]:
         """Fetch what the plan's pools want of hidden [T, H], the rows of the plan's chunks in their order."""
         first_rows = np.cumsum([0, *(chunk.length for chunk in plan.chunks)]).tolist()
         row_of = dict(zip(map(id, plan.chunks), first_rows, strict=False))
-        flights = []
-        for pool in plan.pools:
+        pending = []
+        for pool in plan.pool_spans:
             first = row_of[id(pool.chunk)] - pool.chunk.start
             rows = hidden[first + pool.start : first + pool.stop]
-            flights.append(PoolFlight(pool, self._ops.download_later([rows])))
-        return flights
+            pending.append(PendingPool(pool, self._ops.download_later([rows])))
+        return pending
 
-    def finish(self, flights: Sequence[PoolFlight]) -> tuple[Pooled, ...]:
+    def finish(self, pending: Sequence[PendingPool]) -> tuple[PooledPrompt, ...]:
         """Waits for them; the vectors of those prompts that are complete now."""
         done = []
-        for flight in flights:
-            group = flight.pool.chunk.sequence.group
-            [rows] = flight.arrive()
+        for part in pending:
+            group = part.pool.chunk.sequence.group
+            [rows] = part.fetch()
             before = self._sums.pop(group, _Sum(np.zeros(rows.shape[1]), 0))
             now = _Sum(
                 before.total + rows.astype(np.float32).sum(axis=0, dtype=np.float64), before.num_rows + len(rows)
             )
-            if flight.pool.stop == group.num_prompt_tokens:
-                done.append(Pooled(group, _unit(now.total / now.num_rows)))
+            if part.pool.stop == group.num_prompt_tokens:
+                done.append(PooledPrompt(group, _unit(now.total / now.num_rows)))
             else:
                 self._sums[group] = now
         return tuple(done)

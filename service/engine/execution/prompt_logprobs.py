@@ -10,19 +10,19 @@ import numpy as np
 
 from model.llama import Llama
 from model.ops.interface import Array
-from service.engine.step import Score, ScoredTokens, StepPlan, TokenLogprob
+from service.engine.step import LogprobSpan, PromptLogprobs, StepPlan, TokenLogprob
 
 MAX_ROWS = 256
 """Of logits at once, 128 MiB for a vocabulary of 128K: as many as a large step samples from anyway."""
 
 
 @dataclass(frozen=True, slots=True)
-class ScoreFlight:
-    """A part of a score on its way."""
+class PendingLogprobs:
+    """A part of a span on its way."""
 
-    score: Score
+    span: LogprobSpan
     first: int  # position of the first token told of
-    arrive: Callable[[], list[np.ndarray]]
+    fetch: Callable[[], list[np.ndarray]]
 
 
 def padded_rows(rows: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
@@ -37,10 +37,10 @@ def padded_rows(rows: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
     return np.pad(rows, (0, sizes[place] - len(rows)))
 
 
-def begin_scores(
+def start_prompt_logprobs(
     model: Llama, hidden: Array, plan: StepPlan, max_rows: int, logit_sizes: Sequence[int]
-) -> list[ScoreFlight]:
-    """Start to score what the plan asks for, of hidden [T, H], the rows of the plan's chunks in their order.
+) -> list[PendingLogprobs]:
+    """Start to span what the plan asks for, of hidden [T, H], the rows of the plan's chunks in their order.
 
     `logit_sizes`: see `padded_rows`.
     """
@@ -48,31 +48,31 @@ def begin_scores(
     first_rows = dict(zip(map(id, plan.chunks), np.cumsum([0, *lengths]).tolist(), strict=False))
     step = min(MAX_ROWS, max_rows)
     return [
-        _begin(model, hidden, score, first_rows[id(score.chunk)], start, min(start + step, score.stop), logit_sizes)
-        for score in plan.scores
-        for start in range(score.start, score.stop, step)
+        _start_span(model, hidden, span, first_rows[id(span.chunk)], start, min(start + step, span.stop), logit_sizes)
+        for span in plan.logprob_spans
+        for start in range(span.start, span.stop, step)
     ]
 
 
-def _begin(
-    model: Llama, hidden: Array, score: Score, first_row: int, start: int, stop: int, logit_sizes: Sequence[int]
-) -> ScoreFlight:
-    sequence, ops = score.chunk.sequence, model.ops
-    rows = np.arange(start, stop, dtype=np.int32) + np.int32(first_row - score.chunk.start)
+def _start_span(
+    model: Llama, hidden: Array, span: LogprobSpan, first_row: int, start: int, stop: int, logit_sizes: Sequence[int]
+) -> PendingLogprobs:
+    sequence, ops = span.chunk.sequence, model.ops
+    rows = np.arange(start, stop, dtype=np.int32) + np.int32(first_row - span.chunk.start)
     targets = np.array(sequence.token_ids[start + 1 : stop + 1], np.int32)
     with ops.scratch():
         row_ids, token_ids = ops.upload_all([padded_rows(rows, logit_sizes), targets])
         logits = model.logits(hidden, row_ids)[: len(rows)]
-        arrive = ops.download_later(ops.top_logprobs(logits, token_ids, sequence.sampling.prompt_logprobs))
-    return ScoreFlight(score, start + 1, arrive)
+        fetch = ops.download_later(ops.top_logprobs(logits, token_ids, sequence.sampling.prompt_logprobs))
+    return PendingLogprobs(span, start + 1, fetch)
 
 
-def scored_tokens(flights: Sequence[ScoreFlight]) -> tuple[ScoredTokens, ...]:
+def finish_prompt_logprobs(pending: Sequence[PendingLogprobs]) -> tuple[PromptLogprobs, ...]:
     """Waits for them."""
-    return tuple(ScoredTokens(flight.score, flight.first, _told(flight.arrive())) for flight in flights)
+    return tuple(PromptLogprobs(part.span, part.first, _token_logprobs(part.fetch())) for part in pending)
 
 
-def _told(arrays: list[np.ndarray]) -> tuple[TokenLogprob, ...]:
+def _token_logprobs(arrays: list[np.ndarray]) -> tuple[TokenLogprob, ...]:
     chosen, top_ids, top = (array.tolist() for array in arrays)
     return tuple(
         TokenLogprob(logprob, tuple(ids), tuple(best)) for logprob, ids, best in zip(chosen, top_ids, top, strict=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from zlib import crc32
 
-_NOTHING, _KEPT, _SAVED = range(3)
+_PLAIN, _RETAINED, _SAVED = range(3)
 """What a block's contents are worth: nothing, keeping, or keeping and saved elsewhere."""
 
 
@@ -31,8 +31,8 @@ class BlockPool:
         self._on_evict = on_evict
         self._free = list(range(num_blocks - 1, -1, -1))
         self._references = [0] * num_blocks
-        self._worth = bytearray([_NOTHING]) * num_blocks
-        self._cached: dict[int, OrderedDict[int, None]] = {_SAVED: OrderedDict(), _KEPT: OrderedDict()}
+        self._retention = bytearray([_PLAIN]) * num_blocks
+        self._cached: dict[int, OrderedDict[int, None]] = {_SAVED: OrderedDict(), _RETAINED: OrderedDict()}
 
     @property
     def num_free(self) -> int:
@@ -40,7 +40,7 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        return len(self._cached[_KEPT]) + len(self._cached[_SAVED])
+        return len(self._cached[_RETAINED]) + len(self._cached[_SAVED])
 
     @property
     def num_saved(self) -> int:
@@ -58,7 +58,7 @@ class BlockPool:
 
     def is_shared(self, block: int) -> bool:
         """Whether the block must not be written to: more than one holds it, or it is kept for what it contains."""
-        return self._references[block] > 1 or self._worth[block] != _NOTHING
+        return self._references[block] > 1 or self._retention[block] != _PLAIN
 
     def is_held_by_several(self, block: int) -> bool:
         """Whether the block has more than one holder."""
@@ -69,21 +69,21 @@ class BlockPool:
 
     def is_cached(self, block: int) -> bool:
         """Whether the block is kept and nobody holds it."""
-        return self._references[block] == 0 and self._worth[block] != _NOTHING
+        return self._references[block] == 0 and self._retention[block] != _PLAIN
 
-    def num_unheld(self, blocks: Iterable[int]) -> int:
+    def num_unreferenced(self, blocks: Iterable[int]) -> int:
         """How many of these blocks nobody holds."""
         references = self._references
         return [references[block] for block in blocks].count(0)
 
-    def take(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> list[int]:
         """`count` blocks, each with one reference: free ones, then cached ones. Raises OutOfBlocks."""
         if count > self.num_available:
             raise OutOfBlocks(f"{count} blocks wanted, {self.num_available} to be had")
         while len(self._free) < count:
-            cached = self._cached[_SAVED] or self._cached[_KEPT]
+            cached = self._cached[_SAVED] or self._cached[_RETAINED]
             block, _ = cached.popitem(last=False)
-            self._worth[block] = _NOTHING
+            self._retention[block] = _PLAIN
             self._free.append(block)
             self._on_evict(block)
         taken = [self._free.pop() for _ in range(count)]
@@ -101,9 +101,9 @@ class BlockPool:
         for block in blocks:
             count = self._references[block]
             if count == 0:
-                if self._worth[block] == _NOTHING:
+                if self._retention[block] == _PLAIN:
                     raise AssertionError(f"block {block} is free and cannot be shared")
-                del self._cached[self._worth[block]][block]
+                del self._cached[self._retention[block]][block]
             elif count == 1:
                 self.num_shared += 1
             self._references[block] = count + 1
@@ -113,10 +113,10 @@ class BlockPool:
         more = range(self.num_blocks, num_blocks)
         self._free[:0] = reversed(more)
         self._references.extend([0] * len(more))
-        self._worth.extend([_NOTHING] * len(more))
+        self._retention.extend([_PLAIN] * len(more))
         self.num_blocks += len(more)
 
-    def give_back(self, blocks: Sequence[int]) -> None:
+    def release(self, blocks: Sequence[int]) -> None:
         """One holder less for each of the blocks, which stand behind what they continue.
 
         A block that nobody holds any more is cached or free; of free ones the last given back is the first taken.
@@ -129,35 +129,35 @@ class BlockPool:
             if count == 1:
                 self.num_shared -= 1
             elif count == 0:
-                worth = self._worth[block]
-                if worth == _NOTHING:
+                retention = self._retention[block]
+                if retention == _PLAIN:
                     self._free.append(block)
                 else:
-                    self._cached[worth][block] = None
+                    self._cached[retention][block] = None
 
-    def keep(self, block: int, *, is_saved: bool = False) -> None:
+    def retain(self, block: int, *, is_saved: bool = False) -> None:
         """What this block contains is worth keeping once nobody holds it; whether it is saved elsewhere too."""
         if self._references[block] == 0:
-            if self._worth[block] == _NOTHING:
+            if self._retention[block] == _PLAIN:
                 raise AssertionError(f"block {block} is free and cannot be kept")
-            del self._cached[self._worth[block]][block]
-            self._cached[_SAVED if is_saved else _KEPT][block] = None
-        self._worth[block] = _SAVED if is_saved else _KEPT
+            del self._cached[self._retention[block]][block]
+            self._cached[_SAVED if is_saved else _RETAINED][block] = None
+        self._retention[block] = _SAVED if is_saved else _RETAINED
 
-    def forget(self, block: int) -> None:
+    def discard(self, block: int) -> None:
         """What the block contains is no longer worth keeping."""
         if self.is_cached(block):
-            del self._cached[self._worth[block]][block]
+            del self._cached[self._retention[block]][block]
             self._free.append(block)
-        self._worth[block] = _NOTHING
+        self._retention[block] = _PLAIN
 
     def cached_blocks(self) -> Iterable[int]:
         """Those that nobody holds and that are kept."""
-        return chain(self._cached[_SAVED], self._cached[_KEPT])
+        return chain(self._cached[_SAVED], self._cached[_RETAINED])
 
     def oldest_unsaved(self) -> Iterable[int]:
         """The cached blocks that are saved nowhere else, the next to be given away first."""
-        return iter(self._cached[_KEPT])
+        return iter(self._cached[_RETAINED])
 
     def check_invariants(self, holders: Iterable[Sequence[int]]) -> None:
         """Free, used and cached make the total, and every reference count equals the number of the block's holders."""
@@ -166,10 +166,10 @@ class BlockPool:
             if held[block] != count:
                 raise AssertionError(f"block {block}: {count} references, {held[block]} holders")
         unheld = {block for block, count in enumerate(self._references) if count == 0}
-        if sorted([*self._free, *self._cached[_KEPT], *self._cached[_SAVED]]) != sorted(unheld):
+        if sorted([*self._free, *self._cached[_RETAINED], *self._cached[_SAVED]]) != sorted(unheld):
             raise AssertionError("the free list, the cached blocks and the reference counts disagree")
-        for worth, blocks in ((_NOTHING, self._free), *self._cached.items()):
-            if any(self._worth[block] != worth for block in blocks):
+        for retention, blocks in ((_PLAIN, self._free), *self._cached.items()):
+            if any(self._retention[block] != retention for block in blocks):
                 raise AssertionError("a free block is kept, or a cached one is among the wrong ones")
         if self.num_shared != sum(count > 1 for count in self._references):
             raise AssertionError("the count of shared blocks is wrong")
@@ -181,7 +181,7 @@ it is."""
 MAX_CELLS = 8192
 
 
-def draw_blocks(pool: BlockPool, held: Iterable[tuple[str, Iterable[int]]], moving: Iterable[int] = ()) -> bytes:
+def render_blocks(pool: BlockPool, held: Iterable[tuple[str, Iterable[int]]], moving: Iterable[int] = ()) -> bytes:
     """One byte for each block of the pool, or for every k-th, so that there are at most MAX_CELLS.
 
     `held` are request ids and blocks that they hold, `moving` the blocks that copies under way fill.

@@ -12,87 +12,87 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from service.engine.kv.block_pool import BlockPool
-from service.engine.kv.prefix_tree import Node
+from service.engine.kv.prefix_tree import PrefixNode
 from service.engine.step import BlockCopy
 
 
-class _Leaving(NamedTuple):
-    node: Node
+class _SwapOut(NamedTuple):
+    node: PrefixNode
     gpu: int
     host: int
 
 
-class HostTier:
+class HostCache:
     """The books of host memory for blocks of `gpu`, none at first. `drop` takes a node without contents from the tree.
 
     What a block of the host holds is found through its node, as on the GPU; a block that waiting sequences count on is
     pinned by them, the others are given away when room is needed, the one that nobody has used for longest first.
     """
 
-    def __init__(self, gpu: BlockPool, drop: Callable[[Node], None]):
-        self.pool = BlockPool(0, self._lose)
+    def __init__(self, gpu: BlockPool, drop_subtree: Callable[[PrefixNode], None]):
+        self.pool = BlockPool(0, self._on_evict)
         self.num_blocks_out = self.num_blocks_in = 0
         self._gpu = gpu
-        self._drop = drop
-        self._node_of: dict[int, Node] = {}
+        self._drop_subtree = drop_subtree
+        self._node_of: dict[int, PrefixNode] = {}
         self._pins: dict[Hashable, list[int]] = {}
-        self._leaving: dict[Node, int] = {}
-        self._arriving: dict[int, int] = {}  # block of the GPU -> number of the transfer that brings it
-        self._outs: list[_Leaving] = []
-        self._ins: list[BlockCopy] = []
-        self._out_flights: deque[list[_Leaving]] = deque()
-        self._in_flights: deque[list[BlockCopy]] = deque()
-        self._num_ins_asked = self._num_ins_done = 0
+        self._swapping_out: dict[PrefixNode, int] = {}
+        self._swapping_in: dict[int, int] = {}  # block of the GPU -> number of the transfer that brings it
+        self._planned_outs: list[_SwapOut] = []
+        self._planned_ins: list[BlockCopy] = []
+        self._outs_in_flight: deque[list[_SwapOut]] = deque()
+        self._ins_in_flight: deque[list[BlockCopy]] = deque()
+        self._num_swap_ins_planned = self._num_swap_ins_done = 0
 
     @property
-    def num_flights(self) -> int:
+    def num_transfers_in_flight(self) -> int:
         """Transfers under way, or asked for and not yet in a plan."""
-        return len(self._out_flights) + len(self._in_flights) + bool(self._outs) + bool(self._ins)
+        return len(self._outs_in_flight) + len(self._ins_in_flight) + bool(self._planned_outs) + bool(self._planned_ins)
 
     @property
-    def num_leaving(self) -> int:
+    def num_swapping_out(self) -> int:
         """Blocks whose copies to the host are planned or under way."""
-        return len(self._leaving)
+        return len(self._swapping_out)
 
     @property
-    def num_arriving(self) -> int:
+    def num_swapping_in(self) -> int:
         """Blocks whose copies from the host are planned or under way."""
-        return len(self._arriving)
+        return len(self._swapping_in)
 
-    def num_held_alone(self) -> int:
+    def num_exclusive_swapping_out(self) -> int:
         """Of the blocks that are being copied to the host, those that nobody else holds."""
-        return sum(not self._gpu.is_held_by_several(node.gpu) for node in self._leaving)
+        return sum(not self._gpu.is_held_by_several(node.gpu) for node in self._swapping_out)
 
-    def has(self, node: Node) -> bool:
+    def holds(self, node: PrefixNode) -> bool:
         """Whether the host holds what the node stands for, or is about to."""
-        return node.host is not None or node in self._leaving
+        return node.host is not None or node in self._swapping_out
 
-    def num_transfers(self, node: Node) -> int:
+    def num_transfers(self, node: PrefixNode) -> int:
         """How many transfers hold the node's block of the GPU."""
-        return (node in self._leaving) + (node.gpu in self._arriving)
+        return (node in self._swapping_out) + (node.gpu in self._swapping_in)
 
-    def copy_out(self, nodes: Iterable[Node]) -> None:
+    def copy_out(self, nodes: Iterable[PrefixNode]) -> None:
         """Copy these blocks of the GPU to the host, as many of the first ones as there is room for.
 
         Their contents must be there before the step that is being planned; a node stands behind its parent.
         """
-        wanted = [node for node in nodes if not self.has(node)]
-        blocks = self.pool.take(min(len(wanted), self.pool.num_available))
+        wanted = [node for node in nodes if not self.holds(node)]
+        blocks = self.pool.allocate(min(len(wanted), self.pool.num_available))
         for node in wanted:
             if not blocks:
                 break
             if node.in_tree:  # making room may have taken it out
-                leaving = _Leaving(node, node.gpu, blocks.pop())
-                self._leaving[node] = leaving.host
+                swap = _SwapOut(node, node.gpu, blocks.pop())
+                self._swapping_out[node] = swap.host
                 self._gpu.share((node.gpu,))
-                self._outs.append(leaving)
-        self.pool.give_back(blocks)
+                self._planned_outs.append(swap)
+        self.pool.release(blocks)
 
-    def pin(self, holder: Hashable, nodes: Iterable[Node]) -> None:
+    def pin(self, holder: Hashable, nodes: Iterable[PrefixNode]) -> None:
         """Keep what the host holds of these for the holder, up to the first that it does not hold."""
         pinned = self._pins.setdefault(holder, [])
         for node in nodes:
-            block = node.host if node.host is not None else self._leaving.get(node)
+            block = node.host if node.host is not None else self._swapping_out.get(node)
             if block is None:
                 break
             self.pool.share((block,))
@@ -100,79 +100,79 @@ class HostTier:
 
     def unpin(self, holder: Hashable) -> None:
         """The holder counts on nothing any more."""
-        self.pool.give_back(self._pins.pop(holder, ()))
+        self.pool.release(self._pins.pop(holder, ()))
 
-    def bring(self, nodes: Sequence[Node], blocks: Sequence[int]) -> None:
+    def swap_in(self, nodes: Sequence[PrefixNode], blocks: Sequence[int]) -> None:
         """Copy what only the host holds of these nodes to these blocks of the GPU, which somebody has taken."""
         for node, block in zip(nodes, blocks, strict=True):
             self.pool.share((node.host,))
             self._gpu.share((block,))
-            self._ins.append(BlockCopy(node.host, block))
-            self._arriving[block] = self._num_ins_asked + 1
+            self._planned_ins.append(BlockCopy(node.host, block))
+            self._swapping_in[block] = self._num_swap_ins_planned + 1
             node.gpu = block
 
-    def is_arriving(self, block: int) -> bool:
+    def is_swapping_in(self, block: int) -> bool:
         """Whether a block of the GPU is still being written by a copy from the host."""
-        return block in self._arriving
+        return block in self._swapping_in
 
-    def last_arrival(self, blocks: Iterable[int]) -> int:
+    def last_swap_in(self, blocks: Iterable[int]) -> int:
         """The number of the transfer after which all of these are there, 0 where they are."""
-        return max((self._arriving.get(block, 0) for block in blocks), default=0)
+        return max((self._swapping_in.get(block, 0) for block in blocks), default=0)
 
-    def has_arrived(self, number: int) -> bool:
+    def is_swap_in_done(self, number: int) -> bool:
         """Whether the transfer of this number is done."""
-        return number <= self._num_ins_done
+        return number <= self._num_swap_ins_done
 
-    def take_moves(self) -> tuple[tuple[BlockCopy, ...], tuple[BlockCopy, ...]]:
+    def drain_swaps(self) -> tuple[tuple[BlockCopy, ...], tuple[BlockCopy, ...]]:
         """The copies to the host and from it that have been asked for since the last call."""
-        outs, ins = self._outs, self._ins
+        outs, ins = self._planned_outs, self._planned_ins
         if outs:
-            self._out_flights.append(outs)
+            self._outs_in_flight.append(outs)
             self.num_blocks_out += len(outs)
-            self._outs = []
+            self._planned_outs = []
         if ins:
-            self._in_flights.append(ins)
+            self._ins_in_flight.append(ins)
             self.num_blocks_in += len(ins)
-            self._num_ins_asked += 1
-            self._ins = []
-        return tuple(BlockCopy(leaving.gpu, leaving.host) for leaving in outs), tuple(ins)
+            self._num_swap_ins_planned += 1
+            self._planned_ins = []
+        return tuple(BlockCopy(swap.gpu, swap.host) for swap in outs), tuple(ins)
 
-    def settle_out(self) -> None:
+    def complete_swap_out(self) -> None:
         """The oldest transfer to the host is done: its nodes are there too."""
-        done = self._out_flights.popleft()
+        done = self._outs_in_flight.popleft()
         for node, _, host in done:
-            del self._leaving[node]
+            del self._swapping_out[node]
             if node.in_tree:
                 node.host = host
                 self._node_of[host] = node
-                self.pool.keep(host)
-                self._gpu.keep(node.gpu, is_saved=True)
-        self.pool.give_back([leaving.host for leaving in done])
-        self._gpu.give_back([leaving.gpu for leaving in done])
+                self.pool.retain(host)
+                self._gpu.retain(node.gpu, is_saved=True)
+        self.pool.release([swap.host for swap in done])
+        self._gpu.release([swap.gpu for swap in done])
 
-    def settle_in(self) -> None:
+    def complete_swap_in(self) -> None:
         """The oldest transfer from the host is done."""
-        done = self._in_flights.popleft()
-        self._num_ins_done += 1
+        done = self._ins_in_flight.popleft()
+        self._num_swap_ins_done += 1
         for copy in done:
-            del self._arriving[copy.target]
-        self.pool.give_back([copy.source for copy in done])
-        self._gpu.give_back([copy.target for copy in done])
+            del self._swapping_in[copy.target]
+        self.pool.release([copy.source for copy in done])
+        self._gpu.release([copy.target for copy in done])
 
-    def forget(self, node: Node) -> None:
+    def drop_node(self, node: PrefixNode) -> None:
         """The node has left the tree."""
         if node.host is not None:
             del self._node_of[node.host]
-            self.pool.forget(node.host)
+            self.pool.discard(node.host)
             node.host = None  # whoever runs below it still asks
 
-    def _lose(self, block: int) -> None:
+    def _on_evict(self, block: int) -> None:
         node = self._node_of.pop(block)
         node.host = None
         if node.gpu is None:
-            self._drop(node)
+            self._drop_subtree(node)
         else:
-            self._gpu.keep(node.gpu)
+            self._gpu.retain(node.gpu)
 
     @property
     def pinned(self) -> dict[Hashable, list[int]]:
@@ -180,23 +180,25 @@ class HostTier:
         return self._pins
 
     @property
-    def filling(self) -> Iterable[int]:
+    def blocks_being_filled(self) -> Iterable[int]:
         """Blocks of the host that copies fill; to look at."""
-        return self._leaving.values()
+        return self._swapping_out.values()
 
     def gpu_holders(self) -> list[list[int]]:
         """The blocks of the GPU that transfers hold."""
-        outs = [[leaving.gpu for leaving in flight] for flight in (*self._out_flights, self._outs)]
-        return outs + [[copy.target for copy in flight] for flight in (*self._in_flights, self._ins)]
+        outs = [[swap.gpu for swap in flight] for flight in (*self._outs_in_flight, self._planned_outs)]
+        return outs + [[copy.target for copy in flight] for flight in (*self._ins_in_flight, self._planned_ins)]
 
-    def check_invariants(self, nodes: Iterable[Node]) -> None:
+    def check_invariants(self, nodes: Iterable[PrefixNode]) -> None:
         """The host's blocks are where the tree says, and held by those who count on them and by transfers."""
-        outs = [[leaving.host for leaving in flight] for flight in (*self._out_flights, self._outs)]
-        ins = [[copy.source for copy in flight] for flight in (*self._in_flights, self._ins)]
+        outs = [[swap.host for swap in flight] for flight in (*self._outs_in_flight, self._planned_outs)]
+        ins = [[copy.source for copy in flight] for flight in (*self._ins_in_flight, self._planned_ins)]
         self.pool.check_invariants([*self._pins.values(), *outs, *ins])
         if self._node_of != {node.host: node for node in nodes if node.host is not None}:
             raise AssertionError("the tree and the host's blocks disagree")
-        if set(self._leaving.values()) != {block for flight in outs for block in flight}:
+        if set(self._swapping_out.values()) != {block for flight in outs for block in flight}:
             raise AssertionError("a block is on its way to the host and nobody knows")
-        if set(self._arriving) != {copy.target for flight in (*self._in_flights, self._ins) for copy in flight}:
+        if set(self._swapping_in) != {
+            copy.target for flight in (*self._ins_in_flight, self._planned_ins) for copy in flight
+        }:
             raise AssertionError("a block is on its way from the host and nobody knows")

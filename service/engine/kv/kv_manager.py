@@ -12,22 +12,22 @@ from itertools import chain
 from typing import NamedTuple
 
 from service.engine.kv.block_pool import BlockPool, OutOfBlocks
-from service.engine.kv.host_cache import HostTier
-from service.engine.kv.prefix_cache import NO_MATCH, KnownBlocks, Match
-from service.engine.kv.prefix_tree import Node, pack_tokens
-from service.engine.sequence import Sequence, State
+from service.engine.kv.host_cache import HostCache
+from service.engine.kv.prefix_cache import NO_MATCH, Match, PrefixCache
+from service.engine.kv.prefix_tree import PrefixNode, pack_tokens
+from service.engine.sequence import Sequence, SequenceStatus
 from service.engine.step import BlockCopy, Chunk, FinishedTransfer
 
-SAVED_AT_ONCE = 256
+MAX_SAVED_PER_STEP = 256
 """Blocks that a step asks to be copied to the host ahead of need: some 10 ms of the bus."""
 
 
-class Leaving(NamedTuple):
+class SwapFootprint(NamedTuple):
     """Remembered blocks of sequences that are to leave, those that several of them share once."""
 
-    num_remembered: int
-    num_unsaved: int  # that the host does not hold
-    num_alone: int  # that nobody else holds: only they can be lost
+    num_cached: int
+    num_to_save: int  # that the host does not hold
+    num_exclusive: int  # that nobody else holds: only they can be lost
 
 
 class KVManager:
@@ -42,75 +42,75 @@ class KVManager:
         self.block_size = block_size
         self.num_copies = 0
         self.num_query_tokens = self.num_hit_tokens = 0
-        self.may_bring: Callable[[int, int], bool] = lambda num_tokens, num_blocks: True
-        self._shares = prefix_caching
+        self.should_swap_in: Callable[[int, int], bool] = lambda num_tokens, num_blocks: True
+        self._prefix_caching = prefix_caching
         self._copies: list[BlockCopy] = []
-        known = KnownBlocks(num_blocks, block_size, with_host=swapping)
-        self._known = known if prefix_caching or swapping else None
-        self.pool: BlockPool = known.pool
-        self.host: HostTier | None = known.host
-        self._tails: dict[Sequence, Node] = {}  # where in the tree the remembered part of a sequence ends
-        self._arrivals: dict[Sequence, int] = {}  # the transfer that brings the last of its blocks
+        cache = PrefixCache(num_blocks, block_size, with_host=swapping)
+        self._cache = cache if prefix_caching or swapping else None
+        self.pool: BlockPool = cache.pool
+        self.host: HostCache | None = cache.host
+        self._tails: dict[Sequence, PrefixNode] = {}  # where in the tree the remembered part of a sequence ends
+        self._swap_in_ids: dict[Sequence, int] = {}  # the transfer that brings the last of its blocks
 
     def start_step(self) -> None:
         """A new plan is being made."""
-        if self._known is not None:
-            self._known.start_step()
+        if self._cache is not None:
+            self._cache.start_step()
 
     def match(self, sequence: Sequence) -> Match:
         """How much of the sequence, which holds nothing, is in memory; at least its last token is left to compute."""
-        if self._known is None:
+        if self._cache is None:
             return NO_MATCH
         token_ids = sequence.token_ids[: sequence.num_tokens - 1]
-        return self._known.match(self._salt(sequence), token_ids, self.may_bring)
+        return self._cache.match(self._salt(sequence), token_ids, self.should_swap_in)
 
-    def num_wanted_blocks(self, sequence: Sequence, match: Match) -> int:
+    def num_blocks_for_match(self, sequence: Sequence, match: Match) -> int:
         """Blocks that `begin` and then `extend` to all its tokens take from what is available."""
         shared = match.on_gpu
         missing = -(-sequence.num_tokens // self.block_size) - len(shared) + (match.partial is not None)
-        return missing + self.pool.num_unheld(shared)
+        return missing + self.pool.num_unreferenced(shared)
 
-    def match_within(self, sequence: Sequence, num_blocks: int) -> Match:
+    def match_within_blocks(self, sequence: Sequence, num_blocks: int) -> Match:
         """As `match`, but without a block of which only the first tokens match where its copy would make the sequence
         want more than so many blocks: so it wants none that it would not want if nothing were known."""
         match = self.match(sequence)
-        if match.partial is None or self.num_wanted_blocks(sequence, match) <= num_blocks:
+        if match.partial is None or self.num_blocks_for_match(sequence, match) <= num_blocks:
             return match
         return Match.of(match.nodes, None, len(match.nodes) * self.block_size)
 
-    def can_begin(self, match: Match) -> bool:
+    def can_attach(self, match: Match) -> bool:
         """Whether there is room for what `begin` brings and holds."""
-        return len(match.on_host) + self.pool.num_unheld(match.on_gpu) <= self.pool.num_available
+        return len(match.on_host) + self.pool.num_unreferenced(match.on_gpu) <= self.pool.num_available
 
-    def begin(self, sequence: Sequence, match: Match) -> None:
+    def attach(self, sequence: Sequence, match: Match) -> None:
         """Give a sequence that holds nothing what `match` has just found. Raises OutOfBlocks and then changes nothing.
 
         It cannot be computed while it is `arriving`.
         """
-        if self._known is None:
+        if self._cache is None:
             return
         shared, absent = match.on_gpu, match.on_host
-        if not self.can_begin(match):
+        if not self.can_attach(match):
             raise OutOfBlocks(f"{len(absent)} blocks wanted for what is on the host")
         self.pool.share(shared)  # first, so that making room for the others does not cost it
         if absent:
-            self._known.bring(absent)
-        self.forget(sequence)
+            self._cache.swap_in(absent)
+        self.unpin_host(sequence)
         path = [*match.nodes, match.partial] if match.partial else match.nodes
         sequence.block_table.extend([node.gpu for node in path] if absent else shared)
-        sequence.num_computed_tokens, sequence.num_writable_tokens = match.num_tokens, 0
-        self._tails[sequence] = match.nodes[-1] if match.nodes else self._known.root(self._salt(sequence))
-        self._note_arrival(sequence)
-        if self._shares and sequence.group.num_cached_tokens is None:
+        sequence.num_computed_tokens, sequence.num_exclusive_tokens = match.num_tokens, 0
+        self._tails[sequence] = match.nodes[-1] if match.nodes else self._cache.root(self._salt(sequence))
+        self._record_swap_in(sequence)
+        if self._prefix_caching and sequence.group.num_cached_tokens is None:
             num_hits = sequence.group.num_cached_tokens = min(match.num_tokens, sequence.num_prompt_tokens)
             self.num_query_tokens += sequence.num_prompt_tokens
             self.num_hit_tokens += num_hits
 
-    def arriving(self) -> Set[Sequence]:
+    def swapping_in(self) -> Set[Sequence]:
         """The sequences that wait for blocks from the host: they cannot be computed yet."""
-        for sequence in [one for one, number in self._arrivals.items() if self.host.has_arrived(number)]:
-            del self._arrivals[sequence]
-        return self._arrivals.keys()
+        for sequence in [one for one, number in self._swap_in_ids.items() if self.host.is_swap_in_done(number)]:
+            del self._swap_in_ids[sequence]
+        return self._swap_in_ids.keys()
 
     def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
         """Blocks the sequence lacks to write its tokens from the first uncomputed one up to `num_tokens`."""
@@ -129,15 +129,15 @@ class KVManager:
         missing, size = self.num_missing_blocks(sequence, num_tokens), self.block_size
         end = -(-num_tokens // size)
         if missing:
-            table, fresh = sequence.block_table, self.pool.take(missing)
+            table, fresh = sequence.block_table, self.pool.allocate(missing)
             for index in range(sequence.num_computed_tokens // size, min(end, len(table))):
                 if self.pool.is_shared(table[index]):
                     self._copies.append(BlockCopy(table[index], fresh[-1]))
-                    self.pool.give_back((table[index],))
+                    self.pool.release((table[index],))
                     table[index] = fresh.pop()
                     self.num_copies += 1
             table.extend(fresh)
-        sequence.num_writable_tokens = end * size
+        sequence.num_exclusive_tokens = end * size
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Let the child, which holds nothing, begin as a copy of the parent's first `num_tokens` computed tokens.
@@ -147,44 +147,44 @@ class KVManager:
         child.block_table.extend(parent.block_table[: -(-num_tokens // self.block_size)])
         self.pool.share(child.block_table)
         child.num_computed_tokens = num_tokens
-        parent.num_writable_tokens = child.num_writable_tokens = 0
+        parent.num_exclusive_tokens = child.num_exclusive_tokens = 0
         if parent in self._tails:
             tail = self._tails[parent]
             while tail.depth > num_tokens // self.block_size:
                 tail = tail.parent
             self._tails[child] = tail
-            self._note_arrival(child)
-            self.forget(child)
+            self._record_swap_in(child)
+            self.unpin_host(child)
 
-    def take_copies(self) -> tuple[BlockCopy, ...]:
+    def drain_copies(self) -> tuple[BlockCopy, ...]:
         """The copies that `extend` has asked for since the last call, to be carried out before anything is written."""
         copies, self._copies = tuple(self._copies), []
         return copies
 
-    def remember(self, sequence: Sequence, num_tokens: int) -> None:
+    def cache_blocks(self, sequence: Sequence, num_tokens: int) -> None:
         """The plan being made writes the sequence's first `num_tokens` tokens: let others find their full blocks."""
         tail = self._tails.get(sequence)
         if tail is not None:
-            self._tails[sequence] = self._follow(sequence, tail, num_tokens, may_replace=False)
+            self._tails[sequence] = self._extend_tail(sequence, tail, num_tokens, may_replace=False)
 
-    def settle(self, chunks: Iterable[Chunk], failed: Set[Sequence]) -> None:
+    def commit_step(self, chunks: Iterable[Chunk], failed: Set[Sequence]) -> None:
         """A step has come to its end, and these of its sequences got NaN: remember the blocks that it has filled, and
         forget those that the failed ones have written since they last got a number."""
-        if self._known is None:
+        if self._cache is None:
             return
         size = self.block_size
         for sequence, start, length, samples in chunks:
             if length == 1 and (start + 1) % size and sequence not in failed:
                 continue  # no block is full that was not before
             tail, end = self._tails.get(sequence), start + length
-            if tail is None or sequence.state is not State.RUNNING or sequence.num_computed_tokens < end:
+            if tail is None or sequence.status is not SequenceStatus.RUNNING or sequence.num_computed_tokens < end:
                 continue  # it has left since
             if sequence in failed:
-                self._known.distrust(tail)
+                self._cache.invalidate_unproven(tail)
                 continue
-            tail = self._tails[sequence] = self._follow(sequence, tail, end, may_replace=True)
+            tail = self._tails[sequence] = self._extend_tail(sequence, tail, end, may_replace=True)
             if samples:
-                self._known.prove(tail)
+                self._cache.mark_valid(tail)
 
     def swap_out(self, sequence: Sequence) -> None:
         """Release the sequence, but keep what is remembered of it on the host, as far as there is room, until it begins
@@ -196,30 +196,30 @@ class KVManager:
         self.host.unpin(sequence)
         self.host.pin(sequence, path)
 
-    def what_leaves(self, sequences: Iterable[Sequence]) -> Leaving:
+    def swap_footprint(self, sequences: Iterable[Sequence]) -> SwapFootprint:
         """What is remembered of these sequences, which hold their blocks together, and what becomes of it without them.
 
         Whoever holds a block holds what is before it, so that what others keep is a beginning.
         """
         paths = chain.from_iterable(self._tails[one].path() for one in sequences if one in self._tails)
         holders = Counter(node for node in paths if node.in_tree)
-        return Leaving(
-            num_remembered=len(holders),
-            num_unsaved=sum(not self.host.has(node) for node in holders),
-            num_alone=sum(
+        return SwapFootprint(
+            num_cached=len(holders),
+            num_to_save=sum(not self.host.holds(node) for node in holders),
+            num_exclusive=sum(
                 self.pool.num_holders(node.gpu) == count + self.host.num_transfers(node)
                 for node, count in holders.items()
             ),
         )
 
     @property
-    def shares(self) -> bool:
+    def shares_prefixes(self) -> bool:
         """Whether sequences begin with what others have computed."""
-        return self._shares
+        return self._prefix_caching
 
-    def num_lacking_blocks(self, sequence: Sequence) -> int:
+    def num_missing_for_all(self, sequence: Sequence) -> int:
         """Blocks the sequence lacks to hold all its tokens, less those that it will share with its leader for good."""
-        if sequence.is_parked:
+        if sequence.is_waiting_for_leader:
             return -(-sequence.num_tokens // self.block_size) - sequence.num_inherited_tokens // self.block_size
         return self.num_missing_blocks(sequence, sequence.num_tokens)
 
@@ -229,48 +229,48 @@ class KVManager:
 
     def num_returning_blocks(self) -> int:
         """Blocks that are available as soon as their copies to the host are made."""
-        return 0 if self.host is None else self.host.num_held_alone()
+        return 0 if self.host is None else self.host.num_exclusive_swapping_out()
 
-    def save(self, sequence: Sequence) -> None:
+    def save_to_host(self, sequence: Sequence) -> None:
         """Copy to the host what is remembered of a sequence that goes on running, as it may have to leave soon."""
         tail = self._tails.get(sequence)
         if tail is not None:
-            unsaved = [node for node in tail.path() if not self.host.has(node) and self._known.is_written(node)]
-            self.host.copy_out(unsaved[:SAVED_AT_ONCE])
+            unsaved = [node for node in tail.path() if not self.host.holds(node) and self._cache.is_written(node)]
+            self.host.copy_out(unsaved[:MAX_SAVED_PER_STEP])
 
     def save_cached(self, count: int) -> None:
         """Copy to the host what up to `count` cached blocks hold that it does not, those to be given away first."""
-        self.host.copy_out(self._known.oldest_unsaved(min(count, SAVED_AT_ONCE)))
+        self.host.copy_out(self._cache.oldest_unsaved(min(count, MAX_SAVED_PER_STEP)))
 
-    def settle_transfer(self, done: FinishedTransfer) -> None:
+    def complete_transfer(self, done: FinishedTransfer) -> None:
         """The oldest transfer of its direction is done."""
         if done.is_out:
-            self.host.settle_out()
+            self.host.complete_swap_out()
         else:
-            self.host.settle_in()
+            self.host.complete_swap_in()
 
-    def take_swaps(self) -> tuple[tuple[BlockCopy, ...], tuple[BlockCopy, ...]]:
+    def drain_swaps(self) -> tuple[tuple[BlockCopy, ...], tuple[BlockCopy, ...]]:
         """The copies to the host and from it that have been asked for since the last call."""
-        return ((), ()) if self.host is None else self.host.take_moves()
+        return ((), ()) if self.host is None else self.host.drain_swaps()
 
-    def forget(self, sequence: Sequence) -> None:
+    def unpin_host(self, sequence: Sequence) -> None:
         """Nothing needs to be kept on the host for the sequence any more."""
         if self.host is not None:
             self.host.unpin(sequence)
 
-    def forget_request(self, sequence: Sequence) -> None:
+    def drop_request(self, sequence: Sequence) -> None:
         """The request of the sequence has ended: without prefix caching, what is known of it is worth nothing."""
-        if self._known is not None and not self._shares:
-            self._known.forget_salt(self._salt(sequence))
+        if self._cache is not None and not self._prefix_caching:
+            self._cache.drop_salt(self._salt(sequence))
 
     def release(self, sequence: Sequence) -> None:
         """Take all blocks away; nothing of the sequence is computed any more, though the cache may still know it."""
         self._tails.pop(sequence, None)
-        self._arrivals.pop(sequence, None)
-        self.forget(sequence)
-        self.pool.give_back(sequence.block_table)
+        self._swap_in_ids.pop(sequence, None)
+        self.unpin_host(sequence)
+        self.pool.release(sequence.block_table)
         del sequence.block_table[:]
-        sequence.num_computed_tokens = sequence.num_writable_tokens = 0
+        sequence.num_computed_tokens = sequence.num_exclusive_tokens = 0
 
     def num_slots(self, sequences: Iterable[Sequence]) -> tuple[int, int]:
         """(held, filled) slots of the blocks in use, which these sequences hold: the difference is what paging wastes.
@@ -285,21 +285,21 @@ class KVManager:
         return held, held - sum(empty.values())
 
     def _salt(self, sequence: Sequence) -> str:
-        return sequence.request.cache_salt if self._shares else sequence.request_id
+        return sequence.request.cache_salt if self._prefix_caching else sequence.request_id
 
-    def _follow(self, sequence: Sequence, tail: Node, num_tokens: int, *, may_replace: bool) -> Node:
+    def _extend_tail(self, sequence: Sequence, tail: PrefixNode, num_tokens: int, *, may_replace: bool) -> PrefixNode:
         end = min(num_tokens, len(sequence.token_ids)) // self.block_size
         table, first = sequence.block_table, tail.depth
         before = table[first:end]
-        tail = self._known.follow(tail, sequence.token_ids, table, end, may_replace=may_replace)
+        tail = self._cache.insert(tail, sequence.token_ids, table, end, may_replace=may_replace)
         if table[first:end] != before:
-            sequence.num_writable_tokens = 0
+            sequence.num_exclusive_tokens = 0
         return tail
 
-    def _note_arrival(self, sequence: Sequence) -> None:
-        number = 0 if self.host is None else self.host.last_arrival(sequence.block_table)
+    def _record_swap_in(self, sequence: Sequence) -> None:
+        number = 0 if self.host is None else self.host.last_swap_in(sequence.block_table)
         if number:
-            self._arrivals[sequence] = number
+            self._swap_in_ids[sequence] = number
 
     def check_invariants(self, sequences: Iterable[Sequence]) -> None:
         """Reference counts equal holders, no sequence has computed more than its blocks hold, no two may write to the
@@ -310,8 +310,8 @@ class KVManager:
             holders += self.host.gpu_holders()
         self.pool.check_invariants(holders)
         check_tables(sequences, self.pool, self.block_size)
-        if self._known is not None:
-            self._known.check_invariants()
+        if self._cache is not None:
+            self._cache.check_invariants()
             check_tails(self._tails, sequences, self.block_size)
 
 
@@ -320,12 +320,12 @@ def check_tables(sequences: Iterable[Sequence], pool: BlockPool, block_size: int
     for sequence in sequences:
         if sequence.num_computed_tokens > len(sequence.block_table) * block_size:
             raise AssertionError(f"{sequence.request_id}: computed tokens without a block")
-        writable = range(sequence.num_computed_tokens, sequence.num_writable_tokens, block_size)
+        writable = range(sequence.num_computed_tokens, sequence.num_exclusive_tokens, block_size)
         if any(pool.is_shared(sequence.block_table[at // block_size]) for at in writable):
             raise AssertionError(f"{sequence.request_id}: it takes a block for its own that is not")
 
 
-def check_tails(tails: Mapping[Sequence, Node], sequences: Iterable[Sequence], block_size: int) -> None:
+def check_tails(tails: Mapping[Sequence, PrefixNode], sequences: Iterable[Sequence], block_size: int) -> None:
     """What is remembered of each sequence is what it holds, and nothing is of others."""
     if not tails.keys() <= set(sequences):
         raise AssertionError("a sequence that holds nothing has a place in the tree")
@@ -333,7 +333,7 @@ def check_tails(tails: Mapping[Sequence, Node], sequences: Iterable[Sequence], b
         check_path(sequence.request_id, tail, sequence.token_ids[: tail.depth * block_size], sequence.block_table)
 
 
-def check_path(name: str, tail: Node, token_ids: Iterable[int], table: array) -> None:
+def check_path(name: str, tail: PrefixNode, token_ids: Iterable[int], table: array) -> None:
     """A sequence holds the blocks of its path in the tree, and its tokens lead there."""
     path = tail.path()
     if b"".join(node.tokens for node in path) != pack_tokens(token_ids):

@@ -26,10 +26,10 @@ CPU_CACHE_BYTES = 2 << 30
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 """A number of bytes, or "max"."""
 
-KEPT_FREE_BYTES = 256 << 20
+RESERVED_GPU_BYTES = 256 << 20
 """Left alone on a GPU for what allocates outside our sight: the driver, cuBLAS, fragmentation."""
 
-FEW_SEQUENCES = range(32, 129, 32)
+SMALL_BATCHES = range(32, 129, 32)
 """Decodes of so many have kernels of their own on some devices, all of which `warm_up` has compiled at once."""
 
 
@@ -90,7 +90,7 @@ def _affordable_bytes(settings: Settings, ops: Ops, reserved_bytes: int) -> int:
     free, total = ops.memory_bytes()
     free -= reserved_bytes
     if ops.name == "cuda":
-        return int(free - total * (1 - settings.gpu_memory_utilization)) - KEPT_FREE_BYTES
+        return int(free - total * (1 - settings.gpu_memory_utilization)) - RESERVED_GPU_BYTES
     return min(free // 4, CPU_CACHE_BYTES)
 
 
@@ -103,15 +103,15 @@ def warm_up(model: Llama, block_size: int, num_tokens: int, num_sequences: int, 
     """
     ops, vocab_size = model.ops, model.config.vocab_size
     kv = allocate(ops, model.config, 1, block_size)
-    wishes = SamplingParams(max_tokens=1, top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS)
+    params = SamplingParams(max_tokens=1, top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS)
     steps = [np.array([num_tokens]), np.ones(num_sequences, np.int64), np.array([min(2, num_tokens)])]
-    steps += [np.ones(count, np.int64) for count in FEW_SEQUENCES if count < num_sequences]
+    steps += [np.ones(count, np.int64) for count in SMALL_BATCHES if count < num_sequences]
     for lengths in steps:
         count = len(lengths)
         rows = SampledRows(
-            records=[sampling_record(wishes, 0, MAX_LOGPROBS)] * count,
+            records=[sampling_record(params, 0, MAX_LOGPROBS)] * count,
             positions=np.ones(count, np.uint32),
-            sampling=[wishes] * count,
+            sampling=[params] * count,
             seen=[SeenTokens((0,), 1)] * count,
             num_prompt_tokens=[1] * count,
             mask=TokenMask(np.full(count, -1, np.int32), np.zeros((1, num_mask_words(vocab_size)), np.uint32)),
@@ -124,7 +124,7 @@ def warm_up(model: Llama, block_size: int, num_tokens: int, num_sequences: int, 
     ops.copy_blocks(kv, *ops.upload_all([np.zeros(1, np.int32), np.ones(1, np.int32)]))  # to a block there is not
 
 
-def meet_sizes(model: Llama, block_size: int, num_tokens: int, num_sequences: int, max_model_len: int) -> None:
+def warm_up_sizes(model: Llama, block_size: int, num_tokens: int, num_sequences: int, max_model_len: int) -> None:
     """Run the products of every other size of step once, in one layer: what has to be loaded for a new one would hold
     up the step that meets it by 5 to 70 ms. Steps of fewer tokens are captured, and met there. The head's products are
     padded to these sizes (`padded_rows`), so that what was measured to be quickest for a size is what runs."""

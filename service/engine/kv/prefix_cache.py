@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from service.engine.kv.block_pool import BlockPool
-from service.engine.kv.host_cache import HostTier
-from service.engine.kv.prefix_tree import Node, PrefixTree, pack_tokens
+from service.engine.kv.host_cache import HostCache
+from service.engine.kv.prefix_tree import PrefixNode, PrefixTree, pack_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +23,14 @@ class Match:
     The nodes that only the host holds must be brought to the GPU before they can be used.
     """
 
-    nodes: list[Node]
-    partial: Node | None
+    nodes: list[PrefixNode]
+    partial: PrefixNode | None
     num_tokens: int
     on_gpu: list[int]  # blocks that can be shared as they are, the partial one last
-    on_host: list[Node]  # what only the host holds
+    on_host: list[PrefixNode]  # what only the host holds
 
     @classmethod
-    def of(cls, nodes: list[Node], partial: Node | None, num_tokens: int) -> Match:
+    def of(cls, nodes: list[PrefixNode], partial: PrefixNode | None, num_tokens: int) -> Match:
         """With `on_gpu` and `on_host` as these nodes, from the root down, have it now; `num_tokens`: those that match,
         of the partial one too."""
         blocks = [node.gpu for node in nodes]
@@ -44,7 +44,7 @@ class Match:
 NO_MATCH = Match.of([], None, 0)
 
 
-class KnownBlocks:
+class PrefixCache:
     """Knows which contents are where; who holds a block is the pools' business.
 
     A block is known from the moment that a plan has it written: the device runs plans in their order, so that even the
@@ -52,41 +52,43 @@ class KnownBlocks:
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, with_host: bool):
-        self.pool = BlockPool(num_blocks, self._lose)
-        self.host = HostTier(self.pool, self._drop) if with_host else None
+        self.pool = BlockPool(num_blocks, self._on_evict)
+        self.host = HostCache(self.pool, self._remove_subtree) if with_host else None
         self._block_size = block_size
         self._tree = PrefixTree(block_size)
-        self._node_of: list[Node | None] = [None] * num_blocks
+        self._node_of: list[PrefixNode | None] = [None] * num_blocks
         self._step = 0
 
     def start_step(self) -> None:
         """A new plan is being made; what the one before has written may be copied."""
         self._step += 1
 
-    def root(self, salt: str) -> Node:
+    def root(self, salt: str) -> PrefixNode:
         """Where the sequences of this salt begin."""
         return self._tree.root(salt)
 
-    def match(self, salt: str, token_ids: Sequence[int], may_bring: Callable[[int, int], bool]) -> Match:
+    def match(self, salt: str, token_ids: Sequence[int], should_swap_in: Callable[[int, int], bool]) -> Match:
         """The longest beginning of these tokens that is in memory.
 
-        `may_bring(num_tokens, num_blocks)`: whether, behind so many tokens on the GPU, so many blocks of the host's are
-        worth bringing.
+        `should_swap_in(num_tokens, num_blocks)`: whether `num_blocks` blocks on the host are worth swapping in
+        after `num_tokens` tokens on the GPU.
         """
         found, closest = self._tree.find(salt, pack_tokens(token_ids))
-        nodes = self._worth_having(found, may_bring)
+        nodes = self._worth_swapping_in(found, should_swap_in)
         if len(nodes) < len(found) or closest is None or not self.is_written(closest[0]):
             return Match.of(nodes, None, len(nodes) * self._block_size)
         partial, num_common = closest
         return Match.of(nodes, partial, len(nodes) * self._block_size + num_common)
 
-    def is_written(self, node: Node) -> bool:
+    def is_written(self, node: PrefixNode) -> bool:
         """Whether the GPU holds the contents before the step that is being planned."""
         if node.gpu is None or node.written_by >= self._step:
             return False
-        return self.host is None or not self.host.is_arriving(node.gpu)
+        return self.host is None or not self.host.is_swapping_in(node.gpu)
 
-    def follow(self, tail: Node, token_ids: Sequence[int], table: array, end: int, *, may_replace: bool) -> Node:
+    def insert(
+        self, tail: PrefixNode, token_ids: Sequence[int], table: array, end: int, *, may_replace: bool
+    ) -> PrefixNode:
         """Go on from `tail` along the full blocks `table` [..., end], adding what is not known yet; where that ends.
 
         A block whose contents are known elsewhere is given back for that one, so that they are held once; without
@@ -100,76 +102,78 @@ class KnownBlocks:
             if node is None:
                 node = self._tree.add(tail, tokens)
             if node.gpu is None:
-                self._place(node, table[index])
+                self._assign_block(node, table[index])
             elif node.gpu != table[index]:
-                if not may_replace or (self.host is not None and self.host.is_arriving(node.gpu)):
+                if not may_replace or (self.host is not None and self.host.is_swapping_in(node.gpu)):
                     break
                 self.pool.share((node.gpu,))
-                self.pool.give_back((table[index],))
+                self.pool.release((table[index],))
                 table[index] = node.gpu
             tail = node
         return tail
 
-    def bring(self, nodes: Sequence[Node]) -> None:
+    def swap_in(self, nodes: Sequence[PrefixNode]) -> None:
         """Let the GPU have what only the host holds; the caller holds the blocks. Raises OutOfBlocks."""
-        blocks = self.pool.take(len(nodes))
-        self.host.bring(nodes, blocks)
+        blocks = self.pool.allocate(len(nodes))
+        self.host.swap_in(nodes, blocks)
         for node, block in zip(nodes, blocks, strict=True):
-            self._place(node, block)
+            self._assign_block(node, block)
 
-    def oldest_unsaved(self, count: int) -> list[Node]:
+    def oldest_unsaved(self, count: int) -> list[PrefixNode]:
         """What up to `count` cached blocks hold that the host does not, those to be given away first; parents first."""
         nodes = [self._node_of[block] for block in islice(self.pool.oldest_unsaved(), count)]
         return [node for node in reversed(nodes) if self.is_written(node)]
 
-    def prove(self, tail: Node) -> None:
+    def mark_valid(self, tail: PrefixNode) -> None:
         """The model has given numbers to a token that saw all up to here."""
-        while not tail.is_proven and tail.parent is not None:
-            tail.is_proven = True
+        while not tail.is_valid and tail.parent is not None:
+            tail.is_valid = True
             tail = tail.parent
 
-    def distrust(self, tail: Node) -> None:
+    def invalidate_unproven(self, tail: PrefixNode) -> None:
         """Forget what was written on the way to here since it was last proven good, and what follows it."""
         suspect = None
-        while tail.parent is not None and not tail.is_proven:
+        while tail.parent is not None and not tail.is_valid:
             suspect, tail = tail, tail.parent
         if suspect is not None and suspect.in_tree:
-            self._drop(suspect)
+            self._remove_subtree(suspect)
 
-    def forget_salt(self, salt: str) -> None:
+    def drop_salt(self, salt: str) -> None:
         """Nobody will ask for this salt again."""
         for node in self._tree.remove_root(salt):
-            self._forget(node)
+            self._release_node(node)
 
-    def _worth_having(self, found: list[Node], may_bring: Callable[[int, int], bool]) -> list[Node]:
+    def _worth_swapping_in(
+        self, found: list[PrefixNode], should_swap_in: Callable[[int, int], bool]
+    ) -> list[PrefixNode]:
         num_host = [node.gpu for node in found].count(None)
         if num_host == 0:
             return found
         first = next(index for index, node in enumerate(found) if node.gpu is None)
-        return found if may_bring(first * self._block_size, num_host) else found[:first]
+        return found if should_swap_in(first * self._block_size, num_host) else found[:first]
 
-    def _place(self, node: Node, block: int) -> None:
+    def _assign_block(self, node: PrefixNode, block: int) -> None:
         node.gpu, node.written_by = block, self._step
         self._node_of[block] = node
-        self.pool.keep(block, is_saved=node.host is not None)
+        self.pool.retain(block, is_saved=node.host is not None)
 
-    def _lose(self, block: int) -> None:
+    def _on_evict(self, block: int) -> None:
         """The pool gives a cached block away."""
         node = self._node_of[block]
         node.gpu = self._node_of[block] = None
         if node.host is None:
-            self._drop(node)
+            self._remove_subtree(node)
 
-    def _drop(self, node: Node) -> None:
+    def _remove_subtree(self, node: PrefixNode) -> None:
         for gone in self._tree.remove(node):
-            self._forget(gone)
+            self._release_node(gone)
 
-    def _forget(self, node: Node) -> None:
+    def _release_node(self, node: PrefixNode) -> None:
         if node.gpu is not None:
             self._node_of[node.gpu] = None
-            self.pool.forget(node.gpu)
+            self.pool.discard(node.gpu)
         if self.host is not None:
-            self.host.forget(node)
+            self.host.drop_node(node)
 
     def check_invariants(self) -> None:
         """The tree is sound, each of its blocks is kept, and the host's books agree with it."""

@@ -15,38 +15,38 @@ from collections.abc import Iterable, Iterator
 
 TOKEN_BYTES = 4
 
-LOOK_FOR_BARE_ROOTS = 1024
+ROOTS_BETWEEN_SWEEPS = 1024
 """Salts between two searches for those of which nothing is kept any more."""
 
 
-class Node:
+class PrefixNode:
     """One block of tokens in its place.
 
     `gpu` and `host` are the blocks that hold its keys and values; a node with neither leaves the tree. `written_by` is
-    the number of the step that has the block of the GPU written. `is_proven`: the model gave numbers, not NaN, to a
+    the number of the step that has the block of the GPU written. `is_valid`: the model gave numbers, not NaN, to a
     token that saw it.
     """
 
-    __slots__ = ("children", "depth", "gpu", "host", "in_tree", "is_proven", "keys", "parent", "tokens", "written_by")
+    __slots__ = ("children", "depth", "gpu", "host", "in_tree", "is_valid", "keys", "parent", "tokens", "written_by")
 
-    def __init__(self, parent: Node | None, tokens: bytes):
+    def __init__(self, parent: PrefixNode | None, tokens: bytes):
         self.parent = parent
         self.tokens = tokens  # uint32 of the most significant byte first: bytes order as their tokens do
         self.depth: int = 0 if parent is None else parent.depth + 1  # blocks from the root to here
         self.gpu: int | None = None
         self.host: int | None = None
         self.written_by = 0
-        self.is_proven = False
+        self.is_valid = False
         self.in_tree = True
         self.keys: list[bytes] = []
-        self.children: list[Node] = []
+        self.children: list[PrefixNode] = []
 
-    def child(self, tokens: bytes) -> Node | None:
+    def child(self, tokens: bytes) -> PrefixNode | None:
         """The child of exactly these tokens."""
         index = bisect_left(self.keys, tokens)
         return self.children[index] if index < len(self.keys) and self.keys[index] == tokens else None
 
-    def path(self) -> list[Node]:
+    def path(self) -> list[PrefixNode]:
         """From the root's child to here."""
         nodes, node = [], self
         while node.parent is not None:
@@ -54,7 +54,7 @@ class Node:
             node = node.parent
         return nodes[::-1]
 
-    def subtree(self) -> Iterator[Node]:
+    def subtree(self) -> Iterator[PrefixNode]:
         """This node and all below it."""
         open_nodes = [self]
         while open_nodes:
@@ -76,23 +76,23 @@ class PrefixTree:
 
     def __init__(self, block_size: int):
         self._block_bytes = block_size * TOKEN_BYTES
-        self._roots: dict[str, Node] = {}
+        self._roots: dict[str, PrefixNode] = {}
 
-    def root(self, salt: str) -> Node:
+    def root(self, salt: str) -> PrefixNode:
         """Where the prefixes of this salt begin."""
         if salt not in self._roots:
-            if len(self._roots) % LOOK_FOR_BARE_ROOTS == LOOK_FOR_BARE_ROOTS - 1:
-                self._drop_bare_roots()
-            self._roots[salt] = Node(None, b"")
+            if len(self._roots) % ROOTS_BETWEEN_SWEEPS == ROOTS_BETWEEN_SWEEPS - 1:
+                self._drop_empty_roots()
+            self._roots[salt] = PrefixNode(None, b"")
         return self._roots[salt]
 
-    def find(self, salt: str, packed: bytes) -> tuple[list[Node], tuple[Node, int] | None]:
+    def find(self, salt: str, packed: bytes) -> tuple[list[PrefixNode], tuple[PrefixNode, int] | None]:
         """The nodes of the longest prefix of `packed` in whole blocks, and of the children of the last one the node
         that has most tokens in common with what follows, with how many they are (None where it has none)."""
         node = self._roots.get(salt)
         if node is None:
             return [], None
-        nodes: list[Node] = []
+        nodes: list[PrefixNode] = []
         size = self._block_bytes
         for start in range(0, len(packed), size):
             tokens, keys = packed[start : start + size], node.keys
@@ -103,15 +103,15 @@ class PrefixTree:
             nodes.append(node)
         return nodes, None
 
-    def add(self, parent: Node, tokens: bytes) -> Node:
+    def add(self, parent: PrefixNode, tokens: bytes) -> PrefixNode:
         """A new child; the parent has none of these tokens yet."""
-        node = Node(parent, tokens)
+        node = PrefixNode(parent, tokens)
         index = bisect_left(parent.keys, tokens)
         parent.keys.insert(index, tokens)
         parent.children.insert(index, node)
         return node
 
-    def remove(self, node: Node) -> list[Node]:
+    def remove(self, node: PrefixNode) -> list[PrefixNode]:
         """Take a node out with all below it, which nothing leads to any more; returns them all."""
         removed = list(node.subtree())
         parent = node.parent
@@ -121,7 +121,7 @@ class PrefixTree:
             one.in_tree = False
         return removed
 
-    def remove_root(self, salt: str) -> list[Node]:
+    def remove_root(self, salt: str) -> list[PrefixNode]:
         """Forget a salt; returns the nodes that were below its root."""
         root = self._roots.pop(salt, None)
         removed = [] if root is None else list(root.subtree())
@@ -129,7 +129,7 @@ class PrefixTree:
             node.in_tree = False
         return removed[1:]
 
-    def nodes(self) -> Iterator[Node]:
+    def nodes(self) -> Iterator[PrefixNode]:
         """All but the roots."""
         return (node for root in self._roots.values() for node in root.subtree() if node.parent is not None)
 
@@ -143,13 +143,13 @@ class PrefixTree:
             if len(node.tokens) != self._block_bytes or node.keys != sorted({child.tokens for child in node.children}):
                 raise AssertionError(f"the children of a node at depth {node.depth} are out of order")
 
-    def _drop_bare_roots(self) -> None:
+    def _drop_empty_roots(self) -> None:
         """What runs below one of them is not remembered any more."""
         for salt in [salt for salt, root in self._roots.items() if not root.children]:
             self._roots.pop(salt).in_tree = False
 
 
-def _closest_child(node: Node, tokens: bytes) -> tuple[Node, int] | None:
+def _closest_child(node: PrefixNode, tokens: bytes) -> tuple[PrefixNode, int] | None:
     index = bisect_left(node.keys, tokens)
     found = [(num_common_tokens(node.keys[at], tokens), at) for at in (index - 1, index) if 0 <= at < len(node.keys)]
     num_common, at = max(found, default=(0, 0))

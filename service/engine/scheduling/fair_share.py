@@ -15,7 +15,7 @@ from service.engine.kv.kv_manager import KVManager
 from service.engine.sequence import Sequence, SequenceGroup
 from service.fair_share import fair_share
 
-CALLED_SHARE = 16
+RECLAIM_DIVISOR = 16
 """One in so many of the sequences that run at once is called back in a step."""
 COUNT_EVERY_STEPS = 8
 """Counting who holds which blocks costs up to a millisecond, and a sequence takes one in 16 steps."""
@@ -35,12 +35,12 @@ class Shares:
         held = self.held[tenant]
         return held == 0 or held + count <= self.share
 
-    def lends(self, tenant: str, count: int, least: int) -> bool:
+    def stays_over_share(self, tenant: str, count: int, least: int) -> bool:
         """Whether without so many the tenant still has an equal part, and `least`."""
         return self.held[tenant] - count >= max(self._equal_part, least)
 
 
-class Tenants:
+class FairShare:
     """Of one engine. With a single one, everything is its own."""
 
     def __init__(self, kv: KVManager, max_num_seqs: int):
@@ -51,23 +51,23 @@ class Tenants:
         self._num_steps_since, self._num_counted = COUNT_EVERY_STEPS, 0  # sequences
 
     @property
-    def are_several(self) -> bool:
+    def has_several_tenants(self) -> bool:
         return len(self._num_groups) > 1
 
-    def join(self, group: SequenceGroup) -> None:
+    def add_group(self, group: SequenceGroup) -> None:
         self._num_groups[group.tenant] += 1
 
-    def leave(self, group: SequenceGroup) -> None:
+    def remove_group(self, group: SequenceGroup) -> None:
         """The group has ended."""
         self._num_groups[group.tenant] -= 1
         if not self._num_groups[group.tenant]:
             del self._num_groups[group.tenant]
 
-    def next_of(self, waiting: Iterable[SequenceGroup], num_running: Mapping[str, int]) -> SequenceGroup | None:
+    def next_group(self, waiting: Iterable[SequenceGroup], num_running: Mapping[str, int]) -> SequenceGroup | None:
         """Which of the waiting groups begins next: the oldest that is ready, of the tenant that runs least. None where
         none is ready. `num_running`: sequences by tenant; empty where there is but one."""
         ready = (group for group in waiting if group.is_ready)
-        if not self.are_several:
+        if not self.has_several_tenants:
             return next(ready, None)
         first: dict[str, SequenceGroup] = {}
         for group in ready:
@@ -78,14 +78,14 @@ class Tenants:
         """Sequences by tenant."""
         return Counter(sequence.group.tenant for sequence in running)
 
-    def shares_of_sequences(self, waiting: Iterable[SequenceGroup], running: Iterable[Sequence]) -> Shares:
+    def sequence_shares(self, waiting: Iterable[SequenceGroup], running: Iterable[Sequence]) -> Shares:
         held = self.num_running(running)
         wanted = Counter(held)
         for group in waiting:
             wanted[group.tenant] += num_sequences_of(group)
         return Shares(self.max_num_seqs, held, wanted)
 
-    def shares_of_blocks(self, waiting: Iterable[SequenceGroup], running: list[Sequence]) -> Shares:
+    def block_shares(self, waiting: Iterable[SequenceGroup], running: list[Sequence]) -> Shares:
         """What several sequences of a tenant hold together counts once. What they grow by is seen after a few steps."""
         num_changed = abs(len(running) - self._num_counted)
         if self._num_steps_since >= COUNT_EVERY_STEPS or num_changed * COUNT_EVERY_STEPS > len(running):
@@ -93,14 +93,14 @@ class Tenants:
         held = Counter(self._num_blocks)
         wanted = Counter(held)
         for group in waiting:
-            wanted[group.tenant] += self.num_whole_blocks(group)
+            wanted[group.tenant] += self.num_uncached_blocks(group)
         return Shares(self.kv.pool.num_blocks, held, wanted)
 
     def start_step(self) -> None:
         """A new plan is being made."""
         self._num_steps_since += 1
 
-    def gives_up(self, group: SequenceGroup) -> None:
+    def on_preempted(self, group: SequenceGroup) -> None:
         """The group, which runs, has to leave."""
         self._num_blocks[group.tenant] -= num_blocks_of(group)
 
@@ -111,71 +111,72 @@ class Tenants:
         self._num_blocks = Counter({tenant: len(blocks) for tenant, blocks in tables.items()})
         self._num_steps_since, self._num_counted = 0, len(running)
 
-    def lenders_of_blocks(self, groups: list[SequenceGroup], running: list[Sequence]) -> list[SequenceGroup]:
+    def block_holders_over_share(self, groups: list[SequenceGroup], running: list[Sequence]) -> list[SequenceGroup]:
         """Those of the groups whose tenant holds most of the blocks, and has an equal part without the group."""
-        if not self.are_several:
+        if not self.has_several_tenants:
             return []
-        shares = self.shares_of_blocks((), running)
+        shares = self.block_shares((), running)
         tenant = max(shares.held, key=shares.held.__getitem__, default=None)
         own = [group for group in groups if group.tenant == tenant]
-        return [group for group in own if shares.lends(tenant, num_blocks_of(group), 0)]
+        return [group for group in own if shares.stays_over_share(tenant, num_blocks_of(group), 0)]
 
-    def lenders(
+    def groups_over_share(
         self,
         waiting: list[SequenceGroup],
         running: list[Sequence],
         num_free_blocks: int,
-        is_settled: Callable[[SequenceGroup], bool],
+        is_preemptible: Callable[[SequenceGroup], bool],
     ) -> list[SequenceGroup]:
         """Groups that have to leave so that others, which wait, can begin within their tenants' shares.
 
         They are taken, the youngest first, from who has most beyond its share of what is missing; those that are not
-        `is_settled` come last, and the oldest of a tenant stays. Nobody leaves for a newcomer that could not begin all
+        `is_preemptible` come last, and the oldest of a tenant stays. Nobody leaves for a newcomer that could not begin
+        all
         the same. A step calls back a few, or as many as one newcomer needs: more would not get through their prompts.
         """
-        called = _Called(self, waiting, running, num_free_blocks, is_settled)
-        most = max(1, self.max_num_seqs // CALLED_SHARE)
+        reclaimed = _Reclaim(self, waiting, running, num_free_blocks, is_preemptible)
+        most = max(1, self.max_num_seqs // RECLAIM_DIVISOR)
         left, found = list(waiting), []
         for _ in range(most):
-            group = self.next_of(left, called.sequences.held)
-            lenders = None if group is None or group.has_pending_tokens else called.for_newcomer(group)
-            if lenders is None:
+            group = self.next_group(left, reclaimed.sequences.held)
+            groups_over_share = None if group is None or group.has_pending_tokens else reclaimed.groups_for(group)
+            if groups_over_share is None:
                 break
-            found += lenders
+            found += groups_over_share
             if len(found) >= most:
                 break
             left.remove(group)
         return found
 
-    def num_whole_blocks(self, group: SequenceGroup) -> int:
+    def num_uncached_blocks(self, group: SequenceGroup) -> int:
         """Blocks that a waiting group wants, if nothing of it is in memory."""
         leader, *others = group.live
         if not others:
             return -(-leader.num_tokens // self.kv.block_size)
-        group.park()
-        whole = -(-leader.num_tokens // self.kv.block_size) + sum(map(self.kv.num_lacking_blocks, others))
-        group.disband()
+        group.wait_for_leader()
+        whole = -(-leader.num_tokens // self.kv.block_size) + sum(map(self.kv.num_missing_for_all, others))
+        group.stop_sharing()
         return whole
 
 
-class _Called:
+class _Reclaim:
     """What is called back in one step."""
 
     def __init__(
         self,
-        tenants: Tenants,
+        fair_share: FairShare,
         waiting: list[SequenceGroup],
         running: list[Sequence],
         num_free_blocks: int,
-        is_settled: Callable[[SequenceGroup], bool],
+        is_preemptible: Callable[[SequenceGroup], bool],
     ):
-        self._tenants = tenants
+        self._fair_share = fair_share
         self._waiting = waiting
         self._running = running
-        self._is_settled = is_settled
-        self._free_seqs = tenants.max_num_seqs - len(running)
+        self._is_settled = is_preemptible
+        self._free_seqs = fair_share.max_num_seqs - len(running)
         self._free_blocks = num_free_blocks
-        self.sequences = tenants.shares_of_sequences(waiting, running)
+        self.sequences = fair_share.sequence_shares(waiting, running)
 
     @cached_property
     def _groups(self) -> list[SequenceGroup]:
@@ -186,11 +187,11 @@ class _Called:
 
     @cached_property
     def _blocks(self) -> Shares:
-        return self._tenants.shares_of_blocks(self._waiting, self._running)
+        return self._fair_share.block_shares(self._waiting, self._running)
 
-    def for_newcomer(self, newcomer: SequenceGroup) -> list[SequenceGroup] | None:
+    def groups_for(self, newcomer: SequenceGroup) -> list[SequenceGroup] | None:
         """Groups that leave for this one, perhaps none; None where that would not help it, or it is not entitled."""
-        num_seqs, num_blocks = num_sequences_of(newcomer), self._tenants.num_whole_blocks(newcomer)
+        num_seqs, num_blocks = num_sequences_of(newcomer), self._fair_share.num_uncached_blocks(newcomer)
         if not self.sequences.fits(newcomer.tenant, num_seqs):
             return None
         if num_blocks > self._free_blocks and not self._blocks.fits(newcomer.tenant, num_blocks):
@@ -198,31 +199,33 @@ class _Called:
         found = []
         while num_seqs > self._free_seqs or num_blocks > self._free_blocks:
             if num_seqs > self._free_seqs:
-                lender = self._lender(self.sequences, num_sequences_of, newcomer.tenant, num_seqs)
+                group_over_share = self._group_over_share(self.sequences, num_sequences_of, newcomer.tenant, num_seqs)
             else:
-                lender = self._lender(self._blocks, num_blocks_of, newcomer.tenant, num_blocks)
-            if lender is None:
+                group_over_share = self._group_over_share(self._blocks, num_blocks_of, newcomer.tenant, num_blocks)
+            if group_over_share is None:
                 return None
-            self._give_back(lender)
-            found.append(lender)
+            self._reclaim_group(group_over_share)
+            found.append(group_over_share)
         self.sequences.held[newcomer.tenant] += num_seqs
         self._free_seqs -= num_seqs
         self._free_blocks -= num_blocks
         return found
 
-    def _lender(
+    def _group_over_share(
         self, shares: Shares, size_of: Callable[[SequenceGroup], int], tenant: str, count: int
     ) -> SequenceGroup | None:
         least = min(shares.share, shares.held[tenant] + count)  # what the newcomer's tenant will have
-        lenders = [group for group in self._groups if shares.lends(group.tenant, size_of(group), least)]
-        return max(lenders, key=lambda one: (self._is_settled(one), shares.held[one.tenant]), default=None)
+        groups_over_share = [
+            group for group in self._groups if shares.stays_over_share(group.tenant, size_of(group), least)
+        ]
+        return max(groups_over_share, key=lambda one: (self._is_settled(one), shares.held[one.tenant]), default=None)
 
-    def _give_back(self, lender: SequenceGroup) -> None:
-        self._groups.remove(lender)
-        self.sequences.held[lender.tenant] -= num_sequences_of(lender)
-        self._blocks.held[lender.tenant] -= num_blocks_of(lender)
-        self._free_seqs += num_sequences_of(lender)
-        self._free_blocks += self._tenants.kv.num_freed_blocks(lender.live)
+    def _reclaim_group(self, group_over_share: SequenceGroup) -> None:
+        self._groups.remove(group_over_share)
+        self.sequences.held[group_over_share.tenant] -= num_sequences_of(group_over_share)
+        self._blocks.held[group_over_share.tenant] -= num_blocks_of(group_over_share)
+        self._free_seqs += num_sequences_of(group_over_share)
+        self._free_blocks += self._fair_share.kv.num_freed_blocks(group_over_share.live)
 
 
 def num_sequences_of(group: SequenceGroup) -> int:

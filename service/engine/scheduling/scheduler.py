@@ -16,11 +16,11 @@ from operator import attrgetter
 
 from service.engine.kv.kv_manager import KVManager
 from service.engine.kv.prefix_cache import NO_MATCH, Match
-from service.engine.scheduling.fair_share import Tenants
+from service.engine.scheduling.fair_share import FairShare
 from service.engine.scheduling.limits import Limits
 from service.engine.scheduling.preemption import Preemption
-from service.engine.scheduling.prompt_outputs import PromptWishes
-from service.engine.sequence import Sequence, SequenceGroup, State
+from service.engine.scheduling.prompt_outputs import PromptOutputs
+from service.engine.sequence import Sequence, SequenceGroup, SequenceStatus
 from service.engine.step import Chunk, StepPlan
 
 
@@ -32,92 +32,92 @@ class Scheduler:
         self._kv = kv
         self._limits = limits
         self.preemption = preemption or Preemption(kv)
-        self._tenants = self.preemption.tenants = Tenants(kv, limits.max_num_seqs)
+        self._fair_share = self.preemption.fair_share = FairShare(kv, limits.max_num_seqs)
         self._num_arrivals = 0
         self.waiting: deque[SequenceGroup] = deque()
-        self._prompts = PromptWishes()
+        self._prompt_outputs = PromptOutputs()
         self.running: list[Sequence] = []
         self._extended: set[Sequence] = set()  # by the plan being made
 
-    def add(self, group: SequenceGroup) -> None:
+    def add_group(self, group: SequenceGroup) -> None:
         self._num_arrivals += 1
         group.arrival = self._num_arrivals
-        self._tenants.join(group)
+        self._fair_share.add_group(group)
         self.waiting.append(group)
-        self._prompts.add(group)
+        self._prompt_outputs.add_group(group)
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove_sequence(self, sequence: Sequence) -> None:
         """The sequence has ended, wherever it stood: its blocks are free at once."""
-        group, state = sequence.group, sequence.state
-        sequence.become(State.ENDED)
-        if state is State.RUNNING:
+        group, status = sequence.group, sequence.status
+        sequence.set_status(SequenceStatus.ENDED)
+        if status is SequenceStatus.RUNNING:
             self.running.remove(sequence)
-            if sequence.followers:
-                self._hand_over(sequence)
-            elif sequence.is_parked:
-                self._leave(sequence)
+            if sequence.prefix_followers:
+                self._promote_follower(sequence)
+            elif sequence.is_waiting_for_leader:
+                self._remove_follower(sequence)
             self._kv.release(sequence)
         else:
-            self._kv.forget(sequence)
+            self._kv.unpin_host(sequence)
             if not group.live:
                 self.waiting.remove(group)
         if not group.live:
-            self._tenants.leave(group)
-            self._kv.forget_request(sequence)
+            self._fair_share.remove_group(group)
+            self._kv.drop_request(sequence)
 
-    def fork(self, leader: Sequence) -> None:
+    def fork_followers(self, leader: Sequence) -> None:
         """The followers that part from the leader within what it has computed go on by themselves."""
-        parting = [one for one in leader.followers if one.num_inherited_tokens <= leader.num_computed_tokens]
-        for follower in parting:
-            match = self._what_it_had(follower) if follower.num_output_tokens else NO_MATCH
-            follower.is_parked = False
-            if match.num_tokens > follower.num_inherited_tokens and self._kv.can_begin(match):
-                self._kv.begin(follower, match)
+        forking = [one for one in leader.prefix_followers if one.num_inherited_tokens <= leader.num_computed_tokens]
+        for follower in forking:
+            match = self._match_follower(follower) if follower.num_output_tokens else NO_MATCH
+            follower.is_waiting_for_leader = False
+            if match.num_tokens > follower.num_inherited_tokens and self._kv.can_attach(match):
+                self._kv.attach(follower, match)
             else:
                 self._kv.fork(leader, follower, follower.num_inherited_tokens)
-        leader.lead([one for one in leader.followers if one.is_parked])
+        leader.share_prefix_with([one for one in leader.prefix_followers if one.is_waiting_for_leader])
 
     def schedule(self) -> StepPlan:
         """The plan of the next step; every chunk in it has its blocks. Empty if nothing can be done before more tokens
         are known, or at all."""
         self._kv.start_step()
         self.preemption.start_step(len(self.running))
-        self._tenants.start_step()
+        self._fair_share.start_step()
         self._extended.clear()
-        if self.waiting and self._tenants.are_several:
-            self._call_back()
-        num_preemptions, arriving = self.preemption.num_preemptions, self._kv.arriving()
-        decodes, prefills = self._lacking(arriving)
-        chunks = self._decode(decodes[: self._limits.max_num_batched_tokens])
+        if self.waiting and self._fair_share.has_several_tenants:
+            self._reclaim_over_share()
+        num_preemptions, arriving = self.preemption.num_preemptions, self._kv.swapping_in()
+        decodes, prefills = self._runnable(arriving)
+        chunks = self._plan_decodes(decodes[: self._limits.max_num_batched_tokens])
         budget = self._limits.max_num_batched_tokens - len(chunks)
         if chunks:
             num_prompts = len(prefills) + len(self.waiting)
             budget = min(budget, self._limits.prompt_budget(len(chunks), num_prompts, self._prompt_lengths(prefills)))
         if prefills:
-            chunks, budget = self._continue(chunks, prefills, budget)
+            chunks, budget = self._plan_prefills(chunks, prefills, budget)
             for chunk in chunks:
                 if chunk.length > 1:
-                    self._kv.remember(chunk.sequence, chunk.end)
+                    self._kv.cache_blocks(chunk.sequence, chunk.end)
         num_running = len(self.running)
         if self.waiting and budget > 0 and self.preemption.num_preemptions == num_preemptions:
-            chunks += self._admit_waiting(budget)
+            chunks += self._plan_admissions(budget)
         if prefills or len(self.running) > num_running:
             chunks.sort(key=lambda chunk: chunk.length != 1)
-        self.preemption.prepare(self.running)
-        scores, pools = self._prompts.of(chunks)
+        self.preemption.save_ahead(self.running)
+        scores, pools = self._prompt_outputs.plan(chunks)
         changed = tuple(chunk for chunk in chunks if chunk.sequence in self._extended and chunk.length == 1)
-        return StepPlan(tuple(chunks), self._kv.take_copies(), *self._kv.take_swaps(), scores, pools, changed)
+        return StepPlan(tuple(chunks), self._kv.drain_copies(), *self._kv.drain_swaps(), scores, pools, changed)
 
-    def _lacking(self, arriving: Set[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+    def _runnable(self, arriving: Set[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
         """The running sequences that lack one token, and those that lack more and can be computed."""
         decodes, prefills = [], []
         for sequence in self.running:
             num_pending = sequence.num_pending_tokens
             num_tokens = len(sequence.token_ids) + num_pending
             # One that gets its last token, or whose next hangs on others, has nothing to compute before it is known.
-            if num_pending and (sequence.needs_ids or num_tokens >= sequence.max_num_tokens):
+            if num_pending and (sequence.cannot_run_ahead or num_tokens >= sequence.max_num_tokens):
                 continue
-            if sequence.is_parked or (arriving and sequence in arriving):
+            if sequence.is_waiting_for_leader or (arriving and sequence in arriving):
                 continue
             lacking = num_tokens - sequence.num_computed_tokens
             if lacking == 1:
@@ -132,47 +132,48 @@ class Scheduler:
         waiting = (group.live[0] for group in islice(self.waiting, num_slots))
         return (sequence.num_uncomputed_tokens for sequence in chain(prefills, waiting))
 
-    def _decode(self, sequences: list[Sequence]) -> list[Chunk]:
+    def _plan_decodes(self, sequences: list[Sequence]) -> list[Chunk]:
         """A token of each of these, oldest first, as far as there are blocks."""
-        for sequence in [one for one in sequences if one.num_computed_tokens >= one.num_writable_tokens]:
-            if sequence.state is State.RUNNING:
-                self._extend(sequence, sequence.num_computed_tokens + 1)
+        for sequence in [one for one in sequences if one.num_computed_tokens >= one.num_exclusive_tokens]:
+            if sequence.status is SequenceStatus.RUNNING:
+                self._allocate(sequence, sequence.num_computed_tokens + 1)
         return [
             Chunk(sequence, sequence.num_computed_tokens, 1, sequence.samplers)
             for sequence in sequences
-            if sequence.num_computed_tokens < sequence.num_writable_tokens and sequence.state is State.RUNNING
+            if sequence.num_computed_tokens < sequence.num_exclusive_tokens
+            and sequence.status is SequenceStatus.RUNNING
         ]
 
-    def _extend(self, sequence: Sequence, num_tokens: int) -> bool:
+    def _allocate(self, sequence: Sequence, num_tokens: int) -> bool:
         """Let the sequence have the blocks for so many tokens, though others leave for it; whether it has them."""
         missing = self._kv.num_missing_blocks(sequence, num_tokens)
         if missing > self._kv.pool.num_available:
-            self._queue_again(self.preemption.make_room(missing, sequence, self.running))
-            if sequence.state is not State.RUNNING or missing > self._kv.pool.num_available:
+            self._requeue(self.preemption.make_room(missing, sequence, self.running))
+            if sequence.status is not SequenceStatus.RUNNING or missing > self._kv.pool.num_available:
                 return False
         self._kv.extend(sequence, num_tokens)
         self._extended.add(sequence)
         return True
 
-    def _continue(self, chunks: list[Chunk], sequences: list[Sequence], budget: int) -> tuple[list[Chunk], int]:
+    def _plan_prefills(self, chunks: list[Chunk], sequences: list[Sequence], budget: int) -> tuple[list[Chunk], int]:
         """`chunks` and those of these running sequences, oldest first, and what is left of the budget."""
         for sequence in sequences:
             if budget == 0:
                 break
-            if sequence.state is not State.RUNNING:  # preempted for one before it
+            if sequence.status is not SequenceStatus.RUNNING:  # preempted for one before it
                 continue
             chunk = self._chunk(sequence, budget)
             num_preemptions = self.preemption.num_preemptions
-            has_room = self._extend(sequence, chunk.end)
+            has_room = self._allocate(sequence, chunk.end)
             if self.preemption.num_preemptions > num_preemptions:
-                budget += sum(chunk.length for chunk in chunks if chunk.sequence.state is not State.RUNNING)
-                chunks = [chunk for chunk in chunks if chunk.sequence.state is State.RUNNING]
+                budget += sum(chunk.length for chunk in chunks if chunk.sequence.status is not SequenceStatus.RUNNING)
+                chunks = [chunk for chunk in chunks if chunk.sequence.status is SequenceStatus.RUNNING]
             if has_room:
                 chunks.append(chunk)
                 budget -= chunk.length
         return chunks, budget
 
-    def _admit_waiting(self, budget: int) -> list[Chunk]:
+    def _plan_admissions(self, budget: int) -> list[Chunk]:
         """Start waiting groups that are ready, first come first served, or first of the tenant that runs least, while
         the pool can hold all they have so far.
 
@@ -182,65 +183,66 @@ class Scheduler:
         reserve, so that it does not become the next victim.
         """
         chunks = []
-        spare = self._kv.pool.num_available - self._num_growing_blocks()
-        num_running = self._tenants.num_running(self.running) if self._tenants.are_several else Counter()
+        spare = self._kv.pool.num_available - self._num_missing_blocks()
+        num_running = self._fair_share.num_running(self.running) if self._fair_share.has_several_tenants else Counter()
         while self.waiting and budget > 0:
-            group = self._tenants.next_of(self.waiting, num_running)
+            group = self._fair_share.next_group(self.waiting, num_running)
             if group is None or group.has_pending_tokens:
                 break
             if len(self.running) + len(group.live) > self._limits.max_num_seqs:
                 break
-            group.park()
+            group.wait_for_leader()
             leader, *others = group.live
-            num_behind = sum(map(self._kv.num_lacking_blocks, others))
+            num_behind = sum(map(self._kv.num_missing_for_all, others))
             room = spare - self._num_reserve_blocks - num_behind
             # A prompt of which more than the last logits are wanted is computed, whatever is in memory.
-            is_wanted = group.is_to_score or group.is_to_pool
-            match = NO_MATCH if is_wanted else self._kv.match_within(leader, room)
-            wanted = self._kv.num_wanted_blocks(leader, match)
+            needs_whole_prompt = group.wants_prompt_logprobs or group.wants_pooling
+            match = NO_MATCH if needs_whole_prompt else self._kv.match_within_blocks(leader, room)
+            wanted = self._kv.num_blocks_for_match(leader, match)
             if wanted > room:
-                group.disband()
+                group.stop_sharing()
                 break
             self.waiting.remove(group)
-            self._start(group)
+            self._start_running(group)
             num_running[group.tenant] += len(group.live)
-            self._kv.begin(leader, match)
+            self._kv.attach(leader, match)
             spare -= wanted + num_behind
-            if leader not in self._kv.arriving():
+            if leader not in self._kv.swapping_in():
                 chunk = self._chunk(leader, budget)
                 self._kv.extend(leader, chunk.end)
                 self._extended.add(leader)
-                self._kv.remember(leader, chunk.end)
+                self._kv.cache_blocks(leader, chunk.end)
                 chunks.append(chunk)
                 budget -= chunk.length
         return chunks
 
-    def _call_back(self) -> None:
+    def _reclaim_over_share(self) -> None:
         """Newcomers within their tenants' shares begin at once, though others have to leave for them."""
-        num_free_blocks = self.preemption.num_in_sight() - self._num_growing_blocks() - self._num_reserve_blocks
-        is_settled = self.preemption.is_settled
-        lenders = self._tenants.lenders(list(self.waiting), self.running, num_free_blocks, is_settled)
-        self.preemption.call_back(lenders, self.running)
-        self._queue_again(lenders)
+        num_free_blocks = self.preemption.num_available_soon() - self._num_missing_blocks() - self._num_reserve_blocks
+        over_share = self._fair_share.groups_over_share(
+            list(self.waiting), self.running, num_free_blocks, self.preemption.is_preemptible
+        )
+        self.preemption.reclaim(over_share, self.running)
+        self._requeue(over_share)
 
-    def _what_it_had(self, follower: Sequence) -> Match:
+    def _match_follower(self, follower: Sequence) -> Match:
         """What is in memory of a follower, from before it was preempted; no more than leaves room for what all lack."""
-        others = self._num_growing_blocks() - self._kv.num_lacking_blocks(follower)
-        return self._kv.match_within(follower, self._kv.pool.num_available - others)
+        others = self._num_missing_blocks() - self._kv.num_missing_for_all(follower)
+        return self._kv.match_within_blocks(follower, self._kv.pool.num_available - others)
 
-    def _start(self, group: SequenceGroup) -> None:
+    def _start_running(self, group: SequenceGroup) -> None:
         place = len(self.running)
         while place and self.running[place - 1].group.arrival > group.arrival:
             place -= 1
         self.running[place:place] = group.live
         for sequence in group.live:
-            sequence.become(State.RUNNING)
-        self.preemption.came_back(group)
+            sequence.set_status(SequenceStatus.RUNNING)
+        self.preemption.mark_resumed(group)
         times = group.request.times
         if times is not None and not times.started_s:
             times.started_s = time.time()
 
-    def _queue_again(self, victims: list[SequenceGroup]) -> None:
+    def _requeue(self, victims: list[SequenceGroup]) -> None:
         for group in victims:
             self.waiting.insert(bisect(self.waiting, group.arrival, key=attrgetter("arrival")), group)
 
@@ -249,22 +251,22 @@ class Scheduler:
         """That a newcomer leaves to the others, so that it does not become the next victim."""
         return self._kv.pool.num_blocks // 100 if self.running else 0
 
-    def _num_growing_blocks(self) -> int:
+    def _num_missing_blocks(self) -> int:
         """Blocks that running sequences still lack to hold their tokens."""
-        growing = [one for one in self.running if one.num_tokens > one.num_writable_tokens]
-        return sum(map(self._kv.num_lacking_blocks, growing))
+        growing = [one for one in self.running if one.num_tokens > one.num_exclusive_tokens]
+        return sum(map(self._kv.num_missing_for_all, growing))
 
-    def _hand_over(self, leader: Sequence) -> None:
+    def _promote_follower(self, leader: Sequence) -> None:
         """The leader leaves: the first of its followers goes on with what it has computed, and leads the others."""
-        heir, *others = leader.followers
-        self._kv.fork(leader, heir, min(leader.num_computed_tokens, heir.num_inherited_tokens))
-        heir.is_parked = False
-        heir.lead(others)
+        successor, *others = leader.prefix_followers
+        self._kv.fork(leader, successor, min(leader.num_computed_tokens, successor.num_inherited_tokens))
+        successor.is_waiting_for_leader = False
+        successor.share_prefix_with(others)
 
-    def _leave(self, follower: Sequence) -> None:
+    def _remove_follower(self, follower: Sequence) -> None:
         for leader in follower.group.live:
-            if follower in leader.followers:
-                leader.lead([one for one in leader.followers if one is not follower])
+            if follower in leader.prefix_followers:
+                leader.share_prefix_with([one for one in leader.prefix_followers if one is not follower])
 
     def _chunk(self, sequence: Sequence, budget: int) -> Chunk:
         start = sequence.num_computed_tokens
@@ -278,12 +280,18 @@ class Scheduler:
         are right."""
         for group in self.waiting:
             for sequence in group.live:
-                if sequence.state is not State.WAITING or sequence.block_table or sequence.is_parked:
+                if (
+                    sequence.status is not SequenceStatus.WAITING
+                    or sequence.block_table
+                    or sequence.is_waiting_for_leader
+                ):
                     raise AssertionError(f"{sequence.request_id} waits and is not free of blocks")
         places: dict[SequenceGroup, list[int]] = {}
         for place, sequence in enumerate(self.running):
             places.setdefault(sequence.group, []).append(place)
-            if sequence.state is not State.RUNNING or (sequence.is_parked and sequence.block_table):
+            if sequence.status is not SequenceStatus.RUNNING or (
+                sequence.is_waiting_for_leader and sequence.block_table
+            ):
                 raise AssertionError(f"{sequence.request_id} stands among the running and does not run")
         for group, held in places.items():
             if len(held) != len(group.live) or held[-1] - held[0] != len(held) - 1:

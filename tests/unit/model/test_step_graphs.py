@@ -56,14 +56,14 @@ def step(model: Llama, chunks: list[tuple[int, int]]) -> StepInputs:
     num_decodes = int(np.count_nonzero(lengths == 1))
     return StepInputs(
         token_ids=rng.integers(0, model.config.vocab_size, ends[-1]).astype(np.int32),
-        source=np.full(ends[-1], MAX_ROWS, np.int32),
+        pending_token_row=np.full(ends[-1], MAX_ROWS, np.int32),
         positions=positions,
         slots=blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
         context_lens=starts + lengths,
         logit_rows=(ends - 1).astype(np.int32),
         num_decodes=num_decodes,
         tables=tables[:num_decodes],
-        stale=np.ones(num_decodes, np.bool_),
+        dirty_tables=np.ones(num_decodes, np.bool_),
         chunk_lens=lengths[num_decodes:],
         chunk_tables=list(tables[num_decodes:]),
     )
@@ -123,7 +123,7 @@ def test_padding_writes_no_key(model, kv, graphs):
 def test_tokens_that_the_step_before_sampled_come_from_its_row(model, graphs):
     inputs = step(model, [(30, 1), (31, 1)])
     known = np.array(graphs.forward(inputs))
-    inputs.source[:] = [MAX_ROWS, 3]
+    inputs.pending_token_row[:] = [MAX_ROWS, 3]
     graphs._sampled[3], inputs.token_ids[1] = inputs.token_ids[1], 0
     np.testing.assert_array_equal(graphs.forward(inputs), known)
 

@@ -10,7 +10,7 @@ import pytest
 from model.grammar import of_choice, of_regex
 from model.ops.numpy_ops import NumpyOps
 from model.sampling_params import BeamSearch, SamplingParams
-from service.engine.request import Request
+from service.engine.request import EngineRequest
 from service.engine.step import TokenLogprob
 from tests.support.demo_engine import DemoEngines
 from tests.support.told import Told, run_steps
@@ -52,32 +52,34 @@ def ahead():
     return DemoEngines(AheadOps(FLOAT32))
 
 
-def drawn_requests(seed: int) -> list[Request]:
+def drawn_requests(seed: int) -> list[EngineRequest]:
     """Of two tenants; most begin alike."""
     rng = random.Random(seed)
     requests = []
     for number in range(NUM_REQUESTS):
-        wishes = {name: rng.choice(values) for name, values in OPTIONS.items() if rng.random() < 0.4}
-        wishes |= rng.choice(BRANCHES)
+        params = {name: rng.choice(values) for name, values in OPTIONS.items() if rng.random() < 0.4}
+        params |= rng.choice(BRANCHES)
         prompt = (*range(100, 100 + rng.choice((8, 17, 24, 40))), *(rng.randrange(5, 60) for _ in range(9)))
-        sampling = SamplingParams(max_tokens=rng.randrange(6, 24), seed=rng.getrandbits(63), **wishes)
+        sampling = SamplingParams(max_tokens=rng.randrange(6, 24), seed=rng.getrandbits(63), **params)
         tenant = rng.choice(("one", "other"))
-        request = Request(request_id=str(number), prompt=prompt, sampling=sampling, tenant=tenant, cache_salt=tenant)
+        request = EngineRequest(
+            request_id=str(number), prompt=prompt, sampling=sampling, tenant=tenant, cache_salt=tenant
+        )
         requests.append(request)
     return requests
 
 
-def told_in_need(engine, requests: list[Request], rng: random.Random) -> dict[str, Told]:
+def told_in_need(engine, requests: list[EngineRequest], rng: random.Random) -> dict[str, Told]:
     """They come while others run, and now and then somebody has to leave."""
     scheduler, waiting, told = engine._scheduler, list(requests), {}
     while waiting or engine.has_work:
         if waiting:
-            engine.add(waiting.pop())
+            engine.add_request(waiting.pop())
         run_steps(engine, told, num_steps=rng.randrange(1, 4))
         if engine.running and rng.random() < 0.15:
             group = scheduler.preemption._next_victim(scheduler.running)
-            scheduler.preemption._evict(group, scheduler.running)
-            scheduler._queue_again([group])
+            scheduler.preemption._preempt(group, scheduler.running)
+            scheduler._requeue([group])
     return told
 
 
@@ -85,7 +87,7 @@ def numbers(logprobs: list[TokenLogprob]) -> list[float]:
     return [number for one in logprobs for number in (one.logprob, *one.top_logprobs)]
 
 
-def mean_logprobs(told: Told, request: Request) -> list[float]:
+def mean_logprobs(told: Told, request: EngineRequest) -> list[float]:
     """Of what the branches that answer have generated: before its own, the first tells what the prompt has."""
     num_told = 0 if request.sampling.prompt_logprobs is None else len(request.prompt) - 1
     own = [told.logprobs[branch][num_told if branch == 0 else 0 :] for branch in told.choices]
@@ -109,7 +111,7 @@ def test_together_in_need_as_alone(steady, ahead, seed):
     assert engine.stats().num_blocks_used == 0
     for request in requests:
         alone = steady.make(budget=256)
-        alone.add(replace(request, tenant=""))
+        alone.add_request(replace(request, tenant=""))
         wanted, got = run_steps(alone)[request.request_id], told[request.request_id]
         assert got.by_branch() == wanted.by_branch(), request
         assert (got.end, got.num_output_tokens) == (wanted.end, wanted.num_output_tokens), request

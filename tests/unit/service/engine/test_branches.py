@@ -7,7 +7,7 @@ from model.sampling_params import BeamSearch, SamplingParams
 from service.engine import beam_search
 from service.engine.engine import Engine
 from service.engine.kv.kv_manager import KVManager
-from service.engine.request import BranchPast, Request
+from service.engine.request import BranchHistory, EngineRequest
 from service.engine.scheduling.limits import Limits
 from service.errors import EndReason
 from tests.support.beam_reference import search
@@ -33,9 +33,9 @@ def make_engine(request):
     return make
 
 
-def request(name, prompt, past=(), **wishes):
-    sampling = SamplingParams(**{"max_tokens": 8} | wishes)
-    return Request(request_id=name, prompt=tuple(prompt), sampling=sampling, past=past)
+def request(name, prompt, history=(), **params):
+    sampling = SamplingParams(**{"max_tokens": 8} | params)
+    return EngineRequest(request_id=name, prompt=tuple(prompt), sampling=sampling, history=history)
 
 
 def alone(prompt, branch, max_tokens, stops=frozenset({EOS})):
@@ -51,8 +51,8 @@ def alone(prompt, branch, max_tokens, stops=frozenset({EOS})):
 
 def test_a_request_counts_once_however_many_branches_run(make_engine):
     engine, _ = make_engine()
-    engine.add(request("a", range(9), n=4, best_of=4, max_tokens=20, ignore_eos=True))
-    engine.add(request("b", [9, 8], max_tokens=20, ignore_eos=True))
+    engine.add_request(request("a", range(9), n=4, best_of=4, max_tokens=20, ignore_eos=True))
+    engine.add_request(request("b", [9, 8], max_tokens=20, ignore_eos=True))
     engine.step()
     stats = engine.stats()
     assert (stats.num_running, stats.num_sequences_running) == (2, 5)
@@ -61,8 +61,8 @@ def test_a_request_counts_once_however_many_branches_run(make_engine):
 @pytest.mark.parametrize("prompt", [range(1), range(8), range(50, 77)], ids=len)
 def test_branches_say_what_each_would_say_alone(make_engine, prompt):
     engine, _ = make_engine(budget=16)
-    engine.add(request("a", prompt, n=4, best_of=4, max_tokens=20))
-    engine.add(request("other", [9, 8], max_tokens=20))
+    engine.add_request(request("a", prompt, n=4, best_of=4, max_tokens=20))
+    engine.add_request(request("other", [9, 8], max_tokens=20))
     told = run_steps(engine)
     assert told["a"].by_branch() == {branch: alone(prompt, branch, 20) for branch in range(4)}
     assert told["a"].choices == (0, 1, 2, 3)
@@ -75,9 +75,9 @@ def test_branches_say_what_each_would_say_alone(make_engine, prompt):
 def test_what_the_cache_has_keeps_nobody_out_of_a_pool_that_is_just_large_enough(make_engine, prompt, n, max_tokens):
     """Its block begins as one of theirs does: to share that, and to copy it, would take one more than there are."""
     engine, _ = make_engine(num_blocks=2)
-    engine.add(request("before", [1, 2, 3, 4, 5], max_tokens=1))
+    engine.add_request(request("before", [1, 2, 3, 4, 5], max_tokens=1))
     run_steps(engine)
-    engine.add(request("a", prompt, n=n, max_tokens=max_tokens))
+    engine.add_request(request("a", prompt, n=n, max_tokens=max_tokens))
     told = run_steps(engine, num_steps=50)
     assert told["a"].by_branch() == {branch: alone(prompt, branch, max_tokens) for branch in range(n)}
 
@@ -85,7 +85,7 @@ def test_what_the_cache_has_keeps_nobody_out_of_a_pool_that_is_just_large_enough
 @pytest.mark.parametrize(("length", "num_copies"), [(40, 0), (41, 7), (43, 7)])
 def test_eight_branches_hold_one_prompt(make_engine, length, num_copies):
     engine, executor = make_engine()
-    engine.add(request("a", range(length), n=8, best_of=8, max_tokens=30, ignore_eos=True))
+    engine.add_request(request("a", range(length), n=8, best_of=8, max_tokens=30, ignore_eos=True))
     engine.step()
     assert sum(plan.num_tokens for plan in executor.plans) == length
     assert engine.stats().num_blocks_used == -(-length // BLOCK)
@@ -107,7 +107,7 @@ def test_eight_branches_hold_one_prompt(make_engine, length, num_copies):
 def test_the_best_of_many_by_mean_logprob(make_engine):
     engine, _ = make_engine()
     prompt = [3, 1, 4]
-    engine.add(request("a", prompt, n=2, best_of=6, max_tokens=12))
+    engine.add_request(request("a", prompt, n=2, best_of=6, max_tokens=12))
     told = run_steps(engine)["a"]
     answers = {branch: alone(prompt, branch, 12)[0] for branch in range(6)}
     assert told.branches == answers
@@ -122,7 +122,7 @@ def test_the_best_of_many_by_mean_logprob(make_engine):
 
 def test_a_stop_string_ends_one_branch_and_frees_its_blocks(make_engine):
     engine, _ = make_engine()
-    engine.add(request("a", range(20), n=3, best_of=3, max_tokens=40, ignore_eos=True))
+    engine.add_request(request("a", range(20), n=3, best_of=3, max_tokens=40, ignore_eos=True))
     told = run_steps(engine, num_steps=10)
     before = engine.stats().num_blocks_used
     engine.cancel("a", EndReason.STOP, branch=1)
@@ -134,12 +134,12 @@ def test_a_stop_string_ends_one_branch_and_frees_its_blocks(make_engine):
     assert told.branches[1] == alone(range(20), 1, 40, frozenset())[0][: len(told.branches[1])]
     assert told.choices == (0, 1, 2)
     engine.cancel("a", EndReason.STOP, branch=1)
-    assert engine.take_outputs() == []
+    assert engine.drain_request_outputs() == []
 
 
 def test_the_last_branch_that_ends_ends_the_request(make_engine):
     engine, _ = make_engine()
-    engine.add(request("a", [1, 2], n=2, best_of=2, max_tokens=40, ignore_eos=True))
+    engine.add_request(request("a", [1, 2], n=2, best_of=2, max_tokens=40, ignore_eos=True))
     told = run_steps(engine, num_steps=5)
     for branch in (1, 0):
         engine.cancel("a", EndReason.STOP, branch=branch)
@@ -151,7 +151,7 @@ def test_the_last_branch_that_ends_ends_the_request(make_engine):
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 4, 5])
 def test_the_leader_may_leave_at_any_time(make_engine, num_steps):
     engine, _ = make_engine(budget=8)
-    engine.add(request("a", range(30), n=3, best_of=3, max_tokens=9, ignore_eos=True))
+    engine.add_request(request("a", range(30), n=3, best_of=3, max_tokens=9, ignore_eos=True))
     told = run_steps(engine, num_steps=num_steps)
     engine.cancel("a", EndReason.STOP, branch=0)
     engine.check_invariants()
@@ -163,7 +163,7 @@ def test_the_leader_may_leave_at_any_time(make_engine, num_steps):
 
 def test_a_parked_branch_may_leave(make_engine):
     engine, _ = make_engine(budget=8)
-    engine.add(request("a", range(30), n=3, best_of=3, max_tokens=9, ignore_eos=True))
+    engine.add_request(request("a", range(30), n=3, best_of=3, max_tokens=9, ignore_eos=True))
     told = run_steps(engine, num_steps=1)
     engine.cancel("a", EndReason.STOP, branch=2)
     told = run_steps(engine, told)["a"]
@@ -171,11 +171,11 @@ def test_a_parked_branch_may_leave(make_engine):
     assert told.by_branch()[1] == alone(range(30), 1, 9, frozenset())
 
 
-@pytest.mark.parametrize("wishes", [{"n": 3, "best_of": 3}, {"beam": BeamSearch(width=3), "n": 3}], ids=str)
-def test_cancelled_while_it_waits_runs_and_forks(make_engine, wishes):
+@pytest.mark.parametrize("params", [{"n": 3, "best_of": 3}, {"beam": BeamSearch(width=3), "n": 3}], ids=str)
+def test_cancelled_while_it_waits_runs_and_forks(make_engine, params):
     for num_steps in range(8):
         engine, _ = make_engine(budget=8)
-        engine.add(request("a", range(20), max_tokens=30, **wishes))
+        engine.add_request(request("a", range(20), max_tokens=30, **params))
         told = run_steps(engine, num_steps=num_steps)
         engine.cancel("a", EndReason.CANCELLED)
         assert engine.stats().num_blocks_used == 0
@@ -187,7 +187,7 @@ def test_preempted_groups_leave_and_return_whole_and_share_again(make_engine):
     engine, executor = make_engine(num_blocks=52, max_len=60, budget=24)
     prompts = {str(number): range(number, number + 22) for number in range(3)}
     for name, prompt in prompts.items():
-        engine.add(request(name, prompt, n=4, best_of=4, max_tokens=18, ignore_eos=True))
+        engine.add_request(request(name, prompt, n=4, best_of=4, max_tokens=18, ignore_eos=True))
     told, most_held = {}, 0
     while engine.has_work:
         run_steps(engine, told, num_steps=1)
@@ -206,8 +206,8 @@ def test_preempted_groups_leave_and_return_whole_and_share_again(make_engine):
 @pytest.mark.parametrize("block_size", [8, 16, 32])
 def test_other_block_sizes(make_engine, block_size):
     engine, _ = make_engine(block_size=block_size)
-    engine.add(request("a", range(37), n=4, best_of=4, max_tokens=40, ignore_eos=True))
-    engine.add(request("b", range(37), n=2, beam=BeamSearch(width=4), max_tokens=12))
+    engine.add_request(request("a", range(37), n=4, best_of=4, max_tokens=40, ignore_eos=True))
+    engine.add_request(request("b", range(37), n=2, beam=BeamSearch(width=4), max_tokens=12))
     told = run_steps(engine)
     assert told["a"].by_branch() == {branch: alone(range(37), branch, 40, frozenset()) for branch in range(4)}
     assert_beams(told["b"], range(37), n=2, beam=BeamSearch(width=4), max_tokens=12)
@@ -215,23 +215,23 @@ def test_other_block_sizes(make_engine, block_size):
 
 def test_a_nan_ends_the_whole_request(make_engine):
     engine, _ = make_engine(nan_after=96)
-    engine.add(request("bad", [1, 96], n=3, best_of=3))
+    engine.add_request(request("bad", [1, 96], n=3, best_of=3))
     told = run_steps(engine)["bad"]
     assert (told.end, told.choices, told.branches) == (EndReason.NUMERICAL_ERROR, (), {})
 
 
 def test_what_can_never_fit_ends_at_once(make_engine):
     engine, _ = make_engine(num_blocks=20, max_num_seqs=4)
-    engine.add(request("wide", [1, 2], n=5, best_of=5))
-    engine.add(request("long", range(20), n=4, best_of=4, max_tokens=15))
-    engine.add(request("fits", range(20), n=4, best_of=4, max_tokens=12, ignore_eos=True))
+    engine.add_request(request("wide", [1, 2], n=5, best_of=5))
+    engine.add_request(request("long", range(20), n=4, best_of=4, max_tokens=15))
+    engine.add_request(request("fits", range(20), n=4, best_of=4, max_tokens=12, ignore_eos=True))
     told = run_steps(engine)
     assert [told[name].end for name in ("wide", "long")] == [EndReason.TOO_LARGE] * 2
     assert told["fits"].end is EndReason.LENGTH
 
 
-def assert_beams(told, prompt, stops=frozenset({EOS}), **wishes):
-    wanted = search(list(prompt), SamplingParams(**wishes), stops, logprobs_after)[: wishes.get("n", 1)]
+def assert_beams(told, prompt, stops=frozenset({EOS}), **params):
+    wanted = search(list(prompt), SamplingParams(**params), stops, logprobs_after)[: params.get("n", 1)]
     assert [told.branches[branch] for branch in range(len(wanted))] == [tokens for tokens, _, _ in wanted]
     reasons = [EndReason.STOP if is_stop else EndReason.LENGTH for _, _, is_stop in wanted]
     assert [told.ends[branch] for branch in range(len(wanted))] == reasons
@@ -248,18 +248,18 @@ STOPS = tuple(range(0, 60, 3))  # so many that beams often end
 def test_beams_are_those_of_the_reference(make_engine, width, early_stopping, length_penalty):
     engine, _ = make_engine()
     beam = BeamSearch(width=width, early_stopping=early_stopping, length_penalty=length_penalty)
-    wishes = {"beam": beam, "n": width, "max_tokens": 9, "stop_token_ids": STOPS}
-    engine.add(request("few stops", range(10), beam=beam, n=width, max_tokens=9))
-    engine.add(request("many stops", range(9), **wishes))
+    params = {"beam": beam, "n": width, "max_tokens": 9, "stop_token_ids": STOPS}
+    engine.add_request(request("few stops", range(10), beam=beam, n=width, max_tokens=9))
+    engine.add_request(request("many stops", range(9), **params))
     told = run_steps(engine)
     assert_beams(told["few stops"], range(10), beam=beam, n=width, max_tokens=9)
-    assert_beams(told["many stops"], range(9), stops=frozenset({EOS, *STOPS}), **wishes)
+    assert_beams(told["many stops"], range(9), stops=frozenset({EOS, *STOPS}), **params)
     assert engine.stats().num_blocks_used == 0
 
 
 def test_beams_never_copy_a_full_block(make_engine):
     engine, executor = make_engine()
-    engine.add(request("a", range(30), beam=BeamSearch(width=8), n=8, max_tokens=40, ignore_eos=True))
+    engine.add_request(request("a", range(30), beam=BeamSearch(width=8), n=8, max_tokens=40, ignore_eos=True))
     run_steps(engine)
     for plan in executor.plans:
         writers = len(plan.chunks)
@@ -271,11 +271,11 @@ def test_beams_never_copy_a_full_block(make_engine):
 
 def test_beams_and_their_logprobs_are_told_at_the_end(make_engine):
     engine, _ = make_engine()
-    engine.add(request("a", range(5), beam=BeamSearch(width=4), n=2, max_tokens=6, logprobs=3))
+    engine.add_request(request("a", range(5), beam=BeamSearch(width=4), n=2, max_tokens=6, logprobs=3))
     told, outputs = Told(), []
     while engine.has_work:
         engine.step()
-        outputs += engine.take_outputs()
+        outputs += engine.drain_request_outputs()
     assert [output.end is None for output in outputs] == [True, False]  # one for each answer
     for output in outputs:
         told.hear(output)
@@ -291,29 +291,29 @@ def test_beams_and_their_logprobs_are_told_at_the_end(make_engine):
 
 def test_preempted_beams_find_the_same_answers(make_engine):
     engine, _ = make_engine(num_blocks=26, max_len=60, budget=20)
-    wishes = {"beam": BeamSearch(width=4), "n": 4, "max_tokens": 16, "ignore_eos": True}
+    params = {"beam": BeamSearch(width=4), "n": 4, "max_tokens": 16, "ignore_eos": True}
     for number in range(4):
-        engine.add(request(str(number), range(number, number + 18), **wishes))
+        engine.add_request(request(str(number), range(number, number + 18), **params))
     told = run_steps(engine)
     assert engine.stats().num_preemptions > 0
     for number in range(4):
-        assert_beams(told[str(number)], range(number, number + 18), stops=frozenset(), **wishes)
+        assert_beams(told[str(number)], range(number, number + 18), stops=frozenset(), **params)
 
 
-@pytest.mark.parametrize("wishes", [{"n": 3, "best_of": 3}, {"n": 1, "best_of": 3}, {"n": 2, "logprobs": 2}], ids=str)
-def test_taken_up_after_any_step_it_tells_the_rest(make_engine, wishes):
-    prompt, wishes = range(10), {"max_tokens": 14, **wishes}
+@pytest.mark.parametrize("params", [{"n": 3, "best_of": 3}, {"n": 1, "best_of": 3}, {"n": 2, "logprobs": 2}], ids=str)
+def test_taken_up_after_any_step_it_tells_the_rest(make_engine, params):
+    prompt, params = range(10), {"max_tokens": 14, **params}
     engine, _ = make_engine()
-    engine.add(request("a", prompt, **wishes))
+    engine.add_request(request("a", prompt, **params))
     whole = run_steps(engine)["a"]
     for num_steps in range(1, 18):
         before, _ = make_engine()
-        before.add(request("a", prompt, **wishes))
+        before.add_request(request("a", prompt, **params))
         told = run_steps(before, num_steps=num_steps)
         if not told:
             continue
         after, _ = make_engine()
-        after.add(request("a", prompt, past=told["a"].past(len(whole.branches)), **wishes))
+        after.add_request(request("a", prompt, history=told["a"].history(len(whole.branches)), **params))
         told = run_steps(after, told)["a"]
         assert told.by_branch() == whole.by_branch()
         assert told.logprobs == whole.logprobs
@@ -326,9 +326,9 @@ def test_taken_up_after_any_step_it_tells_the_rest(make_engine, wishes):
 def test_branches_taken_up_at_different_lengths(make_engine, given):
     prompt = range(10)
     wanted = {branch: alone(prompt, branch, 12, frozenset()) for branch in range(3)}
-    past = tuple(BranchPast(token_ids=tuple(wanted[branch][0][:count])) for branch, count in enumerate(given))
+    past = tuple(BranchHistory(token_ids=tuple(wanted[branch][0][:count])) for branch, count in enumerate(given))
     engine, executor = make_engine()
-    engine.add(request("a", prompt, past=past, n=3, best_of=3, max_tokens=12, ignore_eos=True))
+    engine.add_request(request("a", prompt, history=past, n=3, best_of=3, max_tokens=12, ignore_eos=True))
     told = run_steps(engine)["a"]
     assert {branch: (wanted[branch][0][count:], EndReason.LENGTH) for branch, count in enumerate(given)} == (
         told.by_branch()
@@ -337,11 +337,11 @@ def test_branches_taken_up_at_different_lengths(make_engine, given):
 
 
 def test_a_past_with_its_end_untold_is_ended_without_a_step(make_engine):
-    prompt, wishes = range(6), {"n": 2, "best_of": 2, "max_tokens": 5}
+    prompt, params = range(6), {"n": 2, "best_of": 2, "max_tokens": 5}
     engine, executor = make_engine()
     wanted = {branch: alone(prompt, branch, 5) for branch in range(2)}
-    past = tuple(BranchPast(token_ids=tuple(tokens)) for tokens, _ in wanted.values())
-    engine.add(request("a", prompt, past=past, **wishes))
+    past = tuple(BranchHistory(token_ids=tuple(tokens)) for tokens, _ in wanted.values())
+    engine.add_request(request("a", prompt, history=past, **params))
     told = run_steps(engine)["a"]
     assert told.by_branch() == {branch: ([], end) for branch, (_, end) in wanted.items()}
     assert (told.choices, executor.plans) == ((0, 1), [])
@@ -350,21 +350,21 @@ def test_a_past_with_its_end_untold_is_ended_without_a_step(make_engine):
 
 def test_beams_start_over_and_tell_what_is_left(make_engine, monkeypatch):
     """An engine that died while it told its answers, piece by piece."""
-    monkeypatch.setattr(beam_search, "TOLD_AT_ONCE", 3)
-    wishes = {"beam": BeamSearch(width=2), "n": 2, "max_tokens": 7, "logprobs": 1}
+    monkeypatch.setattr(beam_search, "MAX_PIECE_TOKENS", 3)
+    params = {"beam": BeamSearch(width=2), "n": 2, "max_tokens": 7, "logprobs": 1}
     engine, _ = make_engine()
-    engine.add(request("a", [5], **wishes))
+    engine.add_request(request("a", [5], **params))
     outputs = []
     while engine.has_work:
         engine.step()
-        outputs += engine.take_outputs()
+        outputs += engine.drain_request_outputs()
     assert len(outputs) == 6
     for num_told in range(7):
         told = Told()
         for output in outputs[:num_told]:
             told.hear(output)
-        engine.add(request("a", [5], past=told.past(len(told.branches)), **wishes))
+        engine.add_request(request("a", [5], history=told.history(len(told.branches)), **params))
         told = run_steps(engine, {"a": told})["a"]
-        assert_beams(told, [5], **wishes)
+        assert_beams(told, [5], **params)
         assert [len(told.logprobs[branch]) for branch in (0, 1)] == [7, 7]
         assert told.num_output_tokens == 14

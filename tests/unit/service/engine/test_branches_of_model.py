@@ -10,7 +10,7 @@ import pytest
 
 from model.ops.numpy_ops import NumpyOps
 from model.sampling_params import BeamSearch, SamplingParams
-from service.engine.request import Request
+from service.engine.request import EngineRequest
 from service.errors import EndReason
 from tests.support.beam_reference import search
 from tests.support.demo_engine import DemoEngines
@@ -34,9 +34,9 @@ def plain():
     return PlainModel(engines.model, engines.eos_token_ids)
 
 
-def run(engine, prompt=PROMPT, past=(), **wishes):
-    sampling = SamplingParams(**wishes)
-    engine.add(Request(request_id="a", prompt=tuple(prompt), sampling=sampling, past=past))
+def run(engine, prompt=PROMPT, history=(), **params):
+    sampling = SamplingParams(**params)
+    engine.add_request(EngineRequest(request_id="a", prompt=tuple(prompt), sampling=sampling, history=history))
     return run_steps(engine)["a"]
 
 
@@ -54,17 +54,17 @@ SAMPLED = (
 )
 
 
-@pytest.mark.parametrize(("wishes", "num_prompt"), [(SAMPLED[0], 1), (SAMPLED[0], 8), *((w, 11) for w in SAMPLED)])
-def test_branches_of_one_seed_are_the_streams_of_that_seed(engine_of, plain, wishes, num_prompt):
-    wishes, prompt = {"max_tokens": 10, "n": 4, "best_of": 4} | wishes, PROMPT[:num_prompt]
-    told = run(engine_of(max_num_seqs=4), prompt, **wishes)
-    assert told.branches == {k: plain.sample(prompt, SamplingParams(**wishes), k) for k in range(4)}
+@pytest.mark.parametrize(("params", "num_prompt"), [(SAMPLED[0], 1), (SAMPLED[0], 8), *((w, 11) for w in SAMPLED)])
+def test_branches_of_one_seed_are_the_streams_of_that_seed(engine_of, plain, params, num_prompt):
+    params, prompt = {"max_tokens": 10, "n": 4, "best_of": 4} | params, PROMPT[:num_prompt]
+    told = run(engine_of(max_num_seqs=4), prompt, **params)
+    assert told.branches == {k: plain.sample(prompt, SamplingParams(**params), k) for k in range(4)}
 
 
-def beams_of(plain, prompt, wishes):
-    stops = frozenset(wishes.stop_token_ids) | (frozenset() if wishes.ignore_eos else plain.eos_token_ids)
-    answers = search(prompt, wishes, stops, lambda tokens: plain.logprobs(tokens, wishes, len(prompt)).tolist())
-    return [tokens for tokens, _, _ in answers[: wishes.n]]
+def beams_of(plain, prompt, params):
+    stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else plain.eos_token_ids)
+    answers = search(prompt, params, stops, lambda tokens: plain.logprobs(tokens, params, len(prompt)).tolist())
+    return [tokens for tokens, _, _ in answers[: params.n]]
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8, 16])
@@ -72,9 +72,9 @@ def beams_of(plain, prompt, wishes):
 @pytest.mark.parametrize("length_penalty", [1.0, -2.0])
 def test_beams_are_those_of_the_reference(engine_of, plain, width, early_stopping, length_penalty):
     beam = BeamSearch(width=width, early_stopping=early_stopping, length_penalty=length_penalty)
-    wishes = {"beam": beam, "n": width, "max_tokens": 7, "stop_token_ids": (13, 260, 262, 300)}
-    told = run(engine_of(max_num_seqs=16, num_blocks=120), **wishes)
-    wanted = beams_of(plain, PROMPT, SamplingParams(**wishes))
+    params = {"beam": beam, "n": width, "max_tokens": 7, "stop_token_ids": (13, 260, 262, 300)}
+    told = run(engine_of(max_num_seqs=16, num_blocks=120), **params)
+    wanted = beams_of(plain, PROMPT, SamplingParams(**params))
     assert [told.branches[branch] for branch in range(width)] == wanted
 
 
@@ -89,14 +89,14 @@ SHAPED = (
 @pytest.mark.parametrize("shape", SHAPED, ids=str)
 def test_what_shapes_a_sample_shapes_a_beam(engine_of, plain, shape):
     """Beside requests of other kinds, whose log-probabilities are of the logits as they are."""
-    wishes = {"beam": BeamSearch(width=4), "n": 4, "max_tokens": 8, **shape}
+    params = {"beam": BeamSearch(width=4), "n": 4, "max_tokens": 8, **shape}
     other = {"temperature": 1.0, "seed": 3, "max_tokens": 8, "n": 2, "best_of": 2, "logprobs": 2, "ignore_eos": True}
     engine = engine_of(max_num_seqs=7)
-    engine.add(Request(request_id="other", prompt=tuple(PROMPT), sampling=SamplingParams(**other)))
-    engine.add(Request(request_id="a", prompt=tuple(PROMPT), sampling=SamplingParams(**wishes)))
+    engine.add_request(EngineRequest(request_id="other", prompt=tuple(PROMPT), sampling=SamplingParams(**other)))
+    engine.add_request(EngineRequest(request_id="a", prompt=tuple(PROMPT), sampling=SamplingParams(**params)))
     told = run_steps(engine)
     found = [told["a"].branches[branch] for branch in range(4)]
-    assert found == beams_of(plain, PROMPT, SamplingParams(**wishes))
+    assert found == beams_of(plain, PROMPT, SamplingParams(**params))
     for branch in range(2):
         output = told["other"].branches[branch]
         assert output == plain.sample(PROMPT, SamplingParams(**other), branch)
@@ -116,16 +116,16 @@ POOLS = (
 
 @pytest.mark.parametrize("sizes", POOLS, ids=str)
 def test_all_kinds_together_in_any_pool(engine_of, plain, sizes):
-    wishes = {
+    params = {
         "sampled": {"temperature": 1.0, "seed": 21, "n": 3, "best_of": 3, "max_tokens": 22, "ignore_eos": True},
         "beams": {"beam": BeamSearch(width=3), "n": 3, "max_tokens": 12, "ignore_eos": True},
         "single": {"temperature": 1.0, "seed": 22, "max_tokens": 22, "ignore_eos": True, "presence_penalty": 1.0},
     }
     engine = engine_of(max_num_seqs=7, **sizes)
-    for name, wish in wishes.items():
-        engine.add(Request(request_id=name, prompt=tuple(PROMPT), sampling=SamplingParams(**wish)))
+    for name, wish in params.items():
+        engine.add_request(EngineRequest(request_id=name, prompt=tuple(PROMPT), sampling=SamplingParams(**wish)))
     told = run_steps(engine)
-    sampling = {name: SamplingParams(**wish) for name, wish in wishes.items()}
+    sampling = {name: SamplingParams(**wish) for name, wish in params.items()}
     assert told["sampled"].branches == {k: plain.sample(PROMPT, sampling["sampled"], k) for k in range(3)}
     assert told["single"].branches == {0: plain.sample(PROMPT, sampling["single"], 0)}
     assert list(told["beams"].branches.values()) == beams_of(plain, PROMPT, sampling["beams"])
@@ -140,20 +140,22 @@ RESUMED = (
 )
 
 
-@pytest.mark.parametrize("wishes", RESUMED, ids=str)
-def test_taken_up_in_the_middle_it_goes_on_as_if_nothing_had_been(engine_of, wishes):
-    wishes = {"max_tokens": 8, **wishes}
-    whole = run(engine_of(max_num_seqs=4), **wishes)
+@pytest.mark.parametrize("params", RESUMED, ids=str)
+def test_taken_up_in_the_middle_it_goes_on_as_if_nothing_had_been(engine_of, params):
+    params = {"max_tokens": 8, **params}
+    whole = run(engine_of(max_num_seqs=4), **params)
     for num_steps in (2, 3, 5, 8):
         engine = engine_of(max_num_seqs=4)
-        engine.add(Request(request_id="a", prompt=tuple(PROMPT), sampling=SamplingParams(**wishes)))
+        engine.add_request(EngineRequest(request_id="a", prompt=tuple(PROMPT), sampling=SamplingParams(**params)))
         told = run_steps(engine, num_steps=num_steps)
         engine.cancel_all(EndReason.CANCELLED)
         while engine.has_work:
             engine.step()
-        engine.take_outputs()
-        past = told["a"].past(len(whole.branches))
-        engine.add(Request(request_id="a", prompt=tuple(PROMPT), sampling=SamplingParams(**wishes), past=past))
+        engine.drain_request_outputs()
+        history = told["a"].history(len(whole.branches))
+        engine.add_request(
+            EngineRequest(request_id="a", prompt=tuple(PROMPT), sampling=SamplingParams(**params), history=history)
+        )
         told = run_steps(engine, told)["a"]
         assert told.by_branch() == whole.by_branch()
         assert (told.end, told.choices, told.num_output_tokens) == (whole.end, whole.choices, whole.num_output_tokens)
@@ -177,7 +179,9 @@ def test_beams_are_those_of_transformers(plain_engine, width, early_stopping):
         sampling = SamplingParams(
             beam=beam, n=width, max_tokens=golden["max_tokens"], stop_token_ids=tuple(golden["stops"]), ignore_eos=True
         )
-        plain_engine.add(Request(request_id=str(number), prompt=tuple(golden["prompt"]), sampling=sampling))
+        plain_engine.add_request(
+            EngineRequest(request_id=str(number), prompt=tuple(golden["prompt"]), sampling=sampling)
+        )
     told = run_steps(plain_engine)
     for number, golden in enumerate(goldens):
         assert [told[str(number)].branches[branch] for branch in range(width)] == golden["answers"]
@@ -202,7 +206,9 @@ def test_adjusted_beams_are_those_of_transformers(plain_engine, adjustment):
             ignore_eos=True,
             **{**adjustment, "logit_bias": bias},
         )
-        plain_engine.add(Request(request_id=str(number), prompt=tuple(golden["prompt"]), sampling=sampling))
+        plain_engine.add_request(
+            EngineRequest(request_id=str(number), prompt=tuple(golden["prompt"]), sampling=sampling)
+        )
     told = run_steps(plain_engine)
     for number, golden in enumerate(goldens):
         found = told[str(number)]

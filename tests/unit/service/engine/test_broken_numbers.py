@@ -10,7 +10,7 @@ import pytest
 from model.llama import Llama
 from model.ops.numpy_ops import NumpyOps
 from model.sampling_params import SamplingParams
-from service.engine.request import Request
+from service.engine.request import EngineRequest
 from service.errors import EndReason
 from tests.support.demo_engine import BLOCK_SIZE, DemoEngines
 from tests.unit.service.engine.execution.test_executor import FLOAT32, AheadOps
@@ -31,9 +31,9 @@ def engines(request):
     return made
 
 
-def request_of(name: str, prompt: tuple[int, ...], **wishes) -> Request:
-    wishes = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True} | wishes
-    return Request(request_id=name, prompt=prompt, sampling=SamplingParams(**wishes))
+def request_of(name: str, prompt: tuple[int, ...], **params) -> EngineRequest:
+    params = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True} | params
+    return EngineRequest(request_id=name, prompt=prompt, sampling=SamplingParams(**params))
 
 
 def finish(engine) -> dict[str, tuple[list[int], EndReason | None]]:
@@ -42,7 +42,7 @@ def finish(engine) -> dict[str, tuple[list[int], EndReason | None]]:
     while engine.has_work:
         engine.step()
         engine.check_invariants()
-        for output in engine.take_outputs():
+        for output in engine.drain_request_outputs():
             tokens, _ = told.get(output.request_id, ([], None))
             told[output.request_id] = (tokens + [t for part in output.parts for t in part.token_ids], output.end)
     return told
@@ -55,13 +55,13 @@ def test_who_begins_alike_gets_what_it_would_get_alone(engines, num_steps, num_c
     common = BEGINNING[:num_common]
     good = request_of("good", (*common, 7, *TAIL))
     alone = engines.make(prefix_caching=True)
-    alone.add(good)
+    alone.add_request(good)
     wanted = finish(alone)["good"]
     engine = engines.make(prefix_caching=True)
-    engine.add(request_of("bad", (*common, BROKEN, *TAIL)))
+    engine.add_request(request_of("bad", (*common, BROKEN, *TAIL)))
     for _ in range(num_steps):
         engine.step()
-    engine.add(good)
+    engine.add_request(good)
     told = finish(engine)
     assert told["bad"] == ([], EndReason.NUMERICAL_ERROR)
     assert told["good"] == wanted
@@ -72,19 +72,19 @@ def test_who_begins_alike_gets_what_it_would_get_alone(engines, num_steps, num_c
 def test_nothing_of_it_is_kept_for_who_comes_later(engines, num_tokens):
     """Though the last chunk is a single token, which fills a block or does not."""
     engine = engines.make(prefix_caching=True, budget=num_tokens - 1)
-    engine.add(request_of("bad", (*BEGINNING[:5], BROKEN, *TAIL, *TAIL)[:num_tokens]))
+    engine.add_request(request_of("bad", (*BEGINNING[:5], BROKEN, *TAIL, *TAIL)[:num_tokens]))
     assert finish(engine)["bad"] == ([], EndReason.NUMERICAL_ERROR)
     assert engine.stats().num_blocks_cached == 0
 
 
 def test_what_stands_before_it_is_as_likely_as_ever(engines):
     engine = engines.make()
-    engine.add(request_of("bad", (*BEGINNING, BROKEN, *TAIL), prompt_logprobs=0))
-    engine.add(request_of("good", (*BEGINNING, 7, *TAIL), prompt_logprobs=0))
+    engine.add_request(request_of("bad", (*BEGINNING, BROKEN, *TAIL), prompt_logprobs=0))
+    engine.add_request(request_of("good", (*BEGINNING, 7, *TAIL), prompt_logprobs=0))
     told: dict[str, list[float]] = {"bad": [], "good": []}
     while engine.has_work:
         engine.step()
-        for output in engine.take_outputs():
+        for output in engine.drain_request_outputs():
             scored = [one for part in output.parts if part.is_prompt for one in part.logprobs]
             told[output.request_id] += [one.logprob for one in scored]
     num_before = len(BEGINNING) - 1  # the first token has none

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from model.sampling_params import SamplingParams
 from service.engine.engine import Engine
 from service.engine.kv.kv_manager import KVManager
-from service.engine.request import Request
+from service.engine.request import EngineRequest
 from service.engine.scheduling.limits import Limits
 from service.errors import EndReason
 from tests.support.scripted_executor import ScriptedExecutor, next_token
@@ -42,8 +42,8 @@ def engine_of(
     return Engine(executor, kv, limits, frozenset({EOS})), executor
 
 
-def request(name, prompt, **wishes):
-    return Request(request_id=name, prompt=tuple(prompt), sampling=SamplingParams(**{"max_tokens": 8} | wishes))
+def request(name, prompt, **params):
+    return EngineRequest(request_id=name, prompt=tuple(prompt), sampling=SamplingParams(**{"max_tokens": 8} | params))
 
 
 def alone(prompt, max_tokens, stops=frozenset({EOS})):
@@ -69,7 +69,7 @@ def run(engine):
 
 
 def collect(engine, told):
-    for output in engine.take_outputs():
+    for output in engine.drain_request_outputs():
         tokens, end = told.get(output.request_id, ([], None))
         assert end is None, "an output behind the end"
         tokens = tokens + [token for part in output.parts for token in part.token_ids]
@@ -81,7 +81,7 @@ def test_many_requests_get_what_each_would_get_alone(make_engine):
     engine, _ = make_engine()
     prompts = {str(n): [n, *range(n % 23)] for n in range(40)}
     for name, prompt in prompts.items():
-        engine.add(request(name, prompt, max_tokens=5 + int(name) % 11))
+        engine.add_request(request(name, prompt, max_tokens=5 + int(name) % 11))
     told = run(engine)
     assert told == {name: alone(prompt, 5 + int(name) % 11) for name, prompt in prompts.items()}
     assert engine.stats().num_blocks_used == 0
@@ -89,9 +89,9 @@ def test_many_requests_get_what_each_would_get_alone(make_engine):
 
 def test_a_long_prompt_is_computed_in_chunks_beside_decodes(make_engine):
     engine, executor = make_engine(budget=8)
-    engine.add(request("short", [1], max_tokens=20, ignore_eos=True))
+    engine.add_request(request("short", [1], max_tokens=20, ignore_eos=True))
     engine.step()
-    engine.add(request("long", range(50), max_tokens=2, ignore_eos=True))
+    engine.add_request(request("long", range(50), max_tokens=2, ignore_eos=True))
     run(engine)
     mixed = [plan for plan in executor.plans if len(plan.chunks) == 2]
     assert len(mixed) >= 6
@@ -101,7 +101,7 @@ def test_a_long_prompt_is_computed_in_chunks_beside_decodes(make_engine):
 def test_preempted_requests_come_back_and_lose_nothing(make_engine):
     engine, _ = make_engine(num_blocks=12, max_len=48)
     for n in range(6):
-        engine.add(request(str(n), [n, 50, 51], max_tokens=30, ignore_eos=True))
+        engine.add_request(request(str(n), [n, 50, 51], max_tokens=30, ignore_eos=True))
     told = run(engine)
     assert engine.stats().num_preemptions > 0
     for n in range(6):
@@ -111,24 +111,24 @@ def test_preempted_requests_come_back_and_lose_nothing(make_engine):
 def test_the_oldest_request_is_never_preempted(make_engine):
     engine, executor = make_engine(num_blocks=10, max_len=40)
     for n in range(5):
-        engine.add(request(str(n), [n], max_tokens=35, ignore_eos=True))
+        engine.add_request(request(str(n), [n], max_tokens=35, ignore_eos=True))
     run(engine)
     oldest_starts = [c.start for plan in executor.plans for c in plan.chunks if c.sequence.request_id == "0"]
     assert engine.stats().num_preemptions > 0
     assert oldest_starts == sorted(set(oldest_starts))
 
 
-@pytest.mark.parametrize("wishes", [{"stop_token_ids": (3, 11, 29)}, {"ignore_eos": True}, {"min_tokens": 6}])
-def test_ends(make_engine, wishes):
+@pytest.mark.parametrize("params", [{"stop_token_ids": (3, 11, 29)}, {"ignore_eos": True}, {"min_tokens": 6}])
+def test_ends(make_engine, params):
     engine, _ = make_engine()
-    engine.add(request("a", [5, 6], max_tokens=90, **wishes))
+    engine.add_request(request("a", [5, 6], max_tokens=90, **params))
     tokens, end = run(engine)["a"]
-    stops = {*wishes.get("stop_token_ids", ()), *(() if wishes.get("ignore_eos") else (EOS,))}
+    stops = {*params.get("stop_token_ids", ()), *(() if params.get("ignore_eos") else (EOS,))}
     expected = [5, 6]
     while True:
         expected.append(next_token(expected))
         made = len(expected) - 2
-        if (expected[-1] in stops and made >= wishes.get("min_tokens", 0)) or made == 90:
+        if (expected[-1] in stops and made >= params.get("min_tokens", 0)) or made == 90:
             break
     assert tokens == expected[2:]
     assert end is (EndReason.STOP if tokens[-1] in stops else EndReason.LENGTH)
@@ -136,15 +136,15 @@ def test_ends(make_engine, wishes):
 
 def test_what_can_never_fit_ends_at_once(make_engine):
     engine, _ = make_engine(max_len=20)
-    engine.add(request("big", range(15), max_tokens=6))
-    engine.add(request("empty", []))
+    engine.add_request(request("big", range(15), max_tokens=6))
+    engine.add_request(request("empty", []))
     assert run(engine) == {"big": ([], EndReason.TOO_LARGE), "empty": ([], EndReason.TOO_LARGE)}
 
 
 def test_a_nan_ends_only_its_own_request(make_engine):
     engine, _ = make_engine(nan_after=96)
-    engine.add(request("bad", [1, 96]))
-    engine.add(request("good", [1, 2], ignore_eos=True, max_tokens=3))
+    engine.add_request(request("bad", [1, 96]))
+    engine.add_request(request("good", [1, 2], ignore_eos=True, max_tokens=3))
     told = run(engine)
     assert told["bad"] == ([], EndReason.NUMERICAL_ERROR)
     assert told["good"] == alone([1, 2], 3, stops=frozenset())
@@ -152,33 +152,33 @@ def test_a_nan_ends_only_its_own_request(make_engine):
 
 def test_cancel_frees_blocks_before_the_next_step(make_engine):
     engine, _ = make_engine()
-    engine.add(request("a", range(20), ignore_eos=True, max_tokens=50))
+    engine.add_request(request("a", range(20), ignore_eos=True, max_tokens=50))
     engine.step()
     assert engine.stats().num_blocks_used > 0
     engine.cancel("a", EndReason.CANCELLED)
     assert engine.stats().num_blocks_used == 0
-    assert [output.end for output in engine.take_outputs()] == [EndReason.CANCELLED]
+    assert [output.end for output in engine.drain_request_outputs()] == [EndReason.CANCELLED]
     engine.cancel("a", EndReason.CANCELLED)
-    assert engine.take_outputs() == []
+    assert engine.drain_request_outputs() == []
 
 
 def test_the_same_id_twice_is_refused(make_engine):
     engine, _ = make_engine()
-    engine.add(request("a", [1]))
+    engine.add_request(request("a", [1]))
     with pytest.raises(ValueError, match="already here"):
-        engine.add(request("a", [2]))
+        engine.add_request(request("a", [2]))
 
 
 def test_later_requests_begin_with_what_earlier_ones_have_left(runs_ahead):
     engine, executor = engine_of(runs_ahead, caches=True)
-    engine.add(request("first", range(30), max_tokens=10, ignore_eos=True))
+    engine.add_request(request("first", range(30), max_tokens=10, ignore_eos=True))
     tokens, _ = run(engine)["first"]
     turn = [*range(30), *tokens, 5, 6]
-    engine.add(request("next", turn, max_tokens=4, ignore_eos=True))
+    engine.add_request(request("next", turn, max_tokens=4, ignore_eos=True))
     cached = []
     while engine.has_work:
         engine.step()
-        cached += [output.num_cached_tokens for output in engine.take_outputs()]
+        cached += [output.num_cached_tokens for output in engine.drain_request_outputs()]
     assert cached == [36] * 4  # the first one has computed 39; its last block was not full
     assert sum(c.length for plan in executor.plans for c in plan.chunks if c.sequence.request_id == "next") == 6 + 3
 
@@ -187,7 +187,7 @@ def test_requests_of_one_beginning_compute_it_once_though_they_come_together(run
     engine, executor = engine_of(runs_ahead, caches=True, budget=256)
     prompts = {str(n): [*range(40), 60 + n] for n in range(8)}
     for name, prompt in prompts.items():
-        engine.add(request(name, prompt, max_tokens=3))
+        engine.add_request(request(name, prompt, max_tokens=3))
     assert run(engine) == {name: alone(prompt, 3) for name, prompt in prompts.items()}
     assert executor.plans[0].num_tokens == 41 + 7
 
@@ -209,7 +209,7 @@ class EngineMachine(RuleBasedStateMachine):
     def add(self, prompt, max_tokens, penalty):
         name = str(len(self.wanted))
         self.wanted[name] = alone(prompt, max_tokens)
-        self.engine.add(request(name, prompt, max_tokens=max_tokens, presence_penalty=penalty))
+        self.engine.add_request(request(name, prompt, max_tokens=max_tokens, presence_penalty=penalty))
 
     @rule(count=st.integers(1, 12))
     def step(self, count):
@@ -252,14 +252,14 @@ def test_prompts_get_a_smaller_share_of_a_step_while_others_decode():
     executor = ScriptedExecutor(64, 4)
     limits = Limits(max_num_seqs=8, max_num_batched_tokens=32, max_prefill_chunk=6, max_model_len=128)
     engine = Engine(executor, KVManager(64, 4), limits, frozenset({EOS}))
-    engine.add(request("alone", range(30), max_tokens=30, ignore_eos=True))
+    engine.add_request(request("alone", range(30), max_tokens=30, ignore_eos=True))
     engine.step()
-    engine.add(request("later", range(20, 50), max_tokens=2, ignore_eos=True))
+    engine.add_request(request("later", range(20, 50), max_tokens=2, ignore_eos=True))
     run(engine)
-    engine.add(request("a", range(40, 70), max_tokens=9, ignore_eos=True))
+    engine.add_request(request("a", range(40, 70), max_tokens=9, ignore_eos=True))
     engine.step()
     for name in ("b", "c", "d"):
-        engine.add(request(name, range(60, 90), max_tokens=2, ignore_eos=True))
+        engine.add_request(request(name, range(60, 90), max_tokens=2, ignore_eos=True))
     run(engine)
     lengths = [sum(c.length for c in plan.chunks if c.length > 1) for plan in executor.plans]
     assert lengths[0] == 30
@@ -272,10 +272,10 @@ def test_a_long_queue_gets_more_of_a_step_than_a_short_one():
     executor = ScriptedExecutor(4096, 4)
     limits = Limits(max_num_seqs=512, max_num_batched_tokens=512, max_prefill_chunk=16, max_model_len=128)
     engine = Engine(executor, KVManager(4096, 4), limits, frozenset({EOS}))
-    engine.add(request("first", range(4), max_tokens=124, ignore_eos=True))
+    engine.add_request(request("first", range(4), max_tokens=124, ignore_eos=True))
     engine.step()
     for number in range(400):
-        engine.add(request(str(number), range(10), max_tokens=1, ignore_eos=True))
+        engine.add_request(request(str(number), range(10), max_tokens=1, ignore_eos=True))
     run(engine)
     prompts = [[c for c in plan.chunks if c.length > 1] for plan in executor.plans[1:]]
     lengths = [sum(c.length for c in chunks) for chunks in prompts if chunks]
@@ -295,10 +295,10 @@ def test_a_queue_gets_what_the_device_does_best_and_a_few_prompts_all_they_want(
         max_num_seqs=8, max_num_batched_tokens=512, max_prefill_chunk=16, max_model_len=128, fit_prompts=fit
     )
     engine = Engine(executor, KVManager(4096, 4), limits, frozenset({EOS}))
-    engine.add(request("first", range(4), max_tokens=100, ignore_eos=True))
+    engine.add_request(request("first", range(4), max_tokens=100, ignore_eos=True))
     engine.step()
     for number in range(20):
-        engine.add(request(str(number), range(10), max_tokens=1, ignore_eos=True))
+        engine.add_request(request(str(number), range(10), max_tokens=1, ignore_eos=True))
     run(engine)
     assert asked[0] == (1, 3 * 16 - 1)
     assert all(num_tokens <= 70 for _, num_tokens in asked)  # seven slots

@@ -9,7 +9,7 @@ from model.sampling_params import BeamSearch, SamplingParams
 from service.cli.bench.host_steps import make_engine
 from service.engine.engine import Engine
 from service.engine.kv.kv_manager import KVManager
-from service.engine.request import Request
+from service.engine.request import EngineRequest
 from service.engine.scheduling.limits import Limits
 from service.errors import EndReason
 from tests.support.scripted_executor import ScriptedExecutor
@@ -36,9 +36,11 @@ def scripted():
     return Engine(executor, KVManager(64, 4, prefix_caching=True), limits, frozenset()), executor
 
 
-def begin(engine, name, wishes):
+def begin(engine, name, params):
     """The request's group and its sequences, as somebody sees them who does not keep them."""
-    engine.add(Request(request_id=name, prompt=(1, 2, 3, 4, 5), sampling=SamplingParams(max_tokens=6, **wishes)))
+    engine.add_request(
+        EngineRequest(request_id=name, prompt=(1, 2, 3, 4, 5), sampling=SamplingParams(max_tokens=6, **params))
+    )
     engine.step()
     return [weakref.ref(one) for sequence in engine.running for one in (sequence, sequence.group)]
 
@@ -46,7 +48,7 @@ def begin(engine, name, wishes):
 def finish(engine):
     while engine.has_work:
         engine.step()
-    engine.take_news()
+    engine.drain_outputs()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -21,7 +21,7 @@ from model.sampling_params import BeamSearch, SamplingParams
 from model.tokenizer import Tokenizer
 from service.engine import grammars
 from service.engine.grammars import NUM_COMPILING_THREADS, Grammars, MaskBuilder
-from service.engine.request import BranchPast, Request
+from service.engine.request import BranchHistory, EngineRequest
 from service.errors import EndReason
 from tests.support.beam_reference import search
 from tests.support.demo_engine import DEMO, DemoEngines
@@ -53,22 +53,24 @@ def plain():
     return PlainModel(engines.model, engines.eos_token_ids)
 
 
-def ask(name: str, grammar: str | None, past: tuple[BranchPast, ...] = (), **wishes) -> Request:
-    wishes = {"max_tokens": 120, "temperature": 1.0, "seed": 3} | wishes
-    return Request(request_id=name, prompt=PROMPT, sampling=SamplingParams(grammar=grammar, **wishes), past=past)
+def ask(name: str, grammar: str | None, history: tuple[BranchHistory, ...] = (), **params) -> EngineRequest:
+    params = {"max_tokens": 120, "temperature": 1.0, "seed": 3} | params
+    return EngineRequest(
+        request_id=name, prompt=PROMPT, sampling=SamplingParams(grammar=grammar, **params), history=history
+    )
 
 
 def run(engine, *requests, max_steps=None):
     """By request and branch its tokens, and by request its end."""
     told, ends = defaultdict(list), {}
     for request in requests:
-        engine.add(request)
+        engine.add_request(request)
     num_steps = 0
     while num_steps != max_steps:
         engine.step()
         engine.check_invariants()
         num_steps += 1
-        outputs = engine.take_outputs()
+        outputs = engine.drain_request_outputs()
         for output in outputs:
             for part in output.parts:
                 told[output.request_id, part.branch] += part.token_ids
@@ -83,8 +85,8 @@ def preempt_all(engine):
     """Whoever runs has to begin again."""
     scheduler = engine._scheduler
     for group in {sequence.group for sequence in engine.running}:
-        scheduler.preemption._evict(group, scheduler.running)
-        scheduler._queue_again([group])
+        scheduler.preemption._preempt(group, scheduler.running)
+        scheduler._requeue([group])
 
 
 def text(ids) -> str:
@@ -135,12 +137,12 @@ def ids_with(letter: bytes) -> tuple[int, ...]:
     return tuple(token for token in range(TOKENIZER.vocab_size) if letter in TOKENIZER.token_bytes(token))
 
 
-@pytest.mark.parametrize("wishes", [{}, {"temperature": 0.0}, {"beam": BeamSearch(width=2)}])
-def test_a_stop_id_that_alone_fits_within_min_tokens_is_a_token_and_ends_nothing(engines, wishes):
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.0}, {"beam": BeamSearch(width=2)}])
+def test_a_stop_id_that_alone_fits_within_min_tokens_is_a_token_and_ends_nothing(engines, params):
     stops = ids_with(b"b")
     told, ends = run(
         engines.make(),
-        ask("bound", of_regex("ab[ac]{2}c"), stop_token_ids=stops, min_tokens=4, **wishes),
+        ask("bound", of_regex("ab[ac]{2}c"), stop_token_ids=stops, min_tokens=4, **params),
         ask("free", None, max_tokens=5),
     )
     assert re.fullmatch("ab[ac]{2}c", text(told["bound", 0]))
@@ -148,26 +150,26 @@ def test_a_stop_id_that_alone_fits_within_min_tokens_is_a_token_and_ends_nothing
     assert ends == {"bound": EndReason.STOP, "free": EndReason.LENGTH}
 
 
-@pytest.mark.parametrize("wishes", [{}, {"beam": BeamSearch(width=2)}])
-def test_a_form_behind_which_only_an_end_fits_ends_within_min_tokens(engines, wishes):
+@pytest.mark.parametrize("params", [{}, {"beam": BeamSearch(width=2)}])
+def test_a_form_behind_which_only_an_end_fits_ends_within_min_tokens(engines, params):
     """The grammar names EOS, as it may: the text is complete without it, and nothing else follows."""
     grammar = of_grammar('start: "the" <|end|>?')
-    told, ends = run(engines.make(), ask("a", grammar, min_tokens=30, **wishes))
+    told, ends = run(engines.make(), ask("a", grammar, min_tokens=30, **params))
     assert (text(told["a", 0]), ends["a"]) == ("the", EndReason.STOP)
     other = TOKENIZER.encode(",")[-1]
     told, ends = run(
         engines.make(),
-        ask("b", grammar, min_tokens=30, stop_token_ids=(other,), logit_bias=((other, 100.0),), **wishes),
+        ask("b", grammar, min_tokens=30, stop_token_ids=(other,), logit_bias=((other, 100.0),), **params),
     )
     assert ends["b"] is EndReason.STOP
 
 
 @pytest.mark.parametrize("text", ['start: <|end|> "x"', 'start: "the" <|end|>', "start: start"])
 @pytest.mark.parametrize(
-    "wishes", [{}, {"logit_bias": ((EOS, 100.0),)}, {"n": 2, "best_of": 2}, {"beam": BeamSearch(width=2)}]
+    "params", [{}, {"logit_bias": ((EOS, 100.0),)}, {"n": 2, "best_of": 2}, {"beam": BeamSearch(width=2)}]
 )
-def test_a_grammar_that_no_token_fits_fails_its_own_request_alone(engines, text, wishes):
-    _, ends = run(engines.make(), ask("bad", of_grammar(text), **wishes), ask("good", of_choice(["the cat"])))
+def test_a_grammar_that_no_token_fits_fails_its_own_request_alone(engines, text, params):
+    _, ends = run(engines.make(), ask("bad", of_grammar(text), **params), ask("good", of_choice(["the cat"])))
     assert ends == {"bad": EndReason.GRAMMAR, "good": EndReason.STOP}
 
 
@@ -196,12 +198,12 @@ FEW = (CHOICES, of_regex("(red|green|blue)( and (red|green|blue))?"), of_json(FO
 """Somewhere in each of them fewer tokens are allowed than a search is wide, and more behind it."""
 
 
-@pytest.mark.parametrize("wishes", [{"min_tokens": 12}, {"ignore_eos": True}], ids=str)
+@pytest.mark.parametrize("params", [{"min_tokens": 12}, {"ignore_eos": True}], ids=str)
 @pytest.mark.parametrize("grammar", FEW)
-def test_beams_are_those_of_the_reference_however_few_tokens_a_grammar_allows(engine, plain, grammar, wishes):
+def test_beams_are_those_of_the_reference_however_few_tokens_a_grammar_allows(engine, plain, grammar, params):
     beam = BeamSearch(width=8, early_stopping="never")
-    request = ask("b", grammar, n=8, max_tokens=13, beam=beam, **wishes)
-    engine.add(request)
+    request = ask("b", grammar, n=8, max_tokens=13, beam=beam, **params)
+    engine.add_request(request)
     told = run_steps(engine, num_steps=4)
     while engine.has_work:
         preempt_all(engine)
@@ -230,8 +232,8 @@ def test_beams_are_those_of_the_reference_however_few_tokens_a_grammar_allows(en
 
 def test_a_beam_whose_grammar_grows_beyond_its_limits_fails_its_own_request(engines):
     engine = engines.make(max_num_seqs=9)
-    engine.add(ask("bad", of_regex("[a-z]{50}"), beam=BeamSearch(width=4)))
-    engine.add(ask("good", of_regex("[a-z]{9}")))
+    engine.add_request(ask("bad", of_regex("[a-z]{50}"), beam=BeamSearch(width=4)))
+    engine.add_request(ask("good", of_regex("[a-z]{9}")))
     while not any(sequence.num_output_tokens > 3 for sequence in engine.running if sequence.request_id == "bad"):
         engine.step()
     for sequence in engine.running:
@@ -242,21 +244,21 @@ def test_a_beam_whose_grammar_grows_beyond_its_limits_fails_its_own_request(engi
 
 
 def test_penalties_and_a_grammar_together(engines):
-    wishes = {"temperature": 0.0, "frequency_penalty": 2.0}
-    told, _ = run(engines.make(), ask("a", of_regex("[a-z]{60}"), **wishes), ask("b", None, max_tokens=30, **wishes))
+    params = {"temperature": 0.0, "frequency_penalty": 2.0}
+    told, _ = run(engines.make(), ask("a", of_regex("[a-z]{60}"), **params), ask("b", None, max_tokens=30, **params))
     assert re.fullmatch("[a-z]{60}", text(told["a", 0]))
     assert len(set(told["b", 0])) > 15
 
 
 def test_another_engine_goes_on_behind_what_was_told(engines):
-    for wishes in ({}, {"n": 2, "best_of": 2}):
-        request = ask("r", of_json(random_schema(random.Random(5), depth=2), whitespace=COMPACT), seed=11, **wishes)
+    for params in ({}, {"n": 2, "best_of": 2}):
+        request = ask("r", of_json(random_schema(random.Random(5), depth=2), whitespace=COMPACT), seed=11, **params)
         whole, ends = run(engines.make(), request)
         before, early = run(engines.make(), request, max_steps=14)
         assert not early
-        past = tuple(BranchPast(token_ids=tuple(before["r", branch])) for branch in range(request.sampling.n))
+        past = tuple(BranchHistory(token_ids=tuple(before["r", branch])) for branch in range(request.sampling.n))
         assert all(one.token_ids for one in past)
-        after, ends_after = run(engines.make(), ask("r", request.sampling.grammar, past, seed=11, **wishes))
+        after, ends_after = run(engines.make(), ask("r", request.sampling.grammar, past, seed=11, **params))
         for branch, one in enumerate(past):
             assert [*one.token_ids, *after["r", branch]] == whole["r", branch]
         assert ends_after == ends
@@ -265,19 +267,19 @@ def test_another_engine_goes_on_behind_what_was_told(engines):
 def test_a_branch_that_ended_outside_its_grammar_does_not_fail_the_others(engines):
     """At a stop id that its text did not allow to follow, but allowed to end: nothing of it is done again."""
     stop, *letters = TOKENIZER.encode("!")[-1], *TOKENIZER.encode("abc")[1:]
-    ended = BranchPast(token_ids=(*letters, stop), end=EndReason.STOP)
-    wishes = {"n": 2, "best_of": 2, "stop_token_ids": (stop,)}
-    for past in ((ended, BranchPast()), (BranchPast(token_ids=ended.token_ids), BranchPast())):
-        told, ends = run(engines.make(), ask("r", of_regex("[a-z]{3,9}"), past, **wishes))
+    ended = BranchHistory(token_ids=(*letters, stop), end=EndReason.STOP)
+    params = {"n": 2, "best_of": 2, "stop_token_ids": (stop,)}
+    for past in ((ended, BranchHistory()), (BranchHistory(token_ids=ended.token_ids), BranchHistory())):
+        told, ends = run(engines.make(), ask("r", of_regex("[a-z]{3,9}"), past, **params))
         assert ends == {"r": EndReason.STOP}
         assert re.fullmatch("[a-z]{3,9}", text(token for token in told["r", 1] if token != stop))
         assert not told["r", 0]
 
 
 def test_a_finished_past_ends_at_once(engines):
-    past = (BranchPast(token_ids=tuple(TOKENIZER.encode("yes")[1:])),)
-    assert text(past[0].token_ids) == "yes"
-    told, ends = run(engines.make(), ask("r", of_choice(["yes", "no"]), past))
+    history = (BranchHistory(token_ids=tuple(TOKENIZER.encode("yes")[1:])),)
+    assert text(history[0].token_ids) == "yes"
+    told, ends = run(engines.make(), ask("r", of_choice(["yes", "no"]), history))
     assert (told["r", 0], ends) == ([], {"r": EndReason.STOP})
 
 
@@ -300,8 +302,8 @@ def test_a_grammar_that_cannot_be_had_fails_its_own_request(engines, grammar):
 
 def test_one_that_grows_beyond_its_limits_fails_its_own_request(engines):
     engine = engines.make()
-    engine.add(ask("bad", of_regex("[a-z]{50}")))
-    engine.add(ask("good", of_regex("[a-z]{9}")))
+    engine.add_request(ask("bad", of_regex("[a-z]{50}")))
+    engine.add_request(ask("good", of_regex("[a-z]{9}")))
     while not any(sequence.num_output_tokens > 3 for sequence in engine.running):
         engine.step()
     next(one for one in engine.running if one.request_id == "bad").matcher.advance((0,))  # as a limit would leave it
@@ -310,7 +312,7 @@ def test_one_that_grows_beyond_its_limits_fails_its_own_request(engines):
 
 
 def test_a_past_that_does_not_fit_is_no_crash(engines):
-    _, ends = run(engines.make(), ask("r", of_choice(["yes"]), (BranchPast(token_ids=(0, 0)),)))
+    _, ends = run(engines.make(), ask("r", of_choice(["yes"]), (BranchHistory(token_ids=(0, 0)),)))
     assert ends == {"r": EndReason.GRAMMAR}
 
 
@@ -330,8 +332,8 @@ def test_while_one_compiles_others_run_and_it_can_be_cancelled(engines):
         return compiler
 
     engine._grammars = Grammars(slow_compiler)
-    engine.add(ask("slow", of_choice(["yes"])))
-    engine.add(ask("gone", of_choice(["yes"])))
+    engine.add_request(ask("slow", of_choice(["yes"])))
+    engine.add_request(ask("gone", of_choice(["yes"])))
     try:
         _, ends = run(engine, ask("other", None, max_tokens=5, ignore_eos=True), max_steps=8)
         assert ends == {"other": EndReason.LENGTH}
@@ -385,7 +387,7 @@ def test_a_process_ends_whatever_it_compiles():
 def test_masks_of_many_sequences_are_those_of_each(engines):
     engine = engines.make(max_num_seqs=30, num_blocks=400)
     for i in range(20):
-        engine.add(ask(str(i), None if i % 4 == 0 else of_regex(f"[{chr(97 + i)}0-9]{{30}}"), max_tokens=40))
+        engine.add_request(ask(str(i), None if i % 4 == 0 else of_regex(f"[{chr(97 + i)}0-9]{{30}}"), max_tokens=40))
     while len(engine.running) < 20:
         engine.step()
     samplers = engine.running

@@ -7,8 +7,8 @@ import pytest
 from model.sampling_params import SamplingParams
 from service.engine.engine import Engine
 from service.engine.kv.kv_manager import KVManager
-from service.engine.output_processor import one_by_one
-from service.engine.request import Request
+from service.engine.output_processor import iter_request_outputs
+from service.engine.request import EngineRequest
 from service.engine.scheduling.limits import Limits
 from service.errors import EndReason
 from service.worker.engine_thread import Add, Cancel, EngineThread, Stop
@@ -24,12 +24,14 @@ class Harness:
         self.outputs, self.deaths = queue.Queue(), queue.Queue()
         limits = Limits(max_num_seqs=4, max_num_batched_tokens=16, max_prefill_chunk=16, max_model_len=256)
         engine = Engine(executor or ScriptedExecutor(64, 4), KVManager(64, 4), limits, frozenset())
-        self.thread = EngineThread(engine, lambda news: list(map(self.outputs.put, one_by_one(news))), self.deaths.put)
+        self.thread = EngineThread(
+            engine, lambda outputs: list(map(self.outputs.put, iter_request_outputs(outputs))), self.deaths.put
+        )
         self.thread.start()
 
     def add(self, name, max_tokens):
         wishes = SamplingParams(max_tokens=max_tokens)
-        self.thread.send(Add(Request(request_id=name, prompt=(1, 2), sampling=wishes)))
+        self.thread.send(Add(EngineRequest(request_id=name, prompt=(1, 2), sampling=wishes)))
 
     def until_end(self, name):
         tokens = []

@@ -3,7 +3,7 @@
 from dataclasses import fields
 
 from service.config import Settings
-from service.engine.output_processor import BranchOutput, Output
+from service.engine.output_processor import BranchOutput, RequestOutput
 from service.engine.step import TokenLogprob
 from service.errors import EndReason
 from service.wire.codec import decode, encode
@@ -11,9 +11,11 @@ from service.wire.messages import Event
 from service.worker.job_events import event_of, without_end
 
 
-def output(*token_ids: int, end: EndReason | None = None) -> Output:
+def output(*token_ids: int, end: EndReason | None = None) -> RequestOutput:
     parts = (BranchOutput(0, token_ids, (), None),)
-    return Output("j/1", parts, end, (), num_prompt_tokens=9, num_output_tokens=len(token_ids), num_cached_tokens=4)
+    return RequestOutput(
+        "j/1", parts, end, (), num_prompt_tokens=9, num_output_tokens=len(token_ids), num_cached_tokens=4
+    )
 
 
 def test_the_first_event_and_the_last_tell_what_the_job_has_cost_so_far():
@@ -39,9 +41,9 @@ def test_the_prompt_and_as_many_branches_as_there_may_be_stand_in_one_event():
     max_n = next(field for field in fields(Settings) if field.name == "max_n").metadata["high"]
     told = (TokenLogprob(-1.0, (1, 2), (-1.0, -2.0)),)
     parts = [BranchOutput(branch, (5,), told, EndReason.LENGTH) for branch in range(max_n)]
-    outputs = [Output("j", (BranchOutput(0, (3,), told, None, is_prompt=True),), None, (), 2, 0, 0)]
-    outputs += [Output("j", (part,), None, (), 2, part.branch + 1, 0) for part in parts[:-1]]
-    outputs.append(Output("j", (parts[-1],), EndReason.LENGTH, tuple(range(max_n)), 2, max_n, 0))
+    outputs = [RequestOutput("j", (BranchOutput(0, (3,), told, None, is_prompt=True),), None, (), 2, 0, 0)]
+    outputs += [RequestOutput("j", (part,), None, (), 2, part.branch + 1, 0) for part in parts[:-1]]
+    outputs.append(RequestOutput("j", (parts[-1],), EndReason.LENGTH, tuple(range(max_n)), 2, max_n, 0))
     event = event_of("01ARZ3NDEKTSV4RRFFQ69G5FAV", 1, outputs)
     assert len(event.parts) == max_n + 1
     assert decode(Event, encode(event)) == event

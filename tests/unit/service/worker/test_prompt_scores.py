@@ -1,24 +1,24 @@
 """Log-probabilities of prompts on their way out: never more in an event than it may hold, and counted when taken up."""
 
-from service.engine.output_processor import BranchOutput, Output
+from service.engine.output_processor import BranchOutput, RequestOutput
 from service.engine.step import TokenLogprob
 from service.errors import EndReason
 from service.wire.codec import LIMITS, decode, encode, unpack_ids
 from service.wire.messages import Event
 from service.worker.job_events import MAX_EVENT_TOKENS, event_of, in_events
-from service.worker.recovery import branch_pasts, num_scored_tokens
+from service.worker.recovery import branch_histories, num_scored_tokens
 
 WIDEST = TokenLogprob(-1.5, tuple(range(20)), (-0.5,) * 20)
 
 
-def scored(first: int, count: int) -> Output:
+def scored(first: int, count: int) -> RequestOutput:
     part = BranchOutput(0, tuple(range(first, first + count)), (WIDEST,) * count, None, is_prompt=True)
-    return Output("j/1", (part,), None, (), 10, 0, 0)
+    return RequestOutput("j/1", (part,), None, (), 10, 0, 0)
 
 
-def said(token: int, end: EndReason | None = None) -> Output:
+def said(token: int, end: EndReason | None = None) -> RequestOutput:
     part = BranchOutput(0, (token,), (WIDEST,), end)
-    return Output("j/1", (part,), end, (0,) if end else (), 10, 1, 0)
+    return RequestOutput("j/1", (part,), end, (0,) if end else (), 10, 1, 0)
 
 
 def test_a_long_prompt_takes_several_events_that_fit():
@@ -33,7 +33,7 @@ def test_a_long_prompt_takes_several_events_that_fit():
     assert [event.end for event in told] == [None, None, EndReason.STOP]
     assert unpack_ids(told[-1].parts[-1].tokens) == [7, 8]
     assert num_scored_tokens(told) == 256 * 40 + 1
-    (past,) = branch_pasts(told)
+    (past,) = branch_histories(told)
     assert past.token_ids == (7, 8)
     assert past.sum_logprob == -3.0
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from service.engine.request import BranchPast
+from service.engine.request import BranchHistory
 from service.errors import EndReason
 from service.metrics import STAT_JOBS_LOST_TOTAL, STAT_JOBS_TAKEN_OVER_TOTAL, STAT_NUM_JOBS_HELD, STAT_RESUMED_TOTAL
 from service.wire.broker import SUSPECT_AFTER_DEATHS
@@ -13,7 +13,7 @@ from service.wire.codec import pack_floats, pack_ids
 from service.wire.memory_broker import MemoryBroker
 from service.wire.memory_queue import MemoryQueue
 from service.wire.messages import Cancel, Event, Part, TokenLogprobs
-from service.worker.recovery import branch_pasts
+from service.worker.recovery import branch_histories
 from tests.support.scripted_executor import ScriptedExecutor
 from tests.support.worker_house import House, alone, told
 
@@ -229,9 +229,9 @@ def test_the_past_of_each_branch_is_what_was_told_of_it():
         Event(job_id="J", number=1, parts=(part(0, [1, 2], [-0.5, -0.25]), part(2, [3], [-1.0]))),
         Event(job_id="J", number=2, parts=(part(2, [4], [-2.0], EndReason.STOP), part(0, [5], [-0.125]))),
     ]
-    assert branch_pasts(events) == (
-        BranchPast(token_ids=(1, 2, 5), sum_logprob=-0.875),
-        BranchPast(),
-        BranchPast(token_ids=(3, 4), end=EndReason.STOP, sum_logprob=-3.0),
+    assert branch_histories(events) == (
+        BranchHistory(token_ids=(1, 2, 5), sum_logprob=-0.875),
+        BranchHistory(),
+        BranchHistory(token_ids=(3, 4), end=EndReason.STOP, sum_logprob=-3.0),
     )
-    assert branch_pasts([]) == ()
+    assert branch_histories([]) == ()

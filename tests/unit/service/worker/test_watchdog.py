@@ -13,7 +13,7 @@ import pytest
 from model.sampling_params import SamplingParams
 from service.engine.engine import Engine
 from service.engine.kv.kv_manager import KVManager
-from service.engine.request import Request
+from service.engine.request import EngineRequest
 from service.engine.scheduling.limits import Limits
 from service.errors import EndReason
 from service.sd_notify import Supervisor
@@ -59,7 +59,7 @@ class House:
         self.watchdog.watch(self.thread, self.hangs.put)
 
     def work(self):
-        self.thread.send(Add(Request(request_id="a", prompt=(1, 2), sampling=SamplingParams(max_tokens=5))))
+        self.thread.send(Add(EngineRequest(request_id="a", prompt=(1, 2), sampling=SamplingParams(max_tokens=5))))
 
     def close(self):
         self.thread.send(Stop(EndReason.SHUTDOWN))

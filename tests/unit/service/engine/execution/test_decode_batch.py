@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from model.sampling_params import SamplingParams
-from service.engine.execution.decode_batch import DecodeRows
-from service.engine.request import Request
+from service.engine.execution.decode_batch import DecodeBatch
+from service.engine.request import EngineRequest
 from service.engine.sequence import Sequence, SequenceGroup
 from service.engine.step import Chunk, StepPlan
 
@@ -18,7 +18,7 @@ BLOCK, MAX_ROWS, MAX_BLOCKS = 4, 9, 12
 def sequence(number: int, rng: random.Random) -> Sequence:
     """Of 1 to 20 tokens, with all its blocks."""
     prompt = tuple(rng.choices(range(100), k=rng.randrange(1, 21)))
-    request = Request(request_id=str(number), prompt=prompt, sampling=SamplingParams(max_tokens=20))
+    request = EngineRequest(request_id=str(number), prompt=prompt, sampling=SamplingParams(max_tokens=20))
     made = SequenceGroup(request, frozenset()).branches[0]
     made.block_table.extend(rng.randrange(1000) for _ in range(-(-len(prompt) // BLOCK)))
     made.num_computed_tokens = len(prompt) - 1
@@ -30,7 +30,7 @@ class Steps:
 
     def __init__(self, seed: int):
         self.rng = random.Random(seed)
-        self.rows = DecodeRows(MAX_ROWS, MAX_BLOCKS, BLOCK)
+        self.rows = DecodeBatch(MAX_ROWS, MAX_BLOCKS, BLOCK)
         self.seen = np.full((MAX_ROWS, MAX_BLOCKS), -1, np.int32)  # by one who looks at stale rows alone
         self.running: list[Sequence] = []
         self.last: list[Sequence] = []  # by row, of the step before
@@ -53,7 +53,7 @@ class Steps:
         rng.shuffle(self.running)
         computed = [one for one in self.running if rng.random() < 0.95]
         chunks = tuple(Chunk(one, one.num_computed_tokens, 1, (one,)) for one in computed)
-        return StepPlan(chunks, changed=tuple(chunk for chunk in chunks if chunk.sequence in changed))
+        return StepPlan(chunks, changed_tables=tuple(chunk for chunk in chunks if chunk.sequence in changed))
 
     def settle(self, plan: StepPlan) -> None:
         """As the engine does: the step before is known, this one is pending."""
@@ -72,76 +72,76 @@ def test_rows_are_what_they_would_be_if_made_anew(seed):
     for _ in range(200):
         plan = steps.plan()
         # who sits out a step has no row any more: the step before that is settled, so that its token is known
-        arranged = steps.rows.arrange(plan, {})
-        inputs = arranged.inputs
-        assert [chunk.sequence for chunk in arranged.chunks] == arranged.decodes
-        assert sorted(arranged.decodes, key=id) == sorted((chunk.sequence for chunk in plan.chunks), key=id)
-        assert [arranged.decodes[row] for row in arranged.row_of_decode] == [one.sequence for one in plan.chunks]
-        steps.seen[: len(plan.chunks)][inputs.stale] = inputs.tables[inputs.stale]
-        steps.rows.stale[:] = False
-        for row, one in enumerate(arranged.decodes):
+        layout = steps.rows.lay_out(plan, {})
+        inputs = layout.inputs
+        assert [chunk.sequence for chunk in layout.chunks] == layout.decodes
+        assert sorted(layout.decodes, key=id) == sorted((chunk.sequence for chunk in plan.chunks), key=id)
+        assert [layout.decodes[row] for row in layout.row_of_decode] == [one.sequence for one in plan.chunks]
+        steps.seen[: len(plan.chunks)][inputs.dirty_tables] = inputs.tables[inputs.dirty_tables]
+        steps.rows.dirty_tables[:] = False
+        for row, one in enumerate(layout.decodes):
             start, table = one.num_computed_tokens, list(one.block_table)
             assert inputs.positions[row] == start
             assert inputs.context_lens[row] == start + 1
             assert inputs.slots[row] == table[start // BLOCK] * BLOCK + start % BLOCK
             assert inputs.tables[row, : len(table)].tolist() == steps.seen[row, : len(table)].tolist() == table
             if one.num_pending_tokens:
-                assert steps.last[inputs.source[row]] is one
+                assert steps.last[inputs.pending_token_row[row]] is one
             else:
-                assert (inputs.source[row], inputs.token_ids[row]) == (MAX_ROWS, one.token_ids[start])
-        steps.last = arranged.decodes
+                assert (inputs.pending_token_row[row], inputs.token_ids[row]) == (MAX_ROWS, one.token_ids[start])
+        steps.last = layout.decodes
         steps.settle(plan)
 
 
 def test_rows_that_stay_are_not_moved_and_nothing_is_stale():
     rng = random.Random(1)
-    rows, running = DecodeRows(MAX_ROWS, MAX_BLOCKS, BLOCK), [sequence(number, rng) for number in range(4)]
+    rows, running = DecodeBatch(MAX_ROWS, MAX_BLOCKS, BLOCK), [sequence(number, rng) for number in range(4)]
 
-    def arrange(of: list[Sequence]):
-        return rows.arrange(StepPlan(tuple(Chunk(one, one.num_computed_tokens, 1, (one,)) for one in of)), {})
+    def lay_out(of: list[Sequence]):
+        return rows.lay_out(StepPlan(tuple(Chunk(one, one.num_computed_tokens, 1, (one,)) for one in of)), {})
 
-    first = arrange(running)
-    assert first.inputs.stale.all()
-    rows.stale[:] = False
+    first = lay_out(running)
+    assert first.inputs.dirty_tables.all()
+    rows.dirty_tables[:] = False
     for one in running:
         one.num_computed_tokens += 1
         one.num_pending_tokens = 1
-    again = arrange(running)
+    again = lay_out(running)
     assert again.decodes is first.decodes
-    assert not again.inputs.stale.any()
-    assert again.inputs.source.tolist() == [0, 1, 2, 3]
+    assert not again.inputs.dirty_tables.any()
+    assert again.inputs.pending_token_row.tolist() == [0, 1, 2, 3]
     for one in running:
         one.num_computed_tokens += 1
-    fewer = arrange([running[3], running[0], running[2]])
+    fewer = lay_out([running[3], running[0], running[2]])
     assert fewer.decodes == [running[0], running[3], running[2]]  # the last one fills what is left
-    assert fewer.inputs.source.tolist() == [0, 3, 2]
-    assert fewer.inputs.stale.tolist() == [False, True, False]
+    assert fewer.inputs.pending_token_row.tolist() == [0, 3, 2]
+    assert fewer.inputs.dirty_tables.tolist() == [False, True, False]
 
 
 def test_a_decode_that_branches_before_longer_chunks_is_not_plain():
     """A prompt that was found in the cache but for its last token, and is to be continued twice."""
     rng = random.Random(3)
-    rows = DecodeRows(MAX_ROWS, MAX_BLOCKS, BLOCK)
+    rows = DecodeBatch(MAX_ROWS, MAX_BLOCKS, BLOCK)
     first, leader, follower, prompt = (sequence(number, rng) for number in range(4))
     prompt.num_computed_tokens = 0
     decodes = [Chunk(one, one.num_computed_tokens, 1, due) for one, due in ((first, (first,)), (leader, (leader,)))]
-    longer = Chunk(prompt, 0, len(prompt.token_ids), (prompt,))
+    prefills = Chunk(prompt, 0, len(prompt.token_ids), (prompt,))
     assert len(prompt.token_ids) > 1
-    assert rows.arrange(StepPlan((*decodes, longer)), {}).is_plain
+    assert rows.lay_out(StepPlan((*decodes, prefills)), {}).is_one_token_each
     decodes[1] = decodes[1]._replace(samplers=(leader, follower))
-    assert not rows.arrange(StepPlan((*decodes, longer)), {}).is_plain
+    assert not rows.lay_out(StepPlan((*decodes, prefills)), {}).is_one_token_each
 
 
 def test_longer_chunks_stand_behind_the_rows():
     rng = random.Random(2)
-    rows, (decoding, prompt) = DecodeRows(MAX_ROWS, MAX_BLOCKS, BLOCK), [sequence(number, rng) for number in range(2)]
+    rows, (decoding, prompt) = DecodeBatch(MAX_ROWS, MAX_BLOCKS, BLOCK), [sequence(number, rng) for number in range(2)]
     prompt.token_ids[:], prompt.num_pending_tokens = array("I", range(10, 16)), 1
     prompt.block_table[:] = prompt.block_table[:0]
     prompt.block_table.extend([7, 9])
     chunks = (Chunk(decoding, decoding.num_computed_tokens, 1, (decoding,)), Chunk(prompt, 3, 4, (prompt,)))
-    inputs = rows.arrange(StepPlan(chunks), {prompt: 5}).inputs
+    inputs = rows.lay_out(StepPlan(chunks), {prompt: 5}).inputs
     assert inputs.token_ids[1:].tolist() == [13, 14, 15, 0]
-    assert inputs.source[1:].tolist() == [MAX_ROWS] * 3 + [5]
+    assert inputs.pending_token_row[1:].tolist() == [MAX_ROWS] * 3 + [5]
     assert inputs.positions[1:].tolist() == [3, 4, 5, 6]
     assert inputs.slots[1:].tolist() == [31, 36, 37, 38]
     assert inputs.query_start.tolist() == [1, 5]

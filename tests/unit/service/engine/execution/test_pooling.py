@@ -7,7 +7,7 @@ import pytest
 
 from model.ops.numpy_ops import NumpyOps
 from model.sampling_params import SamplingParams
-from service.engine.request import Request
+from service.engine.request import EngineRequest
 from service.errors import EndReason
 from tests.support.demo_engine import DemoEngines
 from tests.support.paged import PagedSequences
@@ -33,20 +33,20 @@ def expected(engines):
     return vector
 
 
-def ask(name: str, prompt=PROMPT, pooling: str | None = "mean", **wishes) -> Request:
-    fields = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "pooling": pooling} | wishes
-    return Request(request_id=name, prompt=tuple(prompt), sampling=SamplingParams(**fields))
+def ask(name: str, prompt=PROMPT, pooling: str | None = "mean", **params) -> EngineRequest:
+    fields = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "pooling": pooling} | params
+    return EngineRequest(request_id=name, prompt=tuple(prompt), sampling=SamplingParams(**fields))
 
 
 def run(engine, *requests) -> dict[str, np.ndarray]:
     """By request its vector, told once and with its end; none where none is told."""
     told = {}
     for request in requests:
-        engine.add(request)
+        engine.add_request(request)
     while engine.has_work:
         engine.step()
         engine.check_invariants()
-        for output in engine.take_outputs():
+        for output in engine.drain_request_outputs():
             if output.embedding:
                 assert output.end is EndReason.LENGTH
                 assert output.request_id not in told
@@ -98,7 +98,7 @@ def test_vectors_survive_preemption(engines, expected, num_host_blocks):
 
 def test_a_cancelled_request_tells_none_and_leaves_nothing(engines):
     engine = engines.make(budget=16)
-    engine.add(ask("r"))
+    engine.add_request(ask("r"))
     engine.step()
     engine.cancel("r", EndReason.CANCELLED)
     assert run(engine) == {}

@@ -10,7 +10,7 @@ import pytest
 
 from model.ops.numpy_ops import NumpyOps
 from model.sampling_params import SamplingParams
-from service.engine.request import Request
+from service.engine.request import EngineRequest
 from service.errors import EndReason
 from tests.support.demo_engine import DemoEngines
 from tests.unit.service.engine.execution.test_executor import FLOAT32, AheadOps
@@ -23,20 +23,20 @@ def engines(request):
     return DemoEngines(request.param(FLOAT32))
 
 
-def ask(name: str, prompt=START, num_scored_tokens=0, **wishes) -> Request:
-    sampling = SamplingParams(**{"max_tokens": 2, "temperature": 0.0, "ignore_eos": True} | wishes)
-    return Request(request_id=name, prompt=tuple(prompt), sampling=sampling, num_scored_tokens=num_scored_tokens)
+def ask(name: str, prompt=START, num_scored_tokens=0, **params) -> EngineRequest:
+    sampling = SamplingParams(**{"max_tokens": 2, "temperature": 0.0, "ignore_eos": True} | params)
+    return EngineRequest(request_id=name, prompt=tuple(prompt), sampling=sampling, num_scored_tokens=num_scored_tokens)
 
 
 def run(engine, *requests):
     """By request what was told of its prompt and of its answer: token ids and log-probabilities of each."""
     scored, said = defaultdict(lambda: ([], [])), defaultdict(lambda: ([], []))
     for request in requests:
-        engine.add(request)
+        engine.add_request(request)
     while engine.has_work:
         engine.step()
         engine.check_invariants()
-        for output in engine.take_outputs():
+        for output in engine.drain_request_outputs():
             for part in output.parts:
                 assert not (part.is_prompt and said[output.request_id][0]), "the prompt comes first"
                 ids, logprobs = (scored if part.is_prompt else said)[output.request_id]
@@ -88,8 +88,8 @@ def test_a_prompt_that_is_in_memory_is_scored_all_the_same(engines, told):
 
 
 def test_branches_have_one_prompt(engines, told):
-    wishes = {"prompt_logprobs": 3, "n": 3, "best_of": 3, "temperature": 1.0}
-    scored, said = run(engines.make(), ask("r", told[0], **wishes))
+    params = {"prompt_logprobs": 3, "n": 3, "best_of": 3, "temperature": 1.0}
+    scored, said = run(engines.make(), ask("r", told[0], **params))
     assert_alike(scored["r"], told)
     assert len(said["r"][0]) == 6
 
@@ -120,7 +120,7 @@ def test_a_prompt_of_one_token_has_nothing_to_tell(engines):
 
 def test_a_cancelled_request_tells_no_more(engines, told):
     engine = engines.make(budget=16)
-    engine.add(ask("r", told[0], prompt_logprobs=0))
+    engine.add_request(ask("r", told[0], prompt_logprobs=0))
     engine.step()
     engine.cancel("r", EndReason.CANCELLED)
     scored, _ = run(engine)

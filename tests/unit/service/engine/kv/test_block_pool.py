@@ -13,20 +13,20 @@ from service.engine.kv.block_pool import (
     SHARED,
     BlockPool,
     OutOfBlocks,
-    draw_blocks,
+    render_blocks,
 )
 
 
 def test_blocks_are_taken_shared_and_given_back():
     pool = BlockPool(4)
-    first = pool.take(3)
+    first = pool.allocate(3)
     assert len(set(first)) == 3
     assert (pool.num_free, pool.num_used) == (1, 3)
     pool.share(first[:2])
     pool.check_invariants([first, first[:2]])
-    pool.give_back(first)
+    pool.release(first)
     assert pool.num_free == 2
-    pool.give_back(first[:2])
+    pool.release(first[:2])
     pool.check_invariants([])
     assert pool.num_free == 4
 
@@ -34,24 +34,24 @@ def test_blocks_are_taken_shared_and_given_back():
 def test_asking_for_too_many_takes_none():
     pool = BlockPool(2)
     with pytest.raises(OutOfBlocks):
-        pool.take(3)
+        pool.allocate(3)
     assert pool.num_free == 2
 
 
 def test_the_last_given_back_is_the_first_taken():
     pool = BlockPool(8)
-    blocks = pool.take(3)
-    pool.give_back(blocks)
-    assert pool.take(3) == blocks
+    blocks = pool.allocate(3)
+    pool.release(blocks)
+    assert pool.allocate(3) == blocks
 
 
 def test_wrong_books_are_found():
     pool = BlockPool(3)
-    taken = pool.take(1)
+    taken = pool.allocate(1)
     with pytest.raises(AssertionError, match="references"):
         pool.check_invariants([])
     with pytest.raises(AssertionError, match="given back twice"):
-        pool.give_back([*taken, *taken])
+        pool.release([*taken, *taken])
     with pytest.raises(AssertionError, match="cannot be shared"):
         pool.share(taken)
 
@@ -59,29 +59,29 @@ def test_wrong_books_are_found():
 def test_kept_blocks_are_cached_and_given_away_saved_ones_first():
     lost = []
     pool = BlockPool(6, lost.append)
-    first, second = pool.take(3), pool.take(2)
+    first, second = pool.allocate(3), pool.allocate(2)
     for block in (*first, *second):
-        pool.keep(block)
-    pool.give_back(first)
-    pool.give_back(second)
+        pool.retain(block)
+    pool.release(first)
+    pool.release(second)
     assert (pool.num_free, pool.num_cached, pool.num_saved, pool.num_used) == (1, 5, 0, 0)
     pool.check_invariants([])
     pool.share(first[:1])
     assert list(pool.oldest_unsaved()) == [first[2], first[1], second[1], second[0]]
-    pool.keep(second[1], is_saved=True)
-    pool.take(3)
+    pool.retain(second[1], is_saved=True)
+    pool.allocate(3)
     assert lost == [second[1], first[2]]
     assert pool.num_available == 2
-    pool.forget(second[0])
+    pool.discard(second[0])
     assert (pool.num_free, pool.num_cached) == (1, 1)
-    pool.give_back(first[:1])
+    pool.release(first[:1])
     assert list(pool.oldest_unsaved()) == [first[1], first[0]]
 
 
 def test_a_pool_grows():
     pool = BlockPool(0)
     pool.grow(3)
-    held = pool.take(2)
+    held = pool.allocate(2)
     pool.grow(5)
     pool.grow(4)
     assert (pool.num_blocks, pool.num_free) == (5, 3)
@@ -90,11 +90,11 @@ def test_a_pool_grows():
 
 def test_every_block_shows_whose_it_is():
     pool = BlockPool(8)
-    first, second, third, kept = pool.take(4)
-    pool.keep(kept)
+    first, second, third, kept = pool.allocate(4)
+    pool.retain(kept)
     pool.share([second])
-    pool.give_back([kept])
-    picture = draw_blocks(pool, [("a", [first, second]), ("b", [second, third])])
+    pool.release([kept])
+    picture = render_blocks(pool, [("a", [first, second]), ("b", [second, third])])
     assert len(picture) == 8
     assert picture[second] == SHARED
     assert picture[kept] == CACHED
@@ -105,17 +105,17 @@ def test_every_block_shows_whose_it_is():
 
 def test_what_copies_fill_shows_until_somebody_counts_on_it():
     pool = BlockPool(4)
-    swapped, saved = pool.take(2)
-    picture = draw_blocks(pool, [("a", [swapped])], moving=[swapped, saved])
+    swapped, saved = pool.allocate(2)
+    picture = render_blocks(pool, [("a", [swapped])], moving=[swapped, saved])
     assert picture[swapped] >= FIRST_OWNER
     assert picture[saved] == MOVING
     assert picture.count(FREE) == 2
 
 
 def test_an_empty_pool_is_an_empty_picture():
-    assert draw_blocks(BlockPool(0), []) == b""
+    assert render_blocks(BlockPool(0), []) == b""
 
 
 def test_a_large_pool_is_drawn_in_few_cells():
-    assert len(draw_blocks(BlockPool(MAX_CELLS), [])) == MAX_CELLS
-    assert len(draw_blocks(BlockPool(MAX_CELLS + 1), [])) == MAX_CELLS // 2 + 1
+    assert len(render_blocks(BlockPool(MAX_CELLS), [])) == MAX_CELLS
+    assert len(render_blocks(BlockPool(MAX_CELLS + 1), [])) == MAX_CELLS // 2 + 1

@@ -7,7 +7,7 @@ from model.ops.numpy_ops import NumpyOps
 from model.sampling_params import SamplingParams
 from service.engine.kv.block_pool import OutOfBlocks
 from service.engine.kv.kv_manager import KVManager
-from service.engine.request import Request
+from service.engine.request import EngineRequest
 from service.engine.sequence import SequenceGroup
 from service.engine.step import BlockCopy, Chunk, StepPlan
 from tests.support.demo_engine import DemoEngines
@@ -16,8 +16,8 @@ SIZE = 4
 
 
 def sequence(num_tokens=0):
-    wishes = SamplingParams(max_tokens=100)
-    request = Request(request_id="s", prompt=tuple(range(num_tokens)), sampling=wishes)
+    params = SamplingParams(max_tokens=100)
+    request = EngineRequest(request_id="s", prompt=tuple(range(num_tokens)), sampling=params)
     return SequenceGroup(request, frozenset()).branches[0]
 
 
@@ -38,7 +38,7 @@ def write(kv, writer, num_tokens=1):
     """What `extend` asks to be copied for so many more tokens."""
     kv.extend(writer, writer.num_computed_tokens + num_tokens)
     writer.num_computed_tokens += num_tokens
-    return kv.take_copies()
+    return kv.drain_copies()
 
 
 def test_a_fork_takes_no_block():
@@ -48,7 +48,7 @@ def test_a_fork_takes_no_block():
     assert kv.pool.num_used == 3
     assert all(child.block_table == parent.block_table for child in children)
     assert [child.num_computed_tokens for child in children] == [10] * 3
-    assert kv.take_copies() == ()
+    assert kv.drain_copies() == ()
     kv.check_invariants([parent, *children])
 
 
@@ -108,7 +108,7 @@ def test_without_room_for_the_copy_nothing_changes():
     with pytest.raises(OutOfBlocks):
         kv.extend(child, 11)
     assert child.block_table == parent.block_table
-    assert kv.take_copies() == ()
+    assert kv.drain_copies() == ()
     kv.release(child)
     assert write(kv, parent) == ()
     kv.release(parent)

@@ -45,9 +45,9 @@ class MemoryMachine(RuleBasedStateMachine):
         self.operations = Operations(world)
 
     @precondition(lambda self: len(self.operations.open_names) < 12)
-    @rule(prompt=prompts, wishes=one_answer | many_answers | beams, tenant=st.sampled_from(TENANTS))
-    def add(self, prompt, wishes, tenant):
-        self.operations.add(prompt, wishes, tenant)
+    @rule(prompt=prompts, params=one_answer | many_answers | beams, tenant=st.sampled_from(TENANTS))
+    def add(self, prompt, params, tenant):
+        self.operations.add(prompt, params, tenant)
 
     @rule(count=st.integers(1, 10))
     def step(self, count):

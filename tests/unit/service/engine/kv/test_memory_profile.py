@@ -14,7 +14,7 @@ from service.config import SERVE, Settings
 from service.config_sources import read_settings
 from service.engine.build import build_engine, num_swap_blocks
 from service.engine.kv import memory_profile as engine_memory
-from service.engine.kv.memory_profile import host_memory_bytes, meet_sizes, plan_memory
+from service.engine.kv.memory_profile import host_memory_bytes, plan_memory, warm_up_sizes
 from service.errors import StartupError
 from tests.support.demo_engine import DEMO
 
@@ -138,7 +138,7 @@ class MeetingOps(NumpyOps):
 def test_products_of_every_size_that_is_not_captured_are_met_before_an_engine_serves():
     ops = MeetingOps()
     model = load_model(DEMO, ModelConfig.read(DEMO), ops, 128)
-    meet_sizes(model, 16, 700, 3, 128)
+    warm_up_sizes(model, 16, 700, 3, 128)
     width, vocab = len(model.weights.layers[0].down), model.config.vocab_size
     in_layers = [rows for rows, num_outputs in ops.met if num_outputs == width]
     assert in_layers == [576] * 2 + [640] * 2 + [700] * 2  # once in one layer, which has two products so wide

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from model.sampling_params import SamplingParams
 from service.engine.kv.kv_manager import KVManager
-from service.engine.kv.prefix_tree import LOOK_FOR_BARE_ROOTS, PrefixTree, num_common_tokens, pack_tokens
-from service.engine.request import Request
-from service.engine.sequence import SequenceGroup, State
+from service.engine.kv.prefix_tree import ROOTS_BETWEEN_SWEEPS, PrefixTree, num_common_tokens, pack_tokens
+from service.engine.request import EngineRequest
+from service.engine.sequence import SequenceGroup, SequenceStatus
 from service.engine.step import Chunk, FinishedTransfer
 
 SIZE = 4
@@ -19,24 +19,24 @@ tokens = st.lists(st.sampled_from([0, 1, 255, 256, 65535, 1 << 31]), max_size=14
 
 
 def sequence(token_ids, salt=""):
-    wishes = SamplingParams(max_tokens=100)
-    request = Request(request_id="s", prompt=tuple(token_ids), sampling=wishes, cache_salt=salt)
+    params = SamplingParams(max_tokens=100)
+    request = EngineRequest(request_id="s", prompt=tuple(token_ids), sampling=params, cache_salt=salt)
     made = SequenceGroup(request, frozenset()).branches[0]
-    made.become(State.RUNNING)
+    made.set_status(SequenceStatus.RUNNING)
     return made
 
 
 def begun(kv, token_ids, salt=""):
     """A sequence as admission begins it: with its blocks, all its tokens planned to be computed."""
     made = sequence(token_ids, salt)
-    kv.begin(made, kv.match(made))
+    kv.attach(made, kv.match(made))
     return made
 
 
 def planned(kv, made):
     start = made.num_computed_tokens
     kv.extend(made, made.num_tokens)
-    kv.remember(made, made.num_tokens)
+    kv.cache_blocks(made, made.num_tokens)
     made.num_computed_tokens = made.num_tokens
     return Chunk(made, start, made.num_tokens - start, (made,))
 
@@ -45,7 +45,7 @@ def computed(kv, token_ids, salt=""):
     """A sequence whose tokens have been computed by a step of their own."""
     kv.start_step()
     made = begun(kv, token_ids, salt)
-    kv.settle([planned(kv, made)], set())
+    kv.commit_step([planned(kv, made)], set())
     kv.start_step()
     return made
 
@@ -79,9 +79,9 @@ def test_the_closest_child_has_the_most_tokens_in_common(children, wanted):
 def test_salts_that_keep_nothing_are_forgotten():
     tree = PrefixTree(SIZE)
     kept = tree.add(tree.root("kept"), pack_tokens(range(4)))
-    for number in range(2 * LOOK_FOR_BARE_ROOTS):
+    for number in range(2 * ROOTS_BETWEEN_SWEEPS):
         tree.root(str(number))
-    assert len(tree._roots) < LOOK_FOR_BARE_ROOTS
+    assert len(tree._roots) < ROOTS_BETWEEN_SWEEPS
     assert tree.find("kept", pack_tokens(range(4)))[0] == [kept]
 
 
@@ -103,7 +103,7 @@ def test_the_last_token_is_always_left_to_compute():
     assert again.num_computed_tokens == 7
     chunk = planned(kv, again)
     assert (chunk.start, chunk.length) == (7, 1)
-    assert len(kv.take_copies()) == 1
+    assert len(kv.drain_copies()) == 1
 
 
 def test_hits_end_in_the_middle_of_a_block_and_the_first_write_copies_it():
@@ -113,7 +113,7 @@ def test_hits_end_in_the_middle_of_a_block_and_the_first_write_copies_it():
     assert other.num_computed_tokens == 6
     assert other.block_table == first.block_table
     planned(kv, other)
-    ((source, target),) = kv.take_copies()
+    ((source, target),) = kv.drain_copies()
     assert (source, target) == (first.block_table[1], other.block_table[1])
     assert kv.match(sequence([*range(8), 9])).num_tokens == 8
     assert kv.match(sequence([0, 1, 2, 3, 4, 5, 60, 61, 9])).num_tokens == 8
@@ -137,7 +137,7 @@ def test_generated_blocks_are_found_in_the_next_turn():
         kv.start_step()
         kv.extend(first, first.num_tokens)
         first.num_computed_tokens = first.num_tokens
-        kv.settle([Chunk(first, first.num_tokens - 1, 1, (first,))], set())
+        kv.commit_step([Chunk(first, first.num_tokens - 1, 1, (first,))], set())
     kv.release(first)
     turn = [*range(6), 70, 71, 72, 73, 20, 21]
     assert kv.match(sequence(turn)).num_tokens == 8
@@ -158,7 +158,7 @@ def test_the_same_tokens_computed_twice_are_held_once_when_both_are_done():
     one, other = begun(kv, range(9)), begun(kv, range(9))
     chunks = [planned(kv, one), planned(kv, other)]
     assert one.block_table[0] != other.block_table[0]
-    kv.settle(chunks, set())
+    kv.commit_step(chunks, set())
     assert one.block_table[:2] == other.block_table[:2]
     assert one.block_table[2] != other.block_table[2]
     assert kv.pool.num_used == 4
@@ -172,7 +172,7 @@ def test_old_blocks_are_given_away_from_the_end_of_a_prefix():
     assert (kv.pool.num_free, kv.pool.num_cached) == (0, 6)
     kv.release(begun(kv, range(4)))  # uses the first block of the older one once more
     other = sequence(range(90, 102))
-    kv.begin(other, kv.match(other))
+    kv.attach(other, kv.match(other))
     kv.extend(other, 8)
     assert kv.match(sequence(range(13))).num_tokens == 4
     assert kv.match(sequence(range(20, 33))).num_tokens == 12
@@ -185,11 +185,11 @@ def test_wanted_blocks_count_the_cached_ones_that_come_into_use():
     kv = caching(num_blocks=8)
     first = computed(kv, range(12))
     again = sequence(range(14))
-    assert kv.num_wanted_blocks(again, kv.match(again)) == 1
+    assert kv.num_blocks_for_match(again, kv.match(again)) == 1
     kv.release(first)
-    assert kv.num_wanted_blocks(again, kv.match(again)) == 4
+    assert kv.num_blocks_for_match(again, kv.match(again)) == 4
     before = kv.pool.num_available
-    kv.begin(again, kv.match(again))
+    kv.attach(again, kv.match(again))
     kv.extend(again, 14)
     assert before - kv.pool.num_available == 4
 
@@ -198,11 +198,11 @@ def test_the_copy_of_a_beginning_is_not_wanted_where_there_is_no_room_for_it():
     kv = caching(num_blocks=3)
     kv.release(computed(kv, range(8)))
     other = sequence([0, 1, 2, 3, 4, 5, *range(60, 66)])
-    assert kv.num_wanted_blocks(other, kv.match(other)) == 4
-    match = kv.match_within(other, kv.pool.num_available)
-    assert (match.num_tokens, kv.num_wanted_blocks(other, match)) == (4, 3)
-    assert kv.match_within(other, 4) == kv.match(other)
-    kv.begin(other, match)
+    assert kv.num_blocks_for_match(other, kv.match(other)) == 4
+    match = kv.match_within_blocks(other, kv.pool.num_available)
+    assert (match.num_tokens, kv.num_blocks_for_match(other, match)) == (4, 3)
+    assert kv.match_within_blocks(other, 4) == kv.match(other)
+    kv.attach(other, match)
     planned(kv, other)
     kv.check_invariants([other])
 
@@ -215,7 +215,7 @@ def test_nan_is_not_remembered_and_takes_nothing_proven_along():
     shares = begun(kv, [*range(12), 13]) if planned(kv, bad) else None
     assert shares.num_computed_tokens == 12
     chunk = Chunk(bad, 4, 8, (bad,))
-    kv.settle([chunk, planned(kv, shares)], {bad, shares})
+    kv.commit_step([chunk, planned(kv, shares)], {bad, shares})
     assert kv.match(sequence([*range(12), 13])).num_tokens == 4
     for one in (good, bad, shares):
         kv.check_invariants([each for each in (good, bad, shares) if each.block_table])
@@ -228,14 +228,14 @@ def test_who_shares_what_nan_took_along_does_not_seek_it_on_the_host():
     kv.host.pool.grow(8)
     good = computed(kv, range(5))
     bad, shares = begun(kv, range(12)), sequence([*range(12), 13])
-    kv.settle([planned(kv, bad)._replace(samplers=())], set())
+    kv.commit_step([planned(kv, bad)._replace(samplers=())], set())
     kv.start_step()
-    kv.begin(shares, kv.match(shares))
-    kv.save(shares)
-    outs, _ = kv.take_swaps()
-    kv.settle_transfer(FinishedTransfer(is_out=True, num_blocks=len(outs), seconds=1e-3))
+    kv.attach(shares, kv.match(shares))
+    kv.save_to_host(shares)
+    outs, _ = kv.drain_swaps()
+    kv.complete_transfer(FinishedTransfer(is_out=True, num_blocks=len(outs), seconds=1e-3))
     assert kv.host.pool.num_cached == len(shares.block_table) == 3
-    kv.settle([Chunk(bad, 4, 8, (bad,))], {bad})
+    kv.commit_step([Chunk(bad, 4, 8, (bad,))], {bad})
     kv.release(bad)
     kv.swap_out(shares)
     assert (kv.host.pool.num_used, kv.host.pool.num_cached) == (1, 0)
@@ -265,9 +265,9 @@ def test_random_prefixes_keep_the_books(seed):
         else:
             prompt = [random.randrange(2) for _ in range(random.randrange(1, 20))]
             made = begun(kv, prompt, random.choice("ab"))
-            kv.settle([planned(kv, made)], {made} if random.random() < 0.1 else set())
+            kv.commit_step([planned(kv, made)], {made} if random.random() < 0.1 else set())
             alive.append(made)
-        kv.take_copies()
+        kv.drain_copies()
         kv.check_invariants(alive)
     for one in alive:
         kv.release(one)

@@ -5,7 +5,7 @@ import pytest
 from model.sampling_params import BeamSearch, SamplingParams
 from service.engine.engine import Engine
 from service.engine.kv.kv_manager import KVManager
-from service.engine.request import Request
+from service.engine.request import EngineRequest
 from service.engine.scheduling.limits import Limits
 from service.engine.scheduling.preemption import PROTECTED_STEPS, Preemption
 from service.errors import EndReason
@@ -18,7 +18,7 @@ EOS = 7
 MAX_SEQS = 8
 
 
-class Crowd:
+class EngineLoad:
     """An engine for 8 sequences, and what its tenants asked."""
 
     def __init__(self, num_blocks=400, num_host_blocks=0, runs_ahead=True, mode="auto", transfer_steps=0, budget=64):
@@ -30,18 +30,18 @@ class Crowd:
         )
         kv = KVManager(num_blocks, SIZE, swapping=num_host_blocks > 0)
         self.engine = Engine(executor, kv, limits, frozenset({EOS}), preemption=Preemption(kv, mode=mode))
-        self.asked: dict[str, Request] = {}
+        self.asked: dict[str, EngineRequest] = {}
         self.told = {}
 
-    def ask(self, tenant, count=1, prompt_len=3, max_tokens=40, **wishes):
+    def ask(self, tenant, count=1, prompt_len=3, max_tokens=40, **params):
         """So many requests; their ids are the tenant's name and their numbers."""
         for _ in range(count):
             number = len(self.asked)
-            sampling = SamplingParams(**{"max_tokens": max_tokens, "ignore_eos": True} | wishes)
+            sampling = SamplingParams(**{"max_tokens": max_tokens, "ignore_eos": True} | params)
             prompt = tuple((number + 13 * place) % 90 for place in range(prompt_len))
-            request = Request(request_id=f"{tenant}{number}", prompt=prompt, sampling=sampling, tenant=tenant)
+            request = EngineRequest(request_id=f"{tenant}{number}", prompt=prompt, sampling=sampling, tenant=tenant)
             self.asked[request.request_id] = request
-            self.engine.add(request)
+            self.engine.add_request(request)
 
     def step(self, count=1):
         run_steps(self.engine, self.told, count)
@@ -78,7 +78,7 @@ def _alone(request, branch):
 @pytest.mark.parametrize("num_host_blocks", [0, 200])
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_a_newcomer_begins_in_the_next_step_though_all_places_are_taken(runs_ahead, num_host_blocks):
-    crowd = Crowd(runs_ahead=runs_ahead, num_host_blocks=num_host_blocks, transfer_steps=2 * (num_host_blocks > 0))
+    crowd = EngineLoad(runs_ahead=runs_ahead, num_host_blocks=num_host_blocks, transfer_steps=2 * (num_host_blocks > 0))
     crowd.ask("flood", 12)
     crowd.step(5)
     assert crowd.running() == [f"flood{number}" for number in range(8)]
@@ -90,7 +90,7 @@ def test_a_newcomer_begins_in_the_next_step_though_all_places_are_taken(runs_ahe
 
 
 def test_a_tenant_is_called_back_from_down_to_its_share_and_no_further():
-    crowd = Crowd()
+    crowd = EngineLoad()
     crowd.ask("flood", 12)
     crowd.step(2)
     crowd.ask("other", 12)
@@ -105,7 +105,7 @@ def test_a_tenant_is_called_back_from_down_to_its_share_and_no_further():
 
 
 def test_the_oldest_of_a_tenant_stays():
-    crowd = Crowd()
+    crowd = EngineLoad()
     crowd.ask("flood", 8)
     crowd.step(2)
     for number in range(9):  # more tenants than places
@@ -117,7 +117,7 @@ def test_the_oldest_of_a_tenant_stays():
 
 
 def test_who_left_goes_on_as_soon_as_there_is_a_place_and_before_what_never_began():
-    crowd = Crowd()
+    crowd = EngineLoad()
     crowd.ask("flood", 12)
     crowd.step(3)
     crowd.ask("small", max_tokens=3)
@@ -129,7 +129,7 @@ def test_who_left_goes_on_as_soon_as_there_is_a_place_and_before_what_never_bega
 
 
 def test_who_was_just_brought_back_is_the_last_to_leave_again():
-    crowd = Crowd()
+    crowd = EngineLoad()
     crowd.ask("flood", 8, max_tokens=150)
     crowd.step(3)
     crowd.ask("small", max_tokens=3)
@@ -147,7 +147,7 @@ def test_who_was_just_brought_back_is_the_last_to_leave_again():
 
 
 def test_a_step_calls_few_back_but_as_many_as_one_newcomer_needs():
-    crowd = Crowd()
+    crowd = EngineLoad()
     crowd.ask("flood", 8)
     crowd.step(2)
     crowd.ask("a")
@@ -164,7 +164,7 @@ def test_a_step_calls_few_back_but_as_many_as_one_newcomer_needs():
 
 
 def test_groups_leave_whole_or_not_at_all():
-    crowd = Crowd()
+    crowd = EngineLoad()
     crowd.ask("flood", 2, n=4, best_of=4)
     crowd.step(3)
     crowd.ask("small")
@@ -177,7 +177,7 @@ def test_groups_leave_whole_or_not_at_all():
 
 
 def test_beams_leave_and_come_back_too():
-    crowd = Crowd(runs_ahead=True)
+    crowd = EngineLoad(runs_ahead=True)
     crowd.ask("flood", 4, beam=BeamSearch(width=2), n=1, max_tokens=12, ignore_eos=False)
     crowd.step(4)
     crowd.ask("small", 2)
@@ -188,7 +188,7 @@ def test_beams_leave_and_come_back_too():
 
 
 def test_a_tenant_with_its_share_waits_for_its_own():
-    crowd = Crowd()
+    crowd = EngineLoad()
     crowd.ask("a", 8)
     crowd.step(2)
     crowd.ask("b", 4)
@@ -203,7 +203,7 @@ def test_a_tenant_with_its_share_waits_for_its_own():
 
 @pytest.mark.parametrize(("num_host_blocks", "transfer_steps"), [(0, 0), (60, 0), (60, 4)])
 def test_blocks_are_called_back_like_places(num_host_blocks, transfer_steps):
-    crowd = Crowd(num_blocks=60, num_host_blocks=num_host_blocks, transfer_steps=transfer_steps)
+    crowd = EngineLoad(num_blocks=60, num_host_blocks=num_host_blocks, transfer_steps=transfer_steps)
     crowd.ask("flood", 4, prompt_len=50, max_tokens=30)
     crowd.step(8)
     assert len(crowd.running()) == 4
@@ -218,7 +218,7 @@ def test_blocks_are_called_back_like_places(num_host_blocks, transfer_steps):
 
 
 def test_nobody_leaves_for_who_could_not_begin_all_the_same():
-    crowd = Crowd(num_blocks=60)
+    crowd = EngineLoad(num_blocks=60)
     crowd.ask("flood", 2, prompt_len=100, max_tokens=8)
     crowd.step(6)
     crowd.ask("small", prompt_len=120, max_tokens=8)  # flood gives up one of two, and that is not enough
@@ -228,7 +228,7 @@ def test_nobody_leaves_for_who_could_not_begin_all_the_same():
 
 
 def test_one_tenant_alone_is_served_as_it_comes():
-    crowd = Crowd()
+    crowd = EngineLoad()
     crowd.ask("only", 20, max_tokens=10)
     crowd.step(6)
     assert crowd.running() == [f"only{number}" for number in range(8)]
@@ -237,7 +237,7 @@ def test_one_tenant_alone_is_served_as_it_comes():
 
 
 def test_a_cancel_or_an_end_while_it_waits_to_come_back():
-    crowd = Crowd()
+    crowd = EngineLoad()
     crowd.ask("flood", 8)
     crowd.step(3)
     crowd.ask("small", 2)
