@@ -1,17 +1,18 @@
-"""Beam search: which continuations of a request are followed, which are answers already, and when it is over.
+"""Beam search: which continuations are followed, which are finished hypotheses, and when the search is over.
 
-At each step every beam offers its likeliest next tokens. All offers of a request are ranked by the sum of the
-log-probabilities of their tokens, equals by the rank of their beam and then by token id. An offer that ends (with a
-stop id or EOS, where nothing may follow in its grammar, or at the request's length) becomes an answer if it ranks among
-the first `width`; the best `width` of the others are the next beams. An answer's score is its sum over its length, the
-ending token included, to the power of `length_penalty`; the best `width` answers are kept. With `width` of them the
-search is over at once where `early_stopping` is True, else as soon as the best beam cannot beat the worst answer: by
-its score as it stands where it is False, by the score it would have at full length where it is "never" and the penalty
-favours length. This is what Hugging Face's `generate` does.
+At each step every beam proposes its most likely next tokens. All candidates of a request are ranked by the sum of their
+tokens' log-probabilities; ties by the rank of the beam, then by token id. A candidate that ends (with a stop id or EOS,
+where its grammar allows nothing more, or at the maximum length) becomes a hypothesis if it ranks among the first
+`width`; the best `width` of the others are the next beams. The score of a hypothesis is its sum divided by its length,
+including the ending token, to the power of `length_penalty`; the best `width` are kept.
 
-logit_bias, penalties, a grammar's mask and min_tokens (which forbids stop ids) apply to the model's log-probabilities,
-after the softmax, and the sums are of what results: Hugging Face's logits processors do the same in a beam search.
-Temperature, top_k, top_p, min_p and the seed are ignored.
+With `width` hypotheses the search is over at once if `early_stopping` is True, else as soon as the best beam cannot
+beat the worst hypothesis: by its present score if it is False, by its score at full length if it is "never" and the
+penalty favours length. Hugging Face's `generate` does the same.
+
+logit_bias, penalties, the grammar's mask and min_tokens (which forbids stop ids) apply to the log-probabilities, after
+the softmax, as Hugging Face's logits processors do in a beam search. Temperature, top_k, top_p, min_p and the seed are
+ignored.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from service.engine.step import TokenLogprob
 from service.errors import EndReason
 
 MAX_PIECE_TOKENS = 1024
-"""Tokens of an answer in one piece."""
+"""Tokens of an answer in one output."""
 
 
 class AnswerPiece(NamedTuple):
-    """A piece of an answer, with its end where it is the last one."""
+    """A part of an answer; the last one has its end."""
 
     branch: int
     token_ids: tuple[int, ...]
@@ -42,7 +43,7 @@ class AnswerPiece(NamedTuple):
 
 
 class LogprobChain(NamedTuple):
-    """The log-probabilities of a beam's tokens, the last one first: beams share what they have in common."""
+    """The log-probabilities of a beam's tokens, last one first: beams share their common prefix."""
 
     last: TokenLogprob
     before: LogprobChain | None
@@ -50,7 +51,7 @@ class LogprobChain(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """A sequence that goes on; `sum_logprob` is that of its tokens, natural logarithms."""
+    """A sequence that goes on; `sum_logprob` is the sum of its tokens' natural log-probabilities."""
 
     sequence: Sequence
     sum_logprob: float = 0.0
@@ -58,9 +59,9 @@ class Beam:
 
 
 class Candidate(NamedTuple):
-    """A token that a beam may go on with. Offers sort best first."""
+    """A next token of a beam. Candidates sort best first."""
 
-    cost: float  # less is better: the sum of the log-probabilities, negated
+    cost: float  # negated sum of log-probabilities; lower is better
     rank: int  # of its beam
     token_id: int
     logprob: float
@@ -68,33 +69,31 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BeamHypothesis:
-    """A sequence that has ended; the higher its `score`, the better."""
+    """A finished sequence; a higher `score` is better."""
 
     score: float
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...]  # as many as tokens where they are wanted, else none
+    logprobs: tuple[TokenLogprob, ...]  # one a token if wanted, else none
     end: EndReason
 
 
 class BeamSearch:
-    """Of one request; `beams` are those that go on, the best first, and `answers` those that ended."""
+    """The search of one request; `beams` go on, best first, `hypotheses` are finished."""
 
     def __init__(self, params: SamplingParams, stop_ids: frozenset[int]):
-        """`ends`: the token ids that end an answer."""
+        """`stop_ids`: token ids that end an answer."""
         self._params = params
         self._width = params.beam.width
         self._stop_ids = stop_ids
         self.num_alternatives = max(self._width + len(stop_ids), params.logprobs or 0)
-        """Of so many best tokens of each beam, no other can be among the next beams or answers, unless more than
-        `width` of them complete a grammar: then the next beams are found among these."""
+        """Best tokens of each beam to look at: no other can become a beam or hypothesis, unless more than `width` of
+        them complete a grammar; then the next beams are chosen among these."""
         self.beams: list[Beam] = []
         self.hypotheses: list[BeamHypothesis] = []
 
     def rank(self, rows: Seq[TokenLogprob]) -> list[Candidate]:
-        """What follows the beams, whose last logits gave `rows`: at most `width` offers, the best first.
-
-        Those that end become answers. Nothing follows once the search is over.
-        """
+        """Return at most `width` candidates to follow, best first, from the beams' last logits `rows`. Those that end
+        become hypotheses. Empty once the search is over."""
         candidates = sorted(
             Candidate(-beam.sum_logprob - logprob, rank, token_id, logprob)
             for rank, (beam, row) in enumerate(zip(self.beams, rows, strict=True))
@@ -104,13 +103,13 @@ class BeamSearch:
         num_tokens = self.beams[0].sequence.num_output_tokens + 1
         is_last = num_tokens == self._params.max_tokens
         following: list[Candidate] = []
-        for place, candidate in enumerate(candidates):
-            if place >= self._width and (is_last or len(following) == self._width):
+        for position, candidate in enumerate(candidates):
+            if position >= self._width and (is_last or len(following) == self._width):
                 break
             may_stop = num_tokens >= self._params.min_tokens
             stops = (may_stop and candidate.token_id in self._stop_ids) or self._completes(candidate)
             if stops or is_last:
-                if place < self._width:
+                if position < self._width:
                     self._add_hypothesis(
                         candidate, rows[candidate.rank], num_tokens, EndReason.STOP if stops else EndReason.LENGTH
                     )
@@ -119,11 +118,11 @@ class BeamSearch:
         return [] if self._is_over(following, num_tokens) else following
 
     def follow(self, candidate: Candidate, row: TokenLogprob, sequence: Sequence) -> Beam:
-        """The beam that goes on with the offer, in this sequence."""
+        """Return the beam that continues with the candidate, in this sequence."""
         return Beam(sequence, -candidate.cost, self._chain(candidate, row))
 
     def _completes(self, candidate: Candidate) -> bool:
-        """Whether the offer's beam has a grammar in which nothing may follow the token, or that may end before it."""
+        """Whether the grammar of the candidate's beam allows nothing after the token, or may end before it."""
         matcher = self.beams[candidate.rank].sequence.matcher
         if matcher is None:
             return False
@@ -148,8 +147,8 @@ class BeamSearch:
         count = self._params.logprobs
         if count is None:
             return None
-        told = TokenLogprob(candidate.logprob, row.top_ids[:count], row.top_logprobs[:count])
-        return LogprobChain(told, self.beams[candidate.rank].chain)
+        token_logprob = TokenLogprob(candidate.logprob, row.top_ids[:count], row.top_logprobs[:count])
+        return LogprobChain(token_logprob, self.beams[candidate.rank].chain)
 
     def _score(self, sum_logprob: float, num_tokens: int) -> float:
         return sum_logprob / num_tokens**self._params.beam.length_penalty
@@ -168,7 +167,7 @@ class BeamSearch:
 
 
 class BeamGroup(SequenceGroup):
-    """A request that searches: its branches are places of beams, as many as the search is wide."""
+    """A request with beam search: each branch holds a beam, `width` of them."""
 
     def __init__(self, request: EngineRequest, eos_token_ids: frozenset[int]):
         self._search = BeamSearch(request.sampling, stop_ids(request.sampling, eos_token_ids))
@@ -177,11 +176,11 @@ class BeamGroup(SequenceGroup):
 
     @property
     def hypotheses(self) -> list[BeamHypothesis]:
-        """Those asked for, the best first: each is a branch to whoever hears of it."""
+        """The `n` best hypotheses, best first: the branches of the answer."""
         return self._search.hypotheses[: self.request.sampling.n]
 
     def unsent(self) -> list[AnswerPiece]:
-        """The answers, piece by piece, less what another engine has told: it found the same."""
+        """Return the answers in pieces, less what an earlier engine emitted: it found the same."""
         pieces = []
         for branch, answer in enumerate(self.hypotheses):
             history = self.request.history[branch] if branch < len(self.request.history) else BranchHistory()
@@ -195,9 +194,9 @@ class BeamGroup(SequenceGroup):
 
     def wait_for_leader(self) -> None:
         super().wait_for_leader()
-        self._rows.clear()  # they come again: all that waits is computed once more
+        self._rows.clear()  # computed again with the group
         if not self._search.beams:
-            self.live[0].share_prefix_with([])  # the others fork by rank, once the first logits are known
+            self.live[0].share_prefix_with([])  # the others fork by rank after the first logits
 
     def clear_references(self) -> None:
         super().clear_references()
@@ -205,13 +204,13 @@ class BeamGroup(SequenceGroup):
         self._search.beams = []
 
     def advance(self, sequence: Sequence, row: TokenLogprob, kv: KVManager) -> EndReason | None:
-        """The last logits of one beam gave `row`. Once all beams have theirs they go on: those with several
-        continuations fork, those with none make place.
+        """Record `row`, the last logits of one beam. Once all beams have theirs, advance: beams with several
+        continuations fork, those with none free their branch.
 
-        Returns why the search is over, GRAMMAR where that is more than can be followed; None if it goes on.
+        Return why the search is over, GRAMMAR if nothing can be followed; None if it goes on.
         """
         if sequence.matcher is not None and sequence.matcher.has_failed:
-            return EndReason.GRAMMAR  # `row` holds what it would have forbidden
+            return EndReason.GRAMMAR  # `row` was not masked
         self._rows[sequence] = row
         beams = self._search.beams = self._search.beams or [Beam(sequence)]
         if self.has_pending_tokens or any(beam.sequence not in self._rows for beam in beams):
@@ -221,42 +220,40 @@ class BeamGroup(SequenceGroup):
         candidates = self._search.rank(rows)
         if not candidates:
             return self.hypotheses[0].end if self.hypotheses else EndReason.GRAMMAR
-        places = self._assign_branches([beams[candidate.rank].sequence for candidate in candidates], kv)
-        chosen = list(zip(candidates, places, strict=True))
+        branches = self._assign_branches([beams[candidate.rank].sequence for candidate in candidates], kv)
+        chosen = list(zip(candidates, branches, strict=True))
         self._search.beams = [
-            self._search.follow(candidate, rows[candidate.rank], place) for candidate, place in chosen
+            self._search.follow(candidate, rows[candidate.rank], branch) for candidate, branch in chosen
         ]
-        for candidate, place in chosen:
-            place.token_ids.append(candidate.token_id)
-            if place.matcher is not None and not place.matcher.advance((candidate.token_id,)):
+        for candidate, branch in chosen:
+            branch.token_ids.append(candidate.token_id)
+            if branch.matcher is not None and not branch.matcher.advance((candidate.token_id,)):
                 return EndReason.GRAMMAR
-        for unused in [branch for branch in self.live if branch not in places]:
-            self._wait_behind(places[0], unused)
+        for unused in [branch for branch in self.live if branch not in branches]:
+            self._wait_behind(branches[0], unused)
         return None
 
     def _assign_branches(self, parents: list[Sequence], kv: KVManager) -> list[Sequence]:
-        """For each parent, once for each of its continuations, the branch that goes on.
-
-        A parent stays where it is and is forked into the place of one that nobody goes on with.
-        """
+        """Return the branch of each continuation, given its parent. A parent keeps its branch; further continuations
+        fork into branches that no beam continues."""
         free = [branch for branch in self.live if branch not in parents]
         for branch in free:
             kv.release(branch)
-        places: list[Sequence] = []
+        branches: list[Sequence] = []
         for parent in parents:
-            place = parent
-            if parent in places:
-                place = free.pop(0)
-                place.is_waiting_for_leader = False
-                place.token_ids = parent.token_ids[:]
-                place.matcher = None if parent.matcher is None else parent.matcher.copy()
-                kv.fork(parent, place, parent.num_computed_tokens)
-            places.append(place)
-        return places
+            branch = parent
+            if parent in branches:
+                branch = free.pop(0)
+                branch.is_waiting_for_leader = False
+                branch.token_ids = parent.token_ids[:]
+                branch.matcher = None if parent.matcher is None else parent.matcher.copy()
+                kv.fork(parent, branch, parent.num_computed_tokens)
+            branches.append(branch)
+        return branches
 
     def _wait_behind(self, best: Sequence, unused: Sequence) -> None:
-        """Where a grammar allows few tokens there are fewer beams than places. Later there may be more again: until
-        then the place waits as one that has all in common with the best beam."""
+        """A grammar that allows few tokens leaves fewer beams than branches, and later there may be more again: until
+        then the branch waits as a copy of the best beam."""
         unused.token_ids = best.token_ids[:]
         unused.num_inherited_tokens = unused.num_tokens
         unused.is_waiting_for_leader = unused.status is SequenceStatus.RUNNING
@@ -265,4 +262,4 @@ class BeamGroup(SequenceGroup):
         return self._search.num_alternatives
 
     def _history(self) -> tuple[BranchHistory, ...]:
-        return ()  # beams are told at their end: how far another engine had come with them, nobody knows
+        return ()  # beams are emitted at their end: an earlier engine's progress is unknown

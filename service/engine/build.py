@@ -1,4 +1,4 @@
-"""Puts an engine together from settings (model, memory, scheduler) and lets nobody have it before it has generated."""
+"""Builds an engine from settings (model, memory, scheduler), and returns it only after it has generated a token."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ log = logging.getLogger("quire.engine")
 DEFAULT_BATCHED_TOKENS = {"cuda": 8192, "numpy": 512}
 DEFAULT_SWAP_GIB = {"cuda": 4, "numpy": 0}
 SWAP_MEMORY_DIVISOR = 8
-"""Where nobody asked for swap space, it takes no more than this part of the host's memory."""
+"""Without --swap-space, swap takes at most this fraction (1/8) of the host's memory."""
 
 MAX_HOST_RATIO = 8
-"""Blocks on the host for each on the GPU: more would hold what nobody comes back for."""
+"""Host blocks for each GPU block: more would hold blocks that are never swapped in."""
 
 DEFAULT_PREFILL_CHUNK = {"cuda": 512, "numpy": 128}
-"""On a GPU, so many that the matrix products of a step are at their best, and a step that carries them is captured."""
+"""On a GPU, enough for GEMMs to run at their best rate in a captured step."""
 
 
 @dataclass(frozen=True)
 class BuiltEngine:
-    """An engine that has generated, and what its worker tells of it."""
+    """An engine that has generated, and what its worker publishes about it."""
 
     engine: Engine
     executor: ModelExecutor
@@ -58,7 +58,7 @@ class BuiltEngine:
 
 @dataclass(frozen=True)
 class SizedModel:
-    """A model in memory, what its largest steps take beside it, and the pool that is then left for the KV cache."""
+    """A loaded model, the workspace of its largest steps, and the pool that fits beside them."""
 
     executor: ModelExecutor
     memory: MemoryPlan
@@ -67,7 +67,7 @@ class SizedModel:
 
 
 def read_model_config(settings: Settings) -> ModelConfig:
-    """From the folder, or the shape that `--model-config` names. Raises StartupError."""
+    """Read the model folder's config, or the preset of `--model-config`. Raises StartupError."""
     if settings.model_config is None:
         try:
             return ModelConfig.read(Path(settings.model))
@@ -81,7 +81,7 @@ def read_model_config(settings: Settings) -> ModelConfig:
 
 
 def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
-    """Load, size, warm up and try. Raises StartupError with one line where that cannot work."""
+    """Load, size, warm up and try the model. Raises StartupError with one line."""
     config = read_model_config(settings)
     grammars = Grammars(partial(grammar_compiler, settings, config))
     try:
@@ -117,10 +117,10 @@ def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
 
 
 def size_engine(settings: Settings, config: ModelConfig, ops: Ops, *, load_format: str, progress: bool) -> SizedModel:
-    """Load a model and size its pool; `quire check` does the same with weights made up. Raises StartupError.
+    """Load a model and size its pool; `quire check` does so with dummy weights. Raises StartupError.
 
-    On a GPU the pool is what its largest steps leave, once they have run. On a CPU, whose memory others use too, it is
-    planned before anything is loaded.
+    On a GPU the pool is sized after the largest steps have run. On a CPU, whose memory others use too, it is sized
+    before loading.
     """
     wanted_len = wanted_model_len(settings, config)
     weights = weight_bytes(config, ops.dtype)
@@ -155,7 +155,7 @@ def grammar_compiler(settings: Settings, config: ModelConfig) -> GrammarCompiler
 
 
 def num_swap_blocks(settings: Settings, ops: Ops, memory: MemoryPlan) -> int:
-    """Blocks of the host that the settings ask for; no more than what is of use beside so many on the GPU."""
+    """Host blocks that the settings ask for, at most MAX_HOST_RATIO for each GPU block."""
     space_bytes = int((DEFAULT_SWAP_GIB[ops.name] if settings.swap_space is None else settings.swap_space) * (1 << 30))
     if settings.swap_space is None:
         space_bytes = min(space_bytes, host_memory_bytes() // SWAP_MEMORY_DIVISOR)
@@ -163,7 +163,7 @@ def num_swap_blocks(settings: Settings, ops: Ops, memory: MemoryPlan) -> int:
 
 
 def calibrate_swap_cost(executor: ModelExecutor, memory: MemoryPlan) -> SwapCostModel | None:
-    """What it costs to bring sequences back; None where there is nothing to choose."""
+    """Measure the cost of restoring preempted sequences; None without a host cache."""
     if executor.host is None:
         return None
     rates = measure_rates(executor.model, executor.kv, executor.host, memory.max_model_len)
@@ -183,7 +183,7 @@ def calibrate_swap_cost(executor: ModelExecutor, memory: MemoryPlan) -> SwapCost
 
 
 def wanted_model_len(settings: Settings, config: ModelConfig) -> int:
-    """The longest sequence to serve if memory allows it. Raises StartupError for more than the model can."""
+    """Longest sequence to serve if memory allows. Raises StartupError for more than the model supports."""
     if settings.max_model_len is None:
         return config.max_position
     if settings.max_model_len > config.max_position:
@@ -192,7 +192,7 @@ def wanted_model_len(settings: Settings, config: ModelConfig) -> int:
 
 
 def _check_generation(engine: Engine, max_model_len: int) -> None:
-    """One real generation; an engine that cannot count to two must not call itself ready."""
+    """Generate two tokens; raise StartupError if that fails."""
     prompt = (0, 1)[: max_model_len - 1]
     params = SamplingParams(max_tokens=min(2, max_model_len - len(prompt)), temperature=0.0, ignore_eos=True)
     engine.add_request(EngineRequest(request_id="canary", prompt=prompt, sampling=params))

@@ -1,4 +1,4 @@
-"""The engine: requests in, tokens out, one step at a time. Plain Python; the arrays live behind the executor."""
+"""The engine: requests in, tokens out, one step at a time. Plain Python; arrays stay behind the executor."""
 
 from __future__ import annotations
 
@@ -26,52 +26,51 @@ from service.logs import fields
 log = logging.getLogger("quire.engine")
 
 SLOW_STEP_S = 0.05
-"""At `--log-level debug` a step that takes longer is logged, with what it held."""
+"""Longer steps are logged at `--log-level debug`."""
 COMPILE_WAIT_S = 0.01
-"""How long a step that has nothing to compute waits for a grammar; commands are heard in between."""
+"""Longest wait of a step that has nothing to compute until a grammar is compiled; commands are read in between."""
 
 
 class Executor(Protocol):
-    """Carries plans out, in the order given."""
+    """Executes plans in the order given."""
 
     num_host_blocks: int
-    """Blocks of the host that are ready for use; it may grow."""
+    """Host blocks ready for use; may grow."""
     runs_ahead: bool
-    """Whether a step may be launched before the one before it was collected: its pending tokens never leave the device.
-    """
+    """Whether a step may be launched before the previous one is collected: its pending tokens stay on the device."""
 
     def launch(self, plan: StepPlan) -> Any:
-        """Start to compute the plan's chunks and to sample for its samplers; for `collect`."""
+        """Start the plan's forward pass and sampling; return a handle for `sample` and `collect`."""
 
     def transfer(self, plan: StepPlan) -> None:
-        """Carry out the copies and begin the transfers of a plan that has no chunks."""
+        """Start the copies and transfers of a plan without chunks."""
 
     def sample(self, launched: Any) -> None:
-        """The tokens of all steps before are settled: sample what could not be without knowing them (see
-        Sequence.needs_previous_tokens). Each launched step is drawn once, before the next is launched."""
+        """Sample for sequences that need the tokens of previous steps (Sequence.needs_previous_tokens). Called once for
+        each launched step, before the next launch."""
 
     def collect(self, launched: Any) -> StepResult:
-        """Wait for a step that was launched and drawn. Each is collected once, in the order of launching."""
+        """Wait for a launched and sampled step. Called once for each step, in launch order."""
 
     def finished_transfers(self) -> list[FinishedTransfer]:
-        """Those of launched plans that are seen done since the last call, in their order in each direction."""
+        """Return transfers that finished since the last call, in order for each direction."""
 
     def wait_for_transfer(self) -> None:
-        """Wait until one more of the transfers under way is done."""
+        """Wait until one transfer in flight is done."""
 
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A step under way."""
+    """A launched step that is not collected yet."""
 
     plan: StepPlan
     launched: Any
     launched_at_s: float
-    num_recomputed_tokens: int  # that sequences had computed before they had to leave
+    num_recomputed_tokens: int  # computed before a preemption
 
 
 class Engine:
-    """Not thread-safe: one thread owns it."""
+    """Owns the scheduler, the KV cache and the executor. Not thread-safe: one thread owns it."""
 
     def __init__(
         self,
@@ -82,7 +81,7 @@ class Engine:
         grammars: Grammars | None = None,
         preemption: Preemption | None = None,
     ):
-        """Without `grammars`, requests that have one end with GRAMMAR."""
+        """Without `grammars`, requests with a grammar end with GRAMMAR."""
         self._grammars = grammars
         self._executor = executor
         self._kv = kv
@@ -96,22 +95,22 @@ class Engine:
 
     @property
     def num_free_tokens(self) -> int:
-        """Tokens for which there are blocks. May be read from other threads."""
+        """Tokens that the available blocks can hold. May be read from other threads."""
         return self._kv.pool.num_available * self._kv.block_size
 
     @property
     def running(self) -> tuple[Sequence, ...]:
-        """The sequences that hold blocks, the oldest first; to look at, between two steps."""
+        """Sequences that hold blocks, oldest first; read-only, between steps."""
         return tuple(self._scheduler.running)
 
     @property
     def pool(self) -> BlockPool:
-        """The blocks of the GPU; to look at, between two steps."""
+        """The GPU's block pool; read-only, between steps."""
         return self._kv.pool
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything: requests are open, or what was launched has not been settled."""
+        """Whether a step would do anything: requests are open, or steps or transfers are in flight."""
         return bool(self._output_processor.open_groups or self._in_flight or self._num_transfers)
 
     @property
@@ -119,8 +118,8 @@ class Engine:
         return 0 if self._kv.host is None else self._kv.host.num_transfers_in_flight
 
     def add_request(self, request: EngineRequest) -> None:
-        """Queue a request. One that this engine could never finish ends at once with TOO_LARGE, and one that has told
-        all before (see Request.past) as it would have."""
+        """Queue a request. It ends at once with TOO_LARGE if it can never fit, or if its history is already complete
+        (EngineRequest.history)."""
         outputs = self._output_processor
         if request.request_id in outputs.open_groups:
             raise ValueError(f"request {request.request_id} is already here")
@@ -145,8 +144,8 @@ class Engine:
             self._grammars.start_compiling(group)
 
     def cancel(self, request_id: str, reason: EndReason, branch: int | None = None) -> None:
-        """End a request, or one branch of it, now; its blocks are free before the next step. Unknown and ended ones are
-        left alone, and so are single beams: they have no name before their end."""
+        """End a request, or one of its branches, now; its blocks are free before the next step. Unknown and ended
+        requests are ignored, and so are single beams: a beam has no number before its end."""
         group = self._output_processor.open_groups.get(request_id)
         if group is None:
             return
@@ -158,15 +157,15 @@ class Engine:
                     self._output_processor.end_branch(sequence, (), (), reason)
 
     def cancel_all(self, reason: EndReason) -> None:
-        """End every open request now, as `cancel` does each."""
+        """End every open request now."""
         for request_id in list(self._output_processor.open_groups):
             self.cancel(request_id, reason)
 
     def step(self) -> None:
-        """Schedule and launch a step, settle the one before: the host works while the device does.
+        """Schedule and launch a step, then process the previous one: the host works while the device computes.
 
-        What is settled waits in the outbox. Blocks of a sequence that ends while a later step still computes it are
-        free at once: whoever gets them writes in a later step yet, and the device runs steps one after the other.
+        Outputs wait for `drain_outputs`. A sequence that ends frees its blocks even while a later step still computes
+        it: their next owner writes in a still later step, and the device runs steps in order.
         """
         start_s = time.perf_counter()
         self._collect_transfers()
@@ -215,15 +214,15 @@ class Engine:
         )
 
     def drain_outputs(self) -> list[EngineOutput]:
-        """Everything since the last call, in order."""
+        """Return all outputs since the last call, in order."""
         return self._output_processor.drain_outputs()
 
     def drain_request_outputs(self) -> list[RequestOutput]:
-        """As `drain_outputs`, for whoever wants them one by one."""
+        """Like `drain_outputs`, one RequestOutput for each token."""
         return list(iter_request_outputs(self.drain_outputs()))
 
     def stats(self) -> EngineStats:
-        """Counts as they are between two steps, totals since the start."""
+        """Return gauges as of now, and totals since the start."""
         return collect_stats(
             self._kv,
             self._scheduler,
@@ -234,11 +233,11 @@ class Engine:
         )
 
     def render_blocks(self) -> bytes:
-        """The block pool as a picture, see service.engine.kv.block_pool."""
+        """Return the GPU's block pool as an image, one byte a block (service.engine.kv.block_pool.render_blocks)."""
         return render_blocks(self._kv.pool, [(one.request_id, one.block_table) for one in self._scheduler.running])
 
     def render_host_blocks(self) -> bytes:
-        """The second tier as a picture; nothing where there is none."""
+        """Return the host's block pool as an image; empty without one."""
         host = self._kv.host
         if host is None:
             return b""
@@ -247,18 +246,18 @@ class Engine:
         )
 
     def check_invariants(self) -> None:
-        """All books agree; an engine without work holds no block."""
+        """Raise AssertionError if any bookkeeping disagrees, or if an engine without work holds blocks."""
         self._scheduler.check_invariants()
         if not self.has_work:
             self.check_idle()
 
     def check_idle(self) -> None:
-        """An engine without work holds no block of either tier; costs nothing."""
+        """Raise AssertionError if the engine has work or holds blocks of either tier; costs nothing."""
         if self.has_work or self._kv.pool.num_used or (self._kv.host is not None and self._kv.host.pool.num_used):
             raise AssertionError("idle, and blocks are held")
 
     def _wait_for_work(self) -> None:
-        """Nothing can be computed now: if no step is under way either, wait for a transfer or a grammar."""
+        """Wait for a transfer or a grammar, unless a step is in flight."""
         if self._in_flight:
             return
         if self._num_transfers:
@@ -276,7 +275,7 @@ class Engine:
             self._scheduler.preemption.on_transfer(done)
 
     def _can_hold(self, group: SequenceGroup) -> bool:
-        """Whether the group could run to its end if it were alone."""
+        """Whether the group could run to its end alone."""
         longest = group.num_prompt_tokens + group.request.sampling.max_tokens
         return (
             group.num_prompt_tokens > 0
@@ -286,7 +285,7 @@ class Engine:
         )
 
     def _admit_compiled(self, grammars: Grammars) -> None:
-        """Groups whose grammar has been compiled may run, or end here and now."""
+        """Let groups whose grammar is compiled run, or end those whose grammar failed or is already complete."""
         for group, is_good in grammars.drain_ready():
             if not is_good and group.live:
                 self._output_processor.end_group(group, EndReason.GRAMMAR)
@@ -302,5 +301,5 @@ class Engine:
             busy_s = now_s - max(step.launched_at_s, self._collected_at_s)
             self._scheduler.preemption.on_step(step.plan, busy_s, step.num_recomputed_tokens)
             self._collected_at_s = now_s
-            self._kv.commit_step(step.plan.chunks, {step.plan.samplers[place] for place in result.failed})
+            self._kv.commit_step(step.plan.chunks, {step.plan.samplers[index] for index in result.failed})
             self._output_processor.process_step(step.plan.samplers, result)

@@ -1,4 +1,4 @@
-"""Grammars of requests: compiled beside the engine's steps, followed token by token, told to the sampler as masks."""
+"""Grammars of requests: compiled beside the engine's steps, advanced token by token, given to the sampler as masks."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from service.engine.sequence import Sequence, SequenceGroup, SequenceStatus
 
 NUM_COMPILING_THREADS = 2
 MAX_COMPILE_S = 30.0
-"""A gateway has compiled the grammar before, in 2 s of CPU time: one that takes longer here fails its own request."""
+"""The gateway compiled the grammar before, in 2 s of CPU time: one that takes longer here fails its own request."""
 MAX_FILLING_THREADS = 8
 MASKS_PER_THREAD = 4
-"""Fewer are filled sooner than a thread is woken."""
+"""Filling fewer masks takes less time than waking a thread."""
 
 
 class Grammars:
-    """Compiles on threads of its own: the engine goes on meanwhile, and a bad grammar fails its own request alone."""
+    """Compiles on its own threads: the engine goes on meanwhile, and a bad grammar fails only its own request."""
 
     def __init__(self, make_compiler: Callable[[], GrammarCompiler]):
-        """`make_compiler` is called once, on one of the threads. Raises GrammarError where there is no text half."""
+        """`make_compiler` is called once, on one of the threads; it raises GrammarError for a model without a
+        tokenizer."""
         self._threads = CompileThreads(NUM_COMPILING_THREADS)
         self._compiler: Future[GrammarCompiler] = self._threads.submit(make_compiler).future
         self._ready_at_s = time.monotonic()
@@ -35,8 +36,8 @@ class Grammars:
         self._compiling: dict[SequenceGroup, CompileCall] = {}
 
     def start_compiling(self, group: SequenceGroup) -> None:
-        """Compile the group's grammar, and bring a matcher for each live branch to where the branch is: one that has
-        ended may have done so with a token that does not fit."""
+        """Compile the group's grammar, and advance a matcher for each live branch over its tokens. An ended branch may
+        have ended with a token that does not match."""
         group.is_ready = False
         outputs = [
             [] if sequence.status is SequenceStatus.ENDED else sequence.token_ids[sequence.num_prompt_tokens :].tolist()
@@ -45,7 +46,8 @@ class Grammars:
         self._compiling[group] = self._threads.submit(self._matchers, group.request.sampling.grammar, outputs)
 
     def drain_ready(self) -> list[tuple[SequenceGroup, bool]]:
-        """The groups whose compiling has ended since the last call, and whether it went well: they have matchers."""
+        """Return the groups whose compilation finished since the last call, and whether it succeeded: then they have
+        matchers."""
         ready = []
         for group, call in list(self._compiling.items()):
             is_done = call.future.done()
@@ -61,7 +63,7 @@ class Grammars:
         return ready
 
     def wait(self, timeout_s: float) -> None:
-        """Until some compiling has ended, if any is under way."""
+        """Wait until a compilation finishes, if any is running."""
         if self._compiling:
             wait([call.future for call in self._compiling.values()], timeout_s, FIRST_COMPLETED)
 
@@ -82,7 +84,7 @@ class Grammars:
 
 
 class MaskBuilder:
-    """Fills masks by several threads: each leaves Python's lock while it computes."""
+    """Fills masks on several threads: filling releases the GIL."""
 
     def __init__(self, vocab_size: int):
         self._num_words = num_mask_words(vocab_size)
@@ -90,7 +92,8 @@ class MaskBuilder:
         self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="masks")
 
     def build(self, samplers: Iterable[Sequence]) -> TokenMask | None:
-        """On the host: what the grammars of the sequences allow next; None where nobody has one."""
+        """Return the host masks of the tokens that the sequences' grammars allow next; None if no sequence has a
+        grammar."""
         rows, masked = [], []
         for sequence in samplers:
             has_mask = sequence.matcher is not None and sequence.status is not SequenceStatus.ENDED
@@ -115,7 +118,7 @@ class MaskBuilder:
 
 
 def _result(future: Future[list[Matcher]]) -> list[Matcher]:
-    """Empty where the grammar cannot be had."""
+    """Return the matchers; empty if the grammar failed."""
     try:
         return future.result()
     except GrammarError:

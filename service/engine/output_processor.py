@@ -1,4 +1,4 @@
-"""What requests are told: a step's tokens and scores, and their ends. Whoever is told an end leaves the engine."""
+"""Turns step results into outputs: new tokens, log-probabilities and ends. A request leaves the engine with its end."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from service.errors import ENDINGS, EndReason
 
 
 class BranchOutput(NamedTuple):
-    """What one branch has to tell: a new token, or its end, or both."""
+    """New tokens of one branch, or its end, or both."""
 
     branch: int
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...]  # as many as tokens where the request wants or ranks by them, else none
-    end: EndReason | None  # STOP or LENGTH: nothing of this branch follows
-    is_prompt: bool = False  # the tokens are the prompt's, behind those told before: all branches have them in common
+    logprobs: tuple[TokenLogprob, ...]  # one a token if the request wants or ranks by them, else none
+    end: EndReason | None  # STOP or LENGTH: the branch is complete
+    is_prompt: bool = False  # the next prompt tokens, common to all branches
 
 
 class RequestOutput(NamedTuple):
-    """Something a request's sender should hear: news of its branches, or the end, or both."""
+    """New outputs of a request's branches, or its end, or both."""
 
     request_id: str
     parts: tuple[BranchOutput, ...]
-    end: EndReason | None  # of the whole request: once, in its last output
-    choices: tuple[int, ...]  # with an end that is a success: the n branches to answer with, best first
+    end: EndReason | None  # of the request: once, in its last output
+    choices: tuple[int, ...]  # with a successful end: the n branches to answer with, best first
     num_prompt_tokens: int
     num_output_tokens: int  # of all branches
-    num_cached_tokens: int  # of the prompt, found in the prefix cache
-    embedding: bytes = b""  # float32[H], with an end that is a success, where the request wants the prompt's vector
+    num_cached_tokens: int  # prompt tokens found in the prefix cache
+    embedding: bytes = b""  # float32[H], with a successful end, if the request wants it
 
 
 def request_output(
@@ -45,7 +45,7 @@ def request_output(
     *,
     num_output: int | None = None,
 ) -> RequestOutput:
-    """Without `num_output`, it is what the group has now."""
+    """Build a RequestOutput; `num_output` defaults to the group's present count."""
     if num_output is None:
         num_output = group.num_output_tokens
     num_cached = group.num_cached_tokens or 0
@@ -56,14 +56,14 @@ def request_output(
 
 
 class NewTokens(NamedTuple):
-    """One more token for each of these branches, and nothing else to say of it: most of what a step brings."""
+    """One new token for each of these branches and nothing else: most of a step's outputs."""
 
     branches: list[Sequence]
     token_ids: list[int]
-    nums_output_tokens: list[int]  # tokens of the whole request so far
+    nums_output_tokens: list[int]  # the request's tokens so far
 
     def outputs(self) -> list[RequestOutput]:
-        """The same, one by one."""
+        """Return the same as one RequestOutput for each token."""
         return [
             request_output(branch.group, (BranchOutput(branch.branch, (token_id,), (), None),), num_output=num_output)
             for branch, token_id, num_output in zip(*self, strict=True)
@@ -74,7 +74,7 @@ EngineOutput = RequestOutput | NewTokens
 
 
 def iter_request_outputs(outputs: Iterable[EngineOutput]) -> Iterator[RequestOutput]:
-    """The same in the same order, an output for each token."""
+    """Yield the same in the same order, one RequestOutput for each token."""
     for each in outputs:
         if type(each) is RequestOutput:
             yield each
@@ -83,7 +83,7 @@ def iter_request_outputs(outputs: Iterable[EngineOutput]) -> Iterator[RequestOut
 
 
 class OutputProcessor:
-    """Knows the requests that have no end yet, by their ids; each ends once."""
+    """Holds the open requests by id, and ends each exactly once."""
 
     def __init__(self, scheduler: Scheduler, kv: KVManager):
         self.open_groups: dict[str, SequenceGroup] = {}
@@ -93,12 +93,12 @@ class OutputProcessor:
         self._outputs: list[EngineOutput] = []
 
     def drain_outputs(self) -> list[EngineOutput]:
-        """Everything since the last call, in order."""
+        """Return all outputs since the last call, in order."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def process_step(self, samplers: list[Sequence], result: StepResult) -> None:
-        """A step has given these sequences their tokens."""
+        """Append the tokens of a finished step to these sequences."""
         for scored in result.prompt_logprobs:
             self._emit_prompt_logprobs(scored)
         for pooled in result.pooled:
@@ -112,7 +112,7 @@ class OutputProcessor:
         end: EndReason | None = None,
         choices: tuple[int, ...] = (),
     ) -> None:
-        """Say this of a request."""
+        """Queue an output of a request."""
         self._outputs.append(request_output(group, parts, end, choices))
 
     def end_branch(
@@ -124,7 +124,7 @@ class OutputProcessor:
         *,
         already_sent: bool = False,
     ) -> None:
-        """The branch is done, and with the last of them the request."""
+        """End a branch, and the request with its last branch."""
         group, sequence.end = sequence.group, reason
         self._scheduler.remove_sequence(sequence)
         parts = () if already_sent else (BranchOutput(sequence.branch, tokens, logprobs, reason),)
@@ -137,7 +137,7 @@ class OutputProcessor:
         self._emit_end(group, parts, end, choices)
 
     def end_group(self, group: SequenceGroup, reason: EndReason) -> None:
-        """All that is left of the request ends now."""
+        """End every live branch of the request now."""
         parts = []
         for sequence in reversed(group.live):
             self._scheduler.remove_sequence(sequence)
@@ -149,10 +149,10 @@ class OutputProcessor:
             self._emit_end(group, tuple(reversed(parts)), reason, group.choices())
 
     def _append_tokens(self, samplers: list[Sequence], result: StepResult) -> None:
-        """Each sampler gets its token. What most of them get is told together, before what is to be said of others."""
-        branches, token_ids, nums_output_tokens = told = NewTokens([], [], [])
+        """Give each sampler its token. Plain tokens are emitted together, before all other outputs of the step."""
+        branches, token_ids, nums_output_tokens = new_tokens = NewTokens([], [], [])
         first_index = len(self._outputs)
-        for place, (sequence, token_id) in enumerate(zip(samplers, result.token_ids, strict=True)):
+        for index, (sequence, token_id) in enumerate(zip(samplers, result.token_ids, strict=True)):
             sequence.num_pending_tokens -= 1
             if sequence.status is SequenceStatus.ENDED:
                 continue
@@ -166,19 +166,19 @@ class OutputProcessor:
                 sequence.emits_only_tokens
                 and len(sequence.token_ids) + 1 < sequence.max_num_tokens
                 and token_id not in group.stop_ids
-                and place not in result.failed
+                and index not in result.failed
             ):
                 sequence.token_ids.append(token_id)
                 group.num_output_tokens += 1
                 branches.append(sequence)
                 token_ids.append(token_id)
                 nums_output_tokens.append(group.num_output_tokens)
-            elif place in result.failed:
+            elif index in result.failed:
                 self.end_group(group, EndReason.NUMERICAL_ERROR)
             else:
-                self._append_token(sequence, token_id, None if result.logprobs is None else result.logprobs[place])
+                self._append_token(sequence, token_id, None if result.logprobs is None else result.logprobs[index])
         if branches:
-            self._outputs.insert(first_index, told)
+            self._outputs.insert(first_index, new_tokens)
             self.num_output_tokens += len(branches)
 
     def _emit_prompt_logprobs(self, scored: PromptLogprobs) -> None:
@@ -204,7 +204,7 @@ class OutputProcessor:
             self.end_branch(sequence, (token_id,), logprobs, reason)
 
     def _advance_beams(self, group: BeamGroup, sequence: Sequence, row: TokenLogprob) -> None:
-        """Once the search is over, the answers are told."""
+        """Advance a beam search; emit its answers once it is over."""
         reason = group.advance(sequence, row, self._kv)
         if reason is None:
             return

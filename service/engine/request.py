@@ -1,4 +1,4 @@
-"""What the engine is asked to do, in token terms."""
+"""What the engine is asked to do, in tokens."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from service.errors import EndReason
 
 @dataclass(frozen=True, kw_only=True)
 class BranchHistory:
-    """What another engine has already told of a branch: this one goes on behind it."""
+    """Tokens of a branch that were emitted before this engine got the request; generation continues after them."""
 
     token_ids: tuple[int, ...] = ()
     end: EndReason | None = None
-    sum_logprob: float = 0.0  # of the tokens, where the request ranks its branches
+    sum_logprob: float = 0.0  # of the tokens, if the request ranks its branches
 
 
 @dataclass(slots=True)
 class RequestTimes:
-    """When a request got how far, in Unix seconds, for whoever asked to know; 0 is not yet. The engine writes it."""
+    """Unix times of a request's milestones, in seconds, 0 until reached. The engine writes them."""
 
     started_s: float = 0.0
     first_token_s: float = 0.0
@@ -27,13 +27,13 @@ class RequestTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRequest:
-    """What the engine is asked to do, in token terms."""
+    """One request: prompt, sampling parameters, and what was emitted before."""
 
     request_id: str
     prompt: tuple[int, ...]
     sampling: SamplingParams
-    tenant: str = ""  # whose it is: tenants share the engine alike
-    cache_salt: str = ""  # prompts share blocks only with prompts of the same salt
-    num_scored_tokens: int = 0  # of the prompt, whose log-probabilities were told before this engine
-    history: tuple[BranchHistory, ...] = ()  # by branch, what was told before this engine; empty: nothing
+    tenant: str = ""  # tenants share the engine fairly
+    cache_salt: str = ""  # prompts share blocks within a salt only
+    num_scored_tokens: int = 0  # prompt tokens whose log-probabilities were already emitted
+    history: tuple[BranchHistory, ...] = ()  # by branch; empty: nothing was emitted
     times: RequestTimes | None = None

@@ -1,4 +1,4 @@
-"""Numbers of an engine for people who look."""
+"""Gauges and counters of an engine."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ from service.engine.scheduling.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A picture of the engine between two steps; counters run since its start."""
+    """The engine between two steps; counters run since its start."""
 
-    num_running: int  # requests, whatever the number of their branches
+    num_running: int  # requests
     num_sequences_running: int
     num_waiting: int
     num_blocks_free: int
     num_blocks_cached: int
     num_blocks_used: int
-    num_blocks_shared: int  # of the used ones, those that several hold
-    num_blocks_logical: int  # as many as would be used if no sequence shared any
-    num_block_copies: int  # on the first write to a shared one
+    num_blocks_shared: int  # used blocks with several holders
+    num_blocks_logical: int  # blocks that would be used without sharing
+    num_block_copies: int  # copies on write
     num_host_blocks_free: int
     num_host_blocks_cached: int
-    num_host_blocks_used: int  # that somebody counts on who waits, or a transfer
+    num_host_blocks_used: int  # pinned by a waiting sequence or a transfer
     num_blocks_out: int  # copied to the host
-    num_blocks_in: int  # and from it
-    num_slots_held: int  # by sequences, shared ones by each of them
+    num_blocks_in: int  # copied from the host
+    num_slots_held: int  # a shared slot counts once a holder
     num_slots_filled: int
     num_steps: int
     last_step_s: float
     num_prompt_tokens: int
     num_output_tokens: int
-    num_query_tokens: int  # of prompts that were looked for in the prefix cache
-    num_hit_tokens: int  # and of those, what was found
-    num_swapped: int  # groups that left for the host
-    num_recomputed: int  # groups that left to be computed again
-    num_reclaimed: int  # of all that left, those that ran on what was lent to their tenants
-    num_recomputed_tokens: int  # computed again for those that had left
-    recompute_s: float  # of the steps that did so, their share by tokens
-    swap_out_s: float  # that copies to the host took
-    swap_in_s: float  # and from it
+    num_query_tokens: int  # prompt tokens looked up in the prefix cache
+    num_hit_tokens: int  # of these, tokens found
+    num_swapped: int  # groups preempted by swapping
+    num_recomputed: int  # groups preempted for recomputation
+    num_reclaimed: int  # preempted groups of tenants over their share
+    num_recomputed_tokens: int  # computed again after a preemption
+    recompute_s: float  # device time of these tokens
+    swap_out_s: float  # device time of copies to the host
+    swap_in_s: float  # device time of copies from the host
 
     @property
     def num_preemptions(self) -> int:
         return self.num_swapped + self.num_recomputed
 
     def waste_ratio(self, block_size: int) -> float:
-        """Slots held and empty over slots held, each counted once."""
+        """Empty slots over held slots, each counted once."""
         num_held = self.num_blocks_used * block_size
         return min(1.0, (self.num_slots_held - self.num_slots_filled) / num_held) if num_held else 0.0
 
@@ -55,7 +55,7 @@ class EngineStats:
 def collect_stats(
     kv: KVManager, scheduler: Scheduler, *, num_steps: int, last_step_s: float, num_prompt: int, num_output: int
 ) -> EngineStats:
-    """The picture; `num_prompt` and `num_output` are tokens."""
+    """Collect the statistics; `num_prompt` and `num_output` are tokens."""
     held, filled = kv.num_slots(scheduler.running)
     host = kv.host
     return EngineStats(

@@ -1,4 +1,4 @@
-"""What one step does, and what came of it. Deciding makes a plan; executing it decides nothing."""
+"""What one step does (StepPlan) and what it returned (StepResult). The scheduler decides; execution decides nothing."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from service.engine.sequence import Sequence, SequenceGroup
 
 
 class Chunk(NamedTuple):
-    """`length` tokens of a sequence from position `start` on, whose blocks are already in its table.
+    """`length` tokens of a sequence from position `start`; their blocks are already in its table.
 
-    `samplers` get a token each from the logits of the chunk's last one: nobody where the chunk does not reach the end
-    of its sequence, else the sequence, and with it those that fork from it there.
+    `samplers` each get a token from the logits of the chunk's last token: none if the chunk ends before the sequence
+    does, else the sequence and the branches that fork from it there.
     """
 
     sequence: Sequence
@@ -24,13 +24,12 @@ class Chunk(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The position behind its last token."""
+        """Position after the last token."""
         return self.start + self.length
 
 
 class LogprobSpan(NamedTuple):
-    """Of this chunk the logits at positions `start` to `stop` (exclusive) are wanted too: they tell how likely the
-    prompt's next tokens were."""
+    """Prompt positions `start` to `stop` (exclusive) of a chunk whose logits score the prompt's next tokens."""
 
     chunk: Chunk
     start: int
@@ -38,8 +37,7 @@ class LogprobSpan(NamedTuple):
 
 
 class PoolSpan(NamedTuple):
-    """Of this chunk the hidden states at positions `start` to `stop` (exclusive) are wanted: they are a part of those
-    that the vector of its prompt is made of."""
+    """Prompt positions `start` to `stop` (exclusive) of a chunk whose hidden states are pooled."""
 
     chunk: Chunk
     start: int
@@ -47,7 +45,7 @@ class PoolSpan(NamedTuple):
 
 
 class BlockCopy(NamedTuple):
-    """Block `target` becomes what block `source` is."""
+    """Copy block `source` to block `target`."""
 
     source: int
     target: int
@@ -55,9 +53,9 @@ class BlockCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Chunks of one token come first (see model.batch.Batch). The copies come before anything is written, and each
-    after those named before it. Then begin, each as one transfer, `outs` (blocks of the GPU to blocks of the host) and
-    `ins` (the other way); the chunks go on beside them."""
+    """The work of one step. One-token chunks come first (see model.batch.Batch). `copies` run in order, before anything
+    is written. Then `swap_outs` (GPU to host) and `swap_ins` (host to GPU) start, one transfer each, and run beside the
+    chunks."""
 
     chunks: tuple[Chunk, ...]
     copies: tuple[BlockCopy, ...] = ()
@@ -66,8 +64,8 @@ class StepPlan:
     logprob_spans: tuple[LogprobSpan, ...] = ()
     pool_spans: tuple[PoolSpan, ...] = ()
     changed_tables: tuple[Chunk, ...] = ()
-    """Chunks of one token whose sequences' block tables may not be as they were in the plan before; one that was not in
-    that plan as such a chunk need not be here."""
+    """One-token chunks whose block table may differ from the previous plan's; a sequence that was not a one-token chunk
+    of that plan may be left out."""
     samplers: list[Sequence] = field(init=False)
     """All sequences that get a token, in the order of StepResult."""
 
@@ -76,7 +74,7 @@ class StepPlan:
 
     @property
     def num_decodes(self) -> int:
-        """Chunks of one token."""
+        """Number of one-token chunks."""
         count = len(self.chunks)
         while count and self.chunks[count - 1].length > 1:
             count -= 1
@@ -88,7 +86,7 @@ class StepPlan:
 
 
 class FinishedTransfer(NamedTuple):
-    """All `outs` or all `ins` of a plan have arrived."""
+    """A plan's `swap_outs` or `swap_ins`, all done."""
 
     is_out: bool
     num_blocks: int
@@ -97,7 +95,7 @@ class FinishedTransfer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability of one token and of its best alternatives, best first."""
+    """Log-probability of a token and of its best alternatives, best first."""
 
     logprob: float
     top_ids: tuple[int, ...]
@@ -105,7 +103,7 @@ class TokenLogprob:
 
 
 class SampledToken(NamedTuple):
-    """The next token of a sequence. `is_nan`: the model gave no numbers, the id means nothing."""
+    """The next token of a sequence. If `is_nan`, the model returned NaN and the id means nothing."""
 
     token_id: int
     is_nan: bool
@@ -113,7 +111,7 @@ class SampledToken(NamedTuple):
 
 
 class PromptLogprobs(NamedTuple):
-    """Some tokens of a prompt in a row, and how likely they were."""
+    """Log-probabilities of consecutive prompt tokens."""
 
     span: LogprobSpan
     first: int  # position
@@ -121,7 +119,7 @@ class PromptLogprobs(NamedTuple):
 
 
 class PooledPrompt(NamedTuple):
-    """The vector of a prompt that is computed to its end."""
+    """The embedding of a completely computed prompt."""
 
     group: SequenceGroup
     vector: bytes  # float32[H], of length 1
@@ -129,24 +127,24 @@ class PooledPrompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One entry for each of the plan's samplers, in their order; all that the plan's scores ask for, in parts; and of
-    the prompts whose last pool it was their vectors."""
+    """One token for each of the plan's samplers, in order; prompt log-probabilities, in parts; embeddings of the
+    prompts that are complete."""
 
     token_ids: Seq[int]
-    logprobs: Seq[TokenLogprob | None] | None = None  # None: nobody wants any
-    failed: frozenset[int] = frozenset()  # the samplers, by their places, for whom the model gave no numbers
+    logprobs: Seq[TokenLogprob | None] | None = None  # None: none requested
+    failed: frozenset[int] = frozenset()  # indices of samplers whose logits were NaN
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     pooled: tuple[PooledPrompt, ...] = ()
 
     @classmethod
     def of(cls, sampled: Iterable[SampledToken]) -> StepResult:
-        """From one after the other."""
+        """Build a result from one SampledToken for each sampler."""
         sampled = list(sampled)
-        failed = frozenset(place for place, token in enumerate(sampled) if token.is_nan)
+        failed = frozenset(index for index, token in enumerate(sampled) if token.is_nan)
         return cls([token.token_id for token in sampled], [token.logprob for token in sampled], failed)
 
     def sampled_tokens(self) -> Iterator[SampledToken]:
-        """What `of` takes."""
-        for place, token_id in enumerate(self.token_ids):
-            logprob = None if self.logprobs is None else self.logprobs[place]
-            yield SampledToken(token_id, place in self.failed, logprob)
+        """Yield the tokens one by one, as `of` takes them."""
+        for index, token_id in enumerate(self.token_ids):
+            logprob = None if self.logprobs is None else self.logprobs[index]
+            yield SampledToken(token_id, index in self.failed, logprob)

@@ -1,5 +1,4 @@
-"""A step's arrays on the host. Sequences that decode have rows, which they keep from step to step: what has changed is
-written, nothing is built anew."""
+"""A step's host arrays. A decoding sequence keeps its row from step to step; only what changed is written."""
 
 from __future__ import annotations
 
@@ -18,25 +17,25 @@ from service.engine.step import Chunk, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """A plan as it is computed: the decodes by their rows, and behind them the longer chunks in the plan's order."""
+    """A plan in the order of its rows: decodes by row, then longer chunks in the plan's order."""
 
     plan: StepPlan
     inputs: StepInputs
-    decodes: list[Sequence]  # by row; the same object until somebody enters or leaves
-    row_of_decode: np.ndarray  # int64, by the plan's order
-    is_one_token_each: bool  # each decode gets one token: its own next one
+    decodes: list[Sequence]  # by row; the same object until a sequence enters or leaves
+    row_of_decode: np.ndarray  # int64, in the plan's order
+    is_one_token_each: bool  # each decode samples exactly its own next token
 
     @property
     def prefills(self) -> tuple[Chunk, ...]:
-        """The chunks of several tokens."""
+        """Chunks of several tokens."""
         return self.plan.chunks[len(self.decodes) :]
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
-        """All of the plan's, in the order of their rows."""
+        """All chunks, in the order of their rows."""
         planned = self.plan.chunks
-        places = np.argsort(self.row_of_decode).tolist()
-        return (*(planned[place] for place in places), *self.prefills)
+        order = np.argsort(self.row_of_decode).tolist()
+        return (*(planned[index] for index in order), *self.prefills)
 
 
 class _PrefillArrays(NamedTuple):
@@ -50,12 +49,12 @@ class _PrefillArrays(NamedTuple):
 
 
 class DecodeBatch:
-    """One row for each sequence that the last plan let decode. Who enters takes a row that was left, or the next one;
-    where more leave, the last ones move into their rows."""
+    """One row for each sequence that decodes in the last plan. A new sequence takes a vacated row or the next one; if
+    more leave than enter, the last rows move into the gaps."""
 
     def __init__(self, max_rows: int, max_blocks: int, block_size: int):
         self.dirty_tables = np.zeros(max_rows, np.bool_)
-        """Rows whose tables have changed since somebody who keeps copies of them has cleared this."""
+        """Rows whose block table changed since the device's copy was updated."""
         self._block_size = block_size
         self._no_pending_row = max_rows
         self._tables = np.zeros((max_rows, max_blocks), np.int32)
@@ -71,9 +70,9 @@ class DecodeBatch:
         self._order = np.zeros(0, np.int64)
 
     def lay_out(self, plan: StepPlan, sampled_rows: Mapping[Sequence, int]) -> BatchLayout:
-        """The arrays of this plan, good until the next call.
+        """Return the arrays of this plan, valid until the next call.
 
-        `sampled_rows`: where the step before has sampled for those whose tokens are not in their own rows.
+        `sampled_rows`: where the previous step sampled for sequences whose token is not in their own row.
         """
         num_decodes = plan.num_decodes
         decodes, prefills = plan.chunks[:num_decodes], plan.chunks[num_decodes:]
@@ -88,7 +87,7 @@ class DecodeBatch:
             self._pending_token_row[self._row_of[sequence]] = sampled_rows[sequence]
         self._write(fresh)
         self._write_known([chunk for chunk in decodes if not chunk.sequence.num_pending_tokens])
-        # Counted from their end, for the last decode may have more samplers than itself.
+        # Counted from the end: the last decode may have several samplers.
         num_longer = sum(len(chunk.samplers) for chunk in prefills)
         samplers = plan.samplers[: len(plan.samplers) - num_longer] if prefills else plan.samplers
         is_one_token_each = samplers == sequences
@@ -99,14 +98,14 @@ class DecodeBatch:
         return BatchLayout(plan, inputs, self._sequences, self._order, is_one_token_each)
 
     def _advance_all(self) -> None:
-        """Every row by one token, the one that the step before has sampled in it."""
+        """Advance every row by the token that the previous step sampled in it."""
         rows = slice(len(self._sequences))
         for column in (self._positions, self._slots, self._context_lens):
             column[rows] += 1
         self._pending_token_row[rows] = self._own_row[rows]
 
     def _reassign_rows(self, sequences: list[Sequence]) -> None:
-        """Rows for these sequences and no others."""
+        """Assign rows to exactly these sequences."""
         staying, num_rows = set(sequences), len(sequences)
         held: list[Sequence | None] = [one if one in staying else None for one in self._sequences]
         held += [None] * (num_rows - len(held))
@@ -127,7 +126,7 @@ class DecodeBatch:
         self._order = np.array([self._row_of[sequence] for sequence in sequences], np.int64)
 
     def _write(self, chunks: tuple[Chunk, ...]) -> None:
-        """All that follows from the tables and the positions of these decodes."""
+        """Write what follows from the tables and positions of these decodes."""
         if not chunks:
             return
         rows = [self._row_of[chunk.sequence] for chunk in chunks]
@@ -142,14 +141,14 @@ class DecodeBatch:
         self.dirty_tables[rows] = True
 
     def _write_known(self, chunks: list[Chunk]) -> None:
-        """These decodes compute tokens that the host knows."""
+        """Write the token ids of decodes whose token the host knows."""
         if chunks:
             rows = [self._row_of[chunk.sequence] for chunk in chunks]
             self._token_ids[rows] = [chunk.sequence.token_ids[chunk.start] for chunk in chunks]
             self._pending_token_row[rows] = self._no_pending_row
 
     def _prefill_arrays(self, chunk: Chunk, sampled_rows: Mapping[Sequence, int]) -> _PrefillArrays:
-        """Called while the rows are still those of the step before: the chunk's last token may be pending."""
+        """Called while rows are still those of the previous step: the chunk's last token may be pending."""
         sequence, start, length, _ = chunk
         known = sequence.token_ids[start : start + length]
         pending_token_row = np.full(length, self._no_pending_row, np.int32)
@@ -194,6 +193,6 @@ class DecodeBatch:
 
 
 def _joined(pieces: Seq[np.ndarray]) -> np.ndarray:
-    """One behind the other; the one alone that there is, for a lone prompt waits while this is done."""
+    """Concatenate the pieces; a single nonempty piece is returned as it is, because a lone prompt waits for this."""
     first, *others = pieces
     return others[0] if len(others) == 1 and not len(first) else np.concatenate(pieces)

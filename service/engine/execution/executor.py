@@ -1,4 +1,4 @@
-"""Carries a plan out: the plan's chunks as one batch through the model, a token for each sequence that is due one."""
+"""Executes a plan: all chunks as one batch through the model, and a token for each sampler."""
 
 from __future__ import annotations
 
@@ -28,23 +28,21 @@ from service.engine.step import BlockCopy, FinishedTransfer, StepPlan, StepResul
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step on its way: the sequences that get a token, and how they get it; one draw at least, once it is drawn."""
+    """A launched step; it has at least one sample call once it is sampled."""
 
     batch: SampleBatch
-    logits: Array | None  # a row for each chunk that has samplers, until they are drawn from
-    context_lens: Array | None  # of the rows, where they stay in one place
-    scratch: ExitStack  # the memory that the logits may live in
+    logits: Array | None  # a row for each chunk with samplers, until it is sampled
+    context_lens: Array | None  # of the rows, if their buffer stays the same
+    scratch: ExitStack  # memory of the logits
     calls: list[SampleCall]
     prompt_logprobs: list[PendingLogprobs]
     pools: list[PendingPool]
 
 
 class ModelExecutor:
-    """Owns a model's buffers for steps of at most `max_num_seqs` sequences of at most `max_blocks` blocks.
-
-    On a GPU it runs ahead: what a step samples stays there for the next one. The cache comes with `attach`, once the
-    memory that all else leaves is known.
-    """
+    """Owns a model's buffers for steps of at most `max_num_seqs` sequences of at most `max_blocks` blocks. On a GPU it
+    runs ahead: sampled ids stay on the device for the next step. `attach` adds the cache once the remaining memory is
+    known."""
 
     def __init__(self, model: Llama, eos_token_ids: frozenset[int], max_num_seqs: int, max_blocks: int):
         self.model = model
@@ -55,22 +53,22 @@ class ModelExecutor:
         self._logit_sizes = model.ops.linear_sizes(max_num_seqs)
         self.kv: Array | None = None
         self.host: HostBlocks | None = None
-        self._swap_outs: deque[tuple[int, Transfer]] = deque()  # with how many blocks
+        self._swap_outs: deque[tuple[int, Transfer]] = deque()  # (num_blocks, transfer)
         self._swap_ins: deque[tuple[int, Transfer]] = deque()
         self.runs_ahead = model.ops.name == "cuda"
         self._graphs = StepGraphs(model, self._sampler.sampled, max_num_seqs, max_blocks) if self.runs_ahead else None
 
     def attach(self, kv: Array, *, num_host_blocks: int = 0, progress: bool = False) -> None:
-        """Work on this cache [num_blocks, L, 2, Hkv, B, D] from now on, with so many blocks on the host beside it."""
+        """Use this cache [num_blocks, L, 2, Hkv, B, D], and `num_host_blocks` blocks on the host."""
         self.kv = kv
         self._rows = DecodeBatch(*self._sizes, block_size=kv.shape[4])
         if self._graphs is not None:
             self._graphs.capture(kv, progress=progress)
-        if num_host_blocks:  # last: pinning would slow down what else a start does
+        if num_host_blocks:  # last: pinning would slow down the rest of the start
             self.host = self._ops.host_blocks(kv, num_host_blocks)
 
     def fit_prompts(self, num_decodes: int, num_tokens: int) -> int:
-        """How many of so many prompt tokens a step should take beside its decodes, if others are waiting anyway."""
+        """Return how many of `num_tokens` prompt tokens a step should take besides its decodes while others wait."""
         return num_tokens if self._graphs is None else self._graphs.fit(num_decodes, num_tokens)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -99,7 +97,7 @@ class ModelExecutor:
             self._swap_ins.append((len(plan.swap_ins), self.host.copy_in(*zip(*plan.swap_ins, strict=True))))
 
     def sample(self, launched: LaunchedStep) -> None:
-        """See service.engine.engine.Executor. What the host does here, the forward pass hides."""
+        """See service.engine.engine.Executor. The forward pass hides the host's work here."""
         if launched.logits is not None:
             self._sample_all(launched, masked=True)
 
@@ -141,7 +139,7 @@ class ModelExecutor:
             self._ops.copy_blocks(self.kv, *self._ops.upload_all([sources, targets]))
 
     def _forward(self, layout: BatchLayout, launched: LaunchedStep) -> None:
-        """The forward pass, as captured if there is a size for it."""
+        """Run the forward pass, as a captured graph if there is one of its size."""
         inputs = layout.inputs
         if self._graphs is not None:
             launched.logits = self._graphs.forward(inputs)
@@ -151,7 +149,8 @@ class ModelExecutor:
             launched.logits = self.model.forward(self._batch(inputs), self.kv)[: len(inputs.logit_rows)]
 
     def _forward_with_hidden(self, layout: BatchLayout, launched: LaunchedStep) -> None:
-        """As `_begin`, with scores and pools; never a captured size, which keeps no more than its logits."""
+        """Like `_forward`, with prompt log-probabilities and pooling. Never a captured graph, which keeps only
+        logits."""
         batch = self._batch(layout.inputs)
         hidden = self.model.hidden(batch, self.kv)
         plan = replace(layout.plan, chunks=layout.chunks)
@@ -160,7 +159,7 @@ class ModelExecutor:
         launched.logits = self.model.logits(hidden, batch.logit_rows)[: len(layout.inputs.logit_rows)]
 
     def _batch(self, inputs: StepInputs) -> Batch:
-        """The step on the backend, each pending token in its place; its logit rows are padded."""
+        """Upload the step and insert pending tokens; logit rows are padded."""
         tables = inputs.block_tables(np.arange(inputs.num_decodes), self.kv.shape[4])
         hosts = (
             inputs.token_ids,
@@ -192,10 +191,8 @@ class ModelExecutor:
 
 
 def _independent(copies: Iterable[BlockCopy]) -> list[list[BlockCopy]]:
-    """The copies in their order, in runs in which no target is a source or occurs twice.
-
-    One run nearly always: only what was preempted while the step was planned can have its blocks in it twice.
-    """
+    """Split the copies, in order, into runs in which no target is a source or occurs twice. Nearly always one run: only
+    blocks of a sequence preempted during planning occur twice."""
     runs: list[list[BlockCopy]] = [[]]
     seen_sources, seen_targets = set(), set()
     for copy in copies:

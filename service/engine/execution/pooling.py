@@ -1,4 +1,4 @@
-"""Embeddings: hidden states of whole prompts, pooled to one vector each, chunk by chunk as they are computed."""
+"""Embeddings: hidden states of whole prompts, pooled to one vector each, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ class _Sum(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PendingPool:
-    """The rows of a pool on their way."""
+    """Rows of a pool span in flight."""
 
     pool: PoolSpan
     fetch: Callable[[], list[np.ndarray]]
 
 
 class Pooler:
-    """Adds up rows on the host: an embedding is asked for once a prompt, and a step's other work goes on meanwhile."""
+    """Sums rows on the host: an embedding is needed once a prompt, and the step's other work goes on meanwhile."""
 
     def __init__(self, ops: Ops):
         self._ops = ops
         self._sums: WeakKeyDictionary[SequenceGroup, _Sum] = WeakKeyDictionary()
 
     def start(self, hidden: Array, plan: StepPlan) -> list[PendingPool]:
-        """Fetch what the plan's pools want of hidden [T, H], the rows of the plan's chunks in their order."""
+        """Download the rows of the plan's pool spans from hidden [T, H], the rows of its chunks in order."""
         first_rows = np.cumsum([0, *(chunk.length for chunk in plan.chunks)]).tolist()
         row_of = dict(zip(map(id, plan.chunks), first_rows, strict=False))
         pending = []
@@ -46,7 +46,7 @@ class Pooler:
         return pending
 
     def finish(self, pending: Sequence[PendingPool]) -> tuple[PooledPrompt, ...]:
-        """Waits for them; the vectors of those prompts that are complete now."""
+        """Wait for the rows; return the vectors of prompts that are complete."""
         done = []
         for part in pending:
             group = part.pool.chunk.sequence.group
@@ -63,6 +63,6 @@ class Pooler:
 
 
 def _unit(vector: np.ndarray) -> bytes:
-    """float32[H], little-endian, of length 1 but for one that has none."""
+    """Return float32[H], little-endian, of length 1; a zero vector stays zero."""
     length = float(np.linalg.norm(vector))
     return (vector / length if length > 0 else vector).astype("<f4").tobytes()

@@ -1,4 +1,4 @@
-"""How likely the tokens of prompts were: the logits of whole chunks, a few rows at a time, for they are wide."""
+"""Log-probabilities of prompt tokens, from the logits of whole chunks, few rows at a time because they are wide."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from model.ops.interface import Array
 from service.engine.step import LogprobSpan, PromptLogprobs, StepPlan, TokenLogprob
 
 MAX_ROWS = 256
-"""Of logits at once, 128 MiB for a vocabulary of 128K: as many as a large step samples from anyway."""
+"""Rows of logits at once, 128 MiB for a vocabulary of 128K: as many as a large step samples from anyway."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingLogprobs:
-    """A part of a span on its way."""
+    """A part of a span in flight."""
 
     span: LogprobSpan
-    first: int  # position of the first token told of
+    first: int  # position of the first scored token
     fetch: Callable[[], list[np.ndarray]]
 
 
 def padded_rows(rows: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
-    """rows int32[R] padded with zeros to the next of `sizes`, ascending; as it is if it is empty or longer than all.
+    """Pad rows int32[R] with zeros to the next of `sizes`, ascending; unchanged if empty or longer than all.
 
-    The product with the head runs only in sizes that were run at start. In others, cuBLASLt may have to load a kernel,
-    which waits for the device: 15 to 70 ms under load.
+    The LM head runs only in sizes that were run at start. For another size cuBLASLt may have to load a kernel, which
+    waits for the device: 15 to 70 ms under load.
     """
-    place = bisect_left(sizes, len(rows))
-    if not len(rows) or place == len(sizes):
+    index = bisect_left(sizes, len(rows))
+    if not len(rows) or index == len(sizes):
         return rows
-    return np.pad(rows, (0, sizes[place] - len(rows)))
+    return np.pad(rows, (0, sizes[index] - len(rows)))
 
 
 def start_prompt_logprobs(
     model: Llama, hidden: Array, plan: StepPlan, max_rows: int, logit_sizes: Sequence[int]
 ) -> list[PendingLogprobs]:
-    """Start to span what the plan asks for, of hidden [T, H], the rows of the plan's chunks in their order.
+    """Start to compute the plan's spans from hidden [T, H], the rows of its chunks in order.
 
     `logit_sizes`: see `padded_rows`.
     """
@@ -68,7 +68,7 @@ def _start_span(
 
 
 def finish_prompt_logprobs(pending: Sequence[PendingLogprobs]) -> tuple[PromptLogprobs, ...]:
-    """Waits for them."""
+    """Wait for the results."""
     return tuple(PromptLogprobs(part.span, part.first, _token_logprobs(part.fetch())) for part in pending)
 
 

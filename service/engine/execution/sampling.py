@@ -1,4 +1,4 @@
-"""Who gets a token from a step's logits, and how: what sampling needs goes to the device, and the tokens come back."""
+"""Samples from a step's logits: uploads the sampling arrays and downloads the tokens."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from service.engine.step import StepResult, TokenLogprob
 
 @dataclass(slots=True, eq=False)
 class SampleBatch:
-    """The sequences that get a token from a step's logits, in the order of its rows."""
+    """The sequences that get a token from a step's logits, in row order."""
 
     samplers: list[Sequence]
-    rows: list[int]  # of the logits, for each sampler
-    positions: np.ndarray  # int32, where the tokens will stand
-    num_own_rows: int  # so many of the first get their tokens in the rows that they have as decodes
-    places: np.ndarray  # int64, where each of the plan's samplers stands in `samplers`
+    rows: list[int]  # row of the logits of each sampler
+    positions: np.ndarray  # int32, positions of the sampled tokens
+    num_own_rows: int  # the first ones, sampled in their own decode rows
+    indices: np.ndarray  # int64, index in `samplers` of each of the plan's samplers
     needs_previous_tokens: bool = False
-    has_logit_processors: bool = False  # somebody's penalties, biases or minimum length have a say
-    has_adjusted_logprobs: bool = False  # somebody's log-probabilities are of adjusted logits
-    cached_arrays: SamplingArrays | None = None  # good for the next step too
+    has_logit_processors: bool = False  # of any sampler: penalties, biases or min_tokens
+    has_adjusted_logprobs: bool = False  # of any sampler: see Sequence.has_adjusted_logprobs
+    cached_arrays: SamplingArrays | None = None  # valid for the next step too
 
     def __post_init__(self):
         self.needs_previous_tokens = any(map(attrgetter("needs_previous_tokens"), self.samplers))
@@ -45,15 +45,15 @@ class SampleBatch:
 
 
 class SampleCall(NamedTuple):
-    """Sequences that get their tokens from one call of `Ops.sample`, and what waits for its arrays."""
+    """Sequences sampled by one call of `Ops.sample`, and the download of its results."""
 
     samplers: list[Sequence]
     fetch: Callable[[], list[np.ndarray]]
 
 
 class StepSampler:
-    """Draws for one step after the other. What a step samples stays in `sampled` for the next one, whose host side
-    needs only to know from which row: for most decodes from their own, for the others as `elsewhere` says."""
+    """Samples step after step. Sampled ids stay on the device in `sampled`; the next step reads each sequence's id from
+    its row: its own row for most decodes, else the one in `other_rows`."""
 
     def __init__(self, model: Llama, eos_token_ids: frozenset[int], max_rows: int):
         self.sampled = model.ops.empty((max_rows,), np.dtype(np.int32))
@@ -62,10 +62,10 @@ class StepSampler:
         self._vocab_size = model.config.vocab_size
         self._eos_token_ids = eos_token_ids
         self._masks = MaskBuilder(model.config.vocab_size)
-        self._last: SampleBatch | None = None  # of decodes alone
+        self._last: SampleBatch | None = None  # of the last step of decodes only
 
     def batch_for(self, layout: BatchLayout) -> SampleBatch:
-        """For whom to draw. As long as the same sequences decode, and nothing else happens, it is the same object."""
+        """Return which sequences to sample. The same object while the same sequences decode and nothing else runs."""
         if not layout.is_one_token_each:
             return _batch_of_chunks(layout)
         if layout.prefills:
@@ -78,11 +78,11 @@ class StepSampler:
     def sample(
         self, logits: Array, batch: SampleBatch, context_lens: Array | None, *, masked: bool
     ) -> list[SampleCall]:
-        """Sample from logits [R, V]. `context_lens` int32[R]: those of the rows, where the next step has its own in the
-        same memory.
+        """Sample from logits [R, V]. `context_lens` int32[R]: the rows' lengths, if the next step has its own in the
+        same buffer.
 
-        Beams whose log-probabilities are of adjusted logits are a draw of their own, behind the one whose tokens the
-        next step may need before the host knows them.
+        Beams with adjusted log-probabilities are a second call, after the one whose tokens the next step may need
+        before the host knows them.
         """
         if batch.has_one_sampler_per_row and not batch.has_adjusted_logprobs:
             calls = [self._sample_call(logits, batch, context_lens, masked=masked)]
@@ -93,15 +93,15 @@ class StepSampler:
         return calls
 
     def _sample_split(self, logits: Array, batch: SampleBatch, masked: bool) -> list[SampleCall]:
-        scored = [place for place, sequence in enumerate(batch.samplers) if sequence.has_adjusted_logprobs]
+        scored = [index for index, sequence in enumerate(batch.samplers) if sequence.has_adjusted_logprobs]
         plain = sorted(set(range(len(batch.samplers))) - set(scored))
         calls = []
-        for places, adjusted in ((plain, False), (scored, True)):
-            if places:
-                picked = self._ops.upload(np.array([batch.rows[place] for place in places], np.int32))
+        for indices, adjusted in ((plain, False), (scored, True)):
+            if indices:
+                picked = self._ops.upload(np.array([batch.rows[index] for index in indices], np.int32))
                 own = self._ops.gather_rows(logits, picked)
-                samplers, every = [batch.samplers[place] for place in places], list(range(len(places)))
-                part = SampleBatch(samplers, every, batch.positions[places], 0, np.array(every))
+                samplers, every = [batch.samplers[index] for index in indices], list(range(len(indices)))
+                part = SampleBatch(samplers, every, batch.positions[indices], 0, np.array(every))
                 calls.append(self._sample_call(own, part, None, masked=masked, adjusted=adjusted))
         return calls
 
@@ -137,18 +137,18 @@ class StepSampler:
 
 
 def collect_result(calls: list[SampleCall], batch: SampleBatch) -> StepResult:
-    """Waits for them. The tokens in the order of the plan's samplers."""
+    """Wait for the calls; return the tokens in the order of the plan's samplers."""
     if len(calls) == 1:
-        return _result(batch.samplers, calls[0].fetch(), batch.places)
+        return _result(batch.samplers, calls[0].fetch(), batch.indices)
     results = [_result(samplers, fetch(), np.arange(len(samplers))) for samplers, fetch in calls]
-    drawn = chain.from_iterable(call.samplers for call in calls)
-    told = chain.from_iterable(result.sampled_tokens() for result in results)
-    tokens = dict(zip(drawn, told, strict=True))
-    return StepResult.of(tokens[batch.samplers[place]] for place in batch.places)
+    sequences = chain.from_iterable(call.samplers for call in calls)
+    sampled = chain.from_iterable(result.sampled_tokens() for result in results)
+    tokens = dict(zip(sequences, sampled, strict=True))
+    return StepResult.of(tokens[batch.samplers[index]] for index in batch.indices)
 
 
 def _batch_of_decodes(layout: BatchLayout) -> SampleBatch:
-    """Each decode gets the next of its own tokens."""
+    """Each decode samples exactly its own next token."""
     decodes, inputs = layout.decodes, layout.inputs
     tails = [chunk for chunk in layout.prefills if chunk.samplers]
     count = len(decodes)
@@ -159,33 +159,33 @@ def _batch_of_decodes(layout: BatchLayout) -> SampleBatch:
         rows=[*range(count), *rows],
         positions=np.append(inputs.context_lens[:count], np.array(ends, np.int32)),
         num_own_rows=count,
-        places=np.append(layout.row_of_decode, np.arange(count, count + len(others))),
+        indices=np.append(layout.row_of_decode, np.arange(count, count + len(others))),
     )
 
 
 def _batch_of_chunks(layout: BatchLayout) -> SampleBatch:
-    """Some decodes get no token yet, or others get theirs from the same logits."""
+    """Some decodes get no token yet, or several sequences sample from one row."""
     chunks = [chunk for chunk in layout.chunks if chunk.samplers]
     samplers = [sampler for chunk in chunks for sampler in chunk.samplers]
-    place_of = {sampler: place for place, sampler in enumerate(samplers)}
+    index_of = {sampler: index for index, sampler in enumerate(samplers)}
     return SampleBatch(
         samplers=samplers,
         rows=[row for row, chunk in enumerate(chunks) for _ in chunk.samplers],
         positions=np.array([chunk.end for chunk in chunks for _ in chunk.samplers], np.int32),
         num_own_rows=0,
-        places=np.array([place_of[sampler] for sampler in layout.plan.samplers], np.int64),
+        indices=np.array([index_of[sampler] for sampler in layout.plan.samplers], np.int64),
     )
 
 
-def _result(samplers: list[Sequence], arrays: list[np.ndarray], places: np.ndarray) -> StepResult:
-    """Of one draw's rows at these places: (token ids, is NaN), and log-probabilities where anybody wants some."""
+def _result(samplers: list[Sequence], arrays: list[np.ndarray], indices: np.ndarray) -> StepResult:
+    """Build the result of one call's rows: token ids, NaN flags, and log-probabilities if any sequence wants them."""
     if not samplers:
         return StepResult(())
-    token_ids, is_nan, *logprobs = (array[places] for array in arrays)
-    told = (
-        _logprobs([samplers[place] for place in places], *(array.tolist() for array in logprobs)) if logprobs else None
+    token_ids, is_nan, *logprobs = (array[indices] for array in arrays)
+    token_logprobs = (
+        _logprobs([samplers[index] for index in indices], *(array.tolist() for array in logprobs)) if logprobs else None
     )
-    return StepResult(token_ids.tolist(), told, frozenset(np.flatnonzero(is_nan).tolist()))
+    return StepResult(token_ids.tolist(), token_logprobs, frozenset(np.flatnonzero(is_nan).tolist()))
 
 
 def _logprobs(samplers: list[Sequence], chosen: list, top_ids: list, top: list) -> list[TokenLogprob | None]:

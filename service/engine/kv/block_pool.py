@@ -1,4 +1,4 @@
-"""Block ids and their reference counts: which blocks of a memory are free, held, or kept for what they contain."""
+"""Block ids and their reference counts: which blocks of a memory are free, used or cached."""
 
 from __future__ import annotations
 
@@ -8,26 +8,25 @@ from itertools import chain
 from zlib import crc32
 
 _PLAIN, _RETAINED, _SAVED = range(3)
-"""What a block's contents are worth: nothing, keeping, or keeping and saved elsewhere."""
+"""What a block's contents are worth: nothing, retained, or retained and saved in the other tier."""
 
 
 class OutOfBlocks(Exception):
-    """The pool has fewer blocks to give than asked for; nothing was taken."""
+    """Fewer blocks are available than requested; nothing was allocated."""
 
 
 class BlockPool:
-    """Knows ids only; the memory behind them belongs to the executor. One instance per memory.
+    """Manages ids only; the executor owns the memory. One pool per memory.
 
-    A block is *used* while somebody holds it. One that nobody holds is *cached* if it is kept for its contents, else
-    *free*. Cached blocks are given away too, once no free ones are left: those whose contents are saved elsewhere
-    first, and of either kind the one that nobody has held for longest. Since tables are given back from their ends,
-    the end of a prefix goes before its beginning.
+    A block is *used* while it has a holder. Without one it is *cached* if its contents are retained, else *free*. When
+    no free blocks are left, cached ones are evicted: first those saved in the other tier, and among equals the least
+    recently held. Tables are released from their ends, so the end of a prefix is evicted before its beginning.
     """
 
     def __init__(self, num_blocks: int, on_evict: Callable[[int], None] | None = None):
-        """`on_evict` is told of each cached block that is taken from the cache; it may forget others in turn."""
+        """`on_evict` is called with each evicted block; it may discard others in turn."""
         self.num_blocks = num_blocks
-        self.num_shared = 0  # blocks with more than one holder
+        self.num_shared = 0  # blocks with several holders
         self._on_evict = on_evict
         self._free = list(range(num_blocks - 1, -1, -1))
         self._references = [0] * num_blocks
@@ -44,12 +43,12 @@ class BlockPool:
 
     @property
     def num_saved(self) -> int:
-        """Cached blocks whose contents are saved elsewhere too."""
+        """Cached blocks whose contents are saved in the other tier too."""
         return len(self._cached[_SAVED])
 
     @property
     def num_available(self) -> int:
-        """What `take` can give: free and cached."""
+        """Blocks that `allocate` can return: free and cached."""
         return len(self._free) + self.num_cached
 
     @property
@@ -57,7 +56,7 @@ class BlockPool:
         return self.num_blocks - len(self._free) - self.num_cached
 
     def is_shared(self, block: int) -> bool:
-        """Whether the block must not be written to: more than one holds it, or it is kept for what it contains."""
+        """Whether the block must not be written to: it has several holders, or its contents are retained."""
         return self._references[block] > 1 or self._retention[block] != _PLAIN
 
     def is_held_by_several(self, block: int) -> bool:
@@ -68,18 +67,18 @@ class BlockPool:
         return self._references[block]
 
     def is_cached(self, block: int) -> bool:
-        """Whether the block is kept and nobody holds it."""
+        """Whether the block is retained and has no holder."""
         return self._references[block] == 0 and self._retention[block] != _PLAIN
 
     def num_unreferenced(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks nobody holds."""
+        """Number of these blocks without a holder."""
         references = self._references
         return [references[block] for block in blocks].count(0)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks, each with one reference: free ones, then cached ones. Raises OutOfBlocks."""
+        """Return `count` blocks with one reference each: free ones, then cached ones. Raises OutOfBlocks."""
         if count > self.num_available:
-            raise OutOfBlocks(f"{count} blocks wanted, {self.num_available} to be had")
+            raise OutOfBlocks(f"{count} blocks requested, {self.num_available} available")
         while len(self._free) < count:
             cached = self._cached[_SAVED] or self._cached[_RETAINED]
             block, _ = cached.popitem(last=False)
@@ -92,12 +91,12 @@ class BlockPool:
         return taken
 
     def num_freed(self, tables: Iterable[Sequence[int]]) -> int:
-        """Blocks that nobody else holds than whoever holds these tables: available once all of them are given back."""
+        """Blocks that become available once all of these tables are released."""
         held = Counter(chain.from_iterable(tables))
         return sum(self._references[block] == count for block, count in held.items())
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more holder for each of these blocks, which are held or cached already."""
+        """Add a holder to each of these blocks, which are used or cached."""
         for block in blocks:
             count = self._references[block]
             if count == 0:
@@ -109,7 +108,7 @@ class BlockPool:
             self._references[block] = count + 1
 
     def grow(self, num_blocks: int) -> None:
-        """There is memory for so many blocks now; it never gets less."""
+        """Extend the pool to `num_blocks`; it never shrinks."""
         more = range(self.num_blocks, num_blocks)
         self._free[:0] = reversed(more)
         self._references.extend([0] * len(more))
@@ -117,14 +116,12 @@ class BlockPool:
         self.num_blocks += len(more)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One holder less for each of the blocks, which stand behind what they continue.
-
-        A block that nobody holds any more is cached or free; of free ones the last given back is the first taken.
-        """
+        """Remove one holder from each block of a table, given in table order. A block without holders is cached or
+        free; the free block released last is allocated first."""
         for block in reversed(blocks):
             count = self._references[block] - 1
             if count < 0:
-                raise AssertionError(f"block {block} is given back twice")
+                raise AssertionError(f"block {block} is released twice")
             self._references[block] = count
             if count == 1:
                 self.num_shared -= 1
@@ -136,31 +133,32 @@ class BlockPool:
                     self._cached[retention][block] = None
 
     def retain(self, block: int, *, is_saved: bool = False) -> None:
-        """What this block contains is worth keeping once nobody holds it; whether it is saved elsewhere too."""
+        """Cache this block's contents once it has no holder; `is_saved`: the other tier has them too."""
         if self._references[block] == 0:
             if self._retention[block] == _PLAIN:
-                raise AssertionError(f"block {block} is free and cannot be kept")
+                raise AssertionError(f"block {block} is free and cannot be retained")
             del self._cached[self._retention[block]][block]
             self._cached[_SAVED if is_saved else _RETAINED][block] = None
         self._retention[block] = _SAVED if is_saved else _RETAINED
 
     def discard(self, block: int) -> None:
-        """What the block contains is no longer worth keeping."""
+        """Stop retaining the block's contents."""
         if self.is_cached(block):
             del self._cached[self._retention[block]][block]
             self._free.append(block)
         self._retention[block] = _PLAIN
 
     def cached_blocks(self) -> Iterable[int]:
-        """Those that nobody holds and that are kept."""
+        """Retained blocks without a holder."""
         return chain(self._cached[_SAVED], self._cached[_RETAINED])
 
     def oldest_unsaved(self) -> Iterable[int]:
-        """The cached blocks that are saved nowhere else, the next to be given away first."""
+        """Cached blocks that the other tier does not have, in the order of eviction."""
         return iter(self._cached[_RETAINED])
 
     def check_invariants(self, holders: Iterable[Sequence[int]]) -> None:
-        """Free, used and cached make the total, and every reference count equals the number of the block's holders."""
+        """Raise AssertionError unless free, used and cached blocks add up and every count equals the number of
+        holders."""
         held = Counter(block for table in holders for block in table)
         for block, count in enumerate(self._references):
             if held[block] != count:
@@ -170,21 +168,21 @@ class BlockPool:
             raise AssertionError("the free list, the cached blocks and the reference counts disagree")
         for retention, blocks in ((_PLAIN, self._free), *self._cached.items()):
             if any(self._retention[block] != retention for block in blocks):
-                raise AssertionError("a free block is kept, or a cached one is among the wrong ones")
+                raise AssertionError("a free block is retained, or a cached one is in the wrong list")
         if self.num_shared != sum(count > 1 for count in self._references):
             raise AssertionError("the count of shared blocks is wrong")
 
 
 FREE, CACHED, SHARED, MOVING, FIRST_OWNER = 0, 1, 2, 3, 16
-"""What a byte says: nobody's, nobody's but kept, of several holders, about to be kept, or of one request, whose colour
-it is."""
+"""Byte values of an image: free, cached, several holders, being written by a copy, or from here on the colour of one
+request."""
 MAX_CELLS = 8192
 
 
 def render_blocks(pool: BlockPool, held: Iterable[tuple[str, Iterable[int]]], moving: Iterable[int] = ()) -> bytes:
-    """One byte for each block of the pool, or for every k-th, so that there are at most MAX_CELLS.
+    """Return one byte for each block of the pool, or for every k-th, at most MAX_CELLS.
 
-    `held` are request ids and blocks that they hold, `moving` the blocks that copies under way fill.
+    `held`: (request id, blocks it holds); `moving`: blocks that copies in flight are writing.
     """
     picture = bytearray(pool.num_blocks)
     for block in moving:

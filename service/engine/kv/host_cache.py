@@ -1,8 +1,8 @@
-"""The second tier: which blocks of the host hold what, who waits for them, and which copies are on their way.
+"""The second tier: which host blocks hold which contents, which sequences pin them, and which copies are in flight.
 
-Like the first tier it decides about blocks and moves nothing: copies are recorded for the plan of the step. One plan
-asks for at most one transfer in each direction, and those of one direction end in their order. A transfer holds its
-blocks in both tiers until it is seen done, so that nobody else gets them before.
+Like the first tier it moves no data: copies are recorded for the step's plan. A plan starts at most one transfer in
+each direction, and transfers of a direction finish in order. A transfer holds its blocks in both tiers until it is
+done.
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ class _SwapOut(NamedTuple):
 
 
 class HostCache:
-    """The books of host memory for blocks of `gpu`, none at first. `drop` takes a node without contents from the tree.
-
-    What a block of the host holds is found through its node, as on the GPU; a block that waiting sequences count on is
-    pinned by them, the others are given away when room is needed, the one that nobody has used for longest first.
-    """
+    """Bookkeeping of host memory for blocks of `gpu`, empty at first. `drop_subtree` removes a node without contents.
+    Contents are found through the tree's nodes, as on the GPU. Blocks that waiting sequences count on are pinned;
+    others are evicted, least recently used first."""
 
     def __init__(self, gpu: BlockPool, drop_subtree: Callable[[PrefixNode], None]):
         self.pool = BlockPool(0, self._on_evict)
@@ -37,7 +35,7 @@ class HostCache:
         self._node_of: dict[int, PrefixNode] = {}
         self._pins: dict[Hashable, list[int]] = {}
         self._swapping_out: dict[PrefixNode, int] = {}
-        self._swapping_in: dict[int, int] = {}  # block of the GPU -> number of the transfer that brings it
+        self._swapping_in: dict[int, int] = {}  # GPU block -> number of its transfer
         self._planned_outs: list[_SwapOut] = []
         self._planned_ins: list[BlockCopy] = []
         self._outs_in_flight: deque[list[_SwapOut]] = deque()
@@ -46,42 +44,40 @@ class HostCache:
 
     @property
     def num_transfers_in_flight(self) -> int:
-        """Transfers under way, or asked for and not yet in a plan."""
+        """Transfers in flight, or recorded and not in a plan yet."""
         return len(self._outs_in_flight) + len(self._ins_in_flight) + bool(self._planned_outs) + bool(self._planned_ins)
 
     @property
     def num_swapping_out(self) -> int:
-        """Blocks whose copies to the host are planned or under way."""
+        """Blocks whose copies to the host are planned or in flight."""
         return len(self._swapping_out)
 
     @property
     def num_swapping_in(self) -> int:
-        """Blocks whose copies from the host are planned or under way."""
+        """Blocks whose copies from the host are planned or in flight."""
         return len(self._swapping_in)
 
     def num_exclusive_swapping_out(self) -> int:
-        """Of the blocks that are being copied to the host, those that nobody else holds."""
+        """Blocks being copied to the host that have no other holder."""
         return sum(not self._gpu.is_held_by_several(node.gpu) for node in self._swapping_out)
 
     def holds(self, node: PrefixNode) -> bool:
-        """Whether the host holds what the node stands for, or is about to."""
+        """Whether the host has the node's contents, or is about to."""
         return node.host is not None or node in self._swapping_out
 
     def num_transfers(self, node: PrefixNode) -> int:
-        """How many transfers hold the node's block of the GPU."""
+        """Number of transfers that hold the node's GPU block."""
         return (node in self._swapping_out) + (node.gpu in self._swapping_in)
 
     def copy_out(self, nodes: Iterable[PrefixNode]) -> None:
-        """Copy these blocks of the GPU to the host, as many of the first ones as there is room for.
-
-        Their contents must be there before the step that is being planned; a node stands behind its parent.
-        """
+        """Copy these nodes' GPU blocks to the host, the first ones if room is short. Their contents must be written
+        before the step being planned; parents come before children."""
         wanted = [node for node in nodes if not self.holds(node)]
         blocks = self.pool.allocate(min(len(wanted), self.pool.num_available))
         for node in wanted:
             if not blocks:
                 break
-            if node.in_tree:  # making room may have taken it out
+            if node.in_tree:  # eviction may have removed it
                 swap = _SwapOut(node, node.gpu, blocks.pop())
                 self._swapping_out[node] = swap.host
                 self._gpu.share((node.gpu,))
@@ -89,7 +85,7 @@ class HostCache:
         self.pool.release(blocks)
 
     def pin(self, holder: Hashable, nodes: Iterable[PrefixNode]) -> None:
-        """Keep what the host holds of these for the holder, up to the first that it does not hold."""
+        """Pin the host blocks of these nodes for the holder, up to the first node that the host lacks."""
         pinned = self._pins.setdefault(holder, [])
         for node in nodes:
             block = node.host if node.host is not None else self._swapping_out.get(node)
@@ -99,11 +95,11 @@ class HostCache:
             pinned.append(block)
 
     def unpin(self, holder: Hashable) -> None:
-        """The holder counts on nothing any more."""
+        """Unpin all blocks of the holder."""
         self.pool.release(self._pins.pop(holder, ()))
 
     def swap_in(self, nodes: Sequence[PrefixNode], blocks: Sequence[int]) -> None:
-        """Copy what only the host holds of these nodes to these blocks of the GPU, which somebody has taken."""
+        """Copy nodes that only the host has to these GPU blocks, which the caller allocated."""
         for node, block in zip(nodes, blocks, strict=True):
             self.pool.share((node.host,))
             self._gpu.share((block,))
@@ -112,11 +108,11 @@ class HostCache:
             node.gpu = block
 
     def is_swapping_in(self, block: int) -> bool:
-        """Whether a block of the GPU is still being written by a copy from the host."""
+        """Whether a copy from the host still writes this GPU block."""
         return block in self._swapping_in
 
     def last_swap_in(self, blocks: Iterable[int]) -> int:
-        """The number of the transfer after which all of these are there, 0 where they are."""
+        """Return the number of the transfer that completes these blocks; 0 if they are complete."""
         return max((self._swapping_in.get(block, 0) for block in blocks), default=0)
 
     def is_swap_in_done(self, number: int) -> bool:
@@ -124,7 +120,7 @@ class HostCache:
         return number <= self._num_swap_ins_done
 
     def drain_swaps(self) -> tuple[tuple[BlockCopy, ...], tuple[BlockCopy, ...]]:
-        """The copies to the host and from it that have been asked for since the last call."""
+        """Return the copies to and from the host recorded since the last call."""
         outs, ins = self._planned_outs, self._planned_ins
         if outs:
             self._outs_in_flight.append(outs)
@@ -138,7 +134,7 @@ class HostCache:
         return tuple(BlockCopy(swap.gpu, swap.host) for swap in outs), tuple(ins)
 
     def complete_swap_out(self) -> None:
-        """The oldest transfer to the host is done: its nodes are there too."""
+        """The oldest transfer to the host is done: its nodes are on the host too."""
         done = self._outs_in_flight.popleft()
         for node, _, host in done:
             del self._swapping_out[node]
@@ -164,7 +160,7 @@ class HostCache:
         if node.host is not None:
             del self._node_of[node.host]
             self.pool.discard(node.host)
-            node.host = None  # whoever runs below it still asks
+            node.host = None  # sequences below it still read it
 
     def _on_evict(self, block: int) -> None:
         node = self._node_of.pop(block)
@@ -176,29 +172,29 @@ class HostCache:
 
     @property
     def pinned(self) -> dict[Hashable, list[int]]:
-        """Who counts on which blocks of the host; to look at."""
+        """Pinned host blocks by holder; read-only."""
         return self._pins
 
     @property
     def blocks_being_filled(self) -> Iterable[int]:
-        """Blocks of the host that copies fill; to look at."""
+        """Host blocks that copies are writing; read-only."""
         return self._swapping_out.values()
 
     def gpu_holders(self) -> list[list[int]]:
-        """The blocks of the GPU that transfers hold."""
+        """GPU blocks that transfers hold."""
         outs = [[swap.gpu for swap in flight] for flight in (*self._outs_in_flight, self._planned_outs)]
         return outs + [[copy.target for copy in flight] for flight in (*self._ins_in_flight, self._planned_ins)]
 
     def check_invariants(self, nodes: Iterable[PrefixNode]) -> None:
-        """The host's blocks are where the tree says, and held by those who count on them and by transfers."""
+        """Raise AssertionError unless the host's blocks match the tree, pins and transfers."""
         outs = [[swap.host for swap in flight] for flight in (*self._outs_in_flight, self._planned_outs)]
         ins = [[copy.source for copy in flight] for flight in (*self._ins_in_flight, self._planned_ins)]
         self.pool.check_invariants([*self._pins.values(), *outs, *ins])
         if self._node_of != {node.host: node for node in nodes if node.host is not None}:
             raise AssertionError("the tree and the host's blocks disagree")
         if set(self._swapping_out.values()) != {block for flight in outs for block in flight}:
-            raise AssertionError("a block is on its way to the host and nobody knows")
+            raise AssertionError("swap-outs and transfers to the host disagree")
         if set(self._swapping_in) != {
             copy.target for flight in (*self._ins_in_flight, self._planned_ins) for copy in flight
         }:
-            raise AssertionError("a block is on its way from the host and nobody knows")
+            raise AssertionError("swap-ins and transfers from the host disagree")

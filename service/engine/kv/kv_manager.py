@@ -1,6 +1,6 @@
-"""The memory of sequences: begins, grows, forks, swaps and releases block tables.
+"""Block tables of sequences: attach, grow, fork, swap and release.
 
-It decides about blocks and moves no data itself: what has to be copied is recorded for the plan of the step.
+It decides about blocks and moves no data: copies are recorded for the step's plan.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from service.engine.sequence import Sequence, SequenceStatus
 from service.engine.step import BlockCopy, Chunk, FinishedTransfer
 
 MAX_SAVED_PER_STEP = 256
-"""Blocks that a step asks to be copied to the host ahead of need: some 10 ms of the bus."""
+"""Blocks a step copies to the host ahead of need: about 10 ms of the bus."""
 
 
 class SwapFootprint(NamedTuple):
-    """Remembered blocks of sequences that are to leave, those that several of them share once."""
+    """Cached blocks of sequences to be preempted; a block they share counts once."""
 
     num_cached: int
-    num_to_save: int  # that the host does not hold
-    num_exclusive: int  # that nobody else holds: only they can be lost
+    num_to_save: int  # not on the host yet
+    num_exclusive: int  # without other holders: would be lost
 
 
 class KVManager:
-    """Block tables over one pool of the GPU (or of the CPU, where that is the device), and a second tier on the host.
+    """Block tables over the device's pool, with an optional second tier on the host.
 
-    Every full block of known tokens is remembered, and sequences begin with what is known of them: with
-    `prefix_caching` by anybody of their salt, else by themselves, before they were preempted. The table of a sequence
-    is, as far as it is remembered, a path of the tree: whoever holds a block holds what is before it.
+    Every full block of known tokens is cached. A new sequence starts from its longest cached prefix: with
+    `prefix_caching` from any sequence of the same salt, else only from its own blocks before a preemption. The cached
+    part of a table is a path of the prefix tree: a sequence that holds a block holds the blocks preceding it.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = False, swapping: bool = False):
@@ -49,50 +49,51 @@ class KVManager:
         self._cache = cache if prefix_caching or swapping else None
         self.pool: BlockPool = cache.pool
         self.host: HostCache | None = cache.host
-        self._tails: dict[Sequence, PrefixNode] = {}  # where in the tree the remembered part of a sequence ends
-        self._swap_in_ids: dict[Sequence, int] = {}  # the transfer that brings the last of its blocks
+        self._tails: dict[Sequence, PrefixNode] = {}  # tree node of the last cached block of each sequence
+        self._swap_in_ids: dict[Sequence, int] = {}  # the transfer that completes its blocks
 
     def start_step(self) -> None:
-        """A new plan is being made."""
+        """Begin a new plan."""
         if self._cache is not None:
             self._cache.start_step()
 
     def match(self, sequence: Sequence) -> Match:
-        """How much of the sequence, which holds nothing, is in memory; at least its last token is left to compute."""
+        """Return the cached prefix of a sequence that holds no blocks; its last token is always left to compute."""
         if self._cache is None:
             return NO_MATCH
         token_ids = sequence.token_ids[: sequence.num_tokens - 1]
         return self._cache.match(self._salt(sequence), token_ids, self.should_swap_in)
 
     def num_blocks_for_match(self, sequence: Sequence, match: Match) -> int:
-        """Blocks that `begin` and then `extend` to all its tokens take from what is available."""
+        """Available blocks that `attach`, and then `extend` to all tokens, would take."""
         shared = match.on_gpu
         missing = -(-sequence.num_tokens // self.block_size) - len(shared) + (match.partial is not None)
         return missing + self.pool.num_unreferenced(shared)
 
     def match_within_blocks(self, sequence: Sequence, num_blocks: int) -> Match:
-        """As `match`, but without a block of which only the first tokens match where its copy would make the sequence
-        want more than so many blocks: so it wants none that it would not want if nothing were known."""
+        """Like `match`, but drops a partial-block hit if copying it would exceed `num_blocks`: a hit never costs more
+        blocks than a miss."""
         match = self.match(sequence)
         if match.partial is None or self.num_blocks_for_match(sequence, match) <= num_blocks:
             return match
         return Match.of(match.nodes, None, len(match.nodes) * self.block_size)
 
     def can_attach(self, match: Match) -> bool:
-        """Whether there is room for what `begin` brings and holds."""
+        """Whether the pool has room for what `attach` swaps in and holds."""
         return len(match.on_host) + self.pool.num_unreferenced(match.on_gpu) <= self.pool.num_available
 
     def attach(self, sequence: Sequence, match: Match) -> None:
-        """Give a sequence that holds nothing what `match` has just found. Raises OutOfBlocks and then changes nothing.
+        """Give a sequence without blocks the prefix that `match` just returned. Raises OutOfBlocks and then changes
+        nothing.
 
-        It cannot be computed while it is `arriving`.
+        The sequence cannot be computed while it is in `swapping_in`.
         """
         if self._cache is None:
             return
         shared, absent = match.on_gpu, match.on_host
         if not self.can_attach(match):
-            raise OutOfBlocks(f"{len(absent)} blocks wanted for what is on the host")
-        self.pool.share(shared)  # first, so that making room for the others does not cost it
+            raise OutOfBlocks(f"{len(absent)} blocks needed to swap in")
+        self.pool.share(shared)  # first, so that swapping in does not evict them
         if absent:
             self._cache.swap_in(absent)
         self.unpin_host(sequence)
@@ -107,24 +108,24 @@ class KVManager:
             self.num_hit_tokens += num_hits
 
     def swapping_in(self) -> Set[Sequence]:
-        """The sequences that wait for blocks from the host: they cannot be computed yet."""
+        """Sequences that wait for blocks from the host; they cannot be computed yet."""
         for sequence in [one for one, number in self._swap_in_ids.items() if self.host.is_swap_in_done(number)]:
             del self._swap_in_ids[sequence]
         return self._swap_in_ids.keys()
 
     def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
-        """Blocks the sequence lacks to write its tokens from the first uncomputed one up to `num_tokens`."""
+        """Blocks the sequence lacks to write from its first uncomputed token up to `num_tokens`."""
         table, size = sequence.block_table, self.block_size
         first, end = sequence.num_computed_tokens // size, -(-num_tokens // size)
-        if end == first + 1 <= len(table):  # most steps of most sequences
+        if end == first + 1 <= len(table):  # the common case
             return int(self.pool.is_shared(table[first]))
         return max(0, end - len(table)) + sum(map(self.pool.is_shared, table[first:end]))
 
     def extend(self, sequence: Sequence, num_tokens: int) -> None:
-        """Let the sequence write its tokens from the first uncomputed one up to `num_tokens`.
+        """Allocate blocks so that the sequence can write from its first uncomputed token up to `num_tokens`.
 
-        A block in that range which others hold too is replaced by a copy of its own; the last holder writes in place.
-        Raises OutOfBlocks and then changes nothing.
+        Copy on write: a shared block in that range is replaced by a copy; its last holder writes in place. Raises
+        OutOfBlocks and then changes nothing.
         """
         missing, size = self.num_missing_blocks(sequence, num_tokens), self.block_size
         end = -(-num_tokens // size)
@@ -140,10 +141,8 @@ class KVManager:
         sequence.num_exclusive_tokens = end * size
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
-        """Let the child, which holds nothing, begin as a copy of the parent's first `num_tokens` computed tokens.
-
-        Every block is shared, the last one too where it is not full; whoever writes into it first copies it.
-        """
+        """Start the child, which holds no blocks, from the parent's first `num_tokens` computed tokens. All blocks are
+        shared, including a partial last one; the first to write into it copies it."""
         child.block_table.extend(parent.block_table[: -(-num_tokens // self.block_size)])
         self.pool.share(child.block_table)
         child.num_computed_tokens = num_tokens
@@ -157,28 +156,29 @@ class KVManager:
             self.unpin_host(child)
 
     def drain_copies(self) -> tuple[BlockCopy, ...]:
-        """The copies that `extend` has asked for since the last call, to be carried out before anything is written."""
+        """Return the copies that `extend` recorded since the last call; they run before anything is written."""
         copies, self._copies = tuple(self._copies), []
         return copies
 
     def cache_blocks(self, sequence: Sequence, num_tokens: int) -> None:
-        """The plan being made writes the sequence's first `num_tokens` tokens: let others find their full blocks."""
+        """Make the full blocks among the first `num_tokens` tokens, which the plan being made writes, findable for
+        others."""
         tail = self._tails.get(sequence)
         if tail is not None:
             self._tails[sequence] = self._extend_tail(sequence, tail, num_tokens, may_replace=False)
 
     def commit_step(self, chunks: Iterable[Chunk], failed: Set[Sequence]) -> None:
-        """A step has come to its end, and these of its sequences got NaN: remember the blocks that it has filled, and
-        forget those that the failed ones have written since they last got a number."""
+        """A step is done: cache the blocks it filled. For sequences in `failed`, whose logits were NaN, drop the blocks
+        written since their last valid logits."""
         if self._cache is None:
             return
         size = self.block_size
         for sequence, start, length, samples in chunks:
             if length == 1 and (start + 1) % size and sequence not in failed:
-                continue  # no block is full that was not before
+                continue  # no block was completed
             tail, end = self._tails.get(sequence), start + length
             if tail is None or sequence.status is not SequenceStatus.RUNNING or sequence.num_computed_tokens < end:
-                continue  # it has left since
+                continue  # preempted since
             if sequence in failed:
                 self._cache.invalidate_unproven(tail)
                 continue
@@ -187,8 +187,8 @@ class KVManager:
                 self._cache.mark_valid(tail)
 
     def swap_out(self, sequence: Sequence) -> None:
-        """Release the sequence, but keep what is remembered of it on the host, as far as there is room, until it begins
-        again or ends. Blocks whose copy is still to be made are available once it is seen done."""
+        """Release the sequence, but keep its cached blocks on the host, as far as there is room, until it is attached
+        again or ends. Blocks still being copied become available when the copy is done."""
         path = self._tails[sequence].path() if sequence in self._tails else []
         self.release(sequence)
         self.host.pin(sequence, path)
@@ -197,10 +197,8 @@ class KVManager:
         self.host.pin(sequence, path)
 
     def swap_footprint(self, sequences: Iterable[Sequence]) -> SwapFootprint:
-        """What is remembered of these sequences, which hold their blocks together, and what becomes of it without them.
-
-        Whoever holds a block holds what is before it, so that what others keep is a beginning.
-        """
+        """Count the cached blocks of sequences that would be preempted together, and what would be lost. What other
+        sequences keep is always a prefix."""
         paths = chain.from_iterable(self._tails[one].path() for one in sequences if one in self._tails)
         holders = Counter(node for node in paths if node.in_tree)
         return SwapFootprint(
@@ -214,11 +212,11 @@ class KVManager:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether sequences begin with what others have computed."""
+        """Whether sequences start from prefixes that other sequences computed."""
         return self._prefix_caching
 
     def num_missing_for_all(self, sequence: Sequence) -> int:
-        """Blocks the sequence lacks to hold all its tokens, less those that it will share with its leader for good."""
+        """Blocks the sequence lacks to hold all its tokens, not counting those it shares with its leader for good."""
         if sequence.is_waiting_for_leader:
             return -(-sequence.num_tokens // self.block_size) - sequence.num_inherited_tokens // self.block_size
         return self.num_missing_blocks(sequence, sequence.num_tokens)
@@ -228,43 +226,44 @@ class KVManager:
         return self.pool.num_freed(one.block_table for one in sequences)
 
     def num_returning_blocks(self) -> int:
-        """Blocks that are available as soon as their copies to the host are made."""
+        """Blocks that become available once their copies to the host are done."""
         return 0 if self.host is None else self.host.num_exclusive_swapping_out()
 
     def save_to_host(self, sequence: Sequence) -> None:
-        """Copy to the host what is remembered of a sequence that goes on running, as it may have to leave soon."""
+        """Copy the cached blocks of a running sequence to the host: it may be preempted soon."""
         tail = self._tails.get(sequence)
         if tail is not None:
             unsaved = [node for node in tail.path() if not self.host.holds(node) and self._cache.is_written(node)]
             self.host.copy_out(unsaved[:MAX_SAVED_PER_STEP])
 
     def save_cached(self, count: int) -> None:
-        """Copy to the host what up to `count` cached blocks hold that it does not, those to be given away first."""
+        """Copy up to `count` cached blocks to the host that it lacks, in the order of eviction."""
         self.host.copy_out(self._cache.oldest_unsaved(min(count, MAX_SAVED_PER_STEP)))
 
     def complete_transfer(self, done: FinishedTransfer) -> None:
-        """The oldest transfer of its direction is done."""
+        """Account for the oldest transfer of its direction, which is done."""
         if done.is_out:
             self.host.complete_swap_out()
         else:
             self.host.complete_swap_in()
 
     def drain_swaps(self) -> tuple[tuple[BlockCopy, ...], tuple[BlockCopy, ...]]:
-        """The copies to the host and from it that have been asked for since the last call."""
+        """Return the copies to and from the host recorded since the last call."""
         return ((), ()) if self.host is None else self.host.drain_swaps()
 
     def unpin_host(self, sequence: Sequence) -> None:
-        """Nothing needs to be kept on the host for the sequence any more."""
+        """Unpin the host blocks of the sequence."""
         if self.host is not None:
             self.host.unpin(sequence)
 
     def drop_request(self, sequence: Sequence) -> None:
-        """The request of the sequence has ended: without prefix caching, what is known of it is worth nothing."""
+        """The sequence's request has ended: without prefix caching, drop its cached blocks."""
         if self._cache is not None and not self._prefix_caching:
             self._cache.drop_salt(self._salt(sequence))
 
     def release(self, sequence: Sequence) -> None:
-        """Take all blocks away; nothing of the sequence is computed any more, though the cache may still know it."""
+        """Release all blocks; the sequence has nothing computed any more, though the cache may still have its
+        prefix."""
         self._tails.pop(sequence, None)
         self._swap_in_ids.pop(sequence, None)
         self.unpin_host(sequence)
@@ -273,8 +272,8 @@ class KVManager:
         sequence.num_computed_tokens = sequence.num_exclusive_tokens = 0
 
     def num_slots(self, sequences: Iterable[Sequence]) -> tuple[int, int]:
-        """(held, filled) slots of the blocks in use, which these sequences hold: the difference is what paging wastes.
-        What several share counts once."""
+        """Return (held, filled) slots of the blocks that these sequences use; paging wastes the difference. Shared
+        blocks count once."""
         size, empty = self.block_size, {}
         for sequence in sequences:
             table, num_computed = sequence.block_table, sequence.num_computed_tokens
@@ -302,8 +301,8 @@ class KVManager:
             self._swap_in_ids[sequence] = number
 
     def check_invariants(self, sequences: Iterable[Sequence]) -> None:
-        """Reference counts equal holders, no sequence has computed more than its blocks hold, no two may write to the
-        same block, and what is known is what is held."""
+        """Raise AssertionError unless counts equal holders, computed tokens have blocks, exclusive blocks are
+        exclusive, and cache and tables agree."""
         sequences = list(sequences)
         holders: list = [sequence.block_table for sequence in sequences]
         if self.host is not None:
@@ -316,27 +315,27 @@ class KVManager:
 
 
 def check_tables(sequences: Iterable[Sequence], pool: BlockPool, block_size: int) -> None:
-    """No sequence has computed more than its blocks hold, and no two may write to the same block."""
+    """Raise AssertionError if a sequence has computed more than its blocks hold, or two may write to one block."""
     for sequence in sequences:
         if sequence.num_computed_tokens > len(sequence.block_table) * block_size:
             raise AssertionError(f"{sequence.request_id}: computed tokens without a block")
         writable = range(sequence.num_computed_tokens, sequence.num_exclusive_tokens, block_size)
         if any(pool.is_shared(sequence.block_table[at // block_size]) for at in writable):
-            raise AssertionError(f"{sequence.request_id}: it takes a block for its own that is not")
+            raise AssertionError(f"{sequence.request_id}: a block counts as exclusive and is shared")
 
 
 def check_tails(tails: Mapping[Sequence, PrefixNode], sequences: Iterable[Sequence], block_size: int) -> None:
-    """What is remembered of each sequence is what it holds, and nothing is of others."""
+    """Raise AssertionError unless each sequence's cached path equals its table, and only holders have a path."""
     if not tails.keys() <= set(sequences):
-        raise AssertionError("a sequence that holds nothing has a place in the tree")
+        raise AssertionError("a sequence without blocks has a path in the tree")
     for sequence, tail in tails.items():
         check_path(sequence.request_id, tail, sequence.token_ids[: tail.depth * block_size], sequence.block_table)
 
 
 def check_path(name: str, tail: PrefixNode, token_ids: Iterable[int], table: array) -> None:
-    """A sequence holds the blocks of its path in the tree, and its tokens lead there."""
+    """Raise AssertionError unless the path matches the sequence's tokens and its blocks."""
     path = tail.path()
     if b"".join(node.tokens for node in path) != pack_tokens(token_ids):
-        raise AssertionError(f"{name} stands in the tree where its tokens do not lead")
+        raise AssertionError(f"{name}: its path in the tree is not that of its tokens")
     if tail.in_tree and [node.gpu for node in path] != list(table[: tail.depth]):
         raise AssertionError(f"{name} does not hold the blocks of its path")

@@ -1,4 +1,4 @@
-"""How much KV cache there is: what the memory still holds once the weights and a step's workspace have theirs."""
+"""The size of the KV cache: the memory that the weights and a step's workspace leave."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from service.config import Settings
 from service.errors import StartupError
 
 CPU_CACHE_BYTES = 2 << 30
-"""A CPU's memory is shared with all else on the machine: the cache takes no more of it than this."""
+"""Most the cache takes of a CPU's memory, which others use too."""
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 """A number of bytes, or "max"."""
 
 RESERVED_GPU_BYTES = 256 << 20
-"""Left alone on a GPU for what allocates outside our sight: the driver, cuBLAS, fragmentation."""
+"""Left free on a GPU for the driver, cuBLAS and fragmentation."""
 
 SMALL_BATCHES = range(32, 129, 32)
-"""Decodes of so many have kernels of their own on some devices, all of which `warm_up` has compiled at once."""
+"""Decode batch sizes with kernels of their own on some devices; `warm_up` compiles them all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """The pool and the longest sequence it can hold."""
+    """The block pool and the longest sequence it can hold."""
 
     num_blocks: int
     block_size: int
@@ -46,7 +46,7 @@ class MemoryPlan:
 def plan_memory(
     settings: Settings, config: ModelConfig, ops: Ops, wanted_len: int, *, reserved_bytes: int = 0
 ) -> MemoryPlan:
-    """Size the pool from what is free now, less `reserved_bytes`. Raises StartupError where that cannot serve."""
+    """Size the pool from the free memory less `reserved_bytes`. Raises StartupError if that cannot serve."""
     bytes_per_block = block_bytes(config, settings.block_size, ops.dtype)
     num_blocks = settings.num_gpu_blocks or _affordable_bytes(settings, ops, reserved_bytes) // bytes_per_block
     useful_blocks = settings.max_num_seqs * -(-wanted_len // settings.block_size)
@@ -76,7 +76,7 @@ def _gib(num_bytes: int) -> str:
 
 
 def host_memory_bytes() -> int:
-    """What this process may use of the host's memory: all of it, or what its control group allows."""
+    """Host memory this process may use: all of it, or its control group's limit."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         limit = CGROUP_LIMIT.read_text().strip()
@@ -86,7 +86,7 @@ def host_memory_bytes() -> int:
 
 
 def _affordable_bytes(settings: Settings, ops: Ops, reserved_bytes: int) -> int:
-    """Bytes the KV cache may take now, with `reserved_bytes` still to be taken by others."""
+    """Bytes the KV cache may take now, if `reserved_bytes` are still to be allocated."""
     free, total = ops.memory_bytes()
     free -= reserved_bytes
     if ops.name == "cuda":
@@ -95,11 +95,11 @@ def _affordable_bytes(settings: Settings, ops: Ops, reserved_bytes: int) -> int:
 
 
 def warm_up(model: Llama, block_size: int, num_tokens: int, num_sequences: int, max_model_len: int) -> None:
-    """Run the two largest steps there can be, so that their workspace is taken before the pool is sized.
+    """Run the two largest possible steps, so that their workspace is allocated before the pool is sized.
 
-    A prefill of `num_tokens` and a decode of `num_sequences`, each sampled with all that sampling knows, on one shared
-    block: the numbers mean nothing, the kernels, their workspace and the plans of the matrix products stay. And a
-    prefill of two tokens and decodes of 32 to 128 sequences, for few rows have kernels of their own.
+    A prefill of `num_tokens` and a decode of `num_sequences`, sampled with every option, on one shared block: the
+    results mean nothing; kernels, workspace and GEMM plans stay. Also a prefill of two tokens and decodes of 32 to 128
+    sequences, because small batches have kernels of their own.
     """
     ops, vocab_size = model.ops, model.config.vocab_size
     kv = allocate(ops, model.config, 1, block_size)
@@ -118,22 +118,22 @@ def warm_up(model: Llama, block_size: int, num_tokens: int, num_sequences: int, 
         )
         with ops.scratch():
             logits = model.forward(shared_block_batch(ops, lengths, block_size, max_model_len), kv)
-            logits = ops.gather_rows(logits, ops.upload(np.zeros(count, np.int32)))  # as where branches fork
+            logits = ops.gather_rows(logits, ops.upload(np.zeros(count, np.int32)))  # as for forking branches
             ops.sample(logits, sampling_arrays(rows, vocab_size, frozenset(), ops.upload_all))
         ops.synchronize()
-    ops.copy_blocks(kv, *ops.upload_all([np.zeros(1, np.int32), np.ones(1, np.int32)]))  # to a block there is not
+    ops.copy_blocks(kv, *ops.upload_all([np.zeros(1, np.int32), np.ones(1, np.int32)]))  # to a block outside the cache
 
 
 def warm_up_sizes(model: Llama, block_size: int, num_tokens: int, num_sequences: int, max_model_len: int) -> None:
-    """Run the products of every other size of step once, in one layer: what has to be loaded for a new one would hold
-    up the step that meets it by 5 to 70 ms. Steps of fewer tokens are captured, and met there. The head's products are
-    padded to these sizes (`padded_rows`), so that what was measured to be quickest for a size is what runs."""
+    """Run the GEMMs of every other step size once, in one layer: loading a kernel later would delay the step that needs
+    it by 5 to 70 ms. Smaller steps are captured, and loaded there. The LM head runs only in padded sizes
+    (`padded_rows`), so the fastest measured algorithm for a size is what runs."""
     ops = model.ops
     kv, first_layer = allocate(ops, model.config, 1, block_size), model.first_layer()
     for size in ops.linear_sizes(num_tokens):
         if size > ROWS_BESIDE[-1]:
             count = min(size, num_tokens)
-            lengths = np.diff([*range(0, count, max_model_len), count])[::-1]  # the shortest first
+            lengths = np.diff([*range(0, count, max_model_len), count])[::-1]  # shortest first
             with ops.scratch():
                 first_layer.forward(shared_block_batch(ops, lengths, block_size, max_model_len), kv)
     with ops.scratch():
@@ -146,7 +146,7 @@ def warm_up_sizes(model: Llama, block_size: int, num_tokens: int, num_sequences:
 
 
 def shared_block_batch(ops: Ops, lengths: np.ndarray, block_size: int, max_model_len: int) -> Batch:
-    """A step of sequences of these lengths, those of 1 first, whose keys and values all go to block 0."""
+    """Build a step of sequences of these lengths, those of 1 first, that all use block 0."""
     ends = np.cumsum(lengths)
     positions = np.concatenate([np.arange(length) for length in lengths]).astype(np.int32)
     num_decodes = int(np.count_nonzero(lengths == 1))

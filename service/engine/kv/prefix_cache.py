@@ -1,7 +1,7 @@
-"""The blocks whose contents are known by their tokens: the prefix tree, joined with the books of both tiers.
+"""The prefix cache: the prefix tree with the block pools of both tiers.
 
-Every node of the tree is on the GPU, on the host or on both. One that loses its last place leaves the tree, and what is
-below it goes along: a prefix never outlives its parent.
+Every node is on the GPU, on the host or on both. A node that loses its last block leaves the tree with all its
+descendants: a prefix never outlives its parent.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from service.engine.kv.prefix_tree import PrefixNode, PrefixTree, pack_tokens
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What of a sequence is in memory already: whole blocks, and a block of which the first tokens are its own.
+    """The cached prefix of a sequence: whole blocks, and possibly a block of which only the first tokens match.
 
-    The nodes that only the host holds must be brought to the GPU before they can be used.
+    Nodes in `on_host` must be swapped in before use.
     """
 
     nodes: list[PrefixNode]
     partial: PrefixNode | None
     num_tokens: int
-    on_gpu: list[int]  # blocks that can be shared as they are, the partial one last
-    on_host: list[PrefixNode]  # what only the host holds
+    on_gpu: list[int]  # blocks to share as they are, the partial one last
+    on_host: list[PrefixNode]  # nodes that only the host has
 
     @classmethod
     def of(cls, nodes: list[PrefixNode], partial: PrefixNode | None, num_tokens: int) -> Match:
-        """With `on_gpu` and `on_host` as these nodes, from the root down, have it now; `num_tokens`: those that match,
-        of the partial one too."""
+        """Build a match with the nodes' present blocks. `nodes` from the root down; `num_tokens` includes the matching
+        tokens of `partial`."""
         blocks = [node.gpu for node in nodes]
         on_host = [node for node in nodes if node.gpu is None] if None in blocks else []
         on_gpu = [block for block in blocks if block is not None] if on_host else blocks
@@ -45,11 +45,9 @@ NO_MATCH = Match.of([], None, 0)
 
 
 class PrefixCache:
-    """Knows which contents are where; who holds a block is the pools' business.
-
-    A block is known from the moment that a plan has it written: the device runs plans in their order, so that even the
-    same plan may read it. What copies a block needs it written by an earlier one.
-    """
+    """Knows which contents are where; the pools count the holders. A block is known from the moment a plan has it
+    written: the device runs plans in order, so even the same plan may read it. A copy of a block needs it written by an
+    earlier plan."""
 
     def __init__(self, num_blocks: int, block_size: int, *, with_host: bool):
         self.pool = BlockPool(num_blocks, self._on_evict)
@@ -60,18 +58,18 @@ class PrefixCache:
         self._step = 0
 
     def start_step(self) -> None:
-        """A new plan is being made; what the one before has written may be copied."""
+        """Begin a new plan; blocks written by the previous one may be copied."""
         self._step += 1
 
     def root(self, salt: str) -> PrefixNode:
-        """Where the sequences of this salt begin."""
+        """Return the root of this salt's prefixes."""
         return self._tree.root(salt)
 
     def match(self, salt: str, token_ids: Sequence[int], should_swap_in: Callable[[int, int], bool]) -> Match:
-        """The longest beginning of these tokens that is in memory.
+        """Return the longest cached prefix of these tokens.
 
-        `should_swap_in(num_tokens, num_blocks)`: whether `num_blocks` blocks on the host are worth swapping in
-        after `num_tokens` tokens on the GPU.
+        `should_swap_in(num_tokens, num_blocks)`: whether `num_blocks` blocks on the host are worth swapping in after
+        `num_tokens` tokens on the GPU.
         """
         found, closest = self._tree.find(salt, pack_tokens(token_ids))
         nodes = self._worth_swapping_in(found, should_swap_in)
@@ -81,7 +79,7 @@ class PrefixCache:
         return Match.of(nodes, partial, len(nodes) * self._block_size + num_common)
 
     def is_written(self, node: PrefixNode) -> bool:
-        """Whether the GPU holds the contents before the step that is being planned."""
+        """Whether the GPU has the contents before the step being planned."""
         if node.gpu is None or node.written_by >= self._step:
             return False
         return self.host is None or not self.host.is_swapping_in(node.gpu)
@@ -89,10 +87,10 @@ class PrefixCache:
     def insert(
         self, tail: PrefixNode, token_ids: Sequence[int], table: array, end: int, *, may_replace: bool
     ) -> PrefixNode:
-        """Go on from `tail` along the full blocks `table` [..., end], adding what is not known yet; where that ends.
+        """Follow the full blocks of `table` up to block `end` from `tail`, adding unknown ones; return the last node.
 
-        A block whose contents are known elsewhere is given back for that one, so that they are held once; without
-        `may_replace`, since it is still being written to, the way ends there.
+        A block whose contents another block already has is replaced by that one. Without `may_replace`, because it is
+        still being written, the path ends there.
         """
         size = self._block_size
         while tail.depth < end and tail.in_tree:
@@ -113,25 +111,26 @@ class PrefixCache:
         return tail
 
     def swap_in(self, nodes: Sequence[PrefixNode]) -> None:
-        """Let the GPU have what only the host holds; the caller holds the blocks. Raises OutOfBlocks."""
+        """Copy nodes that only the host has to new GPU blocks, which the caller holds. Raises OutOfBlocks."""
         blocks = self.pool.allocate(len(nodes))
         self.host.swap_in(nodes, blocks)
         for node, block in zip(nodes, blocks, strict=True):
             self._assign_block(node, block)
 
     def oldest_unsaved(self, count: int) -> list[PrefixNode]:
-        """What up to `count` cached blocks hold that the host does not, those to be given away first; parents first."""
+        """Return the nodes of up to `count` cached blocks that the host lacks, in the order of eviction; parents
+        first."""
         nodes = [self._node_of[block] for block in islice(self.pool.oldest_unsaved(), count)]
         return [node for node in reversed(nodes) if self.is_written(node)]
 
     def mark_valid(self, tail: PrefixNode) -> None:
-        """The model has given numbers to a token that saw all up to here."""
+        """The model returned finite logits for a token that attends to all blocks up to `tail`."""
         while not tail.is_valid and tail.parent is not None:
             tail.is_valid = True
             tail = tail.parent
 
     def invalidate_unproven(self, tail: PrefixNode) -> None:
-        """Forget what was written on the way to here since it was last proven good, and what follows it."""
+        """Drop the blocks on the path to `tail` that were written since the last valid one, and their descendants."""
         suspect = None
         while tail.parent is not None and not tail.is_valid:
             suspect, tail = tail, tail.parent
@@ -139,7 +138,7 @@ class PrefixCache:
             self._remove_subtree(suspect)
 
     def drop_salt(self, salt: str) -> None:
-        """Nobody will ask for this salt again."""
+        """Drop all prefixes of this salt."""
         for node in self._tree.remove_root(salt):
             self._release_node(node)
 
@@ -158,7 +157,7 @@ class PrefixCache:
         self.pool.retain(block, is_saved=node.host is not None)
 
     def _on_evict(self, block: int) -> None:
-        """The pool gives a cached block away."""
+        """The pool evicted a cached block."""
         node = self._node_of[block]
         node.gpu = self._node_of[block] = None
         if node.host is None:
@@ -176,7 +175,7 @@ class PrefixCache:
             self.host.drop_node(node)
 
     def check_invariants(self) -> None:
-        """The tree is sound, each of its blocks is kept, and the host's books agree with it."""
+        """Raise AssertionError unless tree, pools and host cache agree."""
         self._tree.check_invariants()
         nodes = list(self._tree.nodes())
         known = {node.gpu: node for node in nodes if node.gpu is not None}

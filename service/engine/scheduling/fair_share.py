@@ -1,8 +1,7 @@
-"""Whose requests an engine has: who begins next, and who gives up what was lent to it.
+"""Shares the engine among tenants: which waiting group starts next, and which running group is preempted for it.
 
-Each tenant that has requests here may count on its share (service/fair_share.py) of the sequences that run at once, and
-of the blocks. What one holds beyond that is lent to it: it is called back as soon as another wants to begin within its
-own share.
+Each tenant with open requests has a share (service/fair_share.py) of the running sequences and of the blocks. What a
+tenant holds over its share is reclaimed as soon as another tenant can start within its own.
 """
 
 from __future__ import annotations
@@ -16,38 +15,39 @@ from service.engine.sequence import Sequence, SequenceGroup
 from service.fair_share import fair_share
 
 RECLAIM_DIVISOR = 16
-"""One in so many of the sequences that run at once is called back in a step."""
+"""At most `max_num_seqs` / 16 groups are reclaimed in a step."""
 COUNT_EVERY_STEPS = 8
-"""Counting who holds which blocks costs up to a millisecond, and a sequence takes one in 16 steps."""
+"""Counting the blocks of each tenant takes up to 1 ms; a sequence allocates one in 16 steps."""
 
 
 class Shares:
-    """Of one thing, at one moment: what each tenant holds of it, and may count on."""
+    """Shares of one resource at one moment: what each tenant holds, and its share."""
 
     def __init__(self, num_in_all: int, held: Counter[str], wanted: Counter[str]):
-        """`wanted` has what is held too."""
+        """`wanted` includes what is held."""
         self.held = held
         self.share = fair_share(num_in_all, wanted.values())
         self._equal_part = max(1, num_in_all // max(1, len(wanted)))
 
     def fits(self, tenant: str, count: int) -> bool:
-        """Whether the tenant keeps to its share with so many more; who holds none may have one thing that is larger."""
+        """Whether the tenant stays within its share with `count` more. A tenant that holds none may exceed it with one
+        item."""
         held = self.held[tenant]
         return held == 0 or held + count <= self.share
 
     def stays_over_share(self, tenant: str, count: int, least: int) -> bool:
-        """Whether without so many the tenant still has an equal part, and `least`."""
+        """Whether the tenant keeps an equal part, and `least`, without `count` of what it holds."""
         return self.held[tenant] - count >= max(self._equal_part, least)
 
 
 class FairShare:
-    """Of one engine. With a single one, everything is its own."""
+    """Shares of all tenants of an engine. A single tenant may use everything."""
 
     def __init__(self, kv: KVManager, max_num_seqs: int):
         self.kv = kv
         self.max_num_seqs = max_num_seqs
-        self._num_groups: Counter[str] = Counter()  # that have not ended
-        self._num_blocks: Counter[str] = Counter()  # that each tenant holds, as they were counted last
+        self._num_groups: Counter[str] = Counter()  # open groups
+        self._num_blocks: Counter[str] = Counter()  # blocks of each tenant at the last count
         self._num_steps_since, self._num_counted = COUNT_EVERY_STEPS, 0  # sequences
 
     @property
@@ -64,8 +64,8 @@ class FairShare:
             del self._num_groups[group.tenant]
 
     def next_group(self, waiting: Iterable[SequenceGroup], num_running: Mapping[str, int]) -> SequenceGroup | None:
-        """Which of the waiting groups begins next: the oldest that is ready, of the tenant that runs least. None where
-        none is ready. `num_running`: sequences by tenant; empty where there is but one."""
+        """Return the waiting group that starts next: the oldest ready one, of the tenant that runs least; None if none
+        is ready. `num_running`: sequences by tenant; empty with a single tenant."""
         ready = (group for group in waiting if group.is_ready)
         if not self.has_several_tenants:
             return next(ready, None)
@@ -75,7 +75,7 @@ class FairShare:
         return min(first.values(), key=lambda one: (num_running.get(one.tenant, 0), one.arrival), default=None)
 
     def num_running(self, running: Iterable[Sequence]) -> Counter[str]:
-        """Sequences by tenant."""
+        """Return the running sequences of each tenant."""
         return Counter(sequence.group.tenant for sequence in running)
 
     def sequence_shares(self, waiting: Iterable[SequenceGroup], running: Iterable[Sequence]) -> Shares:
@@ -86,7 +86,7 @@ class FairShare:
         return Shares(self.max_num_seqs, held, wanted)
 
     def block_shares(self, waiting: Iterable[SequenceGroup], running: list[Sequence]) -> Shares:
-        """What several sequences of a tenant hold together counts once. What they grow by is seen after a few steps."""
+        """Return the shares of blocks; the blocks held are up to some steps old."""
         num_changed = abs(len(running) - self._num_counted)
         if self._num_steps_since >= COUNT_EVERY_STEPS or num_changed * COUNT_EVERY_STEPS > len(running):
             self._count_blocks(running)
@@ -97,11 +97,11 @@ class FairShare:
         return Shares(self.kv.pool.num_blocks, held, wanted)
 
     def start_step(self) -> None:
-        """A new plan is being made."""
+        """Begin a new plan."""
         self._num_steps_since += 1
 
     def on_preempted(self, group: SequenceGroup) -> None:
-        """The group, which runs, has to leave."""
+        """The running group is about to be preempted."""
         self._num_blocks[group.tenant] -= num_blocks_of(group)
 
     def _count_blocks(self, running: list[Sequence]) -> None:
@@ -112,7 +112,7 @@ class FairShare:
         self._num_steps_since, self._num_counted = 0, len(running)
 
     def block_holders_over_share(self, groups: list[SequenceGroup], running: list[Sequence]) -> list[SequenceGroup]:
-        """Those of the groups whose tenant holds most of the blocks, and has an equal part without the group."""
+        """Return those of the groups whose tenant holds the most blocks and keeps an equal part without the group."""
         if not self.has_several_tenants:
             return []
         shares = self.block_shares((), running)
@@ -127,12 +127,11 @@ class FairShare:
         num_free_blocks: int,
         is_preemptible: Callable[[SequenceGroup], bool],
     ) -> list[SequenceGroup]:
-        """Groups that have to leave so that others, which wait, can begin within their tenants' shares.
+        """Return groups to preempt so that waiting groups start within their tenants' shares.
 
-        They are taken, the youngest first, from who has most beyond its share of what is missing; those that are not
-        `is_preemptible` come last, and the oldest of a tenant stays. Nobody leaves for a newcomer that could not begin
-        all
-        the same. A step calls back a few, or as many as one newcomer needs: more would not get through their prompts.
+        The youngest are taken first, from the tenant furthest over its share; groups that are not `is_preemptible`
+        last; a tenant's oldest never. No group is preempted for one that could not start even so. A step reclaims a few
+        groups, or as many as one waiting group needs: more could not be prefilled.
         """
         reclaimed = _Reclaim(self, waiting, running, num_free_blocks, is_preemptible)
         most = max(1, self.max_num_seqs // RECLAIM_DIVISOR)
@@ -149,7 +148,7 @@ class FairShare:
         return found
 
     def num_uncached_blocks(self, group: SequenceGroup) -> int:
-        """Blocks that a waiting group wants, if nothing of it is in memory."""
+        """Blocks a waiting group needs if nothing of it is cached."""
         leader, *others = group.live
         if not others:
             return -(-leader.num_tokens // self.kv.block_size)
@@ -160,7 +159,7 @@ class FairShare:
 
 
 class _Reclaim:
-    """What is called back in one step."""
+    """The groups reclaimed in one step."""
 
     def __init__(
         self,
@@ -173,14 +172,14 @@ class _Reclaim:
         self._fair_share = fair_share
         self._waiting = waiting
         self._running = running
-        self._is_settled = is_preemptible
+        self._is_preemptible = is_preemptible
         self._free_seqs = fair_share.max_num_seqs - len(running)
         self._free_blocks = num_free_blocks
         self.sequences = fair_share.sequence_shares(waiting, running)
 
     @cached_property
     def _groups(self) -> list[SequenceGroup]:
-        """Those that may leave, the youngest first."""
+        """Groups that may be preempted, youngest first."""
         groups = list(dict.fromkeys(sequence.group for sequence in reversed(self._running)))
         oldest = {group.tenant: group for group in groups}
         return [group for group in groups if group is not oldest[group.tenant]]
@@ -190,7 +189,8 @@ class _Reclaim:
         return self._fair_share.block_shares(self._waiting, self._running)
 
     def groups_for(self, newcomer: SequenceGroup) -> list[SequenceGroup] | None:
-        """Groups that leave for this one, perhaps none; None where that would not help it, or it is not entitled."""
+        """Return the groups to preempt for this one, perhaps none; None if that would not help, or if it exceeds its
+        tenant's share."""
         num_seqs, num_blocks = num_sequences_of(newcomer), self._fair_share.num_uncached_blocks(newcomer)
         if not self.sequences.fits(newcomer.tenant, num_seqs):
             return None
@@ -214,18 +214,16 @@ class _Reclaim:
     def _group_over_share(
         self, shares: Shares, size_of: Callable[[SequenceGroup], int], tenant: str, count: int
     ) -> SequenceGroup | None:
-        least = min(shares.share, shares.held[tenant] + count)  # what the newcomer's tenant will have
-        groups_over_share = [
-            group for group in self._groups if shares.stays_over_share(group.tenant, size_of(group), least)
-        ]
-        return max(groups_over_share, key=lambda one: (self._is_settled(one), shares.held[one.tenant]), default=None)
+        least = min(shares.share, shares.held[tenant] + count)  # what the waiting group's tenant will hold
+        eligible = [group for group in self._groups if shares.stays_over_share(group.tenant, size_of(group), least)]
+        return max(eligible, key=lambda one: (self._is_preemptible(one), shares.held[one.tenant]), default=None)
 
-    def _reclaim_group(self, group_over_share: SequenceGroup) -> None:
-        self._groups.remove(group_over_share)
-        self.sequences.held[group_over_share.tenant] -= num_sequences_of(group_over_share)
-        self._blocks.held[group_over_share.tenant] -= num_blocks_of(group_over_share)
-        self._free_seqs += num_sequences_of(group_over_share)
-        self._free_blocks += self._fair_share.kv.num_freed_blocks(group_over_share.live)
+    def _reclaim_group(self, group: SequenceGroup) -> None:
+        self._groups.remove(group)
+        self.sequences.held[group.tenant] -= num_sequences_of(group)
+        self._blocks.held[group.tenant] -= num_blocks_of(group)
+        self._free_seqs += num_sequences_of(group)
+        self._free_blocks += self._fair_share.kv.num_freed_blocks(group.live)
 
 
 def num_sequences_of(group: SequenceGroup) -> int:
@@ -233,6 +231,6 @@ def num_sequences_of(group: SequenceGroup) -> int:
 
 
 def num_blocks_of(group: SequenceGroup) -> int:
-    """That the group holds, those of several branches once."""
+    """Blocks that the group holds, those of several branches once."""
     first, *others = group.live
     return len(set(first.block_table).union(*(one.block_table for one in others))) if others else len(first.block_table)

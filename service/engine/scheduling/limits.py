@@ -1,4 +1,4 @@
-"""How much a step does at most, and a sequence."""
+"""Limits of a step and of a sequence."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 MAX_OPEN_CHUNKS = 3
-"""Prefill chunks of a step that also decodes, however many prompts are open ..."""
+"""Prefill chunks of a step with decodes, for any number of open prompts ..."""
 
 PROMPTS_A_CHUNK = 64
-"""... until so many wait for each."""
+"""... until this many prompts wait for each chunk."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bounds of a step and of a sequence, in tokens and sequences."""
+    """Limits of a step and of a sequence, in tokens and sequences."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_prefill_chunk: int  # prompt tokens of a step that also decodes, for each of the first open prompts
+    max_prefill_chunk: int  # prompt tokens of a step with decodes, for each of the first open prompts
     max_model_len: int
-    fit_prompts: Callable[[int, int], int] | None = None  # (decodes, prompt tokens): how many of these a step does best
+    fit_prompts: Callable[[int, int], int] | None = None  # (decodes, prompt tokens) -> efficient number
 
     def prompt_budget(self, num_decodes: int, num_prompts: int, lacking: Iterable[int]) -> int:
-        """Prompt tokens of a step that also decodes, with so many prompts open or waiting; `lacking`: the tokens that
-        each of those lacks which could be computed now.
+        """Return the prompt tokens of a step with decodes; `num_prompts` are open or waiting, and `lacking` yields the
+        tokens that each computable one lacks.
 
-        A chunk where one prompt is open. Where more are, as many whole chunks as that, decodes and all, but few: every
-        decode waits for them. Only a queue wants throughput more than a short step: the longer it is, the more it gets,
-        and no more than the device does at its best rate.
+        One open prompt gets one chunk. Several get as many whole chunks, minus the decodes, but few: every decode waits
+        for them. Only a long queue values throughput more than short steps: its budget grows with its length, up to
+        what the device computes at its best rate.
         """
         num_chunks = max(min(num_prompts, MAX_OPEN_CHUNKS), num_prompts // PROMPTS_A_CHUNK)
         budget = max(self.max_prefill_chunk, num_chunks * self.max_prefill_chunk - num_decodes)

@@ -1,9 +1,8 @@
-"""Who gives up its blocks when they run out, and what becomes of it.
+"""Decides which group gives up its blocks when they run out, and how it is restored.
 
-A victim is a whole group: its branches leave together and wait in their place in the queue. What was computed for them
-is either copied to the host and back or, unless the cache still has it when they return, computed again: whichever is
-the cheaper for that group as things stand. Where a second tier is, copies are made ahead of need, so that a victim's
-blocks can be had at once.
+A victim is a whole group: its branches are preempted together and return to their position in the queue. It is restored
+by swapping its blocks in or by recomputing them, whichever is cheaper at that moment, unless the cache still has them.
+With a second tier, blocks are copied ahead of need, so that a victim's blocks are available at once.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from service.engine.step import FinishedTransfer, StepPlan
 AUTO, SWAP, RECOMPUTE = MODES = ("auto", "swap", "recompute")
 
 PROTECTED_STEPS = 64
-"""For so many steps a group that was brought back leaves only if no other can."""
+"""For this many steps a resumed group is preempted only if no other can be."""
 
 
 class Preemption:
-    """The youngest leaves first, one that was just brought back last, and the oldest never: it comes to its end. Where
-    there are several tenants, those that hold more than their shares of the blocks come before all others."""
+    """The youngest group is preempted first, recently resumed ones last, the oldest never, so it finishes. With several
+    tenants, groups of tenants over their share of blocks come first."""
 
     def __init__(self, kv: KVManager, costs: SwapCostModel | None = None, mode: str = AUTO):
-        """Without `costs` every group counts as cheaper to copy."""
+        """Without `costs`, swapping counts as cheaper for every group."""
         self._kv = kv
         self.costs = costs
         self._mode = mode
@@ -52,7 +51,7 @@ class Preemption:
         return self.num_swapped + self.num_recomputed
 
     def start_step(self, num_running: int) -> None:
-        """A new plan is being made, for so many sequences that hold blocks."""
+        """Begin a new plan; `num_running` sequences hold blocks."""
         self._step += 1
         self._num_promised = 0
         self._num_running = max(1, num_running)
@@ -63,11 +62,8 @@ class Preemption:
             self._resumed_at_step[group] = self._step
 
     def make_room(self, num_blocks: int, claimant: Sequence, running: list[Sequence]) -> list[SequenceGroup]:
-        """Preempt until `num_blocks` are available, or will be once copies under way are done, or the claimant itself
-        had to go.
-
-        Returns the victims; their sequences are WAITING and no longer in `running`.
-        """
+        """Preempt until `num_blocks` are available, or will be once copies in flight are done, or the claimant itself
+        is preempted. Return the victims; their sequences are WAITING and removed from `running`."""
         victims: list[SequenceGroup] = []
         while claimant.group not in victims and self.num_available_soon() < num_blocks:
             group = self._next_victim(running)
@@ -78,17 +74,17 @@ class Preemption:
         return victims
 
     def reclaim(self, groups: Iterable[SequenceGroup], running: list[Sequence]) -> None:
-        """These leave, for others whose tenants have less than their shares."""
+        """Preempt these groups for tenants below their share."""
         for group in groups:
             self._preempt(group, running)
             self.num_reclaimed += 1
 
     def is_preemptible(self, group: SequenceGroup) -> bool:
-        """Whether the group was not brought back just now."""
+        """Whether the group was not resumed recently."""
         return self._step - self._resumed_at_step.get(group, -math.inf) > PROTECTED_STEPS
 
     def save_ahead(self, running: list[Sequence]) -> None:
-        """Copy ahead of need what will have to leave soon, if the host has nothing to do for it anyway."""
+        """Copy blocks that will be preempted soon to the host, while no copies to it are in flight."""
         kv = self._kv
         if kv.host is None or kv.host.num_swapping_out or not running:
             return
@@ -102,7 +98,7 @@ class Preemption:
                     kv.save_to_host(sequence)
 
     def on_transfer(self, done: FinishedTransfer) -> None:
-        """A transfer is done."""
+        """Account for a finished transfer."""
         if done.is_out:
             self.swap_out_s += done.seconds
         else:
@@ -111,25 +107,26 @@ class Preemption:
             self.costs.on_transfer(done.num_blocks, done.seconds, out=done.is_out)
 
     def on_step(self, plan: StepPlan, seconds: float, num_recomputed_tokens: int = 0) -> None:
-        """The device was busy with this plan for so long; so many of its tokens had been computed before."""
+        """Account for a step that kept the device busy for `seconds`; `num_recomputed_tokens` of its tokens had been
+        computed before."""
         if num_recomputed_tokens:
             self.num_recomputed_tokens += num_recomputed_tokens
             self.recompute_s += seconds * num_recomputed_tokens / plan.num_tokens
         if self.costs is None:
             return
-        if plan.chunks[-1].length == 1:  # the longest ones come last
+        if plan.chunks[-1].length == 1:  # longer chunks come last
             self.costs.on_decode_step(seconds)
         else:
             spans = [(chunk.start, chunk.end) for chunk in plan.chunks if chunk.length > 1]
             self.costs.on_prefill_step(spans, seconds, with_decodes=len(spans) < len(plan.chunks))
 
     def num_available_soon(self) -> int:
-        """Blocks that are available or about to be, less those that others wait for already."""
+        """Blocks that are available or will be once copies are done, less those already promised."""
         return self._kv.pool.num_available + self._kv.num_returning_blocks() - self._num_promised
 
     def _next_victim(self, running: list[Sequence]) -> SequenceGroup:
         groups = list(dict.fromkeys(sequence.group for sequence in reversed(running)))
-        others = groups[:-1] or groups  # the oldest only if it is alone
+        others = groups[:-1] or groups  # the oldest only if it runs alone
         if self.fair_share is not None:
             others = self.fair_share.block_holders_over_share(others, running) or others
         return next(filter(self.is_preemptible, others), others[0])
@@ -154,7 +151,7 @@ class Preemption:
         self.num_recomputed += not swaps
 
     def _prefers_swap(self, group: SequenceGroup) -> bool:
-        """Whether to copy the group out and in rather than to compute it again; all of it or nothing."""
+        """Whether swapping the whole group is cheaper than recomputing it."""
         host = self._kv.host
         if host is None or self._mode == RECOMPUTE:
             return False

@@ -1,4 +1,4 @@
-"""What is wanted of prompts besides their last logits: how likely their tokens are, and their vectors."""
+"""Plans which prompt log-probabilities and pooled hidden states a step returns besides its last logits."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from service.engine.step import Chunk, LogprobSpan, PoolSpan
 
 
 class PromptOutputs:
-    """Of the requests that have come. What steps compute of a prompt is told, or pooled, once."""
+    """Groups that want outputs for their prompt. Each prompt position is returned once."""
 
     def __init__(self):
         self._awaiting_logprobs: set[SequenceGroup] = set()
         self._awaiting_pooling: set[SequenceGroup] = set()
 
     def add_group(self, group: SequenceGroup) -> None:
-        """A request has come; one that wants nothing of its prompt is not kept."""
+        """Register a new group, if it wants prompt outputs."""
         if group.wants_prompt_logprobs:
             self._awaiting_logprobs.add(group)
         if group.wants_pooling:
             self._awaiting_pooling.add(group)
 
     def plan(self, chunks: Seq[Chunk]) -> tuple[tuple[LogprobSpan, ...], tuple[PoolSpan, ...]]:
-        """What a step of these chunks can give."""
+        """Return what a step of these chunks can compute."""
         scores = self._scores(chunks) if self._awaiting_logprobs else ()
         pools = self._pools(chunks) if self._awaiting_pooling else ()
         return scores, pools

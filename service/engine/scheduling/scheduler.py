@@ -1,8 +1,16 @@
-"""Who computes how many tokens in the next step.
+"""Plans the next step: which sequences compute how many tokens.
 
-There is no prefill phase: a step has a budget of tokens, sequences that lack one token (decodes) are served first, then
-those that lack many, oldest first, each with what the budget leaves. While others decode, prompts get a smaller budget,
-for every decode waits for the whole step; but the more of them wait, the larger it is.
+There is no prefill phase. A step has a budget of `max_num_batched_tokens`, and is planned in this order:
+
+1. Over-share groups are preempted, if tenants wait that are below their share.
+2. Running sequences that lack one token (decodes) get it, oldest first. If blocks run out, the youngest groups are
+   preempted.
+3. With decodes in the step, the rest of the budget shrinks to `Limits.prompt_budget`: every decode waits for the whole
+   step. The budget grows with the queue.
+4. Running sequences that lack more (prefills) get chunks, oldest first.
+5. If nothing was preempted, waiting groups are admitted while blocks last, first come first served, or from the tenant
+   that runs least. Each starts from its cached prefix.
+6. Blocks likely to be preempted soon are copied to the host ahead of need.
 """
 
 from __future__ import annotations
@@ -25,8 +33,8 @@ from service.engine.step import Chunk, StepPlan
 
 
 class Scheduler:
-    """Owns the two queues, both in the order in which requests came, the oldest first. In `running` the branches of a
-    group stand side by side."""
+    """Owns the two queues, both in order of arrival, oldest first. In `running`, the branches of a group are
+    adjacent."""
 
     def __init__(self, kv: KVManager, limits: Limits, preemption: Preemption | None = None):
         self._kv = kv
@@ -37,7 +45,7 @@ class Scheduler:
         self.waiting: deque[SequenceGroup] = deque()
         self._prompt_outputs = PromptOutputs()
         self.running: list[Sequence] = []
-        self._extended: set[Sequence] = set()  # by the plan being made
+        self._extended: set[Sequence] = set()  # extended by the plan being made
 
     def add_group(self, group: SequenceGroup) -> None:
         self._num_arrivals += 1
@@ -47,7 +55,7 @@ class Scheduler:
         self._prompt_outputs.add_group(group)
 
     def remove_sequence(self, sequence: Sequence) -> None:
-        """The sequence has ended, wherever it stood: its blocks are free at once."""
+        """The sequence has ended: free its blocks at once."""
         group, status = sequence.group, sequence.status
         sequence.set_status(SequenceStatus.ENDED)
         if status is SequenceStatus.RUNNING:
@@ -66,7 +74,7 @@ class Scheduler:
             self._kv.drop_request(sequence)
 
     def fork_followers(self, leader: Sequence) -> None:
-        """The followers that part from the leader within what it has computed go on by themselves."""
+        """Fork the followers that diverge within what the leader has computed."""
         forking = [one for one in leader.prefix_followers if one.num_inherited_tokens <= leader.num_computed_tokens]
         for follower in forking:
             match = self._match_follower(follower) if follower.num_output_tokens else NO_MATCH
@@ -78,8 +86,8 @@ class Scheduler:
         leader.share_prefix_with([one for one in leader.prefix_followers if one.is_waiting_for_leader])
 
     def schedule(self) -> StepPlan:
-        """The plan of the next step; every chunk in it has its blocks. Empty if nothing can be done before more tokens
-        are known, or at all."""
+        """Return the plan of the next step; every chunk in it has its blocks. Empty if nothing can be computed before
+        more tokens are known."""
         self._kv.start_step()
         self.preemption.start_step(len(self.running))
         self._fair_share.start_step()
@@ -109,12 +117,12 @@ class Scheduler:
         return StepPlan(tuple(chunks), self._kv.drain_copies(), *self._kv.drain_swaps(), scores, pools, changed)
 
     def _runnable(self, arriving: Set[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-        """The running sequences that lack one token, and those that lack more and can be computed."""
+        """Return the running sequences that lack one token, and those that lack more and can be computed."""
         decodes, prefills = [], []
         for sequence in self.running:
             num_pending = sequence.num_pending_tokens
             num_tokens = len(sequence.token_ids) + num_pending
-            # One that gets its last token, or whose next hangs on others, has nothing to compute before it is known.
+            # Nothing to compute while its last token, or one that others depend on, is pending.
             if num_pending and (sequence.cannot_run_ahead or num_tokens >= sequence.max_num_tokens):
                 continue
             if sequence.is_waiting_for_leader or (arriving and sequence in arriving):
@@ -127,13 +135,13 @@ class Scheduler:
         return decodes, prefills
 
     def _prompt_lengths(self, prefills: list[Sequence]) -> Iterator[int]:
-        """What each open prompt lacks, and each that waits and could run, in tokens."""
+        """Yield the uncomputed tokens of each open prompt, and of each waiting one that could run."""
         num_slots = max(0, self._limits.max_num_seqs - len(self.running))
         waiting = (group.live[0] for group in islice(self.waiting, num_slots))
         return (sequence.num_uncomputed_tokens for sequence in chain(prefills, waiting))
 
     def _plan_decodes(self, sequences: list[Sequence]) -> list[Chunk]:
-        """A token of each of these, oldest first, as far as there are blocks."""
+        """Plan one token for each of these, oldest first, as far as blocks last."""
         for sequence in [one for one in sequences if one.num_computed_tokens >= one.num_exclusive_tokens]:
             if sequence.status is SequenceStatus.RUNNING:
                 self._allocate(sequence, sequence.num_computed_tokens + 1)
@@ -145,7 +153,7 @@ class Scheduler:
         ]
 
     def _allocate(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Let the sequence have the blocks for so many tokens, though others leave for it; whether it has them."""
+        """Extend the sequence to `num_tokens`, preempting others if needed; return whether it has the blocks."""
         missing = self._kv.num_missing_blocks(sequence, num_tokens)
         if missing > self._kv.pool.num_available:
             self._requeue(self.preemption.make_room(missing, sequence, self.running))
@@ -156,11 +164,11 @@ class Scheduler:
         return True
 
     def _plan_prefills(self, chunks: list[Chunk], sequences: list[Sequence], budget: int) -> tuple[list[Chunk], int]:
-        """`chunks` and those of these running sequences, oldest first, and what is left of the budget."""
+        """Add chunks of these running sequences, oldest first; return all chunks and the remaining budget."""
         for sequence in sequences:
             if budget == 0:
                 break
-            if sequence.status is not SequenceStatus.RUNNING:  # preempted for one before it
+            if sequence.status is not SequenceStatus.RUNNING:  # preempted for a preceding one
                 continue
             chunk = self._chunk(sequence, budget)
             num_preemptions = self.preemption.num_preemptions
@@ -174,13 +182,12 @@ class Scheduler:
         return chunks, budget
 
     def _plan_admissions(self, budget: int) -> list[Chunk]:
-        """Start waiting groups that are ready, first come first served, or first of the tenant that runs least, while
-        the pool can hold all they have so far.
+        """Admit waiting groups that are ready, first come first served or from the tenant that runs least, while the
+        pool can hold all their tokens.
 
-        Each begins with what the cache has of it, written by this very step perhaps: this is planned behind all
-        preemptions, so that nothing which others count on is taken back. What comes from the host is computed once it
-        is there. A newcomer also leaves room for what running sequences still lack of their prompts, and a small
-        reserve, so that it does not become the next victim.
+        Each starts from its cached prefix, perhaps written by this very step: admission comes after all preemptions, so
+        nothing it relies on is evicted. A group that swaps blocks in is computed once they arrive. Admission leaves
+        room for what running sequences still lack, and a small reserve, so that the new group is not the next victim.
         """
         chunks = []
         spare = self._kv.pool.num_available - self._num_missing_blocks()
@@ -195,7 +202,7 @@ class Scheduler:
             leader, *others = group.live
             num_behind = sum(map(self._kv.num_missing_for_all, others))
             room = spare - self._num_reserve_blocks - num_behind
-            # A prompt of which more than the last logits are wanted is computed, whatever is in memory.
+            # A prompt that needs more than its last logits is computed whole, cached or not.
             needs_whole_prompt = group.wants_prompt_logprobs or group.wants_pooling
             match = NO_MATCH if needs_whole_prompt else self._kv.match_within_blocks(leader, room)
             wanted = self._kv.num_blocks_for_match(leader, match)
@@ -217,7 +224,7 @@ class Scheduler:
         return chunks
 
     def _reclaim_over_share(self) -> None:
-        """Newcomers within their tenants' shares begin at once, though others have to leave for them."""
+        """Preempt over-share groups, so that waiting groups within their tenants' shares start at once."""
         num_free_blocks = self.preemption.num_available_soon() - self._num_missing_blocks() - self._num_reserve_blocks
         over_share = self._fair_share.groups_over_share(
             list(self.waiting), self.running, num_free_blocks, self.preemption.is_preemptible
@@ -226,15 +233,15 @@ class Scheduler:
         self._requeue(over_share)
 
     def _match_follower(self, follower: Sequence) -> Match:
-        """What is in memory of a follower, from before it was preempted; no more than leaves room for what all lack."""
+        """Return the follower's cached prefix from before a preemption, if room remains for what all others lack."""
         others = self._num_missing_blocks() - self._kv.num_missing_for_all(follower)
         return self._kv.match_within_blocks(follower, self._kv.pool.num_available - others)
 
     def _start_running(self, group: SequenceGroup) -> None:
-        place = len(self.running)
-        while place and self.running[place - 1].group.arrival > group.arrival:
-            place -= 1
-        self.running[place:place] = group.live
+        position = len(self.running)
+        while position and self.running[position - 1].group.arrival > group.arrival:
+            position -= 1
+        self.running[position:position] = group.live
         for sequence in group.live:
             sequence.set_status(SequenceStatus.RUNNING)
         self.preemption.mark_resumed(group)
@@ -248,7 +255,7 @@ class Scheduler:
 
     @property
     def _num_reserve_blocks(self) -> int:
-        """That a newcomer leaves to the others, so that it does not become the next victim."""
+        """Blocks an admission leaves free, so that the new group is not the next victim."""
         return self._kv.pool.num_blocks // 100 if self.running else 0
 
     def _num_missing_blocks(self) -> int:
@@ -257,7 +264,7 @@ class Scheduler:
         return sum(map(self._kv.num_missing_for_all, growing))
 
     def _promote_follower(self, leader: Sequence) -> None:
-        """The leader leaves: the first of its followers goes on with what it has computed, and leads the others."""
+        """The leader is removed: its first follower takes over its computed prefix and leads the others."""
         successor, *others = leader.prefix_followers
         self._kv.fork(leader, successor, min(leader.num_computed_tokens, successor.num_inherited_tokens))
         successor.is_waiting_for_leader = False
@@ -276,8 +283,8 @@ class Scheduler:
         return Chunk(sequence, start, lacking, sequence.samplers)
 
     def check_invariants(self) -> None:
-        """Nobody stands in both queues, groups are whole, the waiting and the parked hold nothing, and the pool's books
-        are right."""
+        """Raise AssertionError unless queues are disjoint, groups are whole, waiting sequences hold no blocks, and the
+        pool's counts are right."""
         for group in self.waiting:
             for sequence in group.live:
                 if (
@@ -285,15 +292,15 @@ class Scheduler:
                     or sequence.block_table
                     or sequence.is_waiting_for_leader
                 ):
-                    raise AssertionError(f"{sequence.request_id} waits and is not free of blocks")
-        places: dict[SequenceGroup, list[int]] = {}
-        for place, sequence in enumerate(self.running):
-            places.setdefault(sequence.group, []).append(place)
+                    raise AssertionError(f"{sequence.request_id} is waiting and holds blocks")
+        positions: dict[SequenceGroup, list[int]] = {}
+        for position, sequence in enumerate(self.running):
+            positions.setdefault(sequence.group, []).append(position)
             if sequence.status is not SequenceStatus.RUNNING or (
                 sequence.is_waiting_for_leader and sequence.block_table
             ):
-                raise AssertionError(f"{sequence.request_id} stands among the running and does not run")
-        for group, held in places.items():
+                raise AssertionError(f"{sequence.request_id} is in the running queue, but not RUNNING")
+        for group, held in positions.items():
             if len(held) != len(group.live) or held[-1] - held[0] != len(held) - 1:
-                raise AssertionError(f"{group.request_id} does not run as one")
+                raise AssertionError(f"{group.request_id} is not contiguous in the running queue")
         self._kv.check_invariants(self.running)

@@ -1,9 +1,9 @@
-"""What it costs to bring a sequence back: by copying its blocks out and in, or by computing its tokens again.
+"""The cost of restoring a preempted sequence by swapping its blocks or by recomputing its tokens.
 
-Calibrated at start and corrected by what is seen. Both grow with the length; a transfer also has a cost of its own, and
-computing grows faster than the length, so short sequences are computed again and long ones are copied. What is computed
-again holds up all that run. Copies go on beside the steps: they slow these down a little, and hold up whoever waits for
-them. So the more run, the more is copied, until the bus is what everybody waits for.
+Rates are measured at start and corrected by observation. Recomputing grows faster than the length, and a transfer has a
+fixed cost: short sequences are recomputed, long ones swapped. Recomputing delays every running sequence; copies run
+beside the steps and slow them slightly, but delay the sequences that wait for them. So the more sequences run, the more
+is swapped, until the bus is the bottleneck.
 """
 
 from __future__ import annotations
@@ -22,63 +22,63 @@ from model.ops.interface import Array
 from service.engine.kv.memory_profile import shared_block_batch
 
 EWMA_WEIGHT = 0.1
-"""Of a new observation against all before it."""
+"""Weight of a new observation."""
 
 COPY_SLOWDOWN = 0.03
-"""Of steps beside copies, which share the memory with them: what was measured with the bus full in both directions."""
+"""Slowdown of steps beside copies, which share the memory bandwidth: measured with the bus full in both directions."""
 
 MIN_BLOCKS = 8
-"""A transfer of fewer says little of bandwidth."""
+"""Smaller transfers say little about bandwidth."""
 
 MIN_TOKENS = 256
-"""Prompt tokens of a step that tell of the cost of tokens: fewer are lost in what a step costs anyway."""
+"""Steps with fewer prompt tokens say little about the cost of a token."""
 
 
 @dataclass(kw_only=True)
 class Rates:
     """Seconds of the device."""
 
-    token_s: float  # to compute one token of a long prompt
-    pair_s: float  # more for each token before it
+    token_s: float  # one token of a long prompt
+    pair_s: float  # one preceding token that it attends to
     block_out_s: float
     block_in_s: float
-    transfer_s: float  # of any transfer, however small, with asking for it and seeing it done
+    transfer_s: float  # fixed cost of a transfer, from request to completion
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLoad:
-    """What is going on while a choice is made. By itself: one that runs alone."""
+    """What runs while a choice is made. Default: one sequence alone."""
 
     num_running: int = 1  # sequences
-    num_swapping_out: int = 0  # blocks on their way to the host, or about to be
+    num_swapping_out: int = 0  # blocks being copied to the host, or planned
     num_swapping_in: int = 0  # and from it
 
 
 class SwapCostModel:
-    """Compares the two ways for one sequence, in seconds of all that run."""
+    """Compares both ways for one sequence, in seconds of all running sequences."""
 
     def __init__(self, rates: Rates, block_size: int):
         self.rates = rates
         self._block_size = block_size
-        self._decode_s: float | None = None  # of a step without prompts, lately
+        self._decode_s: float | None = None  # recent step without prompts
 
     def recompute_s(self, start: int, end: int) -> float:
-        """To compute the tokens from `start` to `end`."""
+        """Seconds to compute the tokens from `start` to `end`."""
         return (end - start) * self.rates.token_s + (end**2 - start**2) / 2 * self.rates.pair_s
 
     def copy_in_s(self, num_blocks: int) -> float:
-        """To bring so many blocks from the host."""
+        """Seconds to copy blocks from the host."""
         return self.rates.transfer_s + num_blocks * self.rates.block_in_s if num_blocks else 0.0
 
     def copy_out_s(self, num_blocks: int) -> float:
-        """To take so many blocks to the host."""
+        """Seconds to copy blocks to the host."""
         return self.rates.transfer_s + num_blocks * self.rates.block_out_s if num_blocks else 0.0
 
     def swap_s(self, num_out: int, num_in: int, load: EngineLoad) -> float:
-        """To take so many blocks to the host and to bring so many from it later, behind what is on its way by now.
+        """Seconds lost by copying `num_out` blocks to the host and `num_in` from it later, after what is in flight.
 
-        Who waits for them to be out is one sequence at first. Each of the others needs a block too every `block_size`
-        steps: the longer it takes, the more of them stand still.
+        One sequence waits for the copies out at first. Each of the others needs a block every `block_size` steps: the
+        longer it takes, the more of them wait.
         """
         swap_out_s, swap_in_s = self.copy_out_s(num_out), self.copy_in_s(num_in)
         share = 1 / load.num_running
@@ -92,15 +92,15 @@ class SwapCostModel:
         return loss_s
 
     def crossover_tokens(self, longest: int) -> int | None:
-        """The shortest length, in whole blocks, from which on a copy out and in is cheaper for a sequence that runs
-        alone; None up to `longest`. The more run beside it, the shorter it is."""
+        """Return the shortest length, in whole blocks, from which swapping is cheaper for a sequence that runs alone;
+        None if no length up to `longest`. With more sequences it is shorter."""
         for num_blocks in range(1, longest // self._block_size + 1):
             if self.swap_s(num_blocks, num_blocks, EngineLoad()) < self.recompute_s(0, num_blocks * self._block_size):
                 return num_blocks * self._block_size
         return None
 
     def on_transfer(self, num_blocks: int, seconds: float, *, out: bool) -> None:
-        """A transfer to the host (`out`) or from it took so long."""
+        """Learn from a transfer to the host (`out`) or from it."""
         if num_blocks < MIN_BLOCKS:
             return
         if out:
@@ -109,15 +109,15 @@ class SwapCostModel:
             self.rates.block_in_s = _ewma(self.rates.block_in_s, seconds / num_blocks)
 
     def on_decode_step(self, seconds: float) -> None:
-        """A step without prompts took so long."""
+        """Learn from a step without prompts."""
         self._decode_s = seconds if self._decode_s is None else _ewma(self._decode_s, seconds)
 
     def on_prefill_step(self, spans: list[tuple[int, int]], seconds: float, *, with_decodes: bool) -> None:
-        """A step that computed the tokens of these spans (start, end) of prompts took so long."""
+        """Learn from a step that computed these spans (start, end) of prompts."""
         if sum(end - start for start, end in spans) < MIN_TOKENS or (with_decodes and self._decode_s is None):
             return
         seen_s = seconds - (self._decode_s if with_decodes else 0.0)
-        if seen_s <= 0:  # decodes are no longer what they were
+        if seen_s <= 0:  # the decode estimate is outdated
             return
         expected_s = sum(self.recompute_s(start, end) for start, end in spans)
         ratio = min(2.0, max(0.5, seen_s / expected_s))
@@ -130,22 +130,21 @@ def _ewma(value: float, seen: float) -> float:
 
 
 CALIBRATION_BLOCKS = 16
-"""In a transfer that is long enough to tell of bandwidth."""
+"""Blocks of a transfer long enough to measure bandwidth."""
 
 PINNING_WAIT_S = 1.0
-"""Host memory is pinned in the background; for its first piece the start of the engine waits so long at most."""
+"""Host memory is pinned in the background; engine start waits this long at most for the first part."""
 
 GUESSED_BYTES_PER_S = 25e9
 GUESSED_TRANSFER_S = 1e-4
-"""Where no host memory was ready in time; the first transfers correct it."""
+"""Used if no host memory was ready in time; the first transfers correct it."""
 
 CALIBRATION_TOKENS = 2048
-"""Of prompts that are timed, together: so many that neither what the host takes to launch them nor what every step
-costs is seen in it."""
+"""Prompt tokens timed together: enough to hide launch time and the fixed cost of a step."""
 
 
 def measure_rates(model: Llama, kv: Array, host: HostBlocks, longest: int) -> Rates:
-    """Copies out and in and prompts, on a cache that holds nothing yet; prompts of at most `longest` tokens."""
+    """Time copies in both directions, and prompts of at most `longest` tokens, on an empty cache."""
     token_s, pair_s = _prompt_rates(model, kv, longest)
     count = _wait_for_blocks(host, min(CALIBRATION_BLOCKS, len(kv)))
     if count == 0:
@@ -168,10 +167,8 @@ def measure_rates(model: Llama, kv: Array, host: HostBlocks, longest: int) -> Ra
 
 
 def _prompt_rates(model: Llama, kv: Array, longest: int) -> tuple[float, float]:
-    """Seconds of one more token of a prompt, and of one more for each token before it.
-
-    The second is reckoned from the first: attention's operations, at half the rate of the products with the weights.
-    """
+    """Return seconds for one prompt token, and for one preceding token that it attends to. The second is derived from
+    the first: attention at half the rate of the GEMMs."""
     length = min(CALIBRATION_TOKENS, longest)
     count = CALIBRATION_TOKENS // length
     pairs_in_tokens = _attention_flops_per_pair(model.config) / _flops_per_token(model.config) * 2
@@ -203,11 +200,11 @@ def _wait_for_blocks(host: HostBlocks, count: int) -> int:
 
 
 def _flops_per_token(config: ModelConfig) -> int:
-    """Of the matrices, to compute one token of which no logits are wanted."""
+    """Operations of the weight matrices for one token without logits."""
     embeddings = config.vocab_size * config.hidden_size * (1 if config.tied_embeddings else 2)
     return 2 * (config.num_parameters - embeddings)
 
 
 def _attention_flops_per_pair(config: ModelConfig) -> int:
-    """Of attention, for one token and one before it."""
+    """Operations of attention for one token and one preceding token."""
     return 4 * config.num_layers * config.num_heads * config.head_dim

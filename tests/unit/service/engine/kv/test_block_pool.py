@@ -50,7 +50,7 @@ def test_wrong_books_are_found():
     taken = pool.allocate(1)
     with pytest.raises(AssertionError, match="references"):
         pool.check_invariants([])
-    with pytest.raises(AssertionError, match="given back twice"):
+    with pytest.raises(AssertionError, match="released twice"):
         pool.release([*taken, *taken])
     with pytest.raises(AssertionError, match="cannot be shared"):
         pool.share(taken)
