@@ -118,8 +118,8 @@ class Engine:
         return 0 if self._kv.host is None else self._kv.host.num_transfers_in_flight
 
     def add_request(self, request: EngineRequest) -> None:
-        """Queue a request. It ends at once with TOO_LARGE if it can never fit, or if its history is already complete
-        (EngineRequest.history)."""
+        """Queue a request. One that can never fit ends at once with TOO_LARGE; one whose history is already complete
+        (EngineRequest.history) ends at once with its own reason."""
         outputs = self._output_processor
         if request.request_id in outputs.open_groups:
             raise ValueError(f"request {request.request_id} is already here")

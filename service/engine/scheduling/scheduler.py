@@ -8,8 +8,8 @@ There is no prefill phase. A step has a budget of `max_num_batched_tokens`, and 
 3. With decodes in the step, the rest of the budget shrinks to `Limits.prompt_budget`: every decode waits for the whole
    step. The budget grows with the queue.
 4. Running sequences that lack more (prefills) get chunks, oldest first.
-5. If nothing was preempted, waiting groups are admitted while blocks last, first come first served, or from the tenant
-   that runs least. Each starts from its cached prefix.
+5. If 2 and 4 preempted nothing, waiting groups are admitted while blocks last, first come first served, or from the
+   tenant that runs least. Each starts from its cached prefix.
 6. Blocks likely to be preempted soon are copied to the host ahead of need.
 """
 
