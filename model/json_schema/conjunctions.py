@@ -39,6 +39,10 @@ ALIKE = ("pattern", "format", "multipleOf")
 """Keywords of which one assertion cannot have two."""
 
 
+PAIRS_PER_UNIT = 64
+"""Of assertions that are compared, for one unit of the budget."""
+
+
 class _TooMuch(Exception):
     """It is left to llguidance."""
 
@@ -134,7 +138,9 @@ class Conjunctions:
         for part in core["allOf"]:
             options = self._alternatives(part, depth + 1)
             self._spend(len(found) * len(options) // 16)
-            found = [[*one, *other] for one in found for other in options if not exclusions.any_between(one, other)]
+            self._spend(sum(map(len, found)) * sum(map(len, options)) // PAIRS_PER_UNIT)
+            pairs = ((one, other) for one in found for other in options)
+            found = [_joined(*pair) for pair in pairs if not exclusions.any_between(*pair)]
             if len(found) > MAX_ALTERNATIVES:
                 raise _TooMuch
         return found
@@ -329,3 +335,9 @@ def _keys_in(core: Core) -> list[str]:
             stack += item.get(key, {}).values()
         stack += [item[key] for key in ("items", "additionalProperties") if key in item]
     return found
+
+
+def _joined(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The assertions of both, each once: what a reference names twice is the same object."""
+    known = set(map(id, one))
+    return [*one, *(part for part in other if id(part) not in known)]

@@ -170,7 +170,7 @@ def door(request, model_folder):
         opened = open_gateway(model_folder, read_timeout=0.5, **(locked if request.param == "locked" else {}))
         gateway = runner.run(opened.__aenter__())
         door = Door(runner, gateway, [])
-        door.routes += [route for route in door.get("/")[1]["routes"] if route not in ("/readyz", "/health")]
+        door.routes += [route for route in door.get("/")[1]["routes"] if route not in ("/readyz", "/health", "/ping")]
         door.response = b"/v1/responses/" + door.post("/v1/responses", RESPONSE)[1]["id"].encode()
         yield door
         assert door.get("/v1/models")[0] == 200

@@ -154,7 +154,7 @@ async def test_jobs_wait_where_no_worker_ever_was(model_folder):
 
 
 async def test_a_bug_gets_a_number_and_no_traceback(gateway, monkeypatch, caplog):
-    def broken(*args):
+    def broken(*args, **options):
         raise ZeroDivisionError("secret")
 
     monkeypatch.setattr("service.gateway.generation.served_model.ServedModel.encode", broken)

@@ -64,8 +64,18 @@ async def until(is_so) -> None:
             await asyncio.sleep(0.01)
 
 
+_OTHERS: set[int] = set()
+"""Processes of other tests of this one."""
+
+
+@pytest.fixture(autouse=True)
+def _look_for_others():
+    _OTHERS.clear()
+    _OTHERS.update(alive(descendants_of(os.getpid())))
+
+
 def pids() -> set[int]:
-    return alive(descendants_of(os.getpid()))
+    return alive(descendants_of(os.getpid())) - _OTHERS
 
 
 async def test_a_grammar_comes_back_as_text_and_a_bad_one_with_what_is_wrong(tokens):

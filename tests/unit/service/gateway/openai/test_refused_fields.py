@@ -82,7 +82,7 @@ BOTH = {
         {"type": "text", "json_schema": {"name": "n", "schema": {}}},
         {"type": "json_object", "json_schema": {"name": "n", "schema": {}}},
     ],
-    "guided_json": [1, [], "{", {"enum": ["x" * 70_000]}, {"multipleOf": 1e-9}],
+    "guided_json": [1, [], "{", {"enum": ["x" * (2 << 20)]}, {"multipleOf": 1e-9}],
     "guided_regex": ["", 1, "a" * 5000],
     "guided_choice": [[], [""], [1], "a", ["a"] * 2000],
     "guided_grammar": ["", "no grammar", "%llguidance {}", 'root ::= "' + "a" * 20_000 + '"'],
