@@ -262,7 +262,7 @@ def test_references_are_followed_in_time_linear_in_the_schema(schema):
     start_s = time.thread_time()
     with pytest.raises(GrammarError, match=r"points at nothing|too complex"):
         of_json(schema)
-    assert time.thread_time() - start_s < 1
+    assert time.thread_time() - start_s < 3  # coverage makes it three times as slow
 
 
 def test_references_may_follow_each_other_but_not_around_in_a_long_circle(compiler):
