@@ -28,7 +28,7 @@ class Detokenizer(ABC):
 
     @abstractmethod
     def peek_bytes(self, token_id: int) -> bytes | None:
-        """The bytes that `push_bytes` would return; None where only pushing can tell."""
+        """Return the bytes that `push_bytes` would; None if only pushing decides them."""
 
 
 class ByteDetokenizer(Detokenizer):

@@ -8,4 +8,4 @@ class ModelError(ValueError):
 
 
 class GrammarError(ValueError):
-    """A grammar that cannot be had. Its text may be shown to whoever sent it."""
+    """A grammar that cannot be compiled or is too large. Its text may be shown to the client."""

@@ -12,4 +12,4 @@ class Function:
 
     name: str
     parameters: Any  # JSON schema
-    is_strict: bool = False  # the schema holds also where nobody asked for a call
+    is_strict: bool = False  # the schema also holds where tool_choice is auto

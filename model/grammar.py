@@ -44,7 +44,7 @@ COMPACT = ""
 
 ESCAPES = 'nrbtf\\"'
 r"""After a backslash. Without \uXXXX: a property could be spelled with it that a schema speaks of, and then be held to
-what the schema says of the others. Other control characters than these cannot be had."""
+what the schema says of the others. No other control characters can be generated."""
 
 CONVERTED = "%llguidance {}\n"
 """Begins what the converter of GBNF writes."""
@@ -136,7 +136,7 @@ def _check_lark(text: str) -> None:
 
 
 def check_schema(schema: Any) -> None:
-    """Raises GrammarError for one that is too large to be read."""
+    """Check the size of a schema. Raises GrammarError if it is too large."""
     if not isinstance(schema, Mapping | bool):
         raise GrammarError("A JSON schema must be an object.")
     try:

@@ -30,7 +30,7 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor for reading, of a regular file only: waits for nobody. Raises ModelError, OSError."""
+    """Open a regular file for reading, without blocking. Raises ModelError, OSError."""
     if not stat.S_ISREG(os.stat(path).st_mode):  # opening a device may do something by itself
         raise ModelError(f"{path}: not a regular file")
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -22,7 +22,7 @@ MAX_DEPTH = 256
 
 def enforceable(schema: Any, *, lenient: bool = False, place: Place | None = None) -> dict[str, Any]:
     """A schema of which llguidance enforces everything, and which allows only what `schema` does, or what stands at
-    `place` in it; `lenient` takes a `format` that nobody here knows for a comment. Raises GrammarError, with the
+    `place` in it; `lenient` ignores an unknown `format`. Raises GrammarError, with the
     keyword and where it stands."""
     try:
         rewriter = Rewriter(Document(schema), lenient=lenient)

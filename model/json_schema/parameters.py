@@ -12,7 +12,7 @@ from model.json_schema.document import Document, Place, cannot, count, mapping, 
 from model.json_schema.rewriter import ASSERTIONS, FORMATS, Rewriter
 
 FREE = frozenset({"type", "properties", "required", "additionalProperties", "minProperties", "maxProperties"})
-"""Keywords of an object that can be had where its properties are written one by one."""
+"""Object keywords that can be enforced when the properties are written one by one."""
 WHY = "cannot be enforced: this model writes each parameter of a function by itself"
 MAX_REFERENCES = 16
 

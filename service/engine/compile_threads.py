@@ -62,5 +62,5 @@ class CompileThreads:
         submitted.began_at_s = time.monotonic()
         try:
             submitted.future.set_result(submitted.call(*submitted.args))
-        except BaseException as error:  # it is told to whoever reads the result
+        except BaseException as error:  # raised to the caller that reads the result
             submitted.future.set_exception(error)

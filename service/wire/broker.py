@@ -21,7 +21,7 @@ class BrokerUnavailable(Exception):
 
 class OutcomeUnknown(BrokerUnavailable):
     """The queue was asked and did not answer: what was asked may have happened, or may still happen. Ask again under
-    the same id, or leave it so that somebody else can; it is not a refusal."""
+    the same id, or leave it for a later retry; it is not a refusal."""
 
 
 SUSPECT_AFTER_DEATHS = 2

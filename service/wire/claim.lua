@@ -106,7 +106,7 @@ if ARGV[13] == '1' then
   for i = 1, #claims, 2 do
     if not known[claims[i]] and string.match(claims[i + 1], '^%d+ (.*)$') == owner then
       local state = read_state(claims[i])
-      -- What there is no room for now would stay claimed, and nobody would compute it.
+      -- What there is no room for now would stay claimed, and no worker would compute it.
       if has_room() or lends() then take(claims[i], state) else put_back(claims[i], state) end
     end
   end

@@ -25,7 +25,7 @@ DATA = ("appendonlydir", "appendonlydir/*", "*.aof", "*.rdb")
 
 
 class DataFolder:
-    """Nobody else may read what lies in it, whatever the mode of the folder itself."""
+    """Keep its files readable by their owner only, whatever the mode of the folder itself."""
 
     def __init__(self, path: Path) -> None:
         """Make the folder if it is not there, and its files private. Raises StartupError."""

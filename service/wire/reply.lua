@@ -1,5 +1,5 @@
 -- Appends a reply under the id `<number>-0`, once: a second write of the same number changes nothing. Only the gateway that
--- has the entry may add to its replies, and nobody once the last of them is there.
+-- has the entry may add to its replies, and no gateway may once the last of them is there.
 --
 -- KEYS[10] {quire}:ingress:<producer>        stream, group `doors`
 -- KEYS[11] {quire}:reply:<producer>:<id>     stream, the replies
@@ -15,7 +15,7 @@ if known[1] and known[1] ~= entry then return 0 end
 if not known[2] then
   local pending = redis.pcall('XPENDING', ingress, 'doors', entry, entry, '1')
   if pending.err then
-    -- Redis has lost the entry with its group: nobody else has it.
+    -- Redis has lost the entry with its group: no other gateway holds it.
     if not string.find(pending.err, 'NOGROUP', 1, true) then return pending end
   elseif #pending > 0 and pending[1][2] ~= consumer then
     return 0

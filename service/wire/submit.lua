@@ -15,7 +15,7 @@ redis.call('SET', EPOCH, ARGV[9], 'NX')
 local job, state = ARGV[10], cmsgpack.unpack(ARGV[12])
 local known = read_state(job)
 if known or redis.call('EXISTS', state.log) == 1 then return {0, known and known.feed or ''} end
--- A request that ends with its client does without its record where there is no room for it: nobody goes on with it.
+-- A request that ends with its client does without its record where there is no room for it: it is never resumed.
 local function remember()
   if not KEYS[11] then return end
   local life_ms, bytes, quota, id, is_needed = unpack(ARGV, 18, 22)

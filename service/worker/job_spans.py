@@ -68,7 +68,7 @@ class JobSpans:
 
 
 def spans_of(claim: Claim, now_s: float, tracing: Tracing) -> JobSpans | None:
-    """None where nobody traces it. `now_s`: queue time."""
+    """None if it is not traced. `now_s`: queue time."""
     if not tracing.is_on or claim.job.traceparent is None:
         return None
     queued_s = max(0.0, now_s - claim.job.submitted_at_s)

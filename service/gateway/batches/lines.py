@@ -44,7 +44,7 @@ class BadInput(Exception):
 
 
 def check_line(row: bytes, endpoint: str) -> str:
-    """The line's custom_id. Raises ValueError with words for whoever wrote the line."""
+    """The line's custom_id. Raises ValueError with a message for the author of the line."""
     try:
         line = msgspec.convert(present(decode_object(row), BatchLine), BatchLine, strict=True)
     except RequestError:

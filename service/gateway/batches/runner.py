@@ -129,7 +129,7 @@ class BatchRunner:
         if batch is None:
             return
         if not batch.is_open:
-            await self._broker.put_batch(batch)  # whoever ended it may have died before it left the list
+            await self._broker.put_batch(batch)  # its gateway may have died before removing it from the list
             return
         input_file = InputFile(self._broker, batch.input_file_id, LineIndex())
         try:

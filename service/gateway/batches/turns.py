@@ -10,7 +10,7 @@ from service.wire.batches import OpenBatch
 
 MAX_BATCHES = 4
 MAX_BATCHES_PER_TENANT = 2
-"""Of one gateway. All others wait in the queue, where they cost nobody memory."""
+"""Of one gateway. All others wait in the queue, outside the gateway's memory."""
 MAX_LINES_IN_FLIGHT = 64
 """Of all batches of one gateway: enough to fill a machine that is idle, few enough to leave again soon."""
 MAX_LINE_BYTES_IN_FLIGHT = 16 << 20

@@ -100,7 +100,7 @@ class GrammarPool:
         for job in self._jobs.values():
             if not job.result.done():
                 job.result.set_exception(error)
-                job.result.exception()  # seen, also where nobody waits any more
+                job.result.exception()  # retrieved, so that asyncio does not warn when no request waits
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -150,7 +150,7 @@ class GrammarPool:
                 self._leave(job)
 
     def _leave(self, job: CompileJob) -> None:
-        """Nobody waits for it any more. One that runs goes on: what becomes of it is kept."""
+        """Drop a job that no request waits for. A running one goes on, and its result is kept."""
         self._queue.remove(job)
         if job.slot is None:
             self._jobs.pop((job.tenant, job.key), None)

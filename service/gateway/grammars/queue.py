@@ -27,7 +27,7 @@ MAX_TENANTS_KNOWN = 4096
 
 @dataclass(eq=False)
 class CompileJob:
-    """One task that somebody waits for."""
+    """A task that at least one request waits for."""
 
     tenant: str
     key: bytes

@@ -1,4 +1,4 @@
-"""Writes that nobody waits for: repeated in the background until the queue answers, for a while at most."""
+"""Background writes: retried until the queue answers, for a bounded time."""
 
 from __future__ import annotations
 

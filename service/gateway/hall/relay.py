@@ -155,7 +155,7 @@ class Relay:
         return True
 
     def _mark_last(self, ticket: Ticket) -> None:
-        """From now on nobody is there, as far as this gateway knows."""
+        """Record that no client of this gateway is connected any more."""
         mark = lambda: self._broker.watch(ticket.request_id, self._grace_s)  # noqa: E731
         self.background.repeat(mark, "request not marked as watched", self._grace_s, request=ticket.request_id)
 
@@ -178,7 +178,7 @@ class Relay:
             is_kept, refused = False, error.code  # one of its jobs has failed
             raise
         except BrokerUnavailable:
-            # Its jobs may be there: whoever may ask for them again finds them running or done.
+            # Its jobs may exist: a retry finds them running or done.
             reason = EndReason.INTERNAL
             raise unavailable() from None
         except TimeoutError:

@@ -91,7 +91,7 @@ class TextThreads:
                 self._running[entry.tenant] -= 1
                 if not self._running[entry.tenant]:
                     del self._running[entry.tenant]
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits
                 entry.loop.call_soon_threadsafe(_settle, entry.result, found, error)
             del entry, found, error
 

@@ -25,7 +25,7 @@ class _Waiting:
 
 
 class BodyBudget:
-    """Whoever finds no room waits its turn, WAIT_S at most."""
+    """A request that finds no room waits its turn, WAIT_S at most."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

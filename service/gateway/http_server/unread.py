@@ -16,7 +16,7 @@ def bound_unread(transport: asyncio.BaseTransport, timeout_s: float) -> None:
     """Have the kernel hold little for this connection, and end it once its client has taken nothing for `timeout_s`:
     one that we have closed too, which it would otherwise keep for minutes."""
     sock = transport.get_extra_info("socket")
-    # By default it keeps megabytes, and hides that nobody reads.
+    # The default of several megabytes would hide a client that does not read.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(timeout_s * 1000))
