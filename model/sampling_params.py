@@ -38,7 +38,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # the same of each token of the prompt but the first
     pooling: Literal["mean", "last"] | None = None  # the prompt's hidden states as one vector, told with the end
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value added)
-    grammar: str | None = None  # what the answer must look like, as model.grammar writes it
+    grammar: str | None = None  # what the answer must look like, as model.text.grammar writes it
     n: int = 1  # answers wanted
     best_of: int = 1  # n.. ; branches sampled; the n of the highest mean log-probability a token are the answers
     beam: BeamSearch | None = None  # instead of sampling; n..width answers; best_of is 1 then

@@ -1,4 +1,4 @@
-// The counter-based random numbers of model/ops/philox.py, word for word: Philox4x32-10 (Salmon et al., SC 2011).
+// The counter-based random numbers of model/ops/cpu/philox.py, word for word: Philox4x32-10 (Salmon et al., SC 2011).
 #pragma once
 
 #include "common/types.cuh"

@@ -6,8 +6,8 @@ import logging
 
 from model.dtypes import NUMPY_DTYPES
 from model.errors import ModelError
+from model.ops.cpu.ops import NumpyOps
 from model.ops.interface import Ops
-from model.ops.numpy_ops import NumpyOps
 
 log = logging.getLogger("quire.model")
 
@@ -36,7 +36,7 @@ def _open_cpu(dtype: str) -> Ops:
 
 def _open_cuda(dtype: str) -> Ops:
     try:
-        from model.ops.cuda_ops import CudaOps
+        from model.ops.gpu.ops import CudaOps
     except ImportError as error:
         raise ModelError(f"device cuda: the GPU packages cannot be imported: {error}") from error
     try:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 
 from model.errors import ModelError
-from model.loader import weight_bytes
 from model.ops.backend import open_ops
 from model.ops.interface import Ops
-from service.cli.bench.flag_values import whole_number
+from model.weights.loader import weight_bytes
+from service.bench.flag_values import whole_number
 from service.cli.table import print_table
-from service.config import Settings
+from service.config.settings import Settings
 from service.engine.build import num_swap_blocks, read_model_config, size_engine, wanted_model_len
 from service.engine.kv.memory_profile import MemoryPlan, plan_memory
 from service.errors import StartupError

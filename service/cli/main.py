@@ -13,20 +13,20 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
-from service.cli.bench.verb import add_bench_flags, run_bench
+from service.bench.command import add_bench_flags, run_bench
 from service.cli.check import add_check_flags, run_check
 from service.cli.client.talk import add_chat_flags, add_complete_flags, run_chat, run_complete
 from service.cli.client.top import add_top_flags, run_top
 from service.cli.completion import add_completion_flags, completion_script
-from service.cli.dead import add_dead_flags, run_dead
-from service.cli.key import add_key_flags, run_key
-from service.cli.parts import gateway_command, worker_command
+from service.cli.dead_letters import add_dead_flags, run_dead
+from service.cli.keys import add_key_flags, run_key
+from service.cli.roles import gateway_command, worker_command
 from service.cli.secret_flags import hide_secrets
 from service.cli.serve import serve_command
-from service.config import BENCH, VERBS, Settings
-from service.config_sources import add_flags, read_settings
+from service.config.settings import BENCH, VERBS, Settings
+from service.config.sources import add_flags, read_settings
 from service.errors import StartupError
-from service.logs import setup_logs
+from service.observability.logs import setup_logs
 
 log = logging.getLogger("quire.cli")
 

@@ -16,17 +16,17 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from service.cli.parts import READY, run_until_signalled
+from service.cli.roles import READY, run_until_signalled
 from service.cli.supervised import supervised
-from service.config import GATEWAY, WORKER, Settings
-from service.config_sources import WITHOUT_FILE, flags_of, secrets_of
+from service.config.settings import GATEWAY, WORKER, Settings
+from service.config.sources import WITHOUT_FILE, flags_of, secrets_of
 from service.errors import StartupError
-from service.logs import fields
-from service.sd_notify import VARIABLES as SUPERVISOR_VARIABLES
-from service.sd_notify import Supervisor
-from service.wire.die_with_parent import die_with_parent
-from service.wire.embedded_redis import EmbeddedRedis
-from service.wire.redis_broker import own_name
+from service.observability.logs import fields
+from service.observability.systemd import VARIABLES as SUPERVISOR_VARIABLES
+from service.observability.systemd import Supervisor
+from service.queue.embedded.die_with_parent import die_with_parent
+from service.queue.embedded.redis import EmbeddedRedis
+from service.queue.redis.broker import own_name
 
 log = logging.getLogger("quire.serve")
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from service.sd_notify import Supervisor
+from service.observability.systemd import Supervisor
 
 
 @asynccontextmanager

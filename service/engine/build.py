@@ -9,15 +9,15 @@ from pathlib import Path
 
 from model.config import PRESETS, ModelConfig
 from model.errors import ModelError
-from model.grammar import GrammarError
-from model.grammar_matcher import GrammarCompiler
 from model.kv_cache import allocate
-from model.loader import load_model, weight_bytes
 from model.ops.backend import open_ops
 from model.ops.interface import Ops
 from model.sampling_params import SamplingParams
-from model.tokenizer import Tokenizer
-from service.config import Settings
+from model.text.grammar import GrammarError
+from model.text.grammar_matcher import GrammarCompiler
+from model.text.tokenizer import Tokenizer
+from model.weights.loader import load_model, weight_bytes
+from service.config.settings import Settings
 from service.engine.engine import Engine
 from service.engine.execution.executor import ModelExecutor
 from service.engine.grammars import Grammars
@@ -28,7 +28,7 @@ from service.engine.scheduling.limits import Limits
 from service.engine.scheduling.preemption import Preemption
 from service.engine.scheduling.swap_cost import SwapCostModel, measure_rates
 from service.errors import EndReason, StartupError
-from service.logs import fields
+from service.observability.logs import fields
 
 log = logging.getLogger("quire.engine")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from service.logs import fields
+from service.observability.logs import fields
 
 log = logging.getLogger("quire.engine")
 

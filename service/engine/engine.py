@@ -21,7 +21,7 @@ from service.engine.sequence import Sequence, SequenceGroup
 from service.engine.stats import EngineStats, collect_stats
 from service.engine.step import FinishedTransfer, StepPlan, StepResult
 from service.errors import EndReason
-from service.logs import fields
+from service.observability.logs import fields
 
 log = logging.getLogger("quire.engine")
 

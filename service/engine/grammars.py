@@ -9,9 +9,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 import numpy as np
 
-from model.grammar import GrammarError
-from model.grammar_matcher import GrammarCompiler, Matcher, num_mask_words
 from model.ops.interface import TokenMask
+from model.text.grammar import GrammarError
+from model.text.grammar_matcher import GrammarCompiler, Matcher, num_mask_words
 from service.engine.compile_threads import CompileCall, CompileThreads
 from service.engine.sequence import Sequence, SequenceGroup, SequenceStatus
 

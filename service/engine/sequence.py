@@ -6,9 +6,9 @@ from __future__ import annotations
 from array import array
 from enum import Enum, auto
 
-from model.grammar_matcher import Matcher
 from model.sampler import SeenTokens, is_shaped, sampling_record
 from model.sampling_params import SamplingParams
+from model.text.grammar_matcher import Matcher
 from service.engine.request import BranchHistory, EngineRequest
 from service.errors import ENDINGS, EndReason
 

@@ -14,21 +14,21 @@ from collections.abc import AsyncIterator, Callable
 
 from aiohttp import BadContentDispositionHeader, BadContentDispositionParam, web
 
-from service.config import Settings
+from service.config.settings import Settings
 from service.errors import StartupError
 from service.garbage import keep_for_good
+from service.gateway.app import HttpDoor
 from service.gateway.batches.runner import BatchRunner
+from service.gateway.core.service import Hall
 from service.gateway.generation.served_model import ServedModel
-from service.gateway.hall.hall import Hall
-from service.gateway.http_door.door import HttpDoor
-from service.gateway.http_door.probes import probed
-from service.gateway.http_server.guard import worded
-from service.gateway.http_server.protocol import Connections, Protocol
-from service.gateway.http_server.tls import opened_tls
-from service.gateway.queue_door.door import QueueDoor
-from service.logs import fields
-from service.tracing import NO_TRACING, Tracing
-from service.wire.broker import DoorBroker
+from service.gateway.http.connection import Connections, Protocol
+from service.gateway.http.middleware import worded
+from service.gateway.http.tls import opened_tls
+from service.gateway.ingress.ingress import QueueDoor
+from service.gateway.routes.probes import probed
+from service.observability.logs import fields
+from service.observability.tracing import NO_TRACING, Tracing
+from service.queue.interface import DoorBroker
 
 log = logging.getLogger("quire.gateway")
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from service.engine.output_processor import RequestOutput
 from service.errors import EndReason
-from service.wire.messages import Cancel, Event
-from service.worker.job_events import event_of, in_events, without_end
-from service.worker.job_spans import JobSpans
+from service.queue.messages import Cancel, Event
+from service.worker.events import event_of, in_events, without_end
+from service.worker.spans import JobSpans
 
 MAX_HEARD = 8192
 

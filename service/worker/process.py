@@ -10,18 +10,18 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from service import metrics
-from service.config import Settings
+from service.config.settings import Settings
 from service.engine.build import BuiltEngine, build_engine
 from service.errors import EndReason
 from service.garbage import keep_for_good
-from service.logs import fields
-from service.sd_notify import Supervisor
-from service.tracing import NO_TRACING, Tracing
-from service.wire.broker import BrokerUnavailable, WorkerBroker
-from service.wire.messages import WorkerCard
-from service.worker.courier import Courier
+from service.observability import metrics
+from service.observability.logs import fields
+from service.observability.systemd import Supervisor
+from service.observability.tracing import NO_TRACING, Tracing
+from service.queue.interface import BrokerUnavailable, WorkerBroker
+from service.queue.messages import WorkerCard
 from service.worker.engine_thread import EngineThread, Stop
+from service.worker.job_loop import Courier
 from service.worker.watchdog import DEFAULT_STEP_TIMEOUT_S, Watchdog
 
 log = logging.getLogger("quire.worker")

@@ -8,9 +8,9 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 
 from service.engine.request import BranchHistory
-from service.wire.broker import BrokerUnavailable, Lease, WorkerBroker
-from service.wire.codec import unpack_floats, unpack_ids
-from service.wire.messages import Event, WorkerCard
+from service.queue.codec import unpack_floats, unpack_ids
+from service.queue.interface import BrokerUnavailable, Lease, WorkerBroker
+from service.queue.messages import Event, WorkerCard
 
 log = logging.getLogger("quire.recovery")
 

@@ -9,8 +9,8 @@ import threading
 import traceback
 from collections.abc import Callable
 
-from service.logs import fields
-from service.sd_notify import Supervisor
+from service.observability.logs import fields
+from service.observability.systemd import Supervisor
 from service.worker.engine_thread import EngineThread
 
 log = logging.getLogger("quire.watchdog")

@@ -38,7 +38,7 @@ def incomplete_kernels(table: Mapping[str, str], ops: set[str], references: set[
         if op not in ops:
             found.append(f"{kernel}: no op {op} in model/ops/interface.py")
         if op not in references:
-            found.append(f"{kernel}: no reference {op} in model/ops/numpy_ops.py")
+            found.append(f"{kernel}: no reference {op} in model/ops/cpu/ops.py")
         if kernel not in tests:
             found.append(f"{kernel}: no tests/kernel/test_{kernel}.py")
     return found
@@ -74,7 +74,7 @@ def test_every_kernel_has_an_op_a_reference_and_a_test():
     found = incomplete_kernels(
         kernels_of(read_readme()),
         methods_of(modules, "model.ops.interface", "Ops"),
-        methods_of(modules, "model.ops.numpy_ops", "NumpyOps"),
+        methods_of(modules, "model.ops.cpu.ops", "NumpyOps"),
         {path.stem.removeprefix("test_") for path in (ROOT / "tests/kernel").glob("test_*.py")},
     )
     assert found == []

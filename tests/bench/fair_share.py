@@ -34,15 +34,15 @@ from service.engine.kv.kv_manager import KVManager
 from service.engine.output_processor import EngineOutput, iter_request_outputs
 from service.engine.scheduling.limits import Limits
 from service.errors import EndReason
-from service.wire.broker import Claim, Room
-from service.wire.redis_broker import RedisBroker, open_redis_broker
-from service.worker.courier import Courier
+from service.queue.interface import Claim, Room
+from service.queue.redis.broker import RedisBroker, open_redis_broker
 from service.worker.engine_thread import EngineThread, Stop
+from service.worker.job_loop import Courier
 from tests.bench.fair_share_steps import BLOCK_SIZE, MAX_BATCHED_TOKENS, MAX_MODEL_LEN, MAX_PREFILL_CHUNK, simulate
 from tests.bench.io_thread import PacedDevice
+from tests.fakes.idle_executor import IdleExecutor
 from tests.support.doors import start_gateway
 from tests.support.gateway import MODEL
-from tests.support.idle_executor import IdleExecutor
 from tests.support.measuring import flags, fresh_redis, tell
 from tests.support.wire import make_card
 

@@ -14,11 +14,11 @@ from service.engine.engine import Engine
 from service.engine.kv.kv_manager import KVManager
 from service.engine.request import EngineRequest
 from service.engine.scheduling.limits import Limits
-from service.wire.broker import UNBOUNDED
-from service.wire.memory_queue import MemoryQueue
-from service.wire.messages import Event, Usage
-from service.worker.places import Places
-from tests.support.idle_executor import IdleExecutor
+from service.queue.interface import UNBOUNDED
+from service.queue.messages import Event, Usage
+from service.worker.capacity import Places
+from tests.fakes.idle_executor import IdleExecutor
+from tests.fakes.queue.queue import MemoryQueue
 from tests.support.wire import make_job
 
 BLOCK_SIZE = 16

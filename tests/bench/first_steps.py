@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from model.sampling_params import SamplingParams
-from service.cli.bench.trace import TracedRequest, read_trace
-from service.config import Settings
+from service.bench.trace import TracedRequest, read_trace
+from service.config.settings import Settings
 from service.engine.build import build_engine
 from service.engine.engine import Engine
 from service.engine.request import EngineRequest

@@ -17,14 +17,14 @@ import numpy as np
 import uvloop
 
 from model.sampling_params import SamplingParams
-from service.cli.bench.host_steps import VOCAB_SIZE, make_engine
 from service.engine.output_processor import NewTokens
 from service.garbage import keep_for_good
-from service.wire.codec import pack_ids
-from service.wire.messages import Job
-from service.wire.redis_broker import open_redis_broker
-from service.worker.courier import Courier
+from service.queue.codec import pack_ids
+from service.queue.messages import Job
+from service.queue.redis.broker import open_redis_broker
 from service.worker.engine_thread import EngineThread
+from service.worker.job_loop import Courier
+from tests.bench.host_steps import VOCAB_SIZE, make_engine
 from tests.support.measuring import flags, fresh_redis, tell
 from tests.support.wire import make_card
 

@@ -31,9 +31,9 @@ import aiohttp
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from service.cli.bench import serve as bench_serve
-from service.cli.bench.load_client import Answer, Task, body_of
-from service.cli.bench.trace import read_trace
+from service.bench import serve as bench_serve
+from service.bench.load_client import Answer, Task, body_of
+from service.bench.trace import read_trace
 
 VOCAB_SIZE = 128256
 COUNTERS = re.compile(r"^(\S*(?:swap|evict|preempt|prefix_cache)\S*_total)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)

@@ -27,9 +27,9 @@ import numpy as np
 from redis import Redis
 
 from service.errors import EndReason
-from service.wire.codec import pack_ids
-from service.wire.messages import Event, Part, Usage
-from service.wire.redis_broker import open_redis_broker
+from service.queue.codec import pack_ids
+from service.queue.messages import Event, Part, Usage
+from service.queue.redis.broker import open_redis_broker
 from tests.support.doors import start_gateway
 from tests.support.gateway import MODEL
 from tests.support.measuring import flags, fresh_redis, tell

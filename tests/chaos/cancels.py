@@ -19,16 +19,16 @@ import aiohttp
 import numpy as np
 from redis import Redis
 
-from service.config import Settings
+from service.config.settings import Settings
 from service.engine.build import BuiltEngine, build_engine
 from service.engine.stats import EngineStats
 from service.errors import EndReason
 from service.gateway.generation.served_model import ServedModel
 from service.gateway.process import serving
-from service.wire import keys
-from service.wire.redis_broker import open_redis_broker
-from service.worker.courier import Courier
+from service.queue import keys
+from service.queue.redis.broker import open_redis_broker
 from service.worker.engine_thread import EngineThread, Stop
+from service.worker.job_loop import Courier
 from tests.support.demo_engine import DEMO
 from tests.support.measuring import flags, fresh_redis, tell
 from tests.support.wire import make_card

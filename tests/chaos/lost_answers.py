@@ -29,11 +29,11 @@ import redis.asyncio
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from service.config import Settings
+from service.config.settings import Settings
 from service.gateway.generation.served_model import ServedModel
 from service.gateway.process import serving
-from service.wire import keys
-from service.wire.redis_broker import open_redis_broker
+from service.queue import keys
+from service.queue.redis.broker import open_redis_broker
 from tests.support.demo_engine import DEMO
 from tests.support.fleet import Fleet
 from tests.support.measuring import flags, tell

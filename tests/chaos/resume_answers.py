@@ -24,7 +24,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from service.config import Settings
+from service.config.settings import Settings
 from service.gateway.generation.served_model import ServedModel
 from service.gateway.process import serving
 from tests.support.demo_engine import DEMO

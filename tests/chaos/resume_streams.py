@@ -17,10 +17,10 @@ from pathlib import Path
 
 import aiohttp
 
+from tests.fakes.scripted_worker import Script
 from tests.support.doors import GatewayFleet, open_fleet
 from tests.support.gateway import MODEL, speech
 from tests.support.measuring import flags, fresh_redis, tell
-from tests.support.scripted_worker import Script
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = {"model": MODEL, "prompt": "the and", "max_tokens": 80}

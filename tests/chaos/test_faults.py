@@ -12,10 +12,10 @@ from contextlib import closing
 
 import pytest
 
-from model.grammar import of_regex
+from model.text.grammar import of_regex
 from service.errors import EndReason
-from service.wire import keys
-from service.wire.messages import Cancel
+from service.queue import keys
+from service.queue.messages import Cancel
 from tests.support.chaos_worker import POISON
 from tests.support.figures import note, note_percentiles
 from tests.support.fleet import Fleet

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from model.grammar import of_regex
-from service.wire import keys
-from service.wire.embedded_redis import EmbeddedRedis
+from model.text.grammar import of_regex
+from service.queue import keys
+from service.queue.embedded.redis import EmbeddedRedis
 from tests.chaos import cancels, lost_answers, resume_answers
 from tests.support.history import Storyteller, check_logs, check_stories, until_told
 

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from service.errors import EndReason
-from service.wire import keys
-from service.wire.broker import BrokerUnavailable
+from service.queue import keys
+from service.queue.interface import BrokerUnavailable
 from tests.support.figures import note
 from tests.support.fleet import Fleet
 from tests.support.history import Storyteller, check_logs, check_stories, until_told
@@ -121,7 +121,7 @@ async def test_connections_cut_again_and_again(fleet, running, goldens):
 
 async def test_emptied_while_no_worker_is_there(tmp_path, goldens, monkeypatch):
     """What nobody can bring back ends with a name; what was only queued is submitted again."""
-    monkeypatch.setattr("service.wire.redis_follower.LOST_AFTER_S", 3.0)
+    monkeypatch.setattr("service.queue.redis.follower.LOST_AFTER_S", 3.0)
     fleet = Fleet(tmp_path)
     try:
         (worker,) = await fleet.have(1, step_s=0.05)

@@ -20,7 +20,7 @@ def open_ops():
         cupy.cuda.runtime.getDeviceCount()
     except RuntimeError as error:
         pytest.skip(f"needs an NVIDIA GPU: {error}")
-    backend = importlib.import_module("tests.support.poisoned_ops")
+    backend = importlib.import_module("tests.fakes.poisoned_ops")
     opened = {}
 
     def open_(dtype: str):

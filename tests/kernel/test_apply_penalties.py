@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from model.ops.cpu.sampling import add_bias, penalise
 from model.ops.interface import Bias, Penalties
-from model.ops.numpy_sampling import add_bias, penalise
 from tests.support.kernel_checks import seconds_of, tell_bandwidth
 from tests.support.sampling_cases import random_bias, random_penalties
 

@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
+from model.ops.cpu.ops import NumpyOps
+from model.ops.cpu.sampling import forbid
 from model.ops.interface import TokenMask
-from model.ops.numpy_ops import NumpyOps
-from model.ops.numpy_sampling import forbid
 from tests.support.kernel_checks import seconds_of, tell_bandwidth
 from tests.support.sampling_cases import random_mask, random_wishes, uploaded
 

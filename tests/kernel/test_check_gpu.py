@@ -15,7 +15,7 @@ SHARE, NUM_SEQS = 0.5, 300
 CARD_BYTES = 24 << 30
 ALONE = f"""
 import cupy
-from model.ops.cuda_device import CudaDevice
+from model.ops.gpu.device import CudaDevice
 
 def memory_bytes(self):
     return {CARD_BYTES} - cupy.get_default_memory_pool().used_bytes(), {CARD_BYTES}
@@ -34,7 +34,7 @@ from service.cli.main import main
 raise SystemExit(main({list(FLAGS)}))
 """
 MAKE = f"""
-from service.config import Settings
+from service.config.settings import Settings
 from service.engine.build import build_engine
 made = build_engine(
     Settings(

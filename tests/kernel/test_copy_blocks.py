@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from model.ops.numpy_ops import NumpyOps
+from model.ops.cpu.ops import NumpyOps
 from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, normal, seconds_of, tell_bandwidth
 
 pytestmark = pytest.mark.gpu

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
+from model.ops.cpu.ops import NumpyOps
 from model.ops.fp8 import widen
 from model.ops.interface import Fp8Rows
-from model.ops.numpy_ops import NumpyOps
 from tests.support.fp8_checks import random_rows, upload
 from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, seconds_of, tell_bandwidth
 

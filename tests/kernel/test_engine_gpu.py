@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from model.grammar import of_json, of_regex
-from model.ops.numpy_ops import NumpyOps
+from model.ops.cpu.ops import NumpyOps
 from model.sampling_params import BeamSearch, SamplingParams
+from model.text.grammar import of_json, of_regex
 from service.engine.request import EngineRequest
 from tests.support.demo_engine import DemoEngines, tell_all
 from tests.support.told import run_steps

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from model.ops.numpy_ops import NumpyOps
+from model.ops.cpu.ops import NumpyOps
 from tests.support.demo_engine import DemoEngines, tell_all
 
 pytestmark = pytest.mark.gpu

@@ -26,8 +26,8 @@ SHAPES = [
 def launch(request, open_ops):
     """Name of a dtype, x, weight, bias, out -> launches one build of the kernel."""
     reason = "needs the packages of the cuda extra"
-    builds = pytest.importorskip("model.ops.fp8_builds").GEMV_FP8_BUILDS
-    linear = pytest.importorskip("model.ops.cuda_fp8", reason=reason, exc_type=ImportError).Fp8Linear
+    builds = pytest.importorskip("model.ops.gpu.fp8_builds").GEMV_FP8_BUILDS
+    linear = pytest.importorskip("model.ops.gpu.fp8", reason=reason, exc_type=ImportError).Fp8Linear
     build = builds[request.param]
 
     def launch_(ops, x, weight, bias, out):

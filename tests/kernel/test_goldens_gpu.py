@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from model.errors import ModelError
-from model.llama import Llama
+from model.families.llama import Llama
 from model.ops.backend import open_ops
 from model.ops.interface import Ops
 from tests.support.goldens import NAMES, Golden, relative_error

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from model.ops.numpy_ops import NumpyOps
+from model.ops.cpu.ops import NumpyOps
 from tests.support.kernel_checks import tell_bandwidth
 
 pytestmark = pytest.mark.gpu

@@ -1,11 +1,11 @@
-"""Products go through cuBLASLt (`model/ops/gemm.py`); the reference multiplies in float32."""
+"""Products go through cuBLASLt (`model/ops/gpu/gemm.py`); the reference multiplies in float32."""
 
 import importlib
 
 import numpy as np
 import pytest
 
-from model.ops.numpy_ops import NumpyOps
+from model.ops.cpu.ops import NumpyOps
 from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, assert_close, normal, seconds_of, tell_flops
 
 pytestmark = pytest.mark.gpu
@@ -58,7 +58,7 @@ def test_numbers_of_rows_in_between_need_no_plan_of_their_own(open_ops, rng, mon
     on_device = [None if each is None else ops.upload(each) for each in (x, weight, bias)]
     with ops.scratch():
         ops.linear(*on_device)
-        gemm = importlib.import_module("model.ops.gemm")
+        gemm = importlib.import_module("model.ops.gpu.gemm")
         monkeypatch.setattr(gemm.lt, "matmul_algo_get_heuristic", lambda *_: pytest.fail("640 rows were planned"))
         for rows in (577, 600, 639, 640):
             out = ops.download(ops.linear(on_device[0][:rows], *on_device[1:]))
@@ -68,7 +68,7 @@ def test_numbers_of_rows_in_between_need_no_plan_of_their_own(open_ops, rng, mon
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_a_tuned_product_is_right_and_its_way_is_kept(open_ops, rng, monkeypatch, tmp_path, with_bias):
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
-    cuda_linear = pytest.importorskip("model.ops.cuda_linear", reason="needs the packages of the cuda extra")
+    cuda_linear = pytest.importorskip("model.ops.gpu.linear", reason="needs the packages of the cuda extra")
     ops, reference = open_ops("bfloat16"), NumpyOps(NUMPY_DTYPES["bfloat16"])
     monkeypatch.setattr(ops, "_linear", cuda_linear.Linear(ops))
     ops.is_poisoning = False

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from model.ops.cpu.ops import NumpyOps
 from model.ops.interface import Fp8Rows
-from model.ops.numpy_ops import NumpyOps
 from tests.support.fp8_checks import assert_product, random_rows, upload
 from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, normal
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from model.ops.numpy_sampling import log_softmax
+from model.ops.cpu.sampling import log_softmax
 from tests.support.kernel_checks import assert_close, seconds_of, tell_bandwidth
 
 pytestmark = pytest.mark.gpu

@@ -7,8 +7,8 @@ import importlib
 import numpy as np
 import pytest
 
+from model.ops.cpu.ops import NumpyOps
 from model.ops.interface import NO_WINDOW
-from model.ops.numpy_ops import NumpyOps
 from tests.support.kernel_checks import NUMPY_DTYPES, assert_close, normal, seconds_of, tell_bandwidth
 from tests.support.paged_cache import LAYER, Heads, PagedCache, captured, large_cache, paged_cache, poisoned
 
@@ -179,7 +179,7 @@ def test_no_sequences_are_no_work(open_ops, rng):
 def test_speed_of_what_is_common(open_ops, rng, num_sequences, group):
     """2,048 tokens in common and 96 of its own for each; the last case has nobody alike."""
     open_ops("bfloat16")
-    ops = importlib.import_module("model.ops.cuda_ops").CudaOps(NUMPY_DTYPES["bfloat16"])
+    ops = importlib.import_module("model.ops.gpu.ops").CudaOps(NUMPY_DTYPES["bfloat16"])
     heads, num_common, num_layers = Heads("bfloat16", 128, 4, 8, 16), 128, 2
     tables = np.empty((num_sequences, num_common + 6), np.int32)
     num_blocks = num_sequences // group * num_common + num_sequences * 6
@@ -210,7 +210,7 @@ def test_speed_of_what_is_common(open_ops, rng, num_sequences, group):
 )
 def test_speed(open_ops, rng, lengths, num_layers):
     open_ops("bfloat16")  # skips without a GPU
-    ops = importlib.import_module("model.ops.cuda_ops").CudaOps(NUMPY_DTYPES["bfloat16"])  # temporaries not poisoned
+    ops = importlib.import_module("model.ops.gpu.ops").CudaOps(NUMPY_DTYPES["bfloat16"])  # temporaries not poisoned
     heads = Heads("bfloat16", 128, 4, 8, 16)
     blocks_of = [length // heads.block_size for length in lengths]
     kv = large_cache(ops, sum(blocks_of), num_layers, heads)

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from model.ops.numpy_ops import NumpyOps
+from model.ops.cpu.ops import NumpyOps
 
 pytestmark = pytest.mark.gpu
 

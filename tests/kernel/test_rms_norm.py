@@ -1,6 +1,6 @@
 import pytest
 
-from model.ops.numpy_ops import NumpyOps
+from model.ops.cpu.ops import NumpyOps
 from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, assert_close, normal, seconds_of, tell_bandwidth
 
 pytestmark = pytest.mark.gpu

@@ -3,7 +3,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from model.ops.numpy_ops import NumpyOps
+from model.ops.cpu.ops import NumpyOps
 from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, assert_close, normal, seconds_of, tell_bandwidth
 
 pytestmark = pytest.mark.gpu

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from model.ops.numpy_ops import NumpyOps
+from model.ops.cpu.ops import NumpyOps
 from tests.support.kernel_checks import seconds_of, tell_bandwidth
 from tests.support.sampling_cases import random_bias, random_penalties, random_wishes, uploaded
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from model.ops.fp8_builds import small_m_fp8_build
+from model.ops.gpu.fp8_builds import small_m_fp8_build
 from model.ops.interface import Fp8Rows
 from tests.support.fp8_checks import assert_product, random_rows, upload
 from tests.support.kernel_checks import normal, seconds_of, tell_bandwidth
@@ -29,7 +29,7 @@ SHAPES = [
 def launch(open_hopper_ops):
     """ops, x, weight, bias, out -> launches the kernel."""
     reason = "needs the packages of the cuda extra"
-    linear = pytest.importorskip("model.ops.cuda_fp8", reason=reason, exc_type=ImportError).Fp8Linear
+    linear = pytest.importorskip("model.ops.gpu.fp8", reason=reason, exc_type=ImportError).Fp8Linear
 
     def launch_(ops, x, weight, bias, out):
         linear(ops).launch_small_m(

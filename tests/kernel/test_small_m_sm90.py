@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from model.ops.numpy_ops import NumpyOps
+from model.ops.cpu.ops import NumpyOps
 from tests.support.kernel_checks import NUMPY_DTYPES, assert_close, normal, seconds_of, tell_bandwidth
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +24,7 @@ SHAPES = [
 @pytest.fixture(scope="module")
 def cuda_linear():
     """The module that launches the kernel; it imports CUDA's packages."""
-    return pytest.importorskip("model.ops.cuda_linear", reason="needs the packages of the cuda extra")
+    return pytest.importorskip("model.ops.gpu.linear", reason="needs the packages of the cuda extra")
 
 
 @pytest.fixture(params=[0, 1], ids=["whole", "split"])

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from service.gateway.http_server.api_keys import line_of
+from service.gateway.http.auth import line_of
 from tests.support.certificates import OPENSSL, make_certificates
 from tests.support.raw_http import RawClient
 from tests.support.served import Served

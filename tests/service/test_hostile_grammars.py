@@ -17,7 +17,7 @@ import msgpack
 import pytest
 import redis
 
-from service.gateway.http_server.api_keys import line_of
+from service.gateway.http.auth import line_of
 from tests.support.hostile_grammars import FIELDS, hostile_chat
 from tests.support.served import Served, alive, descendants_of
 

@@ -67,7 +67,7 @@ async def test_a_gateway_that_is_gone_is_said_to_be(tmp_path):
         return web.Response()
 
     async def told(http: web.Request) -> web.Response:
-        return web.FileResponse(files("service.gateway.http_door") / "ui" / http.match_info.get("name", "index.html"))
+        return web.FileResponse(files("service.gateway") / "ui" / http.match_info.get("name", "index.html"))
 
     app = web.Application()
     app.router.add_get("/ui/state", cut)

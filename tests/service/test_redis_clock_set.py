@@ -14,10 +14,10 @@ import pytest
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from service.config import Settings
+from service.config.settings import Settings
 from service.gateway.generation.served_model import ServedModel
 from service.gateway.process import serving
-from service.wire.redis_broker import open_redis_broker
+from service.queue.redis.broker import open_redis_broker
 from tests.support.demo_engine import DEMO
 from tests.support.fleet import Fleet
 from tests.support.served import REPOSITORY

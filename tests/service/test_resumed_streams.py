@@ -1,6 +1,6 @@
 """A short run of `tests/chaos/resume_streams.py`."""
 
-from service.wire.embedded_redis import EmbeddedRedis
+from service.queue.embedded.redis import EmbeddedRedis
 from tests.chaos.resume_streams import KINDS, run
 
 

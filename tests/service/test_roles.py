@@ -57,7 +57,7 @@ def text_of(answer):
 
 
 def produce(redis, job_id):
-    page = (REPOSITORY / "service" / "wire" / "README.md").read_text()
+    page = (REPOSITORY / "service" / "queue" / "README.md").read_text()
     example = page.split("```python\n", 1)[1].split("```", 1)[0]
     command = [sys.executable, "-c", example, redis.url(PRODUCER), PRODUCER, "demo", job_id]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -17,7 +17,7 @@ import pytest
 import redis
 
 from service.cli import serve
-from service.config import WORKER, Settings
+from service.config.settings import WORKER, Settings
 from service.errors import StartupError
 from tests.support.served import REPOSITORY, Served, alive
 
@@ -200,7 +200,7 @@ def test_a_queue_producer_gets_its_text(served):
 
 
 def test_the_readme_producer_runs_as_printed(served):
-    page = (REPOSITORY / "service" / "wire" / "README.md").read_text()
+    page = (REPOSITORY / "service" / "queue" / "README.md").read_text()
     example = page.split("```python\n", 1)[1].split("```", 1)[0]
     done = subprocess.run(
         [sys.executable, "-c", example, served.redis_url, "default", "demo", "Hello"],

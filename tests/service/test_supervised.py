@@ -11,11 +11,11 @@ import urllib.request
 
 import pytest
 
-from service.wire.embedded_redis import EmbeddedRedis
+from service.queue.embedded.redis import EmbeddedRedis
 from tests.support.parts import Part
 from tests.support.served import REPOSITORY
 
-FAULTY = str(REPOSITORY / "tests" / "support" / "faulty_worker.py")
+FAULTY = str(REPOSITORY / "tests" / "fakes" / "faulty_worker.py")
 WATCHDOG = {"WATCHDOG_USEC": "2000000"}
 NOT_READY_WITHIN_S = 5.0
 BODY = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}

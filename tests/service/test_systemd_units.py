@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from service.config import Settings
-from service.config_sources import RESERVED_VARIABLES
-from service.gateway.http_door.probes import DEAD_AFTER_S
+from service.config.settings import Settings
+from service.config.sources import RESERVED_VARIABLES
+from service.gateway.routes.probes import DEAD_AFTER_S
 from service.worker.watchdog import DEFAULT_STEP_TIMEOUT_S, LAST_RESORT_S
 from tests.support.served import REPOSITORY
 

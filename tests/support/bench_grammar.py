@@ -12,10 +12,10 @@ import time
 
 import numpy as np
 
-from model.grammar import of_json
-from model.grammar_matcher import GrammarCompiler
 from model.sampling_params import SamplingParams
-from service.config import Settings
+from model.text.grammar import of_json
+from model.text.grammar_matcher import GrammarCompiler
+from service.config.settings import Settings
 from service.engine.build import BuiltEngine, build_engine
 from service.engine.engine import Engine
 from service.engine.grammars import Grammars

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from service.cli.main import main
 from service.engine.execution.executor import ModelExecutor
-from service.wire.redis_held import HeldJobs
-from service.wire.redis_worker import RedisWorker
+from service.queue.redis.claims import HeldJobs
+from service.queue.redis.worker import RedisWorker
 
 POISON = (13, 13, 13, 13)
 STEP_S = float(os.environ.get("CHAOS_STEP_S", "0.01"))

@@ -12,10 +12,10 @@ import sys
 import time
 from pathlib import Path
 
-from model.grammar import COMPACT, WHITESPACE, of_json
 from model.sampling_params import SamplingParams
-from model.tokenizer import Tokenizer
-from service.config import Settings
+from model.text.grammar import COMPACT, WHITESPACE, of_json
+from model.text.tokenizer import Tokenizer
+from service.config.settings import Settings
 from service.engine.build import build_engine
 from service.engine.request import EngineRequest
 from service.errors import EndReason

@@ -10,9 +10,9 @@ from pathlib import Path
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from service.wire.broker import DoorBroker
-from service.wire.embedded_redis import find_program
-from service.wire.redis_broker import RedisBroker, open_redis_broker
+from service.queue.embedded.redis import find_program
+from service.queue.interface import DoorBroker
+from service.queue.redis.broker import RedisBroker, open_redis_broker
 from tests.support.served import REPOSITORY
 
 DEPLOY = REPOSITORY / "deploy"

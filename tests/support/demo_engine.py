@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from model.config import ModelConfig
-from model.grammar_matcher import GrammarCompiler
 from model.kv_cache import allocate
-from model.loader import load_model
 from model.ops.interface import Ops
 from model.sampling_params import SamplingParams
-from model.tokenizer import Tokenizer
+from model.text.grammar_matcher import GrammarCompiler
+from model.text.tokenizer import Tokenizer
+from model.weights.loader import load_model
 from service.engine.engine import Engine
 from service.engine.execution.executor import ModelExecutor
 from service.engine.grammars import Grammars
@@ -19,7 +19,7 @@ from service.engine.kv.kv_manager import KVManager
 from service.engine.request import EngineRequest
 from service.engine.scheduling.limits import Limits
 from service.engine.step import TokenLogprob
-from tests.support.poisoning_executor import PoisoningExecutor
+from tests.fakes.poisoning_executor import PoisoningExecutor
 
 DEMO = Path(__file__).parents[2] / "model" / "demo"
 MAX_LEN = 160

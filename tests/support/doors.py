@@ -10,12 +10,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from service.config import Settings
+from service.config.settings import Settings
 from service.gateway.generation.served_model import ServedModel
 from service.gateway.process import serving
-from service.wire.redis_broker import open_redis_broker
+from service.queue.redis.broker import open_redis_broker
+from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.gateway import MODEL, speech, write_model
-from tests.support.scripted_worker import ScriptedWorker
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from redis import Redis
 
-from service.wire.embedded_redis import EmbeddedRedis
-from service.wire.redis_broker import RedisBroker, open_redis_broker
+from service.queue.embedded.redis import EmbeddedRedis
+from service.queue.redis.broker import RedisBroker, open_redis_broker
 from tests.support.served import REPOSITORY
 
 PROGRAM = REPOSITORY / "tests" / "support" / "chaos_worker.py"

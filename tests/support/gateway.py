@@ -9,13 +9,13 @@ from pathlib import Path
 
 import aiohttp
 
-from model.grammar_matcher import GrammarCompiler
-from service.config import Settings
+from model.text.grammar_matcher import GrammarCompiler
+from service.config.settings import Settings
 from service.gateway.generation.served_model import ServedModel
 from service.gateway.process import serving
-from service.wire.memory_broker import MemoryBroker
+from tests.fakes.queue.broker import MemoryBroker
+from tests.fakes.scripted_worker import Script, ScriptedWorker
 from tests.support.make_tokenizers import qwen_style
-from tests.support.scripted_worker import Script, ScriptedWorker
 
 MODEL = "scripted"
 MAX_POSITION = 512

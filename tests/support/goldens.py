@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from model.config import ModelConfig
-from model.llama import Llama
-from model.loader import load_model
+from model.families.llama import Llama
 from model.ops.interface import Ops
+from model.weights.loader import load_model
 from tests.support.paged import PagedSequences
 
 FOLDER = Path(__file__).parents[1] / "unit" / "model" / "goldens"

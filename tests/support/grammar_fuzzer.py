@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from model.errors import GrammarError
-from model.grammar_compiler import TokenTable
-from model.grammar_task import CallSpec, GrammarSpec, GrammarTask
-from model.tokenizer import Tokenizer
-from model.tool_calls import FORMS, Function
+from model.text.grammar_compiler import TokenTable
+from model.text.grammar_task import CallSpec, GrammarSpec, GrammarTask
+from model.text.tokenizer import Tokenizer
+from model.text.tool_calls.formats import FORMS, Function
 from service.gateway.grammars.pool import CompileLimits, GrammarPool, PackedTask
 from tests.support.demo_engine import DEMO
 

@@ -14,10 +14,10 @@ from model.ops.backend import open_ops
 from model.sampling_params import SamplingParams
 from service.engine.request import EngineRequest
 from service.errors import EndReason
-from service.wire import keys
-from service.wire.codec import decode, pack_ids, unpack_floats, unpack_ids
-from service.wire.messages import Event, Job
-from service.wire.redis_broker import RedisBroker
+from service.queue import keys
+from service.queue.codec import decode, pack_ids, unpack_floats, unpack_ids
+from service.queue.messages import Event, Job
+from service.queue.redis.broker import RedisBroker
 from tests.support.demo_engine import DemoEngines
 
 PATIENCE_S = 120.0

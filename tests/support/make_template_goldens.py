@@ -20,7 +20,7 @@ from transformers.utils import chat_template_utils
 
 from tests.support import make_tokenizers
 
-TEMPLATES = Path(__file__).parents[1] / "unit" / "model" / "templates"
+TEMPLATES = Path(__file__).parents[1] / "unit" / "model" / "text" / "templates"
 STYLES = {
     "llama2": make_tokenizers.llama2_style,
     "llama3": make_tokenizers.llama3_style,

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from service.wire.embedded_redis import EmbeddedRedis
+from service.queue.embedded.redis import EmbeddedRedis
 
 
 def flags(description: str) -> argparse.ArgumentParser:

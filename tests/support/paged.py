@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from model.batch import Batch
+from model.families.llama import Llama
 from model.kv_cache import block_shape
-from model.llama import Llama
 
 
 class PagedSequences:

@@ -6,8 +6,8 @@ import importlib
 
 import numpy as np
 
+from model.ops.cpu.ops import NumpyOps
 from model.ops.interface import NO_WINDOW
-from model.ops.numpy_ops import NumpyOps
 from tests.support.kernel_checks import NUMPY_DTYPES, normal, seconds_of, tell_flops
 from tests.support.paged_cache import LAYER, Heads, PagedCache, captured, large_cache, paged_cache, poisoned
 
@@ -62,7 +62,7 @@ def cached(rng, heads: Heads, window: int, chunks: list[tuple[int, int]]):
 
 def backend():
     """The GPU backend in bfloat16 with temporaries that are not poisoned, for timing."""
-    return importlib.import_module("model.ops.cuda_ops").CudaOps(NUMPY_DTYPES["bfloat16"])
+    return importlib.import_module("model.ops.gpu.ops").CudaOps(NUMPY_DTYPES["bfloat16"])
 
 
 def tell_speed(ops, rng, num_sequences: int, length: int, what: str) -> None:

@@ -21,8 +21,8 @@ from service.engine.scheduling.limits import Limits
 from service.engine.scheduling.preemption import AUTO, MODES, Preemption
 from service.engine.scheduling.swap_cost import Rates, SwapCostModel
 from service.errors import EndReason
+from tests.fakes.scripted_executor import ScriptedExecutor, logprobs_after, next_token
 from tests.support.beam_reference import search
-from tests.support.scripted_executor import ScriptedExecutor, logprobs_after, next_token
 
 EOS = 7
 BLOCK_SIZE = 4

@@ -19,7 +19,8 @@ from redis.crc import key_slot
 from redis.exceptions import RedisError
 
 from service.errors import StartupError
-from service.wire import embedded_redis, keys
+from service.queue import keys
+from service.queue.embedded import redis as embedded_redis
 from tests.support.certificates import Certificates
 
 START_WITHIN_S = 30.0

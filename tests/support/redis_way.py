@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from service.wire.redis_link import RedisLink
+from service.queue.redis.link import RedisLink
 
 
 async def ping(link: RedisLink) -> None:

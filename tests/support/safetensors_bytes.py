@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from model.safetensors_file import WEIGHT_DTYPES, StoredTensor
+from model.weights.safetensors_file import WEIGHT_DTYPES, StoredTensor
 
 DTYPE_NAMES = {dtype: name for name, dtype in WEIGHT_DTYPES.items()}
 

@@ -6,15 +6,15 @@ import dataclasses
 import re
 from typing import Any
 
-from service.config import VERBS, Settings
+from service.config.settings import VERBS, Settings
 from tests.support.source_tree import ROOT
 
 HEAD = """# Settings
 
-Made from `service/config.py` by `python -m tests.support.settings_table`; a test holds both together. Each setting is a
-flag `--max-num-seqs`, a variable `QUIRE_MAX_NUM_SEQS`, and a line `max_num_seqs = 64` of the TOML file that `--config`
-or `QUIRE_CONFIG` names: the flag wins over the variable, the variable over the file. A wrong value is one line and exit
-status 2; so is an unknown `QUIRE_` variable. A switch is off as `--no-NAME` too. `all` are {verbs}.
+Made from `service/config/settings.py` by `python -m tests.support.settings_table`; a test holds both together. Each
+setting is a flag `--max-num-seqs`, a variable `QUIRE_MAX_NUM_SEQS`, and a line `max_num_seqs = 64` of the TOML file
+that `--config` or `QUIRE_CONFIG` names: the flag wins over the variable, the variable over the file. A wrong value is
+one line and exit status 2; so is an unknown `QUIRE_` variable. A switch is off as `--no-NAME` too. `all` are {verbs}.
 
 Beside these: `QUIRE_CACHE_DIR` is where compiled kernels are kept, `QUIRE_URL` where `quire chat`, `complete` and `top`
 find a service. OpenTelemetry's own variables turn spans on: see `deploy/README.md`.
@@ -34,7 +34,7 @@ def settings_page() -> str:
 def _sections() -> dict[str, list[str]]:
     """The names of the settings under the comments that part them."""
     found: dict[str, list[str]] = {}
-    body = (ROOT / "service" / "config.py").read_text().partition("class Settings:")[2]
+    body = (ROOT / "service" / "config" / "settings.py").read_text().partition("class Settings:")[2]
     for comment, name in re.findall(r"^    # (\w+)$|^    (\w+): ", body, re.M):
         if comment:
             found[comment] = []

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 from model.sampling_params import SamplingParams
-from service.cli.bench.memory_simulation import MACHINES, SimulatedClock, SimulatedExecutor
+from service.bench.kv_policies.simulation import MACHINES, SimulatedClock, SimulatedExecutor
 from service.engine.engine import Engine
 from service.engine.kv.kv_manager import KVManager
 from service.engine.request import EngineRequest

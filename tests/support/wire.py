@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from model.sampling_params import SamplingParams
 from service.errors import EndReason
-from service.wire.broker import BrokerUnavailable
-from service.wire.codec import pack_ids
-from service.wire.messages import Event, Job, Part, Usage, WorkerCard
-from service.wire.redis_broker import RedisBroker
+from service.queue.codec import pack_ids
+from service.queue.interface import BrokerUnavailable
+from service.queue.messages import Event, Job, Part, Usage, WorkerCard
+from service.queue.redis.broker import RedisBroker
 
 OpenBroker = Callable[..., Awaitable[RedisBroker]]
 PATIENCE_S = 10.0

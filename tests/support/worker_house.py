@@ -11,13 +11,13 @@ from service.engine.engine import Engine
 from service.engine.kv.kv_manager import KVManager
 from service.engine.scheduling.limits import Limits
 from service.errors import EndReason
-from service.tracing import NO_TRACING
-from service.wire.codec import pack_ids, unpack_ids
-from service.wire.messages import Job, WorkerCard
-from service.worker.courier import Courier
+from service.observability.tracing import NO_TRACING
+from service.queue.codec import pack_ids, unpack_ids
+from service.queue.messages import Job, WorkerCard
+from service.worker.capacity import Places
 from service.worker.engine_thread import EngineThread, Stop
-from service.worker.places import Places
-from tests.support.scripted_executor import ScriptedExecutor, next_token
+from service.worker.job_loop import Courier
+from tests.fakes.scripted_executor import ScriptedExecutor, next_token
 
 VOCAB = 97
 NUM_PLACES = 4

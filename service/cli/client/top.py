@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from prometheus_client.parser import text_string_to_metric_families
 
 from service.cli.client.api import ServiceError, add_client_flags, connected
-from service.metrics import (
+from service.observability.metrics import (
     FIRST_TOKEN_S,
     GATEWAY,
     GENERATION_TOKENS,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from model.step_graphs import StepInputs
+from model.cuda_graphs import StepInputs
 from service.engine.sequence import Sequence
 from service.engine.step import Chunk, StepPlan
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from model.batch import Batch
-from model.llama import Llama
+from model.cuda_graphs import StepGraphs, StepInputs
+from model.families.llama import Llama
 from model.ops.host_blocks import HostBlocks, Transfer
 from model.ops.interface import Array
-from model.step_graphs import StepGraphs, StepInputs
 from service.engine.execution.decode_batch import BatchLayout, DecodeBatch
 from service.engine.execution.pooling import PendingPool, Pooler
 from service.engine.execution.prompt_logprobs import (

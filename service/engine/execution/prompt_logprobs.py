@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from model.llama import Llama
+from model.families.llama import Llama
 from model.ops.interface import Array
 from service.engine.step import LogprobSpan, PromptLogprobs, StepPlan, TokenLogprob
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from model.llama import Llama
+from model.families.llama import Llama
 from model.ops.interface import Array, SamplingArrays
 from model.sampler import SampledRows, sampling_arrays
 from service.engine.execution.decode_batch import BatchLayout

@@ -10,14 +10,14 @@ import numpy as np
 
 from model.batch import Batch
 from model.config import ModelConfig
-from model.grammar_matcher import num_mask_words
+from model.cuda_graphs import ROWS_BESIDE
+from model.families.llama import Llama
 from model.kv_cache import allocate, block_bytes
-from model.llama import Llama
 from model.ops.interface import Ops, TokenMask
 from model.sampler import SampledRows, SeenTokens, sampling_arrays, sampling_record
 from model.sampling_params import MAX_LOGPROBS, SamplingParams
-from model.step_graphs import ROWS_BESIDE
-from service.config import Settings
+from model.text.grammar_matcher import num_mask_words
+from service.config.settings import Settings
 from service.errors import StartupError
 
 CPU_CACHE_BYTES = 2 << 30

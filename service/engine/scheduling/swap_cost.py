@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from model.config import ModelConfig
-from model.llama import Llama
+from model.families.llama import Llama
 from model.ops.host_blocks import HostBlocks
 from model.ops.interface import Array
 from service.engine.kv.memory_profile import shared_block_batch

@@ -11,19 +11,19 @@ from aiohttp import web
 from service.errors import RequestError
 from service.gateway.batches.files import INPUT, find_file
 from service.gateway.batches.runner import BatchRunner
-from service.gateway.endpoints.completions import refuse_idempotency_key
-from service.gateway.endpoints.pages import list_json, page_limit
+from service.gateway.core.admission import unavailable
+from service.gateway.core.background import write
+from service.gateway.core.storage import RETRY_AFTER_S, storage_refusal
 from service.gateway.generation.refusals import refusal
 from service.gateway.generation.request import BATCH_ENDPOINTS
-from service.gateway.hall.admission import unavailable
-from service.gateway.hall.background import write
-from service.gateway.hall.storage import RETRY_AFTER_S, storage_refusal
-from service.gateway.http_server.guard import TENANT, json_response, read_body
+from service.gateway.http.middleware import TENANT, json_response, read_body
 from service.gateway.openai.bodies import check_metadata, convert
 from service.gateway.openai.strict_json import decode_object
-from service.wire.batches import Batch, BatchStatus
-from service.wire.broker import BrokerUnavailable, DoorBroker
-from service.wire.storage import StorageFull, StorageLimits
+from service.gateway.routes.completions import refuse_idempotency_key
+from service.gateway.routes.pages import list_json, page_limit
+from service.queue.batches import Batch, BatchStatus
+from service.queue.interface import BrokerUnavailable, DoorBroker
+from service.queue.storage import StorageFull, StorageLimits
 
 Json = dict[str, Any]
 

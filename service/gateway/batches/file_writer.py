@@ -5,9 +5,9 @@ from __future__ import annotations
 import secrets
 from contextlib import suppress
 
-from service.wire.batches import PIECE_BYTES, StoredFile
-from service.wire.broker import BrokerUnavailable, DoorBroker
-from service.wire.storage import StorageFull, StorageLimits
+from service.queue.batches import PIECE_BYTES, StoredFile
+from service.queue.interface import BrokerUnavailable, DoorBroker
+from service.queue.storage import StorageFull, StorageLimits
 
 
 class FileWriter:

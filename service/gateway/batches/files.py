@@ -9,21 +9,21 @@ from typing import Any
 
 from aiohttp import BodyPartReader, web
 
-from service.config import Settings
+from service.config.settings import Settings
 from service.errors import RequestError
 from service.gateway.batches.file_writer import FileWriter
-from service.gateway.endpoints.completions import refuse_idempotency_key
-from service.gateway.endpoints.pages import MAX_PAGE, is_ascending, page_json
+from service.gateway.core.admission import unavailable
+from service.gateway.core.storage import storage_refusal
 from service.gateway.generation.refusals import missing, refusal
-from service.gateway.hall.admission import unavailable
-from service.gateway.hall.storage import storage_refusal
-from service.gateway.http_server.guard import HELD, READ_TIMEOUT_S, TENANT, json_response
+from service.gateway.http.middleware import HELD, READ_TIMEOUT_S, TENANT, json_response
 from service.gateway.openai.bodies import unknown_field
-from service.logs import fields
-from service.wire import keys
-from service.wire.batches import BatchStore, StoredFile
-from service.wire.broker import BrokerUnavailable, DoorBroker
-from service.wire.storage import StorageFull, StorageLimits
+from service.gateway.routes.completions import refuse_idempotency_key
+from service.gateway.routes.pages import MAX_PAGE, is_ascending, page_json
+from service.observability.logs import fields
+from service.queue import keys
+from service.queue.batches import BatchStore, StoredFile
+from service.queue.interface import BrokerUnavailable, DoorBroker
+from service.queue.storage import StorageFull, StorageLimits
 
 log = logging.getLogger("quire.gateway")
 

@@ -9,8 +9,8 @@ from service.errors import STORAGE_QUOTA_EXCEEDED
 from service.gateway.batches.files import OUTPUT
 from service.gateway.batches.input_file import InputFile
 from service.gateway.batches.lines import BadInput, line_name, read_line, undone_line
-from service.wire.batches import ANSWERED_WELL, LINE_OVERHEAD_BYTES, Batch, BatchStatus, Move, StoredFile
-from service.wire.broker import DoorBroker
+from service.queue.batches import ANSWERED_WELL, LINE_OVERHEAD_BYTES, Batch, BatchStatus, Move, StoredFile
+from service.queue.interface import DoorBroker
 
 LINES_AT_ONCE = 256
 BYTES_AT_ONCE = 1 << 20

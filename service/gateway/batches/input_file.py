@@ -10,8 +10,8 @@ from typing import Any
 
 from service.gateway.batches.lines import MAX_ERRORS, MAX_LINES, BadInput, check_line
 from service.gateway.openai.answers import encode_json
-from service.wire.batches import PIECE_BYTES, BatchError
-from service.wire.broker import DoorBroker
+from service.queue.batches import PIECE_BYTES, BatchError
+from service.queue.interface import DoorBroker
 
 _ROW = re.compile(rb"\S[^\n]*")
 

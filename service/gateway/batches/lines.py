@@ -11,7 +11,7 @@ from service.errors import RequestError
 from service.gateway.openai.answers import encode_json, error_json
 from service.gateway.openai.bodies import present
 from service.gateway.openai.strict_json import decode_object
-from service.wire.batches import Batch, BatchError
+from service.queue.batches import Batch, BatchError
 
 MAX_LINES = 50_000  # OpenAI's own
 MAX_ERRORS = 20

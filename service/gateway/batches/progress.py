@@ -19,11 +19,11 @@ from service.gateway.batches.lines import (
 )
 from service.gateway.batches.requests import BatchRequests, Interrupted, NotStored, RanLate, RanPastOwnTimeout
 from service.gateway.batches.turns import LineSlots
-from service.gateway.hall.hall import Hall
-from service.logs import about
-from service.wire.batches import ANSWERED_BADLY, ANSWERED_WELL, Batch, BatchStatus
-from service.wire.broker import BrokerUnavailable
-from service.wire.storage import StorageFull
+from service.gateway.core.service import Hall
+from service.observability.logs import about
+from service.queue.batches import ANSWERED_BADLY, ANSWERED_WELL, Batch, BatchStatus
+from service.queue.interface import BrokerUnavailable
+from service.queue.storage import StorageFull
 
 BEAT_S = 1.0
 RETRY_S = 2.0

@@ -8,21 +8,21 @@ from dataclasses import replace
 from typing import Any
 
 from service.errors import STORAGE_QUOTA_EXCEEDED, RequestError
-from service.gateway.endpoints.embeddings import embedding_answer, require_enabled
-from service.gateway.endpoints.response_store import ResponseShelf, check_size
-from service.gateway.generation.job_text import Piece
+from service.gateway.core.accepted_request import Ticket
+from service.gateway.core.service import Hall
+from service.gateway.core.whole_answers import whole_answer
 from service.gateway.generation.refusals import refusal
 from service.gateway.generation.request import EMBEDDINGS, RESPONSES
-from service.gateway.generation.run import Run
-from service.gateway.hall.hall import Hall
-from service.gateway.hall.ticket import Ticket
-from service.gateway.hall.whole_answers import whole_answer
+from service.gateway.generation.response_assembler import Piece
+from service.gateway.generation.response_stream import Run
 from service.gateway.openai.items import check_answered_calls, items_of
 from service.gateway.openai.response_bodies import in_own_words
 from service.gateway.openai.strict_json import decode_object
-from service.logs import fields
-from service.wire.broker import BrokerUnavailable
-from service.wire.responses import StoredResponse
+from service.gateway.routes.embeddings import embedding_answer, require_enabled
+from service.gateway.routes.response_store import ResponseShelf, check_size
+from service.observability.logs import fields
+from service.queue.interface import BrokerUnavailable
+from service.queue.responses import StoredResponse
 
 log = logging.getLogger("quire.batches")
 

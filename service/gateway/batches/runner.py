@@ -20,12 +20,12 @@ from service.gateway.batches.input_file import InputFile, LineIndex, LineScanner
 from service.gateway.batches.lines import UNDONE_BYTES, BadInput
 from service.gateway.batches.progress import Progress
 from service.gateway.batches.turns import BatchTurns, LineSlots
-from service.gateway.hall.hall import Hall, incident
-from service.gateway.hall.storage import storage_refusal
-from service.logs import fields
-from service.wire.batches import Batch, BatchError, BatchStatus, OpenBatch
-from service.wire.broker import BrokerUnavailable
-from service.wire.storage import StorageFull
+from service.gateway.core.service import Hall, incident
+from service.gateway.core.storage import storage_refusal
+from service.observability.logs import fields
+from service.queue.batches import Batch, BatchError, BatchStatus, OpenBatch
+from service.queue.interface import BrokerUnavailable
+from service.queue.storage import StorageFull
 
 log = logging.getLogger("quire.batches")
 

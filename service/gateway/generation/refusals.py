@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from model.grammar import GrammarError
+from model.text.grammar import GrammarError
 from service.errors import RequestError
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from model.functions import Function
-from model.grammar_task import GrammarSpec
 from model.sampling_params import BeamSearch
+from model.text.functions import Function
+from model.text.grammar_task import GrammarSpec
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

@@ -10,14 +10,14 @@ from typing import Any
 
 import msgspec
 
-from model.chat_template import ChatTemplate, TemplateError
 from model.config import ModelConfig, generation_defaults
 from model.errors import ModelError
-from model.grammar_compiler import TokenTable
-from model.grammar_task import CallSpec, GrammarSpec, GrammarTask
-from model.tokenizer import Tokenizer
-from model.tool_calls import FORMS, MAX_FORCED_CALLS, CallForm, arguments_key, form_of
-from service.config import Settings
+from model.text.chat_template import ChatTemplate, TemplateError
+from model.text.grammar_compiler import TokenTable
+from model.text.grammar_task import CallSpec, GrammarSpec, GrammarTask
+from model.text.tokenizer import Tokenizer
+from model.text.tool_calls.formats import FORMS, MAX_FORCED_CALLS, CallForm, arguments_key, form_of
+from service.config.settings import Settings
 from service.errors import RequestError, StartupError
 from service.gateway.generation.refusals import refusal, too_long
 from service.gateway.generation.request import Conversation, Prompt, Request, ToolWish

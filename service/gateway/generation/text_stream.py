@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from model.detokenizer import Detokenizer
+from model.text.detokenizer import Detokenizer
 
 
 class Told(NamedTuple):

@@ -14,9 +14,9 @@ import signal
 import socket
 import sys
 
-from model.grammar import GrammarError
-from model.grammar_compiler import TextCompiler
-from model.grammar_task import write_grammar
+from model.text.grammar import GrammarError
+from model.text.grammar_compiler import TextCompiler
+from model.text.grammar_task import write_grammar
 from service.gateway.grammars.messages import (
     LENGTH,
     Hello,
@@ -26,7 +26,7 @@ from service.gateway.grammars.messages import (
     encode_reply,
     framed,
 )
-from service.wire.die_with_parent import die_with_parent
+from service.queue.embedded.die_with_parent import die_with_parent
 
 NICENESS = 3
 """The event loop and the engine go first."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from model.grammar_compiler import TokenTable
-from model.grammar_task import GrammarTask
+from model.text.grammar_compiler import TokenTable
+from model.text.grammar_task import GrammarTask
 
 LENGTH = struct.Struct("!I")
 MAX_FRAME_BYTES = 1 << 30

@@ -9,15 +9,15 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from model.grammar import GrammarError
-from model.grammar_compiler import TokenTable
-from model.grammar_task import GrammarTask
+from model.text.grammar import GrammarError
+from model.text.grammar_compiler import TokenTable
+from model.text.grammar_task import GrammarTask
 from service.errors import RequestError, StartupError
 from service.gateway.grammars.messages import Hello, Reply, encode_hello, encode_task
 from service.gateway.grammars.process import Ended, GrammarProcess
 from service.gateway.grammars.queue import CompileJob, CompileQueue, overloaded
 from service.gateway.grammars.results import Result, Results
-from service.logs import fields
+from service.observability.logs import fields
 
 log = logging.getLogger("quire.grammars")
 
@@ -67,7 +67,7 @@ class GrammarPool:
         limits: CompileLimits | None = None,
         on_result: Callable[[str], None] = lambda kind: None,
     ) -> None:
-        """`on_result` hears what became of each grammar that was compiled: one of `service.metrics.GRAMMAR_RESULTS`."""
+        """`on_result` is called with the result of each compilation, one of `metrics.GRAMMAR_RESULTS`."""
         self.limits = limits or CompileLimits()
         self._hello = encode_hello(Hello(tokens, self.limits.max_cpu_s, self.limits.max_memory_bytes))
         self._clock = clock

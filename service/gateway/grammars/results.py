@@ -18,7 +18,7 @@ class Result:
     text: str | None  # the grammar, compiled once within the bounds
     error: str = ""  # what is wrong, where there is no text
     is_sure: bool = True  # it would be the same again
-    ending: str = ""  # of its process, if it ended it: one of `service.metrics.GRAMMAR_RESULTS`
+    ending: str = ""  # of its process, if it ended it: one of `service.observability.metrics.GRAMMAR_RESULTS`
 
     @property
     def kind(self) -> str:

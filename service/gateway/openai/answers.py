@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from model.detokenizer import Detokenizer
-from model.tokenizer import Tokenizer
+from model.text.detokenizer import Detokenizer
+from model.text.tokenizer import Tokenizer
 from service.errors import RequestError
-from service.gateway.generation.job_text import Piece, TokenLogprob
-from service.gateway.generation.run import Outcome
+from service.gateway.generation.response_assembler import Piece, TokenLogprob
+from service.gateway.generation.response_stream import Outcome
 from service.gateway.generation.served_model import CallWording
 from service.gateway.openai.calls import CallTeller
 from service.gateway.openai.logprobs import (

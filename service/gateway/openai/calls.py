@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from model.tool_call_stream import Argued, Called, News, Said, ToolCallStream
+from model.text.tool_calls.stream import Argued, Called, News, Said, ToolCallStream
 from service.gateway.generation.served_model import CallWording
 
 Json = dict[str, Any]

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from model.grammar import COMPACT, WHITESPACE
-from model.grammar_task import SPEC_KINDS, GrammarSpec
+from model.text.grammar import COMPACT, WHITESPACE
+from model.text.grammar_task import SPEC_KINDS, GrammarSpec
 from service.gateway.generation.refusals import missing, refusal
 from service.gateway.generation.request import GrammarWish
 from service.gateway.openai.bodies import GenerationBody, ResponseFormat, StructuredOutputs

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from model.detokenizer import Detokenizer
-from model.tokenizer import Tokenizer
-from service.gateway.generation.job_text import TokenLogprob
+from model.text.detokenizer import Detokenizer
+from model.text.tokenizer import Tokenizer
+from service.gateway.generation.response_assembler import TokenLogprob
 
 Json = dict[str, Any]
 

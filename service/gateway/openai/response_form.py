@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from model.tokenizer import Tokenizer
+from model.text.tokenizer import Tokenizer
 from service.errors import EndReason, RequestError
-from service.gateway.generation.job_text import Piece
 from service.gateway.generation.request import Request
-from service.gateway.generation.run import Outcome
+from service.gateway.generation.response_assembler import Piece
+from service.gateway.generation.response_stream import Outcome
 from service.gateway.generation.served_model import CallWording
 from service.gateway.openai.answers import Heading, Json
 from service.gateway.openai.calls import CallTeller

@@ -8,9 +8,6 @@ from typing import Any
 import msgspec
 
 from service.gateway.batches.batches import WINDOWS_S, BatchBody
-from service.gateway.endpoints.invocations import INVOCATIONS
-from service.gateway.endpoints.pages import MAX_PAGE
-from service.gateway.endpoints.tokenization import DetokenizeBody, TokenizeBody
 from service.gateway.generation.request import BATCH_ENDPOINTS, CHAT, COMPLETIONS, EMBEDDINGS, POOLING, RESPONSES
 from service.gateway.openai.bodies import RANGES, ChatBody, CompletionBody, EmbeddingBody, PoolingBody
 from service.gateway.openai.fields import (
@@ -26,6 +23,9 @@ from service.gateway.openai.fields import (
 from service.gateway.openai.messages import ROLES
 from service.gateway.openai.response_bodies import ResponseBody
 from service.gateway.openapi import answers
+from service.gateway.routes.invocations import INVOCATIONS
+from service.gateway.routes.pages import MAX_PAGE
+from service.gateway.routes.tokenization import DetokenizeBody, TokenizeBody
 
 Json = dict[str, Any]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from service import metrics
-from service.metrics import GatewayMetrics, LaneSight
+from service.observability import metrics
+from service.observability.metrics import GatewayMetrics, LaneSight
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
 METRIC = re.compile(r"\b(?:vllm|quire):[a-z0-9_]+")

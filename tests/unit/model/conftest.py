@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from model.tokenizer import Tokenizer
+from model.text.tokenizer import Tokenizer
 from tests.support.make_tokenizers import ALL_STYLES
 
 

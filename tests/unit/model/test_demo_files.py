@@ -10,13 +10,13 @@ import sys
 import numpy as np
 import pytest
 
-from model.chat_template import ChatTemplate
 from model.config import ModelConfig, generation_defaults
-from model.llama import Llama
-from model.loader import load_model
-from model.ops.numpy_ops import NumpyOps
-from model.tokenizer import Tokenizer
-from model.weights import expected_shapes
+from model.families.llama import Llama
+from model.ops.cpu.ops import NumpyOps
+from model.text.chat_template import ChatTemplate
+from model.text.tokenizer import Tokenizer
+from model.weights.checkpoint import expected_shapes
+from model.weights.loader import load_model
 from tests.support.paged import PagedSequences
 from tests.support.source_tree import ROOT
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from model.dtypes import NUMPY_DTYPES
-from model.llama import Llama
-from model.ops.numpy_ops import NumpyOps
+from model.families.llama import Llama
+from model.ops.cpu.ops import NumpyOps
 from tests.support.goldens import NAMES, Golden, relative_error
 
 FLOAT32_ERROR = 1e-4

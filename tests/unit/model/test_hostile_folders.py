@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from model.chat_template import ChatTemplate
 from model.config import ModelConfig, generation_defaults
 from model.errors import ModelError
-from model.tokenizer import Tokenizer
-from model.tokenizer_growth import check_growth
-from model.weights import Checkpoint
+from model.text.chat_template import ChatTemplate
+from model.text.tokenizer import Tokenizer
+from model.text.tokenizer_growth import check_growth
+from model.weights.checkpoint import Checkpoint
 from tests.support.make_tokenizers import ALL_STYLES
 from tests.support.served import REPOSITORY
 
@@ -164,7 +164,7 @@ from pathlib import Path
 resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]),) * 2)
 resource.setrlimit(resource.RLIMIT_CPU, (30, 30))
 from model.errors import ModelError
-from model.tokenizer import Tokenizer
+from model.text.tokenizer import Tokenizer
 try:
     tokenizer = Tokenizer.read(Path(sys.argv[1]))
     print(len(tokenizer.encode("a" * 1000)))

@@ -10,7 +10,7 @@ import pytest
 
 from model.errors import ModelError
 from model.ops.backend import open_ops
-from model.ops.numpy_ops import NumpyOps
+from model.ops.cpu.ops import NumpyOps
 
 
 class FakeCudaOps:
@@ -32,9 +32,9 @@ def gpu_backend(monkeypatch: pytest.MonkeyPatch):
     def put(cuda_ops: type | None) -> None:
         module = None
         if cuda_ops is not None:
-            module = ModuleType("model.ops.cuda_ops")
+            module = ModuleType("model.ops.gpu.ops")
             module.CudaOps = cuda_ops
-        monkeypatch.setitem(sys.modules, "model.ops.cuda_ops", module)
+        monkeypatch.setitem(sys.modules, "model.ops.gpu.ops", module)
 
     return put
 

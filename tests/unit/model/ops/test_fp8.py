@@ -2,9 +2,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from model.ops.cpu.ops import NumpyOps
 from model.ops.fp8 import E4M3, quantise, widen
 from model.ops.interface import Fp8Rows
-from model.ops.numpy_ops import NumpyOps
 from tests.support.fp8_checks import assert_product, random_rows
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from model.ops.numpy_ops import NumpyOps
+from model.ops.cpu.ops import NumpyOps
 
 
 def test_blocks_go_out_and_come_back_elsewhere():

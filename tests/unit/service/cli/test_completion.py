@@ -7,7 +7,7 @@ import pytest
 
 from service.cli.completion import SHELLS
 from service.cli.main import OTHER_VERBS, main
-from service.config import VERBS
+from service.config.settings import VERBS
 
 
 def script_of(shell, capsys):

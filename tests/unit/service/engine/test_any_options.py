@@ -7,9 +7,9 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from model.grammar import of_choice, of_regex
-from model.ops.numpy_ops import NumpyOps
+from model.ops.cpu.ops import NumpyOps
 from model.sampling_params import BeamSearch, SamplingParams
+from model.text.grammar import of_choice, of_regex
 from service.engine.request import EngineRequest
 from service.engine.step import TokenLogprob
 from tests.support.demo_engine import DemoEngines

@@ -10,8 +10,8 @@ from service.engine.kv.kv_manager import KVManager
 from service.engine.request import BranchHistory, EngineRequest
 from service.engine.scheduling.limits import Limits
 from service.errors import EndReason
+from tests.fakes.scripted_executor import ScriptedExecutor, logprobs_after, next_token
 from tests.support.beam_reference import search
-from tests.support.scripted_executor import ScriptedExecutor, logprobs_after, next_token
 from tests.support.told import Told, run_steps
 
 EOS = 7

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from model.ops.numpy_ops import NumpyOps
+from model.ops.cpu.ops import NumpyOps
 from model.sampling_params import BeamSearch, SamplingParams
 from service.engine.request import EngineRequest
 from service.errors import EndReason
+from tests.fakes.plain_model import PlainModel
 from tests.support.beam_reference import search
 from tests.support.demo_engine import DemoEngines
-from tests.support.plain_model import PlainModel
 from tests.support.told import run_steps
 from tests.unit.service.engine.execution.test_executor import AheadOps
 

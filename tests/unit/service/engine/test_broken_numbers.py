@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from model.llama import Llama
-from model.ops.numpy_ops import NumpyOps
+from model.families.llama import Llama
+from model.ops.cpu.ops import NumpyOps
 from model.sampling_params import SamplingParams
 from service.engine.request import EngineRequest
 from service.errors import EndReason

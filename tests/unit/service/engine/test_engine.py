@@ -13,7 +13,7 @@ from service.engine.kv.kv_manager import KVManager
 from service.engine.request import EngineRequest
 from service.engine.scheduling.limits import Limits
 from service.errors import EndReason
-from tests.support.scripted_executor import ScriptedExecutor, next_token
+from tests.fakes.scripted_executor import ScriptedExecutor, next_token
 
 EOS = 7
 

@@ -6,13 +6,13 @@ import weakref
 import pytest
 
 from model.sampling_params import BeamSearch, SamplingParams
-from service.cli.bench.host_steps import make_engine
 from service.engine.engine import Engine
 from service.engine.kv.kv_manager import KVManager
 from service.engine.request import EngineRequest
 from service.engine.scheduling.limits import Limits
 from service.errors import EndReason
-from tests.support.scripted_executor import ScriptedExecutor
+from tests.bench.host_steps import make_engine
+from tests.fakes.scripted_executor import ScriptedExecutor
 
 KINDS = {
     "one": {},

@@ -15,17 +15,17 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from model.grammar import COMPACT, of_choice, of_grammar, of_json, of_regex
-from model.ops.numpy_ops import NumpyOps
+from model.ops.cpu.ops import NumpyOps
 from model.sampling_params import BeamSearch, SamplingParams
-from model.tokenizer import Tokenizer
+from model.text.grammar import COMPACT, of_choice, of_grammar, of_json, of_regex
+from model.text.tokenizer import Tokenizer
 from service.engine import grammars
 from service.engine.grammars import NUM_COMPILING_THREADS, Grammars, MaskBuilder
 from service.engine.request import BranchHistory, EngineRequest
 from service.errors import EndReason
+from tests.fakes.plain_model import PlainModel
 from tests.support.beam_reference import search
 from tests.support.demo_engine import DEMO, DemoEngines
-from tests.support.plain_model import PlainModel
 from tests.support.random_schemas import random_schema
 from tests.support.schema_validator import is_valid
 from tests.support.source_tree import ROOT

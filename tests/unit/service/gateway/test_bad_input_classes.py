@@ -10,10 +10,10 @@ import logging
 import msgpack
 import pytest
 
-from service.wire.codec import decode
-from service.wire.messages import Reply
+from service.queue.codec import decode
+from service.queue.messages import Reply
+from tests.fakes.scripted_worker import Script
 from tests.support.gateway import MAX_POSITION, MODEL, QuickBroker, open_gateway
-from tests.support.scripted_worker import Script
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = {"model": MODEL, "prompt": "the and", "max_tokens": 4}

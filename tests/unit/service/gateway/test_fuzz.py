@@ -9,7 +9,6 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from service.errors import EndReason
-from service.gateway.endpoints.tokenization import DetokenizeBody, TokenizeBody
 from service.gateway.generation.request import CHAT, COMPLETIONS, RESPONSES
 from service.gateway.openai.bodies import ChatBody, CompletionBody, EmbeddingBody, PoolingBody
 from service.gateway.openai.fields import (
@@ -20,10 +19,11 @@ from service.gateway.openai.fields import (
     IDLE_RESPONSE_FIELDS,
 )
 from service.gateway.openai.response_bodies import ResponseBody
-from service.wire.codec import decode
-from service.wire.messages import Reply
+from service.gateway.routes.tokenization import DetokenizeBody, TokenizeBody
+from service.queue.codec import decode
+from service.queue.messages import Reply
+from tests.fakes.scripted_worker import Script
 from tests.support.gateway import MODEL, QuickBroker, open_gateway
-from tests.support.scripted_worker import Script
 
 BODIES = {
     COMPLETIONS: {"model": MODEL, "prompt": "the and", "max_tokens": 4},

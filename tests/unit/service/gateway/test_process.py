@@ -6,7 +6,7 @@ import json
 import aiohttp
 import pytest
 
-from service.config import Settings
+from service.config.settings import Settings
 from service.errors import StartupError
 from service.gateway.generation.served_model import ServedModel
 from service.gateway.process import run_gateway

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 
 from service.gateway.batches.batches import BatchBody
-from service.gateway.endpoints.tokenization import DetokenizeBody, TokenizeBody
 from service.gateway.openai.bodies import ChatBody, CompletionBody, EmbeddingBody, GenerationBody, PoolingBody
 from service.gateway.openai.fields import (
     IDLE_CHAT_FIELDS,
@@ -20,6 +19,7 @@ from service.gateway.openai.fields import (
 )
 from service.gateway.openai.response_bodies import ResponseBody
 from service.gateway.openapi.document import openapi_document
+from service.gateway.routes.tokenization import DetokenizeBody, TokenizeBody
 from tests.support.source_tree import ROOT
 
 TEXT = (ROOT / "service" / "gateway" / "README.md").read_text()

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from service.gateway.batches import finish, progress, runner
-from service.wire.broker import BrokerUnavailable
+from service.queue.interface import BrokerUnavailable
 from tests.support.gateway import MODEL, QuickBroker, open_gateway
 from tests.unit.service.gateway.batches.test_batches import CHAT, answers, client_of, ended, jsonl, line, submit
 
@@ -238,7 +238,7 @@ async def test_a_file_that_is_deleted_while_it_is_read_breaks_its_download_off(m
 
 
 async def test_bodies_beyond_the_share_of_a_client_wait_and_are_told_to_come_again(model_folder, monkeypatch):
-    monkeypatch.setattr("service.gateway.http_server.body_budget.WAIT_S", 0.2)
+    monkeypatch.setattr("service.gateway.http.body_budget.WAIT_S", 0.2)
     settings = {"max_body_bytes_in_flight": 1 << 20, "max_body_bytes": 512 * KIB, "api_key": ("one", "two")}
     async with open_gateway(model_folder, **settings) as gateway:
         stuck = asyncio.Event()

@@ -12,7 +12,7 @@ from service.engine.request import EngineRequest
 from service.engine.scheduling.limits import Limits
 from service.errors import EndReason
 from service.worker.engine_thread import Add, Cancel, EngineThread, Stop
-from tests.support.scripted_executor import ScriptedExecutor, next_token
+from tests.fakes.scripted_executor import ScriptedExecutor, next_token
 
 WAIT_S = 10
 

@@ -3,9 +3,9 @@
 from service.engine.output_processor import BranchOutput, RequestOutput
 from service.engine.step import TokenLogprob
 from service.errors import EndReason
-from service.wire.codec import LIMITS, decode, encode, unpack_ids
-from service.wire.messages import Event
-from service.worker.job_events import MAX_EVENT_TOKENS, event_of, in_events
+from service.queue.codec import LIMITS, decode, encode, unpack_ids
+from service.queue.messages import Event
+from service.worker.events import MAX_EVENT_TOKENS, event_of, in_events
 from service.worker.recovery import branch_histories, num_scored_tokens
 
 WIDEST = TokenLogprob(-1.5, tuple(range(20)), (-0.5,) * 20)

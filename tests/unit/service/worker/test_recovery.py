@@ -7,14 +7,19 @@ import pytest
 
 from service.engine.request import BranchHistory
 from service.errors import EndReason
-from service.metrics import STAT_JOBS_LOST_TOTAL, STAT_JOBS_TAKEN_OVER_TOTAL, STAT_NUM_JOBS_HELD, STAT_RESUMED_TOTAL
-from service.wire.broker import SUSPECT_AFTER_DEATHS
-from service.wire.codec import pack_floats, pack_ids
-from service.wire.memory_broker import MemoryBroker
-from service.wire.memory_queue import MemoryQueue
-from service.wire.messages import Cancel, Event, Part, TokenLogprobs
+from service.observability.metrics import (
+    STAT_JOBS_LOST_TOTAL,
+    STAT_JOBS_TAKEN_OVER_TOTAL,
+    STAT_NUM_JOBS_HELD,
+    STAT_RESUMED_TOTAL,
+)
+from service.queue.codec import pack_floats, pack_ids
+from service.queue.interface import SUSPECT_AFTER_DEATHS
+from service.queue.messages import Cancel, Event, Part, TokenLogprobs
 from service.worker.recovery import branch_histories
-from tests.support.scripted_executor import ScriptedExecutor
+from tests.fakes.queue.broker import MemoryBroker
+from tests.fakes.queue.queue import MemoryQueue
+from tests.fakes.scripted_executor import ScriptedExecutor
 from tests.support.worker_house import House, alone, told
 
 LEASE_S = 0.4

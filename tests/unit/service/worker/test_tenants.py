@@ -4,9 +4,9 @@ import asyncio
 import time
 
 from service.errors import EndReason
-from service.wire.memory_broker import MemoryBroker
-from service.wire.memory_queue import MemoryQueue
-from service.wire.messages import Cancel
+from service.queue.messages import Cancel
+from tests.fakes.queue.broker import MemoryBroker
+from tests.fakes.queue.queue import MemoryQueue
 from tests.support.worker_house import NUM_PLACES, House, alone, told
 
 LONG, SHORT = 900, 6

@@ -16,11 +16,11 @@ from service.engine.kv.kv_manager import KVManager
 from service.engine.request import EngineRequest
 from service.engine.scheduling.limits import Limits
 from service.errors import EndReason
-from service.sd_notify import Supervisor
+from service.observability.systemd import Supervisor
 from service.worker import engine_thread
 from service.worker.engine_thread import Add, EngineThread, Stop
 from service.worker.watchdog import EngineHung, Watchdog
-from tests.support.scripted_executor import ScriptedExecutor
+from tests.fakes.scripted_executor import ScriptedExecutor
 
 WAIT_S = 10
 
@@ -98,7 +98,7 @@ def test_an_idle_engine_feeds_and_does_not_hang(monkeypatch):
 
 ARMED = """
 import ctypes, time
-from service.sd_notify import Supervisor
+from service.observability.systemd import Supervisor
 from service.worker import watchdog
 watchdog.LAST_RESORT_S = 0.2
 dog = watchdog.Watchdog(0.5, Supervisor({}))

@@ -14,9 +14,9 @@ import pytest
 
 from service.cli.main import main
 from service.errors import EndReason
+from tests.fakes.scripted_worker import Script
 from tests.support.certificates import OPENSSL, make_certificates
 from tests.support.gateway import open_gateway, write_model
-from tests.support.scripted_worker import Script
 
 SOON_S = 20.0
 

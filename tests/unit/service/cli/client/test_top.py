@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from service.cli.client.top import Sight, draw
 from service.errors import EndReason
-from service.metrics import GatewayMetrics, LaneSight
+from service.observability.metrics import GatewayMetrics, LaneSight
 
 
 def look(metrics: GatewayMetrics, at_s: float, **stats: float) -> Sight:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from model.config import ModelConfig
-from model.ops.numpy_ops import NumpyOps
+from model.ops.cpu.ops import NumpyOps
 from tests.support.demo_engine import DEMO, DemoEngines, tell_all
 
 FLOAT32 = np.dtype(np.float32)

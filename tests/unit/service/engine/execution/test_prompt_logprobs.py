@@ -8,7 +8,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from model.ops.numpy_ops import NumpyOps
+from model.ops.cpu.ops import NumpyOps
 from model.sampling_params import SamplingParams
 from service.engine.request import EngineRequest
 from service.errors import EndReason

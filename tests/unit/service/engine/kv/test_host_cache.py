@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from model.ops.numpy_ops import NumpyOps
+from model.ops.cpu.ops import NumpyOps
 from model.sampling_params import SamplingParams
-from service.config import Settings
+from service.config.settings import Settings
 from service.engine.build import build_engine
 from service.engine.engine import Engine
 from service.engine.kv.kv_manager import KVManager
@@ -13,9 +13,9 @@ from service.engine.request import EngineRequest
 from service.engine.scheduling.limits import Limits
 from service.engine.scheduling.preemption import PROTECTED_STEPS, Preemption
 from service.engine.scheduling.swap_cost import COPY_SLOWDOWN, EngineLoad, Rates, SwapCostModel
+from tests.fakes.scripted_executor import ScriptedExecutor
 from tests.support.demo_engine import DEMO, DemoEngines, tell_all
 from tests.support.random_operations import alone
-from tests.support.scripted_executor import ScriptedExecutor
 
 SIZE = 4
 

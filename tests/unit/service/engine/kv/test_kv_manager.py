@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from model.ops.numpy_ops import NumpyOps
+from model.ops.cpu.ops import NumpyOps
 from model.sampling_params import SamplingParams
 from service.engine.kv.block_pool import OutOfBlocks
 from service.engine.kv.kv_manager import KVManager

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from model.config import PRESETS, ModelConfig
-from model.loader import load_model
-from model.ops.numpy_ops import NumpyOps
+from model.ops.cpu.ops import NumpyOps
+from model.weights.loader import load_model
 from service.cli.main import DEMO_MODEL, main, make_parser
-from service.config import SERVE, Settings
-from service.config_sources import read_settings
+from service.config.settings import SERVE, Settings
+from service.config.sources import read_settings
 from service.engine.build import build_engine, num_swap_blocks
 from service.engine.kv import memory_profile as engine_memory
 from service.engine.kv.memory_profile import host_memory_bytes, plan_memory, warm_up_sizes

@@ -9,8 +9,8 @@ from service.engine.request import EngineRequest
 from service.engine.scheduling.limits import Limits
 from service.engine.scheduling.preemption import PROTECTED_STEPS, Preemption
 from service.errors import EndReason
+from tests.fakes.scripted_executor import ScriptedExecutor
 from tests.support.random_operations import alone
-from tests.support.scripted_executor import ScriptedExecutor
 from tests.support.told import run_steps
 
 SIZE = 4

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from service.cli.bench.preemption_modes import mixed_lengths
+from service.bench.preemption_modes import mixed_lengths
 from tests.support.simulated_swaps import RATES, num_blocks_needed, replay
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from model.kv_cache import allocate
-from model.ops.numpy_ops import NumpyOps
+from model.ops.cpu.ops import NumpyOps
 from service.engine.scheduling import swap_cost
 from service.engine.scheduling.swap_cost import CALIBRATION_BLOCKS, CALIBRATION_TOKENS, measure_rates
 from tests.support.demo_engine import BLOCK_SIZE, MAX_LEN, DemoEngines

@@ -6,8 +6,8 @@ import pytest
 
 from service.errors import EndReason
 from service.gateway.batches import progress, runner
+from tests.fakes.scripted_worker import Script
 from tests.support.gateway import MODEL, open_gateway
-from tests.support.scripted_worker import Script
 from tests.unit.service.gateway.batches.test_batches import answers, client_of, ended, jsonl, submit
 
 RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"

@@ -10,14 +10,14 @@ import msgspec
 import openai
 import pytest
 
-from service.config import Settings
+from service.config.settings import Settings
 from service.errors import EndReason
 from service.gateway.batches import progress, runner
 from service.gateway.openapi import answers as openapi_answers
 from service.gateway.process import serving
-from service.wire.memory_broker import MemoryBroker
+from tests.fakes.queue.broker import MemoryBroker
+from tests.fakes.scripted_worker import Script
 from tests.support.gateway import MODEL, QuickBroker, open_gateway, speech, write_model
-from tests.support.scripted_worker import Script
 
 CHAT = "/v1/chat/completions"
 

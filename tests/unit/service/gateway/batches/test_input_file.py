@@ -10,8 +10,8 @@ import pytest
 from service.gateway.batches import input_file
 from service.gateway.batches.input_file import InputFile, LineScanner
 from service.gateway.batches.lines import MAX_ERRORS, BadInput, read_line
-from service.wire import batches
-from service.wire.memory_broker import MemoryBroker
+from service.queue import batches
+from tests.fakes.queue.broker import MemoryBroker
 
 URL = "/v1/completions"
 

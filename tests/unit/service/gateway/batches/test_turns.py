@@ -11,7 +11,7 @@ from service.gateway.batches.turns import (
     BatchTurns,
     LineSlots,
 )
-from service.wire.batches import OpenBatch
+from service.queue.batches import OpenBatch
 
 
 def taken(turns: BatchTurns, waiting: list[OpenBatch], running: list[str]) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from service.config import Settings
+from service.config.settings import Settings
 from service.errors import RequestError
 from service.gateway.generation.request import Conversation
 from service.gateway.generation.served_model import LONG_TEXT_CHARS, ServedModel

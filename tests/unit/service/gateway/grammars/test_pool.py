@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from model.errors import GrammarError
-from model.grammar_compiler import TokenTable
-from model.grammar_task import GrammarSpec, GrammarTask
-from model.tokenizer import Tokenizer
+from model.text.grammar_compiler import TokenTable
+from model.text.grammar_task import GrammarSpec, GrammarTask
+from model.text.tokenizer import Tokenizer
 from service.errors import RequestError
 from service.gateway.grammars import queue
 from service.gateway.grammars.pool import CompileLimits, GrammarPool, PackedTask

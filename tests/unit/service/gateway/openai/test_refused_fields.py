@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from model.grammar import GrammarError
-from model.grammar_compiler import TokenTable
-from model.grammar_task import GrammarTask, write_grammar
+from model.text.grammar import GrammarError
+from model.text.grammar_compiler import TokenTable
+from model.text.grammar_task import GrammarTask, write_grammar
 from service.errors import RequestError
 from service.gateway.generation.refusals import grammar_refusal
 from service.gateway.generation.request import CHAT, COMPLETIONS, RESPONSES

@@ -1,0 +1,292 @@
+"""The forward pass on buffers that never move, captured once for each of some sizes.
+
+A size is so many single-token rows (decodes) and so many rows more. Longer chunks follow the decodes of a step at once,
+so that they use what the decodes leave of theirs. A step runs on the smallest captured size that holds it; what the
+size has more is padding: it has no context, writes no key, and nobody reads its logits. A step that fits no size is
+the caller's to run by itself.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from tqdm import tqdm
+
+from model.batch import Batch
+from model.families.llama import Llama
+from model.ops.interface import Array
+from model.ops.packing import Packing, TableRows
+
+ROWS_BESIDE = tuple(range(64, 513, 64))
+"""Captured sizes of what longer chunks need besides the decodes' rows. Above, the device is busy for longer than
+launching takes."""
+
+ROWS_BESIDE_FEW = (16, 48, *ROWS_BESIDE)
+"""The same beside the fewest decodes: the last words of a prompt that is known wait for nothing but such a step."""
+
+ROWS_ALONE = (32, 48, 64, 128)
+"""Captured sizes of chunks without decodes, which are spared a launch a layer."""
+
+MAX_CHUNKS = 32
+"""Longer chunks in a captured step."""
+
+MIN_GAIN = 1.05
+"""By how much the rows a second have to rise for tokens to be left to the next step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInputs:
+    """What the host knows of a step of T tokens of S sequences; see model.batch.Batch. Those of one token come first,
+    in rows that mostly have what they had in the step before; the others are C longer chunks."""
+
+    token_ids: np.ndarray  # int32[T]
+    pending_token_row: (
+        np.ndarray
+    )  # int32[T], row among the tokens the step before has sampled; one outside them leaves token_ids
+    positions: np.ndarray  # int32[T]
+    slots: np.ndarray  # int64[T]
+    context_lens: np.ndarray  # int32[S]
+    logit_rows: np.ndarray  # int32[R]
+    num_decodes: int
+    tables: np.ndarray  # int32[num_decodes, max_blocks]; what is behind a row's blocks means nothing
+    dirty_tables: np.ndarray  # bool[num_decodes], rows of `tables` that StepGraphs has not seen as they are
+    chunk_lens: np.ndarray  # int32[C]
+    chunk_tables: Sequence[np.ndarray]  # C of int32[any]
+
+    @property
+    def query_start(self) -> np.ndarray:
+        """int32[C + 1], see model.batch.Batch"""
+        return np.cumsum([self.num_decodes, *self.chunk_lens], dtype=np.int32)
+
+    def block_tables(self, rows: np.ndarray, block_size: int) -> np.ndarray:
+        """int32[N + C, w] of N rows of `tables` and of the longer chunks, as wide as their contexts."""
+        widths = [-(-int(self.context_lens[rows].max(initial=0)) // block_size), *map(len, self.chunk_tables)]
+        padded = np.zeros((len(rows) + len(self.chunk_tables), max(widths)), np.int32)
+        padded[: len(rows)] = self.tables[rows, : padded.shape[1]]
+        for row, table in enumerate(self.chunk_tables, len(rows)):
+            padded[row, : len(table)] = table
+        return padded
+
+
+@dataclass(frozen=True)
+class _Buffers:
+    """Arrays of the largest step; a smaller one uses their beginnings."""
+
+    token_ids: Array
+    source: Array
+    positions: Array
+    slots: Array
+    context_lens: Array
+    query_start: Array
+    logit_rows: Array
+
+
+class StepGraphs:
+    """Owns the buffers of `max_rows` decodes and one replay per size. `sampled` int32[max_rows] is the caller's: the
+    tokens that the step before has sampled."""
+
+    def __init__(self, model: Llama, sampled: Array, max_rows: int, max_blocks: int):
+        ops = model.ops
+        self._model = model
+        self._sampled = sampled
+        self._max_rows = max_rows
+        self._num_slots = 0
+        self._block_tables = ops.empty((max_rows + MAX_CHUNKS, max_blocks), np.dtype(np.int32))
+        self._logits = ops.empty((max_rows + MAX_CHUNKS, model.config.vocab_size), np.dtype(np.float32))
+        padding = self._padding()
+        packing = Packing.of(padding)
+        self._packed = ops.empty((packing.num_bytes,), np.dtype(np.uint8))
+        self._buffers = _Buffers(*packing.views(self._packed, padding))
+        self._host = np.zeros(packing.num_bytes, np.uint8)  # what goes there in one piece
+        self._columns = _Buffers(*packing.views(self._host, padding))
+        self._num_tokens = len(padding[0])  # in the columns; behind them is padding
+        self._decodes_only = decode_sizes(max_rows)
+        self._decodes_beside_chunks = _decodes_beside_chunks(max_rows)
+        self._replays: dict[tuple[int, int], Callable[[], None]] = {}
+        self._seconds: dict[tuple[int, int], float] = {}  # of those with chunks, on padding alone
+
+    def capture(self, kv: Array, *, progress: bool = False) -> None:
+        """Record the pass on this cache, the largest size first, so that the smaller ones find its memory.
+
+        Products are tuned for batches of a power of two: each more costs a start with an empty cache about 0.2 s.
+        """
+        self._block_size = kv.shape[4]
+        self._num_slots = kv.shape[0] * self._block_size
+        sizes = self._sizes_with_chunks()
+        sizes += [(decodes, 0) for decodes in self._decodes_only]
+        Packing.of(self._padding()).fill(self._host, self._padding())
+        self._model.ops.upload_all([self._host], self._packed)
+        tuned = [size for size in self._decodes_only if size.bit_count() == 1]
+        self._model.tune(tuned, tuned)
+        first_layer = self._model.first_layer()
+        for size in tqdm(sorted(sizes, key=sum, reverse=True), desc="graphs", disable=None if progress else True):
+            batch = self._batch(*size)
+            whole, rehearsal = (partial(self._run, model, batch, kv) for model in (self._model, first_layer))
+            self._replays[size] = self._model.ops.capture(whole, rehearsal)
+        self._seconds = self._measured([size for size in sizes if size[1]])
+
+    def forward(self, inputs: StepInputs) -> Array | None:
+        """Logits float32[R, V], good until the next call; None where the step fits no captured size.
+
+        Of the tables only the stale ones are sent: afterwards none is.
+        """
+        size = self._size_of(inputs)
+        if size is None:
+            return None
+        self._fill(inputs, *size)
+        self._model.ops.upload_all([self._host], self._packed, self._changed_tables(inputs, size[0]))
+        self._replays[size]()
+        return self._logits[: len(inputs.logit_rows)]
+
+    def context_lens(self, num_decodes: int) -> Array:
+        """Those of the last step's decodes, int32[num_decodes], in memory that stays."""
+        return self._buffers.context_lens[:num_decodes]
+
+    def fit(self, num_decodes: int, num_tokens: int) -> int:
+        """How many of `num_tokens` tokens of chunks a step should take beside its decodes, if the rest can wait.
+
+        The device takes rows in waves of tiles: one row too many can cost a third of a step. All of them, unless a
+        smaller captured size does clearly more rows a second.
+        """
+        decodes = _at_least(self._decodes_beside_chunks, num_decodes)
+        room = decodes - num_decodes
+        if num_tokens - room > ROWS_BESIDE[-1]:
+            return num_tokens
+        sizes = self._rows_beside(decodes)
+        all_of_them = _at_least(sizes, num_tokens - room)
+        best, best_rate = num_tokens, MIN_GAIN * (num_decodes + num_tokens) / self._seconds[decodes, all_of_them]
+        for more in sizes:
+            rate = (decodes + more) / self._seconds[decodes, more]
+            if more < all_of_them and rate > best_rate:
+                best, best_rate = room + more, rate
+        return best
+
+    def _changed_tables(self, inputs: StepInputs, decodes: int) -> TableRows | None:
+        """What the device's tables lack; those of longer chunks are behind the decodes of the size."""
+        rows = np.flatnonzero(inputs.dirty_tables)
+        if len(rows) == len(inputs.chunk_lens) == 0:
+            return None
+        inputs.dirty_tables[:] = False
+        places = np.append(rows, decodes + np.arange(len(inputs.chunk_lens))).astype(np.int32)
+        return TableRows(inputs.block_tables(rows, self._block_size), places, self._block_tables)
+
+    def _rows_beside(self, decodes: int) -> Sequence[int]:
+        return ROWS_BESIDE_FEW if decodes == self._decodes_beside_chunks[0] else ROWS_BESIDE
+
+    def _sizes_with_chunks(self) -> list[tuple[int, int]]:
+        beside = [(decodes, more) for decodes in self._decodes_beside_chunks for more in self._rows_beside(decodes)]
+        return [(0, more) for more in ROWS_ALONE] + beside
+
+    def _measured(self, sizes: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
+        """What each size takes on padding alone. One replay for all that have as many rows, however many of these are
+        decodes': what is not in the rows (the head's product) is less than 2 % of it."""
+        ops, by_rows = self._model.ops, {sum(size): size for size in sizes}
+        marks = {}
+        self._replays[sizes[-1]]()  # what is timed follows work
+        for rows, size in by_rows.items():
+            begin = ops.mark()
+            self._replays[size]()
+            marks[rows] = begin, ops.mark()
+        seconds = {rows: ops.elapsed_s(*pair) for rows, pair in marks.items()}
+        return {size: seconds[sum(size)] for size in sizes}
+
+    def _size_of(self, inputs: StepInputs) -> tuple[int, int] | None:
+        num_decodes, num_chunks = inputs.num_decodes, len(inputs.chunk_lens)
+        if num_chunks == 0 and len(inputs.logit_rows) == num_decodes:
+            return _at_least(self._decodes_only, num_decodes), 0
+        if num_decodes == 0 and num_chunks <= MAX_CHUNKS and len(inputs.token_ids) <= ROWS_ALONE[-1]:
+            return 0, _at_least(ROWS_ALONE, len(inputs.token_ids))
+        decodes = _at_least(self._decodes_beside_chunks, num_decodes)
+        num_more = len(inputs.token_ids) - decodes
+        if num_chunks > MAX_CHUNKS or num_more > ROWS_BESIDE[-1]:
+            return None
+        return decodes, _at_least(self._rows_beside(decodes), num_more)
+
+    def num_rows(self) -> tuple[list[int], list[int]]:
+        """Of the products in what is captured: of the layers, of the head."""
+        beside = self._decodes_beside_chunks
+        in_layers = {sum(size) for size in self._sizes_with_chunks()}
+        in_head = {decodes + MAX_CHUNKS for decodes in (0, *beside)}
+        return sorted(in_layers.union(self._decodes_only)), sorted(in_head.union(self._decodes_only))
+
+    def _run(self, model: Llama, batch: Batch, kv: Array) -> None:
+        ops = model.ops
+        with ops.scratch():
+            ops.pick_tokens(batch.token_ids, self._sampled, self._buffers.source[: batch.num_tokens])
+            num_logits = batch.num_tokens if batch.logit_rows is None else len(batch.logit_rows)
+            model.forward(batch, kv, out=self._logits[:num_logits])
+
+    def _batch(self, decodes: int, more: int) -> Batch:
+        """The beginnings of the buffers: `decodes` rows, and `more` if there are up to MAX_CHUNKS longer chunks."""
+        buffers, total = self._buffers, decodes + more
+        num_sequences = decodes + (MAX_CHUNKS if more else 0)
+        return Batch(
+            token_ids=buffers.token_ids[:total],
+            positions=buffers.positions[:total],
+            slots=buffers.slots[:total],
+            block_tables=self._block_tables[:num_sequences],
+            context_lens=buffers.context_lens[:num_sequences],
+            query_start=buffers.query_start,
+            logit_rows=buffers.logit_rows[:num_sequences] if more else None,
+            num_decodes=decodes,
+            num_tokens=total,
+            num_sequences=num_sequences,
+            max_query_len=total if more else 0,
+        )
+
+    def _padding(self) -> list[np.ndarray]:
+        """In the order of _Buffers' fields: a step of padding alone. A slot outside the cache is not written."""
+        num_tokens, num_sequences = self._max_rows + ROWS_BESIDE[-1], self._max_rows + MAX_CHUNKS
+        return [
+            np.zeros(num_tokens, np.int32),
+            np.full(num_tokens, self._max_rows, np.int32),
+            np.zeros(num_tokens, np.int32),
+            np.full(num_tokens, self._num_slots, np.int64),
+            np.zeros(num_sequences, np.int32),
+            np.zeros(MAX_CHUNKS + 1, np.int32),
+            np.zeros(num_sequences, np.int32),
+        ]
+
+    def _fill(self, inputs: StepInputs, decodes: int, more: int) -> None:
+        """The columns for a step at this size. Padding stands behind the tokens; of the sequences it stands between the
+        decodes and the longer chunks, and behind these."""
+        columns, num_tokens = self._columns, len(inputs.token_ids)
+        padded = slice(num_tokens, self._num_tokens)
+        for column, known, padding in (
+            (columns.token_ids, inputs.token_ids, 0),
+            (columns.source, inputs.pending_token_row, self._max_rows),
+            (columns.positions, inputs.positions, 0),
+            (columns.slots, inputs.slots, self._num_slots),
+        ):
+            column[:num_tokens], column[padded] = known, padding
+        self._num_tokens = num_tokens
+        n, num_chunks, num_logits = inputs.num_decodes, len(inputs.chunk_lens), len(inputs.logit_rows)
+        columns.context_lens[:n], columns.context_lens[n:] = inputs.context_lens[:n], 0
+        columns.logit_rows[:num_logits], columns.logit_rows[num_logits:] = inputs.logit_rows, 0
+        if more:
+            columns.context_lens[decodes : decodes + num_chunks] = inputs.context_lens[n:]
+            starts = inputs.query_start
+            columns.query_start[: num_chunks + 1], columns.query_start[num_chunks + 1 :] = starts, starts[-1]
+
+
+def decode_sizes(max_rows: int) -> list[int]:
+    """1, 2, 4, 8, 12, then steps of an eighth of the next power of two and of 8 at least: padding costs little."""
+    sizes = [size for size in (1, 2, 4, 8, 12) if size < max_rows]
+    size = 16
+    while size < max_rows:
+        sizes.append(size)
+        size += max(8, (1 << size.bit_length()) // 16)
+    return [*sizes, max_rows]
+
+
+def _decodes_beside_chunks(max_rows: int) -> list[int]:
+    """Coarse: the chunks use the rows that the decodes leave, only attention sees that there are more."""
+    return [size for size in (16, 64, *range(128, max_rows, 128)) if size < max_rows] + [max_rows]
+
+
+def _at_least(sizes: Sequence[int], wanted: int) -> int:
+    return sizes[bisect_left(sizes, wanted)]

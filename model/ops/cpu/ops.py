@@ -1,0 +1,315 @@
+"""The specification: every op in plain NumPy, float32 inside, any of the three dtypes outside.
+
+It runs anywhere, serves the demo model on a machine without a GPU, and is the reference of each CUDA kernel.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+
+from model.dtypes import all_finite
+from model.ops.cpu import sampling as numpy_sampling
+from model.ops.cpu.host_blocks import NumpyHostBlocks
+from model.ops.fp8 import quantise, widen
+from model.ops.gpu.load_parallel import Piece, fill_in_threads
+from model.ops.interface import Array, Fp8Rows, Sampled, SamplingArrays
+from model.ops.packing import Packing, TableRows
+
+DECODE_GROUP = 16
+"""Sequences whose decode attention is computed at once: enough to hide NumPy's cost of a call, few enough to pad little
+and to stay in the cache."""
+
+FLOAT32 = np.dtype(np.float32)
+
+
+class NumpyOps:
+    """`Ops` on the CPU. Matrix products go to the BLAS that NumPy ships with."""
+
+    name = "numpy"
+    device_name = "CPU"
+
+    def __init__(self, dtype: np.dtype = FLOAT32):
+        self.dtype = np.dtype(dtype)
+
+    def upload(self, host: np.ndarray) -> Array:
+        return np.array(host)
+
+    def upload_all(
+        self, hosts: Sequence[np.ndarray], into: Array | None = None, rows: TableRows | None = None
+    ) -> list[Array]:
+        if rows is not None:
+            rows.table[rows.places, : rows.host.shape[1]] = rows.host
+        packing = Packing.of(hosts)
+        piece = np.empty(packing.num_bytes, np.uint8) if into is None else into
+        packing.fill(piece, hosts)
+        return packing.views(piece, hosts)
+
+    def fill(self, targets: Sequence[Array], read: Callable[[int, int, np.ndarray], None]) -> None:
+        def work(pieces: Iterator[Piece]) -> None:
+            for piece in pieces:
+                read(piece.target, piece.start, targets[piece.target].reshape(-1)[piece.start : piece.stop])
+
+        fill_in_threads(targets, work)
+
+    def find_nonfinite(self, x: Array, found: Array) -> None:
+        if not all_finite(x):
+            found[0] = 1
+
+    def download_later(self, arrays: Sequence[Array]) -> Callable[[], list[np.ndarray]]:
+        copies = [np.array(array) for array in arrays]
+        return lambda: copies
+
+    def prepare(self, work: Callable[[], None]) -> None:
+        work()
+
+    def capture(self, work: Callable[[], None], rehearsal: Callable[[], None] | None = None) -> Callable[[], None]:
+        (rehearsal or work)()
+        return work
+
+    def download(self, array: Array) -> np.ndarray:
+        return np.array(array)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+        return np.zeros(shape, dtype)
+
+    def temporary(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+        return np.empty(shape, dtype)
+
+    def host_blocks(self, kv: Array, num_blocks: int) -> NumpyHostBlocks:
+        return NumpyHostBlocks(kv, num_blocks)
+
+    def memory_bytes(self) -> tuple[int, int]:
+        page = os.sysconf("SC_PAGE_SIZE")
+        return _available_bytes() or os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
+
+    def scratch(self):
+        return nullcontext()
+
+    def synchronize(self) -> None:
+        pass
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def elapsed_s(self, begin: float, end: float) -> float:
+        return end - begin
+
+    def gather_rows(self, table: Array, ids: Array) -> Array:
+        known = (ids >= 0) & (ids < len(table))
+        rows = table[np.where(known, ids, 0)]
+        rows[~known] = 0
+        return rows
+
+    def pick_tokens(self, token_ids: Array, previous: Array, source: Array) -> None:
+        known = (source >= 0) & (source < len(previous))
+        token_ids[known] = previous[source[known]]
+
+    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
+        return _normalised(_f32(x), weight, eps).astype(self.dtype, copy=False)
+
+    def add_rms_norm(self, x: Array, residual: Array, weight: Array, eps: float, out: Array | None = None) -> Array:
+        residual[...] = _f32(residual) + _f32(x)
+        normed = self.rms_norm(residual, weight, eps)
+        if out is None:
+            return normed
+        out[...] = normed
+        return out
+
+    def linear(
+        self,
+        x: Array,
+        weight: Array,
+        bias: Array | None = None,
+        *,
+        dtype: np.dtype | None = None,
+        out: Array | None = None,
+    ) -> Array:
+        product = _f32(x) @ _f32(weight).T
+        if bias is not None:
+            product += _f32(bias)
+        if out is None:
+            return product.astype(dtype or self.dtype, copy=False)
+        out[...] = product
+        return out
+
+    def tune_linear(self, weights, bias, num_rows, *, dtype=None) -> None:
+        """NumPy knows one way."""
+
+    def linear_sizes(self, most: int) -> list[int]:
+        return []
+
+    def rope_kv_write(self, qkv, cos, sin, positions, slots, kv, layer, q_norm, k_norm, eps) -> Array:
+        num_blocks, _, _, num_kv_heads, block_size, head_dim = kv.shape
+        heads = _f32(qkv).reshape(len(qkv), -1, head_dim)
+        num_heads = heads.shape[1] - 2 * num_kv_heads
+        q, k, v = heads[:, :num_heads], heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:]
+        if q_norm is not None:
+            q = _normalised(q, q_norm, eps)
+        if k_norm is not None:
+            k = _normalised(k, k_norm, eps)
+        in_table = (positions >= 0) & (positions < len(cos))
+        at = np.where(in_table, positions, 0)
+        row_cos, row_sin = cos[at][:, None], sin[at][:, None]
+        q, k = _rotated(q, row_cos, row_sin), _rotated(k, row_cos, row_sin)
+        q[~in_table] = 0
+
+        written = in_table & (slots >= 0) & (slots < num_blocks * block_size)
+        block, offset = np.divmod(slots[written], block_size)
+        kv[block, layer, 0, :, offset] = k[written]
+        kv[block, layer, 1, :, offset] = v[written]
+        return q.astype(self.dtype, copy=False)
+
+    def plan_decode_attention(self, num_heads, kv, block_tables, context_lens, window) -> None:
+        return None
+
+    def paged_decode_attention(self, q, kv, layer, block_tables, context_lens, scale, window, out, plan=None) -> None:
+        out[context_lens == 0] = 0
+        by_length = np.argsort(context_lens)[np.count_nonzero(context_lens == 0) :]
+        for start in range(0, len(by_length), DECODE_GROUP):
+            rows = by_length[start : start + DECODE_GROUP]
+            attended = _attention(q[rows, None], kv, layer, block_tables[rows], context_lens[rows], scale, window)
+            out[rows] = attended[:, 0]
+
+    def paged_prefill_attention(
+        self, q, kv, layer, block_tables, context_lens, query_start, max_query_len, scale, window, out
+    ) -> None:
+        for s in np.flatnonzero(np.diff(query_start)):
+            rows, one = slice(query_start[s], query_start[s + 1]), slice(s, s + 1)
+            attended = _attention(q[None, rows], kv, layer, block_tables[one], context_lens[one], scale, window)
+            out[rows] = attended[0]
+
+    def silu_mul(self, gate_up: Array) -> Array:
+        size = gate_up.shape[1] // 2
+        gate, up = _f32(gate_up[:, :size]), _f32(gate_up[:, size:])
+        return (gate / (1 + np.exp(-np.clip(gate, -80, None))) * up).astype(self.dtype, copy=False)
+
+    def quantise_rows(self, x: Array) -> Fp8Rows:
+        return Fp8Rows(*quantise(_f32(x)))
+
+    def dequantise_rows(self, x: Fp8Rows) -> Array:
+        return (widen(x.data) * x.scale[:, None]).astype(self.dtype, copy=False)
+
+    def rms_norm_quantised(self, x: Array, weight: Array, eps: float) -> Fp8Rows:
+        return self.quantise_rows(self.rms_norm(x, weight, eps))
+
+    def add_rms_norm_quantised(self, x: Array, residual: Array, weight: Array, eps: float) -> Fp8Rows:
+        return self.quantise_rows(self.add_rms_norm(x, residual, weight, eps))
+
+    def silu_mul_quantised(self, gate_up: Array) -> Fp8Rows:
+        return self.quantise_rows(self.silu_mul(gate_up))
+
+    def linear_fp8(
+        self,
+        x: Array | Fp8Rows,
+        weight: Fp8Rows,
+        bias: Array | None = None,
+        *,
+        dtype: np.dtype | None = None,
+        out: Array | None = None,
+    ) -> Array:
+        if isinstance(x, Fp8Rows):
+            product = widen(x.data) @ widen(weight.data).T * x.scale[:, None]
+        else:
+            product = _f32(x) @ widen(weight.data).T
+        product *= weight.scale
+        if bias is not None:
+            product += _f32(bias)
+        if out is None:
+            return product.astype(dtype or self.dtype, copy=False)
+        out[...] = product
+        return out
+
+    def copy_blocks(self, kv: Array, sources: Array, targets: Array) -> None:
+        known = (sources >= 0) & (sources < len(kv)) & (targets >= 0) & (targets < len(kv))
+        kv[targets[known]] = kv[sources[known]]
+
+    def sample(self, logits: Array, how: SamplingArrays, out: Array | None = None) -> Sampled:
+        return numpy_sampling.sample(logits, how, out)
+
+    def top_logprobs(self, logits: Array, token_ids: Array, num_best: int) -> tuple[Array, Array, Array]:
+        return numpy_sampling.top_logprobs(logits, token_ids, num_best)
+
+
+def _available_bytes() -> int:
+    """What Linux would give, pages included that only cache files; 0 where it does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 0)
+
+
+def _f32(array: Array) -> np.ndarray:
+    return array.astype(np.float32, copy=False)
+
+
+def _normalised(x: np.ndarray, weight: Array, eps: float) -> np.ndarray:
+    mean_square = np.vecdot(x, x)[..., None] / np.float32(x.shape[-1])
+    return x / np.sqrt(mean_square + np.float32(eps)) * _f32(weight)
+
+
+def _rotated(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    half = heads.shape[-1] // 2
+    low, high = heads[..., :half], heads[..., half:]
+    return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+
+
+@np.errstate(invalid="ignore")  # who gets a broken number hears of it from the sampler
+def _attention(q, kv, layer, block_tables, context_lens, scale, window) -> np.ndarray:
+    """q [S, n, Hq, D], the last n positions of S sequences of context_lens[s] >= n cached tokens -> [S, n, Hq, D].
+
+    Every sequence is padded to the longest of the S; what a query does not see may be anything, NaN included.
+    """
+    num_sequences, num_queries, _, head_dim = q.shape
+    num_kv_heads, block_size = kv.shape[3], kv.shape[4]
+    first_block = np.maximum(0, context_lens - num_queries + 1 - window) // block_size
+    num_blocks = int((-(-context_lens // block_size) - first_block).max())
+    columns = first_block[:, None] + np.arange(num_blocks)
+    blocks = np.take_along_axis(block_tables, np.minimum(columns, block_tables.shape[1] - 1), axis=1)
+    heads = np.arange(num_kv_heads)[:, None]
+    keys, values = (
+        _f32(kv[blocks[:, None], layer, half, heads]).reshape(num_sequences, num_kv_heads, -1, head_dim)
+        for half in (0, 1)
+    )
+    key_at = (columns[:, :, None] * block_size + np.arange(block_size)).reshape(num_sequences, 1, -1)
+    query_at = (context_lens[:, None] - num_queries + np.arange(num_queries))[:, :, None]
+    visible = (key_at <= query_at) & (key_at > query_at - window)  # [S, n, keys]
+    values.swapaxes(1, 2)[~visible.any(axis=1)] = 0  # a weight of 0 would not silence a NaN: see _weighed
+
+    # [S, Hkv, D, (Hq / Hkv) * n]: keys @ queries is the order of the two that BLAS is quick at for few queries
+    by_head = _f32(q).reshape(num_sequences, num_queries, num_kv_heads, -1, head_dim)
+    queries = by_head.transpose(0, 2, 4, 3, 1).reshape(num_sequences, num_kv_heads, head_dim, -1)
+    scores = np.ascontiguousarray((keys @ queries).swapaxes(-1, -2)) * np.float32(scale)
+    grouped = (num_sequences, num_kv_heads, -1, num_queries, scores.shape[-1])
+    scores = np.where(visible[:, None, None], scores.reshape(grouped), -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return _weighed(values, weights, visible).transpose(0, 3, 1, 2, 4).reshape(q.shape)
+
+
+def _weighed(values: np.ndarray, weights: np.ndarray, visible: np.ndarray) -> np.ndarray:
+    """values [S, Hkv, keys, D] by weights [S, Hkv, Hq / Hkv, n, keys], which are 0 but where `visible` [S, n, keys] ->
+    [S, Hkv, Hq / Hkv, n, D].
+
+    The value of a key reaches the queries that see it and no other: one that is no finite number, and that some of the
+    queries do not see, has no part in the product, where 0 times it would not be 0.
+    """
+    flat = (*weights.shape[:2], -1, weights.shape[-1])
+    shape = (*weights.shape[:-1], values.shape[-1])
+    weighed = (weights.reshape(flat) @ values).reshape(shape)
+    if shape[3] == 1 or np.isfinite(weighed).all():
+        return weighed
+    broken = np.flatnonzero(~np.isfinite(values).all(axis=(0, 1, 3)))
+    lost = values[:, :, broken]
+    values[:, :, broken] = 0
+    weighed = (weights.reshape(flat) @ values).reshape(shape)
+    for at, key in enumerate(broken):
+        part = weights[..., key, None] * lost[:, :, None, None, at]
+        weighed += np.where(visible[:, None, None, :, key, None], part, 0)
+    return weighed

@@ -1,0 +1,108 @@
+"""The specification of sampling, in plain NumPy: float32 logits in, tokens and log-probabilities out."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from model.ops.cpu.philox import gumbel_noise
+from model.ops.interface import Array, Bias, Penalties, Sampled, SamplingArrays, TokenMask
+
+
+def sample(logits: Array, how: SamplingArrays, out: Array | None) -> Sampled:
+    """`Ops.sample`."""
+    adjusted = log_softmax(logits) if how.adjusts_logprobs else np.array(logits)
+    if how.bias is not None:
+        add_bias(adjusted, how.bias)
+    if how.penalties is not None:
+        penalise(adjusted, how.penalties)
+    if how.mask is not None:
+        forbid(adjusted, how.mask)
+    best = adjusted.max(axis=1)
+    is_nan = ~np.isfinite(best)
+    scores = adjusted.copy() if how.adjusts_logprobs else None
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        # At a temperature of 0, or one so small that the quotient overflows, the best token is certain.
+        drawn = np.flatnonzero(np.isfinite(best / how.temperature))
+    if drawn.size:
+        adjusted[drawn] = _perturbed(adjusted[drawn], how, drawn)
+    token_ids = np.where(is_nan, 0, np.argmax(adjusted, axis=1)).astype(np.int32)
+    if out is not None:
+        out[...] = token_ids
+    if not how.with_logprobs:
+        return Sampled(token_ids, is_nan, None, None, None)
+    logprobs = log_softmax(logits) if scores is None else scores
+    return Sampled(token_ids, is_nan, *_best_of(logprobs, token_ids, how.num_logprobs))
+
+
+def top_logprobs(logits: Array, token_ids: Array, num_best: int) -> tuple[Array, Array, Array]:
+    """`Ops.top_logprobs`."""
+    return _best_of(log_softmax(logits), token_ids, num_best)
+
+
+def _best_of(logprobs: Array, token_ids: Array, num_best: int) -> tuple[Array, Array, Array]:
+    top_ids = np.argsort(-logprobs, axis=1, kind="stable")[:, :num_best].astype(np.int32)
+    chosen = np.take_along_axis(logprobs, token_ids[:, None].astype(np.int64), axis=1)[:, 0]
+    return chosen, top_ids, np.take_along_axis(logprobs, top_ids, axis=1)
+
+
+def _row_of(indptr: np.ndarray) -> np.ndarray:
+    return np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
+
+
+def add_bias(logits: np.ndarray, bias: Bias) -> None:
+    """logits float32[R, V] += the values of `bias`, in place."""
+    known = (bias.token_ids >= 0) & (bias.token_ids < logits.shape[1])
+    rows = _row_of(bias.indptr)[known]
+    np.add.at(logits, (rows, bias.token_ids[known]), bias.values[known])
+
+
+def penalise(logits: np.ndarray, seen: Penalties) -> None:
+    """The penalties of `seen` tokens on logits float32[R, V], in place: repetition first."""
+    known = (seen.token_ids >= 0) & (seen.token_ids < logits.shape[1])
+    rows, ids, counts = _row_of(seen.indptr)[known], seen.token_ids[known], seen.output_counts[known]
+    values, factor = logits[rows, ids], seen.repetition[rows]
+    values = np.where(values > 0, values / factor, values * factor)
+    values -= seen.frequency[rows] * counts + seen.presence[rows] * (counts > 0)
+    logits[rows, ids] = values
+
+
+def forbid(logits: np.ndarray, mask: TokenMask) -> None:
+    """logits float32[R, V] of tokens outside `mask` become -inf, in place."""
+    masked = np.flatnonzero((mask.rows >= 0) & (mask.rows < len(mask.words)))
+    words = mask.words[mask.rows[masked]].astype("<u4")
+    bits = np.unpackbits(words.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
+    logits[masked] = np.where(bits, logits[masked], -np.inf)
+
+
+def _perturbed(logits: np.ndarray, how: SamplingArrays, rows: np.ndarray) -> np.ndarray:
+    """logits [N, V] of the rows `rows` of `how` -> logits / temperature + noise, -inf where a token is left out."""
+    with np.errstate(over="ignore"):  # far below the best
+        scaled = logits / how.temperature[rows, None]
+    cut = (how.top_k[rows] < logits.shape[1]) | (how.top_p[rows] < 1) | (how.min_p[rows] > 0)
+    if cut.any():
+        thresholds = _thresholds(scaled[cut], how.top_k[rows[cut]], how.top_p[rows[cut]], how.min_p[rows[cut]])
+        scaled[cut] = np.where(scaled[cut] >= thresholds[:, None], scaled[cut], -np.inf)
+    kept, token_ids = np.nonzero(scaled > -np.inf)
+    at = rows[kept]
+    scaled[kept, token_ids] += gumbel_noise(token_ids, how.seed[at], how.position[at], how.branch[at])
+    return scaled
+
+
+def _thresholds(scaled: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray) -> np.ndarray:
+    """The least value that top-k, then top-p, then min-p leave in each row of scaled [N, V]: float32[N]."""
+    descending = -np.sort(-scaled, axis=1)
+    kth = np.take_along_axis(descending, np.clip(top_k, 1, scaled.shape[1])[:, None] - 1, axis=1)
+    weights = np.exp((descending - descending[:, :1]).astype(np.float64))  # the best has weight 1
+    weights[descending < kth] = 0
+    mass = np.cumsum(weights, axis=1)
+    nucleus = np.where(top_p < 1, np.argmax(mass >= top_p[:, None] * mass[:, -1:], axis=1) + 1, scaled.shape[1])
+    likely = np.count_nonzero(weights >= min_p[:, None], axis=1)
+    last = np.minimum(nucleus, likely)[:, None] - 1
+    return np.maximum(kth, np.take_along_axis(descending, last, axis=1))[:, 0]
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """logits float32[R, V] -> log-probabilities float32[R, V]; NaNs for a row with a NaN or without a finite logit."""
+    with np.errstate(invalid="ignore"):
+        shifted = logits - logits.max(axis=1, keepdims=True)
+        return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))

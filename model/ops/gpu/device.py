@@ -1,0 +1,197 @@
+"""One CUDA device: its memory, what goes there and comes back, graphs, and the launch of one kernel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import cupy
+import ml_dtypes
+import numpy as np
+
+from model.ops.gpu.arena import Arena
+from model.ops.gpu.host_blocks import CudaHostBlocks
+from model.ops.gpu.kernels import Kernels, arch_of, is_there
+from model.ops.gpu.launch import OverlappedLaunch
+from model.ops.gpu.tensor_maps import TensorMaps
+from model.ops.gpu.transfers import Transfers
+from model.ops.interface import Array
+from model.ops.packing import TableRows
+
+ARENA_CHUNK_BYTES = 256 << 20
+"""One chunk holds the temporaries of a layer at usual sizes; a larger request gets a chunk of its own."""
+
+DTYPE_CODES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dtypes.bfloat16): 2}
+"""What the kernels know as QUIRE_DTYPE."""
+
+THREADS = 256
+"""Of a block, where a kernel asks for nothing else."""
+
+_INT32 = np.dtype(np.int32)
+
+
+class CudaDevice:
+    """The half of `Ops` that computes nothing, on the current device, for one thread at a time.
+
+    `kernels`, `tensor_maps`, `stream`, `num_sms`, `max_shared_bytes`, `arch` and `dtype_code` serve the modules that
+    launch for this one.
+    """
+
+    name = "cuda"
+
+    def __init__(self, dtype: np.dtype):
+        """Raises ValueError for a dtype other than float32, float16, bfloat16; CuPy's RuntimeErrors without a GPU."""
+        self.dtype = np.dtype(dtype)
+        if self.dtype not in DTYPE_CODES:
+            raise ValueError(f"no kernels for {self.dtype}")
+        device = cupy.cuda.Device()
+        self.device_name = cupy.cuda.runtime.getDeviceProperties(device.id)["name"].decode()
+        self.dtype_code = DTYPE_CODES[self.dtype]
+        self.num_sms = device.attributes["MultiProcessorCount"]
+        self.arch = arch_of(device.compute_capability)
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.kernels = Kernels(self.arch)
+        self.tensor_maps = TensorMaps()
+        self.max_shared_bytes = device.attributes["MaxSharedMemoryPerBlockOptin"]
+        self._arena = Arena(self._allocate, ARENA_CHUNK_BYTES)
+        self._launch_overlapped = OverlappedLaunch(self.stream) if int(device.compute_capability) >= 90 else None
+        self._is_capturing = False
+        self._most_clusters: dict[tuple, int] = {}
+        self._transfers = Transfers(self.stream, self.launch)
+
+    def upload(self, host: np.ndarray) -> Array:
+        host = np.asarray(host, order="C")
+        array = self.empty(host.shape, host.dtype)
+        self._transfers.upload(host, array)
+        return array
+
+    def upload_all(
+        self, hosts: Sequence[np.ndarray], into: Array | None = None, rows: TableRows | None = None
+    ) -> list[Array]:
+        if rows is not None:
+            _expect_rows(*rows)
+        return self._transfers.upload_all(hosts, into, rows)
+
+    def fill(self, targets: Sequence[Array], read: Callable[[int, int, np.ndarray], None]) -> None:
+        self._transfers.fill(targets, read)
+
+    def download_later(self, arrays: Sequence[Array]) -> Callable[[], list[np.ndarray]]:
+        return self._transfers.download_later(arrays)
+
+    def prepare(self, work: Callable[[], None]) -> None:
+        self.kernels.compile_together(work)
+
+    def capture(self, work: Callable[[], None], rehearsal: Callable[[], None] | None = None) -> Callable[[], None]:
+        (rehearsal or work)()  # kernels are loaded, products planned, the arena grown before anything is recorded
+        self.stream.synchronize()
+        with self.stream:
+            self.stream.begin_capture()
+            self._is_capturing = True
+            try:
+                work()
+            finally:
+                self._is_capturing = False
+                graph = self.stream.end_capture()
+        graph.upload(self.stream)  # or the first replay would
+        return lambda: graph.launch(self.stream)
+
+    def download(self, array: Array) -> np.ndarray:
+        return array.get(stream=self.stream)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+        with self.stream:
+            return cupy.empty(shape, dtype)
+
+    def temporary(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+        dtype = np.dtype(dtype)
+        if not self._arena.is_open:
+            return self.empty(shape, dtype)
+        return cupy.ndarray(shape, dtype, self._arena.take(math.prod(shape) * dtype.itemsize))
+
+    def host_blocks(self, kv: Array, num_blocks: int) -> CudaHostBlocks:
+        return CudaHostBlocks(kv, num_blocks, self.stream)
+
+    def memory_bytes(self) -> tuple[int, int]:
+        free, total = cupy.cuda.runtime.memGetInfo()
+        return free + cupy.get_default_memory_pool().free_bytes(), total
+
+    def scratch(self) -> AbstractContextManager[None]:
+        return self._arena.scope()
+
+    def synchronize(self) -> None:
+        self.stream.synchronize()
+
+    def mark(self) -> cupy.cuda.Event:
+        event = cupy.cuda.Event()
+        event.record(self.stream)
+        return event
+
+    def elapsed_s(self, begin: cupy.cuda.Event, end: cupy.cuda.Event) -> float:
+        end.synchronize()
+        return cupy.cuda.get_elapsed_time(begin, end) / 1e3
+
+    def launch(
+        self,
+        name: str,
+        grid: tuple[int, ...],
+        args: tuple,
+        *,
+        threads: int = THREADS,
+        shared_bytes: int = 0,
+        overlaps: bool = False,
+        cluster: int = 1,
+        stream: cupy.cuda.Stream | None = None,
+        **defines: int,
+    ) -> None:
+        """One kernel of `cuda/`, built for `self.dtype` unless the defines say otherwise. An empty grid is no work.
+        On `self.stream` unless another is named, which a kernel in clusters, of so many blocks each, is not.
+
+        `overlaps` says that the kernel calls `wait_for_previous_kernel` (common/types.cuh): in a captured graph it may
+        begin before the kernel ahead of it has ended. Outside of graphs the host is too slow for that to gain.
+        """
+        if 0 in grid:
+            return
+        kernel = self.kernels.get(name, shared_bytes=shared_bytes, **{"QUIRE_DTYPE": self.dtype_code, **defines})
+        begins_early = overlaps and self._is_capturing and self._launch_overlapped is not None
+        if not is_there(kernel):
+            return
+        if begins_early or cluster > 1:
+            self._launch_overlapped(kernel, grid, threads, args, shared_bytes, overlaps=begins_early, cluster=cluster)
+        else:
+            kernel(grid, (threads,), args, shared_bytes, stream or self.stream)
+
+    def most_clusters(self, name: str, cluster: int, *, threads: int, shared_bytes: int, **defines: int) -> int:
+        """How many clusters of so many blocks of a kernel the device runs at once; 0 while it is being compiled."""
+        key = (name, cluster, shared_bytes, *defines.values())
+        if key not in self._most_clusters:
+            kernel = self.kernels.get(name, shared_bytes=shared_bytes, **{"QUIRE_DTYPE": self.dtype_code, **defines})
+            if not is_there(kernel):
+                return 0
+            self._most_clusters[key] = self._launch_overlapped.most_clusters(kernel, cluster, threads, shared_bytes)
+        return self._most_clusters[key]
+
+    def _allocate(self, num_bytes: int) -> cupy.cuda.MemoryPointer:
+        with self.stream:
+            return cupy.cuda.alloc(num_bytes)
+
+
+def _expect_rows(host: np.ndarray, places: np.ndarray, table: Array) -> None:
+    expect("table", table, _INT32, None, None)
+    fits = host.shape == (len(places), host.shape[1]) and host.shape[1] <= table.shape[1]
+    if host.dtype != _INT32 or places.dtype != _INT32 or not fits:
+        raise ValueError(f"{host.dtype} {host.shape} at {places.dtype} {places.shape} is no part of {table.shape}")
+    if len(places) and not 0 <= places.min() <= places.max() < len(table):
+        raise ValueError(f"rows {places.min()} to {places.max()} are outside a table of {len(table)}")
+
+
+def expect(name: str, array: Array, dtype: np.dtype, *shape: int | None) -> None:
+    """Raises ValueError unless `array` is C-contiguous and has the dtype and shape; None stands for any size."""
+    sizes = array.shape
+    fits = sizes == shape or (len(sizes) == len(shape) and None in shape and _fits(sizes, shape))
+    if not fits or array.dtype != dtype or not array.flags.c_contiguous:
+        raise ValueError(f"{name} is {array.dtype} {sizes}, expected {dtype} {shape}, contiguous")
+
+
+def _fits(sizes: tuple[int, ...], shape: tuple[int | None, ...]) -> bool:
+    return all(wanted is None or size == wanted for size, wanted in zip(sizes, shape, strict=True))

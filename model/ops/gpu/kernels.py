@@ -1,0 +1,224 @@
+"""Compiles, caches and loads the kernels of `cuda/`.
+
+CuPy's own compiler targets plain sm_90, asks for a device and leaves included headers out of its cache key, so the
+compile step is ours: NVRTC to a cubin for one architecture, kept on disk under a name made of everything that goes in.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from threading import Lock
+
+from cuda.pathfinder import find_nvidia_header_directory
+from cupy.cuda.function import Function, Module
+from cupy_backends.cuda.api import driver
+from cupy_backends.cuda.libs import nvrtc
+
+_MAGIC = b"quire cubin 1\n"
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+_log = logging.getLogger(__name__)
+_loading = Lock()
+
+
+class KernelError(Exception):
+    """A kernel could not be found or compiled; the message carries the compiler's log, with file and line."""
+
+
+class Kernels:
+    """The kernels of one device, each compiled at most once per source and loaded at most once per process."""
+
+    def __init__(self, arch: str, cache: Path | None = None):
+        """`arch` as `arch_of` gives it; `cache` is a folder, by default `cache_folder()`."""
+        self.arch = arch
+        self._cache = cache if cache is not None else cache_folder()
+        self._modules: dict[tuple, Module] = {}
+        self._functions: dict[tuple, Function] = {}
+        self._compilers: ThreadPoolExecutor | None = None
+        self._compiling: dict[tuple, Future] = {}
+
+    def get(self, name: str, *, entry: str | None = None, shared_bytes: int = 0, **defines: int) -> Function:
+        """The function `entry` (by default `name`) of cuda/<folder>/<name>.cu, built with -D<define>=<value>.
+
+        It is called as `function(grid, block, args, shared_mem, stream)`. `shared_bytes` is the most dynamic shared
+        memory it will be launched with; above 48 KiB the driver wants to know beforehand.
+        """
+        if self._compilers is not None and self._is_compiling(name, defines):
+            return _launch_nothing
+        key = (name, entry, shared_bytes, *defines.items())
+        function = self._functions.get(key)
+        if function is None:
+            function = self._module(name, defines).get_function(entry or name)
+            if shared_bytes > 48 << 10:
+                attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                driver.funcSetAttribute(function.ptr, attribute, shared_bytes)
+            self._functions[key] = function
+        return function
+
+    def compile_together(self, work: Callable[[], None]) -> None:
+        """Run `work`, which launches kernels. Those that the cache lacks are compiled at once instead of one by one.
+
+        For that `work` is run twice, the first time launching nothing from the first such kernel on: no kernel runs on
+        what another should have written. `work` itself must not depend on what they write.
+        """
+        with ThreadPoolExecutor(thread_name_prefix="compile") as self._compilers:
+            try:
+                work()
+            finally:
+                self._compilers = None
+        compiling, self._compiling = self._compiling, {}
+        for key, compiled in compiling.items():
+            self._modules[key] = _loaded(compiled.result())
+        if compiling:
+            work()
+
+    def _is_compiling(self, name: str, defines: Mapping[str, int]) -> bool:
+        """Whether this kernel or one asked for before it is not there yet."""
+        key = (name, *sorted(defines.items()))
+        is_known = key in self._modules or key in self._compiling
+        if not is_known and not os.path.exists(_cubin_path(name, self.arch, defines, self._cache)):
+            self._compiling[key] = self._compilers.submit(cached_cubin, name, self.arch, defines, self._cache)
+        return bool(self._compiling)
+
+    def _module(self, name: str, defines: Mapping[str, int]) -> Module:
+        key = (name, *sorted(defines.items()))
+        module = self._modules.get(key)
+        if module is None:
+            module = self._modules[key] = _loaded(cached_cubin(name, self.arch, defines, self._cache))
+        return module
+
+
+def _loaded(cubin: bytes) -> Module:
+    module = Module()
+    module.load(cubin)
+    return module
+
+
+def _launch_nothing(grid: tuple, block: tuple, args: tuple, shared_bytes: int, stream) -> None:
+    """Stands for a kernel that is still being compiled."""
+
+
+def is_there(kernel: Callable) -> bool:
+    """Whether what `Kernels.get` gave is compiled."""
+    return kernel is not _launch_nothing
+
+
+def arch_of(compute_capability: str) -> str:
+    """CuPy's "90" -> NVRTC's "90a": wgmma and setmaxnreg exist in Hopper's own target alone."""
+    return "90a" if compute_capability == "90" else compute_capability
+
+
+def source_folder() -> Path:
+    """`cuda/` beside `model/` in a checkout, else the data files of an installed package."""
+    checkout = Path(__file__).resolve().parents[3] / "cuda"
+    installed = Path(sys.prefix) / "share" / "quire" / "cuda"
+    for folder in (checkout, installed):
+        if (folder / "common" / "types.cuh").is_file():
+            return folder
+    raise KernelError(f"the CUDA sources are neither in {checkout} nor in {installed}")
+
+
+def source_path(name: str) -> Path:
+    """The file of a kernel: cuda/<folder>/<name>.cu; names are unique across folders. Raises KernelError."""
+    for path in source_folder().glob(f"*/{name}.cu"):
+        return path
+    raise KernelError(f"there is no kernel {source_folder()}/*/{name}.cu")
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: $QUIRE_CACHE_DIR, else $XDG_CACHE_HOME/quire, else ~/.cache/quire."""
+    own = os.environ.get("QUIRE_CACHE_DIR")
+    root = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
+    return root / "kernels"
+
+
+def cached_cubin(name: str, arch: str, defines: Mapping[str, int], cache: Path) -> bytes:
+    """`compile_cubin`, through `cache`. A file that is torn, foreign or unreadable is compiled anew and replaced."""
+    path = _cubin_path(name, arch, defines, cache)
+    cubin = _read(path)
+    if cubin is None:
+        cubin = compile_cubin(name, arch, defines)
+        _write(path, cubin)
+    return cubin
+
+
+def _cubin_path(name: str, arch: str, defines: Mapping[str, int], cache: Path) -> Path:
+    return cache / f"{name}-sm_{arch}-{_fingerprint(name, arch, defines)}.cubin"
+
+
+def compile_cubin(name: str, arch: str, defines: Mapping[str, int]) -> bytes:
+    """Compile cuda/<folder>/<name>.cu for sm_<arch>. Sources include headers by their path below `cuda/`. Needs no GPU.
+    Raises KernelError."""
+    folder = source_folder()
+    source = source_path(name)
+    headers = find_nvidia_header_directory("cudart")
+    if headers is None:
+        raise KernelError("cuda_fp16.h was not found: install the 'cuda' extra (cuda-toolkit[cudart])")
+    with _loading:
+        _load_compiler()
+    options = (*_options(arch, defines), f"-I{folder}", f"-I{headers}")
+    program = nvrtc.createProgram(source.read_text(encoding="utf-8"), str(source), (), ())
+    try:
+        nvrtc.compileProgram(program, options)
+        return nvrtc.getCUBIN(program)
+    except nvrtc.NVRTCError as error:
+        raise KernelError(f"{name} for sm_{arch}, {dict(defines)}: {error}\n{nvrtc.getProgramLog(program)}") from error
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+@functools.cache
+def _load_compiler() -> None:
+    """Compile nothing. NVRTC loads its builtins with a process's first program, and where threads begin together, one
+    often does not find what the other is loading."""
+    program = nvrtc.createProgram("", "nothing.cu", (), ())
+    nvrtc.compileProgram(program, ())
+    nvrtc.destroyProgram(program)
+
+
+def _options(arch: str, defines: Mapping[str, int]) -> tuple[str, ...]:
+    defined = (f"-D{key}={defines[key]}" for key in sorted(defines))
+    return ("--std=c++17", "-default-device", "-lineinfo", f"-arch=sm_{arch}", *defined)
+
+
+def _fingerprint(name: str, arch: str, defines: Mapping[str, int]) -> str:
+    """A digest of the source, every header in every folder, the options and the compiler's version."""
+    folder = source_folder()
+    parts = [source_path(name).read_text(encoding="utf-8"), repr(_options(arch, defines)), repr(nvrtc.getVersion())]
+    for header in sorted(folder.rglob("*.cuh")):
+        parts.append(header.relative_to(folder).as_posix() + header.read_text(encoding="utf-8"))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        _log.warning("cannot read the kernel cache %s: %s", path, error)
+        return None
+    digest, cubin = content[len(_MAGIC) :][:_DIGEST_BYTES], content[len(_MAGIC) + _DIGEST_BYTES :]
+    if not content.startswith(_MAGIC) or hashlib.sha256(cubin).digest() != digest:
+        _log.warning("%s is not a whole kernel of ours: compiling it anew", path)
+        return None
+    return cubin
+
+
+def _write(path: Path, cubin: bytes) -> None:
+    """Whole or not at all, however many processes write at once. A cache that cannot be written is only slow."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(_MAGIC + hashlib.sha256(cubin).digest() + cubin)
+        os.replace(file.name, path)
+    except OSError as error:
+        _log.warning("cannot keep a compiled kernel in %s: %s", path, error)

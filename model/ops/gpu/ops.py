@@ -1,0 +1,306 @@
+"""The GPU backend's operations: checks what they are given, chooses grids, launches the kernels of `cuda/`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from model.ops.gpu.attention import decode_attention, plan_decode_attention, prefill_attention
+from model.ops.gpu.device import DTYPE_CODES, THREADS, CudaDevice, expect
+from model.ops.gpu.fp8 import Fp8Linear, dequantise_rows, expect_fp8, quantised_by
+from model.ops.gpu.linear import Linear
+from model.ops.gpu.product_sizes import all_planned_rows
+from model.ops.gpu.sampling import sample, top_logprobs
+from model.ops.interface import Array, Fp8Rows, Sampled, SamplingArrays
+
+_VEC_BYTES = 16
+_FIND_BLOCKS_PER_SM = 8
+_COPY_VECS_PER_THREAD = 4  # VECS_PER_THREAD of copy_blocks.cu
+_INT32 = np.dtype(np.int32)
+_INT64 = np.dtype(np.int64)
+_FLOAT32 = np.dtype(np.float32)
+
+
+class CudaOps(CudaDevice):
+    """`Ops` on the current CUDA device, for one thread at a time. Arrays are CuPy's, C-contiguous."""
+
+    def __init__(self, dtype: np.dtype):
+        """Raises ValueError for a dtype other than float32, float16, bfloat16; CuPy's RuntimeErrors without a GPU."""
+        super().__init__(dtype)
+        self._linear = Linear(self)
+        self._linear_fp8 = Fp8Linear(self)
+
+    def find_nonfinite(self, x: Array, found: Array) -> None:
+        expect("x", x, self.dtype, *x.shape)
+        expect("found", found, _INT32, 1)
+        num_blocks = min(_FIND_BLOCKS_PER_SM * self.num_sms, math.ceil(x.nbytes / (THREADS * _VEC_BYTES)))
+        self.launch("find_nonfinite", (num_blocks,), (x, found, np.int64(x.size)))
+
+    def gather_rows(self, table: Array, ids: Array) -> Array:
+        dtype = _FLOAT32 if table.dtype == _FLOAT32 else self.dtype
+        expect("table", table, dtype, None, None)
+        expect("ids", ids, _INT32, None)
+        num_rows, width = table.shape
+        out = self.temporary((len(ids), width), dtype)
+        args = (table, ids, out, np.int32(num_rows), np.int32(width))
+        self.launch("gather_rows", (len(ids),), args, overlaps=True, QUIRE_DTYPE=DTYPE_CODES[dtype])
+        return out
+
+    def pick_tokens(self, token_ids: Array, previous: Array, source: Array) -> None:
+        expect("token_ids", token_ids, _INT32, None)
+        expect("previous", previous, _INT32, None)
+        expect("source", source, _INT32, len(token_ids))
+        sizes = np.int32(len(token_ids)), np.int32(len(previous))
+        self.launch("pick_tokens", (math.ceil(len(token_ids) / THREADS),), (token_ids, previous, source, *sizes))
+
+    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
+        rows, width = x.shape
+        expect("x", x, self.dtype, rows, width)
+        expect("weight", weight, self.dtype, width)
+        out = self.temporary(x.shape, self.dtype)
+        args = (x, weight, out, np.int32(width), np.float32(eps))
+        self.launch("rms_norm", (rows,), args, threads=self._norm_threads(rows, width), overlaps=True)
+        return out
+
+    def add_rms_norm(self, x: Array, residual: Array, weight: Array, eps: float, out: Array | None = None) -> Array:
+        rows, width = x.shape
+        expect("x", x, self.dtype, rows, width)
+        expect("residual", residual, self.dtype, rows, width)
+        expect("weight", weight, self.dtype, width)
+        if out is None:
+            out = self.temporary(x.shape, self.dtype)
+        expect("out", out, self.dtype, rows, width)
+        args = (x, residual, weight, out, np.int32(width), np.float32(eps))
+        self.launch("add_rms_norm", (rows,), args, threads=self._norm_threads(rows, width), overlaps=True)
+        return out
+
+    def linear(
+        self,
+        x: Array,
+        weight: Array,
+        bias: Array | None = None,
+        *,
+        dtype: np.dtype | None = None,
+        out: Array | None = None,
+    ) -> Array:
+        rows, width = x.shape
+        expect("x", x, self.dtype, rows, width)
+        expect("weight", weight, self.dtype, None, width)
+        if bias is not None:
+            expect("bias", bias, self.dtype, len(weight))
+        if out is None:
+            out = self.temporary((rows, len(weight)), self.dtype if dtype is None else dtype)
+        expect("out", out, out.dtype, rows, len(weight))
+        if out.dtype not in (self.dtype, _FLOAT32) or width == 0:
+            raise ValueError(f"no product of {x.shape} {self.dtype} and {weight.shape} in {out.dtype}")
+        if out.size:
+            self._linear(x, weight, bias, out)
+        return out
+
+    def tune_linear(
+        self,
+        weights: Sequence[Array],
+        bias: Array | None,
+        num_rows: Sequence[int],
+        *,
+        dtype: np.dtype | None = None,
+    ) -> None:
+        """Find the quickest way for `linear` of so many rows with these weights, which are of one shape [N, K].
+
+        Costs about 30 ms for each number of rows, once for a device and version of cuBLASLt: the answers are kept on
+        disk. `weights` are used in turn; all layers' together, they come from memory as they do in a step. For
+        products outside of what was tuned cuBLASLt's first choice is taken. Not within `capture`.
+        """
+        for weight in weights:
+            expect("weight", weight, self.dtype, *weights[0].shape)
+        self._linear.tune(weights, bias, num_rows, self.dtype if dtype is None else np.dtype(dtype))
+
+    def linear_sizes(self, most: int) -> list[int]:
+        return all_planned_rows(most)
+
+    def rope_kv_write(
+        self,
+        qkv: Array,
+        cos: Array,
+        sin: Array,
+        positions: Array,
+        slots: Array,
+        kv: Array,
+        layer: int,
+        q_norm: Array | None,
+        k_norm: Array | None,
+        eps: float,
+    ) -> Array:
+        num_blocks, num_layers, _, num_kv_heads, block_size, head_dim = kv.shape
+        rows = len(qkv)
+        num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+        expect("kv", kv, self.dtype, num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim)
+        expect("qkv", qkv, self.dtype, rows, (num_heads + 2 * num_kv_heads) * head_dim)
+        expect("cos", cos, _FLOAT32, len(cos), head_dim // 2)
+        expect("sin", sin, _FLOAT32, len(cos), head_dim // 2)
+        expect("positions", positions, _INT32, rows)
+        expect("slots", slots, _INT64, rows)
+        for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+            if weight is not None:
+                expect(name, weight, self.dtype, head_dim)
+        if head_dim * self.dtype.itemsize % (2 * _VEC_BYTES) or not 0 <= layer < num_layers:
+            raise ValueError(f"no rotation of heads of {head_dim} in layer {layer} of {num_layers}")
+
+        lanes = head_dim * self.dtype.itemsize // (2 * _VEC_BYTES)
+        heads_per_block = THREADS >> (lanes - 1).bit_length()
+        out = self.temporary((rows, num_heads, head_dim), self.dtype)
+        sizes = (rows, num_heads, num_kv_heads, num_blocks, num_layers, layer, len(cos))
+        self.launch(
+            "rope_kv_write",
+            (math.ceil(rows * (num_heads + 2 * num_kv_heads) / heads_per_block),),
+            (qkv, cos, sin, positions, slots, kv, q_norm, k_norm, out, *map(np.int32, sizes), np.float32(eps)),
+            overlaps=True,
+            HEAD_DIM=head_dim,
+            BLOCK_SIZE=block_size,
+        )
+        return out
+
+    def plan_decode_attention(
+        self, num_heads: int, kv: Array, block_tables: Array, context_lens: Array, window: int
+    ) -> Array:
+        expect("context_lens", context_lens, _INT32, None)
+        expect("block_tables", block_tables, _INT32, len(context_lens), None)
+        return plan_decode_attention(self, num_heads, kv, block_tables, context_lens, window)
+
+    def paged_decode_attention(
+        self,
+        q: Array,
+        kv: Array,
+        layer: int,
+        block_tables: Array,
+        context_lens: Array,
+        scale: float,
+        window: int,
+        out: Array,
+        plan: Array | None = None,
+    ) -> None:
+        self._expect_attention(q, kv, layer, block_tables, context_lens, out)
+        expect("q", q, self.dtype, len(context_lens), None, None)
+        decode_attention(self, q, kv, layer, block_tables, context_lens, scale, window, out, plan)
+
+    def paged_prefill_attention(
+        self,
+        q: Array,
+        kv: Array,
+        layer: int,
+        block_tables: Array,
+        context_lens: Array,
+        query_start: Array,
+        max_query_len: int,
+        scale: float,
+        window: int,
+        out: Array,
+    ) -> None:
+        self._expect_attention(q, kv, layer, block_tables, context_lens, out)
+        expect("query_start", query_start, _INT32, len(context_lens) + 1)
+        prefill_attention(
+            self, q, kv, layer, block_tables, context_lens, query_start, max_query_len, scale, window, out
+        )
+
+    def silu_mul(self, gate_up: Array) -> Array:
+        rows, width = len(gate_up), gate_up.shape[1] // 2
+        expect("gate_up", gate_up, self.dtype, rows, 2 * width)
+        out = self.temporary((rows, width), self.dtype)
+        columns = math.ceil(width / (THREADS * _VEC_BYTES // self.dtype.itemsize))
+        self.launch("silu_mul", (rows, columns), (gate_up, out, np.int32(width)), overlaps=True)
+        return out
+
+    def quantise_rows(self, x: Array) -> Fp8Rows:
+        expect("x", x, self.dtype, None, None)
+        return quantised_by(self, "quantise_rows", (x,), *x.shape)
+
+    def dequantise_rows(self, x: Fp8Rows) -> Array:
+        expect_fp8("x", x)
+        return dequantise_rows(self, x)
+
+    def rms_norm_quantised(self, x: Array, weight: Array, eps: float) -> Fp8Rows:
+        rows, width = x.shape
+        expect("x", x, self.dtype, rows, width)
+        expect("weight", weight, self.dtype, width)
+        return quantised_by(self, "rms_norm_quantised", (x, weight), rows, width, np.float32(eps))
+
+    def add_rms_norm_quantised(self, x: Array, residual: Array, weight: Array, eps: float) -> Fp8Rows:
+        rows, width = x.shape
+        expect("x", x, self.dtype, rows, width)
+        expect("residual", residual, self.dtype, rows, width)
+        expect("weight", weight, self.dtype, width)
+        return quantised_by(self, "add_rms_norm_quantised", (x, residual, weight), rows, width, np.float32(eps))
+
+    def silu_mul_quantised(self, gate_up: Array) -> Fp8Rows:
+        rows, width = len(gate_up), gate_up.shape[1] // 2
+        expect("gate_up", gate_up, self.dtype, rows, 2 * width)
+        return quantised_by(self, "silu_mul_quantised", (gate_up,), rows, width)
+
+    def linear_fp8(
+        self,
+        x: Array | Fp8Rows,
+        weight: Fp8Rows,
+        bias: Array | None = None,
+        *,
+        dtype: np.dtype | None = None,
+        out: Array | None = None,
+    ) -> Array:
+        expect_fp8("weight", weight)
+        n, k = weight.data.shape
+        if isinstance(x, Fp8Rows):
+            expect_fp8("x", x, k)
+            rows = len(x.data)
+        else:
+            expect("x", x, self.dtype, None, k)
+            rows = len(x)
+        if bias is not None:
+            expect("bias", bias, self.dtype, n)
+        if out is None:
+            out = self.temporary((rows, n), self.dtype if dtype is None else dtype)
+        expect("out", out, out.dtype, rows, n)
+        if out.dtype not in (self.dtype, _FLOAT32) or k == 0:
+            raise ValueError(f"linear_fp8: {rows} x {k} by {n} x {k} to {out.dtype} is not supported")
+        if out.size:
+            self._linear_fp8(x, weight, bias, out)
+        return out
+
+    def copy_blocks(self, kv: Array, sources: Array, targets: Array) -> None:
+        expect("kv", kv, self.dtype, *kv.shape)
+        expect("sources", sources, _INT32, len(sources))
+        expect("targets", targets, _INT32, len(sources))
+        block_bytes = math.prod(kv.shape[1:]) * self.dtype.itemsize
+        if block_bytes % _VEC_BYTES:
+            raise ValueError(f"blocks of {block_bytes} bytes cannot be copied in pieces of {_VEC_BYTES}")
+        vecs = block_bytes // _VEC_BYTES
+        num_chunks = math.ceil(vecs / (THREADS * _COPY_VECS_PER_THREAD))
+        sizes = map(np.int32, (len(kv), vecs, num_chunks))
+        self.launch("copy_blocks", (len(sources) * num_chunks,), (kv, sources, targets, *sizes))
+
+    def sample(self, logits: Array, how: SamplingArrays, out: Array | None = None) -> Sampled:
+        expect("logits", logits, _FLOAT32, len(how.temperature), None)
+        if out is not None:
+            expect("out", out, _INT32, len(logits))
+        return sample(self, logits, how, out)
+
+    def top_logprobs(self, logits: Array, token_ids: Array, num_best: int) -> tuple[Array, Array, Array]:
+        expect("logits", logits, _FLOAT32, None, None)
+        expect("token_ids", token_ids, _INT32, len(logits))
+        return top_logprobs(self, logits, token_ids, num_best)
+
+    def _norm_threads(self, rows: int, width: int) -> int:
+        """A vector a thread where few rows leave the device empty, else two, so that more loads are under way."""
+        vecs = math.ceil(width * self.dtype.itemsize / _VEC_BYTES)
+        threads = vecs if rows <= 2 * self.num_sms else math.ceil(vecs / 2)
+        return min(1024, math.ceil(threads / 32) * 32)
+
+    def _expect_attention(self, q, kv, layer, block_tables, context_lens, out) -> None:
+        num_blocks, num_layers, _, num_kv_heads, block_size, head_dim = kv.shape
+        expect("kv", kv, self.dtype, num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim)
+        expect("q", q, self.dtype, None, None, head_dim)
+        expect("out", out, self.dtype, *q.shape)
+        expect("context_lens", context_lens, _INT32, None)
+        expect("block_tables", block_tables, _INT32, len(context_lens), None)
+        if q.shape[1] % num_kv_heads or not 0 <= layer < num_layers:
+            raise ValueError(f"no attention of {q.shape[1]} heads to {num_kv_heads} in layer {layer} of {num_layers}")

@@ -1,0 +1,213 @@
+"""Arrays between host and device, through pinned memory, so that small transfers make nobody wait.
+
+Small ones are carried by a kernel: the copy engines may be busy with blocks of the cache. It runs on a stream of its
+own for each direction, beside the work of before, and the work itself waits only for a copy within the device: the way
+over the bus is long while blocks are on it too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import cupy
+import numpy as np
+
+from model.ops.gpu.load_parallel import PIECE_BYTES, Piece, fill_in_threads
+from model.ops.packing import Packing, TableRows
+
+STAGED_BYTES = 1 << 20
+"""Up to this size an upload is copied to pinned memory and does not wait; a larger one waits instead."""
+
+USUAL_BYTES = 64 << 10
+"""Of a staged transfer: memory for more is made when it is wanted, and that holds up what is under way."""
+
+NUM_PIECES = 8
+"""Staged transfers of a direction under way before one has to be waited for: more than a step makes."""
+
+
+MAX_CARRIERS = 256
+"""Blocks of threads that carry one small transfer."""
+
+_FIRST = -5
+"""The highest priority of a stream: what is carried waits for no more than a block of the kernels that run."""
+
+_THREADS = 256
+_WORD_BYTES = 4
+
+
+class _Places(NamedTuple):
+    """Where rows of words go in a table."""
+
+    address: int  # of the numbers of the table's rows, int32; 0: one after the other
+    num_rows: int
+    stride_words: int
+
+
+_TOGETHER = _Places(0, 1, 0)
+
+
+class Transfers:
+    """Of the work on one stream, for one thread at a time."""
+
+    def __init__(self, stream: cupy.cuda.Stream, launch: Callable[..., None]):
+        """`launch` is `CudaOps.launch`."""
+        self._stream = stream
+        self._launch = launch
+        self._up, self._down = (cupy.cuda.Stream(non_blocking=True, priority=_FIRST) for _ in range(2))
+        self._arriving, self._leaving = _Ring(self._up), _Ring(self._down)
+
+    def upload(self, host: np.ndarray, array: cupy.ndarray) -> None:
+        """Fill `array`, of the shape and dtype of `host`."""
+        if host.nbytes > STAGED_BYTES:
+            array.data.copy_from_host_async(host.ctypes.data, array.nbytes, self._stream)
+            self._stream.synchronize()  # the caller may change or free `host` now
+        elif host.nbytes:
+            self.upload_all([host], array.reshape(-1).view(np.uint8))
+
+    def upload_all(
+        self, hosts: Sequence[np.ndarray], into: cupy.ndarray | None, rows: TableRows | None = None
+    ) -> list[cupy.ndarray]:
+        """See `Ops.upload_all`."""
+        packing = Packing.of(hosts)
+        sent = hosts if rows is None else [*hosts, rows.host, rows.places]
+        way = packing if rows is None else Packing.of(sent)
+        if into is None:
+            with self._stream:
+                into = cupy.empty(packing.num_bytes, np.uint8)
+        piece = self._arriving.take(way.num_bytes)
+        way.fill(piece.host, sent)
+        self._bring(piece, way.num_bytes)
+        source = piece.device.data.ptr
+        self._carry(source, into.data.ptr, min(packing.num_bytes, into.nbytes))
+        if rows is not None:
+            *_, at_rows, at_places = (source + offset for offset in way.offsets)
+            places = _Places(at_places, len(rows.places), rows.table.strides[0] // _WORD_BYTES)
+            self._carry(at_rows, rows.table.data.ptr, rows.host.nbytes, places)
+        piece.event.record(self._stream)
+        return packing.views(into, hosts)
+
+    def fill(self, targets: Sequence[cupy.ndarray], read: Callable[[int, int, np.ndarray], None]) -> None:
+        """See `Ops.fill`. Each thread reads into one piece of pinned memory while its other one is copied. It pins them
+        when it needs them: that takes 0.4 ms a MiB, one thread at a time, and the others read meanwhile."""
+        device = cupy.cuda.Device()
+        self._stream.synchronize()  # the targets' memory may still be in use by what had it before
+
+        def work(pieces: Iterator[Piece]) -> None:
+            device.use()
+            stream = cupy.cuda.Stream(non_blocking=True)
+            stagings: list[_Piece] = []
+            try:
+                for turn, piece in enumerate(pieces):
+                    if turn < 2:
+                        stagings.append(_Piece(PIECE_BYTES))
+                    staging, target = stagings[turn % 2], targets[piece.target]
+                    staging.event.synchronize()
+                    num_bytes = (piece.stop - piece.start) * target.itemsize
+                    read(piece.target, piece.start, staging.host[:num_bytes].view(target.dtype))
+                    place = target.data + piece.start * target.itemsize
+                    place.copy_from_host_async(staging.host.ctypes.data, num_bytes, stream)
+                    staging.event.record(stream)
+            finally:
+                stream.synchronize()
+
+        fill_in_threads(targets, work)
+        cupy.get_default_pinned_memory_pool().free_all_blocks()
+
+    def download_later(self, arrays: Sequence[cupy.ndarray]) -> Callable[[], list[np.ndarray]]:
+        """See `Ops.download_later`."""
+        is_small = [array.nbytes <= STAGED_BYTES and array.data.ptr % _WORD_BYTES == 0 for array in arrays]
+        small = [array for array, fits in zip(arrays, is_small, strict=True) if fits]
+        packing = Packing.of(small)
+        packed = _pinned((packing.num_bytes,), np.dtype(np.uint8))
+        views = iter(packing.views(packed, small))
+        hosts = [next(views) if fits else self._leave(array) for array, fits in zip(arrays, is_small, strict=True)]
+        piece = self._leaving.take(packing.num_bytes)
+        for array, offset in zip(small, packing.offsets, strict=True):
+            self._carry(array.data.ptr, piece.device.data.ptr + offset, array.nbytes)
+        self._down.wait_event(self._stream.record(cupy.cuda.Event(disable_timing=True)))
+        self._carry(piece.device.data.ptr, packed.ctypes.data, packing.num_bytes, stream=self._down)
+        piece.event.record(self._down)
+        done = self._down.record(cupy.cuda.Event(disable_timing=True))
+
+        def wait() -> list[np.ndarray]:
+            done.synchronize()
+            return hosts
+
+        return wait
+
+    def _leave(self, array: cupy.ndarray) -> np.ndarray:
+        """Where a large array will be once the stream is done."""
+        host = _pinned(array.shape, array.dtype)
+        array.data.copy_to_host_async(host.ctypes.data, array.nbytes, self._stream)
+        return host
+
+    def _bring(self, piece: _Piece, num_bytes: int) -> None:
+        """Let `piece.device` have what `piece.host` has, before anything that the stream is asked for from now on."""
+        self._carry(piece.host.ctypes.data, piece.device.data.ptr, num_bytes, stream=self._up)
+        piece.arrival.record(self._up)
+        self._stream.wait_event(piece.arrival)
+
+    def _carry(
+        self,
+        source: int,
+        target: int,
+        num_bytes: int,
+        places: _Places = _TOGETHER,
+        *,
+        stream: cupy.cuda.Stream | None = None,
+    ) -> None:
+        """Copy bytes from one address to another, on the device or in pinned memory; to rows of a table, if places of
+        rows are given."""
+        num_words = -(-num_bytes // _WORD_BYTES)
+        sizes = (
+            np.int32(places.num_rows),
+            np.int32(num_bytes // max(1, places.num_rows)),
+            np.int32(places.stride_words),
+        )
+        args = (np.uint64(source), np.uint64(target), np.uint64(places.address), *sizes)
+        self._launch("copy_words", (min(MAX_CARRIERS, -(-num_words // _THREADS)),), args, stream=stream)
+
+
+class _Ring:
+    """Pieces that transfers of one direction use in turn; their memory is of `stream`, so that nobody else had it."""
+
+    def __init__(self, stream: cupy.cuda.Stream):
+        self._stream = stream
+        self._pieces = [_Piece() for _ in range(NUM_PIECES)]
+        self._next = 0
+        for piece in self._pieces:
+            self._grow(piece, USUAL_BYTES)
+
+    def take(self, num_bytes: int) -> _Piece:
+        """The next piece, at least so large. It is filled again only when its last transfer is done."""
+        piece = self._pieces[self._next]
+        self._next = (self._next + 1) % NUM_PIECES
+        piece.event.synchronize()
+        if num_bytes > len(piece.host):
+            self._grow(piece, 1 << (num_bytes - 1).bit_length())
+        return piece
+
+    def _grow(self, piece: _Piece, num_bytes: int) -> None:
+        piece.host = _pinned((num_bytes,), np.dtype(np.uint8))
+        with self._stream:
+            piece.device = cupy.empty(num_bytes, np.uint8)
+
+
+class _Piece:
+    """`host` uint8[N] is pinned memory, `device` as much beside it in a ring; `event` follows the transfer that last
+    used them, `arrival` the way over the bus."""
+
+    def __init__(self, num_bytes: int = 0):
+        self.event = cupy.cuda.Event(disable_timing=True)
+        self.arrival = cupy.cuda.Event(disable_timing=True)
+        self.host = _pinned((num_bytes,), np.dtype(np.uint8))
+        self.device: cupy.ndarray | None = None
+
+
+def _pinned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Host memory that the device reads and writes by itself; contents undefined."""
+    count = math.prod(shape)
+    memory = cupy.cuda.alloc_pinned_memory(max(1, count * dtype.itemsize))
+    return np.frombuffer(memory, dtype, count).reshape(shape)

@@ -1,0 +1,198 @@
+"""Messages to prompt token ids, as the model's own chat template lays them out, byte for byte as Hugging Face does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import meta, nodes
+
+from model.errors import ModelError
+from model.text.special_token_escaping import Disguise
+from model.text.template_meter import RenderLimits
+from model.text.template_sandbox import Refusal, TemplateSandbox
+from model.text.tokenizer import Tokenizer
+from model.text.tokenizer_files import MAX_CONFIG_BYTES, TOKENIZER_CONFIG, read_json_if_any, read_text
+
+TEMPLATE_FILE = "chat_template.jinja"
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+OWN_VARIABLES = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
+MAX_REFUSAL_CHARS = 300
+MAX_SOURCE_CHARS = 256 << 10
+"""Of a folder's templates together; the longest that are published have a tenth of that."""
+
+Json = Mapping[str, Any]
+
+
+class TemplateError(ValueError):
+    """A conversation that the model's chat template cannot render. Its text may be shown to whoever sent it."""
+
+
+class ChatTemplate:
+    """The chat template of a model folder. Immutable, so any number of threads may use it."""
+
+    @classmethod
+    def read(cls, directory: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
+        """The folder's template, or None where it has none. ModelError if it is malformed.
+
+        `chat_template.jinja` wins over the entry in `tokenizer_config.json`; of several named there, "default" is
+        taken, or "tool_use" where there are tools.
+        """
+        sources = _read_sources(directory)
+        if not sources:
+            return None
+        if sum(map(len, sources.values())) > MAX_SOURCE_CHARS:
+            raise ModelError(f"the chat template of {directory} has more than {MAX_SOURCE_CHARS} characters")
+        try:
+            return cls(sources, tokenizer)
+        except jinja2.TemplateSyntaxError as error:
+            reason = f"{' '.join(str(error.message).split())[:MAX_REFUSAL_CHARS]} (line {error.lineno})"
+            raise ModelError(f"the chat template of {directory} is malformed: {reason}") from error
+        except (RecursionError, MemoryError) as error:
+            raise ModelError(f"the chat template of {directory} is nested too deeply") from error
+        except (SyntaxError, ValueError, OverflowError) as error:
+            # Of the code that Jinja made of it: too many blocks or brackets in one another, too long a number.
+            raise ModelError(f"the chat template of {directory} cannot be compiled: {_first_line(error)}") from error
+
+    def __init__(
+        self,
+        sources: Mapping[str, str],
+        tokenizer: Tokenizer,
+        limits: RenderLimits | None = None,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        """`sources` are Jinja texts by name, "default" among them. jinja2.TemplateSyntaxError if one is malformed."""
+        self._tokenizer = tokenizer
+        self._sandbox = TemplateSandbox(limits or RenderLimits(), now)
+        self._templates = {name: self._sandbox.from_string(source) for name, source in sources.items()}
+        self._disguise = self._make_disguise(sources.values())
+        self.tool_source = sources.get("tool_use", sources["default"])
+        """The text that renders conversations with tools."""
+        self.knows_tools = "tools" in meta.find_undeclared_variables(self._sandbox.parse(self.tool_source))
+
+    def render(
+        self,
+        messages: Sequence[Json],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Json] | None = None,
+        extra: Json | None = None,
+    ) -> str:
+        """The prompt as text. Special tokens in it may be the template's or a user's: only `encode` keeps them apart.
+
+        `extra` are further variables that the template may look at. TemplateError if it cannot be rendered.
+        """
+        return self._render(_variables(messages, add_generation_prompt, tools, extra))
+
+    def encode(
+        self,
+        messages: Sequence[Json],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Json] | None = None,
+        extra: Json | None = None,
+    ) -> list[int]:
+        """The prompt as token ids; special tokens spelt in messages, tools or `extra` are plain text there.
+
+        With `continue_final_message` it ends where the last message's content ends, whatever the template puts behind.
+        TemplateError if it cannot be rendered or holds a lone surrogate.
+        """
+        variables = _variables(messages, add_generation_prompt, tools, extra)
+        try:
+            disguised, stand_ins = self._disguise.put_on(variables)
+            rendered = self._render(disguised)
+            if continue_final_message:
+                rendered = _cut_behind(rendered, disguised["messages"][-1]["content"])
+            return self._tokenizer.encode_template(rendered, stand_ins)
+        except TemplateError:
+            raise
+        except RecursionError as error:
+            raise TemplateError("The messages or tools are nested too deeply.") from error
+        except ValueError as error:
+            raise TemplateError(f"The messages cannot be encoded: {error}.") from error
+
+    def _render(self, variables: Json) -> str:
+        template = self._templates["default"]
+        if variables["tools"] is not None:
+            template = self._templates.get("tool_use", template)
+        try:
+            return self._stream(template, {**self._tokenizer.named_tokens, **variables})
+        except Refusal as error:
+            reason = " ".join(str(error).split())[:MAX_REFUSAL_CHARS]
+            raise TemplateError(f"The model's chat template refuses these messages: {reason}") from error
+        except jinja2.UndefinedError as error:
+            raise TemplateError(f"The model's chat template misses something: {error.message}.") from error
+        except Exception as error:  # a template is foreign code, and may fail in any way
+            raise TemplateError("The model's chat template cannot render these messages.") from error
+
+    def _stream(self, template: jinja2.Template, variables: Json) -> str:
+        """Joins what the template yields, within the limits."""
+        chunks: list[str] = []
+        num_chars = 0
+        with self._sandbox.timed():
+            for chunk in template.generate(variables):
+                self._sandbox.tick()
+                num_chars += len(chunk)
+                if num_chars > self._sandbox.limits.max_chars:
+                    raise TemplateError("The rendered messages are too long.")
+                chunks.append(chunk)
+        return "".join(chunks)
+
+    def _make_disguise(self, sources: Sequence[str]) -> Disguise:
+        literals = list(self._tokenizer.named_tokens.values())
+        words = list(ROLES)
+        for source in sources:
+            tree = self._sandbox.parse(source)
+            constants = [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
+            literals += constants
+            literals += [node.data for node in tree.find_all(nodes.TemplateData)]
+            words += constants
+            words += [node.attr for node in tree.find_all(nodes.Getattr)]
+        return Disguise(self._tokenizer.special_tokens, literals, words)
+
+
+def _variables(
+    messages: Sequence[Json], add_generation_prompt: bool, tools: Sequence[Json] | None, extra: Json | None
+) -> dict[str, Any]:
+    clash = OWN_VARIABLES.intersection(extra or {})
+    if clash:
+        raise TemplateError(f"The template variable {min(clash)} cannot be set.")
+    own = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
+    return {**own, **(extra or {})}
+
+
+def _cut_behind(rendered: str, content: str) -> str:
+    """`rendered` up to the end of its last `content`, whose outer spaces the template may have dropped."""
+    core = content.strip()
+    start = rendered.rfind(core)
+    if not core or start < 0:
+        raise TemplateError("The model's chat template does not show the last message, so it cannot be continued.")
+    whole = content.lstrip()
+    return rendered[: start + len(whole if rendered.startswith(whole, start) else core)]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:MAX_REFUSAL_CHARS]
+
+
+def _read_sources(directory: Path) -> dict[str, str]:
+    """Templates by name; empty where the folder has none."""
+    source = read_text(directory / TEMPLATE_FILE, MAX_CONFIG_BYTES)
+    if source is not None:
+        return {"default": source}
+    value = read_json_if_any(directory / TOKENIZER_CONFIG).get("chat_template")
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {"default": value}
+    try:
+        sources = {item["name"]: item["template"] for item in value}
+    except (TypeError, KeyError) as error:
+        raise ModelError(f"the chat_template of {directory} is neither a text nor a list of named ones") from error
+    if not isinstance(sources.get("default"), str) or not all(isinstance(s, str) for s in sources.values()):
+        raise ModelError(f"the chat_template of {directory} has no default")
+    return sources

@@ -1,0 +1,103 @@
+"""Grammars to llguidance's matchers, over a table of a model's tokens. Loads neither NumPy nor a tokenizer library."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from model.text.grammar import GrammarError
+
+MAX_GRAMMAR_BYTES = 2 << 20
+MAX_ERROR_CHARS = 160
+MAX_LEXER_STATES = 20_000  # about 2 KB each
+SPECIAL = b"\xff"
+"""Begins the bytes of a special token for llguidance: no text holds it, so no text is ever read as one."""
+
+
+class Tokens(Protocol):
+    """What a grammar needs of a tokenizer."""
+
+    special_ids: frozenset[int]
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+class NamedTokens(Tokens, Protocol):
+    special_tokens: frozenset[str]
+
+    def special_id(self, text: str) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """The tokens of a model in plain values, to be sent to another process."""
+
+    pieces: list[bytes]  # by id, as wide as the logits; empty where an id stands for no token
+    id_by_special: dict[str, int]
+    eos_token_ids: list[int]
+
+    @classmethod
+    def of(cls, tokenizer: NamedTokens, vocab_size: int, eos_token_ids: Sequence[int]) -> TokenTable:
+        """`vocab_size` is the width of the logits."""
+        return cls(
+            pieces=[tokenizer.token_bytes(token) for token in range(vocab_size)],
+            id_by_special={text: tokenizer.special_id(text) for text in sorted(tokenizer.special_tokens)},
+            eos_token_ids=[token for token in eos_token_ids if token < vocab_size],
+        )
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return frozenset(self.id_by_special.values())
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.pieces[token_id]
+
+    def special_id(self, text: str) -> int | None:
+        return self.id_by_special.get(text)
+
+
+class TextCompiler:
+    """Compiles the texts of `model.text.grammar`. Any number of threads may use it."""
+
+    def __init__(self, tokens: Tokens, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """`vocab_size` is the width of the logits; ids without a token are never allowed."""
+        vocabulary = _Vocabulary(tokens, vocab_size, eos_token_ids)
+        self.pieces: Sequence[bytes] = vocabulary.tokens
+        self._tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=vocab_size, eos_token=list(eos_token_ids))
+        self._limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+
+    def compile(self, grammar: str) -> LLMatcher:
+        """Usually takes milliseconds, but llguidance bounds neither its time nor its memory where patterns intersect:
+        compile what a client sent in a process that can be killed first. Raises GrammarError."""
+        if len(grammar.encode("utf-8", "replace")) > MAX_GRAMMAR_BYTES:
+            raise GrammarError(f"The grammar takes more than {MAX_GRAMMAR_BYTES} bytes.")
+        found = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        if found.is_error():
+            raise GrammarError(f"The grammar cannot be compiled: {_first_line(found.get_error())}")
+        return found
+
+
+class _Vocabulary:
+    """Tokens in the shape that llguidance asks for."""
+
+    def __init__(self, tokens: Tokens, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self.eos_token_id = eos_token_ids[0] if eos_token_ids else None
+        self.bos_token_id = None
+        special = tokens.special_ids
+        self.special_token_ids = sorted(token for token in special if token < vocab_size)
+        self.tokens = [
+            SPECIAL + tokens.token_bytes(token) if token in special else tokens.token_bytes(token)
+            for token in range(vocab_size)
+        ]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Asked for only where a grammar forces text in canonical tokens, and ours force nothing."""
+        raise NotImplementedError
+
+
+def _first_line(error: str) -> str:
+    line = error.partition("\n")[0].strip()[:MAX_ERROR_CHARS]
+    return "".join(char if char.isprintable() else "?" for char in line)

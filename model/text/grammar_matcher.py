@@ -1,0 +1,158 @@
+"""Grammars over a model's tokens: which may come next, as bits, and what has come so far."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from llguidance import LLMatcher
+
+from model.text.grammar_compiler import TextCompiler, Tokens
+
+MAX_KEPT = 64
+"""Compiled grammars kept for whoever asks for the same again."""
+MAX_KEPT_CHARS = 1 << 20
+"""Of their texts: a compiled grammar takes about a hundred times as much."""
+JSON = "%json"
+"""Stands in every grammar of JSON."""
+ALL = np.uint32(0xFFFFFFFF)
+MAX_DIGITS = 32
+"""In a row, in JSON, where anything else may follow as well. JSON's numbers may be of any length, and a model that has
+begun to repeat a digit has no reason to stop."""
+
+
+class GrammarCompiler:
+    """Makes matchers for one model's tokens. Any number of threads may use it."""
+
+    def __init__(self, tokenizer: Tokens, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """`vocab_size` is the width of the logits; ids without a token are never allowed."""
+        self.num_words = num_mask_words(vocab_size)
+        self._eos_token_ids = [token for token in eos_token_ids if token < vocab_size]
+        self._compiler = TextCompiler(tokenizer, vocab_size, self._eos_token_ids)
+        self._digits = _Digits(self._compiler.pieces, self.num_words)
+        self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._num_kept_chars = 0
+        self._lock = threading.Lock()
+
+    def compile(self, grammar: str) -> Matcher:
+        """A matcher at the beginning of a text of `model.text.grammar`. Takes milliseconds, a second at worst, mostly
+        without Python's lock. Raises GrammarError."""
+        with self._lock:
+            found = self._kept.get(grammar)
+            if found is not None:
+                self._kept.move_to_end(grammar)
+        if found is None:
+            found = self._compiler.compile(grammar)
+            with self._lock:
+                self._keep(grammar, found)
+        return Matcher(found.deep_copy(), self._eos_token_ids, self._digits if JSON in grammar else None)
+
+    def _keep(self, grammar: str, matcher: LLMatcher) -> None:
+        if grammar not in self._kept:
+            self._num_kept_chars += len(grammar)
+        self._kept[grammar] = matcher
+        while len(self._kept) > MAX_KEPT or (self._num_kept_chars > MAX_KEPT_CHARS and len(self._kept) > 1):
+            dropped, _ = self._kept.popitem(last=False)
+            self._num_kept_chars -= len(dropped)
+
+
+class Matcher:
+    """One text on its way through its grammar. One thread at a time; another may fill while this one waits for it."""
+
+    def __init__(
+        self, inner: LLMatcher, eos_token_ids: Sequence[int], digits: _Digits | None, num_digits: int = 0
+    ) -> None:
+        """`digits` are told where too many in a row are to be stopped; `num_digits` are the last so far."""
+        self._inner = inner
+        self._eos_token_ids = eos_token_ids
+        self._digits = digits
+        self._num_digits = num_digits
+        self._is_stuck = False
+
+    @property
+    def has_failed(self) -> bool:
+        """It grew beyond its limits, took a token that it had forbidden, or forbids every token: it knows nothing any
+        more."""
+        return self._is_stuck or self._inner.is_error()
+
+    @property
+    def is_complete(self) -> bool:
+        """The text is as the grammar wants it, and may end here."""
+        return self._inner.is_accepting()
+
+    @property
+    def is_finished(self) -> bool:
+        """Nothing may follow any more."""
+        return self._inner.is_stopped()
+
+    def advance(self, token_ids: Sequence[int]) -> bool:
+        """The text goes on with these tokens. False: they do not fit, and the matcher has failed."""
+        if self._is_stuck:
+            return False
+        if self._digits is not None:
+            for token in token_ids:
+                self._num_digits = self._digits.following(token, self._num_digits)
+        return self._inner.consume_tokens(list(token_ids))
+
+    def fill(self, words: np.ndarray, end_token_ids: Iterable[int]) -> bool:
+        """Sets words uint32[num_words] to the tokens that may follow: bit i % 32 of word i // 32 is token i's.
+
+        Where the text may end, `end_token_ids` are allowed too, and EOS only if it is one of them. Leaves Python's
+        lock while it computes. False: the matcher has failed, now that nothing may follow or before, and everything is
+        allowed.
+        """
+        self._inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if self._inner.is_error():
+            words[:] = ALL
+            return False
+        for token in self._eos_token_ids:
+            words[token // 32] &= ~_bit(token)
+        if self._inner.is_accepting():
+            for token in end_token_ids:
+                words[token // 32] |= _bit(token)
+        if not words.any():
+            # Only EOS would fit: a grammar may name it as it may any token, but no text holds it.
+            self._is_stuck = True
+            words[:] = ALL
+            return False
+        if self._num_digits >= MAX_DIGITS:
+            others = words & ~self._digits.begun_with
+            if others.any():
+                words[:] = others
+        return True
+
+    def copy(self) -> Matcher:
+        """Another at the same place, which goes its own way from here."""
+        return Matcher(self._inner.deep_copy(), self._eos_token_ids, self._digits, self._num_digits)
+
+
+def num_mask_words(vocab_size: int) -> int:
+    """Words of 32 bits that hold one bit for each token."""
+    return -(-vocab_size // 32)
+
+
+def _bit(token: int) -> np.uint32:
+    return np.uint32(1 << token % 32)
+
+
+class _Digits:
+    """Which tokens begin with a digit, and with how many each ends."""
+
+    def __init__(self, tokens: Sequence[bytes], num_words: int) -> None:
+        self.begun_with = np.zeros(num_words, np.uint32)
+        self._at_end: dict[int, int] = {}  # token -> digits that it ends with, if any
+        self._whole: set[int] = set()
+        for token, data in enumerate(tokens):
+            rest = data.rstrip(b"0123456789")
+            if data[:1].isdigit():
+                self.begun_with[token // 32] |= _bit(token)
+            if len(rest) < len(data):
+                self._at_end[token] = len(data) - len(rest)
+                if not rest:
+                    self._whole.add(token)
+
+    def following(self, token: int, num_digits: int) -> int:
+        """How many digits a text ends with that ended with `num_digits` before this token."""
+        return self._at_end.get(token, 0) + (num_digits if token in self._whole else 0)

@@ -1,0 +1,94 @@
+"""Rules about arrays' items as core schemas."""
+
+from __future__ import annotations
+
+from itertools import combinations, permutations
+from math import comb, perm
+from typing import Any
+
+from model.text.json_schema.core import (
+    ARRAY,
+    MAX_DEPTH,
+    Core,
+    Kinds,
+    Known,
+    any_of,
+    are_disjoint,
+    item_of,
+    of_kinds,
+    values_of,
+)
+
+WINDOW = 8
+"""Items from the first on among which those are that `contains` asks for."""
+MAX_COMBINATIONS = 64
+MAX_ORDERS = 400
+"""Arrays of different values that are written out one by one."""
+MAX_TUPLE = 16
+
+
+def unless_array(kinds: Kinds, core: Core) -> Core:
+    """`core`, which is one of arrays, or anything of the other kinds."""
+    return any_of([of_kinds(kinds - ARRAY), core])
+
+
+def containing(item: Core, other: Core, least: int, most: int | None, longest: int | None) -> Core | None:
+    """Arrays with so many items that `item` allows; `other` is what the rest must be where there may not be more.
+    None where that cannot be written."""
+    window = max(least, min(WINDOW, WINDOW if longest is None else longest))
+    while window > least and _num_combinations(window, least, most) > MAX_COMBINATIONS:
+        window -= 1
+    if _num_combinations(window, least, most) > MAX_COMBINATIONS:
+        return None
+    found: list[Core] = []
+    for size in range(least, (least if most is None else min(most, window)) + 1):
+        for chosen in combinations(range(window), size):
+            last = max(chosen, default=-1)
+            array: dict[str, Any] = {"type": "array", "minItems": last + 1}
+            array["prefixItems"] = [item if i in chosen else other for i in range(last + 1)]
+            found.append(array if other is True else {**array, "items": other})
+    return any_of(found)
+
+
+def _num_combinations(window: int, least: int, most: int | None) -> int:
+    return sum(comb(window, size) for size in range(least, (least if most is None else min(most, window)) + 1))
+
+
+def without_repeats(core: dict[str, Any], known: Known) -> Core | None:
+    """Arrays that an assertion allows and in which no value comes twice, as a further rule. None where that cannot be
+    written."""
+    longest = core.get("maxItems")
+    num_prefix = len(core.get("prefixItems", ()))
+    if core.get("items", True) is False:
+        longest = num_prefix if longest is None else min(longest, num_prefix)
+    if longest is not None and longest <= 1:
+        return True
+    if longest is not None and longest <= min(num_prefix, MAX_TUPLE):
+        items = [item_of(core, i) for i in range(longest)]
+        if all(are_disjoint(one, other, known) for one, other in combinations(items, 2)):
+            return True
+    values = values_of(core.get("items", True), known)
+    if num_prefix or values is None:
+        return None
+    longest = len(values) if longest is None else min(longest, len(values))
+    least = core.get("minItems", 0)
+    if sum(perm(len(values), size) for size in range(least, longest + 1)) > MAX_ORDERS:
+        return None
+    orders = (order for size in range(least, longest + 1) for order in permutations(values, size))
+    return any_of(_exactly(order) for order in orders)
+
+
+def writes_items(core: dict[str, Any], known: Known) -> bool:
+    """`without_repeats` writes the items out, and what `items` says of them with it."""
+    items = core.get("items", True)
+    for _ in range(MAX_DEPTH):
+        if isinstance(items, bool) or "$ref" not in items:
+            break
+        items = known.lookup(items["$ref"])
+    is_plain = isinstance(items, dict) and set(items) <= {"enum", "type"}
+    return is_plain and values_of(items, known) is not None and not core.get("prefixItems")
+
+
+def _exactly(values: tuple[Any, ...]) -> Core:
+    items = [{"enum": [value]} for value in values]
+    return {"type": "array", "prefixItems": items, "minItems": len(items), "maxItems": len(items)}

@@ -1,0 +1,139 @@
+"""JSON Schema as what llguidance enforces to the last keyword.
+
+llguidance passes over keywords that it does not know, and of those that it knows some next to others: so it is given
+schemas of a few keywords in one order, of which every one is enforced. What allows more than its source is never made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
+from typing import Any
+
+from model.errors import GrammarError
+from model.text.json_schema.conjunctions import Conjunctions
+from model.text.json_schema.core import Core, other_texts
+from model.text.json_schema.document import Document, Place
+from model.text.json_schema.rewriter import Rewriter
+
+MAX_DEPTH = 256
+"""Lists and maps inside each other that are read at a time: the stack of llguidance, which recurses."""
+
+
+def enforceable(schema: Any, *, lenient: bool = False, place: Place | None = None) -> dict[str, Any]:
+    """A schema of which llguidance enforces everything, and which allows only what `schema` does, or what stands at
+    `place` in it; `lenient` ignores an unknown `format`. Raises GrammarError, with the
+    keyword and where it stands."""
+    try:
+        rewriter = Rewriter(Document(schema), lenient=lenient)
+        root, bodies = rewriter.rewritten(place)
+        _check_circles(bodies)
+        return _written(*Conjunctions(bodies, rewriter.spend).written(root))
+    except RecursionError:
+        raise GrammarError("The JSON schema nests too deep, its references followed.") from None
+
+
+def _written(root: Core, bodies: Mapping[str, Core]) -> dict[str, Any]:
+    written = {key: _plain(core) for key, core in bodies.items()}
+    own = _plain(root)
+    if not written:
+        return {"allOf": [own]} if isinstance(own, bool) else own
+    # Definitions are read where they are first referred to: in this order none is read deep inside of others.
+    order = _innermost_first(own, written)
+    _check_depth(order, own, written)
+    early = {"anyOf": [True, *({"$ref": f"#/$defs/{key}"} for key in order)]}
+    return {"$defs": written, "allOf": [early, own]}
+
+
+def _plain(core: Core) -> Any:
+    if isinstance(core, bool):
+        return core
+    if "$ref" in core:
+        return {"$ref": f"#/$defs/{core['$ref']}"}
+    found: dict[str, Any] = {}
+    for key, value in core.items():
+        if key in ("allOf", "anyOf", "prefixItems"):
+            found[key] = [_plain(part) for part in value]
+        elif key in ("properties", "patternProperties"):
+            found[key] = {name: _plain(part) for name, part in value.items()}
+        elif key in ("items", "additionalProperties"):
+            found[key] = _plain(value)
+        elif key != "notEnum":
+            found[key] = value
+    if "notEnum" in core:
+        pattern = {"type": "string", "pattern": other_texts(core["notEnum"])}
+        return {"allOf": [found, pattern]}
+    return found
+
+
+def _references(value: Any) -> list[str]:
+    """The keys that a written schema refers to, in the order in which they are read."""
+    found, stack = [], [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, Mapping):
+            if isinstance(item.get("$ref"), str):
+                found.append(item["$ref"].removeprefix("#/$defs/"))
+            stack += reversed(item.values())
+        elif isinstance(item, list):
+            stack += reversed(item)
+    return found
+
+
+def _innermost_first(root: Any, written: Mapping[str, Any]) -> list[str]:
+    order: list[str] = []
+    seen: set[str] = set()
+    stack: list[tuple[str, bool]] = [(key, False) for key in reversed(_references(root))]
+    while stack:
+        key, is_done = stack.pop()
+        if is_done:
+            order.append(key)
+        elif key not in seen:
+            seen.add(key)
+            stack.append((key, True))
+            stack += [(other, False) for other in reversed(_references(written[key])) if other not in seen]
+    return order
+
+
+def _check_depth(order: Sequence[str], own: Any, written: Mapping[str, Any]) -> None:
+    """Follows the definitions as llguidance does, which reads each where it is first referred to, inside of others."""
+    seen: set[str] = set()
+    for first in order:
+        stack: list[tuple[str, int]] = [(first, 0)]
+        while stack:
+            key, outside = stack.pop()
+            if key in seen:
+                continue
+            seen.add(key)
+            depth = outside + _depth(written[key])
+            if depth > MAX_DEPTH:
+                raise GrammarError(f"The JSON schema nests more than {MAX_DEPTH} deep, its references followed.")
+            stack += [(other, depth) for other in reversed(_references(written[key])) if other not in seen]
+    if _depth(own) > MAX_DEPTH:
+        raise GrammarError(f"The JSON schema nests more than {MAX_DEPTH} deep.")
+
+
+def _depth(value: Any) -> int:
+    level, depth = [value], 0
+    while level := [item for item in level if isinstance(item, Mapping | list)]:
+        depth += 1
+        level = [child for item in level for child in (item.values() if isinstance(item, Mapping) else item)]
+    return depth
+
+
+def _check_circles(bodies: Mapping[str, Core]) -> None:
+    """A schema that is itself, with nothing in between, says nothing."""
+    try:
+        TopologicalSorter({key: _in_place(core) for key, core in bodies.items()}).prepare()
+    except CycleError:
+        raise GrammarError("The JSON schema's '$ref' leads back to itself with no value in between.") from None
+
+
+def _in_place(core: Core) -> list[str]:
+    found, stack = [], [core]
+    while stack:
+        item = stack.pop()
+        if not isinstance(item, bool):
+            found += [item["$ref"]] if "$ref" in item else []
+            stack += item.get("allOf", item.get("anyOf", ()))
+    return found

@@ -1,0 +1,224 @@
+"""`unevaluatedProperties` and `unevaluatedItems`: what has been spoken of, for each way in which a schema can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from model.text.json_schema import objects
+from model.text.json_schema.complement import Complement
+from model.text.json_schema.core import Core, Kinds, Known, all_of, any_of, are_disjoint, of_kinds
+from model.text.json_schema.document import Document, Place, cannot, mapping, schemas
+
+MAX_WAYS = 64
+MAX_REFERENCES = 16
+"""Inside each other."""
+REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+
+
+class Schemas(Protocol):
+    """What is needed of `rewriter.Rewriter`, which needs this."""
+
+    document: Document
+    complement: Complement
+
+    def allowed(self, place: Place, kinds: Kinds = ...) -> Core: ...
+    def parts(self, place: Place, kinds: Kinds) -> list[tuple[str, Core]]: ...
+    def own_kinds(self, place: Place) -> Kinds: ...
+    def lookup(self, key: str) -> Core: ...
+    def exclusions(self, places: list[Place], kinds: Kinds, at: Place) -> tuple[list[Core], list[Core]]: ...
+    def depending(self, key: str, core: Core, kinds: Kinds) -> Core: ...
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way in which a schema holds, and what it has then spoken of."""
+
+    core: Core = True
+    names: frozenset[str] = frozenset()
+    patterns: frozenset[str] = frozenset()
+    all_names: bool = False
+    num_items: int = 0
+    all_items: bool = False
+
+    def and_also(self, other: Way, known: Known) -> Way:
+        return Way(
+            core=all_of([self.core, other.core], known),
+            names=self.names | other.names,
+            patterns=self.patterns | other.patterns,
+            all_names=self.all_names or other.all_names,
+            num_items=max(self.num_items, other.num_items),
+            all_items=self.all_items or other.all_items,
+        )
+
+
+class Evaluation:
+    """Of the schemas of one document."""
+
+    def __init__(self, schemas: Schemas) -> None:
+        self._schemas = schemas
+        self._document = schemas.document
+        self._depth = 0
+
+    def allowed(self, place: Place, kinds: Kinds) -> Core:
+        """What a schema with `unevaluatedProperties` or `unevaluatedItems` allows."""
+        return any_of(way.core for way in self._ways(place, kinds))
+
+    def _ways(self, place: Place, kinds: Kinds) -> list[Way]:
+        schema = place.schema
+        if isinstance(schema, bool):
+            return [Way()] if schema else []
+        if not isinstance(schema, Mapping):
+            raise cannot("schema", place.at, "must be an object or a boolean")
+        if "$ref" in schema and self._document.ignores_siblings_of_refs:
+            return self._target(place, "$ref", kinds)
+        kinds = kinds & self._schemas.own_kinds(place)
+        rest = {key: value for key, value in schema.items() if key not in IN_PLACE}
+        ways = [self._plain(place, rest, kinds)]
+        for key in schema:
+            if key in IN_PLACE and key not in ("then", "else"):
+                ways = self._product(place, ways, self._applied(place, key, kinds))
+        return [self._closed(place, way, kinds) for way in ways]
+
+    def _product(self, place: Place, ways: list[Way], others: list[Way]) -> list[Way]:
+        known = self._schemas
+        found = [
+            way.and_also(other, known) for way in ways for other in others
+            if not are_disjoint(way.core, other.core, known)
+        ]  # fmt: skip
+        found = [way for way in found if way.core is not False]
+        if len(found) > MAX_WAYS:
+            raise self._refusal(place)
+        return found
+
+    def _refusal(self, place: Place) -> Exception:
+        keyword = "unevaluatedItems" if "unevaluatedItems" in place.schema else "unevaluatedProperties"
+        return cannot(keyword, place.at, "cannot be enforced: what is evaluated can be too different")
+
+    def _plain(self, place: Place, rest: dict[str, Any], kinds: Kinds) -> Way:
+        """The keywords that do not apply schemas to the value itself."""
+        parts = self._schemas.parts(Place(rest, place.base, place.at), kinds)
+        prefix, behind = self._document.items(place)
+        return Way(
+            core=all_of((part for _, part in parts), self._schemas),
+            names=frozenset(mapping(place, "properties")),
+            patterns=frozenset(mapping(place, "patternProperties")),
+            all_names="additionalProperties" in rest,
+            num_items=len(prefix),
+            all_items=behind is not None,
+        )
+
+    def _applied(self, place: Place, key: str, kinds: Kinds) -> list[Way]:
+        document, schema = self._document, place.schema
+        if key in REFERENCES:
+            return self._target(place, key, kinds)
+        if key == "if":
+            return self._condition(place, kinds)
+        if key in ("dependentSchemas", "dependencies"):
+            return self._dependent(place, key, kinds)
+        places = [document.child(place, key, i) for i in range(len(schemas(place, key)))]
+        known, found = self._schemas, [Way()]
+        if key == "allOf":
+            for each in places:
+                found = self._product(place, found, self._ways(each, kinds))
+            return found
+        if key == "oneOf":
+            _, extras = self._schemas.exclusions(places, kinds, place)
+            pairs = zip(places, extras, strict=True)
+            return [way.and_also(Way(extra), known) for each, extra in pairs for way in self._ways(each, kinds)]
+        for each in places:  # any of them that hold, but not none
+            found += self._product(place, found, self._ways(each, kinds))
+            if len(found) > MAX_WAYS:
+                raise self._refusal(Place(schema, place.base, place.at))
+        return found[1:]
+
+    def _target(self, place: Place, key: str, kinds: Kinds) -> list[Way]:
+        if self._depth >= MAX_REFERENCES:
+            raise cannot(key, place.at, "refers to itself")
+        self._depth += 1
+        try:
+            return self._ways(self._document.target(place, key), kinds)
+        finally:
+            self._depth -= 1
+
+    def _condition(self, place: Place, kinds: Kinds) -> list[Way]:
+        document, schema = self._document, place.schema
+        condition = document.child(place, "if")
+        holds = self._ways(condition, kinds)
+        if "then" in schema:
+            holds = self._product(place, holds, self._ways(document.child(place, "then"), kinds))
+        fails = [Way(self._schemas.complement.exactly(condition, kinds))]
+        if "else" in schema:
+            fails = self._product(place, fails, self._ways(document.child(place, "else"), kinds))
+        return [*holds, *fails]
+
+    def _dependent(self, place: Place, keyword: str, kinds: Kinds) -> list[Way]:
+        found = [Way()]
+        for key, value in mapping(place, keyword).items():
+            absent = objects.unless_object(kinds, objects.without_property(key))
+            if isinstance(value, list):
+                ways = [Way(self._schemas.depending(key, objects.with_properties([key, *value]), kinds))]
+            else:
+                present = [Way(objects.with_properties([key]))]
+                inner = self._ways(self._document.child(place, keyword, key), kinds)
+                ways = [Way(absent), *self._product(place, present, inner)]
+            found = self._product(place, found, ways)
+        return found
+
+    def _closed(self, place: Place, way: Way, kinds: Kinds) -> Way:
+        """With `unevaluated...` of this schema applied."""
+        schema, parts = place.schema, [way.core]
+        types = {} if not kinds else of_kinds(kinds)
+        types = types if isinstance(types, dict) else {}
+        if "unevaluatedItems" in schema and not way.all_items and "array" in kinds:
+            if "contains" in schema or self._has_contains(place):
+                raise cannot("unevaluatedItems", place.at, "cannot be enforced together with 'contains'")
+            items = self._schemas.allowed(self._document.child(place, "unevaluatedItems"))
+            parts.append({**types, "prefixItems": [True] * way.num_items, "items": items})
+        if "unevaluatedProperties" in schema and not way.all_names and "object" in kinds:
+            others = self._schemas.allowed(self._document.child(place, "unevaluatedProperties"))
+            closed: dict[str, Any] = {**types, "properties": dict.fromkeys(sorted(way.names), True)}
+            if way.patterns:
+                closed["patternProperties"] = dict.fromkeys(sorted(way.patterns), True)
+            parts.append({**closed, "additionalProperties": others})
+        return Way(
+            core=all_of(parts, self._schemas),
+            names=way.names,
+            patterns=way.patterns,
+            all_names=way.all_names or "unevaluatedProperties" in schema,
+            num_items=way.num_items,
+            all_items=way.all_items or "unevaluatedItems" in schema,
+        )
+
+    def _has_contains(self, place: Place) -> bool:
+        """Somewhere that may apply to the value itself."""
+        stack, seen = [place], 0
+        while stack:
+            found, seen = stack.pop(), seen + 1
+            if not isinstance(found.schema, Mapping):
+                continue
+            if "contains" in found.schema or seen > 1000:
+                return True
+            for key in REFERENCES:
+                if key in found.schema:
+                    stack.append(self._document.target(found, key))
+            stack += [
+                self._document.child(found, key, step)
+                for key in ("allOf", "anyOf", "oneOf", "dependentSchemas")
+                for step in _steps(found.schema.get(key))
+            ]
+            stack += [self._document.child(found, key) for key in ("if", "then", "else") if key in found.schema]
+        return False
+
+
+IN_PLACE = frozenset({
+    *REFERENCES, "allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "dependencies",
+})  # fmt: skip
+"""Keywords that apply schemas to the value itself."""
+
+
+def _steps(value: Any) -> list[Any]:
+    if isinstance(value, list):
+        return list(range(len(value)))
+    return list(value) if isinstance(value, Mapping) else []

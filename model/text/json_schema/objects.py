@@ -1,0 +1,133 @@
+"""Rules about objects' properties as core schemas."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import combinations
+from typing import Any
+
+from model.text.json_schema.core import OBJECT, Core, Kinds, Known, all_of, any_of, names_in, of_kinds, values_of
+
+MAX_COMBINATIONS = 64
+"""Of properties that a rule about their number is written out for."""
+
+
+def with_properties(names: Sequence[str]) -> Core:
+    """Objects that have these, in this order where no other schema says otherwise."""
+    return {"type": "object", "properties": dict.fromkeys(names, True), "required": list(dict.fromkeys(names))}
+
+
+def without_property(name: str) -> Core:
+    return {"type": "object", "properties": {name: False}}
+
+
+def unless_object(kinds: Kinds, core: Core) -> Core:
+    """`core`, which is one of objects, or anything of the other kinds."""
+    return any_of([of_kinds(kinds - OBJECT), core])
+
+
+def sized(core: dict[str, Any], least: int, most: int | None) -> Core | None:
+    """`core`, an assertion about objects, with so many properties. None where that cannot be written."""
+    required = core.get("required", [])
+    is_open = core.get("additionalProperties", True) is not False or bool(core.get("patternProperties"))
+    optional = [
+        name for name, value in core.get("properties", {}).items() if name not in required and value is not False
+    ]
+    least = 0 if least <= len(required) else least
+    if most is not None and not is_open and most >= len(required) + len(optional):
+        most = None
+    if not least and most is None:
+        return core
+    if not optional:
+        return _sized_by_others(core, least, most, is_open)
+    choices = _choices(len(optional), least - len(required), None if most is None else most - len(required))
+    if choices is None:
+        return None
+    found = []
+    for chosen in choices:
+        names = [optional[i] for i in chosen]
+        is_enough = most is None and len(required) + len(names) >= least
+        others = [] if is_enough else [name for name in optional if name not in names]
+        properties = {**core["properties"], **dict.fromkeys(others, False)}
+        variant = {**core, "properties": properties, "required": [*required, *names]}
+        part = variant if is_enough else _sized_by_others(variant, least, most, is_open)
+        found.append(False if part is None else part)
+    return any_of(found)
+
+
+def named(core: Core, known: Known, depth: int = 0) -> Core | None:
+    """Objects all of whose properties have names that `core` allows. None where that cannot be written."""
+    if isinstance(core, bool):
+        return core or {"type": "object", "maxProperties": 0}
+    if "$ref" in core:
+        return None if depth > 8 else named(known.lookup(core["$ref"]), known, depth + 1)
+    if "allOf" in core:
+        parts = [named(part, known, depth + 1) for part in core["allOf"]]
+        patterns = sum("patternProperties" in part for part in parts if isinstance(part, dict))
+        return None if None in parts or patterns > 1 else all_of(parts)
+    language = _names_language(core, known)
+    if language is None:
+        return None
+    names, patterns = language
+    found: dict[str, Any] = {"type": "object", "properties": dict.fromkeys(names, True), "additionalProperties": False}
+    return {**found, "patternProperties": {"|".join(patterns): True}} if patterns else found
+
+
+def names_known(core: Core, known: Known) -> Collection[str]:
+    """The properties that `core` speaks of, in order."""
+    return sorted(names_in(core, known))
+
+
+def _sized_by_others(core: dict[str, Any], least: int, most: int | None, is_open: bool) -> Core | None:
+    """The same where all named properties are required: the others make up for the rest, and could repeat a name."""
+    num_required = len(core.get("required", []))
+    if most is not None and most < num_required:
+        return False
+    if not is_open:
+        return core if num_required >= least else False
+    if least - num_required > 1:
+        return None
+    counts = {"minProperties": least if least > num_required else 0, "maxProperties": most}
+    return {**core, **{key: value for key, value in counts.items() if value or (key == "maxProperties" and value == 0)}}
+
+
+def _choices(num: int, least: int, most: int | None) -> list[tuple[int, ...]] | None:
+    """Which of `num` optional properties there are: exactly these, or at least these where they are enough."""
+    largest = min(num, least if most is None else most)
+    found: list[tuple[int, ...]] = []
+    for size in range(max(largest, 0) + 1):
+        for chosen in combinations(range(num), size):
+            found.append(chosen)
+            if len(found) > MAX_COMBINATIONS:
+                return None
+    return found if largest >= 0 else []
+
+
+def _names_language(core: Core, known: Known) -> tuple[list[str], list[str]] | None:
+    """Names, and patterns of names, that make up what a schema allows of strings."""
+    values = values_of(core, known)
+    if values is not None and _is_only_values(core):
+        return [value for value in values if isinstance(value, str)], []
+    if isinstance(core, bool) or "$ref" in core or "allOf" in core:
+        return None
+    if "anyOf" in core:
+        parts = [_names_language(part, known) for part in core["anyOf"]]
+        if any(part is None for part in parts):
+            return None
+        return [name for part in parts for name in part[0]], [pattern for part in parts for pattern in part[1]]
+    types = core.get("type", "string")
+    if types != "string" and "string" not in types:
+        return [], []
+    rules = [key for key in core if key not in ("type",)]
+    if not rules:
+        return [], [r"^[\s\S]*$"]
+    if rules == ["pattern"]:
+        return [], [core["pattern"]]
+    if set(rules) <= {"minLength", "maxLength"}:
+        return [], [rf"^[\s\S]{{{core.get('minLength', 0)},{core.get('maxLength', '')}}}$"]
+    return None
+
+
+def _is_only_values(core: Core) -> bool:
+    """Nothing but a list of values, of which some may be of kinds that do not count."""
+    return isinstance(core, dict) and set(core) <= {"enum", "type"} and "enum" in core

@@ -1,0 +1,266 @@
+"""The Jinja environment of chat templates: what Hugging Face's offers, in a sandbox with bounds on time and size.
+
+Every operation that makes a value, and every turn of a loop, is counted before it is done, and what could not be is not
+there: `lipsum`, and the methods and filters that `template_bounds` does not list. Nothing is computed while a template
+is compiled.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+from _string import formatter_field_name_split
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from string import Formatter
+from typing import Any
+
+from jinja2 import TemplateError, nodes, pass_context
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from markupsafe import Markup
+
+from model.text.template_bounds import bounded_filters, bounded_tojson, check_of_method, check_printf, check_spec
+from model.text.template_meter import ITEM_CHARS, REPR_GROWTH, Meter, RenderLimits
+
+MAX_EXPONENT = 64
+MAX_TIME_FORMAT_CHARS = 200
+
+
+class Refusal(TemplateError):
+    """The template itself called raise_exception."""
+
+
+class GenerationTag(Extension):
+    """`{% generation %}...{% endgeneration %}` marks what an assistant said, for training; here it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+class MeteredGenerator(CodeGenerator):
+    """Writes the code of a template such that the environment sees what Jinja does without it."""
+
+    def visit_For(self, node: nodes.For, frame: Frame) -> None:
+        ticked = nodes.EnvironmentAttribute("ticked")
+        node.iter = nodes.Call(ticked, [node.iter], [], None, None).set_lineno(node.lineno)
+        super().visit_For(node, frame)
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        self.write("environment.join_texts((")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write("))")
+
+    def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
+        self.write("(environment.tick() or ")
+        super().visit_Compare(node, frame)
+        self.write(")")
+
+    def visit_List(self, node: nodes.List, frame: Frame) -> None:
+        self._write_made(super().visit_List, node, frame)
+
+    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
+        self._write_made(super().visit_Dict, node, frame)
+
+    def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:
+        if node.ctx == "load":
+            self._write_made(super().visit_Tuple, node, frame)
+        else:
+            super().visit_Tuple(node, frame)
+
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
+        if isinstance(node.arg, nodes.Slice):
+            self._write_made(super().visit_Getitem, node, frame)
+        else:
+            super().visit_Getitem(node, frame)
+
+    def _write_made(self, visit: Callable[[Any, Frame], None], node: nodes.Node, frame: Frame) -> None:
+        self.write("environment.made(")
+        visit(node, frame)
+        self.write(")")
+
+
+class BoundedFormatter(Formatter):
+    """`str.format` within the sandbox."""
+
+    def __init__(self, sandbox: TemplateSandbox) -> None:
+        self._sandbox = sandbox
+        self._num_chars = 0
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        first, rest = formatter_field_name_split(field_name)
+        value = self.get_value(first, args, kwargs)
+        for is_attribute, name in rest:
+            value = self._sandbox.getattr(value, name) if is_attribute else self._sandbox.getitem(value, name)
+        return value, first
+
+    def convert_field(self, value: Any, conversion: str | None) -> Any:
+        if conversion is not None:
+            self._sandbox.meter.make(REPR_GROWTH * self._sandbox.meter.weigh(value))
+        return super().convert_field(value, conversion)
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        check_spec(format_spec)
+        meter = self._sandbox.meter
+        if not isinstance(value, str):
+            meter.make(REPR_GROWTH * meter.weigh(value))
+        text = super().format_field(value, format_spec)
+        self._num_chars += len(text)
+        meter.make(len(text))
+        if self._num_chars > meter.max_chars:
+            raise SecurityError("a value is too large")
+        return text
+
+
+class TemplateSandbox(ImmutableSandboxedEnvironment):
+    """Shared by all threads; each renders under a meter of its own."""
+
+    intercepted_binops = frozenset(("+", "-", "*", "/", "//", "**", "%"))
+    code_generator_class = MeteredGenerator
+
+    def __init__(self, limits: RenderLimits, now: Callable[[], datetime]) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[GenerationTag, loopcontrols],
+            finalize=self._checked_output,
+            optimized=False,
+        )
+        self.limits = limits
+        self.concat = self._joined
+        self._thread = threading.local()
+        self.filters = bounded_filters(lambda: self.meter)
+        self.filters["tojson"] = bounded_tojson(lambda: self.meter)
+        del self.globals["lipsum"]
+        self.globals["dict"] = lambda *args, **kwargs: self.made(dict(*map(self.meter.listed, args), **kwargs))
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = lambda form: now().strftime(form[:MAX_TIME_FORMAT_CHARS])
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Starts this thread's meter: what it renders inside must keep to the limits, else SecurityError."""
+        self._thread.meter = Meter(self.limits)
+        try:
+            yield
+        finally:
+            del self._thread.meter
+
+    @property
+    def meter(self) -> Meter:
+        """Of the rendering at work in this thread."""
+        return self._thread.meter
+
+    def tick(self) -> None:
+        """Raises SecurityError once the time of the rendering is over."""
+        self._thread.meter.tick()
+
+    def ticked(self, values: Iterable[Any]) -> Iterator[Any]:
+        """What a loop goes through."""
+        return self.meter.ticked(values)
+
+    def made(self, value: Any) -> Any:
+        """`value`, which has just been made."""
+        self.meter.make(self.meter.weigh(value))
+        return value
+
+    def join_texts(self, parts: tuple[Any, ...]) -> str:
+        """Of `a ~ b`."""
+        meter = self.meter
+        meter.make(sum(len(part) if isinstance(part, str) else REPR_GROWTH * meter.weigh(part) for part in parts))
+        return "".join(map(str, parts))
+
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        self.tick()
+        owner = getattr(obj, "__self__", None)
+        if isinstance(obj, types.BuiltinMethodType) and not isinstance(owner, types.ModuleType):
+            check = check_of_method(owner, obj.__name__)
+            if check is None:
+                raise SecurityError("a method is not for templates")
+            if obj.__name__ == "join" and args:
+                args = (self.meter.listed(args[0]), *args[1:])
+            check(self.meter, owner, *args, **{name: value for name, value in kwargs.items() if name[0] != "_"})
+        return super().call(context, obj, *args, **kwargs)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        if not super().is_safe_attribute(obj, attr, value):
+            return False
+        if isinstance(obj, type):
+            return False
+        return not isinstance(value, types.BuiltinMethodType) or check_of_method(obj, attr) is not None
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        is_method = isinstance(value, types.MethodType | types.BuiltinMethodType)
+        if not is_method or value.__name__ not in ("format", "format_map") or not isinstance(value.__self__, str):
+            return None
+        if isinstance(value.__self__, Markup):
+            raise SecurityError("format is not for texts that are marked as safe")
+
+        def formatted(*args: Any, **kwargs: Any) -> str:
+            if value.__name__ == "format_map":
+                args, kwargs = (), args[0]
+            self.meter.make(len(value.__self__))
+            return BoundedFormatter(self).vformat(value.__self__, args, kwargs)
+
+        return formatted
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        self.tick()
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        self.tick()
+        return super().getitem(obj, argument)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        meter = self.meter
+        meter.tick()
+        for value in (left, right):
+            if isinstance(value, int):
+                meter.check_int(value)
+        if operator == "+":
+            meter.make(_length(left) + _length(right))
+        elif operator == "*":
+            meter.make(_length(left) * _times(right) + _length(right) * _times(left))
+        elif operator == "**" and not (abs(left) <= self.limits.max_chars and abs(right) <= MAX_EXPONENT):
+            raise SecurityError("a power is too large")
+        elif operator == "%":
+            check_printf(meter, left, right)
+        return super().call_binop(context, operator, left, right)
+
+    def _joined(self, parts: Iterable[str]) -> str:
+        """Of the output of a macro or a block."""
+        parts = list(parts)
+        self.meter.make(sum(map(len, parts)))
+        return "".join(parts)
+
+    @pass_context  # so that Jinja calls it for no constant while it compiles
+    def _checked_output(self, context: Context, value: Any) -> Any:
+        """What stands between `{{` and `}}`, before it is written."""
+        if not isinstance(value, str):
+            self.meter.make(REPR_GROWTH * self.meter.weigh(value))
+        return value
+
+
+def _length(value: Any) -> int:
+    """Of a text or a list, in characters; 0 for what is neither."""
+    if isinstance(value, str):
+        return len(value) * (5 if isinstance(value, Markup) else 1)
+    return len(value) * ITEM_CHARS if isinstance(value, list | tuple | bytes) else 0
+
+
+def _times(value: Any) -> int:
+    return max(0, value) if isinstance(value, int) else 0
+
+
+def _raise_exception(message: str) -> None:
+    raise Refusal(message)

@@ -1,0 +1,425 @@
+"""What a model says, told apart while it says it: text for people, and calls of functions with their arguments.
+
+A call begins behind an opening. What begins like a call and is none, because it is malformed, cut off or names an
+unknown function, is text, and the next opening is looked for: within it if it is malformed, else behind it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from model.text.tool_calls.json_call import JsonCallReader
+from model.text.tool_calls.python_call import PythonCallReader
+from model.text.tool_calls.reader import BLANKS
+from model.text.tool_calls.xml_call import BEGIN, XmlCallReader
+
+BARE_NAME = re.compile(r"([A-Za-z0-9_.-]+)\s{0,8}(?:\[CALL_ID\]\w{1,40})?(?:\[ARGS\])?\s{0,8}(?=\{)")
+MAX_BARE_NAME_CHARS = 160
+MAX_UNPROVEN_CHARS = 64 << 10
+"""From an opening to where a call has its name and its arguments begin: all of it is held back."""
+MAX_HELD_BLANKS = 256
+LOOKBACK_CHARS = 256
+RESYNC_CHARS = 4 << 10
+"""How far behind its end the next opening is looked for in a call that was told and turned out malformed."""
+MAX_RESCANS = 4
+"""What is malformed is read again from behind its opening, together at most this many times the length of the text."""
+
+
+@dataclass(frozen=True)
+class CallSyntax:
+    """How a model writes calls. Each is a JSON object with a name and arguments, or a name before its arguments, or an
+    element of XML's kind, or a call in Python."""
+
+    openings: tuple[str, ...]  # each begins a run of calls; the first is the one that is enforced
+    closings: tuple[str, ...] = ()  # end it
+    fillers: str = BLANKS  # characters that may stand around calls
+    bare: str = ""  # where calls need no opening: the character that a run of them begins with
+    at_start_only: bool = False  # of a bare run: a reply begins with it, or is text
+    bare_names: bool = False  # after the opening, `name[ARGS]{...}` and `name{...}` are calls too
+    in_xml: bool = False  # a call is `<function=name>` and so on, no JSON
+    in_python: bool = False  # a call is `name(key=value)`
+
+
+@dataclass(frozen=True)
+class Said:
+    """Text outside of calls."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Called:
+    """A call begins. Its arguments follow."""
+
+    number: int  # 0, 1, 2, ... within the reply
+    name: str
+
+
+@dataclass(frozen=True)
+class Argued:
+    """Some more of a call's arguments: all of them together are JSON, unless the call was cut off or malformed."""
+
+    number: int
+    text: str
+
+
+News = Said | Called | Argued
+Reader = JsonCallReader | XmlCallReader | PythonCallReader
+
+
+class ToolCallStream:
+    """One reply. `push` and `end` together tell each of its characters once, as text or as part of a call, but for the
+    syntax around calls and blanks beside it. In whatever parts the text comes, they tell the same.
+
+    Takes time linear in the text. Holds back at most MAX_UNPROVEN_CHARS, unless `holds_calls`.
+    """
+
+    def __init__(
+        self,
+        syntax: CallSyntax,
+        schemas: Mapping[str, Any],
+        max_calls: int | None = None,
+        *,
+        holds_calls: bool = False,
+    ) -> None:
+        """`schemas`: by name of a function, the JSON schema of its arguments; calls of others are text. Of more calls
+        than `max_calls`, the rest is dropped. `holds_calls`: tell a call only once it is whole, so that one which turns
+        out malformed or cut off is text; otherwise such a call is left as far as it was told, its arguments no JSON.
+        """
+        self._syntax = syntax
+        self._schemas = schemas
+        self._max_calls = max_calls
+        self._holds_calls = holds_calls
+        self._opening = re.compile("|".join(map(re.escape, _markers(syntax))))
+        self._longest_opening = max(map(len, _markers(syntax)))
+        self._mode = self._at_start if syntax.at_start_only else self._in_text
+        self._buffer = ""
+        self._waiting: list[str] = []  # to be put behind the buffer
+        self._num_waiting = 0  # characters
+        self._num_dropped = 0  # characters before the buffer
+        self._pos = 0  # in the buffer: the next character to look at
+        self._told = 0  # in the buffer: all before is told
+        self._is_ended = False
+        self._reader: Reader | None = None
+        self._begin = 0  # in the buffer: of what may be a call, its opening included
+        self._resume = 0  # in the buffer: where to go on if it is none
+        self._is_announced = False
+        self._follows_call = False  # what began: only syntax parts it from the call before
+        self._run_has_calls = False  # the last thing read was a call
+        self._is_closed = False  # its run
+        self._has_begun = False  # a bare run
+        self._rescan_until = 0  # from the reply's start: all before was read as part of what is no call
+        self._num_rescanned = 0
+        self.num_calls = 0
+
+    def push(self, text: str) -> list[News]:
+        """What is certain now that `text` has followed what came before; the rest is held back."""
+        self._waiting.append(text)
+        self._num_waiting += len(text)
+        is_held = self._holds_calls and self._mode == self._in_call and not self._is_ended
+        if is_held and self._num_waiting < len(self._buffer) // 4:
+            return []  # copied together with more, so that a long call is not copied with each of its parts
+        self._buffer += "".join(self._waiting)
+        self._waiting, self._num_waiting = [], 0
+        news: list[News] = []
+        while self._mode(news):
+            pass
+        self._drop_told()
+        return news
+
+    def end(self) -> list[News]:
+        """No text follows: what was held back is told."""
+        self._is_ended = True
+        news = self.push("")
+        rest = self._buffer[self._told :]
+        self._told = len(self._buffer)
+        is_syntax = self.num_calls > 0 and not rest.strip(BLANKS)
+        return news if is_syntax or not rest else [*news, Said(rest)]
+
+    # Modes. Each returns whether to go on: false where only more text can tell.
+
+    def _at_start(self, news: list[News]) -> bool:
+        start = self._skip(self._pos, BLANKS)
+        if self._waits_for(start, (*self._syntax.openings, self._syntax.bare)) and start <= MAX_HELD_BLANKS:
+            return False
+        is_run = start <= MAX_HELD_BLANKS and self._opening_at(start) is not None
+        self._mode = self._in_text if is_run else self._in_plain_text
+        return True
+
+    def _in_plain_text(self, news: list[News]) -> bool:
+        self._pos = len(self._buffer)
+        self._tell(self._pos, news)
+        return False
+
+    def _in_text(self, news: list[News]) -> bool:
+        found = self._find_opening()
+        if found is None:
+            keep = 0 if self._is_ended else _overlap(self._buffer, self._pos, _markers(self._syntax))
+            self._pos = len(self._buffer) - keep
+            self._tell_but_blanks(self._pos, news)
+            return False
+        begin, end = found
+        self._tell_but_blanks(begin, news)
+        self._expect_call(begin, end - begin, follows_call=False)
+        return True
+
+    def _expect_call(self, begin: int, opening_length: int, *, follows_call: bool) -> None:
+        self._begin, self._pos = begin, begin + opening_length
+        self._resume = max(self._pos, begin + 1)
+        self._follows_call, self._run_has_calls = follows_call, False
+        self._mode = self._before_call
+
+    def _before_call(self, news: list[News]) -> bool:
+        """Behind an opening."""
+        fillers = self._syntax.fillers + self._syntax.bare if self._syntax.in_python else self._syntax.fillers
+        self._pos = self._skip(self._pos, fillers)
+        reader = self._reader_here()
+        if reader is None:
+            if self._waits():
+                return False
+            self._fail()
+        else:
+            self._read(reader)
+        return True
+
+    def _after_call(self, news: list[News]) -> bool:
+        """Behind a call, or what is none of a known function."""
+        syntax, is_call = self._syntax, self._run_has_calls
+        end = self._skip(self._pos, BLANKS if self._is_closed else syntax.fillers)
+        self._mode = self._in_text
+        if end - self._pos > MAX_HELD_BLANKS:
+            return True
+        marker = next((m for m in syntax.closings if self._buffer.startswith(m, end)), None)
+        opening = self._opening_at(end)
+        if marker is not None and is_call:
+            self._pos = self._told = end + len(marker)
+            self._is_closed, self._mode = True, self._after_call
+        elif opening is not None or self._begins_call(end):
+            if not is_call:
+                self._tell_but_blanks(end, news)
+            self._expect_call(end, opening or 0, follows_call=is_call)
+        elif self._waits_for(end, (*_markers(syntax), *syntax.closings)):
+            self._mode = self._after_call
+            return False
+        elif self._is_ended and end == len(self._buffer) and is_call:
+            self._told = end
+        return True
+
+    def _in_call(self, news: list[News]) -> bool:
+        reader, buffer, pos = self._reader, self._buffer, self._pos
+        end, is_called, feed = len(buffer), reader.is_call, reader.feed
+        while pos < end and not reader.is_done:
+            feed(buffer[pos])
+            if reader.is_bad:
+                break
+            pos += 1
+            # At this very character, so that it does not matter in which parts the text comes.
+            if not is_called and not reader.is_done:
+                is_called = reader.is_call
+                if is_called and not self._holds_calls:
+                    self._announce(reader, pos, news)
+                elif not is_called and pos - self._begin > MAX_UNPROVEN_CHARS:
+                    reader.is_bad = True
+                    break
+        self._pos = pos
+        self._has_begun = self._has_begun or is_called or reader.is_done or getattr(reader, "has_opened", False)
+        if reader.is_done and not reader.is_bad:
+            self._end_call(reader, news)
+            return True
+        self._tell_arguments(reader, news)
+        if reader.is_bad or self._is_ended:
+            self._fail()
+            return True
+        return False
+
+    # Calls.
+
+    def _reader_here(self) -> Reader | None:
+        """A reader of the call that begins at `_pos`."""
+        buffer, pos, syntax = self._buffer, self._pos, self._syntax
+        char = buffer[pos : pos + 1]
+        if syntax.in_xml:
+            return XmlCallReader(self._schemas) if buffer.startswith(BEGIN, pos) else None
+        if syntax.in_python:
+            return PythonCallReader(self._schemas) if char.isalnum() or char == "_" else None
+        if char == "{":
+            return JsonCallReader(self._schemas)
+        name = self._bare_name(pos) if syntax.bare_names else None
+        if name is None:
+            return None
+        self._pos = buffer.index("{", pos)
+        return JsonCallReader(self._schemas, name)
+
+    def _bare_name(self, pos: int) -> str | None:
+        """The known function whose name stands at `pos`, before its arguments."""
+        found = BARE_NAME.match(self._buffer, pos, pos + MAX_BARE_NAME_CHARS)
+        return found[1] if found and found[1] in self._schemas else None
+
+    def _waits(self) -> bool:
+        """Whether more text may bring a call to `_pos`, where none is yet."""
+        rest = self._buffer[self._pos : self._pos + MAX_BARE_NAME_CHARS]
+        if self._is_ended or self._pos - self._begin > MAX_UNPROVEN_CHARS:
+            return False
+        if self._syntax.in_xml:
+            return BEGIN.startswith(rest)
+        if self._syntax.bare_names:
+            return len(rest) < MAX_BARE_NAME_CHARS and "{" not in rest
+        return not rest
+
+    def _waits_for(self, pos: int, markers: tuple[str, ...]) -> bool:
+        """Whether one of the markers may stand at `pos`, and is not yet whole."""
+        rest = self._buffer[pos : pos + max(map(len, markers))]
+        return not self._is_ended and any(len(rest) < len(m) and m.startswith(rest) for m in markers)
+
+    def _opening_at(self, pos: int) -> int | None:
+        """The length of the opening that stands at `pos`; 0 where the call itself begins there."""
+        syntax = self._syntax
+        opening = next((m for m in syntax.openings if self._buffer.startswith(m, pos)), None)
+        if opening is not None:
+            return len(opening)
+        if syntax.in_xml and self._buffer.startswith(BEGIN, pos):
+            return 0
+        if syntax.bare and not self._is_closed and self._buffer.startswith(syntax.bare, pos):
+            return len(syntax.bare) if syntax.in_python else 0
+        return None
+
+    def _begins_call(self, pos: int) -> bool:
+        """Whether behind a call, in its run, another may begin at `pos` without an opening."""
+        syntax = self._syntax
+        if self._is_closed or syntax.in_xml:
+            return False
+        if syntax.in_python:
+            between = self._buffer[self._pos : pos]
+            return self._buffer[pos : pos + 1].isidentifier() and ("," in between or "\n" in between)
+        return self._buffer.startswith("{", pos)
+
+    def _read(self, reader: Reader) -> None:
+        self._reader, self._is_announced, self._mode = reader, False, self._in_call
+        self._resume = self._pos + 1
+
+    def _announce(self, reader: Reader, pos: int, news: list[News]) -> None:
+        if not self._follows_call:
+            self._tell_but_blanks(self._begin, news)
+        self._is_announced = True
+        self._told = pos
+        if self._is_wanted:
+            news.append(Called(self.num_calls, reader.name))
+
+    def _tell_arguments(self, reader: Reader, news: list[News]) -> None:
+        if not self._is_announced:
+            return
+        self._told = self._pos
+        text = reader.take_arguments()
+        if text and self._is_wanted:
+            news.append(Argued(self.num_calls, text))
+
+    def _end_call(self, reader: Reader, news: list[News]) -> None:
+        """What was read is well-formed; if it is no call, it is text."""
+        is_call = reader.is_call
+        if is_call:
+            if not self._is_announced:
+                self._announce(reader, self._pos, news)
+            self._tell_arguments(reader, news)
+            self.num_calls += 1
+        self._rescan_until = max(self._rescan_until, self._num_dropped + self._pos)
+        self._reader, self._is_announced, self._mode = None, False, self._after_call
+        self._run_has_calls, self._is_closed = is_call, False
+
+    def _fail(self) -> None:
+        """What began at `_begin` is no call: look for an opening within it, if it is not read too often already."""
+        if self._is_announced:
+            self.num_calls += 1
+            self._resume = max(self._resume, self._pos - RESYNC_CHARS)
+        self._reader, self._is_announced, self._mode = None, False, self._in_text
+        read_to = self._num_dropped + self._pos
+        self._rescan_until = max(self._rescan_until, read_to)
+        cost = self._pos - self._resume
+        if self._num_rescanned + cost <= MAX_RESCANS * read_to:
+            self._num_rescanned += max(0, cost)
+            self._pos = self._resume
+        else:
+            self._pos = max(self._pos, self._resume)
+
+    @property
+    def _is_wanted(self) -> bool:
+        return self._max_calls is None or self.num_calls < self._max_calls
+
+    # Text.
+
+    def _find_opening(self) -> tuple[int, int] | None:
+        """The next opening from `_pos` on; a bare one has no length."""
+        bare, pos = self._syntax.bare, self._pos
+        while found := self._opening.search(self._buffer, pos):
+            begin, pos = found.span()
+            if found[0] == BEGIN:
+                return begin, begin
+            if found[0] != bare and found[0] != ",":
+                return begin, pos
+            if self._may_begin(begin):
+                return begin, begin + (self._syntax.in_python)
+        return None
+
+    def _may_begin(self, pos: int) -> bool:
+        """Whether a bare run, or a call in one, may begin at `pos`: anywhere in text that is read for the first time,
+        if it need not be at the reply's start; else only where calls are parted from what comes before them."""
+        char, is_new = self._buffer[pos], self._num_dropped + pos >= self._rescan_until
+        if char == self._syntax.bare and is_new and not self._syntax.at_start_only:
+            return True
+        before = self._buffer[max(0, pos - LOOKBACK_CHARS) : pos]
+        stripped = before.rstrip(BLANKS)
+        if char == ",":
+            return self._has_begun and stripped.endswith(")")
+        if not stripped:
+            return self._num_dropped + pos <= LOOKBACK_CHARS
+        is_new_line = "\n" in before[len(stripped) :]
+        return stripped.endswith(";") or (is_new_line and stripped[-1] in "}])")
+
+    def _skip(self, pos: int, fillers: str) -> int:
+        buffer, end = self._buffer, len(self._buffer)
+        while pos < end and buffer[pos] in fillers:
+            pos += 1
+        return pos
+
+    def _tell(self, to: int, news: list[News]) -> None:
+        """Text up to there, but what is told already."""
+        if to > self._told:
+            news.append(Said(self._buffer[self._told : to]))
+            self._told = to
+
+    def _tell_but_blanks(self, to: int, news: list[News]) -> None:
+        """The same less its last blanks: they are dropped if an opening follows."""
+        text = self._buffer[self._told : to]
+        num_blanks = len(text) - len(text.rstrip(BLANKS))
+        self._tell(to - min(num_blanks, MAX_HELD_BLANKS), news)
+
+    def _drop_told(self) -> None:
+        """Let go of what is neither to be told nor to be read again."""
+        if self._mode == self._in_call:
+            again = max(self._resume, self._pos - RESYNC_CHARS) if self._is_announced else self._begin
+        else:
+            again = self._begin if self._mode == self._before_call else self._pos
+        drop = min(self._told, again, self._pos - LOOKBACK_CHARS)
+        if drop < max(LOOKBACK_CHARS, len(self._buffer) // 2):
+            return
+        self._buffer = self._buffer[drop:]
+        self._num_dropped += drop
+        self._pos -= drop
+        self._told -= drop
+        self._begin -= drop
+        self._resume -= drop
+
+
+def _markers(syntax: CallSyntax) -> tuple[str, ...]:
+    """What may begin a call in text."""
+    bare = (syntax.bare,) if syntax.bare else ()
+    return (*syntax.openings, *bare, *((BEGIN,) if syntax.in_xml else ()), *((",",) if syntax.in_python else ()))
+
+
+def _overlap(text: str, start: int, markers: tuple[str, ...]) -> int:
+    """How long the end of `text`, from `start` on, is that may begin one of the markers."""
+    longest = min(len(text) - start, max(map(len, markers)) - 1)
+    tails = (text[len(text) - n :] for n in range(longest, 0, -1))
+    return next((len(tail) for tail in tails if any(marker.startswith(tail) for marker in markers)), 0)

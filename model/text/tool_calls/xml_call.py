@@ -1,0 +1,278 @@
+"""A call of a function as an element of XML's kind, as Qwen3-Coder writes it: read by characters, and enforced.
+
+    <function=weather>
+    <parameter=city>
+    Oslo
+    </parameter>
+    </function>
+
+A value is text as it stands, one line break around it left out. What it means as JSON, the function's schema says.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from llguidance import regex_to_lark
+
+from model.text.functions import Function
+from model.text.grammar import check_schema, enforced_rule, literal
+from model.text.json_schema.core import kinds_of_type, same
+from model.text.json_schema.document import cannot
+from model.text.json_schema.parameters import WHY, Parameter, parameters
+from model.text.tool_calls.reader import BLANKS, CallReader
+
+BEGIN, END = "<function=", "</function>"
+PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+CALL_END = "</tool_call>"  # also ends a function whose own end is missing
+TRUTHS = {"true": True, "false": False}
+MAX_NAME_CHARS = 256
+_NAME_START = re.compile(r"[A-Za-z0-9_.-]{0,64}>?")
+VALUE_ENDS = frozenset((PARAMETER_END, PARAMETER, END))
+VALUE_END_STARTS = frozenset(
+    lead + marker[:length]
+    for marker in (*VALUE_ENDS, BEGIN)
+    for length in range(len(marker) + 1)
+    for lead in ("", "\n")
+)
+
+
+class XmlCallReader(CallReader):
+    """One call. A value ends at its own end tag, at the next parameter or at the function's end; where another function
+    begins within a value, the call was cut off."""
+
+    def __init__(self, schemas: Mapping[str, Any]) -> None:
+        """`schemas`: by name of a function, the JSON schema of its arguments."""
+        super().__init__(None, self._in_begin)
+        self._schemas = schemas
+        self._word = ""  # a tag, or a name in one, as far as it is read
+        self._parameter = ""
+        self._seen: set[str] = set()
+        self._is_text = False  # the value is told while it comes
+        self._value: list[str] = []  # of one that is not
+        self._tail = ""  # of a value: what may belong to its end
+        self._is_first_char = False  # of a value
+
+    def _in_begin(self, char: str) -> None:
+        self._word += char
+        if self._word == BEGIN:
+            self._word, self._state = "", self._in_name
+        elif not BEGIN.startswith(self._word):
+            self.is_bad = True
+
+    def _in_name(self, char: str) -> None:
+        if char != ">":
+            self._read_name(char)
+            return
+        name, self._word, self._state = self._word.strip(), "", self._between
+        self.name = name if name in self._schemas else None
+
+    def _read_name(self, char: str) -> None:
+        self._word += char
+        self.is_bad = char in "<\n" or len(self._word) > MAX_NAME_CHARS
+
+    def _between(self, char: str) -> None:
+        if not self._word and char in BLANKS:
+            return
+        self._word += char
+        if self._word in (END, CALL_END):
+            self._end()
+        elif self._word == PARAMETER:
+            self._begin_parameter()
+        elif not any(marker.startswith(self._word) for marker in (END, CALL_END, PARAMETER)):
+            self.is_bad = True
+
+    def _begin_parameter(self) -> None:
+        self._word, self._state, self._has_arguments = "", self._in_parameter, True
+
+    def _end(self) -> None:
+        self._arguments.append("}" if self._seen else "{}")
+        self.is_done = True
+
+    def _in_parameter(self, char: str) -> None:
+        if char != ">":
+            self._read_name(char)
+            return
+        self._parameter, self._word = self._word.strip(), ""
+        if self._parameter in self._seen:
+            self.is_bad = True
+            return
+        self._is_text = self._types() == {"string"}
+        self._arguments.append((", " if self._seen else "{") + json.dumps(self._parameter, ensure_ascii=False) + ": ")
+        if self._is_text:
+            self._arguments.append('"')
+        self._seen.add(self._parameter)
+        self._value, self._tail, self._is_first_char, self._state = [], "", True, self._in_value
+
+    def _in_value(self, char: str) -> None:
+        is_first, self._is_first_char = self._is_first_char, False
+        if is_first and char == "\n":
+            return
+        if not self._tail and char not in "\n<":
+            self._tell(char)
+            return
+        self._tail += char
+        while not self._may_end():
+            self._tell(self._tail[0])
+            self._tail = self._tail[1:]
+        marker = self._tail.removeprefix("\n")
+        if marker in VALUE_ENDS or (marker.startswith(BEGIN) and marker.endswith(">")):
+            self._end_value(marker)
+
+    def _may_end(self) -> bool:
+        """Whether `_tail` may be the start of what ends a value."""
+        if self._tail in VALUE_END_STARTS:
+            return True
+        head, begin, name = self._tail.partition(BEGIN)
+        return bool(begin) and head in ("", "\n") and _NAME_START.fullmatch(name) is not None
+
+    def _tell(self, char: str) -> None:
+        if self._is_text:
+            self._arguments.append(json.dumps(char, ensure_ascii=False)[1:-1])
+        else:
+            self._value.append(char)
+
+    def _end_value(self, marker: str) -> None:
+        self._state = self._between
+        if marker.startswith(BEGIN):
+            self.is_bad = True
+            return
+        self._arguments.append('"' if self._is_text else _as_json("".join(self._value), self._types()))
+        if marker == PARAMETER:
+            self._begin_parameter()
+        elif marker != PARAMETER_END:
+            self._end()
+
+    def _types(self) -> frozenset[str]:
+        return frozenset({"string"}) if self.name is None else types_of(self._schemas[self.name], self._parameter)
+
+
+def types_of(schema: Any, parameter: str) -> frozenset[str]:
+    """The JSON types that a function's schema allows a parameter; only text where it does not say."""
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    own = properties.get(parameter) if isinstance(properties, Mapping) else None
+    return frozenset(_types(own, schema, depth=8)) or frozenset({"string"})
+
+
+def _types(own: Any, schema: Any, depth: int) -> set[str]:
+    if not isinstance(own, Mapping) or depth == 0:
+        return set()
+    if isinstance(own.get("$ref"), str):
+        return _types(_definition(schema, own["$ref"]), schema, depth - 1)
+    found = own.get("type")
+    if found is not None:
+        return {each for each in (found if isinstance(found, list) else [found]) if isinstance(each, str)}
+    values = own.get("enum", [own["const"]] if "const" in own else None)
+    if isinstance(values, list):
+        return {_type_of(value) for value in values}
+    lists = [own.get(key) for key in ("anyOf", "oneOf", "allOf")]
+    branches = [branch for each in lists if isinstance(each, list) for branch in each]
+    return {each for branch in branches for each in _types(branch, schema, depth - 1)}
+
+
+def _definition(schema: Any, ref: str) -> Any:
+    found = schema
+    for step in ref.removeprefix("#/").split("/"):
+        found = found.get(step) if isinstance(found, Mapping) else None
+    return found
+
+
+def _type_of(value: Any) -> str:
+    if value is None:
+        return "null"
+    return {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}.get(type(value), "object")
+
+
+def _as_json(text: str, types: frozenset[str]) -> str:
+    """A value of one of these types, as JSON; as text, where it is none of them."""
+    plain = text.strip()
+    try:
+        value = TRUTHS[plain.lower()] if plain.lower() in TRUTHS else json.loads(plain)
+        encoded = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    kind = _type_of(value)
+    fits = kind in types or (kind == "integer" and "number" in types)
+    return encoded if fits or "string" not in types else json.dumps(text, ensure_ascii=False)
+
+
+PARAMETER_BEGIN = r"/<parameter=[A-Za-z0-9_.-]{1,64}>\n/"
+ANY_TEXT = "/(?s:.*)/"
+NO_END = r"~/(?s:.*)(<\/parameter>|<parameter=|<\/function>|<function=[A-Za-z0-9_.-]{0,64}>)(?s:.*)/"
+"""Text is read up to where a parameter ends."""
+
+
+def function_rules(number: int, function: Function, *, is_held: bool) -> list[str]:
+    """Lark rules of a call, the first of them `function_<number>`, which is BEGIN and `rest_<number>`. Properties come
+    in the schema's order, as far as they are required or wanted, each held to its schema. Without `is_held` any
+    parameters may be. Raises GrammarError for what would not be enforced."""
+    own = f"function_{number}"
+    whole, rest = f"{own}: {literal(BEGIN)} rest_{number}", f"rest_{number}: {literal(f'{function.name}>' + chr(10))}"
+    tail = literal(END)
+    if not is_held:
+        end, any_value = literal(f"\n{PARAMETER_END}\n"), own.upper()
+        return [
+            whole,
+            f"{rest} {any_value}* {tail}",
+            f"{any_value}: {PARAMETER_BEGIN} {any_value}_TEXT {end}",
+            f"{any_value}_TEXT: {ANY_TEXT} & {NO_END}",
+        ]
+    check_schema(function.parameters)
+    body, rules = [], []
+    for place, parameter in enumerate(parameters(function.parameters, lenient=not function.is_strict)):
+        rule = f"{own}_{place}"
+        body.append(rule if parameter.is_required else f"{rule}?")
+        rules.append(f"{rule}: {literal(f'{PARAMETER}{parameter.name}>' + chr(10))} {rule}_value")
+        rules += _value_rules(f"{rule}_value", parameter, types_of(function.parameters, parameter.name))
+    return [whole, f"{rest} {' '.join(body)} {tail}", *rules]
+
+
+def _value_rules(rule: str, parameter: Parameter, types: frozenset[str]) -> list[str]:
+    """`types` are those that a value is read as."""
+    end = literal(f"\n{PARAMETER_END}\n")
+    if parameter.choices is not None:
+        texts = [text for choice in parameter.choices if (text := _text_of(choice, types)) is not None]
+        if len(texts) < len(parameter.choices):
+            raise cannot("enum", parameter.at, f"{WHY}, where text and other values look alike")
+        return [f"{rule}: ({' | '.join(map(literal, texts))}) {end}"]
+    read_as = frozenset().union(*map(kinds_of_type, types))
+    if parameter.schema is not None:
+        if not parameter.kinds <= read_as:
+            raise cannot("type", parameter.at, f"must say which types there may be: {WHY}")
+        return [f"{rule}: {rule}_json {end}", f"{rule}_json: {enforced_rule(parameter.schema, ' ?')}"]
+    if not read_as <= parameter.kinds:
+        raise cannot("type", parameter.at, f"{WHY}, where text and other values look alike")
+    bounds = [f"/(?s:.{{{rule.least},{'' if rule.most is None else rule.most}}})/" for rule in parameter.rules]
+    patterns = [_whole(rule.pattern, parameter.at) for rule in parameter.rules if rule.pattern is not None]
+    name = rule.upper()
+    return [
+        f"{rule}: {name}",
+        f"{name}: {name}_TEXT {end}",
+        f"{name}_TEXT: {' & '.join(dict.fromkeys([ANY_TEXT, *bounds, *patterns, NO_END]))}",
+    ]
+
+
+ENDS = re.compile("|".join(map(re.escape, (*VALUE_ENDS, BEGIN))))
+
+
+def _text_of(choice: Any, types: frozenset[str]) -> str | None:
+    """A value as text that is read as this value again, if there is one."""
+    text = choice if isinstance(choice, str) else json.dumps(choice, ensure_ascii=False)
+    encoded = json.dumps(text) if types == {"string"} else _as_json(text, types)
+    is_same = not ENDS.search(text) and same(json.loads(encoded)) == same(choice)
+    return text if is_same else None
+
+
+def _whole(pattern: str, at: str) -> str:
+    """A pattern, which may match anywhere in a text, as one of all of it."""
+    inner = pattern.removeprefix("^")
+    ends = inner.endswith("$") and len(re.search(r"\\*$", inner[:-1])[0]) % 2 == 0
+    inner = inner[:-1] if ends else inner
+    plain = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "", inner, flags=re.DOTALL)
+    if re.search(r"[$^]|\\[bBAz]", plain) or ("|" in plain and (ends or inner != pattern)):
+        raise cannot("pattern", at, WHY)
+    before, after = "" if pattern.startswith("^") else "(?s:.*)", "" if ends else "(?s:.*)"
+    return f"/{before}(?:{regex_to_lark(inner, 'dw')}){after}/"

@@ -1,0 +1,272 @@
+"""What `quire bench engine` measures: a trace at once, steps of a steady batch, prompts at once."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+
+from model.sampling_params import SamplingParams
+from service.bench.attention_probe import AttentionProbe
+from service.bench.trace import TracedRequest
+from service.engine.build import BuiltEngine
+from service.engine.request import EngineRequest
+from service.errors import EndReason, StartupError
+
+WARM_STEPS = 8
+"""Decode steps at the full batch before the first that counts: kernels are built and graphs captured in them."""
+
+WHOLE_STEPS = 1 << 20
+"""A prefill chunk with which prompts get whatever a step's budget holds, though others decode."""
+
+PREFILL_ROUNDS = 3
+
+FIRST_LOOK = 4
+LOOK_EVERY = 64
+"""Steps between two looks at the cache. What a look takes is not counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step as the host's clock saw it, and the engine behind it."""
+
+    seconds: float
+    num_tokens: int  # that it gave
+    num_running: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceFigures:
+    """What a closed batch showed. Times are of the host's clock around whole steps."""
+
+    num_requests: int
+    num_shortened: int  # of them, those whose prompt was cut to what the engine lets a sequence be
+    num_prompt_tokens: int
+    num_output_tokens: int
+    engine_start_s: float
+    total_s: float
+    output_tokens_per_s: float
+    num_steps: int
+    step_p50_ms: float
+    step_p99_ms: float
+    mean_running: float
+    attention_gb_per_s: float  # keys and values that decode attention reads over its time, timed at each look
+    kv_waste_ratio: float  # slots held and empty over slots held, mean over the looks
+    num_preemptions: int
+    num_swapped: int  # of them, those that left for the host
+    num_blocks_out: int  # copied to the host
+    num_blocks_in: int  # and from it
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeFigures:
+    """Steps of a full batch, one token a sequence each."""
+
+    batch: int
+    mean_context: float  # tokens a sequence held, mean over the sequences, halfway through the timed steps
+    num_steps: int
+    step_p50_ms: float
+    step_p99_ms: float
+    step_mean_ms: float
+    output_tokens_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillFigures:
+    """Prompts given all at once; the median round."""
+
+    num_prompts: int
+    prompt_tokens: int  # of each
+    num_rounds: int
+    total_s: float
+    prompt_tokens_per_s: float
+
+
+def measure_trace(
+    built: BuiltEngine, requests: Sequence[TracedRequest], *, engine_start_s: float
+) -> tuple[TraceFigures, list[Step]]:
+    """Run requests of these lengths to their ends, all given at once; the figures, and every step. A prompt that leaves
+    its answer no room is cut.
+
+    Raises StartupError for an answer that is longer than the engine lets a sequence be.
+    """
+    engine, longest = built.engine, built.limits.max_model_len
+    lengths = [(min(r.num_prompt_tokens, longest - r.num_output_tokens), r.num_output_tokens) for r in requests]
+    if min(map(min, lengths)) < 1:
+        raise StartupError(f"--trace: it has answers too long for this engine's {longest} tokens a sequence")
+    _add(built, lengths)
+    probe, before = AttentionProbe(built), engine.stats()
+    course, wastes, total_s = _course(built, probe)
+    after = engine.stats()
+    num_outputs = sum(step.num_tokens for step in course)
+    steps_ms = [1e3 * step.seconds for step in course]
+    figures = TraceFigures(
+        num_requests=len(lengths),
+        num_shortened=sum(kept < r.num_prompt_tokens for (kept, _), r in zip(lengths, requests, strict=True)),
+        num_prompt_tokens=sum(num_prompt for num_prompt, _ in lengths),
+        num_output_tokens=num_outputs,
+        engine_start_s=engine_start_s,
+        total_s=total_s,
+        output_tokens_per_s=num_outputs / total_s,
+        num_steps=len(course),
+        step_p50_ms=statistics.median(steps_ms),
+        step_p99_ms=float(np.percentile(steps_ms, 99)),
+        mean_running=statistics.fmean(step.num_running for step in course),
+        attention_gb_per_s=probe.gb_per_s,
+        kv_waste_ratio=statistics.fmean(wastes) if wastes else 0.0,
+        num_preemptions=after.num_preemptions - before.num_preemptions,
+        num_swapped=after.num_swapped - before.num_swapped,
+        num_blocks_out=after.num_blocks_out - before.num_blocks_out,
+        num_blocks_in=after.num_blocks_in - before.num_blocks_in,
+    )
+    return figures, course
+
+
+def _course(built: BuiltEngine, probe: AttentionProbe) -> tuple[list[Step], list[float], float]:
+    """Every step until nothing is left to do, the shares of blocks that were wasted whenever `probe` looked, and the
+    seconds that it took without the looks."""
+    course, wastes, looks_s = [], [], 0.0
+    start_s = time.perf_counter()
+    while built.engine.has_work:
+        course.append(_timed_step(built))
+        if len(course) % LOOK_EVERY == FIRST_LOOK:
+            built.ops.synchronize()  # the step under way is the run's, not the look's
+            look_s = time.perf_counter()
+            probe.look()
+            wastes.append(_waste_ratio(built))
+            looks_s += time.perf_counter() - look_s
+    return course, wastes, time.perf_counter() - start_s - looks_s
+
+
+@contextmanager
+def steady_decode(
+    built: BuiltEngine, batch: int, context: int, num_steps: int, *, computes_prompts: bool = True
+) -> Iterator[None]:
+    """`batch` sequences that decode within, and hold about `context` tokens each halfway through `num_steps` steps.
+
+    Where the prompts are not computed, what the cache holds stands for their keys and values. The engine should give
+    prompts whole steps, or the first ones have grown by when the last ones begin. Raises StartupError where the pool or
+    the model's length does not hold them.
+    """
+    num_prompt = max(1, context - WARM_STEPS - num_steps // 2)
+    budget = max(1, built.limits.max_num_batched_tokens - batch)  # the first ones decode while the last ones prefill
+    num_output = math.ceil(batch * num_prompt / budget) + 2 * WARM_STEPS + num_steps
+    _expect_room(built, batch, num_prompt + num_output)
+    _add(built, [(num_prompt, num_output)] * batch)
+    engine, started = built.engine, set()
+    with nullcontext() if computes_prompts else _no_prompts(built):
+        while len(started) < batch:
+            engine.step()
+            started |= {output.request_id for output in engine.drain_request_outputs() if output.parts}
+    for _ in range(WARM_STEPS):
+        _timed_step(built)
+    yield
+    engine.cancel_all(EndReason.CANCELLED)
+    while engine.has_work:
+        engine.step()
+    engine.drain_request_outputs()
+
+
+@contextmanager
+def _no_prompts(built: BuiltEngine) -> Iterator[None]:
+    """Steps outside the captured sizes, as those of long prompts are, compute nothing and prefer no token."""
+    model, ops = built.executor.model, built.ops
+    even = ops.upload(np.zeros((built.limits.max_num_seqs, model.config.vocab_size), np.float32))
+    model.forward = lambda batch, kv: even[: batch.num_sequences if batch.logit_rows is None else len(batch.logit_rows)]
+    try:
+        yield
+        ops.synchronize()
+    finally:
+        del model.forward
+
+
+def randomize_cache(built: BuiltEngine) -> None:
+    """Random numbers all over the cache."""
+    ops, flat = built.ops, built.executor.kv.reshape(-1)
+    tile = np.random.default_rng(0).standard_normal(1_000_003, np.float32).astype(ops.dtype)
+    tile = ops.upload(np.resize(tile, min(flat.size, 1 << 27)))
+    for start in range(0, flat.size, tile.size):
+        part = flat[start : start + tile.size]
+        part.data.copy_from_device_async(tile.data, part.nbytes, ops.stream)
+    ops.synchronize()
+
+
+def measure_decode(built: BuiltEngine, batch: int, context: int, num_steps: int) -> DecodeFigures:
+    """`num_steps` steps of `batch` sequences that hold about `context` tokens each. Raises StartupError where the pool
+    or the model's length does not hold them."""
+    with steady_decode(built, batch, context, num_steps):
+        held_before = built.engine.stats().num_slots_filled
+        start_s = time.perf_counter()
+        steps = [_timed_step(built) for _ in range(num_steps)]
+        total_s = time.perf_counter() - start_s
+        held = (held_before + built.engine.stats().num_slots_filled) / 2
+    if any(step.num_tokens != batch for step in steps):
+        raise StartupError(f"--batch: the steps were not all of {batch} sequences; the pool is too small for them")
+    steps_ms = [1e3 * step.seconds for step in steps]
+    return DecodeFigures(
+        batch=batch,
+        mean_context=held / batch,
+        num_steps=num_steps,
+        step_p50_ms=statistics.median(steps_ms),
+        step_p99_ms=float(np.percentile(steps_ms, 99)),
+        step_mean_ms=1e3 * total_s / num_steps,
+        output_tokens_per_s=batch * num_steps / total_s,
+    )
+
+
+def measure_prefill(built: BuiltEngine, num_prompts: int, length: int) -> tuple[PrefillFigures, list[float]]:
+    """The figures, and the seconds of each round. No two rounds have a prompt in common. Raises StartupError."""
+    _expect_room(built, num_prompts, length + 1)
+    rounds_s = []
+    for number in range(1 + PREFILL_ROUNDS):
+        _add(built, [(length, 1)] * num_prompts, seed=number)
+        start_s = time.perf_counter()
+        while built.engine.has_work:
+            built.engine.step()
+        rounds_s.append(time.perf_counter() - start_s)
+        built.engine.drain_request_outputs()
+    rounds_s = rounds_s[1:]  # the first one warms up
+    total_s = statistics.median(rounds_s)
+    figures = PrefillFigures(
+        num_prompts=num_prompts,
+        prompt_tokens=length,
+        num_rounds=PREFILL_ROUNDS,
+        total_s=total_s,
+        prompt_tokens_per_s=num_prompts * length / total_s,
+    )
+    return figures, rounds_s
+
+
+def _expect_room(built: BuiltEngine, num_sequences: int, num_tokens: int) -> None:
+    if num_tokens > built.limits.max_model_len:
+        raise StartupError(f"engine: {num_tokens} tokens a sequence are more than {built.limits.max_model_len}")
+    needed = num_sequences * math.ceil(num_tokens / built.memory.block_size)
+    if needed > built.memory.num_blocks:
+        raise StartupError(f"engine: that needs {needed} blocks, and the pool has {built.memory.num_blocks}")
+
+
+def _add(built: BuiltEngine, lengths: Sequence[tuple[int, int]], seed: int = 0) -> None:
+    """Requests of these (prompt, output) lengths: random tokens, greedy, to their full length."""
+    random = np.random.default_rng(seed)
+    for number, (num_prompt, num_output) in enumerate(lengths):
+        prompt = tuple(random.integers(0, built.config.vocab_size, num_prompt).tolist())
+        wishes = SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
+        built.engine.add_request(EngineRequest(request_id=str(number), prompt=prompt, sampling=wishes))
+
+
+def _timed_step(built: BuiltEngine) -> Step:
+    start_s = time.perf_counter()
+    built.engine.step()
+    seconds = time.perf_counter() - start_s
+    num_tokens = sum(len(part.token_ids) for output in built.engine.drain_request_outputs() for part in output.parts)
+    return Step(seconds, num_tokens, len(built.engine.running))
+
+
+def _waste_ratio(built: BuiltEngine) -> float:
+    stats = built.engine.stats()
+    return 1 - stats.num_slots_filled / stats.num_slots_held if stats.num_slots_held else 0.0

@@ -1,0 +1,231 @@
+"""The ways to give out KV cache that `quire bench memory` compares: paging, and what the PagedAttention paper (Kwon et
+al., SOSP 2023, sections 3.1 and 6.1) puts beside it.
+
+Each is a KV manager, so that the same scheduler, engine and kernels run under all of them: a contiguous region is a
+block table of consecutive ids. The last two also say who may run with whom. Prefixes are not cached: the requests of a
+trace have nothing in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from service.bench.kv_policies.regions import BestFit, Buddy, Regions
+from service.engine.kv.kv_manager import KVManager, Match
+from service.engine.sequence import Sequence
+from service.errors import StartupError
+
+ALLOCATORS: dict[str, Callable[[int], Regions]] = {"best-fit": BestFit, "buddy": Buddy}
+
+
+class Holding(NamedTuple):
+    """What one sequence holds of the pool, in slots."""
+
+    given: int  # that its policy wanted for it
+    taken: int  # that the pool has less: an allocator may round up
+
+
+class ContiguousKV(KVManager):
+    """Gives a sequence one region when it starts, and takes all of it back when it ends.
+
+    `wanted_slots` says how large the region is. With `grows`, a region only keeps a place in the memory: a sequence is
+    given slots of it as it fills them.
+    """
+
+    def __init__(
+        self, block_size: int, regions: Regions, wanted_slots: Callable[[Sequence], int], *, grows: bool = False
+    ):
+        super().__init__(0, block_size)
+        self.pool = regions
+        self._wanted_slots = wanted_slots
+        self._grows = grows
+        self._regions: dict[Sequence, range] = {}
+
+    def num_blocks_for_match(self, sequence: Sequence, match: Match) -> int:
+        """What its region has; more than there are where no hole is large enough."""
+        wanted = self._wanted_blocks(sequence)
+        return wanted if self.pool.fits(wanted) else self.pool.num_blocks + 1
+
+    def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
+        """A sequence that runs lacks nothing any more."""
+        return 0 if sequence in self._regions else self._wanted_blocks(sequence)
+
+    def extend(self, sequence: Sequence, num_tokens: int) -> None:
+        """The sequence has its region from now on. Raises OutOfBlocks and then changes nothing."""
+        if sequence not in self._regions:
+            wanted = self._wanted_blocks(sequence)
+            region = self._regions[sequence] = self.pool.take(wanted)
+            sequence.block_table.extend(region[:wanted])
+        if num_tokens > len(sequence.block_table) * self.block_size:
+            raise AssertionError(f"{sequence.request_id}: {num_tokens} tokens are more than its region holds")
+        sequence.num_exclusive_tokens = len(sequence.block_table) * self.block_size
+
+    def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
+        """There is no sharing between regions."""
+        raise AssertionError(f"{parent.request_id}: a contiguous region cannot be shared")
+
+    def release(self, sequence: Sequence) -> None:
+        """The region is free, and nothing of the sequence is computed any more."""
+        region = self._regions.pop(sequence, None)
+        if region is not None:
+            self.pool.give_back(region)
+        del sequence.block_table[:]
+        sequence.num_computed_tokens = sequence.num_exclusive_tokens = 0
+
+    def holding(self, sequence: Sequence, num_computed: int) -> Holding:
+        """Once `num_computed` of the sequence's tokens are."""
+        if self._grows:
+            return Holding(num_computed, num_computed)
+        return Holding(self._wanted_slots(sequence), len(self._regions[sequence]) * self.block_size)
+
+    def num_slots(self, sequences: Iterable[Sequence]) -> tuple[int, int]:
+        """(held, filled) slots of these sequences."""
+        sequences = list(sequences)
+        held = sum(self.holding(sequence, sequence.num_computed_tokens).taken for sequence in sequences)
+        return held, sum(sequence.num_computed_tokens for sequence in sequences)
+
+    def check_invariants(self, sequences: Iterable[Sequence]) -> None:
+        """Exactly these sequences have regions, and their tables lie in them."""
+        self.pool.check_invariants()
+        sequences = set(sequences)
+        if sequences != set(self._regions):
+            raise AssertionError("those that run and those that have regions are not the same")
+        for sequence, region in self._regions.items():
+            if list(sequence.block_table) != list(region[: len(sequence.block_table)]):
+                raise AssertionError(f"{sequence.request_id}: its blocks are not its region's")
+            if sequence.num_computed_tokens > len(region) * self.block_size:
+                raise AssertionError(f"{sequence.request_id}: computed tokens without a block")
+
+    def _wanted_blocks(self, sequence: Sequence) -> int:
+        return -(-self._wanted_slots(sequence) // self.block_size)
+
+
+class PagedKV(KVManager):
+    """The engine's own manager, which can also say what a sequence holds."""
+
+    def holding(self, sequence: Sequence, num_computed: int) -> Holding:
+        """As `ContiguousKV.holding`."""
+        held = len(sequence.block_table) * self.block_size
+        return Holding(held, held)
+
+
+ComparedKV = ContiguousKV | PagedKV
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pool:
+    """What every policy has to do with."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def num_longest(self) -> int:
+        """How many sequences of the greatest length it holds. Such a region begins and ends with a block."""
+        return self.num_blocks // -(-self.max_model_len // self.block_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """`max_batch` is None where sequences come and go step by step; else it says how many run as one batch, which is
+    padded to its longest prompt and its longest answer, and done when all of it is."""
+
+    name: str
+    make_kv: Callable[[Pool], ComparedKV]
+    max_batch: Callable[[Pool], int] | None = None
+
+
+def power_of_two(count: int) -> int:
+    """The least one that is at least `count`."""
+    return 1 << (count - 1).bit_length()
+
+
+def _whole_life(sequence: Sequence) -> int:
+    return sequence.max_num_tokens - 1  # the last token is given and never cached
+
+
+def _output_rounded_up(sequence: Sequence, max_model_len: int) -> int:
+    return min(sequence.num_prompt_tokens + power_of_two(sequence.sampling.max_tokens), max_model_len)
+
+
+def _contiguous(allocator: str, wanted: Callable[[Sequence, int], int], *, grows: bool = False):
+    def make_kv(pool: Pool) -> ContiguousKV:
+        regions = ALLOCATORS[allocator](pool.num_blocks)
+        return ContiguousKV(
+            pool.block_size, regions, lambda sequence: wanted(sequence, pool.max_model_len), grows=grows
+        )
+
+    return make_kv
+
+
+def _small_batch(pool: Pool) -> int:
+    return power_of_two(pool.num_longest + 1) // 2
+
+
+TEXTS = {
+    "paged": "blocks as a sequence needs them",
+    "oracle": "a region of just what it will fill",
+    "reserve-pow2": "a region for the prompt and the answer's length rounded up to a power of two",
+    "reserve-max": "a region of the longest sequence there may be",
+    "static-ft": "regions of the longest sequence, as many as fit run as one padded batch (like FasterTransformer)",
+    "static-hf": "a cache that grows with its padded batch of the largest power of two that surely fits (like Hugging "
+    "Face's generate)",
+}
+
+WANTED: dict[str, Callable[[Sequence, int], int]] = {
+    "oracle": lambda sequence, _: _whole_life(sequence),
+    "reserve-pow2": _output_rounded_up,
+    "reserve-max": lambda _, max_model_len: max_model_len,
+}
+
+
+def _policies() -> dict[str, Policy]:
+    policies = [Policy(name="paged", make_kv=lambda pool: PagedKV(pool.num_blocks, pool.block_size))]
+    for name, wanted in WANTED.items():
+        for allocator in ALLOCATORS:
+            policies.append(Policy(name=f"{name}:{allocator}", make_kv=_contiguous(allocator, wanted)))
+    longest = WANTED["reserve-max"]
+    policies += [
+        Policy(name="static-ft", make_kv=_contiguous("best-fit", longest), max_batch=lambda pool: pool.num_longest),
+        Policy(name="static-hf", make_kv=_contiguous("best-fit", longest, grows=True), max_batch=_small_batch),
+    ]
+    return {policy.name: policy for policy in policies}
+
+
+POLICIES = _policies()
+
+PAPERS_ALLOCATOR = "buddy"
+"""The paper gives it to all three of its Orcas. Best fit is kinder to them: no server had it."""
+
+DEFAULT_POLICIES = ",".join(
+    ["paged", *WANTED, "static-ft", "static-hf", *(f"{name}:best-fit" for name in WANTED)],
+)
+
+
+def read_policies(text: str) -> list[Policy]:
+    """Of "paged,oracle:buddy": each once, in this order. Raises StartupError for a name that is none."""
+    chosen: dict[str, Policy] = {}
+    for name in (part.strip() for part in text.split(",")):
+        full_name = f"{name}:{PAPERS_ALLOCATOR}" if name in WANTED else name
+        if full_name not in POLICIES:
+            raise StartupError(f"--policies: {name!r} is none of {', '.join(TEXTS)}")
+        chosen[full_name] = POLICIES[full_name]
+    return list(chosen.values())
+
+
+def check_room(policies: Iterable[Policy], pool: Pool) -> None:
+    """Raises StartupError for a policy under which the longest sequence could never run."""
+    if pool.num_longest < 1:
+        raise StartupError(f"memory: {pool.num_slots} slots hold no sequence of {pool.max_model_len} tokens")
+    num_blocks = -(-pool.max_model_len // pool.block_size)
+    for policy in policies:
+        kv = policy.make_kv(pool)
+        if isinstance(kv, ContiguousKV) and not kv.pool.fits(num_blocks):
+            raise StartupError(f"memory: {policy.name} finds no region for {pool.max_model_len} tokens in this pool")

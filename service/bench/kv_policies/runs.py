@@ -1,0 +1,228 @@
+"""What replays run on: the real engine, built once, or a simulated machine, a process for each core."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+from service.bench.kv_policies.policies import POLICIES, ComparedKV, Policy, Pool
+from service.bench.kv_policies.replay import Bench, Clock, Replay, ReplayFigures, WallClock, Watch, WatchedExecutor
+from service.bench.kv_policies.sharing import SharingFigures, measure_sharing, random_prompts, written_prompts
+from service.bench.kv_policies.simulation import MACHINES, SimulatedClock, SimulatedExecutor, SimulatedSampler
+from service.bench.trace import TracedRequest
+from service.config.settings import Settings
+from service.engine.build import BuiltEngine, build_engine
+from service.engine.engine import Engine
+from service.engine.kv.kv_manager import KVManager
+from service.engine.scheduling.limits import Limits
+from service.queue.embedded.die_with_parent import die_with_parent
+
+PAPER_MAX_LEN = 2048
+"""The longest sequence where none is named: the paper's, whose models end there."""
+
+SIMULATED_BATCHED_TOKENS = 8192
+SIMULATED_PREFILL_CHUNK = 512
+"""As the engine has them on a GPU."""
+
+SIMULATED_VOCAB = 32768
+
+WARM_REQUESTS = 8
+"""Replayed before any that count: what is built at its first use is built by then."""
+
+Widths = Sequence[tuple[str, int]]
+"""Methods of `memory_sharing` and how many branches they run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A policy with all requests at once, or at a rate in requests a second with those that come within `seconds`;
+    given up once the normalised latency is so high."""
+
+    policy: Policy
+    rate: float | None = None
+    seconds: float = math.inf
+    give_up_s: float = math.inf
+
+    def of(self, requests: Sequence[TracedRequest]) -> list[TracedRequest]:
+        """Those that come in time, one at least."""
+        rate = math.inf if self.rate is None else self.rate
+        return [each for number, each in enumerate(requests) if number == 0 or each.arrival <= self.seconds * rate]
+
+
+Runs = Sequence[Run]
+
+
+@dataclass(frozen=True)
+class Ground:
+    """Both take requests that fit the pool. `replay` gives the figures of each run, in order; `share` those of a method
+    and a width, each with all requests."""
+
+    description: dict[str, Any]
+    pool: Pool
+    replay: Callable[[Sequence[TracedRequest], Runs], list[ReplayFigures]]
+    share: Callable[[Sequence[TracedRequest], Widths], list[SharingFigures]]
+
+
+def real_ground(settings: Settings) -> Ground:
+    """Every policy has its turn with one model and one cache. Raises StartupError."""
+    if settings.num_gpu_blocks is None:
+        settings = replace(settings, num_gpu_blocks=MACHINES["opt-13b-a100"].num_blocks)
+    built = build_engine(replace(settings, max_model_len=settings.max_model_len or PAPER_MAX_LEN), progress=True)
+    pool = Pool(
+        num_blocks=built.memory.num_blocks,
+        block_size=built.memory.block_size,
+        max_model_len=built.limits.max_model_len,
+    )
+    bench = Bench(pool, built.config.vocab_size, built.limits.max_num_seqs, partial(_real_engine, built))
+    short = TracedRequest(pool.max_model_len // 16 + 1, 8, 0.0)
+    Replay(bench, POLICIES["paged"], [short] * WARM_REQUESTS, None).run()
+    description = {
+        "device": built.ops.device_name,
+        "is_simulated": False,
+        "model": settings.model_config or settings.model.name,
+        "dtype": str(built.ops.dtype),
+    }
+    share = partial(_share_in_turn, built, settings.enable_prefix_caching, settings.load_format == "dummy")
+    return Ground(description, pool, partial(_replay_in_turn, bench), share)
+
+
+def simulated_ground(settings: Settings, machine_name: str) -> Ground:
+    machine = MACHINES[machine_name]
+    pool = Pool(
+        num_blocks=settings.num_gpu_blocks or machine.num_blocks * 16 // settings.block_size,
+        block_size=settings.block_size,
+        max_model_len=settings.max_model_len or PAPER_MAX_LEN,
+    )
+    limits = Limits(
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens or SIMULATED_BATCHED_TOKENS,
+        max_prefill_chunk=settings.max_prefill_chunk or SIMULATED_PREFILL_CHUNK,
+        max_model_len=pool.max_model_len,
+    )
+    description = {"device": f"{machine_name}, simulated", "is_simulated": True, "costs": asdict(machine.costs)}
+    simulation = _Simulation(machine_name, pool, limits, settings.enable_prefix_caching)
+    return Ground(
+        description, pool, partial(_replay_in_processes, simulation), partial(_share_in_processes, simulation)
+    )
+
+
+@dataclass(frozen=True)
+class _Simulation:
+    """All that a process has to know of a simulated machine."""
+
+    machine: str
+    pool: Pool
+    limits: Limits
+    prefix_caching: bool
+
+    def replay(
+        self, requests: Sequence[TracedRequest], policy: str, rate: float | None, give_up_s: float
+    ) -> ReplayFigures:
+        bench = Bench(self.pool, SIMULATED_VOCAB, self.limits.max_num_seqs, self._engine)
+        return Replay(bench, POLICIES[policy], requests, rate, give_up_s).run()
+
+    def _engine(self, kv: ComparedKV, on_launch: Watch) -> tuple[Engine, Clock]:
+        clock = SimulatedClock()
+        executor = WatchedExecutor(SimulatedExecutor(clock, MACHINES[self.machine].costs), on_launch)
+        return Engine(executor, kv, self.limits, frozenset()), clock
+
+    def share(self, requests: Sequence[TracedRequest], method: str, width: int) -> SharingFigures:
+        executor = SimulatedSampler(SimulatedClock(), MACHINES[self.machine].costs, SIMULATED_VOCAB)
+        kv = KVManager(self.pool.num_blocks, self.pool.block_size, prefix_caching=self.prefix_caching)
+        engine = Engine(executor, kv, self.limits, frozenset())
+        return measure_sharing(engine, random_prompts(requests, SIMULATED_VOCAB), requests, method, width)
+
+
+def _replay_in_processes(simulation: _Simulation, requests: Sequence[TracedRequest], runs: Runs) -> list[ReplayFigures]:
+    return _in_processes(
+        simulation.replay, [(run.of(requests), run.policy.name, run.rate, run.give_up_s) for run in runs]
+    )
+
+
+def _share_in_processes(
+    simulation: _Simulation, requests: Sequence[TracedRequest], widths: Widths
+) -> list[SharingFigures]:
+    return _in_processes(partial(simulation.share, requests), widths)
+
+
+def _in_processes(function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """One for each core: nothing in a simulation waits. They end with us, and Ctrl-C is ours to hear."""
+    num_processes = min(os.cpu_count() or 1, len(tasks))
+    if num_processes < 2:
+        return [function(*task) for task in tasks]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_processes, context, initializer=_end_with, initargs=(os.getpid(),)) as processes:
+        try:
+            with _deaf_to_ctrl_c():
+                futures = [processes.submit(function, *task) for task in tasks]
+            return [future.result() for future in futures]
+        except KeyboardInterrupt:
+            for process in multiprocessing.active_children():  # else the pool waits for what they are at
+                process.kill()
+            raise
+
+
+def _end_with(parent: int) -> None:
+    die_with_parent()
+    if os.getppid() != parent:  # it ended before we asked
+        os._exit(1)
+
+
+@contextmanager
+def _deaf_to_ctrl_c() -> Iterator[None]:
+    """Processes that are started inside never hear of it; this one does behind it."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))  # by a thread that does not block it
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGINT, before)
+    if heard:
+        raise KeyboardInterrupt
+
+
+def _real_engine(built: BuiltEngine, kv: ComparedKV, on_launch: Watch) -> tuple[Engine, Clock]:
+    executor = WatchedExecutor(built.executor, on_launch)
+    return Engine(executor, kv, built.limits, frozenset(built.config.eos_token_ids)), WallClock()
+
+
+def _replay_in_turn(bench: Bench, requests: Sequence[TracedRequest], runs: Runs) -> list[ReplayFigures]:
+    figures = []
+    for run in runs:
+        figures.append(Replay(bench, run.policy, run.of(requests), run.rate, run.give_up_s).run())
+        pace = "all at once" if run.rate is None else f"{run.rate:.3g} requests/s"
+        seconds, latency_s = figures[-1].total_s, figures[-1].normalized_latency_s
+        print(f"{run.policy.name}, {pace}: {seconds:.1f} s, {latency_s:.4f} s a token", flush=True)
+    return figures
+
+
+def _share_in_turn(
+    built: BuiltEngine, prefix_caching: bool, is_dummy: bool, requests: Sequence[TracedRequest], widths: Widths
+) -> list[SharingFigures]:
+    """Random weights write no prompts that tell more than random ones."""
+    config, memory = built.config, built.memory
+
+    def idle_engine() -> Engine:
+        kv = KVManager(memory.num_blocks, memory.block_size, prefix_caching=prefix_caching)
+        return Engine(built.executor, kv, built.limits, frozenset(config.eos_token_ids))
+
+    if is_dummy:
+        prompts = random_prompts(requests, config.vocab_size)
+    else:
+        lengths = [request.num_prompt_tokens for request in requests]
+        prompts = written_prompts(idle_engine(), lengths, config.bos_token_id or 0)
+    figures = []
+    for method, width in widths:
+        figures.append(measure_sharing(idle_engine(), prompts, requests, method, width))
+        print(f"{method}, {width}: {100 * figures[-1].saved:.1f} % saved", flush=True)
+    return figures

@@ -1,0 +1,149 @@
+"""Swap, recompute and the choice between them, on requests of mixed lengths in a pool that is too small for them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from model.ops.host_blocks import HostBlocks, Transfer
+from model.sampling_params import SamplingParams
+from service.bench.engine_measures import TraceFigures, measure_trace
+from service.bench.kv_policies.replay import fit_lengths
+from service.bench.kv_policies.simulation import MACHINES, SimulatedClock, SimulatedExecutor
+from service.bench.trace import TracedRequest
+from service.engine.build import BuiltEngine, calibrate_swap_cost
+from service.engine.engine import Engine
+from service.engine.kv.kv_manager import KVManager
+from service.engine.request import EngineRequest
+from service.engine.scheduling.limits import Limits
+from service.engine.scheduling.preemption import AUTO, MODES, Preemption
+from service.engine.scheduling.swap_cost import SwapCostModel
+from service.errors import StartupError
+
+MEANS = ((150, 330), (150, 330), (20, 60), (60, 1200))
+"""Of prompts and answers: half of the requests are a chat's, a quarter short, a quarter of few words with long answers.
+"""
+
+SIGMA = 0.8
+
+
+ROUNDS = 3
+"""Of all modes, each time in another order. The median counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModeFigures:
+    """All requests to their ends under one --preemption-mode; the median round."""
+
+    mode: str
+    output_tokens_per_s: float
+    rounds: list[float]  # output tokens/s of each
+    ratio: float  # to the better of swap and recompute
+    total_s: float
+    num_preemptions: int
+    num_swapped: int
+    num_blocks_out: int
+    num_blocks_in: int
+
+
+def mixed_lengths(count: int, seed: int = 0) -> list[tuple[int, int]]:
+    """(prompt, output), lognormal around MEANS."""
+    rng, lengths = random.Random(seed), []
+    for _ in range(count):
+        prompt, output = rng.choice(MEANS)
+        lengths.append((_lognormal(rng, prompt), _lognormal(rng, output)))
+    return lengths
+
+
+def num_blocks_needed(requests: Sequence[TracedRequest], limits: Limits, block_size: int) -> int:
+    """Blocks that these requests use at once where nobody has to wait for room or leave."""
+    plenty = sum(-(-(each.num_prompt_tokens + each.num_output_tokens) // block_size) for each in requests)
+    kv = KVManager(plenty, block_size)
+    executor = SimulatedExecutor(SimulatedClock(), MACHINES["llama-3.1-8b-h200"].costs)
+    engine, most = Engine(executor, kv, limits, frozenset()), 0
+    for number, request in enumerate(requests):
+        wishes = SamplingParams(max_tokens=request.num_output_tokens, ignore_eos=True)
+        engine.add_request(
+            EngineRequest(request_id=str(number), prompt=(1,) * request.num_prompt_tokens, sampling=wishes)
+        )
+    while engine.has_work:
+        engine.step()
+        engine.drain_request_outputs()
+        most = max(most, kv.pool.num_used)
+    return most
+
+
+def measure_modes(
+    built: BuiltEngine,
+    lengths: Sequence[tuple[int, int]],
+    pool_share: float,
+    *,
+    prefix_caching: bool,
+    bus_times: int = 1,
+) -> tuple[int, list[ModeFigures]]:
+    """The blocks of the pool, and the figures of each mode, over a bus `bus_times` slower than there is. Raises
+    StartupError where there is nothing to choose."""
+    memory, limits = built.memory, built.limits
+    requests = fit_lengths([TracedRequest(*both, 0.0) for both in lengths], limits.max_model_len)
+    num_blocks = int(pool_share * num_blocks_needed(requests, limits, memory.block_size))
+    if built.executor.host is None:
+        raise StartupError("--preemption: there is no second tier: give it --swap-space")
+    if num_blocks > memory.num_blocks:
+        raise StartupError(f"--preemption: the pool has {memory.num_blocks} blocks, wanted are {num_blocks}")
+    host = built.executor.host
+    built.executor.host = _SlowerBus(host, bus_times) if bus_times > 1 else host
+    rates = calibrate_swap_cost(built.executor, memory).rates
+    runs: dict[str, list[TraceFigures]] = {mode: [] for mode in MODES}
+    for number in range(ROUNDS):
+        for mode in (*MODES[number:], *MODES[:number]):
+            kv = KVManager(num_blocks, memory.block_size, prefix_caching=prefix_caching, swapping=True)
+            preemption = Preemption(kv, SwapCostModel(replace(rates), memory.block_size), mode)  # which it corrects
+            eos_token_ids = frozenset(built.config.eos_token_ids)
+            engine = Engine(built.executor, kv, limits, eos_token_ids, preemption=preemption)
+            run, _ = measure_trace(replace(built, engine=engine), requests, engine_start_s=0.0)
+            runs[mode].append(run)
+            print(f"{mode}: {run.total_s:.1f} s, {run.output_tokens_per_s:.0f} tokens/s", flush=True)
+    built.executor.host = host
+    return num_blocks, _mode_figures(runs)
+
+
+def _mode_figures(runs: dict[str, list[TraceFigures]]) -> list[ModeFigures]:
+    medians = {mode: sorted(rounds, key=lambda run: run.total_s)[ROUNDS // 2] for mode, rounds in runs.items()}
+    best = max(run.output_tokens_per_s for mode, run in medians.items() if mode != AUTO)
+    return [
+        ModeFigures(
+            mode=mode,
+            output_tokens_per_s=run.output_tokens_per_s,
+            rounds=[each.output_tokens_per_s for each in runs[mode]],
+            ratio=run.output_tokens_per_s / best,
+            total_s=run.total_s,
+            num_preemptions=run.num_preemptions,
+            num_swapped=run.num_swapped,
+            num_blocks_out=run.num_blocks_out,
+            num_blocks_in=run.num_blocks_in,
+        )
+        for mode, run in medians.items()
+    ]
+
+
+class _SlowerBus:
+    """`HostBlocks` over a bus so many times slower: each block is copied so many times."""
+
+    def __init__(self, host: HostBlocks, times: int):
+        self._host = host
+        self._times = times
+
+    @property
+    def num_ready(self) -> int:
+        return self._host.num_ready
+
+    def copy_out(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> Transfer:
+        return self._host.copy_out(list(blocks) * self._times, list(host_blocks) * self._times)
+
+    def copy_in(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> Transfer:
+        return self._host.copy_in(list(host_blocks) * self._times, list(blocks) * self._times)
+
+
+def _lognormal(rng: random.Random, mean: int) -> int:
+    return max(2, min(4 * mean, round(mean * rng.lognormvariate(-(SIGMA**2) / 2, SIGMA))))

@@ -1,0 +1,113 @@
+"""What a bench leaves: figures on the terminal, a JSON record, a drawing."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from model.errors import ModelError
+from service.errors import StartupError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+Figure = dict[str, Any]
+"""A drawing, as `plot.py` takes it: {"title", "panels": [{"kind", "title", "x", "y", "series": [{"label", "x", "y"}]}]}
+with kind "line", "steps", "bars" or "stack" (bars, one series behind the other); a panel may have a "y_max"."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Percentiles of something measured many times."""
+
+    p50: float
+    p90: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread | None:
+        """None of nothing."""
+        return cls(*map(float, np.percentile(values, (50, 90, 99)))) if len(values) else None
+
+    def __str__(self) -> str:
+        return " / ".join(f"{value:.4g}" for value in asdict(self).values())
+
+
+def add_report_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the figures there, as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw them there: .png, .svg or .pdf")
+
+
+def check_report_flags(flags: argparse.Namespace) -> None:
+    """Before anything is measured. Raises StartupError for a file that could not be written."""
+    for flag, path in (("--out", flags.out), ("--plot", flags.plot)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise StartupError(f"{flag}: there is no folder {path.parent}")
+        if path is not None and path.is_dir():
+            raise StartupError(f"{flag}: {path} is a folder")
+        if path is not None and not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+            raise StartupError(f"{flag}: {path} cannot be written")
+    if flags.plot is None:
+        return
+    if flags.plot.suffix not in (".png", ".svg", ".pdf"):
+        raise StartupError(f"--plot: {flags.plot} ends in none of .png, .svg, .pdf")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise StartupError("--plot needs matplotlib: pip install 'quire[plot]'")
+
+
+def write_report(flags: argparse.Namespace, record: dict[str, Any], figure: Figure) -> None:
+    """The record with its date and commit to `--out`, the figure to `--plot`, where they are wanted. Raises
+    StartupError where that cannot be done after all."""
+    if flags.out:
+        record = {"date": datetime.now(UTC).date().isoformat(), "commit": _commit(), **record}
+        try:
+            flags.out.write_text(json.dumps(record, indent=2) + "\n")
+        except OSError as error:
+            raise StartupError(f"--out: {flags.out} cannot be written: {error.strerror}") from None
+    if flags.plot:
+        command = python_script("plot", str(flags.plot))
+        drawn = subprocess.run(command, input=json.dumps(figure), text=True, env=script_environment(), check=False)
+        if drawn.returncode:
+            raise StartupError(f"--plot: {flags.plot} could not be drawn")
+
+
+def run_script(main: Callable[[], None]) -> None:
+    """A bench that is a module of its own ends as `quire` does: on a wrong word with a line and status 2."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except (StartupError, ModelError) as error:
+        print(f"{Path(sys.argv[0]).stem}: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def python_script(module: str, *arguments: str) -> list[str]:
+    """The command that runs a module of this package in a process of its own: what it imports stays out of this one."""
+    return [sys.executable, "-P", "-m", f"service.bench.{module}", *arguments]
+
+
+def script_environment() -> dict[str, str]:
+    """Ours first on the path, and the folder we were started in not at all."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def _commit() -> str | None:
+    ask = ["git", "-C", str(ROOT), "-c", "safe.directory=*", "rev-parse", "--short", "HEAD"]
+    try:
+        answer = subprocess.run(ask, capture_output=True, text=True, check=False)
+    except OSError:  # a machine without git
+        return None
+    return answer.stdout.strip() or None

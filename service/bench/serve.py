@@ -1,0 +1,250 @@
+"""`quire bench serve`: an open loop against a running service; requests come when the trace says, answered or not."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import aiohttp
+import numpy as np
+
+from service.bench.flag_values import positive_number, whole_number
+from service.bench.load_client import Answer, Task
+from service.bench.report import Figure, Spread, python_script, script_environment, write_report
+from service.bench.trace import TracedRequest, read_trace
+from service.cli.client.api import unreachable
+from service.cli.table import print_table, shown
+from service.config.settings import Settings
+from service.errors import StartupError
+from service.queue.embedded.die_with_parent import die_with_parent
+
+API_KEY_VARIABLE = "QUIRE_API_KEY"
+START_DELAY_S = 0.5
+"""Between the last client's being ready and the trace's start, so that every client hears of it in time."""
+
+GRACE_S = 30.0
+"""What clients get on top of the run's longest time, to start and to hand over what they saw."""
+
+ANSWER_LINE_BYTES = 1 << 28
+CURVE_POINTS = 400
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is asked of the service, checked."""
+
+    url: str
+    api_key: str | None
+    rate: float  # requests a second
+    num_clients: int
+    max_seconds: float
+    slo_ttft_ms: float
+    slo_gap_ms: float
+    vocab_size: int
+    requests: list[TracedRequest]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeFigures:
+    """What the clients saw. Latencies count from when a request was due; a gap is between two chunks of one answer.
+
+    `goodput_per_s` counts requests that were answered whole, the first chunk within the TTFT objective and the others
+    within the gap objective on average.
+    """
+
+    rate: float
+    num_requests: int
+    sample_s: float  # from the first request's being due to the last one's: what the percentiles are of
+    num_errors: int
+    total_s: float  # from the start to the last answer's end
+    output_tokens_per_s: float
+    requests_per_s: float
+    goodput_per_s: float
+    good_share: float
+    ttft_ms: Spread | None
+    gap_ms: Spread | None
+    client_lag_ms: Spread | None  # how late the clients sent what was due; if it is not small, they are the limit
+    errors: dict[str, int]
+
+
+def add_serve_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", metavar="URL", required=True, help="of the service, such as http://127.0.0.1:8000")
+    parser.add_argument("--trace", type=Path, metavar="FILE", required=True, help="lengths and arrivals of requests")
+    parser.add_argument("--rate", metavar="X", required=True, help="requests a second; arrivals are divided by it")
+    parser.add_argument("--num-requests", metavar="N", help="only the first N requests of the trace")
+    parser.add_argument("--max-seconds", metavar="X", default="600", help="what is open then has failed (default: 600)")
+    parser.add_argument("--clients", metavar="N", default="8", help="processes that send (default: 8)")
+    parser.add_argument("--model", dest="asked_model", metavar="NAME", help="name to ask for; else the first it lists")
+    parser.add_argument("--api-key", dest="shown_key", metavar="KEY", help=f"or {API_KEY_VARIABLE} in the environment")
+    parser.add_argument("--vocab-size", metavar="N", default="4096", help="prompts are ids below it (default: 4096)")
+    parser.add_argument("--slo-ttft-ms", metavar="X", default="1000", help="objective for goodput (default: 1000)")
+    parser.add_argument("--slo-gap-ms", metavar="X", default="50", help="objective for a mean gap (default: 50)")
+
+
+def run_serve_bench(_: Settings, flags: argparse.Namespace) -> int:
+    """0, or 1 if a request failed; raises StartupError where there is nothing to measure."""
+    plan = read_plan(flags)
+    answers = asyncio.run(drive(plan, flags.asked_model))
+    figures = summarize(plan, answers)
+    rows = [(name.replace("_", " "), _shown(value)) for name, value in vars(figures).items() if name != "errors"]
+    print_table(rows)
+    if figures.errors:  # by themselves: what they say may be long
+        print_table([(f"error: {error}", f"{count:,}") for error, count in figures.errors.items()])
+    record = {"bench": "serve", "url": plan.url, "trace": flags.trace.stem, "clients": plan.num_clients}
+    record |= {"slo_ttft_ms": plan.slo_ttft_ms, "slo_gap_ms": plan.slo_gap_ms}
+    write_report(flags, {**record, **asdict(figures)}, _figure(plan, answers))
+    return 1 if figures.num_errors else 0
+
+
+def read_plan(flags: argparse.Namespace) -> Plan:
+    """Raises StartupError, one line that names the flag."""
+    parts = urlsplit(flags.url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.path not in ("", "/"):
+        raise StartupError(f"--url: {flags.url!r} is not of the form http://host:port")
+    requests = read_trace(flags.trace)
+    if flags.num_requests is not None:
+        requests = requests[: whole_number("--num-requests", flags.num_requests)]
+    keys = (flags.shown_key or os.environ.get(API_KEY_VARIABLE) or "").split(",")
+    return Plan(
+        url=f"{parts.scheme}://{parts.netloc}",
+        api_key=keys[0].strip() or None,
+        rate=positive_number("--rate", flags.rate),
+        num_clients=min(whole_number("--clients", flags.clients, high=64), len(requests)),
+        max_seconds=positive_number("--max-seconds", flags.max_seconds, high=86400),
+        slo_ttft_ms=positive_number("--slo-ttft-ms", flags.slo_ttft_ms),
+        slo_gap_ms=positive_number("--slo-gap-ms", flags.slo_gap_ms),
+        vocab_size=whole_number("--vocab-size", flags.vocab_size),
+        requests=requests,
+    )
+
+
+def summarize(plan: Plan, answers: Sequence[Answer]) -> ServeFigures:
+    """The figures of these answers, one for each request of the plan, in its order."""
+    whole = [answer for answer in answers if answer.error is None]
+    ends_s = [each.arrival / plan.rate + answer.end_s for each, answer in zip(plan.requests, answers, strict=True)]
+    total_s = max(ends_s)
+    num_good = sum(_is_good(plan, answer) for answer in whole)
+    return ServeFigures(
+        rate=plan.rate,
+        num_requests=len(answers),
+        sample_s=(plan.requests[-1].arrival - plan.requests[0].arrival) / plan.rate,
+        num_errors=len(answers) - len(whole),
+        total_s=total_s,
+        output_tokens_per_s=sum(answer.num_tokens for answer in whole) / total_s,
+        requests_per_s=len(whole) / total_s,
+        goodput_per_s=num_good / total_s,
+        good_share=num_good / len(answers),
+        ttft_ms=Spread.of([1e3 * answer.chunks_s[0] for answer in whole if answer.chunks_s]),
+        gap_ms=Spread.of([gap_ms for answer in whole for gap_ms in _gaps_ms(answer)]),
+        client_lag_ms=Spread.of([1e3 * answer.sent_s for answer in answers]),
+        errors=dict(Counter(answer.error for answer in answers if answer.error is not None)),
+    )
+
+
+def _is_good(plan: Plan, answer: Answer) -> bool:
+    if not answer.chunks_s or 1e3 * answer.chunks_s[0] > plan.slo_ttft_ms:
+        return False
+    mean_gap_ms = 1e3 * (answer.chunks_s[-1] - answer.chunks_s[0]) / max(1, len(answer.chunks_s) - 1)
+    return mean_gap_ms <= plan.slo_gap_ms
+
+
+def _gaps_ms(answer: Answer) -> list[float]:
+    return [1e3 * (later - earlier) for earlier, later in pairwise(answer.chunks_s)]
+
+
+async def drive(plan: Plan, model: str | None) -> list[Answer]:
+    """Every answer, in the order of the plan's requests."""
+    model = model or await first_model(plan)
+    clients: list[asyncio.subprocess.Process] = []
+    try:
+        for number in range(plan.num_clients):
+            clients.append(await _start_client(plan, model, number))
+        async with asyncio.timeout(plan.max_seconds + GRACE_S):
+            lines = await _let_run(clients)
+        shares = [[Answer(**answer) for answer in json.loads(line)] for line in lines]
+    except BaseException as error:
+        for client in clients:
+            if client.returncode is None:
+                client.kill()
+        if not isinstance(error, TimeoutError | ValueError | OSError | asyncio.IncompleteReadError):
+            raise
+        raise StartupError(f"serve: a client process ended without an answer: {error}") from None
+    finally:
+        for client in clients:
+            await client.wait()
+    return [shares[number % len(shares)][number // len(shares)] for number in range(len(plan.requests))]
+
+
+async def _let_run(clients: Sequence[asyncio.subprocess.Process]) -> list[bytes]:
+    """Start them all at once when all are ready; the line that each ends with."""
+    await asyncio.gather(*(client.stdout.readuntil(b"ready\n") for client in clients))
+    start = f"{time.monotonic() + START_DELAY_S!r}\n".encode()
+    for client in clients:
+        client.stdin.write(start)
+    return await asyncio.gather(*(client.stdout.readline() for client in clients))
+
+
+async def first_model(plan: Plan) -> str:
+    headers = {"Authorization": f"Bearer {plan.api_key}"} if plan.api_key else {}
+    timeout = aiohttp.ClientTimeout(total=10)
+    try:
+        async with (
+            aiohttp.ClientSession(headers=headers, timeout=timeout) as http,
+            http.get(f"{plan.url}/v1/models", allow_redirects=False) as response,
+        ):
+            if response.status != 200:
+                raise StartupError(f"--url: {plan.url}/v1/models answers {response.status}")
+            return str((await response.json())["data"][0]["id"])
+    except aiohttp.ClientConnectorError as error:
+        raise StartupError(f"--url: {plan.url} cannot be reached: {unreachable(error)}") from None
+    except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
+        raise StartupError(f"--url: {plan.url} lists no model: {error or type(error).__name__}") from None
+
+
+async def _start_client(plan: Plan, model: str, number: int) -> asyncio.subprocess.Process:
+    """A client for every request whose number leaves `number` when divided by how many clients there are."""
+    share = [
+        (index, each.num_prompt_tokens, each.num_output_tokens, each.arrival / plan.rate)
+        for index, each in enumerate(plan.requests)
+        if index % plan.num_clients == number
+    ]
+    task = Task(plan.url, plan.api_key, model, plan.vocab_size, plan.max_seconds, share)
+    process = await asyncio.create_subprocess_exec(
+        *python_script("load_client"),
+        env=script_environment(),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        limit=ANSWER_LINE_BYTES,
+        start_new_session=True,  # Ctrl-C is ours to hear
+        preexec_fn=die_with_parent,
+    )
+    process.stdin.write(json.dumps(asdict(task)).encode() + b"\n")
+    return process
+
+
+def _shown(value: float | int | Spread | None) -> str:
+    return f"{value}  (p50 / p90 / p99)" if isinstance(value, Spread) else shown(value)
+
+
+def _figure(plan: Plan, answers: Sequence[Answer]) -> Figure:
+    whole = [answer for answer in answers if answer.error is None and answer.chunks_s]
+    measured = {
+        "time to the first token": [1e3 * answer.chunks_s[0] for answer in whole],
+        "gap between chunks": [gap_ms for answer in whole for gap_ms in _gaps_ms(answer)],
+    }
+    shares = np.linspace(0, 1, CURVE_POINTS)
+    panels = []
+    for title, values in measured.items():
+        curve = np.quantile(values, shares).tolist() if values else []
+        series = {"label": title, "x": curve, "y": shares.tolist()[: len(curve)]}
+        panels.append({"kind": "steps", "title": title, "x": "ms", "y": "share of all", "series": [series]})
+    return {"title": f"{plan.rate:g} requests/s", "panels": panels}

@@ -1,0 +1,160 @@
+"""The HTTP door: OpenAI's routes, and those of whoever watches over the server."""
+
+from __future__ import annotations
+
+import math
+from importlib.metadata import version
+
+from aiohttp import web
+
+from service.gateway.batches.batches import Batches
+from service.gateway.batches.files import Files
+from service.gateway.batches.runner import BatchRunner
+from service.gateway.core.service import Hall
+from service.gateway.generation.request import CHAT, COMPLETIONS
+from service.gateway.generation.served_model import ServedModel
+from service.gateway.http.middleware import (
+    READ_TIMEOUT_S,
+    TENANT,
+    Doorkeeper,
+    guard,
+    json_response,
+    note_begun,
+    read_body,
+)
+from service.gateway.openapi.document import openapi_document
+from service.gateway.routes.completions import REQUEST_ROUTE, Generations
+from service.gateway.routes.embeddings import Embeddings
+from service.gateway.routes.invocations import Invocations
+from service.gateway.routes.operations_page import operations_routes
+from service.gateway.routes.probes import readiness
+from service.gateway.routes.responses import Responses
+from service.gateway.routes.tokenization import detokenize, tokenize
+from service.observability.metrics import CONTENT_TYPE, LaneSight
+from service.queue.interface import QUEUE_LANES, BrokerUnavailable
+
+
+def model_permission(model: ServedModel) -> dict[str, object]:
+    """vLLM's object: everyone who may enter may do the same."""
+    return {
+        "id": model.fingerprint.replace("fp_", "modelperm-"),
+        "object": "model_permission",
+        "created": model.created_s,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
+
+
+class HttpDoor:
+    def __init__(self, hall: Hall, runner: BatchRunner) -> None:
+        self._hall = hall
+        self._runner = runner
+
+    def app(self) -> web.Application:
+        """All routes behind the guard. Raises StartupError for a key file that cannot be used."""
+        settings = self._hall.settings
+        generations, embeddings = Generations(self._hall), Embeddings(self._hall)
+        app = web.Application(
+            middlewares=[guard(Doorkeeper(settings), self._hall.metrics, settings.write_timeout, self._hall.tracing)],
+            client_max_size=settings.max_body_bytes,
+        )
+        app[READ_TIMEOUT_S] = settings.read_timeout
+        app.on_response_prepare.append(note_begun)
+        app.add_routes(
+            [
+                web.post(COMPLETIONS, generations.create(COMPLETIONS)),
+                web.post(CHAT, generations.create(CHAT)),
+                web.get(REQUEST_ROUTE, generations.get),
+                web.delete(REQUEST_ROUTE, generations.delete),
+                web.get("/v1/models", self._models),
+                web.get("/v1/models/{model:.+}", self._model),
+                web.post("/tokenize", self._tokenize),
+                web.post("/detokenize", self._detokenize),
+                web.get("/metrics", self._metrics),
+                web.get("/livez", self._livez),
+                web.get("/readyz", self._readyz),
+                web.get("/health", self._readyz),
+                web.get("/ping", self._readyz),
+                web.get("/", self._welcome),
+                web.get("/openapi.json", self._openapi),
+                *operations_routes(self._hall),
+                *Responses(self._hall).routes(),
+                *embeddings.routes(),
+                *Invocations(self._hall, generations, embeddings).routes(),
+                *Files(self._hall.broker, self._hall.storage, settings).routes(),
+                *Batches(self._hall.broker, self._runner, self._hall.storage).routes(),
+            ]
+        )
+        return app
+
+    async def _models(self, http: web.Request) -> web.Response:
+        return json_response({"object": "list", "data": [await self._card()]})
+
+    async def _model(self, http: web.Request) -> web.Response:
+        self._hall.model.require(http.match_info["model"])
+        return json_response(await self._card())
+
+    async def _card(self) -> dict[str, object]:
+        model = self._hall.model
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": model.created_s,
+            "owned_by": "quire",
+            "root": model.name,
+            "parent": None,
+            "max_model_len": await self._max_model_len(),
+            "permission": [model_permission(model)],
+        }
+
+    async def _max_model_len(self) -> int:
+        """What the workers allow; what the model allows while they cannot be asked."""
+        limit = self._hall.model.max_model_len
+        try:
+            return (await self._hall.fleet.view()).max_model_len(limit)
+        except BrokerUnavailable:
+            return limit
+
+    async def _tokenize(self, http: web.Request) -> web.Response:
+        body = await read_body(http)
+        found = await self._hall.threads.run(http[TENANT], tokenize, self._hall.model, body)
+        return json_response({**found, "max_model_len": await self._max_model_len()})
+
+    async def _detokenize(self, http: web.Request) -> web.Response:
+        body = await read_body(http)
+        return json_response(await self._hall.threads.run(http[TENANT], detokenize, self._hall.model, body))
+
+    async def _metrics(self, http: web.Request) -> web.Response:
+        try:
+            view = await self._hall.fleet.view()
+            lanes = {
+                name: LaneSight(lane.num_jobs, view.oldest_wait_s(name)) for name, lane in view.queue.lanes.items()
+            }
+            stats = {card.worker_id: card.stats for card in view.cards}
+            self._hall.metrics.see_fleet(stats, lanes, view.queue.num_leases)
+        except BrokerUnavailable:
+            self._hall.metrics.see_fleet({}, dict.fromkeys(QUEUE_LANES, LaneSight(math.nan, math.nan)), math.nan)
+        return web.Response(body=self._hall.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _livez(self, http: web.Request) -> web.Response:
+        return json_response({"status": "ok"})
+
+    async def _readyz(self, http: web.Request) -> web.Response:
+        status, body = await readiness(self._hall)
+        return json_response(body, status)
+
+    async def _openapi(self, http: web.Request) -> web.Response:
+        settings = self._hall.settings
+        keys_required = bool(settings.api_key or settings.api_key_file)
+        return json_response(openapi_document(version("quire"), self._hall.model.name, keys_required=keys_required))
+
+    async def _welcome(self, http: web.Request) -> web.Response:
+        routes = sorted({resource.canonical for resource in http.app.router.resources()})
+        return json_response({"service": "quire", "model": self._hall.model.name, "routes": routes})

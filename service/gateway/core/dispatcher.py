@@ -1,0 +1,269 @@
+"""Opens requests: submits their jobs, follows them, and sees to it that no job outlives its request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from service.errors import EndReason, RequestError
+from service.gateway.core.accepted_request import Ticket
+from service.gateway.core.admission import unavailable
+from service.gateway.core.back_pressure import BackPressure, NoRoom
+from service.gateway.core.background import BackgroundWrites
+from service.gateway.core.spans import begin_generation, end_generation
+from service.gateway.core.storage import storage_refusal
+from service.gateway.generation.response_assembler import JobText
+from service.gateway.generation.response_stream import JobRun, Run, failure
+from service.gateway.generation.served_model import ServedModel
+from service.observability.logs import fields
+from service.observability.metrics import GatewayMetrics
+from service.observability.tracing import NO_TRACING, Tracing
+from service.queue.interface import BrokerUnavailable, DoorBroker, QueueFull
+from service.queue.messages import Cancel
+from service.queue.storage import UNLIMITED, StorageFull, StorageLimits
+
+log = logging.getLogger("quire.gateway")
+
+CLOSE_TIMEOUT_S = 2.0
+LOOKS_PER_GRACE, MARKS_PER_GRACE, NUM_MISSING_MARKS = 4, 5, 2
+
+
+async def read_to_end(run: Run) -> None:
+    async for _ in run:
+        pass
+
+
+Reader = Callable[[Run], Coroutine[Any, Any, None]]
+"""What becomes of the answer of a request that has no client."""
+
+
+class Relay:
+    def __init__(
+        self,
+        model: ServedModel,
+        broker: DoorBroker,
+        pressure: BackPressure,
+        metrics: GatewayMetrics,
+        grace_s: float,
+        tracing: Tracing = NO_TRACING,
+        limits: StorageLimits = UNLIMITED,
+    ) -> None:
+        """`grace_s`: how long a resumable request goes on with nobody there."""
+        self._model = model
+        self._broker = broker
+        self._pressure = pressure
+        self._metrics = metrics
+        self._tracing = tracing
+        self._open: set[_Scope] = set()
+        self._grace_s = grace_s
+        self._limits = limits
+        self._keepers: set[asyncio.Task[None]] = set()
+        self.background = BackgroundWrites()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    @asynccontextmanager
+    async def open(self, ticket: Ticket, *, is_shared: bool = False) -> AsyncIterator[Run]:
+        """Submits the jobs; on leaving before their end, for whatever reason, cancels them. Those of a request that
+        `is_shared` go on where only this gateway leaves, or hears no answer from the queue: they are asked for again,
+        here or by another gateway.
+
+        Raises RequestError: 429 or 503 where a job was not accepted or this door closes, 504 past the deadline.
+        """
+        scope = _Scope(asyncio.timeout(ticket.timeout_s), owns_jobs=True, is_shared=is_shared)
+        async with self._opened(ticket, scope) as run:
+            yield run
+
+    @asynccontextmanager
+    async def view(self, ticket: Ticket) -> AsyncIterator[Run]:
+        """The answer of a request that is under way or over, from its beginning. Leaving ends nothing.
+
+        While inside, a request that outlives its clients knows that one is there. Raises RequestError like `open`.
+        """
+        watching = asyncio.create_task(self._watch(ticket)) if ticket.request.resumable else None
+        try:
+            async with self._opened(ticket, _Scope(asyncio.timeout(ticket.timeout_s), owns_jobs=False)) as run:
+                yield run
+        finally:
+            if watching is not None:
+                watching.cancel()
+                self._mark_last(ticket)
+
+    async def keep(self, ticket: Ticket, read: Reader = read_to_end) -> None:
+        """Submits the jobs and sees to them without a client: in the background to their end, else until nobody has
+        been there for `resume_grace` seconds. `read` gets the run. Returns when they are accepted. Raises RequestError.
+        """
+        accepted = asyncio.get_running_loop().create_future()
+        accepted.add_done_callback(asyncio.Future.exception)  # its client may have left before it could hear
+        task = asyncio.create_task(self._keep(ticket, accepted, read))
+        self._keepers.add(task)
+        task.add_done_callback(self._keepers.discard)
+        await asyncio.wait({accepted})
+        accepted.result()
+
+    async def _keep(self, ticket: Ticket, accepted: asyncio.Future[None], read: Reader) -> None:
+        scope = _Scope(asyncio.timeout(ticket.timeout_s), owns_jobs=True, is_kept=True)
+        patience = None
+        try:
+            async with self._opened(ticket, scope) as run:
+                if ticket.request.resumable:
+                    await self._mark(ticket)
+                    patience = asyncio.create_task(self._await_desertion(ticket, scope))
+                accepted.set_result(None)
+                await read(run)
+        except RequestError as error:
+            if not accepted.done():
+                accepted.set_exception(error)
+        except Exception:
+            log.exception("a request is no longer kept %s", fields(request=ticket.request_id))
+        finally:
+            if patience is not None:
+                patience.cancel()
+            if not accepted.done():
+                accepted.set_exception(unavailable())
+
+    async def _await_desertion(self, ticket: Ticket, scope: _Scope) -> None:
+        """One missing mark may have been lost, or have run out early where Redis' clock was set: who is there writes
+        another before the next look."""
+        num_missing = 0
+        while num_missing < NUM_MISSING_MARKS:
+            await asyncio.sleep(self._grace_s / LOOKS_PER_GRACE)
+            try:
+                is_watched = await self._broker.is_watched(ticket.request_id)
+            except BrokerUnavailable:
+                is_watched = True
+            num_missing = 0 if is_watched else num_missing + 1
+        scope.end(EndReason.CANCELLED)
+
+    async def _watch(self, ticket: Ticket) -> None:
+        while True:
+            is_marked = await self._mark(ticket)
+            await asyncio.sleep(self._grace_s / MARKS_PER_GRACE if is_marked else min(1.0, self._grace_s / 10))
+
+    async def _mark(self, ticket: Ticket) -> bool:
+        try:
+            await self._broker.watch(ticket.request_id, self._grace_s)
+        except BrokerUnavailable:
+            log.warning("request not marked as watched %s", fields(request=ticket.request_id))
+            return False
+        return True
+
+    def _mark_last(self, ticket: Ticket) -> None:
+        """Record that no client of this gateway is connected any more."""
+        mark = lambda: self._broker.watch(ticket.request_id, self._grace_s)  # noqa: E731
+        self.background.repeat(mark, "request not marked as watched", self._grace_s, request=ticket.request_id)
+
+    @asynccontextmanager
+    async def _opened(self, ticket: Ticket, scope: _Scope) -> AsyncIterator[Run]:
+        jobs = [self._follow(ticket, number, is_there=not scope.owns_jobs) for number in range(len(ticket.job_ids))]
+        run = Run(jobs, sum(ticket.num_prompt_tokens))
+        self._open.add(scope)
+        span = begin_generation(self._tracing if scope.owns_jobs else NO_TRACING, ticket)
+        reason, is_kept, refused = EndReason.CANCELLED, scope.is_kept or scope.is_shared, None
+        try:
+            async with scope.timeout:
+                if scope.owns_jobs:
+                    await self._submit(ticket, jobs, span.traceparent, scope)
+                yield run
+        except NoRoom as error:
+            is_kept, refused = True, error.code  # `_withdraw` ends what was accepted of it
+            raise
+        except RequestError as error:
+            is_kept, refused = False, error.code  # one of its jobs has failed
+            raise
+        except BrokerUnavailable:
+            # Its jobs may exist: a retry finds them running or done.
+            reason = EndReason.INTERNAL
+            raise unavailable() from None
+        except TimeoutError:
+            if not scope.timeout.expired():
+                raise
+            reason, is_kept = scope.reason, is_kept and scope.reason is EndReason.SHUTDOWN
+            raise failure(reason) from None
+        finally:
+            self._open.discard(scope)
+            run.leave(reason, jobs_go_on=is_kept or not scope.owns_jobs)
+            if self._tracing.is_on and scope.owns_jobs:
+                end_generation(span, run, reason, refused)
+            self.background.spawn(run.close())
+
+    async def _submit(self, ticket: Ticket, runs: Sequence[JobRun], traceparent: str | None, scope: _Scope) -> None:
+        """Raises NoRoom, or BrokerUnavailable where the queue is away or does not answer."""
+        by_id = {run.job_id: run for run in runs}
+        for number, job in enumerate(ticket.jobs):
+            run = by_id[job.job_id]
+            run.submitting()
+            try:
+                traced = job if traceparent is None else replace(job, traceparent=traceparent)
+                record = None if number else ticket.record
+                await self._broker.submit(traced, self._pressure.bounds, record, self._limits)
+            except (QueueFull, StorageFull) as full:
+                run.refused()
+                if not scope.is_shared and len(ticket.jobs) == len(runs):  # else its owner goes on asking for it
+                    self.background.spawn(self._withdraw(ticket, number))
+                if isinstance(full, StorageFull):
+                    raise storage_refusal(full) from None
+                raise self._pressure.refused(ticket.tenant, full) from None
+            self._pressure.accepted(ticket.tenant)
+            run.accepted(self._metrics.started(len(job.prompt) // 4))
+
+    async def _withdraw(self, ticket: Ticket, num_accepted: int) -> None:
+        """A request that was refused is not to be found, so that a flood of them leaves nothing behind. What was
+        accepted of it ends after that, for as long as it is found it may be asked for."""
+        if num_accepted == 0 and ticket.idempotency is None:
+            return  # nothing of it was kept
+
+        def forget() -> Awaitable[None]:
+            # Unless a request under the same key, made at the same time, was accepted.
+            unless_there = None if num_accepted else ticket.request_id
+            return self._broker.forget(ticket.request_id, ticket.tenant, ticket.idempotency, unless_there)
+
+        if await self.background.until_known(forget, "request not forgotten", request=ticket.request_id):
+            for job in ticket.jobs[:num_accepted]:
+                self._cancel(Cancel(job_id=job.job_id, reason=EndReason.CANCELLED))
+
+    def _follow(self, ticket: Ticket, number: int, is_there: bool) -> JobRun:
+        job_id = ticket.job_ids[number]
+        text = JobText(ticket.request, self._model, number * ticket.request.sampling.n)
+        return JobRun(job_id, self._broker.follow(job_id), text, self._cancel, is_there)
+
+    def let_go(self) -> None:
+        """Requests that outlive their clients outlive this gateway too."""
+        for scope in [scope for scope in self._open if scope.is_kept]:
+            scope.end(EndReason.SHUTDOWN)
+
+    def end_all(self) -> None:
+        """Every open request ends now, with SHUTDOWN."""
+        for scope in self._open:
+            scope.end(EndReason.SHUTDOWN)
+
+    async def close(self) -> None:
+        """Waits until the cancels on their way have been said, a while at most."""
+        if self._keepers:
+            await asyncio.wait(self._keepers, timeout=CLOSE_TIMEOUT_S)
+        await self.background.close()
+
+    def _cancel(self, cancel: Cancel) -> None:
+        # Said by a task of its own: the request's task may itself be cancelled, its client having left.
+        self.background.repeat(lambda: self._broker.cancel(cancel), "cancel not said", job=cancel.job_id)
+
+
+@dataclass(eq=False)
+class _Scope:
+    """What bounds an open request in time, and what it means when the time is up."""
+
+    timeout: asyncio.Timeout
+    owns_jobs: bool  # they end with it
+    is_kept: bool = False  # it has no client of its own
+    is_shared: bool = False  # any gateway can go on with it
+    reason: EndReason = EndReason.DEADLINE
+
+    def end(self, reason: EndReason) -> None:
+        self.reason = reason
+        self.timeout.reschedule(asyncio.get_running_loop().time())

@@ -1,0 +1,197 @@
+"""The keys that may enter: hashes only, from the settings and from a file that is read again when it changes.
+
+A line of the file is `name:sha256$<64 hex digits>`, then any of `:tenant=NAME` and `:max_open=N`. A name may stand in
+several lines, so that a key can be replaced without a gap. Empty lines and those that begin with # say nothing.
+A plain hash is enough: `quire key` makes keys of 256 bits of chance, which nobody finds by trying.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import logging
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from service.errors import RequestError, StartupError
+from service.observability.logs import fields
+
+log = logging.getLogger("quire.gateway")
+
+ANONYMOUS = "anonymous"
+KEY_PREFIX = "sk-quire-"
+MAX_FILE_BYTES = 1 << 20
+MAX_KEYS = 4096
+"""Every request is compared with all of them."""
+LOOK_AGAIN_S = 1.0
+"""How long a change of the file may go unseen."""
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_HASH = re.compile(r"sha256\$([0-9a-f]{64})")
+
+
+@dataclass(frozen=True)
+class Client:
+    """Whom a key belongs to. `tenant` is whose share of the machine and whose prefix cache its requests use."""
+
+    name: str
+    tenant: str
+    max_open: int | None = None  # requests at once; None: as the settings say
+
+
+@dataclass(frozen=True)
+class HashedKey:
+    digest: bytes
+    client: Client
+
+
+class KeyRing:
+    """Answers whose key it is. Without keys and without a file, everybody is ANONYMOUS."""
+
+    def __init__(self, keys: Sequence[str], path: Path | None = None, clock: Callable[[], float] = time.monotonic):
+        self._fixed = [_unnamed(key) for key in keys]
+        self._path = path
+        self._clock = clock
+        self._looked_at_s = clock()
+        self._seen: tuple[int, ...] | None = None
+        self._listed: Sequence[HashedKey] = ()
+        if path is not None:
+            self._seen = _state(path)
+            self._listed = read_keys(path)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether everybody may enter."""
+        return not self._fixed and self._path is None
+
+    def client(self, authorization: Sequence[str]) -> Client:
+        """`authorization` holds the request's headers of that name. Raises RequestError (401)."""
+        if self.is_open:
+            return Client(ANONYMOUS, ANONYMOUS)
+        self._look()
+        key = _key_in(authorization[0]) if len(authorization) == 1 else None
+        # Bytes, since comparing non-ASCII text raises; all keys, so that time tells nothing.
+        digest = _digest(key or b"")
+        found = [known for known in (*self._fixed, *self._listed) if hmac.compare_digest(digest, known.digest)]
+        if key is None or not found:
+            raise RequestError(401, "A valid API key is required.", code="invalid_api_key")
+        return found[0].client
+
+    def _look(self) -> None:
+        """A file that went bad or away changes nothing: the keys that were good stay, and the log says so once."""
+        now_s = self._clock()
+        if self._path is None or now_s - self._looked_at_s < LOOK_AGAIN_S:
+            return
+        self._looked_at_s = now_s
+        state = _state(self._path)
+        if state == self._seen:
+            return
+        self._seen = state
+        try:
+            self._listed = read_keys(self._path)
+        except StartupError as error:
+            log.error("the old keys stay: %s", error)
+            return
+        log.info("keys read %s", fields(num_keys=len(self._listed), path=self._path))
+
+
+def read_keys(path: Path) -> Sequence[HashedKey]:
+    """Raises StartupError with one line that names file and line, and shows nothing of what stands there."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        lines = data.decode("ascii").splitlines()
+    except UnicodeDecodeError:
+        raise StartupError(f"--api-key-file: {path} is not plain text") from None
+    except OSError as error:
+        raise StartupError(f"--api-key-file: {path} cannot be read: {error.strerror}") from None
+    if len(data) > MAX_FILE_BYTES:
+        raise StartupError(f"--api-key-file: {path} is longer than {MAX_FILE_BYTES} bytes")
+    keys = []
+    for number, line in enumerate(lines, 1):
+        if line.strip() and not line.startswith("#"):
+            try:
+                keys.append(_parse(line.strip()))
+            except ValueError as error:
+                raise StartupError(f"--api-key-file: {path}, line {number}: {error}") from None
+    if len({key.digest for key in keys}) < len(keys):
+        raise StartupError(f"--api-key-file: {path} holds a key twice")
+    if len(keys) > MAX_KEYS:
+        raise StartupError(f"--api-key-file: {path} holds more than {MAX_KEYS} keys")
+    return keys
+
+
+def make_key() -> str:
+    """A new key, 256 bits of chance."""
+    return KEY_PREFIX + secrets.token_urlsafe(32)
+
+
+def line_of(key: str, name: str, tenant: str | None, max_open: int | None) -> str:
+    """The line that lets `key` in. Raises ValueError for a name or a limit that no line may hold."""
+    line = f"{name}:sha256${_digest(key.encode()).hex()}"
+    line += f":tenant={tenant}" if tenant is not None else ""
+    line += f":max_open={max_open}" if max_open is not None else ""
+    _parse(line)
+    return line
+
+
+def _parse(line: str) -> HashedKey:
+    name, *parts = line.split(":")
+    if not _NAME.fullmatch(name):
+        raise ValueError("a name is made of letters, digits, '.', '_' and '-', 64 at most")
+    found = _HASH.fullmatch(parts[0]) if parts else None
+    if found is None:
+        raise ValueError("behind the name stands ':sha256$' and 64 hex digits")
+    options: dict[str, str] = {}
+    for option in parts[1:]:
+        word, _, value = option.partition("=")
+        if word in options or word not in ("tenant", "max_open"):
+            raise ValueError("only tenant=NAME and max_open=N may follow, each once")
+        options[word] = value
+    tenant = options.get("tenant", name)
+    if not _NAME.fullmatch(tenant):
+        raise ValueError("a tenant is made of letters, digits, '.', '_' and '-', 64 at most")
+    max_open = options.get("max_open")
+    if max_open is not None and not re.fullmatch(r"[1-9][0-9]{0,6}", max_open):
+        raise ValueError("max_open is a whole number above 0")
+    limit = None if max_open is None else int(max_open)
+    return HashedKey(bytes.fromhex(found[1]), Client(name, tenant, limit))
+
+
+def _unnamed(key: str) -> HashedKey:
+    digest = _digest(key.encode())
+    name = "key-" + digest.hex()[:16]
+    return HashedKey(digest, Client(name, name))
+
+
+def _key_in(authorization: str) -> bytes | None:
+    """`Bearer KEY`, or what a browser makes of a key that its user typed as a password: `Basic base64(name:KEY)`."""
+    scheme, _, rest = authorization.partition(" ")
+    told = rest.strip().encode("utf-8", "surrogateescape")
+    if scheme.lower() == "bearer":
+        return told
+    if scheme.lower() != "basic":
+        return None
+    try:
+        return base64.b64decode(told, validate=True).partition(b":")[2]
+    except ValueError:
+        return None
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _state(path: Path) -> tuple[int, ...] | None:
+    """What changes when the file does; None while it cannot be seen."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return (found.st_ino, found.st_size, found.st_mtime_ns)

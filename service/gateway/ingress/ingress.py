@@ -1,0 +1,211 @@
+"""The queue door: serves the jobs that foreign producers write to their ingress streams.
+
+A job passes the same validator, admission and text code as an HTTP request. What only waiting can help (a full queue, a
+drain) is waited for or left to the next gateway; everything else is answered once, and the entry is settled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from service.errors import RequestError
+from service.gateway.core.job_ids import job_id_of
+from service.gateway.core.service import SMALL_BODY_BYTES, Hall, incident
+from service.gateway.generation.refusals import refusal
+from service.gateway.generation.request import ENDPOINTS, Request
+from service.gateway.ingress.replies import RETRY_S, Answer, Choice, EntryTaken, persist
+from service.gateway.openai.calls import CallTeller
+from service.observability.logs import about, also_about, fields
+from service.observability.tracing import below, read_traceparent, trace_id
+from service.queue.codec import INGRESS_ID, LIMITS, WireError, decode
+from service.queue.interface import BrokerUnavailable, IngressEntry
+from service.queue.keys import INGRESS_KEEP_S
+from service.queue.messages import IngressJob
+
+log = logging.getLogger("quire.gateway")
+
+Found = TypeVar("Found")
+
+MAX_OPEN_JOBS = 256
+MAX_OPEN_BYTES = 32 << 20
+FETCH_AT_ONCE = 8
+"""A producer's entry may be as long as Redis takes (`proto-max-bulk-len`), and is read whole before it is refused."""
+FETCH_WAIT_S = 0.5
+
+
+class QueueDoor:
+    def __init__(self, hall: Hall) -> None:
+        self._hall = hall
+        self._stopping = False
+        self._open: dict[asyncio.Task[None], IngressEntry] = {}
+
+    async def run(self) -> None:
+        """Serves until `stop`, and returns when no job is open here any more; cancelled, it lets go of them all."""
+        keeping = asyncio.create_task(self._keep())
+        try:
+            while not self._stopping:
+                try:
+                    await self._take_some()
+                except BrokerUnavailable:
+                    await asyncio.sleep(RETRY_S)
+                except Exception as error:
+                    incident(error, "queue")
+                    await asyncio.sleep(RETRY_S)
+            if self._open:
+                await asyncio.wait(self._open)
+        finally:
+            for task in (keeping, *self._open):
+                task.cancel()
+
+    async def _keep(self) -> None:
+        """Others leave the open entries alone while this goes on; what they have taken nevertheless is theirs."""
+        while True:
+            await asyncio.sleep(INGRESS_KEEP_S)
+            try:
+                lost = await self._hall.broker.keep_ingress()
+            except BrokerUnavailable:
+                continue
+            names = {(entry.producer, entry.entry_id) for entry in lost}
+            for task, entry in self._open.items():
+                if (entry.producer, entry.entry_id) in names:
+                    log.warning("another gateway has taken %s", fields(producer=entry.producer, entry=entry.entry_id))
+                    task.cancel()
+
+    async def _take_some(self) -> None:
+        room = min(MAX_OPEN_JOBS - len(self._open), FETCH_AT_ONCE)
+        if room == 0 or sum(len(entry.payload) for entry in self._open.values()) >= MAX_OPEN_BYTES:
+            await asyncio.wait(self._open, timeout=FETCH_WAIT_S, return_when=asyncio.FIRST_COMPLETED)
+            return
+        for entry in await self._hall.broker.fetch_ingress(self._hall.settings.producers, room, FETCH_WAIT_S):
+            task = asyncio.create_task(self._serve(entry))
+            self._open[task] = entry
+            task.add_done_callback(self._open.pop)
+
+    def stop(self) -> None:
+        """Takes no more entries. Those that are open end, or stay unsettled for the next gateway."""
+        self._stopping = True
+
+    async def _serve(self, entry: IngressEntry) -> None:
+        try:
+            answer = Answer(self._hall, entry, await self._read_off_loop(entry, _reply_id, entry))
+            with about(producer=entry.producer, entry=entry.entry_id):
+                await self._serve_with(entry, answer)
+        finally:
+            self._hall.broker.leave_ingress(entry)
+
+    async def _serve_with(self, entry: IngressEntry, answer: Answer) -> None:
+        try:
+            if await self._answer(entry, answer):
+                await self._persistently(lambda: self._hall.broker.settle_ingress(entry))
+        except EntryTaken:
+            log.warning("another gateway has taken %s", fields(producer=entry.producer, entry=entry.entry_id))
+        except BrokerUnavailable:
+            log.warning("ingress entry left unsettled")
+        except Exception as error:
+            incident(error, "queue")
+
+    async def _answer(self, entry: IngressEntry, answer: Answer) -> bool:
+        """Whether the entry has its final reply."""
+        loop = asyncio.get_running_loop()
+        give_up_at_s = loop.time() + self._hall.settings.request_timeout
+        try:
+            if not await answer.begin():
+                return True
+        except RequestError as error:
+            await answer.fail(error)
+            return True
+        while True:
+            try:
+                answer.start_over()
+                await self._generate(entry, answer)
+                return True
+            except RequestError as error:
+                if error.status == 503 and self._hall.admission.draining:
+                    return False
+                wait_s = error.retry_after_s
+                if wait_s is None or loop.time() + wait_s > give_up_at_s:
+                    await answer.fail(error)
+                    return True
+                await asyncio.sleep(wait_s)
+            except (BrokerUnavailable, EntryTaken):
+                raise
+            except Exception as error:
+                await answer.fail(incident(error, "queue"))
+                return True
+
+    async def _generate(self, entry: IngressEntry, answer: Answer) -> None:
+        try:
+            job = await self._read_off_loop(entry, decode, IngressJob, entry.payload)
+        except WireError as error:
+            log.info("ingress entry refused: %s", error)
+            message = f"The entry is not a valid job message: {error}."
+            raise RequestError(400, message, code="invalid_message") from None
+        traceparent = read_traceparent(job.traceparent)
+        also_about(trace=trace_id(traceparent))
+        with below(traceparent):
+            await self._answer_job(job, entry, answer)
+
+    async def _answer_job(self, job: IngressJob, entry: IngressEntry, answer: Answer) -> None:
+        request = await self._read(job, entry.producer)
+        # Whichever gateway has the entry finds the same jobs: the next one hears what this one heard.
+        request_id = job_id_of("ingress", entry.producer, entry.entry_id)
+        ticket = await self._hall.admit(request, entry.producer, request_id)
+        wording = self._hall.model.call_wording(request.tools)
+        teller = None if wording is None else CallTeller(ticket.request_id, wording)
+        choices = {index: Choice(index, teller) for index in range(request.num_choices)}
+        async with self._hall.open(ticket, is_shared=True) as run:
+            async for piece in run:
+                choice = choices[piece.index]
+                choice.hear(piece)
+                if request.stream and piece.finish_reason is None:
+                    await answer.tell(piece.index, choice.take())
+        # Of beams in a grammar there may be fewer that end than were asked for.
+        await answer.finish([choice for choice in choices.values() if choice.finish_reason is not None], run.outcome)
+
+    async def _read(self, job: IngressJob, producer: str) -> Request:
+        if job.endpoint not in ENDPOINTS:
+            raise refusal("endpoint", f"must be one of {', '.join(ENDPOINTS)}")
+        request = await self._hall.read(job.endpoint, job.body, producer)
+        for name in ("resumable", "background"):
+            if getattr(request, name):
+                raise refusal(name, "is for HTTP; a reply stream waits for whoever reads it")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(request.sampling, name) is not None:
+                raise refusal(name, "are not carried by the queue's replies")
+        for name, is_asked in (
+            ("echo", request.echo),
+            ("stream_options.continuous_usage_stats", request.usage_in_chunks),
+        ):
+            if is_asked:
+                raise refusal(name, "is not carried by the queue's replies")
+        return request
+
+    async def _read_off_loop(self, entry: IngressEntry, read: Callable[..., Found], *args: Any) -> Found:
+        """What `read` makes of the entry: at once if it is so small that this takes a millisecond at most."""
+        if len(entry.payload) <= SMALL_BODY_BYTES:
+            return read(*args)
+        return await self._hall.threads.run(entry.producer, read, *args)
+
+    async def _persistently(self, attempt: Callable[[], Awaitable[None]]) -> None:
+        await persist(attempt, self._hall.settings.request_timeout)
+
+
+class _Named(msgspec.Struct):
+    id: str
+
+
+def _reply_id(entry: IngressEntry) -> str:
+    """Where the replies go: the producer's own name for the job, or the entry's id where a broken message has none."""
+    try:
+        if len(entry.payload) <= LIMITS[IngressJob].max_bytes:
+            name = msgspec.msgpack.decode(entry.payload, type=_Named).id
+            if INGRESS_ID.fullmatch(name):
+                return name
+    except (ValueError, RecursionError):
+        return entry.entry_id
+    return entry.entry_id

@@ -1,0 +1,166 @@
+"""The routes that generate, and those of requests as resources: whole answers, streams, streams taken up again."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+
+from aiohttp import web
+
+from service.config.settings import Settings
+from service.errors import RequestError
+from service.gateway.core.accepted_request import Ticket
+from service.gateway.core.service import Hall, incident
+from service.gateway.core.whole_answers import whole_answer
+from service.gateway.generation.refusals import refusal
+from service.gateway.generation.response_stream import Run
+from service.gateway.http.middleware import ACCEPTED, HELD, REQUEST_ID, TENANT, json_response, read_body
+from service.gateway.http.sse import ClientGone, SseStream
+from service.gateway.openai.answers import error_json
+
+KEEP_ALIVE_S = 15.0
+REQUEST_ROUTE = "/v1/requests/{id}"
+IDEMPOTENCY_KEY = "Idempotency-Key"
+LAST_EVENT_ID = "Last-Event-ID"
+
+
+class Generations:
+    def __init__(self, hall: Hall) -> None:
+        self._hall = hall
+
+    def create(self, endpoint: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handle(http: web.Request) -> web.StreamResponse:
+            return await self.generate(http, endpoint, await read_body(http))
+
+        return handle
+
+    async def generate(self, http: web.Request, endpoint: str, body: bytes) -> web.StreamResponse:
+        """What `endpoint` answers to a body that is read."""
+        key, after = idempotency_key(http), last_event_id(http)
+        self._hall.pressure.refuse_at_once(http[TENANT])
+        request = await self._hall.read(endpoint, body, http[TENANT])
+        if key is not None and not request.background:
+            request = replace(request, resumable=True)
+        ticket = await self._hall.accept(request, http[TENANT], key)
+        http[ACCEPTED] = ticket.request_id
+        http[HELD].shrink(len(ticket.request.source.outline))
+        if not ticket.request.stays:
+            return await self._answer(http, ticket, self._hall.open(ticket), 0)
+        if not ticket.came_before:
+            after = 0
+        if ticket.jobs:
+            await self._hall.keep(ticket)
+        if ticket.request.background:
+            return await self._state(ticket, 202, was_accepted=bool(ticket.jobs))
+        return await self._answer(http, ticket, self._hall.view(ticket), after)
+
+    async def get(self, http: web.Request) -> web.StreamResponse:
+        """The request's state, or its events where a stream is asked for."""
+        ticket = await self._hall.find(http.match_info["id"], http[TENANT])
+        accepted = http.headers.get("Accept", "").lower()
+        if wants_stream(http) or "text/event-stream" in accepted or LAST_EVENT_ID in http.headers:
+            return await self._stream(http, ticket, self._hall.view(ticket), last_event_id(http))
+        return await self._state(ticket)
+
+    async def delete(self, http: web.Request) -> web.Response:
+        """Cancels the request, unless it has ended."""
+        ticket = await self._hall.find(http.match_info["id"], http[TENANT])
+        await self._hall.cancel(ticket)
+        state = await self._hall.state(ticket)
+        if state["status"] in ("queued", "in_progress"):
+            state["status"] = "cancelling"
+        return json_response(state)
+
+    async def _state(self, ticket: Ticket, status: int = 200, *, was_accepted: bool = False) -> web.Response:
+        headers = {REQUEST_ID: ticket.request_id, "Location": REQUEST_ROUTE.replace("{id}", ticket.request_id)}
+        return json_response(await self._hall.state(ticket, was_accepted=was_accepted), status, headers)
+
+    async def _answer(
+        self, http: web.Request, ticket: Ticket, opened: AbstractAsyncContextManager[Run], after: int
+    ) -> web.StreamResponse:
+        if ticket.request.stream:
+            return await self._stream(http, ticket, opened, after)
+        async with opened as run:
+            pieces = [piece async for piece in run]
+        body = await whole_answer(self._hall.threads, ticket, self._hall.form(ticket), pieces, run.outcome)
+        return json_response(body, headers={REQUEST_ID: ticket.request_id})
+
+    async def _stream(
+        self, http: web.Request, ticket: Ticket, opened: AbstractAsyncContextManager[Run], after: int
+    ) -> web.StreamResponse:
+        if after and len(ticket.job_ids) > 1:
+            raise refusal(LAST_EVENT_ID, "cannot be given for a request with several prompts")
+        stream = stream_of(http, ticket, self._hall.settings, after)
+        if http.method == "HEAD":
+            return stream.response
+        try:
+            try:
+                await self._tell(stream, ticket, opened)
+            except (ClientGone, asyncio.CancelledError):
+                raise
+            except Exception as error:
+                if not stream.started:
+                    raise
+                if stream.is_done:
+                    return stream.response
+                told = error if isinstance(error, RequestError) else incident(error, "stream")
+                await stream.send_unnumbered(error_json(told))
+        except ClientGone:
+            pass  # its job is cancelled already, or goes on without it; nobody is left to hear of it
+        return stream.response
+
+    async def _tell(self, stream: SseStream, ticket: Ticket, opened: AbstractAsyncContextManager[Run]) -> None:
+        form = self._hall.form(ticket)
+        # Several jobs tell their news in whatever order it comes, which no other gateway could repeat.
+        send = stream.send if len(ticket.job_ids) == 1 else stream.send_unnumbered
+        async with opened as run, stream.kept_alive():
+            async for piece in run:
+                for chunk in form.chunks(piece):
+                    await send(chunk)
+            for chunk in form.closing(run.outcome):
+                await send(chunk)
+            await stream.done()
+
+
+def idempotency_key(http: web.Request) -> str | None:
+    """Raises RequestError (400) for one that is no reasonable name."""
+    key = http.headers.get(IDEMPOTENCY_KEY)
+    if key is not None and not re.fullmatch(r"[\x21-\x7e]{1,255}", key):
+        raise refusal(IDEMPOTENCY_KEY, "must be 1 to 255 visible ASCII characters")
+    return key
+
+
+def refuse_idempotency_key(http: web.Request) -> None:
+    """Of a route whose requests cannot be found again. Raises RequestError (400)."""
+    if IDEMPOTENCY_KEY in http.headers:
+        raise refusal(IDEMPOTENCY_KEY, "is for completions, chats and responses")
+
+
+def wants_stream(http: web.Request) -> bool:
+    """Whether the query asks for events. Raises RequestError (400) for a word that says neither."""
+    word = http.query.get("stream", "false")
+    if word not in ("true", "false"):
+        raise refusal("stream", "must be true or false")
+    return word == "true"
+
+
+def last_event_id(http: web.Request) -> int:
+    """Number of the last event that the client has; 0: none. Raises RequestError (400)."""
+    text = http.headers.get(LAST_EVENT_ID, "0")
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        raise refusal(LAST_EVENT_ID, "must be the id of an event")
+    return int(text)
+
+
+def stream_of(http: web.Request, ticket: Ticket, settings: Settings, after: int) -> SseStream:
+    """What tells an admitted request, from behind event `after` on."""
+    return SseStream(
+        http,
+        headers={REQUEST_ID: ticket.request_id},
+        write_timeout_s=settings.write_timeout,
+        keep_alive_s=KEEP_ALIVE_S,
+        after=after,
+    )

@@ -1,0 +1,193 @@
+"""Whether this gateway lives and whether it would serve: told by its event loop, and by a thread beside it.
+
+A thread of its own answers `--probe-port` while the loop is busy. Only it can tell a busy loop, which will answer
+again, from a dead one: `/livez` is 200 until the loop has not turned for DEAD_AFTER_S.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from typing import Any
+
+from service.errors import StartupError
+from service.gateway.core.service import Hall
+from service.gateway.openai.answers import encode_json
+from service.observability.logs import fields
+from service.queue.interface import BrokerUnavailable
+
+log = logging.getLogger("quire.gateway")
+
+TICK_S = 0.5
+STALE_AFTER_S = 3.0
+"""What the loop last said of its readiness counts for so long."""
+DEAD_AFTER_S = 60.0
+TEXT_WITHIN_S = 1.0
+"""A thread for text takes up a call within this time."""
+MAX_REQUEST_BYTES = 4096
+MAX_CLIENTS = 64
+CLIENT_TIMEOUT_S = 2.0
+
+Answer = tuple[int, dict[str, Any]]
+
+
+async def readiness(hall: Hall) -> Answer:
+    """HTTP status and body: 200 only if a request would be worked on now; otherwise what is missing."""
+    missing = ["this gateway is shutting down"] if hall.admission.draining else []
+    num_ready = 0
+    try:
+        num_ready = (await hall.fleet.view()).num_ready
+        if not num_ready:
+            missing.append("no ready worker serves this model")
+    except BrokerUnavailable:
+        missing.append("the queue is not available")
+    missing += await hall.missing_text_half(TEXT_WITHIN_S)
+    body = {"status": "not ready" if missing else "ok", "missing": missing, "num_ready_workers": num_ready}
+    return (503 if missing else 200), body
+
+
+class LoopReport:
+    """What the event loop last said of itself, for a thread to read."""
+
+    def __init__(self) -> None:
+        self._turned_at_s = self._told_at_s = time.monotonic()
+        self._ready: Answer = (503, {"status": "not ready", "missing": ["it has just started"], "num_ready_workers": 0})
+
+    async def keep_turning(self) -> None:
+        while True:
+            self._turned_at_s = time.monotonic()
+            await asyncio.sleep(TICK_S)
+
+    async def keep_telling(self, hall: Hall) -> None:
+        while True:
+            self._ready = await readiness(hall)
+            self._told_at_s = time.monotonic()
+            await asyncio.sleep(TICK_S)
+
+    def live(self) -> Answer:
+        silent_s = round(time.monotonic() - self._turned_at_s, 3)
+        is_dead = silent_s > DEAD_AFTER_S
+        return (503 if is_dead else 200), {"status": "dead" if is_dead else "ok", "loop_silent_s": silent_s}
+
+    def ready(self) -> Answer:
+        if time.monotonic() - self._told_at_s < STALE_AFTER_S:
+            return self._ready
+        return 503, {"status": "not ready", "missing": ["this gateway is busy"], "num_ready_workers": 0}
+
+
+@asynccontextmanager
+async def probed(hall: Hall, host: str, port: int | None) -> AsyncIterator[int | None]:
+    """Inside, a thread answers on this port; gives the port it took. Nothing happens without one. Raises
+    StartupError."""
+    if port is None:
+        yield None
+        return
+    report = LoopReport()
+    try:
+        server = ProbeServer(report, host, port)
+    except OSError as error:
+        raise StartupError(f"cannot listen on {host}:{port} (--probe-port): {error.strerror or error}") from error
+    reporting = [asyncio.create_task(duty) for duty in (report.keep_turning(), report.keep_telling(hall))]
+    server.start()
+    log.info("probes ready %s", fields(port=server.port))
+    try:
+        yield server.port
+    finally:
+        server.stop()
+        for duty in reporting:
+            duty.cancel()
+        await asyncio.gather(*reporting, return_exceptions=True)
+
+
+class ProbeServer:
+    """A few short connections at once, each closed behind its answer, on one thread that blocks for none of them."""
+
+    def __init__(self, report: LoopReport, host: str, port: int) -> None:
+        """Listens. Raises OSError."""
+        self._routes = {b"/livez": report.live, b"/readyz": report.ready, b"/health": report.ready}
+        self._selector = selectors.DefaultSelector()
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        self._listener = socket.create_server(address, family=family, backlog=MAX_CLIENTS)
+        self._listener.setblocking(False)
+        self.port: int = self._listener.getsockname()[1]
+        self._wake, self._woken = socket.socketpair()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._clients: dict[socket.socket, tuple[float, bytes]] = {}
+        self._thread = threading.Thread(target=self._run, name="probes", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._wake.send(b"x")
+        self._thread.join()
+        for sock in (self._listener, self._wake, self._woken, *self._clients):
+            sock.close()
+        self._selector.close()
+
+    def _run(self) -> None:
+        while True:
+            ready = [key.fileobj for key, _ in self._selector.select(CLIENT_TIMEOUT_S if self._clients else None)]
+            if self._woken in ready:
+                return
+            for sock in ready:
+                if sock is self._listener:
+                    self._accept()
+                else:
+                    self._read(sock)
+            now_s = time.monotonic()
+            for sock in [sock for sock, (since_s, _) in self._clients.items() if now_s - since_s > CLIENT_TIMEOUT_S]:
+                self._drop(sock)
+
+    def _accept(self) -> None:
+        try:
+            client, _ = self._listener.accept()
+        except OSError as error:  # it left before we came, or no descriptor is free
+            log.debug("no probe taken: %s", error)
+            return
+        client.setblocking(False)
+        if len(self._clients) >= MAX_CLIENTS:
+            self._drop(min(self._clients, key=lambda sock: self._clients[sock][0]))
+        self._clients[client] = (time.monotonic(), b"")
+        self._selector.register(client, selectors.EVENT_READ)
+
+    def _read(self, client: socket.socket) -> None:
+        try:
+            data = client.recv(MAX_REQUEST_BYTES)
+            since_s, before = self._clients[client]
+            request = before + data
+            if data and b"\r\n\r\n" not in request and len(request) < MAX_REQUEST_BYTES:
+                self._clients[client] = (since_s, request)
+                return
+            if data:
+                client.send(self._answer(request))  # a few hundred bytes: they fit what the kernel holds for a client
+        except OSError as error:
+            log.debug("a probe left: %s", error)
+        self._drop(client)
+
+    def _answer(self, request: bytes) -> bytes:
+        words = request.partition(b"\r\n")[0].split(b" ")
+        route = self._routes.get(words[1].partition(b"?")[0]) if len(words) == 3 else None
+        if route is None or words[0] not in (b"GET", b"HEAD"):
+            status, body = 404, b""
+        else:
+            status, told = route()
+            body = encode_json(told)
+        head = (
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        )
+        return head.encode() + (b"" if words[0] == b"HEAD" else body)
+
+    def _drop(self, client: socket.socket) -> None:
+        if self._clients.pop(client, None) is not None:
+            self._selector.unregister(client)
+            client.close()

@@ -1,0 +1,131 @@
+"""What is kept of responses: their conversations by id, and what has become of those that were under way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from service.errors import RequestError
+from service.gateway.core.accepted_request import Ticket
+from service.gateway.core.admission import unavailable
+from service.gateway.core.background import write
+from service.gateway.core.service import Hall
+from service.gateway.core.storage import storage_refusal, stored
+from service.gateway.generation.refusals import refusal
+from service.gateway.openai.response_form import RESPONSE_PREFIX
+from service.queue.interface import BrokerUnavailable
+from service.queue.keys import LOG_ENDED_TTL_S
+from service.queue.responses import StoredResponse
+from service.queue.storage import StorageFull
+
+Json = dict[str, Any]
+
+MAX_CONVERSATION_BYTES = 4 << 20
+SETTLE_WITHIN_S = float(LOG_ENDED_TTL_S)
+"""As long as that, the events of a response are there to make its answer from."""
+
+
+class ResponseShelf:
+    def __init__(self, hall: Hall) -> None:
+        self._hall = hall
+        self._broker = hall.broker
+        self._background = hall.relay.background
+        self._retention_s = hall.settings.response_retention
+
+    async def put(self, record: StoredResponse) -> None:
+        """Raises RequestError (429, 503)."""
+        try:
+            await write(lambda: self._broker.put_response(record, self._retention_s, self._hall.storage))
+        except StorageFull as full:
+            raise storage_refusal(full) from None
+        except BrokerUnavailable:
+            raise unavailable() from None
+
+    async def settle(self, record: StoredResponse, answer: Json) -> None:
+        """Store the answer of a response that has ended. Its client gets the answer in any case: where the queue is
+        away, storing goes on in the background for SETTLE_WITHIN_S, and `current` makes the answer from its events."""
+        settled = replace(record, answer=answer)
+        try:
+            await self._broker.settle_response(settled, self._retention_s)
+        except BrokerUnavailable:
+            self._background.repeat(
+                lambda: self._broker.settle_response(settled, self._retention_s),
+                "response not stored",
+                SETTLE_WITHIN_S,
+                response=record.response_id,
+            )
+
+    def withdraw(self, record: StoredResponse) -> None:
+        """Its request was refused: drop the record, in the background where the queue is away."""
+        drop = partial(self._broker.drop_response, record)
+        self._background.repeat(drop, "refused response not dropped", response=record.response_id)
+
+    async def drop(self, record: StoredResponse) -> None:
+        """Raises RequestError (503)."""
+        await stored(self._broker.drop_response(record))
+        await stored(self._broker.forget(_request_id(record), record.tenant))
+
+    async def find(self, response_id: str, tenant: str) -> StoredResponse:
+        """Raises RequestError: 404 for one that is not there or another tenant's, 503."""
+        record = await self._found(response_id, tenant)
+        if record is None:
+            raise RequestError(404, "There is no such response.", param="response_id", code="response_not_found")
+        return record
+
+    async def conversation(self, response_id: str, tenant: str) -> list[Json]:
+        """All that was said up to the end of a response. Raises RequestError: 400 for one that is not there, another
+        tenant's, or without a good end."""
+        param = "previous_response_id"
+        record = await self._found(response_id, tenant)
+        if record is None:
+            raise RequestError(400, "There is no such response.", param=param, code="previous_response_not_found")
+        answer = await self.current(record)
+        if answer["status"] not in ("completed", "incomplete"):
+            raise refusal(param, f"is of a response that is {answer['status']}")
+        return [*record.context, *record.input, *answer["output"]]
+
+    async def ticket(self, record: StoredResponse) -> Ticket | None:
+        """What its events are read with, as long as the queue remembers them."""
+        try:
+            return await self._hall.find(_request_id(record), record.tenant)
+        except RequestError as error:
+            if error.status == 404:
+                return None
+            raise
+
+    async def current(self, record: StoredResponse) -> Json:
+        """The response as it is now. One whose gateway died before it could say how it ended is settled here."""
+        if record.is_settled:
+            return record.answer
+        ticket = await self.ticket(record)
+        if ticket is None:
+            error = {"code": "server_error", "message": "The answer was lost before it was stored."}
+            return {**record.answer, "status": "failed", "error": error}
+        state, form = await self._hall.state(ticket), self._hall.response_form(ticket)
+        if state["status"] in ("queued", "in_progress"):
+            return form.unfinished(state["status"])
+        error, answer = state["error"], state["response"]
+        if answer is None:
+            answer = form.failed(error["code"], error["message"])
+        await self.settle(record, answer)
+        return answer
+
+    async def _found(self, response_id: str, tenant: str) -> StoredResponse | None:
+        try:
+            record = await stored(self._broker.response(response_id))
+        except ValueError:
+            return None
+        return record if record is not None and record.tenant == tenant else None
+
+
+def check_size(context: list[Json], items: list[Json]) -> None:
+    """Raises RequestError (400) for a conversation that is too long to be stored."""
+    if len(msgspec.json.encode([context, items])) > MAX_CONVERSATION_BYTES:
+        raise refusal("input", f"takes more than {MAX_CONVERSATION_BYTES} bytes, too many for 'store' to be true")
+
+
+def _request_id(record: StoredResponse) -> str:
+    return record.response_id.removeprefix(RESPONSE_PREFIX)

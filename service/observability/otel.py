@@ -1,0 +1,81 @@
+"""Spans by OpenTelemetry. Only `service.observability.tracing` loads this, and only where spans are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+NS_PER_S = 1_000_000_000
+_KINDS = {"internal": SpanKind.INTERNAL, "server": SpanKind.SERVER, "consumer": SpanKind.CONSUMER}
+_PROPAGATOR = TraceContextTextMapPropagator()
+
+
+class OtelSpan:
+    def __init__(self, span: Span) -> None:
+        self._span = span
+        context = span.get_span_context()
+        self.traceparent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+
+    def note(self, attributes: Mapping[str, Any]) -> None:
+        self._span.set_attributes(_present(attributes))
+
+    def end(self, failure: str | None = None, at_s: float | None = None) -> None:
+        if failure is not None:
+            self._span.set_attribute("error.type", failure)
+            self._span.set_status(Status(StatusCode.ERROR, failure))
+        self._span.end(_ns(at_s))
+
+
+class OtelTracing:
+    is_on = True
+
+    def __init__(self, provider: TracerProvider) -> None:
+        self._provider = provider
+        self._tracer = provider.get_tracer("quire", version("quire"))
+
+    def begin(
+        self,
+        name: str,
+        above: str | None,
+        attributes: Mapping[str, Any],
+        *,
+        kind: str = "internal",
+        at_s: float | None = None,
+    ) -> OtelSpan:
+        # A context of its own: what else in this process uses OpenTelemetry is no part of the trace.
+        context = Context() if above is None else _PROPAGATOR.extract({"traceparent": above}, Context())
+        return OtelSpan(
+            self._tracer.start_span(
+                name, context, kind=_KINDS[kind], attributes=_present(attributes), start_time=_ns(at_s)
+            )
+        )
+
+    def close(self) -> None:
+        self._provider.shutdown()
+
+
+def exporting(part: str) -> OtelTracing:
+    """Sends spans where OpenTelemetry's variables say, in batches, from a thread of its own."""
+    resource = Resource.create()
+    if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
+        resource = resource.merge(Resource({SERVICE_NAME: f"quire-{part}"}))
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return OtelTracing(provider)
+
+
+def _present(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if value is not None}
+
+
+def _ns(at_s: float | None) -> int | None:
+    return None if at_s is None else int(at_s * NS_PER_S)

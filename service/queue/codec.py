@@ -1,0 +1,237 @@
+"""Messages to bytes and back. Everything that comes in is bounded before it is built and typed strictly after.
+
+Limits come first (size, lengths, number of containers), then types: a field that is unknown, missing, of another type
+or of another version refuses the whole message. Whatever is wrong with a payload, the error is WireError.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from array import array
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from sys import byteorder
+from typing import Any, TypeVar, get_args, get_type_hints
+
+import msgspec
+
+from service.queue.bounded_msgpack import Limits, WireError, unpack, unpack_each
+from service.queue.messages import (
+    MAX_PARTS,
+    VERSION,
+    Cancel,
+    DeadLetter,
+    Event,
+    IngressJob,
+    Job,
+    Reply,
+    RequestRecord,
+    WorkerCard,
+)
+
+Message = TypeVar("Message", Job, Event, Cancel, WorkerCard, RequestRecord, DeadLetter, IngressJob, Reply)
+
+LIMITS: dict[type, Limits] = {
+    Job: Limits(max_bytes=8 << 20, max_array_len=1024, max_map_len=64, max_containers=2048),
+    Event: Limits(max_bytes=1 << 20, max_array_len=MAX_PARTS, max_map_len=16, max_containers=80),
+    Cancel: Limits(max_bytes=1 << 10, max_array_len=8, max_map_len=8, max_containers=8),
+    RequestRecord: Limits(max_bytes=4 << 20, max_array_len=1024, max_map_len=16, max_containers=8),
+    WorkerCard: Limits(max_bytes=64 << 10, max_array_len=8, max_map_len=512, max_containers=16),
+    DeadLetter: Limits(max_bytes=9 << 20, max_array_len=8, max_map_len=8, max_containers=8),
+    IngressJob: Limits(max_bytes=2 << 20, max_array_len=4096, max_map_len=4096, max_containers=1 << 17),
+    Reply: Limits(max_bytes=1 << 20, max_array_len=1024, max_map_len=64, max_containers=1024),
+}
+MAX_BATCH_BYTES = 64 << 20
+"""A door's feed entry: all events of one step of one worker."""
+MAX_PLAIN_BYTES = 1 << 20
+"""What is longer is never built in one piece before it is counted."""
+MAX_BODY_DEPTH = 64
+"""Lists and maps inside each other in the body of an ingress job."""
+INGRESS_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+def encode(message: Message) -> bytes:
+    """A msgpack map with the version `v`; fields that are None or () are left out. Raises WireError for what msgpack
+    cannot carry (integers beyond 64 bits, broken text) and for a message above its kind's size."""
+    try:
+        plain = message if isinstance(message, msgspec.Struct) else {"v": VERSION, **_present(message)}
+        payload = _ENCODER.encode(plain)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise WireError("the message holds a value that msgpack cannot carry") from error
+    if len(payload) > LIMITS[type(message)].max_bytes:
+        raise WireError(f"the message takes {len(payload)} bytes, {LIMITS[type(message)].max_bytes} are allowed")
+    return payload
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_EVENT = msgspec.msgpack.Decoder(Event)
+_EVENTS = msgspec.msgpack.Decoder(list[Event])
+
+
+def _present(message: Any) -> dict[str, Any]:
+    """The message's fields less those that are None or (), also of messages that stand in a tuple."""
+    present = {name: value for name, value in vars(message).items() if value is not None and value != ()}
+    for name, value in present.items():
+        if type(value) is tuple and dataclasses.is_dataclass(value[0]):
+            present[name] = [_present(item) for item in value]
+    return present
+
+
+def decode(kind: type[Message], payload: bytes) -> Message:
+    """The message in `payload`. Raises WireError, and nothing else."""
+    limits = LIMITS[kind]
+    if len(payload) > limits.max_bytes:
+        raise WireError(f"the message takes {len(payload)} bytes, {limits.max_bytes} are allowed")
+    if kind is Event and (event := _as_written(_EVENT, payload)) is not None:
+        return event
+    return _typed(kind, unpack(payload, limits))
+
+
+def decode_events(batch: bytes, wanted: Collection[str]) -> Iterator[Event]:
+    """The events of the jobs in `wanted`, from a feed entry: a list of events. Raises WireError where the batch breaks;
+    the events before it have been given."""
+    if len(batch) > MAX_BATCH_BYTES:
+        raise WireError(f"the batch takes {len(batch)} bytes, {MAX_BATCH_BYTES} are allowed")
+    events = _as_written(_EVENTS, batch)
+    if events is None:
+        events = (_typed(Event, raw) for raw in unpack_each(batch, LIMITS[Event]))
+    for event in events:
+        if event.job_id in wanted:
+            yield event
+
+
+def _as_written(decoder: msgspec.msgpack.Decoder[Any], payload: bytes) -> Any:
+    """What `encode` wrote, in a fraction of the time. None for all else, be it right or wrong: it does not come out the
+    same when it is encoded again, so nobody has to look for repeated fields and the like."""
+    if len(payload) > MAX_PLAIN_BYTES:
+        return None
+    try:
+        decoded = decoder.decode(payload)
+    except (ValueError, RecursionError):
+        return None
+    return decoded if _ENCODER.encode(decoded) == payload else None
+
+
+def pack_ids(token_ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian uint32. Raises WireError if one is outside 0..2^32-1."""
+    return _pack("I", token_ids)
+
+
+def unpack_ids(packed: bytes) -> list[int]:
+    """The token ids in `packed`. Raises WireError if its length is no multiple of 4."""
+    return _unpack("I", packed)
+
+
+def pack_floats(values: Sequence[float]) -> bytes:
+    """Numbers as little-endian float32; those beyond its range become infinite."""
+    return _pack("f", values)
+
+
+def unpack_floats(packed: bytes) -> list[float]:
+    """The numbers in `packed`. Raises WireError if its length is no multiple of 4."""
+    return _unpack("f", packed)
+
+
+def _pack(code: str, values: Sequence[float]) -> bytes:
+    try:
+        words = array(code, values)
+    except (OverflowError, TypeError) as error:
+        raise WireError("a value does not fit 32 bits") from error
+    if byteorder == "big":
+        words.byteswap()
+    return words.tobytes()
+
+
+def _unpack(code: str, packed: bytes) -> list[Any]:
+    if len(packed) % 4:
+        raise WireError(f"packed values take 4 bytes each, {len(packed)} are there")
+    words = array(code, packed)
+    if byteorder == "big":
+        words.byteswap()
+    return words.tolist()
+
+
+def _typed(kind: type[Message], raw: Any) -> Message:
+    if not isinstance(raw, dict):
+        raise WireError("a message is a map")
+    version = raw.get("v")
+    if type(version) is not int or version != VERSION:
+        raise WireError(f"field v: this side speaks version {VERSION}")
+    if kind is not IngressJob:
+        del raw["v"]
+    _refuse_unknown(_KNOWN[kind], raw)
+    try:
+        message = msgspec.convert(raw, kind, builtin_types=(bytes,))
+    except msgspec.ValidationError as error:
+        raise WireError(_bounded_text(error)) from error
+    if isinstance(message, IngressJob):
+        return _checked_ingress(message)
+    return message
+
+
+def _bounded_text(error: Exception) -> str:
+    """msgspec names the wrong enum value it met; what stands between quotes after `Invalid enum value` may be long."""
+    text = str(error)
+    return "an unknown enum value" if text.startswith("Invalid enum value") else text[:200]
+
+
+@dataclass(frozen=True)
+class _Fields:
+    """The names a message may use, and the messages inside it."""
+
+    names: frozenset[str]
+    inner: dict[str, _Fields]
+
+    @classmethod
+    def of(cls, kind: type) -> _Fields:
+        inner = {}
+        for name, hint in get_type_hints(kind).items():
+            for part in (hint, *get_args(hint)):
+                if isinstance(part, type) and (dataclasses.is_dataclass(part) or issubclass(part, msgspec.Struct)):
+                    inner[name] = cls.of(part)
+        return cls(frozenset(get_type_hints(kind)), inner)
+
+
+_KNOWN = {kind: _Fields.of(kind) for kind in LIMITS}
+
+
+def _refuse_unknown(known: _Fields, raw: dict[str, Any]) -> None:
+    """msgspec passes over unknown keys of a dataclass; here they are an error."""
+    if not raw.keys() <= known.names:
+        raise WireError("an unknown field")
+    for name, fields in known.inner.items():
+        value = raw.get(name)
+        for item in value if isinstance(value, list) else (value,):
+            if isinstance(item, dict):
+                _refuse_unknown(fields, item)
+
+
+def _checked_ingress(job: IngressJob) -> IngressJob:
+    if not INGRESS_ID.fullmatch(job.id):
+        raise WireError(f"field id: {INGRESS_ID.pattern} is allowed")
+    prompt = job.body.get("prompt")
+    if not isinstance(prompt, bytes):
+        _refuse_non_json(job.body)
+        return job
+    rest = {name: value for name, value in job.body.items() if name != "prompt"}
+    _refuse_non_json(rest)
+    return dataclasses.replace(job, body={**rest, "prompt": unpack_ids(prompt)})
+
+
+def _refuse_non_json(value: Any) -> None:
+    """A body means what its JSON would mean, so it holds nothing that JSON has no word for."""
+    stack = [(value, 1)]
+    while stack:
+        item, depth = stack.pop()
+        if depth > MAX_BODY_DEPTH:
+            raise WireError(f"field body: lists and maps nest at most {MAX_BODY_DEPTH} deep")
+        if isinstance(item, bytes) or (isinstance(item, float) and not math.isfinite(item)):
+            raise WireError("field body: JSON has no bytes, NaN or infinity")
+        if isinstance(item, dict):
+            if not all(isinstance(key, str) for key in item):
+                raise WireError("field body: keys are text")
+            stack.extend((inner, depth + 1) for inner in item.values())
+        elif isinstance(item, list):
+            stack.extend((inner, depth + 1) for inner in item)

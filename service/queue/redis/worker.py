@@ -1,0 +1,180 @@
+"""The workers' half of the Redis broker."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import msgpack
+
+from service.errors import EndReason
+from service.observability.logs import fields
+from service.queue import keys
+from service.queue.codec import WireError, decode, encode
+from service.queue.interface import ALONE_FOR_EVENTS, ANY_ROOM, NEAR_DEATHS_S, Claim, Lease, Room
+from service.queue.job_cost import LENT_AFTER_S
+from service.queue.messages import Cancel, DeadLetter, Event, Job, WorkerCard
+from service.queue.redis.claims import HeldJob, HeldJobs
+from service.queue.redis.link import STREAM_START, RedisLink
+
+log = logging.getLogger("quire.redis")
+
+MAX_CANCELS_READ = 1024
+
+
+class RedisWorker:
+    """Implements WorkerBroker. `name` is the owner of its claims: unique among the workers that are alive, and the
+    name of one that is dead if this one stands in its place."""
+
+    def __init__(self, link: RedisLink, name: str, cancels_from: str, lease_s: float):
+        self.lease_s = lease_s
+        self._link = link
+        self._owner = name
+        self._held = HeldJobs(link, name, lease_s)
+        self._may_have_more = True  # claimed by an act whose answer we never saw, or in the life before
+        self._may_have_predecessor = True
+        self._cancels_from = cancels_from
+
+    async def fetch(self, max_branches: int, wait_s: float, room: Room = ANY_ROOM) -> Sequence[Claim]:
+        give_up_s = time.monotonic() + wait_s
+        queues = (keys.RETURNED, keys.WAITING)
+        # Claimed entries are gone, so whatever is there is news; but not where it may be what there is no room for.
+        bell = dict.fromkeys(queues, "$" if room.is_scarce(max_branches) else "0-0")
+        while True:
+            claims = await self._claim(queues, max_branches, room)
+            left_s = give_up_s - time.monotonic()
+            if claims or left_s <= 0:
+                return claims
+            if not await self._held.watch(self._link.block(lambda redis, ms: redis.xread(bell, 1, ms), left_s)):
+                return claims
+
+    async def fetch_suspect(self) -> Claim | None:
+        claims = await self._claim((keys.SUSPECTS,), 1, ANY_ROOM)
+        return claims[0] if claims else None
+
+    async def publish(self, events: Sequence[Event]) -> frozenset[str]:
+        return await self._held.publish(events)
+
+    async def renew(self) -> Lease:
+        return await self._held.renew()
+
+    async def take_over(self) -> int:
+        # Who has just come back from an outage cannot tell the dead from those whose heartbeat met it too.
+        may_judge = self._held.contact_s() >= self.lease_s
+        has_predecessor = int(self._may_have_predecessor)
+        asked = [int(may_judge), self._owner, has_predecessor, NEAR_DEATHS_S]
+        num_back = await self._held.run("take_over", [keys.DEATHS], asked)
+        self._may_have_predecessor = False
+        if num_back:
+            log.warning("jobs of dead workers go back to the queue %s", fields(num_jobs=num_back))
+        return num_back
+
+    async def hand_back(self, job_ids: Collection[str], cause: str | None = None) -> None:
+        await self._held.hand_back(job_ids, "" if cause is None else cause[:500] or "the engine died")
+
+    async def fetch_cancels(self, wait_s: float) -> Sequence[Cancel]:
+        answer = await self._link.block(
+            lambda redis, block_ms: redis.xread({keys.CANCELS: self._cancels_from}, MAX_CANCELS_READ, block_ms), wait_s
+        )
+        if not answer and await self._link.is_past_end(keys.CANCELS, self._cancels_from):
+            self._cancels_from = STREAM_START
+        cancels = []
+        for entry_id, entry in (entry for _, entries in answer for entry in entries):
+            self._cancels_from = entry_id.decode()
+            try:
+                cancels.append(decode(Cancel, entry.get(keys.PAYLOAD, b"")))
+            except WireError as error:
+                log.error("unreadable cancel %s", fields(entry=self._cancels_from, error=error))
+        return cancels
+
+    async def now_s(self) -> float:
+        return await self._link.now_s()
+
+    async def announce(self, card: WorkerCard) -> bool:
+        now_s = await self._link.now_s()
+        payload = encode(dataclasses.replace(card, beat_at_s=now_s))
+        async with self._link.commands() as redis, redis.pipeline(transaction=True) as pipeline:
+            pipeline.set(keys.worker(card.worker_id), payload, ex=keys.CARD_TTL_S)
+            pipeline.zadd(keys.WORKERS, {card.worker_id: now_s})
+            pipeline.zremrangebyscore(keys.WORKERS, "-inf", now_s - keys.CARD_TTL_S)
+            pipeline.mget([keys.LOOKED_AT])
+            *_, (looked_at,) = await pipeline.execute()
+        return looked_at is not None
+
+    async def retire(self, worker_id: str) -> None:
+        async with self._link.commands() as redis, redis.pipeline(transaction=True) as pipeline:
+            pipeline.delete(keys.worker(worker_id))
+            pipeline.zrem(keys.WORKERS, worker_id)
+            if not self._held.job_ids():
+                pipeline.zrem(keys.LEASES, self._owner)
+            await pipeline.execute()
+
+    async def _claim(self, queues: Sequence[str], max_branches: int, room: Room) -> list[Claim]:
+        """Jobs count as held from the moment this returns; were it cut off, they come again."""
+        ask_for_more, self._may_have_more, self._may_have_predecessor = self._may_have_more, True, False
+        held = msgpack.packb(list(self._held.job_ids())) if ask_for_more else b""
+        args = [self._owner, max_branches, self.lease_s, int(ask_for_more), held]
+        args += ["" if room.num_tokens is None else room.num_tokens, room.num_kept]
+        args += [room.num_places, msgpack.packb(dict(room.held)), room.num_tenants, room.num_lent_tokens, LENT_AFTER_S]
+        opened = [await self._open(answer) for answer in await self._held.run_sure("claim", queues, args)]
+        claimed = [pair for pair in opened if pair is not None]
+        for _, job in claimed:
+            self._held.add(job)
+        self._may_have_more = False
+        return [claim for claim, _ in claimed]
+
+    async def _open(self, answer: Sequence[Any]) -> tuple[Claim, HeldJob] | None:
+        """A claim with its past. None for a job that nobody can go on with: it is ended here."""
+        job_id, message, attempt, standing, deaths, cause, stops = answer
+        job_id, cause = job_id.decode(), cause.decode(errors="replace")
+        fence = f"{attempt} {self._owner}"
+        if standing == b"deadly":
+            await self._bury(job_id, fence, message, deaths, cause)
+            return None
+        try:
+            job = decode(Job, message)
+            held = HeldJob(job, attempt, self._owner, message)
+        except ValueError as error:
+            log.error("unreadable job %s", fields(job=job_id, error=error))
+            await self._end(job_id, fence, EndReason.INVALID)
+            return None
+        if attempt > 1:
+            held.told = await self._read_log(held.log)
+        try:
+            past = tuple(decode(Event, payload) for payload in held.told)
+        except WireError as error:
+            log.error("unreadable log %s", fields(job=job_id, error=error))
+            past = (Event(job_id=job_id, number=0),)
+        if [event.number for event in past] != list(range(1, len(past) + 1)) or any(event.end for event in past):
+            log.error("a past with holes %s", fields(job=job_id, attempt=attempt))
+            await self._end(job_id, fence, EndReason.LOST)
+            return None
+        return Claim(job, attempt, ALONE_FOR_EVENTS[standing.decode()], past, _stops(job_id, stops)), held
+
+    async def _read_log(self, log_key: str) -> list[bytes]:
+        async with self._link.commands() as redis:
+            return [entry.get(keys.PAYLOAD, b"") for _, entry in await redis.xrange(log_key)]
+
+    async def _end(self, job_id: str, fence: str, reason: EndReason) -> None:
+        await self._held.run("end", [], [job_id, fence, reason.value])
+
+    async def _bury(self, job_id: str, fence: str, message: bytes, deaths: int, cause: str) -> None:
+        letter = DeadLetter(
+            job_id=job_id, job=message, deaths=deaths, cause=cause, buried_at_s=await self._link.now_s()
+        )
+        await self._held.run(
+            "end", [keys.DEAD], [job_id, fence, EndReason.POISONED.value, keys.DEAD_MAX_ENTRIES, encode(letter)]
+        )
+        log.error("a job that kills engines was buried %s", fields(job=job_id, deaths=deaths, cause=cause))
+
+
+def _stops(job_id: str, packed: bytes) -> tuple[Cancel, ...]:
+    """Branches that are no longer wanted, from "<branch> <reason>" each."""
+    stops = []
+    for word in msgpack.unpackb(packed) if packed else ():
+        branch, _, reason = word.partition(" ")
+        stops.append(Cancel(job_id=job_id, branch=int(branch), reason=EndReason(reason)))
+    return tuple(stops)

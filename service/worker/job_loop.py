@@ -1,0 +1,302 @@
+"""The asyncio side of a worker: jobs from the queue to the engine, outputs back as events, heartbeats, cancels."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from functools import partial
+
+from service.engine.output_processor import EngineOutput, iter_request_outputs
+from service.engine.request import EngineRequest
+from service.errors import EndReason
+from service.observability.logs import fields
+from service.observability.metrics import (
+    STAT_JOBS_LOST_TOTAL,
+    STAT_JOBS_TAKEN_OVER_TOTAL,
+    STAT_NUM_JOBS_HELD,
+    STAT_RESUMED_TOTAL,
+)
+from service.observability.tracing import NO_TRACING, Tracing
+from service.queue.codec import unpack_ids
+from service.queue.interface import BrokerUnavailable, Claim, Lease, Room, WorkerBroker
+from service.queue.messages import Event, WorkerCard
+from service.worker.capacity import Places
+from service.worker.engine_thread import Add, Cancel, EngineThread
+from service.worker.events import refusal
+from service.worker.open_jobs import EarlyCancels, OpenJob, outputs_by_job
+from service.worker.recovery import branch_histories, has_heir, keep_lease, num_scored_tokens
+from service.worker.spans import log_claim, spans_of
+
+log = logging.getLogger("quire.courier")
+
+FETCH_WAIT_S = 0.5
+HEARTBEAT_S = 1.0
+RETRY_S = 0.2
+LOOK_AGAIN_S = 0.015
+"""How often a worker that is nearly full looks for jobs: what waits is not for it, or finds no room yet."""
+
+
+class Courier:
+    """Runs on the event loop; the engine thread hands it outputs through `deliver`."""
+
+    def __init__(
+        self,
+        broker: WorkerBroker,
+        make_card: Callable[[bool], WorkerCard],
+        vocab_size: int,
+        num_places: int,
+        num_cache_tokens: int,
+        tracing: Tracing = NO_TRACING,
+    ):
+        """`num_places`: sequences that the engine runs at once; `num_cache_tokens`: tokens for which it has blocks."""
+        self._broker = broker
+        self._tracing = tracing
+        self._make_card = make_card
+        self._vocab_size = vocab_size
+        self._places = Places(num_places, num_cache_tokens)
+        self._model = ""
+        self._loop = asyncio.get_running_loop()
+        self._open: dict[str, OpenJob] = {}
+        self._outputs: list[EngineOutput] = []
+        self._refused: list[Event] = []
+        self._has_news = asyncio.Event()
+        self._publishing = asyncio.Lock()
+        self._early_cancels = EarlyCancels()
+        self._runs_suspects = False
+        self._runs_alone = False  # the open job is a suspect
+        self._draining = False
+        self._totals = {STAT_RESUMED_TOTAL: 0, STAT_JOBS_TAKEN_OVER_TOTAL: 0, STAT_JOBS_LOST_TOTAL: 0}
+        self._fetching_ended = asyncio.Event()
+        self.announced = asyncio.Event()
+        self.engine: EngineThread | None = None
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def on_outputs(self, outputs: list[EngineOutput]) -> None:
+        """Called on the engine thread after a step."""
+        self._loop.call_soon_threadsafe(self._take_in, outputs)
+
+    async def run(self) -> None:
+        """Until cancelled, or until a duty fails. Fetching stops for good once `drain` or `abandon` was called."""
+        duties = (self._fetch, self._publish, self._hear_cancels, self._beat, self._keep_lease)
+        tasks = [asyncio.create_task(duty(), name=duty.__name__) for duty in duties]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Claim nothing more. Open jobs go to another worker where one is ready, with what was told of them; as long as
+        there is none they run to their ends, and what is left after `timeout_s` waits for whoever comes."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._open and not await self._persist(lambda: has_heir(self._broker, self._make_card(False))):
+                    await asyncio.sleep(0.1)
+        except TimeoutError:
+            log.warning("drain time is over %s", fields(num_open=self.num_open))
+        for job in self._open.values():
+            job.is_leaving = True
+            self.engine.send(Cancel(job.request_id, EndReason.SHUTDOWN))
+        await self._fetching_ended.wait()
+
+    async def abandon(self, in_flight: Collection[str], cause: str) -> None:
+        """The engine is dead: what it told goes out, and every open job back to the queue. Those whose requests were
+        `in_flight` will be suspected of having killed it."""
+        self._draining = True
+        await self._fetching_ended.wait()
+        await self._publish_all()
+        blamed = [job_id for job_id, job in self._open.items() if job.request_id in in_flight]
+        await self._persist(lambda: self._broker.hand_back(blamed, cause))
+        await self._persist(lambda: self._broker.hand_back(list(self._open)))
+        for job_id in list(self._open):
+            self._close(job_id)
+
+    async def settled(self) -> None:
+        """Wait until no job is open."""
+        while self._open:
+            await asyncio.sleep(0.02)
+
+    async def _fetch(self) -> None:
+        self._model = self._make_card(False).model
+        await self._persist(self._take_over)
+        while not self._draining:
+            max_branches, room = self._places.room(self.engine.num_free_tokens, self._loop.time())
+            has_room = max_branches > 0 or room.num_places
+            if not has_room or (self._open and (self._runs_suspects or self._runs_alone)):
+                await asyncio.sleep(LOOK_AGAIN_S)
+                continue
+            try:
+                await self._fetch_some(max_branches, room)
+            except BrokerUnavailable as error:
+                log.warning("no jobs to be had: %s", error)
+                await asyncio.sleep(RETRY_S)
+        self._fetching_ended.set()
+
+    async def _fetch_some(self, max_branches: int, room: Room) -> None:
+        """Jobs, or one suspect: nothing else is fetched while that is open."""
+        self._runs_alone = False
+        if self._runs_suspects:
+            suspect = await self._broker.fetch_suspect()
+            self._runs_suspects = self._runs_alone = suspect is not None
+            claims = [] if suspect is None else [suspect]
+        else:
+            wait_s = LOOK_AGAIN_S if room.is_scarce(max_branches) else FETCH_WAIT_S
+            claims = await self._broker.fetch(max_branches, wait_s, room)
+        for claim in claims:
+            # A suspect comes this way where its claim by `fetch_suspect` was cut off.
+            if self._draining or (claim.is_suspect and not self._runs_alone):
+                await self._persist(partial(self._broker.hand_back, [claim.job.job_id]))
+            else:
+                await self._accept(claim)
+
+    async def _accept(self, claim: Claim) -> None:
+        job, next_number = claim.job, len(claim.past) + 1
+        request_id = f"{job.job_id}/{claim.attempt}"
+        prompt = tuple(unpack_ids(job.prompt))
+        is_ours = job.model in (None, self._model)
+        if not is_ours:
+            log.error("a job of another model; one Redis serves one model %s", fields(job=job.job_id, model=job.model))
+        if not is_ours or any(token >= self._vocab_size for token in prompt):
+            self._refused.append(refusal(job.job_id, next_number, EndReason.INVALID))
+            self._has_news.set()
+            return
+        now_s = await self._persist(self._broker.now_s)
+        timer = None
+        if job.deadline_s is not None:
+            end = Cancel(request_id, EndReason.DEADLINE)
+            timer = self._loop.call_later(job.deadline_s - now_s, self.engine.send, end)
+        spans = spans_of(claim, now_s, self._tracing)
+        cleared_at = len(claim.past) + claim.alone_for_events if claim.is_suspect else None
+        self._open[job.job_id] = OpenJob(request_id, next_number, timer, spans, cleared_at)
+        self._places.take(job, len(claim.past), self._loop.time())
+        log_claim(claim)
+        self._totals[STAT_RESUMED_TOTAL] += claim.attempt > 1
+        request = EngineRequest(
+            request_id=request_id,
+            prompt=prompt,
+            sampling=job.sampling,
+            tenant=job.tenant,
+            cache_salt=job.tenant,
+            num_scored_tokens=num_scored_tokens(claim.past),
+            history=branch_histories(claim.past),
+            times=None if spans is None else spans.times,
+        )
+        self.engine.send(Add(request))
+        for cancel in (*claim.stops, *self._early_cancels.take(job.job_id)):
+            self.engine.send(Cancel(request_id, cancel.reason, cancel.branch))
+
+    def _take_in(self, outputs: list[EngineOutput]) -> None:
+        self._outputs += outputs
+        self._has_news.set()
+
+    async def _publish(self) -> None:
+        """Everything since the last round trip goes out in the next, so a slow Redis makes batches, not a queue."""
+        while True:
+            await self._has_news.wait()
+            await self._publish_all()
+
+    async def _publish_all(self) -> None:
+        async with self._publishing:
+            self._has_news.clear()
+            outputs, self._outputs = self._outputs, []
+            refused, self._refused = self._refused, []
+            told, leaving = self._events(outputs)
+            # A door tells a step's events one after the other, for milliseconds: who has waited longest goes first.
+            events = sorted(refused + told, key=lambda event: event.number > 1)
+            if events:
+                self._drop(await self._persist(lambda: self._broker.publish(events)))
+            for event in events:
+                if event.end is not None:
+                    self._close(event.job_id, event)
+            if self._runs_alone:
+                self._clear_suspect()
+            if leaving:
+                await self._persist(lambda: self._broker.hand_back(leaving))
+                for job_id in leaving:
+                    self._close(job_id)
+
+    def _events(self, outputs: list[EngineOutput]) -> tuple[list[Event], list[str]]:
+        """What to tell, and the jobs that the engine has let go of for others."""
+        events, leaving = [], []
+        for job_id, job_outputs in outputs_by_job(iter_request_outputs(outputs), self._open).items():
+            self._places.begin(job_id)
+            told, is_let_go = self._open[job_id].events(job_id, job_outputs)
+            events += told
+            if is_let_go:
+                leaving.append(job_id)
+        return events, leaving
+
+    def _clear_suspect(self) -> None:
+        """It has got on, alone, and killed nobody: whoever takes it next may run it beside others."""
+        for job in self._open.values():
+            if job.cleared_at_number is not None and job.next_number > job.cleared_at_number and not job.is_leaving:
+                job.is_leaving = True
+                self.engine.send(Cancel(job.request_id, EndReason.SHUTDOWN))
+
+    def _close(self, job_id: str, last: Event | None = None) -> None:
+        """`last`: the event that ends the job; without it, the job goes on elsewhere."""
+        job = self._open.pop(job_id, None)
+        self._places.give_back(job_id, self._loop.time())
+        if job is not None and job.deadline is not None:
+            job.deadline.cancel()
+        if job is not None and job.spans is not None:
+            job.spans.end(last)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("let go of %s", fields(job=job_id, end="elsewhere" if last is None else last.end))
+
+    def _drop(self, job_ids: Collection[str]) -> None:
+        """Others have these jobs now: what our engine says of them is said no more."""
+        for job_id in job_ids:
+            job = self._open.get(job_id)
+            if job is not None:
+                self._totals[STAT_JOBS_LOST_TOTAL] += 1
+                self.engine.send(Cancel(job.request_id, EndReason.CANCELLED))
+                self._close(job_id)
+
+    async def _hear_cancels(self) -> None:
+        while True:
+            for cancel in await self._persist(lambda: self._broker.fetch_cancels(FETCH_WAIT_S)):
+                job = self._open.get(cancel.job_id)
+                if job is not None:
+                    self.engine.send(Cancel(job.request_id, cancel.reason, cancel.branch))
+                    continue
+                self._early_cancels.keep(cancel)
+
+    async def _beat(self) -> None:
+        while True:
+            looked_at = await self._persist(lambda: self._broker.announce(self._card()))
+            self.engine.show(looked_at)
+            self.announced.set()
+            await asyncio.sleep(HEARTBEAT_S)
+
+    def _card(self) -> WorkerCard:
+        card = self._make_card(not self._draining)
+        return replace(card, stats={**card.stats, **self._totals, STAT_NUM_JOBS_HELD: self.num_open})
+
+    async def _keep_lease(self) -> None:
+        await keep_lease(self._broker, lambda: self.engine.silent_s, self._on_lease, self._take_over)
+
+    async def _on_lease(self, lease: Lease) -> None:
+        self._drop(lease.lost)
+        self._runs_suspects = lease.runs_suspects
+
+    async def _take_over(self) -> None:
+        self._totals[STAT_JOBS_TAKEN_OVER_TOTAL] += await self._broker.take_over()
+
+    async def _persist(self, attempt):
+        """Ask until the queue answers: what the engine has computed is kept here until it is written there."""
+        while True:
+            try:
+                return await attempt()
+            except BrokerUnavailable as error:
+                log.warning("the queue is away: %s", error)
+                await asyncio.sleep(RETRY_S)

@@ -1,0 +1,84 @@
+"""What a job did in this worker, as spans below its request's: the wait in the queue, the prompt, the answer."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+
+from service.engine.request import RequestTimes
+from service.errors import ENDINGS
+from service.observability.logs import fields
+from service.observability.tracing import Tracing, trace_id
+from service.queue.interface import Claim
+from service.queue.messages import Event, Job
+
+log = logging.getLogger("quire.courier")
+
+
+@dataclass(kw_only=True)
+class JobSpans:
+    """Of one claim. They are made at its end, when all is known."""
+
+    tracing: Tracing
+    job: Job
+    attempt: int
+    queued_s: float  # how long the job was in the queue when it was claimed
+    times: RequestTimes = field(default_factory=RequestTimes)
+    claimed_s: float = field(default_factory=time.time)
+
+    def end(self, last: Event | None) -> None:
+        """`last`: the job's end, if it ended here and does not go on elsewhere."""
+        now_s = time.time()
+        started_s = self.times.started_s or now_s
+        first_token_s = self.times.first_token_s
+        if self.attempt == 1:
+            self._span("queue", self.claimed_s - self.queued_s, started_s, {"quire.claimed_after_s": self.queued_s})
+        if self.times.started_s:
+            self._span("prefill", started_s, first_token_s or now_s, self._of_prompt(last))
+        if first_token_s:
+            self._span("decode", first_token_s, now_s, self._of_answer(last), self._failure(last))
+
+    def _span(
+        self, name: str, start_s: float, end_s: float, attributes: dict[str, object], failure: str | None = None
+    ) -> None:
+        known = {"quire.job": self.job.job_id, "quire.tenant": self.job.tenant, "quire.attempt": self.attempt}
+        span = self.tracing.begin(name, self.job.traceparent, {**known, **attributes}, at_s=start_s)
+        span.end(failure, max(start_s, end_s))
+
+    def _of_prompt(self, last: Event | None) -> dict[str, object]:
+        usage = None if last is None else last.usage
+        return {
+            "gen_ai.usage.input_tokens": len(self.job.prompt) // 4,
+            "gen_ai.usage.cache_read.input_tokens": None if usage is None else usage.cached_tokens,
+        }
+
+    def _of_answer(self, last: Event | None) -> dict[str, object]:
+        if last is None:
+            return {"quire.end": "handed_on"}
+        return {
+            "quire.end": last.end.value,
+            "gen_ai.usage.output_tokens": None if last.usage is None else last.usage.completion_tokens,
+        }
+
+    @staticmethod
+    def _failure(last: Event | None) -> str | None:
+        failed = last is not None and ENDINGS[last.end].finish_reason is None
+        return last.end.value if failed else None
+
+
+def spans_of(claim: Claim, now_s: float, tracing: Tracing) -> JobSpans | None:
+    """None if it is not traced. `now_s`: queue time."""
+    if not tracing.is_on or claim.job.traceparent is None:
+        return None
+    queued_s = max(0.0, now_s - claim.job.submitted_at_s)
+    return JobSpans(tracing=tracing, job=claim.job, attempt=claim.attempt, queued_s=queued_s)
+
+
+def log_claim(claim: Claim) -> None:
+    job = claim.job
+    trace = {} if job.traceparent is None else {"trace": trace_id(job.traceparent)}
+    if claim.attempt > 1:
+        log.info("goes on with %s", fields(job=job.job_id, attempt=claim.attempt, num_events=len(claim.past), **trace))
+    elif log.isEnabledFor(logging.DEBUG):
+        log.debug("claimed %s", fields(job=job.job_id, prompt_tokens=len(job.prompt) // 4, **trace))

@@ -1,0 +1,188 @@
+"""What the host does for a step, with the device left out: plan, build, settle and tell, in microseconds.
+
+    python -m tests.bench.host_steps [--batch 512] [--context 1000] [--steps 200] [--out FILE]
+
+The scheduler, the memory of sequences, the engine and the executor are the real ones; the device is one that takes no
+time and samples zeros. What handing work to a GPU costs on top (copies, launches) is not in these figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from types import SimpleNamespace
+
+import numpy as np
+
+from model.config import PRESETS
+from model.ops.cpu.ops import NumpyOps
+from model.ops.interface import Array, Sampled, SamplingArrays
+from model.sampling_params import SamplingParams
+from service.bench.engine_measures import WHOLE_STEPS
+from service.bench.flag_values import whole_number
+from service.bench.report import add_report_flags, check_report_flags, run_script, write_report
+from service.cli.table import print_grid
+from service.engine.engine import Engine
+from service.engine.execution.executor import ModelExecutor
+from service.engine.kv.kv_manager import KVManager
+from service.engine.output_processor import iter_request_outputs
+from service.engine.request import EngineRequest
+from service.engine.scheduling.limits import Limits
+from service.garbage import keep_for_good
+from service.queue.codec import encode
+from service.worker.events import event_of
+
+BLOCK_SIZE = 16
+VOCAB_SIZE = 4096
+WARM_STEPS = 8
+ARRIVING_PROMPT = 256
+"""Tokens of the prompt that comes with each mixed step; its answer is as short as keeps the batch as it is."""
+
+
+class IdleOps(NumpyOps):
+    """A device that runs ahead, replays graphs and does nothing."""
+
+    name = "cuda"
+
+    def capture(self, work: Callable[[], None], rehearsal: Callable[[], None] | None = None) -> Callable[[], None]:
+        return lambda: None
+
+    def pick_tokens(self, token_ids: Array, sampled: Array, source: Array) -> None:
+        pass
+
+    def sample(self, logits: Array, how: SamplingArrays, out: Array | None = None) -> Sampled:
+        num_rows = len(how.temperature)
+        return Sampled(np.zeros(num_rows, np.int32), np.zeros(num_rows, np.bool_), None, None, None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostFigures:
+    """Medians over steps, in microseconds of this thread: what else runs on the machine does not count."""
+
+    case: str
+    schedule_us: float
+    launch_us: float  # the step's arrays, those of sampling, and their way into one piece
+    settle_us: float  # collect, books, tokens, outputs
+    step_us: float  # all of it
+    tell_us: float  # outputs to encoded events, on the thread that talks to the queue
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--batch", default="512", help="decoding sequences (default: 512)")
+    parser.add_argument("--context", default="1000", help="tokens that each holds (default: 1000)")
+    parser.add_argument("--steps", default="200", help="measured steps (default: 200)")
+    add_report_flags(parser)
+    flags = parser.parse_args()
+    check_report_flags(flags)
+    sizes = [whole_number(f"--{name}", getattr(flags, name)) for name in ("batch", "context", "steps")]
+    rows = [
+        measure(*sizes, prefix_caching=prefix_caching, mixed=mixed)
+        for prefix_caching in (False, True)
+        for mixed in (False, True)
+    ]
+    heads = ["case", "schedule us", "launch us", "settle us", "step us", "tell us"]
+    print_grid(heads, [[row.case, *(f"{us:,.0f}" for us in list(vars(row).values())[1:])] for row in rows])
+    bars = [
+        {"label": part, "x": [row.case for row in rows], "y": [getattr(row, f"{part}_us") for row in rows]}
+        for part in ("schedule", "launch", "settle")
+    ]
+    panel = {"kind": "stack", "title": "the host's part of a step", "x": "", "y": "us", "series": bars}
+    batch, context, num_steps = sizes
+    record = {"bench": "host_steps", "context": context, "num_steps": num_steps, "steps": [asdict(row) for row in rows]}
+    write_report(flags, record, {"title": f"{batch} decodes, no device", "panels": [panel]})
+
+
+def measure(batch: int, context: int, num_steps: int, *, prefix_caching: bool, mixed: bool) -> HostFigures:
+    """Steps of `batch` decodes, and with `mixed` of a short prompt beside them."""
+    engine, executor = make_engine(batch, context + num_steps + WARM_STEPS, prefix_caching=prefix_caching)
+    numbers = random.Random(0)
+    wishes = SamplingParams(max_tokens=num_steps + 2 * WARM_STEPS, temperature=0.7, ignore_eos=True)
+    for number in range(batch):
+        prompt = tuple(numbers.choices(range(VOCAB_SIZE), k=context))
+        engine.add_request(EngineRequest(request_id=f"{number:032x}/1", prompt=prompt, sampling=wishes))
+    for _ in range(WARM_STEPS):
+        engine.step()
+        engine.drain_request_outputs()
+    keep_for_good()
+    courses: list[tuple[float, ...]] = []
+    with _timed(engine, executor) as spent_s:
+        for number in range(num_steps):
+            if mixed:
+                prompt = tuple(numbers.choices(range(VOCAB_SIZE), k=ARRIVING_PROMPT))
+                short = replace(wishes, max_tokens=1)
+                engine.add_request(EngineRequest(request_id=f"{number + batch:032x}/1", prompt=prompt, sampling=short))
+            spent_s.update(schedule=0.0, launch=0.0)
+            begin_s = time.thread_time()
+            engine.step()
+            outputs = engine.drain_outputs()
+            step_s = time.thread_time() - begin_s
+            begin_s = time.thread_time()
+            for output in iter_request_outputs(outputs):
+                encode(event_of(output.request_id, number + 1, [output]))
+            tell_s = time.thread_time() - begin_s
+            schedule_s, launch_s = spent_s["schedule"], spent_s["launch"]
+            courses.append((schedule_s, launch_s, step_s - schedule_s - launch_s, step_s, tell_s))
+    medians = [1e6 * statistics.median(column) for column in zip(*courses, strict=True)]
+    case = f"{batch} decodes{' and a prompt' if mixed else ''}, cache {'on' if prefix_caching else 'off'}"
+    names = ("schedule_us", "launch_us", "settle_us", "step_us", "tell_us")
+    return HostFigures(case=case, **dict(zip(names, medians, strict=True)))
+
+
+def make_engine(batch: int, longest: int, *, prefix_caching: bool) -> tuple[Engine, ModelExecutor]:
+    """An engine over an idle device, with room for all."""
+    ops = IdleOps(np.dtype(np.float32))
+    max_num_seqs, max_blocks = batch + 16, -(-(longest + ARRIVING_PROMPT) // BLOCK_SIZE) + 1
+    config = replace(PRESETS["llama-3.1-8b"], vocab_size=VOCAB_SIZE)
+    model = SimpleNamespace(ops=ops, config=config, tune=lambda *sizes: None, forward=_forward)
+    model.first_layer = lambda: model
+    executor = ModelExecutor(model, frozenset(), max_num_seqs, max_blocks)
+    num_blocks = max_num_seqs * max_blocks
+    executor.attach(np.zeros((1, 1, 1, 1, BLOCK_SIZE, 1), np.float32))
+    kv = KVManager(num_blocks, BLOCK_SIZE, prefix_caching=prefix_caching)
+    limits = Limits(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=WHOLE_STEPS,
+        max_prefill_chunk=WHOLE_STEPS,
+        max_model_len=max_blocks * BLOCK_SIZE,
+    )
+    return Engine(executor, kv, limits, frozenset()), executor
+
+
+def _forward(batch, kv: Array, out: Array | None = None) -> Array:
+    return np.zeros((batch.num_sequences, VOCAB_SIZE), np.float32)
+
+
+@contextmanager
+def _timed(engine: Engine, executor: ModelExecutor) -> Iterator[dict[str, float]]:
+    """Seconds that planning and launching take, added up under their names."""
+    spent_s: dict[str, float] = {}
+
+    def watch(owner: object, method: str) -> None:
+        work = getattr(owner, method)
+
+        def timed(*args):
+            begin_s = time.thread_time()
+            try:
+                return work(*args)
+            finally:
+                spent_s[method] += time.thread_time() - begin_s
+
+        setattr(owner, method, timed)
+
+    scheduler = engine._scheduler
+    watch(scheduler, "schedule")
+    watch(executor, "launch")
+    try:
+        yield spent_s
+    finally:
+        del scheduler.schedule, executor.launch
+
+
+if __name__ == "__main__":
+    run_script(main)

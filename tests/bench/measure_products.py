@@ -1,0 +1,54 @@
+"""Measures every matrix product of a model's steps and writes down which way is quickest: makes model/ops/measured/.
+
+    python -m tests.bench.measure_products --model-config llama-3.1-8b --max-num-seqs 1024 --out FOLDER
+
+For the sizes that steps are captured with up to so many sequences, and for whole chunks up to the largest step. A start
+measures only a few of these by itself: all of them take about half a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from model.cuda_graphs import StepGraphs
+from model.ops.backend import open_ops
+from model.weights.loader import load_model
+from service.config.settings import Settings
+from service.engine.build import DEFAULT_BATCHED_TOKENS, DEFAULT_PREFILL_CHUNK, read_model_config
+
+
+def main() -> None:
+    """Needs a GPU."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model-config", required=True)
+    parser.add_argument("--max-num-seqs", type=int, default=1024)
+    parser.add_argument("--out", type=Path, required=True, help="folder that gets the file")
+    flags = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["QUIRE_CACHE_DIR"] = folder  # an empty one: nothing is known but what came with the package
+        _measure(flags.model_config, flags.max_num_seqs)
+        flags.out.mkdir(parents=True, exist_ok=True)
+        for found in Path(folder).glob("*/linear-*.json"):
+            shutil.copyfile(found, flags.out / found.name)
+            print(flags.out / found.name)
+
+
+def _measure(model_config: str, max_num_seqs: int) -> None:
+    config = read_model_config(replace(Settings(), model_config=model_config, load_format="dummy"))
+    ops = open_ops("cuda", "auto", config.dtype)
+    model = load_model(None, config, ops, 1024, load_format="dummy")
+    sampled = ops.empty((max_num_seqs,), np.dtype(np.int32))
+    in_layers, in_head = StepGraphs(model, sampled, max_num_seqs, 1).num_rows()
+    chunk, most = DEFAULT_PREFILL_CHUNK["cuda"], DEFAULT_BATCHED_TOKENS["cuda"]
+    model.tune(sorted({*in_layers, *range(chunk, most + 1, chunk)}), in_head)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""How long an engine takes from the start of its process to its first tokens, and where that goes.
+
+    python -m tests.bench.start --model-config llama-3.1-8b [--max-num-seqs 512] [--rounds 2] [--out FILE]
+
+Random weights. Each start is a process of its own: the first one finds no compiled kernel, the others what it has left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import wraps
+
+from model.cuda_graphs import StepGraphs
+from service.bench.flag_values import whole_number
+from service.bench.report import (
+    add_report_flags,
+    check_report_flags,
+    python_script,
+    run_script,
+    script_environment,
+    write_report,
+)
+from service.cli.table import print_grid
+from service.config.settings import Settings
+from service.engine import build
+from service.errors import StartupError
+
+TIMEOUT_S = 300
+
+PARTS = {
+    "device": (build, "open_ops"),
+    "weights, kernels": (build, "size_engine"),
+    "of these the weights": (build, "load_model"),
+    "graphs": (StepGraphs, "capture"),
+    "of these timing": (StepGraphs, "_measured"),
+    "bus, prompts": (build, "calibrate_swap_cost"),
+    "first tokens": (build, "_check_generation"),
+}
+"""Name -> where the function is called from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """One process, in seconds."""
+
+    imports_s: float  # from the process's beginning until all is imported
+    parts_s: dict[str, float]
+    all_s: float  # from the process's beginning until the engine has generated
+    device: str
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model-config", required=True)
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--max-num-seqs", default="512")
+    parser.add_argument("--rounds", default="2", help="starts with kernels compiled before")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    add_report_flags(parser)
+    flags = parser.parse_args()
+    check_report_flags(flags)
+    num_seqs, num_rounds = whole_number("--max-num-seqs", flags.max_num_seqs), whole_number("--rounds", flags.rounds)
+    if flags.here:
+        named = replace(Settings(), model_config=flags.model_config, load_format="dummy", device=flags.device)
+        print(json.dumps(asdict(start_here(replace(named, max_num_seqs=num_seqs)))))
+        return
+    starts = measure(flags.model_config, flags.device, num_seqs, num_rounds)
+    names = ["nothing compiled", *["compiled before"] * num_rounds]
+    tell(names, starts)
+    bars = {"label": "s", "x": names, "y": [start.all_s for start in starts]}
+    panel = {"kind": "bars", "title": "", "x": "s to the first tokens", "y": "", "series": [bars]}
+    record = {"bench": "start", "model": flags.model_config, "max_num_seqs": num_seqs}
+    rows = [{"kernels": name, **asdict(start)} for name, start in zip(names, starts, strict=True)]
+    write_report(flags, {**record, "starts": rows}, {"title": f"start on {starts[0].device}", "panels": [panel]})
+
+
+def measure(model_config: str, device: str, num_seqs: int, num_rounds: int) -> list[Start]:
+    """One start with an empty cache of kernels, then `num_rounds` with what it has left. Raises StartupError."""
+    flags = ("--here", "--model-config", model_config, "--device", device, "--max-num-seqs", str(num_seqs))
+    starts = []
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {**script_environment(), "QUIRE_CACHE_DIR": cache}
+        for _ in range(1 + num_rounds):
+            try:
+                done = subprocess.run(
+                    python_script("start", *flags), env=environment, stdout=-1, timeout=TIMEOUT_S, check=True
+                )
+            except subprocess.SubprocessError as error:
+                raise StartupError(f"start: {error}") from None
+            starts.append(Start(**json.loads(done.stdout.splitlines()[-1])))
+    return starts
+
+
+def start_here(settings: Settings) -> Start:
+    """In this process, which should have done nothing else."""
+    imports_s, parts_s = _process_age_s(), dict.fromkeys(PARTS, 0.0)
+    for name, (owner, function) in PARTS.items():
+        setattr(owner, function, _timed(getattr(owner, function), name, parts_s))
+    built = build.build_engine(settings, progress=False)
+    return Start(imports_s=imports_s, parts_s=parts_s, all_s=_process_age_s(), device=built.ops.device_name)
+
+
+def _timed(function, name: str, parts_s: dict[str, float]):
+    @wraps(function)
+    def work(*args, **keywords):
+        begin_s = time.perf_counter()
+        try:
+            return function(*args, **keywords)
+        finally:
+            parts_s[name] += time.perf_counter() - begin_s
+
+    return work
+
+
+def _process_age_s() -> float:
+    """By the kernel's account, to a hundredth of a second."""
+    with open("/proc/self/stat", encoding="ascii") as stat:
+        begin_ticks = int(stat.read().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - begin_ticks / os.sysconf("SC_CLK_TCK")
+
+
+def tell(names: Sequence[str], starts: Sequence[Start]) -> None:
+    """A row a start on the terminal, in seconds."""
+    rows = []
+    for name, start in zip(names, starts, strict=True):
+        rows.append((name, *(f"{seconds:.2f}" for seconds in (start.imports_s, *start.parts_s.values(), start.all_s))))
+    print_grid(("", "imports", *PARTS, "all"), rows)
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,155 @@
+"""What each kernel adds to a decode step, by PyTorch's profiler, which sees every kernel of the process.
+
+    python -m tests.bench.step_profile --model-config llama-3.1-8b --batch 1,64,256,512 [--context N,...]
+        [--out FILE]
+
+Random weights, and random keys and values instead of those of prompts. With several contexts every batch is looked at
+with each of them that the pool has room for, and what grows from a step to one of twice the batch or context is told.
+A script of its own, because only it wants PyTorch, and that in the engine's process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from service.bench.engine_measures import WHOLE_STEPS, randomize_cache, steady_decode
+from service.bench.flag_values import whole_numbers
+from service.bench.kernels import Ceilings, measure_ceilings
+from service.bench.report import add_report_flags, check_report_flags, run_script, write_report
+from service.cli.table import print_grid, shown
+from service.config.settings import Settings
+from service.engine.build import BuiltEngine, build_engine
+from service.errors import StartupError
+from service.garbage import keep_for_good
+from tests.bench.step_growth import growth_of, tell_growth
+from tests.bench.step_table import KernelEvent, StepTable, table_of
+
+PROFILED_STEPS = 8
+TIMED_STEPS = 32
+
+
+def main() -> None:
+    """Needs a GPU."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model-config", required=True)
+    parser.add_argument("--batch", default="1,64,256,512")
+    parser.add_argument("--context", default="1100", help="mean tokens a sequence holds; several, one by one")
+    add_report_flags(parser)
+    flags = parser.parse_args()
+    check_report_flags(flags)
+    batches, contexts = whole_numbers("--batch", flags.batch), whole_numbers("--context", flags.context)
+    torch.cuda.init()  # before the cache takes what memory there is
+    named = replace(Settings(), model_config=flags.model_config, load_format="dummy", device="cuda")
+    # no swap space: what one batch leaves in the prefix cache must not leave for the host beside the next
+    settings = replace(named, max_num_seqs=max(batches), max_prefill_chunk=WHOLE_STEPS, swap_space=0.0)
+    built = build_engine(settings, progress=True)
+    keep_for_good()
+    ceilings = measure_ceilings(built.ops)
+    randomize_cache(built)
+    tables = []
+    for batch, context in product(batches, contexts):
+        try:
+            tables.append(profile_decode(built, batch, context, ceilings))
+        except StartupError as reason:
+            print(f"batch {batch}, context {context}: {reason}")
+            continue
+        tell(tables[-1])
+    growth = growth_of(tables, built.config, built.ops.dtype.itemsize)
+    tell_growth(growth)
+    record = {"bench": "step_profile", "device": built.ops.device_name, "model": flags.model_config}
+    panel = {"kind": "bars", "title": "", "x": "us a step", "y": "", "series": []}
+    for table in tables:
+        bars = {"x": [row.op for row in table.rows], "y": [row.time_us for row in table.rows]}
+        panel["series"].append({"label": f"batch {table.batch}, context {table.mean_context:.0f}", **bars})
+    figure = {"title": f"a decode step on {built.ops.device_name}", "panels": [panel]}
+    found = {"steps": [asdict(table) for table in tables], "growth": [asdict(row) for row in growth]}
+    write_report(flags, {**record, **asdict(ceilings), **found}, figure)
+
+
+def profile_decode(built: BuiltEngine, batch: int, context: int, ceilings: Ceilings) -> StepTable:
+    """Steps of `batch` sequences that hold about `context` tokens each."""
+    engine, config = built.engine, built.config
+    with steady_decode(built, batch, context, PROFILED_STEPS + TIMED_STEPS, computes_prompts=False):
+        timed_s, host_s = _timed(built)
+        held = engine.stats().num_slots_filled
+        events = _events(lambda: [engine.step() for _ in range(PROFILED_STEPS)], built)
+        mean_context = (held + engine.stats().num_slots_filled) / 2 / batch
+    item = built.ops.dtype.itemsize
+    times = (1e6 * timed_s, 1e3 * host_s)
+    return table_of(events, PROFILED_STEPS, batch, mean_context, *times, config, item, ceilings)
+
+
+def _timed(built: BuiltEngine) -> tuple[float, float]:
+    """Seconds of a step, and of these the host's, without those in which it waits for the device."""
+    collect, waited_s = built.executor.collect, 0.0
+
+    def wait_first(launched):
+        nonlocal waited_s
+        begin_s = time.perf_counter()
+        for draw in launched.draws:
+            draw.arrive()
+        waited_s += time.perf_counter() - begin_s
+        return collect(launched)
+
+    built.executor.collect = wait_first
+    try:
+        begin_s = time.perf_counter()
+        for _ in range(TIMED_STEPS):
+            built.engine.step()
+            built.engine.drain_outputs()  # what becomes of it is another thread's to say
+        total_s = time.perf_counter() - begin_s
+    finally:
+        del built.executor.collect
+    return total_s / TIMED_STEPS, (total_s - waited_s) / TIMED_STEPS
+
+
+def _events(work: Callable[[], object], built: BuiltEngine) -> list[KernelEvent]:
+    """The device's, of `work` and nothing before it."""
+    built.ops.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        work()
+        built.ops.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        seen.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    kinds = ("kernel", "gpu_memcpy", "gpu_memset")
+    return [
+        KernelEvent(event["name"], event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event.get("cat") in kinds
+    ]
+
+
+def tell(table: StepTable) -> None:
+    """A table of one batch on the terminal."""
+    idle_share, timed_us = table.idle_us / table.step_us, table.timed_us
+    print(
+        f"\nbatch {table.batch}, context {table.mean_context:.0f}: {table.step_us:,.0f} us a step, {timed_us:,.0f} "
+        f"without the profiler, {100 * idle_share:.2f} % idle, {table.host_ms:.2f} ms of the host"
+    )
+    rows = [
+        (
+            row.op,
+            shown(row.launches),
+            shown(row.time_us),
+            f"{100 * row.step_share:.1f} %",
+            "-" if row.ceiling_share is None else f"{row.ceiling_share:.2f}",
+        )
+        for row in table.rows
+    ]
+    print_grid(("operation", "launches", "us", "of the step", "of ceiling"), rows)
+
+
+if __name__ == "__main__":
+    run_script(main)

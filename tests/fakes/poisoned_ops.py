@@ -1,0 +1,17 @@
+"""The GPU backend with NaN in every temporary before an op fills it: what a kernel leaves out shows."""
+
+from __future__ import annotations
+
+from model.ops.gpu.ops import CudaOps
+
+_ALL_ONES = 0xFF  # a NaN in each of the three float types, -1 in integers
+
+
+class PoisonedOps(CudaOps):
+    is_poisoning = True  # off while a kernel is timed
+
+    def temporary(self, shape, dtype):
+        array = super().temporary(shape, dtype)
+        if array.nbytes and self.is_poisoning:
+            array.data.memset_async(_ALL_ONES, array.nbytes, self.stream)
+        return array

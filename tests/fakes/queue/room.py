@@ -1,0 +1,56 @@
+"""What is left of a worker's room while it claims: the plain statement of what `claim.lua` does."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from service.fair_share import fair_share
+from service.queue.interface import Claim, Room
+from service.queue.job_cost import branches_of
+from service.queue.messages import Job
+
+
+class RoomLeft:
+    """Of one claim."""
+
+    def __init__(self, num_branches: int, room: Room):
+        self._room = room
+        self._held = Counter(room.held)
+        self._num_branches = num_branches
+        self._num_tokens = float("inf") if room.num_tokens is None else room.num_tokens
+        self._num_lent_tokens = room.num_lent_tokens
+
+    @property
+    def is_free(self) -> bool:
+        """Whether there is room that nobody has."""
+        return self._num_branches > 0 and self._num_tokens > 0
+
+    @property
+    def is_scarce(self) -> bool:
+        """Whether what is left is only for tenants that keep to their shares."""
+        return self._num_branches <= self._room.num_kept or self._num_tokens <= 0
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether jobs may be claimed all the same, for the shares of their tenants."""
+        return self._room.num_places > 0 and (self.is_free or self._num_lent_tokens > 0)
+
+    def fits(self, job: Job, waiting: set[str]) -> bool:
+        """Whether the job keeps to its tenant's share, or is its only one, and can begin if all others keep to theirs.
+        Tenants with nothing here want a place: those that were here lately, or whose jobs are `waiting`."""
+        held, places = self._held[job.tenant], self._room.num_places
+        count = held + branches_of(job)
+        others = [num for tenant, num in self._held.items() if tenant != job.tenant]
+        num_absent = max(self._room.num_tenants - len(others), len(waiting - self._held.keys()) + (held > 0)) - 1
+        share = fair_share(places, [count, *others, *[1] * max(0, num_absent)])
+        if held and count > share:
+            return False
+        return self._num_branches > 0 or count + sum(min(num, share) for num in others) <= places
+
+    def take(self, claim: Claim) -> None:
+        count = branches_of(claim.job)
+        num_tokens = len(claim.job.prompt) // 4 + len(claim.past) * count
+        self._num_branches -= count
+        self._num_tokens -= num_tokens
+        self._num_lent_tokens -= num_tokens
+        self._held[claim.job.tenant] += count

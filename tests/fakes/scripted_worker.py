@@ -1,0 +1,198 @@
+"""A worker without a model: answers every job as a script says, through the worker's half of a broker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from service.errors import EndReason
+from service.queue.codec import pack_floats, pack_ids, unpack_ids
+from service.queue.interface import WorkerBroker
+from service.queue.messages import Cancel, Event, Job, Part, TokenLogprobs, Usage, WorkerCard
+
+
+@dataclass(frozen=True)
+class Script:
+    """What one job gets: tokens a step, then its end. `end` None: it stays silent until it is cancelled.
+
+    `branches` says what each branch gets, where they differ, `scores` how likely each token of it was, and `choices`
+    which of them the answer is made of.
+    """
+
+    steps: Sequence[Sequence[int]] = ()
+    end: EndReason | None = EndReason.STOP
+    step_s: float = 0.0
+    branches: Sequence[Sequence[Sequence[int]]] = ()
+    scores: Sequence[float] = ()
+    choices: tuple[int, ...] = ()
+    embedding: tuple[float, ...] = ()
+
+
+SILENT = Script()
+
+
+class ScriptedWorker:
+    """Runs inside `working`. `jobs` and `cancels` are what it was given, in order."""
+
+    def __init__(self, broker: WorkerBroker, model: str, script: Callable[[Job], Script], max_model_len: int = 4096):
+        self._broker = broker
+        self._model = model
+        self._max_model_len = max_model_len
+        self.script = script
+        self.ready = True
+        self.paused = False
+        self.is_fetching = False
+        self.stats: dict[str, float] = {}
+        self.blocks = self.host_blocks = b""
+        self.jobs: list[Job] = []
+        self.cancels: list[Cancel] = []
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._numbers: dict[str, int] = {}
+        self._stopped: set[tuple[str, int]] = set()
+
+    @asynccontextmanager
+    async def working(self):
+        await self.announce()
+        duties = [asyncio.create_task(duty()) for duty in (self._fetch, self._hear_cancels)]
+        try:
+            yield self
+        finally:
+            for task in (*duties, *self._running.values()):
+                task.cancel()
+            await asyncio.gather(*duties, *self._running.values(), return_exceptions=True)
+
+    async def announce(self) -> bool:
+        card = WorkerCard(
+            worker_id="scripted",
+            model=self._model,
+            ready=self.ready,
+            max_model_len=self._max_model_len,
+            num_blocks=64,
+            block_size=16,
+            beat_at_s=0.0,
+            blocks=self.blocks,
+            host_blocks=self.host_blocks,
+            stats=self.stats,
+        )
+        return await self._broker.announce(card)
+
+    async def cancelled(self, number: int = 1) -> Cancel:
+        """Waits for the `number`th cancel."""
+        while len(self.cancels) < number:
+            await asyncio.sleep(0.005)
+        return self.cancels[number - 1]
+
+    async def _fetch(self) -> None:
+        while True:
+            while self.paused:
+                await asyncio.sleep(0.01)
+            self.is_fetching = True
+            claims = await self._broker.fetch(256, 0.2)
+            self.is_fetching = False
+            for claim in claims:
+                self.jobs.append(claim.job)
+                self._running[claim.job.job_id] = asyncio.create_task(self._run(claim.job))
+
+    async def _hear_cancels(self) -> None:
+        while True:
+            for cancel in await self._broker.fetch_cancels(0.2):
+                self.cancels.append(cancel)
+                task = self._running.get(cancel.job_id)
+                if task is None or task.done():
+                    continue
+                if cancel.branch is not None:
+                    self._stopped.add((cancel.job_id, cancel.branch))
+                    continue
+                task.cancel()
+                await self._end(cancel.job_id, cancel.reason, 0)
+
+    async def _run(self, job: Job) -> None:
+        script, sampling = self.script(job), job.sampling
+        num_branches = sampling.beam.width if sampling.beam else sampling.best_of
+        scripts = script.branches or [script.steps] * num_branches
+        scores = script.scores or [-0.5] * len(scripts)
+        branches = [
+            _Branch(steps, sampling.max_tokens, script.end, score) for steps, score in zip(scripts, scores, strict=True)
+        ]
+        if sampling.prompt_logprobs is not None:
+            await self._publish(Event(job_id=job.job_id, number=0, parts=(self._scored_prompt(job),)))
+        while any(branch.end is None for branch in branches):
+            if script.step_s:
+                await asyncio.sleep(script.step_s)
+            parts = [self._part(job, number, branch) for number, branch in enumerate(branches) if branch.end is None]
+            if any(part.tokens or part.end for part in parts):
+                await self._publish(Event(job_id=job.job_id, number=0, parts=tuple(parts)))
+            else:
+                await asyncio.sleep(0.005)
+        # The worst of its branches' ends: the reasons stand in that order.
+        end = max((branch.end for branch in branches), key=list(EndReason).index)
+        num_tokens = sum(branch.num_told for branch in branches)
+        await self._end(job.job_id, end, num_tokens, len(job.prompt) // 4, script)
+
+    def _scored_prompt(self, job: Job) -> Part:
+        """Token i of the prompt had log-probability -i, and token 7 was the likeliest everywhere."""
+        tokens, width = unpack_ids(job.prompt)[1:], job.sampling.prompt_logprobs
+        logprobs = TokenLogprobs(
+            chosen=pack_floats([-(i + 1) for i in range(len(tokens))]),
+            top_ids=pack_ids([7 + k for _ in tokens for k in range(width)]),
+            top=pack_floats([-0.25 for _ in tokens for _ in range(width)]),
+        )
+        return Part(tokens=pack_ids(tokens), logprobs=logprobs, is_prompt=True)
+
+    def _part(self, job: Job, number: int, branch: _Branch) -> Part:
+        """The next step of a branch."""
+        tokens = () if (job.job_id, number) in self._stopped else branch.step()
+        if (job.job_id, number) in self._stopped:
+            branch.end = EndReason.STOP
+        logprobs = None
+        width = 0 if job.sampling.logprobs is None and job.sampling.ranks_branches else job.sampling.logprobs
+        if width is not None and tokens:
+            logprobs = TokenLogprobs(
+                chosen=pack_floats([branch.score] * len(tokens)),
+                top_ids=pack_ids([(token + k) % 256 for token in tokens for k in range(width)]),
+                top=pack_floats([-0.5 * (k + 1) for _ in tokens for k in range(width)]),
+            )
+        good_end = branch.end if branch.end in (EndReason.STOP, EndReason.LENGTH) else None
+        return Part(branch=number, tokens=pack_ids(tokens), logprobs=logprobs, end=good_end)
+
+    async def _end(
+        self, job_id: str, end: EndReason, num_tokens: int, num_prompt_tokens: int = 0, script: Script = SILENT
+    ) -> None:
+        usage = Usage(prompt_tokens=num_prompt_tokens, completion_tokens=num_tokens)
+        vector = pack_floats(script.embedding) or None
+        event = Event(job_id=job_id, number=0, end=end, usage=usage, choices=script.choices, embedding=vector)
+        await self._publish(event)
+
+    async def _publish(self, event: Event) -> None:
+        """Under the next number of its job."""
+        number = self._numbers[event.job_id] = self._numbers.get(event.job_id, 0) + 1
+        if number == 1:
+            event = replace(event, usage=Usage(prompt_tokens=0, completion_tokens=0, cached_tokens=1))
+        await self._broker.publish([replace(event, number=number)])
+
+
+class _Branch:
+    """What a branch has yet to say."""
+
+    def __init__(self, steps: Sequence[Sequence[int]], max_tokens: int, end: EndReason | None, score: float):
+        self.score = score
+        self._steps = list(steps)
+        self._max_tokens = max_tokens
+        self._last = end
+        self.num_told = 0
+        self.end: EndReason | None = None if steps else end
+
+    def step(self) -> Sequence[int]:
+        if not self._steps:
+            return ()
+        tokens = self._steps.pop(0)[: self._max_tokens - self.num_told]
+        self.num_told += len(tokens)
+        if self.num_told == self._max_tokens:
+            self.end = EndReason.LENGTH
+        elif not self._steps:
+            self.end = self._last
+        return tokens

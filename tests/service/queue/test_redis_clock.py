@@ -1,0 +1,159 @@
+"""Redis' clock is set, forward or back: the queue's goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from service.errors import EndReason
+from service.queue import keys
+from service.queue.interface import BrokerUnavailable
+from service.queue.redis import link as redis_link
+from service.queue.redis.link import RedisLink
+from tests.fakes.queue.broker import MemoryBroker
+from tests.support.wire import PATIENCE_S, Ended, make_card, make_event, make_events, make_job, outcome
+
+AN_HOUR = 3600
+SHIFT = "test:shift"
+OWN_CLOCK = "redis.call('TIME')"
+SET_CLOCK = f"""(function()
+  local time = redis.call('TIME')
+  return {{tonumber(time[1]) + tonumber(redis.call('GET', '{SHIFT}') or '0'), time[2]}}
+end)()"""
+"""What Redis' clock tells the scripts, as far as the test sets it."""
+
+
+@pytest.fixture
+def set_clock(monkeypatch, redis):
+    """Sets Redis' clock, by so many seconds, as its scripts see it."""
+    script_of = redis_link.script_of
+
+    def with_a_clock_that_is_set(name):
+        source, _ = script_of(name)
+        assert source.count(OWN_CLOCK) == 1
+        source = source.replace(OWN_CLOCK, SET_CLOCK)
+        return source, redis.script_load(source)
+
+    monkeypatch.setattr(redis_link, "script_of", with_a_clock_that_is_set)
+    return lambda by_s: redis.set(SHIFT, by_s)
+
+
+@pytest.mark.parametrize("by_s", [AN_HOUR, -AN_HOUR])
+async def test_the_clock_of_the_queue_goes_on(open_broker, set_clock, by_s):
+    broker = await open_broker()
+    before_s, started_s = await broker.now_s(), time.monotonic()
+    assert before_s == pytest.approx(time.time(), abs=2.0)
+    set_clock(by_s)
+    for _ in range(5):
+        broker._link._clock_read_at_s = float("-inf")
+        passed_s = time.monotonic() - started_s
+        assert 0.9 * passed_s - 0.1 <= await broker.now_s() - before_s <= 1.1 * passed_s + redis_slack_s()
+        await asyncio.sleep(0.05)
+
+
+def redis_slack_s() -> float:
+    """A set of so much is no jump."""
+    return 1.5
+
+
+async def test_the_difference_is_made_up_for_slowly(open_broker, set_clock, redis):
+    broker = await open_broker()
+    for by_s in (AN_HOUR, -AN_HOUR):
+        set_clock(0)
+        redis.delete(keys.CLOCK)
+        await broker.place("J")
+        set_clock(by_s)
+        await broker.place("J")
+        redis.hset(keys.CLOCK, "wall", float(redis.hget(keys.CLOCK, "wall")) - 100)  # nobody has asked for 100 s
+        broker._link._spoke_at_s -= 100
+        before_s = float(redis.hget(keys.CLOCK, "queue"))
+        await broker.place("J")
+        passed_s = float(redis.hget(keys.CLOCK, "queue")) - before_s
+        assert passed_s == pytest.approx(105 if by_s > 0 else 95, abs=2.0)
+
+
+async def test_silence_is_no_jump(open_broker, set_clock):
+    """All were away for an hour, and say so, or are new."""
+    broker = await open_broker()
+    now_s = await broker.now_s()
+    set_clock(AN_HOUR)
+    assert await (await open_broker()).now_s() == pytest.approx(now_s + AN_HOUR, abs=2.0)
+    set_clock(2 * AN_HOUR)
+    broker._link._spoke_at_s -= AN_HOUR
+    broker._link._clock_read_at_s = float("-inf")
+    assert await broker.now_s() == pytest.approx(now_s + 2 * AN_HOUR, abs=2.0)
+
+
+@pytest.mark.parametrize("by_s", [AN_HOUR, -AN_HOUR])
+async def test_jobs_and_leases_live_on(open_broker, set_clock, redis, by_s):
+    door, worker, other = await open_broker(), await open_broker("w1"), await open_broker("w2")
+    for each in (worker, other):
+        await each.take_over()
+        await each.renew()
+        await each.announce(make_card(each._owner))
+    events = [door.follow(f"J{number}") for number in range(4)]
+    now_s = await door.now_s()
+    for number in (0, 1):  # one runs, one waits
+        await door.submit(make_job(f"J{number}", deadline_s=now_s + 60))
+    assert [claim.job.job_id for claim in await worker.fetch(1, 1.0)] == ["J0"]
+    set_clock(by_s)
+    for number in (2, 3):
+        await door.submit(make_job(f"J{number}", deadline_s=await door.now_s() + 60))
+    other._held._contact_since_s -= 60.0  # it may judge
+    assert await other.take_over() == 0
+    assert (await worker.renew()).lost == frozenset()
+    assert {card.worker_id for card in await door.workers()} == {"w1", "w2"}
+    assert (await door.queue_state()).num_leases == 2
+    assert len(await other.fetch(4, 1.0)) == 3
+    for number, owner in enumerate((worker, other, other, other)):
+        assert await owner.publish([*make_events(f"J{number}", [1]), make_event(f"J{number}", 2, EndReason.STOP)]) == (
+            frozenset()
+        )
+    for each in events:
+        assert await outcome(each) == Ended([1, 2], EndReason.STOP)
+
+
+@pytest.mark.parametrize("by_s", [0, AN_HOUR, -AN_HOUR])
+async def test_a_worker_that_is_gone_is_still_found_dead(open_broker, set_clock, by_s):
+    door, dead, heir = await open_broker(), await open_broker(lease_s=1.0), await open_broker(lease_s=1.0)
+    await door.submit(make_job())
+    await dead.fetch(1, 1.0)
+    await dead.renew()
+    set_clock(by_s)
+    await heir.renew()
+    async with asyncio.timeout(PATIENCE_S):
+        while await heir.take_over() == 0:
+            await asyncio.sleep(0.1)
+    assert [claim.attempt for claim in await heir.fetch(1, 1.0)] == [2]
+
+
+async def test_a_deadline_passes_still(open_broker, set_clock):
+    door, worker = await open_broker(), await open_broker()
+    events = door.follow("JOB1")
+    set_clock(-AN_HOUR)
+    await door.submit(make_job(deadline_s=await door.now_s() + 0.3))
+    await asyncio.sleep(0.5)
+    await worker.take_over()
+    assert await outcome(events) == Ended([1], EndReason.DEADLINE)
+
+
+async def test_the_clock_of_a_redis_that_is_away(redis_url):
+    link = RedisLink("redis://127.0.0.1:1", 0.2)
+    with pytest.raises(BrokerUnavailable):
+        await link.now_s()
+    await link.close()
+
+
+async def test_the_queue_in_memory_keeps_time_too(monkeypatch):
+    broker, wall_s = MemoryBroker(), time.time
+    now_s = await broker.now_s()
+    await broker.announce(make_card("w1"))
+    await broker.submit(make_job("WAITS", deadline_s=now_s + 60))
+    monkeypatch.setattr(time, "time", lambda: wall_s() + AN_HOUR)
+    assert await broker.now_s() - now_s < PATIENCE_S
+    await broker.submit(make_job("NEW", deadline_s=await broker.now_s() + 60))
+    assert len(await broker.workers()) == 1
+    assert sorted(claim.job.job_id for claim in await broker.fetch(2, 1.0)) == ["NEW", "WAITS"]
+    await broker.close()

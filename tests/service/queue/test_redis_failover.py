@@ -1,0 +1,103 @@
+"""A Redis Cluster whose primary dies: what goes on at its replica, and what asynchronous replication may lose."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import pytest
+
+from service.errors import EndReason
+from service.queue.messages import RequestRecord
+from service.queue.redis.broker import open_redis_broker
+from tests.support.certificates import OPENSSL, make_certificates
+from tests.support.redis_cluster import running_cluster
+from tests.support.wire import make_job, persist
+from tests.support.worker_house import NUM_PLACES, House, alone, told
+
+PATIENCE_S = 40.0
+NUM_TOKENS = 120
+STEP_S = 0.01
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(params=["plain", "tls"])
+def cluster(request, tmp_path):
+    certificates = None
+    if request.param == "tls":
+        if OPENSSL is None:
+            pytest.skip("openssl is not installed, which makes the certificates")
+        certificates = make_certificates(tmp_path / "tls")
+    with running_cluster(tmp_path / "cluster", certificates) as found:
+        yield found
+
+
+class Reader:
+    """Of one followed job: what it is told, wherever its reader pauses."""
+
+    def __init__(self, prompt, events):
+        self._prompt, self._events = prompt, events
+        self._heard = []
+
+    async def hear_one(self):
+        async with asyncio.timeout(PATIENCE_S):
+            self._heard.append(await anext(self._events))
+
+    async def hear_all(self):
+        """Each token once, in its place, and no number of an event twice or missing."""
+        tokens, end, usage = await told(self._events, self._heard, within_s=PATIENCE_S)
+        assert (tokens, end) == (alone(self._prompt, NUM_TOKENS), EndReason.LENGTH)
+        assert usage.completion_tokens == NUM_TOKENS
+
+
+async def ask(house, first_token):
+    _, events = await house.submit([first_token, 1], max_tokens=NUM_TOKENS)
+    return Reader([first_token, 1], events)
+
+
+async def test_every_token_is_told_once_though_the_primary_dies(cluster):
+    broker = await open_redis_broker(cluster.url, timeout_s=1.0)
+    try:
+        async with House(broker, step_s=STEP_S) as house:
+            readers = [await ask(house, n) for n in range(2 * NUM_PLACES)]
+            for reader in readers[:NUM_PLACES]:
+                await reader.hear_one()
+            await asyncio.to_thread(cluster.owner.kill)
+            readers.append(await persist(lambda: ask(house, len(readers)), PATIENCE_S))
+            for reader in readers:
+                await reader.hear_all()
+            assert cluster.heir.replication()["role"] == "master"
+    finally:
+        await broker.close()
+
+
+@pytest.mark.parametrize("cluster", ["plain"], indirect=True)
+async def test_what_the_replica_never_heard_of_is_told_it_again(cluster):
+    """Of jobs that run or wait nothing is lost, as long as their worker and their door live; of a request's record
+    there is no second copy."""
+    door, broker = [await open_redis_broker(cluster.url, timeout_s=1.0) for _ in range(2)]
+    try:
+        async with House(broker, step_s=STEP_S) as house:
+            early = [await ask(house, n) for n in range(NUM_PLACES)]
+            for reader in early:
+                await reader.hear_one()
+            cluster.heir.send(signal.SIGSTOP)
+            cluster.owner.ask("CLIENT", "KILL", "TYPE", "replica")
+            behind = [await ask(house, n) for n in range(NUM_PLACES, 2 * NUM_PLACES)]
+            record = RequestRecord(
+                request_id="R", tenant="t", endpoint="/v1/completions", outline=b"{}", digest=b"", created_s=1.0,
+                deadline_s=await door.now_s() + 600, num_prompt_tokens=b"",
+            )  # fmt: skip
+            await door.submit(make_job("R", tenant="t", deadline_s=await door.now_s() + 600), record=record)
+            assert await door.recall("R") == record
+            for reader in early:
+                await reader.hear_one()
+            await asyncio.to_thread(cluster.owner.kill)
+            cluster.heir.send(signal.SIGCONT)
+            for reader in early + behind:
+                await reader.hear_all()
+            assert await persist(lambda: door.recall("R"), PATIENCE_S) is None
+    finally:
+        for opened in (door, broker):
+            await opened.close()

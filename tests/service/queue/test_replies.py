@@ -1,0 +1,119 @@
+"""Replies to producers: numbered like events, written once, by the gateway that has the entry."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from service.queue import keys
+from service.queue.interface import BrokerUnavailable, IngressEntry, OutcomeUnknown, Standing
+from service.queue.redis.broker import open_redis_broker
+from tests.fakes.queue.broker import MemoryBroker
+from tests.fakes.queue.queue import MemoryQueue
+from tests.support.wire import PATIENCE_S
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def doors(request):
+    """Two gateways on one queue."""
+    if request.param == "redis":
+        url = request.getfixturevalue("redis_url")
+        opened = await open_redis_broker(url), await open_redis_broker(url)
+    else:
+        queue = MemoryQueue()
+        opened = MemoryBroker(queue), MemoryBroker(queue)
+    yield opened
+    for door in opened:
+        await door.close()
+
+
+@pytest.fixture
+def produce(redis) -> Callable[..., Awaitable[IngressEntry]]:
+    """Writes an entry, and takes it at a gateway."""
+
+    async def write(door, message: bytes = b"x") -> IngressEntry:
+        if isinstance(door, MemoryBroker):
+            await door.produce("alice", message)
+        else:
+            redis.xadd(keys.ingress("alice"), {"m": message})
+        (entry,) = await door.fetch_ingress(["alice"], 1, PATIENCE_S)
+        return entry
+
+    return write
+
+
+async def replies(door, entry, name="a1"):
+    found = await door.begin_replies(entry, name)
+    assert found.standing is Standing.OURS
+    return list(found.replies)
+
+
+async def test_a_reply_is_there_once(doors, produce):
+    door, _ = doors
+    entry = await produce(door)
+    assert await replies(door, entry) == []
+    for number in (1, 1, 2, 1, 2):
+        assert await door.reply(entry, "a1", number, b"%d" % number)
+    assert await replies(door, entry) == [b"1", b"2"]
+    assert await door.reply(entry, "a1", 3, b"3", is_last=True)
+    assert await door.reply(entry, "a1", 4, b"4")  # nothing follows the last
+    assert await replies(door, entry) == [b"1", b"2", b"3"]
+
+
+async def test_an_entry_that_is_written_twice_is_one_job(doors, produce):
+    door, other = doors
+    first = await produce(door, b"same")
+    await replies(door, first)
+    second = await produce(other, b"same")
+    assert (await other.begin_replies(second, "a1")).standing is Standing.REPEATED
+    await door.reply(first, "a1", 1, b"text", is_last=True)
+    assert (await other.begin_replies(second, "a1")).standing is Standing.REPEATED
+    assert await replies(door, first) == [b"text"]
+
+
+async def test_a_name_is_used_again_behind_the_last_reply(doors, produce):
+    door, other = doors
+    first = await produce(door, b"one")
+    await replies(door, first)
+    second = await produce(other, b"another")
+    assert (await other.begin_replies(second, "a1")).standing is Standing.IN_USE
+    assert not await other.reply(second, "a1", 1, b"mixed in")
+    assert await replies(other, second, second.entry_id) == []
+    await door.reply(first, "a1", 1, b"text", is_last=True)
+    assert await replies(other, second) == []
+    assert await other.reply(second, "a1", 1, b"new")
+    assert await replies(other, second) == [b"new"]
+
+
+async def test_who_lost_an_entry_adds_nothing_to_its_replies(open_broker, redis, monkeypatch):
+    monkeypatch.setattr(keys, "INGRESS_LEFT_S", 0.2)
+    frozen, heir = await open_broker(), await open_broker()
+    redis.xadd(keys.ingress("alice"), {"m": b"x"})
+    (entry,) = await frozen.fetch_ingress(["alice"], 1, PATIENCE_S)
+    assert await frozen.reply(entry, "a1", 1, b"Once")
+    async with asyncio.timeout(PATIENCE_S):
+        while not (taken := await heir.fetch_ingress(["alice"], 1, 0.0)):
+            heir._looks_for_left_at_s = 0.0
+            await asyncio.sleep(0.05)
+    assert not await frozen.reply(entry, "a1", 2, b" upon a")
+    assert (await frozen.begin_replies(entry, "a1")).standing is Standing.TAKEN
+    assert await replies(heir, taken[0]) == [b"Once"]
+    assert await heir.reply(taken[0], "a1", 2, b" upon")
+    assert await heir.reply(taken[0], "a1", 3, b" a time", is_last=True)
+    await heir.settle_ingress(taken[0])
+    assert await frozen.reply(entry, "a1", 4, b"!")  # the last reply is there: nothing is written
+    assert redis.xrange(keys.reply("alice", "a1")) == [
+        (b"1-0", {b"m": b"Once"}),
+        (b"2-0", {b"m": b" upon"}),
+        (b"3-0", {b"m": b" a time"}),
+    ]
+
+
+async def test_a_refusal_is_no_unknown_outcome(open_broker, redis):
+    broker = await open_broker()
+    redis.set(keys.reply("alice", "a1"), "not a stream")
+    with pytest.raises(BrokerUnavailable) as refused:
+        await broker.reply(IngressEntry("alice", "1-0", b""), "a1", 1, b"x")
+    assert not isinstance(refused.value, OutcomeUnknown)

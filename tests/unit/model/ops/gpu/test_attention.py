@@ -1,0 +1,206 @@
+"""What the attention launchers ask for, without a GPU: tiles that fit every architecture, grids the host can know."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from model.ops.gpu.attention import decode_attention, plan_decode_attention, prefill_attention
+from model.ops.interface import NO_WINDOW
+
+SMALLEST_SHARED_LIMIT_BYTES = 99 << 10  # a block's on sm_86, sm_89 and sm_120
+HOPPER_SHARED_LIMIT_BYTES = 227 << 10
+FP32, BF16 = 0, 2
+
+
+class RecordingOps:
+    """Keeps the last launch instead of making it."""
+
+    num_sms = 132
+    stream = None
+
+    def __init__(self, dtype_code: int, arch: str = "80"):
+        self.dtype_code, self.arch = dtype_code, arch
+        self.tensor_maps = SimpleNamespace(get=lambda array, sizes, box: (sizes, box))
+        self.kernels = SimpleNamespace(get=self._get)
+        self.temporaries = []
+        self.build, self.grid, self.block, self.shared_bytes, self.cluster = None, None, None, None, None
+
+    def temporary(self, shape, dtype):
+        self.temporaries.append(shape)
+        return np.empty(shape, dtype)
+
+    def most_clusters(self, name, cluster, *, threads, shared_bytes, **defines):
+        """Those of an H200 whose units of up to 18 multiprocessors lack some here and there."""
+        return {8: 15, 7: 15, 6: 17, 5: 22, 4: 30, 3: 39, 2: 66}[cluster]
+
+    def launch(self, name, grid, args, *, threads, shared_bytes=0, overlaps=False, cluster=1, **defines):
+        self.cluster = cluster
+        waits = ("paged_decode", "paged_prefill_sm90", "paged_prefill_short_sm90")
+        assert overlaps == (name in waits), "only these wait for the kernel ahead"
+        defines["QUIRE_DTYPE"] = self.dtype_code
+        self.kernels.get(name, shared_bytes=shared_bytes, **defines)(grid, (threads,), args, shared_bytes, self.stream)
+
+    def _get(self, name, *, shared_bytes, **defines):
+        self.build = (name, defines)
+
+        def launch(grid, block, args, shared_mem, stream):
+            assert shared_mem == shared_bytes
+            assert not any(type(argument) in (int, float) for argument in args), "a plain number has no C width"
+            self.grid, self.block, self.shared_bytes = grid, block, shared_mem
+
+        return launch
+
+
+def decoded(dtype_code=BF16, num_sequences=1, heads=(32, 8), head_dim=128, max_blocks=2048, window=NO_WINDOW):
+    ops = RecordingOps(dtype_code)
+    q = np.empty((num_sequences, heads[0], head_dim), np.float32)
+    kv = np.empty((1, 1, 2, heads[1], 16, head_dim), np.float32)
+    tables = np.empty((num_sequences, max_blocks), np.int32)
+    decode_attention(ops, q, kv, 0, tables, np.empty(num_sequences, np.int32), 0.1, window, q)
+    return ops
+
+
+def prefilled(dtype_code=BF16, chunks=(4096,), heads=(32, 8), head_dim=128, arch="80"):
+    ops = RecordingOps(dtype_code, arch)
+    q = np.empty((sum(chunks), heads[0], head_dim), np.float32)
+    kv = np.empty((1, 1, 2, heads[1], 16, head_dim), np.float32)
+    tables, lens = np.empty((len(chunks), 256), np.int32), np.empty(len(chunks), np.int32)
+    start = np.empty(len(chunks) + 1, np.int32)
+    prefill_attention(ops, q, kv, 0, tables, lens, start, max(chunks), 0.1, NO_WINDOW, q)
+    return ops
+
+
+@pytest.mark.parametrize("dtype_code", [FP32, BF16])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_tiles_fit_every_architecture(dtype_code, head_dim):
+    assert decoded(dtype_code, head_dim=head_dim).shared_bytes <= SMALLEST_SHARED_LIMIT_BYTES
+    for chunks in ((1,), (4096,)):
+        assert prefilled(dtype_code, chunks, head_dim=head_dim).shared_bytes <= SMALLEST_SHARED_LIMIT_BYTES
+
+
+def test_a_sequence_can_be_cut_to_fill_the_device_twice():
+    ops = decoded(max_blocks=2048)
+    assert ops.grid == (8, 1 + 2 * 33)
+    assert ops.temporaries == [(67, 8), (32 * 67, 128), (32 * 67, 2)]
+
+
+def test_many_sequences_leave_room_to_cut_the_long_ones():
+    ops = decoded(num_sequences=128, window=30000)  # which hides tokens: nothing is read together
+    assert ops.grid == (8, 128 + 2 * 33)
+    assert ops.temporaries == [(194, 8), (32 * 194, 128), (32 * 194, 2)]
+
+
+def test_groups_of_eight_have_parts_members_and_results_of_their_own():
+    ops = decoded(num_sequences=128)
+    num_groups = 128 // 8 + 8
+    assert ops.grid == (8, 128 + 2 * 33 + num_groups)
+    num_results = 128 + 2 * 33 + 8 * (num_groups + 33)
+    assert ops.temporaries == [
+        (128 + 2 * 33 + num_groups + num_groups * 8 // 2, 8),
+        (32 * num_results, 128),
+        (32 * num_results, 2),
+    ]
+    assert ops.build[1]["MEMBERS"] == 8
+
+
+@pytest.mark.parametrize(("heads", "head_dim", "members"), [((64, 8), 128, 4), ((32, 8), 64, 4), ((32, 2), 128, 2)])
+def test_a_group_has_as_many_members_as_the_registers_hold(heads, head_dim, members):
+    assert decoded(num_sequences=16, heads=heads, head_dim=head_dim).build[1]["MEMBERS"] == members
+
+
+@pytest.mark.parametrize("what", [{"num_sequences": 1025}, {"max_blocks": 16}, {"heads": (32, 2), "head_dim": 256}])
+def test_nothing_is_read_together_where_it_cannot_be(what):
+    ops = decoded(**{"num_sequences": 16, **what})
+    assert len(ops.temporaries[0]) == 2
+    assert ops.temporaries[0][0] == ops.grid[1]
+
+
+def test_more_sequences_than_counters_are_not_cut_and_need_no_workspace():
+    ops = decoded(num_sequences=2049)
+    assert ops.grid == (8, 2049)
+    assert ops.temporaries == [(2049, 8), (0, 128), (0, 2)]
+
+
+def test_a_plan_that_is_given_is_not_made_again():
+    ops, q = RecordingOps(BF16), np.empty((2, 32, 128), np.float32)
+    kv, tables, lens = np.empty((1, 1, 2, 8, 16, 128), np.float32), np.empty((2, 64), np.int32), np.empty(2, np.int32)
+    plan = plan_decode_attention(ops, 32, kv, tables, lens, NO_WINDOW)
+    assert ops.build[0] == "plan_decode"
+    assert ops.grid == (1,)
+    decode_attention(ops, q, kv, 0, tables, lens, 0.1, NO_WINDOW, q, plan)
+    assert ops.build[0] == "paged_decode"
+    num_results = 2 * 8 + 2 * 33
+    assert ops.grid[1] == 2 * 8 + 1
+    assert len(plan) == 2 * 8 + 1 + 8 // 2
+    assert ops.temporaries == [(21, 8), (32 * num_results, 128), (32 * num_results, 2)]
+
+
+def test_parts_are_not_shorter_than_they_are_worth():
+    assert decoded(max_blocks=32).grid == (8, 4)  # 512 tokens
+    assert decoded(max_blocks=2048, window=200).grid == (8, 2)
+    assert decoded(max_blocks=2048, window=256).grid == (8, 3)  # begins within a tile
+
+
+def test_parts_of_one_kv_head_stay_within_the_memory_for_their_weights():
+    ops = decoded(heads=(4, 1), max_blocks=8192)
+    assert ops.grid == (1, 1 + 2 * 264)
+    assert ops.build[1]["MAX_SPLITS"] == 256
+
+
+def test_a_large_group_is_shared_by_several_blocks():
+    window = 30000
+    assert decoded(num_sequences=128, heads=(40, 2), window=window).grid == (4, 128 + 2 * 66)
+    assert decoded(FP32, num_sequences=128, heads=(32, 8), window=window).grid == (32, 128 + 2 * 8)
+
+
+def test_prefill_packs_the_heads_of_a_group_into_its_rows():
+    assert prefilled().grid == (8, 1, 128)
+    assert prefilled(chunks=(100, 7, 64)).grid == (8, 3, 4)
+    assert prefilled(chunks=(16, 3)).grid == (8, 2, 1)
+    assert prefilled(chunks=(16, 3)).build[1]["ROW_TILES"] == 1
+
+
+def test_prefill_on_hopper_is_a_grid_that_stays():
+    assert prefilled(arch="90a").build[0] == "paged_prefill_sm90"
+    assert prefilled(arch="90a").grid == (132,)
+    assert prefilled(arch="90a", chunks=(600, 7)).grid == (132,)
+    assert prefilled(arch="90a").temporaries == [(132, 192, 128), (132, 192, 2)]
+    assert prefilled(arch="90a").shared_bytes <= HOPPER_SHARED_LIMIT_BYTES
+
+
+@pytest.mark.parametrize(("chunk", "cluster", "grid"), [(64, 6, 102), (32, 8, 120), (128, 3, 117), (160, 2, 132)])
+def test_a_short_prefill_on_hopper_is_a_cluster_a_piece(chunk, cluster, grid):
+    short = prefilled(arch="90a", chunks=(chunk,))
+    assert short.build[0] == "paged_prefill_short_sm90"
+    assert (short.cluster, short.grid) == (cluster, (grid,))
+    assert short.shared_bytes <= HOPPER_SHARED_LIMIT_BYTES
+    assert prefilled(arch="90a", chunks=(chunk,), head_dim=64).shared_bytes < short.shared_bytes
+
+
+def test_pieces_beyond_any_number_of_clusters_take_a_block_each():
+    many = prefilled(arch="90a", chunks=(64,), heads=(512, 128))
+    assert many.build[0] == "paged_prefill_sm90"
+    assert prefilled(arch="90a", chunks=(100, 7, 64)).build[0] == "paged_prefill_sm90"
+
+
+@pytest.mark.parametrize("what", [{"dtype_code": FP32}, {"head_dim": 96}, {"chunks": (16, 3)}], ids=str)
+def test_prefill_on_hopper_leaves_what_does_not_suit_it(what):
+    assert prefilled(arch="90a", **what).build[0] == "paged_prefill"
+
+
+def test_no_rows_are_no_launch():
+    assert decoded(num_sequences=0).grid is None
+    assert prefilled(chunks=(0,)).grid is None
+
+
+@pytest.mark.parametrize("head_dim", [80, 256])
+def test_the_kernels_agree_on_the_shared_memory(head_dim):
+    kernels = pytest.importorskip(
+        "model.ops.gpu.kernels", reason="needs the packages of the cuda extra", exc_type=ImportError
+    )
+    for ops in (decoded(head_dim=head_dim), prefilled(head_dim=head_dim)):
+        name, defines = ops.build
+        assert kernels.compile_cubin(name, "86", defines).startswith(b"\x7fELF")

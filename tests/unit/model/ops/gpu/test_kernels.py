@@ -1,0 +1,151 @@
+"""The cache of compiled kernels. It needs the compiler, no GPU."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+kernels = pytest.importorskip(
+    "model.ops.gpu.kernels", reason="no compiler: needs the packages of the compile extra", exc_type=ImportError
+)
+
+KERNEL = ("copy_blocks", "90a", {"QUIRE_DTYPE": 2})
+
+
+@pytest.fixture
+def compiled(monkeypatch) -> list:
+    """What is really compiled from here on."""
+    calls = []
+    compile_cubin = kernels.compile_cubin
+
+    def counting(*kernel):
+        calls.append(kernel)
+        return compile_cubin(*kernel)
+
+    monkeypatch.setattr(kernels, "compile_cubin", counting)
+    return calls
+
+
+def test_threads_of_a_new_process_compile_at_once():
+    """NVRTC's own loading at the first program is not made for that."""
+    code = """
+from concurrent.futures import ThreadPoolExecutor
+from model.ops.gpu.kernels import compile_cubin
+with ThreadPoolExecutor(4) as threads:
+    cubins = threads.map(lambda _: compile_cubin("copy_blocks", "90a", {"QUIRE_DTYPE": 2}), range(4))
+    print([cubin[:4] for cubin in cubins])
+"""
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert told.strip() == str([b"\x7fELF"] * 4)
+
+
+def test_a_kernel_is_compiled_once(tmp_path, compiled):
+    first = kernels.cached_cubin(*KERNEL, tmp_path / "new" / "folder")
+    assert first.startswith(b"\x7fELF")
+    assert kernels.cached_cubin(*KERNEL, tmp_path / "new" / "folder") == first
+    assert compiled == [KERNEL]
+    assert [path.name.rpartition("-")[0] for path in (tmp_path / "new" / "folder").iterdir()] == ["copy_blocks-sm_90a"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x7fELF not ours", "torn", "flipped"])
+def test_a_file_that_is_not_whole_is_made_anew(tmp_path, compiled, caplog, damage):
+    good = kernels.cached_cubin(*KERNEL, tmp_path)
+    (path,) = tmp_path.iterdir()
+    content = path.read_bytes()
+    path.write_bytes({"torn": content[:-9], "flipped": content[:-1] + bytes([content[-1] ^ 1])}.get(damage, damage))
+    assert kernels.cached_cubin(*KERNEL, tmp_path) == good
+    assert path.read_bytes() == content
+    assert len(compiled) == 2
+    assert "compiling it anew" in caplog.text
+
+
+def test_a_cache_that_cannot_be_used_only_costs_time(tmp_path, compiled, caplog):
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("not a folder")
+    assert kernels.cached_cubin(*KERNEL, in_the_way).startswith(b"\x7fELF")
+    assert len(compiled) == 1
+    assert "cannot read" in caplog.text
+    assert "cannot keep" in caplog.text
+
+
+@pytest.mark.parametrize("changed", ["memory/copy_blocks.cu", "common/types.cuh", "attention/kv_split.cuh"])
+def test_a_changed_source_or_header_is_another_kernel(tmp_path, monkeypatch, compiled, changed):
+    sources = shutil.copytree(kernels.source_folder(), tmp_path / "cuda")
+    monkeypatch.setattr(kernels, "source_folder", lambda: sources)
+    kernels.cached_cubin(*KERNEL, tmp_path / "cache")
+    with (sources / changed).open("a") as file:
+        file.write("// changed\n")
+    kernels.cached_cubin(*KERNEL, tmp_path / "cache")
+    assert len(compiled) == 2
+
+
+def test_types_architectures_and_defines_are_kept_apart(tmp_path, compiled):
+    name, arch, defines = KERNEL
+    for kernel in ((name, arch, defines), (name, "80", defines), (name, arch, {"QUIRE_DTYPE": 0})):
+        kernels.cached_cubin(*kernel, tmp_path)
+    assert len(compiled) == len(list(tmp_path.iterdir())) == 3
+
+
+def test_an_unknown_kernel_is_named(tmp_path):
+    with pytest.raises(kernels.KernelError, match=r"there is no kernel .*no_such\.cu"):
+        kernels.cached_cubin("no_such", "90a", {}, tmp_path)
+
+
+def test_where_the_cache_is(monkeypatch, tmp_path):
+    monkeypatch.delenv("QUIRE_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert kernels.cache_folder() == tmp_path / "quire" / "kernels"
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "own"))
+    assert kernels.cache_folder() == tmp_path / "own" / "kernels"
+
+
+def test_hopper_gets_its_own_instructions():
+    assert [kernels.arch_of(capability) for capability in ("80", "90", "120")] == ["80", "90a", "120"]
+
+
+def test_what_the_cache_lacks_is_compiled_together_and_launched_by_the_second_run(tmp_path, monkeypatch, compiled):
+    loaded, launched = [], []
+
+    class Module:
+        def load(self, cubin: bytes):
+            loaded.append(cubin)
+
+        def get_function(self, name: str):
+            return lambda *launch: launched.append(name)
+
+    monkeypatch.setattr(kernels, "Module", Module)
+    runs = []
+
+    def work():
+        runs.append(len(launched))
+        for name in ("copy_blocks", "rms_norm", "copy_blocks"):
+            store.get(name, QUIRE_DTYPE=2)((1,), (32,), (), 0, None)
+
+    def forget(name: str):
+        next(path for path in tmp_path.iterdir() if path.name.startswith(name)).unlink()
+
+    store = kernels.Kernels("90a", tmp_path)
+    store.compile_together(work)
+    assert runs == [0, 0]
+    assert launched == ["copy_blocks", "rms_norm", "copy_blocks"]
+    assert len(compiled) == len(loaded) == len(list(tmp_path.iterdir())) == 2
+
+    store = kernels.Kernels("90a", tmp_path)
+    store.compile_together(work)
+    assert runs == [0, 0, 3]
+    assert len(compiled) == 2
+
+    forget("rms_norm")
+    store = kernels.Kernels("90a", tmp_path)
+    store.compile_together(work)
+    assert runs == [0, 0, 3, 6, 7]  # the kernels before the missing one were launched, those behind it were not
+    assert len(compiled) == 3
+
+
+def test_a_kernel_that_does_not_compile_ends_the_preparation(tmp_path):
+    store = kernels.Kernels("90a", tmp_path)
+    with pytest.raises(kernels.KernelError, match="QUIRE_DTYPE is 0, 1 or 2"):
+        store.compile_together(lambda: store.get("rms_norm", QUIRE_DTYPE=7)((1,), (32,), (), 0, None))

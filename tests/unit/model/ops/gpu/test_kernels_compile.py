@@ -1,0 +1,128 @@
+"""Every kernel compiles, in every dtype and for every architecture of the README; no GPU is needed for that."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from model.ops.gpu.attention import decode_attention, prefill_attention
+from model.ops.gpu.fp8_builds import GEMV_FP8_BUILDS, small_m_fp8_build
+from model.ops.gpu.gemv_builds import GEMV_BUILDS
+from model.ops.gpu.small_m_builds import SMALL_M_SPLITS, small_m_build
+from model.ops.interface import NO_WINDOW
+from tests.support.source_tree import ROOT
+
+BUILDS = (
+    ("float32", "80"), ("float16", "80"), ("bfloat16", "80"), ("bfloat16", "86"), ("bfloat16", "89"),
+    ("bfloat16", "90a"), ("bfloat16", "120"),
+)  # fmt: skip
+DTYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}
+SHAPE = {"HEAD_DIM": 128, "BLOCK_SIZE": 16}
+ALSO = {
+    "add_bias": ({"OUT_FLOAT": 0}, {"OUT_FLOAT": 1}),
+    "rope_kv_write": tuple({"HEAD_DIM": head_dim} for head_dim in (64, 80, 96, 128, 256)),
+}
+NAMES = sorted(path.stem for path in (ROOT / "cuda").glob("*/*.cu"))
+
+
+def builds_of(name: str, dtype_code: int, architecture: str) -> list[dict[str, int]]:
+    """The sets of defines that this kernel is built with for Llama-3.1-8B's heads; none where it is never launched."""
+    if name == "gemv":
+        return gemv_builds(dtype_code)
+    if name == "small_m_sm90":
+        return small_m_builds(dtype_code, architecture)
+    if name == "gemv_fp8":
+        return gemv_fp8_builds(dtype_code)
+    if name == "small_m_fp8_sm90":
+        return small_m_fp8_builds(dtype_code, architecture)
+    if not name.startswith(("plan_decode", "paged_decode", "paged_prefill")):
+        return [{"QUIRE_DTYPE": dtype_code, **SHAPE, **more} for more in ALSO.get(name, ({},))]
+    builds = []
+
+    def get(asked, *, shared_bytes, **defines):
+        builds.append((asked, defines))
+        return lambda *launch: None
+
+    ops = SimpleNamespace(
+        launch=lambda asked, grid, args, *, threads, shared_bytes=0, overlaps=False, cluster=1, **defines: (
+            builds.append((asked, {"QUIRE_DTYPE": dtype_code, **defines}))
+        ),
+        most_clusters=lambda *_, **build: 132,
+        arch=architecture,
+        dtype_code=dtype_code,
+        kernels=SimpleNamespace(get=get),
+        num_sms=132,
+        stream=None,
+        temporary=np.empty,
+        tensor_maps=SimpleNamespace(get=lambda *_: None),
+    )
+    q, kv = np.empty((2048, 32, 128), np.float32), np.empty((1, 1, 2, 8, 16, 128), np.float32)
+    ints = np.zeros(97, np.int32)
+    tables = np.zeros((96, 64), np.int32)
+    if name in ("plan_decode", "paged_decode"):
+        decode_attention(ops, q[:96], kv, 0, tables, ints[:96], 0.1, NO_WINDOW, q[:96])
+    else:
+        for num_tokens, longest in ((96, 1), (96, 96), (2048, 96)):
+            rows = q[:num_tokens]
+            prefill_attention(ops, rows, kv, 0, tables, ints[:96], ints, longest, 0.1, NO_WINDOW, rows)
+    return [defines for asked, defines in builds if asked == name]
+
+
+def gemv_builds(dtype_code: int) -> list[dict[str, int]]:
+    """All of them, in each type of result; there is none for float32."""
+    return [
+        {"QUIRE_DTYPE": dtype_code, "OUT_FLOAT": out_float, **build.defines}
+        for build in GEMV_BUILDS
+        for out_float in (0, 1)
+        if dtype_code != DTYPE_CODES["float32"]
+    ]
+
+
+def small_m_builds(dtype_code: int, architecture: str) -> list[dict[str, int]]:
+    """Those of Llama-3.1-8B on an H200; other architectures have none, nor has float32."""
+    if architecture != "90a" or dtype_code == DTYPE_CODES["float32"]:
+        return []
+    asked = [(split, m, n) for split in SMALL_M_SPLITS for m in (32, 64, 96, 128) for n in (4096, 6144, 28672, 128256)]
+    found = {small_m_build(split, m, n, 132, 227 << 10) for split, m, n in asked} - {None}
+    return [
+        {"QUIRE_DTYPE": dtype_code, "OUT_FLOAT": out_float, **build.defines}
+        for build in sorted(found)
+        for out_float in (0, 1)
+    ]
+
+
+def gemv_fp8_builds(dtype_code: int) -> list[dict[str, int]]:
+    """All of them, with either kind of x; there is none for float32."""
+    return [
+        {"QUIRE_DTYPE": dtype_code, "OUT_FLOAT": out_float, "X_FP8": out_float, **build.defines}
+        for build in GEMV_FP8_BUILDS
+        for out_float in (0, 1)
+        if dtype_code != DTYPE_CODES["float32"]
+    ]
+
+
+def small_m_fp8_builds(dtype_code: int, architecture: str) -> list[dict[str, int]]:
+    """Those of Llama-3.1-8B on an H200; other architectures have none, nor has float32."""
+    if architecture != "90a" or dtype_code == DTYPE_CODES["float32"]:
+        return []
+    asked = [(m, n) for m in (16, 32, 64, 96, 128, 192, 256) for n in (4096, 6144, 28672)]
+    found = {small_m_fp8_build(m, n, 132, 227 << 10) for m, n in asked}
+    return [{"QUIRE_DTYPE": dtype_code, "OUT_FLOAT": int(build.cols == 64), **build.defines} for build in found]
+
+
+@pytest.mark.parametrize(("dtype", "architecture"), BUILDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_it_compiles(name, dtype, architecture):
+    reason = "no compiler: needs the packages of the compile extra"
+    kernels = pytest.importorskip("model.ops.gpu.kernels", reason=reason, exc_type=ImportError)
+    for defines in builds_of(name, DTYPE_CODES[dtype], architecture):
+        assert kernels.compile_cubin(name, architecture, defines).startswith(b"\x7fELF")
+
+
+def test_a_mistake_is_told_with_its_line():
+    reason = "no compiler: needs the packages of the compile extra"
+    kernels = pytest.importorskip("model.ops.gpu.kernels", reason=reason, exc_type=ImportError)
+    with pytest.raises(kernels.KernelError, match=r"types\.cuh\(\d+\).*QUIRE_DTYPE is 0, 1 or 2"):
+        kernels.compile_cubin("rms_norm", "80", {"QUIRE_DTYPE": 7})

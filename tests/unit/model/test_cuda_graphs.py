@@ -1,0 +1,171 @@
+"""Steps on captured sizes against the same steps by themselves; on NumPy, where what is captured is run again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from model.batch import Batch
+from model.config import ModelConfig
+from model.cuda_graphs import MAX_CHUNKS, ROWS_ALONE, ROWS_BESIDE, ROWS_BESIDE_FEW, StepGraphs, StepInputs, decode_sizes
+from model.families.llama import Llama
+from model.kv_cache import block_shape
+from model.ops.cpu.ops import NumpyOps
+from model.weights.loader import load_model
+from tests.support.demo_engine import DEMO
+
+BLOCK_SIZE, MAX_BLOCKS, MAX_ROWS = 8, 24, 12
+
+
+class QuietOps(NumpyOps):
+    """Padding is computed from whatever memory holds, which NumPy would warn of."""
+
+    def temporary(self, shape, dtype):
+        return np.zeros(shape, dtype)
+
+
+@pytest.fixture(scope="module")
+def model() -> Llama:
+    return load_model(DEMO, ModelConfig.read(DEMO), QuietOps(np.dtype(np.float32)), MAX_BLOCKS * BLOCK_SIZE)
+
+
+@pytest.fixture(scope="module")
+def kv(model) -> np.ndarray:
+    shape = (MAX_ROWS * MAX_BLOCKS, *block_shape(model.config, BLOCK_SIZE))
+    return np.random.default_rng(1).standard_normal(shape, np.float32)
+
+
+@pytest.fixture(scope="module")
+def graphs(model, kv) -> StepGraphs:
+    made = StepGraphs(model, np.arange(MAX_ROWS, dtype=np.int32), MAX_ROWS, MAX_BLOCKS)
+    made.capture(kv)
+    return made
+
+
+def step(model: Llama, chunks: list[tuple[int, int]]) -> StepInputs:
+    """Chunks of (start, length), those of one token first; each chunk's last row is asked for its logits."""
+    starts, lengths = np.array(chunks, np.int32).T
+    ends, rng = np.cumsum(lengths), np.random.default_rng(len(chunks))
+    positions = np.concatenate([np.arange(start, start + length) for start, length in chunks]).astype(np.int32)
+    tables = rng.permutation(MAX_ROWS * MAX_BLOCKS)[: len(chunks) * MAX_BLOCKS].reshape(len(chunks), -1)
+    tables = tables[:, : -(-int((starts + lengths).max()) // BLOCK_SIZE)].astype(np.int32)
+    blocks = tables[np.repeat(np.arange(len(chunks)), lengths), positions // BLOCK_SIZE].astype(np.int64)
+    num_decodes = int(np.count_nonzero(lengths == 1))
+    return StepInputs(
+        token_ids=rng.integers(0, model.config.vocab_size, ends[-1]).astype(np.int32),
+        pending_token_row=np.full(ends[-1], MAX_ROWS, np.int32),
+        positions=positions,
+        slots=blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
+        context_lens=starts + lengths,
+        logit_rows=(ends - 1).astype(np.int32),
+        num_decodes=num_decodes,
+        tables=tables[:num_decodes],
+        dirty_tables=np.ones(num_decodes, np.bool_),
+        chunk_lens=lengths[num_decodes:],
+        chunk_tables=list(tables[num_decodes:]),
+    )
+
+
+def by_itself(model: Llama, kv: np.ndarray, inputs: StepInputs) -> np.ndarray:
+    """Sequence after sequence, nothing beside it."""
+    rows, end = [], 0
+    tables = inputs.block_tables(np.arange(inputs.num_decodes), BLOCK_SIZE)
+    for sequence, length in enumerate([*[1] * inputs.num_decodes, *inputs.chunk_lens]):
+        part, end = slice(end, end + length), end + length
+        batch = Batch(
+            token_ids=inputs.token_ids[part],
+            positions=inputs.positions[part],
+            slots=inputs.slots[part],
+            block_tables=tables[[sequence]],
+            context_lens=inputs.context_lens[[sequence]],
+            query_start=np.array([0, length], np.int32),
+            logit_rows=np.array([length - 1], np.int32),
+            num_decodes=0,
+            num_tokens=length,
+            num_sequences=1,
+            max_query_len=length,
+        )
+        rows.append(model.forward(batch, kv))
+    return np.concatenate(rows)
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [(5, 1)],
+        [(20, 1), (0, 1), (150, 1)],
+        [(7, 1)] * MAX_ROWS,
+        [(0, 9)],
+        [(40, 30), (0, 50)],
+        [(3, 1), (0, 30), (64, 17)],
+        [(50, 1)] * 7 + [(0, 2)],
+        [(11, 1)] * 5 + [(0, 70), (120, 60)],
+    ],
+    ids=str,
+)
+def test_logits_are_those_of_each_sequence_by_itself(model, kv, graphs, chunks):
+    inputs, before = step(model, chunks), kv.copy()
+    logits = graphs.forward(inputs)
+    np.testing.assert_allclose(logits, by_itself(model, before, inputs), atol=2e-4)
+
+
+def test_padding_writes_no_key(model, kv, graphs):
+    inputs, before = step(model, [(30, 1), (8, 5)]), kv.copy()
+    graphs.forward(inputs)
+    blocks, offsets = np.divmod(inputs.slots, BLOCK_SIZE)
+    changed = np.argwhere((kv != before).any(axis=(1, 2, 3, 5)))
+    assert {tuple(place) for place in changed.tolist()} == set(zip(blocks.tolist(), offsets.tolist(), strict=True))
+
+
+def test_tokens_that_the_step_before_sampled_come_from_its_row(model, graphs):
+    inputs = step(model, [(30, 1), (31, 1)])
+    known = np.array(graphs.forward(inputs))
+    inputs.pending_token_row[:] = [MAX_ROWS, 3]
+    graphs._sampled[3], inputs.token_ids[1] = inputs.token_ids[1], 0
+    np.testing.assert_array_equal(graphs.forward(inputs), known)
+
+
+def test_what_fits_no_size_is_left_to_the_caller(model, graphs):
+    assert graphs.forward(step(model, [(0, 180)] * 3)) is None
+    chunk = step(model, [(0, 2)])
+    too_many = replace(chunk, chunk_lens=np.repeat(chunk.chunk_lens, MAX_CHUNKS + 1))
+    assert graphs.forward(too_many) is None
+
+
+def test_every_size_beside_chunks_has_a_time_which_sizes_of_as_many_rows_share(model, kv):
+    graphs = StepGraphs(model, np.arange(80, dtype=np.int32), 80, MAX_BLOCKS)
+    graphs.capture(kv)
+    beside = {0: ROWS_ALONE, 16: ROWS_BESIDE_FEW, 64: ROWS_BESIDE, 80: ROWS_BESIDE}
+    assert set(graphs._seconds) == {(decodes, more) for decodes, rows in beside.items() for more in rows}
+    assert graphs._seconds[16, 128] == graphs._seconds[80, 64] != graphs._seconds[16, 64]
+
+
+def test_tokens_are_left_for_the_next_step_where_a_smaller_size_is_clearly_quicker(graphs, monkeypatch):
+    seconds = {(MAX_ROWS, more): 1.0 if more <= 128 else 2.0 + more / 1000 for more in ROWS_BESIDE_FEW}
+    monkeypatch.setattr(graphs, "_seconds", seconds)
+    assert graphs.fit(10, 128 + 2 + 30) == 128 + 2
+    assert graphs.fit(10, 128 + 2) == 128 + 2
+    assert graphs.fit(10, 64 + 2 + 1) == 64 + 2 + 1
+    assert graphs.fit(10, 512 + 2) == 512 + 2  # 4 times the rows in 2.5 times the time
+    assert graphs.fit(10, 512 + 3) == 512 + 3  # in no captured size
+    assert graphs.fit(MAX_ROWS, 1) == 1
+
+
+def test_the_last_words_of_a_prompt_find_a_step_of_their_size(model, graphs):
+    decodes = graphs._decodes_beside_chunks[0]
+    for num_tokens, more in ((2, 16), (decodes + 15, 16), (decodes + 16, 48), (decodes + 48, 64)):
+        assert graphs._size_of(step(model, [(9, 1), (0, num_tokens)])) == (decodes, more)
+    for num_tokens, rows in ((2, 32), (33, 48), (64, 64), (128, 128)):
+        assert graphs._size_of(step(model, [(0, num_tokens)])) == (0, rows)
+    assert graphs._size_of(step(model, [(0, 129)])) == (decodes, 128)
+
+
+def test_decode_sizes_end_with_the_most_and_leave_little_to_padding():
+    for most in (1, 3, 8, 100, 512, 1024):
+        sizes = decode_sizes(most)
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] == most
+        assert all(larger <= max(smaller + 8, 1.2 * smaller) for smaller, larger in pairwise(sizes[3:]))

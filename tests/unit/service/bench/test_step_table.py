@@ -1,0 +1,59 @@
+"""What kernels add to a step, told from their beginnings and ends."""
+
+from __future__ import annotations
+
+import pytest
+
+from model.config import PRESETS
+from service.bench.kernels import Ceilings
+from tests.bench.step_table import COPIES, KernelEvent, added_us, least_us, op_names, table_of, work_of
+
+CEILINGS = Ceilings(copy_bytes_per_s=4e12, gemm_flops_per_s=8e14)
+
+
+def event(name: str, begin_us: float, end_us: float) -> KernelEvent:
+    return KernelEvent(name, begin_us, end_us)
+
+
+def step_of(num_layers: int, begin_us: float) -> list[KernelEvent]:
+    """5 us a kernel, 1 us between two."""
+    layer = ["nvjet_sm90_a", "rope_kv_write", "paged_decode", "gemv", "add_rms_norm"]
+    layer += ["some_gemm_kernel", "silu_mul", "cutlass_80", "void cublasLt::splitKreduce_kernel<1>"]
+    names = ["Memcpy HtoD (Pinned -> Device)", *layer * num_layers, "nvjet_sm90_b", "sample_tokens"]
+    return [event(name, begin_us + 6 * i, begin_us + 6 * i + 5) for i, name in enumerate(names)]
+
+
+def test_products_are_told_by_their_place_in_the_step():
+    names = op_names(step_of(2, 0.0) + step_of(2, 1000.0), num_layers=2)
+    layer = ["linear qkv", "rope_kv_write", "paged_decode", "linear output", "add_rms_norm"]
+    layer += ["linear gate_up", "silu_mul", "linear down", "linear down"]
+    assert names == [COPIES, *layer * 2, "linear lm_head", "sample_tokens"] * 2
+
+
+def test_a_kernel_that_began_early_adds_what_comes_after_the_one_before():
+    added, idle = added_us([event("a", 0, 10), event("b", 2, 14), event("c", 3, 12), event("d", 20, 21)])
+    assert added == [10, 4, 0, 1]
+    assert idle == 6
+
+
+def test_a_table_adds_up_to_the_step():
+    config = PRESETS["llama-3.1-8b"]
+    events = step_of(config.num_layers, 0.0) + step_of(config.num_layers, 5000.0)
+    table = table_of(list(reversed(events)), 2, 64, 1100.0, 900.0, 1.5, config, 2, CEILINGS)
+    assert table.step_us == pytest.approx((events[-1].end_us - events[0].begin_us) / 2)
+    assert sum(row.time_us for row in table.rows) + table.idle_us == pytest.approx(table.step_us)
+    assert sum(row.step_share for row in table.rows) == pytest.approx(1 - table.idle_us / table.step_us)
+    by_op = {row.op: row for row in table.rows}
+    assert by_op["linear down"].launches == 2 * config.num_layers
+    assert by_op["linear lm_head"].launches == 1
+    assert by_op[COPIES].ceiling_share is None
+
+
+def test_the_least_time_is_that_of_the_weights_at_few_rows_and_of_the_products_at_many():
+    config = PRESETS["llama-3.1-8b"]
+    few, many = (least_us(work_of(config, batch, 1000.0, 2), CEILINGS) for batch in (1, 4096))
+    weights = 2 * config.num_layers * 2 * config.intermediate_size * config.hidden_size
+    assert few["linear gate_up"] == pytest.approx(1e6 * weights / 4e12, rel=0.01)
+    assert many["linear gate_up"] == pytest.approx(1e6 * weights * 4096 / 8e14)
+    assert many["paged_decode"] == pytest.approx(4096 * few["paged_decode"])
+    assert few["paged_decode"] == pytest.approx(1e6 * 1000 * 131072 / 4e12, rel=0.01)

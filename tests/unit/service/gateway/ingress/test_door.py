@@ -1,0 +1,363 @@
+"""The queue door: the same requests, written by foreign producers, answered on their reply streams."""
+
+import asyncio
+from dataclasses import replace
+
+import msgpack
+import pytest
+
+from service.errors import EndReason
+from service.queue import keys
+from service.queue.codec import decode, encode
+from service.queue.interface import BrokerUnavailable, QueueFull
+from service.queue.messages import Reply
+from tests.fakes.queue.queue import MemoryQueue
+from tests.fakes.scripted_worker import Script
+from tests.support.gateway import MODEL, QuickBroker, open_gateway, speech
+from tests.support.responses import CALL, WEATHER, write_tool_model
+
+PRODUCER = "default"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+BODIES = {
+    COMPLETIONS: {"model": MODEL, "prompt": "the and"},
+    CHAT: {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]},
+}
+
+
+class Ledger(QuickBroker):
+    """Remembers which entries were settled; `settle_failures` times it cannot."""
+
+    def __init__(self, queue=None):
+        super().__init__(queue)
+        self.settled = []
+        self.produced = []
+        self.settle_failures = 0
+
+    async def fetch_ingress(self, producers, max_entries, wait_s):
+        entries = await super().fetch_ingress(producers, max_entries, wait_s)
+        self.produced += entries
+        return entries
+
+    async def settle_ingress(self, entry):
+        if self.settle_failures:
+            self.settle_failures -= 1
+            raise BrokerUnavailable("away")
+        await super().settle_ingress(entry)
+        self.settled.append(entry.entry_id)
+
+
+@pytest.fixture
+async def door(model_folder):
+    async with open_gateway(model_folder, Ledger()) as opened:
+        yield opened
+
+
+def payload(name="job", endpoint=CHAT, **more):
+    return msgpack.packb({"v": 1, "id": name, "endpoint": endpoint, "body": {**BODIES[endpoint], **more}})
+
+
+async def answer(gateway, data, name="job", within_s=5.0, was_left=False):
+    """All replies to one entry, once the last is there and the entry is settled."""
+    num_settled = len(gateway.broker.settled)
+    await gateway.broker.produce(PRODUCER, data, was_left)
+    async with asyncio.timeout(within_s):
+        while len(gateway.broker.settled) == num_settled:
+            await asyncio.sleep(0.005)
+    replies = [decode(Reply, reply) for reply in gateway.broker.replies(PRODUCER, name)]
+    assert [reply.number for reply in replies] == list(range(1, len(replies) + 1))
+    assert [reply.done for reply in replies] == [False] * (len(replies) - 1) + [True]
+    return replies
+
+
+@pytest.mark.parametrize("endpoint", BODIES)
+async def test_one_final_reply(door, endpoint):
+    (reply,) = await answer(door, payload(endpoint=endpoint))
+    assert (reply.id, reply.text, reply.finish_reason, reply.error) == ("job", "Hello world.", "stop", None)
+    assert reply.usage.completion_tokens == 8
+    assert door.worker.jobs[0].tenant == "default"
+
+
+@pytest.mark.parametrize("endpoint", BODIES)
+async def test_text_deltas_where_a_stream_is_asked_for(door, endpoint):
+    replies = await answer(door, payload(endpoint=endpoint, stream=True))
+    assert len(replies) > 2
+    assert "".join(reply.text for reply in replies) == "Hello world."
+    assert replies[-1].finish_reason == "stop"
+    assert all(reply.usage is None for reply in replies[:-1])
+
+
+async def test_packed_prompt(door):
+    data = payload(endpoint=COMPLETIONS, prompt=b"\x01\0\0\0\x02\0\0\0")
+    assert (await answer(door, data))[0].usage.prompt_tokens == 2
+
+
+async def test_long_text_comes_in_several_replies(door, monkeypatch):
+    monkeypatch.setattr("service.gateway.ingress.replies.MAX_REPLY_CHARS", 5)
+    replies = await answer(door, payload())
+    assert [reply.text for reply in replies] == ["Hello", " worl", "d."]
+
+
+@pytest.mark.parametrize(
+    ("data", "name", "code", "param"),
+    [
+        (payload(temperature=3), "job", None, "temperature"),
+        (payload(n=9), "job", None, "n"),
+        (payload(bogus=1), "job", "unknown_field", "bogus"),
+        (payload(model="other"), "job", "model_not_found", "model"),
+        (payload(logprobs=True), "job", None, "logprobs"),
+        (payload(endpoint=COMPLETIONS, echo=True), "job", None, "echo"),
+        (
+            payload(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}),
+            "job",
+            None,
+            "stream_options.continuous_usage_stats",
+        ),
+        (payload(endpoint=COMPLETIONS, prompt=[10**6]), "job", None, "prompt"),
+        (payload(endpoint=COMPLETIONS, prompt=b"\x01\0\0"), "job", "invalid_message", None),
+        (msgpack.packb({"v": 1, "id": "x", "endpoint": "/v1/embeddings", "body": {}}), "x", None, "endpoint"),
+        (msgpack.packb({"v": 9, "id": "x", "endpoint": CHAT, "body": {}}), "x", "invalid_message", None),
+        (msgpack.packb({"v": 1, "id": "x", "endpoint": CHAT, "body": []}), "x", "invalid_message", None),
+        (msgpack.packb({"v": 1, "id": "x", "reply_to": "{quire}:jobs"}), "x", "invalid_message", None),
+        (msgpack.packb({"id": "../../jobs"}), None, "invalid_message", None),
+        (msgpack.packb({"id": 5}), None, "invalid_message", None),
+        (msgpack.packb([1, 2]), None, "invalid_message", None),
+        (b"", None, "invalid_message", None),
+        (b"\xc1", None, "invalid_message", None),
+        (b"\x91" * 100_000, None, "invalid_message", None),
+        (b"\x81\xa1a" * 100_000, None, "invalid_message", None),
+        (b"\xdd\xff\xff\xff\xff", None, "invalid_message", None),
+        (b"\x81\xa2id\xc7\x05\x01abcde", None, "invalid_message", None),
+        (b"a" * (2 << 20), None, "invalid_message", None),
+    ],
+)
+async def test_bad_entries_get_one_error_and_are_settled(door, data, name, code, param):
+    # An entry that names no job of its own is answered under the entry's id, which its producer got from XADD.
+    (reply,) = await answer(door, data, name or "1-0")
+    assert set(reply.error) <= {"message", "type", "param", "code"}
+    assert (reply.error.get("code"), reply.error.get("param")) == (code, param)
+    assert reply.usage is None
+    assert door.worker.jobs == []
+    assert (await answer(door, payload("next"), "next"))[0].text == "Hello world."
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (payload() + b"\xc0", "not msgpack within the limits: unpack(b) received extra data"),
+        (b"\x91" * 2000 + b"\xc0", "not msgpack within the limits: nested too deeply"),
+    ],
+)
+async def test_a_broken_entry_is_told_why(door, data, why):
+    (reply,) = await answer(door, data, "1-0")
+    assert reply.error["message"] == f"The entry is not a valid job message: {why}."
+
+
+async def test_an_entry_that_is_no_job_is_told_why_and_logged(door, caplog):
+    caplog.set_level("INFO", "quire.gateway")
+    (reply,) = await answer(door, msgpack.packb({"v": 9, "id": "x\x1b[31m"}), "1-0")
+    assert reply.error["message"] == "The entry is not a valid job message: field v: this side speaks version 1."
+    (told,) = [record.getMessage() for record in caplog.records if "ingress entry refused" in record.getMessage()]
+    assert told == "ingress entry refused: field v: this side speaks version 1"
+
+
+@pytest.mark.parametrize("end", [EndReason.INTERNAL, EndReason.TOO_LARGE, EndReason.NUMERICAL_ERROR])
+async def test_jobs_that_fail(door, end):
+    door.worker.script = lambda job: speech(door.model, "He", end=end)
+    replies = await answer(door, payload(stream=True))
+    assert replies[-1].error["code"] == end.value
+    assert "".join(reply.text for reply in replies) == "He"
+
+
+async def test_deadline(door):
+    door.worker.script = lambda job: Script([], None)
+    assert (await answer(door, payload(timeout=0.05)))[0].error["code"] == "deadline"
+    assert (await door.worker.cancelled()).reason is EndReason.DEADLINE
+
+
+async def test_many_at_once(door):
+    door.worker.script = lambda job: speech(door.model, "Hello world.", step_s=0.005)
+    for number in range(50):
+        await door.broker.produce(PRODUCER, payload(f"job{number}"))
+    async with asyncio.timeout(5):
+        while len(door.broker.settled) < 50:
+            await asyncio.sleep(0.01)
+    for number in range(50):
+        (reply,) = (decode(Reply, data) for data in door.broker.replies(PRODUCER, f"job{number}"))
+        assert reply.text == "Hello world."
+
+
+async def test_bounded_concurrency(model_folder, monkeypatch):
+    monkeypatch.setattr("service.gateway.ingress.ingress.MAX_OPEN_JOBS", 3)
+    async with open_gateway(model_folder, Ledger()) as door:
+        door.worker.script = lambda job: Script([], None)
+        for number in range(10):
+            await door.broker.produce(PRODUCER, payload(f"job{number}", timeout=0.1))
+        while len(door.worker.jobs) < 3:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.03)
+        assert len(door.worker.jobs) == 3
+
+
+async def test_a_full_queue_is_waited_for(door, monkeypatch):
+    monkeypatch.setattr("service.gateway.core.back_pressure.RETRY_AFTER_S", 0.02)
+    submit, num_refused = door.broker.submit, 0
+
+    async def full_at_first(job, *bounds):
+        nonlocal num_refused
+        if num_refused < 3:
+            num_refused += 1
+            raise QueueFull(of_tenant=False, num_jobs=9, num_tokens=0)
+        await submit(job, *bounds)
+
+    monkeypatch.setattr(door.broker, "submit", full_at_first)
+    assert (await answer(door, payload()))[0].text == "Hello world."
+    assert num_refused == 3
+
+
+async def test_settling_is_tried_again(door, monkeypatch):
+    monkeypatch.setattr("service.gateway.ingress.replies.RETRY_S", 0.01)
+    door.broker.settle_failures = 3
+    (reply,) = await answer(door, payload())
+    assert reply.text == "Hello world."
+
+
+async def test_what_could_not_be_settled_is_fetched_again(model_folder, monkeypatch):
+    monkeypatch.setattr(keys, "INGRESS_LEFT_S", 0.05)
+    async with open_gateway(model_folder, Ledger(), request_timeout=0.9) as door:  # too short for another try
+        door.broker.settle_failures = 1
+        (reply,) = await answer(door, payload())
+        assert reply.text == "Hello world."
+        assert [entry.was_left for entry in door.broker.produced] == [False, True]
+
+
+async def test_what_a_drain_cuts_short_stays_unsettled_and_unanswered(model_folder):
+    broker = Ledger()
+    async with open_gateway(model_folder, broker, drain_timeout=0.05) as door:
+        door.worker.script = lambda job: Script([], None)
+        await broker.produce(PRODUCER, payload())
+        while not door.worker.jobs:
+            await asyncio.sleep(0.005)
+    assert broker.settled == []
+    assert broker.replies(PRODUCER, "job") == ()
+
+
+async def test_a_bug_costs_one_job_only(door, monkeypatch, caplog):
+    with monkeypatch.context() as patch:
+        patch.setattr("service.gateway.generation.served_model.ServedModel.encode", lambda *_, **__: 1 / 0)
+        (reply,) = await answer(door, payload())
+    assert reply.error["code"] == "internal_error"
+    assert "ZeroDivisionError" in caplog.text
+    assert (await answer(door, payload("next"), "next"))[0].text == "Hello world."
+
+
+async def test_what_a_dead_gateway_had_not_begun_is_answered(door):
+    (reply,) = await answer(door, payload(), was_left=True)
+    assert (reply.error, reply.done) == (None, True)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_what_a_dead_gateway_had_begun_goes_on_behind_its_last_reply(door, stream):
+    begun = encode(Reply(id="job", number=1, text="Hello w"))
+    door.broker.queue.write_reply((PRODUCER, "job"), 1, begun)
+    first, *more = await answer(door, payload(stream=stream), was_left=True)
+    assert first.text == "Hello w"
+    assert "".join(reply.text for reply in more) == "orld."
+    assert (more[-1].finish_reason, more[-1].usage.completion_tokens) == ("stop", 8)
+
+
+async def test_an_end_that_a_dead_gateway_has_told_of_a_choice_is_not_told_again(door):
+    for number, text in ((1, "Hello "), (2, "world.")):
+        end = "stop" if number == 2 else None
+        reply = Reply(id="job", number=number, index=0, text=text, finish_reason=end)
+        door.broker.queue.write_reply((PRODUCER, "job"), number, encode(reply))
+    *_, last = replies = await answer(door, payload(n=2), was_left=True)
+    assert [(reply.index, reply.text) for reply in replies[2:]] == [(1, "Hello world.")]
+    assert (last.finish_reason, last.done) == ("stop", True)
+
+
+async def test_the_next_gateway_goes_on_with_the_job_of_one_that_died(model_folder):
+    queue, forever = MemoryQueue(), asyncio.Event()
+    async with open_gateway(model_folder, Ledger(queue)) as first:
+        steps = speech(first.model, "Hello world, here and there.").steps
+        first.worker.script = lambda job: Script(steps, step_s=0.03)
+        await first.broker.produce(PRODUCER, payload(stream=True))
+        async with asyncio.timeout(5):
+            while len(first.broker.replies(PRODUCER, "job")) < 3:
+                await asyncio.sleep(0.005)
+        first.broker.reply = first.broker.fetch_ingress = lambda *_, **__: forever.wait()  # no word of it any more
+        (entry,) = first.broker.produced
+        async with open_gateway(model_folder, Ledger(queue)) as heir:
+            queue.ingress_of(PRODUCER).append(replace(entry, was_left=True))
+            queue.tell()
+            async with asyncio.timeout(5):
+                while not heir.broker.settled:
+                    await asyncio.sleep(0.005)
+            replies = [decode(Reply, reply) for reply in heir.broker.replies(PRODUCER, "job")]
+            assert "".join(reply.text for reply in replies) == "Hello world, here and there."
+            assert [reply.number for reply in replies] == list(range(1, len(replies) + 1))
+            assert (replies[-1].done, replies[-1].error) == (True, None)
+            assert (len(first.worker.jobs), heir.worker.jobs) == (1, [])
+        forever.set()
+
+
+async def test_what_a_dead_gateway_had_ended_is_settled_only(door):
+    door.broker.queue.write_reply((PRODUCER, "job"), 1, encode(Reply(id="job", number=1, done=True)))
+    assert len(await answer(door, payload(), was_left=True)) == 1
+    assert door.worker.jobs == []
+
+
+async def test_what_another_gateway_has_taken_is_let_go_of(model_folder, monkeypatch, caplog):
+    monkeypatch.setattr("service.gateway.ingress.ingress.INGRESS_KEEP_S", 0.05)
+    async with open_gateway(model_folder, Ledger()) as gateway:
+        gateway.worker.script = lambda job: Script([], end=None)
+        await gateway.broker.produce(PRODUCER, payload())
+        async with asyncio.timeout(5):
+            while not gateway.worker.jobs:
+                await asyncio.sleep(0.005)
+        (entry,) = gateway.broker.produced
+        gateway.broker.keep_ingress = lambda: _value([entry])
+        async with asyncio.timeout(5):
+            while "another gateway has taken" not in caplog.text:
+                await asyncio.sleep(0.005)
+        await asyncio.sleep(0.1)
+        assert (gateway.worker.cancels, gateway.broker.settled) == ([], [])  # the job is the other's now
+
+
+async def _value(value):
+    return value
+
+
+TOOL = {"type": "function", "function": {key: WEATHER[key] for key in ("name", "description", "parameters")}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_calls_come_whole_with_the_last_reply_of_their_choice(tmp_path, stream):
+    async with open_gateway(write_tool_model(tmp_path / "model"), Ledger()) as door:
+        door.worker.script = lambda job: speech(door.model, CALL)
+        replies = await answer(door, payload(tools=[TOOL], stream=stream))
+        assert "".join(reply.text for reply in replies) == "I look."
+        assert (len(replies) > 1) == stream
+        assert [reply.tool_calls for reply in replies[:-1]] == [None] * (len(replies) - 1)
+        (call,) = replies[-1].tool_calls
+        assert call["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
+        assert call["id"].startswith("call_")
+        assert replies[-1].finish_reason == "tool_calls"
+        (plain,) = await answer(door, payload("other", tools=[TOOL], tool_choice="none"), "other")
+        assert (plain.tool_calls, plain.finish_reason) == (None, "stop")
+
+
+async def test_calls_that_no_reply_could_hold_are_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr("service.gateway.ingress.replies.MAX_REPLY_CHARS", 8)
+    async with open_gateway(write_tool_model(tmp_path / "model"), Ledger()) as door:
+        door.worker.script = lambda job: speech(door.model, CALL)
+        (reply,) = await answer(door, payload(tools=[TOOL]))
+        assert reply.error["code"] == "reply_too_large"
+
+
+async def test_calls_go_on_behind_what_a_dead_gateway_had_told(tmp_path):
+    async with open_gateway(write_tool_model(tmp_path / "model"), Ledger()) as door:
+        door.worker.script = lambda job: speech(door.model, CALL)
+        door.broker.queue.write_reply((PRODUCER, "job"), 1, encode(Reply(id="job", number=1, text="I l")))
+        first, *more = await answer(door, payload(tools=[TOOL], stream=True), was_left=True)
+        assert first.text + "".join(reply.text for reply in more) == "I look."
+        assert [call["function"]["name"] for call in more[-1].tool_calls] == ["weather"]

@@ -1,0 +1,138 @@
+"""What Prometheus sees."""
+
+import math
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from service.errors import EndReason
+from service.observability import metrics
+from service.observability.metrics import GatewayMetrics, LaneSight
+
+
+def samples(gateway_metrics):
+    """Every sample by name and labels."""
+    families = text_string_to_metric_families(gateway_metrics.exposition().decode())
+    return {(s.name, *sorted(s.labels.items())): s.value for family in families for s in family.samples}
+
+
+def find(gateway_metrics, name, **labels):
+    return samples(gateway_metrics)[(name, *sorted(labels.items()))]
+
+
+MINE = {"model_name": "m", "engine": "gateway"}
+
+
+def test_request_that_ends_well():
+    page = GatewayMetrics("m")
+    times = page.started(30)
+    assert find(page, "quire:open_requests") == 1
+    for num_tokens in (1, 2, 0, 1):
+        times.tokens(num_tokens)
+    times.ended(EndReason.STOP)
+    assert find(page, "quire:open_requests") == 0
+    assert find(page, "vllm:time_to_first_token_seconds_count", **MINE) == 1
+    assert find(page, "vllm:inter_token_latency_seconds_count", **MINE) == 2
+    assert find(page, "vllm:e2e_request_latency_seconds_count", **MINE) == 1
+    assert find(page, "vllm:request_prompt_tokens_sum", **MINE) == 30
+    assert find(page, "vllm:request_generation_tokens_sum", **MINE) == 4
+    assert find(page, "vllm:request_success_total", **MINE, finished_reason="stop") == 1
+    assert find(page, "quire:requests_ended_total", reason="stop") == 1
+
+
+def test_every_end_has_its_label():
+    page = GatewayMetrics("m")
+    for reason in EndReason:
+        page.started(1).ended(reason)
+        assert find(page, "quire:requests_ended_total", reason=reason.value) == 1
+    successes = {key: value for key, value in samples(page).items() if key[0] == "vllm:request_success_total"}
+    assert sum(successes.values()) == 3
+    assert find(page, "vllm:request_success_total", **MINE, finished_reason="abort") == 1
+
+
+GPU, HOST = {"tier": "gpu"}, {"tier": "host"}
+NUMBERS = {
+    metrics.STAT_NUM_RUNNING: (3, "vllm:num_requests_running", {}),
+    metrics.STAT_NUM_WAITING: (4, "vllm:num_requests_waiting", {}),
+    metrics.STAT_NUM_BLOCKS_FREE: (5, "quire:kv_blocks", {**GPU, "state": "free"}),
+    metrics.STAT_NUM_BLOCKS_USED: (6, "quire:kv_blocks", {**GPU, "state": "used"}),
+    metrics.STAT_NUM_BLOCKS_SHARED: (2, "quire:kv_blocks", {**GPU, "state": "shared"}),
+    metrics.STAT_NUM_BLOCKS_CACHED: (7, "quire:kv_blocks", {**GPU, "state": "cached"}),
+    metrics.STAT_NUM_HOST_BLOCKS_FREE: (21, "quire:kv_blocks", {**HOST, "state": "free"}),
+    metrics.STAT_NUM_HOST_BLOCKS_USED: (22, "quire:kv_blocks", {**HOST, "state": "used"}),
+    metrics.STAT_NUM_HOST_BLOCKS_CACHED: (23, "quire:kv_blocks", {**HOST, "state": "cached"}),
+    metrics.STAT_SWAPPED_TOTAL: (24, "quire:preemptions_total", {"kind": "swap"}),
+    metrics.STAT_RECOMPUTED_TOTAL: (25, "quire:preemptions_total", {"kind": "recompute"}),
+    metrics.STAT_CALLED_BACK_TOTAL: (31, "quire:called_back_total", {}),
+    metrics.STAT_SWAP_OUT_BYTES_TOTAL: (26, "quire:kv_swap_bytes_total", {"direction": "out"}),
+    metrics.STAT_SWAP_IN_BYTES_TOTAL: (27, "quire:kv_swap_bytes_total", {"direction": "in"}),
+    metrics.STAT_COPY_ON_WRITE_TOTAL: (28, "quire:kv_copy_on_write_total", {}),
+    metrics.STAT_PREFIX_QUERY_TOKENS_TOTAL: (29, "quire:prefix_cache_query_tokens_total", {}),
+    metrics.STAT_PREFIX_HIT_TOKENS_TOTAL: (30, "quire:prefix_cache_hit_tokens_total", {}),
+    metrics.STAT_RESUMED_TOTAL: (32, "quire:resumed_total", {}),
+    metrics.STAT_RECOMPUTED_TOKENS_TOTAL: (33, "quire:recomputed_tokens_total", {}),
+    metrics.STAT_RECOMPUTE_S_TOTAL: (3.5, "quire:recompute_seconds_total", {}),
+    metrics.STAT_SWAP_OUT_S_TOTAL: (1.5, "quire:kv_swap_seconds_total", {"direction": "out"}),
+    metrics.STAT_SWAP_IN_S_TOTAL: (2.5, "quire:kv_swap_seconds_total", {"direction": "in"}),
+    metrics.STAT_NUM_JOBS_HELD: (34, "quire:jobs_held", {}),
+    metrics.STAT_JOBS_TAKEN_OVER_TOTAL: (35, "quire:jobs_taken_over_total", {}),
+    metrics.STAT_JOBS_LOST_TOTAL: (36, "quire:jobs_lost_total", {}),
+    metrics.STAT_KV_USAGE: (0.5, "vllm:kv_cache_usage_perc", {}),
+    metrics.STAT_KV_WASTE_RATIO: (0.1, "quire:kv_waste_ratio", {}),
+    metrics.STAT_PROMPT_TOKENS_TOTAL: (70, "vllm:prompt_tokens_total", {}),
+    metrics.STAT_GENERATION_TOKENS_TOTAL: (80, "vllm:generation_tokens_total", {}),
+    metrics.STAT_PREEMPTIONS_TOTAL: (9, "vllm:num_preemptions_total", {}),
+    metrics.STAT_STEPS_TOTAL: (10, "quire:steps_total", {}),
+    metrics.STAT_STEP_TIME_MS: (11.5, "quire:step_time_ms", {}),
+}
+"""What a worker says: a value of its own, and where it stands on the page."""
+
+
+def test_numbers_of_the_workers():
+    page = GatewayMetrics("m")
+    stats = {stat: value for stat, (value, _, _) in NUMBERS.items()}
+    page.see_fleet({"w1": {**stats, "something new": 1}, "w2": {metrics.STAT_NUM_RUNNING: 1}}, {}, 2)
+    for value, name, labels in NUMBERS.values():
+        assert find(page, name, model_name="m", engine="w1", **labels) == value, name
+    assert find(page, "vllm:num_requests_running", model_name="m", engine="w2") == 1
+    assert find(page, "quire:leases") == 2
+    assert find(page, "vllm:prefix_cache_queries_total", model_name="m", engine="w1") == 29
+    assert find(page, "vllm:prefix_cache_hits_total", model_name="m", engine="w1") == 30
+    page.see_fleet({}, {}, math.nan)
+    assert not any(("engine", "w1") in key for key in samples(page))
+
+
+def test_every_number_of_a_worker_is_exported():
+    assert set(NUMBERS) == {getattr(metrics, name) for name in dir(metrics) if name.startswith("STAT_")}
+
+
+def test_the_queue_by_lane():
+    page = GatewayMetrics("m")
+    page.see_fleet({}, {"normal": LaneSight(3, 1.5), "batch": LaneSight(0, 0.0)}, 1)
+    assert find(page, "quire:queue_depth") == find(page, "quire:queue_lane_depth", lane="normal") == 3
+    assert find(page, "quire:queue_oldest_wait_seconds", lane="normal") == 1.5
+    assert (
+        find(page, "quire:queue_lane_depth", lane="batch")
+        == find(page, "quire:queue_oldest_wait_seconds", lane="batch")
+        == 0
+    )
+    page.see_fleet({}, {"normal": LaneSight(math.nan, math.nan)}, math.nan)
+    for name, labels in (
+        ("queue_depth", {}),
+        ("queue_lane_depth", {"lane": "normal"}),
+        ("queue_oldest_wait_seconds", {"lane": "normal"}),
+        ("leases", {}),
+    ):
+        assert math.isnan(find(page, f"quire:{name}", **labels))
+
+
+def test_responses_by_route():
+    page = GatewayMetrics("m")
+    page.responded("/v1/models/{model}", 404)
+    page.responded("/v1/models/{model}", 404)
+    assert find(page, "quire:http_responses_total", route="/v1/models/{model}", status="404") == 2
+
+
+def test_two_pages_share_nothing():
+    one, other = GatewayMetrics("a"), GatewayMetrics("b")
+    one.started(1).ended(EndReason.STOP)
+    assert find(other, "quire:requests_ended_total", reason="stop") == 0

@@ -1,0 +1,294 @@
+"""Traces from a client's header to the worker's steps, with OpenTelemetry's exporter in memory; and without it."""
+
+import asyncio
+import logging
+import re
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+
+import aiohttp
+import msgpack
+import pytest
+
+from service.config.settings import Settings
+from service.errors import EndReason, StartupError
+from service.gateway.generation.served_model import ServedModel
+from service.gateway.process import serving
+from service.observability import tracing
+from service.observability.logs import _OneLine, about, also_about
+from service.observability.tracing import NO_TRACING, open_tracing, read_traceparent, trace_id
+from service.queue.messages import Cancel
+from service.worker.spans import JobSpans
+from tests.support.gateway import QuickBroker, write_model
+from tests.support.source_tree import ROOT
+from tests.support.wire import make_job
+from tests.support.worker_house import House
+
+otel = pytest.importorskip("service.observability.otel", reason="the extra otel is not installed")
+export = pytest.importorskip("opentelemetry.sdk.trace.export")
+sdk = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+
+THEIRS = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+UNSAMPLED = THEIRS[:-1] + "0"
+
+
+class Spans:
+    """A tracing that keeps its spans."""
+
+    def __init__(self):
+        self.kept = sdk.InMemorySpanExporter()
+        provider = otel.TracerProvider()
+        provider.add_span_processor(export.SimpleSpanProcessor(self.kept))
+        self.tracing = otel.OtelTracing(provider)
+
+    def by_name(self):
+        return {span.name: span for span in self.kept.get_finished_spans()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@asynccontextmanager
+async def service(folder, traced, **worker):
+    """A gateway and a worker over one queue; both make spans with `traced`."""
+    settings = Settings(model=folder, served_model_name="m", port=0, drain_timeout=0.2)
+    broker = QuickBroker()
+    async with (
+        House(broker, tracing=traced, **worker) as house,
+        serving(settings, ServedModel.read(settings), broker, traced) as url,
+        aiohttp.ClientSession(url) as http,
+    ):
+        yield house, broker, http
+
+
+async def complete(http, headers=None, **body):
+    asked = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0.5, "ignore_eos": True, **body}
+    async with http.post("/v1/completions", json=asked, headers=headers) as response:
+        return response.status, await response.json()
+
+
+async def test_a_request_is_one_trace_from_the_clients_header_to_the_last_token(folder):
+    spans = Spans()
+    async with service(folder, spans.tracing) as (_, _, http):
+        before_s = time.time()
+        status, answer = await complete(http, {"traceparent": THEIRS})
+        assert status == 200
+    told = spans.by_name()
+    assert set(told) == {
+        "POST /v1/completions", "admission", "text_completion m", "queue", "prefill", "decode",
+    }  # fmt: skip
+    assert {f"{span.context.trace_id:032x}" for span in told.values()} == {trace_id(THEIRS)}
+    door, generation = told["POST /v1/completions"], told["text_completion m"]
+    assert f"{door.parent.span_id:016x}" == THEIRS[36:52]
+    assert told["admission"].parent.span_id == generation.parent.span_id == door.context.span_id
+    assert {told[name].parent.span_id for name in ("queue", "prefill", "decode")} == {generation.context.span_id}
+    assert dict(door.attributes) == {
+        "http.request.method": "POST", "http.route": "/v1/completions", "url.scheme": "http",
+        "http.response.status_code": 200,
+    }  # fmt: skip
+    asked = dict(generation.attributes)
+    assert -(1 << 63) <= asked.pop("gen_ai.request.seed") < 1 << 63, "drawn, for the client gave none"
+    assert asked == {
+        "gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "quire",
+        "gen_ai.request.model": "m", "gen_ai.response.model": "m", "gen_ai.response.id": answer["id"][len("cmpl-") :],
+        "gen_ai.request.max_tokens": 4, "gen_ai.request.temperature": 0.5,
+        "gen_ai.response.finish_reasons": ("length",), "gen_ai.usage.input_tokens": 3,
+        "gen_ai.usage.output_tokens": 4, "gen_ai.usage.cache_read.input_tokens": 0,
+        "quire.tenant": "anonymous", "quire.stream": False,
+    }  # fmt: skip
+    assert told["prefill"].attributes["gen_ai.usage.input_tokens"] == 3
+    assert told["decode"].attributes["gen_ai.usage.output_tokens"] == 4
+    assert told["decode"].attributes["quire.end"] == "length"
+    queue, prefill, decode = (told[name] for name in ("queue", "prefill", "decode"))
+    assert before_s - 1 < queue.start_time / 1e9
+    assert queue.end_time == prefill.start_time <= prefill.end_time == decode.start_time <= decode.end_time
+    assert all(span.status.is_ok or span.status.status_code.name == "UNSET" for span in told.values())
+
+
+async def test_what_begins_here_is_a_trace_of_its_own_each_time(folder):
+    spans = Spans()
+    async with service(folder, spans.tracing) as (_, _, http):
+        for header in ({}, {"traceparent": "00-nonsense"}):
+            assert (await complete(http, header))[0] == 200
+    ids = [span.context.trace_id for span in spans.kept.get_finished_spans()]
+    assert len(set(ids)) == 2
+    assert len(ids) == 12
+
+
+async def test_a_client_that_does_not_sample_has_no_spans(folder):
+    spans = Spans()
+    async with service(folder, spans.tracing) as (_, _, http):
+        assert (await complete(http, {"traceparent": UNSAMPLED}))[0] == 200
+    assert spans.kept.get_finished_spans() == ()
+
+
+async def test_refusals_say_why(folder):
+    spans = Spans()
+    async with service(folder, spans.tracing) as (_, _, http):
+        assert (await complete(http, model="nobody"))[0] == 404
+        assert (await complete(http, prompt=[]))[0] == 400
+    told = spans.kept.get_finished_spans()
+    assert [span.name for span in told] == ["admission", "POST /v1/completions", "POST /v1/completions"]
+    assert told[0].attributes["error.type"] == "model_not_found"
+    assert [span.attributes["http.response.status_code"] for span in told[1:]] == [404, 400]
+
+
+async def test_a_job_that_is_cancelled_fails_by_name(folder):
+    spans = Spans()
+    async with service(folder, spans.tracing, step_s=0.01) as (_, broker, http):
+        asked = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 400, "stream": True, "ignore_eos": True}
+        async with http.post("/v1/completions", json=asked) as response:
+            await response.content.readline()
+            await broker.cancel(Cancel(job_id=response.headers["X-Request-Id"], reason=EndReason.CANCELLED))
+            await response.read()
+    told = spans.by_name()
+    assert told["decode"].attributes["error.type"] == told["text_completion m"].attributes["error.type"] == "cancelled"
+
+
+async def test_a_producers_trace_goes_through_the_queue_door(folder):
+    spans = Spans()
+    async with service(folder, spans.tracing) as (_, broker, _):
+        job = {
+            "v": 1, "id": "a", "endpoint": "/v1/completions", "traceparent": THEIRS,
+            "body": {"model": "m", "prompt": [1, 2], "max_tokens": 2},
+        }  # fmt: skip
+        await broker.produce("default", msgpack.packb(job))
+        async with asyncio.timeout(10):
+            while "text_completion m" not in spans.by_name():
+                await asyncio.sleep(0.005)
+    told = spans.by_name()
+    assert {f"{span.context.trace_id:032x}" for span in told.values()} == {trace_id(THEIRS)}
+    assert f"{told['text_completion m'].parent.span_id:016x}" == THEIRS[36:52]
+
+
+async def test_without_tracing_a_clients_trace_still_reaches_the_log_and_the_job(folder, caplog):
+    caplog.set_level(logging.DEBUG, "quire")
+    caplog.handler.setFormatter(_OneLine())
+    async with service(folder, NO_TRACING) as (_, _, http):
+        status, answer = await complete(http, {"traceparent": THEIRS})
+        assert status == 200
+    request_id = answer["id"].removeprefix("cmpl-")
+    lines = [line for line in caplog.text.split("\n") if request_id in line]
+    told = [word for line in lines for word in ("admitted", "claimed", "let go of", "answered") if f" {word} " in line]
+    assert sorted(told) == ["admitted", "answered", "claimed", "let go of"]
+    assert all(f"trace={trace_id(THEIRS)}" in line for line in lines if "let go of" not in line)
+
+
+async def test_a_second_attempt_has_no_wait_in_the_queue():
+    spans = Spans()
+    job_spans = JobSpans(tracing=spans.tracing, job=make_job(traceparent=THEIRS), attempt=2, queued_s=5.0)
+    job_spans.times.started_s = job_spans.times.first_token_s = time.time()
+    job_spans.end(None)
+    told = spans.by_name()
+    assert set(told) == {"prefill", "decode"}
+    assert told["decode"].attributes["quire.end"] == "handed_on"
+    assert told["decode"].attributes["quire.attempt"] == 2
+
+
+@pytest.mark.parametrize(
+    ("header", "read"),
+    [
+        (THEIRS, THEIRS),
+        ("01" + THEIRS[2:] + "-more", THEIRS),
+        ("01" + THEIRS[2:], THEIRS),
+        (None, None),
+        ("", None),
+        (THEIRS + "-more", None),
+        ("ff" + THEIRS[2:], None),
+        (THEIRS.upper(), None),
+        ("00-" + "0" * 32 + THEIRS[35:], None),
+        (THEIRS[:36] + "0" * 16 + THEIRS[52:], None),
+        (THEIRS[:-1], None),
+        (THEIRS + "\n", None),
+    ],
+)
+def test_traceparents(header, read):
+    assert read_traceparent(header) == read
+
+
+ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
+
+
+@pytest.mark.parametrize(
+    "environ", [{}, {**ENDPOINT, "OTEL_SDK_DISABLED": "true"}, {**ENDPOINT, "OTEL_TRACES_EXPORTER": "none"}]
+)
+def test_nobody_asks_for_spans(environ):
+    assert open_tracing("gateway", environ) is NO_TRACING
+
+
+def test_an_endpoint_without_the_extra_is_told_of(monkeypatch, caplog):
+    monkeypatch.setattr(tracing, "find_spec", lambda name: None)
+    assert open_tracing("gateway", ENDPOINT) is NO_TRACING
+    assert "quire[otel]" in caplog.text
+
+
+def test_another_protocol_is_refused():
+    with pytest.raises(StartupError, match="http/protobuf"):
+        open_tracing("gateway", {**ENDPOINT, "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"})
+
+
+def test_no_exporter_is_loaded_unless_asked_for():
+    """The Redis client looks for the SDK by itself."""
+    program = (
+        "import sys, service.cli.main\n"
+        "sys.exit(bool({'service.observability.otel', 'opentelemetry.exporter'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_spans_reach_a_collector(monkeypatch):
+    """One POST of protobuf, with the name of the part in it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for name in ("OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES"):
+            monkeypatch.delenv(name, raising=False)
+        environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{server.getsockname()[1]}"}
+        monkeypatch.setenv(*next(iter(environ.items())))
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "none")
+        made = open_tracing("gateway", environ)
+        made.begin("something", THEIRS, {"of": "note", "nothing": None}).end()
+        received = _receive_in_thread(server)
+        made.close()
+        head, body = received()
+    assert re.match(rb"POST /v1/traces HTTP/1.1\r\n", head)
+    assert b"quire-gateway" in body
+    assert b"something" in body
+    assert b"nothing" not in body
+
+
+def _receive_in_thread(server):
+    """Answers one POST; call what it returns for (head, body)."""
+
+    def serve():
+        connection, _ = server.accept()
+        with connection:
+            connection.settimeout(10)
+            data = b""
+            while b"\r\n\r\n" not in data:
+                data += connection.recv(65536)
+            head, _, body = data.partition(b"\r\n\r\n")
+            length = int(re.search(rb"(?i)content-length: (\d+)", head)[1])
+            while len(body) < length:
+                body += connection.recv(65536)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        return head, body
+
+    pool = ThreadPoolExecutor(1)
+    task = pool.submit(serve)
+    pool.shutdown(wait=False)
+    return lambda: task.result(timeout=10)
+
+
+def test_log_lines_say_what_the_task_is_about():
+    record = logging.LogRecord("quire.x", logging.INFO, "", 0, "said line=2", None, None)
+    with about(trace="abc", line=9, nothing=None):
+        also_about(request="R")
+        assert _OneLine().format(record).endswith("quire.x said line=2 trace=abc request=R")
+    also_about(request="S")
+    assert _OneLine().format(record).endswith("quire.x said line=2")

@@ -1,0 +1,49 @@
+"""What of an output goes into which event."""
+
+from dataclasses import fields
+
+from service.config.settings import Settings
+from service.engine.output_processor import BranchOutput, RequestOutput
+from service.engine.step import TokenLogprob
+from service.errors import EndReason
+from service.queue.codec import decode, encode
+from service.queue.messages import Event
+from service.worker.events import event_of, without_end
+
+
+def output(*token_ids: int, end: EndReason | None = None) -> RequestOutput:
+    parts = (BranchOutput(0, token_ids, (), None),)
+    return RequestOutput(
+        "j/1", parts, end, (), num_prompt_tokens=9, num_output_tokens=len(token_ids), num_cached_tokens=4
+    )
+
+
+def test_the_first_event_and_the_last_tell_what_the_job_has_cost_so_far():
+    usages = [
+        event_of("j", number, [output(5, 6, end=end)]).usage
+        for number, end in ((1, None), (2, None), (3, EndReason.LENGTH))
+    ]
+    assert [usage and (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) for usage in usages] == [
+        (9, 2, 4),
+        None,
+        (9, 2, 4),
+    ]
+
+
+def test_news_of_a_job_that_goes_on_elsewhere_keep_what_only_a_first_event_tells():
+    first, later = (event_of("j", number, [output(5, end=EndReason.SHUTDOWN)]) for number in (1, 2))
+    assert without_end(first).usage == first.usage
+    assert without_end(later).usage is None
+    assert (without_end(first).end, without_end(later).end) == (None, None)
+
+
+def test_the_prompt_and_as_many_branches_as_there_may_be_stand_in_one_event():
+    max_n = next(field for field in fields(Settings) if field.name == "max_n").metadata["high"]
+    told = (TokenLogprob(-1.0, (1, 2), (-1.0, -2.0)),)
+    parts = [BranchOutput(branch, (5,), told, EndReason.LENGTH) for branch in range(max_n)]
+    outputs = [RequestOutput("j", (BranchOutput(0, (3,), told, None, is_prompt=True),), None, (), 2, 0, 0)]
+    outputs += [RequestOutput("j", (part,), None, (), 2, part.branch + 1, 0) for part in parts[:-1]]
+    outputs.append(RequestOutput("j", (parts[-1],), EndReason.LENGTH, tuple(range(max_n)), 2, max_n, 0))
+    event = event_of("01ARZ3NDEKTSV4RRFFQ69G5FAV", 1, outputs)
+    assert len(event.parts) == max_n + 1
+    assert decode(Event, encode(event)) == event
