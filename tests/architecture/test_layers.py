@@ -45,7 +45,7 @@ TEXT = ("text",)
 ARRAYS = ("weights", "families", "ops", "cuda_graphs", "rope", "kv_cache", "batch", "sampler")
 COMMON = (
     "config", "config_fields", "rope_config", "sampling_params", "dtypes", "json_files", "errors",
-    "ops.host_blocks", "ops.interface", "ops.packing",
+    "ops.host_blocks", "ops.interface", "ops.packing", "ops.weight",
 )  # fmt: skip
 TRAINING = "demo"
 """Makes the demo model. It may use all of `model`, and nothing of the service or the model uses it."""

@@ -1,0 +1,45 @@
+"""A matrix of weights: numbers, scales and the format that joins them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+Array = Any
+"""A NumPy or CuPy array."""
+
+
+class WeightFormat(StrEnum):
+    """How `Weight.data` and `Weight.scale` make the matrix [N, K]."""
+
+    DENSE = "dense"  # data [N, K] in the dtype of the activations; no scale
+    FP8 = "fp8"  # data uint8[N, K], bits of e4m3; scale float32[N], one for each row
+    FP8_BLOCK = "fp8-block"  # data as FP8; scale float32[ceil(N / 128), ceil(K / 128)], one for each 128 x 128 block
+    INT8 = "int8"  # data int8[N, K]; scale float32[N]
+    INT4 = "int4"  # data uint8[N, K / 2], element k in the low (even k) or high half of byte k // 2; 0..15
+    #                scale 16-bit float[N, K / G], zero_point uint8[N, K / G] or None (8): (data - zero_point) * scale
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A matrix [N, K], stored [out, in]."""
+
+    data: Array
+    format: WeightFormat = WeightFormat.DENSE
+    scale: Array | None = None
+    zero_point: Array | None = None
+    group_size: int = 0  # INT4: G, inputs that share a scale
+    input_order: Array | None = None  # int32[K]: column k multiplies x[:, input_order[k]] (GPTQ's desc_act); None: k
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        num_outputs, width = self.data.shape
+        return num_outputs, width * 2 if self.format is WeightFormat.INT4 else width
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        arrays = (self.data, self.scale, self.zero_point, self.input_order)
+        return sum(array.nbytes for array in arrays if array is not None)
