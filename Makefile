@@ -48,8 +48,10 @@ gpu-env: $(VENV)/requirements-cuda.stamp $(VENV)/requirements-test.stamp $(VENV)
 test-chaos: install $(VENV)/requirements-test.stamp ## kill, stop, starve and poison everything under load, and check every answer (CHAOS_JOBS=10000)
 	@CHAOS_JOBS=$(or $(CHAOS_JOBS),1000) $(VENV)/bin/python -m pytest tests/chaos -m 'chaos or not chaos' $(ARGS)
 
-lint: $(VENV)/requirements-test.stamp ## ruff
+lint: install $(VENV)/requirements-test.stamp ## ruff check, ruff format --check, mypy --strict on service and model
 	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/mypy
 
 lock: ## resolve the newest allowed versions again and write the requirements files (needs uv)
 	@all=$$(mktemp); trap 'rm -f "$$all"' EXIT; \

@@ -10,9 +10,7 @@ import pytest
 
 from model.ops.interface import Fp8Rows
 
-cuda_fp8 = pytest.importorskip(
-    "model.ops.gpu.fp8", reason="needs the packages of the cuda extra", exc_type=ImportError
-)
+cuda_fp8 = pytest.importorskip("model.ops.gpu.fp8", reason="needs the packages of the cuda extra", exc_type=ImportError)
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 ADDRESS = 1 << 20
