@@ -30,6 +30,7 @@ class Weight:
     scale: Array | None = None
     zero_point: Array | None = None
     group_size: int = 0  # INT4: G, inputs that share a scale
+    quantised_input: bool = False  # FP8, INT8: the checkpoint rounds x to the same format, a scale for each row of x
     input_order: Array | None = None  # int32[K]: column k multiplies x[:, input_order[k]] (GPTQ's desc_act); None: k
 
     @property
