@@ -65,7 +65,7 @@ class Room:
     """
 
     num_tokens: int | None = None  # of prompts, and of what was told before; None: as many as come
-    num_kept: int = 0  # of the branches: only for tenants that keep to their shares
+    num_reserved: int = 0  # of the branches: only for tenants that keep to their shares
     num_places: int = 0  # that tenants share, in branches; 0: nothing is lent
     held: Mapping[str, int] = field(default_factory=dict)  # of the places, by tenant that has any
     num_tenants: int = 1  # that share them: some of them were here lately, and neither hold any nor wait
@@ -73,7 +73,7 @@ class Room:
 
     def is_scarce(self, max_branches: int) -> bool:
         """Whether so many branches are not for everybody: jobs may wait, and be none to claim."""
-        return max_branches <= self.num_kept or (self.num_tokens is not None and self.num_tokens <= 0)
+        return max_branches <= self.num_reserved or (self.num_tokens is not None and self.num_tokens <= 0)
 
 
 ANY_ROOM = Room()

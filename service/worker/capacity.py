@@ -11,11 +11,11 @@ from service.queue.interface import Room
 from service.queue.job_cost import branches_of
 from service.queue.messages import Job
 
-KEPT_SHARE = 16
+RESERVED_DIVISOR = 16
 """Of the places one in so many is kept for tenants who hold less than their share, as long as there are several."""
 RECENT_S = 30.0
 """A tenant counts for so long after its last job: who asks now and then finds a place, and none stays empty in vain."""
-AHEAD_SHARE = 32
+OVER_CLAIM_DIVISOR = 32
 """So many more are claimed than there are places, one for each so many: who ends is followed in the very next step."""
 
 
@@ -26,15 +26,15 @@ class _Held:
     num_tokens: int  # that the engine must find room for; 0 once it has begun
 
 
-class Places:
+class SlotCapacity:
     """Of one engine. Times are monotonic seconds."""
 
     def __init__(self, num_places: int, num_cache_tokens: int, *, is_ahead: bool = True):
         """`num_cache_tokens`: those for which the engine has blocks when it is empty. Without `is_ahead`, no more is
         claimed than there are places, but for what is lent."""
-        self._num_places = num_places
+        self._num_slots = num_places
         self._num_cache_tokens = num_cache_tokens
-        self._num_ahead = max(1, num_places // AHEAD_SHARE) if is_ahead else 0
+        self._num_ahead = max(1, num_places // OVER_CLAIM_DIVISOR) if is_ahead else 0
         self._held: dict[str, _Held] = {}
         self._num_branches = self._num_tokens = 0
         self._branches_of: Counter[str] = Counter()
@@ -75,13 +75,13 @@ class Places:
         while self._seen_at_s and next(iter(self._seen_at_s.values())) < now_s - RECENT_S:
             self._seen_at_s.popitem(last=False)
         num_tokens = num_free_tokens - self._num_tokens
-        num_branches = self._num_places + self._num_ahead - self._num_branches
+        num_branches = self._num_slots + self._num_ahead - self._num_branches
         num_tenants = len(self._seen_at_s.keys() | self._branches_of.keys())
-        keeps = num_tenants > 1 and self._num_places >= KEPT_SHARE
+        keeps = num_tenants > 1 and self._num_slots >= RESERVED_DIVISOR
         return (0 if num_tokens <= 0 else num_branches), Room(
             num_tokens=num_tokens,
-            num_kept=self._num_places // KEPT_SHARE + self._num_ahead if keeps else 0,
-            num_places=self._num_places if keeps or num_tokens <= 0 or self._lends() else 0,
+            num_reserved=self._num_slots // RESERVED_DIVISOR + self._num_ahead if keeps else 0,
+            num_places=self._num_slots if keeps or num_tokens <= 0 or self._lends() else 0,
             held=dict(self._branches_of),
             num_tenants=num_tenants,
             num_lent_tokens=self._num_cache_tokens - self._num_tokens,
@@ -89,7 +89,7 @@ class Places:
 
     def _lends(self) -> bool:
         """Whether somebody holds more than its share, if one more comes."""
-        share = fair_share(self._num_places, [1, *self._branches_of.values()])
+        share = fair_share(self._num_slots, [1, *self._branches_of.values()])
         return any(count > share for count in self._branches_of.values())
 
     def _see(self, tenant: str, now_s: float) -> None:

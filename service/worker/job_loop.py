@@ -22,14 +22,14 @@ from service.observability.tracing import NO_TRACING, Tracing
 from service.queue.codec import unpack_ids
 from service.queue.interface import BrokerUnavailable, Claim, Lease, Room, WorkerBroker
 from service.queue.messages import Event, WorkerCard
-from service.worker.capacity import Places
+from service.worker.capacity import SlotCapacity
 from service.worker.engine_thread import Add, Cancel, EngineThread
 from service.worker.events import refusal
 from service.worker.open_jobs import EarlyCancels, OpenJob, outputs_by_job
-from service.worker.recovery import branch_histories, has_heir, keep_lease, num_scored_tokens
+from service.worker.recovery import branch_histories, has_replacement, keep_lease, num_scored_tokens
 from service.worker.spans import log_claim, spans_of
 
-log = logging.getLogger("quire.courier")
+log = logging.getLogger("quire.job_loop")
 
 FETCH_WAIT_S = 0.5
 HEARTBEAT_S = 1.0
@@ -38,7 +38,7 @@ LOOK_AGAIN_S = 0.015
 """How often a worker that is nearly full looks for jobs: what waits is not for it, or finds no room yet."""
 
 
-class Courier:
+class JobLoop:
     """Runs on the event loop; the engine thread hands it outputs through `deliver`."""
 
     def __init__(
@@ -55,7 +55,7 @@ class Courier:
         self._tracing = tracing
         self._make_card = make_card
         self._vocab_size = vocab_size
-        self._places = Places(num_places, num_cache_tokens)
+        self._slots = SlotCapacity(num_places, num_cache_tokens)
         self._model = ""
         self._loop = asyncio.get_running_loop()
         self._open: dict[str, OpenJob] = {}
@@ -99,7 +99,7 @@ class Courier:
         self._draining = True
         try:
             async with asyncio.timeout(timeout_s):
-                while self._open and not await self._persist(lambda: has_heir(self._broker, self._make_card(False))):
+                while self._open and not await self._persist(self._has_replacement):
                     await asyncio.sleep(0.1)
         except TimeoutError:
             log.warning("drain time is over %s", fields(num_open=self.num_open))
@@ -129,7 +129,7 @@ class Courier:
         self._model = self._make_card(False).model
         await self._persist(self._take_over)
         while not self._draining:
-            max_branches, room = self._places.room(self.engine.num_free_tokens, self._loop.time())
+            max_branches, room = self._slots.room(self.engine.num_free_tokens, self._loop.time())
             has_room = max_branches > 0 or room.num_places
             if not has_room or (self._open and (self._runs_suspects or self._runs_alone)):
                 await asyncio.sleep(LOOK_AGAIN_S)
@@ -177,7 +177,7 @@ class Courier:
         spans = spans_of(claim, now_s, self._tracing)
         cleared_at = len(claim.past) + claim.alone_for_events if claim.is_suspect else None
         self._open[job.job_id] = OpenJob(request_id, next_number, timer, spans, cleared_at)
-        self._places.take(job, len(claim.past), self._loop.time())
+        self._slots.take(job, len(claim.past), self._loop.time())
         log_claim(claim)
         self._totals[STAT_RESUMED_TOTAL] += claim.attempt > 1
         request = EngineRequest(
@@ -228,7 +228,7 @@ class Courier:
         """What to tell, and the jobs that the engine has let go of for others."""
         events, leaving = [], []
         for job_id, job_outputs in outputs_by_job(iter_request_outputs(outputs), self._open).items():
-            self._places.begin(job_id)
+            self._slots.begin(job_id)
             told, is_let_go = self._open[job_id].events(job_id, job_outputs)
             events += told
             if is_let_go:
@@ -245,7 +245,7 @@ class Courier:
     def _close(self, job_id: str, last: Event | None = None) -> None:
         """`last`: the event that ends the job; without it, the job goes on elsewhere."""
         job = self._open.pop(job_id, None)
-        self._places.give_back(job_id, self._loop.time())
+        self._slots.give_back(job_id, self._loop.time())
         if job is not None and job.deadline is not None:
             job.deadline.cancel()
         if job is not None and job.spans is not None:
@@ -291,6 +291,9 @@ class Courier:
 
     async def _take_over(self) -> None:
         self._totals[STAT_JOBS_TAKEN_OVER_TOTAL] += await self._broker.take_over()
+
+    async def _has_replacement(self) -> bool:
+        return await has_replacement(self._broker, self._make_card(False))
 
     async def _persist(self, attempt):
         """Ask until the queue answers: what the engine has computed is kept here until it is written there."""

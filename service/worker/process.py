@@ -21,7 +21,7 @@ from service.observability.tracing import NO_TRACING, Tracing
 from service.queue.interface import BrokerUnavailable, WorkerBroker
 from service.queue.messages import WorkerCard
 from service.worker.engine_thread import EngineThread, Stop
-from service.worker.job_loop import Courier
+from service.worker.job_loop import JobLoop
 from service.worker.watchdog import DEFAULT_STEP_TIMEOUT_S, Watchdog
 
 log = logging.getLogger("quire.worker")
@@ -49,19 +49,19 @@ async def run_worker(
     built = await asyncio.to_thread(build_engine, settings, progress=True)
     keep_for_good()
     worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-    courier, engine, watchdog, death = _start(settings, broker, built, worker_id, supervisor, tracing)
-    duties = asyncio.create_task(courier.run())
+    job_loop, engine, watchdog, death = _start(settings, broker, built, worker_id, supervisor, tracing)
+    duties = asyncio.create_task(job_loop.run())
     stopped, died = (asyncio.create_task(event.wait()) for event in (stop, death.seen))
-    if await _announced(courier, (duties, stopped, died)):
+    if await _announced(job_loop, (duties, stopped, died)):
         log.info("worker ready %s", fields(worker=worker_id))
         on_ready()
         await asyncio.wait([duties, stopped, died], return_when=asyncio.FIRST_COMPLETED)
     if stop.is_set() and not death.seen.is_set():
-        draining = asyncio.create_task(courier.drain(settings.drain_timeout))
+        draining = asyncio.create_task(job_loop.drain(settings.drain_timeout))
         await asyncio.wait([draining, died], return_when=asyncio.FIRST_COMPLETED)
         draining.cancel()
         engine.send(Stop(EndReason.SHUTDOWN))
-    await _last_words(courier, engine, death.cause)
+    await _last_words(job_loop, engine, death.cause)
     for task in (duties, stopped, died):
         task.cancel()
     failures = await asyncio.gather(duties, stopped, died, return_exceptions=True)
@@ -96,7 +96,7 @@ def _start(
     worker_id: str,
     supervisor: Supervisor,
     tracing: Tracing,
-) -> tuple[Courier, EngineThread, Watchdog, _Death]:
+) -> tuple[JobLoop, EngineThread, Watchdog, _Death]:
     """The engine's thread runs, and is watched; no job is taken yet."""
     death = _Death()
 
@@ -104,18 +104,18 @@ def _start(
         return _card(worker_id, settings, built, engine, ready and engine.silent_s < READY_SILENCE_S)
 
     num_cache_tokens = built.memory.num_blocks * built.memory.block_size
-    courier = Courier(broker, make_card, built.config.vocab_size, settings.max_num_seqs, num_cache_tokens, tracing)
+    job_loop = JobLoop(broker, make_card, built.config.vocab_size, settings.max_num_seqs, num_cache_tokens, tracing)
     watchdog = Watchdog(settings.step_timeout or DEFAULT_STEP_TIMEOUT_S[built.ops.name], supervisor)
-    engine = EngineThread(built.engine, courier.on_outputs, death.tell, watchdog.turned)
-    courier.engine = engine
+    engine = EngineThread(built.engine, job_loop.on_outputs, death.tell, watchdog.turned)
+    job_loop.engine = engine
     engine.start()
     watchdog.watch(engine, death.tell)
-    return courier, engine, watchdog, death
+    return job_loop, engine, watchdog, death
 
 
-async def _announced(courier: Courier, ends: Sequence[asyncio.Task]) -> bool:
+async def _announced(job_loop: JobLoop, ends: Sequence[asyncio.Task]) -> bool:
     """Waits until the queue knows of this worker. False: one of `ends` was done before."""
-    announced = asyncio.create_task(courier.announced.wait())
+    announced = asyncio.create_task(job_loop.announced.wait())
     await asyncio.wait([announced, *ends], return_when=asyncio.FIRST_COMPLETED)
     if announced.done():
         return True
@@ -124,16 +124,16 @@ async def _announced(courier: Courier, ends: Sequence[asyncio.Task]) -> bool:
     return False
 
 
-async def _last_words(courier: Courier, engine: EngineThread, death: BaseException | None) -> None:
+async def _last_words(job_loop: JobLoop, engine: EngineThread, death: BaseException | None) -> None:
     """What was told goes out; what is left goes back to the queue."""
     try:
         async with asyncio.timeout(LAST_WORDS_S):
             if death is not None:
-                await courier.abandon(engine.in_flight, f"{type(death).__name__}: {death}")
+                await job_loop.abandon(engine.in_flight, f"{type(death).__name__}: {death}")
             else:
-                await courier.settled()
+                await job_loop.settled()
     except TimeoutError:  # others take over once the lease has run out
-        log.error("jobs not given back %s", fields(num_open=courier.num_open))
+        log.error("jobs not given back %s", fields(num_open=job_loop.num_open))
 
 
 def _card(worker_id: str, settings: Settings, built: BuiltEngine, engine: EngineThread, ready: bool) -> WorkerCard:

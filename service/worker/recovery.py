@@ -49,7 +49,7 @@ async def keep_lease(
         await asyncio.sleep(look_s)
 
 
-async def has_heir(broker: WorkerBroker, ours: WorkerCard) -> bool:
+async def has_replacement(broker: WorkerBroker, ours: WorkerCard) -> bool:
     """Whether another worker of our model is there and takes jobs. Raises BrokerUnavailable."""
     now_s, cards = await broker.now_s(), await broker.workers()
     return any(

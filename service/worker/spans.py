@@ -13,7 +13,7 @@ from service.observability.tracing import Tracing, trace_id
 from service.queue.interface import Claim
 from service.queue.messages import Event, Job
 
-log = logging.getLogger("quire.courier")
+log = logging.getLogger("quire.job_loop")
 
 
 @dataclass(kw_only=True)

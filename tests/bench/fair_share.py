@@ -3,7 +3,7 @@
 `python -m tests.bench.fair_share flood` compares the time to first token of twenty tenants that ask now and then, alone
 and beside one that keeps hundreds of requests waiting. `python -m tests.bench.fair_share overload` offers ten times the
 peak and tells how fast the refusals are and what share of the peak is still worked off. One Redis, one `quire gateway`
-in a process of its own, and a worker as it is, courier and engine, above a device that computes nothing: a step takes
+in a process of its own, and a worker as it is, job loop and engine, above a device that computes nothing: a step takes
 `--step-ms`.
 
 The flood comes first, `--head-start-s` before the small ones, and finds the machine empty: when they come, it has all
@@ -37,7 +37,7 @@ from service.errors import EndReason
 from service.queue.interface import Claim, Room
 from service.queue.redis.broker import RedisBroker, open_redis_broker
 from service.worker.engine_thread import EngineThread, Stop
-from service.worker.job_loop import Courier
+from service.worker.job_loop import JobLoop
 from tests.bench.fair_share_steps import BLOCK_SIZE, MAX_BATCHED_TOKENS, MAX_MODEL_LEN, MAX_PREFILL_CHUNK, simulate
 from tests.bench.io_thread import PacedDevice
 from tests.fakes.idle_executor import IdleExecutor
@@ -91,7 +91,7 @@ class IdleWorker:
         )
         self.engine = Engine(executor, kv, limits, frozenset())
         card = {"model": MODEL, "max_model_len": MAX_MODEL_LEN}
-        self._courier = Courier(
+        self._job_loop = JobLoop(
             self.broker,
             lambda ready: make_card("idle", ready=ready, **card),
             MAX_MODEL_LEN,
@@ -99,18 +99,18 @@ class IdleWorker:
             NUM_BLOCKS * BLOCK_SIZE,
         )
         self._deaths: list[BaseException] = []
-        self._courier.engine = EngineThread(self.engine, self._on_outputs, self._deaths.append)
+        self._job_loop.engine = EngineThread(self.engine, self._on_outputs, self._deaths.append)
 
     async def run(self) -> None:
-        self._courier.engine.start()
+        self._job_loop.engine.start()
         try:
-            await self._courier.run()
+            await self._job_loop.run()
         finally:
-            self._courier.engine.send(Stop(EndReason.SHUTDOWN))
+            self._job_loop.engine.send(Stop(EndReason.SHUTDOWN))
 
     def _on_outputs(self, outputs: list[EngineOutput]) -> None:
         self.num_tokens += sum(len(part.token_ids) for output in iter_request_outputs(outputs) for part in output.parts)
-        self._courier.on_outputs(outputs)
+        self._job_loop.on_outputs(outputs)
 
     @property
     def num_running(self) -> int:

@@ -1,6 +1,6 @@
 """What telling tokens costs the engine: the thread that talks to the queue shares the interpreter with the engine's.
 
-`python -m tests.bench.io_thread --batch 200 --step-ms 9` runs the real engine on its own thread, the real courier and
+`python -m tests.bench.io_thread --batch 200 --step-ms 9` runs the real engine on its own thread, the real job loop and
 broker, and a Redis, above a device that computes nothing and takes its time for it. In each round every token is
 published, and then, with new jobs, none but the last of each. Steps of all `--batch` sequences are counted.
 """
@@ -23,7 +23,7 @@ from service.queue.codec import pack_ids
 from service.queue.messages import Job
 from service.queue.redis.broker import open_redis_broker
 from service.worker.engine_thread import EngineThread
-from service.worker.job_loop import Courier
+from service.worker.job_loop import JobLoop
 from tests.bench.host_steps import VOCAB_SIZE, make_engine
 from tests.support.measuring import flags, fresh_redis, tell
 from tests.support.wire import make_card
@@ -69,11 +69,11 @@ class Steps:
         self._began_s.append(time.perf_counter() if is_whole else None)
         self._step()
 
-    def pass_on(self, courier: Courier):
+    def pass_on(self, job_loop: JobLoop):
         def on_outputs(outputs) -> None:
             left = outputs if self.are_told else [each for each in outputs if type(each) is not NewTokens]
             if left:
-                courier.on_outputs(left)
+                job_loop.on_outputs(left)
 
         return on_outputs
 
@@ -87,17 +87,17 @@ async def measure(args: argparse.Namespace, redis_url: str) -> dict[str, object]
     PacedDevice(executor, args.step_ms / 1000)
     steps, deaths = Steps(engine, args.batch), []
     broker, door = [await open_redis_broker(redis_url) for _ in range(2)]
-    courier = Courier(broker, lambda ready: make_card("bench", ready=ready), VOCAB_SIZE, args.batch, 1 << 30)
-    courier.engine = EngineThread(engine, steps.pass_on(courier), deaths.append)
+    job_loop = JobLoop(broker, lambda ready: make_card("bench", ready=ready), VOCAB_SIZE, args.batch, 1 << 30)
+    job_loop.engine = EngineThread(engine, steps.pass_on(job_loop), deaths.append)
     keep_for_good()
-    courier.engine.start()
-    duties = asyncio.create_task(courier.run())
+    job_loop.engine.start()
+    duties = asyncio.create_task(job_loop.run())
     found: dict[str, list[float]] = {"told": [], "kept": []}
     try:
         for number in range(2 * args.rounds):
             steps.are_told = number % 2 == 0
             async with asyncio.timeout(PATIENCE_S):
-                await run_jobs(door, courier, args, number)
+                await run_jobs(door, job_loop, args, number)
             found["told" if steps.are_told else "kept"] += steps.take_ms()
             if deaths:
                 raise deaths[0]
@@ -117,7 +117,7 @@ async def measure(args: argparse.Namespace, redis_url: str) -> dict[str, object]
     }
 
 
-async def run_jobs(door, courier: Courier, args: argparse.Namespace, number: int) -> None:
+async def run_jobs(door, job_loop: JobLoop, args: argparse.Namespace, number: int) -> None:
     wishes = SamplingParams(max_tokens=args.steps, temperature=0.7, ignore_eos=True)
     for place in range(args.batch):
         job = Job(
@@ -129,7 +129,7 @@ async def run_jobs(door, courier: Courier, args: argparse.Namespace, number: int
             feed="bench",
         )
         await door.submit(job)
-    while (await door.queue_state()).num_waiting or courier.num_open:
+    while (await door.queue_state()).num_waiting or job_loop.num_open:
         await asyncio.sleep(0.05)
 
 

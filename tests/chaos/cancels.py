@@ -28,14 +28,14 @@ from service.gateway.process import serving
 from service.queue import keys
 from service.queue.redis.broker import open_redis_broker
 from service.worker.engine_thread import EngineThread, Stop
-from service.worker.job_loop import Courier
+from service.worker.job_loop import JobLoop
 from tests.support.demo_engine import DEMO
 from tests.support.measuring import flags, fresh_redis, tell
 from tests.support.wire import make_card
 
 MODEL = "demo"
 NUM_BLOCKS = 2048
-NUM_PLACES = 24
+NUM_SLOTS = 24
 MARGIN_S = 0.05
 MEAN_STAY_S = 0.15
 PATIENCE_S = 30.0
@@ -81,22 +81,22 @@ async def working(redis_url: str, built: BuiltEngine) -> AsyncIterator[EngineThr
     broker = await open_redis_broker(redis_url)
     memory = built.memory
     sizes = {"max_model_len": memory.max_model_len, "num_blocks": memory.num_blocks, "block_size": memory.block_size}
-    courier = Courier(
+    job_loop = JobLoop(
         broker,
         lambda ready: make_card("w", model=MODEL, ready=ready, **sizes),
         built.config.vocab_size,
-        NUM_PLACES,
+        NUM_SLOTS,
         memory.num_blocks * memory.block_size,
     )
     failed = asyncio.get_running_loop().create_future()
     loop = asyncio.get_running_loop()
     engine = EngineThread(
-        built.engine, courier.on_outputs, lambda error: loop.call_soon_threadsafe(failed.set_exception, error)
+        built.engine, job_loop.on_outputs, lambda error: loop.call_soon_threadsafe(failed.set_exception, error)
     )
-    courier.engine = engine
+    job_loop.engine = engine
     engine.start()
-    duties = asyncio.create_task(courier.run())
-    await courier.announced.wait()
+    duties = asyncio.create_task(job_loop.run())
+    await job_loop.announced.wait()
     try:
         yield engine
     finally:
@@ -128,7 +128,7 @@ async def leave(http: aiohttp.ClientSession, url: str, chance: random.Random, no
 
 async def run(redis_url: str, times: int, num_at_once: int) -> dict[str, object]:
     settings = Settings(
-        model=DEMO, served_model_name=MODEL, port=0, device="cpu", num_gpu_blocks=NUM_BLOCKS, max_num_seqs=NUM_PLACES,
+        model=DEMO, served_model_name=MODEL, port=0, device="cpu", num_gpu_blocks=NUM_BLOCKS, max_num_seqs=NUM_SLOTS,
         max_connections_per_client=4096, drain_timeout=1.0,
     )  # fmt: skip
     notes, chance = Notes(), random.Random(5)

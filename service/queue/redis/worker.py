@@ -117,7 +117,7 @@ class RedisWorker:
         ask_for_more, self._may_have_more, self._may_have_predecessor = self._may_have_more, True, False
         held = msgpack.packb(list(self._held.job_ids())) if ask_for_more else b""
         args = [self._owner, max_branches, self.lease_s, int(ask_for_more), held]
-        args += ["" if room.num_tokens is None else room.num_tokens, room.num_kept]
+        args += ["" if room.num_tokens is None else room.num_tokens, room.num_reserved]
         args += [room.num_places, msgpack.packb(dict(room.held)), room.num_tenants, room.num_lent_tokens, LENT_AFTER_S]
         opened = [await self._open(answer) for answer in await self._held.run_sure("claim", queues, args)]
         claimed = [pair for pair in opened if pair is not None]

@@ -28,7 +28,7 @@ class RoomLeft:
     @property
     def is_scarce(self) -> bool:
         """Whether what is left is only for tenants that keep to their shares."""
-        return self._num_branches <= self._room.num_kept or self._num_tokens <= 0
+        return self._num_branches <= self._room.num_reserved or self._num_tokens <= 0
 
     @property
     def is_lent(self) -> bool:

@@ -122,7 +122,7 @@ async def test_claims_stop_where_the_room_ends(broker):
 
 async def test_some_room_is_kept_from_those_who_have_enough(broker):
     await submit(broker, *(job_of(f"A{number}", "a") for number in range(4)))
-    room = Room(num_kept=2, num_places=8, held={"a": 5, "x": 1}, num_tenants=8)
+    room = Room(num_reserved=2, num_places=8, held={"a": 5, "x": 1}, num_tenants=8)
     assert [claim.job.job_id for claim in await broker.fetch(4, 0.0, room)] == ["A0", "A1"]
     assert list(await broker.fetch(2, 0.0, room)) == []
     await submit(broker, job_of("B0", "b"), job_of("X0", "x", is_batch=True), job_of("C0", "c", is_batch=True))
@@ -193,7 +193,7 @@ async def test_a_first_job_may_be_larger_than_a_share_where_places_are_free(brok
     wide = {"prompt": pack_ids([1]), "sampling": SamplingParams(max_tokens=8, n=5, best_of=5)}
     await submit(broker, make_job("B0", tenant="b", **wide), make_job("B1", tenant="b", **wide))
     assert await claimed_from(broker, lent(8, {"a": 8})) == []
-    assert await claimed_from(broker, lent(8, {"a": 7}, num_tokens=None, num_kept=2), 1) == ["B0"]
+    assert await claimed_from(broker, lent(8, {"a": 7}, num_tokens=None, num_reserved=2), 1) == ["B0"]
     assert await claimed_from(broker, lent(16, {"a": 16})) == ["B1"]
 
 
@@ -322,7 +322,7 @@ async def test_redis_serves_as_memory_does(open_broker):
             most = chance.randrange(-2, 4)
             held = {name: chance.randrange(1, 9) for name in chance.sample("abcdefg", chance.randrange(5))}
             room = Room(
-                num_tokens=chance.choice((None, 0, 40)), num_kept=chance.randrange(3),
+                num_tokens=chance.choice((None, 0, 40)), num_reserved=chance.randrange(3),
                 num_places=chance.choice((0, 8, 16)), held=held, num_tenants=chance.randrange(len(held), 9),
                 num_lent_tokens=chance.choice((0, 5, 1000)),
             )  # fmt: skip

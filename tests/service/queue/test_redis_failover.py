@@ -13,7 +13,7 @@ from service.queue.redis.broker import open_redis_broker
 from tests.support.certificates import OPENSSL, make_certificates
 from tests.support.redis_cluster import running_cluster
 from tests.support.wire import make_job, persist
-from tests.support.worker_house import NUM_PLACES, House, alone, told
+from tests.support.worker_harness import NUM_SLOTS, WorkerHarness, alone, read_events
 
 PATIENCE_S = 40.0
 NUM_TOKENS = 120
@@ -46,25 +46,25 @@ class Reader:
 
     async def hear_all(self):
         """Each token once, in its place, and no number of an event twice or missing."""
-        tokens, end, usage = await told(self._events, self._heard, within_s=PATIENCE_S)
+        tokens, end, usage = await read_events(self._events, self._heard, within_s=PATIENCE_S)
         assert (tokens, end) == (alone(self._prompt, NUM_TOKENS), EndReason.LENGTH)
         assert usage.completion_tokens == NUM_TOKENS
 
 
-async def ask(house, first_token):
-    _, events = await house.submit([first_token, 1], max_tokens=NUM_TOKENS)
+async def ask(worker, first_token):
+    _, events = await worker.submit([first_token, 1], max_tokens=NUM_TOKENS)
     return Reader([first_token, 1], events)
 
 
 async def test_every_token_is_told_once_though_the_primary_dies(cluster):
     broker = await open_redis_broker(cluster.url, timeout_s=1.0)
     try:
-        async with House(broker, step_s=STEP_S) as house:
-            readers = [await ask(house, n) for n in range(2 * NUM_PLACES)]
-            for reader in readers[:NUM_PLACES]:
+        async with WorkerHarness(broker, step_s=STEP_S) as worker:
+            readers = [await ask(worker, n) for n in range(2 * NUM_SLOTS)]
+            for reader in readers[:NUM_SLOTS]:
                 await reader.hear_one()
             await asyncio.to_thread(cluster.owner.kill)
-            readers.append(await persist(lambda: ask(house, len(readers)), PATIENCE_S))
+            readers.append(await persist(lambda: ask(worker, len(readers)), PATIENCE_S))
             for reader in readers:
                 await reader.hear_all()
             assert cluster.heir.replication()["role"] == "master"
@@ -78,13 +78,13 @@ async def test_what_the_replica_never_heard_of_is_told_it_again(cluster):
     there is no second copy."""
     door, broker = [await open_redis_broker(cluster.url, timeout_s=1.0) for _ in range(2)]
     try:
-        async with House(broker, step_s=STEP_S) as house:
-            early = [await ask(house, n) for n in range(NUM_PLACES)]
+        async with WorkerHarness(broker, step_s=STEP_S) as worker:
+            early = [await ask(worker, n) for n in range(NUM_SLOTS)]
             for reader in early:
                 await reader.hear_one()
             cluster.heir.send(signal.SIGSTOP)
             cluster.owner.ask("CLIENT", "KILL", "TYPE", "replica")
-            behind = [await ask(house, n) for n in range(NUM_PLACES, 2 * NUM_PLACES)]
+            behind = [await ask(worker, n) for n in range(NUM_SLOTS, 2 * NUM_SLOTS)]
             record = RequestRecord(
                 request_id="R", tenant="t", endpoint="/v1/completions", outline=b"{}", digest=b"", created_s=1.0,
                 deadline_s=await door.now_s() + 600, num_prompt_tokens=b"",

@@ -15,7 +15,7 @@ from service.queue.interface import BrokerUnavailable
 from service.queue.redis.link import RedisLink
 from tests.support.redis_way import ping, pretender
 from tests.support.wire import PATIENCE_S
-from tests.support.worker_house import House
+from tests.support.worker_harness import WorkerHarness
 
 
 @pytest.fixture
@@ -54,8 +54,8 @@ async def test_a_worker_ends_whenever_it_is_cancelled(open_broker):
     """Each of its duties is cancelled once."""
     broker = await open_broker()
     for seed in range(20):
-        async with asyncio.timeout(PATIENCE_S), House(broker) as house:
-            await house.submit([1, 2, 3], max_tokens=100)
+        async with asyncio.timeout(PATIENCE_S), WorkerHarness(broker) as worker:
+            await worker.submit([1, 2, 3], max_tokens=100)
             for _ in range(random.Random(seed).randrange(150)):
                 await asyncio.sleep(0)
 

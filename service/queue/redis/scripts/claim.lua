@@ -19,7 +19,7 @@ if redis.call('GET', EPOCH) ~= ARGV[9] then return redis.error_reply('EPOCH Redi
 local MOST_RETURNED = 64
 local owner, now, nobody = ARGV[10], now_s(), {}
 local branches_left, tokens_left = tonumber(ARGV[11]), tonumber(ARGV[15]) or math.huge
-local num_kept, num_places, lent_tokens_left = tonumber(ARGV[16]), tonumber(ARGV[17]), tonumber(ARGV[20])
+local num_reserved, num_places, lent_tokens_left = tonumber(ARGV[16]), tonumber(ARGV[17]), tonumber(ARGV[20])
 local held = cmsgpack.unpack(ARGV[18])
 local num_tenants, absent, sated, num_sated, lent_after = tonumber(ARGV[19]), nil, {}, 0, tonumber(ARGV[21])
 redis.call('ZADD', LEASES, 'NX', now + tonumber(ARGV[12]), owner)
@@ -27,7 +27,7 @@ local is_alone, claimed = redis.call('ZCARD', LEASES) == 1, {}
 
 local function has_room() return branches_left > 0 and tokens_left > 0 end
 
-local function is_scarce() return branches_left <= num_kept or tokens_left <= 0 end
+local function is_scarce() return branches_left <= num_reserved or tokens_left <= 0 end
 
 -- Of tenants that hold nothing here, and whose jobs wait.
 local function count_absent()
@@ -147,7 +147,7 @@ end
 
 for queue = 10, #KEYS do
   if KEYS[queue] == WAITING then take_by_turns() end
-  while has_room() and (KEYS[queue] ~= WAITING or branches_left > num_kept) do
+  while has_room() and (KEYS[queue] ~= WAITING or branches_left > num_reserved) do
     local entries = redis.call('XRANGE', KEYS[queue], '-', '+', 'COUNT', branches_left)
     if #entries == 0 then break end
     for _, entry in ipairs(entries) do

@@ -26,7 +26,7 @@ from service.worker.spans import JobSpans
 from tests.support.gateway import QuickBroker, write_model
 from tests.support.source_tree import ROOT
 from tests.support.wire import make_job
-from tests.support.worker_house import House
+from tests.support.worker_harness import WorkerHarness
 
 otel = pytest.importorskip("service.observability.otel", reason="the extra otel is not installed")
 export = pytest.importorskip("opentelemetry.sdk.trace.export")
@@ -55,16 +55,16 @@ def folder(tmp_path_factory):
 
 
 @asynccontextmanager
-async def service(folder, traced, **worker):
+async def service(folder, traced, **options):
     """A gateway and a worker over one queue; both make spans with `traced`."""
     settings = Settings(model=folder, served_model_name="m", port=0, drain_timeout=0.2)
     broker = QuickBroker()
     async with (
-        House(broker, tracing=traced, **worker) as house,
+        WorkerHarness(broker, tracing=traced, **options) as worker,
         serving(settings, ServedModel.read(settings), broker, traced) as url,
         aiohttp.ClientSession(url) as http,
     ):
-        yield house, broker, http
+        yield worker, broker, http
 
 
 async def complete(http, headers=None, **body):

@@ -4,7 +4,7 @@ import pytest
 
 from model.sampling_params import SamplingParams
 from service.queue.codec import pack_ids
-from service.worker.capacity import RECENT_S, Places
+from service.worker.capacity import RECENT_S, SlotCapacity
 from tests.support.wire import make_job
 
 PLENTY = 1 << 30
@@ -16,7 +16,7 @@ def job(number, tenant="a", num_tokens=3, **wishes):
 
 
 def test_places_are_counted_in_branches_and_a_few_jobs_may_wait():
-    places = Places(64, PLENTY)
+    places = SlotCapacity(64, PLENTY)
     assert places.room(PLENTY, 0.0)[0] == 64 + 2
     places.take(job(1, n=4, best_of=5), 0, 0.0)
     places.take(job(2), 0, 0.0)
@@ -29,7 +29,7 @@ def test_places_are_counted_in_branches_and_a_few_jobs_may_wait():
 
 
 def test_what_has_not_begun_has_a_claim_on_free_blocks():
-    places = Places(8, PLENTY)
+    places = SlotCapacity(8, PLENTY)
     places.take(job(1, num_tokens=100), 20, 0.0)
     places.take(job(2, num_tokens=50), 0, 0.0)
     assert places.room(200, 0.0)[1].num_tokens == 30
@@ -43,26 +43,26 @@ def test_what_has_not_begun_has_a_claim_on_free_blocks():
 
 
 def test_a_tenant_alone_may_have_all():
-    places = Places(64, PLENTY)
+    places = SlotCapacity(64, PLENTY)
     for number in range(60):
         places.take(job(number), 0, float(number))
     assert places.room(PLENTY, 60.0) == (6, places.room(PLENTY, 60.0)[1])
-    assert places.room(PLENTY, 60.0)[1].num_kept == 0
+    assert places.room(PLENTY, 60.0)[1].num_reserved == 0
 
 
-@pytest.mark.parametrize(("wait_s", "num_kept"), [(0.0, 6), (RECENT_S - 1, 6), (RECENT_S + 1, 0)])
-def test_a_few_places_are_kept_for_who_was_there_lately(wait_s, num_kept):
-    places = Places(64, PLENTY)
+@pytest.mark.parametrize(("wait_s", "num_reserved"), [(0.0, 6), (RECENT_S - 1, 6), (RECENT_S + 1, 0)])
+def test_a_few_places_are_kept_for_who_was_there_lately(wait_s, num_reserved):
+    places = SlotCapacity(64, PLENTY)
     places.take(job(0, "small"), 0, 0.0)
     places.give_back("J0", 0.0)
     for number in range(1, 60):
         places.take(job(number, "flooder"), 0, wait_s)
     _, room = places.room(PLENTY, wait_s)
-    assert room.num_kept == num_kept
+    assert room.num_reserved == num_reserved
 
 
 def test_what_each_tenant_holds_is_told_in_branches():
-    places = Places(32, 1000)
+    places = SlotCapacity(32, 1000)
     places.take(job(0, "flooder", n=3, best_of=3), 0, 0.0)
     places.take(job(1, "flooder", num_tokens=100), 0, 0.0)
     places.take(job(2, "small"), 0, 0.0)
@@ -74,7 +74,7 @@ def test_what_each_tenant_holds_is_told_in_branches():
 
 
 def test_who_holds_what_another_might_want_may_have_to_give_some_up():
-    places = Places(4, PLENTY)
+    places = SlotCapacity(4, PLENTY)
     for number in range(3):
         places.take(job(number, "flooder"), 0, 0.0)
     assert places.room(PLENTY, 0.0)[1].num_places == 0
@@ -83,7 +83,7 @@ def test_who_holds_what_another_might_want_may_have_to_give_some_up():
 
 
 def test_where_blocks_are_short_others_may_claim_though_places_are_free():
-    places = Places(4, 1000)
+    places = SlotCapacity(4, 1000)
     places.take(job(0, "flooder"), 0, 0.0)
     places.begin("J0")
     num_branches, room = places.room(0, 0.0)
@@ -91,14 +91,14 @@ def test_where_blocks_are_short_others_may_claim_though_places_are_free():
 
 
 def test_an_engine_whose_places_are_shared_out_evenly_lends_nothing():
-    places = Places(4, PLENTY)
+    places = SlotCapacity(4, PLENTY)
     for number in range(4):
         places.take(job(number, f"t{number}"), 0, 0.0)
     assert places.room(PLENTY, 0.0)[1].num_places == 0
 
 
 def test_a_small_engine_keeps_nothing():
-    places = Places(8, PLENTY)
+    places = SlotCapacity(8, PLENTY)
     places.take(job(1, "a"), 0, 0.0)
     places.take(job(2, "b"), 0, 0.0)
-    assert places.room(PLENTY, 0.0)[1].num_kept == 0
+    assert places.room(PLENTY, 0.0)[1].num_reserved == 0

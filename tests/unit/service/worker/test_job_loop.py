@@ -1,4 +1,4 @@
-"""The courier between a broker in memory and an engine on a scripted model."""
+"""The job loop between a broker in memory and an engine on a scripted model."""
 
 import asyncio
 import itertools
@@ -11,48 +11,48 @@ from service.queue.codec import unpack_ids
 from service.queue.interface import BrokerUnavailable
 from service.queue.messages import Cancel
 from tests.fakes.queue.broker import MemoryBroker
-from tests.support.worker_house import VOCAB, House, alone, told
+from tests.support.worker_harness import VOCAB, WorkerHarness, alone, read_events
 
 
 async def test_jobs_come_back_as_events():
-    async with House(MemoryBroker()) as house:
-        jobs = [await house.submit([n, 1], max_tokens=3 + n) for n in range(12)]
+    async with WorkerHarness(MemoryBroker()) as worker:
+        jobs = [await worker.submit([n, 1], max_tokens=3 + n) for n in range(12)]
         for n, (_, events) in enumerate(jobs):
-            tokens, end, usage = await told(events)
+            tokens, end, usage = await read_events(events)
             assert (tokens, end) == (alone([n, 1], 3 + n), EndReason.LENGTH)
             assert (usage.prompt_tokens, usage.completion_tokens) == (2, 3 + n)
-        assert house.courier.num_open == 0
+        assert worker.job_loop.num_open == 0
 
 
 async def test_an_id_outside_the_vocabulary_is_refused_by_the_worker_too():
-    async with House(MemoryBroker()) as house:
-        _, events = await house.submit([1, VOCAB])
-        assert (await told(events))[:2] == ([], EndReason.INVALID)
+    async with WorkerHarness(MemoryBroker()) as worker:
+        _, events = await worker.submit([1, VOCAB])
+        assert (await read_events(events))[:2] == ([], EndReason.INVALID)
 
 
 @pytest.mark.parametrize(("model", "end"), [("m", EndReason.LENGTH), ("other", EndReason.INVALID)])
 async def test_a_job_of_another_model_is_not_answered_by_this_one(model, end):
-    async with House(MemoryBroker()) as house:
-        _, events = await house.submit([1], model=model)
-        tokens, how, _ = await told(events)
+    async with WorkerHarness(MemoryBroker()) as worker:
+        _, events = await worker.submit([1], model=model)
+        tokens, how, _ = await read_events(events)
         assert (how, bool(tokens)) == (end, end is EndReason.LENGTH)
 
 
 @pytest.mark.parametrize("reason", [EndReason.CANCELLED, EndReason.STOP])
 async def test_a_cancel_ends_the_job_with_its_reason(reason):
-    async with House(MemoryBroker(), step_s=0.01) as house:
-        job_id, events = await house.submit([1], max_tokens=3900)
-        await house.broker.cancel(Cancel(job_id=job_id, reason=reason))
-        tokens, end, _ = await told(events)
+    async with WorkerHarness(MemoryBroker(), step_s=0.01) as worker:
+        job_id, events = await worker.submit([1], max_tokens=3900)
+        await worker.broker.cancel(Cancel(job_id=job_id, reason=reason))
+        tokens, end, _ = await read_events(events)
         assert end is reason
         assert tokens == alone([1], len(tokens))
 
 
 async def test_a_cancel_of_one_branch_leaves_the_others():
-    async with House(MemoryBroker(), step_s=0.01) as house:
-        job_id, events = await house.submit([1], max_tokens=40, n=2, best_of=2)
+    async with WorkerHarness(MemoryBroker(), step_s=0.01) as worker:
+        job_id, events = await worker.submit([1], max_tokens=40, n=2, best_of=2)
         first = await anext(events)  # it runs
-        await house.broker.cancel(Cancel(job_id=job_id, reason=EndReason.STOP, branch=0))
+        await worker.broker.cancel(Cancel(job_id=job_id, reason=EndReason.STOP, branch=0))
         async with asyncio.timeout(10):
             parts = [*first.parts, *[part async for event in events for part in event.parts]]
         ends = {part.branch: part.end for part in parts if part.end is not None}
@@ -61,9 +61,9 @@ async def test_a_cancel_of_one_branch_leaves_the_others():
 
 
 async def test_a_deadline_ends_a_running_job():
-    async with House(MemoryBroker(), step_s=0.01) as house:
-        _, events = await house.submit([1], deadline_s=time.time() + 0.2, max_tokens=3900)
-        tokens, end, _ = await told(events)
+    async with WorkerHarness(MemoryBroker(), step_s=0.01) as worker:
+        _, events = await worker.submit([1], deadline_s=time.time() + 0.2, max_tokens=3900)
+        tokens, end, _ = await read_events(events)
         assert end is EndReason.DEADLINE
         assert tokens == alone([1], len(tokens))
 
@@ -82,10 +82,10 @@ class AbsentBroker(MemoryBroker):
 
 
 async def test_no_event_is_lost_while_the_queue_is_away():
-    async with House(AbsentBroker()) as house:
-        jobs = [await house.submit([n], max_tokens=20) for n in range(6)]
+    async with WorkerHarness(AbsentBroker()) as worker:
+        jobs = [await worker.submit([n], max_tokens=20) for n in range(6)]
         for n, (_, events) in enumerate(jobs):
-            assert (await told(events))[0] == alone([n], 20)
+            assert (await read_events(events))[0] == alone([n], 20)
 
 
 class RecordingBroker(MemoryBroker):
@@ -102,24 +102,24 @@ class RecordingBroker(MemoryBroker):
 
 async def test_first_events_go_before_those_of_jobs_that_run():
     broker = RecordingBroker()
-    async with House(broker, step_s=0.002) as house:
-        _, first = await house.submit([1], max_tokens=100)
+    async with WorkerHarness(broker, step_s=0.002) as worker:
+        _, first = await worker.submit([1], max_tokens=100)
         begun = await anext(first)
-        _, second = await house.submit([2], max_tokens=3)
-        assert (await told(second))[0] == alone([2], 3)
-        assert (await told(first, [begun]))[0] == alone([1], 100)
+        _, second = await worker.submit([2], max_tokens=3)
+        assert (await read_events(second))[0] == alone([2], 3)
+        assert (await read_events(first, [begun]))[0] == alone([1], 100)
     together = [numbers for numbers in broker.numbers if 1 in numbers and len(numbers) > 1]
     assert together
     assert all(numbers[0] == 1 for numbers in together)
 
 
 async def test_a_drained_courier_claims_nothing_more():
-    async with House(MemoryBroker()) as house:
-        _, first = await house.submit([1], max_tokens=200)
+    async with WorkerHarness(MemoryBroker()) as worker:
+        _, first = await worker.submit([1], max_tokens=200)
         begun = await anext(first)
-        await house.courier.drain(timeout_s=10)
-        assert (await told(first, [begun]))[1] is EndReason.LENGTH
-        await house.submit([2])
+        await worker.job_loop.drain(timeout_s=10)
+        assert (await read_events(first, [begun]))[1] is EndReason.LENGTH
+        await worker.submit([2])
         await asyncio.sleep(0.1)
-        assert (await house.broker.queue_state()).num_waiting == 1
-        assert house.courier.num_open == 0
+        assert (await worker.broker.queue_state()).num_waiting == 1
+        assert worker.job_loop.num_open == 0

@@ -20,7 +20,7 @@ from service.worker.recovery import branch_histories
 from tests.fakes.queue.broker import MemoryBroker
 from tests.fakes.queue.queue import MemoryQueue
 from tests.fakes.scripted_executor import ScriptedExecutor
-from tests.support.worker_house import House, alone, told
+from tests.support.worker_harness import WorkerHarness, alone, read_events
 
 LEASE_S = 0.4
 POISON = 91
@@ -32,26 +32,26 @@ def queue():
 
 
 def join(queue, **options):
-    return House(MemoryBroker(queue, lease_s=LEASE_S), **options)
+    return WorkerHarness(MemoryBroker(queue, lease_s=LEASE_S), **options)
 
 
-def told_by(stat, *houses):
-    return [house.courier._card().stats[stat] for house in houses]
+def told_by(stat, *workers):
+    return [worker.job_loop._card().stats[stat] for worker in workers]
 
 
 async def test_another_worker_goes_on_where_a_dead_one_stopped(queue):
     async with join(queue, step_s=0.005, name="first") as first, join(queue, name="second") as second:
-        second.courier._draining = True  # it looks for the dead, and takes no job yet
+        second.job_loop._draining = True  # it looks for the dead, and takes no job yet
         jobs = [await first.submit([n, 1], max_tokens=60) for n in range(4)]
         for _, events in jobs:
             await anext(events)
         await first.die()
-        second.courier._draining = False
+        second.job_loop._draining = False
         second.duties.cancel()
-        second.duties = asyncio.create_task(second.courier.run())
+        second.duties = asyncio.create_task(second.job_loop.run())
         killed_s = time.monotonic()
         for n, (job_id, _) in enumerate(jobs):
-            tokens, end, usage = await told(second.broker.follow(job_id))
+            tokens, end, usage = await read_events(second.broker.follow(job_id))
             assert (tokens, end) == (alone([n, 1], 60), EndReason.LENGTH)
             assert usage.completion_tokens == 60
         assert time.monotonic() - killed_s < 3 * LEASE_S + 2.0
@@ -68,11 +68,11 @@ async def test_a_worker_that_leaves_hands_its_jobs_to_one_that_is_ready(queue):
             await anext(events)
         new.claims_again()
         started_s = time.monotonic()
-        await old.courier.drain(timeout_s=10)
-        await old.courier.settled()
+        await old.job_loop.drain(timeout_s=10)
+        await old.job_loop.settled()
         assert time.monotonic() - started_s < 3.0
         for n, (job_id, _) in enumerate(jobs):
-            tokens, end, _ = await told(new.broker.follow(job_id))
+            tokens, end, _ = await read_events(new.broker.follow(job_id))
             assert (tokens, end) == (alone([n], 400), EndReason.LENGTH)
 
 
@@ -80,11 +80,11 @@ async def test_what_is_left_after_the_drain_waits_for_whoever_comes(queue):
     async with join(queue, step_s=0.01) as old:
         job_id, events = await old.submit([3], max_tokens=100)
         await anext(events)
-        await old.courier.drain(timeout_s=0.2)
-        await old.courier.settled()
+        await old.job_loop.drain(timeout_s=0.2)
+        await old.job_loop.settled()
         assert (await old.broker.queue_state()).num_waiting == 1
     async with join(queue) as new:
-        assert (await told(new.broker.follow(job_id)))[:2] == (alone([3], 100), EndReason.LENGTH)
+        assert (await read_events(new.broker.follow(job_id)))[:2] == (alone([3], 100), EndReason.LENGTH)
 
 
 async def test_who_lost_its_jobs_stops_computing_them(queue):
@@ -97,11 +97,11 @@ async def test_who_lost_its_jobs_stops_computing_them(queue):
         zombie.broker.renew = zombie.broker.take_over = asyncio.Event().wait
         heir.claims_again()
         async with asyncio.timeout(10):
-            while zombie.courier.num_open:
+            while zombie.job_loop.num_open:
                 await asyncio.sleep(0.02)
             while zombie.engine.stats.num_running:
                 await asyncio.sleep(0.02)
-        assert (await told(heir.broker.follow(job_id)))[:2] == (alone([5], 500), EndReason.LENGTH)
+        assert (await read_events(heir.broker.follow(job_id)))[:2] == (alone([5], 500), EndReason.LENGTH)
         (num_lost, none), (num_found,) = (
             told_by(STAT_JOBS_LOST_TOTAL, zombie, heir),
             told_by(STAT_JOBS_TAKEN_OVER_TOTAL, heir),
@@ -116,11 +116,11 @@ async def test_an_engine_that_hangs_loses_its_jobs(queue):
         heir.claims_nothing()
         job_id, events = await hung.submit([5], max_tokens=200)
         await anext(events)
-        hung.courier.engine = _Silent(hung.engine)
+        hung.job_loop.engine = _Silent(hung.engine)
         heir.claims_again()
-        assert (await told(heir.broker.follow(job_id)))[:2] == (alone([5], 200), EndReason.LENGTH)
+        assert (await read_events(heir.broker.follow(job_id)))[:2] == (alone([5], 200), EndReason.LENGTH)
         async with asyncio.timeout(10):
-            while hung.courier.num_open:
+            while hung.job_loop.num_open:
                 await asyncio.sleep(0.02)
 
 
@@ -150,28 +150,28 @@ async def serve_with_many_lives(queue, is_over):
     """Worker after worker, as a supervisor would start them; how many engines died."""
     num_deaths = 0
     while True:
-        async with join(queue, executor=DyingExecutor(1024, 4, step_s=0.001), name=f"w{num_deaths}") as house:
+        async with join(queue, executor=DyingExecutor(1024, 4, step_s=0.001), name=f"w{num_deaths}") as worker:
             over = asyncio.create_task(is_over.wait())
-            await asyncio.wait([over, house.dead], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([over, worker.dead], return_when=asyncio.FIRST_COMPLETED)
             over.cancel()
-            if not house.dead.done():
+            if not worker.dead.done():
                 return num_deaths
             num_deaths += 1
-            await house.courier.abandon(house.engine.in_flight, str(house.dead.result()))
-            assert house.courier.num_open == 0
-            await house.retire()
+            await worker.job_loop.abandon(worker.engine.in_flight, str(worker.dead.result()))
+            assert worker.job_loop.num_open == 0
+            await worker.retire()
 
 
 async def test_a_job_that_kills_engines_is_buried_and_all_others_complete(queue):
     is_over = asyncio.Event()
     supervisor = asyncio.create_task(serve_with_many_lives(queue, is_over))
-    door = House(MemoryBroker(queue))
+    door = WorkerHarness(MemoryBroker(queue))
     jobs = [await door.submit([n, 1], max_tokens=40) for n in range(10)]
     _, poisoned = await door.submit([POISON, 2], max_tokens=40)
     jobs += [await door.submit([n, 1], max_tokens=40) for n in range(10, 20)]
     for n, (_, events) in enumerate(jobs):
-        assert (await told(events))[:2] == (alone([n, 1], 40), EndReason.LENGTH)
-    assert (await told(poisoned))[1] is EndReason.POISONED
+        assert (await read_events(events))[:2] == (alone([n, 1], 40), EndReason.LENGTH)
+    assert (await read_events(poisoned))[1] is EndReason.POISONED
     is_over.set()
     assert await supervisor == 3
     ((job, cause),) = queue.dead
@@ -180,33 +180,33 @@ async def test_a_job_that_kills_engines_is_buried_and_all_others_complete(queue)
 
 async def test_suspects_are_tried_one_by_one_and_the_innocent_go_on_together(queue):
     door = MemoryBroker(queue)
-    async with join(queue, step_s=0.005) as house:
-        house.duties.cancel()
-        jobs = [await house.submit([n], max_tokens=100) for n in range(3)]
+    async with join(queue, step_s=0.005) as worker:
+        worker.duties.cancel()
+        jobs = [await worker.submit([n], max_tokens=100) for n in range(3)]
         for _ in range(SUSPECT_AFTER_DEATHS):
             await door.fetch(4, 0.0)
             await door.hand_back([job_id for job_id, _ in jobs], "somebody was to blame")
-        tried, fetch_suspect = [], house.broker.fetch_suspect
+        tried, fetch_suspect = [], worker.broker.fetch_suspect
 
         async def fetch_and_note():
             suspect = await fetch_suspect()
-            tried.append((suspect and suspect.job.job_id, house.courier.num_open))
+            tried.append((suspect and suspect.job.job_id, worker.job_loop.num_open))
             return suspect
 
-        house.broker.fetch_suspect = fetch_and_note
-        house.duties = asyncio.create_task(house.courier.run())
+        worker.broker.fetch_suspect = fetch_and_note
+        worker.duties = asyncio.create_task(worker.job_loop.run())
         async with asyncio.timeout(10):
-            while house.engine.stats.num_running < len(jobs):
+            while worker.engine.stats.num_running < len(jobs):
                 await asyncio.sleep(0.005)
         # Whether it looks once more, and finds none, depends on when the next heartbeat says that none is left.
         assert [each for each in tried if each != (None, 0)] == [(job_id, 0) for job_id, _ in jobs]
         for n, (_, events) in enumerate(jobs):
-            assert (await told(events))[:2] == (alone([n], 100), EndReason.LENGTH)
+            assert (await read_events(events))[:2] == (alone([n], 100), EndReason.LENGTH)
 
 
 async def test_a_cancel_heard_between_claim_and_start_counts(queue):
-    async with join(queue, step_s=0.01) as house:
-        fetch, was_claimed = house.broker.fetch, asyncio.Event()
+    async with join(queue, step_s=0.01) as worker:
+        fetch, was_claimed = worker.broker.fetch, asyncio.Event()
 
         async def fetch_and_wait(*args):
             claims = await fetch(*args)
@@ -215,12 +215,12 @@ async def test_a_cancel_heard_between_claim_and_start_counts(queue):
                 await asyncio.sleep(0.2)
             return claims
 
-        house.broker.fetch = fetch_and_wait
+        worker.broker.fetch = fetch_and_wait
         await asyncio.sleep(0.7)  # a fetch of the old kind may still be waiting
-        job_id, events = await house.submit([1], max_tokens=3900)
+        job_id, events = await worker.submit([1], max_tokens=3900)
         await was_claimed.wait()
-        await house.broker.cancel(Cancel(job_id=job_id, reason=EndReason.CANCELLED))
-        assert (await told(events))[1] is EndReason.CANCELLED
+        await worker.broker.cancel(Cancel(job_id=job_id, reason=EndReason.CANCELLED))
+        assert (await read_events(events))[1] is EndReason.CANCELLED
 
 
 def test_the_past_of_each_branch_is_what_was_told_of_it():

@@ -1,4 +1,4 @@
-"""A flood that found the workers empty, and others who come later: queue, courier and engine together."""
+"""A flood that found the workers empty, and others who come later: queue, job_loop and engine together."""
 
 import asyncio
 import time
@@ -7,7 +7,7 @@ from service.errors import EndReason
 from service.queue.messages import Cancel
 from tests.fakes.queue.broker import MemoryBroker
 from tests.fakes.queue.queue import MemoryQueue
-from tests.support.worker_house import NUM_PLACES, House, alone, told
+from tests.support.worker_harness import NUM_SLOTS, WorkerHarness, alone, read_events
 
 LONG, SHORT = 900, 6
 STEP_S = 0.005
@@ -20,51 +20,51 @@ async def begun(*followed):
         return [await anext(events) for events in followed]
 
 
-async def flood(house, max_tokens=LONG):
+async def flood(worker, max_tokens=LONG):
     """Jobs of one tenant that have every place: of each its id, its events and the first of them."""
-    jobs = [await house.submit([n, 2], tenant="flood", max_tokens=max_tokens) for n in range(NUM_PLACES)]
+    jobs = [await worker.submit([n, 2], tenant="flood", max_tokens=max_tokens) for n in range(NUM_SLOTS)]
     firsts = await begun(*(events for _, events in jobs))
     return [(*job, first) for job, first in zip(jobs, firsts, strict=True)]
 
 
 async def test_newcomers_are_answered_before_the_flood_and_nobody_loses_a_token():
-    async with House(MemoryBroker(), step_s=STEP_S) as house:
-        jobs, logs = await flood(house), house.broker.queue.logs
-        small = [await house.submit([n, 3], tenant=f"small{n}", max_tokens=SHORT) for n in range(6)]
+    async with WorkerHarness(MemoryBroker(), step_s=STEP_S) as worker:
+        jobs, logs = await flood(worker), worker.broker.queue.logs
+        small = [await worker.submit([n, 3], tenant=f"small{n}", max_tokens=SHORT) for n in range(6)]
         for n, (_, events) in enumerate(small):
-            assert (await told(events))[:2] == (alone([n, 3], SHORT), EndReason.LENGTH)
+            assert (await read_events(events))[:2] == (alone([n, 3], SHORT), EndReason.LENGTH)
         assert not any(logs[job_id].ended_at_s for job_id, *_ in jobs)
-        assert house.engine._engine.stats().num_reclaimed > 0
+        assert worker.engine._engine.stats().num_reclaimed > 0
         so_far = [len(logs[job_id].events) for job_id, *_ in jobs]
         async with asyncio.timeout(10):
             while any(len(logs[job_id].events) <= count for (job_id, *_), count in zip(jobs, so_far, strict=True)):
                 await asyncio.sleep(0.01)  # all go on
         for n, (job_id, events, first) in enumerate(jobs):
-            await house.broker.cancel(Cancel(job_id=job_id, reason=EndReason.CANCELLED))
-            tokens, end, _ = await told(events, [first])
+            await worker.broker.cancel(Cancel(job_id=job_id, reason=EndReason.CANCELLED))
+            tokens, end, _ = await read_events(events, [first])
             assert (tokens, end) == (alone([n, 2], len(tokens)), EndReason.CANCELLED)
 
 
 async def test_who_waits_to_go_on_hears_cancels_and_deadlines():
-    async with House(MemoryBroker(), step_s=STEP_S) as house:
-        jobs = [await house.submit([n, 2], tenant="flood", max_tokens=LONG) for n in range(2)]
-        late, events_of_late = await house.submit([8], tenant="flood", max_tokens=LONG, deadline_s=time.time() + 2.0)
-        wide, events_of_wide = await house.submit([9], tenant="flood", max_tokens=LONG)
+    async with WorkerHarness(MemoryBroker(), step_s=STEP_S) as worker:
+        jobs = [await worker.submit([n, 2], tenant="flood", max_tokens=LONG) for n in range(2)]
+        late, events_of_late = await worker.submit([8], tenant="flood", max_tokens=LONG, deadline_s=time.time() + 2.0)
+        wide, events_of_wide = await worker.submit([9], tenant="flood", max_tokens=LONG)
         *_, first_of_late, first_of_wide = await begun(*(events for _, events in jobs), events_of_late, events_of_wide)
-        small = [await house.submit([n, 3], tenant=f"small{n}", max_tokens=LONG) for n in range(2)]
+        small = [await worker.submit([n, 3], tenant=f"small{n}", max_tokens=LONG) for n in range(2)]
         await begun(*(events for _, events in small))
-        running = {sequence.request_id.partition("/")[0] for sequence in house.engine._engine.running}
+        running = {sequence.request_id.partition("/")[0] for sequence in worker.engine._engine.running}
         assert not running & {late, wide}, "the youngest have left"
-        await house.broker.cancel(Cancel(job_id=wide, reason=EndReason.CANCELLED))
-        assert (await told(events_of_wide, [first_of_wide]))[1] is EndReason.CANCELLED
-        assert (await told(events_of_late, [first_of_late]))[1] is EndReason.DEADLINE
+        await worker.broker.cancel(Cancel(job_id=wide, reason=EndReason.CANCELLED))
+        assert (await read_events(events_of_wide, [first_of_wide]))[1] is EndReason.CANCELLED
+        assert (await read_events(events_of_late, [first_of_late]))[1] is EndReason.DEADLINE
 
 
 async def test_a_dead_workers_newcomers_go_on_at_once_where_a_flood_has_all_places():
     queue = MemoryQueue()
 
     def join(name):
-        return House(MemoryBroker(queue, lease_s=LEASE_S), step_s=STEP_S, name=name)
+        return WorkerHarness(MemoryBroker(queue, lease_s=LEASE_S), step_s=STEP_S, name=name)
 
     async with join("first") as first, join("second") as second:
         second.claims_nothing()
@@ -75,5 +75,5 @@ async def test_a_dead_workers_newcomers_go_on_at_once_where_a_flood_has_all_plac
         jobs = await flood(second)
         await first.die()
         for n, ((_, events), heard) in enumerate(zip(small, firsts, strict=True)):
-            assert (await told(events, [heard]))[:2] == (alone([n, 3], 60), EndReason.LENGTH)
+            assert (await read_events(events, [heard]))[:2] == (alone([n, 3], 60), EndReason.LENGTH)
         assert not any(queue.logs[job_id].ended_at_s for job_id, *_ in jobs)

@@ -1,4 +1,4 @@
-"""A worker without its process: broker, courier and engine thread wired as the process wires them, a scripted model."""
+"""A worker without its process: job loop and engine thread wired as the process wires them, a scripted model."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from service.errors import EndReason
 from service.observability.tracing import NO_TRACING
 from service.queue.codec import pack_ids, unpack_ids
 from service.queue.messages import Job, WorkerCard
-from service.worker.capacity import Places
+from service.worker.capacity import SlotCapacity
 from service.worker.engine_thread import EngineThread, Stop
-from service.worker.job_loop import Courier
+from service.worker.job_loop import JobLoop
 from tests.fakes.scripted_executor import ScriptedExecutor, next_token
 
 VOCAB = 97
-NUM_PLACES = 4
+NUM_SLOTS = 4
 NUMBERS = itertools.count()
 
 
-class House:
+class WorkerHarness:
     """Serves jobs inside `async with`. `dead` has what ended the engine."""
 
     def __init__(self, broker, step_s=0.0, executor=None, name="w", tracing=NO_TRACING):
         self.broker, self.name = broker, name
-        limits = Limits(max_num_seqs=NUM_PLACES, max_num_batched_tokens=32, max_prefill_chunk=32, max_model_len=4000)
+        limits = Limits(max_num_seqs=NUM_SLOTS, max_num_batched_tokens=32, max_prefill_chunk=32, max_model_len=4000)
         executor = executor or ScriptedExecutor(1024, 4, step_s=step_s)
         self.dead = asyncio.get_running_loop().create_future()
         loop = asyncio.get_running_loop()
         engine = Engine(executor, KVManager(1024, 4), limits, frozenset())
-        self.courier = Courier(broker, self.card, VOCAB, NUM_PLACES, 1024 * 4, tracing=tracing)
+        self.job_loop = JobLoop(broker, self.card, VOCAB, NUM_SLOTS, 1024 * 4, tracing=tracing)
         self.engine = EngineThread(
-            engine, self.courier.on_outputs, lambda error: loop.call_soon_threadsafe(self.dead.set_result, error)
+            engine, self.job_loop.on_outputs, lambda error: loop.call_soon_threadsafe(self.dead.set_result, error)
         )
-        self.courier.engine = self.engine
+        self.job_loop.engine = self.engine
 
     def card(self, ready):
         return WorkerCard(
@@ -53,7 +53,7 @@ class House:
 
     async def __aenter__(self):
         self.engine.start()
-        self.duties = asyncio.create_task(self.courier.run())
+        self.duties = asyncio.create_task(self.job_loop.run())
         return self
 
     async def __aexit__(self, *_):
@@ -63,10 +63,10 @@ class House:
         self.engine.join(10)
 
     def claims_nothing(self):
-        self.courier._places = Places(-NUM_PLACES, 0)
+        self.job_loop._slots = SlotCapacity(-NUM_SLOTS, 0)
 
     def claims_again(self):
-        self.courier._places = Places(NUM_PLACES, 1024 * 4)
+        self.job_loop._slots = SlotCapacity(NUM_SLOTS, 1024 * 4)
 
     async def die(self):
         """As by SIGKILL: nothing more is said, and the lease stands."""
@@ -92,7 +92,7 @@ class House:
         return job_id, events
 
 
-async def told(events, heard=(), within_s=10):
+async def read_events(events, heard=(), within_s=10):
     """(tokens, end, usage) of a followed job, of which these events were heard before; numbers run without gap."""
     heard = list(heard)
     async with asyncio.timeout(within_s):
