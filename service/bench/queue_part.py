@@ -12,18 +12,18 @@ from model.sampling_params import SamplingParams
 from service.errors import EndReason
 from service.queue.codec import pack_ids
 from service.queue.messages import Event, Job, Part, Usage
-from service.queue.redis.broker import RedisBroker, open_redis_broker
+from service.queue.redis.queue import RedisQueue, open_redis_queue
 
 PROMPT = pack_ids(range(147))
 USAGE = Usage(prompt_tokens=147, completion_tokens=1)
 
 
-async def door(broker: RedisBroker, number: int, num_jobs: int, num_tokens: int) -> None:
+async def door(queue: RedisQueue, number: int, num_jobs: int, num_tokens: int) -> None:
     """Submits its jobs and hears all of their events."""
     job_ids = [f"bench-{number}-{index}" for index in range(num_jobs)]
     followers = []
     for job_id in job_ids:
-        followers.append(broker.follow(job_id))  # as a door does: long before, it would be taken for another door's
+        followers.append(queue.follow(job_id))  # as a door does: long before, it would be taken for another door's
         job = Job(
             job_id=job_id,
             tenant="t",
@@ -32,7 +32,7 @@ async def door(broker: RedisBroker, number: int, num_jobs: int, num_tokens: int)
             submitted_at_s=time.time(),
             feed=f"bench-{number}",
         )
-        await broker.submit(job)
+        await queue.submit(job)
 
     async def read(events) -> int:
         return sum([1 async for _ in events])
@@ -42,17 +42,17 @@ async def door(broker: RedisBroker, number: int, num_jobs: int, num_tokens: int)
         raise AssertionError(f"{num_heard} events were heard of {num_jobs * num_tokens}")
 
 
-async def worker(broker: RedisBroker, num_jobs: int, num_tokens: int, num_in_step: int) -> None:
+async def worker(queue: RedisQueue, num_jobs: int, num_tokens: int, num_in_step: int) -> None:
     """Takes its share and tells one token of each job it has, step by step; jobs come and go as in a real batch."""
     told: dict[str, int] = {}
     num_left = num_jobs
     while num_left:
         if len(told) < min(num_in_step, num_left):
-            for claim in await broker.fetch(min(num_in_step, num_left) - len(told), 0.2):
+            for claim in await queue.fetch(min(num_in_step, num_left) - len(told), 0.2):
                 told[claim.job.job_id] = 0
         events = [_event(job_id, number + 1, num_tokens) for job_id, number in told.items()]
         if events:
-            await broker.publish(events)
+            await queue.publish(events)
         for event in events:
             told[event.job_id] = event.number
             if event.end is not None:
@@ -69,16 +69,16 @@ def _event(job_id: str, number: int, num_tokens: int) -> Event:
 
 async def main(role: str, number: int, url: str, *work: int) -> None:
     num_jobs, num_tokens, num_workers, num_doors, num_in_step = work
-    broker = await open_redis_broker(url)
+    queue = await open_redis_queue(url)
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
     started_s = time.process_time()
     if role == "door":
-        await door(broker, number, _share(num_jobs, num_doors, number), num_tokens)
+        await door(queue, number, _share(num_jobs, num_doors, number), num_tokens)
     else:
-        await worker(broker, _share(num_jobs, num_workers, number), num_tokens, num_in_step)
+        await worker(queue, _share(num_jobs, num_workers, number), num_tokens, num_in_step)
     print("cpu", time.process_time() - started_s, flush=True)
-    await broker.close()
+    await queue.close()
 
 
 def _share(count: int, num_parts: int, number: int) -> int:

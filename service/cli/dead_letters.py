@@ -11,11 +11,11 @@ from datetime import datetime
 from service.cli.table import print_grid, print_table
 from service.errors import StartupError
 from service.queue.codec import decode, unpack_ids
-from service.queue.interface import BrokerUnavailable
+from service.queue.interface import QueueUnavailable
 from service.queue.messages import DeadLetter, Job
-from service.queue.redis.broker import TIMEOUT_S
-from service.queue.redis.dead_letters import RedisDead
+from service.queue.redis.dead_letters import RedisDeadLetters
 from service.queue.redis.link import RedisLink
+from service.queue.redis.queue import TIMEOUT_S
 
 MAX_IDS_SHOWN = 64
 MAX_CAUSE_SHOWN = 80
@@ -41,7 +41,7 @@ async def _run(flags: argparse.Namespace, url: str) -> int:
     link = RedisLink(url, TIMEOUT_S)
     try:
         await link.check()
-        dead = RedisDead(link)
+        dead = RedisDeadLetters(link)
         if flags.action == "list":
             return _list(await dead.letters())
         if flags.action == "show":
@@ -51,7 +51,7 @@ async def _run(flags: argparse.Namespace, url: str) -> int:
             return _not_there(flags.job)
         print(copy)
         return 0
-    except BrokerUnavailable as error:
+    except QueueUnavailable as error:
         raise StartupError(f"--redis-url: {error}") from None
     finally:
         await link.close()

@@ -19,8 +19,8 @@ from service.errors import StartupError
 from service.gateway.process import run_gateway
 from service.observability.systemd import Supervisor
 from service.observability.tracing import Tracing, open_tracing
-from service.queue.interface import BrokerUnavailable
-from service.queue.redis.broker import RedisBroker, open_redis_broker
+from service.queue.interface import QueueUnavailable
+from service.queue.redis.queue import RedisQueue, open_redis_queue
 from service.queue.redis.url import with_password
 from service.worker.process import EngineDied, run_worker
 
@@ -42,10 +42,10 @@ def gateway_command(settings: Settings, _: argparse.Namespace) -> int:
     async def run(stop: asyncio.Event) -> None:
         async with (
             supervised(supervisor, stop, by_loop=True),
-            _broker(settings) as broker,
+            _queue(settings) as queue,
             _tracing("gateway") as tracing,
         ):
-            await run_gateway(settings, broker, stop, on_ready=on_ready, tracing=tracing)
+            await run_gateway(settings, queue, stop, on_ready=on_ready, tracing=tracing)
 
     return run_until_signalled(run)
 
@@ -62,10 +62,10 @@ def worker_command(settings: Settings, _: argparse.Namespace) -> int:
     async def run(stop: asyncio.Event) -> None:
         async with (
             supervised(supervisor, stop, by_loop=False),
-            _broker(settings) as broker,
+            _queue(settings) as queue,
             _tracing("worker") as tracing,
         ):
-            await run_worker(settings, broker, stop, supervisor, on_ready, tracing)
+            await run_worker(settings, queue, stop, supervisor, on_ready, tracing)
 
     try:
         return run_until_signalled(run)
@@ -77,18 +77,18 @@ def worker_command(settings: Settings, _: argparse.Namespace) -> int:
 
 
 @asynccontextmanager
-async def _broker(settings: Settings) -> AsyncIterator[RedisBroker]:
+async def _queue(settings: Settings) -> AsyncIterator[RedisQueue]:
     if settings.redis_url is None:
         raise StartupError("--redis-url is missing (quire serve starts a Redis of its own)")
     try:
         url = with_password(settings.redis_url, settings.redis_password_file)
-        broker = await open_redis_broker(url, settings.worker_name, lease_s=settings.lease)
-    except BrokerUnavailable as error:
+        queue = await open_redis_queue(url, settings.worker_name, lease_s=settings.lease)
+    except QueueUnavailable as error:
         raise StartupError(f"--redis-url: {error}") from None
     try:
-        yield broker
+        yield queue
     finally:
-        await broker.close()
+        await queue.close()
 
 
 @asynccontextmanager

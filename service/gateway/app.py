@@ -31,7 +31,7 @@ from service.gateway.routes.probes import readiness
 from service.gateway.routes.responses import Responses
 from service.gateway.routes.tokenization import detokenize, tokenize
 from service.observability.metrics import CONTENT_TYPE, LaneSight
-from service.queue.interface import QUEUE_LANES, BrokerUnavailable
+from service.queue.interface import QUEUE_LANES, QueueUnavailable
 
 
 def model_permission(model: ServedModel) -> dict[str, object]:
@@ -88,8 +88,8 @@ class HttpDoor:
                 *Responses(self._hall).routes(),
                 *embeddings.routes(),
                 *Invocations(self._hall, generations, embeddings).routes(),
-                *Files(self._hall.broker, self._hall.storage, settings).routes(),
-                *Batches(self._hall.broker, self._runner, self._hall.storage).routes(),
+                *Files(self._hall.queue, self._hall.storage, settings).routes(),
+                *Batches(self._hall.queue, self._runner, self._hall.storage).routes(),
             ]
         )
         return app
@@ -119,7 +119,7 @@ class HttpDoor:
         limit = self._hall.model.max_model_len
         try:
             return (await self._hall.fleet.view()).max_model_len(limit)
-        except BrokerUnavailable:
+        except QueueUnavailable:
             return limit
 
     async def _tokenize(self, http: web.Request) -> web.Response:
@@ -139,7 +139,7 @@ class HttpDoor:
             }
             stats = {card.worker_id: card.stats for card in view.cards}
             self._hall.metrics.see_fleet(stats, lanes, view.queue.num_leases)
-        except BrokerUnavailable:
+        except QueueUnavailable:
             self._hall.metrics.see_fleet({}, dict.fromkeys(QUEUE_LANES, LaneSight(math.nan, math.nan)), math.nan)
         return web.Response(body=self._hall.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 

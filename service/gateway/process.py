@@ -28,7 +28,7 @@ from service.gateway.ingress.ingress import QueueDoor
 from service.gateway.routes.probes import probed
 from service.observability.logs import fields
 from service.observability.tracing import NO_TRACING, Tracing
-from service.queue.interface import DoorBroker
+from service.queue.interface import GatewayQueue
 
 log = logging.getLogger("quire.gateway")
 
@@ -40,7 +40,7 @@ HANDSHAKE_S = 10.0
 
 async def run_gateway(
     settings: Settings,
-    broker: DoorBroker,
+    queue: GatewayQueue,
     stop: asyncio.Event,
     *,
     on_ready: Callable[[str], None],
@@ -48,24 +48,24 @@ async def run_gateway(
 ) -> None:
     """Serves until `stop` is set or until cancelled, then drains; `on_ready` gets the URL, with the port it took.
 
-    Raises StartupError where the model cannot be read or the port cannot be had. `broker` stays the caller's to close.
+    Raises StartupError where the model cannot be read or the port cannot be had. `queue` stays the caller's to close.
     """
     # Python would print each new malformed form that a client sends, and remember it.
     warnings.simplefilter("ignore", BadContentDispositionHeader)
     warnings.simplefilter("ignore", BadContentDispositionParam)
     model = await asyncio.to_thread(ServedModel.read, settings)
     keep_for_good()
-    async with serving(settings, model, broker, tracing) as url:
+    async with serving(settings, model, queue, tracing) as url:
         on_ready(url)
         await stop.wait()
 
 
 @contextlib.asynccontextmanager
 async def serving(
-    settings: Settings, model: ServedModel, broker: DoorBroker, tracing: Tracing = NO_TRACING
+    settings: Settings, model: ServedModel, queue: GatewayQueue, tracing: Tracing = NO_TRACING
 ) -> AsyncIterator[str]:
     """Both doors are open inside, under the URL given; on the way out they drain. Raises StartupError."""
-    hall = Hall(settings, model, broker, feed=f"door-{secrets.token_hex(8)}", tracing=tracing)
+    hall = Hall(settings, model, queue, feed=f"door-{secrets.token_hex(8)}", tracing=tracing)
     connections = Connections(settings.max_connections, settings.max_connections_per_client)
     queue_door = QueueDoor(hall)
     batch_runner = BatchRunner(hall)

@@ -1,4 +1,4 @@
-"""Files and batches as the queue keeps them: what they are, and what a broker does with them."""
+"""Files and batches as the queue keeps them: what they are, and what a queue does with them."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Move:
 
 
 class BatchStore(Protocol):
-    """Part of DoorBroker. Everything is kept for FILE_TTL_S and charged to its tenant. Ids that no key may hold raise
+    """Part of GatewayQueue. Everything is kept for FILE_TTL_S and charged to its tenant. Ids that no key may hold raise
     ValueError."""
 
     async def reserve_file(self, file_id: str, tenant: str, num_bytes: int, limits: StorageLimits) -> None:

@@ -1,4 +1,4 @@
-"""What the house asks of the queue between doors and workers. `redis_broker` and `memory_broker` keep it alike."""
+"""What the house asks of the queue between doors and workers. `redis_queue` and `memory_queue` keep it alike."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from service.queue.responses import ResponseStore
 from service.queue.storage import UNLIMITED, StorageLimits
 
 
-class BrokerUnavailable(Exception):
+class QueueUnavailable(Exception):
     """The queue cannot be reached or takes no writes now. Try again later. Unless it is an OutcomeUnknown, nothing was
     written."""
 
 
-class OutcomeUnknown(BrokerUnavailable):
+class OutcomeUnknown(QueueUnavailable):
     """The queue was asked and did not answer: what was asked may have happened, or may still happen. Ask again under
     the same id, or leave it for a later retry; it is not a refusal."""
 
@@ -47,7 +47,7 @@ class Claim:
     job: Job
     attempt: int
     alone_for_events: int = 0  # engines died while it was in flight: it has to tell so many with no other beside it
-    past: tuple[Event, ...] = ()  # what earlier owners told: numbers 1, 2, 3, ... without gap, none with `end`
+    history: tuple[Event, ...] = ()  # what earlier owners told: numbers 1, 2, 3, ... without gap, none with `end`
     stops: tuple[Cancel, ...] = ()  # branches that are no longer wanted
 
     @property
@@ -56,7 +56,7 @@ class Claim:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
+class ClaimBudget:
     """What a worker can begin now, beside the number of branches. Jobs are claimed as long as some is left, so that the
     last one may be larger: none that is too large for a worker blocks its queue for ever.
 
@@ -66,17 +66,17 @@ class Room:
 
     num_tokens: int | None = None  # of prompts, and of what was told before; None: as many as come
     num_reserved: int = 0  # of the branches: only for tenants that keep to their shares
-    num_places: int = 0  # that tenants share, in branches; 0: nothing is lent
-    held: Mapping[str, int] = field(default_factory=dict)  # of the places, by tenant that has any
+    num_slots: int = 0  # that tenants share, in branches; 0: nothing is lent
+    slots_by_tenant: Mapping[str, int] = field(default_factory=dict)  # of the places, by tenant that has any
     num_tenants: int = 1  # that share them: some of them were here lately, and neither hold any nor wait
-    num_lent_tokens: int = 0  # like `num_tokens`, of what would be free if all that runs had to leave
+    num_reclaimable_tokens: int = 0  # like `num_tokens`, of what would be free if all that runs had to leave
 
-    def is_scarce(self, max_branches: int) -> bool:
+    def is_restricted(self, max_branches: int) -> bool:
         """Whether so many branches are not for everybody: jobs may wait, and be none to claim."""
         return max_branches <= self.num_reserved or (self.num_tokens is not None and self.num_tokens <= 0)
 
 
-ANY_ROOM = Room()
+UNLIMITED_BUDGET = ClaimBudget()
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class QueueState:
         return sum(lane.num_jobs for lane in self.lanes.values())
 
 
-class DoorBroker(BatchStore, ResponseStore, Protocol):
+class GatewayQueue(BatchStore, ResponseStore, Protocol):
     """The half that gateways use."""
 
     async def submit(
@@ -181,7 +181,7 @@ class DoorBroker(BatchStore, ResponseStore, Protocol):
         """The job is accepted when this returns; a second time changes nothing. With it, in the same atomic act, the
         `record` of its request is kept as by `remember`; one that does not outlive its client is left out where there
         is no room for it. A lost answer is asked for again under the same id, for a few seconds. Raises QueueFull,
-        StorageFull, BrokerUnavailable, OutcomeUnknown where the job may have been accepted, or WireError for one that
+        StorageFull, QueueUnavailable, OutcomeUnknown where the job may have been accepted, or WireError for one that
         is too large."""
 
     async def backlog(self, tenant: str) -> Backlog:
@@ -194,7 +194,7 @@ class DoorBroker(BatchStore, ResponseStore, Protocol):
         """The job's events with numbers above `after`, in order, each once; ends behind the one that has `end`.
         Events are live from the moment `follow` is called (not from the first iteration); calling it before `submit`
         is cheapest. Outages are waited out, and a job that the queue has lost ends with LOST; iterating raises
-        BrokerUnavailable only for a log with a hole, and when the broker is closed. Raises ValueError for an id
+        QueueUnavailable only for a log with a hole, and when the queue is closed. Raises ValueError for an id
         outside [A-Za-z0-9_.-]{1,128}."""
 
     async def cancel(self, cancel: Cancel) -> None:
@@ -265,13 +265,13 @@ class DoorBroker(BatchStore, ResponseStore, Protocol):
     async def close(self) -> None: ...
 
 
-class WorkerBroker(Protocol):
+class WorkerQueue(Protocol):
     """The half that workers use. A worker's jobs are its own while its lease runs, `lease_s` from each `renew`; when it
     has run out, any other may take them over, and from then on nothing that this one writes counts."""
 
     lease_s: float
 
-    async def fetch(self, max_branches: int, wait_s: float, room: Room = ANY_ROOM) -> Sequence[Claim]:
+    async def fetch(self, max_branches: int, wait_s: float, budget: ClaimBudget = UNLIMITED_BUDGET) -> Sequence[Claim]:
         """Claims of so many branches (0 or less: nothing is free), as far as `room` has it, waiting at most wait_s for
         the first; jobs that others had before come first. One that was cancelled while queued or is past its deadline
         is ended here and never returned, and so is one that kills engines, or whose past is lost. To be called by one
@@ -283,7 +283,7 @@ class WorkerBroker(Protocol):
     async def publish(self, events: Sequence[Event]) -> frozenset[str]:
         """One round trip for all events of a step. An event with `end` also settles its job: it leaves the queue in
         the same atomic act. Returns jobs that are not ours any more: of those nothing was written. Raises
-        BrokerUnavailable, in which case the same events may be published again: a number already written is not
+        QueueUnavailable, in which case the same events may be published again: a number already written is not
         written twice."""
 
     async def renew(self) -> Lease:
@@ -299,7 +299,7 @@ class WorkerBroker(Protocol):
         died of while they were in flight. Jobs that are not ours are left alone."""
 
     async def fetch_cancels(self, wait_s: float) -> Sequence[Cancel]:
-        """Cancels since the last call (since this broker was opened, at first)."""
+        """Cancels since the last call (since this queue was opened, at first)."""
 
     async def now_s(self) -> float:
         """Queue time, Unix seconds: Redis' clock without its jumps."""

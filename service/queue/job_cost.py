@@ -7,7 +7,7 @@ from service.queue.messages import Job
 NORMAL, BATCH = LANES = ("normal", "batch")
 AGE_S = 10.0
 BATCH_AGE_S = 60.0
-LENT_AFTER_S = 0.025
+RECLAIM_AFTER_S = 0.025
 """So long a new job waits for a free place, where there are several workers, before one takes back what it has lent."""
 EXPECTED_OUTPUT_TOKENS = 1024
 """A branch counts for no more before it has run: most end long before what they are allowed."""

@@ -85,7 +85,7 @@ as they are."""
 INGRESS_KEEP_S = 5.0
 INGRESS_LEFT_S = 20.0
 INGRESS_GROUP = "doors"
-"""Group of every ingress stream; a consumer is one door's broker."""
+"""Group of every ingress stream; a consumer is one door's queue."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 

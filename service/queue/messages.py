@@ -119,7 +119,7 @@ class WorkerCard:
     max_model_len: int
     num_blocks: int
     block_size: int
-    beat_at_s: float  # queue time, set by the broker
+    beat_at_s: float  # queue time, set by the queue
     blocks: bytes = b""  # the pool as a picture (service/engine/kv/block_pool.py), while somebody looks
     host_blocks: bytes = b""  # the second tier likewise
     stats: dict[str, float] = field(default_factory=dict)  # gauges and counters, named as in observability/metrics.py

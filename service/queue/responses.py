@@ -37,7 +37,7 @@ def unpack_response(packed: bytes) -> StoredResponse:
 
 
 class ResponseStore(Protocol):
-    """Part of DoorBroker. Ids that no key may hold raise ValueError."""
+    """Part of GatewayQueue. Ids that no key may hold raise ValueError."""
 
     async def put_response(self, record: StoredResponse, for_s: float, limits: StorageLimits = UNLIMITED) -> None:
         """Keep the record for `for_s` from now. Raises StorageFull."""

@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
 from service.fair_share import fair_share
-from service.queue.interface import Room
+from service.queue.interface import ClaimBudget
 from service.queue.job_cost import branches_of
 from service.queue.messages import Job
 
@@ -69,7 +69,7 @@ class SlotCapacity:
             del self._branches_of[held.tenant]
         self._see(held.tenant, now_s)
 
-    def room(self, num_free_tokens: int, now_s: float) -> tuple[int, Room]:
+    def claim_budget(self, num_free_tokens: int, now_s: float) -> tuple[int, ClaimBudget]:
         """Branches that may be claimed, and the rest of it; no more than 0 where nothing is free. `num_free_tokens`:
         those for which the engine has blocks now."""
         while self._seen_at_s and next(iter(self._seen_at_s.values())) < now_s - RECENT_S:
@@ -78,13 +78,13 @@ class SlotCapacity:
         num_branches = self._num_slots + self._num_ahead - self._num_branches
         num_tenants = len(self._seen_at_s.keys() | self._branches_of.keys())
         keeps = num_tenants > 1 and self._num_slots >= RESERVED_DIVISOR
-        return (0 if num_tokens <= 0 else num_branches), Room(
+        return (0 if num_tokens <= 0 else num_branches), ClaimBudget(
             num_tokens=num_tokens,
             num_reserved=self._num_slots // RESERVED_DIVISOR + self._num_ahead if keeps else 0,
-            num_places=self._num_slots if keeps or num_tokens <= 0 or self._lends() else 0,
-            held=dict(self._branches_of),
+            num_slots=self._num_slots if keeps or num_tokens <= 0 or self._lends() else 0,
+            slots_by_tenant=dict(self._branches_of),
             num_tenants=num_tenants,
-            num_lent_tokens=self._num_cache_tokens - self._num_tokens,
+            num_reclaimable_tokens=self._num_cache_tokens - self._num_tokens,
         )
 
     def _lends(self) -> bool:

@@ -20,7 +20,7 @@ from service.observability.metrics import (
 )
 from service.observability.tracing import NO_TRACING, Tracing
 from service.queue.codec import unpack_ids
-from service.queue.interface import BrokerUnavailable, Claim, Lease, Room, WorkerBroker
+from service.queue.interface import Claim, ClaimBudget, Lease, QueueUnavailable, WorkerQueue
 from service.queue.messages import Event, WorkerCard
 from service.worker.capacity import SlotCapacity
 from service.worker.engine_thread import Add, Cancel, EngineThread
@@ -43,7 +43,7 @@ class JobLoop:
 
     def __init__(
         self,
-        broker: WorkerBroker,
+        queue: WorkerQueue,
         make_card: Callable[[bool], WorkerCard],
         vocab_size: int,
         num_places: int,
@@ -51,7 +51,7 @@ class JobLoop:
         tracing: Tracing = NO_TRACING,
     ):
         """`num_places`: sequences that the engine runs at once; `num_cache_tokens`: tokens for which it has blocks."""
-        self._broker = broker
+        self._queue = queue
         self._tracing = tracing
         self._make_card = make_card
         self._vocab_size = vocab_size
@@ -115,8 +115,8 @@ class JobLoop:
         await self._fetching_ended.wait()
         await self._publish_all()
         blamed = [job_id for job_id, job in self._open.items() if job.request_id in in_flight]
-        await self._persist(lambda: self._broker.hand_back(blamed, cause))
-        await self._persist(lambda: self._broker.hand_back(list(self._open)))
+        await self._persist(lambda: self._queue.hand_back(blamed, cause))
+        await self._persist(lambda: self._queue.hand_back(list(self._open)))
         for job_id in list(self._open):
             self._close(job_id)
 
@@ -129,37 +129,37 @@ class JobLoop:
         self._model = self._make_card(False).model
         await self._persist(self._take_over)
         while not self._draining:
-            max_branches, room = self._slots.room(self.engine.num_free_tokens, self._loop.time())
-            has_room = max_branches > 0 or room.num_places
-            if not has_room or (self._open and (self._runs_suspects or self._runs_alone)):
+            max_branches, budget = self._slots.claim_budget(self.engine.num_free_tokens, self._loop.time())
+            has_capacity = max_branches > 0 or budget.num_slots
+            if not has_capacity or (self._open and (self._runs_suspects or self._runs_alone)):
                 await asyncio.sleep(LOOK_AGAIN_S)
                 continue
             try:
-                await self._fetch_some(max_branches, room)
-            except BrokerUnavailable as error:
+                await self._fetch_some(max_branches, budget)
+            except QueueUnavailable as error:
                 log.warning("no jobs to be had: %s", error)
                 await asyncio.sleep(RETRY_S)
         self._fetching_ended.set()
 
-    async def _fetch_some(self, max_branches: int, room: Room) -> None:
+    async def _fetch_some(self, max_branches: int, budget: ClaimBudget) -> None:
         """Jobs, or one suspect: nothing else is fetched while that is open."""
         self._runs_alone = False
         if self._runs_suspects:
-            suspect = await self._broker.fetch_suspect()
+            suspect = await self._queue.fetch_suspect()
             self._runs_suspects = self._runs_alone = suspect is not None
             claims = [] if suspect is None else [suspect]
         else:
-            wait_s = LOOK_AGAIN_S if room.is_scarce(max_branches) else FETCH_WAIT_S
-            claims = await self._broker.fetch(max_branches, wait_s, room)
+            wait_s = LOOK_AGAIN_S if budget.is_restricted(max_branches) else FETCH_WAIT_S
+            claims = await self._queue.fetch(max_branches, wait_s, budget)
         for claim in claims:
             # A suspect comes this way where its claim by `fetch_suspect` was cut off.
             if self._draining or (claim.is_suspect and not self._runs_alone):
-                await self._persist(partial(self._broker.hand_back, [claim.job.job_id]))
+                await self._persist(partial(self._queue.hand_back, [claim.job.job_id]))
             else:
                 await self._accept(claim)
 
     async def _accept(self, claim: Claim) -> None:
-        job, next_number = claim.job, len(claim.past) + 1
+        job, next_number = claim.job, len(claim.history) + 1
         request_id = f"{job.job_id}/{claim.attempt}"
         prompt = tuple(unpack_ids(job.prompt))
         is_ours = job.model in (None, self._model)
@@ -169,15 +169,15 @@ class JobLoop:
             self._refused.append(refusal(job.job_id, next_number, EndReason.INVALID))
             self._has_news.set()
             return
-        now_s = await self._persist(self._broker.now_s)
+        now_s = await self._persist(self._queue.now_s)
         timer = None
         if job.deadline_s is not None:
             end = Cancel(request_id, EndReason.DEADLINE)
             timer = self._loop.call_later(job.deadline_s - now_s, self.engine.send, end)
         spans = spans_of(claim, now_s, self._tracing)
-        cleared_at = len(claim.past) + claim.alone_for_events if claim.is_suspect else None
+        cleared_at = len(claim.history) + claim.alone_for_events if claim.is_suspect else None
         self._open[job.job_id] = OpenJob(request_id, next_number, timer, spans, cleared_at)
-        self._slots.take(job, len(claim.past), self._loop.time())
+        self._slots.take(job, len(claim.history), self._loop.time())
         log_claim(claim)
         self._totals[STAT_RESUMED_TOTAL] += claim.attempt > 1
         request = EngineRequest(
@@ -186,8 +186,8 @@ class JobLoop:
             sampling=job.sampling,
             tenant=job.tenant,
             cache_salt=job.tenant,
-            num_scored_tokens=num_scored_tokens(claim.past),
-            history=branch_histories(claim.past),
+            num_scored_tokens=num_scored_tokens(claim.history),
+            history=branch_histories(claim.history),
             times=None if spans is None else spans.times,
         )
         self.engine.send(Add(request))
@@ -213,14 +213,14 @@ class JobLoop:
             # A door tells a step's events one after the other, for milliseconds: who has waited longest goes first.
             events = sorted(refused + told, key=lambda event: event.number > 1)
             if events:
-                self._drop(await self._persist(lambda: self._broker.publish(events)))
+                self._drop(await self._persist(lambda: self._queue.publish(events)))
             for event in events:
                 if event.end is not None:
                     self._close(event.job_id, event)
             if self._runs_alone:
                 self._clear_suspect()
             if leaving:
-                await self._persist(lambda: self._broker.hand_back(leaving))
+                await self._persist(lambda: self._queue.hand_back(leaving))
                 for job_id in leaving:
                     self._close(job_id)
 
@@ -264,7 +264,7 @@ class JobLoop:
 
     async def _hear_cancels(self) -> None:
         while True:
-            for cancel in await self._persist(lambda: self._broker.fetch_cancels(FETCH_WAIT_S)):
+            for cancel in await self._persist(lambda: self._queue.fetch_cancels(FETCH_WAIT_S)):
                 job = self._open.get(cancel.job_id)
                 if job is not None:
                     self.engine.send(Cancel(job.request_id, cancel.reason, cancel.branch))
@@ -273,7 +273,7 @@ class JobLoop:
 
     async def _beat(self) -> None:
         while True:
-            looked_at = await self._persist(lambda: self._broker.announce(self._card()))
+            looked_at = await self._persist(lambda: self._queue.announce(self._card()))
             self.engine.show(looked_at)
             self.announced.set()
             await asyncio.sleep(HEARTBEAT_S)
@@ -283,23 +283,23 @@ class JobLoop:
         return replace(card, stats={**card.stats, **self._totals, STAT_NUM_JOBS_HELD: self.num_open})
 
     async def _keep_lease(self) -> None:
-        await keep_lease(self._broker, lambda: self.engine.silent_s, self._on_lease, self._take_over)
+        await keep_lease(self._queue, lambda: self.engine.silent_s, self._on_lease, self._take_over)
 
     async def _on_lease(self, lease: Lease) -> None:
         self._drop(lease.lost)
         self._runs_suspects = lease.runs_suspects
 
     async def _take_over(self) -> None:
-        self._totals[STAT_JOBS_TAKEN_OVER_TOTAL] += await self._broker.take_over()
+        self._totals[STAT_JOBS_TAKEN_OVER_TOTAL] += await self._queue.take_over()
 
     async def _has_replacement(self) -> bool:
-        return await has_replacement(self._broker, self._make_card(False))
+        return await has_replacement(self._queue, self._make_card(False))
 
     async def _persist(self, attempt):
         """Ask until the queue answers: what the engine has computed is kept here until it is written there."""
         while True:
             try:
                 return await attempt()
-            except BrokerUnavailable as error:
+            except QueueUnavailable as error:
                 log.warning("the queue is away: %s", error)
                 await asyncio.sleep(RETRY_S)

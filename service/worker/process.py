@@ -18,7 +18,7 @@ from service.observability import metrics
 from service.observability.logs import fields
 from service.observability.systemd import Supervisor
 from service.observability.tracing import NO_TRACING, Tracing
-from service.queue.interface import BrokerUnavailable, WorkerBroker
+from service.queue.interface import QueueUnavailable, WorkerQueue
 from service.queue.messages import WorkerCard
 from service.worker.engine_thread import EngineThread, Stop
 from service.worker.job_loop import JobLoop
@@ -38,7 +38,7 @@ class EngineDied(Exception):
 
 async def run_worker(
     settings: Settings,
-    broker: WorkerBroker,
+    queue: WorkerQueue,
     stop: asyncio.Event,
     supervisor: Supervisor,
     on_ready: Callable[[], None],
@@ -49,7 +49,7 @@ async def run_worker(
     built = await asyncio.to_thread(build_engine, settings, progress=True)
     keep_for_good()
     worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-    job_loop, engine, watchdog, death = _start(settings, broker, built, worker_id, supervisor, tracing)
+    job_loop, engine, watchdog, death = _start(settings, queue, built, worker_id, supervisor, tracing)
     duties = asyncio.create_task(job_loop.run())
     stopped, died = (asyncio.create_task(event.wait()) for event in (stop, death.seen))
     if await _announced(job_loop, (duties, stopped, died)):
@@ -65,8 +65,8 @@ async def run_worker(
     for task in (duties, stopped, died):
         task.cancel()
     failures = await asyncio.gather(duties, stopped, died, return_exceptions=True)
-    with suppress(BrokerUnavailable):  # the card goes stale by itself
-        await broker.retire(worker_id)
+    with suppress(QueueUnavailable):  # the card goes stale by itself
+        await queue.retire(worker_id)
     if engine.join(LAST_WORDS_S):
         watchdog.stop()
     if death.cause is not None:
@@ -91,7 +91,7 @@ class _Death:
 
 def _start(
     settings: Settings,
-    broker: WorkerBroker,
+    queue: WorkerQueue,
     built: BuiltEngine,
     worker_id: str,
     supervisor: Supervisor,
@@ -104,7 +104,7 @@ def _start(
         return _card(worker_id, settings, built, engine, ready and engine.silent_s < READY_SILENCE_S)
 
     num_cache_tokens = built.memory.num_blocks * built.memory.block_size
-    job_loop = JobLoop(broker, make_card, built.config.vocab_size, settings.max_num_seqs, num_cache_tokens, tracing)
+    job_loop = JobLoop(queue, make_card, built.config.vocab_size, settings.max_num_seqs, num_cache_tokens, tracing)
     watchdog = Watchdog(settings.step_timeout or DEFAULT_STEP_TIMEOUT_S[built.ops.name], supervisor)
     engine = EngineThread(built.engine, job_loop.on_outputs, death.tell, watchdog.turned)
     job_loop.engine = engine

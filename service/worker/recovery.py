@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from service.engine.request import BranchHistory
 from service.queue.codec import unpack_floats, unpack_ids
-from service.queue.interface import BrokerUnavailable, Lease, WorkerBroker
+from service.queue.interface import Lease, QueueUnavailable, WorkerQueue
 from service.queue.messages import Event, WorkerCard
 
 log = logging.getLogger("quire.recovery")
@@ -23,7 +23,7 @@ FRESH_CARD_S = 3.5
 
 
 async def keep_lease(
-    broker: WorkerBroker,
+    queue: WorkerQueue,
     silent_s: Callable[[], float],
     on_lease: Callable[[Lease], Awaitable[None]],
     take_over: Callable[[], Awaitable[None]],
@@ -33,7 +33,7 @@ async def keep_lease(
     `silent_s`: seconds since the engine's thread last came round. One that hangs loses its jobs to others, though this
     loop goes on; `on_lease` hears what every renewal says.
     """
-    beat_s = broker.lease_s / BEATS_PER_LEASE
+    beat_s = queue.lease_s / BEATS_PER_LEASE
     look_s = min(MAX_LOOK_S, beat_s)
     loop = asyncio.get_running_loop()
     due_s = loop.time()
@@ -41,17 +41,17 @@ async def keep_lease(
         try:
             if loop.time() >= due_s and silent_s() < beat_s:
                 due_s = loop.time() + beat_s
-                await on_lease(await broker.renew())
+                await on_lease(await queue.renew())
             await take_over()
-        except BrokerUnavailable as error:
+        except QueueUnavailable as error:
             log.warning("no heartbeat: %s", error)
             due_s = loop.time()
         await asyncio.sleep(look_s)
 
 
-async def has_replacement(broker: WorkerBroker, ours: WorkerCard) -> bool:
-    """Whether another worker of our model is there and takes jobs. Raises BrokerUnavailable."""
-    now_s, cards = await broker.now_s(), await broker.workers()
+async def has_replacement(queue: WorkerQueue, ours: WorkerCard) -> bool:
+    """Whether another worker of our model is there and takes jobs. Raises QueueUnavailable."""
+    now_s, cards = await queue.now_s(), await queue.workers()
     return any(
         card.ready and card.model == ours.model and now_s - card.beat_at_s < FRESH_CARD_S
         for card in cards

@@ -79,6 +79,8 @@ def log_claim(claim: Claim) -> None:
     job = claim.job
     trace = {} if job.traceparent is None else {"trace": trace_id(job.traceparent)}
     if claim.attempt > 1:
-        log.info("goes on with %s", fields(job=job.job_id, attempt=claim.attempt, num_events=len(claim.past), **trace))
+        log.info(
+            "goes on with %s", fields(job=job.job_id, attempt=claim.attempt, num_events=len(claim.history), **trace)
+        )
     elif log.isEnabledFor(logging.DEBUG):
         log.debug("claimed %s", fields(job=job.job_id, prompt_tokens=len(job.prompt) // 4, **trace))

@@ -34,8 +34,8 @@ from service.engine.kv.kv_manager import KVManager
 from service.engine.output_processor import EngineOutput, iter_request_outputs
 from service.engine.scheduling.limits import Limits
 from service.errors import EndReason
-from service.queue.interface import Claim, Room
-from service.queue.redis.broker import RedisBroker, open_redis_broker
+from service.queue.interface import Claim, ClaimBudget
+from service.queue.redis.queue import RedisQueue, open_redis_queue
 from service.worker.engine_thread import EngineThread, Stop
 from service.worker.job_loop import JobLoop
 from tests.bench.fair_share_steps import BLOCK_SIZE, MAX_BATCHED_TOKENS, MAX_MODEL_LEN, MAX_PREFILL_CHUNK, simulate
@@ -53,20 +53,20 @@ SETTLE_S = 1.0
 FLOODED_SHARE = 0.8
 
 
-class WatchedBroker:
-    """A broker that notes how long jobs waited to be claimed."""
+class WatchedQueue:
+    """A queue that notes how long jobs waited to be claimed."""
 
-    def __init__(self, broker: RedisBroker):
-        self._broker = broker
+    def __init__(self, queue: RedisQueue):
+        self._queue = queue
         self.waited_ms: dict[str, list[float]] = {}  # tenant -> from acceptance to claim, of each job
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self._broker, name)
+        return getattr(self._queue, name)
 
-    async def fetch(self, max_branches: int, wait_s: float, room: Room) -> Sequence[Claim]:
-        claims = await self._broker.fetch(max_branches, wait_s, room)
+    async def fetch(self, max_branches: int, wait_s: float, budget: ClaimBudget) -> Sequence[Claim]:
+        claims = await self._queue.fetch(max_branches, wait_s, budget)
         if claims:
-            now_s = await self._broker.now_s()
+            now_s = await self._queue.now_s()
             for claim in claims:
                 waited_ms = (now_s - claim.job.submitted_at_s) * 1000
                 self.waited_ms.setdefault(claim.job.tenant, []).append(waited_ms)
@@ -77,8 +77,8 @@ class IdleWorker:
     """A worker above a device that computes nothing and takes `step_s` for it. A token each in every step for
     `num_slots` sequences at once."""
 
-    def __init__(self, broker: RedisBroker, num_slots: int, step_s: float):
-        self.broker, self.num_slots, self.step_s = WatchedBroker(broker), num_slots, step_s
+    def __init__(self, queue: RedisQueue, num_slots: int, step_s: float):
+        self.queue, self.num_slots, self.step_s = WatchedQueue(queue), num_slots, step_s
         self.num_tokens = 0
         executor = IdleExecutor()
         PacedDevice(executor, step_s)
@@ -92,7 +92,7 @@ class IdleWorker:
         self.engine = Engine(executor, kv, limits, frozenset())
         card = {"model": MODEL, "max_model_len": MAX_MODEL_LEN}
         self._job_loop = JobLoop(
-            self.broker,
+            self.queue,
             lambda ready: make_card("idle", ready=ready, **card),
             MAX_MODEL_LEN,
             num_slots,
@@ -167,7 +167,7 @@ async def flood(clients: Clients, worker: IdleWorker, args: argparse.Namespace) 
     chance = random.Random(1)
     small = KEYS[1:]
     alone = await clients.now_and_then(small, args.rate, args.seconds, chance)
-    waited_alone = worker.broker.waited_ms
+    waited_alone = worker.queue.waited_ms
     # A process of its own: the small ones' times are not to be those of a client that reads two hundred streams beside.
     words = [f"--port={clients.port}", f"--flood={args.flood}", f"--tokens={args.flood_tokens or args.tokens}"]
     flooding = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.bench.fair_share", "flooder", *words)
@@ -175,13 +175,13 @@ async def flood(clients: Clients, worker: IdleWorker, args: argparse.Namespace) 
         await asyncio.sleep(0.05)
     await asyncio.sleep(args.head_start_s)
     tokens_before, loop = worker.num_tokens, asyncio.get_running_loop()
-    start_s, worker.broker.waited_ms = loop.time(), {}
+    start_s, worker.queue.waited_ms = loop.time(), {}
     beside = await clients.now_and_then(small, args.rate, args.seconds, chance)
     busy = (worker.num_tokens - tokens_before) * worker.step_s / worker.num_slots / (loop.time() - start_s)
     waits = [
         [wait for tenant, found in waited.items() if tenant != flooder for wait in found]
-        for flooder in [max(worker.broker.waited_ms, key=lambda tenant: len(worker.broker.waited_ms[tenant]))]
-        for waited in (waited_alone, worker.broker.waited_ms)
+        for flooder in [max(worker.queue.waited_ms, key=lambda tenant: len(worker.queue.waited_ms[tenant]))]
+        for waited in (waited_alone, worker.queue.waited_ms)
     ]
     flooding.kill()
     await flooding.wait()
@@ -249,13 +249,13 @@ async def keep_flooding(args: argparse.Namespace) -> None:
 
 
 async def measure(args: argparse.Namespace, folder: Path, redis_url: str) -> dict[str, object]:
-    broker = await open_redis_broker(redis_url)
+    queue = await open_redis_queue(redis_url)
     bounds = {} if args.scenario == "flood" else {"max_waiting": 4 * args.slots}
     gateway, port = await asyncio.to_thread(
         start_gateway, redis_url, folder / "model", api_key=",".join(KEYS), max_connections_per_client=8192,
         max_open_per_key=8192, **bounds,
     )  # fmt: skip
-    worker = IdleWorker(broker, args.slots, args.step_ms / 1000)
+    worker = IdleWorker(queue, args.slots, args.step_ms / 1000)
     working = asyncio.create_task(worker.run())
     try:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
@@ -270,7 +270,7 @@ async def measure(args: argparse.Namespace, folder: Path, redis_url: str) -> dic
         await asyncio.wait({working}, timeout=2.0)
         gateway.send_signal(signal.SIGTERM)
         gateway.wait()
-        await broker.close()
+        await queue.close()
 
 
 def main(given: Sequence[str] | None = None) -> None:

@@ -16,9 +16,9 @@ from service.engine.request import EngineRequest
 from service.engine.scheduling.limits import Limits
 from service.queue.interface import UNBOUNDED
 from service.queue.messages import Event, Usage
-from service.worker.capacity import Places
+from service.worker.capacity import SlotCapacity
 from tests.fakes.idle_executor import IdleExecutor
-from tests.fakes.queue.queue import MemoryQueue
+from tests.fakes.queue.queue_data import QueueData
 from tests.support.wire import make_job
 
 BLOCK_SIZE = 16
@@ -33,7 +33,7 @@ class VirtualWorker:
     def __init__(self, args: argparse.Namespace, by_turns: bool):
         self._args = args
         self._by_turns = by_turns
-        self._queue = MemoryQueue()
+        self._queue = QueueData()
         self._attempts: dict[str, int] = {}
         self._tenants: dict[str, str] = {}
         self._told: set[str] = set()
@@ -46,7 +46,7 @@ class VirtualWorker:
             max_model_len=MAX_MODEL_LEN,
         )
         self.engine = Engine(IdleExecutor(), kv, limits, frozenset())
-        self._places = Places(args.slots, args.blocks * BLOCK_SIZE)
+        self._slots = SlotCapacity(args.slots, args.blocks * BLOCK_SIZE)
         self.num_waiting = {"flooder": 0}
 
     def submit(self, tenant: str, num_prompt_tokens: int, num_tokens: int) -> str:
@@ -63,12 +63,12 @@ class VirtualWorker:
 
     def step(self, now_s: float) -> Iterator[str]:
         """Claim what there is room for, compute a step, settle; yields the jobs that got their first token."""
-        max_branches, room = self._places.room(self.engine.num_free_tokens, now_s)
-        for claim in self._queue.claim("worker", max_branches, room):
+        max_branches, budget = self._slots.claim_budget(self.engine.num_free_tokens, now_s)
+        for claim in self._queue.claim("worker", max_branches, budget):
             job = claim.job
             self._attempts[job.job_id] = claim.attempt
             self.num_waiting[self._tenants[job.job_id]] -= 1
-            self._places.take(job, 0, now_s)
+            self._slots.take(job, 0, now_s)
             prompt = tuple(np.frombuffer(job.prompt, np.uint32).tolist())
             self.engine.add_request(
                 EngineRequest(request_id=job.job_id, prompt=prompt, sampling=job.sampling, tenant=job.tenant)
@@ -79,13 +79,13 @@ class VirtualWorker:
             job_id = output.request_id
             if job_id not in self._told:
                 self._told.add(job_id)
-                self._places.begin(job_id)
+                self._slots.begin(job_id)
                 yield job_id
             if output.end is not None:
                 usage = Usage(prompt_tokens=output.num_prompt_tokens, completion_tokens=output.num_output_tokens)
                 last = Event(job_id=job_id, number=1, end=output.end, usage=usage)
                 self._queue.write(last, "worker", self._attempts.pop(job_id))
-                self._places.give_back(job_id, now_s)
+                self._slots.give_back(job_id, now_s)
 
 
 def simulate(args: argparse.Namespace, num_small: int) -> dict[str, object]:

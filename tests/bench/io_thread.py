@@ -1,7 +1,7 @@
 """What telling tokens costs the engine: the thread that talks to the queue shares the interpreter with the engine's.
 
 `python -m tests.bench.io_thread --batch 200 --step-ms 9` runs the real engine on its own thread, the real job loop and
-broker, and a Redis, above a device that computes nothing and takes its time for it. In each round every token is
+queue, and a Redis, above a device that computes nothing and takes its time for it. In each round every token is
 published, and then, with new jobs, none but the last of each. Steps of all `--batch` sequences are counted.
 """
 
@@ -21,7 +21,7 @@ from service.engine.output_processor import NewTokens
 from service.garbage import keep_for_good
 from service.queue.codec import pack_ids
 from service.queue.messages import Job
-from service.queue.redis.broker import open_redis_broker
+from service.queue.redis.queue import open_redis_queue
 from service.worker.engine_thread import EngineThread
 from service.worker.job_loop import JobLoop
 from tests.bench.host_steps import VOCAB_SIZE, make_engine
@@ -86,8 +86,8 @@ async def measure(args: argparse.Namespace, redis_url: str) -> dict[str, object]
     engine, executor = make_engine(args.batch, NUM_PROMPT_TOKENS + args.steps + 16, prefix_caching=True)
     PacedDevice(executor, args.step_ms / 1000)
     steps, deaths = Steps(engine, args.batch), []
-    broker, door = [await open_redis_broker(redis_url) for _ in range(2)]
-    job_loop = JobLoop(broker, lambda ready: make_card("bench", ready=ready), VOCAB_SIZE, args.batch, 1 << 30)
+    queue, door = [await open_redis_queue(redis_url) for _ in range(2)]
+    job_loop = JobLoop(queue, lambda ready: make_card("bench", ready=ready), VOCAB_SIZE, args.batch, 1 << 30)
     job_loop.engine = EngineThread(engine, steps.pass_on(job_loop), deaths.append)
     keep_for_good()
     job_loop.engine.start()
@@ -104,7 +104,7 @@ async def measure(args: argparse.Namespace, redis_url: str) -> dict[str, object]
     finally:
         duties.cancel()
         await asyncio.gather(duties, return_exceptions=True)
-        for each in (broker, door):
+        for each in (queue, door):
             await each.close()
     told, kept = np.array(found["told"]), np.array(found["kept"])
     return {

@@ -29,7 +29,7 @@ from redis import Redis
 from service.errors import EndReason
 from service.queue.codec import pack_ids
 from service.queue.messages import Event, Part, Usage
-from service.queue.redis.broker import open_redis_broker
+from service.queue.redis.queue import open_redis_queue
 from tests.support.doors import start_gateway
 from tests.support.gateway import MODEL
 from tests.support.measuring import flags, fresh_redis, tell
@@ -45,8 +45,8 @@ REQUEST_ID = re.compile(rb"X-Request-Id: ([0-9A-Z]+)")
 class StubEngine:
     """Claims every job and publishes tokens for all of them, some in each step."""
 
-    def __init__(self, broker, token: int):
-        self._broker = broker
+    def __init__(self, queue, token: int):
+        self._queue = queue
         self._token = token
         self.job_ids: list[str] = []
         self.published_s: dict[str, list[float]] = {}
@@ -54,15 +54,15 @@ class StubEngine:
     async def claim(self, num_jobs: int) -> None:
         async with asyncio.timeout(OPEN_WITHIN_S):
             while len(self.job_ids) < num_jobs:
-                for claim in await self._broker.fetch(256, 0.5):
+                for claim in await self._queue.fetch(256, 0.5):
                     self.job_ids.append(claim.job.job_id)
                     self.published_s[claim.job.job_id] = []
 
     async def announce(self) -> None:
         while True:
             card = make_card("stub", model=MODEL, max_model_len=4096)
-            await self._broker.announce(card)
-            await self._broker.renew()
+            await self._queue.announce(card)
+            await self._queue.renew()
             await asyncio.sleep(1.0)
 
     async def speak(self, rate: float, step_s: float, for_s: float) -> None:
@@ -85,12 +85,12 @@ class StubEngine:
             self.published_s[job_id].append(now_s)
             number = len(self.published_s[job_id])
             events.append(Event(job_id=job_id, number=number, parts=(Part(tokens=pack_ids([self._token])),)))
-        await self._broker.publish(events)
+        await self._queue.publish(events)
 
     async def end(self) -> None:
         usage = Usage(prompt_tokens=1, completion_tokens=1)
         for start in range(0, len(self.job_ids), 256):
-            await self._broker.publish(
+            await self._queue.publish(
                 [
                     Event(job_id=job_id, number=len(self.published_s[job_id]) + 1, end=EndReason.LENGTH, usage=usage)
                     for job_id in self.job_ids[start : start + 256]
@@ -160,10 +160,10 @@ class Door:
 
 
 async def measure(args: argparse.Namespace, folder: Path, redis_url: str) -> dict[str, float]:
-    broker, redis = await open_redis_broker(redis_url), Redis.from_url(redis_url)
+    queue, redis = await open_redis_queue(redis_url), Redis.from_url(redis_url)
     doors = [Door(folder, number, args.streams // args.gateways) for number in range(args.gateways)]
     num_streams = args.streams // args.gateways * args.gateways
-    stub, started = StubEngine(broker, token=65), []
+    stub, started = StubEngine(queue, token=65), []
     duty = asyncio.create_task(stub.announce())
     try:
         for door in doors:
@@ -205,7 +205,7 @@ async def measure(args: argparse.Namespace, folder: Path, redis_url: str) -> dic
         for door in started:
             door.stop()
         redis.close()
-        await broker.close()
+        await queue.close()
 
 
 def _cpu_of_all(doors: list[Door], redis: Redis) -> tuple[float, float]:

@@ -33,7 +33,7 @@ from service.config.settings import Settings
 from service.gateway.generation.served_model import ServedModel
 from service.gateway.process import serving
 from service.queue import keys
-from service.queue.redis.broker import open_redis_broker
+from service.queue.redis.queue import open_redis_queue
 from tests.support.demo_engine import DEMO
 from tests.support.fleet import Fleet
 from tests.support.measuring import flags, tell
@@ -376,9 +376,9 @@ async def open_house(folder: Path):
                     model=DEMO, served_model_name=MODEL, port=0, drain_timeout=1.0, max_connections_per_client=4096,
                     producers=(PRODUCER,),
                 )  # fmt: skip
-                broker = await open_redis_broker(proxy.url, f"gateway{number}", timeout_s=GATEWAY_TIMEOUT_S)
-                opened.push_async_callback(broker.close)
-                urls.append(await opened.enter_async_context(serving(settings, ServedModel.read(settings), broker)))
+                queue = await open_redis_queue(proxy.url, f"gateway{number}", timeout_s=GATEWAY_TIMEOUT_S)
+                opened.push_async_callback(queue.close)
+                urls.append(await opened.enter_async_context(serving(settings, ServedModel.read(settings), queue)))
             http = await opened.enter_async_context(
                 aiohttp.ClientSession(
                     connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)

@@ -143,13 +143,13 @@ async def open_house(folder: Path):
         settings = Settings(
             model=DEMO, served_model_name=MODEL, port=0, drain_timeout=1.0, max_connections_per_client=4096
         )
-        broker = await fleet.door()
+        queue = await fleet.door()
         async with (
-            serving(settings, ServedModel.read(settings), broker) as url,
+            serving(settings, ServedModel.read(settings), queue) as url,
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http,
         ):
             yield fleet, http, url
-        await broker.close()
+        await queue.close()
     finally:
         fleet.close()
 

@@ -9,7 +9,7 @@ import pytest
 
 from service.errors import EndReason
 from service.queue import keys
-from service.queue.interface import BrokerUnavailable
+from service.queue.interface import QueueUnavailable
 from tests.support.figures import note
 from tests.support.fleet import Fleet
 from tests.support.history import Storyteller, check_logs, check_stories, until_told
@@ -82,7 +82,7 @@ async def test_back_without_its_data(fleet, running, goldens):
 async def test_out_of_memory_for_a_while(fleet, running, goldens):
     with fleet.client() as redis:
         redis.config_set("maxmemory", 1)
-        with pytest.raises(BrokerUnavailable):
+        with pytest.raises(QueueUnavailable):
             await Storyteller(running._door).tell((20, 21), max_tokens=4)
         await asyncio.sleep(fleet.lease_s * 1.5)
         redis.config_set("maxmemory", 0)
@@ -93,7 +93,7 @@ async def test_read_only_for_a_while(fleet, running, goldens):
     with fleet.client() as redis:
         redis.execute_command("REPLICAOF", "127.0.0.1", "1")
         await asyncio.sleep(1.0)
-        with pytest.raises(BrokerUnavailable):
+        with pytest.raises(QueueUnavailable):
             await Storyteller(running._door).tell((20, 21), max_tokens=4)
         redis.execute_command("REPLICAOF", "NO", "ONE")
     await finish(fleet, running, goldens)

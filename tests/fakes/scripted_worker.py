@@ -1,4 +1,4 @@
-"""A worker without a model: answers every job as a script says, through the worker's half of a broker."""
+"""A worker without a model: answers every job as a script says, through the worker's half of a queue."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from service.errors import EndReason
 from service.queue.codec import pack_floats, pack_ids, unpack_ids
-from service.queue.interface import WorkerBroker
+from service.queue.interface import WorkerQueue
 from service.queue.messages import Cancel, Event, Job, Part, TokenLogprobs, Usage, WorkerCard
 
 
@@ -38,8 +38,8 @@ SILENT = Script()
 class ScriptedWorker:
     """Runs inside `working`. `jobs` and `cancels` are what it was given, in order."""
 
-    def __init__(self, broker: WorkerBroker, model: str, script: Callable[[Job], Script], max_model_len: int = 4096):
-        self._broker = broker
+    def __init__(self, queue: WorkerQueue, model: str, script: Callable[[Job], Script], max_model_len: int = 4096):
+        self._queue = queue
         self._model = model
         self._max_model_len = max_model_len
         self.script = script
@@ -78,7 +78,7 @@ class ScriptedWorker:
             host_blocks=self.host_blocks,
             stats=self.stats,
         )
-        return await self._broker.announce(card)
+        return await self._queue.announce(card)
 
     async def cancelled(self, number: int = 1) -> Cancel:
         """Waits for the `number`th cancel."""
@@ -91,7 +91,7 @@ class ScriptedWorker:
             while self.paused:
                 await asyncio.sleep(0.01)
             self.is_fetching = True
-            claims = await self._broker.fetch(256, 0.2)
+            claims = await self._queue.fetch(256, 0.2)
             self.is_fetching = False
             for claim in claims:
                 self.jobs.append(claim.job)
@@ -99,7 +99,7 @@ class ScriptedWorker:
 
     async def _hear_cancels(self) -> None:
         while True:
-            for cancel in await self._broker.fetch_cancels(0.2):
+            for cancel in await self._queue.fetch_cancels(0.2):
                 self.cancels.append(cancel)
                 task = self._running.get(cancel.job_id)
                 if task is None or task.done():
@@ -172,7 +172,7 @@ class ScriptedWorker:
         number = self._numbers[event.job_id] = self._numbers.get(event.job_id, 0) + 1
         if number == 1:
             event = replace(event, usage=Usage(prompt_tokens=0, completion_tokens=0, cached_tokens=1))
-        await self._broker.publish([replace(event, number=number)])
+        await self._queue.publish([replace(event, number=number)])
 
 
 class _Branch:

@@ -17,7 +17,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from service.config.settings import Settings
 from service.gateway.generation.served_model import ServedModel
 from service.gateway.process import serving
-from service.queue.redis.broker import open_redis_broker
+from service.queue.redis.queue import open_redis_queue
 from tests.support.demo_engine import DEMO
 from tests.support.fleet import Fleet
 from tests.support.served import REPOSITORY
@@ -85,9 +85,9 @@ async def test_no_request_fails_and_no_worker_counts_as_dead(set_redis, fleet, b
     await set_redis.until_up()
     fleet.redis_url = set_redis.url
     await fleet.have(2)
-    broker = await open_redis_broker(set_redis.url)
+    queue = await open_redis_queue(set_redis.url)
     settings = Settings(model=DEMO, served_model_name="demo", port=0, drain_timeout=1.0)
-    async with serving(settings, ServedModel.read(settings), broker) as url, aiohttp.ClientSession() as http:
+    async with serving(settings, ServedModel.read(settings), queue) as url, aiohttp.ClientSession() as http:
 
         async def ask(num_tokens: int) -> tuple[int, str]:
             body = {"model": "demo", "prompt": "Once", "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0}
@@ -115,6 +115,6 @@ async def test_no_request_fails_and_no_worker_counts_as_dead(set_redis, fleet, b
         assert answers == [(200, golden)] * len(answers)
         assert [status for status, _ in await asyncio.gather(*running)] == [200] * 4
         assert await is_ready()
-    await broker.close()
+    await queue.close()
     assert "jobs of dead workers" not in fleet.output
     assert "taken from us" not in fleet.output

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from service.cli.main import main
 from service.engine.execution.executor import ModelExecutor
-from service.queue.redis.claims import HeldJobs
-from service.queue.redis.worker import RedisWorker
+from service.queue.redis.claims import ClaimedJobs
+from service.queue.redis.worker import RedisWorkerQueue
 
 POISON = (13, 13, 13, 13)
 STEP_S = float(os.environ.get("CHAOS_STEP_S", "0.01"))
@@ -40,7 +40,7 @@ class Orders:
 
 
 def obey(orders: Orders) -> None:
-    fetch, publish, launch = RedisWorker.fetch, HeldJobs.publish, ModelExecutor.launch
+    fetch, publish, launch = RedisWorkerQueue.fetch, ClaimedJobs.publish, ModelExecutor.launch
 
     async def fetch_and_die(worker, *args):
         claims = await fetch(worker, *args)
@@ -66,7 +66,7 @@ def obey(orders: Orders) -> None:
             orders.die("prefill")
         return launched
 
-    RedisWorker.fetch, HeldJobs.publish, ModelExecutor.launch = fetch_and_die, publish_and_die, launch_and_die
+    RedisWorkerQueue.fetch, ClaimedJobs.publish, ModelExecutor.launch = fetch_and_die, publish_and_die, launch_and_die
 
 
 if __name__ == "__main__":

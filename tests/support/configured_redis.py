@@ -1,4 +1,4 @@
-"""A Redis as deploy/redis.conf and deploy/users.acl make it, and brokers that enter it under their roles."""
+"""A Redis as deploy/redis.conf and deploy/users.acl make it, and queues that enter it under their roles."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from service.queue.embedded.redis import find_program
-from service.queue.interface import DoorBroker
-from service.queue.redis.broker import RedisBroker, open_redis_broker
+from service.queue.interface import GatewayQueue
+from service.queue.redis.queue import RedisQueue, open_redis_queue
 from tests.support.served import REPOSITORY
 
 DEPLOY = REPOSITORY / "deploy"
@@ -65,20 +65,20 @@ class ConfiguredRedis:
             return False
 
 
-class RolesBroker:
-    """Both halves of a broker, each entering under its own name, as gateway and worker do."""
+class RolesQueue:
+    """Both halves of a queue, each entering under its own name, as gateway and worker do."""
 
-    def __init__(self, door: RedisBroker, worker: RedisBroker):
+    def __init__(self, door: RedisQueue, worker: RedisQueue):
         self._door = door
         self._worker = worker
 
     @classmethod
-    async def open(cls, server: ConfiguredRedis, name: str | None = None, **options) -> RolesBroker:
-        door = await open_redis_broker(server.url(GATEWAY), **options)
-        return cls(door, await open_redis_broker(server.url(WORKER), name, **options))
+    async def open(cls, server: ConfiguredRedis, name: str | None = None, **options) -> RolesQueue:
+        door = await open_redis_queue(server.url(GATEWAY), **options)
+        return cls(door, await open_redis_queue(server.url(WORKER), name, **options))
 
     def __getattr__(self, name: str):
-        return getattr(self._door if hasattr(DoorBroker, name) else self._worker, name)
+        return getattr(self._door if hasattr(GatewayQueue, name) else self._worker, name)
 
     async def close(self) -> None:
         await self._door.close()

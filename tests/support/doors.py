@@ -13,7 +13,7 @@ from pathlib import Path
 from service.config.settings import Settings
 from service.gateway.generation.served_model import ServedModel
 from service.gateway.process import serving
-from service.queue.redis.broker import open_redis_broker
+from service.queue.redis.queue import open_redis_queue
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.gateway import MODEL, speech, write_model
 
@@ -36,14 +36,14 @@ async def open_fleet(
     model = ServedModel.read(chosen)
     async with AsyncExitStack() as opened:
 
-        async def broker():
-            found = await open_redis_broker(redis_url)
+        async def queue():
+            found = await open_redis_queue(redis_url)
             opened.push_async_callback(found.close)
             return found
 
-        worker = worker_type(await broker(), MODEL, lambda job: speech(model, "Hello world."))
+        worker = worker_type(await queue(), MODEL, lambda job: speech(model, "Hello world."))
         await opened.enter_async_context(worker.working())
-        urls = [await opened.enter_async_context(serving(chosen, model, await broker())) for _ in range(num_gateways)]
+        urls = [await opened.enter_async_context(serving(chosen, model, await queue())) for _ in range(num_gateways)]
         yield GatewayFleet(urls, worker, model)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from redis import Redis
 
 from service.queue.embedded.redis import EmbeddedRedis
-from service.queue.redis.broker import RedisBroker, open_redis_broker
+from service.queue.redis.queue import RedisQueue, open_redis_queue
 from tests.support.served import REPOSITORY
 
 PROGRAM = REPOSITORY / "tests" / "support" / "chaos_worker.py"
@@ -95,8 +95,8 @@ class Fleet:
     def client(self) -> Redis:
         return Redis.from_url(self.redis_url)
 
-    async def door(self) -> RedisBroker:
-        return await open_redis_broker(self.redis_url)
+    async def door(self) -> RedisQueue:
+        return await open_redis_queue(self.redis_url)
 
     def start(self, step_s: float = 0.01) -> Worker:
         self._num_started += 1

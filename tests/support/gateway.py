@@ -1,4 +1,4 @@
-"""A gateway for tests: a small tokenizer, a chat template, a memory broker, a scripted worker, a real port."""
+"""A gateway for tests: a small tokenizer, a chat template, a memory queue, a scripted worker, a real port."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from model.text.grammar_matcher import GrammarCompiler
 from service.config.settings import Settings
 from service.gateway.generation.served_model import ServedModel
 from service.gateway.process import serving
-from tests.fakes.queue.broker import MemoryBroker
+from tests.fakes.queue.memory_queue import MemoryQueue
 from tests.fakes.scripted_worker import Script, ScriptedWorker
 from tests.support.make_tokenizers import qwen_style
 
@@ -64,7 +64,7 @@ def compiler_of(model: ServedModel) -> GrammarCompiler:
     return GrammarCompiler(model.tokenizer, model.vocab_size, model.eos_token_ids)
 
 
-class QuickBroker(MemoryBroker):
+class QuickQueue(MemoryQueue):
     """Waits for ingress entries in small steps, so that a gateway closes at once."""
 
     async def fetch_ingress(self, producers, max_entries, wait_s):
@@ -77,7 +77,7 @@ class Gateway:
 
     url: str
     http: aiohttp.ClientSession
-    broker: MemoryBroker
+    queue: MemoryQueue
     worker: ScriptedWorker
     model: ServedModel
 
@@ -104,17 +104,17 @@ class Gateway:
 async def beside(gateway: Gateway, folder: Path, **settings):
     """Another gateway on the same queue and worker."""
     chosen = Settings(**{"model": folder, "served_model_name": MODEL, "port": 0, "drain_timeout": 0.2, **settings})
-    async with serving(chosen, ServedModel.read(chosen), gateway.broker) as url:
+    async with serving(chosen, ServedModel.read(chosen), gateway.queue) as url:
         yield replace(gateway, url=url)
 
 
 @asynccontextmanager
-async def open_gateway(folder: Path, broker: MemoryBroker | None = None, **settings):
+async def open_gateway(folder: Path, queue: MemoryQueue | None = None, **settings):
     """A Gateway over a model folder made by `write_model`; its worker says "Hello world." to everything."""
     chosen = Settings(**{"model": folder, "served_model_name": MODEL, "port": 0, "drain_timeout": 0.2, **settings})
-    broker = broker or QuickBroker()
+    queue = queue or QuickQueue()
     model = ServedModel.read(chosen)
-    worker = ScriptedWorker(broker, MODEL, lambda job: speech(model, "Hello world."))
-    async with worker.working(), serving(chosen, model, broker) as url, aiohttp.ClientSession() as http:
-        yield Gateway(url, http, broker, worker, model)
-    await broker.close()
+    worker = ScriptedWorker(queue, MODEL, lambda job: speech(model, "Hello world."))
+    async with worker.working(), serving(chosen, model, queue) as url, aiohttp.ClientSession() as http:
+        yield Gateway(url, http, queue, worker, model)
+    await queue.close()

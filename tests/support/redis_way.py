@@ -10,7 +10,7 @@ from service.queue.redis.link import RedisLink
 
 
 async def ping(link: RedisLink) -> None:
-    """Raises BrokerUnavailable."""
+    """Raises QueueUnavailable."""
     async with link.commands() as redis:
         await redis.ping()
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from model.sampling_params import SamplingParams
 from service.errors import EndReason
 from service.queue.codec import pack_ids
-from service.queue.interface import BrokerUnavailable
+from service.queue.interface import QueueUnavailable
 from service.queue.messages import Event, Job, Part, Usage, WorkerCard
-from service.queue.redis.broker import RedisBroker
+from service.queue.redis.queue import RedisQueue
 
-OpenBroker = Callable[..., Awaitable[RedisBroker]]
+OpenQueue = Callable[..., Awaitable[RedisQueue]]
 PATIENCE_S = 10.0
 
 
@@ -23,7 +23,7 @@ async def persist(act: Callable[[], Awaitable], within_s: float = 2 * PATIENCE_S
         while True:
             try:
                 return await act()
-            except BrokerUnavailable:
+            except QueueUnavailable:
                 await asyncio.sleep(0.05)
 
 
@@ -72,12 +72,12 @@ class Ended:
     reason: EndReason | None
 
 
-async def follow_begun(broker: RedisBroker) -> AsyncIterator[Event]:
+async def follow_begun(queue: RedisQueue) -> AsyncIterator[Event]:
     """Events of JOB1 behind its first, which was told after it was submitted and claimed."""
-    events = broker.follow("JOB1")
-    await broker.submit(make_job())
-    await broker.fetch(1, 1.0)
-    await broker.publish(make_events("JOB1", [1]))
+    events = queue.follow("JOB1")
+    await queue.submit(make_job())
+    await queue.fetch(1, 1.0)
+    await queue.publish(make_events("JOB1", [1]))
     assert await take(events, 1) == [1]
     return events
 

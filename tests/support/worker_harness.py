@@ -27,14 +27,14 @@ NUMBERS = itertools.count()
 class WorkerHarness:
     """Serves jobs inside `async with`. `dead` has what ended the engine."""
 
-    def __init__(self, broker, step_s=0.0, executor=None, name="w", tracing=NO_TRACING):
-        self.broker, self.name = broker, name
+    def __init__(self, queue, step_s=0.0, executor=None, name="w", tracing=NO_TRACING):
+        self.queue, self.name = queue, name
         limits = Limits(max_num_seqs=NUM_SLOTS, max_num_batched_tokens=32, max_prefill_chunk=32, max_model_len=4000)
         executor = executor or ScriptedExecutor(1024, 4, step_s=step_s)
         self.dead = asyncio.get_running_loop().create_future()
         loop = asyncio.get_running_loop()
         engine = Engine(executor, KVManager(1024, 4), limits, frozenset())
-        self.job_loop = JobLoop(broker, self.card, VOCAB, NUM_SLOTS, 1024 * 4, tracing=tracing)
+        self.job_loop = JobLoop(queue, self.card, VOCAB, NUM_SLOTS, 1024 * 4, tracing=tracing)
         self.engine = EngineThread(
             engine, self.job_loop.on_outputs, lambda error: loop.call_soon_threadsafe(self.dead.set_result, error)
         )
@@ -76,14 +76,14 @@ class WorkerHarness:
     async def retire(self):
         """As a process that ends by itself, with nothing left to do: its lease ends too."""
         await self.die()
-        await self.broker.retire(self.name)
+        await self.queue.retire(self.name)
 
     async def submit(self, prompt, deadline_s=None, model=None, tenant="t", **wishes):
         """Submit a job and follow it; (id, iterator of its events)."""
         job_id = f"JOB{next(NUMBERS)}"
-        events = self.broker.follow(job_id)
+        events = self.queue.follow(job_id)
         sampling = SamplingParams(**{"max_tokens": 5} | wishes)
-        await self.broker.submit(
+        await self.queue.submit(
             Job(
                 job_id=job_id, tenant=tenant, prompt=pack_ids(prompt), sampling=sampling, submitted_at_s=time.time(),
                 deadline_s=deadline_s, feed="f", model=model,

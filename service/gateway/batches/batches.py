@@ -22,7 +22,7 @@ from service.gateway.openai.strict_json import decode_object
 from service.gateway.routes.completions import refuse_idempotency_key
 from service.gateway.routes.pages import list_json, page_limit
 from service.queue.batches import Batch, BatchStatus
-from service.queue.interface import BrokerUnavailable, DoorBroker
+from service.queue.interface import GatewayQueue, QueueUnavailable
 from service.queue.storage import StorageFull, StorageLimits
 
 Json = dict[str, Any]
@@ -41,8 +41,8 @@ class BatchBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
 
 
 class Batches:
-    def __init__(self, broker: DoorBroker, runner: BatchRunner, limits: StorageLimits) -> None:
-        self._broker = broker
+    def __init__(self, queue: GatewayQueue, runner: BatchRunner, limits: StorageLimits) -> None:
+        self._queue = queue
         self._runner = runner
         self._limits = limits
 
@@ -58,12 +58,12 @@ class Batches:
         refuse_idempotency_key(http)
         body = convert(decode_object(await read_body(http)), BatchBody)
         _check(body)
-        file = await find_file(self._broker, body.input_file_id, http[TENANT], "input_file_id")
+        file = await find_file(self._queue, body.input_file_id, http[TENANT], "input_file_id")
         if file.purpose != INPUT:
             raise refusal("input_file_id", f"must be a file of purpose '{INPUT}'")
         try:
             await self._require_room(http[TENANT])
-            now_s = await self._broker.now_s()
+            now_s = await self._queue.now_s()
             batch = Batch(
                 batch_id=f"batch_{secrets.token_hex(16)}",
                 tenant=http[TENANT],
@@ -73,8 +73,8 @@ class Batches:
                 expires_s=now_s + WINDOWS_S[body.completion_window],
                 metadata=body.metadata or {},
             )
-            await write(lambda: self._broker.put_batch(batch, self._limits))
-        except BrokerUnavailable:
+            await write(lambda: self._queue.put_batch(batch, self._limits))
+        except QueueUnavailable:
             raise unavailable() from None
         except StorageFull as full:
             raise storage_refusal(full) from None
@@ -82,8 +82,8 @@ class Batches:
         return json_response(batch_json(batch))
 
     async def _require_room(self, tenant: str) -> None:
-        """Raises RequestError (429), BrokerUnavailable."""
-        num_open = sum(batch.tenant == tenant for batch in await self._broker.open_batches())
+        """Raises RequestError (429), QueueUnavailable."""
+        num_open = sum(batch.tenant == tenant for batch in await self._queue.open_batches())
         if num_open >= MAX_OPEN_BATCHES:
             message = f"{num_open} of your batches are open already ({MAX_OPEN_BATCHES} are allowed)."
             raise RequestError(
@@ -93,8 +93,8 @@ class Batches:
     async def _list(self, http: web.Request) -> web.Response:
         limit = page_limit(http, DEFAULT_PAGE, MAX_PAGE)
         try:
-            batches = await self._broker.batches(http[TENANT], http.query.get("after"), limit + 1)
-        except BrokerUnavailable:
+            batches = await self._queue.batches(http[TENANT], http.query.get("after"), limit + 1)
+        except QueueUnavailable:
             raise unavailable() from None
         page = [batch_json(batch) for batch in batches[:limit]]
         return json_response(list_json(page, has_more=len(batches) > limit))
@@ -102,8 +102,8 @@ class Batches:
     async def _get(self, http: web.Request) -> web.Response:
         batch = await self._found(http)
         try:
-            is_cancelled = batch.is_open and await self._broker.is_batch_cancelled(batch.batch_id)
-        except BrokerUnavailable:
+            is_cancelled = batch.is_open and await self._queue.is_batch_cancelled(batch.batch_id)
+        except QueueUnavailable:
             raise unavailable() from None
         # One that waits for its turn waits for it to end, too.
         return json_response(batch_json(batch) | ({"status": BatchStatus.CANCELLING} if is_cancelled else {}))
@@ -113,16 +113,16 @@ class Batches:
         if not batch.is_open:
             raise RequestError(409, f"The batch is {batch.status} already.", param="batch_id", code="batch_ended")
         try:
-            await self._broker.cancel_batch(batch.batch_id)
-        except BrokerUnavailable:
+            await self._queue.cancel_batch(batch.batch_id)
+        except QueueUnavailable:
             raise unavailable() from None
         self._runner.look()
         return json_response({**batch_json(batch), "status": BatchStatus.CANCELLING})
 
     async def _found(self, http: web.Request) -> Batch:
         try:
-            batch = await self._broker.batch(http.match_info["batch_id"])
-        except BrokerUnavailable:
+            batch = await self._queue.batch(http.match_info["batch_id"])
+        except QueueUnavailable:
             raise unavailable() from None
         except ValueError:
             batch = None

@@ -6,7 +6,7 @@ import secrets
 from contextlib import suppress
 
 from service.queue.batches import PIECE_BYTES, StoredFile
-from service.queue.interface import BrokerUnavailable, DoorBroker
+from service.queue.interface import GatewayQueue, QueueUnavailable
 from service.queue.storage import StorageFull, StorageLimits
 
 
@@ -16,10 +16,10 @@ class FileWriter:
     It reserves room before it needs it: of files that together are too long some are written, not a part of each.
     """
 
-    def __init__(self, broker: DoorBroker, tenant: str, limits: StorageLimits) -> None:
+    def __init__(self, queue: GatewayQueue, tenant: str, limits: StorageLimits) -> None:
         self.file_id = f"file-{secrets.token_hex(16)}"
         self.num_bytes = 0
-        self._broker = broker
+        self._queue = queue
         self._tenant = tenant
         self._limits = limits
         self._reserved_bytes = 0
@@ -27,12 +27,12 @@ class FileWriter:
         self._rest = bytearray()
 
     async def reserve(self, num_bytes: int) -> None:
-        """No other file takes the room of so many bytes. Raises StorageFull, BrokerUnavailable."""
-        await self._broker.reserve_file(self.file_id, self._tenant, num_bytes, self._limits)
+        """No other file takes the room of so many bytes. Raises StorageFull, QueueUnavailable."""
+        await self._queue.reserve_file(self.file_id, self._tenant, num_bytes, self._limits)
         self._reserved_bytes = num_bytes
 
     async def write(self, data: bytes) -> None:
-        """Raises StorageFull, BrokerUnavailable."""
+        """Raises StorageFull, QueueUnavailable."""
         self._rest += data
         while len(self._rest) >= PIECE_BYTES:
             piece = bytes(self._rest[:PIECE_BYTES])
@@ -40,7 +40,7 @@ class FileWriter:
             await self._append(piece)
 
     async def finish(self, filename: str, purpose: str) -> StoredFile:
-        """The file is there when this returns. Raises StorageFull, BrokerUnavailable."""
+        """The file is there when this returns. Raises StorageFull, QueueUnavailable."""
         if self._rest:
             await self._append(bytes(self._rest))
         file = StoredFile(
@@ -49,14 +49,14 @@ class FileWriter:
             filename=filename,
             purpose=purpose,
             num_bytes=self.num_bytes,
-            created_s=await self._broker.now_s(),
+            created_s=await self._queue.now_s(),
         )
-        await self._broker.put_file(file)
+        await self._queue.put_file(file)
         return file
 
     async def drop(self) -> None:
-        """Raises BrokerUnavailable."""
-        await self._broker.drop_file(self.file_id, self._tenant)
+        """Raises QueueUnavailable."""
+        await self._queue.drop_file(self.file_id, self._tenant)
 
     async def _append(self, piece: bytes) -> None:
         self.num_bytes += len(piece)
@@ -65,6 +65,6 @@ class FileWriter:
             with suppress(StorageFull):  # then piece by piece, as long as there is room
                 await self.reserve(2 * self.num_bytes)
         is_reserved = self.num_bytes <= self._reserved_bytes
-        found = await self._broker.append_file(self.file_id, self._tenant, piece, self._limits, is_reserved=is_reserved)
+        found = await self._queue.append_file(self.file_id, self._tenant, piece, self._limits, is_reserved=is_reserved)
         if found != self._num_pieces:
-            raise BrokerUnavailable("the queue has lost what was written of a file")
+            raise QueueUnavailable("the queue has lost what was written of a file")

@@ -22,7 +22,7 @@ from service.gateway.routes.pages import MAX_PAGE, is_ascending, page_json
 from service.observability.logs import fields
 from service.queue import keys
 from service.queue.batches import BatchStore, StoredFile
-from service.queue.interface import BrokerUnavailable, DoorBroker
+from service.queue.interface import GatewayQueue, QueueUnavailable
 from service.queue.storage import StorageFull, StorageLimits
 
 log = logging.getLogger("quire.gateway")
@@ -43,8 +43,8 @@ MAX_PURPOSE_BYTES = 64
 
 
 class Files:
-    def __init__(self, broker: DoorBroker, limits: StorageLimits, settings: Settings) -> None:
-        self._broker = broker
+    def __init__(self, queue: GatewayQueue, limits: StorageLimits, settings: Settings) -> None:
+        self._queue = queue
         self._limits = limits
         self._max_file_bytes = settings.max_file_bytes
         self._write_timeout_s = settings.write_timeout
@@ -64,12 +64,12 @@ class Files:
             raise RequestError(415, "The body must be of type multipart/form-data.", code="unsupported_media_type")
         if (http.content_length or 0) > self._max_file_bytes + MAX_FORM_BYTES:
             raise self._too_large()
-        writer = FileWriter(self._broker, http[TENANT], self._limits)
+        writer = FileWriter(self._queue, http[TENANT], self._limits)
         try:
             stored = await self._store(http, writer)
         except BaseException as error:
             await asyncio.shield(_drop(writer))
-            if isinstance(error, BrokerUnavailable):
+            if isinstance(error, QueueUnavailable):
                 raise unavailable() from None
             if isinstance(error, StorageFull):
                 raise storage_refusal(error) from None
@@ -77,9 +77,9 @@ class Files:
         return json_response(file_json(stored))
 
     async def _store(self, http: web.Request, writer: FileWriter) -> StoredFile:
-        """Raises RequestError, StorageFull, BrokerUnavailable."""
+        """Raises RequestError, StorageFull, QueueUnavailable."""
         await http[HELD].grow(WINDOW_BYTES)
-        if len(await self._broker.files(http[TENANT])) >= MAX_FILES:
+        if len(await self._queue.files(http[TENANT])) >= MAX_FILES:
             raise RequestError(400, f"There are {MAX_FILES} files already; delete some.", code="too_many_files")
         await writer.reserve(min(http.content_length or 0, self._max_file_bytes))
         try:
@@ -87,7 +87,7 @@ class Files:
                 form = await self._form(http, writer, patience)
         except TimeoutError:
             raise RequestError(408, "The body did not arrive in time.", code="request_timeout") from None
-        except (RequestError, StorageFull, BrokerUnavailable, ConnectionError, web.HTTPException):
+        except (RequestError, StorageFull, QueueUnavailable, ConnectionError, web.HTTPException):
             raise
         except Exception as error:  # aiohttp's reader of forms fails in any way: an unknown charset is a LookupError
             log.debug("a form could not be read: %r", error)
@@ -132,8 +132,8 @@ class Files:
 
     async def _list(self, http: web.Request) -> web.Response:
         try:
-            files = await self._broker.files(http[TENANT])
-        except BrokerUnavailable:
+            files = await self._queue.files(http[TENANT])
+        except QueueUnavailable:
             raise unavailable() from None
         purpose = http.query.get("purpose")
         wanted = [file for file in files if purpose in (None, file.purpose)]
@@ -152,11 +152,11 @@ class Files:
         if http.method == "HEAD":
             return response
         try:
-            pieces = await self._broker.file_pieces(file.file_id, 0, 1)
+            pieces = await self._queue.file_pieces(file.file_id, 0, 1)
             async with asyncio.timeout(self._write_timeout_s):
                 await response.prepare(http)
             await self._send(response, file, pieces)
-        except BrokerUnavailable:
+        except QueueUnavailable:
             if not response.prepared:
                 raise unavailable() from None
             _cut_off(http)
@@ -165,7 +165,7 @@ class Files:
         return response
 
     async def _send(self, response: web.StreamResponse, file: StoredFile, pieces: Sequence[bytes]) -> None:
-        """Raises BrokerUnavailable, also for a file that was deleted meanwhile, TimeoutError and ConnectionError."""
+        """Raises QueueUnavailable, also for a file that was deleted meanwhile, TimeoutError and ConnectionError."""
         num_pieces = num_bytes = 0
         while pieces:
             for piece in pieces:
@@ -173,27 +173,27 @@ class Files:
                     await response.write(piece)
                 num_bytes += len(piece)
             num_pieces += len(pieces)
-            pieces = await self._broker.file_pieces(file.file_id, num_pieces, 1)
+            pieces = await self._queue.file_pieces(file.file_id, num_pieces, 1)
         if num_bytes != file.num_bytes:
-            raise BrokerUnavailable("the file is not there any more")
+            raise QueueUnavailable("the file is not there any more")
 
     async def _delete(self, http: web.Request) -> web.Response:
         file = await self._found(http)
         try:
-            await self._broker.drop_file(file.file_id, file.tenant)
-        except BrokerUnavailable:
+            await self._queue.drop_file(file.file_id, file.tenant)
+        except QueueUnavailable:
             raise unavailable() from None
         return json_response({"id": file.file_id, "object": "file", "deleted": True})
 
     async def _found(self, http: web.Request) -> StoredFile:
-        return await find_file(self._broker, http.match_info["file_id"], http[TENANT])
+        return await find_file(self._queue, http.match_info["file_id"], http[TENANT])
 
 
 async def find_file(store: BatchStore, file_id: str, tenant: str, param: str = "file_id") -> StoredFile:
     """Raises RequestError: 404 for one that is not there or another tenant's, 503."""
     try:
         file = await store.file(file_id)
-    except BrokerUnavailable:
+    except QueueUnavailable:
         raise unavailable() from None
     except ValueError:
         file = None
@@ -228,7 +228,7 @@ async def _purpose(part: BodyPartReader) -> str:
 async def _drop(writer: FileWriter) -> None:
     try:
         await writer.drop()
-    except BrokerUnavailable:
+    except QueueUnavailable:
         log.warning("the queue keeps a broken upload for a while %s", fields(file=writer.file_id))
 
 

@@ -10,7 +10,7 @@ from service.gateway.batches.files import OUTPUT
 from service.gateway.batches.input_file import InputFile
 from service.gateway.batches.lines import BadInput, line_name, read_line, undone_line
 from service.queue.batches import ANSWERED_WELL, LINE_OVERHEAD_BYTES, Batch, BatchStatus, Move, StoredFile
-from service.queue.interface import DoorBroker
+from service.queue.interface import GatewayQueue
 
 LINES_AT_ONCE = 256
 BYTES_AT_ONCE = 1 << 20
@@ -29,43 +29,43 @@ class _Files:
     error: str
 
 
-async def finish(broker: DoorBroker, batch: Batch, input_file: InputFile) -> Batch:
+async def finish(queue: GatewayQueue, batch: Batch, input_file: InputFile) -> Batch:
     """The batch with its files, which are there; it may be put as ended. May be interrupted anywhere, and is gone on
-    with by whoever calls it next. Raises BrokerUnavailable."""
+    with by whoever calls it next. Raises QueueUnavailable."""
     files = _Files(*(f"file-{batch.batch_id.removeprefix('batch_')}-{kind}" for kind in ("output", "error")))
-    marks = await broker.line_marks(batch.batch_id)
-    number = (await broker.moved_lines(batch.batch_id)).num_lines
+    marks = await queue.line_marks(batch.batch_id)
+    number = (await queue.moved_lines(batch.batch_id)).num_lines
     while number < batch.num_total:
-        number = await _move_some(broker, batch, input_file, files, marks, number)
-    moved = await broker.moved_lines(batch.batch_id)
+        number = await _move_some(queue, batch, input_file, files, marks, number)
+    moved = await queue.moved_lines(batch.batch_id)
     ids = {}
     for kind, file_id, num_bytes in (
         ("output", files.output, moved.output_bytes),
         ("error", files.error, moved.error_bytes),
     ):
         if num_bytes:
-            await broker.put_file(
+            await queue.put_file(
                 StoredFile(
                     file_id=file_id,
                     tenant=batch.tenant,
                     filename=f"{batch.batch_id}_{kind}.jsonl",
                     purpose=OUTPUT,
                     num_bytes=num_bytes,
-                    created_s=await broker.now_s(),
+                    created_s=await queue.now_s(),
                 )
             )
             ids[f"{kind}_file_id"] = file_id
-    await broker.drop_lines(batch)
+    await queue.drop_lines(batch)
     return replace(batch, **ids)
 
 
 async def _move_some(
-    broker: DoorBroker, batch: Batch, input_file: InputFile, files: _Files, marks: bytes, first: int
+    queue: GatewayQueue, batch: Batch, input_file: InputFile, files: _Files, marks: bytes, first: int
 ) -> int:
     """The first line that is not in the files yet."""
-    sizes = await broker.line_sizes(batch.batch_id, first, min(LINES_AT_ONCE, batch.num_total - first))
+    sizes = await queue.line_sizes(batch.batch_id, first, min(LINES_AT_ONCE, batch.num_total - first))
     sizes = sizes[: _num_that_fit(sizes)]
-    answers = await broker.lines(batch.batch_id, first, len(sizes))
+    answers = await queue.lines(batch.batch_id, first, len(sizes))
     good, bad = [], []
     for number, answer in enumerate(answers, first):
         if answer is None:
@@ -82,7 +82,7 @@ async def _move_some(
         output=b"".join(good),
         errors=b"".join(bad),
     )
-    return await broker.move_lines(batch, move)
+    return await queue.move_lines(batch, move)
 
 
 def _num_that_fit(sizes: Sequence[int]) -> int:

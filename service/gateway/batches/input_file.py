@@ -11,7 +11,7 @@ from typing import Any
 from service.gateway.batches.lines import MAX_ERRORS, MAX_LINES, BadInput, check_line
 from service.gateway.openai.answers import encode_json
 from service.queue.batches import PIECE_BYTES, BatchError
-from service.queue.interface import DoorBroker
+from service.queue.interface import GatewayQueue
 
 _ROW = re.compile(rb"\S[^\n]*")
 
@@ -108,14 +108,14 @@ class LineScanner:
 class InputFile:
     """Reads requests by their numbers, best in order: it keeps one piece."""
 
-    def __init__(self, broker: DoorBroker, file_id: str, index: LineIndex) -> None:
+    def __init__(self, queue: GatewayQueue, file_id: str, index: LineIndex) -> None:
         self.index = index
-        self._broker = broker
+        self._queue = queue
         self._file_id = file_id
         self._kept = (-1, b"")  # number of a piece, and the piece
 
     async def row(self, number: int) -> bytes:
-        """Raises BadInput where the file is gone, BrokerUnavailable."""
+        """Raises BadInput where the file is gone, QueueUnavailable."""
         if number >= len(self.index):
             raise file_is_gone()
         start, length = self.index.starts[number], self.index.lengths[number]
@@ -128,7 +128,7 @@ class InputFile:
     async def _piece(self, number: int) -> bytes:
         kept, piece = self._kept
         if kept != number:
-            found = await self._broker.file_pieces(self._file_id, number, 1)
+            found = await self._queue.file_pieces(self._file_id, number, 1)
             if not found:
                 raise file_is_gone()
             piece = found[0]
@@ -136,13 +136,15 @@ class InputFile:
         return piece
 
 
-async def scan_file(broker: DoorBroker, file_id: str, scanner: LineScanner, run: Callable[..., Awaitable[Any]]) -> None:
-    """All of a file; `run` calls a function off the event loop. Raises BadInput, BrokerUnavailable."""
+async def scan_file(
+    queue: GatewayQueue, file_id: str, scanner: LineScanner, run: Callable[..., Awaitable[Any]]
+) -> None:
+    """All of a file; `run` calls a function off the event loop. Raises BadInput, QueueUnavailable."""
     number = 0
-    while pieces := await broker.file_pieces(file_id, number, 1):
+    while pieces := await queue.file_pieces(file_id, number, 1):
         await run(scanner.feed, pieces[0])
         number += 1
-    if not number and await broker.file(file_id) is None:
+    if not number and await queue.file(file_id) is None:
         raise file_is_gone()
     await run(scanner.finish)
 

@@ -22,7 +22,7 @@ from service.gateway.batches.turns import LineSlots
 from service.gateway.core.service import Hall
 from service.observability.logs import about
 from service.queue.batches import ANSWERED_BADLY, ANSWERED_WELL, Batch, BatchStatus
-from service.queue.interface import BrokerUnavailable
+from service.queue.interface import QueueUnavailable
 from service.queue.storage import StorageFull
 
 BEAT_S = 1.0
@@ -57,7 +57,7 @@ class Progress:
 
     def __init__(self, hall: Hall, batch: Batch, input_file: InputFile, slots: LineSlots) -> None:
         self._hall = hall
-        self._broker = hall.broker
+        self._queue = hall.queue
         self._requests = BatchRequests(hall)
         self._batch = batch
         self._input = input_file
@@ -77,8 +77,8 @@ class Progress:
 
     async def run(self) -> BatchStatus:
         """How it ended: all done, cancelled, out of time, or (FAILED) out of the room that its tenant has. Raises
-        BadInput where the input file is gone, BrokerUnavailable."""
-        marks = await self._broker.line_marks(self._batch.batch_id)
+        BadInput where the input file is gone, QueueUnavailable."""
+        marks = await self._queue.line_marks(self._batch.batch_id)
         self._marks = bytearray(marks.ljust(len(self._input.index), b"\0"))
         end = asyncio.create_task(self._end())
         work = asyncio.create_task(self._ask_all())
@@ -96,14 +96,14 @@ class Progress:
         """Waits until the batch must end before it is done; tells how far it is meanwhile."""
         told = (0, 0)
         while True:
-            with suppress(BrokerUnavailable):
-                if await self._broker.is_batch_cancelled(self._batch.batch_id):
+            with suppress(QueueUnavailable):
+                if await self._queue.is_batch_cancelled(self._batch.batch_id):
                     return BatchStatus.CANCELLED
-                if await self._broker.now_s() >= self._batch.expires_s:
+                if await self._queue.now_s() >= self._batch.expires_s:
                     return BatchStatus.EXPIRED
                 if self.counts != told:
                     told = self.counts
-                    await self._broker.put_batch(replace(self._batch, num_completed=told[0], num_failed=told[1]))
+                    await self._queue.put_batch(replace(self._batch, num_completed=told[0], num_failed=told[1]))
             await asyncio.sleep(BEAT_S)
 
     async def _ask_all(self) -> BatchStatus:
@@ -142,7 +142,7 @@ class Progress:
         while True:
             try:
                 return await self._input.row(line.number)
-            except BrokerUnavailable:
+            except QueueUnavailable:
                 await asyncio.sleep(RETRY_S)
 
     async def _answer(self, line: _Line, row: bytes) -> None:
@@ -168,7 +168,7 @@ class Progress:
         key = f"{name}/{line.attempt}"
         try:
             request_id, answer = await self._ask(key, asked)
-        except BrokerUnavailable:
+        except QueueUnavailable:
             self._ask_again(line, RETRY_S)
             return None
         except RequestError as error:
@@ -190,12 +190,12 @@ class Progress:
         return _Told(refusal_line(name, asked.custom_id, refused), ANSWERED_BADLY, key, request_id)
 
     async def _ask(self, key: str, asked: AskedLine):
-        """Raises RequestError, BrokerUnavailable."""
+        """Raises RequestError, QueueUnavailable."""
         batch = self._batch
         try:
             return await self._requests.answer(batch.endpoint, bytes(asked.body), batch.tenant, key)
         except Interrupted as interrupted:
-            if await self._broker.is_batch_cancelled(batch.batch_id):
+            if await self._queue.is_batch_cancelled(batch.batch_id):
                 await self._hall.cancel(interrupted.ticket)
             raise
 
@@ -208,8 +208,8 @@ class Progress:
         """Raises StorageFull where the tenant has stored all that it may."""
         while True:
             try:
-                await self._broker.put_line(self._batch, number, answer, mark, self._hall.storage)
-            except BrokerUnavailable:
+                await self._queue.put_line(self._batch, number, answer, mark, self._hall.storage)
+            except QueueUnavailable:
                 await asyncio.sleep(RETRY_S)
             except StorageFull as full:
                 if full.of_tenant:

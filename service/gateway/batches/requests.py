@@ -21,7 +21,7 @@ from service.gateway.openai.strict_json import decode_object
 from service.gateway.routes.embeddings import embedding_answer, require_enabled
 from service.gateway.routes.response_store import ResponseShelf, check_size
 from service.observability.logs import fields
-from service.queue.interface import BrokerUnavailable
+from service.queue.interface import QueueUnavailable
 from service.queue.responses import StoredResponse
 
 log = logging.getLogger("quire.batches")
@@ -91,7 +91,7 @@ class BatchRequests:
         """The answer is stored: nothing goes on with its request any more."""
         try:
             await self._hall.requests.forget(request_id, tenant, key)
-        except BrokerUnavailable:
+        except QueueUnavailable:
             log.warning("the record of a batch's request stays for a while %s", fields(request=request_id))
 
 

@@ -24,7 +24,7 @@ from service.gateway.core.service import Hall, incident
 from service.gateway.core.storage import storage_refusal
 from service.observability.logs import fields
 from service.queue.batches import Batch, BatchError, BatchStatus, OpenBatch
-from service.queue.interface import BrokerUnavailable
+from service.queue.interface import QueueUnavailable
 from service.queue.storage import StorageFull
 
 log = logging.getLogger("quire.batches")
@@ -45,7 +45,7 @@ class _Work:
 class BatchRunner:
     def __init__(self, hall: Hall) -> None:
         self._hall = hall
-        self._broker = hall.broker
+        self._queue = hall.queue
         self._holder = secrets.token_hex(8)
         self._running: dict[str, _Work] = {}
         self._turns = BatchTurns()
@@ -64,7 +64,7 @@ class BatchRunner:
             while True:
                 try:
                     await self._take_up()
-                except BrokerUnavailable as error:
+                except QueueUnavailable as error:
                     log.warning("no batches to be had: %s", error)
                 except Exception as error:
                     incident(error, "batch")
@@ -82,10 +82,10 @@ class BatchRunner:
         now_s = asyncio.get_running_loop().time()
         self._not_before_s = {name: at_s for name, at_s in self._not_before_s.items() if at_s > now_s}
         skipped = self._running.keys() | self._not_before_s.keys()
-        waiting = [batch for batch in await self._broker.open_batches() if batch.batch_id not in skipped]
+        waiting = [batch for batch in await self._queue.open_batches() if batch.batch_id not in skipped]
         tenants = [work.batch.tenant for work in self._running.values()]
         for batch in self._turns.next_batches(waiting, tenants):
-            if await self._broker.hold_batch(batch.batch_id, self._holder, HOLD_S):
+            if await self._queue.hold_batch(batch.batch_id, self._holder, HOLD_S):
                 self._turns.took(batch)
                 tenants.append(batch.tenant)
                 task = asyncio.create_task(self._carry(batch.batch_id))
@@ -102,11 +102,11 @@ class BatchRunner:
         try:
             while not work.done():
                 await asyncio.wait({work}, timeout=BEAT_S)
-                with suppress(BrokerUnavailable):
-                    if not await self._broker.hold_batch(batch_id, self._holder, HOLD_S):
+                with suppress(QueueUnavailable):
+                    if not await self._queue.hold_batch(batch_id, self._holder, HOLD_S):
                         return
             work.result()
-        except (BrokerUnavailable, StorageFull) as error:
+        except (QueueUnavailable, StorageFull) as error:
             log.warning("a batch has to wait %s: %r", fields(batch=batch_id), error)
             wait_s = NO_ROOM_S if isinstance(error, StorageFull) else LOOK_EVERY_S
             self._not_before_s[batch_id] = asyncio.get_running_loop().time() + wait_s
@@ -118,20 +118,20 @@ class BatchRunner:
 
     async def _give_up(self, batch_id: str, told: RequestError) -> None:
         """A bug of ours would be met again at every try."""
-        with suppress(BrokerUnavailable):
-            batch = await self._broker.batch(batch_id)
+        with suppress(QueueUnavailable):
+            batch = await self._queue.batch(batch_id)
             if batch is not None and batch.is_open:
                 await self._fail(batch, BatchError(code=told.code, message=told.message))
 
     async def _work(self, batch_id: str) -> None:
-        """Raises BrokerUnavailable, StorageFull."""
-        batch = await self._broker.batch(batch_id)
+        """Raises QueueUnavailable, StorageFull."""
+        batch = await self._queue.batch(batch_id)
         if batch is None:
             return
         if not batch.is_open:
-            await self._broker.put_batch(batch)  # its gateway may have died before removing it from the list
+            await self._queue.put_batch(batch)  # its gateway may have died before removing it from the list
             return
-        input_file = InputFile(self._broker, batch.input_file_id, LineIndex())
+        input_file = InputFile(self._queue, batch.input_file_id, LineIndex())
         try:
             batch, input_file = await self._read(batch)
             if batch.status is not BatchStatus.FINALIZING:
@@ -140,29 +140,29 @@ class BatchRunner:
             if batch.status is not BatchStatus.FINALIZING:
                 await self._fail(batch, *bad.errors)
                 return
-        await self._become(await finish(self._broker, batch, input_file), batch.ends_as)
+        await self._become(await finish(self._queue, batch, input_file), batch.ends_as)
 
     async def _read(self, batch: Batch) -> tuple[Batch, InputFile]:
-        """Where the requests are, and the room for what becomes of them. Raises BadInput, BrokerUnavailable,
+        """Where the requests are, and the room for what becomes of them. Raises BadInput, QueueUnavailable,
         StorageFull."""
         is_new = batch.status is BatchStatus.VALIDATING
         scanner = LineScanner(batch.endpoint, self._hall.settings.max_body_bytes, checks=is_new)
         async with self._reading:
-            await scan_file(self._broker, batch.input_file_id, scanner, partial(self._hall.threads.run, batch.tenant))
+            await scan_file(self._queue, batch.input_file_id, scanner, partial(self._hall.threads.run, batch.tenant))
         if is_new:
             num_bytes = len(scanner.index) * UNDONE_BYTES + scanner.num_id_bytes
             try:
-                await self._broker.reserve_lines(batch, num_bytes, self._hall.storage)
+                await self._queue.reserve_lines(batch, num_bytes, self._hall.storage)
             except StorageFull as full:
                 if not full.of_tenant:
                     raise
                 refusal = storage_refusal(full)
                 raise BadInput((BatchError(code=refusal.code, message=refusal.message),)) from None
             batch = await self._become(batch, BatchStatus.IN_PROGRESS, num_total=len(scanner.index))
-        return batch, InputFile(self._broker, batch.input_file_id, scanner.index)
+        return batch, InputFile(self._queue, batch.input_file_id, scanner.index)
 
     async def _ask(self, batch: Batch, input_file: InputFile) -> Batch:
-        """Raises BadInput where the input file is gone, BrokerUnavailable."""
+        """Raises BadInput where the input file is gone, QueueUnavailable."""
         progress = Progress(self._hall, batch, input_file, self._slots)
         end = await progress.run()
         num_completed, _ = progress.counts
@@ -175,12 +175,12 @@ class BatchRunner:
 
     async def _fail(self, batch: Batch, *errors: BatchError) -> None:
         """Without files."""
-        await self._broker.drop_lines(batch)
+        await self._queue.drop_lines(batch)
         await self._become(batch, BatchStatus.FAILED, errors=errors)
 
     async def _become(self, batch: Batch, status: BatchStatus, **changes) -> Batch:
-        at_s = {**batch.at_s, status.value: await self._broker.now_s()}
+        at_s = {**batch.at_s, status.value: await self._queue.now_s()}
         batch = replace(batch, status=status, at_s=at_s, **changes)
-        await self._broker.put_batch(batch)
+        await self._queue.put_batch(batch)
         log.info("batch %s", fields(batch=batch.batch_id, status=status, requests=batch.num_total))
         return batch

@@ -21,7 +21,7 @@ from service.gateway.generation.request import Request
 from service.gateway.generation.served_model import ServedModel
 from service.gateway.grammars.pool import GrammarPool, PackedTask
 from service.queue.codec import pack_ids
-from service.queue.interface import BrokerUnavailable, DoorBroker
+from service.queue.interface import GatewayQueue, QueueUnavailable
 from service.queue.messages import Job
 
 UNAVAILABLE = "unavailable"
@@ -34,7 +34,7 @@ class Admission:
     def __init__(
         self,
         model: ServedModel,
-        broker: DoorBroker,
+        queue: GatewayQueue,
         fleet: Fleet,
         pressure: BackPressure,
         settings: Settings,
@@ -43,7 +43,7 @@ class Admission:
         grammars: GrammarPool,
     ) -> None:
         self._model = model
-        self._broker = broker
+        self._queue = queue
         self._fleet = fleet
         self._pressure = pressure
         self._settings = settings
@@ -113,8 +113,8 @@ class Admission:
 
     async def _now_s(self) -> float:
         try:
-            return await self._broker.now_s()
-        except BrokerUnavailable:
+            return await self._queue.now_s()
+        except QueueUnavailable:
             raise unavailable() from None
 
     def _check_choices(self, request: Request) -> None:
@@ -178,7 +178,7 @@ class Admission:
         self._pressure.check(tenant, num_jobs)
         try:
             view = await self._fleet.rough_view()
-        except BrokerUnavailable:
+        except QueueUnavailable:
             raise unavailable() from None
         self._pressure.see(view)
         return view

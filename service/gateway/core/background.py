@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from service.observability.logs import fields
-from service.queue.interface import BrokerUnavailable
+from service.queue.interface import QueueUnavailable
 
 log = logging.getLogger("quire.gateway")
 
@@ -22,14 +22,14 @@ WRITE_WITHIN_S, WRITE_RETRY_S = 6.0, 0.2
 
 async def write(attempt: Callable[[], Awaitable[Any]], within_s: float = WRITE_WITHIN_S) -> None:
     """Make a write whose answer a client waits for, and again while the queue is away: one that changes nothing the
-    second time. Raises BrokerUnavailable when the time is up."""
+    second time. Raises QueueUnavailable when the time is up."""
     loop = asyncio.get_running_loop()
     give_up_s = loop.time() + within_s
     while True:
         try:
             await attempt()
             return
-        except BrokerUnavailable:
+        except QueueUnavailable:
             if loop.time() > give_up_s:
                 raise
             await asyncio.sleep(WRITE_RETRY_S)
@@ -58,7 +58,7 @@ class BackgroundWrites:
             try:
                 await attempt()
                 return True
-            except BrokerUnavailable as error:
+            except QueueUnavailable as error:
                 wait_s = RETRY_S[min(num_tries, len(RETRY_S) - 1)]
                 num_tries += 1
                 if loop.time() + wait_s > give_up_s or len(self._tasks) > MAX_REPEATED:

@@ -22,7 +22,7 @@ from service.gateway.generation.served_model import ServedModel
 from service.observability.logs import fields
 from service.observability.metrics import GatewayMetrics
 from service.observability.tracing import NO_TRACING, Tracing
-from service.queue.interface import BrokerUnavailable, DoorBroker, QueueFull
+from service.queue.interface import GatewayQueue, QueueFull, QueueUnavailable
 from service.queue.messages import Cancel
 from service.queue.storage import UNLIMITED, StorageFull, StorageLimits
 
@@ -45,7 +45,7 @@ class Relay:
     def __init__(
         self,
         model: ServedModel,
-        broker: DoorBroker,
+        queue: GatewayQueue,
         pressure: BackPressure,
         metrics: GatewayMetrics,
         grace_s: float,
@@ -54,7 +54,7 @@ class Relay:
     ) -> None:
         """`grace_s`: how long a resumable request goes on with nobody there."""
         self._model = model
-        self._broker = broker
+        self._queue = queue
         self._pressure = pressure
         self._metrics = metrics
         self._tracing = tracing
@@ -135,8 +135,8 @@ class Relay:
         while num_missing < NUM_MISSING_MARKS:
             await asyncio.sleep(self._grace_s / LOOKS_PER_GRACE)
             try:
-                is_watched = await self._broker.is_watched(ticket.request_id)
-            except BrokerUnavailable:
+                is_watched = await self._queue.is_watched(ticket.request_id)
+            except QueueUnavailable:
                 is_watched = True
             num_missing = 0 if is_watched else num_missing + 1
         scope.end(EndReason.CANCELLED)
@@ -148,15 +148,15 @@ class Relay:
 
     async def _mark(self, ticket: Ticket) -> bool:
         try:
-            await self._broker.watch(ticket.request_id, self._grace_s)
-        except BrokerUnavailable:
+            await self._queue.watch(ticket.request_id, self._grace_s)
+        except QueueUnavailable:
             log.warning("request not marked as watched %s", fields(request=ticket.request_id))
             return False
         return True
 
     def _mark_last(self, ticket: Ticket) -> None:
         """Record that no client of this gateway is connected any more."""
-        mark = lambda: self._broker.watch(ticket.request_id, self._grace_s)  # noqa: E731
+        mark = lambda: self._queue.watch(ticket.request_id, self._grace_s)  # noqa: E731
         self.background.repeat(mark, "request not marked as watched", self._grace_s, request=ticket.request_id)
 
     @asynccontextmanager
@@ -177,7 +177,7 @@ class Relay:
         except RequestError as error:
             is_kept, refused = False, error.code  # one of its jobs has failed
             raise
-        except BrokerUnavailable:
+        except QueueUnavailable:
             # Its jobs may exist: a retry finds them running or done.
             reason = EndReason.INTERNAL
             raise unavailable() from None
@@ -194,7 +194,7 @@ class Relay:
             self.background.spawn(run.close())
 
     async def _submit(self, ticket: Ticket, runs: Sequence[JobRun], traceparent: str | None, scope: _Scope) -> None:
-        """Raises NoRoom, or BrokerUnavailable where the queue is away or does not answer."""
+        """Raises NoRoom, or QueueUnavailable where the queue is away or does not answer."""
         by_id = {run.job_id: run for run in runs}
         for number, job in enumerate(ticket.jobs):
             run = by_id[job.job_id]
@@ -202,7 +202,7 @@ class Relay:
             try:
                 traced = job if traceparent is None else replace(job, traceparent=traceparent)
                 record = None if number else ticket.record
-                await self._broker.submit(traced, self._pressure.bounds, record, self._limits)
+                await self._queue.submit(traced, self._pressure.bounds, record, self._limits)
             except (QueueFull, StorageFull) as full:
                 run.refused()
                 if not scope.is_shared and len(ticket.jobs) == len(runs):  # else its owner goes on asking for it
@@ -222,7 +222,7 @@ class Relay:
         def forget() -> Awaitable[None]:
             # Unless a request under the same key, made at the same time, was accepted.
             unless_there = None if num_accepted else ticket.request_id
-            return self._broker.forget(ticket.request_id, ticket.tenant, ticket.idempotency, unless_there)
+            return self._queue.forget(ticket.request_id, ticket.tenant, ticket.idempotency, unless_there)
 
         if await self.background.until_known(forget, "request not forgotten", request=ticket.request_id):
             for job in ticket.jobs[:num_accepted]:
@@ -231,7 +231,7 @@ class Relay:
     def _follow(self, ticket: Ticket, number: int, is_there: bool) -> JobRun:
         job_id = ticket.job_ids[number]
         text = JobText(ticket.request, self._model, number * ticket.request.sampling.n)
-        return JobRun(job_id, self._broker.follow(job_id), text, self._cancel, is_there)
+        return JobRun(job_id, self._queue.follow(job_id), text, self._cancel, is_there)
 
     def let_go(self) -> None:
         """Requests that outlive their clients outlive this gateway too."""
@@ -251,7 +251,7 @@ class Relay:
 
     def _cancel(self, cancel: Cancel) -> None:
         # Said by a task of its own: the request's task may itself be cancelled, its client having left.
-        self.background.repeat(lambda: self._broker.cancel(cancel), "cancel not said", job=cancel.job_id)
+        self.background.repeat(lambda: self._queue.cancel(cancel), "cancel not said", job=cancel.job_id)
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""What the workers say of themselves, asked of the broker at most a few times a second."""
+"""What the workers say of themselves, asked of the queue at most a few times a second."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from service.queue.interface import DoorBroker, QueueState
+from service.queue.interface import GatewayQueue, QueueState
 from service.queue.keys import CARD_LATE_S
 from service.queue.messages import WorkerCard
 
@@ -39,8 +39,8 @@ class FleetView:
 
 
 class Fleet:
-    def __init__(self, broker: DoorBroker, model_name: str, clock: Callable[[], float]) -> None:
-        self._broker = broker
+    def __init__(self, queue: GatewayQueue, model_name: str, clock: Callable[[], float]) -> None:
+        self._queue = queue
         self._model_name = model_name
         self._clock = clock
         self._view: FleetView | None = None
@@ -48,12 +48,12 @@ class Fleet:
         self._reading: asyncio.Task[FleetView] | None = None
 
     async def look(self) -> None:
-        """The cards show the workers' blocks for a while. Raises BrokerUnavailable."""
-        await self._broker.look()
+        """The cards show the workers' blocks for a while. Raises QueueUnavailable."""
+        await self._queue.look()
 
     async def rough_view(self) -> FleetView:
         """At most MAX_LATE_S old: a request that comes does not wait while another view is being read. Raises
-        BrokerUnavailable."""
+        QueueUnavailable."""
         age_s = self._clock() - self._seen_at_s
         if self._view is None or age_s > MAX_LATE_S:
             return await self.view()
@@ -62,7 +62,7 @@ class Fleet:
         return self._view
 
     async def view(self) -> FleetView:
-        """At most MAX_AGE_S old. Raises BrokerUnavailable, to all who wait for it at once: in a queue behind an outage
+        """At most MAX_AGE_S old. Raises QueueUnavailable, to all who wait for it at once: in a queue behind an outage
         each would wait for the timeouts of those before."""
         if self._view is not None and self._clock() - self._seen_at_s <= MAX_AGE_S:
             return self._view
@@ -75,8 +75,8 @@ class Fleet:
         return self._reading
 
     async def _read(self) -> FleetView:
-        cards = [card for card in await self._broker.workers() if card.model == self._model_name]
-        self._view = FleetView(cards, await self._broker.queue_state(), await self._broker.now_s())
+        cards = [card for card in await self._queue.workers() if card.model == self._model_name]
+        self._view = FleetView(cards, await self._queue.queue_state(), await self._queue.now_s())
         self._seen_at_s = self._clock()
         return self._view
 

@@ -15,7 +15,7 @@ from service.gateway.core.text_threads import TextThreads
 from service.gateway.core.whole_answers import whole_answer
 from service.gateway.generation.request import Request
 from service.gateway.openai.answers import AnswerForm, Json, error_object
-from service.queue.interface import BrokerUnavailable, DoorBroker
+from service.queue.interface import GatewayQueue, QueueUnavailable
 from service.queue.messages import Cancel, RequestRecord
 from service.queue.storage import StorageLimits
 
@@ -27,9 +27,9 @@ SLACK_S = 5.0
 
 class Requests:
     def __init__(
-        self, broker: DoorBroker, admission: Admission, relay: Relay, threads: TextThreads, limits: StorageLimits
+        self, queue: GatewayQueue, admission: Admission, relay: Relay, threads: TextThreads, limits: StorageLimits
     ) -> None:
-        self._broker = broker
+        self._queue = queue
         self._admission = admission
         self._relay = relay
         self._threads = threads
@@ -52,8 +52,8 @@ class Requests:
                 message = "The Idempotency-Key was used before, with another request."
                 raise RequestError(409, message, param="Idempotency-Key", code="idempotency_key_reused")
             earlier = await self._ticket(record)
-            events = await self._broker.last_events(earlier.job_ids)
-        except BrokerUnavailable:
+            events = await self._queue.last_events(earlier.job_ids)
+        except QueueUnavailable:
             raise unavailable() from None
         earlier = replace(earlier, came_before=True)
         if all(events):
@@ -68,22 +68,22 @@ class Requests:
         """The record of an earlier request under the same key; None: this one is the first, and is remembered. Raises
         RequestError (429, 503)."""
         while True:
-            holder = await stored(self._broker.remember(record_of(ticket), digest, self._limits))
+            holder = await stored(self._queue.remember(record_of(ticket), digest, self._limits))
             if holder == ticket.request_id:
                 return None
-            record = await stored(self._broker.recall(holder))
+            record = await stored(self._queue.recall(holder))
             if record is not None:  # else it was refused and forgotten between the two
                 return record
 
     async def forget(self, request_id: str, tenant: str, idempotency_key: str) -> None:
-        """A request that was accepted under this key, and whose answer is kept elsewhere. Raises BrokerUnavailable."""
-        await self._broker.forget(request_id, tenant, _key_digest(tenant, idempotency_key))
+        """A request that was accepted under this key, and whose answer is kept elsewhere. Raises QueueUnavailable."""
+        await self._queue.forget(request_id, tenant, _key_digest(tenant, idempotency_key))
 
     async def find(self, request_id: str, tenant: str) -> Ticket:
         """Raises RequestError: 404 for one that is forgotten, never was, or is another tenant's."""
         try:
-            record = await self._broker.recall(request_id.removeprefix("chatcmpl-").removeprefix("cmpl-"))
-        except BrokerUnavailable:
+            record = await self._queue.recall(request_id.removeprefix("chatcmpl-").removeprefix("cmpl-"))
+        except QueueUnavailable:
             raise unavailable() from None
         except ValueError:
             record = None
@@ -106,9 +106,9 @@ class Requests:
             "response": None,
         }
         try:
-            events = await self._broker.last_events(ticket.job_ids)
-            place = None if any(events) else await self._broker.place(ticket.request_id)
-        except BrokerUnavailable:
+            events = await self._queue.last_events(ticket.job_ids)
+            place = None if any(events) else await self._queue.place(ticket.request_id)
+        except QueueUnavailable:
             if was_accepted:
                 return {**state, "status": "queued"}
             raise unavailable() from None
@@ -129,14 +129,14 @@ class Requests:
         """Asks for the end of every job that has not ended. Raises RequestError (503)."""
         try:
             for job_id in ticket.job_ids:
-                await self._broker.cancel(Cancel(job_id=job_id, reason=EndReason.CANCELLED))
-        except BrokerUnavailable:
+                await self._queue.cancel(Cancel(job_id=job_id, reason=EndReason.CANCELLED))
+        except QueueUnavailable:
             raise unavailable() from None
 
     async def _ticket(self, record: RequestRecord) -> Ticket:
         try:
-            now_s = await self._broker.now_s()
-        except BrokerUnavailable:
+            now_s = await self._queue.now_s()
+        except QueueUnavailable:
             raise unavailable() from None
         if len(record.outline) <= SMALL_OUTLINE_BYTES:
             ticket = ticket_of(record, now_s)

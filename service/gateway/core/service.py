@@ -32,7 +32,7 @@ from service.gateway.openai.validator import read_request, source_of
 from service.observability.logs import fields
 from service.observability.metrics import GatewayMetrics
 from service.observability.tracing import NO_TRACING, Tracing
-from service.queue.interface import DoorBroker
+from service.queue.interface import GatewayQueue
 
 log = logging.getLogger("quire.gateway")
 
@@ -47,24 +47,22 @@ class Hall:
     """One per gateway. Owns the threads that parse and tokenise, so that no request stops the event loop."""
 
     def __init__(
-        self, settings: Settings, model: ServedModel, broker: DoorBroker, feed: str, tracing: Tracing = NO_TRACING
+        self, settings: Settings, model: ServedModel, queue: GatewayQueue, feed: str, tracing: Tracing = NO_TRACING
     ) -> None:
         self.settings = settings
         self.tracing = tracing
         self.model = model
-        self.broker = broker
+        self.queue = queue
         self.metrics = GatewayMetrics(model.name)
         self.threads = TextThreads()
         self.grammars = GrammarPool(model.tokens, asyncio.get_running_loop().time, on_result=self.metrics.compiled)
         self.grammars.start()
-        self.fleet = Fleet(broker, model.name, asyncio.get_running_loop().time)
+        self.fleet = Fleet(queue, model.name, asyncio.get_running_loop().time)
         self.pressure = BackPressure(settings, asyncio.get_running_loop().time)
-        self.admission = Admission(
-            model, broker, self.fleet, self.pressure, settings, feed, self.threads, self.grammars
-        )
+        self.admission = Admission(model, queue, self.fleet, self.pressure, settings, feed, self.threads, self.grammars)
         self.storage = storage_limits(settings)
-        self.relay = Relay(model, broker, self.pressure, self.metrics, settings.resume_grace, tracing, self.storage)
-        self.requests = Requests(broker, self.admission, self.relay, self.threads, self.storage)
+        self.relay = Relay(model, queue, self.pressure, self.metrics, settings.resume_grace, tracing, self.storage)
+        self.requests = Requests(queue, self.admission, self.relay, self.threads, self.storage)
 
     async def missing_text_half(self, within_s: float) -> list[str]:
         """What of the threads and processes for text does not answer in time."""

@@ -8,7 +8,7 @@ from typing import TypeVar
 from service.config.settings import Settings
 from service.errors import STORAGE_FULL, STORAGE_QUOTA_EXCEEDED, RequestError
 from service.gateway.core.admission import unavailable
-from service.queue.interface import BrokerUnavailable
+from service.queue.interface import QueueUnavailable
 from service.queue.storage import StorageFull, StorageLimits
 
 Answer = TypeVar("Answer")
@@ -39,7 +39,7 @@ async def stored(asked: Awaitable[Answer]) -> Answer:
     """What a store answers. Raises RequestError, 429 or 503, where it refuses or is not there."""
     try:
         return await asked
-    except BrokerUnavailable:
+    except QueueUnavailable:
         raise unavailable() from None
     except StorageFull as full:
         raise storage_refusal(full) from None

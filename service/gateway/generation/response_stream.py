@@ -11,7 +11,7 @@ from typing import Protocol
 from service.errors import ENDINGS, EndReason, RequestError
 from service.gateway.generation.response_assembler import JobText, Piece
 from service.observability.metrics import RequestTimes
-from service.queue.interface import BrokerUnavailable
+from service.queue.interface import QueueUnavailable
 from service.queue.messages import Cancel, Event
 
 MAX_AHEAD = 64
@@ -28,7 +28,7 @@ class Outcome:
 
 
 class EventStream(Protocol):
-    """What the brokers' `follow` gives: an iterator that can be let go of before its end."""
+    """What the queues' `follow` gives: an iterator that can be let go of before its end."""
 
     async def __anext__(self) -> Event: ...
 
@@ -72,14 +72,14 @@ class JobRun:
 
     async def __anext__(self) -> Piece:
         """The next part of the answer that has anything to tell. Raises RequestError where the job failed,
-        BrokerUnavailable where its events cannot be read."""
+        QueueUnavailable where its events cannot be read."""
         while not self._ready:
             if self.text.reason is not None:
                 raise StopAsyncIteration
             try:
                 event = await anext(self._events)
             except StopAsyncIteration:
-                raise BrokerUnavailable("the events stopped before the end") from None
+                raise QueueUnavailable("the events stopped before the end") from None
             self._take(event)
         return self._ready.popleft()
 

@@ -23,7 +23,7 @@ from service.gateway.openai.calls import CallTeller
 from service.observability.logs import about, also_about, fields
 from service.observability.tracing import below, read_traceparent, trace_id
 from service.queue.codec import INGRESS_ID, LIMITS, WireError, decode
-from service.queue.interface import BrokerUnavailable, IngressEntry
+from service.queue.interface import IngressEntry, QueueUnavailable
 from service.queue.keys import INGRESS_KEEP_S
 from service.queue.messages import IngressJob
 
@@ -51,7 +51,7 @@ class QueueDoor:
             while not self._stopping:
                 try:
                     await self._take_some()
-                except BrokerUnavailable:
+                except QueueUnavailable:
                     await asyncio.sleep(RETRY_S)
                 except Exception as error:
                     incident(error, "queue")
@@ -67,8 +67,8 @@ class QueueDoor:
         while True:
             await asyncio.sleep(INGRESS_KEEP_S)
             try:
-                lost = await self._hall.broker.keep_ingress()
-            except BrokerUnavailable:
+                lost = await self._hall.queue.keep_ingress()
+            except QueueUnavailable:
                 continue
             names = {(entry.producer, entry.entry_id) for entry in lost}
             for task, entry in self._open.items():
@@ -81,7 +81,7 @@ class QueueDoor:
         if room == 0 or sum(len(entry.payload) for entry in self._open.values()) >= MAX_OPEN_BYTES:
             await asyncio.wait(self._open, timeout=FETCH_WAIT_S, return_when=asyncio.FIRST_COMPLETED)
             return
-        for entry in await self._hall.broker.fetch_ingress(self._hall.settings.producers, room, FETCH_WAIT_S):
+        for entry in await self._hall.queue.fetch_ingress(self._hall.settings.producers, room, FETCH_WAIT_S):
             task = asyncio.create_task(self._serve(entry))
             self._open[task] = entry
             task.add_done_callback(self._open.pop)
@@ -96,15 +96,15 @@ class QueueDoor:
             with about(producer=entry.producer, entry=entry.entry_id):
                 await self._serve_with(entry, answer)
         finally:
-            self._hall.broker.leave_ingress(entry)
+            self._hall.queue.leave_ingress(entry)
 
     async def _serve_with(self, entry: IngressEntry, answer: Answer) -> None:
         try:
             if await self._answer(entry, answer):
-                await self._persistently(lambda: self._hall.broker.settle_ingress(entry))
+                await self._persistently(lambda: self._hall.queue.settle_ingress(entry))
         except EntryTaken:
             log.warning("another gateway has taken %s", fields(producer=entry.producer, entry=entry.entry_id))
-        except BrokerUnavailable:
+        except QueueUnavailable:
             log.warning("ingress entry left unsettled")
         except Exception as error:
             incident(error, "queue")
@@ -132,7 +132,7 @@ class QueueDoor:
                     await answer.fail(error)
                     return True
                 await asyncio.sleep(wait_s)
-            except (BrokerUnavailable, EntryTaken):
+            except (QueueUnavailable, EntryTaken):
                 raise
             except Exception as error:
                 await answer.fail(incident(error, "queue"))

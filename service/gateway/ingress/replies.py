@@ -14,7 +14,7 @@ from service.gateway.generation.response_stream import Outcome
 from service.gateway.openai.answers import error_object
 from service.gateway.openai.calls import CallTeller, gather_calls
 from service.queue.codec import decode, encode
-from service.queue.interface import BrokerUnavailable, IngressEntry, Standing
+from service.queue.interface import IngressEntry, QueueUnavailable, Standing
 from service.queue.messages import Reply, Usage
 
 RETRY_S = 1.0
@@ -69,12 +69,12 @@ class Answer:
 
     async def begin(self) -> bool:
         """Whether there is anything to tell. Raises RequestError (409) where the id is another job's, to be told under
-        the entry's own id. Raises EntryTaken, and BrokerUnavailable where the queue stays away."""
-        broker, found = self._hall.broker, None
+        the entry's own id. Raises EntryTaken, and QueueUnavailable where the queue stays away."""
+        queue, found = self._hall.queue, None
 
         async def ask() -> None:
             nonlocal found
-            found = await broker.begin_replies(self._entry, self._id)
+            found = await queue.begin_replies(self._entry, self._id)
 
         await persist(ask, self._hall.settings.request_timeout)
         if found.standing is Standing.TAKEN:
@@ -100,7 +100,7 @@ class Answer:
         self._heard_chars.clear()
 
     async def tell(self, index: int, text: str) -> None:
-        """Some more text of a choice. Raises EntryTaken, and BrokerUnavailable where the queue stays away."""
+        """Some more text of a choice. Raises EntryTaken, and QueueUnavailable where the queue stays away."""
         await self._tell(index, self._untold(index, text))
 
     async def _tell(self, index: int, text: str) -> None:
@@ -147,10 +147,10 @@ class Answer:
         await self._send(Reply(id=self._id, number=self._num_told + 1, error=error_object(error), done=True))
 
     async def _send(self, reply: Reply) -> None:
-        payload, broker = encode(reply), self._hall.broker
+        payload, queue = encode(reply), self._hall.queue
 
         async def write() -> None:
-            if not await broker.reply(self._entry, self._id, reply.number, payload, is_last=reply.done):
+            if not await queue.reply(self._entry, self._id, reply.number, payload, is_last=reply.done):
                 raise EntryTaken
 
         await persist(write, self._hall.settings.request_timeout)
@@ -164,13 +164,13 @@ class Answer:
 
 
 async def persist(attempt: Callable[[], Awaitable[None]], give_up_after_s: float) -> None:
-    """`attempt` until the queue takes it. Raises BrokerUnavailable when the time is up."""
+    """`attempt` until the queue takes it. Raises QueueUnavailable when the time is up."""
     loop = asyncio.get_running_loop()
     give_up_at_s = loop.time() + give_up_after_s
     while True:
         try:
             return await attempt()
-        except BrokerUnavailable:
+        except QueueUnavailable:
             if loop.time() + RETRY_S > give_up_at_s:
                 raise
             await asyncio.sleep(RETRY_S)

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from service.gateway.core.service import Hall
 from service.gateway.http.middleware import PAGE, json_response
-from service.queue.interface import BrokerUnavailable
+from service.queue.interface import QueueUnavailable
 from service.queue.messages import WorkerCard
 
 ASSETS = {
@@ -60,7 +60,7 @@ async def _state(hall: Hall) -> dict[str, object]:
         await hall.fleet.look()
         view = await hall.fleet.view()
         cards, num_queued = view.cards, view.queue.num_waiting
-    except BrokerUnavailable:
+    except QueueUnavailable:
         cards, num_queued = (), None
     return {
         "at_s": asyncio.get_running_loop().time(),

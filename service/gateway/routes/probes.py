@@ -21,7 +21,7 @@ from service.errors import StartupError
 from service.gateway.core.service import Hall
 from service.gateway.openai.answers import encode_json
 from service.observability.logs import fields
-from service.queue.interface import BrokerUnavailable
+from service.queue.interface import QueueUnavailable
 
 log = logging.getLogger("quire.gateway")
 
@@ -46,7 +46,7 @@ async def readiness(hall: Hall) -> Answer:
         num_ready = (await hall.fleet.view()).num_ready
         if not num_ready:
             missing.append("no ready worker serves this model")
-    except BrokerUnavailable:
+    except QueueUnavailable:
         missing.append("the queue is not available")
     missing += await hall.missing_text_half(TEXT_WITHIN_S)
     body = {"status": "not ready" if missing else "ok", "missing": missing, "num_ready_workers": num_ready}

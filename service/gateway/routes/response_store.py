@@ -16,7 +16,7 @@ from service.gateway.core.service import Hall
 from service.gateway.core.storage import storage_refusal, stored
 from service.gateway.generation.refusals import refusal
 from service.gateway.openai.response_form import RESPONSE_PREFIX
-from service.queue.interface import BrokerUnavailable
+from service.queue.interface import QueueUnavailable
 from service.queue.keys import LOG_ENDED_TTL_S
 from service.queue.responses import StoredResponse
 from service.queue.storage import StorageFull
@@ -31,17 +31,17 @@ SETTLE_WITHIN_S = float(LOG_ENDED_TTL_S)
 class ResponseShelf:
     def __init__(self, hall: Hall) -> None:
         self._hall = hall
-        self._broker = hall.broker
+        self._queue = hall.queue
         self._background = hall.relay.background
         self._retention_s = hall.settings.response_retention
 
     async def put(self, record: StoredResponse) -> None:
         """Raises RequestError (429, 503)."""
         try:
-            await write(lambda: self._broker.put_response(record, self._retention_s, self._hall.storage))
+            await write(lambda: self._queue.put_response(record, self._retention_s, self._hall.storage))
         except StorageFull as full:
             raise storage_refusal(full) from None
-        except BrokerUnavailable:
+        except QueueUnavailable:
             raise unavailable() from None
 
     async def settle(self, record: StoredResponse, answer: Json) -> None:
@@ -49,10 +49,10 @@ class ResponseShelf:
         away, storing goes on in the background for SETTLE_WITHIN_S, and `current` makes the answer from its events."""
         settled = replace(record, answer=answer)
         try:
-            await self._broker.settle_response(settled, self._retention_s)
-        except BrokerUnavailable:
+            await self._queue.settle_response(settled, self._retention_s)
+        except QueueUnavailable:
             self._background.repeat(
-                lambda: self._broker.settle_response(settled, self._retention_s),
+                lambda: self._queue.settle_response(settled, self._retention_s),
                 "response not stored",
                 SETTLE_WITHIN_S,
                 response=record.response_id,
@@ -60,13 +60,13 @@ class ResponseShelf:
 
     def withdraw(self, record: StoredResponse) -> None:
         """Its request was refused: drop the record, in the background where the queue is away."""
-        drop = partial(self._broker.drop_response, record)
+        drop = partial(self._queue.drop_response, record)
         self._background.repeat(drop, "refused response not dropped", response=record.response_id)
 
     async def drop(self, record: StoredResponse) -> None:
         """Raises RequestError (503)."""
-        await stored(self._broker.drop_response(record))
-        await stored(self._broker.forget(_request_id(record), record.tenant))
+        await stored(self._queue.drop_response(record))
+        await stored(self._queue.forget(_request_id(record), record.tenant))
 
     async def find(self, response_id: str, tenant: str) -> StoredResponse:
         """Raises RequestError: 404 for one that is not there or another tenant's, 503."""
@@ -115,7 +115,7 @@ class ResponseShelf:
 
     async def _found(self, response_id: str, tenant: str) -> StoredResponse | None:
         try:
-            record = await stored(self._broker.response(response_id))
+            record = await stored(self._queue.response(response_id))
         except ValueError:
             return None
         return record if record is not None and record.tenant == tenant else None

@@ -34,7 +34,7 @@ SENTINEL_PORT = 26379
 CLUSTER_PORT = 6379
 MAX_NODES = 64
 PLAIN = {"protocol": 2, "driver_info": None, "socket_timeout": None, "retry": Retry(NoBackoff(), 0)}
-"""Of every client. No command is retried here: the broker knows which may be repeated. With driver_info it would tell
+"""Of every client. No command is retried here: the queue knows which may be repeated. With driver_info it would tell
 its name, with a command that no role needs and Redis 7.0 does not know. With socket_timeout it writes each command in a
 task of its own, and before Python 3.12 a cancel that meets the end of that task is lost: our timeouts stand around
 commands."""

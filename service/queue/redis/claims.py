@@ -19,7 +19,7 @@ import msgpack
 from service.observability.logs import fields
 from service.queue import keys
 from service.queue.codec import encode
-from service.queue.interface import NEAR_DEATHS_S, BrokerUnavailable, Lease
+from service.queue.interface import NEAR_DEATHS_S, Lease, QueueUnavailable
 from service.queue.messages import Event, Job
 from service.queue.redis.job_state import deadline_arg, new_state
 from service.queue.redis.link import DataLost, RedisLink
@@ -37,7 +37,7 @@ Answer = TypeVar("Answer")
 Item = TypeVar("Item")
 
 
-class HeldJob:
+class ClaimedJob:
     """A claimed job: where its events go, and all of them so far, encoded (event `n` is at `n - 1`)."""
 
     def __init__(self, job: Job, attempt: int, owner: str, message: bytes):
@@ -62,15 +62,15 @@ class HeldJob:
         return self._restoring
 
 
-class HeldJobs:
+class ClaimedJobs:
     """Of one worker. Every call to Redis that may meet an outage goes through `watch`."""
 
     def __init__(self, link: RedisLink, owner: str, lease_s: float):
         self._link = link
         self._owner = owner
         self._lease_s = lease_s
-        self._held: dict[str, HeldJob] = {}
-        self._settled: deque[tuple[float, HeldJob]] = deque()
+        self._held: dict[str, ClaimedJob] = {}
+        self._settled: deque[tuple[float, ClaimedJob]] = deque()
         self._lost: set[str] = set()  # not yet told to whoever runs them
         self._ending: set[str] = set()  # whose last event is on its way, or may be there
         self._death = ""  # name of the engine's, while it is being told
@@ -83,7 +83,7 @@ class HeldJobs:
     def job_ids(self) -> Collection[str]:
         return self._held.keys()
 
-    def add(self, held: HeldJob) -> None:
+    def add(self, held: ClaimedJob) -> None:
         self._held[held.job_id] = held
         self._lost.discard(held.job_id)
 
@@ -95,7 +95,7 @@ class HeldJobs:
         """Notes whether Redis answered: after a failure nothing is sure."""
         try:
             answer = await act
-        except BrokerUnavailable:
+        except QueueUnavailable:
             self.doubt()
             raise
         if self._contact_since_s is None:
@@ -120,7 +120,7 @@ class HeldJobs:
             return await self.run(script, script_keys, [self._epoch, *args])
 
     async def publish(self, events: Sequence[Event]) -> frozenset[str]:
-        """As WorkerBroker says."""
+        """As WorkerQueue says."""
         # One that has ended by an act whose answer was lost is no longer ours, which is no loss: the act is done again.
         ending = {event.job_id for event in events if event.end is not None and event.job_id in self._held}
         self._ending |= ending
@@ -132,7 +132,7 @@ class HeldJobs:
         self._ending -= ending
         return self._take_lost() | strangers
 
-    async def _publish_some(self, told: Sequence[tuple[HeldJob, Event, bytes]]) -> None:
+    async def _publish_some(self, told: Sequence[tuple[ClaimedJob, Event, bytes]]) -> None:
         items = [
             (held, event.number, payload, "" if event.end is None else event.end.value) for held, event, payload in told
         ]
@@ -144,7 +144,7 @@ class HeldJobs:
         self._lose(refused)
 
     async def renew(self) -> Lease:
-        """As WorkerBroker says."""
+        """As WorkerQueue says."""
         await self.assert_claims()
         held = msgpack.packb([word for held in self._held.values() for word in (held.job_id, held.fence)])
         runs_suspects, *lost = await self.run_sure("renew", [keys.ALONE], [self._owner, self._lease_s, held])
@@ -153,7 +153,7 @@ class HeldJobs:
         return Lease(self._take_lost(), bool(runs_suspects))
 
     async def hand_back(self, job_ids: Collection[str], cause: str) -> None:
-        """As WorkerBroker says; an empty cause is none."""
+        """As WorkerQueue says; an empty cause is none."""
         await self.assert_claims()
         held = [self._held[job_id] for job_id in job_ids if job_id in self._held]
         if held or cause:
@@ -165,7 +165,7 @@ class HeldJobs:
         for job in held:
             self._held.pop(job.job_id, None)
 
-    def _note_told(self, held: HeldJob, event: Event, payload: bytes) -> None:
+    def _note_told(self, held: ClaimedJob, event: Event, payload: bytes) -> None:
         if event.number == len(held.told) + 1:
             held.told.append(payload)
         if event.end is not None and self._held.pop(event.job_id, None) is not None:
@@ -212,7 +212,7 @@ class HeldJobs:
         self._lose(lost - self._ending)
         await self._refill([held for job_id, held in jobs.items() if job_id not in lost])
 
-    async def _refill(self, jobs: Sequence[HeldJob]) -> None:
+    async def _refill(self, jobs: Sequence[ClaimedJob]) -> None:
         """Append what the logs of these jobs lack."""
         if not jobs:
             return
@@ -250,7 +250,7 @@ def in_acts(items: Sequence[Item], num_bytes: Callable[[Item], int], max_items: 
 
 
 def _packed(
-    items: Sequence[tuple[HeldJob, int, bytes, str]], events: Sequence[Event] = ()
+    items: Sequence[tuple[ClaimedJob, int, bytes, str]], events: Sequence[Event] = ()
 ) -> tuple[list[str], list[Any]]:
     """Keys and arguments of `publish.lua` for events as (job, number, payload, end). `events`, the same as they were
     before, tell what jobs have cost; without them that stays as it was reckoned."""

@@ -14,8 +14,8 @@ from service.queue.redis.job_state import bound_args, deadline_arg, new_state
 from service.queue.redis.link import RedisLink
 
 
-class RedisDead:
-    """For people: reads the letters, and gives a job another chance. Raises BrokerUnavailable."""
+class RedisDeadLetters:
+    """For people: reads the letters, and gives a job another chance. Raises QueueUnavailable."""
 
     def __init__(self, link: RedisLink):
         self._link = link

@@ -11,7 +11,7 @@ from weakref import ref
 from service.observability.logs import fields
 from service.queue import keys
 from service.queue.codec import WireError, decode, decode_events
-from service.queue.interface import BrokerUnavailable
+from service.queue.interface import QueueUnavailable
 from service.queue.messages import Event, Job
 from service.queue.redis.follower import Follower, JobLogs
 from service.queue.redis.link import STREAM_START, Outage, RedisLink, order
@@ -111,7 +111,7 @@ class FeedReader:
                 entries = await self._read(self._positions, FEED_BLOCK_S)
                 if await self._came_too_late(entries):
                     self._look_all()
-            except BrokerUnavailable as error:
+            except QueueUnavailable as error:
                 await asyncio.sleep(outage.failed(error))
                 continue
             is_silent = not entries
@@ -147,7 +147,7 @@ class FeedReader:
                         if jobs[key] in self._watched:
                             self._watched[jobs[key]] = order(entry_id)[0]
                         self._hear(_of_log(payload))
-            except BrokerUnavailable as error:
+            except QueueUnavailable as error:
                 await asyncio.sleep(outage.failed(error))
                 continue
             if outage.over():

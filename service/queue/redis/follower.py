@@ -16,7 +16,7 @@ from service.errors import EndReason
 from service.observability.logs import fields
 from service.queue import keys
 from service.queue.codec import WireError, decode
-from service.queue.interface import BrokerUnavailable
+from service.queue.interface import QueueUnavailable
 from service.queue.messages import Event, Job, Usage
 from service.queue.redis.link import Outage, RedisLink
 
@@ -42,7 +42,7 @@ class JobLogs:
         self.is_closed = False
 
     async def read(self, job_id: str, start: int) -> Sequence[Event]:
-        """At most LOG_PAGE_EVENTS events from number `start` on. Raises BrokerUnavailable for a log that is broken, or
+        """At most LOG_PAGE_EVENTS events from number `start` on. Raises QueueUnavailable for a log that is broken, or
         when closed."""
 
         async def read() -> list[bytes]:
@@ -53,7 +53,7 @@ class JobLogs:
         try:
             return [decode(Event, payload) for payload in await self._persist(read)]
         except WireError as error:
-            raise BrokerUnavailable(f"the log of job {job_id} cannot be read: {error}") from error
+            raise QueueUnavailable(f"the log of job {job_id} cannot be read: {error}") from error
 
     async def is_lost(self, job_id: str) -> bool:
         """Whether nothing is left of a job, as after a FLUSHALL."""
@@ -78,7 +78,7 @@ class JobLogs:
             try:
                 async with self._turns:
                     return await attempt()
-            except BrokerUnavailable as error:
+            except QueueUnavailable as error:
                 if self.is_closed:
                     raise
                 await asyncio.sleep(outage.failed(error))
@@ -108,7 +108,7 @@ class Follower:
             if self._has_ended:
                 raise StopAsyncIteration
             if self._logs.is_closed:
-                raise BrokerUnavailable("the broker was closed")
+                raise QueueUnavailable("the queue was closed")
             if self._is_behind:
                 await self._read_log()
             else:
@@ -158,7 +158,7 @@ class Follower:
             if event.number == self._expected:
                 self._append(event)
             elif event.number > self._expected:
-                raise BrokerUnavailable(f"the queue has lost event {self._expected} of job {self.job_id}")
+                raise QueueUnavailable(f"the queue has lost event {self._expected} of job {self.job_id}")
             elif event.end is not None:
                 self._has_ended = True
         if len(events) == LOG_PAGE_EVENTS:

@@ -1,4 +1,4 @@
-"""The doors' half of the Redis broker."""
+"""The doors' half of the Redis queue."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from service.queue.storage import UNLIMITED, StorageFull, StorageLimits
 log = logging.getLogger("quire.redis")
 
 
-class RedisDoor:
-    """Implements DoorBroker. `name` tells this process from the others in the consumer groups."""
+class RedisGatewayQueue:
+    """Implements GatewayQueue. `name` tells this process from the others in the consumer groups."""
 
     def __init__(self, link: RedisLink, name: str):
         self._link = link
@@ -180,8 +180,8 @@ class RedisDoor:
         args = [self._name, entry.entry_id, number, payload, int(is_last), keys.REPLY_TTL_S, keys.LOG_RUNNING_TTL_S]
         return bool(await self._link.script("reply", _reply_keys(entry, reply_id), args))
 
-    async def close_door(self) -> None:
-        """Ends the readers; who follows a job then gets BrokerUnavailable."""
+    async def close_readers(self) -> None:
+        """Ends the readers; who follows a job then gets QueueUnavailable."""
         await self._feeds.close()
 
 

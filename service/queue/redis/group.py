@@ -35,7 +35,7 @@ class GroupReader:
 
     async def read(self, streams: Sequence[str], max_entries: int, wait_s: float) -> list[GroupEntry]:
         """At most max_entries for each stream; waits up to wait_s for the first. The caller says `hold` once they are
-        in its hands; until then they count as left over. Raises BrokerUnavailable."""
+        in its hands; until then they count as left over. Raises QueueUnavailable."""
         try:
             return await self._read(streams, max_entries, wait_s)
         except GroupMissing:

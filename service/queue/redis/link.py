@@ -34,8 +34,8 @@ from service.queue.interface import (
     MAX_DEATHS,
     MAX_DEATHS_IN_ALL,
     SUSPECT_AFTER_DEATHS,
-    BrokerUnavailable,
     OutcomeUnknown,
+    QueueUnavailable,
 )
 from service.queue.keys import FEED_MAX_ENTRIES, FEED_TTL_S, LOG_ENDED_TTL_S, LOG_RUNNING_TTL_S, QUEUE
 from service.queue.redis.address import PLAIN, read_address, was_sent
@@ -62,11 +62,11 @@ NOT_PRIMARY_WORDS = ("READONLY", "NOREPLICAS", "UNBLOCKED")
 """The same, in errors that redis-py has no name for, or as Redis 6.2 tells what went wrong inside a script."""
 
 
-class GroupMissing(BrokerUnavailable):
+class GroupMissing(QueueUnavailable):
     """The stream has no such group, or is not there: Redis is new, was emptied, or has become a replica."""
 
 
-class DataLost(BrokerUnavailable):
+class DataLost(QueueUnavailable):
     """Redis answers, and has not the data that we knew."""
 
 
@@ -87,7 +87,7 @@ class RedisLink:
         self._spoke_at_s: float | None = None  # when the last script was sent that was answered
 
     async def check(self) -> None:
-        """Raises BrokerUnavailable if Redis does not answer, StartupError if it is not one that we can use."""
+        """Raises QueueUnavailable if Redis does not answer, StartupError if it is not one that we can use."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 server = await self._client.info("server")
@@ -97,7 +97,7 @@ class RedisLink:
             # The pool hides a refused password in a ConnectionError.
             if isinstance(error, REFUSALS) or isinstance(error.__cause__, REFUSALS):
                 raise StartupError(f"Redis refuses us: {_cause(error)}") from error
-            raise BrokerUnavailable(f"Redis does not answer: {_cause(error)}") from error
+            raise QueueUnavailable(f"Redis does not answer: {_cause(error)}") from error
         version = server.get("redis_version", "0")
         if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_VERSION:
             raise StartupError(f"Redis 6.2 or newer is needed, this is {version}")
@@ -110,7 +110,7 @@ class RedisLink:
     @asynccontextmanager
     async def commands(self) -> AsyncIterator[Redis]:
         """The client for short commands, all to be done within the timeout; what Redis or the way to it does wrong
-        comes out as BrokerUnavailable, and as OutcomeUnknown unless Redis has refused or could not be reached."""
+        comes out as QueueUnavailable, and as OutcomeUnknown unless Redis has refused or could not be reached."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 yield self._client
@@ -119,12 +119,12 @@ class RedisLink:
             if str(error).startswith("EPOCH"):
                 raise DataLost(str(error)) from error
             if isinstance(error, ResponseError) or not was_sent(error):
-                raise BrokerUnavailable(_cause(error)) from error
+                raise QueueUnavailable(_cause(error)) from error
             raise OutcomeUnknown(_cause(error)) from error
 
     async def block(self, read: Callable[[Redis, int | None], Awaitable[Any]], wait_s: float) -> Any:
         """Run `read(client, block_ms)` on a connection of its own; block_ms is None where there is no time to wait.
-        Raises GroupMissing or BrokerUnavailable."""
+        Raises GroupMissing or QueueUnavailable."""
         block_ms = max(1, int(wait_s * 1000)) if wait_s > 0 else None
         try:
             async with asyncio.timeout(max(wait_s, 0.0) + BLOCK_MARGIN_S):
@@ -133,7 +133,7 @@ class RedisLink:
             await self._forget_the_way(error)
             if isinstance(error, ResponseError) and str(error).startswith(("NOGROUP", "UNBLOCKED")):
                 raise GroupMissing(str(error)) from error
-            raise BrokerUnavailable(_cause(error)) from error
+            raise QueueUnavailable(_cause(error)) from error
 
     async def _forget_the_way(self, error: Exception) -> None:
         """If Redis did not answer, or says that another may be the primary now: where one connection led to nothing the
@@ -175,7 +175,7 @@ class RedisLink:
 
     async def script(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
         """Run `<name>.lua`, which lies beside this module, behind `fair.lua`, `common.lua` and `ledger.lua`. Raises
-        BrokerUnavailable, or DataLost where Redis has another epoch than the script was told."""
+        QueueUnavailable, or DataLost where Redis has another epoch than the script was told."""
         source, digest = script_of(name)
         sent_s = time.monotonic()
         elapsed = "" if self._spoke_at_s is None else sent_s - self._spoke_at_s
@@ -196,7 +196,7 @@ class RedisLink:
         while True:
             try:
                 return await self.script(name, keys, args)
-            except BrokerUnavailable as error:
+            except QueueUnavailable as error:
                 # After one lost answer, a refusal says nothing about the first try.
                 if not isinstance(error, OutcomeUnknown) and not lost.is_on:
                     raise

@@ -1,4 +1,4 @@
-"""What the Redis broker keeps of requests, beside their jobs: records, idempotency keys, who waits for them."""
+"""What the Redis queue keeps of requests, beside their jobs: records, idempotency keys, who waits for them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def record_args(record: RequestRecord, now_s: float, limits: StorageLimits) -> t
 
 
 class RedisRequests:
-    """Implements the part of DoorBroker that speaks of requests."""
+    """Implements the part of GatewayQueue that speaks of requests."""
 
     def __init__(self, link: RedisLink):
         self._link = link

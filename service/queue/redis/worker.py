@@ -1,4 +1,4 @@
-"""The workers' half of the Redis broker."""
+"""The workers' half of the Redis queue."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from service.errors import EndReason
 from service.observability.logs import fields
 from service.queue import keys
 from service.queue.codec import WireError, decode, encode
-from service.queue.interface import ALONE_FOR_EVENTS, ANY_ROOM, NEAR_DEATHS_S, Claim, Lease, Room
-from service.queue.job_cost import LENT_AFTER_S
+from service.queue.interface import ALONE_FOR_EVENTS, NEAR_DEATHS_S, UNLIMITED_BUDGET, Claim, ClaimBudget, Lease
+from service.queue.job_cost import RECLAIM_AFTER_S
 from service.queue.messages import Cancel, DeadLetter, Event, Job, WorkerCard
-from service.queue.redis.claims import HeldJob, HeldJobs
+from service.queue.redis.claims import ClaimedJob, ClaimedJobs
 from service.queue.redis.link import STREAM_START, RedisLink
 
 log = logging.getLogger("quire.redis")
@@ -25,26 +25,26 @@ log = logging.getLogger("quire.redis")
 MAX_CANCELS_READ = 1024
 
 
-class RedisWorker:
-    """Implements WorkerBroker. `name` is the owner of its claims: unique among the workers that are alive, and the
+class RedisWorkerQueue:
+    """Implements WorkerQueue. `name` is the owner of its claims: unique among the workers that are alive, and the
     name of one that is dead if this one stands in its place."""
 
     def __init__(self, link: RedisLink, name: str, cancels_from: str, lease_s: float):
         self.lease_s = lease_s
         self._link = link
         self._owner = name
-        self._held = HeldJobs(link, name, lease_s)
+        self._held = ClaimedJobs(link, name, lease_s)
         self._may_have_more = True  # claimed by an act whose answer we never saw, or in the life before
         self._may_have_predecessor = True
         self._cancels_from = cancels_from
 
-    async def fetch(self, max_branches: int, wait_s: float, room: Room = ANY_ROOM) -> Sequence[Claim]:
+    async def fetch(self, max_branches: int, wait_s: float, budget: ClaimBudget = UNLIMITED_BUDGET) -> Sequence[Claim]:
         give_up_s = time.monotonic() + wait_s
         queues = (keys.RETURNED, keys.WAITING)
         # Claimed entries are gone, so whatever is there is news; but not where it may be what there is no room for.
-        bell = dict.fromkeys(queues, "$" if room.is_scarce(max_branches) else "0-0")
+        bell = dict.fromkeys(queues, "$" if budget.is_restricted(max_branches) else "0-0")
         while True:
-            claims = await self._claim(queues, max_branches, room)
+            claims = await self._claim(queues, max_branches, budget)
             left_s = give_up_s - time.monotonic()
             if claims or left_s <= 0:
                 return claims
@@ -52,7 +52,7 @@ class RedisWorker:
                 return claims
 
     async def fetch_suspect(self) -> Claim | None:
-        claims = await self._claim((keys.SUSPECTS,), 1, ANY_ROOM)
+        claims = await self._claim((keys.SUSPECTS,), 1, UNLIMITED_BUDGET)
         return claims[0] if claims else None
 
     async def publish(self, events: Sequence[Event]) -> frozenset[str]:
@@ -112,13 +112,19 @@ class RedisWorker:
                 pipeline.zrem(keys.LEASES, self._owner)
             await pipeline.execute()
 
-    async def _claim(self, queues: Sequence[str], max_branches: int, room: Room) -> list[Claim]:
+    async def _claim(self, queues: Sequence[str], max_branches: int, budget: ClaimBudget) -> list[Claim]:
         """Jobs count as held from the moment this returns; were it cut off, they come again."""
         ask_for_more, self._may_have_more, self._may_have_predecessor = self._may_have_more, True, False
         held = msgpack.packb(list(self._held.job_ids())) if ask_for_more else b""
         args = [self._owner, max_branches, self.lease_s, int(ask_for_more), held]
-        args += ["" if room.num_tokens is None else room.num_tokens, room.num_reserved]
-        args += [room.num_places, msgpack.packb(dict(room.held)), room.num_tenants, room.num_lent_tokens, LENT_AFTER_S]
+        args += ["" if budget.num_tokens is None else budget.num_tokens, budget.num_reserved]
+        args += [
+            budget.num_slots,
+            msgpack.packb(dict(budget.slots_by_tenant)),
+            budget.num_tenants,
+            budget.num_reclaimable_tokens,
+            RECLAIM_AFTER_S,
+        ]
         opened = [await self._open(answer) for answer in await self._held.run_sure("claim", queues, args)]
         claimed = [pair for pair in opened if pair is not None]
         for _, job in claimed:
@@ -126,17 +132,17 @@ class RedisWorker:
         self._may_have_more = False
         return [claim for claim, _ in claimed]
 
-    async def _open(self, answer: Sequence[Any]) -> tuple[Claim, HeldJob] | None:
+    async def _open(self, answer: Sequence[Any]) -> tuple[Claim, ClaimedJob] | None:
         """A claim with its past. None for a job that nobody can go on with: it is ended here."""
         job_id, message, attempt, standing, deaths, cause, stops = answer
         job_id, cause = job_id.decode(), cause.decode(errors="replace")
         fence = f"{attempt} {self._owner}"
         if standing == b"deadly":
-            await self._bury(job_id, fence, message, deaths, cause)
+            await self._dead_letter(job_id, fence, message, deaths, cause)
             return None
         try:
             job = decode(Job, message)
-            held = HeldJob(job, attempt, self._owner, message)
+            held = ClaimedJob(job, attempt, self._owner, message)
         except ValueError as error:
             log.error("unreadable job %s", fields(job=job_id, error=error))
             await self._end(job_id, fence, EndReason.INVALID)
@@ -161,7 +167,7 @@ class RedisWorker:
     async def _end(self, job_id: str, fence: str, reason: EndReason) -> None:
         await self._held.run("end", [], [job_id, fence, reason.value])
 
-    async def _bury(self, job_id: str, fence: str, message: bytes, deaths: int, cause: str) -> None:
+    async def _dead_letter(self, job_id: str, fence: str, message: bytes, deaths: int, cause: str) -> None:
         letter = DeadLetter(
             job_id=job_id, job=message, deaths=deaths, cause=cause, buried_at_s=await self._link.now_s()
         )

@@ -13,8 +13,8 @@ from tests.fakes.queue.ledger import MemoryLedger
 
 
 @dataclass
-class MemoryShelf:
-    """What several brokers in memory share."""
+class MemoryBatchData:
+    """What several queues in memory share."""
 
     ledger: MemoryLedger = field(default_factory=MemoryLedger)
     files: dict[str, StoredFile] = field(default_factory=dict)
@@ -31,134 +31,138 @@ class MemoryShelf:
 class MemoryBatches:
     """Implements BatchStore."""
 
-    def __init__(self, shelf: MemoryShelf):
-        self._shelf = shelf
+    def __init__(self, batch_data: MemoryBatchData):
+        self._batch_data = batch_data
 
     async def reserve_file(self, file_id: str, tenant: str, num_bytes: int, limits: StorageLimits) -> None:
-        more = max(0, num_bytes - self._shelf.ledger.taken(tenant, file_id))
-        self._shelf.ledger.charge(tenant, file_id, more, keys.UPLOAD_TTL_S, limits)
+        more = max(0, num_bytes - self._batch_data.ledger.taken(tenant, file_id))
+        self._batch_data.ledger.charge(tenant, file_id, more, keys.UPLOAD_TTL_S, limits)
 
     async def append_file(
         self, file_id: str, tenant: str, data: bytes, limits: StorageLimits = UNLIMITED, *, is_reserved: bool = False
     ) -> int:
         keys.file_data(file_id)
-        shelf, now_s = self._shelf, time.monotonic()
-        for gone in [name for name, until_s in shelf.unfinished.items() if until_s <= now_s]:
-            del shelf.unfinished[gone], shelf.pieces[gone]
-        shelf.ledger.charge(tenant, file_id, 0 if is_reserved else len(data), keys.UPLOAD_TTL_S, limits)
-        shelf.unfinished[file_id] = now_s + keys.UPLOAD_TTL_S
-        pieces = shelf.pieces.setdefault(file_id, [])
+        batch_data, now_s = self._batch_data, time.monotonic()
+        for gone in [name for name, until_s in batch_data.unfinished.items() if until_s <= now_s]:
+            del batch_data.unfinished[gone], batch_data.pieces[gone]
+        batch_data.ledger.charge(tenant, file_id, 0 if is_reserved else len(data), keys.UPLOAD_TTL_S, limits)
+        batch_data.unfinished[file_id] = now_s + keys.UPLOAD_TTL_S
+        pieces = batch_data.pieces.setdefault(file_id, [])
         pieces.append(data)
         return len(pieces)
 
     async def put_file(self, file: StoredFile) -> None:
-        shelf = self._shelf
-        change = file.num_bytes + OVERHEAD_BYTES - shelf.ledger.taken(file.tenant, file.file_id)
-        shelf.ledger.charge(file.tenant, file.file_id, change, keys.FILE_TTL_S)
-        shelf.unfinished.pop(file.file_id, None)
-        shelf.files[file.file_id] = file
+        batch_data = self._batch_data
+        change = file.num_bytes + OVERHEAD_BYTES - batch_data.ledger.taken(file.tenant, file.file_id)
+        batch_data.ledger.charge(file.tenant, file.file_id, change, keys.FILE_TTL_S)
+        batch_data.unfinished.pop(file.file_id, None)
+        batch_data.files[file.file_id] = file
 
     async def file(self, file_id: str) -> StoredFile | None:
         keys.file(file_id)
-        return self._shelf.files.get(file_id)
+        return self._batch_data.files.get(file_id)
 
     async def file_pieces(self, file_id: str, first: int, count: int) -> Sequence[bytes]:
         keys.file(file_id)
-        return self._shelf.pieces.get(file_id, [])[first : first + count]
+        return self._batch_data.pieces.get(file_id, [])[first : first + count]
 
     async def files(self, tenant: str) -> Sequence[StoredFile]:
-        return [file for file in reversed(self._shelf.files.values()) if file.tenant == tenant]
+        return [file for file in reversed(self._batch_data.files.values()) if file.tenant == tenant]
 
     async def drop_file(self, file_id: str, tenant: str) -> None:
-        for kept in (self._shelf.files, self._shelf.pieces, self._shelf.unfinished):
+        for kept in (self._batch_data.files, self._batch_data.pieces, self._batch_data.unfinished):
             kept.pop(file_id, None)
-        self._shelf.ledger.release(tenant, file_id)
+        self._batch_data.ledger.release(tenant, file_id)
 
     async def put_batch(self, batch: Batch, limits: StorageLimits = UNLIMITED) -> None:
-        shelf = self._shelf
-        change = len(pack(batch)) + OVERHEAD_BYTES - shelf.ledger.taken(batch.tenant, batch.batch_id)
-        shelf.ledger.charge(batch.tenant, batch.batch_id, change, keys.FILE_TTL_S, limits)
-        shelf.batches[batch.batch_id] = batch
+        batch_data = self._batch_data
+        change = len(pack(batch)) + OVERHEAD_BYTES - batch_data.ledger.taken(batch.tenant, batch.batch_id)
+        batch_data.ledger.charge(batch.tenant, batch.batch_id, change, keys.FILE_TTL_S, limits)
+        batch_data.batches[batch.batch_id] = batch
         if not batch.is_open:
-            shelf.marks.pop(batch.batch_id, None)
+            batch_data.marks.pop(batch.batch_id, None)
 
     async def batch(self, batch_id: str) -> Batch | None:
         keys.batch(batch_id)
-        return self._shelf.batches.get(batch_id)
+        return self._batch_data.batches.get(batch_id)
 
     async def batches(self, tenant: str, after: str | None, count: int) -> Sequence[Batch]:
-        own = [batch for batch in reversed(self._shelf.batches.values()) if batch.tenant == tenant]
+        own = [batch for batch in reversed(self._batch_data.batches.values()) if batch.tenant == tenant]
         start = 0
         if after is not None:
             start = next((place for place, batch in enumerate(own, 1) if batch.batch_id == after), len(own))
         return own[start : start + count]
 
     async def open_batches(self) -> Sequence[OpenBatch]:
-        return [OpenBatch(batch.batch_id, batch.tenant) for batch in self._shelf.batches.values() if batch.is_open]
+        return [OpenBatch(batch.batch_id, batch.tenant) for batch in self._batch_data.batches.values() if batch.is_open]
 
     async def hold_batch(self, batch_id: str, holder: str, for_s: float) -> bool:
         now_s = time.monotonic()
-        owner, until_s = self._shelf.holds.get(batch_id, (holder, 0.0))
+        owner, until_s = self._batch_data.holds.get(batch_id, (holder, 0.0))
         if owner != holder and until_s > now_s:
             return False
-        self._shelf.holds[batch_id] = (holder, now_s + for_s)
+        self._batch_data.holds[batch_id] = (holder, now_s + for_s)
         return True
 
     async def cancel_batch(self, batch_id: str) -> None:
-        self._shelf.cancelled.add(batch_id)
+        self._batch_data.cancelled.add(batch_id)
 
     async def is_batch_cancelled(self, batch_id: str) -> bool:
-        return batch_id in self._shelf.cancelled
+        return batch_id in self._batch_data.cancelled
 
     async def reserve_lines(self, batch: Batch, num_bytes: int, limits: StorageLimits) -> None:
-        ledger, name = self._shelf.ledger, _lines_name(batch)
+        ledger, name = self._batch_data.ledger, _lines_name(batch)
         more = max(0, num_bytes - ledger.taken(batch.tenant, name))
         ledger.charge(batch.tenant, name, more, keys.FILE_TTL_S, limits)
 
     async def put_line(
         self, batch: Batch, number: int, line: bytes, mark: bytes, limits: StorageLimits = UNLIMITED
     ) -> None:
-        shelf = self._shelf
-        marks = shelf.marks.setdefault(batch.batch_id, bytearray())
-        if number < shelf.moved.get(batch.batch_id, MovedLines()).num_lines or (number < len(marks) and marks[number]):
+        batch_data = self._batch_data
+        marks = batch_data.marks.setdefault(batch.batch_id, bytearray())
+        if number < batch_data.moved.get(batch.batch_id, MovedLines()).num_lines or (
+            number < len(marks) and marks[number]
+        ):
             return
-        shelf.ledger.charge(batch.tenant, _lines_name(batch), len(line) + LINE_OVERHEAD_BYTES, keys.FILE_TTL_S, limits)
-        shelf.lines.setdefault(batch.batch_id, {})[number] = line
+        batch_data.ledger.charge(
+            batch.tenant, _lines_name(batch), len(line) + LINE_OVERHEAD_BYTES, keys.FILE_TTL_S, limits
+        )
+        batch_data.lines.setdefault(batch.batch_id, {})[number] = line
         marks.extend(bytes(max(0, number + 1 - len(marks))))
         marks[number : number + 1] = mark
 
     async def line_marks(self, batch_id: str) -> bytes:
-        return bytes(self._shelf.marks.get(batch_id, b""))
+        return bytes(self._batch_data.marks.get(batch_id, b""))
 
     async def line_sizes(self, batch_id: str, first: int, count: int) -> Sequence[int]:
         return [len(line or b"") for line in await self.lines(batch_id, first, count)]
 
     async def lines(self, batch_id: str, first: int, count: int) -> Sequence[bytes | None]:
-        lines = self._shelf.lines.get(batch_id, {})
+        lines = self._batch_data.lines.get(batch_id, {})
         return [lines.get(number) for number in range(first, first + count)]
 
     async def moved_lines(self, batch_id: str) -> MovedLines:
-        return self._shelf.moved.get(batch_id, MovedLines())
+        return self._batch_data.moved.get(batch_id, MovedLines())
 
     async def move_lines(self, batch: Batch, move: Move) -> int:
-        shelf, moved = self._shelf, await self.moved_lines(batch.batch_id)
+        batch_data, moved = self._batch_data, await self.moved_lines(batch.batch_id)
         if moved.num_lines != move.first:
             return moved.num_lines
         for file_id, data in ((move.output_file_id, move.output), (move.error_file_id, move.errors)):
             if data:
-                shelf.pieces.setdefault(file_id, []).append(data)
-                shelf.ledger.charge(batch.tenant, file_id, len(data), keys.FILE_TTL_S)
+                batch_data.pieces.setdefault(file_id, []).append(data)
+                batch_data.ledger.charge(batch.tenant, file_id, len(data), keys.FILE_TTL_S)
         for number in range(move.first, move.past):
-            shelf.lines.get(batch.batch_id, {}).pop(number, None)
-        shelf.ledger.charge(batch.tenant, _lines_name(batch), -move.num_bytes, keys.FILE_TTL_S)
-        shelf.moved[batch.batch_id] = MovedLines(
+            batch_data.lines.get(batch.batch_id, {}).pop(number, None)
+        batch_data.ledger.charge(batch.tenant, _lines_name(batch), -move.num_bytes, keys.FILE_TTL_S)
+        batch_data.moved[batch.batch_id] = MovedLines(
             move.past, moved.output_bytes + len(move.output), moved.error_bytes + len(move.errors)
         )
         return move.past
 
     async def drop_lines(self, batch: Batch) -> None:
-        self._shelf.lines.pop(batch.batch_id, None)
-        self._shelf.ledger.release(batch.tenant, _lines_name(batch))
+        self._batch_data.lines.pop(batch.batch_id, None)
+        self._batch_data.ledger.release(batch.tenant, _lines_name(batch))
 
 
 def _lines_name(batch: Batch) -> str:

@@ -33,7 +33,7 @@ class FairQueue:
 
     def remove(self, job_id: str) -> None:
         job, _ = self._jobs.pop(job_id, (None, 0.0))
-        if job is not None and not self._shelf(job):
+        if job is not None and not self._ranks_of(job):
             del self._turns[lane_of(job), job.tenant]
 
     def charge(self, job: Job) -> None:
@@ -79,7 +79,7 @@ class FairQueue:
         if job_id not in self._jobs:
             return None
         job, own_rank = self._jobs[job_id]
-        return sum(rank < own_rank for rank in self._shelf(job))
+        return sum(rank < own_rank for rank in self._ranks_of(job))
 
     def waited_s(self, job_id: str) -> float:
         job, rank = self._jobs[job_id]
@@ -94,10 +94,10 @@ class FairQueue:
         found = [job for job, _ in self._jobs.values() if tenant in (None, job.tenant)]
         return len(found), sum(map(cost_of, found))
 
-    def _shelf(self, own: Job) -> list[float]:
+    def _ranks_of(self, own: Job) -> list[float]:
         """Ranks of the jobs that wait in this one's lane and are of its tenant."""
-        shelf = (lane_of(own), own.tenant)
-        return [rank for job, rank in self._jobs.values() if (lane_of(job), job.tenant) == shelf]
+        turn = (lane_of(own), own.tenant)
+        return [rank for job, rank in self._jobs.values() if (lane_of(job), job.tenant) == turn]
 
     def _virtual_time(self, tenant: str) -> int:
         return max(self._clock, self._times.get(tenant, 0))

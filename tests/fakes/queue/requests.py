@@ -1,4 +1,4 @@
-"""What the broker in memory keeps of requests, beside their jobs."""
+"""What the queue in memory keeps of requests, beside their jobs."""
 
 from __future__ import annotations
 

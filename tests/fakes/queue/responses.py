@@ -9,14 +9,14 @@ from service.queue.responses import StoredResponse, pack_response, unpack_respon
 from service.queue.storage import OVERHEAD_BYTES, UNLIMITED, StorageLimits
 from tests.fakes.queue.ledger import MemoryLedger
 
-Shelf = dict[str, tuple[bytes, float]]
-"""Records by id, and until when each is kept, on the monotonic clock. Several brokers share it."""
+ResponseData = dict[str, tuple[bytes, float]]
+"""Records by id, and until when each is kept, on the monotonic clock. Several queues share it."""
 
 
 class MemoryResponses:
     """Implements ResponseStore."""
 
-    def __init__(self, responses: Shelf, ledger: MemoryLedger):
+    def __init__(self, responses: ResponseData, ledger: MemoryLedger):
         self._responses = responses
         self._response_ledger = ledger
 

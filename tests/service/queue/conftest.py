@@ -1,4 +1,4 @@
-"""One real Redis for the tests of the wire, emptied before each; brokers on it and in memory."""
+"""One real Redis for the tests of the wire, emptied before each; queues on it and in memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 from redis import Redis
 
 from service.queue.embedded.redis import EmbeddedRedis
-from service.queue.redis.broker import RedisBroker, open_redis_broker
-from tests.fakes.queue.broker import MemoryBroker
-from tests.fakes.queue.queue import MemoryQueue
-from tests.support.configured_redis import ConfiguredRedis, RolesBroker
-from tests.support.wire import OpenBroker
+from service.queue.redis.queue import RedisQueue, open_redis_queue
+from tests.fakes.queue.memory_queue import MemoryQueue
+from tests.fakes.queue.queue_data import QueueData
+from tests.support.configured_redis import ConfiguredRedis, RolesQueue
+from tests.support.wire import OpenQueue
 
 
 @pytest.fixture(scope="session")
@@ -39,14 +39,14 @@ def redis(redis_url: str) -> Iterator[Redis]:
 
 
 @pytest.fixture
-async def open_broker(redis_url: str) -> AsyncIterator[OpenBroker]:
-    """Opens brokers on the test's Redis that are closed when the test is over."""
+async def open_queue(redis_url: str) -> AsyncIterator[OpenQueue]:
+    """Opens queues on the test's Redis that are closed when the test is over."""
     async with AsyncExitStack() as opened:
 
-        async def open_one(name: str | None = None, url: str = redis_url, **options) -> RedisBroker:
-            broker = await open_redis_broker(url, name, **options)
-            opened.push_async_callback(broker.close)
-            return broker
+        async def open_one(name: str | None = None, url: str = redis_url, **options) -> RedisQueue:
+            queue = await open_redis_queue(url, name, **options)
+            opened.push_async_callback(queue.close)
+            return queue
 
         yield open_one
 
@@ -69,32 +69,32 @@ def guarded_redis(configured_redis: ConfiguredRedis) -> Iterator[ConfiguredRedis
 
 
 @pytest.fixture(params=["memory", "redis", "roles"])
-async def broker(request: pytest.FixtureRequest) -> AsyncIterator[MemoryBroker | RedisBroker | RolesBroker]:
+async def queue(request: pytest.FixtureRequest) -> AsyncIterator[MemoryQueue | RedisQueue | RolesQueue]:
     if request.param == "redis":
-        broker = await open_redis_broker(request.getfixturevalue("redis_url"))
+        queue = await open_redis_queue(request.getfixturevalue("redis_url"))
     elif request.param == "roles":
-        broker = await RolesBroker.open(request.getfixturevalue("guarded_redis"))
+        queue = await RolesQueue.open(request.getfixturevalue("guarded_redis"))
     else:
-        broker = MemoryBroker()
-    yield broker
-    await broker.close()
+        queue = MemoryQueue()
+    yield queue
+    await queue.close()
 
 
 @pytest.fixture(params=["memory", "redis", "roles"])
-async def join(request: pytest.FixtureRequest) -> AsyncIterator[Callable[..., Awaitable[MemoryBroker | RedisBroker]]]:
-    """Opens brokers that meet in one queue, of either kind; closed when the test is over."""
-    queue = MemoryQueue()
+async def join(request: pytest.FixtureRequest) -> AsyncIterator[Callable[..., Awaitable[MemoryQueue | RedisQueue]]]:
+    """Opens queues that meet in one queue, of either kind; closed when the test is over."""
+    data = QueueData()
     async with AsyncExitStack() as opened:
 
-        async def join_one(name: str | None = None, lease_s: float = 10.0) -> MemoryBroker | RedisBroker:
+        async def join_one(name: str | None = None, lease_s: float = 10.0) -> MemoryQueue | RedisQueue:
             if request.param == "redis":
-                broker = await open_redis_broker(request.getfixturevalue("redis_url"), name, lease_s=lease_s)
+                queue = await open_redis_queue(request.getfixturevalue("redis_url"), name, lease_s=lease_s)
             elif request.param == "roles":
-                broker = await RolesBroker.open(request.getfixturevalue("guarded_redis"), name, lease_s=lease_s)
+                queue = await RolesQueue.open(request.getfixturevalue("guarded_redis"), name, lease_s=lease_s)
             else:
-                broker = MemoryBroker(queue, name, lease_s)
-            opened.push_async_callback(broker.close)
-            return broker
+                queue = MemoryQueue(data, name, lease_s)
+            opened.push_async_callback(queue.close)
+            return queue
 
         yield join_one
 

@@ -30,50 +30,50 @@ def make_batch(number: int, tenant: str = "t", **changes) -> Batch:
     return Batch(**{"batch_id": f"batch_{number}", "tenant": tenant, "created_s": 100.0 + number, **fields, **changes})
 
 
-async def put(broker, file: StoredFile, *pieces: bytes) -> None:
+async def put(queue, file: StoredFile, *pieces: bytes) -> None:
     for number, piece in enumerate(pieces, 1):
-        assert await broker.append_file(file.file_id, file.tenant, piece) == number
-    await broker.put_file(file)
+        assert await queue.append_file(file.file_id, file.tenant, piece) == number
+    await queue.put_file(file)
 
 
-async def contents(broker, file_id: str) -> bytes:
+async def contents(queue, file_id: str) -> bytes:
     pieces = []
-    while found := await broker.file_pieces(file_id, len(pieces), 2):
+    while found := await queue.file_pieces(file_id, len(pieces), 2):
         pieces += found
     return b"".join(pieces)
 
 
-async def test_a_file_comes_back_whole(broker):
+async def test_a_file_comes_back_whole(queue):
     data = bytes(range(256)) * 9000
-    await put(broker, make_file(1), data[:1000], data[1000:2000], data[2000:])
-    assert await broker.file("file-1") == make_file(1)
-    assert await contents(broker, "file-1") == data
-    assert await broker.file_pieces("file-1", 1, 1) == [data[1000:2000]]
-    await broker.put_file(make_file(2))
-    assert await contents(broker, "file-2") == b""
+    await put(queue, make_file(1), data[:1000], data[1000:2000], data[2000:])
+    assert await queue.file("file-1") == make_file(1)
+    assert await contents(queue, "file-1") == data
+    assert await queue.file_pieces("file-1", 1, 1) == [data[1000:2000]]
+    await queue.put_file(make_file(2))
+    assert await contents(queue, "file-2") == b""
 
 
-async def test_a_tenant_sees_its_own_files_the_newest_first(broker):
+async def test_a_tenant_sees_its_own_files_the_newest_first(queue):
     for number, tenant in enumerate("aba"):
-        await put(broker, make_file(number, tenant), b"x")
-    assert [file.file_id for file in await broker.files("a")] == ["file-2", "file-0"]
-    await broker.drop_file("file-2", "a")
-    assert [file.file_id for file in await broker.files("a")] == ["file-0"]
-    assert await broker.file("file-2") is None
-    assert await contents(broker, "file-2") == b""
+        await put(queue, make_file(number, tenant), b"x")
+    assert [file.file_id for file in await queue.files("a")] == ["file-2", "file-0"]
+    await queue.drop_file("file-2", "a")
+    assert [file.file_id for file in await queue.files("a")] == ["file-0"]
+    assert await queue.file("file-2") is None
+    assert await contents(queue, "file-2") == b""
 
 
 @pytest.mark.parametrize("name", ["a/b", "", "x" * 200, "a:b", "{a}"])
-async def test_an_id_that_no_key_may_hold_is_refused(broker, name):
-    for asked in (broker.file(name), broker.file_pieces(name, 0, 1), broker.batch(name)):
+async def test_an_id_that_no_key_may_hold_is_refused(queue, name):
+    for asked in (queue.file(name), queue.file_pieces(name, 0, 1), queue.batch(name)):
         with pytest.raises(ValueError, match="Redis key"):
             await asked
 
 
-async def test_a_batch_is_open_until_it_ends(broker):
+async def test_a_batch_is_open_until_it_ends(queue):
     for number in range(3):
-        await broker.put_batch(make_batch(number))
-    assert await broker.open_batches() == [OpenBatch(f"batch_{number}", "t") for number in range(3)]
+        await queue.put_batch(make_batch(number))
+    assert await queue.open_batches() == [OpenBatch(f"batch_{number}", "t") for number in range(3)]
     done = replace(
         make_batch(1),
         status=BatchStatus.FAILED,
@@ -81,65 +81,63 @@ async def test_a_batch_is_open_until_it_ends(broker):
         metadata={"k": "v"},
         at_s={"failed": 7.5},
     )
-    await broker.put_batch(done)
-    assert await broker.batch("batch_1") == done
-    assert [each.batch_id for each in await broker.open_batches()] == ["batch_0", "batch_2"]
-    assert await ids(broker, None, 9) == ["batch_2", "batch_1", "batch_0"]
-    assert await ids(broker, None, 2) == ["batch_2", "batch_1"]
-    assert await ids(broker, "batch_1", 2) == ["batch_0"]
-    assert await ids(broker, "batch_7", 2) == []
-    assert await broker.batches("other", None, 9) == []
+    await queue.put_batch(done)
+    assert await queue.batch("batch_1") == done
+    assert [each.batch_id for each in await queue.open_batches()] == ["batch_0", "batch_2"]
+    assert await ids(queue, None, 9) == ["batch_2", "batch_1", "batch_0"]
+    assert await ids(queue, None, 2) == ["batch_2", "batch_1"]
+    assert await ids(queue, "batch_1", 2) == ["batch_0"]
+    assert await ids(queue, "batch_7", 2) == []
+    assert await queue.batches("other", None, 9) == []
 
 
-async def ids(broker, after: str | None, count: int) -> list[str]:
-    return [batch.batch_id for batch in await broker.batches("t", after, count)]
+async def ids(queue, after: str | None, count: int) -> list[str]:
+    return [batch.batch_id for batch in await queue.batches("t", after, count)]
 
 
-async def test_one_holds_a_batch_at_a_time(broker):
-    assert await broker.hold_batch("batch_1", "me", 5)
-    assert await broker.hold_batch("batch_1", "me", 0.5)
-    assert not await broker.hold_batch("batch_1", "you", 0.5)
+async def test_one_holds_a_batch_at_a_time(queue):
+    assert await queue.hold_batch("batch_1", "me", 5)
+    assert await queue.hold_batch("batch_1", "me", 0.5)
+    assert not await queue.hold_batch("batch_1", "you", 0.5)
     await asyncio.sleep(0.6)
-    assert await broker.hold_batch("batch_1", "you", 5)
-    assert not await broker.hold_batch("batch_1", "me", 5)
+    assert await queue.hold_batch("batch_1", "you", 5)
+    assert not await queue.hold_batch("batch_1", "me", 5)
 
 
-async def test_a_cancel_is_remembered(broker):
-    assert not await broker.is_batch_cancelled("batch_1")
-    await broker.cancel_batch("batch_1")
-    assert await broker.is_batch_cancelled("batch_1")
+async def test_a_cancel_is_remembered(queue):
+    assert not await queue.is_batch_cancelled("batch_1")
+    await queue.cancel_batch("batch_1")
+    assert await queue.is_batch_cancelled("batch_1")
 
 
-async def test_the_first_answer_to_a_line_stays(broker):
+async def test_the_first_answer_to_a_line_stays(queue):
     batch = make_batch(1)
     for number in range(0, 1000, 2):
-        await broker.put_line(
-            batch, number, f"line {number}".encode(), ANSWERED_BADLY if number == 4 else ANSWERED_WELL
-        )
-    await broker.put_line(batch, 6, b"another", ANSWERED_BADLY)
-    marks = await broker.line_marks("batch_1")
+        await queue.put_line(batch, number, f"line {number}".encode(), ANSWERED_BADLY if number == 4 else ANSWERED_WELL)
+    await queue.put_line(batch, 6, b"another", ANSWERED_BADLY)
+    marks = await queue.line_marks("batch_1")
     assert (len(marks), marks[:8]) == (999, b"+\0+\0-\0+\0")
-    assert await broker.lines("batch_1", 3, 4) == [None, b"line 4", None, b"line 6"]
-    assert await broker.line_sizes("batch_1", 9, 3) == [0, 7, 0]
-    assert await broker.line_marks("batch_2") == b""
-    assert await broker.lines("batch_2", 0, 2) == [None, None]
+    assert await queue.lines("batch_1", 3, 4) == [None, b"line 4", None, b"line 6"]
+    assert await queue.line_sizes("batch_1", 9, 3) == [0, 7, 0]
+    assert await queue.line_marks("batch_2") == b""
+    assert await queue.lines("batch_2", 0, 2) == [None, None]
 
 
-async def test_answers_move_to_their_files_once(broker):
+async def test_answers_move_to_their_files_once(queue):
     batch = make_batch(1)
     for number in range(3):
-        await broker.put_line(batch, number, b"answer", ANSWERED_WELL)
+        await queue.put_line(batch, number, b"answer", ANSWERED_WELL)
     move = Move(
         first=0, past=2, num_bytes=12, output_file_id="file-o", error_file_id="file-e", output=b"one\n", errors=b"two\n"
     )
-    assert await broker.moved_lines("batch_1") == MovedLines()
+    assert await queue.moved_lines("batch_1") == MovedLines()
     for _ in range(2):
-        assert await broker.move_lines(batch, move) == 2
-    assert await broker.moved_lines("batch_1") == MovedLines(2, 4, 4)
-    assert (await contents(broker, "file-o"), await contents(broker, "file-e")) == (b"one\n", b"two\n")
-    assert await broker.lines("batch_1", 0, 3) == [None, None, b"answer"]
-    await broker.put_line(batch, 1, b"too late", ANSWERED_WELL)
-    assert await broker.lines("batch_1", 1, 1) == [None]
-    await broker.drop_lines(batch)
-    assert await broker.lines("batch_1", 2, 1) == [None]
-    assert await broker.line_marks("batch_1") == b"+++"
+        assert await queue.move_lines(batch, move) == 2
+    assert await queue.moved_lines("batch_1") == MovedLines(2, 4, 4)
+    assert (await contents(queue, "file-o"), await contents(queue, "file-e")) == (b"one\n", b"two\n")
+    assert await queue.lines("batch_1", 0, 3) == [None, None, b"answer"]
+    await queue.put_line(batch, 1, b"too late", ANSWERED_WELL)
+    assert await queue.lines("batch_1", 1, 1) == [None]
+    await queue.drop_lines(batch)
+    assert await queue.lines("batch_1", 2, 1) == [None]
+    assert await queue.line_marks("batch_1") == b"+++"

@@ -8,49 +8,49 @@ from service.cli.main import main
 from service.errors import EndReason
 from service.queue.codec import decode
 from service.queue.messages import Job
-from service.queue.redis.dead_letters import RedisDead
+from service.queue.redis.dead_letters import RedisDeadLetters
 from tests.support.wire import Ended, make_event, make_job, outcome
 
 
-async def bury(broker, job_id: str, cause: str = "CUDA error 700") -> None:
-    await broker.submit(make_job(job_id))
+async def bury(queue, job_id: str, cause: str = "CUDA error 700") -> None:
+    await queue.submit(make_job(job_id))
     for _ in range(2):
-        await broker.fetch(1, 1.0)
-        await broker.hand_back([job_id], cause)
-    while await broker.fetch_suspect():
-        await broker.hand_back([job_id], cause)
-    assert list(await broker.fetch(1, 0.0)) == []
-    assert (await outcome(broker.follow(job_id))).reason is EndReason.POISONED
+        await queue.fetch(1, 1.0)
+        await queue.hand_back([job_id], cause)
+    while await queue.fetch_suspect():
+        await queue.hand_back([job_id], cause)
+    assert list(await queue.fetch(1, 0.0)) == []
+    assert (await outcome(queue.follow(job_id))).reason is EndReason.POISONED
 
 
-async def test_letters_stand_there_with_their_jobs_and_causes(open_broker):
-    broker = await open_broker()
-    dead = RedisDead(broker._link)
+async def test_letters_stand_there_with_their_jobs_and_causes(open_queue):
+    queue = await open_queue()
+    dead = RedisDeadLetters(queue._link)
     assert list(await dead.letters()) == []
-    await bury(broker, "JOB1")
-    await bury(broker, "JOB2", "the worker w died")
+    await bury(queue, "JOB1")
+    await bury(queue, "JOB2", "the worker w died")
     last, first = await dead.letters()
     assert (last.job_id, last.deaths, last.cause) == ("JOB2", 4, "the worker w died"), (
         "JOB1's deaths came shortly before"
     )
     assert (decode(Job, first.job), first.cause) == (make_job("JOB1"), "CUDA error 700")
-    assert abs(first.buried_at_s - await broker.now_s()) < 60.0
+    assert abs(first.buried_at_s - await queue.now_s()) < 60.0
     assert await dead.find("JOB1") == first
     assert await dead.find("JOB3") is None
 
 
-async def test_a_requeued_job_runs_alone_and_its_letter_is_gone(open_broker):
-    broker = await open_broker()
-    dead = RedisDead(broker._link)
-    await bury(broker, "JOB1")
+async def test_a_requeued_job_runs_alone_and_its_letter_is_gone(open_queue):
+    queue = await open_queue()
+    dead = RedisDeadLetters(queue._link)
+    await bury(queue, "JOB1")
     copy = await dead.requeue("JOB1")
     assert await dead.requeue("JOB1") is None
     assert list(await dead.letters()) == []
-    assert list(await broker.fetch(1, 0.0)) == []
-    claim = await broker.fetch_suspect()
+    assert list(await queue.fetch(1, 0.0)) == []
+    claim = await queue.fetch_suspect()
     assert (claim.job.job_id, claim.job.prompt, claim.is_suspect) == (copy, make_job().prompt, True)
-    await broker.publish([make_event(copy, 1, EndReason.STOP)])
-    assert await outcome(broker.follow(copy)) == Ended([1], EndReason.STOP)
+    await queue.publish([make_event(copy, 1, EndReason.STOP)])
+    assert await outcome(queue.follow(copy)) == Ended([1], EndReason.STOP)
 
 
 def run(capsys, *words: str) -> tuple[int, str]:
@@ -59,9 +59,9 @@ def run(capsys, *words: str) -> tuple[int, str]:
 
 
 @pytest.fixture
-async def buried(open_broker) -> None:
-    broker = await open_broker()
-    await bury(broker, "JOB1", "a \x1b[31mred\n cause")
+async def buried(open_queue) -> None:
+    queue = await open_queue()
+    await bury(queue, "JOB1", "a \x1b[31mred\n cause")
 
 
 def test_the_verb_lists_shows_and_requeues(buried, redis_url, capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""What a broker tells of the jobs that nobody has: how many wait in each lane, and since when."""
+"""What a queue tells of the jobs that nobody has: how many wait in each lane, and since when."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ async def test_leases_that_run_are_counted(join):
     assert (await door.queue_state()).num_leases == 0
 
 
-async def test_what_another_version_left_behind_is_not_told_for_ever(open_broker, redis):
-    door = await open_broker()
+async def test_what_another_version_left_behind_is_not_told_for_ever(open_queue, redis):
+    door = await open_queue()
     redis.zadd(waiting_since("normal"), {"claimed by a script that knows no times": 5.0})
     await door.submit(make_job("first"))
     assert (await door.queue_state()).lanes["normal"].num_jobs == 1

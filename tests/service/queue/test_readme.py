@@ -39,15 +39,15 @@ def test_every_field_is_on_the_page(kind):
     assert [name for name in written if name != "v"] == [name for name in in_code if name != "v"]
 
 
-async def answer_one(broker, replies: Sequence[Reply]) -> IngressJob:
+async def answer_one(queue, replies: Sequence[Reply]) -> IngressJob:
     """What a queue door does."""
-    (entry,) = await broker.fetch_ingress(["alice"], 1, 10.0)
+    (entry,) = await queue.fetch_ingress(["alice"], 1, 10.0)
     job = decode(IngressJob, entry.payload)
-    assert (await broker.begin_replies(entry, job.id)).standing is Standing.OURS
+    assert (await queue.begin_replies(entry, job.id)).standing is Standing.OURS
     for reply in replies:
         payload = encode(dataclasses.replace(reply, id=job.id))
-        assert await broker.reply(entry, job.id, reply.number, payload, is_last=reply.done)
-    await broker.settle_ingress(entry)
+        assert await queue.reply(entry, job.id, reply.number, payload, is_last=reply.done)
+    await queue.settle_ingress(entry)
     return job
 
 
@@ -66,43 +66,43 @@ async def run(*command: str, **environment: str) -> tuple[int, str, str]:
 USAGE = Usage(prompt_tokens=1, completion_tokens=2)
 
 
-async def test_the_python_producer_gets_its_text(open_broker, redis_url, tmp_path):
+async def test_the_python_producer_gets_its_text(open_queue, redis_url, tmp_path):
     (tmp_path / "producer.py").write_text(block("python"))
-    broker = await open_broker()
+    queue = await open_queue()
     running = asyncio.create_task(
         run(sys.executable, str(tmp_path / "producer.py"), redis_url, "alice", "m", "Tell me a story.")
     )
     job = await answer_one(
-        broker, [Reply(id="", number=1, text="Once "), Reply(id="", number=2, text="upön", usage=USAGE, done=True)]
+        queue, [Reply(id="", number=1, text="Once "), Reply(id="", number=2, text="upön", usage=USAGE, done=True)]
     )
     assert await running == (0, "Once upön\n", "")
     assert job.endpoint == "/v1/chat/completions"
     assert job.body["messages"] == [{"role": "user", "content": "Tell me a story."}]
 
 
-async def test_the_python_producer_hears_of_an_error(open_broker, redis_url, tmp_path):
+async def test_the_python_producer_hears_of_an_error(open_queue, redis_url, tmp_path):
     (tmp_path / "producer.py").write_text(block("python"))
-    broker = await open_broker()
+    queue = await open_queue()
     running = asyncio.create_task(run(sys.executable, str(tmp_path / "producer.py"), redis_url, "alice", "m", "x"))
-    await answer_one(broker, [Reply(id="", number=1, error={"message": "No such model."}, done=True)])
+    await answer_one(queue, [Reply(id="", number=1, error={"message": "No such model."}, done=True)])
     assert await running == (1, "", "No such model.\n")
 
 
 @pytest.mark.skipif(shutil.which("redis-cli") is None, reason="no redis-cli on this machine")
-async def test_the_redis_cli_producer_gets_its_text(open_broker, redis_url):
-    broker = await open_broker()
+async def test_the_redis_cli_producer_gets_its_text(open_queue, redis_url):
+    queue = await open_queue()
     cli = f"redis-cli -s {redis_url.removeprefix('unix://')}"
     running = asyncio.create_task(run("bash", "-c", block("bash"), REDIS=cli, MODEL="m"))
-    job = await answer_one(broker, [Reply(id="", number=1, text=" there was a fox", done=True)])
+    job = await answer_one(queue, [Reply(id="", number=1, text=" there was a fox", done=True)])
     status, out, err = await running
     assert (status, err) == (0, "")
     assert " there was a fox" in out
     assert job.body == {"model": "m", "prompt": "Once upon a time", "max_tokens": 32}
 
 
-async def test_the_access_rules_are_enough_for_doors_and_workers(open_broker, guarded_redis):
-    door = await open_broker("d", guarded_redis.url(GATEWAY))
-    worker = await open_broker("w", guarded_redis.url(WORKER))
+async def test_the_access_rules_are_enough_for_doors_and_workers(open_queue, guarded_redis):
+    door = await open_queue("d", guarded_redis.url(GATEWAY))
+    worker = await open_queue("w", guarded_redis.url(WORKER))
     await worker.announce(make_card("w1"))
     assert len(await door.workers()) == 1
     events = door.follow("JOB1")
@@ -120,10 +120,10 @@ async def test_the_access_rules_are_enough_for_doors_and_workers(open_broker, gu
     assert (await door.begin_replies(entry, "a1")).standing is Standing.OURS
     assert await door.reply(entry, "a1", 1, b"y", is_last=True)
     await door.settle_ingress(entry)
-    await work_that_fails(door, worker, guarded_redis.url(WORKER), open_broker)
+    await work_that_fails(door, worker, guarded_redis.url(WORKER), open_queue)
 
 
-async def work_that_fails(door, worker, worker_url, open_broker):
+async def work_that_fails(door, worker, worker_url, open_queue):
     """What a worker may have to say beside the usual."""
     for number in (3, 4):
         await door.submit(make_job(f"JOB{number}", deadline_s=await door.now_s() + 60))
@@ -143,18 +143,18 @@ async def work_that_fails(door, worker, worker_url, open_broker):
     await worker.renew()
     worker._held.doubt()
     await worker.renew()
-    returned = await open_broker("w", worker_url)
+    returned = await open_queue("w", worker_url)
     assert await returned.take_over() == 1
     assert [claim.attempt for claim in await returned.fetch(1, 1.0)] == [2]
     assert len(await returned.workers()) == 0
 
 
-async def test_a_producer_reaches_its_own_keys_only(open_broker, configured_redis, tmp_path):
+async def test_a_producer_reaches_its_own_keys_only(open_queue, configured_redis, tmp_path):
     (tmp_path / "producer.py").write_text(block("python"))
-    broker = await open_broker(url=configured_redis.url(GATEWAY))
+    queue = await open_queue(url=configured_redis.url(GATEWAY))
     url = configured_redis.url(PRODUCER)
     running = asyncio.create_task(run(sys.executable, str(tmp_path / "producer.py"), url, "alice", "m", "x"))
-    await answer_one(broker, [Reply(id="", number=1, text="yes", usage=USAGE, done=True)])
+    await answer_one(queue, [Reply(id="", number=1, text="yes", usage=USAGE, done=True)])
     assert await running == (0, "yes\n", "")
     status, _, err = await run(sys.executable, str(tmp_path / "producer.py"), url, "bob", "m", "x")
     assert status == 1

@@ -9,10 +9,10 @@ import pytest
 
 from service.errors import EndReason
 from service.queue import keys
-from service.queue.interface import BrokerUnavailable
+from service.queue.interface import QueueUnavailable
 from service.queue.redis import link as redis_link
 from service.queue.redis.link import RedisLink
-from tests.fakes.queue.broker import MemoryBroker
+from tests.fakes.queue.memory_queue import MemoryQueue
 from tests.support.wire import PATIENCE_S, Ended, make_card, make_event, make_events, make_job, outcome
 
 AN_HOUR = 3600
@@ -41,15 +41,15 @@ def set_clock(monkeypatch, redis):
 
 
 @pytest.mark.parametrize("by_s", [AN_HOUR, -AN_HOUR])
-async def test_the_clock_of_the_queue_goes_on(open_broker, set_clock, by_s):
-    broker = await open_broker()
-    before_s, started_s = await broker.now_s(), time.monotonic()
+async def test_the_clock_of_the_queue_goes_on(open_queue, set_clock, by_s):
+    queue = await open_queue()
+    before_s, started_s = await queue.now_s(), time.monotonic()
     assert before_s == pytest.approx(time.time(), abs=2.0)
     set_clock(by_s)
     for _ in range(5):
-        broker._link._clock_read_at_s = float("-inf")
+        queue._link._clock_read_at_s = float("-inf")
         passed_s = time.monotonic() - started_s
-        assert 0.9 * passed_s - 0.1 <= await broker.now_s() - before_s <= 1.1 * passed_s + redis_slack_s()
+        assert 0.9 * passed_s - 0.1 <= await queue.now_s() - before_s <= 1.1 * passed_s + redis_slack_s()
         await asyncio.sleep(0.05)
 
 
@@ -58,37 +58,37 @@ def redis_slack_s() -> float:
     return 1.5
 
 
-async def test_the_difference_is_made_up_for_slowly(open_broker, set_clock, redis):
-    broker = await open_broker()
+async def test_the_difference_is_made_up_for_slowly(open_queue, set_clock, redis):
+    queue = await open_queue()
     for by_s in (AN_HOUR, -AN_HOUR):
         set_clock(0)
         redis.delete(keys.CLOCK)
-        await broker.place("J")
+        await queue.place("J")
         set_clock(by_s)
-        await broker.place("J")
+        await queue.place("J")
         redis.hset(keys.CLOCK, "wall", float(redis.hget(keys.CLOCK, "wall")) - 100)  # nobody has asked for 100 s
-        broker._link._spoke_at_s -= 100
+        queue._link._spoke_at_s -= 100
         before_s = float(redis.hget(keys.CLOCK, "queue"))
-        await broker.place("J")
+        await queue.place("J")
         passed_s = float(redis.hget(keys.CLOCK, "queue")) - before_s
         assert passed_s == pytest.approx(105 if by_s > 0 else 95, abs=2.0)
 
 
-async def test_silence_is_no_jump(open_broker, set_clock):
+async def test_silence_is_no_jump(open_queue, set_clock):
     """All were away for an hour, and say so, or are new."""
-    broker = await open_broker()
-    now_s = await broker.now_s()
+    queue = await open_queue()
+    now_s = await queue.now_s()
     set_clock(AN_HOUR)
-    assert await (await open_broker()).now_s() == pytest.approx(now_s + AN_HOUR, abs=2.0)
+    assert await (await open_queue()).now_s() == pytest.approx(now_s + AN_HOUR, abs=2.0)
     set_clock(2 * AN_HOUR)
-    broker._link._spoke_at_s -= AN_HOUR
-    broker._link._clock_read_at_s = float("-inf")
-    assert await broker.now_s() == pytest.approx(now_s + 2 * AN_HOUR, abs=2.0)
+    queue._link._spoke_at_s -= AN_HOUR
+    queue._link._clock_read_at_s = float("-inf")
+    assert await queue.now_s() == pytest.approx(now_s + 2 * AN_HOUR, abs=2.0)
 
 
 @pytest.mark.parametrize("by_s", [AN_HOUR, -AN_HOUR])
-async def test_jobs_and_leases_live_on(open_broker, set_clock, redis, by_s):
-    door, worker, other = await open_broker(), await open_broker("w1"), await open_broker("w2")
+async def test_jobs_and_leases_live_on(open_queue, set_clock, redis, by_s):
+    door, worker, other = await open_queue(), await open_queue("w1"), await open_queue("w2")
     for each in (worker, other):
         await each.take_over()
         await each.renew()
@@ -116,8 +116,8 @@ async def test_jobs_and_leases_live_on(open_broker, set_clock, redis, by_s):
 
 
 @pytest.mark.parametrize("by_s", [0, AN_HOUR, -AN_HOUR])
-async def test_a_worker_that_is_gone_is_still_found_dead(open_broker, set_clock, by_s):
-    door, dead, heir = await open_broker(), await open_broker(lease_s=1.0), await open_broker(lease_s=1.0)
+async def test_a_worker_that_is_gone_is_still_found_dead(open_queue, set_clock, by_s):
+    door, dead, heir = await open_queue(), await open_queue(lease_s=1.0), await open_queue(lease_s=1.0)
     await door.submit(make_job())
     await dead.fetch(1, 1.0)
     await dead.renew()
@@ -129,8 +129,8 @@ async def test_a_worker_that_is_gone_is_still_found_dead(open_broker, set_clock,
     assert [claim.attempt for claim in await heir.fetch(1, 1.0)] == [2]
 
 
-async def test_a_deadline_passes_still(open_broker, set_clock):
-    door, worker = await open_broker(), await open_broker()
+async def test_a_deadline_passes_still(open_queue, set_clock):
+    door, worker = await open_queue(), await open_queue()
     events = door.follow("JOB1")
     set_clock(-AN_HOUR)
     await door.submit(make_job(deadline_s=await door.now_s() + 0.3))
@@ -141,19 +141,19 @@ async def test_a_deadline_passes_still(open_broker, set_clock):
 
 async def test_the_clock_of_a_redis_that_is_away(redis_url):
     link = RedisLink("redis://127.0.0.1:1", 0.2)
-    with pytest.raises(BrokerUnavailable):
+    with pytest.raises(QueueUnavailable):
         await link.now_s()
     await link.close()
 
 
 async def test_the_queue_in_memory_keeps_time_too(monkeypatch):
-    broker, wall_s = MemoryBroker(), time.time
-    now_s = await broker.now_s()
-    await broker.announce(make_card("w1"))
-    await broker.submit(make_job("WAITS", deadline_s=now_s + 60))
+    queue, wall_s = MemoryQueue(), time.time
+    now_s = await queue.now_s()
+    await queue.announce(make_card("w1"))
+    await queue.submit(make_job("WAITS", deadline_s=now_s + 60))
     monkeypatch.setattr(time, "time", lambda: wall_s() + AN_HOUR)
-    assert await broker.now_s() - now_s < PATIENCE_S
-    await broker.submit(make_job("NEW", deadline_s=await broker.now_s() + 60))
-    assert len(await broker.workers()) == 1
-    assert sorted(claim.job.job_id for claim in await broker.fetch(2, 1.0)) == ["NEW", "WAITS"]
-    await broker.close()
+    assert await queue.now_s() - now_s < PATIENCE_S
+    await queue.submit(make_job("NEW", deadline_s=await queue.now_s() + 60))
+    assert len(await queue.workers()) == 1
+    assert sorted(claim.job.job_id for claim in await queue.fetch(2, 1.0)) == ["NEW", "WAITS"]
+    await queue.close()

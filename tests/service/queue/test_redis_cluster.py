@@ -12,10 +12,10 @@ from redis.crc import key_slot
 from service.errors import EndReason
 from service.queue import keys
 from service.queue.batches import ANSWERED_WELL, Batch, Move
-from service.queue.interface import BrokerUnavailable
+from service.queue.interface import QueueUnavailable
 from service.queue.messages import RequestRecord
 from service.queue.redis import feed as redis_feed
-from service.queue.redis.broker import RedisBroker, open_redis_broker
+from service.queue.redis.queue import RedisQueue, open_redis_queue
 from service.queue.storage import StorageFull, StorageLimits
 from tests.service.queue.test_redis_sentinel import Server
 from tests.support.certificates import OPENSSL, Certificates, make_certificates
@@ -71,8 +71,8 @@ def move_slot(source: Server, target: Server) -> None:
 
 
 @pytest.fixture
-async def broker(nodes):
-    opened = await open_redis_broker(f"redis+cluster://127.0.0.1:{nodes[1].port}")
+async def queue(nodes):
+    opened = await open_redis_queue(f"redis+cluster://127.0.0.1:{nodes[1].port}")
     yield opened
     await opened.close()
 
@@ -90,64 +90,64 @@ def test_every_key_of_the_queue_is_in_one_slot():
     assert {key_slot(key.encode()) for key in made} == {SLOT}
 
 
-async def test_a_job_goes_through_a_cluster(broker):
+async def test_a_job_goes_through_a_cluster(queue):
     """Asked at the node that has not the slot: the way to the other one is found."""
-    events = broker.follow("JOB1")
-    await broker.submit(make_job())
-    normal = (await broker.queue_state()).lanes["normal"]
-    assert (normal.num_jobs, normal.oldest_at_s) == (1, pytest.approx(await broker.now_s(), abs=PATIENCE_S))
-    (claim,) = await broker.fetch(4, 1.0)
+    events = queue.follow("JOB1")
+    await queue.submit(make_job())
+    normal = (await queue.queue_state()).lanes["normal"]
+    assert (normal.num_jobs, normal.oldest_at_s) == (1, pytest.approx(await queue.now_s(), abs=PATIENCE_S))
+    (claim,) = await queue.fetch(4, 1.0)
     assert claim.job == make_job()
-    assert await broker.publish(make_events("JOB1", [1, 2])) == frozenset()
-    await broker.renew()
-    await broker.take_over()
-    assert await broker.publish([make_event("JOB1", 3, EndReason.STOP)]) == frozenset()
+    assert await queue.publish(make_events("JOB1", [1, 2])) == frozenset()
+    await queue.renew()
+    await queue.take_over()
+    assert await queue.publish([make_event("JOB1", 3, EndReason.STOP)]) == frozenset()
     assert await outcome(events) == Ended([1, 2, 3], EndReason.STOP)
-    await broker.announce(make_card("w"))
-    assert [card.worker_id for card in await broker.workers()] == ["w"]
+    await queue.announce(make_card("w"))
+    assert [card.worker_id for card in await queue.workers()] == ["w"]
     record = RequestRecord(
         request_id="R", tenant="t", endpoint="/v1/completions", outline=b"{}", digest=b"", created_s=1.0,
-        deadline_s=await broker.now_s() + 60, num_prompt_tokens=b"",
+        deadline_s=await queue.now_s() + 60, num_prompt_tokens=b"",
     )  # fmt: skip
-    await broker.remember(record)
-    assert await broker.recall("R") == record
+    await queue.remember(record)
+    assert await queue.recall("R") == record
 
 
-async def test_producers_are_heard_in_a_cluster(broker, nodes):
+async def test_producers_are_heard_in_a_cluster(queue, nodes):
     with Redis(port=nodes[0].port) as redis:
         redis.xadd(keys.ingress("alice"), {"m": b"x"})
-    (entry,) = await broker.fetch_ingress(["alice"], 1, 1.0)
-    assert await broker.reply(entry, "1", 1, b"hello")
-    assert list((await broker.begin_replies(entry, "1")).replies) == [b"hello"]
-    await broker.settle_ingress(entry)
+    (entry,) = await queue.fetch_ingress(["alice"], 1, 1.0)
+    assert await queue.reply(entry, "1", 1, b"hello")
+    assert list((await queue.begin_replies(entry, "1")).replies) == [b"hello"]
+    await queue.settle_ingress(entry)
 
 
-async def test_what_a_tenant_stores_is_bounded_in_a_cluster(broker):
+async def test_what_a_tenant_stores_is_bounded_in_a_cluster(queue):
     limits = StorageLimits(max_bytes_per_tenant=4096, queue_share=0.5)
     batch = Batch(
         batch_id="b", tenant="t", endpoint="/v1/completions", input_file_id="file-1", created_s=1.0, expires_s=9.0
     )
-    assert await broker.append_file("file-1", "t", b"x" * 3000, limits) == 1
+    assert await queue.append_file("file-1", "t", b"x" * 3000, limits) == 1
     with pytest.raises(StorageFull):
-        await broker.append_file("file-2", "t", b"x" * 2000, limits)
-    await broker.put_line(batch, 0, b"answer", ANSWERED_WELL, limits)
-    assert (await broker.line_marks("b"), await broker.lines("b", 0, 1)) == (b"+", [b"answer"])
+        await queue.append_file("file-2", "t", b"x" * 2000, limits)
+    await queue.put_line(batch, 0, b"answer", ANSWERED_WELL, limits)
+    assert (await queue.line_marks("b"), await queue.lines("b", 0, 1)) == (b"+", [b"answer"])
     move = Move(first=0, past=1, num_bytes=6, output_file_id="file-3", error_file_id="file-4", output=b"x", errors=b"")
-    assert await broker.move_lines(batch, move) == 1
-    await broker.drop_lines(batch)
-    await broker.drop_file("file-1", "t")
-    await broker.append_file("file-2", "t", b"x" * 3000, limits)
+    assert await queue.move_lines(batch, move) == 1
+    await queue.drop_lines(batch)
+    await queue.drop_file("file-1", "t")
+    await queue.append_file("file-2", "t", b"x" * 3000, limits)
 
 
-async def test_the_queue_goes_where_its_slot_goes(nodes, broker: RedisBroker, monkeypatch):
+async def test_the_queue_goes_where_its_slot_goes(nodes, queue: RedisQueue, monkeypatch):
     monkeypatch.setattr(redis_feed, "IDLE_CHECK_S", 2 * PATIENCE_S)  # events come by their feed, not by a look
-    events = await follow_begun(broker)
+    events = await follow_begun(queue)
     await asyncio.to_thread(move_slot, *nodes)
-    await persist(lambda: broker.publish([make_event("JOB1", 2)]))
-    await persist(lambda: broker.publish([make_event("JOB1", 3, EndReason.STOP)]))
+    await persist(lambda: queue.publish([make_event("JOB1", 2)]))
+    await persist(lambda: queue.publish([make_event("JOB1", 3, EndReason.STOP)]))
     assert await outcome(events) == Ended([2, 3], EndReason.STOP)
-    await persist(lambda: broker.submit(make_job("JOB2")))
-    assert [found.job.job_id for found in await persist(lambda: broker.fetch(1, 1.0))] == ["JOB2"]
+    await persist(lambda: queue.submit(make_job("JOB2")))
+    assert [found.job.job_id for found in await persist(lambda: queue.fetch(1, 1.0))] == ["JOB2"]
     with Redis(port=nodes[1].port) as redis:
         assert redis.hlen(keys.JOBS) == 1
 
@@ -168,15 +168,15 @@ def behind_tls(nodes, tmp_path) -> Iterator[tuple[int, Certificates]]:
 
 async def test_the_way_to_a_cluster_may_be_tls(behind_tls, tmp_path):
     port, made = behind_tls
-    broker = await open_redis_broker(f"rediss+cluster://localhost:{port}?ssl_ca_certs={made.authority}")
+    queue = await open_redis_queue(f"rediss+cluster://localhost:{port}?ssl_ca_certs={made.authority}")
     try:
-        events = broker.follow("JOB1")
-        await broker.submit(make_job())
-        await broker.fetch(1, 1.0)
-        await broker.publish([make_event("JOB1", 1, EndReason.STOP)])
+        events = queue.follow("JOB1")
+        await queue.submit(make_job())
+        await queue.fetch(1, 1.0)
+        await queue.publish([make_event("JOB1", 1, EndReason.STOP)])
         assert await outcome(events) == Ended([1], EndReason.STOP)
     finally:
-        await broker.close()
+        await queue.close()
     other = make_certificates(tmp_path / "strangers")
-    with pytest.raises(BrokerUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
-        await open_redis_broker(f"rediss+cluster://localhost:{port}?ssl_ca_certs={other.authority}")
+    with pytest.raises(QueueUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
+        await open_redis_queue(f"rediss+cluster://localhost:{port}?ssl_ca_certs={other.authority}")

@@ -9,7 +9,7 @@ import pytest
 
 from service.errors import EndReason
 from service.queue.messages import RequestRecord
-from service.queue.redis.broker import open_redis_broker
+from service.queue.redis.queue import open_redis_queue
 from tests.support.certificates import OPENSSL, make_certificates
 from tests.support.redis_cluster import running_cluster
 from tests.support.wire import make_job, persist
@@ -57,9 +57,9 @@ async def ask(worker, first_token):
 
 
 async def test_every_token_is_told_once_though_the_primary_dies(cluster):
-    broker = await open_redis_broker(cluster.url, timeout_s=1.0)
+    queue = await open_redis_queue(cluster.url, timeout_s=1.0)
     try:
-        async with WorkerHarness(broker, step_s=STEP_S) as worker:
+        async with WorkerHarness(queue, step_s=STEP_S) as worker:
             readers = [await ask(worker, n) for n in range(2 * NUM_SLOTS)]
             for reader in readers[:NUM_SLOTS]:
                 await reader.hear_one()
@@ -69,16 +69,16 @@ async def test_every_token_is_told_once_though_the_primary_dies(cluster):
                 await reader.hear_all()
             assert cluster.heir.replication()["role"] == "master"
     finally:
-        await broker.close()
+        await queue.close()
 
 
 @pytest.mark.parametrize("cluster", ["plain"], indirect=True)
 async def test_what_the_replica_never_heard_of_is_told_it_again(cluster):
     """Of jobs that run or wait nothing is lost, as long as their worker and their door live; of a request's record
     there is no second copy."""
-    door, broker = [await open_redis_broker(cluster.url, timeout_s=1.0) for _ in range(2)]
+    door, queue = [await open_redis_queue(cluster.url, timeout_s=1.0) for _ in range(2)]
     try:
-        async with WorkerHarness(broker, step_s=STEP_S) as worker:
+        async with WorkerHarness(queue, step_s=STEP_S) as worker:
             early = [await ask(worker, n) for n in range(NUM_SLOTS)]
             for reader in early:
                 await reader.hear_one()
@@ -99,5 +99,5 @@ async def test_what_the_replica_never_heard_of_is_told_it_again(cluster):
                 await reader.hear_all()
             assert await persist(lambda: door.recall("R"), PATIENCE_S) is None
     finally:
-        for opened in (door, broker):
+        for opened in (door, queue):
             await opened.close()

@@ -10,7 +10,7 @@ import pytest
 from service.errors import EndReason
 from service.queue import keys
 from service.queue.codec import encode
-from service.queue.interface import BrokerUnavailable
+from service.queue.interface import QueueUnavailable
 from service.queue.redis import feed as redis_feed
 from service.queue.redis import follower as redis_follower
 from tests.support.wire import (
@@ -25,8 +25,8 @@ from tests.support.wire import (
 )
 
 
-async def test_a_job_of_another_door_is_followed(open_broker):
-    door, other, worker = [await open_broker() for _ in range(3)]
+async def test_a_job_of_another_door_is_followed(open_queue):
+    door, other, worker = [await open_queue() for _ in range(3)]
     await door.submit(make_job())
     await worker.fetch(1, 1.0)
     await worker.publish(make_events("JOB1", [1, 2]))
@@ -40,38 +40,38 @@ async def test_a_job_of_another_door_is_followed(open_broker):
         assert await outcome(resumed) == Ended([4], EndReason.STOP)
 
 
-async def test_a_gap_in_the_feed_is_filled_from_the_log(open_broker, redis):
-    broker = await open_broker()
-    events = await follow_begun(broker)
+async def test_a_gap_in_the_feed_is_filled_from_the_log(open_queue, redis):
+    queue = await open_queue()
+    events = await follow_begun(queue)
     for number in (2, 3):  # in the log, and never in the feed
         redis.xadd(keys.events("JOB1"), {"m": encode(make_event("JOB1", number))}, id=f"{number}-0")
-    await broker.publish([make_event("JOB1", 4), make_event("JOB1", 5, EndReason.STOP)])
+    await queue.publish([make_event("JOB1", 4), make_event("JOB1", 5, EndReason.STOP)])
     assert await outcome(events) == Ended([2, 3, 4, 5], EndReason.STOP)
 
 
-async def test_a_lost_tail_of_the_feed_is_found(open_broker, redis, monkeypatch):
+async def test_a_lost_tail_of_the_feed_is_found(open_queue, redis, monkeypatch):
     monkeypatch.setattr(redis_feed, "IDLE_CHECK_S", 0.2)
     monkeypatch.setattr(redis_feed, "SWEEP_S", 0.05)
-    broker = await open_broker()
-    events = broker.follow("JOB1")
-    await broker.submit(make_job())
-    await broker.fetch(1, 1.0)
-    await broker.publish(make_events("JOB1", [1]))
+    queue = await open_queue()
+    events = queue.follow("JOB1")
+    await queue.submit(make_job())
+    await queue.fetch(1, 1.0)
+    await queue.publish(make_events("JOB1", [1]))
     last = encode(make_event("JOB1", 2, EndReason.STOP))
     redis.xadd(keys.events("JOB1"), {"m": last, "end": "stop"}, id="2-0")
     assert await outcome(events) == Ended([1, 2], EndReason.STOP)
 
 
-async def test_a_slow_follower_holds_a_bounded_number_of_events(open_broker, monkeypatch):
+async def test_a_slow_follower_holds_a_bounded_number_of_events(open_queue, monkeypatch):
     monkeypatch.setattr(redis_follower, "BUFFER_EVENTS", 4)
     monkeypatch.setattr(redis_follower, "LOG_PAGE_EVENTS", 8)
-    broker = await open_broker()
-    events = broker.follow("JOB1")
-    await broker.submit(make_job())
-    await broker.fetch(1, 1.0)
+    queue = await open_queue()
+    events = queue.follow("JOB1")
+    await queue.submit(make_job())
+    await queue.fetch(1, 1.0)
     for number in range(1, 50):
-        await broker.publish(make_events("JOB1", [number]))
-    await broker.publish([make_event("JOB1", 50, EndReason.LENGTH)])
+        await queue.publish(make_events("JOB1", [number]))
+    await queue.publish([make_event("JOB1", 50, EndReason.LENGTH)])
     await asyncio.sleep(0.2)
     assert len(events._buffer) <= 4
     numbers = []
@@ -81,35 +81,35 @@ async def test_a_slow_follower_holds_a_bounded_number_of_events(open_broker, mon
     assert numbers == list(range(1, 51))
 
 
-async def test_a_dropped_follower_leaves_nothing_behind(open_broker, monkeypatch):
+async def test_a_dropped_follower_leaves_nothing_behind(open_queue, monkeypatch):
     monkeypatch.setattr(redis_feed, "SWEEP_S", 0.02)
-    broker = await open_broker()
+    queue = await open_queue()
     for number in range(20):
-        broker.follow(f"J{number}")
-        await broker.submit(make_job(f"J{number}"))
+        queue.follow(f"J{number}")
+        await queue.submit(make_job(f"J{number}"))
     gc.collect()
     async with asyncio.timeout(PATIENCE_S):
-        while broker._feeds._followers or broker._feeds._own:
+        while queue._feeds._followers or queue._feeds._own:
             await asyncio.sleep(0.01)
 
 
-async def test_a_hole_in_the_log_is_said_not_skipped(open_broker, redis):
-    broker = await open_broker()
-    events = broker.follow("JOB1")
-    await broker.submit(make_job())
-    await broker.fetch(1, 1.0)
-    await broker.publish(make_events("JOB1", [1]))
+async def test_a_hole_in_the_log_is_said_not_skipped(open_queue, redis):
+    queue = await open_queue()
+    events = queue.follow("JOB1")
+    await queue.submit(make_job())
+    await queue.fetch(1, 1.0)
+    await queue.publish(make_events("JOB1", [1]))
     await take(events, 1)
     redis.xadd(keys.events("JOB1"), {"m": encode(make_event("JOB1", 3))}, id="3-0")
-    await broker.publish(make_events("JOB1", [4]))
-    with pytest.raises(BrokerUnavailable, match="lost event 2"):
+    await queue.publish(make_events("JOB1", [4]))
+    with pytest.raises(QueueUnavailable, match="lost event 2"):
         await take(events, 1)
 
 
-async def test_closing_wakes_followers(open_broker):
-    broker = await open_broker()
-    waiting = asyncio.create_task(take(broker.follow("JOB1"), 1))
+async def test_closing_wakes_followers(open_queue):
+    queue = await open_queue()
+    waiting = asyncio.create_task(take(queue.follow("JOB1"), 1))
     await asyncio.sleep(0.05)
-    await broker.close()
-    with pytest.raises(BrokerUnavailable, match="closed"):
+    await queue.close()
+    with pytest.raises(QueueUnavailable, match="closed"):
         await waiting

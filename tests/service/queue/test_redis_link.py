@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import pytest
 
-from service.queue.interface import BrokerUnavailable
+from service.queue.interface import QueueUnavailable
 from service.queue.redis.link import RedisLink
 from tests.support.redis_way import ping, pretender
 from tests.support.wire import PATIENCE_S
@@ -50,11 +50,11 @@ async def test_a_cancel_at_any_moment_ends_its_task(link: RedisLink):
         assert asking.cancelled()
 
 
-async def test_a_worker_ends_whenever_it_is_cancelled(open_broker):
+async def test_a_worker_ends_whenever_it_is_cancelled(open_queue):
     """Each of its duties is cancelled once."""
-    broker = await open_broker()
+    queue = await open_queue()
     for seed in range(20):
-        async with asyncio.timeout(PATIENCE_S), WorkerHarness(broker) as worker:
+        async with asyncio.timeout(PATIENCE_S), WorkerHarness(queue) as worker:
             await worker.submit([1, 2, 3], max_tokens=100)
             for _ in range(random.Random(seed).randrange(150)):
                 await asyncio.sleep(0)
@@ -63,7 +63,7 @@ async def test_a_worker_ends_whenever_it_is_cancelled(open_broker):
 async def _refused(work: Awaitable[None]) -> float:
     """Seconds until it was."""
     before_s = time.monotonic()
-    with pytest.raises(BrokerUnavailable, match="no answer in time"):
+    with pytest.raises(QueueUnavailable, match="no answer in time"):
         await work
     return time.monotonic() - before_s
 
@@ -93,7 +93,7 @@ async def test_those_who_say_nothing_are_asked_last(mute, form):
         try:
             await _refused(ping(link))
             assert asked == 0
-            with pytest.raises(BrokerUnavailable):
+            with pytest.raises(QueueUnavailable):
                 await ping(link)
             assert asked == 1
         finally:

@@ -15,11 +15,11 @@ from redis.exceptions import ResponseError
 from service.errors import EndReason, StartupError
 from service.queue import keys
 from service.queue.embedded.redis import EmbeddedRedis
-from service.queue.interface import BrokerUnavailable, Claim, IngressEntry
+from service.queue.interface import Claim, IngressEntry, QueueUnavailable
 from service.queue.messages import Cancel
 from service.queue.redis import feed as redis_feed
 from service.queue.redis import follower as redis_follower
-from service.queue.redis.broker import open_redis_broker
+from service.queue.redis.queue import open_redis_queue
 from tests.support.wire import (
     PATIENCE_S,
     Ended,
@@ -35,47 +35,47 @@ from tests.support.wire import (
 )
 
 
-async def test_a_flushed_redis_is_used_on(open_broker, redis):
-    broker = await open_broker()
-    await broker.submit(make_job())
-    await broker.fetch(1, 1.0)
-    events = broker.follow("JOB1")
-    await broker.publish(make_events("JOB1", [1]))
+async def test_a_flushed_redis_is_used_on(open_queue, redis):
+    queue = await open_queue()
+    await queue.submit(make_job())
+    await queue.fetch(1, 1.0)
+    events = queue.follow("JOB1")
+    await queue.publish(make_events("JOB1", [1]))
     assert await take(events, 1) == [1]
-    fetch = asyncio.create_task(broker.fetch(1, PATIENCE_S))
+    fetch = asyncio.create_task(queue.fetch(1, PATIENCE_S))
     await asyncio.sleep(0.05)
     redis.flushall()
-    await broker.submit(make_job("JOB2"))
+    await queue.submit(make_job("JOB2"))
     assert [claim.job.job_id for claim in await fetch] == ["JOB2"]
-    await broker.publish([make_event("JOB1", 2), make_event("JOB1", 3, EndReason.STOP)])
+    await queue.publish([make_event("JOB1", 2), make_event("JOB1", 3, EndReason.STOP)])
     assert await outcome(events) == Ended([2, 3], EndReason.STOP)
     assert keys.LOG_ENDED_TTL_S - 2 <= redis.ttl(keys.events("JOB1")) <= keys.LOG_ENDED_TTL_S
-    assert (await broker.queue_state()).num_waiting == 0
-    assert list(await broker.fetch_ingress(["alice"], 1, 0.05)) == []
+    assert (await queue.queue_state()).num_waiting == 0
+    assert list(await queue.fetch_ingress(["alice"], 1, 0.05)) == []
     redis.flushall()
     redis.xadd(keys.ingress("alice"), {"m": b"x"})
-    assert len(await broker.fetch_ingress(["alice"], 1, 1.0)) == 1
+    assert len(await queue.fetch_ingress(["alice"], 1, 1.0)) == 1
 
 
-async def test_a_queued_job_lost_in_a_flush_is_submitted_again(open_broker, redis, monkeypatch):
+async def test_a_queued_job_lost_in_a_flush_is_submitted_again(open_queue, redis, monkeypatch):
     monkeypatch.setattr(redis_feed, "IDLE_CHECK_S", 0.2)
     monkeypatch.setattr(redis_feed, "SWEEP_S", 0.05)
-    broker = await open_broker()
-    events = broker.follow("JOB1")
-    await broker.submit(make_job())
+    queue = await open_queue()
+    events = queue.follow("JOB1")
+    await queue.submit(make_job())
     redis.flushall()
     following = asyncio.create_task(outcome(events))
-    (claim,) = await broker.fetch(1, PATIENCE_S)
+    (claim,) = await queue.fetch(1, PATIENCE_S)
     assert claim == Claim(make_job(), 1)
-    await broker.publish([make_event("JOB1", 1, EndReason.STOP)])
+    await queue.publish([make_event("JOB1", 1, EndReason.STOP)])
     assert await following == Ended([1], EndReason.STOP)
 
 
-async def test_a_running_job_whose_worker_is_lost_too_ends_with_a_named_reason(open_broker, redis, monkeypatch):
+async def test_a_running_job_whose_worker_is_lost_too_ends_with_a_named_reason(open_queue, redis, monkeypatch):
     monkeypatch.setattr(redis_feed, "IDLE_CHECK_S", 0.1)
     monkeypatch.setattr(redis_feed, "SWEEP_S", 0.05)
     monkeypatch.setattr(redis_follower, "LOST_AFTER_S", 0.3)
-    door, worker = await open_broker(), await open_broker()
+    door, worker = await open_queue(), await open_queue()
     events = door.follow("JOB1")
     await door.submit(make_job())
     await worker.fetch(1, 1.0)
@@ -86,9 +86,9 @@ async def test_a_running_job_whose_worker_is_lost_too_ends_with_a_named_reason(o
     assert await outcome(events) == Ended([2], EndReason.LOST)
 
 
-async def test_a_flush_takes_nothing_from_running_jobs(open_broker, redis):
+async def test_a_flush_takes_nothing_from_running_jobs(open_queue, redis):
     """Whole logs come back: who reads them anew, and who takes the job over, misses nothing."""
-    door, worker, heir = [await open_broker() for _ in range(3)]
+    door, worker, heir = [await open_queue() for _ in range(3)]
     for job_id in ("JOB1", "JOB2"):
         await door.submit(make_job(job_id))
     await worker.fetch(2, 1.0)
@@ -99,13 +99,13 @@ async def test_a_flush_takes_nothing_from_running_jobs(open_broker, redis):
     assert await outcome(door.follow("JOB2")) == Ended([1, 2], EndReason.STOP)
     await worker.hand_back(["JOB1"])
     (claim,) = await heir.fetch(1, 1.0)
-    assert [event.number for event in claim.past] == [1, 2, 3]
+    assert [event.number for event in claim.history] == [1, 2, 3]
     await heir.publish([make_event("JOB1", 4, EndReason.LENGTH)])
     assert await outcome(door.follow("JOB1")) == Ended([1, 2, 3, 4], EndReason.LENGTH)
 
 
-async def test_a_log_is_filled_up_before_anybody_adds_to_it(open_broker, redis):
-    door, worker = await open_broker(), await open_broker()
+async def test_a_log_is_filled_up_before_anybody_adds_to_it(open_queue, redis):
+    door, worker = await open_queue(), await open_queue()
     await door.submit(make_job())
     await worker.fetch(1, 1.0)
     for number in range(1, 40):
@@ -116,32 +116,32 @@ async def test_a_log_is_filled_up_before_anybody_adds_to_it(open_broker, redis):
     assert await outcome(door.follow("JOB1")) == Ended(list(range(1, 42)), EndReason.STOP)
 
 
-async def test_a_primary_that_becomes_a_replica_is_unavailable(open_broker, redis):
-    broker = await open_broker()
-    await broker.submit(make_job())
-    await broker.fetch(1, 1.0)
-    fetching = asyncio.create_task(broker.fetch(1, PATIENCE_S))
+async def test_a_primary_that_becomes_a_replica_is_unavailable(open_queue, redis):
+    queue = await open_queue()
+    await queue.submit(make_job())
+    await queue.fetch(1, 1.0)
+    fetching = asyncio.create_task(queue.fetch(1, PATIENCE_S))
     await asyncio.sleep(0.1)
     redis.execute_command("REPLICAOF", "127.0.0.1", "1")
     try:
-        with pytest.raises(BrokerUnavailable):
+        with pytest.raises(QueueUnavailable):
             await fetching
         for act in (
-            lambda: broker.submit(make_job("JOB2")),
-            lambda: broker.publish(make_events("JOB1", [1])),
-            broker.renew,
+            lambda: queue.submit(make_job("JOB2")),
+            lambda: queue.publish(make_events("JOB1", [1])),
+            queue.renew,
         ):
-            with pytest.raises(BrokerUnavailable):
+            with pytest.raises(QueueUnavailable):
                 await act()
     finally:
         redis.execute_command("REPLICAOF", "NO", "ONE")
-    await broker.publish([make_event("JOB1", 1, EndReason.STOP)])
-    assert await outcome(broker.follow("JOB1")) == Ended([1], EndReason.STOP)
+    await queue.publish([make_event("JOB1", 1, EndReason.STOP)])
+    assert await outcome(queue.follow("JOB1")) == Ended([1], EndReason.STOP)
 
 
-async def test_what_the_last_second_lost_is_told_again(open_broker, redis):
+async def test_what_the_last_second_lost_is_told_again(open_queue, redis):
     """As after a crash of Redis with `everysec`: a tail of the log, a claim, an end that were there are gone."""
-    door, worker = await open_broker(), await open_broker()
+    door, worker = await open_queue(), await open_queue()
     jobs = [make_job(f"J{number}") for number in range(3)]
     for job in jobs:
         await door.submit(job)
@@ -168,103 +168,103 @@ async def test_what_the_last_second_lost_is_told_again(open_broker, redis):
     assert redis.hlen(keys.JOBS) == redis.hlen(keys.CLAIMS) == redis.xlen(keys.RETURNED) == 0
 
 
-async def test_a_redis_without_memory_is_unavailable_and_keeps_what_it_has(open_broker, redis):
-    broker = await open_broker()
-    await broker.submit(make_job())
-    await broker.fetch(1, 1.0)
-    await broker.publish(make_events("JOB1", [1]))
+async def test_a_redis_without_memory_is_unavailable_and_keeps_what_it_has(open_queue, redis):
+    queue = await open_queue()
+    await queue.submit(make_job())
+    await queue.fetch(1, 1.0)
+    await queue.publish(make_events("JOB1", [1]))
     redis.config_set("maxmemory", "1")
     try:
         for act in (
-            broker.submit(make_job("JOB2")),
-            broker.publish(make_events("JOB1", [2])),
-            broker.cancel(Cancel(job_id="JOB1", reason=EndReason.STOP)),
-            broker.announce(make_card("w1")),
-            broker.reply(IngressEntry("alice", "1-0", b""), "a1", 1, b"x"),
+            queue.submit(make_job("JOB2")),
+            queue.publish(make_events("JOB1", [2])),
+            queue.cancel(Cancel(job_id="JOB1", reason=EndReason.STOP)),
+            queue.announce(make_card("w1")),
+            queue.reply(IngressEntry("alice", "1-0", b""), "a1", 1, b"x"),
         ):
-            with pytest.raises(BrokerUnavailable):
+            with pytest.raises(QueueUnavailable):
                 await act
     finally:
         redis.config_set("maxmemory", "0")
-    await broker.publish([*make_events("JOB1", [2]), make_event("JOB1", 3, EndReason.STOP)])
-    assert await outcome(broker.follow("JOB1")) == Ended([1, 2, 3], EndReason.STOP)
+    await queue.publish([*make_events("JOB1", [2]), make_event("JOB1", 3, EndReason.STOP)])
+    assert await outcome(queue.follow("JOB1")) == Ended([1, 2, 3], EndReason.STOP)
 
 
-async def test_connections_that_are_cut_come_back(open_broker, redis):
-    broker = await open_broker()
-    events = broker.follow("JOB1")
-    await broker.submit(make_job())
-    await broker.fetch(1, 1.0)
+async def test_connections_that_are_cut_come_back(open_queue, redis):
+    queue = await open_queue()
+    events = queue.follow("JOB1")
+    await queue.submit(make_job())
+    await queue.fetch(1, 1.0)
     for number in range(1, 6):
         for kind in ("normal", "replica", "pubsub"):
             redis.execute_command("CLIENT", "KILL", "TYPE", kind, "SKIPME", "yes")
-        await persist(lambda number=number: broker.publish(make_events("JOB1", [number])))
+        await persist(lambda number=number: queue.publish(make_events("JOB1", [number])))
         assert await take(events, 1) == [number]
 
 
 async def test_a_killed_redis_comes_back_under_its_followers(data_dir, caplog):
     caplog.set_level(logging.INFO, "quire.redis")
     server = EmbeddedRedis.start(data_dir)
-    broker = await open_redis_broker(server.url)
+    queue = await open_redis_queue(server.url)
     try:
-        events = await follow_begun(broker)
+        events = await follow_begun(queue)
         await asyncio.sleep(1.2)  # everysec: what was written is on disk by then
         waiting = asyncio.create_task(take(events, 3))
-        fetching = asyncio.create_task(broker.fetch(1, PATIENCE_S))
+        fetching = asyncio.create_task(queue.fetch(1, PATIENCE_S))
         os.kill(server.pid, signal.SIGKILL)
         server.stop()
-        with pytest.raises(BrokerUnavailable):
+        with pytest.raises(QueueUnavailable):
             await fetching
-        with pytest.raises(BrokerUnavailable):
-            await broker.publish(make_events("JOB1", [2]))
+        with pytest.raises(QueueUnavailable):
+            await queue.publish(make_events("JOB1", [2]))
         await asyncio.sleep(0.5)
         server = EmbeddedRedis.start(data_dir)
-        await persist(lambda: broker.publish([*make_events("JOB1", [2, 3]), make_event("JOB1", 4, EndReason.STOP)]))
+        await persist(lambda: queue.publish([*make_events("JOB1", [2, 3]), make_event("JOB1", 4, EndReason.STOP)]))
         assert await waiting == [2, 3, 4]
         assert await read_to_end(events) == []
         assert caplog.text.count("redis is away reader=feed") == 1
         assert caplog.text.count("redis is back reader=feed") == 1
-        await broker.submit(make_job("JOB2"))
-        assert [claim.job.job_id for claim in await broker.fetch(1, 1.0)] == ["JOB2"]
+        await queue.submit(make_job("JOB2"))
+        assert [claim.job.job_id for claim in await queue.fetch(1, 1.0)] == ["JOB2"]
     finally:
-        await broker.close()
+        await queue.close()
         server.stop()
 
 
 async def test_an_empty_restart_is_survived(data_dir, tmp_path):
     server = EmbeddedRedis.start(data_dir)
-    broker = await open_redis_broker(server.url)
+    queue = await open_redis_queue(server.url)
     try:
-        await broker.submit(make_job())
-        await broker.fetch(1, 1.0)
-        await broker.publish(make_events("JOB1", [1]))
-        events = broker.follow("JOB1", after=1)
+        await queue.submit(make_job())
+        await queue.fetch(1, 1.0)
+        await queue.publish(make_events("JOB1", [1]))
+        events = queue.follow("JOB1", after=1)
         os.kill(server.pid, signal.SIGKILL)
         server.stop()
         (data_dir / "appendonlydir").rename(tmp_path / "gone")
         server = EmbeddedRedis.start(data_dir)
-        await persist(lambda: broker.publish([make_event("JOB1", 2), make_event("JOB1", 3, EndReason.STOP)]))
+        await persist(lambda: queue.publish([make_event("JOB1", 2), make_event("JOB1", 3, EndReason.STOP)]))
         assert await outcome(events) == Ended([2, 3], EndReason.STOP)
-        await broker.submit(make_job("JOB2"))
-        assert [claim.job.job_id for claim in await broker.fetch(1, 1.0)] == ["JOB2"]
+        await queue.submit(make_job("JOB2"))
+        assert [claim.job.job_id for claim in await queue.fetch(1, 1.0)] == ["JOB2"]
     finally:
-        await broker.close()
+        await queue.close()
         server.stop()
 
 
-async def test_cancelled_calls_never_mix_up_answers(open_broker):
+async def test_cancelled_calls_never_mix_up_answers(open_queue):
     """The fault of redis-py below 4.5.5: a cancelled call left its answer on the line for the next one."""
-    broker = await open_broker()
+    queue = await open_queue()
     dice = random.Random(7)
-    await broker.submit(make_job())
-    await broker.announce(make_card("w1"))
+    await queue.submit(make_job())
+    await queue.announce(make_card("w1"))
 
     async def check(number: int) -> None:
-        async with broker._link.commands() as redis:
+        async with queue._link.commands() as redis:
             assert await redis.echo(f"mine {number}") == f"mine {number}".encode()
-        assert [card.worker_id for card in await broker.workers()] == ["w1"]
-        await broker.reply(IngressEntry("alice", f"{number + 1}-0", b""), f"a{number}", 1, b"x")
-        assert (await broker.queue_state()).num_waiting == 1
+        assert [card.worker_id for card in await queue.workers()] == ["w1"]
+        await queue.reply(IngressEntry("alice", f"{number + 1}-0", b""), f"a{number}", 1, b"x")
+        assert (await queue.queue_state()).num_waiting == 1
 
     for round_ in range(40):
         tasks = [asyncio.create_task(check(round_ * 8 + number)) for number in range(8)]
@@ -290,29 +290,29 @@ async def test_cancelled_calls_never_mix_up_answers(open_broker):
 )
 async def test_a_wrong_url_is_refused_before_anything(url):
     with pytest.raises(StartupError, match="Redis URL"):
-        await open_redis_broker(url)
+        await open_redis_queue(url)
 
 
 async def test_a_wrong_password_is_told_apart_from_an_absent_redis(redis, redis_url):
     redis.execute_command("ACL", "SETUSER", "alice", "on", ">right", "~*", "+@all")
     try:
         with pytest.raises(StartupError, match="refuses us") as refused:
-            await open_redis_broker(redis_url.replace("unix://", "unix://alice:wrong@"))
+            await open_redis_queue(redis_url.replace("unix://", "unix://alice:wrong@"))
         assert "wrong" not in str(refused.value)
-        broker = await open_redis_broker(redis_url.replace("unix://", "unix://alice:right@"))
-        await broker.close()
+        queue = await open_redis_queue(redis_url.replace("unix://", "unix://alice:right@"))
+        await queue.close()
     finally:
         redis.execute_command("ACL", "DELUSER", "alice")
     for nobody in ("redis://127.0.0.1:1/2", "rediss://:secret@127.0.0.1:1", "unix:///nowhere?db=1"):
-        with pytest.raises(BrokerUnavailable, match="does not answer"):
-            await open_redis_broker(nobody)
+        with pytest.raises(QueueUnavailable, match="does not answer"):
+            await open_redis_queue(nobody)
 
 
-async def test_a_key_of_another_type_is_unavailable_not_a_crash(open_broker, redis):
+async def test_a_key_of_another_type_is_unavailable_not_a_crash(open_queue, redis):
     redis.mset({keys.WAITING: "x", keys.RETURNED: "x"})
-    broker = await open_broker()
-    for act in (lambda: broker.submit(make_job()), lambda: broker.fetch(1, 0.05), broker.queue_state):
-        with pytest.raises(BrokerUnavailable):
+    queue = await open_queue()
+    for act in (lambda: queue.submit(make_job()), lambda: queue.fetch(1, 0.05), queue.queue_state):
+        with pytest.raises(QueueUnavailable):
             await act()
     with pytest.raises(ResponseError):
         redis.xlen(keys.WAITING)

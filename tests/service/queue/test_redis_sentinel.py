@@ -17,8 +17,8 @@ from redis.exceptions import RedisError
 
 from service.errors import EndReason, StartupError
 from service.queue.embedded import redis as embedded_redis
-from service.queue.interface import BrokerUnavailable
-from service.queue.redis.broker import open_redis_broker
+from service.queue.interface import QueueUnavailable
+from service.queue.redis.queue import open_redis_queue
 from tests.support.redis_cluster import free_port
 from tests.support.wire import Ended, make_event, make_events, make_job, outcome, take
 
@@ -88,35 +88,35 @@ def _raw_info(server: Server) -> bytes:
 
 async def test_a_failover_loses_no_job_and_ends_no_stream(watched):
     primary, replica, sentinel = watched
-    broker = await open_redis_broker(f"redis+sentinel://127.0.0.1:1,127.0.0.1:{sentinel.port}/quire/0", timeout_s=1.0)
+    queue = await open_redis_queue(f"redis+sentinel://127.0.0.1:1,127.0.0.1:{sentinel.port}/quire/0", timeout_s=1.0)
     try:
-        events = broker.follow("JOB1")
-        await broker.submit(make_job())
-        await broker.fetch(1, 1.0)
-        await broker.publish(make_events("JOB1", [1, 2]))
+        events = queue.follow("JOB1")
+        await queue.submit(make_job())
+        await queue.fetch(1, 1.0)
+        await queue.publish(make_events("JOB1", [1, 2]))
         assert await take(events, 2) == [1, 2]
         assert primary.ask("WAIT", "1", "2000") == 1
         primary.kill()
         async with asyncio.timeout(FAILOVER_WITHIN_S):
             while True:
                 try:
-                    await broker.publish([make_event("JOB1", 3), make_event("JOB1", 4, EndReason.STOP)])
+                    await queue.publish([make_event("JOB1", 3), make_event("JOB1", 4, EndReason.STOP)])
                     break
-                except BrokerUnavailable:
+                except QueueUnavailable:
                     await asyncio.sleep(0.1)
         assert await outcome(events) == Ended([3, 4], EndReason.STOP)
-        await broker.submit(make_job("JOB2"))
-        state = await broker.queue_state()
+        await queue.submit(make_job("JOB2"))
+        state = await queue.queue_state()
         assert (state.lanes["normal"].num_jobs, state.num_leases) == (1, 1)
-        assert [claim.job.job_id for claim in await broker.fetch(1, 1.0)] == ["JOB2"]
+        assert [claim.job.job_id for claim in await queue.fetch(1, 1.0)] == ["JOB2"]
         assert b"role:master" in _raw_info(replica)
     finally:
-        await broker.close()
+        await queue.close()
 
 
 async def test_sentinels_that_know_no_such_primary_are_no_answer(watched):
-    with pytest.raises(BrokerUnavailable, match="does not answer"):
-        await open_redis_broker(f"redis+sentinel://127.0.0.1:{watched[2].port}/other", timeout_s=1.0)
+    with pytest.raises(QueueUnavailable, match="does not answer"):
+        await open_redis_queue(f"redis+sentinel://127.0.0.1:{watched[2].port}/other", timeout_s=1.0)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ async def test_sentinels_that_know_no_such_primary_are_no_answer(watched):
 )
 async def test_a_wrong_url_is_refused_by_name(url, wrong):
     with pytest.raises(StartupError, match=wrong):
-        await open_redis_broker(url)
+        await open_redis_queue(url)
 
 
 async def test_a_node_of_a_cluster_is_no_server_of_its_own(tmp_path):
@@ -140,6 +140,6 @@ async def test_a_node_of_a_cluster_is_no_server_of_its_own(tmp_path):
     try:
         server.until(lambda: server.ask("PING"))
         with pytest.raises(StartupError, match="redis\\+cluster://"):
-            await open_redis_broker(f"redis://127.0.0.1:{server.port}")
+            await open_redis_queue(f"redis://127.0.0.1:{server.port}")
     finally:
         server.kill()

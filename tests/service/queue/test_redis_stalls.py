@@ -14,11 +14,11 @@ from redis import Redis
 from service.errors import EndReason
 from service.queue import keys
 from service.queue.codec import encode
-from service.queue.interface import BrokerUnavailable
+from service.queue.interface import QueueUnavailable
 from service.queue.messages import Cancel, Part
 from service.queue.redis import feed as redis_feed
-from service.queue.redis.broker import open_redis_broker
 from service.queue.redis.link import RedisLink
+from service.queue.redis.queue import open_redis_queue
 from tests.service.queue.test_redis_sentinel import Server
 from tests.support.redis_way import ping, pretender
 from tests.support.tcp_proxy import proxy_to
@@ -55,11 +55,11 @@ async def _name(link: RedisLink) -> int:
         return await redis.client_id()
 
 
-async def _soon_cancelled(broker, job_id: str) -> None:
+async def _soon_cancelled(queue, job_id: str) -> None:
     """The worker hears a cancel."""
-    await broker.cancel(Cancel(job_id=job_id, reason=EndReason.CANCELLED))
+    await queue.cancel(Cancel(job_id=job_id, reason=EndReason.CANCELLED))
     async with asyncio.timeout(SOON_S):
-        while job_id not in [cancel.job_id for cancel in await persist(lambda: broker.fetch_cancels(0.1))]:
+        while job_id not in [cancel.job_id for cancel in await persist(lambda: queue.fetch_cancels(0.1))]:
             pass
 
 
@@ -68,20 +68,20 @@ async def test_nobody_goes_on_reading_from_a_replica(start):
     their reads for ever."""
     old, new = start("old"), start("new")
     async with proxy_to(old.port) as proxy:
-        broker = await open_redis_broker(f"redis://127.0.0.1:{proxy.port}")
-        events = await follow_begun(broker)
-        assert list(await broker.fetch_cancels(0.01)) == []
+        queue = await open_redis_queue(f"redis://127.0.0.1:{proxy.port}")
+        events = await follow_begun(queue)
+        assert list(await queue.fetch_cancels(0.01)) == []
         old.ask("REPLICAOF", "127.0.0.1", "1")
-        with pytest.raises(BrokerUnavailable):
-            await broker.publish(make_events("JOB1", [2]))
-        with pytest.raises(BrokerUnavailable, match="replica"):  # who comes anew is not fooled either
-            await broker.fetch_cancels(0.01)
+        with pytest.raises(QueueUnavailable):
+            await queue.publish(make_events("JOB1", [2]))
+        with pytest.raises(QueueUnavailable, match="replica"):  # who comes anew is not fooled either
+            await queue.fetch_cancels(0.01)
         proxy.behind = new.port
-        await persist(lambda: broker.publish(make_events("JOB1", [2])))
+        await persist(lambda: queue.publish(make_events("JOB1", [2])))
         async with asyncio.timeout(SOON_S):
             assert await take(events, 1) == [2]
-        await _soon_cancelled(broker, "JOB1")
-        await broker.close()
+        await _soon_cancelled(queue, "JOB1")
+        await queue.close()
 
 
 async def test_one_connection_that_fell_silent_speaks_for_all(start):
@@ -90,7 +90,7 @@ async def test_one_connection_that_fell_silent_speaks_for_all(start):
         link = RedisLink(f"redis://127.0.0.1:{proxy.port}", 1.0)
         await asyncio.gather(*(ping(link) for _ in range(8)))
         proxy.fall_silent()
-        with pytest.raises(BrokerUnavailable, match="no answer in time"):
+        with pytest.raises(QueueUnavailable, match="no answer in time"):
             await ping(link)
         await asyncio.gather(*(ping(link) for _ in range(8)))
         await link.close()
@@ -117,12 +117,12 @@ async def test_who_may_be_no_primary_any_more_is_left(redis_url, said, monkeypat
     assert await _name(link) == await _name(link)
     assert 1000 <= await link.now_s() < 1500
     before = await _name(link)
-    with pytest.raises(BrokerUnavailable):
+    with pytest.raises(QueueUnavailable):
         async with link.commands() as redis:
             await redis.eval("return redis.error_reply(ARGV[1])", 0, said)
     assert await _name(link) != before
     assert await link.now_s() >= 2000  # the other's clock may be another
-    with pytest.raises(BrokerUnavailable):
+    with pytest.raises(QueueUnavailable):
         async with link.commands() as redis:
             await redis.eval("return redis.error_reply('OOM full')", 0)
     assert await _name(link) == await _name(link)
@@ -159,51 +159,51 @@ async def test_who_told_a_wrong_way_is_asked_last(start, wrong):
         pretender(_slots_at(server.port)) as sound,
     ):
         link = RedisLink(f"redis+cluster://127.0.0.1:{cut_off},127.0.0.1:{sound}", 1.0)
-        with pytest.raises(BrokerUnavailable):
+        with pytest.raises(QueueUnavailable):
             await asyncio.gather(ping(link), ping(link))
         async with asyncio.timeout(SOON_S):
             await asyncio.gather(*(persist(lambda: ping(link)) for _ in range(4)))
         await link.close()
 
 
-async def test_streams_that_begin_anew_are_read_from_there(open_broker, redis):
+async def test_streams_that_begin_anew_are_read_from_there(open_queue, redis):
     """With smaller ids than those read before: Redis has lost them, and its clock was set back."""
-    broker = await open_broker()
-    events = await follow_begun(broker)
+    queue = await open_queue()
+    events = await follow_begun(queue)
     redis.xadd(keys.feed("door1"), {"m": b"\x90"}, id=IN_FUTURE)
     redis.xadd(keys.CANCELS, {"m": b""}, id=IN_FUTURE)
-    assert list(await broker.fetch_cancels(0.1)) == []
+    assert list(await queue.fetch_cancels(0.1)) == []
     async with asyncio.timeout(PATIENCE_S):
-        while broker._feeds._positions[keys.feed("door1")] != IN_FUTURE:
+        while queue._feeds._positions[keys.feed("door1")] != IN_FUTURE:
             await asyncio.sleep(0.01)
     redis.delete(keys.feed("door1"), keys.CANCELS)
-    await broker.publish(make_events("JOB1", [2]))
+    await queue.publish(make_events("JOB1", [2]))
     async with asyncio.timeout(SOON_S):
         assert await take(events, 1) == [2]
-    await _soon_cancelled(broker, "JOB1")
+    await _soon_cancelled(queue, "JOB1")
 
 
-async def test_more_than_redis_takes_at_once_is_told_in_parts(open_broker, redis):
+async def test_more_than_redis_takes_at_once_is_told_in_parts(open_queue, redis):
     """A worker that holds long prompts, and has computed on through an outage: told in one, it would be refused for
     ever."""
-    broker = await open_broker()
+    queue = await open_queue()
     jobs = [make_job(f"J{number}", prompt=b"\0" * (1 << 20)) for number in range(18)]
     for job in jobs:
-        await broker.submit(job)
-    assert len(await broker.fetch(len(jobs), 1.0)) == len(jobs)
-    assert await broker.publish([make_event(job.job_id, 1) for job in jobs]) == frozenset()
+        await queue.submit(job)
+    assert len(await queue.fetch(len(jobs), 1.0)) == len(jobs)
+    assert await queue.publish([make_event(job.job_id, 1) for job in jobs]) == frozenset()
     redis.flushall()
     long = Part(tokens=b"\0" * 1_000_000)
     events = [replace(make_event(job.job_id, 2), parts=(long,)) for job in jobs]
-    assert await persist(lambda: broker.publish(events), SOON_S) == frozenset()
+    assert await persist(lambda: queue.publish(events), SOON_S) == frozenset()
     assert [redis.xlen(keys.events(job.job_id)) for job in jobs] == [2] * len(jobs)
     assert redis.hlen(keys.JOBS) == redis.hlen(keys.CLAIMS) == len(jobs)
 
 
-async def test_a_reader_that_was_too_late_for_its_feed_looks_at_the_logs(open_broker, redis):
+async def test_a_reader_that_was_too_late_for_its_feed_looks_at_the_logs(open_queue, redis):
     """More came than a feed keeps, and with it went the last word of a job: no later number shows the gap."""
-    broker = await open_broker()
-    events = await follow_begun(broker)
+    queue = await open_queue()
+    events = await follow_begun(queue)
     end = encode(make_event("JOB1", 2, EndReason.STOP))
     redis.xadd(keys.events("JOB1"), {"m": end, "end": "stop"}, id="2-0")
     with redis.pipeline(transaction=True) as pipeline:  # as others publish, while this process is held up
@@ -215,11 +215,11 @@ async def test_a_reader_that_was_too_late_for_its_feed_looks_at_the_logs(open_br
         assert await take(events, 1) == [2]
 
 
-async def test_an_entry_that_nobody_answers_is_given_out_again(open_broker, redis: Redis, monkeypatch):
+async def test_an_entry_that_nobody_answers_is_given_out_again(open_queue, redis: Redis, monkeypatch):
     """It was fetched, and its answer could not be written: while its gateway lives and says what it works on, too."""
     monkeypatch.setattr(keys, "INGRESS_KEEP_S", 0.05)
     monkeypatch.setattr(keys, "INGRESS_LEFT_S", 0.2)
-    door, other = await open_broker(), await open_broker()
+    door, other = await open_queue(), await open_queue()
     redis.xadd(keys.ingress("alice"), {"m": b"x"})
     (entry,) = await door.fetch_ingress(["alice"], 8, 1.0)
     door.leave_ingress(entry)
@@ -230,8 +230,8 @@ async def test_an_entry_that_nobody_answers_is_given_out_again(open_broker, redi
     assert [(again.entry_id, again.was_left) for again in taken] == [(entry.entry_id, True)]
 
 
-async def test_entries_are_kept_though_another_stream_is_lost(open_broker, redis: Redis):
-    door = await open_broker("d1")
+async def test_entries_are_kept_though_another_stream_is_lost(open_queue, redis: Redis):
+    door = await open_queue("d1")
     for producer in ("alice", "bob"):
         redis.xadd(keys.ingress(producer), {"m": b"x"})
     entries = await door.fetch_ingress(["alice", "bob"], 8, 1.0)

@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from service.queue import keys
-from service.queue.interface import BrokerUnavailable, IngressEntry, OutcomeUnknown, Standing
-from service.queue.redis.broker import open_redis_broker
-from tests.fakes.queue.broker import MemoryBroker
-from tests.fakes.queue.queue import MemoryQueue
+from service.queue.interface import IngressEntry, OutcomeUnknown, QueueUnavailable, Standing
+from service.queue.redis.queue import open_redis_queue
+from tests.fakes.queue.memory_queue import MemoryQueue
+from tests.fakes.queue.queue_data import QueueData
 from tests.support.wire import PATIENCE_S
 
 
@@ -20,10 +20,10 @@ async def doors(request):
     """Two gateways on one queue."""
     if request.param == "redis":
         url = request.getfixturevalue("redis_url")
-        opened = await open_redis_broker(url), await open_redis_broker(url)
+        opened = await open_redis_queue(url), await open_redis_queue(url)
     else:
-        queue = MemoryQueue()
-        opened = MemoryBroker(queue), MemoryBroker(queue)
+        data = QueueData()
+        opened = MemoryQueue(data), MemoryQueue(data)
     yield opened
     for door in opened:
         await door.close()
@@ -34,7 +34,7 @@ def produce(redis) -> Callable[..., Awaitable[IngressEntry]]:
     """Writes an entry, and takes it at a gateway."""
 
     async def write(door, message: bytes = b"x") -> IngressEntry:
-        if isinstance(door, MemoryBroker):
+        if isinstance(door, MemoryQueue):
             await door.produce("alice", message)
         else:
             redis.xadd(keys.ingress("alice"), {"m": message})
@@ -87,9 +87,9 @@ async def test_a_name_is_used_again_behind_the_last_reply(doors, produce):
     assert await replies(other, second) == [b"new"]
 
 
-async def test_who_lost_an_entry_adds_nothing_to_its_replies(open_broker, redis, monkeypatch):
+async def test_who_lost_an_entry_adds_nothing_to_its_replies(open_queue, redis, monkeypatch):
     monkeypatch.setattr(keys, "INGRESS_LEFT_S", 0.2)
-    frozen, heir = await open_broker(), await open_broker()
+    frozen, heir = await open_queue(), await open_queue()
     redis.xadd(keys.ingress("alice"), {"m": b"x"})
     (entry,) = await frozen.fetch_ingress(["alice"], 1, PATIENCE_S)
     assert await frozen.reply(entry, "a1", 1, b"Once")
@@ -111,9 +111,9 @@ async def test_who_lost_an_entry_adds_nothing_to_its_replies(open_broker, redis,
     ]
 
 
-async def test_a_refusal_is_no_unknown_outcome(open_broker, redis):
-    broker = await open_broker()
+async def test_a_refusal_is_no_unknown_outcome(open_queue, redis):
+    queue = await open_queue()
     redis.set(keys.reply("alice", "a1"), "not a stream")
-    with pytest.raises(BrokerUnavailable) as refused:
-        await broker.reply(IngressEntry("alice", "1-0", b""), "a1", 1, b"x")
+    with pytest.raises(QueueUnavailable) as refused:
+        await queue.reply(IngressEntry("alice", "1-0", b""), "a1", 1, b"x")
     assert not isinstance(refused.value, OutcomeUnknown)

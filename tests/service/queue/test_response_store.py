@@ -20,36 +20,36 @@ RECORD = StoredResponse(
 ANSWERED = replace(RECORD, answer={"status": "completed", "output": [{"text": "\U0001f98a"}]})
 
 
-async def test_a_record_comes_back_whole(broker):
-    await broker.put_response(RECORD, 60)
-    assert await broker.response("resp_1") == RECORD
+async def test_a_record_comes_back_whole(queue):
+    await queue.put_response(RECORD, 60)
+    assert await queue.response("resp_1") == RECORD
     assert not RECORD.is_settled
-    await broker.settle_response(ANSWERED, 60)
-    assert await broker.response("resp_1") == ANSWERED
+    await queue.settle_response(ANSWERED, 60)
+    assert await queue.response("resp_1") == ANSWERED
     assert ANSWERED.is_settled
-    assert await broker.response("resp_2") is None
+    assert await queue.response("resp_2") is None
 
 
-async def test_what_was_dropped_stays_away(broker):
-    await broker.put_response(RECORD, 60)
-    await broker.drop_response(RECORD)
-    await broker.settle_response(ANSWERED, 60)
-    assert await broker.response("resp_1") is None
-    await broker.drop_response(RECORD)
+async def test_what_was_dropped_stays_away(queue):
+    await queue.put_response(RECORD, 60)
+    await queue.drop_response(RECORD)
+    await queue.settle_response(ANSWERED, 60)
+    assert await queue.response("resp_1") is None
+    await queue.drop_response(RECORD)
 
 
-async def test_a_record_is_kept_as_long_as_is_said(broker):
-    await broker.put_response(RECORD, 0.05)
+async def test_a_record_is_kept_as_long_as_is_said(queue):
+    await queue.put_response(RECORD, 0.05)
     async with asyncio.timeout(10):
-        while await broker.response("resp_1") is not None:
+        while await queue.response("resp_1") is not None:
             await asyncio.sleep(0.01)
-    await broker.put_response(RECORD, 0.5)
-    await broker.settle_response(ANSWERED, 60)
+    await queue.put_response(RECORD, 0.5)
+    await queue.settle_response(ANSWERED, 60)
     await asyncio.sleep(0.6)
-    assert await broker.response("resp_1") == ANSWERED
+    assert await queue.response("resp_1") == ANSWERED
 
 
 @pytest.mark.parametrize("name", ["a/b", "", "x" * 200, "a:b", "{a}"])
-async def test_an_id_that_no_key_may_hold_is_refused(broker, name):
+async def test_an_id_that_no_key_may_hold_is_refused(queue, name):
     with pytest.raises(ValueError, match="Redis key"):
-        await broker.response(name)
+        await queue.response(name)

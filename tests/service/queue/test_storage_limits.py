@@ -12,7 +12,7 @@ from service.queue.batches import ANSWERED_WELL, Batch, StoredFile
 from service.queue.messages import RequestRecord
 from service.queue.responses import StoredResponse, pack_response
 from service.queue.storage import OVERHEAD_BYTES, StorageFull, StorageLimits
-from tests.fakes.queue.broker import MemoryBroker
+from tests.fakes.queue.memory_queue import MemoryQueue
 from tests.support.wire import make_job
 
 KIB = 1 << 10
@@ -47,110 +47,108 @@ async def refused(asked) -> StorageFull:
     return caught.value
 
 
-async def test_files_count_while_they_are_written_and_until_they_are_dropped(broker):
+async def test_files_count_while_they_are_written_and_until_they_are_dropped(queue):
     for _ in range(2):
-        await broker.append_file("file-1", "t", b"x" * 20 * KIB, LIMITS)
-    full = await refused(broker.append_file("file-1", "t", b"x" * 25 * KIB, LIMITS))
+        await queue.append_file("file-1", "t", b"x" * 20 * KIB, LIMITS)
+    full = await refused(queue.append_file("file-1", "t", b"x" * 25 * KIB, LIMITS))
     assert (full.of_tenant, full.num_bytes, full.max_bytes) == (True, 40 * KIB, 64 * KIB)
-    assert len(await broker.file_pieces("file-1", 0, 9)) == 2, "what is refused is not written"
-    await broker.append_file("file-2", "another", b"x" * 60 * KIB, LIMITS)
-    await broker.put_file(make_file(1, 40 * KIB))
+    assert len(await queue.file_pieces("file-1", 0, 9)) == 2, "what is refused is not written"
+    await queue.append_file("file-2", "another", b"x" * 60 * KIB, LIMITS)
+    await queue.put_file(make_file(1, 40 * KIB))
     assert (
-        await refused(broker.append_file("file-3", "t", b"x" * 24 * KIB, LIMITS))
+        await refused(queue.append_file("file-3", "t", b"x" * 24 * KIB, LIMITS))
     ).num_bytes == 40 * KIB + OVERHEAD_BYTES
-    await broker.drop_file("file-1", "t")
-    await broker.append_file("file-3", "t", b"x" * 64 * KIB, LIMITS)
-    await broker.drop_file("file-3", "t")
-    await broker.append_file("file-4", "t", b"x" * 64 * KIB, LIMITS)
+    await queue.drop_file("file-1", "t")
+    await queue.append_file("file-3", "t", b"x" * 64 * KIB, LIMITS)
+    await queue.drop_file("file-3", "t")
+    await queue.append_file("file-4", "t", b"x" * 64 * KIB, LIMITS)
 
 
-async def test_what_is_reserved_for_a_file_counts_before_it_comes_and_not_twice(broker):
-    await broker.reserve_file("file-1", "t", 40 * KIB, LIMITS)
-    assert (await refused(broker.reserve_file("file-2", "t", 25 * KIB, LIMITS))).num_bytes == 40 * KIB
-    await broker.append_file("file-1", "t", b"x" * 40 * KIB, LIMITS, is_reserved=True)
-    await broker.put_file(make_file(1, 20 * KIB))
-    await broker.reserve_file("file-2", "t", 40 * KIB, LIMITS)
+async def test_what_is_reserved_for_a_file_counts_before_it_comes_and_not_twice(queue):
+    await queue.reserve_file("file-1", "t", 40 * KIB, LIMITS)
+    assert (await refused(queue.reserve_file("file-2", "t", 25 * KIB, LIMITS))).num_bytes == 40 * KIB
+    await queue.append_file("file-1", "t", b"x" * 40 * KIB, LIMITS, is_reserved=True)
+    await queue.put_file(make_file(1, 20 * KIB))
+    await queue.reserve_file("file-2", "t", 40 * KIB, LIMITS)
 
 
-async def test_responses_count_until_they_expire_or_are_dropped(broker):
+async def test_responses_count_until_they_expire_or_are_dropped(queue):
     size = 16 * KIB - OVERHEAD_BYTES
     for number, for_s in enumerate((0.4, 60, 60, 60)):
-        await broker.put_response(make_response(number, size), for_s, LIMITS)
-    full = await refused(broker.put_response(make_response(4, 600), 60, LIMITS))
+        await queue.put_response(make_response(number, size), for_s, LIMITS)
+    full = await refused(queue.put_response(make_response(4, 600), 60, LIMITS))
     assert (full.num_bytes, full.max_bytes) == (64 * KIB, 64 * KIB)
-    assert await broker.response("resp_4") is None
+    assert await queue.response("resp_4") is None
     async with asyncio.timeout(10):
-        while await broker.response("resp_0") is not None:
+        while await queue.response("resp_0") is not None:
             await asyncio.sleep(0.02)
-    await broker.put_response(make_response(5, size), 60, LIMITS)
-    await refused(broker.put_response(make_response(4, 600), 60, LIMITS))
-    await broker.drop_response(make_response(1, size))
-    await broker.drop_response(make_response(1, size))
-    await broker.put_response(make_response(4, size), 60, LIMITS)
-    await refused(broker.put_response(make_response(6, 600), 60, LIMITS))
+    await queue.put_response(make_response(5, size), 60, LIMITS)
+    await refused(queue.put_response(make_response(4, 600), 60, LIMITS))
+    await queue.drop_response(make_response(1, size))
+    await queue.drop_response(make_response(1, size))
+    await queue.put_response(make_response(4, size), 60, LIMITS)
+    await refused(queue.put_response(make_response(6, 600), 60, LIMITS))
 
 
-async def test_an_answer_takes_the_place_of_the_question_and_is_never_refused(broker):
-    await broker.put_response(make_response(1, 60 * KIB), 60, LIMITS)
-    await broker.settle_response(make_response(1, 70 * KIB), 60)
+async def test_an_answer_takes_the_place_of_the_question_and_is_never_refused(queue):
+    await queue.put_response(make_response(1, 60 * KIB), 60, LIMITS)
+    await queue.settle_response(make_response(1, 70 * KIB), 60)
+    assert (await refused(queue.put_response(make_response(2, KIB), 60, LIMITS))).num_bytes == 70 * KIB + OVERHEAD_BYTES
+    await queue.settle_response(make_response(1, 30 * KIB), 60)
+    await queue.put_response(make_response(2, 33 * KIB), 60, LIMITS)
+    await queue.settle_response(make_response(3, 30 * KIB), 60)
     assert (
-        await refused(broker.put_response(make_response(2, KIB), 60, LIMITS))
-    ).num_bytes == 70 * KIB + OVERHEAD_BYTES
-    await broker.settle_response(make_response(1, 30 * KIB), 60)
-    await broker.put_response(make_response(2, 33 * KIB), 60, LIMITS)
-    await broker.settle_response(make_response(3, 30 * KIB), 60)
-    assert (
-        await refused(broker.put_response(make_response(4, 600), 60, LIMITS))
+        await refused(queue.put_response(make_response(4, 600), 60, LIMITS))
     ).num_bytes == 63 * KIB + 2 * OVERHEAD_BYTES
 
 
-async def test_answers_of_a_batch_count_until_it_has_ended(broker):
+async def test_answers_of_a_batch_count_until_it_has_ended(queue):
     batch = Batch(
         batch_id="batch_1", tenant="t", endpoint="/v1/completions", input_file_id="f", created_s=1.0, expires_s=9.0
     )
-    await broker.put_batch(batch, LIMITS)
-    await broker.reserve_lines(batch, 10 * KIB, LIMITS)
-    await refused(broker.reserve_lines(batch, 70 * KIB, LIMITS))
-    await broker.put_line(batch, 0, b"x" * 40 * KIB, ANSWERED_WELL, LIMITS)
-    await refused(broker.put_line(batch, 1, b"x" * 30 * KIB, ANSWERED_WELL, LIMITS))
-    assert await broker.line_marks("batch_1") == b"+"
-    await broker.drop_lines(batch)
-    await broker.append_file("file-1", "t", b"x" * 50 * KIB, LIMITS)
+    await queue.put_batch(batch, LIMITS)
+    await queue.reserve_lines(batch, 10 * KIB, LIMITS)
+    await refused(queue.reserve_lines(batch, 70 * KIB, LIMITS))
+    await queue.put_line(batch, 0, b"x" * 40 * KIB, ANSWERED_WELL, LIMITS)
+    await refused(queue.put_line(batch, 1, b"x" * 30 * KIB, ANSWERED_WELL, LIMITS))
+    assert await queue.line_marks("batch_1") == b"+"
+    await queue.drop_lines(batch)
+    await queue.append_file("file-1", "t", b"x" * 50 * KIB, LIMITS)
 
 
-async def test_records_of_requests_that_stay_are_refused_and_of_others_left_out(broker):
-    now_s = await broker.now_s()
-    await broker.remember(make_record(1, now_s, 20 * KIB), "key", LIMITS)
-    full = await refused(broker.remember(make_record(2, now_s, 20 * KIB), "other-key", LIMITS))
+async def test_records_of_requests_that_stay_are_refused_and_of_others_left_out(queue):
+    now_s = await queue.now_s()
+    await queue.remember(make_record(1, now_s, 20 * KIB), "key", LIMITS)
+    full = await refused(queue.remember(make_record(2, now_s, 20 * KIB), "other-key", LIMITS))
     assert (full.of_tenant, full.max_bytes) == (True, 32 * KIB)
-    assert await broker.remember(make_record(3, now_s, 20 * KIB), "key", LIMITS) == "R1", "nothing more is stored"
+    assert await queue.remember(make_record(3, now_s, 20 * KIB), "key", LIMITS) == "R1", "nothing more is stored"
     stays = make_record(4, now_s, 20 * KIB, stays=True)
-    await refused(broker.submit(make_job("R4"), record=stays, limits=LIMITS))
-    assert await broker.backlog("t") == replace(await broker.backlog("t"), num_jobs=0)
-    await broker.submit(make_job("R5"), record=make_record(5, now_s, 10), limits=LIMITS)
-    assert await broker.recall("R5") is None
-    assert (await broker.backlog("t")).num_jobs == 1
-    await broker.forget("R1", "t", "key")
-    await broker.submit(make_job("R4"), record=stays, limits=LIMITS)
-    await broker.submit(make_job("R6"), record=make_record(6, now_s, 10, tenant="another"), limits=LIMITS)
-    assert [await broker.recall(name) is None for name in ("R4", "R6")] == [False, False]
-    assert await broker.remember(make_record(7, now_s, 10), "key", LIMITS) == "R7", "forgotten with its key"
+    await refused(queue.submit(make_job("R4"), record=stays, limits=LIMITS))
+    assert await queue.backlog("t") == replace(await queue.backlog("t"), num_jobs=0)
+    await queue.submit(make_job("R5"), record=make_record(5, now_s, 10), limits=LIMITS)
+    assert await queue.recall("R5") is None
+    assert (await queue.backlog("t")).num_jobs == 1
+    await queue.forget("R1", "t", "key")
+    await queue.submit(make_job("R4"), record=stays, limits=LIMITS)
+    await queue.submit(make_job("R6"), record=make_record(6, now_s, 10, tenant="another"), limits=LIMITS)
+    assert [await queue.recall(name) is None for name in ("R4", "R6")] == [False, False]
+    assert await queue.remember(make_record(7, now_s, 10), "key", LIMITS) == "R7", "forgotten with its key"
 
 
-async def test_a_record_is_charged_once(broker):
-    now_s = await broker.now_s()
+async def test_a_record_is_charged_once(queue):
+    now_s = await queue.now_s()
     for _ in range(9):
-        await broker.remember(make_record(1, now_s, 20 * KIB), "key", LIMITS)
-    await broker.remember(make_record(2, now_s, 10 * KIB), None, LIMITS)
+        await queue.remember(make_record(1, now_s, 20 * KIB), "key", LIMITS)
+    await queue.remember(make_record(2, now_s, 10 * KIB), None, LIMITS)
 
 
 @pytest.fixture
 def memory(request: pytest.FixtureRequest):
     """Says how much memory the queue has, in all."""
 
-    def limit(broker, num_bytes: int) -> None:
-        if isinstance(broker, MemoryBroker):
-            broker.queue.shelf.ledger.max_memory_bytes = num_bytes
+    def limit(queue, num_bytes: int) -> None:
+        if isinstance(queue, MemoryQueue):
+            queue.data.batch_data.ledger.max_memory_bytes = num_bytes
             return
         with Redis.from_url(request.getfixturevalue("redis_url")) as redis:
             redis.config_set("maxmemory", num_bytes)
@@ -160,28 +158,28 @@ def memory(request: pytest.FixtureRequest):
     return limit
 
 
-async def test_a_share_of_the_memory_is_the_queues_own(request, broker, memory):
-    if request.node.callspec.params["broker"] == "roles":
+async def test_a_share_of_the_memory_is_the_queues_own(request, queue, memory):
+    if request.node.callspec.params["queue"] == "roles":
         pytest.skip("the server of the roles keeps its settings")
-    memory(broker, 32 << 20)
+    memory(queue, 32 << 20)
     limits = StorageLimits(max_bytes_per_tenant=1 << 30, queue_share=0.5)
-    now_s = await broker.now_s()
+    now_s = await queue.now_s()
 
     async def fill() -> None:
         for number in range(100):
-            await broker.append_file(f"file-{number}", f"tenant-{number % 9}", b"x" * (256 * KIB), limits)
+            await queue.append_file(f"file-{number}", f"tenant-{number % 9}", b"x" * (256 * KIB), limits)
 
     full = await refused(fill())
     assert (full.of_tenant, full.max_bytes) == (False, 16 << 20)
     for refusal in (
-        broker.put_response(make_response(1, 256 * KIB), 60, limits),
-        broker.put_batch(
+        queue.put_response(make_response(1, 256 * KIB), 60, limits),
+        queue.put_batch(
             Batch(batch_id="b", tenant="u", endpoint="e", input_file_id="f" * 256 * KIB, created_s=1.0, expires_s=2.0),
             limits,
         ),
     ):
         assert not (await refused(refusal)).of_tenant
     for number in range(20):
-        await broker.submit(make_job(f"J{number}", prompt=b"x" * (256 * KIB)))
-    await broker.submit(make_job("R1"), record=make_record(1, now_s, KIB, stays=True), limits=limits)
-    assert await broker.recall("R1") is not None, "the queue goes on"
+        await queue.submit(make_job(f"J{number}", prompt=b"x" * (256 * KIB)))
+    await queue.submit(make_job("R1"), record=make_record(1, now_s, KIB, stays=True), limits=limits)
+    assert await queue.recall("R1") is not None, "the queue goes on"

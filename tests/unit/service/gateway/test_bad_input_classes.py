@@ -13,7 +13,7 @@ import pytest
 from service.queue.codec import decode
 from service.queue.messages import Reply
 from tests.fakes.scripted_worker import Script
-from tests.support.gateway import MAX_POSITION, MODEL, QuickBroker, open_gateway
+from tests.support.gateway import MAX_POSITION, MODEL, QuickQueue, open_gateway
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = {"model": MODEL, "prompt": "the and", "max_tokens": 4}
@@ -98,7 +98,7 @@ REFUSED = [
 ]
 
 
-class Recorder(QuickBroker):
+class Recorder(QuickQueue):
     def __init__(self):
         super().__init__()
         self.said = []
@@ -109,9 +109,9 @@ class Recorder(QuickBroker):
 
 
 async def at_queue(gateway, endpoint, body):
-    gateway.broker.said.clear()
-    await gateway.broker.produce("default", msgpack.packb({"v": 1, "id": "a", "endpoint": endpoint, "body": body}))
-    return gateway.broker.said
+    gateway.queue.said.clear()
+    await gateway.queue.produce("default", msgpack.packb({"v": 1, "id": "a", "endpoint": endpoint, "body": body}))
+    return gateway.queue.said
 
 
 async def test_every_class_is_refused_by_name_at_both_doors(model_folder, caplog):

@@ -23,7 +23,7 @@ from service.gateway.routes.tokenization import DetokenizeBody, TokenizeBody
 from service.queue.codec import decode
 from service.queue.messages import Reply
 from tests.fakes.scripted_worker import Script
-from tests.support.gateway import MODEL, QuickBroker, open_gateway
+from tests.support.gateway import MODEL, QuickQueue, open_gateway
 
 BODIES = {
     COMPLETIONS: {"model": MODEL, "prompt": "the and", "max_tokens": 4},
@@ -89,7 +89,7 @@ def mangled(draw, start):
     return bytes(data)
 
 
-class RecordingBroker(QuickBroker):
+class RecordingQueue(QuickQueue):
     """Keeps the replies of all jobs in the order they were said."""
 
     def __init__(self):
@@ -151,22 +151,22 @@ class Doors:
         return 200, None
 
     async def _queue(self, payload):
-        broker = self._gateway.broker
-        for said in (broker.said, broker.queue.replies, broker.queue.reply_owners, broker.queue.replies_done):
+        queue = self._gateway.queue
+        for said in (queue.said, queue.data.replies, queue.data.reply_owners, queue.data.replies_done):
             said.clear()  # else the same entry again would be no new job
-        await broker.produce("default", payload)
+        await queue.produce("default", payload)
         async with asyncio.timeout(LAST_WORDS_S):
-            while not (broker.said and broker.said[-1].done):
+            while not (queue.said and queue.said[-1].done):
                 await asyncio.sleep(0.001)
-        assert [reply.number for reply in broker.said] == list(range(1, len(broker.said) + 1))
-        assert sum(reply.done for reply in broker.said) == 1
-        return broker.said[-1].error
+        assert [reply.number for reply in queue.said] == list(range(1, len(queue.said) + 1))
+        assert sum(reply.done for reply in queue.said) == 1
+        return queue.said[-1].error
 
 
 @pytest.fixture(scope="module")
 def doors(model_folder):
     with asyncio.Runner() as runner:
-        opened = open_gateway(model_folder, runner.run(_broker()))
+        opened = open_gateway(model_folder, runner.run(_queue()))
         gateway = runner.run(opened.__aenter__())
         yield Doors(runner, gateway)
         assert runner.run(gateway.get("/livez"))[0] == 200
@@ -174,8 +174,8 @@ def doors(model_folder):
         runner.run(opened.__aexit__(None, None, None))
 
 
-async def _broker():
-    return RecordingBroker()
+async def _queue():
+    return RecordingQueue()
 
 
 def entry(endpoint, body):

@@ -1,4 +1,4 @@
-"""The gateway process from its start to its end, in one process with a memory broker."""
+"""The gateway process from its start to its end, in one process with a memory queue."""
 
 import asyncio
 import json
@@ -10,7 +10,7 @@ from service.config.settings import Settings
 from service.errors import StartupError
 from service.gateway.generation.served_model import ServedModel
 from service.gateway.process import run_gateway
-from tests.support.gateway import QuickBroker, write_model
+from tests.support.gateway import QuickQueue, write_model
 
 
 def settings(folder, **more):
@@ -19,7 +19,7 @@ def settings(folder, **more):
 
 async def test_serves_until_it_is_told_to_stop(model_folder):
     stop, urls = asyncio.Event(), []
-    running = asyncio.create_task(run_gateway(settings(model_folder), QuickBroker(), stop, on_ready=urls.append))
+    running = asyncio.create_task(run_gateway(settings(model_folder), QuickQueue(), stop, on_ready=urls.append))
     while not urls:
         await asyncio.sleep(0.01)
     async with aiohttp.ClientSession() as http:
@@ -35,7 +35,7 @@ async def test_serves_until_it_is_told_to_stop(model_folder):
 async def test_ends_when_it_is_cancelled(model_folder):
     urls = []
     running = asyncio.create_task(
-        run_gateway(settings(model_folder), QuickBroker(), asyncio.Event(), on_ready=urls.append)
+        run_gateway(settings(model_folder), QuickQueue(), asyncio.Event(), on_ready=urls.append)
     )
     while not urls:
         await asyncio.sleep(0.01)
@@ -50,7 +50,7 @@ async def test_port_taken(model_folder):
     port = server.sockets[0].getsockname()[1]
     with pytest.raises(StartupError, match=f"cannot listen on 127.0.0.1:{port}: "):
         await run_gateway(
-            Settings(model=model_folder, port=port), QuickBroker(), asyncio.Event(), on_ready=lambda url: None
+            Settings(model=model_folder, port=port), QuickQueue(), asyncio.Event(), on_ready=lambda url: None
         )
     server.close()
     await server.wait_closed()
@@ -59,14 +59,14 @@ async def test_port_taken(model_folder):
 async def test_no_such_address(model_folder):
     with pytest.raises(StartupError, match="cannot listen"):
         await run_gateway(
-            settings(model_folder, host="no-such-host.invalid"), QuickBroker(), asyncio.Event(), on_ready=print
+            settings(model_folder, host="no-such-host.invalid"), QuickQueue(), asyncio.Event(), on_ready=print
         )
 
 
 async def test_ipv6_url(model_folder):
     stop, urls = asyncio.Event(), []
     stop.set()
-    await run_gateway(settings(model_folder, host="::1"), QuickBroker(), stop, on_ready=urls.append)
+    await run_gateway(settings(model_folder, host="::1"), QuickQueue(), stop, on_ready=urls.append)
     assert urls[0].startswith("http://[::1]:")
 
 

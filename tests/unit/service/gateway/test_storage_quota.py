@@ -9,8 +9,8 @@ import aiohttp
 import pytest
 
 from service.gateway.batches import finish, progress, runner
-from service.queue.interface import BrokerUnavailable
-from tests.support.gateway import MODEL, QuickBroker, open_gateway
+from service.queue.interface import QueueUnavailable
+from tests.support.gateway import MODEL, QuickQueue, open_gateway
 from tests.unit.service.gateway.batches.test_batches import CHAT, answers, client_of, ended, jsonl, line, submit
 
 KIB = 1 << 10
@@ -62,7 +62,7 @@ async def test_an_upload_that_breaks_off_leaves_nothing(model_folder):
             assert (await upload(gateway, 40 * KIB, ONE, purpose="none"))[0] == 400
             assert (await upload(gateway, 51 * KIB, ONE))[0] == 413
         assert (await upload(gateway, 50 * KIB, ONE))[0] == 200
-        assert len(gateway.broker.queue.shelf.pieces) == 1
+        assert len(gateway.queue.data.batch_data.pieces) == 1
 
 
 async def test_responses_are_bounded_in_bytes_and_need_not_be_stored(model_folder):
@@ -144,7 +144,7 @@ async def test_a_batch_that_finds_no_room_fails_by_name_and_keeps_what_it_has(mo
         assert len(await answers(client, batch.output_file_id)) == done
         undone = await answers(client, batch.error_file_id)
         assert {each["error"]["code"] for each in undone} == {"storage_quota_exceeded"}
-        assert (await gateway.broker.open_batches()) == []
+        assert (await gateway.queue.open_batches()) == []
         for each in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
             await client.files.delete(each)
         again = await ended(client, (await submit(client, jsonl(*lines[:5]))).id)
@@ -154,7 +154,7 @@ async def test_a_batch_that_finds_no_room_fails_by_name_and_keeps_what_it_has(mo
 async def test_more_batches_than_may_be_open_are_refused(model_folder, monkeypatch):
     monkeypatch.setattr("service.gateway.batches.batches.MAX_OPEN_BATCHES", 3)
 
-    class Keeping(QuickBroker):
+    class Keeping(QuickQueue):
         async def hold_batch(self, batch_id, holder, for_s):
             return False
 
@@ -169,7 +169,7 @@ async def test_more_batches_than_may_be_open_are_refused(model_folder, monkeypat
 
 
 async def test_a_batch_that_waits_says_that_it_is_cancelled(model_folder):
-    class Keeping(QuickBroker):
+    class Keeping(QuickQueue):
         async def hold_batch(self, batch_id, holder, for_s):
             return False
 
@@ -182,7 +182,7 @@ async def test_a_batch_that_waits_says_that_it_is_cancelled(model_folder):
 
 async def test_a_full_queue_memory_is_told_with_503(model_folder):
     async with open_gateway(model_folder, api_key=("one",), queue_memory_share=0.5) as gateway:
-        gateway.broker.queue.shelf.ledger.max_memory_bytes = 64 * KIB
+        gateway.queue.data.batch_data.ledger.max_memory_bytes = 64 * KIB
         status, told, retry_after = await upload(gateway, 40 * KIB, ONE)
         assert (status, told["error"]["code"]) == (503, "storage_full")
         assert retry_after
@@ -193,13 +193,13 @@ async def test_a_full_queue_memory_is_told_with_503(model_folder):
 async def test_answers_go_on_to_their_files_where_a_gateway_stopped(model_folder, monkeypatch):
     monkeypatch.setattr(finish, "LINES_AT_ONCE", 7)
 
-    class Failing(QuickBroker):
+    class Failing(QuickQueue):
         """Is away after every move, and did what it was asked."""
 
         async def move_lines(self, batch, move):
             moved = await super().move_lines(batch, move)
             if move.past < batch.num_total:
-                raise BrokerUnavailable("away")
+                raise QueueUnavailable("away")
             return moved
 
         async def put_batch(self, batch, *limits):
@@ -216,13 +216,13 @@ async def test_answers_go_on_to_their_files_where_a_gateway_stopped(model_folder
         file = await client.files.retrieve(batch.output_file_id)
         assert file.bytes == len((await client.files.content(batch.output_file_id)).content)
         assert len(gateway.worker.jobs) == 40
-        shelf = gateway.broker.queue.shelf
-        sizes = {name: shelf.ledger.taken("anonymous", name) for name in (file.id, f"{batch.id}.lines")}
+        batch_data = gateway.queue.data.batch_data
+        sizes = {name: batch_data.ledger.taken("anonymous", name) for name in (file.id, f"{batch.id}.lines")}
         assert sizes == {file.id: file.bytes + 512, f"{batch.id}.lines": 0}
 
 
 async def test_a_file_that_is_deleted_while_it_is_read_breaks_its_download_off(model_folder):
-    class Forgetful(QuickBroker):
+    class Forgetful(QuickQueue):
         async def file_pieces(self, file_id, first, count):
             return [] if first else await super().file_pieces(file_id, first, count)
 

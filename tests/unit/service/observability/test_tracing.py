@@ -23,7 +23,7 @@ from service.observability.logs import _OneLine, about, also_about
 from service.observability.tracing import NO_TRACING, open_tracing, read_traceparent, trace_id
 from service.queue.messages import Cancel
 from service.worker.spans import JobSpans
-from tests.support.gateway import QuickBroker, write_model
+from tests.support.gateway import QuickQueue, write_model
 from tests.support.source_tree import ROOT
 from tests.support.wire import make_job
 from tests.support.worker_harness import WorkerHarness
@@ -58,13 +58,13 @@ def folder(tmp_path_factory):
 async def service(folder, traced, **options):
     """A gateway and a worker over one queue; both make spans with `traced`."""
     settings = Settings(model=folder, served_model_name="m", port=0, drain_timeout=0.2)
-    broker = QuickBroker()
+    queue = QuickQueue()
     async with (
-        WorkerHarness(broker, tracing=traced, **options) as worker,
-        serving(settings, ServedModel.read(settings), broker, traced) as url,
+        WorkerHarness(queue, tracing=traced, **options) as worker,
+        serving(settings, ServedModel.read(settings), queue, traced) as url,
         aiohttp.ClientSession(url) as http,
     ):
-        yield worker, broker, http
+        yield worker, queue, http
 
 
 async def complete(http, headers=None, **body):
@@ -105,9 +105,9 @@ async def test_a_request_is_one_trace_from_the_clients_header_to_the_last_token(
     assert told["prefill"].attributes["gen_ai.usage.input_tokens"] == 3
     assert told["decode"].attributes["gen_ai.usage.output_tokens"] == 4
     assert told["decode"].attributes["quire.end"] == "length"
-    queue, prefill, decode = (told[name] for name in ("queue", "prefill", "decode"))
-    assert before_s - 1 < queue.start_time / 1e9
-    assert queue.end_time == prefill.start_time <= prefill.end_time == decode.start_time <= decode.end_time
+    queue_span, prefill, decode = (told[name] for name in ("queue", "prefill", "decode"))
+    assert before_s - 1 < queue_span.start_time / 1e9
+    assert queue_span.end_time == prefill.start_time <= prefill.end_time == decode.start_time <= decode.end_time
     assert all(span.status.is_ok or span.status.status_code.name == "UNSET" for span in told.values())
 
 
@@ -141,11 +141,11 @@ async def test_refusals_say_why(folder):
 
 async def test_a_job_that_is_cancelled_fails_by_name(folder):
     spans = Spans()
-    async with service(folder, spans.tracing, step_s=0.01) as (_, broker, http):
+    async with service(folder, spans.tracing, step_s=0.01) as (_, queue, http):
         asked = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 400, "stream": True, "ignore_eos": True}
         async with http.post("/v1/completions", json=asked) as response:
             await response.content.readline()
-            await broker.cancel(Cancel(job_id=response.headers["X-Request-Id"], reason=EndReason.CANCELLED))
+            await queue.cancel(Cancel(job_id=response.headers["X-Request-Id"], reason=EndReason.CANCELLED))
             await response.read()
     told = spans.by_name()
     assert told["decode"].attributes["error.type"] == told["text_completion m"].attributes["error.type"] == "cancelled"
@@ -153,12 +153,12 @@ async def test_a_job_that_is_cancelled_fails_by_name(folder):
 
 async def test_a_producers_trace_goes_through_the_queue_door(folder):
     spans = Spans()
-    async with service(folder, spans.tracing) as (_, broker, _):
+    async with service(folder, spans.tracing) as (_, queue, _):
         job = {
             "v": 1, "id": "a", "endpoint": "/v1/completions", "traceparent": THEIRS,
             "body": {"model": "m", "prompt": [1, 2], "max_tokens": 2},
         }  # fmt: skip
-        await broker.produce("default", msgpack.packb(job))
+        await queue.produce("default", msgpack.packb(job))
         async with asyncio.timeout(10):
             while "text_completion m" not in spans.by_name():
                 await asyncio.sleep(0.005)

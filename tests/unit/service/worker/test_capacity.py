@@ -17,37 +17,37 @@ def job(number, tenant="a", num_tokens=3, **wishes):
 
 def test_places_are_counted_in_branches_and_a_few_jobs_may_wait():
     places = SlotCapacity(64, PLENTY)
-    assert places.room(PLENTY, 0.0)[0] == 64 + 2
+    assert places.claim_budget(PLENTY, 0.0)[0] == 64 + 2
     places.take(job(1, n=4, best_of=5), 0, 0.0)
     places.take(job(2), 0, 0.0)
-    assert places.room(PLENTY, 0.0)[0] == 60
+    assert places.claim_budget(PLENTY, 0.0)[0] == 60
     places.take(job(2), 0, 0.0)
     places.give_back("J1", 0.0)
     places.give_back("J1", 0.0)
     places.give_back("unknown", 0.0)
-    assert places.room(PLENTY, 0.0)[0] == 65
+    assert places.claim_budget(PLENTY, 0.0)[0] == 65
 
 
 def test_what_has_not_begun_has_a_claim_on_free_blocks():
     places = SlotCapacity(8, PLENTY)
     places.take(job(1, num_tokens=100), 20, 0.0)
     places.take(job(2, num_tokens=50), 0, 0.0)
-    assert places.room(200, 0.0)[1].num_tokens == 30
-    assert places.room(160, 0.0)[0] == 0
+    assert places.claim_budget(200, 0.0)[1].num_tokens == 30
+    assert places.claim_budget(160, 0.0)[0] == 0
     places.begin("J1")
     places.begin("J1")
-    assert places.room(160, 0.0) == (7, places.room(160, 0.0)[1])
-    assert places.room(160, 0.0)[1].num_tokens == 110
+    assert places.claim_budget(160, 0.0) == (7, places.claim_budget(160, 0.0)[1])
+    assert places.claim_budget(160, 0.0)[1].num_tokens == 110
     places.give_back("J2", 0.0)
-    assert places.room(160, 0.0)[1].num_tokens == 160
+    assert places.claim_budget(160, 0.0)[1].num_tokens == 160
 
 
 def test_a_tenant_alone_may_have_all():
     places = SlotCapacity(64, PLENTY)
     for number in range(60):
         places.take(job(number), 0, float(number))
-    assert places.room(PLENTY, 60.0) == (6, places.room(PLENTY, 60.0)[1])
-    assert places.room(PLENTY, 60.0)[1].num_reserved == 0
+    assert places.claim_budget(PLENTY, 60.0) == (6, places.claim_budget(PLENTY, 60.0)[1])
+    assert places.claim_budget(PLENTY, 60.0)[1].num_reserved == 0
 
 
 @pytest.mark.parametrize(("wait_s", "num_reserved"), [(0.0, 6), (RECENT_S - 1, 6), (RECENT_S + 1, 0)])
@@ -57,8 +57,8 @@ def test_a_few_places_are_kept_for_who_was_there_lately(wait_s, num_reserved):
     places.give_back("J0", 0.0)
     for number in range(1, 60):
         places.take(job(number, "flooder"), 0, wait_s)
-    _, room = places.room(PLENTY, wait_s)
-    assert room.num_reserved == num_reserved
+    _, budget = places.claim_budget(PLENTY, wait_s)
+    assert budget.num_reserved == num_reserved
 
 
 def test_what_each_tenant_holds_is_told_in_branches():
@@ -68,37 +68,37 @@ def test_what_each_tenant_holds_is_told_in_branches():
     places.take(job(2, "small"), 0, 0.0)
     places.take(job(3, "gone"), 0, 0.0)
     places.give_back("J3", 1.0)
-    _, room = places.room(PLENTY, 1.0)
-    assert (room.num_places, room.held, room.num_tenants) == (32, {"flooder": 4, "small": 1}, 3)
-    assert room.num_lent_tokens == 1000 - 106
+    _, budget = places.claim_budget(PLENTY, 1.0)
+    assert (budget.num_slots, budget.slots_by_tenant, budget.num_tenants) == (32, {"flooder": 4, "small": 1}, 3)
+    assert budget.num_reclaimable_tokens == 1000 - 106
 
 
 def test_who_holds_what_another_might_want_may_have_to_give_some_up():
     places = SlotCapacity(4, PLENTY)
     for number in range(3):
         places.take(job(number, "flooder"), 0, 0.0)
-    assert places.room(PLENTY, 0.0)[1].num_places == 0
+    assert places.claim_budget(PLENTY, 0.0)[1].num_slots == 0
     places.take(job(3, "flooder"), 0, 0.0)
-    assert places.room(PLENTY, 0.0)[1].num_places == 4
+    assert places.claim_budget(PLENTY, 0.0)[1].num_slots == 4
 
 
 def test_where_blocks_are_short_others_may_claim_though_places_are_free():
     places = SlotCapacity(4, 1000)
     places.take(job(0, "flooder"), 0, 0.0)
     places.begin("J0")
-    num_branches, room = places.room(0, 0.0)
-    assert (num_branches, room.num_places, room.num_lent_tokens) == (0, 4, 1000)
+    num_branches, budget = places.claim_budget(0, 0.0)
+    assert (num_branches, budget.num_slots, budget.num_reclaimable_tokens) == (0, 4, 1000)
 
 
 def test_an_engine_whose_places_are_shared_out_evenly_lends_nothing():
     places = SlotCapacity(4, PLENTY)
     for number in range(4):
         places.take(job(number, f"t{number}"), 0, 0.0)
-    assert places.room(PLENTY, 0.0)[1].num_places == 0
+    assert places.claim_budget(PLENTY, 0.0)[1].num_slots == 0
 
 
 def test_a_small_engine_keeps_nothing():
     places = SlotCapacity(8, PLENTY)
     places.take(job(1, "a"), 0, 0.0)
     places.take(job(2, "b"), 0, 0.0)
-    assert places.room(PLENTY, 0.0)[1].num_reserved == 0
+    assert places.claim_budget(PLENTY, 0.0)[1].num_reserved == 0

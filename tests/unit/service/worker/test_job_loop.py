@@ -1,4 +1,4 @@
-"""The job loop between a broker in memory and an engine on a scripted model."""
+"""The job loop between a queue in memory and an engine on a scripted model."""
 
 import asyncio
 import itertools
@@ -8,14 +8,14 @@ import pytest
 
 from service.errors import EndReason
 from service.queue.codec import unpack_ids
-from service.queue.interface import BrokerUnavailable
+from service.queue.interface import QueueUnavailable
 from service.queue.messages import Cancel
-from tests.fakes.queue.broker import MemoryBroker
+from tests.fakes.queue.memory_queue import MemoryQueue
 from tests.support.worker_harness import VOCAB, WorkerHarness, alone, read_events
 
 
 async def test_jobs_come_back_as_events():
-    async with WorkerHarness(MemoryBroker()) as worker:
+    async with WorkerHarness(MemoryQueue()) as worker:
         jobs = [await worker.submit([n, 1], max_tokens=3 + n) for n in range(12)]
         for n, (_, events) in enumerate(jobs):
             tokens, end, usage = await read_events(events)
@@ -25,14 +25,14 @@ async def test_jobs_come_back_as_events():
 
 
 async def test_an_id_outside_the_vocabulary_is_refused_by_the_worker_too():
-    async with WorkerHarness(MemoryBroker()) as worker:
+    async with WorkerHarness(MemoryQueue()) as worker:
         _, events = await worker.submit([1, VOCAB])
         assert (await read_events(events))[:2] == ([], EndReason.INVALID)
 
 
 @pytest.mark.parametrize(("model", "end"), [("m", EndReason.LENGTH), ("other", EndReason.INVALID)])
 async def test_a_job_of_another_model_is_not_answered_by_this_one(model, end):
-    async with WorkerHarness(MemoryBroker()) as worker:
+    async with WorkerHarness(MemoryQueue()) as worker:
         _, events = await worker.submit([1], model=model)
         tokens, how, _ = await read_events(events)
         assert (how, bool(tokens)) == (end, end is EndReason.LENGTH)
@@ -40,19 +40,19 @@ async def test_a_job_of_another_model_is_not_answered_by_this_one(model, end):
 
 @pytest.mark.parametrize("reason", [EndReason.CANCELLED, EndReason.STOP])
 async def test_a_cancel_ends_the_job_with_its_reason(reason):
-    async with WorkerHarness(MemoryBroker(), step_s=0.01) as worker:
+    async with WorkerHarness(MemoryQueue(), step_s=0.01) as worker:
         job_id, events = await worker.submit([1], max_tokens=3900)
-        await worker.broker.cancel(Cancel(job_id=job_id, reason=reason))
+        await worker.queue.cancel(Cancel(job_id=job_id, reason=reason))
         tokens, end, _ = await read_events(events)
         assert end is reason
         assert tokens == alone([1], len(tokens))
 
 
 async def test_a_cancel_of_one_branch_leaves_the_others():
-    async with WorkerHarness(MemoryBroker(), step_s=0.01) as worker:
+    async with WorkerHarness(MemoryQueue(), step_s=0.01) as worker:
         job_id, events = await worker.submit([1], max_tokens=40, n=2, best_of=2)
         first = await anext(events)  # it runs
-        await worker.broker.cancel(Cancel(job_id=job_id, reason=EndReason.STOP, branch=0))
+        await worker.queue.cancel(Cancel(job_id=job_id, reason=EndReason.STOP, branch=0))
         async with asyncio.timeout(10):
             parts = [*first.parts, *[part async for event in events for part in event.parts]]
         ends = {part.branch: part.end for part in parts if part.end is not None}
@@ -61,14 +61,14 @@ async def test_a_cancel_of_one_branch_leaves_the_others():
 
 
 async def test_a_deadline_ends_a_running_job():
-    async with WorkerHarness(MemoryBroker(), step_s=0.01) as worker:
+    async with WorkerHarness(MemoryQueue(), step_s=0.01) as worker:
         _, events = await worker.submit([1], deadline_s=time.time() + 0.2, max_tokens=3900)
         tokens, end, _ = await read_events(events)
         assert end is EndReason.DEADLINE
         assert tokens == alone([1], len(tokens))
 
 
-class AbsentBroker(MemoryBroker):
+class AbsentQueue(MemoryQueue):
     """Refuses every third write."""
 
     def __init__(self):
@@ -77,18 +77,18 @@ class AbsentBroker(MemoryBroker):
 
     async def publish(self, events):
         if next(self.calls) % 3 == 0:
-            raise BrokerUnavailable("away")
+            raise QueueUnavailable("away")
         return await super().publish(events)
 
 
 async def test_no_event_is_lost_while_the_queue_is_away():
-    async with WorkerHarness(AbsentBroker()) as worker:
+    async with WorkerHarness(AbsentQueue()) as worker:
         jobs = [await worker.submit([n], max_tokens=20) for n in range(6)]
         for n, (_, events) in enumerate(jobs):
             assert (await read_events(events))[0] == alone([n], 20)
 
 
-class RecordingBroker(MemoryBroker):
+class RecordingQueue(MemoryQueue):
     """Remembers the numbers of the events of each step."""
 
     def __init__(self):
@@ -101,25 +101,25 @@ class RecordingBroker(MemoryBroker):
 
 
 async def test_first_events_go_before_those_of_jobs_that_run():
-    broker = RecordingBroker()
-    async with WorkerHarness(broker, step_s=0.002) as worker:
+    queue = RecordingQueue()
+    async with WorkerHarness(queue, step_s=0.002) as worker:
         _, first = await worker.submit([1], max_tokens=100)
         begun = await anext(first)
         _, second = await worker.submit([2], max_tokens=3)
         assert (await read_events(second))[0] == alone([2], 3)
         assert (await read_events(first, [begun]))[0] == alone([1], 100)
-    together = [numbers for numbers in broker.numbers if 1 in numbers and len(numbers) > 1]
+    together = [numbers for numbers in queue.numbers if 1 in numbers and len(numbers) > 1]
     assert together
     assert all(numbers[0] == 1 for numbers in together)
 
 
 async def test_a_drained_courier_claims_nothing_more():
-    async with WorkerHarness(MemoryBroker()) as worker:
+    async with WorkerHarness(MemoryQueue()) as worker:
         _, first = await worker.submit([1], max_tokens=200)
         begun = await anext(first)
         await worker.job_loop.drain(timeout_s=10)
         assert (await read_events(first, [begun]))[1] is EndReason.LENGTH
         await worker.submit([2])
         await asyncio.sleep(0.1)
-        assert (await worker.broker.queue_state()).num_waiting == 1
+        assert (await worker.queue.queue_state()).num_waiting == 1
         assert worker.job_loop.num_open == 0

@@ -17,8 +17,8 @@ from service.queue.codec import pack_floats, pack_ids
 from service.queue.interface import SUSPECT_AFTER_DEATHS
 from service.queue.messages import Cancel, Event, Part, TokenLogprobs
 from service.worker.recovery import branch_histories
-from tests.fakes.queue.broker import MemoryBroker
-from tests.fakes.queue.queue import MemoryQueue
+from tests.fakes.queue.memory_queue import MemoryQueue
+from tests.fakes.queue.queue_data import QueueData
 from tests.fakes.scripted_executor import ScriptedExecutor
 from tests.support.worker_harness import WorkerHarness, alone, read_events
 
@@ -27,20 +27,20 @@ POISON = 91
 
 
 @pytest.fixture
-def queue():
-    return MemoryQueue()
+def data():
+    return QueueData()
 
 
-def join(queue, **options):
-    return WorkerHarness(MemoryBroker(queue, lease_s=LEASE_S), **options)
+def join(data, **options):
+    return WorkerHarness(MemoryQueue(data, lease_s=LEASE_S), **options)
 
 
 def told_by(stat, *workers):
     return [worker.job_loop._card().stats[stat] for worker in workers]
 
 
-async def test_another_worker_goes_on_where_a_dead_one_stopped(queue):
-    async with join(queue, step_s=0.005, name="first") as first, join(queue, name="second") as second:
+async def test_another_worker_goes_on_where_a_dead_one_stopped(data):
+    async with join(data, step_s=0.005, name="first") as first, join(data, name="second") as second:
         second.job_loop._draining = True  # it looks for the dead, and takes no job yet
         jobs = [await first.submit([n, 1], max_tokens=60) for n in range(4)]
         for _, events in jobs:
@@ -51,7 +51,7 @@ async def test_another_worker_goes_on_where_a_dead_one_stopped(queue):
         second.duties = asyncio.create_task(second.job_loop.run())
         killed_s = time.monotonic()
         for n, (job_id, _) in enumerate(jobs):
-            tokens, end, usage = await read_events(second.broker.follow(job_id))
+            tokens, end, usage = await read_events(second.queue.follow(job_id))
             assert (tokens, end) == (alone([n, 1], 60), EndReason.LENGTH)
             assert usage.completion_tokens == 60
         assert time.monotonic() - killed_s < 3 * LEASE_S + 2.0
@@ -60,8 +60,8 @@ async def test_another_worker_goes_on_where_a_dead_one_stopped(queue):
         assert told_by(STAT_JOBS_LOST_TOTAL, second) == told_by(STAT_NUM_JOBS_HELD, second) == [0]
 
 
-async def test_a_worker_that_leaves_hands_its_jobs_to_one_that_is_ready(queue):
-    async with join(queue, step_s=0.01, name="old") as old, join(queue, name="new") as new:
+async def test_a_worker_that_leaves_hands_its_jobs_to_one_that_is_ready(data):
+    async with join(data, step_s=0.01, name="old") as old, join(data, name="new") as new:
         new.claims_nothing()
         jobs = [await old.submit([n], max_tokens=400) for n in range(6)]
         for _, events in jobs[:4]:
@@ -72,36 +72,36 @@ async def test_a_worker_that_leaves_hands_its_jobs_to_one_that_is_ready(queue):
         await old.job_loop.settled()
         assert time.monotonic() - started_s < 3.0
         for n, (job_id, _) in enumerate(jobs):
-            tokens, end, _ = await read_events(new.broker.follow(job_id))
+            tokens, end, _ = await read_events(new.queue.follow(job_id))
             assert (tokens, end) == (alone([n], 400), EndReason.LENGTH)
 
 
-async def test_what_is_left_after_the_drain_waits_for_whoever_comes(queue):
-    async with join(queue, step_s=0.01) as old:
+async def test_what_is_left_after_the_drain_waits_for_whoever_comes(data):
+    async with join(data, step_s=0.01) as old:
         job_id, events = await old.submit([3], max_tokens=100)
         await anext(events)
         await old.job_loop.drain(timeout_s=0.2)
         await old.job_loop.settled()
-        assert (await old.broker.queue_state()).num_waiting == 1
-    async with join(queue) as new:
-        assert (await read_events(new.broker.follow(job_id)))[:2] == (alone([3], 100), EndReason.LENGTH)
+        assert (await old.queue.queue_state()).num_waiting == 1
+    async with join(data) as new:
+        assert (await read_events(new.queue.follow(job_id)))[:2] == (alone([3], 100), EndReason.LENGTH)
 
 
-async def test_who_lost_its_jobs_stops_computing_them(queue):
+async def test_who_lost_its_jobs_stops_computing_them(data):
     """Its heart stood still past the lease; then it goes on as if nothing had been."""
-    async with join(queue, step_s=0.005, name="zombie") as zombie, join(queue, name="heir") as heir:
+    async with join(data, step_s=0.005, name="zombie") as zombie, join(data, name="heir") as heir:
         heir.claims_nothing()
         job_id, events = await zombie.submit([5], max_tokens=500)
         await anext(events)
         assert told_by(STAT_NUM_JOBS_HELD, zombie) == [1]
-        zombie.broker.renew = zombie.broker.take_over = asyncio.Event().wait
+        zombie.queue.renew = zombie.queue.take_over = asyncio.Event().wait
         heir.claims_again()
         async with asyncio.timeout(10):
             while zombie.job_loop.num_open:
                 await asyncio.sleep(0.02)
             while zombie.engine.stats.num_running:
                 await asyncio.sleep(0.02)
-        assert (await read_events(heir.broker.follow(job_id)))[:2] == (alone([5], 500), EndReason.LENGTH)
+        assert (await read_events(heir.queue.follow(job_id)))[:2] == (alone([5], 500), EndReason.LENGTH)
         (num_lost, none), (num_found,) = (
             told_by(STAT_JOBS_LOST_TOTAL, zombie, heir),
             told_by(STAT_JOBS_TAKEN_OVER_TOTAL, heir),
@@ -111,14 +111,14 @@ async def test_who_lost_its_jobs_stops_computing_them(queue):
         assert told_by(STAT_NUM_JOBS_HELD, zombie) == [0]
 
 
-async def test_an_engine_that_hangs_loses_its_jobs(queue):
-    async with join(queue, step_s=0.005, name="hung") as hung, join(queue, name="heir") as heir:
+async def test_an_engine_that_hangs_loses_its_jobs(data):
+    async with join(data, step_s=0.005, name="hung") as hung, join(data, name="heir") as heir:
         heir.claims_nothing()
         job_id, events = await hung.submit([5], max_tokens=200)
         await anext(events)
         hung.job_loop.engine = _Silent(hung.engine)
         heir.claims_again()
-        assert (await read_events(heir.broker.follow(job_id)))[:2] == (alone([5], 200), EndReason.LENGTH)
+        assert (await read_events(heir.queue.follow(job_id)))[:2] == (alone([5], 200), EndReason.LENGTH)
         async with asyncio.timeout(10):
             while hung.job_loop.num_open:
                 await asyncio.sleep(0.02)
@@ -146,11 +146,11 @@ class DyingExecutor(ScriptedExecutor):
         return super().launch(plan)
 
 
-async def serve_with_many_lives(queue, is_over):
+async def serve_with_many_lives(data, is_over):
     """Worker after worker, as a supervisor would start them; how many engines died."""
     num_deaths = 0
     while True:
-        async with join(queue, executor=DyingExecutor(1024, 4, step_s=0.001), name=f"w{num_deaths}") as worker:
+        async with join(data, executor=DyingExecutor(1024, 4, step_s=0.001), name=f"w{num_deaths}") as worker:
             over = asyncio.create_task(is_over.wait())
             await asyncio.wait([over, worker.dead], return_when=asyncio.FIRST_COMPLETED)
             over.cancel()
@@ -162,10 +162,10 @@ async def serve_with_many_lives(queue, is_over):
             await worker.retire()
 
 
-async def test_a_job_that_kills_engines_is_buried_and_all_others_complete(queue):
+async def test_a_job_that_kills_engines_is_buried_and_all_others_complete(data):
     is_over = asyncio.Event()
-    supervisor = asyncio.create_task(serve_with_many_lives(queue, is_over))
-    door = WorkerHarness(MemoryBroker(queue))
+    supervisor = asyncio.create_task(serve_with_many_lives(data, is_over))
+    door = WorkerHarness(MemoryQueue(data))
     jobs = [await door.submit([n, 1], max_tokens=40) for n in range(10)]
     _, poisoned = await door.submit([POISON, 2], max_tokens=40)
     jobs += [await door.submit([n, 1], max_tokens=40) for n in range(10, 20)]
@@ -174,26 +174,26 @@ async def test_a_job_that_kills_engines_is_buried_and_all_others_complete(queue)
     assert (await read_events(poisoned))[1] is EndReason.POISONED
     is_over.set()
     assert await supervisor == 3
-    ((job, cause),) = queue.dead
+    ((job, cause),) = data.dead
     assert (job.prompt, cause) == (pack_ids([POISON, 2]), "device lost")
 
 
-async def test_suspects_are_tried_one_by_one_and_the_innocent_go_on_together(queue):
-    door = MemoryBroker(queue)
-    async with join(queue, step_s=0.005) as worker:
+async def test_suspects_are_tried_one_by_one_and_the_innocent_go_on_together(data):
+    door = MemoryQueue(data)
+    async with join(data, step_s=0.005) as worker:
         worker.duties.cancel()
         jobs = [await worker.submit([n], max_tokens=100) for n in range(3)]
         for _ in range(SUSPECT_AFTER_DEATHS):
             await door.fetch(4, 0.0)
             await door.hand_back([job_id for job_id, _ in jobs], "somebody was to blame")
-        tried, fetch_suspect = [], worker.broker.fetch_suspect
+        tried, fetch_suspect = [], worker.queue.fetch_suspect
 
         async def fetch_and_note():
             suspect = await fetch_suspect()
             tried.append((suspect and suspect.job.job_id, worker.job_loop.num_open))
             return suspect
 
-        worker.broker.fetch_suspect = fetch_and_note
+        worker.queue.fetch_suspect = fetch_and_note
         worker.duties = asyncio.create_task(worker.job_loop.run())
         async with asyncio.timeout(10):
             while worker.engine.stats.num_running < len(jobs):
@@ -204,9 +204,9 @@ async def test_suspects_are_tried_one_by_one_and_the_innocent_go_on_together(que
             assert (await read_events(events))[:2] == (alone([n], 100), EndReason.LENGTH)
 
 
-async def test_a_cancel_heard_between_claim_and_start_counts(queue):
-    async with join(queue, step_s=0.01) as worker:
-        fetch, was_claimed = worker.broker.fetch, asyncio.Event()
+async def test_a_cancel_heard_between_claim_and_start_counts(data):
+    async with join(data, step_s=0.01) as worker:
+        fetch, was_claimed = worker.queue.fetch, asyncio.Event()
 
         async def fetch_and_wait(*args):
             claims = await fetch(*args)
@@ -215,11 +215,11 @@ async def test_a_cancel_heard_between_claim_and_start_counts(queue):
                 await asyncio.sleep(0.2)
             return claims
 
-        worker.broker.fetch = fetch_and_wait
+        worker.queue.fetch = fetch_and_wait
         await asyncio.sleep(0.7)  # a fetch of the old kind may still be waiting
         job_id, events = await worker.submit([1], max_tokens=3900)
         await was_claimed.wait()
-        await worker.broker.cancel(Cancel(job_id=job_id, reason=EndReason.CANCELLED))
+        await worker.queue.cancel(Cancel(job_id=job_id, reason=EndReason.CANCELLED))
         assert (await read_events(events))[1] is EndReason.CANCELLED
 
 

@@ -5,8 +5,8 @@ import time
 
 from service.errors import EndReason
 from service.queue.messages import Cancel
-from tests.fakes.queue.broker import MemoryBroker
-from tests.fakes.queue.queue import MemoryQueue
+from tests.fakes.queue.memory_queue import MemoryQueue
+from tests.fakes.queue.queue_data import QueueData
 from tests.support.worker_harness import NUM_SLOTS, WorkerHarness, alone, read_events
 
 LONG, SHORT = 900, 6
@@ -28,8 +28,8 @@ async def flood(worker, max_tokens=LONG):
 
 
 async def test_newcomers_are_answered_before_the_flood_and_nobody_loses_a_token():
-    async with WorkerHarness(MemoryBroker(), step_s=STEP_S) as worker:
-        jobs, logs = await flood(worker), worker.broker.queue.logs
+    async with WorkerHarness(MemoryQueue(), step_s=STEP_S) as worker:
+        jobs, logs = await flood(worker), worker.queue.data.logs
         small = [await worker.submit([n, 3], tenant=f"small{n}", max_tokens=SHORT) for n in range(6)]
         for n, (_, events) in enumerate(small):
             assert (await read_events(events))[:2] == (alone([n, 3], SHORT), EndReason.LENGTH)
@@ -40,13 +40,13 @@ async def test_newcomers_are_answered_before_the_flood_and_nobody_loses_a_token(
             while any(len(logs[job_id].events) <= count for (job_id, *_), count in zip(jobs, so_far, strict=True)):
                 await asyncio.sleep(0.01)  # all go on
         for n, (job_id, events, first) in enumerate(jobs):
-            await worker.broker.cancel(Cancel(job_id=job_id, reason=EndReason.CANCELLED))
+            await worker.queue.cancel(Cancel(job_id=job_id, reason=EndReason.CANCELLED))
             tokens, end, _ = await read_events(events, [first])
             assert (tokens, end) == (alone([n, 2], len(tokens)), EndReason.CANCELLED)
 
 
 async def test_who_waits_to_go_on_hears_cancels_and_deadlines():
-    async with WorkerHarness(MemoryBroker(), step_s=STEP_S) as worker:
+    async with WorkerHarness(MemoryQueue(), step_s=STEP_S) as worker:
         jobs = [await worker.submit([n, 2], tenant="flood", max_tokens=LONG) for n in range(2)]
         late, events_of_late = await worker.submit([8], tenant="flood", max_tokens=LONG, deadline_s=time.time() + 2.0)
         wide, events_of_wide = await worker.submit([9], tenant="flood", max_tokens=LONG)
@@ -55,16 +55,16 @@ async def test_who_waits_to_go_on_hears_cancels_and_deadlines():
         await begun(*(events for _, events in small))
         running = {sequence.request_id.partition("/")[0] for sequence in worker.engine._engine.running}
         assert not running & {late, wide}, "the youngest have left"
-        await worker.broker.cancel(Cancel(job_id=wide, reason=EndReason.CANCELLED))
+        await worker.queue.cancel(Cancel(job_id=wide, reason=EndReason.CANCELLED))
         assert (await read_events(events_of_wide, [first_of_wide]))[1] is EndReason.CANCELLED
         assert (await read_events(events_of_late, [first_of_late]))[1] is EndReason.DEADLINE
 
 
 async def test_a_dead_workers_newcomers_go_on_at_once_where_a_flood_has_all_places():
-    queue = MemoryQueue()
+    data = QueueData()
 
     def join(name):
-        return WorkerHarness(MemoryBroker(queue, lease_s=LEASE_S), step_s=STEP_S, name=name)
+        return WorkerHarness(MemoryQueue(data, lease_s=LEASE_S), step_s=STEP_S, name=name)
 
     async with join("first") as first, join("second") as second:
         second.claims_nothing()
@@ -76,4 +76,4 @@ async def test_a_dead_workers_newcomers_go_on_at_once_where_a_flood_has_all_plac
         await first.die()
         for n, ((_, events), heard) in enumerate(zip(small, firsts, strict=True)):
             assert (await read_events(events, [heard]))[:2] == (alone([n, 3], 60), EndReason.LENGTH)
-        assert not any(queue.logs[job_id].ended_at_s for job_id, *_ in jobs)
+        assert not any(data.logs[job_id].ended_at_s for job_id, *_ in jobs)

@@ -15,9 +15,9 @@ from service.errors import EndReason
 from service.gateway.batches import progress, runner
 from service.gateway.openapi import answers as openapi_answers
 from service.gateway.process import serving
-from tests.fakes.queue.broker import MemoryBroker
+from tests.fakes.queue.memory_queue import MemoryQueue
 from tests.fakes.scripted_worker import Script
-from tests.support.gateway import MODEL, QuickBroker, open_gateway, speech, write_model
+from tests.support.gateway import MODEL, QuickQueue, open_gateway, speech, write_model
 
 CHAT = "/v1/chat/completions"
 
@@ -79,7 +79,7 @@ async def test_files_come_and_go(folder):
             await client.files.retrieve(file.id)
 
 
-class Keeping(QuickBroker):
+class Keeping(QuickQueue):
     """Lets nobody work on a batch while it `keeps` them."""
 
     keeps = True
@@ -92,7 +92,7 @@ async def test_a_batch_says_that_its_file_is_gone(folder):
     async with open_gateway(folder, Keeping()) as gateway, client_of(gateway) as client:
         batch = await submit(client, jsonl(line(1)))
         await client.files.delete(batch.input_file_id)
-        gateway.broker.keeps = False
+        gateway.queue.keeps = False
         batch = await ended(client, batch.id)
         assert (batch.status, [error.code for error in batch.errors.data]) == ("failed", ["file_not_found"])
 
@@ -246,29 +246,29 @@ async def test_a_file_that_is_no_batch_fails_whole(folder, data, words):
 async def test_a_batch_that_meets_a_bug_fails_and_is_not_tried_for_ever(folder, monkeypatch):
     tries = []
 
-    async def stumble(broker, file_id, scanner, pool):
+    async def stumble(queue, file_id, scanner, pool):
         tries.append(file_id)
         raise RuntimeError("hush")
 
     monkeypatch.setattr(runner, "scan_file", stumble)
     async with open_gateway(folder) as gateway, client_of(gateway) as client:
         batch = await ended(client, (await submit(client, jsonl(line(1)))).id)
-        assert await gateway.broker.open_batches() == []
+        assert await gateway.queue.open_batches() == []
     assert (batch.status, batch.errors.data[0].code) == ("failed", "internal_error")
     assert "hush" not in batch.errors.data[0].message
     assert len(tries) == 1
 
 
 async def test_a_bug_does_not_end_the_looking_for_batches(folder, caplog):
-    broker = QuickBroker()
-    list_batches = broker.open_batches
+    queue = QuickQueue()
+    list_batches = queue.open_batches
 
     async def broken():
-        broker.open_batches = list_batches
+        queue.open_batches = list_batches
         raise KeyError("a bug")
 
-    broker.open_batches = broken
-    async with open_gateway(folder, broker) as gateway, client_of(gateway) as client:
+    queue.open_batches = broken
+    async with open_gateway(folder, queue) as gateway, client_of(gateway) as client:
         assert (await ended(client, (await submit(client, jsonl(line(1)))).id)).status == "completed"
     assert "a bug" in caplog.text
 
@@ -296,8 +296,8 @@ async def test_a_cancelled_batch_keeps_what_was_answered(folder):
 async def test_another_gateway_goes_on_where_one_died(folder, monkeypatch):
     monkeypatch.setattr(runner, "HOLD_S", 0.2)
     asked: list[str] = []
-    broker = QuickBroker()
-    async with open_gateway(folder, broker, drain_timeout=0.0) as gateway, client_of(gateway) as client:
+    queue = QuickQueue()
+    async with open_gateway(folder, queue, drain_timeout=0.0) as gateway, client_of(gateway) as client:
         gateway.worker.script = lambda job: (
             asked.append(job.job_id) or Script(speech(gateway.model, "Hello world.").steps, EndReason.STOP, 0.05)
         )
@@ -308,7 +308,7 @@ async def test_another_gateway_goes_on_where_one_died(folder, monkeypatch):
         first = next(task for task in asyncio.all_tasks() if "BatchRunner.run" in repr(task.get_coro()))
         first.cancel()
         settings = Settings(model=folder, served_model_name=MODEL, port=0, drain_timeout=0.2)
-        async with serving(settings, gateway.model, MemoryBroker(broker.queue)):
+        async with serving(settings, gateway.model, MemoryQueue(queue.data)):
             batch = await ended(client, created.id)
         told = await answers(client, batch.output_file_id)
     assert (batch.status, batch.request_counts.completed) == ("completed", 120)

@@ -43,7 +43,7 @@ async def send(gateway, key="mine", **more):
 
 async def queued(gateway, number):
     async with asyncio.timeout(SOON_S):
-        while (await gateway.broker.queue_state()).num_waiting < number:
+        while (await gateway.queue.queue_state()).num_waiting < number:
             await asyncio.sleep(0.005)
 
 
@@ -83,12 +83,12 @@ async def test_a_flood_of_refusals_leaves_nothing_behind(model_folder):
         await queued(gateway, 1)
         answers = await asyncio.gather(*(send(gateway, resumable=number % 2 == 0) for number in range(40)))
         assert {status for status, *_ in answers} == {503}
-        assert (await gateway.broker.queue_state()).num_waiting == 1
-        queue = gateway.broker.queue
+        assert (await gateway.queue.queue_state()).num_waiting == 1
+        data = gateway.queue.data
         async with asyncio.timeout(SOON_S):
-            while len(queue.requests._records) > 1:
+            while len(data.requests._records) > 1:
                 await asyncio.sleep(0.005)
-        assert not queue._tombstones
+        assert not data._tombstones
         gateway.worker.paused = False
         assert (await waiting)[0] == 200
         assert gateway.worker.cancels == []
@@ -102,7 +102,7 @@ async def test_several_prompts_are_refused_as_one(model_folder):
         status, error, *_ = await send(gateway, prompt=[[1], [2], [3]])
         assert (status, error["code"]) == (503, "overloaded")
         async with asyncio.timeout(SOON_S):
-            while (await gateway.broker.queue_state()).num_waiting:
+            while (await gateway.queue.queue_state()).num_waiting:
                 await asyncio.sleep(0.005)
 
 
@@ -122,15 +122,15 @@ async def test_a_refused_key_may_be_tried_again(model_folder):
 
 async def test_a_key_whose_first_gateway_died_before_it_queued_is_queued_by_the_next(model_folder, monkeypatch):
     async with open_gateway(model_folder) as gateway:
-        submit = gateway.broker.submit
+        submit = gateway.queue.submit
 
         async def dies(job, bounds):
             raise asyncio.CancelledError
 
-        monkeypatch.setattr(gateway.broker, "submit", dies)
+        monkeypatch.setattr(gateway.queue, "submit", dies)
         headers = {"Idempotency-Key": "k"}
         assert (await gateway.post(COMPLETIONS, BODY, headers=headers))[0] == 503
-        monkeypatch.setattr(gateway.broker, "submit", submit)
+        monkeypatch.setattr(gateway.queue, "submit", submit)
         status, answer = await gateway.post(COMPLETIONS, BODY, headers=headers)
         assert status == 200
         assert answer["id"] == f"cmpl-{gateway.worker.jobs[0].job_id}"
@@ -160,15 +160,15 @@ async def test_a_producer_waits_for_room(model_folder):
         waiting = asyncio.create_task(send(gateway))
         await queued(gateway, 1)
         payload = {"v": 1, "id": "job", "endpoint": COMPLETIONS, "body": BODY}
-        await gateway.broker.produce("default", msgpack.packb(payload))
+        await gateway.queue.produce("default", msgpack.packb(payload))
         await asyncio.sleep(0.1)
-        assert gateway.broker.replies("default", "job") == ()
+        assert gateway.queue.replies("default", "job") == ()
         gateway.worker.paused = False
         assert (await waiting)[0] == 200
         async with asyncio.timeout(SOON_S):
-            while not gateway.broker.replies("default", "job"):
+            while not gateway.queue.replies("default", "job"):
                 await asyncio.sleep(0.01)
-        assert decode(Reply, gateway.broker.replies("default", "job")[-1]).finish_reason == "length"
+        assert decode(Reply, gateway.queue.replies("default", "job")[-1]).finish_reason == "length"
 
 
 def view_of(at_s, tokens):

@@ -7,12 +7,12 @@ import asyncio
 import pytest
 
 from service.gateway.core.fleet import MAX_AGE_S, MAX_LATE_S, Fleet
-from service.queue.interface import BrokerUnavailable
-from tests.fakes.queue.broker import MemoryBroker
+from service.queue.interface import QueueUnavailable
+from tests.fakes.queue.memory_queue import MemoryQueue
 from tests.support.wire import make_card
 
 
-class SlowBroker(MemoryBroker):
+class SlowQueue(MemoryQueue):
     """Answers when it is let."""
 
     def __init__(self):
@@ -25,64 +25,64 @@ class SlowBroker(MemoryBroker):
         self.num_asked += 1
         await self.may_answer.wait()
         if self.is_away:
-            raise BrokerUnavailable("away")
+            raise QueueUnavailable("away")
         return await super().workers()
 
 
-async def seen(broker: SlowBroker) -> None:
+async def seen(queue: SlowQueue) -> None:
     """Until everybody who waits for the answer has it."""
-    broker.may_answer.set()
+    queue.may_answer.set()
     for _ in range(20):
         await asyncio.sleep(0)
-    broker.may_answer.clear()
+    queue.may_answer.clear()
 
 
 async def test_a_rough_view_is_the_last_one_while_the_next_is_read():
-    broker, now_s = SlowBroker(), 100.0
-    fleet = Fleet(broker, "m", lambda: now_s)
+    queue, now_s = SlowQueue(), 100.0
+    fleet = Fleet(queue, "m", lambda: now_s)
     first = asyncio.create_task(fleet.rough_view())
-    await seen(broker)
+    await seen(queue)
     assert first.result().cards == []
-    await broker.announce(make_card("w", model="m"))
+    await queue.announce(make_card("w", model="m"))
 
     now_s += 2 * MAX_AGE_S
     for _ in range(3):
         assert (await fleet.rough_view()).cards == []
-    await seen(broker)
-    assert broker.num_asked == 2
+    await seen(queue)
+    assert queue.num_asked == 2
     assert len((await fleet.rough_view()).cards) == 1
 
 
 async def test_a_rough_view_gets_no_older_than_that():
-    broker, now_s = SlowBroker(), 100.0
-    fleet = Fleet(broker, "m", lambda: now_s)
+    queue, now_s = SlowQueue(), 100.0
+    fleet = Fleet(queue, "m", lambda: now_s)
     first = asyncio.create_task(fleet.rough_view())
-    await seen(broker)
+    await seen(queue)
     first.result()
-    broker.is_away = True
+    queue.is_away = True
     now_s += 2 * MAX_AGE_S
     await fleet.rough_view()
-    await seen(broker)
+    await seen(queue)
     now_s += MAX_LATE_S
     late = asyncio.create_task(fleet.rough_view())
-    await seen(broker)
-    with pytest.raises(BrokerUnavailable):
+    await seen(queue)
+    with pytest.raises(QueueUnavailable):
         late.result()
 
 
 async def test_who_waits_for_the_same_view_hears_of_the_same_failure():
     """And not one after the other, each after the timeouts of those before."""
-    broker = SlowBroker()
-    broker.is_away = True
-    fleet = Fleet(broker, "m", lambda: 100.0)
+    queue = SlowQueue()
+    queue.is_away = True
+    fleet = Fleet(queue, "m", lambda: 100.0)
     waiting = [asyncio.create_task(fleet.view()) for _ in range(5)]
     await asyncio.sleep(0)
     waiting[0].cancel()
-    await seen(broker)
+    await seen(queue)
     assert waiting[0].cancelled()
-    assert [type(view.exception()) for view in waiting[1:]] == [BrokerUnavailable] * 4
-    assert broker.num_asked == 1
-    broker.is_away = False
+    assert [type(view.exception()) for view in waiting[1:]] == [QueueUnavailable] * 4
+    assert queue.num_asked == 1
+    queue.is_away = False
     again = asyncio.create_task(fleet.view())
-    await seen(broker)
+    await seen(queue)
     assert again.result().cards == []

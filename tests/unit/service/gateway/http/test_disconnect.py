@@ -132,11 +132,11 @@ async def test_queued_job_is_cancelled_when_its_client_leaves(model_folder):
         await asyncio.sleep(0.25)
         client = await RawClient.connect(gateway.url)
         await client.post(CHAT, BODY)
-        while not (await gateway.broker.queue_state()).num_waiting:
+        while not (await gateway.queue.queue_state()).num_waiting:
             await asyncio.sleep(0.005)
         await client.reset()
         async with asyncio.timeout(SOON_S):
-            while (await gateway.broker.queue_state()).num_waiting:
+            while (await gateway.queue.queue_state()).num_waiting:
                 await asyncio.sleep(0.005)
         gateway.worker.paused = False
         assert (await gateway.post(CHAT, BODY))[0] == 200

@@ -9,11 +9,11 @@ import pytest
 from service.errors import EndReason
 from service.queue import keys
 from service.queue.codec import decode, encode
-from service.queue.interface import BrokerUnavailable, QueueFull
+from service.queue.interface import QueueFull, QueueUnavailable
 from service.queue.messages import Reply
-from tests.fakes.queue.queue import MemoryQueue
+from tests.fakes.queue.queue_data import QueueData
 from tests.fakes.scripted_worker import Script
-from tests.support.gateway import MODEL, QuickBroker, open_gateway, speech
+from tests.support.gateway import MODEL, QuickQueue, open_gateway, speech
 from tests.support.responses import CALL, WEATHER, write_tool_model
 
 PRODUCER = "default"
@@ -24,11 +24,11 @@ BODIES = {
 }
 
 
-class Ledger(QuickBroker):
+class Ledger(QuickQueue):
     """Remembers which entries were settled; `settle_failures` times it cannot."""
 
-    def __init__(self, queue=None):
-        super().__init__(queue)
+    def __init__(self, data=None):
+        super().__init__(data)
         self.settled = []
         self.produced = []
         self.settle_failures = 0
@@ -41,7 +41,7 @@ class Ledger(QuickBroker):
     async def settle_ingress(self, entry):
         if self.settle_failures:
             self.settle_failures -= 1
-            raise BrokerUnavailable("away")
+            raise QueueUnavailable("away")
         await super().settle_ingress(entry)
         self.settled.append(entry.entry_id)
 
@@ -58,12 +58,12 @@ def payload(name="job", endpoint=CHAT, **more):
 
 async def answer(gateway, data, name="job", within_s=5.0, was_left=False):
     """All replies to one entry, once the last is there and the entry is settled."""
-    num_settled = len(gateway.broker.settled)
-    await gateway.broker.produce(PRODUCER, data, was_left)
+    num_settled = len(gateway.queue.settled)
+    await gateway.queue.produce(PRODUCER, data, was_left)
     async with asyncio.timeout(within_s):
-        while len(gateway.broker.settled) == num_settled:
+        while len(gateway.queue.settled) == num_settled:
             await asyncio.sleep(0.005)
-    replies = [decode(Reply, reply) for reply in gateway.broker.replies(PRODUCER, name)]
+    replies = [decode(Reply, reply) for reply in gateway.queue.replies(PRODUCER, name)]
     assert [reply.number for reply in replies] == list(range(1, len(replies) + 1))
     assert [reply.done for reply in replies] == [False] * (len(replies) - 1) + [True]
     return replies
@@ -177,12 +177,12 @@ async def test_deadline(door):
 async def test_many_at_once(door):
     door.worker.script = lambda job: speech(door.model, "Hello world.", step_s=0.005)
     for number in range(50):
-        await door.broker.produce(PRODUCER, payload(f"job{number}"))
+        await door.queue.produce(PRODUCER, payload(f"job{number}"))
     async with asyncio.timeout(5):
-        while len(door.broker.settled) < 50:
+        while len(door.queue.settled) < 50:
             await asyncio.sleep(0.01)
     for number in range(50):
-        (reply,) = (decode(Reply, data) for data in door.broker.replies(PRODUCER, f"job{number}"))
+        (reply,) = (decode(Reply, data) for data in door.queue.replies(PRODUCER, f"job{number}"))
         assert reply.text == "Hello world."
 
 
@@ -191,7 +191,7 @@ async def test_bounded_concurrency(model_folder, monkeypatch):
     async with open_gateway(model_folder, Ledger()) as door:
         door.worker.script = lambda job: Script([], None)
         for number in range(10):
-            await door.broker.produce(PRODUCER, payload(f"job{number}", timeout=0.1))
+            await door.queue.produce(PRODUCER, payload(f"job{number}", timeout=0.1))
         while len(door.worker.jobs) < 3:
             await asyncio.sleep(0.005)
         await asyncio.sleep(0.03)
@@ -200,7 +200,7 @@ async def test_bounded_concurrency(model_folder, monkeypatch):
 
 async def test_a_full_queue_is_waited_for(door, monkeypatch):
     monkeypatch.setattr("service.gateway.core.back_pressure.RETRY_AFTER_S", 0.02)
-    submit, num_refused = door.broker.submit, 0
+    submit, num_refused = door.queue.submit, 0
 
     async def full_at_first(job, *bounds):
         nonlocal num_refused
@@ -209,14 +209,14 @@ async def test_a_full_queue_is_waited_for(door, monkeypatch):
             raise QueueFull(of_tenant=False, num_jobs=9, num_tokens=0)
         await submit(job, *bounds)
 
-    monkeypatch.setattr(door.broker, "submit", full_at_first)
+    monkeypatch.setattr(door.queue, "submit", full_at_first)
     assert (await answer(door, payload()))[0].text == "Hello world."
     assert num_refused == 3
 
 
 async def test_settling_is_tried_again(door, monkeypatch):
     monkeypatch.setattr("service.gateway.ingress.replies.RETRY_S", 0.01)
-    door.broker.settle_failures = 3
+    door.queue.settle_failures = 3
     (reply,) = await answer(door, payload())
     assert reply.text == "Hello world."
 
@@ -224,21 +224,21 @@ async def test_settling_is_tried_again(door, monkeypatch):
 async def test_what_could_not_be_settled_is_fetched_again(model_folder, monkeypatch):
     monkeypatch.setattr(keys, "INGRESS_LEFT_S", 0.05)
     async with open_gateway(model_folder, Ledger(), request_timeout=0.9) as door:  # too short for another try
-        door.broker.settle_failures = 1
+        door.queue.settle_failures = 1
         (reply,) = await answer(door, payload())
         assert reply.text == "Hello world."
-        assert [entry.was_left for entry in door.broker.produced] == [False, True]
+        assert [entry.was_left for entry in door.queue.produced] == [False, True]
 
 
 async def test_what_a_drain_cuts_short_stays_unsettled_and_unanswered(model_folder):
-    broker = Ledger()
-    async with open_gateway(model_folder, broker, drain_timeout=0.05) as door:
+    queue = Ledger()
+    async with open_gateway(model_folder, queue, drain_timeout=0.05) as door:
         door.worker.script = lambda job: Script([], None)
-        await broker.produce(PRODUCER, payload())
+        await queue.produce(PRODUCER, payload())
         while not door.worker.jobs:
             await asyncio.sleep(0.005)
-    assert broker.settled == []
-    assert broker.replies(PRODUCER, "job") == ()
+    assert queue.settled == []
+    assert queue.replies(PRODUCER, "job") == ()
 
 
 async def test_a_bug_costs_one_job_only(door, monkeypatch, caplog):
@@ -258,7 +258,7 @@ async def test_what_a_dead_gateway_had_not_begun_is_answered(door):
 @pytest.mark.parametrize("stream", [True, False])
 async def test_what_a_dead_gateway_had_begun_goes_on_behind_its_last_reply(door, stream):
     begun = encode(Reply(id="job", number=1, text="Hello w"))
-    door.broker.queue.write_reply((PRODUCER, "job"), 1, begun)
+    door.queue.data.write_reply((PRODUCER, "job"), 1, begun)
     first, *more = await answer(door, payload(stream=stream), was_left=True)
     assert first.text == "Hello w"
     assert "".join(reply.text for reply in more) == "orld."
@@ -269,30 +269,30 @@ async def test_an_end_that_a_dead_gateway_has_told_of_a_choice_is_not_told_again
     for number, text in ((1, "Hello "), (2, "world.")):
         end = "stop" if number == 2 else None
         reply = Reply(id="job", number=number, index=0, text=text, finish_reason=end)
-        door.broker.queue.write_reply((PRODUCER, "job"), number, encode(reply))
+        door.queue.data.write_reply((PRODUCER, "job"), number, encode(reply))
     *_, last = replies = await answer(door, payload(n=2), was_left=True)
     assert [(reply.index, reply.text) for reply in replies[2:]] == [(1, "Hello world.")]
     assert (last.finish_reason, last.done) == ("stop", True)
 
 
 async def test_the_next_gateway_goes_on_with_the_job_of_one_that_died(model_folder):
-    queue, forever = MemoryQueue(), asyncio.Event()
-    async with open_gateway(model_folder, Ledger(queue)) as first:
+    data, forever = QueueData(), asyncio.Event()
+    async with open_gateway(model_folder, Ledger(data)) as first:
         steps = speech(first.model, "Hello world, here and there.").steps
         first.worker.script = lambda job: Script(steps, step_s=0.03)
-        await first.broker.produce(PRODUCER, payload(stream=True))
+        await first.queue.produce(PRODUCER, payload(stream=True))
         async with asyncio.timeout(5):
-            while len(first.broker.replies(PRODUCER, "job")) < 3:
+            while len(first.queue.replies(PRODUCER, "job")) < 3:
                 await asyncio.sleep(0.005)
-        first.broker.reply = first.broker.fetch_ingress = lambda *_, **__: forever.wait()  # no word of it any more
-        (entry,) = first.broker.produced
-        async with open_gateway(model_folder, Ledger(queue)) as heir:
-            queue.ingress_of(PRODUCER).append(replace(entry, was_left=True))
-            queue.tell()
+        first.queue.reply = first.queue.fetch_ingress = lambda *_, **__: forever.wait()  # no word of it any more
+        (entry,) = first.queue.produced
+        async with open_gateway(model_folder, Ledger(data)) as heir:
+            data.ingress_of(PRODUCER).append(replace(entry, was_left=True))
+            data.tell()
             async with asyncio.timeout(5):
-                while not heir.broker.settled:
+                while not heir.queue.settled:
                     await asyncio.sleep(0.005)
-            replies = [decode(Reply, reply) for reply in heir.broker.replies(PRODUCER, "job")]
+            replies = [decode(Reply, reply) for reply in heir.queue.replies(PRODUCER, "job")]
             assert "".join(reply.text for reply in replies) == "Hello world, here and there."
             assert [reply.number for reply in replies] == list(range(1, len(replies) + 1))
             assert (replies[-1].done, replies[-1].error) == (True, None)
@@ -301,7 +301,7 @@ async def test_the_next_gateway_goes_on_with_the_job_of_one_that_died(model_fold
 
 
 async def test_what_a_dead_gateway_had_ended_is_settled_only(door):
-    door.broker.queue.write_reply((PRODUCER, "job"), 1, encode(Reply(id="job", number=1, done=True)))
+    door.queue.data.write_reply((PRODUCER, "job"), 1, encode(Reply(id="job", number=1, done=True)))
     assert len(await answer(door, payload(), was_left=True)) == 1
     assert door.worker.jobs == []
 
@@ -310,17 +310,17 @@ async def test_what_another_gateway_has_taken_is_let_go_of(model_folder, monkeyp
     monkeypatch.setattr("service.gateway.ingress.ingress.INGRESS_KEEP_S", 0.05)
     async with open_gateway(model_folder, Ledger()) as gateway:
         gateway.worker.script = lambda job: Script([], end=None)
-        await gateway.broker.produce(PRODUCER, payload())
+        await gateway.queue.produce(PRODUCER, payload())
         async with asyncio.timeout(5):
             while not gateway.worker.jobs:
                 await asyncio.sleep(0.005)
-        (entry,) = gateway.broker.produced
-        gateway.broker.keep_ingress = lambda: _value([entry])
+        (entry,) = gateway.queue.produced
+        gateway.queue.keep_ingress = lambda: _value([entry])
         async with asyncio.timeout(5):
             while "another gateway has taken" not in caplog.text:
                 await asyncio.sleep(0.005)
         await asyncio.sleep(0.1)
-        assert (gateway.worker.cancels, gateway.broker.settled) == ([], [])  # the job is the other's now
+        assert (gateway.worker.cancels, gateway.queue.settled) == ([], [])  # the job is the other's now
 
 
 async def _value(value):
@@ -357,7 +357,7 @@ async def test_calls_that_no_reply_could_hold_are_an_error(tmp_path, monkeypatch
 async def test_calls_go_on_behind_what_a_dead_gateway_had_told(tmp_path):
     async with open_gateway(write_tool_model(tmp_path / "model"), Ledger()) as door:
         door.worker.script = lambda job: speech(door.model, CALL)
-        door.broker.queue.write_reply((PRODUCER, "job"), 1, encode(Reply(id="job", number=1, text="I l")))
+        door.queue.data.write_reply((PRODUCER, "job"), 1, encode(Reply(id="job", number=1, text="I l")))
         first, *more = await answer(door, payload(tools=[TOOL], stream=True), was_left=True)
         assert first.text + "".join(reply.text for reply in more) == "I look."
         assert [call["function"]["name"] for call in more[-1].tool_calls] == ["weather"]

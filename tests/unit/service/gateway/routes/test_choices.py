@@ -308,10 +308,10 @@ async def test_continuing_the_final_message(gateway):
 async def replies_of(gateway, name, **more):
     """All that a producer hears of one completion."""
     payload = {"v": 1, "id": name, "endpoint": COMPLETIONS, "body": {**PROMPT, **more}}
-    await gateway.broker.produce("default", msgpack.packb(payload))
+    await gateway.queue.produce("default", msgpack.packb(payload))
     async with asyncio.timeout(SOON_S):
         while True:
-            found = [decode(Reply, reply) for reply in gateway.broker.replies("default", name)]
+            found = [decode(Reply, reply) for reply in gateway.queue.replies("default", name)]
             if found and found[-1].done:
                 return found
             await asyncio.sleep(0.005)

@@ -11,7 +11,7 @@ from model.text.grammar import GrammarError, of_json
 from service.gateway.generation.request import CHAT, COMPLETIONS
 from service.queue.codec import decode
 from service.queue.messages import Reply
-from tests.support.gateway import MODEL, QuickBroker, compiler_of, open_gateway, speech
+from tests.support.gateway import MODEL, QuickQueue, compiler_of, open_gateway, speech
 from tests.support.responses import write_tool_model
 
 RESPONSES = "/v1/responses"
@@ -79,7 +79,7 @@ def tool_folder(tmp_path_factory):
 
 @pytest.fixture
 async def served(tool_folder):
-    async with open_gateway(tool_folder, QuickBroker()) as gateway:
+    async with open_gateway(tool_folder, QuickQueue()) as gateway:
         yield gateway
 
 
@@ -160,9 +160,9 @@ async def test_a_producer_has_the_same(served):
     served.worker.script = lambda job: speech(served.model, "{}")
     for name, fields, error in (("a", with_form(FREE), KEYWORD), ("b", with_form(large_schema(950_000)), None)):
         entry = {"v": 1, "id": name, "endpoint": CHAT, "body": {**BODIES[CHAT], **fields}}
-        await served.broker.produce("default", msgpack.packb(entry))
+        await served.queue.produce("default", msgpack.packb(entry))
         async with asyncio.timeout(10):
-            while not (replies := served.broker.replies("default", name)):
+            while not (replies := served.queue.replies("default", name)):
                 await asyncio.sleep(0.01)
         reply = decode(Reply, replies[-1])
         assert reply.error is None if error is None else error in reply.error["message"]

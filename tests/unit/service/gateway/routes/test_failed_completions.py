@@ -7,9 +7,9 @@ import openai
 import pytest
 
 from service.errors import ENDINGS, EndReason
-from service.queue.interface import BrokerUnavailable
+from service.queue.interface import QueueUnavailable
 from tests.fakes.scripted_worker import Script
-from tests.support.gateway import MAX_POSITION, MODEL, VOCAB_PADDING, QuickBroker, open_gateway, speech
+from tests.support.gateway import MAX_POSITION, MODEL, VOCAB_PADDING, QuickQueue, open_gateway, speech
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -110,7 +110,7 @@ async def test_unknown_model(gateway):
         assert (status, answer["error"]["code"], answer["error"]["param"]) == (404, "model_not_found", "model")
 
 
-class AwayBroker(QuickBroker):
+class AwayQueue(QuickQueue):
     """Away whenever `away` names the method."""
 
     away: frozenset[str] = frozenset()
@@ -129,26 +129,26 @@ class AwayBroker(QuickBroker):
 
     def _check(self, method):
         if method in self.away:
-            raise BrokerUnavailable("away")
+            raise QueueUnavailable("away")
 
 
 @pytest.mark.parametrize("method", ["submit", "workers", "now_s"])
 async def test_queue_away(model_folder, method):
-    broker = AwayBroker()
-    async with open_gateway(model_folder, broker) as gateway:
-        broker.away = frozenset({method})
+    queue = AwayQueue()
+    async with open_gateway(model_folder, queue) as gateway:
+        queue.away = frozenset({method})
         for body in (MESSAGES, {**MESSAGES, "stream": True}):
             async with gateway.http.post(gateway.url + CHAT, json=body) as response:
                 assert response.status == 503
                 assert response.headers["Retry-After"]
                 assert (await response.json())["error"]["code"] == "unavailable"
-        broker.away = frozenset()
+        queue.away = frozenset()
         assert (await gateway.post(CHAT, MESSAGES))[0] == 200
 
 
 async def test_jobs_wait_where_no_worker_ever_was(model_folder):
     async with open_gateway(model_folder) as gateway:
-        await gateway.broker.retire("scripted")
+        await gateway.queue.retire("scripted")
         assert (await gateway.get("/readyz"))[0] == 503
         assert (await gateway.post(CHAT, MESSAGES))[0] == 200
 

@@ -9,8 +9,8 @@ import pytest
 
 from service.errors import EndReason
 from service.gateway.core.job_ids import seed_of
-from service.queue.interface import BrokerUnavailable, OutcomeUnknown
-from tests.support.gateway import MODEL, QuickBroker, beside, open_gateway, speech
+from service.queue.interface import OutcomeUnknown, QueueUnavailable
+from tests.support.gateway import MODEL, QuickQueue, beside, open_gateway, speech
 from tests.support.raw_http import RawClient
 from tests.unit.service.gateway.ingress.test_door import payload
 
@@ -24,7 +24,7 @@ BODIES = {
 KEY = {"Idempotency-Key": "order-66"}
 
 
-class LostAnswers(QuickBroker):
+class LostAnswers(QuickQueue):
     """Does what it is asked; of `lost` nobody hears. What is `away` does not happen either."""
 
     def __init__(self):
@@ -52,12 +52,12 @@ class LostAnswers(QuickBroker):
 
     async def settle_response(self, *args):
         if "settle_response" in self.away:
-            raise BrokerUnavailable("away")
+            raise QueueUnavailable("away")
         await self._say("settle_response", super().settle_response(*args))
 
     async def last_events(self, *args):
         if "last_events" in self.away:
-            raise BrokerUnavailable("away")
+            raise QueueUnavailable("away")
         return await super().last_events(*args)
 
 
@@ -84,10 +84,10 @@ async def soon(found, within_s=5.0):
 @pytest.mark.parametrize("lost", ["submit", "remember"])
 @pytest.mark.parametrize("path", BODIES)
 async def test_the_retry_under_its_key_finds_the_job(gateway, path, lost):
-    gateway.broker.lost = {lost}
+    gateway.queue.lost = {lost}
     status, answer = await gateway.post(path, BODIES[path], headers=KEY)
     assert (status, answer["error"]["code"]) == (503, "unavailable")
-    gateway.broker.lost = set()
+    gateway.queue.lost = set()
     status, answer = await gateway.post(path, BODIES[path], headers=KEY)
     assert (status, text_of(answer)) == (200, TEXT)
     assert (await gateway.post(path, BODIES[path], headers=KEY))[1]["id"] == answer["id"]
@@ -95,10 +95,10 @@ async def test_the_retry_under_its_key_finds_the_job(gateway, path, lost):
 
 
 async def test_a_background_request_is_not_cancelled(gateway):
-    gateway.broker.lost = {"submit"}
+    gateway.queue.lost = {"submit"}
     body = {**BODIES[CHAT], "background": True}
     assert (await gateway.post(CHAT, body, headers=KEY))[0] == 503
-    gateway.broker.lost = set()
+    gateway.queue.lost = set()
     status, state = await gateway.post(CHAT, body, headers=KEY)
     assert status == 202
 
@@ -113,7 +113,7 @@ async def test_a_background_request_is_not_cancelled(gateway):
 async def test_a_request_without_a_key_is_cancelled(gateway):
     """Nobody can ask for it again."""
     gateway.worker.script = lambda job: speech(gateway.model, TEXT, step_s=0.5)
-    gateway.broker.lost = {"submit"}
+    gateway.queue.lost = {"submit"}
     assert (await gateway.post(CHAT, BODIES[CHAT]))[0] == 503
     async with asyncio.timeout(5):
         await gateway.worker.cancelled()
@@ -121,7 +121,7 @@ async def test_a_request_without_a_key_is_cancelled(gateway):
 
 async def test_of_several_prompts_the_retry_submits_what_is_missing(gateway):
     body = {"model": MODEL, "prompt": ["a", "b", "c"]}
-    submit, num_submits = gateway.broker.submit, 0
+    submit, num_submits = gateway.queue.submit, 0
 
     async def second_is_lost(*args):
         nonlocal num_submits
@@ -130,7 +130,7 @@ async def test_of_several_prompts_the_retry_submits_what_is_missing(gateway):
         if num_submits == 2:
             raise OutcomeUnknown("the answer was lost")
 
-    gateway.broker.submit = second_is_lost
+    gateway.queue.submit = second_is_lost
     assert (await gateway.post(COMPLETIONS, body, headers=KEY))[0] == 503
     await soon(lambda: _value(len(gateway.worker.jobs) == 2))
     status, answer = await gateway.post(COMPLETIONS, body, headers=KEY)
@@ -143,17 +143,17 @@ async def _value(value):
 
 
 async def test_a_producer_hears_the_job_whose_submit_was_lost(gateway):
-    gateway.broker.lost = {"submit"}
-    await gateway.broker.produce("default", payload())
+    gateway.queue.lost = {"submit"}
+    await gateway.queue.produce("default", payload())
     await soon(lambda: _value(gateway.worker.jobs))
-    gateway.broker.lost = set()
-    await soon(lambda: _value(gateway.broker.queue.replies_done))
-    assert len(gateway.broker.replies("default", "job")) == 1
+    gateway.queue.lost = set()
+    await soon(lambda: _value(gateway.queue.data.replies_done))
+    assert len(gateway.queue.replies("default", "job")) == 1
     assert (len(gateway.worker.jobs), gateway.worker.cancels) == (1, [])
 
 
 async def test_an_accepted_background_request_is_answered_though_its_state_cannot_be_read(gateway):
-    gateway.broker.away = {"last_events"}
+    gateway.queue.away = {"last_events"}
     status, state = await gateway.post(CHAT, {**BODIES[CHAT], "background": True})
     assert (status, state["status"]) == (202, "queued")
 
@@ -161,24 +161,24 @@ async def test_an_accepted_background_request_is_answered_though_its_state_canno
 async def test_an_outage_is_not_told_as_the_end_of_a_request(gateway):
     """Nor stored as such."""
     _, answer = await gateway.post(RESPONSES, BODIES[RESPONSES])
-    follow = gateway.broker.follow
+    follow = gateway.queue.follow
 
     async def broken(*args):
-        raise BrokerUnavailable("away")
+        raise QueueUnavailable("away")
         yield
 
-    gateway.broker.follow = broken
+    gateway.queue.follow = broken
     request_id = answer["id"].removeprefix("resp_")
     status, told = await gateway.get(f"/v1/requests/{request_id}")
     assert (status, told["error"]["code"]) == (503, "unavailable")
-    gateway.broker.follow = follow
+    gateway.queue.follow = follow
     assert (await gateway.get(f"/v1/requests/{request_id}"))[1]["status"] == "completed"
 
 
 @pytest.mark.parametrize("more", [{}, {"stream": True}])
 @pytest.mark.parametrize("headers", [{}, KEY])
 async def test_a_response_that_cannot_be_stored_is_given_and_stored_later(gateway, more, headers):
-    gateway.broker.away = {"settle_response"}
+    gateway.queue.away = {"settle_response"}
     client = await RawClient.connect(gateway.url)
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     body = b'{"model": "%b", "input": "hi", "stream": %b}' % (MODEL.encode(), b"true" if more else b"false")
@@ -194,10 +194,10 @@ async def test_a_response_that_cannot_be_stored_is_given_and_stored_later(gatewa
     response_id = "resp_" + told.split(b'"id":"resp_')[1].split(b'"')[0].decode()
     status, answer = await gateway.get(f"{RESPONSES}/{response_id}")
     assert (status, answer["status"], text_of(answer)) == (200, "completed", TEXT)
-    gateway.broker.away = set()
+    gateway.queue.away = set()
 
     async def settled():
-        return (await gateway.broker.response(response_id)).is_settled
+        return (await gateway.queue.response(response_id)).is_settled
 
     await soon(settled)
 
@@ -225,9 +225,9 @@ async def test_no_second_answer_is_written_into_one_that_has_begun(gateway, monk
 
 async def test_another_gateway_streams_a_job_that_it_finds(model_folder, gateway):
     gateway.worker.script = lambda job: speech(gateway.model, TEXT, step_s=0.02)
-    gateway.broker.lost = {"submit"}
+    gateway.queue.lost = {"submit"}
     assert (await gateway.post(CHAT, BODIES[CHAT], headers=KEY))[0] == 503
-    gateway.broker.lost = set()
+    gateway.queue.lost = set()
     async with beside(gateway, model_folder) as other:
         status, answer = await other.post(CHAT, BODIES[CHAT], headers=KEY)
         assert (status, text_of(answer)) == (200, TEXT)
@@ -254,11 +254,11 @@ async def test_a_stream_goes_on_behind_events_that_came_before_those_of_its_job(
 
 
 async def test_a_job_that_is_submitted_again_has_the_same_seed(gateway):
-    gateway.broker.away = {"submit"}
+    gateway.queue.away = {"submit"}
     assert (await gateway.post(CHAT, BODIES[CHAT], headers=KEY))[0] == 503
-    gateway.broker.away = {"submit"}
+    gateway.queue.away = {"submit"}
     assert (await gateway.post(CHAT, BODIES[CHAT], headers=KEY))[0] == 503
-    gateway.broker.away = set()
+    gateway.queue.away = set()
     assert (await gateway.post(CHAT, BODIES[CHAT], headers=KEY))[0] == 200
     (job,) = gateway.worker.jobs
     assert job.sampling.seed == seed_of(job.job_id)

@@ -17,7 +17,7 @@ from service.gateway.core.service import Hall
 from service.gateway.generation.served_model import ServedModel
 from service.gateway.routes import probes
 from service.gateway.routes.probes import probed
-from tests.fakes.queue.broker import MemoryBroker
+from tests.fakes.queue.memory_queue import MemoryQueue
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.gateway import MODEL
 
@@ -28,9 +28,9 @@ HOST = "127.0.0.1"
 async def open_probes(model_folder, *, with_worker=True):
     """(port, worker) of a hall whose loop reports."""
     settings = Settings(model=model_folder, served_model_name=MODEL)
-    broker = MemoryBroker()
-    hall = Hall(settings, ServedModel.read(settings), broker, feed="f")
-    worker = ScriptedWorker(broker, MODEL, lambda job: None)
+    queue = MemoryQueue()
+    hall = Hall(settings, ServedModel.read(settings), queue, feed="f")
+    worker = ScriptedWorker(queue, MODEL, lambda job: None)
     if with_worker:
         await worker.announce()
     async with probed(hall, HOST, 0) as port:
@@ -131,7 +131,7 @@ async def test_nobody_holds_it_up(model_folder):
 async def test_a_port_that_is_taken(model_folder):
     with socket.create_server((HOST, 0)) as taken:
         settings = Settings(model=model_folder)
-        hall = Hall(settings, ServedModel.read(settings), MemoryBroker(), feed="f")
+        hall = Hall(settings, ServedModel.read(settings), MemoryQueue(), feed="f")
         with pytest.raises(StartupError, match="--probe-port"):
             async with probed(hall, HOST, taken.getsockname()[1]):
                 pass

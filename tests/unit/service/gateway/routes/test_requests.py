@@ -6,9 +6,9 @@ import random
 import pytest
 
 from service.errors import EndReason
-from service.queue.interface import BrokerUnavailable
+from service.queue.interface import QueueUnavailable
 from tests.fakes.scripted_worker import Script
-from tests.support.gateway import MODEL, QuickBroker, beside, open_gateway, speech
+from tests.support.gateway import MODEL, QuickQueue, beside, open_gateway, speech
 from tests.support.raw_http import RawClient
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -307,30 +307,30 @@ async def test_what_stays_outlives_its_gateway(model_folder):
         assert gateway.worker.cancels == []
 
 
-class Forgetful(QuickBroker):
+class Forgetful(QuickQueue):
     is_away = False
 
     async def submit(self, job, *bounds):
         if self.is_away:
-            raise BrokerUnavailable("away")
+            raise QueueUnavailable("away")
         await super().submit(job, *bounds)
 
     async def remember(self, record, *how):
         if self.is_away is None:
-            raise BrokerUnavailable("away")
+            raise QueueUnavailable("away")
         return await super().remember(record, *how)
 
 
 @pytest.mark.parametrize("away", [True, None])
 @pytest.mark.parametrize("more", [{}, {"resumable": True}, {"background": True}])
 async def test_a_queue_that_is_away(model_folder, away, more):
-    broker = Forgetful()
+    queue = Forgetful()
     key = {} if away else {"headers": {"Idempotency-Key": "order-66"}}  # only then it is remembered before it is queued
-    async with open_gateway(model_folder, broker) as gateway:
-        broker.is_away = away
+    async with open_gateway(model_folder, queue) as gateway:
+        queue.is_away = away
         status, answer = await gateway.post(CHAT, {**MESSAGES, **more}, **key)
         assert (status, answer["error"]["code"]) == (503, "unavailable")
-        broker.is_away = False
+        queue.is_away = False
         assert (await gateway.post(CHAT, {**MESSAGES, **more}, **key))[0] in (200, 202)
 
 

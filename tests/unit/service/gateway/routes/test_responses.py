@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from service.errors import EndReason
 from tests.fakes.scripted_worker import Script
-from tests.support.gateway import MODEL, QuickBroker, beside, open_gateway, speech
+from tests.support.gateway import MODEL, QuickQueue, beside, open_gateway, speech
 from tests.support.responses import CALL, RESPONSES, WEATHER, client_of, write_tool_model
 
 
@@ -233,7 +233,7 @@ async def test_one_that_failed_says_so(served):
 
 
 async def test_it_is_kept_as_long_as_is_said(folder):
-    async with open_gateway(folder, response_retention=0.05, broker=QuickBroker()) as gateway:
+    async with open_gateway(folder, response_retention=0.05, queue=QuickQueue()) as gateway:
         status, answer = await gateway.post(RESPONSES, {"model": MODEL, "input": "Hi"})
         assert status == 200
         async with asyncio.timeout(10):

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from service.observability import metrics
-from service.queue.interface import QUEUE_LANES, UNBOUNDED, BrokerUnavailable
+from service.queue.interface import QUEUE_LANES, UNBOUNDED, QueueUnavailable
 from tests.support.demo_engine import DEMO
-from tests.support.gateway import MAX_POSITION, MODEL, QuickBroker, open_gateway
+from tests.support.gateway import MAX_POSITION, MODEL, QuickQueue, open_gateway
 from tests.support.wire import make_job
 
 CHAT = "/v1/chat/completions"
@@ -18,21 +18,21 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 async def test_ready_only_with_a_ready_worker_and_a_queue(model_folder, path, monkeypatch):
     monkeypatch.setattr("service.gateway.core.fleet.MAX_AGE_S", -1)
 
-    class Broker(QuickBroker):
+    class PartialQueue(QuickQueue):
         away = False
 
         async def workers(self):
             if self.away:
-                raise BrokerUnavailable("secret address")
+                raise QueueUnavailable("secret address")
             return await super().workers()
 
-    async with open_gateway(model_folder, Broker()) as gateway:
+    async with open_gateway(model_folder, PartialQueue()) as gateway:
         assert await gateway.get(path) == (200, {"status": "ok", "missing": [], "num_ready_workers": 1})
         gateway.worker.ready = False
         await gateway.worker.announce()
         status, body = await gateway.get(path)
         assert (status, body["missing"]) == (503, ["no ready worker serves this model"])
-        gateway.broker.away = True
+        gateway.queue.away = True
         status, body = await gateway.get(path)
         assert (status, body["missing"]) == (503, ["the queue is not available"])
         assert (await gateway.get("/livez"))[0] == 200
@@ -72,9 +72,9 @@ async def test_metrics_of_the_queue(model_folder, monkeypatch):
         gateway.worker.paused = True
         while gateway.worker.is_fetching:
             await asyncio.sleep(0.01)
-        queue = gateway.broker.queue
-        queue.submit(make_job("A", submitted_at_s=0.0), UNBOUNDED)
-        queue.submit(make_job("B", is_batch=True), UNBOUNDED)
+        data = gateway.queue.data
+        data.submit(make_job("A", submitted_at_s=0.0), UNBOUNDED)
+        data.submit(make_job("B", is_batch=True), UNBOUNDED)
 
         async def seen():
             async with gateway.http.get(gateway.url + "/metrics") as response:

@@ -1,4 +1,4 @@
-"""What every broker promises when workers die, come back, leave, or are killed by a job."""
+"""What every queue promises when workers die, come back, leave, or are killed by a job."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ async def test_the_jobs_of_a_dead_worker_go_on_with_another(join):
     assert (await door.queue_state()).num_waiting == 2
     first, second = await heir.fetch(4, 1.0)
     assert (first.job, first.attempt, first.is_suspect) == (make_job(), 2, False)
-    assert list(first.past) == make_events("JOB1", [1, 2])
-    assert (second.job.job_id, second.attempt, second.past) == ("JOB2", 1, ())
+    assert list(first.history) == make_events("JOB1", [1, 2])
+    assert (second.job.job_id, second.attempt, second.history) == ("JOB2", 1, ())
     await heir.publish([make_event("JOB1", 3), make_event("JOB1", 4, EndReason.STOP)])
     assert await outcome(events) == Ended([1, 2, 3, 4], EndReason.STOP)
 
@@ -245,7 +245,7 @@ async def test_a_job_that_gets_on_between_deaths_is_suspected_later(join):
     for life in range(6):
         claims = await worker.fetch(1, 0.05)
         claim = claims[0] if claims else await worker.fetch_suspect()
-        assert (claim.is_suspect, len(claim.past)) == (life >= 4, 8 * life)
+        assert (claim.is_suspect, len(claim.history)) == (life >= 4, 8 * life)
         await worker.publish(make_events("JOB1", range(8 * life + 1, 8 * life + 9)))
         await worker.hand_back(["JOB1"], "somebody was to blame")
     assert list(await worker.fetch(1, 0.05)) == []

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections import Counter
 
 from service.fair_share import fair_share
-from service.queue.interface import Claim, Room
+from service.queue.interface import Claim, ClaimBudget
 from service.queue.job_cost import branches_of
 from service.queue.messages import Job
 
 
-class RoomLeft:
+class RemainingBudget:
     """Of one claim."""
 
-    def __init__(self, num_branches: int, room: Room):
-        self._room = room
-        self._held = Counter(room.held)
+    def __init__(self, num_branches: int, budget: ClaimBudget):
+        self._budget = budget
+        self._held = Counter(budget.slots_by_tenant)
         self._num_branches = num_branches
-        self._num_tokens = float("inf") if room.num_tokens is None else room.num_tokens
-        self._num_lent_tokens = room.num_lent_tokens
+        self._num_tokens = float("inf") if budget.num_tokens is None else budget.num_tokens
+        self._num_reclaimable_tokens = budget.num_reclaimable_tokens
 
     @property
     def is_free(self) -> bool:
@@ -26,22 +26,22 @@ class RoomLeft:
         return self._num_branches > 0 and self._num_tokens > 0
 
     @property
-    def is_scarce(self) -> bool:
+    def is_restricted(self) -> bool:
         """Whether what is left is only for tenants that keep to their shares."""
-        return self._num_branches <= self._room.num_reserved or self._num_tokens <= 0
+        return self._num_branches <= self._budget.num_reserved or self._num_tokens <= 0
 
     @property
-    def is_lent(self) -> bool:
+    def is_reclaimable(self) -> bool:
         """Whether jobs may be claimed all the same, for the shares of their tenants."""
-        return self._room.num_places > 0 and (self.is_free or self._num_lent_tokens > 0)
+        return self._budget.num_slots > 0 and (self.is_free or self._num_reclaimable_tokens > 0)
 
     def fits(self, job: Job, waiting: set[str]) -> bool:
         """Whether the job keeps to its tenant's share, or is its only one, and can begin if all others keep to theirs.
         Tenants with nothing here want a place: those that were here lately, or whose jobs are `waiting`."""
-        held, places = self._held[job.tenant], self._room.num_places
+        held, places = self._held[job.tenant], self._budget.num_slots
         count = held + branches_of(job)
         others = [num for tenant, num in self._held.items() if tenant != job.tenant]
-        num_absent = max(self._room.num_tenants - len(others), len(waiting - self._held.keys()) + (held > 0)) - 1
+        num_absent = max(self._budget.num_tenants - len(others), len(waiting - self._held.keys()) + (held > 0)) - 1
         share = fair_share(places, [count, *others, *[1] * max(0, num_absent)])
         if held and count > share:
             return False
@@ -49,8 +49,8 @@ class RoomLeft:
 
     def take(self, claim: Claim) -> None:
         count = branches_of(claim.job)
-        num_tokens = len(claim.job.prompt) // 4 + len(claim.past) * count
+        num_tokens = len(claim.job.prompt) // 4 + len(claim.history) * count
         self._num_branches -= count
         self._num_tokens -= num_tokens
-        self._num_lent_tokens -= num_tokens
+        self._num_reclaimable_tokens -= num_tokens
         self._held[claim.job.tenant] += count

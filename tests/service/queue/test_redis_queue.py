@@ -1,4 +1,4 @@
-"""What only the Redis broker promises: its keys and their lives, sharing, and nothing lost between two hands."""
+"""What only the Redis queue promises: its keys and their lives, sharing, and nothing lost between two hands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from service.errors import EndReason
 from service.queue import keys
 from service.queue.codec import encode
-from service.queue.interface import BrokerUnavailable, Claim, IngressEntry, Lease
+from service.queue.interface import Claim, IngressEntry, Lease, QueueUnavailable
 from service.queue.messages import Cancel
 from tests.support.wire import (
     PATIENCE_S,
@@ -23,8 +23,8 @@ from tests.support.wire import (
 )
 
 
-async def test_two_workers_share_the_jobs(open_broker):
-    door, one, two = [await open_broker() for _ in range(3)]
+async def test_two_workers_share_the_jobs(open_queue):
+    door, one, two = [await open_queue() for _ in range(3)]
     for number in range(6):
         await door.submit(make_job(f"J{number}"))
     claims = [*await one.fetch(3, 1.0), *await two.fetch(8, 1.0)]
@@ -32,25 +32,25 @@ async def test_two_workers_share_the_jobs(open_broker):
     assert list(await one.fetch(1, 0.05)) == []
 
 
-async def test_a_cancel_reaches_every_worker(open_broker):
-    door, one, two = [await open_broker() for _ in range(3)]
+async def test_a_cancel_reaches_every_worker(open_queue):
+    door, one, two = [await open_queue() for _ in range(3)]
     cancel = Cancel(job_id="JOB1", reason=EndReason.CANCELLED)
     await door.submit(make_job())
     await one.fetch(1, 1.0)
     await door.cancel(cancel)
     assert [list(await worker.fetch_cancels(1.0)) for worker in (one, two)] == [[cancel], [cancel]]
-    late = await open_broker()
+    late = await open_queue()
     assert list(await late.fetch_cancels(0.05)) == []
 
 
-async def test_every_key_has_the_life_it_should(open_broker, redis):
-    broker = await open_broker()
-    await broker.submit(make_job())
-    await broker.fetch(1, 1.0)
-    await broker.cancel(Cancel(job_id="JOB2", reason=EndReason.CANCELLED))
-    await broker.publish(make_events("JOB1", [1, 2]))
-    await broker.announce(make_card("w1"))
-    await broker.reply(IngressEntry("alice", "1-0", b""), "a1", 1, b"x")
+async def test_every_key_has_the_life_it_should(open_queue, redis):
+    queue = await open_queue()
+    await queue.submit(make_job())
+    await queue.fetch(1, 1.0)
+    await queue.cancel(Cancel(job_id="JOB2", reason=EndReason.CANCELLED))
+    await queue.publish(make_events("JOB1", [1, 2]))
+    await queue.announce(make_card("w1"))
+    await queue.reply(IngressEntry("alice", "1-0", b""), "a1", 1, b"x")
     for key, ttl_s in {
         keys.events("JOB1"): keys.LOG_RUNNING_TTL_S,
         keys.cancel("JOB2"): keys.TOMBSTONE_TTL_S,
@@ -60,132 +60,132 @@ async def test_every_key_has_the_life_it_should(open_broker, redis):
         keys.reply_of("alice", "a1"): keys.LOG_RUNNING_TTL_S,
     }.items():
         assert ttl_s - 2 <= redis.ttl(key) <= ttl_s, key
-    await broker.publish([make_event("JOB1", 3, EndReason.STOP)])
+    await queue.publish([make_event("JOB1", 3, EndReason.STOP)])
     assert keys.LOG_ENDED_TTL_S - 2 <= redis.ttl(keys.events("JOB1")) <= keys.LOG_ENDED_TTL_S
-    await broker.submit(make_job("JOB2"))
+    await queue.submit(make_job("JOB2"))
     assert not redis.exists(keys.cancel("JOB2"))
-    await broker.retire("w1")
+    await queue.retire("w1")
     streams = (keys.WAITING, keys.RETURNED, keys.SUSPECTS, keys.DEAD)
     assert [redis.xlen(stream) for stream in streams] == [0, 0, 0, 0]
     gone = (keys.JOBS, keys.STATES, keys.CLAIMS, keys.DEADLINES, keys.LEASES, keys.WORKERS, keys.ALONE)
     assert redis.exists(*gone) == 0
 
 
-async def test_the_log_is_numbered_like_the_events_and_says_how_it_ended(open_broker, redis):
-    broker = await open_broker()
-    await broker.submit(make_job())
-    await broker.fetch(1, 1.0)
-    await broker.publish([make_event("JOB1", 1), make_event("JOB1", 2, EndReason.LENGTH)])
+async def test_the_log_is_numbered_like_the_events_and_says_how_it_ended(open_queue, redis):
+    queue = await open_queue()
+    await queue.submit(make_job())
+    await queue.fetch(1, 1.0)
+    await queue.publish([make_event("JOB1", 1), make_event("JOB1", 2, EndReason.LENGTH)])
     assert redis.xrange(keys.events("JOB1")) == [
         (b"1-0", {b"m": encode(make_event("JOB1", 1))}),
         (b"2-0", {b"m": encode(make_event("JOB1", 2, EndReason.LENGTH)), b"end": b"length"}),
     ]
 
 
-async def test_one_step_is_one_command_and_one_feed_entry_a_door(open_broker, redis):
-    broker = await open_broker()
+async def test_one_step_is_one_command_and_one_feed_entry_a_door(open_queue, redis):
+    queue = await open_queue()
     for number in range(6):
-        await broker.submit(make_job(f"J{number}", feed=f"door{number % 2}"))
-    await broker.fetch(6, 1.0)
-    await broker.publish([make_event(f"J{number}", 1) for number in range(6)])  # the script is known from here on
+        await queue.submit(make_job(f"J{number}", feed=f"door{number % 2}"))
+    await queue.fetch(6, 1.0)
+    await queue.publish([make_event(f"J{number}", 1) for number in range(6)])  # the script is known from here on
     redis.config_resetstat()
-    await broker.publish([make_event(f"J{number}", 2) for number in range(6)])
+    await queue.publish([make_event(f"J{number}", 2) for number in range(6)])
     assert redis.info("commandstats")["cmdstat_evalsha"]["calls"] == 1
     assert [redis.xlen(keys.feed(door)) for door in ("door0", "door1")] == [2, 2]
     assert redis.info("commandstats")["cmdstat_xadd"]["calls"] == 8
 
 
-async def test_a_cancel_after_the_end_leaves_nothing(open_broker, redis):
-    broker = await open_broker()
-    await broker.submit(make_job())
-    await broker.fetch(1, 1.0)
-    await broker.publish([make_event("JOB1", 1, EndReason.STOP)])
-    await broker.cancel(Cancel(job_id="JOB1", reason=EndReason.CANCELLED))
+async def test_a_cancel_after_the_end_leaves_nothing(open_queue, redis):
+    queue = await open_queue()
+    await queue.submit(make_job())
+    await queue.fetch(1, 1.0)
+    await queue.publish([make_event("JOB1", 1, EndReason.STOP)])
+    await queue.cancel(Cancel(job_id="JOB1", reason=EndReason.CANCELLED))
     assert not redis.exists(keys.cancel("JOB1"))
-    assert list(await broker.fetch_cancels(0.0)) == []
+    assert list(await queue.fetch_cancels(0.0)) == []
 
 
-async def test_a_fetch_that_is_cut_off_loses_no_job(open_broker):
-    broker = await open_broker()
-    fetch = asyncio.create_task(broker.fetch(1, PATIENCE_S))
+async def test_a_fetch_that_is_cut_off_loses_no_job(open_queue):
+    queue = await open_queue()
+    fetch = asyncio.create_task(queue.fetch(1, PATIENCE_S))
     await asyncio.sleep(0.1)
     # Redis answers the blocked read, whose reader is gone by the time the answer arrives.
-    submit = asyncio.create_task(broker.submit(make_job()))
+    submit = asyncio.create_task(queue.submit(make_job()))
     await asyncio.sleep(0)
     fetch.cancel()
     await submit
     await asyncio.gather(fetch, return_exceptions=True)
-    (claim,) = await broker.fetch(1, 1.0)
+    (claim,) = await queue.fetch(1, 1.0)
     assert claim.job.job_id == "JOB1"
 
 
-async def test_a_worker_that_comes_back_gets_its_jobs_again(open_broker):
-    first = await open_broker("w1")
+async def test_a_worker_that_comes_back_gets_its_jobs_again(open_queue):
+    first = await open_queue("w1")
     await first.submit(make_job())
     await first.submit(make_job("JOB2"))
     await first.fetch(1, 1.0)
     await first.publish(make_events("JOB1", [1]))
     await first.close()
-    second = await open_broker("w1")
+    second = await open_queue("w1")
     assert await second.take_over() == 1
     claims = await second.fetch(4, 1.0)
     assert [(claim.job.job_id, claim.attempt) for claim in claims] == [("JOB1", 2), ("JOB2", 1)]
-    assert list(claims[0].past) == make_events("JOB1", [1])
+    assert list(claims[0].history) == make_events("JOB1", [1])
     assert (await second.take_over(), list(await second.fetch(4, 0.05))) == (0, [])
 
 
-async def test_an_answer_that_was_lost_is_given_again(open_broker):
-    broker = await open_broker()
-    await broker.submit(make_job())
-    script = broker._link.script
+async def test_an_answer_that_was_lost_is_given_again(open_queue):
+    queue = await open_queue()
+    await queue.submit(make_job())
+    script = queue._link.script
 
     async def cut_off(name, *args):
         answer = await script(name, *args)
         if name == "claim":
-            raise BrokerUnavailable("cut off")
+            raise QueueUnavailable("cut off")
         return answer
 
-    broker._link.script = cut_off
-    with pytest.raises(BrokerUnavailable):
-        await broker.fetch(1, 1.0)
-    broker._link.script = script
-    assert list(await broker.fetch(1, 1.0)) == [Claim(make_job(), 2)]
-    assert list(await broker.fetch(1, 0.05)) == []
+    queue._link.script = cut_off
+    with pytest.raises(QueueUnavailable):
+        await queue.fetch(1, 1.0)
+    queue._link.script = script
+    assert list(await queue.fetch(1, 1.0)) == [Claim(make_job(), 2)]
+    assert list(await queue.fetch(1, 0.05)) == []
 
 
-async def test_a_job_that_cannot_be_read_is_ended_and_said(open_broker, redis, caplog):
-    broker = await open_broker()
-    await broker.submit(make_job("JOB1"))
+async def test_a_job_that_cannot_be_read_is_ended_and_said(open_queue, redis, caplog):
+    queue = await open_queue()
+    await queue.submit(make_job("JOB1"))
     redis.hset(keys.JOBS, "JOB1", b"\xc1")
     redis.xadd(keys.WAITING, {"m": b"nobody"})
     redis.xadd(keys.WAITING, {"other": b"x"})
-    await broker.submit(make_job("JOB2"))
-    assert [claim.job.job_id for claim in await broker.fetch(4, 1.0)] == ["JOB2"]
+    await queue.submit(make_job("JOB2"))
+    assert [claim.job.job_id for claim in await queue.fetch(4, 1.0)] == ["JOB2"]
     assert redis.xlen(keys.WAITING) == 0
     assert caplog.text.count("unreadable job") == 1
-    assert await outcome(broker.follow("JOB1")) == Ended([1], EndReason.INVALID)
+    assert await outcome(queue.follow("JOB1")) == Ended([1], EndReason.INVALID)
 
 
-async def test_a_past_with_a_hole_ends_its_job(open_broker, redis):
-    broker = await open_broker()
-    await broker.submit(make_job())
-    await broker.fetch(1, 1.0)
-    await broker.publish(make_events("JOB1", [1, 2, 3]))
+async def test_a_past_with_a_hole_ends_its_job(open_queue, redis):
+    queue = await open_queue()
+    await queue.submit(make_job())
+    await queue.fetch(1, 1.0)
+    await queue.publish(make_events("JOB1", [1, 2, 3]))
     redis.xdel(keys.events("JOB1"), "2-0")
-    await broker.hand_back(["JOB1"])
-    assert list(await broker.fetch(1, 0.05)) == []
+    await queue.hand_back(["JOB1"])
+    assert list(await queue.fetch(1, 0.05)) == []
     last = redis.xrevrange(keys.events("JOB1"), count=1)[0]
     assert (last[0], last[1][b"end"]) == (b"4-0", b"lost")
 
 
-async def test_events_of_a_job_that_is_not_ours_are_dropped(open_broker, redis):
-    broker = await open_broker()
-    assert await broker.publish(make_events("JOB9", [1])) == {"JOB9"}
+async def test_events_of_a_job_that_is_not_ours_are_dropped(open_queue, redis):
+    queue = await open_queue()
+    assert await queue.publish(make_events("JOB9", [1])) == {"JOB9"}
     assert set(redis.keys("*")) == {b"{quire}:epoch", b"{quire}:epoch:clock", b"{quire}:leases"}
 
 
-async def test_an_ingress_entry_goes_to_one_door_and_leaves_with_its_settling(open_broker, redis):
-    one, two = await open_broker(), await open_broker()
+async def test_an_ingress_entry_goes_to_one_door_and_leaves_with_its_settling(open_queue, redis):
+    one, two = await open_queue(), await open_queue()
     redis.xadd(keys.ingress("alice"), {"m": b"first"})  # before any door was there
     redis.xadd(keys.ingress("bob"), {"m": b"second"})
     redis.xadd(keys.ingress("bob"), {"wrong": b"third"})
@@ -203,22 +203,20 @@ async def test_an_ingress_entry_goes_to_one_door_and_leaves_with_its_settling(op
     assert redis.xrange("{quire}:reply:alice:a1") == [(b"1-0", {b"m": b"text"})]
 
 
-async def test_an_ingress_entry_unsettled_is_given_again_to_the_same_door(open_broker, redis):
+async def test_an_ingress_entry_unsettled_is_given_again_to_the_same_door(open_queue, redis):
     redis.xadd(keys.ingress("alice"), {"m": b"x"})
-    first = await open_broker("d1")
+    first = await open_queue("d1")
     (entry,) = await first.fetch_ingress(["alice"], 8, 1.0)
     assert list(await first.fetch_ingress(["alice"], 8, 0.05)) == []
     await first.close()
-    second = await open_broker("d1")
+    second = await open_queue("d1")
     assert list(await second.fetch_ingress(["alice"], 8, 1.0)) == [replace(entry, was_left=True)]
 
 
-async def test_what_a_dead_door_left_goes_to_another_and_what_a_live_one_keeps_does_not(
-    open_broker, redis, monkeypatch
-):
+async def test_what_a_dead_door_left_goes_to_another_and_what_a_live_one_keeps_does_not(open_queue, redis, monkeypatch):
     monkeypatch.setattr(keys, "INGRESS_KEEP_S", 0.05)
     monkeypatch.setattr(keys, "INGRESS_LEFT_S", 0.4)
-    dead, alive, heir = [await open_broker() for _ in range(3)]
+    dead, alive, heir = [await open_queue() for _ in range(3)]
     assert list(await heir.fetch_ingress(["alice"], 8, 0.0)) == []
     redis.xadd(keys.ingress("alice"), {"m": b"x"})
     (left,) = await dead.fetch_ingress(["alice"], 8, 1.0)
@@ -236,11 +234,11 @@ async def test_what_a_dead_door_left_goes_to_another_and_what_a_live_one_keeps_d
     assert redis.xlen(keys.ingress("alice")) == 0
 
 
-async def test_a_job_that_ends_while_the_heart_beats_is_not_lost(open_broker, caplog):
-    broker = await open_broker()
-    await broker.submit(make_job())
-    await broker.fetch(1, 1.0)
-    script, has_ended, has_beaten = broker._link.script, asyncio.Event(), asyncio.Event()
+async def test_a_job_that_ends_while_the_heart_beats_is_not_lost(open_queue, caplog):
+    queue = await open_queue()
+    await queue.submit(make_job())
+    await queue.fetch(1, 1.0)
+    script, has_ended, has_beaten = queue._link.script, asyncio.Event(), asyncio.Event()
 
     async def slow(name, *args):
         answer = await script(name, *args)
@@ -249,10 +247,10 @@ async def test_a_job_that_ends_while_the_heart_beats_is_not_lost(open_broker, ca
             await has_beaten.wait()
         return answer
 
-    broker._link.script = slow
-    publishing = asyncio.create_task(broker.publish([make_event("JOB1", 1, EndReason.STOP)]))
+    queue._link.script = slow
+    publishing = asyncio.create_task(queue.publish([make_event("JOB1", 1, EndReason.STOP)]))
     await has_ended.wait()
-    assert await broker.renew() == Lease(frozenset(), False)
+    assert await queue.renew() == Lease(frozenset(), False)
     has_beaten.set()
     assert await publishing == frozenset()
     assert "taken from us" not in caplog.text

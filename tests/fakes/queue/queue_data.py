@@ -1,4 +1,4 @@
-"""What several brokers in memory share: jobs, claims, leases, logs. The plain statement of what the scripts do."""
+"""What several queues in memory share: jobs, claims, leases, logs. The plain statement of what the scripts do."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from service.queue.interface import (
     Backlog,
     Bounds,
     Claim,
+    ClaimBudget,
     IngressEntry,
     Lane,
     QueueFull,
     QueueState,
-    Room,
 )
-from service.queue.job_cost import LANES, LENT_AFTER_S, NORMAL, cost_of
+from service.queue.job_cost import LANES, NORMAL, RECLAIM_AFTER_S, cost_of
 from service.queue.messages import Cancel, Event, Job, Usage, WorkerCard
-from tests.fakes.queue.batches import MemoryShelf
+from tests.fakes.queue.batches import MemoryBatchData
+from tests.fakes.queue.claim_budget import RemainingBudget
 from tests.fakes.queue.fair_queue import FairQueue
 from tests.fakes.queue.jobs import Deaths, JobState, Log
 from tests.fakes.queue.requests import MemoryRequests
-from tests.fakes.queue.responses import Shelf
-from tests.fakes.queue.room import RoomLeft
+from tests.fakes.queue.responses import ResponseData
 
 
-class MemoryQueue:
+class QueueData:
     """On one event loop. `news` is another event after each change."""
 
     def __init__(self):
@@ -44,8 +44,8 @@ class MemoryQueue:
         self.reply_owners: dict[tuple[str, str], IngressEntry] = {}
         self.replies_done: set[tuple[str, str]] = set()
         self.requests = MemoryRequests()
-        self.shelf = MemoryShelf()
-        self.responses: Shelf = {}
+        self.batch_data = MemoryBatchData()
+        self.responses: ResponseData = {}
         self.dead: list[tuple[Job, str]] = []
         self._ingress: dict[str, deque[IngressEntry]] = {}
         self._states: dict[str, JobState] = {}
@@ -133,9 +133,9 @@ class MemoryQueue:
         self.cancels.append(cancel)
         self.tell()
 
-    def claim(self, owner: str, max_branches: int, room: Room) -> Sequence[Claim]:
+    def claim(self, owner: str, max_branches: int, budget: ClaimBudget) -> Sequence[Claim]:
         """Those that were claimed before come first."""
-        claims, left = [], RoomLeft(max_branches, room)
+        claims, left = [], RemainingBudget(max_branches, budget)
         while (job_id := self._next(left)) is not None:
             is_new = job_id in self._waiting
             claim = self._take(job_id, owner)
@@ -146,13 +146,13 @@ class MemoryQueue:
                     self._waiting.charge(claim.job)
         return claims
 
-    def _next(self, left: RoomLeft) -> str | None:
+    def _next(self, left: RemainingBudget) -> str | None:
         """Whose turn it is, as far as there is room for it."""
         if left.is_free and self._returned:
             return self._returned[0]
-        if not left.is_scarce:
+        if not left.is_restricted:
             return self._waiting.next()
-        if not left.is_lent:
+        if not left.is_reclaimable:
             return None
         waiting = self._waiting.tenants()
 
@@ -170,7 +170,7 @@ class MemoryQueue:
 
     def _has_waited(self, job_id: str) -> bool:
         """Long enough for another worker, if there is one, to have claimed it into a free place."""
-        return len(self._leases) < 2 or self._waiting.waited_s(job_id) >= LENT_AFTER_S
+        return len(self._leases) < 2 or self._waiting.waited_s(job_id) >= RECLAIM_AFTER_S
 
     def claim_suspect(self, owner: str) -> Claim | None:
         while self._suspects:
