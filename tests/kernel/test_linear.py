@@ -85,7 +85,7 @@ def test_a_tuned_product_is_right_and_its_way_is_kept(open_ops, rng, monkeypatch
             out = ops.download(ops.linear(ops.upload(x), on_device[1], bias_on_device))
         assert_close(out, reference.linear(x, weights[1], bias), "bfloat16")
     kept = cuda_linear.Linear(ops)
-    monkeypatch.setattr(kept, "_quickest", None)  # nothing is left to measure
+    monkeypatch.setattr(kept, "_autotune", None)  # nothing is left to measure
     kept.tune(on_device, bias_on_device, [40, 5, 1], ops.dtype)
 
 
