@@ -96,8 +96,8 @@ def _timed(built: BuiltEngine) -> tuple[float, float]:
     def wait_first(launched):
         nonlocal waited_s
         begin_s = time.perf_counter()
-        for draw in launched.draws:
-            draw.arrive()
+        for call in launched.calls:
+            call.fetch()
         waited_s += time.perf_counter() - begin_s
         return collect(launched)
 
