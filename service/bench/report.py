@@ -93,9 +93,9 @@ def run_script(main: Callable[[], None]) -> None:
         sys.exit(2)
 
 
-def python_script(module: str, *arguments: str) -> list[str]:
-    """The command that runs a module of this package in a process of its own: what it imports stays out of this one."""
-    return [sys.executable, "-P", "-m", f"service.bench.{module}", *arguments]
+def python_script(module: str, *arguments: str, package: str = "service.bench") -> list[str]:
+    """The command that runs a module in a process of its own: what it imports stays out of this one."""
+    return [sys.executable, "-P", "-m", f"{package}.{module}", *arguments]
 
 
 def script_environment() -> dict[str, str]:

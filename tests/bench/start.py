@@ -89,9 +89,8 @@ def measure(model_config: str, device: str, num_seqs: int, num_rounds: int) -> l
         environment = {**script_environment(), "QUIRE_CACHE_DIR": cache}
         for _ in range(1 + num_rounds):
             try:
-                done = subprocess.run(
-                    python_script("start", *flags), env=environment, stdout=-1, timeout=TIMEOUT_S, check=True
-                )
+                command = python_script("start", *flags, package="tests.bench")
+                done = subprocess.run(command, env=environment, stdout=-1, timeout=TIMEOUT_S, check=True)
             except subprocess.SubprocessError as error:
                 raise StartupError(f"start: {error}") from None
             starts.append(Start(**json.loads(done.stdout.splitlines()[-1])))

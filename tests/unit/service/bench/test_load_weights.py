@@ -45,7 +45,8 @@ def test_weights_that_are_not_whole_are_none(tmp_path, monkeypatch):
 
 
 def test_a_wrong_word_is_one_line(tmp_path):
-    command = python_script("load_weights", "--model-config", "gpt-5", "--folder", str(tmp_path))
+    words = ("--model-config", "gpt-5", "--folder", str(tmp_path))
+    command = python_script("load_weights", *words, package="tests.bench")
     done = subprocess.run(command, env=script_environment(), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
