@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SECONDEXPANSION:
-.PHONY: help install run test test-gpu lint lock clean
+.PHONY: help install run test coverage test-gpu lint lock clean
 
 VENV := .venv
 UV := $(shell command -v uv)
@@ -34,9 +34,11 @@ install: $(VENV)/$$(LOCK).stamp $(VENV)/quire.stamp ## make .venv with the quire
 run: install ## install, then serve on http://127.0.0.1:8000 (ARGS="--model DIR --port 9000" are passed on)
 	@exec $(VENV)/bin/quire serve $(ARGS)
 
-test: install $(VENV)/requirements-test.stamp ## install, then every test, with coverage (what needs a GPU is skipped by name)
-	@OPENBLAS_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile \
-		--cov=service --cov=model --cov-report=term:skip-covered $(ARGS)
+test: install $(VENV)/requirements-test.stamp ## install, then every test (what needs a GPU is skipped by name)
+	@OPENBLAS_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(ARGS)
+
+coverage: ARGS += --cov=service --cov=model --cov-report=term:skip-covered
+coverage: test ## the same with line coverage, half as fast
 
 test-gpu: $(if $(PYTHON_BIN),,gpu-env) ## each kernel against its NumPy reference (PYTHON_BIN=python3 uses that Python as it is)
 	@$(or $(PYTHON_BIN),$(VENV)/bin/python) -m pytest tests/kernel -m gpu $(ARGS)

@@ -1,4 +1,4 @@
-"""Small rooms, safe calls, one page for keys, one page for metrics, and nothing at the top that was not agreed."""
+"""File and folder sizes, unsafe calls, silent handlers, one page for Redis keys, and the files at the top level."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from tests.support.source_tree import ROOT, Source, sources
 
 MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 60
+LONG_FILE_LINES = 500
+MAX_LONG_FILES = 5
+MAX_FILES_IN_FOLDER = 20
 
 TOP_LEVEL = {
     "README.md", "LICENSE", "Makefile", "pyproject.toml",
@@ -33,8 +36,8 @@ KEY_PAGE = "service.queue.keys"
 METRIC_PAGE = "service.observability.metrics"
 
 
-def large_rooms(modules: list[Source]) -> list[str]:
-    """Files and functions past the hard bounds; 500 lines and 40 are a lot."""
+def large_files(modules: list[Source]) -> list[str]:
+    """Files and functions over the hard limits; 500 and 40 lines are a lot."""
     found = []
     for module in modules:
         num_lines = len(module.text.splitlines())
@@ -48,7 +51,7 @@ def large_rooms(modules: list[Source]) -> list[str]:
 
 
 def unsafe_code(modules: list[Source]) -> list[str]:
-    """What could run bytes that somebody sent: pickle and its kin, eval, exec, a shell."""
+    """Calls that could run bytes from outside: pickle and the like, eval, exec, a shell."""
     found = []
     for module in modules:
         for imported in module.imports():
@@ -63,7 +66,7 @@ def unsafe_code(modules: list[Source]) -> list[str]:
 
 
 def silent_handlers(modules: list[Source]) -> list[str]:
-    """Handlers that catch everything and do nothing about it."""
+    """Handlers that catch everything and do nothing."""
     found = []
     for module in modules:
         for node in ast.walk(module.tree):
@@ -79,7 +82,7 @@ def silent_handlers(modules: list[Source]) -> list[str]:
 
 
 def stray_keys(modules: list[Source]) -> list[str]:
-    """Texts that begin like a Redis key or a metric of ours, outside the two pages where those stand."""
+    """Strings that begin like a Redis key, outside the pages of keys and metrics."""
     found = []
     for module in modules:
         if module.name in (KEY_PAGE, METRIC_PAGE):
@@ -91,7 +94,7 @@ def stray_keys(modules: list[Source]) -> list[str]:
 
 
 def unprefixed_keys(modules: list[Source]) -> list[str]:
-    """Functions of the key page that return something without the prefix."""
+    """Functions of the key page that return a string without the prefix."""
     found = []
     for module in modules:
         if module.name != KEY_PAGE:
@@ -118,21 +121,21 @@ def _is_prefixed(node: ast.expr | None) -> bool:
 
 
 RULES = {
-    rule.__name__: rule for rule in (large_rooms, unsafe_code, silent_handlers, stray_keys, unprefixed_keys)
+    rule.__name__: rule for rule in (large_files, unsafe_code, silent_handlers, stray_keys, unprefixed_keys)
 }  # fmt: skip
-ALSO_TESTS = {"large_rooms"}
+ALSO_TESTS = {"large_files"}
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_house_keeps_the_rule(rule):
+def test_the_tree_keeps_the_rule(rule):
     folders = ("service", "model", "tests") if rule in ALSO_TESTS else ("service", "model")
     assert RULES[rule](sources(*folders)) == []
 
 
 BROKEN = [
-    ("large_rooms", "service.x", "\n" * 701),
-    ("large_rooms", "service.x", "def f():\n" + "    a()\n" * 60),
-    ("large_rooms", "service.x", "class C:\n    async def f(self):\n" + "        a()\n" * 60),
+    ("large_files", "service.x", "\n" * 701),
+    ("large_files", "service.x", "def f():\n" + "    a()\n" * 60),
+    ("large_files", "service.x", "class C:\n    async def f(self):\n" + "        a()\n" * 60),
     ("unsafe_code", "service.x", "import pickle"),
     ("unsafe_code", "model.x", "from marshal import loads"),
     ("unsafe_code", "model.x", "x = eval(text)"),
@@ -155,7 +158,7 @@ def test_the_rule_can_fail(rule, name, text):
     assert RULES[rule]([Source.of(name, text)])
 
 
-def test_the_constants_of_the_key_page_are_prefixed_or_no_keys():
+def test_constants_of_the_key_page_are_prefixed_or_not_keys():
     page = inspect.getsource(keys)
     kinds = r"(?:Stream|Sorted set|String|Set|Hash|List)\."
     named = re.findall(rf'^([A-Z_]+) = "([^"]*)"\n"""{kinds}', page, re.MULTILINE)
@@ -173,13 +176,13 @@ def test_lua_scripts_get_their_keys_from_outside():
     assert spelled == []
 
 
-def test_the_top_level_holds_what_was_agreed():
+def test_the_top_level_holds_the_agreed_files():
     assert unexpected_at_the_top(path.name for path in ROOT.iterdir()) == []
     assert unexpected_at_the_top(["utils", "notes.md", "quire.egg-info", ".ci"]) == ["notes.md", "utils"]
 
 
 def unexpected_at_the_top(names: Iterator[str]) -> list[str]:
-    """Names that are neither agreed, nor hidden, nor ignored by git."""
+    """Names that are not agreed, hidden or ignored by git."""
     ignored = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text().split()]
     return sorted(
         name
@@ -188,8 +191,25 @@ def unexpected_at_the_top(names: Iterator[str]) -> list[str]:
     )
 
 
+def test_at_most_five_files_are_long():
+    long = [module.name for module in sources("service", "model") if len(module.text.splitlines()) > LONG_FILE_LINES]
+    assert len(long) <= MAX_LONG_FILES, long
+
+
+def test_no_folder_is_crowded():
+    folders = [ROOT / name for name in ("service", "model", "cuda", "deploy")]
+    folders += [path for folder in folders for path in folder.rglob("*") if path.is_dir()]
+    counts = {
+        folder.relative_to(ROOT).as_posix(): sum(
+            path.is_file() and path.name != "__init__.py" and path.suffix != ".lua" for path in folder.iterdir()
+        )
+        for folder in folders
+    }
+    assert {name: count for name, count in counts.items() if count > MAX_FILES_IN_FOLDER} == {}
+
+
 def test_all_packages_are_installed():
-    """A package that pyproject.toml forgets works in the checkout and nowhere else."""
+    """A package missing from pyproject.toml would work in a checkout only."""
     listed = set(_project()["tool"]["setuptools"]["packages"])
     present = {
         ".".join(path.parent.relative_to(ROOT).parts)

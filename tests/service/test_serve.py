@@ -159,7 +159,10 @@ def test_sixty_four_streams_at_once(served):
         return chunks[-1].choices[0].finish_reason
 
     async def everyone():
-        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        # Without a timeout of its own the client gives up connecting after 5 s, which a busy machine can take.
+        async with openai.AsyncOpenAI(
+            base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=100
+        ) as client:
             return await asyncio.gather(*(read(client, number) for number in range(64)))
 
     reasons = asyncio.run(everyone())

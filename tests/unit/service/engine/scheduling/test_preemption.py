@@ -46,6 +46,7 @@ def test_auto_swaps_where_others_hardly_feel_it(times):
     assert by_mode["auto"].num_swapped > 0.9 * by_mode["auto"].num_preemptions
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("prefix_caching", [False, True])
 def test_auto_does_both_where_the_bus_is_what_everybody_waits_for(prefix_caching):
     by_mode = outcomes(short_mix(500), slower_bus(32), prefix_caching=prefix_caching)
