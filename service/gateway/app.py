@@ -10,7 +10,7 @@ from aiohttp import web
 from service.gateway.batches.batches import Batches
 from service.gateway.batches.files import Files
 from service.gateway.batches.runner import BatchRunner
-from service.gateway.core.service import Hall
+from service.gateway.core.service import InferenceService
 from service.gateway.generation.request import CHAT, COMPLETIONS
 from service.gateway.generation.served_model import ServedModel
 from service.gateway.http.middleware import (
@@ -23,7 +23,7 @@ from service.gateway.http.middleware import (
     read_body,
 )
 from service.gateway.openapi.document import openapi_document
-from service.gateway.routes.completions import REQUEST_ROUTE, Generations
+from service.gateway.routes.completions import REQUEST_ROUTE, Completions
 from service.gateway.routes.embeddings import Embeddings
 from service.gateway.routes.invocations import Invocations
 from service.gateway.routes.operations_page import operations_routes
@@ -53,26 +53,28 @@ def model_permission(model: ServedModel) -> dict[str, object]:
 
 
 class HttpDoor:
-    def __init__(self, hall: Hall, runner: BatchRunner) -> None:
-        self._hall = hall
+    def __init__(self, service: InferenceService, runner: BatchRunner) -> None:
+        self._service = service
         self._runner = runner
 
     def app(self) -> web.Application:
         """All routes behind the guard. Raises StartupError for a key file that cannot be used."""
-        settings = self._hall.settings
-        generations, embeddings = Generations(self._hall), Embeddings(self._hall)
+        settings = self._service.settings
+        completions, embeddings = Completions(self._service), Embeddings(self._service)
         app = web.Application(
-            middlewares=[guard(Doorkeeper(settings), self._hall.metrics, settings.write_timeout, self._hall.tracing)],
+            middlewares=[
+                guard(Doorkeeper(settings), self._service.metrics, settings.write_timeout, self._service.tracing)
+            ],
             client_max_size=settings.max_body_bytes,
         )
         app[READ_TIMEOUT_S] = settings.read_timeout
         app.on_response_prepare.append(note_begun)
         app.add_routes(
             [
-                web.post(COMPLETIONS, generations.create(COMPLETIONS)),
-                web.post(CHAT, generations.create(CHAT)),
-                web.get(REQUEST_ROUTE, generations.get),
-                web.delete(REQUEST_ROUTE, generations.delete),
+                web.post(COMPLETIONS, completions.create(COMPLETIONS)),
+                web.post(CHAT, completions.create(CHAT)),
+                web.get(REQUEST_ROUTE, completions.get),
+                web.delete(REQUEST_ROUTE, completions.delete),
                 web.get("/v1/models", self._models),
                 web.get("/v1/models/{model:.+}", self._model),
                 web.post("/tokenize", self._tokenize),
@@ -84,12 +86,12 @@ class HttpDoor:
                 web.get("/ping", self._readyz),
                 web.get("/", self._welcome),
                 web.get("/openapi.json", self._openapi),
-                *operations_routes(self._hall),
-                *Responses(self._hall).routes(),
+                *operations_routes(self._service),
+                *Responses(self._service).routes(),
                 *embeddings.routes(),
-                *Invocations(self._hall, generations, embeddings).routes(),
-                *Files(self._hall.queue, self._hall.storage, settings).routes(),
-                *Batches(self._hall.queue, self._runner, self._hall.storage).routes(),
+                *Invocations(self._service, completions, embeddings).routes(),
+                *Files(self._service.queue, self._service.storage, settings).routes(),
+                *Batches(self._service.queue, self._runner, self._service.storage).routes(),
             ]
         )
         return app
@@ -98,11 +100,11 @@ class HttpDoor:
         return json_response({"object": "list", "data": [await self._card()]})
 
     async def _model(self, http: web.Request) -> web.Response:
-        self._hall.model.require(http.match_info["model"])
+        self._service.model.require(http.match_info["model"])
         return json_response(await self._card())
 
     async def _card(self) -> dict[str, object]:
-        model = self._hall.model
+        model = self._service.model
         return {
             "id": model.name,
             "object": "model",
@@ -116,45 +118,45 @@ class HttpDoor:
 
     async def _max_model_len(self) -> int:
         """What the workers allow; what the model allows while they cannot be asked."""
-        limit = self._hall.model.max_model_len
+        limit = self._service.model.max_model_len
         try:
-            return (await self._hall.fleet.view()).max_model_len(limit)
+            return (await self._service.fleet.view()).max_model_len(limit)
         except QueueUnavailable:
             return limit
 
     async def _tokenize(self, http: web.Request) -> web.Response:
         body = await read_body(http)
-        found = await self._hall.threads.run(http[TENANT], tokenize, self._hall.model, body)
+        found = await self._service.threads.run(http[TENANT], tokenize, self._service.model, body)
         return json_response({**found, "max_model_len": await self._max_model_len()})
 
     async def _detokenize(self, http: web.Request) -> web.Response:
         body = await read_body(http)
-        return json_response(await self._hall.threads.run(http[TENANT], detokenize, self._hall.model, body))
+        return json_response(await self._service.threads.run(http[TENANT], detokenize, self._service.model, body))
 
     async def _metrics(self, http: web.Request) -> web.Response:
         try:
-            view = await self._hall.fleet.view()
+            view = await self._service.fleet.view()
             lanes = {
                 name: LaneSight(lane.num_jobs, view.oldest_wait_s(name)) for name, lane in view.queue.lanes.items()
             }
             stats = {card.worker_id: card.stats for card in view.cards}
-            self._hall.metrics.see_fleet(stats, lanes, view.queue.num_leases)
+            self._service.metrics.see_fleet(stats, lanes, view.queue.num_leases)
         except QueueUnavailable:
-            self._hall.metrics.see_fleet({}, dict.fromkeys(QUEUE_LANES, LaneSight(math.nan, math.nan)), math.nan)
-        return web.Response(body=self._hall.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
+            self._service.metrics.see_fleet({}, dict.fromkeys(QUEUE_LANES, LaneSight(math.nan, math.nan)), math.nan)
+        return web.Response(body=self._service.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _livez(self, http: web.Request) -> web.Response:
         return json_response({"status": "ok"})
 
     async def _readyz(self, http: web.Request) -> web.Response:
-        status, body = await readiness(self._hall)
+        status, body = await readiness(self._service)
         return json_response(body, status)
 
     async def _openapi(self, http: web.Request) -> web.Response:
-        settings = self._hall.settings
+        settings = self._service.settings
         keys_required = bool(settings.api_key or settings.api_key_file)
-        return json_response(openapi_document(version("quire"), self._hall.model.name, keys_required=keys_required))
+        return json_response(openapi_document(version("quire"), self._service.model.name, keys_required=keys_required))
 
     async def _welcome(self, http: web.Request) -> web.Response:
         routes = sorted({resource.canonical for resource in http.app.router.resources()})
-        return json_response({"service": "quire", "model": self._hall.model.name, "routes": routes})
+        return json_response({"service": "quire", "model": self._service.model.name, "routes": routes})

@@ -19,12 +19,12 @@ from service.errors import StartupError
 from service.garbage import keep_for_good
 from service.gateway.app import HttpDoor
 from service.gateway.batches.runner import BatchRunner
-from service.gateway.core.service import Hall
+from service.gateway.core.service import InferenceService
 from service.gateway.generation.served_model import ServedModel
 from service.gateway.http.connection import Connections, Protocol
 from service.gateway.http.middleware import worded
 from service.gateway.http.tls import opened_tls
-from service.gateway.ingress.ingress import QueueDoor
+from service.gateway.ingress.ingress import QueueIngress
 from service.gateway.routes.probes import probed
 from service.observability.logs import fields
 from service.observability.tracing import NO_TRACING, Tracing
@@ -65,31 +65,31 @@ async def serving(
     settings: Settings, model: ServedModel, queue: GatewayQueue, tracing: Tracing = NO_TRACING
 ) -> AsyncIterator[str]:
     """Both doors are open inside, under the URL given; on the way out they drain. Raises StartupError."""
-    hall = Hall(settings, model, queue, feed=f"door-{secrets.token_hex(8)}", tracing=tracing)
+    service = InferenceService(settings, model, queue, feed=f"door-{secrets.token_hex(8)}", tracing=tracing)
     connections = Connections(settings.max_connections, settings.max_connections_per_client)
-    queue_door = QueueDoor(hall)
-    batch_runner = BatchRunner(hall)
-    runner = await _set_up(HttpDoor(hall, batch_runner).app(), settings.write_timeout)
+    queue_ingress = QueueIngress(service)
+    batch_runner = BatchRunner(service)
+    runner = await _set_up(HttpDoor(service, batch_runner).app(), settings.write_timeout)
     queue_task = batch_task = None
     try:
         async with (
             opened_tls(settings.ssl_certfile, settings.ssl_keyfile) as tls,
-            probed(hall, settings.host, settings.probe_port),
+            probed(service, settings.host, settings.probe_port),
         ):
-            await hall.grammars.wait_until_ready()
+            await service.grammars.wait_until_ready()
             server = await _listen(runner, settings, connections, tls)
-            queue_task = asyncio.create_task(queue_door.run())
+            queue_task = asyncio.create_task(queue_ingress.run())
             batch_task = asyncio.create_task(batch_runner.run())
             url = _url("http" if tls is None else "https", settings.host, server.sockets[0].getsockname()[1])
             log.info("gateway ready %s", fields(url=url, model=model.name))
             try:
                 yield url
             finally:
-                log.info("gateway drains %s", fields(num_open=hall.relay.num_open))
+                log.info("gateway drains %s", fields(num_open=service.dispatcher.num_open))
                 server.close()
-                queue_door.stop()
+                queue_ingress.stop()
                 batch_task.cancel()
-                await hall.drain()
+                await service.drain()
     finally:
         if batch_task is not None:
             await asyncio.wait({batch_task}, timeout=SHUTDOWN_TIMEOUT_S)
@@ -98,7 +98,7 @@ async def serving(
         if queue_task is not None:
             await asyncio.wait({queue_task}, timeout=SHUTDOWN_TIMEOUT_S)
             queue_task.cancel()
-        await hall.close()
+        await service.close()
 
 
 async def _set_up(app: web.Application, write_timeout_s: float) -> web.AppRunner:

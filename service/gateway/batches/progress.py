@@ -19,7 +19,7 @@ from service.gateway.batches.lines import (
 )
 from service.gateway.batches.requests import BatchRequests, Interrupted, NotStored, RanLate, RanPastOwnTimeout
 from service.gateway.batches.turns import LineSlots
-from service.gateway.core.service import Hall
+from service.gateway.core.service import InferenceService
 from service.observability.logs import about
 from service.queue.batches import ANSWERED_BADLY, ANSWERED_WELL, Batch, BatchStatus
 from service.queue.interface import QueueUnavailable
@@ -55,10 +55,10 @@ class _Told:
 class Progress:
     """Of a batch that this gateway holds. Per line that is done it keeps one byte."""
 
-    def __init__(self, hall: Hall, batch: Batch, input_file: InputFile, slots: LineSlots) -> None:
-        self._hall = hall
-        self._queue = hall.queue
-        self._requests = BatchRequests(hall)
+    def __init__(self, service: InferenceService, batch: Batch, input_file: InputFile, slots: LineSlots) -> None:
+        self._service = service
+        self._queue = service.queue
+        self._requests = BatchRequests(service)
         self._batch = batch
         self._input = input_file
         self._slots = slots
@@ -196,7 +196,7 @@ class Progress:
             return await self._requests.answer(batch.endpoint, bytes(asked.body), batch.tenant, key)
         except Interrupted as interrupted:
             if await self._queue.is_batch_cancelled(batch.batch_id):
-                await self._hall.cancel(interrupted.ticket)
+                await self._service.cancel(interrupted.accepted)
             raise
 
     def _ask_again(self, line: _Line, wait_s: float) -> None:
@@ -208,7 +208,7 @@ class Progress:
         """Raises StorageFull where the tenant has stored all that it may."""
         while True:
             try:
-                await self._queue.put_line(self._batch, number, answer, mark, self._hall.storage)
+                await self._queue.put_line(self._batch, number, answer, mark, self._service.storage)
             except QueueUnavailable:
                 await asyncio.sleep(RETRY_S)
             except StorageFull as full:

@@ -20,7 +20,7 @@ from service.gateway.batches.input_file import InputFile, LineIndex, LineScanner
 from service.gateway.batches.lines import UNDONE_BYTES, BadInput
 from service.gateway.batches.progress import Progress
 from service.gateway.batches.turns import BatchTurns, LineSlots
-from service.gateway.core.service import Hall, incident
+from service.gateway.core.service import InferenceService, incident
 from service.gateway.core.storage import storage_refusal
 from service.observability.logs import fields
 from service.queue.batches import Batch, BatchError, BatchStatus, OpenBatch
@@ -43,9 +43,9 @@ class _Work:
 
 
 class BatchRunner:
-    def __init__(self, hall: Hall) -> None:
-        self._hall = hall
-        self._queue = hall.queue
+    def __init__(self, service: InferenceService) -> None:
+        self._service = service
+        self._queue = service.queue
         self._holder = secrets.token_hex(8)
         self._running: dict[str, _Work] = {}
         self._turns = BatchTurns()
@@ -146,13 +146,13 @@ class BatchRunner:
         """Where the requests are, and the room for what becomes of them. Raises BadInput, QueueUnavailable,
         StorageFull."""
         is_new = batch.status is BatchStatus.VALIDATING
-        scanner = LineScanner(batch.endpoint, self._hall.settings.max_body_bytes, checks=is_new)
+        scanner = LineScanner(batch.endpoint, self._service.settings.max_body_bytes, checks=is_new)
         async with self._reading:
-            await scan_file(self._queue, batch.input_file_id, scanner, partial(self._hall.threads.run, batch.tenant))
+            await scan_file(self._queue, batch.input_file_id, scanner, partial(self._service.threads.run, batch.tenant))
         if is_new:
             num_bytes = len(scanner.index) * UNDONE_BYTES + scanner.num_id_bytes
             try:
-                await self._queue.reserve_lines(batch, num_bytes, self._hall.storage)
+                await self._queue.reserve_lines(batch, num_bytes, self._service.storage)
             except StorageFull as full:
                 if not full.of_tenant:
                     raise
@@ -163,7 +163,7 @@ class BatchRunner:
 
     async def _ask(self, batch: Batch, input_file: InputFile) -> Batch:
         """Raises BadInput where the input file is gone, QueueUnavailable."""
-        progress = Progress(self._hall, batch, input_file, self._slots)
+        progress = Progress(self._service, batch, input_file, self._slots)
         end = await progress.run()
         num_completed, _ = progress.counts
         errors = ()

@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from service.gateway.core.job_ids import job_names
-from service.gateway.generation.request import Request, Source
+from service.gateway.generation.request import GenerationRequest, Source
 from service.gateway.openai.validator import read_request
 from service.queue.codec import pack_ids, unpack_ids
 from service.queue.messages import Job, RequestRecord
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ticket:
+class AcceptedRequest:
     """An admitted request. Its jobs are one a prompt."""
 
-    request: Request
+    request: GenerationRequest
     request_id: str  # also the id of its first job
     tenant: str
     created_s: float  # queue time, Unix seconds
@@ -31,7 +31,7 @@ class Ticket:
     idempotency: str | None = None  # hash of the client's key for it
     came_before: bool = False  # under its key: its client may have events of it
 
-    def with_timeout(self, timeout_s: float) -> Ticket:
+    def with_timeout(self, timeout_s: float) -> AcceptedRequest:
         return replace(self, timeout_s=timeout_s)
 
     @property
@@ -39,27 +39,27 @@ class Ticket:
         return job_names(self.request_id, len(self.num_prompt_tokens))
 
 
-def record_of(ticket: Ticket) -> RequestRecord:
-    source = ticket.request.source
+def record_of(accepted: AcceptedRequest) -> RequestRecord:
+    source = accepted.request.source
     return RequestRecord(
-        request_id=ticket.request_id,
-        tenant=ticket.tenant,
-        endpoint=ticket.request.endpoint,
+        request_id=accepted.request_id,
+        tenant=accepted.tenant,
+        endpoint=accepted.request.endpoint,
         outline=source.outline,
         digest=source.digest,
-        created_s=ticket.created_s,
-        deadline_s=ticket.created_s + ticket.timeout_s,
-        num_prompt_tokens=pack_ids(ticket.num_prompt_tokens),
-        prompt_texts=ticket.prompt_texts,
-        first_ids=pack_ids(ticket.first_ids),
-        stays=ticket.request.stays,
+        created_s=accepted.created_s,
+        deadline_s=accepted.created_s + accepted.timeout_s,
+        num_prompt_tokens=pack_ids(accepted.num_prompt_tokens),
+        prompt_texts=accepted.prompt_texts,
+        first_ids=pack_ids(accepted.first_ids),
+        stays=accepted.request.stays,
     )
 
 
-def ticket_of(record: RequestRecord, now_s: float) -> Ticket:
+def accepted_from(record: RequestRecord, now_s: float) -> AcceptedRequest:
     """The request again, with the shortest possible prompts. `now_s`: queue time."""
     request = read_request(record.endpoint, msgspec.json.decode(record.outline))
-    return Ticket(
+    return AcceptedRequest(
         request=replace(
             request,
             source=Source(record.outline, record.digest),

@@ -10,14 +10,14 @@ from model.sampling_params import SamplingParams
 from model.text.grammar import GrammarError
 from service.config.settings import Settings
 from service.errors import RequestError
-from service.gateway.core.accepted_request import Ticket
+from service.gateway.core.accepted_request import AcceptedRequest
 from service.gateway.core.back_pressure import RETRY_AFTER_S, BackPressure
 from service.gateway.core.fleet import Fleet, FleetView
 from service.gateway.core.job_ids import new_job_id, seed_of
-from service.gateway.core.sampling import Samplings
+from service.gateway.core.sampling import SamplingResolver
 from service.gateway.core.text_threads import TextThreads
 from service.gateway.generation.refusals import grammar_refusal, refusal, too_costly
-from service.gateway.generation.request import Request
+from service.gateway.generation.request import GenerationRequest
 from service.gateway.generation.served_model import ServedModel
 from service.gateway.grammars.pool import GrammarPool, PackedTask
 from service.queue.codec import pack_ids
@@ -25,7 +25,7 @@ from service.queue.interface import GatewayQueue, QueueUnavailable
 from service.queue.messages import Job
 
 UNAVAILABLE = "unavailable"
-Understood = tuple[list[list[int]], tuple[str, ...], PackedTask | None]
+Tokenized = tuple[list[list[int]], tuple[str, ...], PackedTask | None]
 """Token ids and, where they are told again, texts of the prompts, and what holds the answer to its form."""
 MAX_IDS_AT_ONCE = 4096
 
@@ -50,7 +50,7 @@ class Admission:
         self._feed = feed
         self._threads = threads
         self._grammars = grammars
-        self._samplings = Samplings(model.defaults, settings)
+        self._sampling = SamplingResolver(model.defaults, settings)
         self._draining = False
 
     @property
@@ -61,7 +61,7 @@ class Admission:
         """From now on every request is refused with 503."""
         self._draining = True
 
-    async def admit(self, request: Request, tenant: str, request_id: str | None = None) -> Ticket:
+    async def admit(self, request: GenerationRequest, tenant: str, request_id: str | None = None) -> AcceptedRequest:
         """Raises RequestError: 400, 404, or 429 or 503 with Retry-After while there is no room or no queue.
 
         `request_id`: of a request that may have been admitted before, elsewhere; its seed, else drawn by chance,
@@ -74,13 +74,13 @@ class Admission:
         timeout_s = self._timeout_s(request)
         self._check_ids(request)
         max_model_len = view.max_model_len(self._model.max_model_len)
-        prompts, texts, task = await self._understood(request, tenant, max_model_len)
+        prompts, texts, task = await self._tokenized(request, tenant, max_model_len)
         grammar = None if task is None else await self._compiled(request, task, tenant)
         if request.sampling.seed is None:
             seed = secrets.randbits(64) if request_id is None else seed_of(request_id)
             request = replace(request, sampling=replace(request.sampling, seed=seed))
-        samplings = self._samplings.by_prompt(request, [len(prompt) for prompt in prompts], max_model_len)
-        ticket = Ticket(
+        sampling_params = self._sampling.by_prompt(request, [len(prompt) for prompt in prompts], max_model_len)
+        accepted = AcceptedRequest(
             request=request,
             request_id=request_id or new_job_id(),
             tenant=tenant,
@@ -90,25 +90,27 @@ class Admission:
             prompt_texts=texts,
             first_ids=() if request.sampling.prompt_logprobs is None else tuple(prompt[0] for prompt in prompts),
         )
-        return replace(ticket, jobs=self._jobs(ticket, prompts, [replace(one, grammar=grammar) for one in samplings]))
+        return replace(
+            accepted, jobs=self._jobs(accepted, prompts, [replace(one, grammar=grammar) for one in sampling_params])
+        )
 
     def _jobs(
-        self, ticket: Ticket, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams]
+        self, accepted: AcceptedRequest, prompts: Sequence[list[int]], sampling_params: Sequence[SamplingParams]
     ) -> tuple[Job, ...]:
         return tuple(
             Job(
                 job_id=job_id,
-                tenant=ticket.tenant,
+                tenant=accepted.tenant,
                 prompt=pack_ids(prompt),
                 sampling=sampling,
-                submitted_at_s=ticket.created_s,
-                deadline_s=ticket.created_s + ticket.timeout_s,
+                submitted_at_s=accepted.created_s,
+                deadline_s=accepted.created_s + accepted.timeout_s,
                 feed=self._feed,
-                priority=ticket.request.priority,
-                is_batch=ticket.request.is_batch,
+                priority=accepted.request.priority,
+                is_batch=accepted.request.is_batch,
                 model=self._model.name,
             )
-            for job_id, prompt, sampling in zip(ticket.job_ids, prompts, samplings, strict=True)
+            for job_id, prompt, sampling in zip(accepted.job_ids, prompts, sampling_params, strict=True)
         )
 
     async def _now_s(self) -> float:
@@ -117,31 +119,31 @@ class Admission:
         except QueueUnavailable:
             raise unavailable() from None
 
-    def _check_choices(self, request: Request) -> None:
-        most, wishes = self._settings.max_n, request.sampling
-        for name, value in (("n", wishes.n), ("best_of", wishes.best_of)):
+    def _check_choices(self, request: GenerationRequest) -> None:
+        most, params = self._settings.max_n, request.sampling
+        for name, value in (("n", params.n), ("best_of", params.best_of)):
             if value > most:
                 raise refusal(name, f"must be at most {most} here")
 
-    async def _understood(self, request: Request, tenant: str, max_model_len: int) -> Understood:
-        if _is_read_at_once(request):
-            return self._understand(request, max_model_len)
-        return await self._threads.run(tenant, self._understand, request, max_model_len)
+    async def _tokenized(self, request: GenerationRequest, tenant: str, max_model_len: int) -> Tokenized:
+        if _is_quick_to_read(request):
+            return self._tokenize(request, max_model_len)
+        return await self._threads.run(tenant, self._tokenize, request, max_model_len)
 
-    def _understand(self, request: Request, max_model_len: int) -> Understood:
+    def _tokenize(self, request: GenerationRequest, max_model_len: int) -> Tokenized:
         """May take long."""
         prompts = self._encode(request, max_model_len)
         task = self._model.grammar_task(request)
         return prompts, self._prompt_texts(request, prompts), None if task is None else PackedTask.of(task)
 
-    async def _compiled(self, request: Request, task: PackedTask, tenant: str) -> str:
-        wish = request.sampling.grammar
+    async def _compiled(self, request: GenerationRequest, task: PackedTask, tenant: str) -> str:
+        grammar = request.sampling.grammar
         try:
             return await self._grammars.compile(task, tenant)
         except GrammarError as error:
-            raise grammar_refusal(error, "tools" if wish is None else wish.param) from None
+            raise grammar_refusal(error, "tools" if grammar is None else grammar.param) from None
 
-    def _encode(self, request: Request, max_model_len: int) -> list[list[int]]:
+    def _encode(self, request: GenerationRequest, max_model_len: int) -> list[list[int]]:
         prompts, num_tokens = [], 0
         keeps_end = request.truncate_prompt_tokens is not None
         for prompt in request.prompts:
@@ -152,7 +154,7 @@ class Admission:
                 raise too_costly(self._settings.max_request_tokens)
         return prompts
 
-    def _kept(self, request: Request, prompt: list[int], max_model_len: int) -> list[int]:
+    def _kept(self, request: GenerationRequest, prompt: list[int], max_model_len: int) -> list[int]:
         """What `truncate_prompt_tokens` leaves of a prompt."""
         most = request.truncate_prompt_tokens
         if most is None:
@@ -161,7 +163,7 @@ class Admission:
             most = max(1, max_model_len - (request.sampling.max_tokens or 1))
         return prompt[-most:]
 
-    def _prompt_texts(self, request: Request, prompts: Sequence[list[int]]) -> tuple[str, ...]:
+    def _prompt_texts(self, request: GenerationRequest, prompts: Sequence[list[int]]) -> tuple[str, ...]:
         """The prompts as the answer repeats them: as they came, or what is left of them."""
         if not request.echo:
             return ()
@@ -183,7 +185,7 @@ class Admission:
         self._pressure.see(view)
         return view
 
-    def _timeout_s(self, request: Request) -> float:
+    def _timeout_s(self, request: GenerationRequest) -> float:
         longest_s = self._settings.request_timeout
         if request.timeout_s is None:
             return longest_s
@@ -191,12 +193,12 @@ class Admission:
             raise RequestError(400, f"'timeout' must be at most {longest_s:g} seconds.", param="timeout")
         return request.timeout_s
 
-    def _check_ids(self, request: Request) -> None:
+    def _check_ids(self, request: GenerationRequest) -> None:
         self._model.check_ids(request.sampling.stop_token_ids, "stop_token_ids")
         self._model.check_ids(tuple(token for token, _ in request.sampling.logit_bias), "logit_bias")
 
 
-def _is_read_at_once(request: Request) -> bool:
+def _is_quick_to_read(request: GenerationRequest) -> bool:
     """Whether it takes less time to understand than to hand to a thread: the way there and back is long where the event
     loop is busy."""
     are_few_ids = all(isinstance(prompt, tuple) for prompt in request.prompts) and (

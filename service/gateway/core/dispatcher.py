@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from service.errors import EndReason, RequestError
-from service.gateway.core.accepted_request import Ticket
+from service.gateway.core.accepted_request import AcceptedRequest
 from service.gateway.core.admission import unavailable
 from service.gateway.core.back_pressure import BackPressure, NoRoom
 from service.gateway.core.background import BackgroundWrites
 from service.gateway.core.spans import begin_generation, end_generation
 from service.gateway.core.storage import storage_refusal
-from service.gateway.generation.response_assembler import JobText
-from service.gateway.generation.response_stream import JobRun, Run, failure
+from service.gateway.generation.response_assembler import ResponseAssembler
+from service.gateway.generation.response_stream import JobStream, ResponseStream, failure
 from service.gateway.generation.served_model import ServedModel
 from service.observability.logs import fields
 from service.observability.metrics import GatewayMetrics
@@ -32,16 +32,16 @@ CLOSE_TIMEOUT_S = 2.0
 LOOKS_PER_GRACE, MARKS_PER_GRACE, NUM_MISSING_MARKS = 4, 5, 2
 
 
-async def read_to_end(run: Run) -> None:
-    async for _ in run:
+async def read_to_end(stream: ResponseStream) -> None:
+    async for _ in stream:
         pass
 
 
-Reader = Callable[[Run], Coroutine[Any, Any, None]]
+Reader = Callable[[ResponseStream], Coroutine[Any, Any, None]]
 """What becomes of the answer of a request that has no client."""
 
 
-class Relay:
+class RequestDispatcher:
     def __init__(
         self,
         model: ServedModel,
@@ -69,108 +69,109 @@ class Relay:
         return len(self._open)
 
     @asynccontextmanager
-    async def open(self, ticket: Ticket, *, is_shared: bool = False) -> AsyncIterator[Run]:
+    async def open(self, accepted: AcceptedRequest, *, is_shared: bool = False) -> AsyncIterator[ResponseStream]:
         """Submits the jobs; on leaving before their end, for whatever reason, cancels them. Those of a request that
         `is_shared` go on where only this gateway leaves, or hears no answer from the queue: they are asked for again,
         here or by another gateway.
 
         Raises RequestError: 429 or 503 where a job was not accepted or this door closes, 504 past the deadline.
         """
-        scope = _Scope(asyncio.timeout(ticket.timeout_s), owns_jobs=True, is_shared=is_shared)
-        async with self._opened(ticket, scope) as run:
-            yield run
+        scope = _Scope(asyncio.timeout(accepted.timeout_s), owns_jobs=True, is_shared=is_shared)
+        async with self._opened(accepted, scope) as stream:
+            yield stream
 
     @asynccontextmanager
-    async def view(self, ticket: Ticket) -> AsyncIterator[Run]:
+    async def view(self, accepted: AcceptedRequest) -> AsyncIterator[ResponseStream]:
         """The answer of a request that is under way or over, from its beginning. Leaving ends nothing.
 
         While inside, a request that outlives its clients knows that one is there. Raises RequestError like `open`.
         """
-        watching = asyncio.create_task(self._watch(ticket)) if ticket.request.resumable else None
+        watching = asyncio.create_task(self._watch(accepted)) if accepted.request.resumable else None
         try:
-            async with self._opened(ticket, _Scope(asyncio.timeout(ticket.timeout_s), owns_jobs=False)) as run:
-                yield run
+            async with self._opened(accepted, _Scope(asyncio.timeout(accepted.timeout_s), owns_jobs=False)) as stream:
+                yield stream
         finally:
             if watching is not None:
                 watching.cancel()
-                self._mark_last(ticket)
+                self._mark_last(accepted)
 
-    async def keep(self, ticket: Ticket, read: Reader = read_to_end) -> None:
-        """Submits the jobs and sees to them without a client: in the background to their end, else until nobody has
-        been there for `resume_grace` seconds. `read` gets the run. Returns when they are accepted. Raises RequestError.
+    async def keep(self, accepted: AcceptedRequest, read: Reader = read_to_end) -> None:
+        """Submit the jobs and follow them without a client: a background request to its end, any other until no client
+        has watched it for `resume_grace` seconds. `read` gets the response stream. Return once the jobs are queued.
+        Raises RequestError.
         """
-        accepted = asyncio.get_running_loop().create_future()
-        accepted.add_done_callback(asyncio.Future.exception)  # its client may have left before it could hear
-        task = asyncio.create_task(self._keep(ticket, accepted, read))
+        submitted = asyncio.get_running_loop().create_future()
+        submitted.add_done_callback(asyncio.Future.exception)  # its client may have left before it could hear
+        task = asyncio.create_task(self._keep(accepted, submitted, read))
         self._keepers.add(task)
         task.add_done_callback(self._keepers.discard)
-        await asyncio.wait({accepted})
-        accepted.result()
+        await asyncio.wait({submitted})
+        submitted.result()
 
-    async def _keep(self, ticket: Ticket, accepted: asyncio.Future[None], read: Reader) -> None:
-        scope = _Scope(asyncio.timeout(ticket.timeout_s), owns_jobs=True, is_kept=True)
+    async def _keep(self, accepted: AcceptedRequest, submitted: asyncio.Future[None], read: Reader) -> None:
+        scope = _Scope(asyncio.timeout(accepted.timeout_s), owns_jobs=True, is_kept=True)
         patience = None
         try:
-            async with self._opened(ticket, scope) as run:
-                if ticket.request.resumable:
-                    await self._mark(ticket)
-                    patience = asyncio.create_task(self._await_desertion(ticket, scope))
-                accepted.set_result(None)
-                await read(run)
+            async with self._opened(accepted, scope) as stream:
+                if accepted.request.resumable:
+                    await self._mark(accepted)
+                    patience = asyncio.create_task(self._await_desertion(accepted, scope))
+                submitted.set_result(None)
+                await read(stream)
         except RequestError as error:
-            if not accepted.done():
-                accepted.set_exception(error)
+            if not submitted.done():
+                submitted.set_exception(error)
         except Exception:
-            log.exception("a request is no longer kept %s", fields(request=ticket.request_id))
+            log.exception("a request is no longer kept %s", fields(request=accepted.request_id))
         finally:
             if patience is not None:
                 patience.cancel()
-            if not accepted.done():
-                accepted.set_exception(unavailable())
+            if not submitted.done():
+                submitted.set_exception(unavailable())
 
-    async def _await_desertion(self, ticket: Ticket, scope: _Scope) -> None:
+    async def _await_desertion(self, accepted: AcceptedRequest, scope: _Scope) -> None:
         """One missing mark may have been lost, or have run out early where Redis' clock was set: who is there writes
         another before the next look."""
         num_missing = 0
         while num_missing < NUM_MISSING_MARKS:
             await asyncio.sleep(self._grace_s / LOOKS_PER_GRACE)
             try:
-                is_watched = await self._queue.is_watched(ticket.request_id)
+                is_watched = await self._queue.is_watched(accepted.request_id)
             except QueueUnavailable:
                 is_watched = True
             num_missing = 0 if is_watched else num_missing + 1
         scope.end(EndReason.CANCELLED)
 
-    async def _watch(self, ticket: Ticket) -> None:
+    async def _watch(self, accepted: AcceptedRequest) -> None:
         while True:
-            is_marked = await self._mark(ticket)
+            is_marked = await self._mark(accepted)
             await asyncio.sleep(self._grace_s / MARKS_PER_GRACE if is_marked else min(1.0, self._grace_s / 10))
 
-    async def _mark(self, ticket: Ticket) -> bool:
+    async def _mark(self, accepted: AcceptedRequest) -> bool:
         try:
-            await self._queue.watch(ticket.request_id, self._grace_s)
+            await self._queue.watch(accepted.request_id, self._grace_s)
         except QueueUnavailable:
-            log.warning("request not marked as watched %s", fields(request=ticket.request_id))
+            log.warning("request not marked as watched %s", fields(request=accepted.request_id))
             return False
         return True
 
-    def _mark_last(self, ticket: Ticket) -> None:
+    def _mark_last(self, accepted: AcceptedRequest) -> None:
         """Record that no client of this gateway is connected any more."""
-        mark = lambda: self._queue.watch(ticket.request_id, self._grace_s)  # noqa: E731
-        self.background.repeat(mark, "request not marked as watched", self._grace_s, request=ticket.request_id)
+        mark = lambda: self._queue.watch(accepted.request_id, self._grace_s)  # noqa: E731
+        self.background.repeat(mark, "request not marked as watched", self._grace_s, request=accepted.request_id)
 
     @asynccontextmanager
-    async def _opened(self, ticket: Ticket, scope: _Scope) -> AsyncIterator[Run]:
-        jobs = [self._follow(ticket, number, is_there=not scope.owns_jobs) for number in range(len(ticket.job_ids))]
-        run = Run(jobs, sum(ticket.num_prompt_tokens))
+    async def _opened(self, accepted: AcceptedRequest, scope: _Scope) -> AsyncIterator[ResponseStream]:
+        jobs = [self._follow(accepted, number, is_there=not scope.owns_jobs) for number in range(len(accepted.job_ids))]
+        stream = ResponseStream(jobs, sum(accepted.num_prompt_tokens))
         self._open.add(scope)
-        span = begin_generation(self._tracing if scope.owns_jobs else NO_TRACING, ticket)
+        span = begin_generation(self._tracing if scope.owns_jobs else NO_TRACING, accepted)
         reason, is_kept, refused = EndReason.CANCELLED, scope.is_kept or scope.is_shared, None
         try:
             async with scope.timeout:
                 if scope.owns_jobs:
-                    await self._submit(ticket, jobs, span.traceparent, scope)
-                yield run
+                    await self._submit(accepted, jobs, span.traceparent, scope)
+                yield stream
         except NoRoom as error:
             is_kept, refused = True, error.code  # `_withdraw` ends what was accepted of it
             raise
@@ -188,50 +189,54 @@ class Relay:
             raise failure(reason) from None
         finally:
             self._open.discard(scope)
-            run.leave(reason, jobs_go_on=is_kept or not scope.owns_jobs)
+            stream.leave(reason, jobs_go_on=is_kept or not scope.owns_jobs)
             if self._tracing.is_on and scope.owns_jobs:
-                end_generation(span, run, reason, refused)
-            self.background.spawn(run.close())
+                end_generation(span, stream, reason, refused)
+            self.background.spawn(stream.close())
 
-    async def _submit(self, ticket: Ticket, runs: Sequence[JobRun], traceparent: str | None, scope: _Scope) -> None:
+    async def _submit(
+        self, accepted: AcceptedRequest, job_streams: Sequence[JobStream], traceparent: str | None, scope: _Scope
+    ) -> None:
         """Raises NoRoom, or QueueUnavailable where the queue is away or does not answer."""
-        by_id = {run.job_id: run for run in runs}
-        for number, job in enumerate(ticket.jobs):
-            run = by_id[job.job_id]
-            run.submitting()
+        by_id = {job_stream.job_id: job_stream for job_stream in job_streams}
+        for number, job in enumerate(accepted.jobs):
+            job_stream = by_id[job.job_id]
+            job_stream.submitting()
             try:
                 traced = job if traceparent is None else replace(job, traceparent=traceparent)
-                record = None if number else ticket.record
+                record = None if number else accepted.record
                 await self._queue.submit(traced, self._pressure.bounds, record, self._limits)
             except (QueueFull, StorageFull) as full:
-                run.refused()
-                if not scope.is_shared and len(ticket.jobs) == len(runs):  # else its owner goes on asking for it
-                    self.background.spawn(self._withdraw(ticket, number))
+                job_stream.refused()
+                if not scope.is_shared and len(accepted.jobs) == len(
+                    job_streams
+                ):  # else its owner goes on asking for it
+                    self.background.spawn(self._withdraw(accepted, number))
                 if isinstance(full, StorageFull):
                     raise storage_refusal(full) from None
-                raise self._pressure.refused(ticket.tenant, full) from None
-            self._pressure.accepted(ticket.tenant)
-            run.accepted(self._metrics.started(len(job.prompt) // 4))
+                raise self._pressure.refused(accepted.tenant, full) from None
+            self._pressure.accepted(accepted.tenant)
+            job_stream.accepted(self._metrics.started(len(job.prompt) // 4))
 
-    async def _withdraw(self, ticket: Ticket, num_accepted: int) -> None:
+    async def _withdraw(self, accepted: AcceptedRequest, num_accepted: int) -> None:
         """A request that was refused is not to be found, so that a flood of them leaves nothing behind. What was
         accepted of it ends after that, for as long as it is found it may be asked for."""
-        if num_accepted == 0 and ticket.idempotency is None:
+        if num_accepted == 0 and accepted.idempotency is None:
             return  # nothing of it was kept
 
         def forget() -> Awaitable[None]:
             # Unless a request under the same key, made at the same time, was accepted.
-            unless_there = None if num_accepted else ticket.request_id
-            return self._queue.forget(ticket.request_id, ticket.tenant, ticket.idempotency, unless_there)
+            unless_there = None if num_accepted else accepted.request_id
+            return self._queue.forget(accepted.request_id, accepted.tenant, accepted.idempotency, unless_there)
 
-        if await self.background.until_known(forget, "request not forgotten", request=ticket.request_id):
-            for job in ticket.jobs[:num_accepted]:
+        if await self.background.until_known(forget, "request not forgotten", request=accepted.request_id):
+            for job in accepted.jobs[:num_accepted]:
                 self._cancel(Cancel(job_id=job.job_id, reason=EndReason.CANCELLED))
 
-    def _follow(self, ticket: Ticket, number: int, is_there: bool) -> JobRun:
-        job_id = ticket.job_ids[number]
-        text = JobText(ticket.request, self._model, number * ticket.request.sampling.n)
-        return JobRun(job_id, self._queue.follow(job_id), text, self._cancel, is_there)
+    def _follow(self, accepted: AcceptedRequest, number: int, is_there: bool) -> JobStream:
+        job_id = accepted.job_ids[number]
+        text = ResponseAssembler(accepted.request, self._model, number * accepted.request.sampling.n)
+        return JobStream(job_id, self._queue.follow(job_id), text, self._cancel, is_there)
 
     def let_go(self) -> None:
         """Requests that outlive their clients outlive this gateway too."""

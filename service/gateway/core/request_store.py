@@ -6,15 +6,15 @@ import hashlib
 from dataclasses import replace
 
 from service.errors import EndReason, RequestError
-from service.gateway.core.accepted_request import Ticket, record_of, ticket_of
+from service.gateway.core.accepted_request import AcceptedRequest, accepted_from, record_of
 from service.gateway.core.admission import UNAVAILABLE, Admission, unavailable
-from service.gateway.core.dispatcher import Relay
+from service.gateway.core.dispatcher import RequestDispatcher
 from service.gateway.core.job_ids import new_job_id
 from service.gateway.core.storage import stored
 from service.gateway.core.text_threads import TextThreads
 from service.gateway.core.whole_answers import whole_answer
-from service.gateway.generation.request import Request
-from service.gateway.openai.answers import AnswerForm, Json, error_object
+from service.gateway.generation.request import GenerationRequest
+from service.gateway.openai.answers import Json, ResponseBuilder, error_object
 from service.queue.interface import GatewayQueue, QueueUnavailable
 from service.queue.messages import Cancel, RequestRecord
 from service.queue.storage import StorageLimits
@@ -25,29 +25,34 @@ SLACK_S = 5.0
 """An answer that is complete may be read so long after its deadline, and a last event may be so late."""
 
 
-class Requests:
+class RequestStore:
     def __init__(
-        self, queue: GatewayQueue, admission: Admission, relay: Relay, threads: TextThreads, limits: StorageLimits
+        self,
+        queue: GatewayQueue,
+        admission: Admission,
+        dispatcher: RequestDispatcher,
+        threads: TextThreads,
+        limits: StorageLimits,
     ) -> None:
         self._queue = queue
         self._admission = admission
-        self._relay = relay
+        self._dispatcher = dispatcher
         self._threads = threads
         self._limits = limits
 
-    async def accept(self, request: Request, tenant: str, idempotency_key: str | None) -> Ticket:
-        """The ticket of a request that will be remembered once it is submitted, or is already where it has a key; one
+    async def accept(self, request: GenerationRequest, tenant: str, idempotency_key: str | None) -> AcceptedRequest:
+        """The accepted request, which will be remembered once it is submitted, or is already where it has a key; one
         without jobs where the same request came before under its key. Raises RequestError like `admit`, and 409 where
         the key stands for another one."""
-        ticket = await self._admission.admit(request, tenant, new_job_id())
+        accepted = await self._admission.admit(request, tenant, new_job_id())
         if idempotency_key is None:
-            return replace(ticket, record=record_of(ticket))
+            return replace(accepted, record=record_of(accepted))
         digest = _key_digest(tenant, idempotency_key)
-        ticket = replace(ticket, idempotency=digest)
+        accepted = replace(accepted, idempotency=digest)
         try:
-            record = await self._first_under(digest, ticket)
+            record = await self._first_under(digest, accepted)
             if record is None:
-                return ticket
+                return accepted
             if record.digest != request.source.digest:
                 message = "The Idempotency-Key was used before, with another request."
                 raise RequestError(409, message, param="Idempotency-Key", code="idempotency_key_reused")
@@ -64,12 +69,12 @@ class Requests:
         missing = tuple(job for job, event in zip(again.jobs, events, strict=True) if event is None)
         return replace(earlier, jobs=missing, idempotency=digest)
 
-    async def _first_under(self, digest: str, ticket: Ticket) -> RequestRecord | None:
+    async def _first_under(self, digest: str, accepted: AcceptedRequest) -> RequestRecord | None:
         """The record of an earlier request under the same key; None: this one is the first, and is remembered. Raises
         RequestError (429, 503)."""
         while True:
-            holder = await stored(self._queue.remember(record_of(ticket), digest, self._limits))
-            if holder == ticket.request_id:
+            holder = await stored(self._queue.remember(record_of(accepted), digest, self._limits))
+            if holder == accepted.request_id:
                 return None
             record = await stored(self._queue.recall(holder))
             if record is not None:  # else it was refused and forgotten between the two
@@ -79,7 +84,7 @@ class Requests:
         """A request that was accepted under this key, and whose answer is kept elsewhere. Raises QueueUnavailable."""
         await self._queue.forget(request_id, tenant, _key_digest(tenant, idempotency_key))
 
-    async def find(self, request_id: str, tenant: str) -> Ticket:
+    async def find(self, request_id: str, tenant: str) -> AcceptedRequest:
         """Raises RequestError: 404 for one that is forgotten, never was, or is another tenant's."""
         try:
             record = await self._queue.recall(request_id.removeprefix("chatcmpl-").removeprefix("cmpl-"))
@@ -91,23 +96,23 @@ class Requests:
             raise RequestError(404, "There is no such request.", param="id", code="request_not_found")
         return await self._ticket(record)
 
-    async def state(self, ticket: Ticket, form: AnswerForm, *, was_accepted: bool = False) -> Json:
+    async def state(self, accepted: AcceptedRequest, builder: ResponseBuilder, *, was_accepted: bool = False) -> Json:
         """How far the request is; with `response` or `error` once it has ended. `queue_position`: how many of its
         tenant's own jobs go before it. `was_accepted` just now: it counts as queued if the queue cannot be asked, where
         else that is a RequestError (503)."""
         state = {
-            "id": ticket.request_id,
+            "id": accepted.request_id,
             "object": "request",
-            "endpoint": ticket.request.endpoint,
-            "created": int(ticket.created_s),
-            "background": ticket.request.background,
+            "endpoint": accepted.request.endpoint,
+            "created": int(accepted.created_s),
+            "background": accepted.request.background,
             "queue_position": None,
             "error": None,
             "response": None,
         }
         try:
-            events = await self._queue.last_events(ticket.job_ids)
-            place = None if any(events) else await self._queue.place(ticket.request_id)
+            events = await self._queue.last_events(accepted.job_ids)
+            place = None if any(events) else await self._queue.place(accepted.request_id)
         except QueueUnavailable:
             if was_accepted:
                 return {**state, "status": "queued"}
@@ -115,34 +120,34 @@ class Requests:
         if not all(event is not None and event.end is not None for event in events):
             return {**state, "status": "in_progress" if any(events) else "queued", "queue_position": place}
         try:
-            async with self._relay.view(ticket) as run:
-                pieces = [piece async for piece in run]
+            async with self._dispatcher.view(accepted) as stream:
+                deltas = [delta async for delta in stream]
         except RequestError as error:
             if error.code == UNAVAILABLE:
                 raise
             status = "cancelled" if error.code == EndReason.CANCELLED else "failed"
             return {**state, "status": status, "error": error_object(error)}
-        response = await whole_answer(self._threads, ticket, form, pieces, run.outcome)
+        response = await whole_answer(self._threads, accepted, builder, deltas, stream.outcome)
         return {**state, "status": "completed", "response": response}
 
-    async def cancel(self, ticket: Ticket) -> None:
+    async def cancel(self, accepted: AcceptedRequest) -> None:
         """Asks for the end of every job that has not ended. Raises RequestError (503)."""
         try:
-            for job_id in ticket.job_ids:
+            for job_id in accepted.job_ids:
                 await self._queue.cancel(Cancel(job_id=job_id, reason=EndReason.CANCELLED))
         except QueueUnavailable:
             raise unavailable() from None
 
-    async def _ticket(self, record: RequestRecord) -> Ticket:
+    async def _ticket(self, record: RequestRecord) -> AcceptedRequest:
         try:
             now_s = await self._queue.now_s()
         except QueueUnavailable:
             raise unavailable() from None
         if len(record.outline) <= SMALL_OUTLINE_BYTES:
-            ticket = ticket_of(record, now_s)
+            accepted = accepted_from(record, now_s)
         else:
-            ticket = await self._threads.run(record.tenant, ticket_of, record, now_s)
-        return ticket if ticket.timeout_s > SLACK_S else ticket.with_timeout(SLACK_S)
+            accepted = await self._threads.run(record.tenant, accepted_from, record, now_s)
+        return accepted if accepted.timeout_s > SLACK_S else accepted.with_timeout(SLACK_S)
 
 
 def _key_digest(tenant: str, key: str) -> str:

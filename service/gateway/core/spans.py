@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from aiohttp import web
 
 from service.errors import ENDINGS, EndReason, RequestError
-from service.gateway.core.accepted_request import Ticket
-from service.gateway.generation.request import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, Request
-from service.gateway.generation.response_stream import Run
+from service.gateway.core.accepted_request import AcceptedRequest
+from service.gateway.generation.request import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, GenerationRequest
+from service.gateway.generation.response_stream import ResponseStream
 from service.observability.logs import about, also_about, fields
 from service.observability.tracing import Attributes, Span, Tracing, above, below, read_traceparent, trace_id
 
@@ -51,16 +51,18 @@ def followed(tracing: Tracing, http: web.Request, route: str) -> Iterator[Callab
 
 
 @contextmanager
-def admission(tracing: Tracing) -> Iterator[Callable[[Ticket], None]]:
-    """The span in which a request becomes a ticket; to be called with that."""
+def admission(tracing: Tracing) -> Iterator[Callable[[AcceptedRequest], None]]:
+    """The span of admission; call the yielded function with the accepted request."""
     span, failure = tracing.begin("admission", above(), {}), "cancelled"
 
-    def admitted(ticket: Ticket) -> None:
-        also_about(request=ticket.request_id)
+    def admitted(accepted: AcceptedRequest) -> None:
+        also_about(request=accepted.request_id)
         if log.isEnabledFor(logging.DEBUG):
-            log.debug("admitted %s", fields(request=ticket.request_id, prompt_tokens=sum(ticket.num_prompt_tokens)))
+            log.debug("admitted %s", fields(request=accepted.request_id, prompt_tokens=sum(accepted.num_prompt_tokens)))
         if tracing.is_on:
-            span.note({"quire.request": ticket.request_id, "gen_ai.usage.input_tokens": sum(ticket.num_prompt_tokens)})
+            span.note(
+                {"quire.request": accepted.request_id, "gen_ai.usage.input_tokens": sum(accepted.num_prompt_tokens)}
+            )
 
     try:
         yield admitted
@@ -72,17 +74,17 @@ def admission(tracing: Tracing) -> Iterator[Callable[[Ticket], None]]:
         span.end(failure)
 
 
-def begin_generation(tracing: Tracing, ticket: Ticket) -> Span:
+def begin_generation(tracing: Tracing, accepted: AcceptedRequest) -> Span:
     """The span of all that a request's jobs do, until its answer is told."""
-    operation = OPERATIONS[ticket.request.endpoint]
-    attributes = _asked(ticket, operation) if tracing.is_on else {}
-    return tracing.begin(" ".join(filter(None, (operation, ticket.request.model))), above(), attributes)
+    operation = OPERATIONS[accepted.request.endpoint]
+    attributes = _asked(accepted, operation) if tracing.is_on else {}
+    return tracing.begin(" ".join(filter(None, (operation, accepted.request.model))), above(), attributes)
 
 
-def end_generation(span: Span, run: Run, reason: EndReason, refused: str | None) -> None:
+def end_generation(span: Span, stream: ResponseStream, reason: EndReason, refused: str | None) -> None:
     """`reason`: why it ends, where it does not by itself; `refused`: why its jobs were, or failed."""
-    reasons = run.reasons(reason)
-    outcome = run.outcome
+    reasons = stream.reasons(reason)
+    outcome = stream.outcome
     span.note(
         {
             "gen_ai.response.finish_reasons": [ENDINGS[each].finish_reason or each.value for each in reasons],
@@ -95,25 +97,25 @@ def end_generation(span: Span, run: Run, reason: EndReason, refused: str | None)
     span.end(refused or (failures[0] if failures else None))
 
 
-def _asked(ticket: Ticket, operation: str) -> Attributes:
-    request: Request = ticket.request
-    wishes = request.sampling
+def _asked(accepted: AcceptedRequest, operation: str) -> Attributes:
+    request: GenerationRequest = accepted.request
+    params = request.sampling
     return {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": request.model,
         "gen_ai.response.model": request.model,
-        "gen_ai.response.id": ticket.request_id,
-        "gen_ai.request.choice.count": None if wishes.n == 1 else wishes.n,
-        "gen_ai.request.max_tokens": wishes.max_tokens,
-        "gen_ai.request.temperature": wishes.temperature,
-        "gen_ai.request.top_p": wishes.top_p,
-        "gen_ai.request.top_k": wishes.top_k,
-        "gen_ai.request.frequency_penalty": wishes.frequency_penalty or None,
-        "gen_ai.request.presence_penalty": wishes.presence_penalty or None,
-        "gen_ai.request.seed": _signed(wishes.seed),
+        "gen_ai.response.id": accepted.request_id,
+        "gen_ai.request.choice.count": None if params.n == 1 else params.n,
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.top_k": params.top_k,
+        "gen_ai.request.frequency_penalty": params.frequency_penalty or None,
+        "gen_ai.request.presence_penalty": params.presence_penalty or None,
+        "gen_ai.request.seed": _signed(params.seed),
         "gen_ai.request.stop_sequences": list(request.stop) or None,
-        "quire.tenant": ticket.tenant,
+        "quire.tenant": accepted.tenant,
         "quire.stream": request.stream,
         "quire.batch": request.is_batch or None,
     }

@@ -37,7 +37,7 @@ Prompt = str | tuple[int, ...] | Conversation
 
 
 @dataclass(frozen=True)
-class GrammarWish:
+class RequestedGrammar:
     """What the answer must look like."""
 
     spec: GrammarSpec  # not yet checked
@@ -45,7 +45,7 @@ class GrammarWish:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToolWish:
+class ToolSpec:
     """Functions that an answer may call, or must."""
 
     tools: tuple[dict[str, Any], ...]  # all that the model hears of, for its template
@@ -56,7 +56,7 @@ class ToolWish:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingWishes:
+class RequestedSampling:
     """What the client said of sampling, ranges checked; None where it was silent and a default may speak."""
 
     max_tokens: int | None = None
@@ -74,7 +74,7 @@ class SamplingWishes:
     logprobs: int | None = None  # None: not wanted; K: the chosen token's and K alternatives'
     prompt_logprobs: int | None = None  # the same of the prompt's tokens
     logit_bias: tuple[tuple[int, float], ...] = ()
-    grammar: GrammarWish | None = None
+    grammar: RequestedGrammar | None = None
     n: int = 1  # choices of each prompt
     best_of: int = 1  # n.. ; branches sampled for each prompt
     beam: BeamSearch | None = None  # instead of sampling
@@ -103,14 +103,14 @@ NO_SOURCE = Source(b"", b"")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class GenerationRequest:
     """One or several generations. Token ids are not yet held against the vocabulary, nor lengths against the model."""
 
     endpoint: str  # one of BATCH_ENDPOINTS
     model: str | None  # None: the one that is served
     prompts: tuple[Prompt, ...]  # one at least; exactly one in a chat
-    sampling: SamplingWishes
-    tools: ToolWish | None = None
+    sampling: RequestedSampling
+    tools: ToolSpec | None = None
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -119,7 +119,7 @@ class Request:
     echo: bool = False
     only_echoes: bool = False  # what is generated is not told
     tokens_as_ids: bool = False  # in log-probabilities
-    tells_prompt_logprobs: bool = False  # in a field of their own
+    has_prompt_logprobs_field: bool = False  # in a field of their own
     stream: bool = False
     include_usage: bool = False
     usage_in_chunks: bool = False

@@ -9,7 +9,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from service.errors import ENDINGS, EndReason
-from service.gateway.generation.request import Request
+from service.gateway.generation.request import GenerationRequest
 from service.gateway.generation.served_model import ServedModel
 from service.gateway.generation.text_stream import TextStream, without_end_token
 from service.queue.codec import unpack_floats, unpack_ids
@@ -26,7 +26,7 @@ class TokenLogprob:
     is_silent: bool = False  # it ended the answer, and is no part of its text
 
 
-class Piece(Struct, frozen=True):
+class ChoiceDelta(Struct, frozen=True):
     """A part of one choice. Text may lag behind the tokens whose log-probabilities stand here."""
 
     index: int  # of the choice, in the whole request
@@ -37,10 +37,10 @@ class Piece(Struct, frozen=True):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens but the first; in the choice's first piece
 
 
-class JobText:
+class ResponseAssembler:
     """Feed it the job's events in order, until `reason` is there."""
 
-    def __init__(self, request: Request, model: ServedModel, first_index: int = 0) -> None:
+    def __init__(self, request: GenerationRequest, model: ServedModel, first_index: int = 0) -> None:
         """`first_index` is the index of the job's first choice in the request."""
         self._request = request
         self._is_ranked = request.sampling.is_ranked
@@ -49,7 +49,7 @@ class JobText:
         self._silent_ids = _silent_ids(request, model)
         self._branches: dict[int, _Branch] = {}
         self._prompt_logprobs: list[TokenLogprob] = []  # told whole before any branch says a word
-        self._begun: set[int] = set()  # choices whose first piece is told
+        self._started: set[int] = set()  # choices whose first piece is told
         self._chosen: Sequence[int] = ()  # branches to answer with, best first; known at a good end
         self.num_tokens = 0
         self.cached_tokens = 0  # of the prompt, as its first event tells: a stop string may end it here before its last
@@ -57,7 +57,7 @@ class JobText:
         self.reason: EndReason | None = None
         """Why the job ended: said by its last event, or STOP once stop strings have ended every choice."""
 
-    def take(self, event: Event) -> tuple[list[Piece], list[int]]:
+    def take(self, event: Event) -> tuple[list[ChoiceDelta], list[int]]:
         """What the event adds to the answer, and the branches that a stop string has just ended."""
         stopped = []
         if event.number == 1 and event.usage is not None:
@@ -73,20 +73,20 @@ class JobText:
                 stopped.append(part.branch)
         if event.end is not None:
             self._end(event)
-        pieces = self._ranked_pieces() if self._is_ranked else self._pieces_so_far()
+        deltas = self._ranked_deltas() if self._is_ranked else self._deltas_so_far()
         if self._prompt_logprobs:
-            pieces = [self._with_prompt(piece) for piece in pieces]
-        for piece in pieces:
-            self.num_tokens += piece.num_tokens
+            deltas = [self._with_prompt(delta) for delta in deltas]
+        for delta in deltas:
+            self.num_tokens += delta.num_tokens
         if self.reason is None and stopped and not self._is_ranked and self._has_every_end():
             self.reason = EndReason.STOP
-        return pieces, stopped
+        return deltas, stopped
 
-    def _with_prompt(self, piece: Piece) -> Piece:
-        if piece.index in self._begun:
-            return piece
-        self._begun.add(piece.index)
-        return replace(piece, prompt_logprobs=tuple(self._prompt_logprobs))
+    def _with_prompt(self, delta: ChoiceDelta) -> ChoiceDelta:
+        if delta.index in self._started:
+            return delta
+        self._started.add(delta.index)
+        return replace(delta, prompt_logprobs=tuple(self._prompt_logprobs))
 
     def _branch(self, number: int) -> _Branch:
         if number not in self._branches:
@@ -110,27 +110,27 @@ class JobText:
 
     def _best(self, event: Event) -> Sequence[int]:
         """The worker ranks branches by all that they sampled: what lies behind a stop string is weighed out here."""
-        wishes, branches = self._request.sampling, self._branches
-        if wishes.beam is None and self._is_ranked and self._request.stop:
-            return sorted(branches, key=lambda number: (-branches[number].mean_logprob, number))[: wishes.n]
-        return event.choices or range(wishes.n)
+        params, branches = self._request.sampling, self._branches
+        if params.beam is None and self._is_ranked and self._request.stop:
+            return sorted(branches, key=lambda number: (-branches[number].mean_logprob, number))[: params.n]
+        return event.choices or range(params.n)
 
-    def _pieces_so_far(self) -> list[Piece]:
-        pieces = []
+    def _deltas_so_far(self) -> list[ChoiceDelta]:
+        deltas = []
         for number in sorted(self._branches):
-            piece = self._branches[number].piece(self._first_index + number)
-            if piece is not None:
-                pieces.append(piece)
-        return pieces
+            delta = self._branches[number].delta(self._first_index + number)
+            if delta is not None:
+                deltas.append(delta)
+        return deltas
 
-    def _ranked_pieces(self) -> list[Piece]:
+    def _ranked_deltas(self) -> list[ChoiceDelta]:
         """Nothing before the end; then each choice in one piece, and the cost of all branches with them."""
         chosen = self._chosen
         if not chosen:
             return []
-        self.num_tokens += sum(b.num_untold for number, b in self._branches.items() if number not in chosen)
-        ranked = (self._branch(number).piece(self._first_index + rank) for rank, number in enumerate(chosen))
-        return [piece for piece in ranked if piece is not None]
+        self.num_tokens += sum(b.num_unsent for number, b in self._branches.items() if number not in chosen)
+        ranked = (self._branch(number).delta(self._first_index + rank) for rank, number in enumerate(chosen))
+        return [delta for delta in ranked if delta is not None]
 
     def _has_every_end(self) -> bool:
         ended = sum(branch.finish_reason is not None for branch in self._branches.values())
@@ -143,58 +143,58 @@ class _Branch:
     def __init__(self, text: TextStream, wants_logprobs: bool) -> None:
         self._text = text
         self._wants_logprobs = wants_logprobs
-        self._untold = ""
-        self._untold_logprobs: list[TokenLogprob] = []
-        self._is_told = False
-        self.num_untold = 0  # tokens
+        self._unsent = ""
+        self._unsent_logprobs: list[TokenLogprob] = []
+        self._is_finish_sent = False
+        self.num_unsent = 0  # tokens
         self.finish_reason: str | None = None
 
     def push(self, part: Part, silent_ids: frozenset[int]) -> bool:
         """Whether a stop string has ended the branch, which its worker does not know."""
         ids = unpack_ids(part.tokens)
         spoken = without_end_token(ids, silent_ids)
-        told = self._text.push(spoken)
-        num_tokens = told.num_tokens if told.stopped else len(ids)
-        self._untold += told.text
-        self.num_untold += num_tokens
+        decoded = self._text.push(spoken)
+        num_tokens = decoded.num_tokens if decoded.stopped else len(ids)
+        self._unsent += decoded.text
+        self.num_unsent += num_tokens
         if self._wants_logprobs:
-            self._untold_logprobs += _logprobs(part, ids[:num_tokens], num_spoken=len(spoken))
-        if told.stopped:
+            self._unsent_logprobs += _logprobs(part, ids[:num_tokens], num_spoken=len(spoken))
+        if decoded.stopped:
             self.finish_reason = _STOP
         elif part.end is not None:
             self.end(ENDINGS[part.end].finish_reason)
             return False
-        return told.stopped
+        return decoded.stopped
 
     def end(self, finish_reason: str | None) -> None:
         """No token follows."""
         if self.finish_reason is None:
             last = self._text.end()
-            self._untold += last.text
+            self._unsent += last.text
             self.finish_reason = _STOP if last.stopped else finish_reason
 
     @property
     def mean_logprob(self) -> float:
         """A token, of those untold: all of a branch that is ranked."""
-        scores = [one.logprob for one in self._untold_logprobs]
+        scores = [one.logprob for one in self._unsent_logprobs]
         return sum(scores) / max(1, len(scores))
 
-    def piece(self, index: int) -> Piece | None:
+    def delta(self, index: int) -> ChoiceDelta | None:
         """What there is to tell, if anything."""
-        ends_now = self.finish_reason is not None and not self._is_told
-        if not (self._untold or self._untold_logprobs or ends_now):
+        ends_now = self.finish_reason is not None and not self._is_finish_sent
+        if not (self._unsent or self._unsent_logprobs or ends_now):
             return None
-        logprobs = tuple(self._untold_logprobs)
-        piece = Piece(index, self._untold, logprobs, self.finish_reason if ends_now else None, self.num_untold)
-        self._is_told = self._is_told or ends_now
-        self._untold, self._untold_logprobs, self.num_untold = "", [], 0
-        return piece
+        logprobs = tuple(self._unsent_logprobs)
+        delta = ChoiceDelta(index, self._unsent, logprobs, self.finish_reason if ends_now else None, self.num_unsent)
+        self._is_finish_sent = self._is_finish_sent or ends_now
+        self._unsent, self._unsent_logprobs, self.num_unsent = "", [], 0
+        return delta
 
 
 _STOP = ENDINGS[EndReason.STOP].finish_reason
 
 
-def _silent_ids(request: Request, model: ServedModel) -> frozenset[int]:
+def _silent_ids(request: GenerationRequest, model: ServedModel) -> frozenset[int]:
     """Tokens that end the answer and are no part of its text."""
     if request.include_stop_str_in_output:
         return frozenset()

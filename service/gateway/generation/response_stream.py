@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from service.errors import ENDINGS, EndReason, RequestError
-from service.gateway.generation.response_assembler import JobText, Piece
+from service.gateway.generation.response_assembler import ChoiceDelta, ResponseAssembler
 from service.observability.metrics import RequestTimes
 from service.queue.interface import QueueUnavailable
 from service.queue.messages import Cancel, Event
@@ -35,14 +35,14 @@ class EventStream(Protocol):
     async def aclose(self) -> None: ...
 
 
-class JobRun:
+class JobStream:
     """One job of an open request: iterate it to its end."""
 
     def __init__(
         self,
         job_id: str,
         events: EventStream,
-        text: JobText,
+        text: ResponseAssembler,
         cancel: Callable[[Cancel], None],
         is_there: bool,
     ) -> None:
@@ -54,7 +54,7 @@ class JobRun:
         self._events = events
         self._cancel = cancel
         self._times: RequestTimes | None = None
-        self._ready: deque[Piece] = deque()
+        self._ready: deque[ChoiceDelta] = deque()
 
     def submitting(self) -> None:
         """From now on the job may be in the queue."""
@@ -67,10 +67,10 @@ class JobRun:
         """The queue did not take it."""
         self._is_there = False
 
-    def __aiter__(self) -> JobRun:
+    def __aiter__(self) -> JobStream:
         return self
 
-    async def __anext__(self) -> Piece:
+    async def __anext__(self) -> ChoiceDelta:
         """The next part of the answer that has anything to tell. Raises RequestError where the job failed,
         QueueUnavailable where its events cannot be read."""
         while not self._ready:
@@ -87,14 +87,14 @@ class JobRun:
         self.ended_by_worker = event.end is not None
         if self._times is not None:
             self._times.tokens(sum([len(part.tokens) // 4 for part in event.parts if not part.is_prompt]))
-        pieces, stopped = self.text.take(event)
+        deltas, stopped = self.text.take(event)
         reason = self.text.reason
         if reason is None:
             for branch in stopped:
                 self._cancel(Cancel(job_id=self.job_id, reason=EndReason.STOP, branch=branch))
         elif ENDINGS[reason].finish_reason is None:
             raise failure(reason)
-        self._ready += pieces
+        self._ready += deltas
 
     def leave(self, reason: EndReason, job_goes_on: bool) -> None:
         """No more is read. A job that still runs is cancelled, unless it `goes_on` without us; one that a stop string
@@ -110,21 +110,21 @@ class JobRun:
         await self._events.aclose()
 
 
-class Run:
+class ResponseStream:
     """One open request: iterate it to its end, then look at `outcome`."""
 
-    def __init__(self, jobs: Sequence[JobRun], num_prompt_tokens: int) -> None:
+    def __init__(self, jobs: Sequence[JobStream], num_prompt_tokens: int) -> None:
         self._jobs = jobs
         self._num_prompt_tokens = num_prompt_tokens
-        self._pieces = jobs[0] if len(jobs) == 1 else _Merge(jobs)
+        self._deltas = jobs[0] if len(jobs) == 1 else _MergedStream(jobs)
 
-    def __aiter__(self) -> AsyncIterator[Piece]:
-        return self._pieces
+    def __aiter__(self) -> AsyncIterator[ChoiceDelta]:
+        return self._deltas
 
     def leave(self, reason: EndReason, jobs_go_on: bool) -> None:
         """Lets go of every job, ended or not; `reason` is why, where the request does not end by itself."""
-        if isinstance(self._pieces, _Merge):
-            self._pieces.close()
+        if isinstance(self._deltas, _MergedStream):
+            self._deltas.close()
         for job in self._jobs:
             job.leave(reason, jobs_go_on)
 
@@ -154,24 +154,24 @@ class Run:
         )
 
 
-class _Merge:
+class _MergedStream:
     """The pieces of several jobs as they come; the first that fails fails them all."""
 
-    def __init__(self, jobs: Sequence[JobRun]) -> None:
-        self._ready: asyncio.Queue[Piece | Exception | None] = asyncio.Queue(MAX_AHEAD)
+    def __init__(self, jobs: Sequence[JobStream]) -> None:
+        self._ready: asyncio.Queue[ChoiceDelta | Exception | None] = asyncio.Queue(MAX_AHEAD)
         self._num_open = len(jobs)
         self._pumps = [asyncio.create_task(self._pump(job)) for job in jobs]
 
-    def __aiter__(self) -> _Merge:
+    def __aiter__(self) -> _MergedStream:
         return self
 
-    async def __anext__(self) -> Piece:
+    async def __anext__(self) -> ChoiceDelta:
         while self._num_open:
-            piece = await self._ready.get()
-            if isinstance(piece, Piece):
-                return piece
-            if piece is not None:
-                raise piece
+            delta = await self._ready.get()
+            if isinstance(delta, ChoiceDelta):
+                return delta
+            if delta is not None:
+                raise delta
             self._num_open -= 1
         raise StopAsyncIteration
 
@@ -179,10 +179,10 @@ class _Merge:
         for pump in self._pumps:
             pump.cancel()
 
-    async def _pump(self, job: JobRun) -> None:
+    async def _pump(self, job: JobStream) -> None:
         try:
-            async for piece in job:
-                await self._ready.put(piece)
+            async for delta in job:
+                await self._ready.put(delta)
             await self._ready.put(None)
         except Exception as error:
             await self._ready.put(error)

@@ -20,7 +20,7 @@ from model.text.tool_calls.formats import FORMS, MAX_FORCED_CALLS, CallForm, arg
 from service.config.settings import Settings
 from service.errors import RequestError, StartupError
 from service.gateway.generation.refusals import refusal, too_long
-from service.gateway.generation.request import Conversation, Prompt, Request, ToolWish
+from service.gateway.generation.request import Conversation, GenerationRequest, Prompt, ToolSpec
 
 LONG_TEXT_CHARS = 256 << 10
 PIECE_CHARS = 64 << 10
@@ -31,7 +31,7 @@ MAX_ESCAPE_BYTES = 6
 
 
 @dataclass(frozen=True)
-class CallWording:
+class CallOptions:
     """What an answer may call, and how its model writes that."""
 
     form: CallForm
@@ -131,44 +131,44 @@ class ServedModel:
         if ids and (min(ids) < 0 or max(ids) >= self.vocab_size):
             raise refusal(param, "has a token id outside the vocabulary")
 
-    def grammar_task(self, request: Request) -> GrammarTask | None:
+    def grammar_task(self, request: GenerationRequest) -> GrammarTask | None:
         """What holds the answer to its form, if anything does. Raises RequestError (400) for tools that this model
         cannot call."""
-        wish, tools = request.sampling.grammar, request.tools
-        form = None if wish is None else wish.spec
+        grammar, tools = request.sampling.grammar, request.tools
+        form = None if grammar is None else grammar.spec
         calls = None if tools is None else self._calls(tools, form)
         if form is None and calls is None:
             return None
         return GrammarTask(form, calls)
 
-    def check_tools(self, wish: ToolWish | None) -> None:
+    def check_tools(self, tools: ToolSpec | None) -> None:
         """Raises RequestError (400) for tools that the model's chat template would not tell of."""
-        if wish is not None and self.call_form is None:
+        if tools is not None and self.call_form is None:
             raise refusal("tools", "cannot be had: this model's chat template knows none")
 
-    def call_wording(self, wish: ToolWish | None) -> CallWording | None:
+    def call_options(self, tools: ToolSpec | None) -> CallOptions | None:
         """How calls are told from text in the answer, where it may have any."""
-        if wish is None or self.call_form is None:
+        if tools is None or self.call_form is None:
             return None
-        schemas = {function.name: function.parameters for function in wish.callable}
-        return CallWording(self.call_form, schemas, wish.only_one, wish.is_named)
+        schemas = {function.name: function.parameters for function in tools.callable}
+        return CallOptions(self.call_form, schemas, tools.only_one, tools.is_named)
 
-    def _calls(self, wish: ToolWish, form: GrammarSpec | None) -> CallSpec | None:
+    def _calls(self, tools: ToolSpec, form: GrammarSpec | None) -> CallSpec | None:
         """The calls that must be, or that must be right, where an answer that calls nothing must have this `form`."""
-        self.check_tools(wish)
-        if form is not None and not wish.must_call and self.call_form.syntax.bare:
+        self.check_tools(tools)
+        if form is not None and not tools.must_call and self.call_form.syntax.bare:
             raise refusal(
                 "tool_choice", "cannot be 'auto' where the answer must have a form: calls of this model have no opening"
             )
-        if form is None and not wish.must_call and not any(function.is_strict for function in wish.callable):
+        if form is None and not tools.must_call and not any(function.is_strict for function in tools.callable):
             return None
         return CallSpec(
             form=self.call_form,
-            functions=wish.callable,
+            functions=tools.callable,
             key=arguments_key(self.template.tool_source),
-            most=1 if wish.only_one else MAX_FORCED_CALLS,
-            or_text=not wish.must_call,
-            or_form=form is not None and not wish.must_call,
+            most=1 if tools.only_one else MAX_FORCED_CALLS,
+            or_text=not tools.must_call,
+            or_form=form is not None and not tools.must_call,
         )
 
     def _encode_conversation(self, conversation: Conversation) -> list[int]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from model.text.detokenizer import Detokenizer
 
 
-class Told(NamedTuple):
+class DecodedText(NamedTuple):
     """What a push made certain."""
 
     text: str
@@ -29,27 +29,27 @@ class TextStream:
         self._num_unstoppable = min_tokens  # tokens still to come that nothing stops
         self._held = ""
 
-    def push(self, ids: Sequence[int]) -> Told:
+    def push(self, ids: Sequence[int]) -> DecodedText:
         """The next tokens of the answer."""
         if not self._matchers:
-            return Told(self._detokenizer.push(ids), len(ids))
-        told = ""
+            return DecodedText(self._detokenizer.push(ids), len(ids))
+        decoded = ""
         # One at a time, so that the answer ends with the very token that completes a stop string.
         for count, token in enumerate(ids, 1):
             self._num_unstoppable -= 1
             text, stopped = self._pass(self._detokenizer.push((token,)))
-            told += text
+            decoded += text
             if stopped:
-                return Told(told, count, stopped=True)
-        return Told(told, len(ids))
+                return DecodedText(decoded, count, stopped=True)
+        return DecodedText(decoded, len(ids))
 
-    def end(self) -> Told:
+    def end(self) -> DecodedText:
         """No token follows: what was held back is told."""
         text, stopped = self._pass(self._detokenizer.flush())
         if stopped:
-            return Told(text, 0, stopped=True)
+            return DecodedText(text, 0, stopped=True)
         held, self._held = self._held, ""
-        return Told(text + held, 0)
+        return DecodedText(text + held, 0)
 
     def _pass(self, text: str) -> tuple[str, bool]:
         """New text through the matchers: what may be told of it and of what was held; whether a stop is complete."""

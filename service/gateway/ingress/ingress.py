@@ -15,11 +15,11 @@ import msgspec
 
 from service.errors import RequestError
 from service.gateway.core.job_ids import job_id_of
-from service.gateway.core.service import SMALL_BODY_BYTES, Hall, incident
+from service.gateway.core.service import SMALL_BODY_BYTES, InferenceService, incident
 from service.gateway.generation.refusals import refusal
-from service.gateway.generation.request import ENDPOINTS, Request
-from service.gateway.ingress.replies import RETRY_S, Answer, Choice, EntryTaken, persist
-from service.gateway.openai.calls import CallTeller
+from service.gateway.generation.request import ENDPOINTS, GenerationRequest
+from service.gateway.ingress.replies import RETRY_S, ChoiceReply, EntryTaken, ReplyWriter, persist
+from service.gateway.openai.calls import ToolCallWriter
 from service.observability.logs import about, also_about, fields
 from service.observability.tracing import below, read_traceparent, trace_id
 from service.queue.codec import INGRESS_ID, LIMITS, WireError, decode
@@ -38,9 +38,9 @@ FETCH_AT_ONCE = 8
 FETCH_WAIT_S = 0.5
 
 
-class QueueDoor:
-    def __init__(self, hall: Hall) -> None:
-        self._hall = hall
+class QueueIngress:
+    def __init__(self, service: InferenceService) -> None:
+        self._service = service
         self._stopping = False
         self._open: dict[asyncio.Task[None], IngressEntry] = {}
 
@@ -67,7 +67,7 @@ class QueueDoor:
         while True:
             await asyncio.sleep(INGRESS_KEEP_S)
             try:
-                lost = await self._hall.queue.keep_ingress()
+                lost = await self._service.queue.keep_ingress()
             except QueueUnavailable:
                 continue
             names = {(entry.producer, entry.entry_id) for entry in lost}
@@ -81,7 +81,7 @@ class QueueDoor:
         if room == 0 or sum(len(entry.payload) for entry in self._open.values()) >= MAX_OPEN_BYTES:
             await asyncio.wait(self._open, timeout=FETCH_WAIT_S, return_when=asyncio.FIRST_COMPLETED)
             return
-        for entry in await self._hall.queue.fetch_ingress(self._hall.settings.producers, room, FETCH_WAIT_S):
+        for entry in await self._service.queue.fetch_ingress(self._service.settings.producers, room, FETCH_WAIT_S):
             task = asyncio.create_task(self._serve(entry))
             self._open[task] = entry
             task.add_done_callback(self._open.pop)
@@ -92,16 +92,16 @@ class QueueDoor:
 
     async def _serve(self, entry: IngressEntry) -> None:
         try:
-            answer = Answer(self._hall, entry, await self._read_off_loop(entry, _reply_id, entry))
+            replies = ReplyWriter(self._service, entry, await self._read_off_loop(entry, _reply_id, entry))
             with about(producer=entry.producer, entry=entry.entry_id):
-                await self._serve_with(entry, answer)
+                await self._serve_with(entry, replies)
         finally:
-            self._hall.queue.leave_ingress(entry)
+            self._service.queue.leave_ingress(entry)
 
-    async def _serve_with(self, entry: IngressEntry, answer: Answer) -> None:
+    async def _serve_with(self, entry: IngressEntry, replies: ReplyWriter) -> None:
         try:
-            if await self._answer(entry, answer):
-                await self._persistently(lambda: self._hall.queue.settle_ingress(entry))
+            if await self._answer(entry, replies):
+                await self._persistently(lambda: self._service.queue.settle_ingress(entry))
         except EntryTaken:
             log.warning("another gateway has taken %s", fields(producer=entry.producer, entry=entry.entry_id))
         except QueueUnavailable:
@@ -109,36 +109,36 @@ class QueueDoor:
         except Exception as error:
             incident(error, "queue")
 
-    async def _answer(self, entry: IngressEntry, answer: Answer) -> bool:
+    async def _answer(self, entry: IngressEntry, replies: ReplyWriter) -> bool:
         """Whether the entry has its final reply."""
         loop = asyncio.get_running_loop()
-        give_up_at_s = loop.time() + self._hall.settings.request_timeout
+        give_up_at_s = loop.time() + self._service.settings.request_timeout
         try:
-            if not await answer.begin():
+            if not await replies.begin():
                 return True
         except RequestError as error:
-            await answer.fail(error)
+            await replies.fail(error)
             return True
         while True:
             try:
-                answer.start_over()
-                await self._generate(entry, answer)
+                replies.start_over()
+                await self._generate(entry, replies)
                 return True
             except RequestError as error:
-                if error.status == 503 and self._hall.admission.draining:
+                if error.status == 503 and self._service.admission.draining:
                     return False
                 wait_s = error.retry_after_s
                 if wait_s is None or loop.time() + wait_s > give_up_at_s:
-                    await answer.fail(error)
+                    await replies.fail(error)
                     return True
                 await asyncio.sleep(wait_s)
             except (QueueUnavailable, EntryTaken):
                 raise
             except Exception as error:
-                await answer.fail(incident(error, "queue"))
+                await replies.fail(incident(error, "queue"))
                 return True
 
-    async def _generate(self, entry: IngressEntry, answer: Answer) -> None:
+    async def _generate(self, entry: IngressEntry, replies: ReplyWriter) -> None:
         try:
             job = await self._read_off_loop(entry, decode, IngressJob, entry.payload)
         except WireError as error:
@@ -148,29 +148,31 @@ class QueueDoor:
         traceparent = read_traceparent(job.traceparent)
         also_about(trace=trace_id(traceparent))
         with below(traceparent):
-            await self._answer_job(job, entry, answer)
+            await self._answer_job(job, entry, replies)
 
-    async def _answer_job(self, job: IngressJob, entry: IngressEntry, answer: Answer) -> None:
+    async def _answer_job(self, job: IngressJob, entry: IngressEntry, replies: ReplyWriter) -> None:
         request = await self._read(job, entry.producer)
         # Whichever gateway has the entry finds the same jobs: the next one hears what this one heard.
         request_id = job_id_of("ingress", entry.producer, entry.entry_id)
-        ticket = await self._hall.admit(request, entry.producer, request_id)
-        wording = self._hall.model.call_wording(request.tools)
-        teller = None if wording is None else CallTeller(ticket.request_id, wording)
-        choices = {index: Choice(index, teller) for index in range(request.num_choices)}
-        async with self._hall.open(ticket, is_shared=True) as run:
-            async for piece in run:
-                choice = choices[piece.index]
-                choice.hear(piece)
-                if request.stream and piece.finish_reason is None:
-                    await answer.tell(piece.index, choice.take())
+        accepted = await self._service.admit(request, entry.producer, request_id)
+        options = self._service.model.call_options(request.tools)
+        writer = None if options is None else ToolCallWriter(accepted.request_id, options)
+        choices = {index: ChoiceReply(index, writer) for index in range(request.num_choices)}
+        async with self._service.open(accepted, is_shared=True) as stream:
+            async for delta in stream:
+                choice = choices[delta.index]
+                choice.push(delta)
+                if request.stream and delta.finish_reason is None:
+                    await replies.send_text(delta.index, choice.take())
         # Of beams in a grammar there may be fewer that end than were asked for.
-        await answer.finish([choice for choice in choices.values() if choice.finish_reason is not None], run.outcome)
+        await replies.finish(
+            [choice for choice in choices.values() if choice.finish_reason is not None], stream.outcome
+        )
 
-    async def _read(self, job: IngressJob, producer: str) -> Request:
+    async def _read(self, job: IngressJob, producer: str) -> GenerationRequest:
         if job.endpoint not in ENDPOINTS:
             raise refusal("endpoint", f"must be one of {', '.join(ENDPOINTS)}")
-        request = await self._hall.read(job.endpoint, job.body, producer)
+        request = await self._service.read(job.endpoint, job.body, producer)
         for name in ("resumable", "background"):
             if getattr(request, name):
                 raise refusal(name, "is for HTTP; a reply stream waits for whoever reads it")
@@ -189,10 +191,10 @@ class QueueDoor:
         """What `read` makes of the entry: at once if it is so small that this takes a millisecond at most."""
         if len(entry.payload) <= SMALL_BODY_BYTES:
             return read(*args)
-        return await self._hall.threads.run(entry.producer, read, *args)
+        return await self._service.threads.run(entry.producer, read, *args)
 
     async def _persistently(self, attempt: Callable[[], Awaitable[None]]) -> None:
-        await persist(attempt, self._hall.settings.request_timeout)
+        await persist(attempt, self._service.settings.request_timeout)
 
 
 class _Named(msgspec.Struct):

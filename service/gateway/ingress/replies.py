@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from service.errors import RequestError
-from service.gateway.core.service import Hall
-from service.gateway.generation.response_assembler import Piece
+from service.gateway.core.service import InferenceService
+from service.gateway.generation.response_assembler import ChoiceDelta
 from service.gateway.generation.response_stream import Outcome
 from service.gateway.openai.answers import error_object
-from service.gateway.openai.calls import CallTeller, gather_calls
+from service.gateway.openai.calls import ToolCallWriter, gather_calls
 from service.queue.codec import decode, encode
 from service.queue.interface import IngressEntry, QueueUnavailable, Standing
 from service.queue.messages import Reply, Usage
@@ -24,26 +24,26 @@ IN_USE = "id: is the name of another job that has not ended (a new one, or the s
 
 
 @dataclass
-class Choice:
+class ChoiceReply:
     """What is yet to be told of one choice."""
 
     index: int
-    teller: CallTeller | None  # None: it calls nothing
+    writer: ToolCallWriter | None  # None: it calls nothing
     text: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: str | None = None
 
-    def hear(self, piece: Piece) -> None:
-        is_last = piece.finish_reason is not None
-        if self.teller is None:
-            self.text += piece.text
-            self.finish_reason = piece.finish_reason
+    def push(self, delta: ChoiceDelta) -> None:
+        is_last = delta.finish_reason is not None
+        if self.writer is None:
+            self.text += delta.text
+            self.finish_reason = delta.finish_reason
             return
-        for delta in self.teller.deltas(self.index, piece.text, is_last=is_last):
-            self.text += delta.get("content", "")
-            gather_calls(self.calls, delta)
+        for json_delta in self.writer.json_deltas(self.index, delta.text, is_last=is_last):
+            self.text += json_delta.get("content", "")
+            gather_calls(self.calls, json_delta)
         if is_last:
-            self.finish_reason = self.teller.finish_reason(self.index, piece.finish_reason)
+            self.finish_reason = self.writer.finish_reason(self.index, delta.finish_reason)
 
     def take(self) -> str:
         text, self.text = self.text, ""
@@ -54,29 +54,29 @@ class EntryTaken(Exception):
     """Another gateway has the entry now: nothing more is told of it here."""
 
 
-class Answer:
+class ReplyWriter:
     """The replies to one entry, numbered from 1. Each is written once, whatever answers are lost and whichever gateway
     goes on with the entry."""
 
-    def __init__(self, hall: Hall, entry: IngressEntry, reply_id: str) -> None:
-        self._hall = hall
+    def __init__(self, service: InferenceService, entry: IngressEntry, reply_id: str) -> None:
+        self._service = service
         self._entry = entry
         self._id = reply_id
-        self._num_told = 0
-        self._told_chars: dict[int, int] = {}  # by choice, in all replies
-        self._heard_chars: dict[int, int] = {}  # by choice, since `start_over`
+        self._num_sent = 0
+        self._num_sent_chars: dict[int, int] = {}  # by choice, in all replies
+        self._num_read_chars: dict[int, int] = {}  # by choice, since `start_over`
         self._ended: set[int] = set()  # choices whose end was told
 
     async def begin(self) -> bool:
         """Whether there is anything to tell. Raises RequestError (409) where the id is another job's, to be told under
         the entry's own id. Raises EntryTaken, and QueueUnavailable where the queue stays away."""
-        queue, found = self._hall.queue, None
+        queue, found = self._service.queue, None
 
         async def ask() -> None:
             nonlocal found
             found = await queue.begin_replies(self._entry, self._id)
 
-        await persist(ask, self._hall.settings.request_timeout)
+        await persist(ask, self._service.settings.request_timeout)
         if found.standing is Standing.TAKEN:
             raise EntryTaken
         if found.standing is Standing.IN_USE:
@@ -97,18 +97,18 @@ class Answer:
 
     def start_over(self) -> None:
         """The answer is heard again from its beginning."""
-        self._heard_chars.clear()
+        self._num_read_chars.clear()
 
-    async def tell(self, index: int, text: str) -> None:
+    async def send_text(self, index: int, text: str) -> None:
         """Some more text of a choice. Raises EntryTaken, and QueueUnavailable where the queue stays away."""
-        await self._tell(index, self._untold(index, text))
+        await self._send_text(index, self._unsent(index, text))
 
-    async def _tell(self, index: int, text: str) -> None:
+    async def _send_text(self, index: int, text: str) -> None:
         for start in range(0, len(text), MAX_REPLY_CHARS):
             part = text[start : start + MAX_REPLY_CHARS]
-            await self._send(Reply(id=self._id, number=self._num_told + 1, index=index, text=part))
+            await self._send(Reply(id=self._id, number=self._num_sent + 1, index=index, text=part))
 
-    async def finish(self, choices: Sequence[Choice], outcome: Outcome) -> None:
+    async def finish(self, choices: Sequence[ChoiceReply], outcome: Outcome) -> None:
         """The last text of each choice, its calls, and how it ended; what it cost, with the last. Raises RequestError
         (400) where the calls are too long to be told."""
         usage = Usage(
@@ -121,14 +121,14 @@ class Answer:
         for choice in choices:
             if choice.index in self._ended:
                 continue
-            text = self._untold(choice.index, choice.take())
+            text = self._unsent(choice.index, choice.take())
             cut = len(text) - len(text) % MAX_REPLY_CHARS if len(text) > MAX_REPLY_CHARS else 0
-            await self._tell(choice.index, text[:cut])
+            await self._send_text(choice.index, text[:cut])
             is_last = choice is choices[-1]
             await self._send(
                 Reply(
                     id=self._id,
-                    number=self._num_told + 1,
+                    number=self._num_sent + 1,
                     index=choice.index,
                     text=text[cut:],
                     finish_reason=choice.finish_reason,
@@ -138,27 +138,27 @@ class Answer:
                 )
             )
 
-    def _untold(self, index: int, text: str) -> str:
-        heard = self._heard_chars.get(index, 0)
-        self._heard_chars[index] = heard + len(text)
-        return text[max(0, self._told_chars.get(index, 0) - heard) :]
+    def _unsent(self, index: int, text: str) -> str:
+        heard = self._num_read_chars.get(index, 0)
+        self._num_read_chars[index] = heard + len(text)
+        return text[max(0, self._num_sent_chars.get(index, 0) - heard) :]
 
     async def fail(self, error: RequestError) -> None:
-        await self._send(Reply(id=self._id, number=self._num_told + 1, error=error_object(error), done=True))
+        await self._send(Reply(id=self._id, number=self._num_sent + 1, error=error_object(error), done=True))
 
     async def _send(self, reply: Reply) -> None:
-        payload, queue = encode(reply), self._hall.queue
+        payload, queue = encode(reply), self._service.queue
 
         async def write() -> None:
             if not await queue.reply(self._entry, self._id, reply.number, payload, is_last=reply.done):
                 raise EntryTaken
 
-        await persist(write, self._hall.settings.request_timeout)
+        await persist(write, self._service.settings.request_timeout)
         self._count(reply)
 
     def _count(self, reply: Reply) -> None:
-        self._num_told = reply.number
-        self._told_chars[reply.index] = self._told_chars.get(reply.index, 0) + len(reply.text)
+        self._num_sent = reply.number
+        self._num_sent_chars[reply.index] = self._num_sent_chars.get(reply.index, 0) + len(reply.text)
         if reply.finish_reason is not None:
             self._ended.add(reply.index)
 

@@ -8,7 +8,7 @@ from typing import Any
 from model.text.grammar import COMPACT, WHITESPACE
 from model.text.grammar_task import SPEC_KINDS, GrammarSpec
 from service.gateway.generation.refusals import missing, refusal
-from service.gateway.generation.request import GrammarWish
+from service.gateway.generation.request import RequestedGrammar
 from service.gateway.openai.bodies import GenerationBody, ResponseFormat, StructuredOutputs
 from service.gateway.openai.strict_json import MAX_DEPTH, decode_value, depth_exceeds
 
@@ -18,18 +18,18 @@ FORMS = ("json", "json_object", *(kind for kind in SPEC_KINDS if kind != "json")
 """The forms that vLLM knows, in its words; a wish that is None or false asks for nothing."""
 
 
-def read_grammar(body: GenerationBody) -> GrammarWish | None:
+def read_grammar(body: GenerationBody) -> RequestedGrammar | None:
     """The one form that `body` asks for, if any, not yet written as a grammar. Raises RequestError (400) for several,
     or one that cannot be."""
-    wishes = [*_response_format(body.response_format), *_guided(body), *_structured(body)]
-    if not wishes:
+    requested = [*_response_format(body.response_format), *_guided(body), *_structured(body)]
+    if not requested:
         return None
-    if len(wishes) > 1:
-        raise refusal(wishes[1].param, f"cannot go with '{wishes[0].param}'")
-    return wishes[0]
+    if len(requested) > 1:
+        raise refusal(requested[1].param, f"cannot go with '{requested[0].param}'")
+    return requested[0]
 
 
-def _response_format(asked: ResponseFormat | None) -> list[GrammarWish]:
+def _response_format(asked: ResponseFormat | None) -> list[RequestedGrammar]:
     if asked is None:
         return []
     param = "response_format"
@@ -40,29 +40,29 @@ def _response_format(asked: ResponseFormat | None) -> list[GrammarWish]:
     if asked.type == "text":
         return []
     if asked.type == "json_object":
-        return [GrammarWish(GrammarSpec("json", JSON_OBJECT), param)]
+        return [RequestedGrammar(GrammarSpec("json", JSON_OBJECT), param)]
     if asked.json_schema is None:
         raise missing("response_format.json_schema")
     schema = asked.json_schema.schema
     # As at OpenAI: only a strict schema is refused for keywords that nobody here knows.
     is_lenient = not asked.json_schema.strict
-    return [GrammarWish(GrammarSpec("json", JSON_OBJECT if schema is None else schema, lenient=is_lenient), param)]
+    return [RequestedGrammar(GrammarSpec("json", JSON_OBJECT if schema is None else schema, lenient=is_lenient), param)]
 
 
-def _guided(body: GenerationBody) -> list[GrammarWish]:
+def _guided(body: GenerationBody) -> list[RequestedGrammar]:
     if body.guided_decoding_backend not in (None, *BACKENDS):
         raise refusal("guided_decoding_backend", f"must be one of {', '.join(BACKENDS)}")
     whitespace = WHITESPACE if body.guided_whitespace_pattern is None else body.guided_whitespace_pattern
     if body.guided_whitespace_pattern is not None and body.guided_json is None:
         raise refusal("guided_whitespace_pattern", "needs 'guided_json'")
     return [
-        _wish(form, wish, whitespace, f"guided_{form}")
+        _requested(form, value, whitespace, f"guided_{form}")
         for form in ("json", "regex", "choice", "grammar")
-        if (wish := getattr(body, f"guided_{form}")) is not None
+        if (value := getattr(body, f"guided_{form}")) is not None
     ]
 
 
-def _structured(body: GenerationBody) -> list[GrammarWish]:
+def _structured(body: GenerationBody) -> list[RequestedGrammar]:
     asked, param = body.structured_outputs, "structured_outputs"
     if asked is None:
         return []
@@ -71,14 +71,14 @@ def _structured(body: GenerationBody) -> list[GrammarWish]:
     for name in ("whitespace_pattern", "disable_any_whitespace"):
         if getattr(asked, name) not in (None, False) and asked.json is None and not asked.json_object:
             raise refusal(f"{param}.{name}", "needs 'json' or 'json_object'")
-    wishes = [
-        _wish(form, wish, _whitespace(asked), f"{param}.{form}")
+    requested = [
+        _requested(form, value, _whitespace(asked), f"{param}.{form}")
         for form in FORMS
-        if (wish := getattr(asked, form)) not in (None, False)
+        if (value := getattr(asked, form)) not in (None, False)
     ]
-    if not wishes:
+    if not requested:
         raise refusal(param, f"must hold one of {', '.join(FORMS)}")
-    return wishes
+    return requested
 
 
 def _whitespace(asked: StructuredOutputs) -> str:
@@ -87,11 +87,11 @@ def _whitespace(asked: StructuredOutputs) -> str:
     return WHITESPACE if asked.whitespace_pattern is None else asked.whitespace_pattern
 
 
-def _wish(form: str, wish: Any, whitespace: str, param: str) -> GrammarWish:
+def _requested(form: str, value: Any, whitespace: str, param: str) -> RequestedGrammar:
     if form == "json_object":
-        return GrammarWish(GrammarSpec("json", JSON_OBJECT, whitespace), param)
-    if form == "json" and isinstance(wish, str):
-        wish = decode_value(wish, param)
-    if depth_exceeds(wish, MAX_DEPTH):
+        return RequestedGrammar(GrammarSpec("json", JSON_OBJECT, whitespace), param)
+    if form == "json" and isinstance(value, str):
+        value = decode_value(value, param)
+    if depth_exceeds(value, MAX_DEPTH):
         raise refusal(param, "is nested too deeply")
-    return GrammarWish(GrammarSpec(form, wish, whitespace), param)
+    return RequestedGrammar(GrammarSpec(form, value, whitespace), param)

@@ -11,7 +11,7 @@ import msgspec
 
 from service.errors import RequestError
 from service.gateway.generation.refusals import missing, refusal
-from service.gateway.generation.request import Request
+from service.gateway.generation.request import GenerationRequest
 from service.gateway.openai.bodies import check_metadata, check_ranges, convert
 from service.gateway.openai.fields import IDLE_RESPONSE_FIELDS, IDLE_TEXT_FIELDS, without_idle_fields
 from service.gateway.openai.items import items_of, texts_of
@@ -108,7 +108,7 @@ class _Messages:
         return (origin or self.origins[place[0]]) + (found[3] or "")
 
 
-def read_response(fields: Mapping[str, Any], read_chat: Callable[[Json], Request]) -> Request:
+def read_response(fields: Mapping[str, Any], read_chat: Callable[[Json], GenerationRequest]) -> GenerationRequest:
     """The request that a body makes, by way of the chat that says the same. Raises RequestError (400)."""
     body = read_body(fields)
     messages = _Messages()
@@ -212,16 +212,16 @@ def _response_format(asked: TextFormat | None) -> Json | None:
         return None
     if asked.type not in ("text", "json_object", "json_schema"):
         raise refusal("text.format.type", "must be one of text, json_object, json_schema")
-    told = {
+    given = {
         name: value
         for name in ("name", "description", "schema", "strict")
         if (value := getattr(asked, name)) is not None
     }
     if asked.type != "json_schema":
-        if told:
-            raise refusal(f"text.format.{next(iter(told))}", "needs 'text.format.type' to be json_schema")
+        if given:
+            raise refusal(f"text.format.{next(iter(given))}", "needs 'text.format.type' to be json_schema")
         return {"type": asked.type}
     for name in ("name", "schema"):
-        if name not in told:
+        if name not in given:
             raise missing(f"text.format.{name}")
-    return {"type": "json_schema", "json_schema": told}
+    return {"type": "json_schema", "json_schema": given}

@@ -10,12 +10,12 @@ import msgspec
 
 from model.text.tokenizer import Tokenizer
 from service.errors import EndReason, RequestError
-from service.gateway.generation.request import Request
-from service.gateway.generation.response_assembler import Piece
+from service.gateway.generation.request import GenerationRequest
+from service.gateway.generation.response_assembler import ChoiceDelta
 from service.gateway.generation.response_stream import Outcome
-from service.gateway.generation.served_model import CallWording
-from service.gateway.openai.answers import Heading, Json
-from service.gateway.openai.calls import CallTeller
+from service.gateway.generation.served_model import CallOptions
+from service.gateway.openai.answers import Json, ResponseHeader
+from service.gateway.openai.calls import ToolCallWriter
 from service.gateway.openai.logprobs import TokenWords, chat_entries
 from service.gateway.openai.response_bodies import ResponseBody, read_body
 
@@ -23,20 +23,22 @@ RESPONSE_PREFIX = "resp_"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResponseWording:
+class ResponsesOptions:
     """What of a response its request says."""
 
     asked: Mapping[str, Any]  # fields as they were asked for, or as their defaults are
     is_background: bool
     is_streamed: bool
     logprobs: bool
-    calls: CallWording | None  # None: the answer calls nothing
+    calls: CallOptions | None  # None: the answer calls nothing
 
 
-def wording_of(request: Request, defaults: Mapping[str, float], calls: CallWording | None) -> ResponseWording:
+def responses_options(
+    request: GenerationRequest, defaults: Mapping[str, float], calls: CallOptions | None
+) -> ResponsesOptions:
     """`defaults`: sampling that the model's makers recommend."""
     body = read_body(msgspec.json.decode(request.source.outline))
-    return ResponseWording(
+    return ResponsesOptions(
         asked={
             **_asked(body),
             "temperature": float(_or(body.temperature, defaults.get("temperature", 1.0))),
@@ -73,39 +75,39 @@ def _asked(body: ResponseBody) -> Json:
 def _format(body: ResponseBody) -> Json:
     if body.text.format is None:
         return {"type": "text"}
-    told = msgspec.to_builtins(body.text.format)
-    return told if told["type"] == "json_schema" else {"type": told["type"]}
+    text_format = msgspec.to_builtins(body.text.format)
+    return text_format if text_format["type"] == "json_schema" else {"type": text_format["type"]}
 
 
 def _or(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-class ResponseForm:
+class ResponsesBuilder:
     """Words one answer, from its first piece to its last. Every event is numbered, and the same pieces give the same
     events in whichever gateway."""
 
-    def __init__(self, heading: Heading, tokenizer: Tokenizer, wording: ResponseWording) -> None:
-        self._heading = heading
+    def __init__(self, header: ResponseHeader, tokenizer: Tokenizer, options: ResponsesOptions) -> None:
+        self._header = header
         self._words = TokenWords(tokenizer, as_ids=False)
-        self._detokenizer = tokenizer.detokenizer(skip_special_tokens=wording.calls is None, at_start=True)
-        self._wording = wording
-        calls = wording.calls
-        self._calls = calls and CallTeller(heading.job_id, calls, is_streamed=wording.is_streamed)
+        self._detokenizer = tokenizer.detokenizer(skip_special_tokens=options.calls is None, at_start=True)
+        self._options = options
+        calls = options.calls
+        self._calls = calls and ToolCallWriter(header.job_id, calls, is_streamed=options.is_streamed)
         self._items: list[Json] = []
         self._is_open = False  # the last item
-        self._untold: list[Json] = []  # log-probabilities of text that is held back
+        self._unsent_logprobs: list[Json] = []  # log-probabilities of text that is held back
         self._finish_reason: str | None = None
         self._num_events = 0
 
     @property
     def response_id(self) -> str:
-        return RESPONSE_PREFIX + self._heading.job_id
+        return RESPONSE_PREFIX + self._header.job_id
 
-    def whole(self, pieces: Sequence[Piece], outcome: Outcome) -> Json:
+    def whole(self, deltas: Sequence[ChoiceDelta], outcome: Outcome) -> Json:
         """The answer as one object."""
-        for piece in pieces:
-            self.chunks(piece)
+        for delta in deltas:
+            self.chunks(delta)
         return self.closing(outcome)[-1]["response"]
 
     def opening(self) -> list[Json]:
@@ -117,20 +119,20 @@ class ResponseForm:
             self._event("response.in_progress", response=self.unfinished("in_progress")),
         ]
 
-    def chunks(self, piece: Piece) -> list[Json]:
+    def chunks(self, delta: ChoiceDelta) -> list[Json]:
         """The events that tell `piece`."""
         events = self.opening()
-        is_last = piece.finish_reason is not None
-        if self._wording.logprobs:
-            self._untold += chat_entries(self._words, piece.logprobs, self._detokenizer)
-        for delta in self._deltas(piece.text, is_last=is_last):
-            if "tool_calls" in delta:
-                for call in delta["tool_calls"]:
+        is_last = delta.finish_reason is not None
+        if self._options.logprobs:
+            self._unsent_logprobs += chat_entries(self._words, delta.logprobs, self._detokenizer)
+        for json_delta in self._json_deltas(delta.text, is_last=is_last):
+            if "tool_calls" in json_delta:
+                for call in json_delta["tool_calls"]:
                     events += self._call(call)
             else:
-                events += self._text(delta["content"])
+                events += self._text(json_delta["content"])
         if is_last:
-            self._finish_reason = piece.finish_reason
+            self._finish_reason = delta.finish_reason
         return events
 
     def closing(self, outcome: Outcome) -> list[Json]:
@@ -162,18 +164,18 @@ class ResponseForm:
         """The response before its end: queued or in_progress."""
         return self._response(status, output=[])
 
-    def _deltas(self, text: str, *, is_last: bool) -> Iterable[Json]:
+    def _json_deltas(self, text: str, *, is_last: bool) -> Iterable[Json]:
         if self._calls is not None:
-            return self._calls.deltas(0, text, is_last=is_last)
+            return self._calls.json_deltas(0, text, is_last=is_last)
         return [{"content": text}] if text else []
 
     def _text(self, text: str) -> list[Json]:
         events = [] if self._is_open and self._items[-1]["type"] == "message" else self._open_message()
         part = self._items[-1]["content"][0]
         part["text"] += text
-        told, self._untold = self._untold, []
-        part["logprobs"] += told
-        return [*events, self._part_event("response.output_text.delta", delta=text, logprobs=told)]
+        logprobs, self._unsent_logprobs = self._unsent_logprobs, []
+        part["logprobs"] += logprobs
+        return [*events, self._part_event("response.output_text.delta", delta=text, logprobs=logprobs)]
 
     def _open_message(self) -> list[Json]:
         item = {"type": "message", "role": "assistant", "content": []}
@@ -185,7 +187,7 @@ class ResponseForm:
     def _call(self, call: Json) -> list[Json]:
         events, function = [], call["function"]
         if "id" in call:
-            self._untold.clear()
+            self._unsent_logprobs.clear()
             item = {"type": "function_call", "call_id": call["id"], "name": function["name"], "arguments": ""}
             events += self._open("fc", item)
         if function["arguments"]:
@@ -197,7 +199,7 @@ class ResponseForm:
     def _open(self, prefix: str, item: Json) -> list[Json]:
         """A new item, behind the one before."""
         events = self._close("completed")
-        name = f"{prefix}_{self._heading.job_id}_{len(self._items)}"
+        name = f"{prefix}_{self._header.job_id}_{len(self._items)}"
         self._items.append({"id": name, **item, "status": "in_progress"})
         self._is_open = True
         return [*events, self._output_event("response.output_item.added")]
@@ -218,7 +220,7 @@ class ResponseForm:
 
     def _text_left(self) -> list[Json]:
         """Log-probabilities whose tokens said nothing any more, as an end mark does."""
-        if not self._untold:
+        if not self._unsent_logprobs:
             return []
         self._is_open = True
         events = self._text("")
@@ -232,19 +234,19 @@ class ResponseForm:
         ]
 
     def _response(self, status: str, **what: Any) -> Json:
-        heading = self._heading
+        header = self._header
         return {
             "id": self.response_id,
             "object": "response",
-            "created_at": heading.created_s,
+            "created_at": header.created_s,
             "status": status,
-            "background": self._wording.is_background,
+            "background": self._options.is_background,
             "error": None,
             "incomplete_details": None,
-            "model": heading.model,
+            "model": header.model,
             "output": _copy(self._items),
             "usage": None,
-            **self._wording.asked,
+            **self._options.asked,
             **what,
         }
 

@@ -10,7 +10,7 @@ import msgspec
 
 from model.text.functions import Function
 from service.gateway.generation.refusals import refusal
-from service.gateway.generation.request import ToolWish
+from service.gateway.generation.request import ToolSpec
 from service.gateway.openai.bodies import ChatBody, NamedTool, Tool, ToolCall
 from service.gateway.openai.strict_json import MAX_DEPTH, depth_exceeds
 
@@ -24,7 +24,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 Json = dict[str, Any]
 
 
-def read_tools(body: ChatBody) -> ToolWish | None:
+def read_tools(body: ChatBody) -> ToolSpec | None:
     """What the answer may call; None where it may call nothing. Raises RequestError (400)."""
     _check_tools(body.tools)
     choice = body.tool_choice
@@ -44,7 +44,7 @@ def read_tools(body: ChatBody) -> ToolWish | None:
         return None
     is_named = isinstance(choice, NamedTool)
     chosen = [tool for tool in body.tools if not is_named or tool.function.name == choice.function.name]
-    return ToolWish(
+    return ToolSpec(
         tools=tuple(map(_described, body.tools)),
         callable=tuple(map(_function, chosen)),
         must_call=is_named or choice == "required",

@@ -19,9 +19,9 @@ from service.gateway.generation.request import (
     EMBEDDINGS,
     POOLING,
     RESPONSES,
+    GenerationRequest,
     Prompt,
-    Request,
-    SamplingWishes,
+    RequestedSampling,
     Source,
 )
 from service.gateway.openai.bodies import (
@@ -59,12 +59,12 @@ TEMPLATE_OPTIONS = ("enable_thinking",)
 """What a client may hand to the model's chat template: switches, never text."""
 
 
-def read_request(endpoint: str, body: Mapping[str, Any]) -> Request:
+def read_request(endpoint: str, body: Mapping[str, Any]) -> GenerationRequest:
     """The request that `body`, sent to `endpoint` (ENDPOINTS and others), makes. Raises RequestError (400)."""
     return _READERS[endpoint](body)
 
 
-def source_of(request: Request, body: Mapping[str, Any]) -> Source:
+def source_of(request: GenerationRequest, body: Mapping[str, Any]) -> Source:
     """What `read_request` needs to make of `body` the same request again, but for its prompts."""
     prompts = _SHORTEST[request.endpoint](len(request.prompts))
     body = {name: value for name, value in body.items() if value is not None}
@@ -73,13 +73,13 @@ def source_of(request: Request, body: Mapping[str, Any]) -> Source:
     return Source(encode({**body, **prompts}), digest)
 
 
-def _read_completion(fields: Mapping[str, Any]) -> Request:
+def _read_completion(fields: Mapping[str, Any]) -> GenerationRequest:
     body = convert(without_idle_fields(fields, IDLE_COMPLETION_FIELDS), CompletionBody)
     only_echoes = body.echo and body.max_tokens == 0 == body.min_tokens
     if only_echoes:
         body = msgspec.structs.replace(body, **_ONE_TOKEN)
-    wishes = _wishes(body, _or(body.max_tokens, DEFAULT_COMPLETION_TOKENS), body.logprobs)
-    request = _request(COMPLETIONS, body, _prompts(body.prompt), wishes)
+    params = _sampling(body, _or(body.max_tokens, DEFAULT_COMPLETION_TOKENS), body.logprobs)
+    request = _request(COMPLETIONS, body, _prompts(body.prompt), params)
     if body.echo and body.logprobs is not None:
         if body.prompt_logprobs is not None:
             raise refusal("prompt_logprobs", "cannot go with both 'echo' and 'logprobs', which tell them too")
@@ -87,7 +87,7 @@ def _read_completion(fields: Mapping[str, Any]) -> Request:
     return replace(request, echo=body.echo, only_echoes=only_echoes, add_special_tokens=body.add_special_tokens)
 
 
-def _read_chat(fields: Mapping[str, Any]) -> Request:
+def _read_chat(fields: Mapping[str, Any]) -> GenerationRequest:
     left = without_idle_fields(fields, IDLE_CHAT_FIELDS)
     if "messages" in left:
         left["messages"] = plain_messages(left["messages"])
@@ -99,7 +99,7 @@ def _read_chat(fields: Mapping[str, Any]) -> Request:
         if max_tokens not in (None, body.max_completion_tokens):
             raise refusal("max_tokens", "contradicts 'max_completion_tokens'")
         max_tokens = body.max_completion_tokens
-    wishes = _wishes(body, max_tokens, (body.top_logprobs or 0) if body.logprobs else None)
+    params = _sampling(body, max_tokens, (body.top_logprobs or 0) if body.logprobs else None)
     for name in body.chat_template_kwargs:
         if name not in TEMPLATE_OPTIONS:
             raise refusal("chat_template_kwargs", f"takes only {', '.join(TEMPLATE_OPTIONS)}")
@@ -114,23 +114,23 @@ def _read_chat(fields: Mapping[str, Any]) -> Request:
     prompt = replace(
         prompt, continue_final_message=body.continue_final_message, tools=() if tools is None else tools.tools
     )
-    return replace(_request(CHAT, body, (prompt,), wishes), tools=tools)
+    return replace(_request(CHAT, body, (prompt,), params), tools=tools)
 
 
-def _read_response(fields: Mapping[str, Any]) -> Request:
+def _read_response(fields: Mapping[str, Any]) -> GenerationRequest:
     return replace(read_response(fields, _read_chat), endpoint=RESPONSES)
 
 
-def _read_embedding(fields: Mapping[str, Any]) -> Request:
+def _read_embedding(fields: Mapping[str, Any]) -> GenerationRequest:
     return _read_pooled(convert(without_idle_fields(fields, IDLE_EMBEDDING_FIELDS), EmbeddingBody))
 
 
-def _read_pooling(fields: Mapping[str, Any]) -> Request:
+def _read_pooling(fields: Mapping[str, Any]) -> GenerationRequest:
     request = _read_pooled(body := convert(without_idle_fields(fields, IDLE_POOLING_FIELDS), PoolingBody))
     return replace(request, add_special_tokens=body.add_special_tokens)
 
 
-def _read_pooled(body: EmbeddingBody) -> Request:
+def _read_pooled(body: EmbeddingBody) -> GenerationRequest:
     """A completion of one token, which nobody wants, behind the prompt whose vector is."""
     if body.encoding_format not in ("float", "base64"):
         raise refusal("encoding_format", "must be float or base64")
@@ -143,7 +143,7 @@ def _read_pooled(body: EmbeddingBody) -> Request:
 
 
 _ONE_TOKEN = {"max_tokens": 1, "temperature": 0, "ignore_eos": True}
-_READERS: Mapping[str, Callable[[Mapping[str, Any]], Request]] = {
+_READERS: Mapping[str, Callable[[Mapping[str, Any]], GenerationRequest]] = {
     COMPLETIONS: _read_completion,
     CHAT: _read_chat,
     RESPONSES: _read_response,
@@ -174,7 +174,7 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[str | tuple[int
     return tuple(map(tuple, prompt))
 
 
-def _wishes(body: GenerationBody, max_tokens: int | None, logprobs: int | None) -> SamplingWishes:
+def _sampling(body: GenerationBody, max_tokens: int | None, logprobs: int | None) -> RequestedSampling:
     check_ranges(body)
     if max_tokens is not None and body.min_tokens > max_tokens:
         raise refusal("min_tokens", "must not exceed 'max_tokens'")
@@ -186,7 +186,7 @@ def _wishes(body: GenerationBody, max_tokens: int | None, logprobs: int | None) 
     if grammar is not None and choices.beam is not None and body.ignore_eos:
         raise refusal("ignore_eos", f"cannot go with both beams and '{grammar.param}': nothing may follow its end")
     cold = body.temperature is not None and body.temperature < COLDEST_TEMPERATURE
-    return SamplingWishes(
+    return RequestedSampling(
         max_tokens=max_tokens,
         min_tokens=body.min_tokens,
         temperature=0.0 if cold else body.temperature,
@@ -220,7 +220,9 @@ def _logit_bias(bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
     return tuple((int(key), float(value)) for key, value in bias.items())
 
 
-def _request(endpoint: str, body: GenerationBody, prompts: tuple[Prompt, ...], wishes: SamplingWishes) -> Request:
+def _request(
+    endpoint: str, body: GenerationBody, prompts: tuple[Prompt, ...], params: RequestedSampling
+) -> GenerationRequest:
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(dict.fromkeys(body.stop))
     if len(stop) > MAX_STOP_STRINGS:
         raise refusal("stop", f"has more than {MAX_STOP_STRINGS} strings")
@@ -228,27 +230,27 @@ def _request(endpoint: str, body: GenerationBody, prompts: tuple[Prompt, ...], w
         raise refusal("stop", f"has a string that is empty or longer than {MAX_STOP_CHARS} characters")
     check_length("user", body.user, MAX_LABEL_CHARS)
     check_length("safety_identifier", body.safety_identifier, MAX_LABEL_CHARS)
-    tells_usage = _tells_usage(body)
+    include_usage = _includes_usage(body)
     if body.background and body.stream:
         raise refusal("background", "has no stream; take the answer as one from /v1/requests/{id}")
     if body.prompt_logprobs is not None and body.stream:
         raise refusal("prompt_logprobs", "cannot go with 'stream'")
     if body.resumable and body.stream and len(prompts) > 1:
         raise refusal("resumable", "needs a single prompt where 'stream' is true")
-    return Request(
+    return GenerationRequest(
         endpoint=endpoint,
         model=body.model,
         prompts=prompts,
-        sampling=wishes,
+        sampling=params,
         stop=stop,
         include_stop_str_in_output=body.include_stop_str_in_output,
         skip_special_tokens=body.skip_special_tokens,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         tokens_as_ids=body.return_tokens_as_token_ids,
-        tells_prompt_logprobs=body.prompt_logprobs is not None,
+        has_prompt_logprobs_field=body.prompt_logprobs is not None,
         stream=body.stream,
-        include_usage=tells_usage,
-        usage_in_chunks=tells_usage and bool(body.stream_options.continuous_usage_stats),
+        include_usage=include_usage,
+        usage_in_chunks=include_usage and bool(body.stream_options.continuous_usage_stats),
         timeout_s=body.timeout,
         priority=body.priority,
         resumable=body.resumable,
@@ -256,7 +258,7 @@ def _request(endpoint: str, body: GenerationBody, prompts: tuple[Prompt, ...], w
     )
 
 
-def _tells_usage(body: GenerationBody) -> bool:
+def _includes_usage(body: GenerationBody) -> bool:
     """Whether a stream ends with its usage. Wanted in every chunk, it is wanted at the end too, as at vLLM, unless the
     client says that it is not: then in none."""
     options = body.stream_options

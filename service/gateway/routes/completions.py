@@ -12,11 +12,11 @@ from aiohttp import web
 
 from service.config.settings import Settings
 from service.errors import RequestError
-from service.gateway.core.accepted_request import Ticket
-from service.gateway.core.service import Hall, incident
+from service.gateway.core.accepted_request import AcceptedRequest
+from service.gateway.core.service import InferenceService, incident
 from service.gateway.core.whole_answers import whole_answer
 from service.gateway.generation.refusals import refusal
-from service.gateway.generation.response_stream import Run
+from service.gateway.generation.response_stream import ResponseStream
 from service.gateway.http.middleware import ACCEPTED, HELD, REQUEST_ID, TENANT, json_response, read_body
 from service.gateway.http.sse import ClientGone, SseStream
 from service.gateway.openai.answers import error_json
@@ -27,9 +27,9 @@ IDEMPOTENCY_KEY = "Idempotency-Key"
 LAST_EVENT_ID = "Last-Event-ID"
 
 
-class Generations:
-    def __init__(self, hall: Hall) -> None:
-        self._hall = hall
+class Completions:
+    def __init__(self, service: InferenceService) -> None:
+        self._service = service
 
     def create(self, endpoint: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(http: web.Request) -> web.StreamResponse:
@@ -40,89 +40,101 @@ class Generations:
     async def generate(self, http: web.Request, endpoint: str, body: bytes) -> web.StreamResponse:
         """What `endpoint` answers to a body that is read."""
         key, after = idempotency_key(http), last_event_id(http)
-        self._hall.pressure.refuse_at_once(http[TENANT])
-        request = await self._hall.read(endpoint, body, http[TENANT])
+        self._service.pressure.refuse_at_once(http[TENANT])
+        request = await self._service.read(endpoint, body, http[TENANT])
         if key is not None and not request.background:
             request = replace(request, resumable=True)
-        ticket = await self._hall.accept(request, http[TENANT], key)
-        http[ACCEPTED] = ticket.request_id
-        http[HELD].shrink(len(ticket.request.source.outline))
-        if not ticket.request.stays:
-            return await self._answer(http, ticket, self._hall.open(ticket), 0)
-        if not ticket.came_before:
+        accepted = await self._service.accept(request, http[TENANT], key)
+        http[ACCEPTED] = accepted.request_id
+        http[HELD].shrink(len(accepted.request.source.outline))
+        if not accepted.request.stays:
+            return await self._answer(http, accepted, self._service.open(accepted), 0)
+        if not accepted.came_before:
             after = 0
-        if ticket.jobs:
-            await self._hall.keep(ticket)
-        if ticket.request.background:
-            return await self._state(ticket, 202, was_accepted=bool(ticket.jobs))
-        return await self._answer(http, ticket, self._hall.view(ticket), after)
+        if accepted.jobs:
+            await self._service.keep(accepted)
+        if accepted.request.background:
+            return await self._state(accepted, 202, was_accepted=bool(accepted.jobs))
+        return await self._answer(http, accepted, self._service.view(accepted), after)
 
     async def get(self, http: web.Request) -> web.StreamResponse:
         """The request's state, or its events where a stream is asked for."""
-        ticket = await self._hall.find(http.match_info["id"], http[TENANT])
-        accepted = http.headers.get("Accept", "").lower()
-        if wants_stream(http) or "text/event-stream" in accepted or LAST_EVENT_ID in http.headers:
-            return await self._stream(http, ticket, self._hall.view(ticket), last_event_id(http))
-        return await self._state(ticket)
+        accepted = await self._service.find(http.match_info["id"], http[TENANT])
+        accept = http.headers.get("Accept", "").lower()
+        if wants_stream(http) or "text/event-stream" in accept or LAST_EVENT_ID in http.headers:
+            return await self._stream(http, accepted, self._service.view(accepted), last_event_id(http))
+        return await self._state(accepted)
 
     async def delete(self, http: web.Request) -> web.Response:
         """Cancels the request, unless it has ended."""
-        ticket = await self._hall.find(http.match_info["id"], http[TENANT])
-        await self._hall.cancel(ticket)
-        state = await self._hall.state(ticket)
+        accepted = await self._service.find(http.match_info["id"], http[TENANT])
+        await self._service.cancel(accepted)
+        state = await self._service.state(accepted)
         if state["status"] in ("queued", "in_progress"):
             state["status"] = "cancelling"
         return json_response(state)
 
-    async def _state(self, ticket: Ticket, status: int = 200, *, was_accepted: bool = False) -> web.Response:
-        headers = {REQUEST_ID: ticket.request_id, "Location": REQUEST_ROUTE.replace("{id}", ticket.request_id)}
-        return json_response(await self._hall.state(ticket, was_accepted=was_accepted), status, headers)
+    async def _state(self, accepted: AcceptedRequest, status: int = 200, *, was_accepted: bool = False) -> web.Response:
+        headers = {REQUEST_ID: accepted.request_id, "Location": REQUEST_ROUTE.replace("{id}", accepted.request_id)}
+        return json_response(await self._service.state(accepted, was_accepted=was_accepted), status, headers)
 
     async def _answer(
-        self, http: web.Request, ticket: Ticket, opened: AbstractAsyncContextManager[Run], after: int
+        self,
+        http: web.Request,
+        accepted: AcceptedRequest,
+        opened: AbstractAsyncContextManager[ResponseStream],
+        after: int,
     ) -> web.StreamResponse:
-        if ticket.request.stream:
-            return await self._stream(http, ticket, opened, after)
-        async with opened as run:
-            pieces = [piece async for piece in run]
-        body = await whole_answer(self._hall.threads, ticket, self._hall.form(ticket), pieces, run.outcome)
-        return json_response(body, headers={REQUEST_ID: ticket.request_id})
+        if accepted.request.stream:
+            return await self._stream(http, accepted, opened, after)
+        async with opened as stream:
+            deltas = [delta async for delta in stream]
+        body = await whole_answer(
+            self._service.threads, accepted, self._service.builder(accepted), deltas, stream.outcome
+        )
+        return json_response(body, headers={REQUEST_ID: accepted.request_id})
 
     async def _stream(
-        self, http: web.Request, ticket: Ticket, opened: AbstractAsyncContextManager[Run], after: int
+        self,
+        http: web.Request,
+        accepted: AcceptedRequest,
+        opened: AbstractAsyncContextManager[ResponseStream],
+        after: int,
     ) -> web.StreamResponse:
-        if after and len(ticket.job_ids) > 1:
+        if after and len(accepted.job_ids) > 1:
             raise refusal(LAST_EVENT_ID, "cannot be given for a request with several prompts")
-        stream = stream_of(http, ticket, self._hall.settings, after)
+        sse = sse_of(http, accepted, self._service.settings, after)
         if http.method == "HEAD":
-            return stream.response
+            return sse.response
         try:
             try:
-                await self._tell(stream, ticket, opened)
+                await self._send_deltas(sse, accepted, opened)
             except (ClientGone, asyncio.CancelledError):
                 raise
             except Exception as error:
-                if not stream.started:
+                if not sse.started:
                     raise
-                if stream.is_done:
-                    return stream.response
-                told = error if isinstance(error, RequestError) else incident(error, "stream")
-                await stream.send_unnumbered(error_json(told))
+                if sse.is_done:
+                    return sse.response
+                shown = error if isinstance(error, RequestError) else incident(error, "stream")
+                await sse.send_unnumbered(error_json(shown))
         except ClientGone:
             pass  # its job is cancelled already, or goes on without it; nobody is left to hear of it
-        return stream.response
+        return sse.response
 
-    async def _tell(self, stream: SseStream, ticket: Ticket, opened: AbstractAsyncContextManager[Run]) -> None:
-        form = self._hall.form(ticket)
+    async def _send_deltas(
+        self, sse: SseStream, accepted: AcceptedRequest, opened: AbstractAsyncContextManager[ResponseStream]
+    ) -> None:
+        builder = self._service.builder(accepted)
         # Several jobs tell their news in whatever order it comes, which no other gateway could repeat.
-        send = stream.send if len(ticket.job_ids) == 1 else stream.send_unnumbered
-        async with opened as run, stream.kept_alive():
-            async for piece in run:
-                for chunk in form.chunks(piece):
+        send = sse.send if len(accepted.job_ids) == 1 else sse.send_unnumbered
+        async with opened as stream, sse.kept_alive():
+            async for delta in stream:
+                for chunk in builder.chunks(delta):
                     await send(chunk)
-            for chunk in form.closing(run.outcome):
+            for chunk in builder.closing(stream.outcome):
                 await send(chunk)
-            await stream.done()
+            await sse.done()
 
 
 def idempotency_key(http: web.Request) -> str | None:
@@ -155,11 +167,11 @@ def last_event_id(http: web.Request) -> int:
     return int(text)
 
 
-def stream_of(http: web.Request, ticket: Ticket, settings: Settings, after: int) -> SseStream:
+def sse_of(http: web.Request, accepted: AcceptedRequest, settings: Settings, after: int) -> SseStream:
     """What tells an admitted request, from behind event `after` on."""
     return SseStream(
         http,
-        headers={REQUEST_ID: ticket.request_id},
+        headers={REQUEST_ID: accepted.request_id},
         write_timeout_s=settings.write_timeout,
         keep_alive_s=KEEP_ALIVE_S,
         after=after,

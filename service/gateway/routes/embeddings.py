@@ -10,10 +10,10 @@ from aiohttp import web
 
 from service.config.settings import Settings
 from service.errors import RequestError
-from service.gateway.core.accepted_request import Ticket
-from service.gateway.core.service import Hall
+from service.gateway.core.accepted_request import AcceptedRequest
+from service.gateway.core.service import InferenceService
 from service.gateway.generation.request import EMBEDDINGS, POOLING
-from service.gateway.generation.response_stream import Run
+from service.gateway.generation.response_stream import ResponseStream
 from service.gateway.http.middleware import ACCEPTED, TENANT, json_response, read_body
 from service.gateway.openai.response_bodies import in_own_words
 from service.gateway.routes.completions import refuse_idempotency_key
@@ -23,8 +23,8 @@ Json = dict[str, Any]
 
 
 class Embeddings:
-    def __init__(self, hall: Hall) -> None:
-        self._hall = hall
+    def __init__(self, service: InferenceService) -> None:
+        self._service = service
 
     def routes(self) -> list[web.RouteDef]:
         return [web.post(EMBEDDINGS, self._create), web.post(POOLING, self._pool)]
@@ -36,30 +36,30 @@ class Embeddings:
     async def embed(self, http: web.Request, body: bytes) -> web.Response:
         """The answer to a body that is read."""
         self._check(http)
-        ticket, run = await self._run(http, EMBEDDINGS, body)
-        return json_response(await embedding_answer(self._hall, ticket, run))
+        accepted, stream = await self._finished(http, EMBEDDINGS, body)
+        return json_response(await embedding_answer(self._service, accepted, stream))
 
     async def _pool(self, http: web.Request) -> web.Response:
         self._check(http)
-        ticket, run = await self._run(http, POOLING, await read_body(http))
-        return json_response(_pooled(ticket, await embedding_answer(self._hall, ticket, run)))
+        accepted, stream = await self._finished(http, POOLING, await read_body(http))
+        return json_response(_pooled(accepted, await embedding_answer(self._service, accepted, stream)))
 
     def _check(self, http: web.Request) -> None:
-        require_enabled(self._hall.settings)
+        require_enabled(self._service.settings)
         refuse_idempotency_key(http)
 
-    async def _run(self, http: web.Request, endpoint: str, body: bytes) -> tuple[Ticket, Run]:
+    async def _finished(self, http: web.Request, endpoint: str, body: bytes) -> tuple[AcceptedRequest, ResponseStream]:
         """A request that has ended well."""
-        request = await self._hall.read(endpoint, body, http[TENANT])
+        request = await self._service.read(endpoint, body, http[TENANT])
         try:
-            ticket = await self._hall.admit(request, http[TENANT])
+            accepted = await self._service.admit(request, http[TENANT])
         except RequestError as error:
             raise in_own_words(error) from None
-        http[ACCEPTED] = ticket.request_id
-        async with self._hall.open(ticket) as run:
-            async for _ in run:
+        http[ACCEPTED] = accepted.request_id
+        async with self._service.open(accepted) as stream:
+            async for _ in stream:
                 pass
-        return ticket, run
+        return accepted, stream
 
 
 def require_enabled(settings: Settings) -> None:
@@ -68,13 +68,13 @@ def require_enabled(settings: Settings) -> None:
         raise RequestError(404, "Embeddings are not enabled here (--enable-embeddings).", code="embeddings_disabled")
 
 
-async def embedding_answer(hall: Hall, ticket: Ticket, run: Run) -> Json:
+async def embedding_answer(service: InferenceService, accepted: AcceptedRequest, stream: ResponseStream) -> Json:
     """The answer of a request that has ended well."""
-    in_base64 = msgspec.json.decode(ticket.request.source.outline).get("encoding_format") == "base64"
-    data = await hall.threads.run(ticket.tenant, _worded, run.embeddings, in_base64)
-    num_tokens = sum(ticket.num_prompt_tokens)
+    in_base64 = msgspec.json.decode(accepted.request.source.outline).get("encoding_format") == "base64"
+    data = await service.threads.run(accepted.tenant, _worded, stream.embeddings, in_base64)
+    num_tokens = sum(accepted.num_prompt_tokens)
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    return {"object": "list", "data": data, "model": hall.model.name, "usage": usage}
+    return {"object": "list", "data": data, "model": service.model.name, "usage": usage}
 
 
 def _worded(vectors: list[bytes], in_base64: bool) -> list[Json]:
@@ -88,8 +88,14 @@ def _worded(vectors: list[bytes], in_base64: bool) -> list[Json]:
     ]
 
 
-def _pooled(ticket: Ticket, answer: Json) -> Json:
+def _pooled(accepted: AcceptedRequest, answer: Json) -> Json:
     """The same in vLLM's shape."""
     data = [{"index": one["index"], "object": "pooling", "data": one["embedding"]} for one in answer["data"]]
     usage = {**answer["usage"], "completion_tokens": 0, "prompt_tokens_details": None}
-    return {"id": f"pool-{ticket.request_id}", "created": int(ticket.created_s), **answer, "data": data, "usage": usage}
+    return {
+        "id": f"pool-{accepted.request_id}",
+        "created": int(accepted.created_s),
+        **answer,
+        "data": data,
+        "usage": usage,
+    }

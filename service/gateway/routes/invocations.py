@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 from aiohttp import web
 
-from service.gateway.core.service import SMALL_BODY_BYTES, Hall
+from service.gateway.core.service import SMALL_BODY_BYTES, InferenceService
 from service.gateway.generation.refusals import refusal
 from service.gateway.generation.request import CHAT, COMPLETIONS, EMBEDDINGS
 from service.gateway.http.middleware import TENANT, read_body
-from service.gateway.routes.completions import Generations
+from service.gateway.routes.completions import Completions
 from service.gateway.routes.embeddings import Embeddings
 
 INVOCATIONS = "/invocations"
@@ -27,9 +27,9 @@ class _Fields(msgspec.Struct):
 
 
 class Invocations:
-    def __init__(self, hall: Hall, generations: Generations, embeddings: Embeddings) -> None:
-        self._hall = hall
-        self._generations = generations
+    def __init__(self, service: InferenceService, completions: Completions, embeddings: Embeddings) -> None:
+        self._service = service
+        self._completions = completions
         self._embeddings = embeddings
 
     def routes(self) -> list[web.RouteDef]:
@@ -40,10 +40,10 @@ class Invocations:
         if len(body) <= SMALL_BODY_BYTES:
             endpoint = _endpoint_of(body)
         else:
-            endpoint = await self._hall.threads.run(http[TENANT], _endpoint_of, body)
+            endpoint = await self._service.threads.run(http[TENANT], _endpoint_of, body)
         if endpoint == EMBEDDINGS:
             return await self._embeddings.embed(http, body)
-        return await self._generations.generate(http, endpoint, body)
+        return await self._completions.generate(http, endpoint, body)
 
 
 def _endpoint_of(body: bytes) -> str:

@@ -10,7 +10,7 @@ from importlib.resources import files
 
 from aiohttp import web
 
-from service.gateway.core.service import Hall
+from service.gateway.core.service import InferenceService
 from service.gateway.http.middleware import PAGE, json_response
 from service.queue.interface import QueueUnavailable
 from service.queue.messages import WorkerCard
@@ -31,11 +31,11 @@ HEADERS = {
 }
 
 
-def operations_routes(hall: Hall) -> list[web.RouteDef]:
+def operations_routes(service: InferenceService) -> list[web.RouteDef]:
     """The page, its files, and the state that it asks for once a second."""
 
     async def state(http: web.Request) -> web.Response:
-        return json_response(await _state(hall), headers={"Cache-Control": "no-store"})
+        return json_response(await _state(service), headers={"Cache-Control": "no-store"})
 
     return [
         web.get(PAGE, _file("index.html", "text/html")),
@@ -53,19 +53,19 @@ def _file(name: str, content_type: str) -> Callable[[web.Request], Awaitable[web
     return handle
 
 
-async def _state(hall: Hall) -> dict[str, object]:
+async def _state(service: InferenceService) -> dict[str, object]:
     """Latencies are cumulative counts by bucket; `num_queued` is null while the queue cannot be asked."""
-    latency = hall.metrics.latency_buckets()
+    latency = service.metrics.latency_buckets()
     try:
-        await hall.fleet.look()
-        view = await hall.fleet.view()
+        await service.fleet.look()
+        view = await service.fleet.view()
         cards, num_queued = view.cards, view.queue.num_waiting
     except QueueUnavailable:
         cards, num_queued = (), None
     return {
         "at_s": asyncio.get_running_loop().time(),
-        "model": hall.model.name,
-        "num_open": hall.relay.num_open,
+        "model": service.model.name,
+        "num_open": service.dispatcher.num_open,
         "num_queued": num_queued,
         "latency_bounds_s": {
             name: [bound if math.isfinite(bound) else None for bound, _ in buckets] for name, buckets in latency.items()

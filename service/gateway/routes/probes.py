@@ -18,7 +18,7 @@ from http import HTTPStatus
 from typing import Any
 
 from service.errors import StartupError
-from service.gateway.core.service import Hall
+from service.gateway.core.service import InferenceService
 from service.gateway.openai.answers import encode_json
 from service.observability.logs import fields
 from service.queue.interface import QueueUnavailable
@@ -38,17 +38,17 @@ CLIENT_TIMEOUT_S = 2.0
 Answer = tuple[int, dict[str, Any]]
 
 
-async def readiness(hall: Hall) -> Answer:
+async def readiness(service: InferenceService) -> Answer:
     """HTTP status and body: 200 only if a request would be worked on now; otherwise what is missing."""
-    missing = ["this gateway is shutting down"] if hall.admission.draining else []
+    missing = ["this gateway is shutting down"] if service.admission.draining else []
     num_ready = 0
     try:
-        num_ready = (await hall.fleet.view()).num_ready
+        num_ready = (await service.fleet.view()).num_ready
         if not num_ready:
             missing.append("no ready worker serves this model")
     except QueueUnavailable:
         missing.append("the queue is not available")
-    missing += await hall.missing_text_half(TEXT_WITHIN_S)
+    missing += await service.missing_text_half(TEXT_WITHIN_S)
     body = {"status": "not ready" if missing else "ok", "missing": missing, "num_ready_workers": num_ready}
     return (503 if missing else 200), body
 
@@ -57,7 +57,7 @@ class LoopReport:
     """What the event loop last said of itself, for a thread to read."""
 
     def __init__(self) -> None:
-        self._turned_at_s = self._told_at_s = time.monotonic()
+        self._turned_at_s = self._reported_at_s = time.monotonic()
         self._ready: Answer = (503, {"status": "not ready", "missing": ["it has just started"], "num_ready_workers": 0})
 
     async def keep_turning(self) -> None:
@@ -65,10 +65,10 @@ class LoopReport:
             self._turned_at_s = time.monotonic()
             await asyncio.sleep(TICK_S)
 
-    async def keep_telling(self, hall: Hall) -> None:
+    async def keep_reporting(self, service: InferenceService) -> None:
         while True:
-            self._ready = await readiness(hall)
-            self._told_at_s = time.monotonic()
+            self._ready = await readiness(service)
+            self._reported_at_s = time.monotonic()
             await asyncio.sleep(TICK_S)
 
     def live(self) -> Answer:
@@ -77,13 +77,13 @@ class LoopReport:
         return (503 if is_dead else 200), {"status": "dead" if is_dead else "ok", "loop_silent_s": silent_s}
 
     def ready(self) -> Answer:
-        if time.monotonic() - self._told_at_s < STALE_AFTER_S:
+        if time.monotonic() - self._reported_at_s < STALE_AFTER_S:
             return self._ready
         return 503, {"status": "not ready", "missing": ["this gateway is busy"], "num_ready_workers": 0}
 
 
 @asynccontextmanager
-async def probed(hall: Hall, host: str, port: int | None) -> AsyncIterator[int | None]:
+async def probed(service: InferenceService, host: str, port: int | None) -> AsyncIterator[int | None]:
     """Inside, a thread answers on this port; gives the port it took. Nothing happens without one. Raises
     StartupError."""
     if port is None:
@@ -94,7 +94,7 @@ async def probed(hall: Hall, host: str, port: int | None) -> AsyncIterator[int |
         server = ProbeServer(report, host, port)
     except OSError as error:
         raise StartupError(f"cannot listen on {host}:{port} (--probe-port): {error.strerror or error}") from error
-    reporting = [asyncio.create_task(duty) for duty in (report.keep_turning(), report.keep_telling(hall))]
+    reporting = [asyncio.create_task(duty) for duty in (report.keep_turning(), report.keep_reporting(service))]
     server.start()
     log.info("probes ready %s", fields(port=server.port))
     try:
@@ -179,8 +179,8 @@ class ProbeServer:
         if route is None or words[0] not in (b"GET", b"HEAD"):
             status, body = 404, b""
         else:
-            status, told = route()
-            body = encode_json(told)
+            status, report = route()
+            body = encode_json(report)
         head = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"

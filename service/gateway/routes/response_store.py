@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from service.errors import RequestError
-from service.gateway.core.accepted_request import Ticket
+from service.gateway.core.accepted_request import AcceptedRequest
 from service.gateway.core.admission import unavailable
 from service.gateway.core.background import write
-from service.gateway.core.service import Hall
+from service.gateway.core.service import InferenceService
 from service.gateway.core.storage import storage_refusal, stored
 from service.gateway.generation.refusals import refusal
 from service.gateway.openai.response_form import RESPONSE_PREFIX
@@ -28,17 +28,17 @@ SETTLE_WITHIN_S = float(LOG_ENDED_TTL_S)
 """As long as that, the events of a response are there to make its answer from."""
 
 
-class ResponseShelf:
-    def __init__(self, hall: Hall) -> None:
-        self._hall = hall
-        self._queue = hall.queue
-        self._background = hall.relay.background
-        self._retention_s = hall.settings.response_retention
+class ResponseStore:
+    def __init__(self, service: InferenceService) -> None:
+        self._service = service
+        self._queue = service.queue
+        self._background = service.dispatcher.background
+        self._retention_s = service.settings.response_retention
 
     async def put(self, record: StoredResponse) -> None:
         """Raises RequestError (429, 503)."""
         try:
-            await write(lambda: self._queue.put_response(record, self._retention_s, self._hall.storage))
+            await write(lambda: self._queue.put_response(record, self._retention_s, self._service.storage))
         except StorageFull as full:
             raise storage_refusal(full) from None
         except QueueUnavailable:
@@ -87,10 +87,10 @@ class ResponseShelf:
             raise refusal(param, f"is of a response that is {answer['status']}")
         return [*record.context, *record.input, *answer["output"]]
 
-    async def ticket(self, record: StoredResponse) -> Ticket | None:
+    async def accepted(self, record: StoredResponse) -> AcceptedRequest | None:
         """What its events are read with, as long as the queue remembers them."""
         try:
-            return await self._hall.find(_request_id(record), record.tenant)
+            return await self._service.find(_request_id(record), record.tenant)
         except RequestError as error:
             if error.status == 404:
                 return None
@@ -100,16 +100,16 @@ class ResponseShelf:
         """The response as it is now. One whose gateway died before it could say how it ended is settled here."""
         if record.is_settled:
             return record.answer
-        ticket = await self.ticket(record)
-        if ticket is None:
+        accepted = await self.accepted(record)
+        if accepted is None:
             error = {"code": "server_error", "message": "The answer was lost before it was stored."}
             return {**record.answer, "status": "failed", "error": error}
-        state, form = await self._hall.state(ticket), self._hall.response_form(ticket)
+        state, builder = await self._service.state(accepted), self._service.responses_builder(accepted)
         if state["status"] in ("queued", "in_progress"):
-            return form.unfinished(state["status"])
+            return builder.unfinished(state["status"])
         error, answer = state["error"], state["response"]
         if answer is None:
-            answer = form.failed(error["code"], error["message"])
+            answer = builder.failed(error["code"], error["message"])
         await self.settle(record, answer)
         return answer
 

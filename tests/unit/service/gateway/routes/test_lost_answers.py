@@ -210,7 +210,7 @@ async def test_no_second_answer_is_written_into_one_that_has_begun(gateway, monk
         await stream.done()
         raise KeyError("a bug")
 
-    monkeypatch.setattr("service.gateway.routes.responses.Responses._tell", broken)
+    monkeypatch.setattr("service.gateway.routes.responses.Responses._send_deltas", broken)
     client = await RawClient.connect(gateway.url)
     await client.post(RESPONSES, {**BODIES[RESPONSES], "stream": True})
     async with asyncio.timeout(5):

@@ -13,7 +13,7 @@ import pytest
 
 from service.config.settings import Settings
 from service.errors import StartupError
-from service.gateway.core.service import Hall
+from service.gateway.core.service import InferenceService
 from service.gateway.generation.served_model import ServedModel
 from service.gateway.routes import probes
 from service.gateway.routes.probes import probed
@@ -26,16 +26,16 @@ HOST = "127.0.0.1"
 
 @asynccontextmanager
 async def open_probes(model_folder, *, with_worker=True):
-    """(port, worker) of a hall whose loop reports."""
+    """(port, worker) of an inference service whose loop reports."""
     settings = Settings(model=model_folder, served_model_name=MODEL)
     queue = MemoryQueue()
-    hall = Hall(settings, ServedModel.read(settings), queue, feed="f")
+    service = InferenceService(settings, ServedModel.read(settings), queue, feed="f")
     worker = ScriptedWorker(queue, MODEL, lambda job: None)
     if with_worker:
         await worker.announce()
-    async with probed(hall, HOST, 0) as port:
+    async with probed(service, HOST, 0) as port:
         yield port, worker
-    await hall.close()
+    await service.close()
 
 
 def ask(port, path="/livez", method="GET"):
@@ -131,8 +131,8 @@ async def test_nobody_holds_it_up(model_folder):
 async def test_a_port_that_is_taken(model_folder):
     with socket.create_server((HOST, 0)) as taken:
         settings = Settings(model=model_folder)
-        hall = Hall(settings, ServedModel.read(settings), MemoryQueue(), feed="f")
+        service = InferenceService(settings, ServedModel.read(settings), MemoryQueue(), feed="f")
         with pytest.raises(StartupError, match="--probe-port"):
-            async with probed(hall, HOST, taken.getsockname()[1]):
+            async with probed(service, HOST, taken.getsockname()[1]):
                 pass
-        await hall.close()
+        await service.close()
