@@ -19,5 +19,5 @@ def block_bytes(config: ModelConfig, block_size: int, dtype: np.dtype) -> int:
 
 
 def allocate(ops: Ops, config: ModelConfig, num_blocks: int, block_size: int) -> Array:
-    """The cache [num_blocks, L, 2, Hkv, B, D] in the dtype of `ops`; contents are undefined."""
-    return ops.empty((num_blocks, *block_shape(config, block_size)), ops.dtype)
+    """The cache [num_blocks, L, 2, Hkv, B, D] in `ops.kv_dtype`; contents are undefined."""
+    return ops.empty((num_blocks, *block_shape(config, block_size)), ops.kv_dtype)

@@ -7,7 +7,7 @@
 //   build's type (0) or float32 (1).
 //   grid (up to ceil(N / (16 ROW_TILES))), block (32 WARPS), dynamic shared memory SHARED_BYTES: as in gemv. The order
 //   of sums depends on K and the build alone: a row of x gives the same bits in any batch.
-//   reference: NumpyOps.linear_fp8
+//   reference: NumpyOps.linear
 //   needs: x and weight aligned to 16 bytes, K a multiple of 16
 //   roofline: N K bytes moved; 0.9 of copy bandwidth from 64 MB of weights in e4m3, 0.8 with x of 16 bits
 //

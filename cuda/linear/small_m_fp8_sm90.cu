@@ -7,7 +7,7 @@
 //   A build defines ROWS (weight rows of a tile, at most 128), COLS (rows of x: 16, 32, 64, 96, 128, 192, 256), STAGES,
 //   AHEAD, SPLIT, SHARED_BYTES and OUT_FLOAT as for small_m_sm90.cu.
 //   grid: up to one block a tile, with SPLIT 2 two; block THREADS
-//   reference: NumpyOps.linear_fp8
+//   reference: NumpyOps.linear
 //   needs: x, weight and out aligned to 16 bytes, K a multiple of 16
 //   roofline: N K bytes moved; 0.9 of copy bandwidth from 100 MB of weights, up to M = 64
 //

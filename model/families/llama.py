@@ -13,34 +13,35 @@ import numpy as np
 from model.batch import Batch
 from model.config import ModelConfig
 from model.ops.interface import Array, Ops
+from model.ops.weight import Weight
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """The weights of one layer; matrices are [out, in], what the config does not have is None."""
+    """The weights of one layer; a bias or norm that the config lacks is None."""
 
     attention_norm: Array  # [H]
-    qkv: Array  # [(Hq + 2 Hkv) * D, H]
+    qkv: Weight  # [(Hq + 2 Hkv) * D, H]
     qkv_bias: Array | None
     q_norm: Array | None  # [D]
     k_norm: Array | None  # [D]
-    output: Array  # [H, Hq * D]
+    output: Weight  # [H, Hq * D]
     output_bias: Array | None
     mlp_norm: Array  # [H]
-    gate_up: Array  # [2 I, H]
+    gate_up: Weight  # [2 I, H]
     gate_up_bias: Array | None
-    down: Array  # [H, I]
+    down: Weight  # [H, I]
     down_bias: Array | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaWeights:
-    """Everything a model reads. Tied embeddings share one array."""
+    """All weights of a model. Tied embeddings share one array."""
 
     embedding: Array  # [V, H]
     layers: tuple[Layer, ...]
     final_norm: Array  # [H]
-    lm_head: Array  # [V, H]
+    lm_head: Weight  # [V, H]
     cos: Array  # float32[max_model_len, D / 2]
     sin: Array  # float32[max_model_len, D / 2]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
+
 from model.dtypes import NUMPY_DTYPES
 from model.errors import ModelError
 from model.ops.cpu.ops import NumpyOps
@@ -12,34 +14,41 @@ from model.ops.interface import Ops
 log = logging.getLogger("quire.model")
 
 
-def open_ops(device: str, dtype: str, model_dtype: str) -> Ops:
-    """The backend for `device` "auto" | "cpu" | "cuda" in `dtype` "auto" | "float32" | "float16" | "bfloat16".
+def open_ops(device: str, dtype: str, model_dtype: str, kv_dtype: str = "auto") -> Ops:
+    """Open `device` "auto" | "cpu" | "cuda" for activations in `dtype` "auto" | "float32" | "float16" | "bfloat16".
 
-    Device auto is the GPU where CuPy and a usable one are there, else the CPU. Dtype auto is `model_dtype` on a GPU and
-    float32 on a CPU. Raises ModelError where a device was asked for by name and is missing.
+    Device auto is the GPU if CuPy and a usable one are present, else the CPU. Dtype auto is `model_dtype` on a GPU and
+    float32 on a CPU. `kv_dtype`, of the cache, is one of the same names; auto is that of the activations. Raises
+    ModelError if a device asked for by name is missing, or does not support a dtype.
     """
     if device == "cpu":
-        return _open_cpu(dtype)
+        return _open_cpu(dtype, kv_dtype)
     cuda_dtype = model_dtype if dtype == "auto" else dtype
     if device == "cuda":
-        return _open_cuda(cuda_dtype)
+        return _open_cuda(cuda_dtype, kv_dtype)
     try:
-        return _open_cuda(cuda_dtype)
+        return _open_cuda(cuda_dtype, kv_dtype)
     except ModelError as problem:
         log.info("no GPU is used: %s", problem)
-        return _open_cpu(dtype)
+        return _open_cpu(dtype, kv_dtype)
 
 
-def _open_cpu(dtype: str) -> Ops:
-    return NumpyOps(NUMPY_DTYPES["float32" if dtype == "auto" else dtype])
+def _open_cpu(dtype: str, kv_dtype: str) -> Ops:
+    return NumpyOps(NUMPY_DTYPES["float32" if dtype == "auto" else dtype], _cache_dtype(kv_dtype))
 
 
-def _open_cuda(dtype: str) -> Ops:
+def _cache_dtype(name: str) -> np.dtype | None:
+    return None if name == "auto" else NUMPY_DTYPES[name]
+
+
+def _open_cuda(dtype: str, kv_dtype: str) -> Ops:
     try:
         from model.ops.gpu.ops import CudaOps
     except ImportError as error:
         raise ModelError(f"device cuda: the GPU packages cannot be imported: {error}") from error
     try:
-        return CudaOps(NUMPY_DTYPES[dtype])
+        return CudaOps(NUMPY_DTYPES[dtype], _cache_dtype(kv_dtype))
+    except ValueError as error:
+        raise ModelError(f"device cuda: {error}") from error
     except RuntimeError as error:  # CuPy's errors of the driver and the runtime are RuntimeErrors
         raise ModelError(f"device cuda: no usable GPU: {error}") from error

@@ -7,7 +7,8 @@ Both take and return their own arrays; only `upload` and `download` cross the bo
     S  sequences of this step                       D  head_dim                I  intermediate size of the MLP
     Hq, Hkv  query and key/value heads              B  block_size              R  rows that are sampled
 
-Activations have the model's dtype (`Ops.dtype`: float32, float16 or bfloat16); accumulation is always in float32.
+Activations are in `Ops.dtype` (float32, float16 or bfloat16), the cache in `Ops.kv_dtype`, weights in their
+`Weight.format`; accumulation is always in float32.
 Arrays that an op returns live until the surrounding `scratch()` ends.
 """
 
@@ -22,9 +23,8 @@ import numpy as np
 
 from model.ops.host_blocks import HostBlocks
 from model.ops.packing import TableRows
-
-Array = Any
-"""A NumPy or CuPy array, whichever the backend in hand uses."""
+from model.ops.weight import Array as Array
+from model.ops.weight import Weight
 
 NO_WINDOW = 1 << 30
 """Sliding-window width of a layer that attends to everything before it."""
@@ -107,7 +107,8 @@ class Ops(Protocol):
 
     name: str  # "numpy" | "cuda"
     device_name: str  # what people call it: "NVIDIA H200", "CPU"
-    dtype: np.dtype  # of weights, activations and the KV cache
+    dtype: np.dtype  # of activations and dense weights
+    kv_dtype: np.dtype  # of the KV cache
 
     def upload(self, host: np.ndarray) -> Array:
         """A copy of `host` where this backend computes; same shape and dtype. It lives until nothing holds it."""
@@ -193,23 +194,26 @@ class Ops(Protocol):
 
     def linear(
         self,
-        x: Array,
-        weight: Array,
+        x: Array | Fp8Rows,
+        weight: Weight,
         bias: Array | None = None,
         *,
         dtype: np.dtype | None = None,
         out: Array | None = None,
     ) -> Array:
-        """x [T, K] @ weight [N, K].T + bias [N] -> [T, N] in `dtype` (float32 for the logits), else in `self.dtype`;
-        in `out`, of that dtype, where one is given."""
+        """Return x [T, K] @ weight [N, K].T + bias [N] as [T, N] in `dtype` (default: `self.dtype`), in `out` if given.
+
+        x is in `self.dtype`, or in e4m3 for weights in FP8, which hold no NaN. A row of x in e4m3 with a scale that is
+        not finite gives a row that is not finite.
+        """
 
     def tune_linear(
-        self, weights: Sequence[Array], bias: Array | None, num_rows: Sequence[int], *, dtype: np.dtype | None = None
+        self, weights: Sequence[Weight], bias: Array | None, num_rows: Sequence[int], *, dtype: np.dtype | None = None
     ) -> None:
-        """Find the quickest way for `linear` of so many rows with these weights, which are all of one shape [N, K].
+        """Measure the fastest algorithm of `linear` for each of `num_rows` and these weights, all of one shape [N, K].
 
-        A matter of speed alone, worth its time for the numbers of rows that graphs are captured for. The weights are
-        used in turn; all layers' together, they come from memory as they do in a step. Not within `capture`.
+        Affects speed alone. The weights are used in turn, so that they come from memory as in a step. Not within
+        `capture`.
         """
 
     def linear_sizes(self, most: int) -> list[int]:
@@ -309,20 +313,6 @@ class Ops(Protocol):
 
     def silu_mul_quantised(self, gate_up: Array) -> Fp8Rows:
         """`quantise_rows` of `silu_mul`'s result."""
-
-    def linear_fp8(
-        self,
-        x: Array | Fp8Rows,
-        weight: Fp8Rows,
-        bias: Array | None = None,
-        *,
-        dtype: np.dtype | None = None,
-        out: Array | None = None,
-    ) -> Array:
-        """x [T, K] @ weight [N, K].T + bias [N], as `linear`, with `weight` in e4m3 and x in `self.dtype` or e4m3.
-
-        Weights hold no NaN. A row of x with NaN or infinity gives a row that is not finite.
-        """
 
     def copy_blocks(self, kv: Array, sources: Array, targets: Array) -> None:
         """kv[targets[i]] = kv[sources[i]] over all layers; int32[N] each; no target is a source or occurs twice.

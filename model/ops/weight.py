@@ -33,6 +33,11 @@ class Weight:
     quantised_input: bool = False  # FP8, INT8: the checkpoint rounds x to the same format, a scale for each row of x
     input_order: Array | None = None  # int32[K]: column k multiplies x[:, input_order[k]] (GPTQ's desc_act); None: k
 
+    @classmethod
+    def fp8(cls, data: Array, scale: Array) -> Weight:
+        """Return a matrix in FP8 whose inputs are rounded to e4m3 as well."""
+        return cls(data, WeightFormat.FP8, scale, quantised_input=True)
+
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K)."""

@@ -15,6 +15,7 @@ from model.config import ModelConfig
 from model.errors import ModelError
 from model.families.llama import Layer, Llama, LlamaWeights
 from model.ops.interface import Array, Ops
+from model.ops.weight import Weight
 from model.rope import rope_tables
 from model.weights.checkpoint import LM_HEAD, Checkpoint, expected_shapes, weight_bytes
 
@@ -79,7 +80,7 @@ def load_model(
     embedding = plan.tensor("model.embed_tokens.weight")
     layers = tuple(_plan_layer(plan, f"model.layers.{index}.") for index in range(config.num_layers))
     final_norm = plan.tensor("model.norm.weight")
-    lm_head = embedding if config.tied_embeddings else plan.tensor(LM_HEAD)
+    lm_head = Weight(embedding) if config.tied_embeddings else plan.matrix([LM_HEAD])
     plan.fill(source, progress)
     plan.check(source)
     cos, sin = rope_tables(config.rope, config.head_dim, max_model_len)
@@ -114,6 +115,10 @@ class _Plan:
         self._targets += [array[begin:end] for begin, end in pairwise([0, *ends])]
         return array
 
+    def matrix(self, names: Sequence[str]) -> Weight:
+        """`stacked`, as weights of `Ops.linear`."""
+        return Weight(self.stacked(names))
+
     def optional(self, names: Sequence[str]) -> Array | None:
         return self.stacked(names) if names[0] in self._shapes else None
 
@@ -145,15 +150,15 @@ def _plan_layer(plan: _Plan, prefix: str) -> Layer:
 
     return Layer(
         attention_norm=plan.tensor(f"{prefix}input_layernorm.weight"),
-        qkv=plan.stacked(names("self_attn", "q k v", "weight")),
+        qkv=plan.matrix(names("self_attn", "q k v", "weight")),
         qkv_bias=plan.optional(names("self_attn", "q k v", "bias")),
         q_norm=plan.optional([f"{prefix}self_attn.q_norm.weight"]),
         k_norm=plan.optional([f"{prefix}self_attn.k_norm.weight"]),
-        output=plan.stacked(names("self_attn", "o", "weight")),
+        output=plan.matrix(names("self_attn", "o", "weight")),
         output_bias=plan.optional(names("self_attn", "o", "bias")),
         mlp_norm=plan.tensor(f"{prefix}post_attention_layernorm.weight"),
-        gate_up=plan.stacked(names("mlp", "gate up", "weight")),
+        gate_up=plan.matrix(names("mlp", "gate up", "weight")),
         gate_up_bias=plan.optional(names("mlp", "gate up", "bias")),
-        down=plan.stacked(names("mlp", "down", "weight")),
+        down=plan.matrix(names("mlp", "down", "weight")),
         down_bias=plan.optional(names("mlp", "down", "bias")),
     )

@@ -12,6 +12,7 @@ import numpy as np
 from model.config import ModelConfig
 from model.kv_cache import block_shape
 from model.ops.interface import NO_WINDOW, Array, Ops, SamplingArrays
+from model.ops.weight import Weight
 from model.rope import rope_tables
 from service.bench.kernel_sizes import Batch, Sizes
 
@@ -124,7 +125,7 @@ class KernelCases:
 
         def make(i: int) -> Launch:
             x, weight = self._random((rows, inner)), self._keep((name, i), (width, inner), inner**-0.5)
-            return lambda: ops.linear(x, weight)
+            return lambda: ops.linear(x, Weight(weight))
 
         num_bytes = (rows * inner + width * inner + rows * width) * self._item
         peer = {"what": "linear", "rows": rows, "width": width, "inner": inner}

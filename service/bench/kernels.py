@@ -16,6 +16,7 @@ import numpy as np
 from model.errors import ModelError
 from model.ops.backend import open_ops
 from model.ops.interface import Ops
+from model.ops.weight import Weight
 from service.bench.kernel_cases import Case, KernelCases, Launch
 from service.bench.kernel_sizes import CPU_SIZES, GPU_SIZES, Sizes
 from service.bench.report import Figure, python_script, script_environment, write_report
@@ -97,7 +98,7 @@ def measure_ceilings(ops: Ops) -> Ceilings:
     x, weight = ops.upload(square), ops.upload(square)
     return Ceilings(
         copy_bytes_per_s=2 * copied_bytes / _median_s(ops, copy),  # in no graph: there the driver copies more slowly
-        gemm_flops_per_s=2 * size**3 / seconds_of(ops, [lambda: ops.linear(x, weight)]),
+        gemm_flops_per_s=2 * size**3 / seconds_of(ops, [lambda: ops.linear(x, Weight(weight))]),
     )
 
 

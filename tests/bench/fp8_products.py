@@ -20,6 +20,7 @@ import numpy as np
 from model.ops.backend import open_ops
 from model.ops.fp8 import E4M3
 from model.ops.interface import Array, Fp8Rows, Ops
+from model.ops.weight import Weight
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 HIDDEN, INNER = 4096, 14336
@@ -41,12 +42,18 @@ class Bench:
         tile = np.random.default_rng().standard_normal(TILE, np.float32)
         self._e4m3 = ops.upload((tile * 100).clip(-448, 448).astype(E4M3).view(np.uint8))
         self._bf16 = ops.upload((tile / 64).astype(BFLOAT16))
-        self._fp8_layers = [{name: self.rows(*shape) for name, shape in SHAPES.items()} for _ in range(NUM_LAYERS)]
-        self._layers = [{name: self.matrix(*shape) for name, shape in SHAPES.items()} for _ in range(NUM_LAYERS)]
+        self._fp8_layers = [{name: self._weight(*shape) for name, shape in SHAPES.items()} for _ in range(NUM_LAYERS)]
+        self._layers = [
+            {name: Weight(self.matrix(*shape)) for name, shape in SHAPES.items()} for _ in range(NUM_LAYERS)
+        ]
 
     def rows(self, num_rows: int, width: int) -> Fp8Rows:
         scale = self._ops.upload(np.full(num_rows, 2e-4, np.float32))
         return Fp8Rows(self._filled((num_rows, width), self._e4m3), scale)
+
+    def _weight(self, num_rows: int, width: int) -> Weight:
+        rows = self.rows(num_rows, width)
+        return Weight.fp8(rows.data, rows.scale)
 
     def matrix(self, num_rows: int, width: int) -> Array:
         return self._filled((num_rows, width), self._bf16)
@@ -88,7 +95,7 @@ class Bench:
         weight, residual, gate_up = self.matrix(1, HIDDEN)[0], self.matrix(m, HIDDEN), self.matrix(m, 2 * INNER)
 
         def in_e4m3(name: str, layer: int) -> None:
-            ops.linear_fp8(quantised[name], self._fp8_layers[layer][name], out=outs[name])
+            ops.linear(quantised[name], self._fp8_layers[layer][name], out=outs[name])
 
         def with_quantising(name: str, layer: int) -> None:
             if name == "output":
@@ -97,10 +104,10 @@ class Bench:
                 x = ops.silu_mul_quantised(gate_up)
             else:
                 x = ops.add_rms_norm_quantised(plain[name], residual, weight, 1e-5)
-            ops.linear_fp8(x, self._fp8_layers[layer][name], out=outs[name])
+            ops.linear(x, self._fp8_layers[layer][name], out=outs[name])
 
         def by_bf16(name: str, layer: int) -> None:
-            ops.linear_fp8(plain[name], self._fp8_layers[layer][name], out=outs[name])
+            ops.linear(plain[name], self._fp8_layers[layer][name], out=outs[name])
 
         def in_bf16(name: str, layer: int) -> None:
             ops.linear(plain[name], self._layers[layer][name], out=outs[name])

@@ -1,4 +1,4 @@
-"""The kernel that reads e4m3 weights for a few rows, in each of its builds; the reference is that of `linear_fp8`."""
+"""The kernel that reads e4m3 weights for a few rows, in each of its builds; the reference is that of `linear`."""
 
 import numpy as np
 import pytest

@@ -5,7 +5,7 @@ import pytest
 
 from model.ops.cpu.ops import NumpyOps
 from model.ops.interface import Fp8Rows
-from tests.support.fp8_checks import assert_product, random_rows, upload
+from tests.support.fp8_checks import as_weight, assert_product, random_rows, upload
 from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, normal
 
 pytestmark = pytest.mark.gpu
@@ -32,8 +32,8 @@ def test_product(open_ops, rng, dtype, kind, m, n, k, with_bias):
     bias = normal(rng, (n,), dtype) if with_bias else None
     for out_dtype in (None, np.dtype(np.float32)):
         with ops.scratch():
-            on_device = upload(ops, x), upload(ops, weight), None if bias is None else ops.upload(bias)
-            out = ops.download(ops.linear_fp8(*on_device, dtype=out_dtype))
+            on_device = upload(ops, x), as_weight(upload(ops, weight)), None if bias is None else ops.upload(bias)
+            out = ops.download(ops.linear(*on_device, dtype=out_dtype))
         assert out.dtype == (out_dtype or ops.dtype)
         assert_product(out, x, weight, bias)
 
@@ -42,7 +42,7 @@ def test_the_reference_computes_the_same(rng):
     reference = NumpyOps(NUMPY_DTYPES["bfloat16"])
     weight, bias = random_rows(rng, 300, 128), normal(rng, (300,), "bfloat16")
     for x in (random_rows(rng, 7, 128), normal(rng, (7, 128), "bfloat16")):
-        assert_product(reference.linear_fp8(x, weight, bias), x, weight, bias)
+        assert_product(reference.linear(x, as_weight(weight), bias), x, weight, bias)
 
 
 @pytest.mark.parametrize("m", [3, 40, 300])
@@ -50,16 +50,17 @@ def test_a_row_with_nan_or_infinity_stays_broken_and_alone(open_ops, rng, m):
     ops, weight = open_ops("bfloat16"), random_rows(rng, 512, 256)
     x = normal(rng, (m, 256), "bfloat16")
     x[1, 7], x[2, 9] = np.nan, np.inf
+    there = as_weight(upload(ops, weight))
     with ops.scratch():
-        out = ops.download(ops.linear_fp8(ops.quantise_rows(ops.upload(x)), upload(ops, weight))).astype(np.float32)
+        out = ops.download(ops.linear(ops.quantise_rows(ops.upload(x)), there)).astype(np.float32)
     np.testing.assert_array_equal(np.isfinite(out).all(axis=1), [row not in (1, 2) for row in range(m)])
 
 
 def test_products_of_more_rows_in_a_graph(open_ops, rng):
     m, n, k, ops = 384, 1024, 512, open_ops("bfloat16")
     x, weight = random_rows(rng, m, k), random_rows(rng, n, k)
-    on_device, out = (upload(ops, x), upload(ops, weight)), ops.empty((m, n), ops.dtype)
-    replay = ops.capture(lambda: ops.linear_fp8(*on_device, out=out))
+    on_device, out = (upload(ops, x), as_weight(upload(ops, weight))), ops.empty((m, n), ops.dtype)
+    replay = ops.capture(lambda: ops.linear(*on_device, out=out))
     out.data.memset_async(0xFF, out.nbytes, ops.stream)
     replay()
     assert_product(ops.download(out), x, weight, None)
@@ -74,4 +75,4 @@ def test_what_does_not_fit_is_refused(open_ops, rng, what):
     if what == "dtype":
         x = Fp8Rows(x.data.astype(np.int8), x.scale)
     with pytest.raises(ValueError, match="expected"):
-        ops.linear_fp8(upload(ops, x), upload(ops, weight))
+        ops.linear(upload(ops, x), as_weight(upload(ops, weight)))

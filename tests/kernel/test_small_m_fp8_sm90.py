@@ -1,11 +1,11 @@
-"""The kernel for up to 256 rows in e4m3 on Hopper; the reference is that of `linear_fp8`."""
+"""The kernel for up to 256 rows in e4m3 on Hopper; the reference is that of `linear`."""
 
 import numpy as np
 import pytest
 
 from model.ops.gpu.fp8_builds import small_m_fp8_build
 from model.ops.interface import Fp8Rows
-from tests.support.fp8_checks import assert_product, random_rows, upload
+from tests.support.fp8_checks import as_weight, assert_product, random_rows, upload
 from tests.support.kernel_checks import normal, seconds_of, tell_bandwidth
 
 pytestmark = pytest.mark.gpu
@@ -87,7 +87,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(open_hopper_ops, launch, rn
 def test_kernels_of_a_graph_that_begin_early_still_wait_for_each_other(open_hopper_ops, rng):
     """A chain in which each kernel reads what the one before wrote, and overwrites what the one before read."""
     m, width, ops = 40, 2048, open_hopper_ops("bfloat16")
-    weights = [upload(ops, random_rows(rng, width, width)) for _ in range(6)]
+    weights = [as_weight(upload(ops, random_rows(rng, width, width))) for _ in range(6)]
     norm = ops.upload(normal(rng, (width,), "bfloat16"))
     start = ops.upload(normal(rng, (m, width), "bfloat16"))
     hidden, between = (ops.empty((m, width), ops.dtype) for _ in range(2))
@@ -97,8 +97,8 @@ def test_kernels_of_a_graph_that_begin_early_still_wait_for_each_other(open_hopp
             hidden[...] = start
             for weight in weights:
                 with ops.scratch():
-                    ops.linear_fp8(ops.rms_norm_quantised(hidden, norm, 1e-5), weight, out=between)
-                    ops.linear_fp8(ops.quantise_rows(between), weight, out=hidden)
+                    ops.linear(ops.rms_norm_quantised(hidden, norm, 1e-5), weight, out=between)
+                    ops.linear(ops.quantise_rows(between), weight, out=hidden)
 
     work()
     expected = ops.download(hidden)

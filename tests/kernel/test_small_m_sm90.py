@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from model.ops.cpu.ops import NumpyOps
+from model.ops.weight import Weight
 from tests.support.kernel_checks import NUMPY_DTYPES, assert_close, normal, seconds_of, tell_bandwidth
 
 pytestmark = pytest.mark.gpu
@@ -57,10 +58,10 @@ def test_product(only_small_m, rng, dtype, shape, with_bias, out_dtype):
     bias = normal(rng, (n,), dtype) if with_bias else None
     out_type = None if out_dtype is None else NUMPY_DTYPES[out_dtype]
     with ops.scratch():
-        on_device = [None if each is None else ops.upload(each) for each in (x, weight, bias)]
+        on_device = ops.upload(x), Weight(ops.upload(weight)), None if bias is None else ops.upload(bias)
         out = ops.download(ops.linear(*on_device, dtype=out_type))
         again = ops.download(ops.linear(*on_device, dtype=out_type))
-    assert_close(out, reference.linear(x, weight, bias, dtype=out_type), out_dtype or dtype)
+    assert_close(out, reference.linear(x, Weight(weight), bias, dtype=out_type), out_dtype or dtype)
     np.testing.assert_array_equal(out.view(np.uint8), again.view(np.uint8))
 
 
@@ -72,9 +73,9 @@ def test_rows_past_the_last_are_neither_read_nor_written(only_small_m, rng, m):
     x[m:], weight[n:] = np.nan, np.nan
     kept = normal(rng, (m + 9, n), "bfloat16")
     out = ops.upload(kept)
-    ops.linear(ops.upload(x)[:m], ops.upload(weight)[:n], out=out[:m])
+    ops.linear(ops.upload(x)[:m], Weight(ops.upload(weight)[:n]), out=out[:m])
     found = ops.download(out)
-    assert_close(found[:m], reference.linear(x[:m], weight[:n]), "bfloat16")
+    assert_close(found[:m], reference.linear(x[:m], Weight(weight[:n])), "bfloat16")
     np.testing.assert_array_equal(found[m:].view(np.uint16), kept[m:].view(np.uint16))
 
 
@@ -85,7 +86,7 @@ def test_kernels_of_a_graph_that_begin_early_still_wait_for_each_other(only_smal
     x = normal(rng, (m, width), "bfloat16")
     weights = [normal(rng, (width, width), "bfloat16", scale=width**-0.5) for _ in range(6)]
     norm = normal(rng, (width,), "bfloat16")
-    on_device, norm_on_device = [ops.upload(weight) for weight in weights], ops.upload(norm)
+    on_device, norm_on_device = [Weight(ops.upload(weight)) for weight in weights], ops.upload(norm)
     start, hidden, between = ops.upload(x), ops.empty(x.shape, ops.dtype), ops.empty(x.shape, ops.dtype)
 
     def work(to, also, some_ops, source, matrices, scale):
@@ -110,7 +111,7 @@ def test_kernels_of_a_graph_that_begin_early_still_wait_for_each_other(only_smal
     finally:
         ops.is_poisoning = True
     expected = np.empty_like(x)
-    work(expected, np.empty_like(x), reference, x, weights, norm)
+    work(expected, np.empty_like(x), reference, x, [Weight(weight) for weight in weights], norm)
     assert_close(results[0], expected, "bfloat16")
     for result in results[1:]:
         np.testing.assert_array_equal(result.view(np.uint16), results[0].view(np.uint16))
@@ -122,6 +123,6 @@ def test_kernels_of_a_graph_that_begin_early_still_wait_for_each_other(only_smal
 def test_speed(only_small_m, m, n, k):
     ops = only_small_m("bfloat16", m, n)
     x = ops.empty((m, k), ops.dtype)
-    weights = [ops.empty((n, k), ops.dtype) for _ in range(4)]
+    weights = [Weight(ops.empty((n, k), ops.dtype)) for _ in range(4)]
     seconds = seconds_of(ops, [lambda weight=weight: ops.linear(x, weight) for weight in weights])
     tell_bandwidth(f"small_m_sm90 [{m}, {k}] @ [{n}, {k}].T bf16", n * k * 2, seconds)

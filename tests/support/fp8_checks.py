@@ -6,6 +6,7 @@ import numpy as np
 
 from model.ops.fp8 import quantise, widen
 from model.ops.interface import Fp8Rows
+from model.ops.weight import Weight
 
 
 def random_rows(rng: np.random.Generator, num_rows: int, width: int) -> Fp8Rows:
@@ -17,6 +18,10 @@ def random_rows(rng: np.random.Generator, num_rows: int, width: int) -> Fp8Rows:
 def upload(ops, x):
     """An array, or rows in e4m3, where `ops` computes."""
     return Fp8Rows(ops.upload(x.data), ops.upload(x.scale)) if isinstance(x, Fp8Rows) else ops.upload(x)
+
+
+def as_weight(rows: Fp8Rows) -> Weight:
+    return Weight.fp8(rows.data, rows.scale)
 
 
 def download(ops, x: Fp8Rows) -> Fp8Rows:

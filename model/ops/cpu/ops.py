@@ -16,10 +16,12 @@ import numpy as np
 from model.dtypes import all_finite
 from model.ops.cpu import sampling as numpy_sampling
 from model.ops.cpu.host_blocks import NumpyHostBlocks
+from model.ops.cpu.quantised import linear_quantised
 from model.ops.fp8 import quantise, widen
 from model.ops.gpu.load_parallel import Piece, fill_in_threads
 from model.ops.interface import Array, Fp8Rows, Sampled, SamplingArrays
 from model.ops.packing import Packing, TableRows
+from model.ops.weight import Weight, WeightFormat
 
 DECODE_GROUP = 16
 """Sequences whose decode attention is computed at once: enough to hide NumPy's cost of a call, few enough to pad little
@@ -34,8 +36,10 @@ class NumpyOps:
     name = "numpy"
     device_name = "CPU"
 
-    def __init__(self, dtype: np.dtype = FLOAT32):
+    def __init__(self, dtype: np.dtype = FLOAT32, kv_dtype: np.dtype | None = None):
+        """`kv_dtype` is the cache's (default: `dtype`)."""
         self.dtype = np.dtype(dtype)
+        self.kv_dtype = np.dtype(dtype if kv_dtype is None else kv_dtype)
 
     def upload(self, host: np.ndarray) -> Array:
         return np.array(host)
@@ -123,14 +127,15 @@ class NumpyOps:
 
     def linear(
         self,
-        x: Array,
-        weight: Array,
+        x: Array | Fp8Rows,
+        weight: Weight,
         bias: Array | None = None,
         *,
         dtype: np.dtype | None = None,
         out: Array | None = None,
     ) -> Array:
-        product = _f32(x) @ _f32(weight).T
+        is_dense = weight.format is WeightFormat.DENSE
+        product = _f32(x) @ _f32(weight.data).T if is_dense else linear_quantised(x, weight)
         if bias is not None:
             product += _f32(bias)
         if out is None:
@@ -138,8 +143,10 @@ class NumpyOps:
         out[...] = product
         return out
 
-    def tune_linear(self, weights, bias, num_rows, *, dtype=None) -> None:
-        """NumPy knows one way."""
+    def tune_linear(
+        self, weights: Sequence[Weight], bias: Array | None, num_rows: Sequence[int], *, dtype: np.dtype | None = None
+    ) -> None:
+        """Do nothing: NumPy has one algorithm."""
 
     def linear_sizes(self, most: int) -> list[int]:
         return []
@@ -203,27 +210,6 @@ class NumpyOps:
 
     def silu_mul_quantised(self, gate_up: Array) -> Fp8Rows:
         return self.quantise_rows(self.silu_mul(gate_up))
-
-    def linear_fp8(
-        self,
-        x: Array | Fp8Rows,
-        weight: Fp8Rows,
-        bias: Array | None = None,
-        *,
-        dtype: np.dtype | None = None,
-        out: Array | None = None,
-    ) -> Array:
-        if isinstance(x, Fp8Rows):
-            product = widen(x.data) @ widen(weight.data).T * x.scale[:, None]
-        else:
-            product = _f32(x) @ widen(weight.data).T
-        product *= weight.scale
-        if bias is not None:
-            product += _f32(bias)
-        if out is None:
-            return product.astype(dtype or self.dtype, copy=False)
-        out[...] = product
-        return out
 
     def copy_blocks(self, kv: Array, sources: Array, targets: Array) -> None:
         known = (sources >= 0) & (sources < len(kv)) & (targets >= 0) & (targets < len(kv))

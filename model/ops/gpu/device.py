@@ -40,11 +40,17 @@ class CudaDevice:
 
     name = "cuda"
 
-    def __init__(self, dtype: np.dtype):
-        """Raises ValueError for a dtype other than float32, float16, bfloat16; CuPy's RuntimeErrors without a GPU."""
+    def __init__(self, dtype: np.dtype, kv_dtype: np.dtype | None = None):
+        """Open the device. `kv_dtype` is the cache's (default: `dtype`).
+
+        Raises ValueError for dtypes without kernels, and CuPy's RuntimeErrors without a GPU.
+        """
         self.dtype = np.dtype(dtype)
+        self.kv_dtype = self.dtype if kv_dtype is None else np.dtype(kv_dtype)
         if self.dtype not in DTYPE_CODES:
-            raise ValueError(f"no kernels for {self.dtype}")
+            raise ValueError(f"dtype: {self.dtype} is not supported (float32, float16, bfloat16)")
+        if self.kv_dtype != self.dtype:
+            raise ValueError(f"kv_dtype: {self.kv_dtype} is not supported ({self.dtype}, as the activations)")
         device = cupy.cuda.Device()
         self.device_name = cupy.cuda.runtime.getDeviceProperties(device.id)["name"].decode()
         self.dtype_code = DTYPE_CODES[self.dtype]

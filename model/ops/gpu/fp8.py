@@ -15,6 +15,7 @@ from model.ops.gpu.fp8_builds import GemvFp8Build, SmallMFp8Build, gemv_fp8_buil
 from model.ops.gpu.gemm import GemmError
 from model.ops.gpu.gemm_fp8 import MULTIPLE, Fp8Gemm
 from model.ops.interface import Array, Fp8Rows
+from model.ops.weight import Weight
 
 _UINT8 = np.dtype(np.uint8)
 _FLOAT32 = np.dtype(np.float32)
@@ -23,7 +24,7 @@ _HELD_VECS = 4  # HELD_VECS of fp8.cuh
 _DEQUANTISED = 16  # elements of a thread of dequantise_rows.cu
 
 
-def expect_fp8(name: str, rows: Fp8Rows, width: int | None = None) -> None:
+def expect_fp8(name: str, rows: Fp8Rows | Weight, width: int | None = None) -> None:
     """Raises ValueError for anything but `width` columns of e4m3 and a scale for each row."""
     expect(f"{name}.data", rows.data, _UINT8, None, width)
     expect(f"{name}.scale", rows.scale, _FLOAT32, len(rows.data))
@@ -37,7 +38,7 @@ def quantised_by(ops, kernel: str, args: tuple, rows: int, width: int, *numbers)
     return out
 
 
-def dequantise_rows(ops, x: Fp8Rows) -> Array:
+def dequantise_rows(ops, x: Fp8Rows | Weight) -> Array:
     """`Ops.dequantise_rows`."""
     out = ops.temporary(x.data.shape, ops.dtype)
     rows, width = x.data.shape
@@ -61,7 +62,7 @@ class Fp8Linear:
         self._ops = ops
         self._gemm: Fp8Gemm | None = None  # made when it is first needed: it has a workspace
 
-    def __call__(self, x: Array | Fp8Rows, weight: Fp8Rows, bias: Array | None, out: Array) -> None:
+    def __call__(self, x: Array | Fp8Rows, weight: Weight, bias: Array | None, out: Array) -> None:
         """out [M, N] = x [M, K] @ weight [N, K].T + bias [N], all C-contiguous; M, N, K of at least 1."""
         ops, (m, n) = self._ops, out.shape
         k = weight.data.shape[1]
@@ -80,10 +81,10 @@ class Fp8Linear:
             self.launch_gemv(build, x, weight, bias, out)
             return
         widened = dequantise_rows(ops, x) if isinstance(x, Fp8Rows) else x
-        ops.linear(widened, dequantise_rows(ops, weight), bias, out=out)
+        ops.linear(widened, Weight(dequantise_rows(ops, weight)), bias, out=out)
 
     def launch_gemv(
-        self, build: GemvFp8Build, x: Array | Fp8Rows, weight: Fp8Rows, bias: Array | None, out: Array
+        self, build: GemvFp8Build, x: Array | Fp8Rows, weight: Weight, bias: Array | None, out: Array
     ) -> None:
         ops, (n, k) = self._ops, weight.data.shape
         x_args = (x.data, x.scale) if isinstance(x, Fp8Rows) else (x, None)
@@ -99,9 +100,7 @@ class Fp8Linear:
             **build.defines,
         )
 
-    def launch_small_m(
-        self, build: SmallMFp8Build, x: Fp8Rows, weight: Fp8Rows, bias: Array | None, out: Array
-    ) -> None:
+    def launch_small_m(self, build: SmallMFp8Build, x: Fp8Rows, weight: Weight, bias: Array | None, out: Array) -> None:
         ops, (n, k) = self._ops, weight.data.shape
         x_map = ops.tensor_maps.get(x.data, (k // 2, len(out)), (64, build.cols))
         weight_map = ops.tensor_maps.get(weight.data, (k // 2, n), (64, build.rows))
@@ -117,7 +116,7 @@ class Fp8Linear:
             **build.defines,
         )
 
-    def _by_cublaslt(self, x: Fp8Rows, weight: Fp8Rows, bias: Array | None, out: Array) -> bool:
+    def _by_cublaslt(self, x: Fp8Rows, weight: Weight, bias: Array | None, out: Array) -> bool:
         """Whether cuBLASLt has computed it."""
         if self._gemm is None:
             self._gemm = Fp8Gemm(self._ops.stream)

@@ -17,6 +17,7 @@ from nvmath.bindings.cublas import ComputeType, Operation
 from model.ops.gpu.gemm import BEST_ALIGNMENT_BYTES, WORKSPACE_BYTES, GemmError
 from model.ops.gpu.product_sizes import planned_rows
 from model.ops.interface import Fp8Rows
+from model.ops.weight import Weight
 
 MULTIPLE = 16
 """What N and K have to be multiples of, and addresses too."""
@@ -55,7 +56,7 @@ class Fp8Gemm:
         self._scale_address = np.zeros(1, np.int64)
         self._plans: dict[tuple, _Plan] = {}
 
-    def __call__(self, x: Fp8Rows, weight: Fp8Rows, out: cupy.ndarray) -> None:
+    def __call__(self, x: Fp8Rows, weight: Weight, out: cupy.ndarray) -> None:
         """out [M, N] = x [M, K] @ weight [N, K].T, N and K multiples of 16. Raises GemmError."""
         kind = lt.MatmulDescAttribute
         self._set(kind.A_SCALE_POINTER, weight.scale.data.ptr)

@@ -14,6 +14,7 @@ from model.ops.gpu.linear import Linear
 from model.ops.gpu.product_sizes import all_planned_rows
 from model.ops.gpu.sampling import sample, top_logprobs
 from model.ops.interface import Array, Fp8Rows, Sampled, SamplingArrays
+from model.ops.weight import Weight, WeightFormat
 
 _VEC_BYTES = 16
 _FIND_BLOCKS_PER_SM = 8
@@ -26,9 +27,9 @@ _FLOAT32 = np.dtype(np.float32)
 class CudaOps(CudaDevice):
     """`Ops` on the current CUDA device, for one thread at a time. Arrays are CuPy's, C-contiguous."""
 
-    def __init__(self, dtype: np.dtype):
-        """Raises ValueError for a dtype other than float32, float16, bfloat16; CuPy's RuntimeErrors without a GPU."""
-        super().__init__(dtype)
+    def __init__(self, dtype: np.dtype, kv_dtype: np.dtype | None = None):
+        """Raises ValueError for dtypes without kernels, and CuPy's RuntimeErrors without a GPU."""
+        super().__init__(dtype, kv_dtype)
         self._linear = Linear(self)
         self._linear_fp8 = Fp8Linear(self)
 
@@ -78,44 +79,46 @@ class CudaOps(CudaDevice):
 
     def linear(
         self,
-        x: Array,
-        weight: Array,
+        x: Array | Fp8Rows,
+        weight: Weight,
         bias: Array | None = None,
         *,
         dtype: np.dtype | None = None,
         out: Array | None = None,
     ) -> Array:
-        rows, width = x.shape
-        expect("x", x, self.dtype, rows, width)
-        expect("weight", weight, self.dtype, None, width)
+        n, k = weight.shape
+        rows = self._expect_operands(x, weight)
         if bias is not None:
-            expect("bias", bias, self.dtype, len(weight))
+            expect("bias", bias, self.dtype, n)
         if out is None:
-            out = self.temporary((rows, len(weight)), self.dtype if dtype is None else dtype)
-        expect("out", out, out.dtype, rows, len(weight))
-        if out.dtype not in (self.dtype, _FLOAT32) or width == 0:
-            raise ValueError(f"no product of {x.shape} {self.dtype} and {weight.shape} in {out.dtype}")
-        if out.size:
-            self._linear(x, weight, bias, out)
+            out = self.temporary((rows, n), self.dtype if dtype is None else dtype)
+        expect("out", out, out.dtype, rows, n)
+        if out.dtype not in (self.dtype, _FLOAT32) or k == 0:
+            raise ValueError(f"linear: [{rows}, {k}] {self.dtype} by [{n}, {k}] to {out.dtype} is not supported")
+        if out.size and weight.format is WeightFormat.FP8:
+            self._linear_fp8(x, weight, bias, out)
+        elif out.size:
+            self._linear(x, weight.data, bias, out)
         return out
 
     def tune_linear(
         self,
-        weights: Sequence[Array],
+        weights: Sequence[Weight],
         bias: Array | None,
         num_rows: Sequence[int],
         *,
         dtype: np.dtype | None = None,
     ) -> None:
-        """Find the quickest way for `linear` of so many rows with these weights, which are of one shape [N, K].
+        """Measure, about 30 ms for each number of rows; results are kept on disk, by device and version of cuBLASLt.
 
-        Costs about 30 ms for each number of rows, once for a device and version of cuBLASLt: the answers are kept on
-        disk. `weights` are used in turn; all layers' together, they come from memory as they do in a step. For
-        products outside of what was tuned cuBLASLt's first choice is taken. Not within `capture`.
+        A product that was not measured takes cuBLASLt's first choice. Weights in FP8 are not measured: rows alone
+        decide on their kernel.
         """
-        for weight in weights:
+        dense = [weight.data for weight in weights if weight.format is WeightFormat.DENSE]
+        for weight in dense:
             expect("weight", weight, self.dtype, *weights[0].shape)
-        self._linear.tune(weights, bias, num_rows, self.dtype if dtype is None else np.dtype(dtype))
+        if dense:
+            self._linear.tune(dense, bias, num_rows, self.dtype if dtype is None else np.dtype(dtype))
 
     def linear_sizes(self, most: int) -> list[int]:
         return all_planned_rows(most)
@@ -136,7 +139,7 @@ class CudaOps(CudaDevice):
         num_blocks, num_layers, _, num_kv_heads, block_size, head_dim = kv.shape
         rows = len(qkv)
         num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
-        expect("kv", kv, self.dtype, num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim)
+        expect("kv", kv, self.kv_dtype, num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim)
         expect("qkv", qkv, self.dtype, rows, (num_heads + 2 * num_kv_heads) * head_dim)
         expect("cos", cos, _FLOAT32, len(cos), head_dim // 2)
         expect("sin", sin, _FLOAT32, len(cos), head_dim // 2)
@@ -238,39 +241,11 @@ class CudaOps(CudaDevice):
         expect("gate_up", gate_up, self.dtype, rows, 2 * width)
         return quantised_by(self, "silu_mul_quantised", (gate_up,), rows, width)
 
-    def linear_fp8(
-        self,
-        x: Array | Fp8Rows,
-        weight: Fp8Rows,
-        bias: Array | None = None,
-        *,
-        dtype: np.dtype | None = None,
-        out: Array | None = None,
-    ) -> Array:
-        expect_fp8("weight", weight)
-        n, k = weight.data.shape
-        if isinstance(x, Fp8Rows):
-            expect_fp8("x", x, k)
-            rows = len(x.data)
-        else:
-            expect("x", x, self.dtype, None, k)
-            rows = len(x)
-        if bias is not None:
-            expect("bias", bias, self.dtype, n)
-        if out is None:
-            out = self.temporary((rows, n), self.dtype if dtype is None else dtype)
-        expect("out", out, out.dtype, rows, n)
-        if out.dtype not in (self.dtype, _FLOAT32) or k == 0:
-            raise ValueError(f"linear_fp8: {rows} x {k} by {n} x {k} to {out.dtype} is not supported")
-        if out.size:
-            self._linear_fp8(x, weight, bias, out)
-        return out
-
     def copy_blocks(self, kv: Array, sources: Array, targets: Array) -> None:
-        expect("kv", kv, self.dtype, *kv.shape)
+        expect("kv", kv, self.kv_dtype, *kv.shape)
         expect("sources", sources, _INT32, len(sources))
         expect("targets", targets, _INT32, len(sources))
-        block_bytes = math.prod(kv.shape[1:]) * self.dtype.itemsize
+        block_bytes = math.prod(kv.shape[1:]) * self.kv_dtype.itemsize
         if block_bytes % _VEC_BYTES:
             raise ValueError(f"blocks of {block_bytes} bytes cannot be copied in pieces of {_VEC_BYTES}")
         vecs = block_bytes // _VEC_BYTES
@@ -295,9 +270,26 @@ class CudaOps(CudaDevice):
         threads = vecs if rows <= 2 * self.num_sms else math.ceil(vecs / 2)
         return min(1024, math.ceil(threads / 32) * 32)
 
+    def _expect_operands(self, x: Array | Fp8Rows, weight: Weight) -> int:
+        """Return the number of rows of x. Raises ValueError for operands that `linear` does not take."""
+        n, k = weight.shape
+        if weight.format is WeightFormat.FP8:
+            expect_fp8("weight", weight)
+        elif weight.format is WeightFormat.DENSE:
+            expect("weight", weight.data, self.dtype, n, k)
+        else:
+            raise ValueError(f"linear: weights in {weight.format} are not supported on a GPU (dense, fp8)")
+        if not isinstance(x, Fp8Rows):
+            expect("x", x, self.dtype, None, k)
+            return len(x)
+        if weight.format is not WeightFormat.FP8:
+            raise ValueError(f"linear: x in e4m3 and weights in {weight.format} do not go together (fp8)")
+        expect_fp8("x", x, k)
+        return len(x.data)
+
     def _expect_attention(self, q, kv, layer, block_tables, context_lens, out) -> None:
         num_blocks, num_layers, _, num_kv_heads, block_size, head_dim = kv.shape
-        expect("kv", kv, self.dtype, num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim)
+        expect("kv", kv, self.kv_dtype, num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim)
         expect("q", q, self.dtype, None, None, head_dim)
         expect("out", out, self.dtype, *q.shape)
         expect("context_lens", context_lens, _INT32, None)

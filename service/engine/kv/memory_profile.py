@@ -47,7 +47,7 @@ def plan_memory(
     settings: Settings, config: ModelConfig, ops: Ops, wanted_len: int, *, reserved_bytes: int = 0
 ) -> MemoryPlan:
     """Size the pool from the free memory less `reserved_bytes`. Raises StartupError if that cannot serve."""
-    bytes_per_block = block_bytes(config, settings.block_size, ops.dtype)
+    bytes_per_block = block_bytes(config, settings.block_size, ops.kv_dtype)
     num_blocks = settings.num_gpu_blocks or _affordable_bytes(settings, ops, reserved_bytes) // bytes_per_block
     useful_blocks = settings.max_num_seqs * -(-wanted_len // settings.block_size)
     num_blocks = min(num_blocks, useful_blocks)

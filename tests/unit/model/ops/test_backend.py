@@ -16,12 +16,12 @@ from model.ops.cpu.ops import NumpyOps
 class FakeCudaOps:
     name = "cuda"
 
-    def __init__(self, dtype: np.dtype):
+    def __init__(self, dtype: np.dtype, kv_dtype: np.dtype | None):
         self.dtype = dtype
 
 
 class DeadCudaOps:
-    def __init__(self, dtype: np.dtype):
+    def __init__(self, dtype: np.dtype, kv_dtype: np.dtype | None):
         raise RuntimeError("cudaErrorNoDevice: no CUDA-capable device is detected")
 
 

@@ -5,7 +5,7 @@ import pytest
 from model.ops.cpu.ops import NumpyOps
 from model.ops.fp8 import E4M3, quantise, widen
 from model.ops.interface import Fp8Rows
-from tests.support.fp8_checks import assert_product, random_rows
+from tests.support.fp8_checks import as_weight, assert_product, random_rows
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -49,9 +49,9 @@ def test_the_product_is_that_of_the_numbers(with_bias):
     weight = random_rows(rng, 300, 128)
     bias = rng.standard_normal(300).astype(BFLOAT16) if with_bias else None
     for x in (random_rows(rng, 7, 128), rng.standard_normal((7, 128)).astype(BFLOAT16)):
-        assert_product(ops.linear_fp8(x, weight, bias), x, weight, bias)
+        assert_product(ops.linear(x, as_weight(weight), bias), x, weight, bias)
         out = np.full((7, 300), np.nan, np.float32)
-        assert ops.linear_fp8(x, weight, bias, out=out) is out
+        assert ops.linear(x, as_weight(weight), bias, out=out) is out
         assert_product(out, x, weight, bias, tolerance=1e-6)
 
 

@@ -42,16 +42,16 @@ def test_qkv_and_gate_up_are_stacked_in_that_order():
         return np.concatenate(parts)
 
     projections = [f"self_attn.{letter}_proj" for letter in "qkv"]
-    np.testing.assert_array_equal(layer.qkv, stored(*[f"{name}.weight" for name in projections]))
+    np.testing.assert_array_equal(layer.qkv.data, stored(*[f"{name}.weight" for name in projections]))
     np.testing.assert_array_equal(layer.qkv_bias, stored(*[f"{name}.bias" for name in projections]))
-    np.testing.assert_array_equal(layer.gate_up, stored("mlp.gate_proj.weight", "mlp.up_proj.weight"))
+    np.testing.assert_array_equal(layer.gate_up.data, stored("mlp.gate_proj.weight", "mlp.up_proj.weight"))
     assert layer.output_bias is layer.gate_up_bias is layer.down_bias is layer.q_norm is None
 
 
 def test_tied_embeddings_are_one_array():
     folder = FOLDER / "llama32_tied_bf16"
     weights = load_model(folder, ModelConfig.read(folder), NumpyOps(), 16).weights
-    assert weights.lm_head is weights.embedding
+    assert weights.lm_head.data is weights.embedding
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -59,7 +59,7 @@ def test_dummy_weights_need_no_folder_and_make_sense(dtype: str):
     config = replace(ModelConfig.read(FOLDER / "qwen3_bf16"), qkv_bias=True)
     ops = NumpyOps(NUMPY_DTYPES[dtype])
     model = load_model(None, config, ops, 32, load_format="dummy")
-    assert model.weights.layers[0].qkv.dtype == ops.dtype
+    assert model.weights.layers[0].qkv.data.dtype == ops.dtype
     logits = PagedSequences(model, 1, 32, 16).forward([(0, np.arange(20))])[0]
     assert np.isfinite(logits).all()
     assert 0.1 < logits.std() < 10

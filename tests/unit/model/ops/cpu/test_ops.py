@@ -8,6 +8,7 @@ import pytest
 from model.dtypes import NUMPY_DTYPES
 from model.ops.cpu.ops import DECODE_GROUP, NumpyOps
 from model.ops.interface import NO_WINDOW
+from model.ops.weight import Weight
 
 OPS = NumpyOps()
 
@@ -59,12 +60,12 @@ def test_norms(rng, name: str, tolerance: float):
 
 def test_linear(rng):
     x, weight, bias = normal(rng, 5, 16), normal(rng, 7, 16), normal(rng, 7)
-    np.testing.assert_allclose(OPS.linear(x, weight), x @ weight.T, rtol=1e-5)
-    np.testing.assert_allclose(OPS.linear(x, weight, bias), x @ weight.T + bias, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(OPS.linear(x, Weight(weight)), x @ weight.T, rtol=1e-5)
+    np.testing.assert_allclose(OPS.linear(x, Weight(weight), bias), x @ weight.T + bias, rtol=1e-4, atol=1e-5)
     half = NumpyOps(NUMPY_DTYPES["bfloat16"])
     x16, weight16 = x.astype(half.dtype), weight.astype(half.dtype)
-    assert half.linear(x16, weight16).dtype == half.dtype
-    logits = half.linear(x16, weight16, dtype=np.dtype(np.float32))
+    assert half.linear(x16, Weight(weight16)).dtype == half.dtype
+    logits = half.linear(x16, Weight(weight16), dtype=np.dtype(np.float32))
     np.testing.assert_allclose(logits, x16.astype(np.float32) @ weight16.astype(np.float32).T, rtol=1e-5)
 
 
