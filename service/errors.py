@@ -1,4 +1,4 @@
-"""How requests fail and how they end: one exception, one enum, one table."""
+"""Errors of requests and reasons for their end: one exception, one enum, one table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 @dataclass(eq=False)
 class RequestError(Exception):
-    """A request that is refused, told to its sender as it stands: never put an internal value, path or repr in it."""
+    """Refusal of a request. Its sender reads every field: no internal value, path or repr may be in it."""
 
     status: int  # HTTP status
     message: str
@@ -19,37 +19,37 @@ class RequestError(Exception):
 
 
 STORAGE_QUOTA_EXCEEDED = "storage_quota_exceeded"
-"""Code of the 429 to a tenant whose files, batches, responses and records take all bytes that it may store."""
+"""Code of 429: the tenant's files, batches, responses and records fill its quota."""
 STORAGE_FULL = "storage_full"
-"""Code of the 503 while what all tenants store leaves only the queue's own share of its memory."""
+"""Code of 503: only the queue's own share of Redis' memory is left."""
 
 
 class StartupError(Exception):
-    """The service cannot start as asked. Printed as one line, exit status 2."""
+    """Failure to start. The command prints one line and exits with status 2."""
 
 
 class EndReason(StrEnum):
-    """Why a request ended. Every accepted request ends exactly once, with one of these (see ENDINGS)."""
+    """Reason for a request's end. Every accepted request ends exactly once, with one of these."""
 
     STOP = "stop"  # EOS, a stop id or a stop string
     LENGTH = "length"  # max_tokens or the model's length
-    CANCELLED = "cancelled"  # its client left or asked for it
+    CANCELLED = "cancelled"  # by its client
     DEADLINE = "deadline"
-    NUMERICAL_ERROR = "numerical_error"  # the model gave NaN
+    NUMERICAL_ERROR = "numerical_error"  # NaN in the logits
     TOO_LARGE = "too_large"  # can never fit the block pool
-    GRAMMAR = "grammar"  # its grammar cannot be compiled, or grew beyond its limits on the way
+    GRAMMAR = "grammar"  # cannot be compiled, or exceeded its limits
     INVALID = "invalid"  # the worker refused the job
-    SHUTDOWN = "shutdown"  # its worker was told to stop and the drain time ran out
+    SHUTDOWN = "shutdown"  # its worker stopped and the drain time ran out
     INTERNAL = "internal"  # a bug or a dead device
-    POISONED = "poisoned"  # engines died of it; it stands among the dead letters
-    LOST = "lost"  # Redis lost its data, and nobody had this request
+    POISONED = "poisoned"  # killed engines; now a dead letter
+    LOST = "lost"  # Redis lost its data, and no worker held the job
 
 
 @dataclass(frozen=True)
 class Ending:
-    """What a reason means at the HTTP door."""
+    """HTTP form of an end reason."""
 
-    finish_reason: str | None  # OpenAI's word where the request succeeded
+    finish_reason: str | None  # OpenAI's value for a request that succeeded
     status: int
     message: str
 
@@ -58,13 +58,13 @@ ENDINGS: dict[EndReason, Ending] = {
     EndReason.STOP: Ending("stop", 200, ""),
     EndReason.LENGTH: Ending("length", 200, ""),
     EndReason.CANCELLED: Ending(None, 499, "The request was cancelled."),
-    EndReason.DEADLINE: Ending(None, 504, "The request ran past its deadline."),
-    EndReason.NUMERICAL_ERROR: Ending(None, 500, "The model produced no valid number for this request."),
+    EndReason.DEADLINE: Ending(None, 504, "The request exceeded its deadline."),
+    EndReason.NUMERICAL_ERROR: Ending(None, 500, "The model produced NaN for this request."),
     EndReason.TOO_LARGE: Ending(None, 400, "The request needs more KV cache or more branches than this server has."),
-    EndReason.GRAMMAR: Ending(None, 400, "The grammar that this request asks for is more than this server can follow."),
+    EndReason.GRAMMAR: Ending(None, 400, "The grammar exceeds this server's limits."),
     EndReason.INVALID: Ending(None, 400, "The worker refused the job."),
     EndReason.SHUTDOWN: Ending(None, 503, "The server was shut down before the request ended."),
     EndReason.INTERNAL: Ending(None, 500, "The engine failed on this request."),
-    EndReason.POISONED: Ending(None, 500, "The engine failed on this request again and again; it was given up."),
+    EndReason.POISONED: Ending(None, 500, "The engine failed on this request repeatedly."),
     EndReason.LOST: Ending(None, 503, "The queue lost this request."),
 }

@@ -1,17 +1,16 @@
-"""What a tenant may count on of a thing that several want. What it holds beyond is lent to it, until another asks."""
+"""Max-min fair share of a divisible resource. `claim.lua` computes the same."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 
-def fair_share(num_in_all: int, wanted: Iterable[int]) -> int:
-    """The most that one may have for certain, where each wants so many: who wants less has what it wants, and what that
-    leaves is the others' in equal parts. At least 1. `claim.lua` reckons alike."""
-    left, wants = num_in_all, sorted(wanted)
-    for place, want in enumerate(wants):
-        share = left // (len(wants) - place)
-        if want > share:
+def fair_share(total: int, demands: Iterable[int]) -> int:
+    """Return the max-min fair share: a demand below it is met in full, the others get equal parts. At least 1."""
+    left, ordered = total, sorted(demands)
+    for i, demand in enumerate(ordered):
+        share = left // (len(ordered) - i)
+        if demand > share:
             return max(1, share)
-        left -= want
-    return max(1, num_in_all)
+        left -= demand
+    return max(1, total)

@@ -1,18 +1,15 @@
-"""What Python's garbage collector need not walk."""
+"""Python's garbage collector, kept out of steps and streams."""
 
 from __future__ import annotations
 
 import gc
 
 YOUNG_OBJECTS = 10_000
-"""So many new ones the collector lets be before it looks at them. An engine's step makes some thousand, which are gone
-with the next one by themselves; what needs the collector is what held each other, a request of the engine some twenty.
-"""
+"""New objects between collections: a step makes some thousand that free themselves; only cycles need the collector."""
 
 
-def keep_for_good() -> None:
-    """For a process that has all it will ever load: what is there stays, and the collector, which would hold up a step
-    or a stream by tens of milliseconds each time it walked it all, leaves it alone."""
+def freeze_heap() -> None:
+    """Exempt all objects alive now from collection: walking them stops a step or stream for tens of milliseconds."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])

@@ -31,7 +31,7 @@ from service.cli.table import print_grid, print_table, shown
 from service.config.settings import Settings
 from service.engine.build import BuiltEngine, build_engine
 from service.errors import StartupError
-from service.garbage import keep_for_good
+from service.garbage import freeze_heap
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -226,7 +226,7 @@ def _build(settings: Settings, least_seqs: int = 1) -> tuple[BuiltEngine, float]
     settings = replace(settings, max_num_seqs=max(settings.max_num_seqs, least_seqs))
     start_s = time.perf_counter()
     built = build_engine(settings, progress=True)
-    keep_for_good()
+    freeze_heap()
     return built, time.perf_counter() - start_s
 
 

@@ -17,7 +17,7 @@ def whole_number(flag: str, text: str, low: int = 1, high: int = MOST) -> int:
     except ValueError:
         raise StartupError(f"{flag}: {text!r} is not a whole number") from None
     if not low <= value <= high:
-        raise StartupError(f"{flag}: {text} is outside {low}..{high}")
+        raise StartupError(f"{flag}: {text} is out of range ({low}..{high})")
     return value
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from service.cli.roles import READY, run_until_signalled
 from service.cli.supervised import supervised
 from service.config.settings import GATEWAY, WORKER, Settings
-from service.config.sources import WITHOUT_FILE, flags_of, secrets_of
+from service.config.sources import NO_CONFIG_FILE, to_flags, to_secret_environ
 from service.errors import StartupError
 from service.observability.logs import fields
 from service.observability.systemd import VARIABLES as SUPERVISOR_VARIABLES
@@ -67,12 +67,12 @@ class Part:
             "-m",
             "service.cli.main",
             verb,
-            *flags_of(settings, verb),
+            *to_flags(settings, verb),
             env={
                 **BLAS_THREADS,
                 **{name: value for name, value in os.environ.items() if name not in SUPERVISOR_VARIABLES},
-                **secrets_of(settings),
-                **WITHOUT_FILE,
+                **to_secret_environ(settings),
+                **NO_CONFIG_FILE,
                 "PYTHONPATH": _module_path(),
             },
             stdin=asyncio.subprocess.DEVNULL,

@@ -1,29 +1,37 @@
-"""Every setting of every command on one page: its flag, its variable, its default, its unit and its bounds.
+"""Every setting of every command: flag, variable, default, unit and bounds.
 
-A setting `max_num_seqs` is the flag `--max-num-seqs` and the environment variable `QUIRE_MAX_NUM_SEQS`; a flag wins
-over a variable, a variable over the line `max_num_seqs = N` of the TOML file that `--config` or `QUIRE_CONFIG` names,
-that over the default. An empty variable counts as unset. Settings are read once at start, checked, and never changed.
+`max_num_seqs` is the flag `--max-num-seqs`, else the variable `QUIRE_MAX_NUM_SEQS` (empty counts as unset), else the
+line `max_num_seqs = N` of the TOML file that `--config` or `QUIRE_CONFIG` names, else the default.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from service.config.values import hosts, keys, name, names, switch
+from service.config.values import parse_hosts, parse_keys, parse_name, parse_names, parse_switch
 
 SERVE, GATEWAY, WORKER, CHECK, BENCH = VERBS = ("serve", "gateway", "worker", "check", "bench")
 _MODEL_VERBS = VERBS
 _ENGINE_VERBS = (SERVE, WORKER, CHECK, BENCH)
 _STEP_VERBS = (SERVE, WORKER, BENCH)
-_DOOR_VERBS = (SERVE, GATEWAY)
+_GATEWAY_VERBS = (SERVE, GATEWAY)
 
 
-def _setting(default: Any, help: str, *, verbs: Sequence[str], parse=str, low=None, high=None, choices=None):
+def _setting(
+    default: Any,
+    help: str,
+    *,
+    verbs: Sequence[str],
+    parse: Callable[[str], Any] = str,
+    low: float | None = None,
+    high: float | None = None,
+    choices: Sequence[Any] | None = None,
+) -> Any:
     metadata = {"help": help, "verbs": verbs, "parse": parse, "low": low, "high": high, "choices": choices}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -31,27 +39,27 @@ def _setting(default: Any, help: str, *, verbs: Sequence[str], parse=str, low=No
 _integer = partial(_setting, parse=int)
 _number = partial(_setting, parse=float)
 _path = partial(_setting, parse=Path)
-_switch = partial(_setting, parse=switch, choices=(True, False))
+_switch = partial(_setting, parse=parse_switch, choices=(True, False))
 
 
-def _one_of(default: Any, help: str, choices: Sequence[Any], *, verbs: Sequence[str]):
+def _one_of(default: Any, help: str, choices: Sequence[Any], *, verbs: Sequence[str]) -> Any:
     return _setting(default, help, verbs=verbs, parse=type(choices[0]), choices=choices)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One process's settings. Durations are in seconds, sizes in the unit their help names."""
+    """Settings of one process, checked and frozen. Durations are in seconds."""
 
     # Model
     model: Path | None = _path(
-        None, "folder of a Hugging Face model; without it the shipped demo model", verbs=_MODEL_VERBS
+        None, "folder of a Hugging Face model (default: the shipped demo model)", verbs=_MODEL_VERBS
     )
     served_model_name: str | None = _setting(
-        None, "name the API knows the model by; without it the folder's name", verbs=(*_DOOR_VERBS, WORKER)
+        None, "the model's name in the API (default: the folder's name)", verbs=(*_GATEWAY_VERBS, WORKER)
     )
     tool_call_parser: str | None = _one_of(
         None,
-        "how the model writes calls of functions; without it as its chat template does",
+        "parser of the model's tool calls (default: chosen by the chat template)",
         (
             "hermes",
             "llama3_json",
@@ -61,84 +69,88 @@ class Settings:
             "pythonic_anywhere",
             "qwen3_coder",
         ),
-        verbs=_DOOR_VERBS,
+        verbs=_GATEWAY_VERBS,
     )
     dtype: str = _one_of(
         "auto",
-        "of weights, activations and KV cache; auto: as stored on a GPU, float32 on a CPU",
+        "type of weights, activations and KV cache; auto: as stored on a GPU, float32 on a CPU",
         ("auto", "float32", "float16", "bfloat16"),
         verbs=_ENGINE_VERBS,
     )
     max_model_len: int | None = _integer(
         None,
-        "longest sequence, prompt and output, in tokens; without it what the model and the memory allow",
+        "max tokens of a sequence, prompt plus output (default: what model and memory allow)",
         verbs=_MODEL_VERBS,
         low=2,
         high=1 << 24,
     )
     load_format: str = _one_of(
         "safetensors",
-        "dummy: random weights of the model's shape, for measuring",
+        "where weights come from; dummy: random ones of the model's shape, for measuring",
         ("safetensors", "dummy"),
         verbs=(CHECK, BENCH, WORKER, SERVE),
     )
     model_config: str | None = _setting(
-        None, "a shape known by name (llama-3.1-8b, ...) in place of a folder's config.json", verbs=(CHECK, BENCH)
+        None,
+        "a preset shape (llama-3.1-8b, ...) in place of a folder's config.json (default: --model's)",
+        verbs=(CHECK, BENCH),
     )
 
     # Engine
-    device: str = _one_of("auto", "auto: the GPU where there is one", ("auto", "cpu", "cuda"), verbs=_ENGINE_VERBS)
-    block_size: int = _one_of(16, "tokens in a block of the KV cache", (8, 16, 32), verbs=_ENGINE_VERBS)
+    device: str = _one_of(
+        "auto", "where the model runs; auto: the GPU if there is one", ("auto", "cpu", "cuda"), verbs=_ENGINE_VERBS
+    )
+    block_size: int = _one_of(16, "tokens per KV block", (8, 16, 32), verbs=_ENGINE_VERBS)
     gpu_memory_utilization: float = _number(
         0.9,
-        "share of the GPU's memory for weights, workspace and KV cache; on a CPU the cache takes at most 2 GiB",
+        "share of GPU memory for weights, workspace and KV cache; on a CPU the cache takes at most 2 GiB",
         verbs=_ENGINE_VERBS,
         low=0.05,
         high=0.98,
     )
     num_gpu_blocks: int | None = _integer(
-        None, "blocks in the KV cache; without it what the memory holds", verbs=_ENGINE_VERBS, low=1, high=1 << 24
+        None, "blocks in the KV cache (default: what the memory holds)", verbs=_ENGINE_VERBS, low=1, high=1 << 24
     )
     swap_space: float | None = _number(
         None,
-        "host memory for blocks that leave the GPU, in GiB; without it 4 beside a GPU if the host has 32, 0 on a CPU",
+        "host memory for swapped blocks and evicted prefixes, GiB (default: 4 with a GPU on a host of 32 or more, else 0)",
         verbs=_ENGINE_VERBS,
         low=0.0,
         high=4096.0,
     )
     preemption_mode: str = _one_of(
         "auto",
-        "how sequences leave a full cache: swap copies them to the host, recompute does not, auto does what is cheaper",
+        "how preempted sequences are restored: swap their blocks, recompute them, or auto, whichever is cheaper",
         ("auto", "swap", "recompute"),
         verbs=_ENGINE_VERBS,
     )
     enable_prefix_caching: bool = _switch(
         True,
-        "keep the blocks of ended requests, and begin others of the same tenant and beginning with them",
+        "reuse the blocks of ended requests for prompts of the same tenant with the same prefix",
         verbs=_ENGINE_VERBS,
     )
-    max_num_seqs: int = _integer(256, "sequences that run at once", verbs=_ENGINE_VERBS, low=1, high=4096)
+    max_num_seqs: int = _integer(256, "max running sequences", verbs=_ENGINE_VERBS, low=1, high=4096)
     max_num_batched_tokens: int | None = _integer(
         None,
-        "token budget of one step; without it 8192 on a GPU, 512 on a CPU",
+        "max tokens per step (default: 8192 on a GPU, 512 on a CPU)",
         verbs=_ENGINE_VERBS,
         low=1,
         high=1 << 20,
     )
     max_prefill_chunk: int | None = _integer(
         None,
-        "prompt tokens of a step while others decode: so many for each open prompt, up to three, and more in a long "
-        "queue; without it 512 on a GPU, 128 on a CPU",
+        "max prefill tokens per step while decodes run, per prompt (up to 3 prompts; more with a long queue; "
+        "default: 512 on a GPU, 128 on a CPU)",
         verbs=_STEP_VERBS,
         low=1,
         high=1 << 20,
     )
     tensor_parallel_size: int = _integer(
-        1, "GPUs that share one model; 1 is all that works yet", verbs=_ENGINE_VERBS, low=1, high=1
+        1, "GPUs per model; only 1 is supported yet", verbs=_ENGINE_VERBS, low=1, high=1
     )
     step_timeout: float | None = _number(
         None,
-        "seconds after which a step counts as hung and its worker ends; without it 60 on a GPU, 600 on a CPU",
+        "seconds until a step counts as hung and its worker exits (default: 60 on a GPU, 600 on a CPU)",
         verbs=(SERVE, WORKER),
         low=0.5,
         high=86400.0,
@@ -147,175 +159,178 @@ class Settings:
     # Queue
     redis_url: str | None = _setting(
         None,
-        "redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://; its password is better kept in "
-        "--redis-password-file; serve starts a server of its own without it",
+        "Redis: redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://; its password is safer in "
+        "--redis-password-file (default: serve starts an embedded server)",
         verbs=(SERVE, GATEWAY, WORKER),
     )
     redis_password_file: Path | None = _path(
         None,
-        "file that holds the password of the URL's user; without it what the URL says",
+        "file with the password of the URL's user (default: the password in the URL)",
         verbs=(SERVE, GATEWAY, WORKER),
     )
-    data_dir: Path = _path(
-        Path(".quire"), "folder of the embedded Redis: its data, log, lock and socket", verbs=(SERVE,)
-    )
+    data_dir: Path = _path(Path(".quire"), "folder of the embedded Redis: data, log, lock and socket", verbs=(SERVE,))
     producers: tuple[str, ...] = _setting(
-        ("default",), "names of the queue producers whose ingress streams are read", verbs=_DOOR_VERBS, parse=names
+        ("default",),
+        "comma-separated names of queue producers whose ingress streams are read",
+        verbs=_GATEWAY_VERBS,
+        parse=parse_names,
     )
     drain_timeout: float = _number(
         30.0,
-        "seconds that running requests get to finish after SIGTERM",
+        "seconds for running requests to finish after SIGTERM",
         verbs=(SERVE, GATEWAY, WORKER),
         low=0.0,
         high=3600.0,
     )
     lease: float = _number(
         10.0,
-        "seconds without a heartbeat after which a worker's requests go on elsewhere",
+        "seconds without a heartbeat until a worker's requests move to another worker",
         verbs=(SERVE, WORKER),
         low=0.5,
         high=300.0,
     )
     worker_name: str | None = _setting(
         None,
-        "this worker's own, kept over restarts: it takes up at once what it left; without it a new one each time",
+        "name kept over restarts, so that the worker resumes its own requests at once (default: a new one at each start)",
         verbs=(WORKER,),
-        parse=name,
+        parse=parse_name,
     )
 
     # HTTP
-    host: str = _setting("127.0.0.1", "address to listen on", verbs=_DOOR_VERBS)
-    port: int = _integer(8000, "port to listen on; 0 takes a free one", verbs=_DOOR_VERBS, low=0, high=65535)
+    host: str = _setting("127.0.0.1", "address to listen on", verbs=_GATEWAY_VERBS)
+    port: int = _integer(8000, "port to listen on; 0: any free port", verbs=_GATEWAY_VERBS, low=0, high=65535)
     api_key: tuple[str, ...] = _setting(
         (),
-        "keys that clients may show, separated by commas; as a flag the host's other users can read it: prefer "
-        "--api-key-file or the variable; without it only those of --api-key-file, or none is asked",
-        verbs=_DOOR_VERBS,
-        parse=keys,
+        "accepted API keys, comma-separated; as a flag the host's other users can read it: prefer --api-key-file or the "
+        "variable (default: only --api-key-file; with neither, no key is required)",
+        verbs=_GATEWAY_VERBS,
+        parse=parse_keys,
     )
     api_key_file: Path | None = _path(
         None,
-        "file of hashed keys, made by `quire key`, read again when it changes; without it only those of --api-key",
-        verbs=_DOOR_VERBS,
+        "file of hashed keys, made by `quire key`, reloaded when it changes (default: only --api-key)",
+        verbs=_GATEWAY_VERBS,
     )
     allowed_hosts: tuple[str, ...] = _setting(
         (),
-        "names that a Host header may hold, with *.some.domain and *; without it addresses, localhost, --host and this "
-        "machine's name, and every name where keys are asked for",
-        verbs=_DOOR_VERBS,
-        parse=hosts,
+        "accepted Host headers, comma-separated; *.domain and * match many (default: addresses, localhost, --host and "
+        "this machine's name; any name if keys are required)",
+        verbs=_GATEWAY_VERBS,
+        parse=parse_hosts,
     )
     ssl_certfile: Path | None = _path(
         None,
-        "PEM file of the certificate and its chain, read again when it changes; without it plain HTTP",
-        verbs=_DOOR_VERBS,
+        "PEM file of the certificate and its chain, reloaded when it changes (default: plain HTTP)",
+        verbs=_GATEWAY_VERBS,
     )
     ssl_keyfile: Path | None = _path(
-        None, "PEM file of its private key; without it in the certificate's file", verbs=_DOOR_VERBS
+        None, "PEM file of the private key (default: in --ssl-certfile)", verbs=_GATEWAY_VERBS
     )
     probe_port: int | None = _integer(
         None,
-        "port where a thread of its own answers /livez and /readyz, whatever else is busy; without it only --port does",
-        verbs=_DOOR_VERBS,
+        "port of a separate thread for /livez and /readyz; 0: any free port (default: only --port answers them)",
+        verbs=_GATEWAY_VERBS,
         low=0,
         high=65535,
     )
-    max_connections: int = _integer(16384, "HTTP connections at once", verbs=_DOOR_VERBS, low=1, high=1 << 20)
+    max_connections: int = _integer(16384, "max HTTP connections", verbs=_GATEWAY_VERBS, low=1, high=1 << 20)
     max_connections_per_client: int = _integer(
-        8192, "HTTP connections at once from one address", verbs=_DOOR_VERBS, low=1, high=1 << 20
+        8192, "max HTTP connections per client address", verbs=_GATEWAY_VERBS, low=1, high=1 << 20
     )
     max_open_per_key: int = _integer(
         8192,
-        "requests at once with one key, where its line in --api-key-file says nothing else",
-        verbs=_DOOR_VERBS,
+        "max open requests per API key, unless its line in --api-key-file sets another number",
+        verbs=_GATEWAY_VERBS,
         low=1,
         high=1 << 20,
     )
-    max_body_bytes: int = _integer(2 << 20, "longest request body, in bytes", verbs=_DOOR_VERBS, low=1024, high=1 << 28)
+    max_body_bytes: int = _integer(2 << 20, "max bytes of a request body", verbs=_GATEWAY_VERBS, low=1024, high=1 << 28)
     max_file_bytes: int = _integer(
-        64 << 20, "longest file of batch requests, in bytes; Redis keeps it", verbs=_DOOR_VERBS, low=1024, high=1 << 29
+        64 << 20, "max bytes of a batch file; Redis stores it", verbs=_GATEWAY_VERBS, low=1024, high=1 << 29
     )
     max_body_bytes_in_flight: int = _integer(
         128 << 20,
-        "bytes of request bodies, uploads and downloads in memory at once, at least twice --max-body-bytes; half of it "
-        "for one tenant, or one address where no key is asked for",
-        verbs=_DOOR_VERBS,
+        "max bytes of request bodies, uploads and downloads in memory, at least twice --max-body-bytes; half of it per "
+        "tenant, or per address if no key is required",
+        verbs=_GATEWAY_VERBS,
         low=1 << 20,
         high=1 << 40,
     )
     max_stored_bytes_per_tenant: int = _integer(
         512 << 20,
-        "bytes that Redis keeps of a tenant's files, batches and responses, and half as many of records of its "
-        "requests; more gets 429",
-        verbs=_DOOR_VERBS,
+        "max bytes stored in Redis per tenant: files, batches and responses; half as many again for records of its "
+        "requests; more get 429",
+        verbs=_GATEWAY_VERBS,
         low=1024,
         high=1 << 50,
     )
     queue_memory_share: float = _number(
         0.5,
-        "share of Redis' maxmemory, or of its host's memory where it has none, that is the queue's own: what would be "
-        "stored in it gets 503",
-        verbs=_DOOR_VERBS,
+        "share of Redis' maxmemory, or of its host's memory if it has none, reserved for the queue; files and responses "
+        "that would need it get 503",
+        verbs=_GATEWAY_VERBS,
         low=0.05,
         high=0.95,
     )
-    request_timeout: float = _number(
-        600.0, "seconds after which an unfinished request ends", verbs=_DOOR_VERBS, low=1.0, high=86400.0
-    )
+    request_timeout: float = _number(600.0, "max seconds of a request", verbs=_GATEWAY_VERBS, low=1.0, high=86400.0)
     read_timeout: float = _number(
         30.0,
-        "seconds that a client has for its headers, and again for its body",
-        verbs=_DOOR_VERBS,
+        "max seconds to receive a request's headers, and again for its body",
+        verbs=_GATEWAY_VERBS,
         low=0.1,
         high=3600.0,
     )
     write_timeout: float = _number(
-        30.0, "seconds that a client may leave an answer unread", verbs=_DOOR_VERBS, low=1.0, high=3600.0
+        30.0, "max seconds that a client may leave an answer unread", verbs=_GATEWAY_VERBS, low=1.0, high=3600.0
     )
     resume_grace: float = _number(
         30.0,
-        "seconds that a resumable request goes on while no client waits for it",
-        verbs=_DOOR_VERBS,
+        "seconds that a resumable request continues without a client",
+        verbs=_GATEWAY_VERBS,
         low=0.05,
         high=86400.0,
     )
     response_retention: float = _number(
         86400.0,
-        "seconds that a stored response is kept, for whoever asks for it or goes on with it",
-        verbs=_DOOR_VERBS,
+        "seconds that a stored response is kept",
+        verbs=_GATEWAY_VERBS,
         low=1.0,
         high=2592000.0,
     )
     enable_embeddings: bool = _switch(
-        False, "answer /v1/embeddings with pooled hidden states of the model", verbs=_DOOR_VERBS
+        False, "serve /v1/embeddings: the model's pooled hidden states", verbs=_GATEWAY_VERBS
     )
     pooling: str = _one_of(
         "mean",
-        "what an embedding is made of: the mean of the prompt's final hidden states, or the last of them",
+        "which final hidden states make an embedding: their mean over the prompt, or the last",
         ("mean", "last"),
-        verbs=_DOOR_VERBS,
+        verbs=_GATEWAY_VERBS,
     )
-    max_waiting: int = _integer(
-        4096, "jobs that may wait for a worker before new ones get 503", verbs=_DOOR_VERBS, low=1, high=1 << 20
-    )
+    max_waiting: int = _integer(4096, "max waiting jobs; more get 503", verbs=_GATEWAY_VERBS, low=1, high=1 << 20)
     max_waiting_tokens: int = _integer(
         1 << 22,
-        "tokens that waiting jobs may cost before new ones get 503: prompts, and 1024 a branch at most",
-        verbs=_DOOR_VERBS,
+        "max tokens of waiting jobs, prompts plus at most 1024 per branch; more get 503",
+        verbs=_GATEWAY_VERBS,
         low=1,
         high=1 << 40,
     )
     max_waiting_tokens_per_tenant: int = _integer(
-        1 << 20, "the same for each tenant, whose new jobs get 429", verbs=_DOOR_VERBS, low=1, high=1 << 40
+        1 << 20,
+        "max tokens of one tenant's waiting jobs, counted likewise; more get 429",
+        verbs=_GATEWAY_VERBS,
+        low=1,
+        high=1 << 40,
     )
-    max_n: int = _integer(8, "choices that a request may ask of one prompt", verbs=_DOOR_VERBS, low=1, high=32)
+    max_n: int = _integer(8, "max choices per prompt (`n` and `best_of`)", verbs=_GATEWAY_VERBS, low=1, high=32)
     max_request_tokens: int = _integer(
         1 << 20,
-        "tokens that one request may cost: its prompts and all it may generate, over all its choices",
-        verbs=_DOOR_VERBS,
+        "max tokens of one request: prompts plus max_tokens, over all choices",
+        verbs=_GATEWAY_VERBS,
         low=1,
         high=1 << 31,
     )
 
     # All
-    log_level: str = _one_of("info", "what is logged", ("debug", "info", "warning", "error"), verbs=VERBS)
+    log_level: str = _one_of(
+        "info", "least severe level that is logged", ("debug", "info", "warning", "error"), verbs=VERBS
+    )

@@ -1,4 +1,4 @@
-"""Where settings come from: flags, the environment, a file, defaults; and back to flags, for the parts of a service."""
+"""Reading of settings from flags, the environment, a file and defaults; and back to flags, for child processes."""
 
 from __future__ import annotations
 
@@ -10,45 +10,46 @@ from pathlib import Path
 from typing import Any
 
 from service.config.settings import Settings
-from service.config.values import switch
+from service.config.values import parse_switch
 from service.errors import StartupError
 
 CONFIG = "config"
-WITHOUT_FILE = {"QUIRE_CONFIG": ""}
-"""Environment for a part: its parent has read the file."""
+NO_CONFIG_FILE = {"QUIRE_CONFIG": ""}
+"""Environment of a child process: its parent has read the file."""
 
 RESERVED_VARIABLES = frozenset({"QUIRE_CACHE_DIR", "QUIRE_CONFIG", "QUIRE_URL"})
-"""Variables that are no settings: where compiled kernels are kept is the machine's business, and where a
-service is that of the verbs that talk to one."""
+"""QUIRE_ variables that are not settings: the kernel cache, the settings file, and the clients' service."""
 
 _SECRETS = ("api_key", "redis_url")
 """A Redis URL may hold a password."""
 
 _GUARDS = ("api_key", "api_key_file")
-"""Who sets them wants nobody else to enter: an empty variable is a mistake here, where of others it counts as none."""
+"""An empty variable of these is an error, not unset: it would let every client in."""
 
 
 def add_flags(parser: argparse.ArgumentParser, verb: str) -> None:
-    """Give `parser` the flags of one verb. They default to None, so that `read_settings` can tell what was given."""
+    """Add the flags of `verb`. They default to None, so that `read_settings` knows which were given."""
     parser.add_argument(
-        _flag(CONFIG), metavar="FILE", help="TOML file of settings, named as here but with '_'; without it none is read"
+        _flag(CONFIG), metavar="FILE", help="TOML file of settings, named as the flags but with '_' (default: none)"
     )
     for field in _fields(verb):
         metadata = field.metadata
-        default = "" if field.default in (None, ()) else f" (default: {_shown(field.default)})"
+        default = "" if field.default in (None, ()) else f" (default: {_as_text(field.default)})"
         parser.add_argument(
             _flag(field.name),
             metavar="{" + ",".join(map(str, metadata["choices"])) + "}" if metadata["choices"] else _metavar(field),
             help=(metadata["help"] + default).replace("%", "%%"),
-            **({"nargs": "?", "const": "true"} if metadata["parse"] is switch else {}),
+            **({"nargs": "?", "const": "true"} if metadata["parse"] is parse_switch else {}),
         )
-        if metadata["parse"] is switch:
+        if metadata["parse"] is parse_switch:
             off = f"--no-{_flag(field.name)[2:]}"
-            parser.add_argument(off, dest=field.name, action="store_const", const="false", help="turns it off")
+            parser.add_argument(
+                off, dest=field.name, action="store_const", const="false", help=f"turn {_flag(field.name)} off"
+            )
 
 
 def read_settings(verb: str, flags: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
-    """Flags over environment over the file over defaults. Raises StartupError with one line that names the wrong."""
+    """Return the settings of `verb`. Raises StartupError for a wrong value or an unknown variable."""
     known = {_variable(field.name) for field in dataclasses.fields(Settings)}
     unknown = sorted(name for name in environ if name.startswith("QUIRE_") and name not in known | RESERVED_VARIABLES)
     if unknown:
@@ -69,7 +70,7 @@ def read_settings(verb: str, flags: argparse.Namespace, environ: Mapping[str, st
 
 
 def _file_lines(path: str) -> dict[str, str]:
-    """The settings of a file, worded as flags would be. Those of other verbs may stand there too."""
+    """Return the settings of a file as texts, those of other verbs included."""
     try:
         with open(path, "rb") as file:
             lines = tomllib.load(file)
@@ -78,36 +79,35 @@ def _file_lines(path: str) -> dict[str, str]:
         raise StartupError(f"--config: {path}: {reason}") from None
     unknown = sorted(lines.keys() - {field.name for field in dataclasses.fields(Settings)})
     if unknown:
-        raise StartupError(f"--config: {path}: {unknown[0]} is no setting")
-    switches = {field.name for field in dataclasses.fields(Settings) if field.metadata["parse"] is switch}
+        raise StartupError(f"--config: {path}: {unknown[0]}: unknown setting")
+    switches = {field.name for field in dataclasses.fields(Settings) if field.metadata["parse"] is parse_switch}
     return {
-        name: str(value) if name in switches and isinstance(value, bool) else _worded(name, value, path)
+        name: str(value) if name in switches and isinstance(value, bool) else _file_value(name, value, path)
         for name, value in lines.items()
     }
 
 
-def _worded(name: str, value: Any, path: str) -> str:
+def _file_value(name: str, value: Any, path: str) -> str:
     items = value if isinstance(value, list) else [value]
     if any(isinstance(item, bool) or not isinstance(item, str | int | float) for item in items):
-        raise StartupError(f"--config: {path}: {name}: a text, a number or a list of texts is wanted")
-    return _shown(tuple(map(str, items)))
+        raise StartupError(f"--config: {path}: {name}: wrong type (a text, a number or a list of texts)")
+    return _as_text(tuple(map(str, items)))
 
 
-def flags_of(settings: Settings, verb: str) -> list[str]:
-    """The flags that make `verb` read these same settings; how `serve` starts its parts. Defaults are spelled out too:
-    a part sees the same environment, and a flag that chose the default must still win over it."""
+def to_flags(settings: Settings, verb: str) -> list[str]:
+    """Return flags that make `verb` read these settings. Defaults are spelled out: a child inherits the environment,
+    and a flag that chose the default must still win over it."""
     values = {field.name: getattr(settings, field.name) for field in _fields(verb) if field.name not in _SECRETS}
-    return [f"{_flag(name)}={_shown(value)}" for name, value in values.items() if value is not None]
+    return [f"{_flag(name)}={_as_text(value)}" for name, value in values.items() if value is not None]
 
 
-def secrets_of(settings: Settings) -> dict[str, str]:
-    """Environment for what must not stand on a command line, where every user of the machine can read it. A part takes
-    it together with `flags_of` and WITHOUT_FILE."""
-    values = {name: _shown(getattr(settings, name) or "") for name in _SECRETS}
+def to_secret_environ(settings: Settings) -> dict[str, str]:
+    """Return the environment that holds the settings `to_flags` leaves out: other users can read a command line."""
+    values = {name: _as_text(getattr(settings, name) or "") for name in _SECRETS}
     return {_variable(name): text for name, text in values.items() if text or name not in _GUARDS}
 
 
-def _fields(verb: str) -> list[dataclasses.Field]:
+def _fields(verb: str) -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(Settings) if verb in field.metadata["verbs"]]
 
 
@@ -119,28 +119,30 @@ def _variable(name: str) -> str:
     return "QUIRE_" + name.upper()
 
 
-def _metavar(field: dataclasses.Field) -> str:
+def _metavar(field: dataclasses.Field[Any]) -> str:
     if field.metadata["parse"] is Path:
         return "FILE" if field.name.endswith("file") else "DIR"
     return {int: "N", float: "X"}.get(field.metadata["parse"], "TEXT")
 
 
-def _shown(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
-def _checked(field: dataclasses.Field, text: str, source: str) -> Any:
+def _checked(field: dataclasses.Field[Any], text: str, source: str) -> Any:
     metadata = field.metadata
     if not text and metadata["parse"] in (str, Path):
-        raise StartupError(f"{source}: is empty")
+        raise StartupError(f"{source}: empty value")
     try:
         value = metadata["parse"](text)
     except ValueError as error:
-        wanted = {int: "a whole number", float: "a number"}.get(metadata["parse"], str(error))
-        raise StartupError(f"{source}: {text!r} is not accepted: {wanted}") from None
+        allowed = {int: "a whole number", float: "a number"}.get(metadata["parse"], str(error))
+        raise StartupError(f"{source}: {text!r} is not supported ({allowed})") from None
     if metadata["choices"] and value not in metadata["choices"]:
-        raise StartupError(f"{source}: {text!r} is none of {', '.join(map(str, metadata['choices']))}")
+        raise StartupError(f"{source}: {text!r} is not supported ({', '.join(map(str, metadata['choices']))})")
     low, high = metadata["low"], metadata["high"]
     if low is not None and not low <= value <= high:
-        raise StartupError(f"{source}: {text} is outside {low}..{high}" if low < high else f"{source}: must be {low}")
+        raise StartupError(
+            f"{source}: {text} is out of range ({low}..{high})" if low < high else f"{source}: must be {low}"
+        )
     return value

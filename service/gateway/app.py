@@ -30,7 +30,7 @@ from service.gateway.routes.operations_page import operations_routes
 from service.gateway.routes.probes import readiness
 from service.gateway.routes.responses import Responses
 from service.gateway.routes.tokenization import detokenize, tokenize
-from service.observability.metrics import CONTENT_TYPE, LaneSight
+from service.observability.metrics import CONTENT_TYPE, LaneStats
 from service.queue.interface import QUEUE_LANES, QueueUnavailable
 
 
@@ -137,12 +137,12 @@ class HttpDoor:
         try:
             view = await self._service.fleet.view()
             lanes = {
-                name: LaneSight(lane.num_jobs, view.oldest_wait_s(name)) for name, lane in view.queue.lanes.items()
+                name: LaneStats(lane.num_jobs, view.oldest_wait_s(name)) for name, lane in view.queue.lanes.items()
             }
             stats = {card.worker_id: card.stats for card in view.cards}
-            self._service.metrics.see_fleet(stats, lanes, view.queue.num_leases)
+            self._service.metrics.set_fleet(stats, lanes, view.queue.num_leases)
         except QueueUnavailable:
-            self._service.metrics.see_fleet({}, dict.fromkeys(QUEUE_LANES, LaneSight(math.nan, math.nan)), math.nan)
+            self._service.metrics.set_fleet({}, dict.fromkeys(QUEUE_LANES, LaneStats(math.nan, math.nan)), math.nan)
         return web.Response(body=self._service.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _livez(self, http: web.Request) -> web.Response:

@@ -16,7 +16,7 @@ from aiohttp import BadContentDispositionHeader, BadContentDispositionParam, web
 
 from service.config.settings import Settings
 from service.errors import StartupError
-from service.garbage import keep_for_good
+from service.garbage import freeze_heap
 from service.gateway.app import HttpDoor
 from service.gateway.batches.runner import BatchRunner
 from service.gateway.core.service import InferenceService
@@ -54,7 +54,7 @@ async def run_gateway(
     warnings.simplefilter("ignore", BadContentDispositionHeader)
     warnings.simplefilter("ignore", BadContentDispositionParam)
     model = await asyncio.to_thread(ServedModel.read, settings)
-    keep_for_good()
+    freeze_heap()
     async with serving(settings, model, queue, tracing) as url:
         on_ready(url)
         await stop.wait()

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-_about: ContextVar[dict[str, Any] | None] = ContextVar("about", default=None)
-"""What the task at work is about. It stands in each of its log lines."""
+_context: ContextVar[dict[str, Any] | None] = ContextVar("log_context", default=None)
+"""Fields that every log line of the task ends with."""
 
 
 class _OneLine(logging.Formatter):
@@ -19,7 +19,7 @@ class _OneLine(logging.Formatter):
         line = (
             f"{self.formatTime(record, '%H:%M:%S')} {record.levelname.lower():<7} {record.name} {record.getMessage()}"
         )
-        known = {key: value for key, value in (_about.get() or {}).items() if f" {key}=" not in line}
+        known = {key: value for key, value in (_context.get() or {}).items() if f" {key}=" not in line}
         if known:
             line += " " + fields(**known)
         if record.exc_info:
@@ -28,12 +28,12 @@ class _OneLine(logging.Formatter):
 
 
 def setup_logs(level: str) -> None:
-    """Send all logs to stderr in one-line form. Called once, by the command."""
+    """Send all logs to stderr in one-line form. Called once per process."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_OneLine())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    for talker in ("aiohttp.access", "urllib3"):
-        logging.getLogger(talker).setLevel(logging.WARNING)
+    for chatty in ("aiohttp.access", "urllib3"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
 
 
 def fields(**values: Any) -> str:
@@ -49,18 +49,18 @@ def _shown(value: Any) -> str:
 
 
 @contextmanager
-def about(**values: Any) -> Iterator[None]:
-    """Inside, log lines of this task and of those that it starts say these too; None says nothing."""
-    token = _about.set({})
-    also_about(**values)
+def log_context(**values: Any) -> Iterator[None]:
+    """Add fields to the log lines of this task and of tasks started inside; None is left out."""
+    token = _context.set({})
+    add_log_context(**values)
     try:
         yield
     finally:
-        _about.reset(token)
+        _context.reset(token)
 
 
-def also_about(**values: Any) -> None:
-    """From here on, inside `about`, log lines say these too."""
-    known = _about.get()
+def add_log_context(**values: Any) -> None:
+    """Add fields to the enclosing `log_context`; without one, do nothing."""
+    known = _context.get()
     if known is not None:
         known |= {key: value for key, value in values.items() if value is not None}

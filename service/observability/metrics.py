@@ -1,7 +1,7 @@
-"""Every metric on one page: vLLM's names and labels where the meaning is the same, `quire:` for the rest.
+"""Every metric: vLLM's names and labels if the meaning is the same, else `quire:`.
 
-Workers send their numbers as `WorkerCard.stats`, named below; the gateway re-exports them with `engine` = worker id.
-Counters of a worker start at 0 with its process, as Prometheus expects.
+Workers send `WorkerCard.stats`, named below; the gateway re-exports them with `engine` = worker id. A worker's counters
+start at 0 with its process, as Prometheus expects.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from service.errors import EndReason
 STAT_NUM_RUNNING = "num_running"
 STAT_NUM_WAITING = "num_waiting"
 STAT_NUM_BLOCKS_FREE = "num_blocks_free"
-STAT_NUM_BLOCKS_USED = "num_blocks_used"  # by one
-STAT_NUM_BLOCKS_SHARED = "num_blocks_shared"  # by several
+STAT_NUM_BLOCKS_USED = "num_blocks_used"  # by one sequence
+STAT_NUM_BLOCKS_SHARED = "num_blocks_shared"  # by several sequences
 STAT_NUM_BLOCKS_CACHED = "num_blocks_cached"
 STAT_NUM_HOST_BLOCKS_FREE = "num_host_blocks_free"
 STAT_NUM_HOST_BLOCKS_USED = "num_host_blocks_used"
 STAT_NUM_HOST_BLOCKS_CACHED = "num_host_blocks_cached"
 STAT_KV_USAGE = "kv_usage"  # 0..1
-STAT_KV_WASTE_RATIO = "kv_waste_ratio"  # 0..1, slots of used blocks that hold no token
+STAT_KV_WASTE_RATIO = "kv_waste_ratio"  # 0..1, empty token slots of used blocks
 STAT_PROMPT_TOKENS_TOTAL = "prompt_tokens_total"
 STAT_GENERATION_TOKENS_TOTAL = "generation_tokens_total"
 STAT_PREEMPTIONS_TOTAL = "preemptions_total"
 STAT_SWAPPED_TOTAL = "swapped_total"
 STAT_RECOMPUTED_TOTAL = "recomputed_total"
-STAT_CALLED_BACK_TOTAL = "called_back_total"
+STAT_RECLAIMED_TOTAL = "reclaimed_total"
 STAT_RECOMPUTED_TOKENS_TOTAL = "recomputed_tokens_total"
 STAT_RECOMPUTE_S_TOTAL = "recompute_s_total"
 STAT_SWAP_OUT_BYTES_TOTAL = "swap_out_bytes_total"
@@ -54,7 +54,7 @@ STAT_JOBS_LOST_TOTAL = "jobs_lost_total"
 STAT_STEPS_TOTAL = "steps_total"
 STAT_STEP_TIME_MS = "step_time_ms"  # of the last step
 
-# Names in the exposition that `quire top` reads back
+# Names that `quire top` reads from the exposition
 FIRST_TOKEN_S = "vllm:time_to_first_token_seconds"
 NEXT_TOKEN_S = "vllm:inter_token_latency_seconds"
 NUM_RUNNING = "vllm:num_requests_running"
@@ -72,20 +72,20 @@ KV_WASTE_RATIO = "quire:kv_waste_ratio"
 STEPS = "quire:steps"
 STEP_TIME_MS = "quire:step_time_ms"
 
-PREEMPTIONS_HELP = "Requests that had to leave the GPU, by how they come back: by copies or by computing."
-SWAP_HELP = "Bytes of blocks copied to the host and from it."
-SWAP_TIME_HELP = "Seconds that these copies took, beside the steps."
-PREFIX_QUERIES_HELP = "Tokens of prompts that were looked for in the prefix cache."
-PREFIX_HITS_HELP = "Tokens of prompts that were found in the prefix cache."
+PREEMPTIONS_HELP = "Preempted requests, by how they are restored."
+SWAP_HELP = "Bytes of KV blocks copied to and from host memory."
+SWAP_TIME_HELP = "Seconds of these copies; they overlap with steps."
+PREFIX_QUERIES_HELP = "Prompt tokens looked up in the prefix cache."
+PREFIX_HITS_HELP = "Prompt tokens found in the prefix cache."
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 GATEWAY = "gateway"
-"""Value of the label `engine` for what a gateway measures, which no single worker owns."""
+"""Label `engine` of what a gateway measures."""
 
 
 @dataclass(frozen=True)
 class _WorkerMetric:
-    """How one entry of WorkerCard.stats is exported."""
+    """Exported form of an entry of WorkerCard.stats."""
 
     name: str
     help: str
@@ -93,15 +93,15 @@ class _WorkerMetric:
 
 
 def _kv_blocks(tier: str, state: str) -> _WorkerMetric:
-    help = "Blocks of the KV cache: free, used by one, shared by several, or cached, which nobody uses and all may."
+    help = "KV blocks: free, used by one sequence, shared by several, or cached for later prompts."
     return _WorkerMetric(KV_BLOCKS, help, (("tier", tier), ("state", state)))
 
 
 _WORKER_GAUGES: Mapping[str, _WorkerMetric] = {
-    STAT_NUM_RUNNING: _WorkerMetric(NUM_RUNNING, "Requests that the engine runs."),
-    STAT_NUM_WAITING: _WorkerMetric(NUM_WAITING, "Requests that the engine holds but does not run yet."),
-    STAT_KV_USAGE: _WorkerMetric("vllm:kv_cache_usage_perc", "Share of the KV cache's blocks in use, 0..1."),
-    STAT_KV_WASTE_RATIO: _WorkerMetric(KV_WASTE_RATIO, "Share of the used blocks' slots that hold no token, 0..1."),
+    STAT_NUM_RUNNING: _WorkerMetric(NUM_RUNNING, "Running requests."),
+    STAT_NUM_WAITING: _WorkerMetric(NUM_WAITING, "Requests waiting in the engine."),
+    STAT_KV_USAGE: _WorkerMetric("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0..1."),
+    STAT_KV_WASTE_RATIO: _WorkerMetric(KV_WASTE_RATIO, "Share of the used blocks' token slots that are empty, 0..1."),
     STAT_NUM_BLOCKS_FREE: _kv_blocks("gpu", "free"),
     STAT_NUM_BLOCKS_USED: _kv_blocks("gpu", "used"),
     STAT_NUM_BLOCKS_SHARED: _kv_blocks("gpu", "shared"),
@@ -109,45 +109,41 @@ _WORKER_GAUGES: Mapping[str, _WorkerMetric] = {
     STAT_NUM_HOST_BLOCKS_FREE: _kv_blocks("host", "free"),
     STAT_NUM_HOST_BLOCKS_USED: _kv_blocks("host", "used"),
     STAT_NUM_HOST_BLOCKS_CACHED: _kv_blocks("host", "cached"),
-    STAT_STEP_TIME_MS: _WorkerMetric(STEP_TIME_MS, "Duration of the engine's last step, in milliseconds."),
-    STAT_NUM_JOBS_HELD: _WorkerMetric("quire:jobs_held", "Jobs that are the worker's as long as its lease runs."),
+    STAT_STEP_TIME_MS: _WorkerMetric(STEP_TIME_MS, "Duration of the last step, milliseconds."),
+    STAT_NUM_JOBS_HELD: _WorkerMetric("quire:jobs_held", "Jobs claimed by the worker, under its lease."),
 }
 _WORKER_COUNTERS: Mapping[str, _WorkerMetric] = {
     STAT_PROMPT_TOKENS_TOTAL: _WorkerMetric(PROMPT_TOKENS, "Prompt tokens computed."),
     STAT_GENERATION_TOKENS_TOTAL: _WorkerMetric(GENERATION_TOKENS, "Tokens generated."),
-    STAT_PREEMPTIONS_TOTAL: _WorkerMetric(PREEMPTIONS, "Requests that had to leave the GPU for others."),
+    STAT_PREEMPTIONS_TOTAL: _WorkerMetric(PREEMPTIONS, "Preempted requests."),
     STAT_SWAPPED_TOTAL: _WorkerMetric("quire:preemptions", PREEMPTIONS_HELP, (("kind", "swap"),)),
     STAT_RECOMPUTED_TOTAL: _WorkerMetric("quire:preemptions", PREEMPTIONS_HELP, (("kind", "recompute"),)),
-    STAT_CALLED_BACK_TOTAL: _WorkerMetric(
-        "quire:called_back", "Of those that had to leave, those that ran beyond their tenant's share as others came."
+    STAT_RECLAIMED_TOTAL: _WorkerMetric(
+        "quire:reclaimed", "Requests preempted because they ran over their tenant's share."
     ),
-    STAT_RECOMPUTED_TOKENS_TOTAL: _WorkerMetric(
-        "quire:recomputed_tokens", "Tokens computed again for requests that had to leave the GPU."
-    ),
+    STAT_RECOMPUTED_TOKENS_TOTAL: _WorkerMetric("quire:recomputed_tokens", "Tokens recomputed for preempted requests."),
     STAT_RECOMPUTE_S_TOTAL: _WorkerMetric(
-        "quire:recompute_seconds", "Seconds of steps that went to these tokens, by their share of the steps' tokens."
+        "quire:recompute_seconds", "Seconds of steps spent on recomputed tokens, by their share of a step's tokens."
     ),
     STAT_SWAP_OUT_BYTES_TOTAL: _WorkerMetric("quire:kv_swap_bytes", SWAP_HELP, (("direction", "out"),)),
     STAT_SWAP_IN_BYTES_TOTAL: _WorkerMetric("quire:kv_swap_bytes", SWAP_HELP, (("direction", "in"),)),
     STAT_SWAP_OUT_S_TOTAL: _WorkerMetric("quire:kv_swap_seconds", SWAP_TIME_HELP, (("direction", "out"),)),
     STAT_SWAP_IN_S_TOTAL: _WorkerMetric("quire:kv_swap_seconds", SWAP_TIME_HELP, (("direction", "in"),)),
-    STAT_COPY_ON_WRITE_TOTAL: _WorkerMetric(
-        "quire:kv_copy_on_write", "Blocks that were copied because somebody wrote to one that others hold."
-    ),
+    STAT_COPY_ON_WRITE_TOTAL: _WorkerMetric("quire:kv_copy_on_write", "Shared blocks copied at the first write."),
     STAT_PREFIX_QUERY_TOKENS_TOTAL: _WorkerMetric("quire:prefix_cache_query_tokens", PREFIX_QUERIES_HELP),
     STAT_PREFIX_HIT_TOKENS_TOTAL: _WorkerMetric("quire:prefix_cache_hit_tokens", PREFIX_HITS_HELP),
     STAT_RESUMED_TOTAL: _WorkerMetric(
-        "quire:resumed", "Requests that another worker had before: it died, lost its lease, or left."
+        "quire:resumed", "Requests continued from another worker, which died, lost its lease, or left."
     ),
     STAT_JOBS_TAKEN_OVER_TOTAL: _WorkerMetric(
-        "quire:jobs_taken_over", "Jobs of dead workers that this one put back in the queue."
+        "quire:jobs_taken_over", "Jobs of dead workers that this worker requeued."
     ),
     STAT_JOBS_LOST_TOTAL: _WorkerMetric(
-        "quire:jobs_lost", "Jobs that others have now, because the lease of this worker ran out while it had them."
+        "quire:jobs_lost", "Jobs lost to other workers because this worker's lease expired."
     ),
-    STAT_STEPS_TOTAL: _WorkerMetric(STEPS, "Steps of the engine."),
+    STAT_STEPS_TOTAL: _WorkerMetric(STEPS, "Engine steps."),
 }
-_ALSO_AS_VLLM_SAYS: Mapping[str, _WorkerMetric] = {
+_VLLM_ALIASES: Mapping[str, _WorkerMetric] = {
     STAT_PREFIX_QUERY_TOKENS_TOTAL: _WorkerMetric("vllm:prefix_cache_queries", PREFIX_QUERIES_HELP),
     STAT_PREFIX_HIT_TOKENS_TOTAL: _WorkerMetric("vllm:prefix_cache_hits", PREFIX_HITS_HELP),
 }
@@ -164,60 +160,69 @@ _REQUEST_BUCKETS_S = (
 _TOKEN_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
 _SUCCESSES = {EndReason.STOP: "stop", EndReason.LENGTH: "length", EndReason.CANCELLED: "abort"}
-"""vLLM's words for the ends that it counts as successes."""
+"""`finished_reason` of vLLM, for the ends that it counts as successes."""
 
 
 GRAMMAR_RESULTS = ("compiled", "refused", "out_of_time", "out_of_memory", "crashed")
-"""The last three ended the process that compiled."""
+"""The last three ended the compiling process."""
 
 
-class LaneSight(NamedTuple):
-    """Jobs that wait in one lane of the queue; NaN where it cannot be asked."""
+class LaneStats(NamedTuple):
+    """Waiting jobs of one lane of the queue; NaN if Redis is not reachable."""
 
     num_jobs: float
-    oldest_wait_s: float  # 0 where none waits
+    oldest_wait_s: float  # 0 for an empty lane
 
 
 class GatewayMetrics:
-    """The metrics of one gateway, in a registry of its own."""
+    """Metrics of one gateway, in a registry of its own."""
 
     def __init__(self, model_name: str) -> None:
         self._registry = CollectorRegistry()
         self._workers = _WorkerCollector(model_name)
         self._registry.register(self._workers)
         self._model_name = model_name
-        mine = {"model_name": model_name, "engine": GATEWAY}
-        self._first_token_s = _Intervals(FIRST_TOKEN_S, "Time to the first token.", _FIRST_TOKEN_BUCKETS_S, mine)
-        self._next_token_s = _Intervals(NEXT_TOKEN_S, "Time between tokens.", _NEXT_TOKEN_BUCKETS_S, mine)
+        labels_of_gateway = {"model_name": model_name, "engine": GATEWAY}
+        self._first_token_s = _Intervals(
+            FIRST_TOKEN_S, "Time to first token, seconds.", _FIRST_TOKEN_BUCKETS_S, labels_of_gateway
+        )
+        self._next_token_s = _Intervals(
+            NEXT_TOKEN_S, "Time between tokens, seconds.", _NEXT_TOKEN_BUCKETS_S, labels_of_gateway
+        )
         for intervals in (self._first_token_s, self._next_token_s):
             self._registry.register(intervals)
         self._request_s = self._histogram(
-            "vllm:e2e_request_latency_seconds", "Time from admission to the end.", _REQUEST_BUCKETS_S
+            "vllm:e2e_request_latency_seconds", "Time from admission to the end, seconds.", _REQUEST_BUCKETS_S
         )
-        self._prompt_tokens = self._histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", _TOKEN_BUCKETS)
+        self._prompt_tokens = self._histogram(
+            "vllm:request_prompt_tokens", "Prompt tokens per request.", _TOKEN_BUCKETS
+        )
         self._generation_tokens = self._histogram(
-            "vllm:request_generation_tokens", "Tokens generated for a request.", _TOKEN_BUCKETS
+            "vllm:request_generation_tokens", "Generated tokens per request.", _TOKEN_BUCKETS
         )
         labels = ("model_name", "engine")
         self._success = Counter(
-            "vllm:request_success", "Requests that ended well.", (*labels, "finished_reason"), registry=self._registry
+            "vllm:request_success",
+            "Requests that ended successfully.",
+            (*labels, "finished_reason"),
+            registry=self._registry,
         )
-        self._ended = Counter(REQUESTS_ENDED, "Requests by how they ended.", ("reason",), registry=self._registry)
-        self._open = Gauge(OPEN_REQUESTS, "Requests this gateway follows.", registry=self._registry)
-        self._queue_depth = Gauge(QUEUE_DEPTH, "Jobs no worker has claimed.", registry=self._registry)
-        self._lane_depth = Gauge(QUEUE_LANE_DEPTH, "Of these the lane's.", ("lane",), registry=self._registry)
+        self._ended = Counter(REQUESTS_ENDED, "Ended requests, by reason.", ("reason",), registry=self._registry)
+        self._open = Gauge(OPEN_REQUESTS, "Open requests of this gateway.", registry=self._registry)
+        self._queue_depth = Gauge(QUEUE_DEPTH, "Jobs waiting for a worker.", registry=self._registry)
+        self._lane_depth = Gauge(
+            QUEUE_LANE_DEPTH, "Jobs waiting for a worker, by lane.", ("lane",), registry=self._registry
+        )
         self._oldest_wait_s = Gauge(
-            QUEUE_OLDEST_WAIT_S, "How long the oldest of them has been waiting.", ("lane",), registry=self._registry
+            QUEUE_OLDEST_WAIT_S, "Wait of the oldest waiting job, seconds, by lane.", ("lane",), registry=self._registry
         )
-        self._leases = Gauge(
-            "quire:leases", "Workers whose lease runs: their jobs are theirs.", registry=self._registry
-        )
+        self._leases = Gauge("quire:leases", "Workers with a running lease.", registry=self._registry)
         self._responses = Counter(
             "quire:http_responses", "HTTP responses.", ("route", "status"), registry=self._registry
         )
         self._grammars = Counter(
             "quire:grammars",
-            "Grammars that were compiled, by what became of them.",
+            "Compiled grammars, by result.",
             ("result",),
             registry=self._registry,
         )
@@ -228,24 +233,24 @@ class GatewayMetrics:
         for word in _SUCCESSES.values():
             self._success.labels(model_name, GATEWAY, word)
 
-    def started(self, num_prompt_tokens: int) -> RequestTimes:
-        """A request is followed from now on."""
+    def track_request(self, num_prompt_tokens: int) -> RequestTimer:
+        """Return the timer of a request that begins now."""
         self._open.inc()
         self._prompt_tokens.observe(num_prompt_tokens)
-        return RequestTimes(self)
+        return RequestTimer(self)
 
-    def compiled(self, result: str) -> None:
-        """One grammar was compiled; `result` is one of GRAMMAR_RESULTS."""
+    def count_grammar(self, result: str) -> None:
+        """Count a grammar; `result` is one of GRAMMAR_RESULTS."""
         self._grammars.labels(result).inc()
 
-    def responded(self, route: str, status: int) -> None:
-        """One HTTP response; `route` is the route's pattern, never a client's path."""
+    def count_response(self, route: str, status: int) -> None:
+        """Count an HTTP response; `route` is a pattern, never a client's path."""
         self._responses.labels(route, str(status)).inc()
 
-    def see_fleet(
-        self, stats_by_worker: Mapping[str, Mapping[str, float]], lanes: Mapping[str, LaneSight], num_leases: float
+    def set_fleet(
+        self, stats_by_worker: Mapping[str, Mapping[str, float]], lanes: Mapping[str, LaneStats], num_leases: float
     ) -> None:
-        """What the next exposition tells of workers and queue; NaN where the queue cannot be asked."""
+        """Set the state of workers and queue for the next exposition; NaN if Redis is not reachable."""
         self._workers.stats_by_worker = stats_by_worker
         self._queue_depth.set(sum(seen.num_jobs for seen in lanes.values()))
         for lane, seen in lanes.items():
@@ -254,11 +259,11 @@ class GatewayMetrics:
         self._leases.set(num_leases)
 
     def latency_buckets(self) -> dict[str, list[tuple[float, float]]]:
-        """(upper bound in s, how many so far were at most that) of TTFT and of the gap between tokens."""
+        """Return cumulative (upper bound in s, count) of TTFT and of the gap between tokens."""
         return {"ttft": self._first_token_s.buckets(), "gap": self._next_token_s.buckets()}
 
     def exposition(self) -> bytes:
-        """All metrics in Prometheus' text format, to be sent as CONTENT_TYPE."""
+        """Return all metrics in Prometheus' text format, of type CONTENT_TYPE."""
         return generate_latest(self._registry)
 
     def observe_tokens(self, first: bool, elapsed_s: float) -> None:
@@ -277,16 +282,16 @@ class GatewayMetrics:
         return histogram.labels(self._model_name, GATEWAY)
 
 
-class RequestTimes:
-    """The clock of one request."""
+class RequestTimer:
+    """Timer of one request."""
 
     def __init__(self, metrics: GatewayMetrics) -> None:
         self._metrics = metrics
         self._started_s = self._last_s = time.monotonic()
         self._num_tokens = 0
 
-    def tokens(self, num_tokens: int) -> None:
-        """So many tokens have just arrived together."""
+    def observe_tokens(self, num_tokens: int) -> None:
+        """Observe tokens that arrived together, now."""
         if num_tokens == 0:
             return
         now_s = time.monotonic()
@@ -294,12 +299,12 @@ class RequestTimes:
         self._num_tokens += num_tokens
         self._last_s = now_s
 
-    def ended(self, reason: EndReason) -> None:
+    def observe_end(self, reason: EndReason) -> None:
         self._metrics.observe_end(reason, self._num_tokens, time.monotonic() - self._started_s)
 
 
 class _Intervals(Collector):
-    """A histogram that costs each token a fraction of a microsecond; of one thread, where a Histogram has a lock."""
+    """Histogram for one thread, without a lock: observing costs a fraction of a microsecond per token."""
 
     def __init__(self, name: str, help: str, bounds_s: tuple[float, ...], labels: Mapping[str, str]) -> None:
         self._name, self._help, self._labels = name, help, labels
@@ -312,7 +317,7 @@ class _Intervals(Collector):
         self._sum_s += interval_s
 
     def buckets(self) -> list[tuple[float, float]]:
-        """(upper bound in s, how many so far were at most that)."""
+        """Return cumulative (upper bound in s, count)."""
         return list(zip(self._bounds_s, map(float, accumulate(self._counts)), strict=True))
 
     def collect(self) -> Iterator[Metric]:
@@ -323,7 +328,7 @@ class _Intervals(Collector):
 
 
 class _WorkerCollector(Collector):
-    """Exports the freshest stats of every worker; those of workers that are gone vanish."""
+    """Export of every live worker's last stats."""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
@@ -332,7 +337,7 @@ class _WorkerCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._families(_WORKER_GAUGES, GaugeMetricFamily)
         yield from self._families(_WORKER_COUNTERS, CounterMetricFamily)
-        yield from self._families(_ALSO_AS_VLLM_SAYS, CounterMetricFamily)
+        yield from self._families(_VLLM_ALIASES, CounterMetricFamily)
 
     def _families(self, exported: Mapping[str, _WorkerMetric], kind: type[Metric]) -> Iterator[Metric]:
         families: dict[str, Metric] = {}

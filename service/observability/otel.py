@@ -1,4 +1,4 @@
-"""Spans by OpenTelemetry. Only `service.observability.tracing` loads this, and only where spans are wanted."""
+"""Spans by OpenTelemetry. `service.observability.tracing` imports this module if an endpoint is set."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class OtelSpan:
         context = span.get_span_context()
         self.traceparent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
-    def note(self, attributes: Mapping[str, Any]) -> None:
+    def set_attributes(self, attributes: Mapping[str, Any]) -> None:
         self._span.set_attributes(_present(attributes))
 
     def end(self, failure: str | None = None, at_s: float | None = None) -> None:
@@ -42,17 +42,17 @@ class OtelTracing:
         self._provider = provider
         self._tracer = provider.get_tracer("quire", version("quire"))
 
-    def begin(
+    def start_span(
         self,
         name: str,
-        above: str | None,
+        parent: str | None,
         attributes: Mapping[str, Any],
         *,
         kind: str = "internal",
         at_s: float | None = None,
     ) -> OtelSpan:
-        # A context of its own: what else in this process uses OpenTelemetry is no part of the trace.
-        context = Context() if above is None else _PROPAGATOR.extract({"traceparent": above}, Context())
+        # An empty context: other users of OpenTelemetry in this process are not part of the trace.
+        context = Context() if parent is None else _PROPAGATOR.extract({"traceparent": parent}, Context())
         return OtelSpan(
             self._tracer.start_span(
                 name, context, kind=_KINDS[kind], attributes=_present(attributes), start_time=_ns(at_s)
@@ -63,11 +63,11 @@ class OtelTracing:
         self._provider.shutdown()
 
 
-def exporting(part: str) -> OtelTracing:
-    """Sends spans where OpenTelemetry's variables say, in batches, from a thread of its own."""
+def open_otel(role: str) -> OtelTracing:
+    """Return a tracing that sends spans in batches, from a thread, as OpenTelemetry's variables say."""
     resource = Resource.create()
     if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
-        resource = resource.merge(Resource({SERVICE_NAME: f"quire-{part}"}))
+        resource = resource.merge(Resource({SERVICE_NAME: f"quire-{role}"}))
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return OtelTracing(provider)

@@ -1,4 +1,4 @@
-"""What a supervisor hears of this process, in systemd's words; without a supervisor, nobody does."""
+"""Notifications to a supervisor, by systemd's protocol (sd_notify); no-ops without one."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from collections.abc import Mapping
 log = logging.getLogger("quire.supervisor")
 
 VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
-"""Of one process: its children must not inherit them."""
+"""Variables of one process: its children must not inherit them."""
 FEEDS_PER_TIMEOUT = 4
 
 
 class Supervisor:
-    """Sends to the socket that the environment names. Callable from any thread."""
+    """Sender to $NOTIFY_SOCKET. Callable from any thread."""
 
-    def __init__(self, environ: Mapping[str, str]):
+    def __init__(self, environ: Mapping[str, str]) -> None:
         path = environ.get("NOTIFY_SOCKET", "")
         self._address = "\0" + path[1:] if path.startswith("@") else path
         self._feed_every_s = _timeout_s(environ) / FEEDS_PER_TIMEOUT
@@ -26,7 +26,7 @@ class Supervisor:
 
     @property
     def feed_every_s(self) -> float | None:
-        """How often it wants to hear that we move; None if it does not."""
+        """Seconds between watchdog notifications, or None without a watchdog."""
         return self._feed_every_s or None
 
     def ready(self, status: str) -> None:
@@ -36,7 +36,7 @@ class Supervisor:
         self._send("STOPPING=1\nSTATUS=draining")
 
     def feed(self) -> None:
-        """We move. Cheap enough for every step: it is sent as often as is wanted."""
+        """Report progress to the watchdog. Cheap enough for every step: sent at most every `feed_every_s`."""
         if not self._feed_every_s:
             return
         now_s = time.monotonic()
@@ -53,11 +53,11 @@ class Supervisor:
                 sender.connect(self._address)
                 sender.sendall(text.encode())
         except OSError as error:
-            log.warning("the supervisor does not listen: %s", error)
+            log.warning("supervisor not reachable: %s", error)
 
 
 def _timeout_s(environ: Mapping[str, str]) -> float:
-    """0 where no watchdog is set, or one for another process."""
+    """Return 0 without a watchdog for this process."""
     if environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
         return 0.0
     text = environ.get("WATCHDOG_USEC", "")

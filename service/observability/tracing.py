@@ -1,7 +1,7 @@
-"""A request's trace in W3C's terms, from the client's header through the queue to the worker, and the spans in it.
+"""W3C traces from the client's header through the queue to the worker, and their spans.
 
-A span is known by its traceparent, which is all that the next part needs to begin one below it. Without the extra
-`otel` or an endpoint to send them to, no spans are made; a client's own trace is passed on and logged all the same.
+A span is known by its traceparent. Without the extra `otel` or an OTLP endpoint no spans are made; a client's trace is
+still passed on and logged.
 """
 
 from __future__ import annotations
@@ -21,49 +21,49 @@ log = logging.getLogger("quire.tracing")
 
 Kind = Literal["internal", "server", "consumer"]
 Attributes = Mapping[str, Any]
-"""Those that are None are left out."""
+"""None values are left out."""
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 PROTOCOL = "http/protobuf"
 
 _TRACEPARENT = re.compile(r"(?!ff)([0-9a-f]{2})-((?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2})(-.*)?")
-_above: ContextVar[str | None] = ContextVar("traceparent", default=None)
+_traceparent: ContextVar[str | None] = ContextVar("traceparent", default=None)
 
 
 class Span(Protocol):
     traceparent: str | None
-    """For those below it; None where there is no trace."""
+    """Parent of its child spans; None without a trace."""
 
-    def note(self, attributes: Attributes) -> None: ...
+    def set_attributes(self, attributes: Attributes) -> None: ...
 
     def end(self, failure: str | None = None, at_s: float | None = None) -> None:
-        """To be called once. `failure`: a short word for what went wrong; `at_s`: Unix seconds, now if not given."""
+        """End the span; called once. `failure`: the `error.type`; `at_s`: Unix seconds, default now."""
 
 
 class Tracing(Protocol):
     is_on: bool
 
-    def begin(
+    def start_span(
         self,
         name: str,
-        above: str | None,
+        parent: str | None,
         attributes: Attributes,
         *,
         kind: Kind = "internal",
         at_s: float | None = None,
     ) -> Span:
-        """A span below the one with the traceparent `above`, or at the top of a trace of its own."""
+        """Return a child of the span with traceparent `parent`, or the root of a new trace."""
 
     def close(self) -> None:
-        """Sends what has not been sent; may take seconds."""
+        """Send what is left; may take seconds."""
 
 
 @dataclass(frozen=True)
 class _NoSpan:
     traceparent: str | None
 
-    def note(self, attributes: Attributes) -> None:
+    def set_attributes(self, attributes: Attributes) -> None:
         pass
 
     def end(self, failure: str | None = None, at_s: float | None = None) -> None:
@@ -73,8 +73,8 @@ class _NoSpan:
 class NoTracing:
     is_on = False
 
-    def begin(self, name: str, above: str | None, attributes: Attributes, **how: Any) -> Span:
-        return _NoSpan(above)
+    def start_span(self, name: str, parent: str | None, attributes: Attributes, **how: Any) -> Span:
+        return _NoSpan(parent)
 
     def close(self) -> None:
         pass
@@ -83,25 +83,25 @@ class NoTracing:
 NO_TRACING = NoTracing()
 
 
-def open_tracing(part: str, environ: Mapping[str, str]) -> Tracing:
-    """What the environment asks for, in OpenTelemetry's own variables. Raises StartupError for what cannot be had."""
+def open_tracing(role: str, environ: Mapping[str, str]) -> Tracing:
+    """Return the tracing that OpenTelemetry's variables ask for. Raises StartupError for an unsupported protocol."""
     if not any(environ.get(name) for name in ENDPOINTS):
         return NO_TRACING
     if environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or environ.get("OTEL_TRACES_EXPORTER") == "none":
         return NO_TRACING
     if find_spec("opentelemetry") is None or find_spec("opentelemetry.sdk") is None:
-        log.warning("an OTLP endpoint is set, but no spans are made: pip install 'quire[otel]'")
+        log.warning("no spans: an OTLP endpoint is set, but the extra is missing (pip install 'quire[otel]')")
         return NO_TRACING
     for name in PROTOCOLS:
         if environ.get(name, PROTOCOL) != PROTOCOL:
-            raise StartupError(f"{name}: spans are sent as {PROTOCOL} only")
-    from service.observability.otel import exporting  # the gate: nobody else pays for loading it
+            raise StartupError(f"{name}: {environ[name]!r} is not supported ({PROTOCOL})")
+    from service.observability.otel import open_otel  # loaded only if spans are wanted
 
-    return exporting(part)
+    return open_otel(role)
 
 
 def read_traceparent(text: str | None) -> str | None:
-    """A W3C traceparent, as version 00; None for one that is not well formed, which counts as none."""
+    """Return a W3C traceparent as version 00, or None for a malformed one."""
     found = _TRACEPARENT.fullmatch(text or "")
     if found is None or (found[1] == "00" and found[3]):
         return None
@@ -112,16 +112,16 @@ def trace_id(traceparent: str | None) -> str | None:
     return None if traceparent is None else traceparent[3:35]
 
 
-def above() -> str | None:
-    """The traceparent under which the running task works."""
-    return _above.get()
+def current_traceparent() -> str | None:
+    """Return the traceparent of the running task's span."""
+    return _traceparent.get()
 
 
 @contextmanager
-def below(traceparent: str | None) -> Iterator[None]:
-    """Inside, this task and those that it starts work under that span."""
-    token = _above.set(traceparent)
+def use_traceparent(traceparent: str | None) -> Iterator[None]:
+    """Make this span the parent of spans of this task and of tasks started inside."""
+    token = _traceparent.set(traceparent)
     try:
         yield
     finally:
-        _above.reset(token)
+        _traceparent.reset(token)

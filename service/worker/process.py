@@ -13,7 +13,7 @@ from contextlib import suppress
 from service.config.settings import Settings
 from service.engine.build import BuiltEngine, build_engine
 from service.errors import EndReason
-from service.garbage import keep_for_good
+from service.garbage import freeze_heap
 from service.observability import metrics
 from service.observability.logs import fields
 from service.observability.systemd import Supervisor
@@ -47,7 +47,7 @@ async def run_worker(
     """Serve jobs until `stop` is set, then drain. `supervisor` hears of the engine's turns. Raises StartupError, or
     EngineDied once its jobs are back in the queue."""
     built = await asyncio.to_thread(build_engine, settings, progress=True)
-    keep_for_good()
+    freeze_heap()
     worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     job_loop, engine, watchdog, death = _start(settings, queue, built, worker_id, supervisor, tracing)
     duties = asyncio.create_task(job_loop.run())
@@ -165,7 +165,7 @@ def _card(worker_id: str, settings: Settings, built: BuiltEngine, engine: Engine
             metrics.STAT_PREEMPTIONS_TOTAL: stats.num_preemptions,
             metrics.STAT_SWAPPED_TOTAL: stats.num_swapped,
             metrics.STAT_RECOMPUTED_TOTAL: stats.num_recomputed,
-            metrics.STAT_CALLED_BACK_TOTAL: stats.num_reclaimed,
+            metrics.STAT_RECLAIMED_TOTAL: stats.num_reclaimed,
             metrics.STAT_RECOMPUTED_TOKENS_TOTAL: stats.num_recomputed_tokens,
             metrics.STAT_RECOMPUTE_S_TOTAL: stats.recompute_s,
             metrics.STAT_SWAP_OUT_BYTES_TOTAL: stats.num_blocks_out * built.memory.block_bytes,

@@ -43,7 +43,7 @@ class JobSpans:
         self, name: str, start_s: float, end_s: float, attributes: dict[str, object], failure: str | None = None
     ) -> None:
         known = {"quire.job": self.job.job_id, "quire.tenant": self.job.tenant, "quire.attempt": self.attempt}
-        span = self.tracing.begin(name, self.job.traceparent, {**known, **attributes}, at_s=start_s)
+        span = self.tracing.start_span(name, self.job.traceparent, {**known, **attributes}, at_s=start_s)
         span.end(failure, max(start_s, end_s))
 
     def _of_prompt(self, last: Event | None) -> dict[str, object]:

@@ -33,7 +33,7 @@ from service.engine.kv.kv_manager import KVManager
 from service.engine.output_processor import iter_request_outputs
 from service.engine.request import EngineRequest
 from service.engine.scheduling.limits import Limits
-from service.garbage import keep_for_good
+from service.garbage import freeze_heap
 from service.queue.codec import encode
 from service.worker.events import event_of
 
@@ -109,7 +109,7 @@ def measure(batch: int, context: int, num_steps: int, *, prefix_caching: bool, m
     for _ in range(WARM_STEPS):
         engine.step()
         engine.drain_request_outputs()
-    keep_for_good()
+    freeze_heap()
     courses: list[tuple[float, ...]] = []
     with _timed(engine, executor) as spent_s:
         for number in range(num_steps):

@@ -18,7 +18,7 @@ import uvloop
 
 from model.sampling_params import SamplingParams
 from service.engine.output_processor import NewTokens
-from service.garbage import keep_for_good
+from service.garbage import freeze_heap
 from service.queue.codec import pack_ids
 from service.queue.messages import Job
 from service.queue.redis.queue import open_redis_queue
@@ -89,7 +89,7 @@ async def measure(args: argparse.Namespace, redis_url: str) -> dict[str, object]
     queue, door = [await open_redis_queue(redis_url) for _ in range(2)]
     job_loop = JobLoop(queue, lambda ready: make_card("bench", ready=ready), VOCAB_SIZE, args.batch, 1 << 30)
     job_loop.engine = EngineThread(engine, steps.pass_on(job_loop), deaths.append)
-    keep_for_good()
+    freeze_heap()
     job_loop.engine.start()
     duties = asyncio.create_task(job_loop.run())
     found: dict[str, list[float]] = {"told": [], "kept": []}

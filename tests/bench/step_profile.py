@@ -30,7 +30,7 @@ from service.cli.table import print_grid, shown
 from service.config.settings import Settings
 from service.engine.build import BuiltEngine, build_engine
 from service.errors import StartupError
-from service.garbage import keep_for_good
+from service.garbage import freeze_heap
 from tests.bench.step_growth import growth_of, tell_growth
 from tests.bench.step_table import KernelEvent, StepTable, table_of
 
@@ -53,7 +53,7 @@ def main() -> None:
     # no swap space: what one batch leaves in the prefix cache must not leave for the host beside the next
     settings = replace(named, max_num_seqs=max(batches), max_prefill_chunk=WHOLE_STEPS, swap_space=0.0)
     built = build_engine(settings, progress=True)
-    keep_for_good()
+    freeze_heap()
     ceilings = measure_ceilings(built.ops)
     randomize_cache(built)
     tables = []

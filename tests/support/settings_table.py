@@ -1,4 +1,6 @@
-"""`service/README.md`, made from the page of settings: `python -m tests.support.settings_table > service/README.md`."""
+"""The settings section of `service/README.md`, made from `service/config/settings.py`:
+`python -m tests.support.settings_table` rewrites it.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +11,23 @@ from typing import Any
 from service.config.settings import VERBS, Settings
 from tests.support.source_tree import ROOT
 
-HEAD = """# Settings
+PAGE = ROOT / "service" / "README.md"
+HEAD = """## Settings
 
-Made from `service/config/settings.py` by `python -m tests.support.settings_table`; a test holds both together. Each
-setting is a flag `--max-num-seqs`, a variable `QUIRE_MAX_NUM_SEQS`, and a line `max_num_seqs = 64` of the TOML file
-that `--config` or `QUIRE_CONFIG` names: the flag wins over the variable, the variable over the file. A wrong value is
-one line and exit status 2; so is an unknown `QUIRE_` variable. A switch is off as `--no-NAME` too. `all` are {verbs}.
+`python -m tests.support.settings_table` writes this section from `service/config/settings.py`. A setting is a flag
+`--max-num-seqs`, a variable `QUIRE_MAX_NUM_SEQS`, and a line `max_num_seqs = 64` of the TOML file that `--config` or
+`QUIRE_CONFIG` names: the flag wins over the variable, the variable over the file. A wrong value, or an unknown `QUIRE_`
+variable, is one line and exit status 2. A switch is turned off by `--no-NAME`. `all` means {verbs}.
 
-Beside these: `QUIRE_CACHE_DIR` is where compiled kernels are kept, `QUIRE_URL` where `quire chat`, `complete` and `top`
-find a service. OpenTelemetry's own variables turn spans on: see `deploy/README.md`.
+Three more variables: `QUIRE_CACHE_DIR` is the folder of compiled kernels; `QUIRE_URL` is the service that `quire chat`,
+`complete` and `top` use; OpenTelemetry's own variables turn spans on (see `deploy/README.md`).
 """
 
 
-def settings_page() -> str:
+def settings_section() -> str:
     parts = [HEAD.format(verbs=", ".join(f"`{verb}`" for verb in VERBS))]
     for title, names in _sections().items():
-        parts.append(f"## {title}\n\n| flag | default | bounds | of | is |\n|---|---|---|---|---|")
+        parts.append(f"### {title}\n\n| flag | default | allowed | verbs | meaning |\n|---|---|---|---|---|")
         fields = {field.name: field for field in dataclasses.fields(Settings)}
         parts[-1] += "".join(f"\n{_row(fields[name])}" for name in names)
         parts[-1] += "\n"
@@ -32,7 +35,7 @@ def settings_page() -> str:
 
 
 def _sections() -> dict[str, list[str]]:
-    """The names of the settings under the comments that part them."""
+    """Return the names of the settings by the comment above them."""
     found: dict[str, list[str]] = {}
     body = (ROOT / "service" / "config" / "settings.py").read_text().partition("class Settings:")[2]
     for comment, name in re.findall(r"^    # (\w+)$|^    (\w+): ", body, re.M):
@@ -43,7 +46,7 @@ def _sections() -> dict[str, list[str]]:
     return found
 
 
-def _row(field: dataclasses.Field) -> str:
+def _row(field: dataclasses.Field[Any]) -> str:
     metadata = field.metadata
     verbs = "all" if set(metadata["verbs"]) == set(VERBS) else ", ".join(metadata["verbs"])
     cells = (f"`--{field.name.replace('_', '-')}`", _default(field.default), _bounds(metadata), verbs, metadata["help"])
@@ -65,4 +68,4 @@ def _bounds(metadata: Any) -> str:
 
 
 if __name__ == "__main__":
-    print(settings_page(), end="")
+    PAGE.write_text(PAGE.read_text().partition("## Settings\n")[0] + settings_section())

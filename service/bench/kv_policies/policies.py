@@ -215,7 +215,7 @@ def read_policies(text: str) -> list[Policy]:
     for name in (part.strip() for part in text.split(",")):
         full_name = f"{name}:{PAPERS_ALLOCATOR}" if name in WANTED else name
         if full_name not in POLICIES:
-            raise StartupError(f"--policies: {name!r} is none of {', '.join(TEXTS)}")
+            raise StartupError(f"--policies: {name!r} is not supported ({', '.join(TEXTS)})")
         chosen[full_name] = POLICIES[full_name]
     return list(chosen.values())
 

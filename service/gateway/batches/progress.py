@@ -20,7 +20,7 @@ from service.gateway.batches.lines import (
 from service.gateway.batches.requests import BatchRequests, Interrupted, NotStored, RanLate, RanPastOwnTimeout
 from service.gateway.batches.turns import LineSlots
 from service.gateway.core.service import InferenceService
-from service.observability.logs import about
+from service.observability.logs import log_context
 from service.queue.batches import ANSWERED_BADLY, ANSWERED_WELL, Batch, BatchStatus
 from service.queue.interface import QueueUnavailable
 from service.queue.storage import StorageFull
@@ -147,7 +147,7 @@ class Progress:
 
     async def _answer(self, line: _Line, row: bytes) -> None:
         try:
-            with about(batch=self._batch.batch_id, line=line.number):
+            with log_context(batch=self._batch.batch_id, line=line.number):
                 await self._settle(line, await self._asked(line, read_line(row)))
         finally:
             self._num_in_flight -= 1

@@ -216,7 +216,7 @@ class RequestDispatcher:
                     raise storage_refusal(full) from None
                 raise self._pressure.refused(accepted.tenant, full) from None
             self._pressure.accepted(accepted.tenant)
-            job_stream.accepted(self._metrics.started(len(job.prompt) // 4))
+            job_stream.accepted(self._metrics.track_request(len(job.prompt) // 4))
 
     async def _withdraw(self, accepted: AcceptedRequest, num_accepted: int) -> None:
         """A request that was refused is not to be found, so that a flood of them leaves nothing behind. What was

@@ -62,7 +62,7 @@ class InferenceService:
         self.queue = queue
         self.metrics = GatewayMetrics(model.name)
         self.threads = TextThreads()
-        self.grammars = GrammarPool(model.tokens, asyncio.get_running_loop().time, on_result=self.metrics.compiled)
+        self.grammars = GrammarPool(model.tokens, asyncio.get_running_loop().time, on_result=self.metrics.count_grammar)
         self.grammars.start()
         self.fleet = Fleet(queue, model.name, asyncio.get_running_loop().time)
         self.pressure = BackPressure(settings, asyncio.get_running_loop().time)

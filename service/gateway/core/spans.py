@@ -12,8 +12,16 @@ from service.errors import ENDINGS, EndReason, RequestError
 from service.gateway.core.accepted_request import AcceptedRequest
 from service.gateway.generation.request import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, GenerationRequest
 from service.gateway.generation.response_stream import ResponseStream
-from service.observability.logs import about, also_about, fields
-from service.observability.tracing import Attributes, Span, Tracing, above, below, read_traceparent, trace_id
+from service.observability.logs import add_log_context, fields, log_context
+from service.observability.tracing import (
+    Attributes,
+    Span,
+    Tracing,
+    current_traceparent,
+    read_traceparent,
+    trace_id,
+    use_traceparent,
+)
 
 log = logging.getLogger("quire.gateway")
 
@@ -33,18 +41,18 @@ def followed(tracing: Tracing, http: web.Request, route: str) -> Iterator[Callab
     if tracing.is_on:
         attributes = {"http.request.method": http.method, "http.route": route, "url.scheme": http.scheme}
     theirs = read_traceparent(http.headers.get("traceparent"))
-    span = tracing.begin(name, theirs, attributes, kind="server")
+    span = tracing.start_span(name, theirs, attributes, kind="server")
     failure = None
 
     def answered(status: int) -> None:
         nonlocal failure
-        span.note({"http.response.status_code": status})
+        span.set_attributes({"http.response.status_code": status})
         if log.isEnabledFor(logging.DEBUG):
             log.debug("answered %s", fields(route=route, status=status))
         failure = str(status) if status >= 499 else None
 
     try:
-        with below(span.traceparent), about(trace=trace_id(span.traceparent)):
+        with use_traceparent(span.traceparent), log_context(trace=trace_id(span.traceparent)):
             yield answered
     finally:
         span.end(failure)
@@ -53,14 +61,14 @@ def followed(tracing: Tracing, http: web.Request, route: str) -> Iterator[Callab
 @contextmanager
 def admission(tracing: Tracing) -> Iterator[Callable[[AcceptedRequest], None]]:
     """The span of admission; call the yielded function with the accepted request."""
-    span, failure = tracing.begin("admission", above(), {}), "cancelled"
+    span, failure = tracing.start_span("admission", current_traceparent(), {}), "cancelled"
 
     def admitted(accepted: AcceptedRequest) -> None:
-        also_about(request=accepted.request_id)
+        add_log_context(request=accepted.request_id)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("admitted %s", fields(request=accepted.request_id, prompt_tokens=sum(accepted.num_prompt_tokens)))
         if tracing.is_on:
-            span.note(
+            span.set_attributes(
                 {"quire.request": accepted.request_id, "gen_ai.usage.input_tokens": sum(accepted.num_prompt_tokens)}
             )
 
@@ -78,14 +86,16 @@ def begin_generation(tracing: Tracing, accepted: AcceptedRequest) -> Span:
     """The span of all that a request's jobs do, until its answer is told."""
     operation = OPERATIONS[accepted.request.endpoint]
     attributes = _asked(accepted, operation) if tracing.is_on else {}
-    return tracing.begin(" ".join(filter(None, (operation, accepted.request.model))), above(), attributes)
+    return tracing.start_span(
+        " ".join(filter(None, (operation, accepted.request.model))), current_traceparent(), attributes
+    )
 
 
 def end_generation(span: Span, stream: ResponseStream, reason: EndReason, refused: str | None) -> None:
     """`reason`: why it ends, where it does not by itself; `refused`: why its jobs were, or failed."""
     reasons = stream.reasons(reason)
     outcome = stream.outcome
-    span.note(
+    span.set_attributes(
         {
             "gen_ai.response.finish_reasons": [ENDINGS[each].finish_reason or each.value for each in reasons],
             "gen_ai.usage.input_tokens": outcome.prompt_tokens,

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from service.errors import ENDINGS, EndReason, RequestError
 from service.gateway.generation.response_assembler import ChoiceDelta, ResponseAssembler
-from service.observability.metrics import RequestTimes
+from service.observability.metrics import RequestTimer
 from service.queue.interface import QueueUnavailable
 from service.queue.messages import Cancel, Event
 
@@ -53,15 +53,15 @@ class JobStream:
         self.ended_by_worker = False
         self._events = events
         self._cancel = cancel
-        self._times: RequestTimes | None = None
+        self._timer: RequestTimer | None = None
         self._ready: deque[ChoiceDelta] = deque()
 
     def submitting(self) -> None:
         """From now on the job may be in the queue."""
         self._is_there = True
 
-    def accepted(self, times: RequestTimes) -> None:
-        self._times = times
+    def accepted(self, timer: RequestTimer) -> None:
+        self._timer = timer
 
     def refused(self) -> None:
         """The queue did not take it."""
@@ -85,8 +85,8 @@ class JobStream:
 
     def _take(self, event: Event) -> None:
         self.ended_by_worker = event.end is not None
-        if self._times is not None:
-            self._times.tokens(sum([len(part.tokens) // 4 for part in event.parts if not part.is_prompt]))
+        if self._timer is not None:
+            self._timer.observe_tokens(sum([len(part.tokens) // 4 for part in event.parts if not part.is_prompt]))
         deltas, stopped = self.text.take(event)
         reason = self.text.reason
         if reason is None:
@@ -103,8 +103,8 @@ class JobStream:
         if self._is_there and not self.ended_by_worker and (reason is EndReason.STOP or not job_goes_on):
             said = reason if reason in (EndReason.STOP, EndReason.DEADLINE) else EndReason.CANCELLED
             self._cancel(Cancel(job_id=self.job_id, reason=said))
-        if self._times is not None:
-            self._times.ended(reason)
+        if self._timer is not None:
+            self._timer.observe_end(reason)
 
     async def close(self) -> None:
         await self._events.aclose()

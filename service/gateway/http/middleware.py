@@ -118,7 +118,7 @@ def guard(
             except ConnectionError:
                 response = error_response(RequestError(LEFT, "The client left."))  # nobody hears it
             except asyncio.CancelledError:
-                metrics.responded(route, LEFT)
+                metrics.count_response(route, LEFT)
                 answered(LEFT)
                 raise
             except Exception as error:
@@ -126,7 +126,7 @@ def guard(
             response = _only_answer(http, response)
             if ACCEPTED in http and not response.prepared:
                 response.headers.setdefault(REQUEST_ID, http[ACCEPTED])
-            metrics.responded(route, response.status)
+            metrics.count_response(route, response.status)
             answered(response.status)
             await _see_off(http, response, write_timeout_s)
         return response

@@ -20,8 +20,8 @@ from service.gateway.generation.refusals import refusal
 from service.gateway.generation.request import ENDPOINTS, GenerationRequest
 from service.gateway.ingress.replies import RETRY_S, ChoiceReply, EntryTaken, ReplyWriter, persist
 from service.gateway.openai.calls import ToolCallWriter
-from service.observability.logs import about, also_about, fields
-from service.observability.tracing import below, read_traceparent, trace_id
+from service.observability.logs import add_log_context, fields, log_context
+from service.observability.tracing import read_traceparent, trace_id, use_traceparent
 from service.queue.codec import INGRESS_ID, LIMITS, WireError, decode
 from service.queue.interface import IngressEntry, QueueUnavailable
 from service.queue.keys import INGRESS_KEEP_S
@@ -93,7 +93,7 @@ class QueueIngress:
     async def _serve(self, entry: IngressEntry) -> None:
         try:
             replies = ReplyWriter(self._service, entry, await self._read_off_loop(entry, _reply_id, entry))
-            with about(producer=entry.producer, entry=entry.entry_id):
+            with log_context(producer=entry.producer, entry=entry.entry_id):
                 await self._serve_with(entry, replies)
         finally:
             self._service.queue.leave_ingress(entry)
@@ -146,8 +146,8 @@ class QueueIngress:
             message = f"The entry is not a valid job message: {error}."
             raise RequestError(400, message, code="invalid_message") from None
         traceparent = read_traceparent(job.traceparent)
-        also_about(trace=trace_id(traceparent))
-        with below(traceparent):
+        add_log_context(trace=trace_id(traceparent))
+        with use_traceparent(traceparent):
             await self._answer_job(job, entry, replies)
 
     async def _answer_job(self, job: IngressJob, entry: IngressEntry, replies: ReplyWriter) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from service.observability import metrics
-from service.observability.metrics import GatewayMetrics, LaneSight
+from service.observability.metrics import GatewayMetrics, LaneStats
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
 METRIC = re.compile(r"\b(?:vllm|quire):[a-z0-9_]+")
@@ -21,7 +21,7 @@ def exported() -> set[str]:
     """Every sample name, with a worker whose card has all stats."""
     gateway = GatewayMetrics("m")
     stats = {getattr(metrics, name): 1.0 for name in dir(metrics) if name.startswith("STAT_")}
-    gateway.see_fleet({"w": stats}, {"normal": LaneSight(0, 0.0)}, 1)
+    gateway.set_fleet({"w": stats}, {"normal": LaneStats(0, 0.0)}, 1)
     lines = gateway.exposition().decode().splitlines()
     return {re.split(r"[{ ]", line, maxsplit=1)[0] for line in lines if line and line[0] != "#"} | {
         line.split()[2] for line in lines if line.startswith("# TYPE")

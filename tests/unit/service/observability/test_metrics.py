@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from service.errors import EndReason
 from service.observability import metrics
-from service.observability.metrics import GatewayMetrics, LaneSight
+from service.observability.metrics import GatewayMetrics, LaneStats
 
 
 def samples(gateway_metrics):
@@ -24,11 +24,11 @@ MINE = {"model_name": "m", "engine": "gateway"}
 
 def test_request_that_ends_well():
     page = GatewayMetrics("m")
-    times = page.started(30)
+    timer = page.track_request(30)
     assert find(page, "quire:open_requests") == 1
     for num_tokens in (1, 2, 0, 1):
-        times.tokens(num_tokens)
-    times.ended(EndReason.STOP)
+        timer.observe_tokens(num_tokens)
+    timer.observe_end(EndReason.STOP)
     assert find(page, "quire:open_requests") == 0
     assert find(page, "vllm:time_to_first_token_seconds_count", **MINE) == 1
     assert find(page, "vllm:inter_token_latency_seconds_count", **MINE) == 2
@@ -42,7 +42,7 @@ def test_request_that_ends_well():
 def test_every_end_has_its_label():
     page = GatewayMetrics("m")
     for reason in EndReason:
-        page.started(1).ended(reason)
+        page.track_request(1).observe_end(reason)
         assert find(page, "quire:requests_ended_total", reason=reason.value) == 1
     successes = {key: value for key, value in samples(page).items() if key[0] == "vllm:request_success_total"}
     assert sum(successes.values()) == 3
@@ -62,7 +62,7 @@ NUMBERS = {
     metrics.STAT_NUM_HOST_BLOCKS_CACHED: (23, "quire:kv_blocks", {**HOST, "state": "cached"}),
     metrics.STAT_SWAPPED_TOTAL: (24, "quire:preemptions_total", {"kind": "swap"}),
     metrics.STAT_RECOMPUTED_TOTAL: (25, "quire:preemptions_total", {"kind": "recompute"}),
-    metrics.STAT_CALLED_BACK_TOTAL: (31, "quire:called_back_total", {}),
+    metrics.STAT_RECLAIMED_TOTAL: (31, "quire:reclaimed_total", {}),
     metrics.STAT_SWAP_OUT_BYTES_TOTAL: (26, "quire:kv_swap_bytes_total", {"direction": "out"}),
     metrics.STAT_SWAP_IN_BYTES_TOTAL: (27, "quire:kv_swap_bytes_total", {"direction": "in"}),
     metrics.STAT_COPY_ON_WRITE_TOTAL: (28, "quire:kv_copy_on_write_total", {}),
@@ -90,14 +90,14 @@ NUMBERS = {
 def test_numbers_of_the_workers():
     page = GatewayMetrics("m")
     stats = {stat: value for stat, (value, _, _) in NUMBERS.items()}
-    page.see_fleet({"w1": {**stats, "something new": 1}, "w2": {metrics.STAT_NUM_RUNNING: 1}}, {}, 2)
+    page.set_fleet({"w1": {**stats, "something new": 1}, "w2": {metrics.STAT_NUM_RUNNING: 1}}, {}, 2)
     for value, name, labels in NUMBERS.values():
         assert find(page, name, model_name="m", engine="w1", **labels) == value, name
     assert find(page, "vllm:num_requests_running", model_name="m", engine="w2") == 1
     assert find(page, "quire:leases") == 2
     assert find(page, "vllm:prefix_cache_queries_total", model_name="m", engine="w1") == 29
     assert find(page, "vllm:prefix_cache_hits_total", model_name="m", engine="w1") == 30
-    page.see_fleet({}, {}, math.nan)
+    page.set_fleet({}, {}, math.nan)
     assert not any(("engine", "w1") in key for key in samples(page))
 
 
@@ -107,7 +107,7 @@ def test_every_number_of_a_worker_is_exported():
 
 def test_the_queue_by_lane():
     page = GatewayMetrics("m")
-    page.see_fleet({}, {"normal": LaneSight(3, 1.5), "batch": LaneSight(0, 0.0)}, 1)
+    page.set_fleet({}, {"normal": LaneStats(3, 1.5), "batch": LaneStats(0, 0.0)}, 1)
     assert find(page, "quire:queue_depth") == find(page, "quire:queue_lane_depth", lane="normal") == 3
     assert find(page, "quire:queue_oldest_wait_seconds", lane="normal") == 1.5
     assert (
@@ -115,7 +115,7 @@ def test_the_queue_by_lane():
         == find(page, "quire:queue_oldest_wait_seconds", lane="batch")
         == 0
     )
-    page.see_fleet({}, {"normal": LaneSight(math.nan, math.nan)}, math.nan)
+    page.set_fleet({}, {"normal": LaneStats(math.nan, math.nan)}, math.nan)
     for name, labels in (
         ("queue_depth", {}),
         ("queue_lane_depth", {"lane": "normal"}),
@@ -127,12 +127,12 @@ def test_the_queue_by_lane():
 
 def test_responses_by_route():
     page = GatewayMetrics("m")
-    page.responded("/v1/models/{model}", 404)
-    page.responded("/v1/models/{model}", 404)
+    page.count_response("/v1/models/{model}", 404)
+    page.count_response("/v1/models/{model}", 404)
     assert find(page, "quire:http_responses_total", route="/v1/models/{model}", status="404") == 2
 
 
 def test_two_pages_share_nothing():
     one, other = GatewayMetrics("a"), GatewayMetrics("b")
-    one.started(1).ended(EndReason.STOP)
+    one.track_request(1).observe_end(EndReason.STOP)
     assert find(other, "quire:requests_ended_total", reason="stop") == 0

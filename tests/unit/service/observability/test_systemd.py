@@ -66,4 +66,4 @@ def test_without_a_supervisor_nothing_happens():
 
 def test_a_supervisor_that_has_left_is_no_reason_to_fail(tmp_path, caplog):
     Supervisor({"NOTIFY_SOCKET": str(tmp_path / "gone")}).ready("x")
-    assert "does not listen" in caplog.text
+    assert "not reachable" in caplog.text

@@ -19,7 +19,7 @@ from service.errors import EndReason, StartupError
 from service.gateway.generation.served_model import ServedModel
 from service.gateway.process import serving
 from service.observability import tracing
-from service.observability.logs import _OneLine, about, also_about
+from service.observability.logs import _OneLine, add_log_context, log_context
 from service.observability.tracing import NO_TRACING, open_tracing, read_traceparent, trace_id
 from service.queue.messages import Cancel
 from service.worker.spans import JobSpans
@@ -252,7 +252,7 @@ def test_spans_reach_a_collector(monkeypatch):
         monkeypatch.setenv(*next(iter(environ.items())))
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "none")
         made = open_tracing("gateway", environ)
-        made.begin("something", THEIRS, {"of": "note", "nothing": None}).end()
+        made.start_span("something", THEIRS, {"of": "note", "nothing": None}).end()
         received = _receive_in_thread(server)
         made.close()
         head, body = received()
@@ -287,8 +287,8 @@ def _receive_in_thread(server):
 
 def test_log_lines_say_what_the_task_is_about():
     record = logging.LogRecord("quire.x", logging.INFO, "", 0, "said line=2", None, None)
-    with about(trace="abc", line=9, nothing=None):
-        also_about(request="R")
+    with log_context(trace="abc", line=9, nothing=None):
+        add_log_context(request="R")
         assert _OneLine().format(record).endswith("quire.x said line=2 trace=abc request=R")
-    also_about(request="S")
+    add_log_context(request="S")
     assert _OneLine().format(record).endswith("quire.x said line=2")

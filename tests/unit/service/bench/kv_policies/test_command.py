@@ -232,13 +232,13 @@ def test_lengths_are_scaled_to_means(tmp_path, trace):
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--policies", "paged,orca"], "--policies: 'orca' is none of paged,"),
-        (["--policies", ""], "--policies: '' is none of paged,"),
+        (["--policies", "paged,orca"], "--policies: 'orca' is not supported (paged,"),
+        (["--policies", ""], "--policies: '' is not supported (paged,"),
         (["--out", "/"], "--out: / is a folder"),
-        (["--max-model-len", "1"], "--max-model-len: 1 is outside 2.."),
+        (["--max-model-len", "1"], "--max-model-len: 1 is out of range (2.."),
         (["--rates", "1,x"], "--rates: 'x' is not a number"),
         (["--latency-limit", "-1"], "--latency-limit: -1 is not above 0"),
-        (["--num-requests", "0"], "--num-requests: 0 is outside"),
+        (["--num-requests", "0"], "--num-requests: 0 is out of range"),
         (["--rates", "1;orca=3"], "--rates: 'orca' is no policy of this comparison"),
         (["--only-rates"], "--only-rates: give --rates in requests a second"),
         (["--only-rates", "--rates", "1;oracle=2x"], "--only-rates: give --rates in requests a second"),

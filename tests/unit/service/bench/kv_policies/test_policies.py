@@ -180,5 +180,5 @@ def test_batches_and_powers():
 def test_policies_are_read_by_name():
     names = [policy.name for policy in read_policies("reserve-max, paged,reserve-max:buddy,oracle:best-fit")]
     assert names == ["reserve-max:buddy", "paged", "oracle:best-fit"]
-    with pytest.raises(StartupError, match="--policies: 'orca' is none of"):
+    with pytest.raises(StartupError, match="--policies: 'orca' is not supported"):
         read_policies("paged,orca")

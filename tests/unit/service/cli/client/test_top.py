@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from service.cli.client.top import Sight, draw
 from service.errors import EndReason
-from service.observability.metrics import GatewayMetrics, LaneSight
+from service.observability.metrics import GatewayMetrics, LaneStats
 
 
 def look(metrics: GatewayMetrics, at_s: float, **stats: float) -> Sight:
-    metrics.see_fleet({"w1": stats}, {"normal": LaneSight(2, 0.5), "batch": LaneSight(1, 9.0)}, 1)
+    metrics.set_fleet({"w1": stats}, {"normal": LaneStats(2, 0.5), "batch": LaneStats(1, 9.0)}, 1)
     return Sight(at_s, Sight.read(metrics.exposition().decode()).samples)
 
 
@@ -16,10 +16,10 @@ def test_a_picture_tells_rates_percentiles_and_blocks():
     metrics = GatewayMetrics("m")
     counts = {"num_running": 2, "num_waiting": 1, "num_blocks_free": 30, "num_blocks_used": 10, "kv_waste_ratio": 0.02}
     before = look(metrics, 10.0, steps_total=100, generation_tokens_total=50, step_time_ms=5.0, **counts)
-    times = metrics.started(7)
+    timer = metrics.track_request(7)
     for elapsed_s in (0.004, *[0.012] * 9):
         metrics.observe_tokens(elapsed_s == 0.004, elapsed_s)
-    times.ended(EndReason.STOP)
+    timer.observe_end(EndReason.STOP)
     now = look(metrics, 12.0, steps_total=300, generation_tokens_total=2050, step_time_ms=6.5, **counts)
     text = "\n".join(draw(before, now, 50))
     assert "0 open   3 queued, for 9.0 s at most   0.5 ended/s" in text
