@@ -33,15 +33,16 @@ def add_flags(parser: argparse.ArgumentParser, verb: str) -> None:
         _flag(CONFIG), metavar="FILE", help="TOML file of settings, named as the flags but with '_' (default: none)"
     )
     for field in _fields(verb):
-        metadata = field.metadata
+        metadata, is_switch = field.metadata, field.metadata["parse"] is parse_switch
         default = "" if field.default in (None, ()) else f" (default: {_as_text(field.default)})"
         parser.add_argument(
             _flag(field.name),
             metavar="{" + ",".join(map(str, metadata["choices"])) + "}" if metadata["choices"] else _metavar(field),
             help=(metadata["help"] + default).replace("%", "%%"),
-            **({"nargs": "?", "const": "true"} if metadata["parse"] is parse_switch else {}),
+            nargs="?" if is_switch else None,
+            const="true" if is_switch else None,
         )
-        if metadata["parse"] is parse_switch:
+        if is_switch:
             off = f"--no-{_flag(field.name)[2:]}"
             parser.add_argument(
                 off, dest=field.name, action="store_const", const="false", help=f"turn {_flag(field.name)} off"

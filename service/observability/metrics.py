@@ -6,6 +6,7 @@ start at 0 with its process, as Prometheus expects.
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,6 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from service.errors import EndReason
 
@@ -251,7 +251,7 @@ class GatewayMetrics:
         self, stats_by_worker: Mapping[str, Mapping[str, float]], lanes: Mapping[str, LaneStats], num_leases: float
     ) -> None:
         """Set the state of workers and queue for the next exposition; NaN if Redis is not reachable."""
-        self._workers.stats_by_worker = stats_by_worker
+        self._workers.set_stats(stats_by_worker)
         self._queue_depth.set(sum(seen.num_jobs for seen in lanes.values()))
         for lane, seen in lanes.items():
             self._lane_depth.labels(lane).set(seen.num_jobs)
@@ -322,7 +322,7 @@ class _Intervals(Collector):
 
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(self._name, self._help, labels=list(self._labels))
-        buckets = [(floatToGoString(bound_s), count) for bound_s, count in self.buckets()]
+        buckets = [("+Inf" if math.isinf(bound_s) else str(float(bound_s)), count) for bound_s, count in self.buckets()]
         family.add_metric(list(self._labels.values()), buckets, self._sum_s)
         yield family
 
@@ -332,19 +332,24 @@ class _WorkerCollector(Collector):
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
-        self.stats_by_worker: Mapping[str, Mapping[str, float]] = {}
+        self._stats_by_worker: Mapping[str, Mapping[str, float]] = {}
+
+    def set_stats(self, stats_by_worker: Mapping[str, Mapping[str, float]]) -> None:
+        self._stats_by_worker = stats_by_worker
 
     def collect(self) -> Iterator[Metric]:
         yield from self._families(_WORKER_GAUGES, GaugeMetricFamily)
         yield from self._families(_WORKER_COUNTERS, CounterMetricFamily)
         yield from self._families(_VLLM_ALIASES, CounterMetricFamily)
 
-    def _families(self, exported: Mapping[str, _WorkerMetric], kind: type[Metric]) -> Iterator[Metric]:
-        families: dict[str, Metric] = {}
+    def _families(
+        self, exported: Mapping[str, _WorkerMetric], kind: type[GaugeMetricFamily] | type[CounterMetricFamily]
+    ) -> Iterator[Metric]:
+        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
         for stat, metric in exported.items():
             names = ["model_name", "engine", *(name for name, _ in metric.labels)]
             family = families.setdefault(metric.name, kind(metric.name, metric.help, labels=names))
-            for worker_id, stats in self.stats_by_worker.items():
+            for worker_id, stats in self._stats_by_worker.items():
                 if stat in stats:
                     labels = [self._model_name, worker_id, *(value for _, value in metric.labels)]
                     family.add_metric(labels, stats[stat])

@@ -32,8 +32,9 @@ _traceparent: ContextVar[str | None] = ContextVar("traceparent", default=None)
 
 
 class Span(Protocol):
-    traceparent: str | None
-    """Parent of its child spans; None without a trace."""
+    @property
+    def traceparent(self) -> str | None:
+        """Parent of its child spans; None without a trace."""
 
     def set_attributes(self, attributes: Attributes) -> None: ...
 
@@ -42,7 +43,8 @@ class Span(Protocol):
 
 
 class Tracing(Protocol):
-    is_on: bool
+    @property
+    def is_on(self) -> bool: ...
 
     def start_span(
         self,
