@@ -113,7 +113,7 @@ class Settings:
     )
     swap_space: float | None = _number(
         None,
-        "host memory for swapped blocks and evicted prefixes, GiB (default: 4 with a GPU on a host of 32 or more, else 0)",
+        "host memory for swapped blocks and evicted prefixes, GiB (default: 4 with a GPU and 32 of memory, else 0)",
         verbs=_ENGINE_VERBS,
         low=0.0,
         high=4096.0,
@@ -191,7 +191,7 @@ class Settings:
     )
     worker_name: str | None = _setting(
         None,
-        "name kept over restarts, so that the worker resumes its own requests at once (default: a new one at each start)",
+        "name kept over restarts, so that the worker resumes its requests at once (default: new at each start)",
         verbs=(WORKER,),
         parse=parse_name,
     )
@@ -201,8 +201,8 @@ class Settings:
     port: int = _integer(8000, "port to listen on; 0: any free port", verbs=_GATEWAY_VERBS, low=0, high=65535)
     api_key: tuple[str, ...] = _setting(
         (),
-        "accepted API keys, comma-separated; as a flag the host's other users can read it: prefer --api-key-file or the "
-        "variable (default: only --api-key-file; with neither, no key is required)",
+        "accepted API keys, comma-separated; as a flag the host's other users can read it: prefer --api-key-file or "
+        "the variable (default: only --api-key-file; with neither, no key is required)",
         verbs=_GATEWAY_VERBS,
         parse=parse_keys,
     )
@@ -266,8 +266,8 @@ class Settings:
     )
     queue_memory_share: float = _number(
         0.5,
-        "share of Redis' maxmemory, or of its host's memory if it has none, reserved for the queue; files and responses "
-        "that would need it get 503",
+        "share of Redis' maxmemory, or of its host's memory if it has none, reserved for the queue; files and "
+        "responses that would need it get 503",
         verbs=_GATEWAY_VERBS,
         low=0.05,
         high=0.95,
