@@ -17,6 +17,7 @@ from service.engine.request import EngineRequest
 from service.engine.scheduling.limits import Limits
 from service.engine.scheduling.preemption import Preemption
 from service.engine.scheduling.scheduler import Scheduler
+from service.engine.scheduling.speculation import Drafter
 from service.engine.sequence import Sequence, SequenceGroup
 from service.engine.stats import EngineStats, collect_stats
 from service.engine.step import FinishedTransfer, StepPlan, StepResult
@@ -80,14 +81,16 @@ class Engine:
         eos_token_ids: frozenset[int],
         grammars: Grammars | None = None,
         preemption: Preemption | None = None,
+        drafter: Drafter | None = None,
     ):
-        """Without `grammars`, requests with a grammar end with GRAMMAR."""
+        """Without `grammars`, requests with a grammar end with GRAMMAR; without `drafter`, a decode computes one
+        token."""
         self._grammars = grammars
         self._executor = executor
         self._kv = kv
         self._limits = limits
         self._eos_token_ids = eos_token_ids
-        self._scheduler = Scheduler(kv, limits, preemption)
+        self._scheduler = Scheduler(kv, limits, preemption, drafter)
         self._output_processor = OutputProcessor(self._scheduler, kv)
         self._in_flight: deque[InFlightStep] = deque()
         self._num_steps = 0
@@ -179,8 +182,11 @@ class Engine:
             for sampler in plan.samplers:
                 sampler.num_pending_tokens += 1
             num_recomputed_tokens = 0
-            for sequence, start, length, _ in plan.chunks:
-                end = sequence.num_computed_tokens = start + length
+            for sequence, start, length, _, drafts in plan.chunks:
+                end = start + length
+                if drafts:  # they count once they are accepted
+                    end -= len(drafts)
+                sequence.num_computed_tokens = end
                 if start < sequence.num_tokens_before_preemption:
                     num_recomputed_tokens += min(end, sequence.num_tokens_before_preemption) - start
                 if sequence.prefix_followers:

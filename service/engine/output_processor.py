@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from service.engine.beam_search import BeamGroup
@@ -56,7 +57,7 @@ def request_output(
 
 
 class NewTokens(NamedTuple):
-    """One new token for each of these branches and nothing else: most of a step's outputs."""
+    """A new token for each of these branches and nothing else: most of a step's outputs."""
 
     branches: list[Sequence]
     token_ids: list[int]
@@ -103,7 +104,10 @@ class OutputProcessor:
             self._emit_prompt_logprobs(scored)
         for pooled in result.pooled:
             pooled.group.embedding = pooled.vector
-        self._append_tokens(samplers, result)
+        if result.indptr is None:
+            self._append_tokens(samplers, result)
+        else:
+            self._append_runs(samplers, result, result.indptr)
 
     def emit(
         self,
@@ -158,10 +162,7 @@ class OutputProcessor:
                 continue
             group = sequence.group
             if not group.has_sampled:
-                group.has_sampled = True
-                self.num_prompt_tokens += group.num_prompt_tokens
-                if group.request.times is not None:
-                    group.request.times.first_token_s = time.time()
+                self._mark_sampled(group)
             if (
                 sequence.emits_only_tokens
                 and len(sequence.token_ids) + 1 < sequence.max_num_tokens
@@ -180,6 +181,35 @@ class OutputProcessor:
         if branches:
             self._outputs.insert(first_index, new_tokens)
             self.num_output_tokens += len(branches)
+
+    def _append_runs(self, samplers: list[Sequence], result: StepResult, indptr: Seq[int]) -> None:
+        """Give each sampler its tokens: drafts that were accepted, and the token after them. What follows the end of a
+        branch is dropped."""
+        for index, sequence in enumerate(samplers):
+            sequence.num_pending_tokens -= 1
+            if sequence.status is SequenceStatus.ENDED:
+                continue
+            if index in result.failed:
+                self.end_group(sequence.group, EndReason.NUMERICAL_ERROR)
+                continue
+            run = range(indptr[index], indptr[index + 1])
+            if not run:
+                self._kv.retract_token(sequence)
+            elif not sequence.group.has_sampled:
+                self._mark_sampled(sequence.group)
+            for position in run:
+                if position > run.start:
+                    self._kv.accept_draft(sequence)
+                logprob = None if result.logprobs is None else result.logprobs[position]
+                self._append_token(sequence, result.token_ids[position], logprob)
+                if sequence.status is SequenceStatus.ENDED:
+                    break
+
+    def _mark_sampled(self, group: SequenceGroup) -> None:
+        group.has_sampled = True
+        self.num_prompt_tokens += group.num_prompt_tokens
+        if group.request.times is not None:
+            group.request.times.first_token_s = time.time()
 
     def _emit_prompt_logprobs(self, scored: PromptLogprobs) -> None:
         group = scored.span.chunk.sequence.group

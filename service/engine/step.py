@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 from service.engine.sequence import Sequence, SequenceGroup
@@ -13,18 +14,21 @@ from service.engine.sequence import Sequence, SequenceGroup
 class Chunk(NamedTuple):
     """`length` tokens of a sequence from position `start`; their blocks are already in its table.
 
-    `samplers` each get a token from the logits of the chunk's last token: none if the chunk ends before the sequence
-    does, else the sequence and the branches that fork from it there.
+    `samplers` each get tokens from the logits of the chunk's last token: none if the chunk ends before the sequence
+    does, else the sequence and the branches that fork from it there. The last of its tokens may be `drafts`, guesses of
+    the sequence's next ones: then its only sampler gets a token from the logits of the token preceding each draft as
+    well, for as long as the drafts are right.
     """
 
     sequence: Sequence
     start: int
     length: int
     samplers: tuple[Sequence, ...]
+    drafts: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:
-        """Position after the last token."""
+        """Position after the last token, drafts included."""
         return self.start + self.length
 
 
@@ -54,8 +58,8 @@ class BlockCopy(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """The work of one step. One-token chunks come first (see model.batch.Batch). `copies` run in order, before anything
-    is written. Then `swap_outs` (GPU to host) and `swap_ins` (host to GPU) start, one transfer each, and run beside the
-    chunks."""
+    is written. Then `swap_outs` (GPU to host) and `swap_ins` (host to GPU) start, one transfer each, and run while the
+    chunks are computed."""
 
     chunks: tuple[Chunk, ...]
     copies: tuple[BlockCopy, ...] = ()
@@ -70,7 +74,7 @@ class StepPlan:
     """All sequences that get a token, in the order of StepResult."""
 
     def __post_init__(self):
-        object.__setattr__(self, "samplers", [sampler for _, _, _, due in self.chunks for sampler in due])
+        object.__setattr__(self, "samplers", [sampler for chunk in self.chunks for sampler in chunk[3]])
 
     @property
     def num_decodes(self) -> int:
@@ -127,14 +131,19 @@ class PooledPrompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One token for each of the plan's samplers, in order; prompt log-probabilities, in parts; embeddings of the
-    prompts that are complete."""
+    """Tokens for each of the plan's samplers, in order; prompt log-probabilities, in parts; embeddings of the prompts
+    that are complete.
+
+    Sampler i gets `token_ids[indptr[i] : indptr[i + 1]]`: its accepted drafts and the token after them. Without tokens
+    it computes its last token again. `indptr` None: exactly one token each.
+    """
 
     token_ids: Seq[int]
-    logprobs: Seq[TokenLogprob | None] | None = None  # None: none requested
+    logprobs: Seq[TokenLogprob | None] | None = None  # one a token; None: none requested
     failed: frozenset[int] = frozenset()  # indices of samplers whose logits were NaN
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     pooled: tuple[PooledPrompt, ...] = ()
+    indptr: Seq[int] | None = None
 
     @classmethod
     def of(cls, sampled: Iterable[SampledToken]) -> StepResult:
@@ -142,6 +151,18 @@ class StepResult:
         sampled = list(sampled)
         failed = frozenset(index for index, token in enumerate(sampled) if token.is_nan)
         return cls([token.token_id for token in sampled], [token.logprob for token in sampled], failed)
+
+    @classmethod
+    def of_runs(cls, runs: Iterable[Seq[SampledToken]]) -> StepResult:
+        """Build a result from any number of SampledTokens for each sampler."""
+        runs = list(runs)
+        sampled = [token for run in runs for token in run]
+        return cls(
+            token_ids=[token.token_id for token in sampled],
+            logprobs=[token.logprob for token in sampled],
+            failed=frozenset(index for index, run in enumerate(runs) if any(token.is_nan for token in run)),
+            indptr=[0, *accumulate(map(len, runs))],
+        )
 
     def sampled_tokens(self) -> Iterator[SampledToken]:
         """Yield the tokens one by one, as `of` takes them."""

@@ -46,15 +46,18 @@ class ScriptedExecutor:
         step_s: float = 0.0,
         num_host_blocks: int = 0,
         transfer_steps: int = 0,
+        silent_every: int = 0,
     ):
-        """`transfer_steps`: transfers move nothing before the engine has asked so often whether they are done; with 0
-        they do at once, before their step is computed. A real one may read and write at any time between the two."""
+        """`silent_every`: one in so many chunks with drafts gets no token; 0: none. `transfer_steps`: transfers move
+        nothing before the engine has asked this many times whether they are done; with 0 they run at once, before their
+        step is computed. A real one may read and write at any time between the two."""
         self.memory: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.block_size = block_size
         self.plans: list[StepPlan] = []
         self.runs_ahead = runs_ahead
         self._nan_after = nan_after
         self._step_s = step_s
+        self._silent_every, self._num_verified = silent_every, 0
         self._last: dict[Sequence, int] = {}
         self._tables: dict[Sequence, array] = {}
         self.num_host_blocks = num_host_blocks
@@ -70,14 +73,16 @@ class ScriptedExecutor:
         for chunk in plan.chunks:
             for position in range(chunk.start, chunk.end):
                 block = tables[chunk.sequence][position // self.block_size]
-                self.memory[block][position % self.block_size] = self._token(chunk.sequence, position)
-        sampled = {
-            sampler: self._sampled(chunk, sampler, tables[chunk.sequence])
+                self.memory[block][position % self.block_size] = self._token(chunk, position)
+        runs = {
+            sampler: self._run(chunk, sampler, tables[chunk.sequence])
             for chunk in plan.chunks
             for sampler in chunk.samplers
         }
-        self._last = {sequence: token.token_id for sequence, token in sampled.items()}
-        return StepResult.of(sampled.values())
+        self._last = {sequence: run[-1].token_id for sequence, run in runs.items() if run}
+        if all(len(run) == 1 for run in runs.values()):
+            return StepResult.of(run[0] for run in runs.values())
+        return StepResult.of_runs(runs.values())
 
     def transfer(self, plan: StepPlan) -> None:
         for source, target in plan.copies:
@@ -110,7 +115,8 @@ class ScriptedExecutor:
         decodes = {chunk.sequence for chunk in plan.chunks[: plan.num_decodes]}
         assert changed <= decodes, "longer chunks have no tables that stay"
         stays = (decodes - changed) & kept.keys()
-        tables = {one: kept[one] if one in stays else one.block_table[:] for one, _, _, _ in plan.chunks}
+        sequences = [chunk.sequence for chunk in plan.chunks]
+        tables = {one: kept[one] if one in stays else one.block_table[:] for one in sequences}
         self._tables = {one: tables[one] for one in decodes}
         return tables
 
@@ -120,18 +126,50 @@ class ScriptedExecutor:
             for source, target in copies:
                 targets[target] = list(sources[source])
 
-    def _token(self, sequence: Sequence, position: int) -> int:
-        known = sequence.token_ids
-        return known[position] if position < len(known) else self._last[sequence]
+    def _token(self, chunk: Chunk, position: int) -> int:
+        known, num_known = chunk.sequence.token_ids, chunk.end - len(chunk.drafts)
+        if position >= num_known:
+            return chunk.drafts[position - num_known]
+        return known[position] if position < len(known) else self._last[chunk.sequence]
 
-    def _sampled(self, chunk: Chunk, sampler: Sequence, table: array) -> SampledToken:
-        cached = [
-            self.memory[table[position // self.block_size]][position % self.block_size] for position in range(chunk.end)
-        ]
+    def _run(self, chunk: Chunk, sampler: Sequence, table: array) -> list[SampledToken]:
+        """Sample behind the known tokens, and behind each draft that is what was sampled before it."""
+        if chunk.drafts and self._is_silent():
+            return []
+        end = chunk.end - len(chunk.drafts)
+        run = [self._sampled(end, sampler, table)]
+        for draft in chunk.drafts:
+            if run[-1].token_id != draft:
+                break
+            end += 1
+            run.append(self._sampled(end, sampler, table))
+        return run
+
+    def _sampled(self, end: int, sampler: Sequence, table: array) -> SampledToken:
+        cached = [self.memory[table[at // self.block_size]][at % self.block_size] for at in range(end)]
         token_id, count = next_token(cached, sampler.branch), sampler.num_alternatives
         if count is None:
             return SampledToken(token_id, cached[-1] == self._nan_after, None)
         logprobs = logprobs_after(cached)
         best = sorted(range(VOCAB_SIZE), key=lambda token: (-logprobs[token], token))[:count]
-        told = TokenLogprob(logprobs[token_id], tuple(best), tuple(logprobs[token] for token in best))
-        return SampledToken(token_id, cached[-1] == self._nan_after, told)
+        logprob = TokenLogprob(logprobs[token_id], tuple(best), tuple(logprobs[token] for token in best))
+        return SampledToken(token_id, cached[-1] == self._nan_after, logprob)
+
+    def _is_silent(self) -> bool:
+        self._num_verified += 1
+        return self._silent_every > 0 and self._num_verified % self._silent_every == 0
+
+
+class ScriptedDrafter:
+    """Drafts what the scripted model says, wrong at every `wrong_every`-th position."""
+
+    def __init__(self, num_drafts: int, wrong_every: int = 3):
+        self._num_drafts, self._wrong_every = num_drafts, wrong_every
+
+    def draft(self, sequence: Sequence, max_tokens: int) -> tuple[int, ...]:
+        tokens = list(sequence.token_ids)
+        for _ in range(min(self._num_drafts, max_tokens)):
+            tokens.append(next_token(tokens, sequence.branch))
+        drafts = tokens[len(sequence.token_ids) :]
+        first = sequence.num_tokens
+        return tuple((token + ((first + at) % self._wrong_every == 0)) % VOCAB_SIZE for at, token in enumerate(drafts))

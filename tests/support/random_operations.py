@@ -21,7 +21,7 @@ from service.engine.scheduling.limits import Limits
 from service.engine.scheduling.preemption import AUTO, MODES, Preemption
 from service.engine.scheduling.swap_cost import Rates, SwapCostModel
 from service.errors import EndReason
-from tests.fakes.scripted_executor import ScriptedExecutor, logprobs_after, next_token
+from tests.fakes.scripted_executor import ScriptedDrafter, ScriptedExecutor, logprobs_after, next_token
 from tests.support.beam_reference import search
 
 EOS = 7
@@ -42,6 +42,7 @@ class World:
     num_host_blocks: int = 20
     transfer_steps: int = 2
     mode: str = AUTO
+    num_drafts: int = 0
 
     @staticmethod
     def drawn(rng: random.Random) -> World:
@@ -52,6 +53,7 @@ class World:
             num_host_blocks=rng.choice((0, 6, 20, 60)),
             transfer_steps=rng.choice((0, 0, 1, 2, 5)),
             mode=rng.choice(MODES),
+            num_drafts=rng.choice((0, 0, 1, 3, 6)),
         )
 
     def engine(self) -> tuple[Engine, Preemption]:
@@ -61,6 +63,7 @@ class World:
             runs_ahead=self.runs_ahead,
             num_host_blocks=self.num_host_blocks,
             transfer_steps=self.transfer_steps,
+            silent_every=5,
         )
         limits = Limits(max_num_seqs=MAX_SEQS, max_num_batched_tokens=11, max_prefill_chunk=8, max_model_len=MAX_LEN)
         kv = KVManager(
@@ -68,7 +71,9 @@ class World:
         )
         rates = Rates(token_s=3e-5, pair_s=1e-8, block_out_s=4e-5, block_in_s=4e-5, transfer_s=2e-4)
         preemption = Preemption(kv, SwapCostModel(rates, BLOCK_SIZE), self.mode)
-        return Engine(executor, kv, limits, frozenset({EOS}), preemption=preemption), preemption
+        drafter = ScriptedDrafter(self.num_drafts) if self.num_drafts else None
+        engine = Engine(executor, kv, limits, frozenset({EOS}), preemption=preemption, drafter=drafter)
+        return engine, preemption
 
 
 @dataclass

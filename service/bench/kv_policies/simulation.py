@@ -88,7 +88,7 @@ class SimulatedExecutor:
     def launch(self, plan: StepPlan) -> StepResult:
         """See service.engine.engine.Executor."""
         num_tokens = num_cached_tokens = num_due = 0
-        for _, start, length, samplers in plan.chunks:
+        for _, start, length, samplers, _ in plan.chunks:
             num_tokens += length
             num_cached_tokens += start + length
             num_due += len(samplers)

@@ -149,7 +149,7 @@ class DecodeBatch:
 
     def _prefill_arrays(self, chunk: Chunk, sampled_rows: Mapping[Sequence, int]) -> _PrefillArrays:
         """Called while rows are still those of the previous step: the chunk's last token may be pending."""
-        sequence, start, length, _ = chunk
+        sequence, start, length, _, _ = chunk
         known = sequence.token_ids[start : start + length]
         pending_token_row = np.full(length, self._no_pending_row, np.int32)
         if len(known) < length:

@@ -148,10 +148,7 @@ class KVManager:
         child.num_computed_tokens = num_tokens
         parent.num_exclusive_tokens = child.num_exclusive_tokens = 0
         if parent in self._tails:
-            tail = self._tails[parent]
-            while tail.depth > num_tokens // self.block_size:
-                tail = tail.parent
-            self._tails[child] = tail
+            self._tails[child] = _ancestor(self._tails[parent], num_tokens // self.block_size)
             self._record_swap_in(child)
             self.unpin_host(child)
 
@@ -173,10 +170,10 @@ class KVManager:
         if self._cache is None:
             return
         size = self.block_size
-        for sequence, start, length, samples in chunks:
+        for sequence, start, length, samples, drafts in chunks:
             if length == 1 and (start + 1) % size and sequence not in failed:
                 continue  # no block was completed
-            tail, end = self._tails.get(sequence), start + length
+            tail, end = self._tails.get(sequence), start + length - len(drafts)
             if tail is None or sequence.status is not SequenceStatus.RUNNING or sequence.num_computed_tokens < end:
                 continue  # preempted since
             if sequence in failed:
@@ -185,6 +182,26 @@ class KVManager:
             tail = self._tails[sequence] = self._extend_tail(sequence, tail, end, may_replace=True)
             if samples:
                 self._cache.mark_valid(tail)
+
+    def accept_draft(self, sequence: Sequence) -> None:
+        """The first uncomputed token of the sequence was a draft of the finished step: it is computed. Nothing changes
+        for a sequence that was preempted since."""
+        if sequence.status is not SequenceStatus.RUNNING:
+            return
+        sequence.num_computed_tokens += 1
+        tail = self._tails.get(sequence)
+        if tail is not None and sequence.num_computed_tokens % self.block_size == 0:
+            tail = self._extend_tail(sequence, tail, sequence.num_computed_tokens, may_replace=True)
+            self._tails[sequence] = tail
+            self._cache.mark_valid(tail)
+
+    def retract_token(self, sequence: Sequence) -> None:
+        """A finished step returned no token for the sequence: its last token is computed again."""
+        if sequence.status is SequenceStatus.RUNNING:
+            num_computed = sequence.num_computed_tokens = min(sequence.num_computed_tokens, sequence.num_tokens - 1)
+            sequence.num_exclusive_tokens = 0
+            if sequence in self._tails:
+                self._tails[sequence] = _ancestor(self._tails[sequence], num_computed // self.block_size)
 
     def swap_out(self, sequence: Sequence) -> None:
         """Release the sequence, but keep its cached blocks on the host, as far as there is room, until it is attached
@@ -312,6 +329,12 @@ class KVManager:
         if self._cache is not None:
             self._cache.check_invariants()
             check_tails(self._tails, sequences, self.block_size)
+
+
+def _ancestor(node: PrefixNode, max_depth: int) -> PrefixNode:
+    while node.depth > max_depth:
+        node = node.parent
+    return node
 
 
 def check_tables(sequences: Iterable[Sequence], pool: BlockPool, block_size: int) -> None:

@@ -114,11 +114,13 @@ class Preemption:
             self.recompute_s += seconds * num_recomputed_tokens / plan.num_tokens
         if self.costs is None:
             return
-        if plan.chunks[-1].length == 1:  # longer chunks come last
-            self.costs.on_decode_step(seconds)
-        else:
-            spans = [(chunk.start, chunk.end) for chunk in plan.chunks if chunk.length > 1]
+        spans = []
+        if plan.chunks[-1].length > 1:  # longer chunks come last
+            spans = [(chunk.start, chunk.end) for chunk in plan.chunks if chunk.length > 1 and not chunk.drafts]
+        if spans:
             self.costs.on_prefill_step(spans, seconds, with_decodes=len(spans) < len(plan.chunks))
+        else:
+            self.costs.on_decode_step(seconds)
 
     def num_available_soon(self) -> int:
         """Blocks that are available or will be once copies are done, less those already promised."""

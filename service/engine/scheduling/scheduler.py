@@ -28,6 +28,7 @@ from service.engine.scheduling.fair_share import FairShare
 from service.engine.scheduling.limits import Limits
 from service.engine.scheduling.preemption import Preemption
 from service.engine.scheduling.prompt_outputs import PromptOutputs
+from service.engine.scheduling.speculation import Drafter, Speculation
 from service.engine.sequence import Sequence, SequenceGroup, SequenceStatus
 from service.engine.step import Chunk, StepPlan
 
@@ -36,9 +37,12 @@ class Scheduler:
     """Owns the two queues, both in order of arrival, oldest first. In `running`, the branches of a group are
     adjacent."""
 
-    def __init__(self, kv: KVManager, limits: Limits, preemption: Preemption | None = None):
+    def __init__(
+        self, kv: KVManager, limits: Limits, preemption: Preemption | None = None, drafter: Drafter | None = None
+    ):
         self._kv = kv
         self._limits = limits
+        self._speculation = None if drafter is None else Speculation(kv, drafter)
         self.preemption = preemption or Preemption(kv)
         self._fair_share = self.preemption.fair_share = FairShare(kv, limits.max_num_seqs)
         self._num_arrivals = 0
@@ -98,6 +102,8 @@ class Scheduler:
         decodes, prefills = self._runnable(arriving)
         chunks = self._plan_decodes(decodes[: self._limits.max_num_batched_tokens])
         budget = self._limits.max_num_batched_tokens - len(chunks)
+        if self._speculation is not None:
+            budget -= sum(len(chunk.drafts) for chunk in chunks)
         if chunks:
             num_prompts = len(prefills) + len(self.waiting)
             budget = min(budget, self._limits.prompt_budget(len(chunks), num_prompts, self._prompt_lengths(prefills)))
@@ -109,7 +115,7 @@ class Scheduler:
         num_running = len(self.running)
         if self.waiting and budget > 0 and self.preemption.num_preemptions == num_preemptions:
             chunks += self._plan_admissions(budget)
-        if prefills or len(self.running) > num_running:
+        if prefills or self._speculation is not None or len(self.running) > num_running:
             chunks.sort(key=lambda chunk: chunk.length != 1)
         self.preemption.save_ahead(self.running)
         scores, pools = self._prompt_outputs.plan(chunks)
@@ -118,12 +124,12 @@ class Scheduler:
 
     def _runnable(self, arriving: Set[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
         """Return the running sequences that lack one token, and those that lack more and can be computed."""
-        decodes, prefills = [], []
+        decodes, prefills, waits_for_tokens = [], [], self._speculation is not None
         for sequence in self.running:
             num_pending = sequence.num_pending_tokens
             num_tokens = len(sequence.token_ids) + num_pending
             # Nothing to compute while its last token, or one that others depend on, is pending.
-            if num_pending and (sequence.cannot_run_ahead or num_tokens >= sequence.max_num_tokens):
+            if num_pending and (waits_for_tokens or sequence.cannot_run_ahead or num_tokens >= sequence.max_num_tokens):
                 continue
             if sequence.is_waiting_for_leader or (arriving and sequence in arriving):
                 continue
@@ -145,12 +151,15 @@ class Scheduler:
         for sequence in [one for one in sequences if one.num_computed_tokens >= one.num_exclusive_tokens]:
             if sequence.status is SequenceStatus.RUNNING:
                 self._allocate(sequence, sequence.num_computed_tokens + 1)
-        return [
+        chunks = [
             Chunk(sequence, sequence.num_computed_tokens, 1, sequence.samplers)
             for sequence in sequences
             if sequence.num_computed_tokens < sequence.num_exclusive_tokens
             and sequence.status is SequenceStatus.RUNNING
         ]
+        if self._speculation is None:
+            return chunks
+        return self._speculation.add_drafts(chunks, self._limits.max_num_batched_tokens - len(chunks))
 
     def _allocate(self, sequence: Sequence, num_tokens: int) -> bool:
         """Extend the sequence to `num_tokens`, preempting others if needed; return whether it has the blocks."""

@@ -1,0 +1,47 @@
+"""Speculation: decodes that carry draft tokens, which the step verifies."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from service.engine.kv.kv_manager import KVManager
+from service.engine.sequence import Sequence
+from service.engine.step import Chunk
+
+
+class Drafter(Protocol):
+    """Guesses the next tokens of sequences."""
+
+    def draft(self, sequence: Sequence, max_tokens: int) -> tuple[int, ...]:
+        """Return at most `max_tokens` token ids that may follow the sequence's tokens, all of which are known."""
+
+
+class Speculation:
+    """Adds drafts to decodes. With a drafter no sequence runs ahead: its next draft starts from known tokens."""
+
+    def __init__(self, kv: KVManager, drafter: Drafter):
+        self._kv = kv
+        self._drafter = drafter
+
+    def add_drafts(self, chunks: list[Chunk], max_tokens: int) -> list[Chunk]:
+        """Return these decodes with at most `max_tokens` drafts in all. Drafts take available blocks only: no sequence
+        is preempted for them."""
+        drafted = []
+        for chunk in chunks:
+            sequence = chunk.sequence
+            drafts = self._drafts(sequence, max_tokens)
+            end = chunk.end + len(drafts)
+            if drafts and self._kv.num_missing_blocks(sequence, end) <= self._kv.pool.num_available:
+                self._kv.extend(sequence, end)
+                max_tokens -= len(drafts)
+                chunk = chunk._replace(length=1 + len(drafts), drafts=drafts)
+            drafted.append(chunk)
+        return drafted
+
+    def _drafts(self, sequence: Sequence, max_tokens: int) -> tuple[int, ...]:
+        # Penalties and grammars need the tokens of the preceding rows; a beam and a fork have several samplers.
+        is_alone = sequence.samplers == (sequence,) and not sequence.prefix_followers
+        if sequence.needs_previous_tokens or sequence.cannot_run_ahead or not is_alone:
+            return ()
+        max_tokens = min(max_tokens, sequence.max_num_tokens - sequence.num_tokens - 1)
+        return self._drafter.draft(sequence, max_tokens) if max_tokens > 0 else ()
