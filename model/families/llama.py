@@ -12,7 +12,7 @@ import numpy as np
 
 from model.batch import Batch
 from model.config import ModelConfig
-from model.ops.interface import Array, Ops
+from model.ops.interface import Array, AttentionBatch, HeadRotation, Ops
 from model.ops.weight import Weight
 
 
@@ -96,13 +96,15 @@ class Llama:
         ops.tune_linear([self.weights.lm_head], None, num_logit_rows, dtype=np.dtype(np.float32))
 
     def _decode_plans(self, batch: Batch, kv: Array) -> dict[int, Array | None]:
-        """Window -> how its layers share out the decodes; made once for all of them."""
-        n, num_heads = batch.num_decodes, self.config.num_heads
+        """Window -> the plan of its layers' decodes, made once for all of them."""
+        n = batch.num_decodes
         if n == 0:
             return {}
         tables, lens = batch.block_tables[:n], batch.context_lens[:n]
         return {
-            window: self.ops.plan_decode_attention(num_heads, kv, tables, lens, window)
+            window: self.ops.plan_decode_attention(
+                self.config.num_heads, AttentionBatch(kv, 0, tables, lens, window=window)
+            )
             for window in dict.fromkeys(self.config.windows)
         }
 
@@ -110,37 +112,19 @@ class Llama:
         """x [T, H] -> [T, H]: grouped-query attention of each row to its sequence's cache, its own key included."""
         ops, weights, layer = self.ops, self.weights, self.weights.layers[index]
         qkv = ops.linear(x, layer.qkv, layer.qkv_bias)
-        q = ops.rope_kv_write(
-            qkv,
-            weights.cos,
-            weights.sin,
-            batch.positions,
-            batch.slots,
-            kv,
-            index,
-            layer.q_norm,
-            layer.k_norm,
-            self.config.rms_norm_eps,
-        )
+        rotation = HeadRotation(weights.cos, weights.sin, layer.q_norm, layer.k_norm, self.config.rms_norm_eps)
+        q = ops.rope_kv_write(qkv, rotation, batch.positions, batch.slots, kv, index)
         out = ops.temporary(q.shape, ops.dtype)
         scale, window, n = self.config.head_dim**-0.5, self.config.windows[index], batch.num_decodes
+        tables, lens = batch.block_tables, batch.context_lens
         if n > 0:
-            ops.paged_decode_attention(
-                q[:n], kv, index, batch.block_tables[:n], batch.context_lens[:n], scale, window, out[:n], plans[window]
-            )
+            decodes = AttentionBatch(kv, index, tables[:n], lens[:n], scale, window, plan=plans[window])
+            ops.paged_decode_attention(q[:n], decodes, out[:n])
         if n < batch.num_sequences:
-            ops.paged_prefill_attention(
-                q,
-                kv,
-                index,
-                batch.block_tables[n:],
-                batch.context_lens[n:],
-                batch.query_start,
-                batch.max_query_len,
-                scale,
-                window,
-                out,
+            chunks = AttentionBatch(
+                kv, index, tables[n:], lens[n:], scale, window, batch.query_start, batch.max_query_len
             )
+            ops.paged_prefill_attention(q, chunks, out)
         return ops.linear(out.reshape(len(out), -1), layer.output, layer.output_bias)
 
     def _mlp(self, layer: Layer, x: Array) -> Array:

@@ -102,6 +102,32 @@ class Fp8Rows:
     scale: Array  # float32[rows]
 
 
+@dataclass(frozen=True)
+class AttentionBatch:
+    """The S sequences of one attention call in one layer: the cache, what each of them sees of it, and the scale."""
+
+    kv: Array  # [num_blocks, L, 2, Hkv, B, D]
+    layer: int
+    block_tables: Array  # int32[S, max_blocks]
+    context_lens: Array  # int32[S], tokens in the cache, those of this step included
+    scale: float = 1.0  # of the scores
+    window: int = NO_WINDOW  # a query at position p sees keys from p - window + 1 on
+    query_start: Array | None = None  # int32[S + 1], prefill: rows query_start[s]:query_start[s + 1] are sequence s's
+    max_query_len: int = 1  # prefill: at least the longest chunk
+    plan: Array | None = None  # decode: of `plan_decode_attention`; None: the op makes its own
+
+
+@dataclass(frozen=True)
+class HeadRotation:
+    """How the heads of q and k are normalised and rotated."""
+
+    cos: Array  # float32[max_len, D / 2]
+    sin: Array  # float32[max_len, D / 2]
+    q_norm: Array | None = None  # [D]; None: not normalised
+    k_norm: Array | None = None  # [D]
+    eps: float = 0.0
+
+
 class Ops(Protocol):
     """The operations. `weight` matrices are [out, in], as safetensors files hold them."""
 
@@ -221,76 +247,37 @@ class Ops(Protocol):
         to `most`; the last one may be above it."""
 
     def rope_kv_write(
-        self,
-        qkv: Array,
-        cos: Array,
-        sin: Array,
-        positions: Array,
-        slots: Array,
-        kv: Array,
-        layer: int,
-        q_norm: Array | None,
-        k_norm: Array | None,
-        eps: float,
+        self, qkv: Array, rotation: HeadRotation, positions: Array, slots: Array, kv: Array, layer: int
     ) -> Array:
-        """Normalise q and k per head (where weights [D] are given), rotate them, write k and v to the cache, return q.
+        """Normalise and rotate q and k per head, write k and v to the cache, return q [T, Hq, D].
 
-        qkv [T, (Hq + 2 Hkv) * D]; cos, sin float32[max_len, D / 2]; positions int32[T]; slots int64[T] (block id * B +
-        offset); kv [num_blocks, L, 2, Hkv, B, D]. Rotation pairs element i with i + D/2 (Hugging Face's layout).
-        Rows whose slot is outside the cache are not written; rows whose position is outside the table get q of zeros.
-        Returns q [T, Hq, D].
+        qkv [T, (Hq + 2 Hkv) * D]; positions int32[T]; slots int64[T] (block id * B + offset); kv
+        [num_blocks, L, 2, Hkv, B, D]. Rotation pairs element i with i + D/2 (Hugging Face's layout). Rows whose slot is
+        outside the cache are not written; rows whose position is outside the table get q of zeros.
         """
 
-    def plan_decode_attention(
-        self, num_heads: int, kv: Array, block_tables: Array, context_lens: Array, window: int
-    ) -> Array | None:
-        """How the device shares out this batch, for every layer of this window; None where a backend has no use for it.
+    def plan_decode_attention(self, num_heads: int, batch: AttentionBatch) -> Array | None:
+        """Plan the splits of a decode for every layer of this window; None if the backend plans nothing.
 
-        For `paged_decode_attention` of the same arrays' shapes, and of `num_heads` query heads. Tables that name one
-        block at one place, within what both see, name the same blocks before it: what sequences begin with together may
-        be read once for all of them.
+        For `paged_decode_attention` of arrays of the same shapes and `num_heads` query heads. Tables that name one
+        block at one place, within what both see, must name the same blocks before it: a prefix shared by several
+        sequences may be read once for all of them.
         """
 
-    def paged_decode_attention(
-        self,
-        q: Array,
-        kv: Array,
-        layer: int,
-        block_tables: Array,
-        context_lens: Array,
-        scale: float,
-        window: int,
-        out: Array,
-        plan: Array | None = None,
-    ) -> None:
-        """One query row a sequence, at position context_lens[s] - 1, against its cached keys and values.
+    def paged_decode_attention(self, q: Array, batch: AttentionBatch, out: Array) -> None:
+        """Attend with one query row a sequence, at position context_lens[s] - 1, to its cached keys and values.
 
-        q, out [S, Hq, D]; block_tables int32[S, max_blocks]; context_lens int32[S] (tokens in the cache, this one
-        included). Row s sees keys from max(0, context_lens[s] - window) on. Query head h reads kv head h // (Hq / Hkv).
-        A row with context_lens[s] = 0 is padding and gives zeros. `plan` is what `plan_decode_attention` gave for this
-        batch and window; without it the op makes its own.
+        q, out [S, Hq, D]. Query head h reads kv head h // (Hq / Hkv). A row with context_lens[s] = 0 is padding and
+        gives zeros.
         """
 
-    def paged_prefill_attention(
-        self,
-        q: Array,
-        kv: Array,
-        layer: int,
-        block_tables: Array,
-        context_lens: Array,
-        query_start: Array,
-        max_query_len: int,
-        scale: float,
-        window: int,
-        out: Array,
-    ) -> None:
-        """Causal attention of chunks of several sequences against the cache, which already holds the chunks' own keys.
+    def paged_prefill_attention(self, q: Array, batch: AttentionBatch, out: Array) -> None:
+        """Attend causally with chunks of several sequences to the cache, which already holds the chunks' own keys.
 
-        q, out [T, Hq, D]; rows query_start[s]:query_start[s + 1] belong to sequence s and are its last positions:
-        row i sits at position context_lens[s] - (query_start[s + 1] - i). query_start int32[S + 1]; max_query_len (host
-        int) is at least the longest chunk. A sequence may have no row; rows before the first sequence's and behind the
-        last's are left alone. A value in the cache that is NaN or infinite reaches the rows that see its key; in
-        fp16 and bf16 on a GPU also those that share a tile of rows with one of these.
+        q, out [T, Hq, D]; the rows of sequence s are its last positions: row i has position
+        context_lens[s] - (query_start[s + 1] - i). A sequence may have no row; rows before the first sequence's and
+        after the last's are not written. A value in the cache that is NaN or infinite reaches the rows that see its
+        key; in fp16 and bf16 on a GPU also rows that share a tile with one of these.
         """
 
     def silu_mul(self, gate_up: Array) -> Array:

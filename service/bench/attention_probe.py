@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from model.ops.interface import Array
+from model.ops.interface import Array, AttentionBatch
 from service.engine.build import BuiltEngine
 
 
@@ -51,10 +51,13 @@ class AttentionProbe:
         ops, config = self._built.ops, self._built.config
         with ops.scratch():
             plans = {
-                window: ops.plan_decode_attention(config.num_heads, kv, tables, lengths, window)
+                window: ops.plan_decode_attention(
+                    config.num_heads, AttentionBatch(kv, 0, tables, lengths, window=window)
+                )
                 for window in dict.fromkeys(config.windows)
             }
             for layer, window in enumerate(config.windows):
                 scale, plan = config.head_dim**-0.5, plans[window]
+                batch = AttentionBatch(kv, layer, tables, lengths, scale, window, plan=plan)
                 with ops.scratch():
-                    ops.paged_decode_attention(q, kv, layer, tables, lengths, scale, window, out, plan)
+                    ops.paged_decode_attention(q, batch, out)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from model.config import ModelConfig
 from model.kv_cache import block_shape
-from model.ops.interface import NO_WINDOW, Array, Ops, SamplingArrays
+from model.ops.interface import Array, AttentionBatch, HeadRotation, Ops, SamplingArrays
 from model.ops.weight import Weight
 from model.rope import rope_tables
 from service.bench.kernel_sizes import Batch, Sizes
@@ -134,13 +134,13 @@ class KernelCases:
     def _rope(self) -> Case:
         ops, config, tokens = self._ops, self._config, min(self.sizes.num_tokens, self.sizes.cache_tokens)
         width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        cos, sin = map(ops.upload, rope_tables(config.rope, config.head_dim, tokens))
+        rotation = HeadRotation(*map(ops.upload, rope_tables(config.rope, config.head_dim, tokens)))
         positions = ops.upload(np.arange(tokens, dtype=np.int32))
         slots = ops.upload(self._rng.permutation(self.sizes.cache_tokens)[:tokens].astype(np.int64))
 
         def make(i: int) -> Launch:
             qkv, layer = self._random((tokens, width)), i % CACHE_LAYERS
-            return lambda: ops.rope_kv_write(qkv, cos, sin, positions, slots, self._kv, layer, None, None, 1e-5)
+            return lambda: ops.rope_kv_write(qkv, rotation, positions, slots, self._kv, layer)
 
         return Case("rope_kv_write", f"{tokens} x {width}", 2 * tokens * width * self._item, 0, make)
 
@@ -150,7 +150,7 @@ class KernelCases:
         tables, lengths = self._paged(batch)
 
         def make(_: int) -> Launch:
-            return lambda: ops.plan_decode_attention(num_heads, self._kv, tables, lengths, NO_WINDOW)
+            return lambda: ops.plan_decode_attention(num_heads, AttentionBatch(self._kv, 0, tables, lengths))
 
         return Case("plan_decode_attention", _named(batch), 36 * len(tables), 0, make)
 
@@ -161,11 +161,11 @@ class KernelCases:
         shape = (len(tables), num_heads, head_dim)
 
         def make(i: int) -> Launch:
-            q, out, plan = self._random(shape), ops.empty(shape, ops.dtype), None
+            q, out = self._random(shape), ops.empty(shape, ops.dtype)
+            batch = AttentionBatch(self._kv, i % CACHE_LAYERS, tables, lengths, head_dim**-0.5)
             if planned:
-                plan = ops.plan_decode_attention(num_heads, self._kv, tables, lengths, NO_WINDOW)
-            args = (self._kv, i % CACHE_LAYERS, tables, lengths, head_dim**-0.5, NO_WINDOW, out, plan)
-            return lambda: ops.paged_decode_attention(q, *args)
+                batch = replace(batch, plan=ops.plan_decode_attention(num_heads, batch))
+            return lambda: ops.paged_decode_attention(q, batch, out)
 
         num_tokens = sum(map(math.prod, batch))
         cached = 2 * num_tokens * self._config.num_kv_heads * head_dim
@@ -182,8 +182,9 @@ class KernelCases:
 
         def make(i: int) -> Launch:
             q, out, layer = self._random(shape), ops.empty(shape, ops.dtype), i % CACHE_LAYERS
-            cache, scale = (self._kv, layer, tables, lengths, start), config.head_dim**-0.5
-            return lambda: ops.paged_prefill_attention(q, *cache, length, scale, NO_WINDOW, out)
+            chunks = {"query_start": start, "max_query_len": length}
+            attended = AttentionBatch(self._kv, layer, tables, lengths, config.head_dim**-0.5, **chunks)
+            return lambda: ops.paged_prefill_attention(q, attended, out)
 
         cached = 2 * sequences * (known + length) * config.num_kv_heads * config.head_dim
         num_bytes = (cached + 2 * math.prod(shape)) * self._item

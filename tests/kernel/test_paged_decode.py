@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from model.ops.cpu.ops import NumpyOps
-from model.ops.interface import NO_WINDOW
+from model.ops.interface import NO_WINDOW, AttentionBatch
 from tests.support.kernel_checks import NUMPY_DTYPES, assert_close, normal, seconds_of, tell_bandwidth
 from tests.support.paged_cache import LAYER, Heads, PagedCache, captured, large_cache, paged_cache, poisoned
 
@@ -41,7 +41,8 @@ CASES = [
 def expected(q: np.ndarray, cache: PagedCache, scale: float, window: int) -> np.ndarray:
     """In float32 from the rounded inputs, then in their dtype."""
     out = np.full(q.shape, np.nan, np.float32)
-    NumpyOps().paged_decode_attention(q, cache.kv, LAYER, cache.known_tables(), cache.context_lens, scale, window, out)
+    batch = AttentionBatch(cache.kv, LAYER, cache.known_tables(), cache.context_lens, scale, window)
+    NumpyOps().paged_decode_attention(q, batch, out)
     return out.astype(q.dtype)
 
 
@@ -49,7 +50,8 @@ def decoded(ops, q: np.ndarray, cache: PagedCache, scale: float, window: int) ->
     out = poisoned(ops, q)
     tables, lens = ops.upload(cache.block_tables), ops.upload(cache.context_lens)
     with ops.scratch():
-        ops.paged_decode_attention(ops.upload(q), ops.upload(cache.kv), LAYER, tables, lens, scale, window, out)
+        batch = AttentionBatch(ops.upload(cache.kv), LAYER, tables, lens, scale, window)
+        ops.paged_decode_attention(ops.upload(q), batch, out)
         return ops.download(out)
 
 
@@ -156,8 +158,9 @@ def test_a_captured_graph_serves_other_lengths(open_ops, rng):
     cache = paged_cache(rng, heads, [900, 40, 333], [0, 0, 0])
     q = normal(rng, (3, heads.num_heads, heads.head_dim), "bfloat16")
     out, lens = poisoned(ops, q), ops.upload(cache.context_lens)
-    arrays = ops.upload(q), ops.upload(cache.kv), LAYER, ops.upload(cache.block_tables)
-    replay = captured(ops, [lambda: ops.paged_decode_attention(*arrays, lens, 0.1, window, out)])
+    batch = AttentionBatch(ops.upload(cache.kv), LAYER, ops.upload(cache.block_tables), lens, 0.1, window)
+    queries = ops.upload(q)
+    replay = captured(ops, [lambda: ops.paged_decode_attention(queries, batch, out)])
     for lengths in ([900, 40, 333], [1, 0, 300], [600, 39, 0]):
         now = PagedCache(cache.kv, cache.block_tables, np.array(lengths, np.int32))
         with ops.stream:
@@ -171,7 +174,7 @@ def test_no_sequences_are_no_work(open_ops, rng):
     cache = paged_cache(rng, heads, [16], [0])
     q = ops.upload(np.empty((0, heads.num_heads, heads.head_dim), NUMPY_DTYPES["bfloat16"]))
     tables, lens = ops.upload(cache.block_tables[:0]), ops.upload(cache.context_lens[:0])
-    ops.paged_decode_attention(q, ops.upload(cache.kv), LAYER, tables, lens, 0.1, NO_WINDOW, q)
+    ops.paged_decode_attention(q, AttentionBatch(ops.upload(cache.kv), LAYER, tables, lens, 0.1), q)
     ops.synchronize()
 
 
@@ -191,11 +194,9 @@ def test_speed_of_what_is_common(open_ops, rng, num_sequences, group):
     q, out = ops.upload(normal(rng, shape, "bfloat16")), ops.empty(shape, ops.dtype)
     arrays = ops.upload(tables), ops.upload(np.full(num_sequences, (num_common + 6) * 16, np.int32))
     with ops.scratch():
-        plan = ops.plan_decode_attention(heads.num_heads, kv, *arrays, NO_WINDOW)
-        launches = [
-            lambda layer=layer: ops.paged_decode_attention(q, kv, layer, *arrays, 0.088, NO_WINDOW, out, plan)
-            for layer in range(num_layers)
-        ]
+        plan = ops.plan_decode_attention(heads.num_heads, AttentionBatch(kv, 0, *arrays))
+        batches = [AttentionBatch(kv, layer, *arrays, 0.088, plan=plan) for layer in range(num_layers)]
+        launches = [lambda batch=batch: ops.paged_decode_attention(q, batch, out) for batch in batches]
         seconds = seconds_of(ops, [captured(ops, launches)] * 8) / num_layers
     num_bytes = num_blocks * (kv.nbytes // len(kv)) // num_layers
     what = f"paged_decode {num_sequences} x 2,144, 2,048 in common by {group}"
@@ -220,10 +221,8 @@ def test_speed(open_ops, rng, lengths, num_layers):
     shape = (len(lengths), heads.num_heads, heads.head_dim)
     q, out = ops.upload(normal(rng, shape, "bfloat16")), ops.empty(shape, ops.dtype)
     arrays = ops.upload(tables), ops.upload(np.array(lengths, np.int32))
-    launches = [
-        lambda layer=layer: ops.paged_decode_attention(q, kv, layer, *arrays, 0.088, NO_WINDOW, out)
-        for layer in range(num_layers)
-    ]
+    batches = [AttentionBatch(kv, layer, *arrays, 0.088) for layer in range(num_layers)]
+    launches = [lambda batch=batch: ops.paged_decode_attention(q, batch, out) for batch in batches]
     seconds = seconds_of(ops, [captured(ops, launches)] * 8) / num_layers  # eight, to hide the first one's launch
     what = f"paged_decode {len(lengths)} x up to {max(lengths)}"
     tell_bandwidth(what, kv.nbytes // num_layers, seconds)

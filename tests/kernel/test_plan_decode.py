@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from model.ops.gpu.attention import split_decode
-from model.ops.interface import NO_WINDOW
+from model.ops.interface import NO_WINDOW, AttentionBatch
 from tests.support.kernel_checks import seconds_of
 from tests.support.paged_cache import captured
 
@@ -26,8 +26,10 @@ def plan_of(ops, lengths: list[int], window: int, tables: np.ndarray | None = No
     kv = ops.empty((1, 1, 2, KV_HEADS, BLOCK_SIZE, 128), ops.dtype)
     with ops.scratch():
         arrays = ops.upload(tables), ops.upload(np.array(lengths, np.int32))
-        plan = ops.download(ops.plan_decode_attention(HEADS, kv, *arrays, window))
-    num_groups = split_decode(ops, HEADS, kv, tables, window).num_groups
+        plan = ops.download(ops.plan_decode_attention(HEADS, AttentionBatch(kv, 0, *arrays, window=window)))
+    num_groups = split_decode(
+        ops, HEADS, AttentionBatch(kv, 0, tables, np.array(lengths, np.int32), window=window)
+    ).num_groups
     num_slots = len(plan) - num_groups * MEMBERS // 2
     return plan[:num_slots], plan[num_slots:].reshape(num_groups, MEMBERS, 4)
 
@@ -171,7 +173,7 @@ def test_speed(open_ops, rng):
     for name, families in (("nobody alike", [(1, 0)] * 512), ("all alike", [(512, 60)]), ("pairs", [(2, 60)] * 256)):
         lengths, tables = beginnings(rng, families)
         arrays = ops.upload(tables), ops.upload(np.array(lengths, np.int32))
-        make = partial(ops.plan_decode_attention, HEADS, kv, *arrays, NO_WINDOW)
+        make = partial(ops.plan_decode_attention, HEADS, AttentionBatch(kv, 0, *arrays))
         seconds = seconds_of(ops, [captured(ops, [make] * 16)]) / 16
         print(f"plan_decode 512, {name}: {1e6 * seconds:.1f} us")
         assert seconds < 5e-5

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from model.ops.cpu.ops import NumpyOps
+from model.ops.interface import HeadRotation
 from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, assert_close, normal, seconds_of, tell_bandwidth
 
 pytestmark = pytest.mark.gpu
@@ -41,8 +42,9 @@ class Case:
         kv = ops.upload(self.kv)
         norms = [ops.upload(self.q_norm), ops.upload(self.k_norm)] if with_norms else [None, None]
         with ops.scratch():
-            tables = [ops.upload(each) for each in (self.qkv, self.cos, self.sin, self.positions, self.slots)]
-            q = ops.download(ops.rope_kv_write(*tables, kv, self.layer, *norms, 1e-6))
+            rotation = HeadRotation(ops.upload(self.cos), ops.upload(self.sin), *norms, 1e-6)
+            rows = [ops.upload(each) for each in (self.positions, self.slots)]
+            q = ops.download(ops.rope_kv_write(ops.upload(self.qkv), rotation, *rows, kv, self.layer))
         return q, ops.download(kv)
 
 
@@ -85,11 +87,9 @@ def test_speed(open_ops, rng):
     ops, rows, head_dim, heads = open_ops("bfloat16"), 8192, 128, (32, 8)
     case = Case(rng, "bfloat16", 1, head_dim, 16, heads, max_len=8192, num_blocks=1)
     kv = ops.empty((1024, 2, 2, heads[1], 16, head_dim), ops.dtype)
-    cos, sin = ops.upload(case.cos), ops.upload(case.sin)
+    rotation = HeadRotation(ops.upload(case.cos), ops.upload(case.sin))
     positions, slots = ops.upload(np.arange(rows, dtype=np.int32)), ops.upload(rng.permutation(rows).astype(np.int64))
     width = (heads[0] + 2 * heads[1]) * head_dim
     inputs = [ops.empty((rows, width), ops.dtype) for _ in range(3)]
-    launches = [
-        lambda qkv=qkv: ops.rope_kv_write(qkv, cos, sin, positions, slots, kv, 1, None, None, 1e-6) for qkv in inputs
-    ]
+    launches = [lambda qkv=qkv: ops.rope_kv_write(qkv, rotation, positions, slots, kv, 1) for qkv in inputs]
     tell_bandwidth("rope_kv_write [8192, 48 x 128] bf16", 2 * rows * width * 2, seconds_of(ops, launches))

@@ -7,7 +7,7 @@ import importlib
 import numpy as np
 
 from model.ops.cpu.ops import NumpyOps
-from model.ops.interface import NO_WINDOW
+from model.ops.interface import AttentionBatch
 from tests.support.kernel_checks import NUMPY_DTYPES, normal, seconds_of, tell_flops
 from tests.support.paged_cache import LAYER, Heads, PagedCache, captured, large_cache, paged_cache, poisoned
 
@@ -31,7 +31,8 @@ def expected(q: np.ndarray, cache: PagedCache, start: np.ndarray, scale: float, 
     some = np.flatnonzero(np.diff(start))
     tables, lens, longest = cache.known_tables()[some], cache.context_lens[some], int(np.diff(start).max())
     start = np.append(start[some], start[-1])
-    NumpyOps().paged_prefill_attention(q, cache.kv, LAYER, tables, lens, start, longest, scale, window, out)
+    batch = AttentionBatch(cache.kv, LAYER, tables, lens, scale, window, start, longest)
+    NumpyOps().paged_prefill_attention(q, batch, out)
     return out.astype(q.dtype)
 
 
@@ -42,11 +43,11 @@ def prefilled(
     num_rows = len(q)
     q = np.concatenate([q, np.full((num_more, *q.shape[1:]), np.nan, q.dtype)])
     out = poisoned(ops, q)
-    rows = ops.upload(cache.block_tables), ops.upload(cache.context_lens), ops.upload(start)
+    rows = ops.upload(cache.block_tables), ops.upload(cache.context_lens)
+    chunks = ops.upload(start), max_query_len
     with ops.scratch():
-        ops.paged_prefill_attention(
-            ops.upload(q), ops.upload(cache.kv), LAYER, *rows, max_query_len, scale, window, out
-        )
+        batch = AttentionBatch(ops.upload(cache.kv), LAYER, *rows, scale, window, *chunks)
+        ops.paged_prefill_attention(ops.upload(q), batch, out)
         out = ops.download(out)
     assert np.isnan(out[num_rows:].astype(np.float32)).all()
     return out[:num_rows]
@@ -74,11 +75,12 @@ def tell_speed(ops, rng, num_sequences: int, length: int, what: str) -> None:
     start = ops.upload(np.arange(num_sequences + 1, dtype=np.int32) * length)
     shape = (num_sequences * length, heads.num_heads, heads.head_dim)
     q, out = ops.upload(normal(rng, shape, "bfloat16")), ops.empty(shape, ops.dtype)
-    arrays = ops.upload(tables), ops.upload(np.full(num_sequences, length, np.int32)), start
-    launches = [
-        lambda layer=layer: ops.paged_prefill_attention(q, kv, layer, *arrays, length, 0.088, NO_WINDOW, out)
+    arrays = ops.upload(tables), ops.upload(np.full(num_sequences, length, np.int32))
+    batches = [
+        AttentionBatch(kv, layer, *arrays, 0.088, query_start=start, max_query_len=length)
         for layer in range(num_layers)
     ]
+    launches = [lambda batch=batch: ops.paged_prefill_attention(q, batch, out) for batch in batches]
     seconds = seconds_of(ops, [captured(ops, launches)] * 8) / num_layers  # eight, to hide the first one's launch
     num_flops = 4 * heads.head_dim * heads.num_heads * num_sequences * length * (length + 1) // 2
     tell_flops(f"{what} {num_sequences} x {length}", num_flops, seconds)

@@ -19,7 +19,7 @@ from model.ops.cpu.host_blocks import NumpyHostBlocks
 from model.ops.cpu.quantised import linear_quantised
 from model.ops.fp8 import quantise, widen
 from model.ops.gpu.load_parallel import Piece, fill_in_threads
-from model.ops.interface import Array, Fp8Rows, Sampled, SamplingArrays
+from model.ops.interface import Array, AttentionBatch, Fp8Rows, HeadRotation, Sampled, SamplingArrays
 from model.ops.packing import Packing, TableRows
 from model.ops.weight import Weight, WeightFormat
 
@@ -151,15 +151,18 @@ class NumpyOps:
     def linear_sizes(self, most: int) -> list[int]:
         return []
 
-    def rope_kv_write(self, qkv, cos, sin, positions, slots, kv, layer, q_norm, k_norm, eps) -> Array:
+    def rope_kv_write(
+        self, qkv: Array, rotation: HeadRotation, positions: Array, slots: Array, kv: Array, layer: int
+    ) -> Array:
         num_blocks, _, _, num_kv_heads, block_size, head_dim = kv.shape
         heads = _f32(qkv).reshape(len(qkv), -1, head_dim)
         num_heads = heads.shape[1] - 2 * num_kv_heads
         q, k, v = heads[:, :num_heads], heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:]
-        if q_norm is not None:
-            q = _normalised(q, q_norm, eps)
-        if k_norm is not None:
-            k = _normalised(k, k_norm, eps)
+        if rotation.q_norm is not None:
+            q = _normalised(q, rotation.q_norm, rotation.eps)
+        if rotation.k_norm is not None:
+            k = _normalised(k, rotation.k_norm, rotation.eps)
+        cos, sin = rotation.cos, rotation.sin
         in_table = (positions >= 0) & (positions < len(cos))
         at = np.where(in_table, positions, 0)
         row_cos, row_sin = cos[at][:, None], sin[at][:, None]
@@ -172,24 +175,22 @@ class NumpyOps:
         kv[block, layer, 1, :, offset] = v[written]
         return q.astype(self.dtype, copy=False)
 
-    def plan_decode_attention(self, num_heads, kv, block_tables, context_lens, window) -> None:
+    def plan_decode_attention(self, num_heads: int, batch: AttentionBatch) -> None:
         return None
 
-    def paged_decode_attention(self, q, kv, layer, block_tables, context_lens, scale, window, out, plan=None) -> None:
-        out[context_lens == 0] = 0
-        by_length = np.argsort(context_lens)[np.count_nonzero(context_lens == 0) :]
+    def paged_decode_attention(self, q: Array, batch: AttentionBatch, out: Array) -> None:
+        lens = batch.context_lens
+        out[lens == 0] = 0
+        by_length = np.argsort(lens)[np.count_nonzero(lens == 0) :]
         for start in range(0, len(by_length), DECODE_GROUP):
             rows = by_length[start : start + DECODE_GROUP]
-            attended = _attention(q[rows, None], kv, layer, block_tables[rows], context_lens[rows], scale, window)
-            out[rows] = attended[:, 0]
+            out[rows] = _attention(q[rows, None], batch, rows)[:, 0]
 
-    def paged_prefill_attention(
-        self, q, kv, layer, block_tables, context_lens, query_start, max_query_len, scale, window, out
-    ) -> None:
-        for s in np.flatnonzero(np.diff(query_start)):
-            rows, one = slice(query_start[s], query_start[s + 1]), slice(s, s + 1)
-            attended = _attention(q[None, rows], kv, layer, block_tables[one], context_lens[one], scale, window)
-            out[rows] = attended[0]
+    def paged_prefill_attention(self, q: Array, batch: AttentionBatch, out: Array) -> None:
+        starts = batch.query_start
+        for s in np.flatnonzero(np.diff(starts)):
+            rows = slice(starts[s], starts[s + 1])
+            out[rows] = _attention(q[None, rows], batch, np.array([s]))[0]
 
     def silu_mul(self, gate_up: Array) -> Array:
         size = gate_up.shape[1] // 2
@@ -246,12 +247,14 @@ def _rotated(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
 
 
-@np.errstate(invalid="ignore")  # who gets a broken number hears of it from the sampler
-def _attention(q, kv, layer, block_tables, context_lens, scale, window) -> np.ndarray:
-    """q [S, n, Hq, D], the last n positions of S sequences of context_lens[s] >= n cached tokens -> [S, n, Hq, D].
+@np.errstate(invalid="ignore")  # the sampler reports a number that is not finite
+def _attention(q: Array, batch: AttentionBatch, sequences: np.ndarray) -> np.ndarray:
+    """Attend with q [S, n, Hq, D], the last n positions of S `sequences` of the batch -> [S, n, Hq, D].
 
-    Every sequence is padded to the longest of the S; what a query does not see may be anything, NaN included.
+    Sequences are padded to the longest of the S; what a query does not see may be anything, NaN included.
     """
+    kv, layer, window = batch.kv, batch.layer, batch.window
+    block_tables, context_lens = batch.block_tables[sequences], batch.context_lens[sequences]
     num_sequences, num_queries, _, head_dim = q.shape
     num_kv_heads, block_size = kv.shape[3], kv.shape[4]
     first_block = np.maximum(0, context_lens - num_queries + 1 - window) // block_size
@@ -271,7 +274,7 @@ def _attention(q, kv, layer, block_tables, context_lens, scale, window) -> np.nd
     # [S, Hkv, D, (Hq / Hkv) * n]: keys @ queries is the order of the two that BLAS is quick at for few queries
     by_head = _f32(q).reshape(num_sequences, num_queries, num_kv_heads, -1, head_dim)
     queries = by_head.transpose(0, 2, 4, 3, 1).reshape(num_sequences, num_kv_heads, head_dim, -1)
-    scores = np.ascontiguousarray((keys @ queries).swapaxes(-1, -2)) * np.float32(scale)
+    scores = np.ascontiguousarray((keys @ queries).swapaxes(-1, -2)) * np.float32(batch.scale)
     grouped = (num_sequences, num_kv_heads, -1, num_queries, scores.shape[-1])
     scores = np.where(visible[:, None, None], scores.reshape(grouped), -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))

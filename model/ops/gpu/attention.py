@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from model.ops.interface import Array
+from model.ops.interface import Array, AttentionBatch
 
 _FP32 = 0
 """`dtype_code` of the kernels that run on the CUDA cores and take a query row a warp or block."""
@@ -70,20 +70,19 @@ class _Split(NamedTuple):
     num_rows: int  # of the workspace; 0 if every sequence is one split
 
 
-def plan_decode_attention(
-    ops, num_heads: int, kv: Array, block_tables: Array, context_lens: Array, window: int
-) -> Array:
+def plan_decode_attention(ops, num_heads: int, batch: AttentionBatch) -> Array:
     """`Ops.plan_decode_attention`: int32[num_slots + what the members of groups take, 8], rows as `KvSplit` of
     kv_split.cuh, followed by `PrefixGroupMember`s."""
-    split = split_decode(ops, num_heads, kv, block_tables, window)
+    kv, tables = batch.kv, batch.block_tables
+    split = split_decode(ops, num_heads, batch)
     tiles = _decode_tiles(ops.dtype_code, kv.shape[5], num_heads // kv.shape[3])
     num_member_rows = math.ceil(split.num_groups * tiles["MEMBERS"] * _MEMBER_INTS / _SPLIT_INTS)
     plan = ops.temporary((split.num_slots + num_member_rows, _SPLIT_INTS), np.int32)
-    sizes = (split.num_slots, split.target_splits, split.num_groups, block_tables.shape[1], window)
+    sizes = (split.num_slots, split.target_splits, split.num_groups, tables.shape[1], batch.window)
     ops.launch(
         "plan_decode",
         (1,),
-        (plan, context_lens, block_tables, np.int32(len(context_lens)), *map(np.int32, sizes)),
+        (plan, batch.context_lens, tables, np.int32(len(tables)), *map(np.int32, sizes)),
         threads=_PLAN_THREADS,
         WARPS=tiles["WARPS"],
         MEMBERS=tiles["MEMBERS"],
@@ -95,35 +94,24 @@ def plan_decode_attention(
     return plan
 
 
-def decode_attention(
-    ops,
-    q: Array,
-    kv: Array,
-    layer: int,
-    block_tables: Array,
-    context_lens: Array,
-    scale: float,
-    window: int,
-    out: Array,
-    plan: Array | None = None,
-) -> None:
+def decode_attention(ops, q: Array, batch: AttentionBatch, out: Array) -> None:
     """`Ops.paged_decode_attention`. Decode launches of one device must not overlap: they share counters."""
+    kv, tables = batch.kv, batch.block_tables
     num_sequences, num_heads, head_dim = q.shape
     num_blocks, num_layers, _, num_kv_heads, block_size, _ = kv.shape
     if num_sequences == 0:
         return
-    if plan is None:
-        plan = plan_decode_attention(ops, num_heads, kv, block_tables, context_lens, window)
-    split = split_decode(ops, num_heads, kv, block_tables, window)
+    plan = plan_decode_attention(ops, num_heads, batch) if batch.plan is None else batch.plan
+    split = split_decode(ops, num_heads, batch)
     num_partials = split.num_rows * num_heads
     partial_sums = ops.temporary((num_partials, head_dim), np.float32)
     partial_stats = ops.temporary((num_partials, 2), np.float32)
     tiles = _decode_tiles(ops.dtype_code, head_dim, num_heads // num_kv_heads)
-    sizes = map(np.int32, (num_sequences, num_blocks, num_layers, layer, block_tables.shape[1]))
+    sizes = map(np.int32, (num_sequences, num_blocks, num_layers, batch.layer, tables.shape[1]))
     ops.launch(
         "paged_decode",
         (split.num_ctas, split.num_slots),
-        (out, q, kv, block_tables, plan, partial_sums, partial_stats, *sizes, _scale_log2(scale)),
+        (out, q, kv, tables, plan, partial_sums, partial_stats, *sizes, _scale_log2(batch.scale)),
         threads=32 * tiles["WARPS"],
         shared_bytes=tiles["SHARED_BYTES"],
         overlaps=True,
@@ -134,38 +122,27 @@ def decode_attention(
     )
 
 
-def prefill_attention(
-    ops,
-    q: Array,
-    kv: Array,
-    layer: int,
-    block_tables: Array,
-    context_lens: Array,
-    query_start: Array,
-    max_query_len: int,
-    scale: float,
-    window: int,
-    out: Array,
-) -> None:
+def prefill_attention(ops, q: Array, batch: AttentionBatch, out: Array) -> None:
     """`Ops.paged_prefill_attention`."""
+    kv, tables, lens = batch.kv, batch.block_tables, batch.context_lens
     num_tokens, num_heads, head_dim = q.shape
     num_blocks, num_layers, _, num_kv_heads, block_size, _ = kv.shape
-    if num_tokens == 0 or max_query_len == 0:
-        return
-    if _suits_hopper(ops, head_dim, max_query_len * num_heads // num_kv_heads):
-        args = (layer, block_tables, context_lens, query_start, scale, window)
-        most_tiles = math.ceil(num_tokens * num_heads // num_kv_heads / _SHORT_ROWS) * num_kv_heads
-        prefill = _prefill_short_on_hopper if most_tiles <= ops.num_sms // _SHORT_SHARE else _prefill_on_hopper
-        prefill(ops, out, q, kv, *args)
-        return
     group = num_heads // num_kv_heads
-    tiles = _prefill_tiles(ops.dtype_code, head_dim, max_query_len * group)
-    num_tiles = math.ceil(max_query_len * group / _prefill_rows(tiles))
-    sizes = map(np.int32, (num_blocks, num_layers, layer, block_tables.shape[1]))
+    max_rows = batch.max_query_len * group
+    if num_tokens == 0 or max_rows == 0:
+        return
+    if _suits_hopper(ops, head_dim, max_rows):
+        most_tiles = math.ceil(num_tokens * group / _SHORT_ROWS) * num_kv_heads
+        prefill = _prefill_short_on_hopper if most_tiles <= ops.num_sms // _SHORT_SHARE else _prefill_on_hopper
+        prefill(ops, q, batch, out)
+        return
+    tiles = _prefill_tiles(ops.dtype_code, head_dim, max_rows)
+    num_tiles = math.ceil(max_rows / _prefill_rows(tiles))
+    sizes = map(np.int32, (num_blocks, num_layers, batch.layer, tables.shape[1]))
     ops.launch(
         "paged_prefill",
-        (num_kv_heads, len(context_lens), num_tiles),
-        (out, q, kv, block_tables, context_lens, query_start, *sizes, _scale_log2(scale), np.int32(window)),
+        (num_kv_heads, len(lens), num_tiles),
+        (out, q, kv, tables, lens, batch.query_start, *sizes, _scale_log2(batch.scale), np.int32(batch.window)),
         threads=32 * tiles["WARPS"],
         shared_bytes=tiles["SHARED_BYTES"],
         HEAD_DIM=head_dim,
@@ -180,7 +157,8 @@ def _suits_hopper(ops, head_dim: int, max_rows: int) -> bool:
     return ops.arch == "90a" and ops.dtype_code != _FP32 and head_dim in (64, 128) and max_rows > 64
 
 
-def _prefill_on_hopper(ops, out, q, kv, layer, block_tables, context_lens, query_start, scale, window) -> None:
+def _prefill_on_hopper(ops, q: Array, batch: AttentionBatch, out: Array) -> None:
+    kv, tables, lens = batch.kv, batch.block_tables, batch.context_lens
     _, num_heads, head_dim = q.shape
     num_blocks, num_layers, _, num_kv_heads, block_size, _ = kv.shape
     group = num_heads // num_kv_heads
@@ -188,14 +166,14 @@ def _prefill_on_hopper(ops, out, q, kv, layer, block_tables, context_lens, query
     query_map = ops.tensor_maps.get(q, q.shape[::-1], (64, group, tokens))
     cache_map = ops.tensor_maps.get(kv, (head_dim, math.prod(kv.shape[:-1])), (64, min(_HOPPER_KEYS, block_size)))
     shared_bytes = 2 * head_dim * (_HOPPER_ROWS + 4 * _HOPPER_KEYS) + 256  # queries, two stages of keys and values
-    sizes = (len(context_lens), num_kv_heads, num_blocks, num_layers, layer, block_tables.shape[1])
+    sizes = (len(lens), num_kv_heads, num_blocks, num_layers, batch.layer, tables.shape[1])
     num_ctas = min(ops.num_sms, _HOPPER_MOST_CTAS)
     workspace = (ops.temporary((num_ctas, _HOPPER_ROWS, n), np.float32) for n in (head_dim, 2))
-    args = (out, query_map, cache_map, block_tables, context_lens, query_start, *workspace, *map(np.int32, sizes))
+    args = (out, query_map, cache_map, tables, lens, batch.query_start, *workspace, *map(np.int32, sizes))
     ops.launch(
         "paged_prefill_sm90",
         (num_ctas,),
-        (*args, _scale_log2(scale), np.int32(window)),
+        (*args, _scale_log2(batch.scale), np.int32(batch.window)),
         threads=_HOPPER_THREADS,
         shared_bytes=shared_bytes,
         overlaps=True,
@@ -208,7 +186,8 @@ def _prefill_on_hopper(ops, out, q, kv, layer, block_tables, context_lens, query
     )
 
 
-def _prefill_short_on_hopper(ops, out, q, kv, layer, block_tables, context_lens, query_start, scale, window) -> None:
+def _prefill_short_on_hopper(ops, q: Array, batch: AttentionBatch, out: Array) -> None:
+    kv, tables, lens = batch.kv, batch.block_tables, batch.context_lens
     num_tokens, num_heads, head_dim = q.shape
     num_blocks, num_layers, _, num_kv_heads, block_size, _ = kv.shape
     group = num_heads // num_kv_heads
@@ -216,12 +195,12 @@ def _prefill_short_on_hopper(ops, out, q, kv, layer, block_tables, context_lens,
     cache_map = ops.tensor_maps.get(kv, (head_dim, math.prod(kv.shape[:-1])), (64, min(_SHORT_KEYS, block_size)))
     build = _short_build(head_dim, block_size, group)
     cluster, num_clusters = _clusters(ops, build, math.ceil(num_tokens * group / _SHORT_ROWS) * num_kv_heads)
-    sizes = (len(context_lens), num_kv_heads, num_blocks, num_layers, layer, block_tables.shape[1], cluster)
-    args = (out, query_map, cache_map, block_tables, context_lens, query_start, *map(np.int32, sizes))
+    sizes = (len(lens), num_kv_heads, num_blocks, num_layers, batch.layer, tables.shape[1], cluster)
+    args = (out, query_map, cache_map, tables, lens, batch.query_start, *map(np.int32, sizes))
     ops.launch(
         "paged_prefill_short_sm90",
         (cluster * num_clusters,),
-        (*args, _scale_log2(scale), np.int32(window)),
+        (*args, _scale_log2(batch.scale), np.int32(batch.window)),
         overlaps=True,
         cluster=cluster,
         **build,
@@ -280,9 +259,10 @@ def _prefill_rows(tiles: dict[str, int]) -> int:
     return 16 * tiles["WARPS"] * tiles["ROW_TILES"]
 
 
-def split_decode(ops, num_heads: int, kv: Array, block_tables: Array, window: int) -> _Split:
+def split_decode(ops, num_heads: int, batch: AttentionBatch) -> _Split:
     """Aim at splits of equal size that fill the device once."""
-    (num_sequences, max_blocks), num_kv_heads, block_size = block_tables.shape, kv.shape[3], kv.shape[4]
+    kv, window, (num_sequences, max_blocks) = batch.kv, batch.window, batch.block_tables.shape
+    num_kv_heads, block_size = kv.shape[3], kv.shape[4]
     group = num_heads // num_kv_heads
     rows = 1 if ops.dtype_code == _FP32 else min(group, 16)
     num_ctas = num_kv_heads * math.ceil(group / rows)

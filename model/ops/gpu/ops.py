@@ -13,7 +13,7 @@ from model.ops.gpu.fp8 import Fp8Linear, dequantise_rows, expect_fp8, quantised_
 from model.ops.gpu.linear import Linear
 from model.ops.gpu.product_sizes import all_planned_rows
 from model.ops.gpu.sampling import sample, top_logprobs
-from model.ops.interface import Array, Fp8Rows, Sampled, SamplingArrays
+from model.ops.interface import Array, AttentionBatch, Fp8Rows, HeadRotation, Sampled, SamplingArrays
 from model.ops.weight import Weight, WeightFormat
 
 _VEC_BYTES = 16
@@ -124,88 +124,54 @@ class CudaOps(CudaDevice):
         return all_planned_rows(most)
 
     def rope_kv_write(
-        self,
-        qkv: Array,
-        cos: Array,
-        sin: Array,
-        positions: Array,
-        slots: Array,
-        kv: Array,
-        layer: int,
-        q_norm: Array | None,
-        k_norm: Array | None,
-        eps: float,
+        self, qkv: Array, rotation: HeadRotation, positions: Array, slots: Array, kv: Array, layer: int
     ) -> Array:
         num_blocks, num_layers, _, num_kv_heads, block_size, head_dim = kv.shape
-        rows = len(qkv)
+        rows, max_len = len(qkv), len(rotation.cos)
         num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
         expect("kv", kv, self.kv_dtype, num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim)
         expect("qkv", qkv, self.dtype, rows, (num_heads + 2 * num_kv_heads) * head_dim)
-        expect("cos", cos, _FLOAT32, len(cos), head_dim // 2)
-        expect("sin", sin, _FLOAT32, len(cos), head_dim // 2)
+        expect("cos", rotation.cos, _FLOAT32, max_len, head_dim // 2)
+        expect("sin", rotation.sin, _FLOAT32, max_len, head_dim // 2)
         expect("positions", positions, _INT32, rows)
         expect("slots", slots, _INT64, rows)
-        for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+        for name, weight in (("q_norm", rotation.q_norm), ("k_norm", rotation.k_norm)):
             if weight is not None:
                 expect(name, weight, self.dtype, head_dim)
         if head_dim * self.dtype.itemsize % (2 * _VEC_BYTES) or not 0 <= layer < num_layers:
-            raise ValueError(f"no rotation of heads of {head_dim} in layer {layer} of {num_layers}")
+            raise ValueError(f"rope_kv_write: head_dim {head_dim} in layer {layer} of {num_layers} is not supported")
 
         lanes = head_dim * self.dtype.itemsize // (2 * _VEC_BYTES)
         heads_per_block = THREADS >> (lanes - 1).bit_length()
         out = self.temporary((rows, num_heads, head_dim), self.dtype)
-        sizes = (rows, num_heads, num_kv_heads, num_blocks, num_layers, layer, len(cos))
+        sizes = (rows, num_heads, num_kv_heads, num_blocks, num_layers, layer, max_len)
+        tables = (qkv, rotation.cos, rotation.sin, positions, slots, kv, rotation.q_norm, rotation.k_norm, out)
         self.launch(
             "rope_kv_write",
             (math.ceil(rows * (num_heads + 2 * num_kv_heads) / heads_per_block),),
-            (qkv, cos, sin, positions, slots, kv, q_norm, k_norm, out, *map(np.int32, sizes), np.float32(eps)),
+            (*tables, *map(np.int32, sizes), np.float32(rotation.eps)),
             overlaps=True,
             HEAD_DIM=head_dim,
             BLOCK_SIZE=block_size,
         )
         return out
 
-    def plan_decode_attention(
-        self, num_heads: int, kv: Array, block_tables: Array, context_lens: Array, window: int
-    ) -> Array:
-        expect("context_lens", context_lens, _INT32, None)
-        expect("block_tables", block_tables, _INT32, len(context_lens), None)
-        return plan_decode_attention(self, num_heads, kv, block_tables, context_lens, window)
+    def plan_decode_attention(self, num_heads: int, batch: AttentionBatch) -> Array:
+        expect("context_lens", batch.context_lens, _INT32, None)
+        expect("block_tables", batch.block_tables, _INT32, len(batch.context_lens), None)
+        return plan_decode_attention(self, num_heads, batch)
 
-    def paged_decode_attention(
-        self,
-        q: Array,
-        kv: Array,
-        layer: int,
-        block_tables: Array,
-        context_lens: Array,
-        scale: float,
-        window: int,
-        out: Array,
-        plan: Array | None = None,
-    ) -> None:
-        self._expect_attention(q, kv, layer, block_tables, context_lens, out)
-        expect("q", q, self.dtype, len(context_lens), None, None)
-        decode_attention(self, q, kv, layer, block_tables, context_lens, scale, window, out, plan)
+    def paged_decode_attention(self, q: Array, batch: AttentionBatch, out: Array) -> None:
+        self._expect_attention(q, batch, out)
+        expect("q", q, self.dtype, len(batch.context_lens), None, None)
+        decode_attention(self, q, batch, out)
 
-    def paged_prefill_attention(
-        self,
-        q: Array,
-        kv: Array,
-        layer: int,
-        block_tables: Array,
-        context_lens: Array,
-        query_start: Array,
-        max_query_len: int,
-        scale: float,
-        window: int,
-        out: Array,
-    ) -> None:
-        self._expect_attention(q, kv, layer, block_tables, context_lens, out)
-        expect("query_start", query_start, _INT32, len(context_lens) + 1)
-        prefill_attention(
-            self, q, kv, layer, block_tables, context_lens, query_start, max_query_len, scale, window, out
-        )
+    def paged_prefill_attention(self, q: Array, batch: AttentionBatch, out: Array) -> None:
+        self._expect_attention(q, batch, out)
+        if batch.query_start is None:
+            raise ValueError("paged_prefill_attention: query_start is missing (int32[S + 1])")
+        expect("query_start", batch.query_start, _INT32, len(batch.context_lens) + 1)
+        prefill_attention(self, q, batch, out)
 
     def silu_mul(self, gate_up: Array) -> Array:
         rows, width = len(gate_up), gate_up.shape[1] // 2
@@ -287,12 +253,14 @@ class CudaOps(CudaDevice):
         expect_fp8("x", x, k)
         return len(x.data)
 
-    def _expect_attention(self, q, kv, layer, block_tables, context_lens, out) -> None:
+    def _expect_attention(self, q: Array, batch: AttentionBatch, out: Array) -> None:
+        kv, layer, num_sequences = batch.kv, batch.layer, len(batch.context_lens)
         num_blocks, num_layers, _, num_kv_heads, block_size, head_dim = kv.shape
         expect("kv", kv, self.kv_dtype, num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim)
         expect("q", q, self.dtype, None, None, head_dim)
         expect("out", out, self.dtype, *q.shape)
-        expect("context_lens", context_lens, _INT32, None)
-        expect("block_tables", block_tables, _INT32, len(context_lens), None)
+        expect("context_lens", batch.context_lens, _INT32, None)
+        expect("block_tables", batch.block_tables, _INT32, num_sequences, None)
         if q.shape[1] % num_kv_heads or not 0 <= layer < num_layers:
-            raise ValueError(f"no attention of {q.shape[1]} heads to {num_kv_heads} in layer {layer} of {num_layers}")
+            heads = f"{q.shape[1]} query heads and {num_kv_heads} of keys"
+            raise ValueError(f"attention: {heads} in layer {layer} of {num_layers} are not supported")

@@ -7,7 +7,7 @@ import pytest
 
 from model.dtypes import NUMPY_DTYPES
 from model.ops.cpu.ops import DECODE_GROUP, NumpyOps
-from model.ops.interface import NO_WINDOW
+from model.ops.interface import NO_WINDOW, AttentionBatch, HeadRotation
 from model.ops.weight import Weight
 
 OPS = NumpyOps()
@@ -94,7 +94,7 @@ def test_rope_kv_write(rng, with_norm: bool):
     slots = np.array([7, 2, 3 * block_size, 1, 0], np.int64)  # the third is beyond the cache
     kv = np.full((3, 2, 2, num_kv_heads, block_size, head_dim), np.nan, np.float32)
     q_norm, k_norm = (normal(rng, head_dim), normal(rng, head_dim)) if with_norm else (None, None)
-    q = OPS.rope_kv_write(qkv, cos, sin, positions, slots, kv, 1, q_norm, k_norm, 1e-5)
+    q = OPS.rope_kv_write(qkv, HeadRotation(cos, sin, q_norm, k_norm, 1e-5), positions, slots, kv, 1)
 
     def expected(row: int, head: int, weight: np.ndarray | None) -> np.ndarray:
         x = original[row, head * head_dim : (head + 1) * head_dim].astype(np.float64)
@@ -133,6 +133,9 @@ class PagedCase:
             for at in range(dense.shape[2]):
                 self.kv[table[at // block_size], self.layer, :, :, at % block_size] = dense[:, :, at]
 
+    def batch(self, scale: float, window: int, *chunks) -> AttentionBatch:
+        return AttentionBatch(self.kv, self.layer, self.tables, self.lengths, scale, window, *chunks)
+
     def naive(self, s: int, query: np.ndarray, at: int, scale: float, window: int) -> np.ndarray:
         """query [Hq, D] at position `at` of sequence s -> [Hq, D], in float64."""
         first = max(0, at + 1 - window)
@@ -156,7 +159,7 @@ def test_decode_attention(rng, window: int, block_size: int, num_heads: int):
     case = PagedCase(rng, lengths, block_size)
     q = normal(rng, len(lengths), num_heads, case.head_dim)
     out = np.full_like(q, np.nan)
-    OPS.paged_decode_attention(q, case.kv, case.layer, case.tables, case.lengths, 0.3, window, out)
+    OPS.paged_decode_attention(q, case.batch(0.3, window), out)
     for s, length in enumerate(lengths):
         expected = case.naive(s, q[s], length - 1, 0.3, window) if length else np.zeros_like(q[s])
         np.testing.assert_allclose(out[s], expected, rtol=1e-4, atol=1e-5)
@@ -170,9 +173,7 @@ def test_prefill_attention(rng, window: int, block_size: int):
     starts = np.concatenate([[0], np.cumsum(chunks)]).astype(np.int32)
     q = normal(rng, sum(chunks), 4, case.head_dim)
     out = np.full_like(q, np.nan)
-    OPS.paged_prefill_attention(
-        q, case.kv, case.layer, case.tables, case.lengths, starts, max(chunks), 0.3, window, out
-    )
+    OPS.paged_prefill_attention(q, case.batch(0.3, window, starts, max(chunks)), out)
     for s, (length, chunk) in enumerate(zip(lengths, chunks, strict=True)):
         for i in range(chunk):
             row = starts[s] + i
@@ -190,8 +191,7 @@ def test_a_broken_number_in_the_cache_reaches_the_rows_that_see_it_and_no_other(
 
     def prefilled() -> np.ndarray:
         out = np.empty_like(q)
-        how = (case.kv, case.layer, case.tables, case.lengths, starts, chunk, 0.3, window, out)
-        OPS.paged_prefill_attention(q, *how)
+        OPS.paged_prefill_attention(q, case.batch(0.3, window, starts, chunk), out)
         return out
 
     clean = prefilled()
@@ -208,7 +208,7 @@ def test_a_broken_number_in_the_cache_reaches_the_rows_that_see_it_and_no_other(
 def test_attention_survives_large_scores(rng):
     case = PagedCase(rng, [20], 8)
     q, out = normal(rng, 1, 2, 16), np.empty((1, 2, 16), np.float32)
-    OPS.paged_decode_attention(q, case.kv, case.layer, case.tables, case.lengths, 1e4, NO_WINDOW, out)
+    OPS.paged_decode_attention(q, case.batch(1e4, NO_WINDOW), out)
     np.testing.assert_allclose(out[0], case.naive(0, q[0], 19, 1e4, NO_WINDOW), rtol=1e-3, atol=1e-4)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from model.ops.gpu.attention import decode_attention, plan_decode_attention, prefill_attention
-from model.ops.interface import NO_WINDOW
+from model.ops.interface import NO_WINDOW, AttentionBatch
 
 SMALLEST_SHARED_LIMIT_BYTES = 99 << 10  # a block's on sm_86, sm_89 and sm_120
 HOPPER_SHARED_LIMIT_BYTES = 227 << 10
@@ -59,7 +60,7 @@ def decoded(dtype_code=BF16, num_sequences=1, heads=(32, 8), head_dim=128, max_b
     q = np.empty((num_sequences, heads[0], head_dim), np.float32)
     kv = np.empty((1, 1, 2, heads[1], 16, head_dim), np.float32)
     tables = np.empty((num_sequences, max_blocks), np.int32)
-    decode_attention(ops, q, kv, 0, tables, np.empty(num_sequences, np.int32), 0.1, window, q)
+    decode_attention(ops, q, AttentionBatch(kv, 0, tables, np.empty(num_sequences, np.int32), 0.1, window), q)
     return ops
 
 
@@ -69,7 +70,7 @@ def prefilled(dtype_code=BF16, chunks=(4096,), heads=(32, 8), head_dim=128, arch
     kv = np.empty((1, 1, 2, heads[1], 16, head_dim), np.float32)
     tables, lens = np.empty((len(chunks), 256), np.int32), np.empty(len(chunks), np.int32)
     start = np.empty(len(chunks) + 1, np.int32)
-    prefill_attention(ops, q, kv, 0, tables, lens, start, max(chunks), 0.1, NO_WINDOW, q)
+    prefill_attention(ops, q, AttentionBatch(kv, 0, tables, lens, 0.1, NO_WINDOW, start, max(chunks)), q)
     return ops
 
 
@@ -127,10 +128,11 @@ def test_more_sequences_than_counters_are_not_cut_and_need_no_workspace():
 def test_a_plan_that_is_given_is_not_made_again():
     ops, q = RecordingOps(BF16), np.empty((2, 32, 128), np.float32)
     kv, tables, lens = np.empty((1, 1, 2, 8, 16, 128), np.float32), np.empty((2, 64), np.int32), np.empty(2, np.int32)
-    plan = plan_decode_attention(ops, 32, kv, tables, lens, NO_WINDOW)
+    batch = AttentionBatch(kv, 0, tables, lens, 0.1)
+    plan = plan_decode_attention(ops, 32, batch)
     assert ops.build[0] == "plan_decode"
     assert ops.grid == (1,)
-    decode_attention(ops, q, kv, 0, tables, lens, 0.1, NO_WINDOW, q, plan)
+    decode_attention(ops, q, replace(batch, plan=plan), q)
     assert ops.build[0] == "paged_decode"
     num_results = 2 * 8 + 2 * 33
     assert ops.grid[1] == 2 * 8 + 1

@@ -11,7 +11,7 @@ from model.ops.gpu.attention import decode_attention, prefill_attention
 from model.ops.gpu.fp8_builds import GEMV_FP8_BUILDS, small_m_fp8_build
 from model.ops.gpu.gemv_builds import GEMV_BUILDS
 from model.ops.gpu.small_m_builds import SMALL_M_SPLITS, small_m_build
-from model.ops.interface import NO_WINDOW
+from model.ops.interface import NO_WINDOW, AttentionBatch
 from tests.support.source_tree import ROOT
 
 BUILDS = (
@@ -62,11 +62,12 @@ def builds_of(name: str, dtype_code: int, architecture: str) -> list[dict[str, i
     ints = np.zeros(97, np.int32)
     tables = np.zeros((96, 64), np.int32)
     if name in ("plan_decode", "paged_decode"):
-        decode_attention(ops, q[:96], kv, 0, tables, ints[:96], 0.1, NO_WINDOW, q[:96])
+        decode_attention(ops, q[:96], AttentionBatch(kv, 0, tables, ints[:96], 0.1), q[:96])
     else:
         for num_tokens, longest in ((96, 1), (96, 96), (2048, 96)):
             rows = q[:num_tokens]
-            prefill_attention(ops, rows, kv, 0, tables, ints[:96], ints, longest, 0.1, NO_WINDOW, rows)
+            batch = AttentionBatch(kv, 0, tables, ints[:96], 0.1, NO_WINDOW, ints, longest)
+            prefill_attention(ops, rows, batch, rows)
     return [defines for asked, defines in builds if asked == name]
 
 
