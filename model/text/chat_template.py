@@ -1,4 +1,4 @@
-"""Messages to prompt token ids, as the model's own chat template lays them out, byte for byte as Hugging Face does."""
+"""Renders messages to prompt token ids with the model's chat template, byte for byte as Hugging Face does."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 OWN_VARIABLES = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
 MAX_REFUSAL_CHARS = 300
 MAX_SOURCE_CHARS = 256 << 10
-"""Of a folder's templates together; the longest that are published have a tenth of that."""
+"""All templates of a folder; the longest published ones have a tenth of that."""
 
 Json = Mapping[str, Any]
 
 
 class TemplateError(ValueError):
-    """A conversation that the model's chat template cannot render. Its text may be shown to whoever sent it."""
+    """The chat template cannot render a conversation. The text may be shown to the client."""
 
 
 class ChatTemplate:
-    """The chat template of a model folder. Immutable, so any number of threads may use it."""
+    """The chat template of a model folder. Immutable and thread-safe."""
 
     @classmethod
     def read(cls, directory: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
-        """The folder's template, or None where it has none. ModelError if it is malformed.
+        """Return the folder's template, None if it has none. Raises ModelError if it is malformed.
 
-        `chat_template.jinja` wins over the entry in `tokenizer_config.json`; of several named there, "default" is
-        taken, or "tool_use" where there are tools.
+        `chat_template.jinja` overrides the entry in `tokenizer_config.json`. Of several named templates there,
+        "default" is used, or "tool_use" for requests with tools.
         """
         sources = _read_sources(directory)
         if not sources:
@@ -54,7 +54,7 @@ class ChatTemplate:
         except (RecursionError, MemoryError) as error:
             raise ModelError(f"the chat template of {directory} is nested too deeply") from error
         except (SyntaxError, ValueError, OverflowError) as error:
-            # Of the code that Jinja made of it: too many blocks or brackets in one another, too long a number.
+            # Jinja's generated code: too many nested blocks or brackets, too long a number.
             raise ModelError(f"the chat template of {directory} cannot be compiled: {_first_line(error)}") from error
 
     def __init__(
@@ -64,13 +64,14 @@ class ChatTemplate:
         limits: RenderLimits | None = None,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """`sources` are Jinja texts by name, "default" among them. jinja2.TemplateSyntaxError if one is malformed."""
+        """`sources` are Jinja texts by name, with a "default". Raises jinja2.TemplateSyntaxError if one is malformed.
+        """
         self._tokenizer = tokenizer
         self._sandbox = TemplateSandbox(limits or RenderLimits(), now)
         self._templates = {name: self._sandbox.from_string(source) for name, source in sources.items()}
         self._disguise = self._make_disguise(sources.values())
         self.tool_source = sources.get("tool_use", sources["default"])
-        """The text that renders conversations with tools."""
+        """The source that renders conversations with tools."""
         self.knows_tools = "tools" in meta.find_undeclared_variables(self._sandbox.parse(self.tool_source))
 
     def render(
@@ -81,9 +82,10 @@ class ChatTemplate:
         tools: Sequence[Json] | None = None,
         extra: Json | None = None,
     ) -> str:
-        """The prompt as text. Special tokens in it may be the template's or a user's: only `encode` keeps them apart.
+        """Return the prompt as text, in which the template's and a user's special tokens look alike: `encode` separates
+        them.
 
-        `extra` are further variables that the template may look at. TemplateError if it cannot be rendered.
+        `extra` are further template variables. Raises TemplateError if it cannot be rendered.
         """
         return self._render(_variables(messages, add_generation_prompt, tools, extra))
 
@@ -96,10 +98,10 @@ class ChatTemplate:
         tools: Sequence[Json] | None = None,
         extra: Json | None = None,
     ) -> list[int]:
-        """The prompt as token ids; special tokens spelt in messages, tools or `extra` are plain text there.
+        """Return the prompt's token ids; special tokens spelt in messages, tools or `extra` are plain text.
 
-        With `continue_final_message` it ends where the last message's content ends, whatever the template puts behind.
-        TemplateError if it cannot be rendered or holds a lone surrogate.
+        With `continue_final_message` the prompt ends where the last message's content ends. Raises TemplateError if the
+        prompt cannot be rendered or holds a lone surrogate.
         """
         variables = _variables(messages, add_generation_prompt, tools, extra)
         try:
@@ -126,11 +128,10 @@ class ChatTemplate:
             raise TemplateError(f"The model's chat template refuses these messages: {reason}") from error
         except jinja2.UndefinedError as error:
             raise TemplateError(f"The model's chat template misses something: {error.message}.") from error
-        except Exception as error:  # a template is foreign code, and may fail in any way
+        except Exception as error:  # a template is foreign code and may fail in any way
             raise TemplateError("The model's chat template cannot render these messages.") from error
 
     def _stream(self, template: jinja2.Template, variables: Json) -> str:
-        """Joins what the template yields, within the limits."""
         chunks: list[str] = []
         num_chars = 0
         with self._sandbox.timed():
@@ -166,7 +167,7 @@ def _variables(
 
 
 def _cut_behind(rendered: str, content: str) -> str:
-    """`rendered` up to the end of its last `content`, whose outer spaces the template may have dropped."""
+    """Return `rendered` up to the end of its last `content`, whose outer blanks the template may have dropped."""
     core = content.strip()
     start = rendered.rfind(core)
     if not core or start < 0:
@@ -180,7 +181,6 @@ def _first_line(error: Exception) -> str:
 
 
 def _read_sources(directory: Path) -> dict[str, str]:
-    """Templates by name; empty where the folder has none."""
     source = read_text(directory / TEMPLATE_FILE, MAX_CONFIG_BYTES)
     if source is not None:
         return {"default": source}

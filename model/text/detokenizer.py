@@ -1,4 +1,4 @@
-"""Token ids to text, a few at a time, such that nothing is lost and nothing is said twice."""
+"""Streams token ids to text; each character is emitted exactly once."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Sequence
 from itertools import takewhile
 
-CONTEXT_TOKENS = 4  # how far back a token may change the text of a later one in decoders that are asked as a whole
-MAX_HELD_TOKENS = 8  # a UTF-8 character has at most 4 bytes, so after 8 tokens a U+FFFD is there to stay
+CONTEXT_TOKENS = 4  # how far back a token may change later text in decoders that only decode whole sequences
+MAX_HELD_TOKENS = 8  # a UTF-8 character has at most 4 bytes, so after 8 tokens a U+FFFD is final
 
 
 class Detokenizer(ABC):
-    """Text of one stream of token ids. Ids outside the vocabulary say nothing. One thread at a time."""
+    """Text of one stream of token ids. Unknown ids have no text. Not thread-safe."""
 
     @abstractmethod
     def push(self, ids: Sequence[int]) -> str:
-        """The text that is certain once `ids` have followed what came before."""
+        """Add `ids` and return the text that is now final."""
 
     @abstractmethod
     def flush(self) -> str:
-        """The text held back until now; an incomplete character becomes U+FFFD."""
+        """Return the text held back; an incomplete character becomes U+FFFD."""
 
     @abstractmethod
     def push_bytes(self, token_id: int) -> bytes:
-        """Like `push` of one token, but its bytes: those of all tokens together are the text in UTF-8."""
+        """Like `push` of one token, in bytes; concatenated over all tokens they are the text in UTF-8."""
 
     @abstractmethod
     def peek_bytes(self, token_id: int) -> bytes | None:
@@ -32,10 +32,11 @@ class Detokenizer(ABC):
 
 
 class ByteDetokenizer(Detokenizer):
-    """For vocabularies in which every token is a fixed run of bytes: holds back only an incomplete UTF-8 tail."""
+    """For vocabularies of fixed bytes per token: holds back only an incomplete UTF-8 tail."""
 
     def __init__(self, pieces: Sequence[bytes], num_spaces_to_strip: int) -> None:
-        """`pieces[id]` are the bytes of a token; so many leading spaces are dropped from the text."""
+        """`pieces[id]` are the bytes of a token; up to `num_spaces_to_strip` leading spaces are dropped from the text.
+        """
         self._pieces = pieces
         self._num_spaces_to_strip = num_spaces_to_strip
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
@@ -71,10 +72,10 @@ class ByteDetokenizer(Detokenizer):
 
 
 class WindowDetokenizer(Detokenizer):
-    """For any other decoder: decodes the last few tokens again with each new one and tells the difference."""
+    """For any other decoder: decodes the last few tokens again with each new one and emits the difference."""
 
     def __init__(self, decode: Callable[[list[int]], str], context: Sequence[int], spoken: Container[int]) -> None:
-        """Only ids in `spoken` have text, and `decode` knows them all; the text continues that of `context`."""
+        """`spoken` are the ids with text, all known to `decode`; the text continues that of `context`."""
         self._decode = decode
         self._spoken = spoken
         self._window = list(context)
@@ -109,5 +110,4 @@ class WindowDetokenizer(Detokenizer):
 
 
 def _num_common(one: str, other: str) -> int:
-    """How many characters two texts share at their start."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

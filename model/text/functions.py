@@ -1,4 +1,4 @@
-"""What a model may call."""
+"""A function that a model may call."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Function:
-    """The schema of its arguments is bounded when a grammar is made of it."""
+    """A callable function. The schema is bounded when a grammar is built from it."""
 
     name: str
     parameters: Any  # JSON schema
-    is_strict: bool = False  # the schema also holds where tool_choice is auto
+    is_strict: bool = False  # enforce the schema even if tool_choice is auto

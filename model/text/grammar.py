@@ -1,7 +1,7 @@
-"""What a structured answer may look like, written as one text in llguidance's Lark, with bounds on everything in it.
+"""Grammars of structured output in llguidance's Lark, with every input bounded.
 
-A grammar of a stranger is compiled by code that recurses as deep as the grammar nests, rules and references followed,
-and whose time grows with the square of a regular expression's length. So both are bounded here, before it sees any.
+llguidance recurses as deep as a grammar nests, with rules and references followed, and its time grows with the square
+of a regular expression's length. Both are bounded here, before it sees a client's grammar.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from model.text.json_schema.compile import enforceable
 from model.text.schema_bounds import MAX_MEETING_PATTERNS, MAX_PATTERN_KEYS, meeting_patterns
 
 MAX_SCHEMA_BYTES = 1 << 20
-"""What a schema costs is bounded where it is rewritten (nodes, depth) and where it is compiled (time, memory)."""
+"""The cost of a schema is bounded by the rewriter (nodes, depth) and the compiling process (time, memory)."""
 MAX_SCHEMA_DEPTH = 128
-"""Lists and maps inside each other."""
+"""Nested lists and maps."""
 MAX_CHOICES_BYTES = 64 << 10
 MAX_LARK_BYTES = 16 << 10
 MAX_LARK_DEPTH = 400
-"""Rules, opening brackets and parentheses together: a bound on how deep any of them can nest."""
+"""Rules, opening brackets and parentheses together: bounds how deep any of them nest."""
 MAX_REGEX_CHARS = 4096
 MAX_PATTERN_CHARS = 16 << 10
-"""Of all regular expressions of one schema."""
+"""All regular expressions of one schema."""
 MAX_MULTIPLE = 100_000
 """Least common multiple, and sum, of the numbers in `multipleOf`: an automaton has a state for each remainder."""
 MAX_PLACES = 5
@@ -38,37 +38,37 @@ MAX_CHOICES = 1024
 MAX_WHITESPACE_CHARS = 64
 
 WHITESPACE = r"( |\n {0,24})"
-"""Between the tokens of JSON at most: one blank, or a new line with its indent. Any more could go on for ever."""
+"""Between JSON tokens: at most one blank, or a line break with its indent. More could go on for ever."""
 COMPACT = ""
-"""The `whitespace` that allows none."""
+"""`whitespace` that allows none."""
 
 ESCAPES = 'nrbtf\\"'
-r"""After a backslash. Without \uXXXX: a property could be spelled with it that a schema speaks of, and then be held to
-what the schema says of the others. No other control characters can be generated."""
+r"""Allowed after a backslash in JSON. No \uXXXX: with it the model could respell a declared property and so be held to
+the schema of undeclared ones. Other control characters cannot be generated."""
 
 CONVERTED = "%llguidance {}\n"
-"""Begins what the converter of GBNF writes."""
+"""First line of the GBNF converter's output."""
 
 HEADER = '%llguidance {"no_forcing": true}\n'
-"""Text that must come is sampled as any other, in whichever tokens the model likes."""
+"""Forced text is sampled like any other, in the tokens that the model prefers."""
 
 
 def of_json(schema: Any, *, whitespace: str = WHITESPACE, lenient: bool = False) -> str:
-    """JSON that a schema (the JSON value, or true for any) allows; `lenient` passes over keywords that nobody knows.
+    """Return the grammar of JSON that matches `schema` (a JSON value; true: any JSON).
 
-    Raises GrammarError.
+    `lenient` ignores unknown keywords. Raises GrammarError.
     """
     return f"{HEADER}start: {json_rule(schema, whitespace=whitespace, lenient=lenient)}"
 
 
 def json_rule(schema: Any, *, whitespace: str = WHITESPACE, lenient: bool = False) -> str:
-    """The same as an expression that may stand in a rule. Raises GrammarError."""
+    """Return `of_json` as an expression for use in a rule. Raises GrammarError."""
     check_schema(schema)
     return enforced_rule(enforceable(schema, lenient=lenient), whitespace)
 
 
 def enforced_rule(schema: Mapping[str, Any], whitespace: str) -> str:
-    """The same of a schema that `model.text.json_schema` has made. Raises GrammarError."""
+    """Return the rule of a schema that `model.text.json_schema` has rewritten. Raises GrammarError."""
     _check_meeting(schema)
     options: dict[str, Any] = {"json_allowed_escapes": ESCAPES}
     if whitespace == COMPACT:
@@ -80,13 +80,13 @@ def enforced_rule(schema: Mapping[str, Any], whitespace: str) -> str:
 
 
 def of_regex(pattern: str) -> str:
-    """Text that the whole of a regular expression matches. Raises GrammarError."""
+    """Return the grammar of text that `pattern` matches as a whole. Raises GrammarError."""
     _check_regex(pattern, MAX_REGEX_CHARS, "regular expression")
     return f"{HEADER}start: {_regex_rule(pattern)}"
 
 
 def of_choice(choices: Sequence[str]) -> str:
-    """One of some texts. Raises GrammarError."""
+    """Return the grammar of exactly one of `choices`. Raises GrammarError."""
     if not 0 < len(choices) <= MAX_CHOICES or not all(choices):
         raise GrammarError(f"There must be 1 to {MAX_CHOICES} choices, none of them empty.")
     text = f"{HEADER}start: CHOICE\nCHOICE: {' | '.join(map(literal, choices))}"
@@ -96,18 +96,18 @@ def of_choice(choices: Sequence[str]) -> str:
 
 
 def of_grammar(text: str) -> str:
-    """What a grammar describes that is written in llguidance's Lark, or in llama.cpp's GBNF. Raises GrammarError."""
+    """Return a grammar given in llguidance's Lark or llama.cpp's GBNF. Raises GrammarError."""
     _check_lark(text)
     try:
         lark = any_to_lark(text).removeprefix(CONVERTED)
-    except Exception as error:  # the converter raises whatever its reading stumbles over
+    except Exception as error:  # the converter raises any error of its parser
         raise GrammarError("The grammar is neither Lark nor GBNF.") from error
     _check_lark(lark)
     return HEADER + lark
 
 
 def literal(text: str) -> str:
-    """A text as an expression of Lark."""
+    """Return `text` as a Lark literal."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -163,7 +163,7 @@ def _check_meeting(schema: Mapping[str, Any]) -> None:
 
 
 def _check_multiples(values: Sequence[Any]) -> None:
-    """Decimals are scaled to integers together, as they are where two of them meet in one number."""
+    """Bound the decimals scaled to integers together, as llguidance does where they meet in one number."""
     numbers = [
         value for value in values if isinstance(value, int | float) and not isinstance(value, bool) and value > 0
     ]
@@ -186,7 +186,7 @@ def _names(value: Any) -> list[str]:
 
 
 def _members(value: Any) -> Iterator[tuple[str, Any]]:
-    """Every name of every map inside, with its value."""
+    """Yield every name and value of every nested map."""
     stack = [value]
     while stack:
         item = stack.pop()

@@ -1,4 +1,4 @@
-"""Grammars to llguidance's matchers, over a table of a model's tokens. Loads neither NumPy nor a tokenizer library."""
+"""Compiles grammars to llguidance matchers over a table of tokens. Imports neither NumPy nor a tokenizer library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_GRAMMAR_BYTES = 2 << 20
 MAX_ERROR_CHARS = 160
 MAX_LEXER_STATES = 20_000  # about 2 KB each
 SPECIAL = b"\xff"
-"""Begins the bytes of a special token for llguidance: no text holds it, so no text is ever read as one."""
+"""Prefix of a special token's bytes for llguidance: no text contains it, so no text is read as a special token."""
 
 
 class Tokens(Protocol):
@@ -33,15 +33,15 @@ class NamedTokens(Tokens, Protocol):
 
 @dataclass(frozen=True)
 class TokenTable:
-    """The tokens of a model in plain values, to be sent to another process."""
+    """A model's tokens as plain values, to be sent to another process."""
 
-    pieces: list[bytes]  # by id, as wide as the logits; empty where an id stands for no token
+    pieces: list[bytes]  # by id, vocab_size long; empty for an id without a token
     id_by_special: dict[str, int]
     eos_token_ids: list[int]
 
     @classmethod
     def of(cls, tokenizer: NamedTokens, vocab_size: int, eos_token_ids: Sequence[int]) -> TokenTable:
-        """`vocab_size` is the width of the logits."""
+        """Copy `tokenizer`'s tokens. `vocab_size` is the width of the logits."""
         return cls(
             pieces=[tokenizer.token_bytes(token) for token in range(vocab_size)],
             id_by_special={text: tokenizer.special_id(text) for text in sorted(tokenizer.special_tokens)},
@@ -60,7 +60,7 @@ class TokenTable:
 
 
 class TextCompiler:
-    """Compiles the texts of `model.text.grammar`. Any number of threads may use it."""
+    """Compiles the grammars of `model.text.grammar`. Thread-safe."""
 
     def __init__(self, tokens: Tokens, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """`vocab_size` is the width of the logits; ids without a token are never allowed."""
@@ -70,8 +70,11 @@ class TextCompiler:
         self._limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
 
     def compile(self, grammar: str) -> LLMatcher:
-        """Usually takes milliseconds, but llguidance bounds neither its time nor its memory where patterns intersect:
-        compile what a client sent in a process that can be killed first. Raises GrammarError."""
+        """Compile a grammar, usually within milliseconds. Raises GrammarError.
+
+        llguidance bounds neither time nor memory where patterns intersect: compile a client's grammar in a process that
+        can be killed first.
+        """
         if len(grammar.encode("utf-8", "replace")) > MAX_GRAMMAR_BYTES:
             raise GrammarError(f"The grammar takes more than {MAX_GRAMMAR_BYTES} bytes.")
         found = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
@@ -81,7 +84,7 @@ class TextCompiler:
 
 
 class _Vocabulary:
-    """Tokens in the shape that llguidance asks for."""
+    """Tokens in the shape that llguidance expects."""
 
     def __init__(self, tokens: Tokens, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self.eos_token_id = eos_token_ids[0] if eos_token_ids else None
@@ -94,7 +97,7 @@ class _Vocabulary:
         ]
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Asked for only where a grammar forces text in canonical tokens, and ours force nothing."""
+        """Called only where a grammar forces text in canonical tokens; ours never do."""
         raise NotImplementedError
 
 

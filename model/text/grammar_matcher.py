@@ -1,4 +1,4 @@
-"""Grammars over a model's tokens: which may come next, as bits, and what has come so far."""
+"""Matches tokens against a grammar and computes the bit mask of allowed next tokens."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from llguidance import LLMatcher
 from model.text.grammar_compiler import TextCompiler, Tokens
 
 MAX_KEPT = 64
-"""Compiled grammars kept for whoever asks for the same again."""
+"""Compiled grammars in the cache."""
 MAX_KEPT_CHARS = 1 << 20
-"""Of their texts: a compiled grammar takes about a hundred times as much."""
+"""Text of all cached grammars; a compiled grammar takes about a hundred times as much memory."""
 JSON = "%json"
-"""Stands in every grammar of JSON."""
+"""Occurs in every grammar of JSON."""
 ALL = np.uint32(0xFFFFFFFF)
 MAX_DIGITS = 32
-"""In a row, in JSON, where anything else may follow as well. JSON's numbers may be of any length, and a model that has
-begun to repeat a digit has no reason to stop."""
+"""Consecutive digits in JSON where anything else may follow. JSON numbers have no maximum length, and a model that
+repeats a digit has no reason to stop."""
 
 
 class GrammarCompiler:
-    """Makes matchers for one model's tokens. Any number of threads may use it."""
+    """Makes matchers over one model's tokens. Thread-safe."""
 
     def __init__(self, tokenizer: Tokens, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """`vocab_size` is the width of the logits; ids without a token are never allowed."""
@@ -37,8 +37,10 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def compile(self, grammar: str) -> Matcher:
-        """A matcher at the beginning of a text of `model.text.grammar`. Takes milliseconds, a second at worst, mostly
-        without Python's lock. Raises GrammarError."""
+        """Return a matcher at the start of a `model.text.grammar` text.
+
+        Takes milliseconds, a second at worst, mostly without the GIL. Raises GrammarError.
+        """
         with self._lock:
             found = self._kept.get(grammar)
             if found is not None:
@@ -59,12 +61,13 @@ class GrammarCompiler:
 
 
 class Matcher:
-    """One text on its way through its grammar. One thread at a time; another may fill while this one waits for it."""
+    """The state of one text in its grammar. Not thread-safe, but `fill` may run in another thread while this one waits.
+    """
 
     def __init__(
         self, inner: LLMatcher, eos_token_ids: Sequence[int], digits: _Digits | None, num_digits: int = 0
     ) -> None:
-        """`digits` are told where too many in a row are to be stopped; `num_digits` are the last so far."""
+        """`digits` bounds runs of digits, None for no bound; `num_digits` is the length of the current run."""
         self._inner = inner
         self._eos_token_ids = eos_token_ids
         self._digits = digits
@@ -73,22 +76,22 @@ class Matcher:
 
     @property
     def has_failed(self) -> bool:
-        """It grew beyond its limits, took a token that it had forbidden, or forbids every token: it knows nothing any
-        more."""
+        """Whether it exceeded its limits, consumed a forbidden token, or forbids every token. It then constrains
+        nothing."""
         return self._is_stuck or self._inner.is_error()
 
     @property
     def is_complete(self) -> bool:
-        """The text is as the grammar wants it, and may end here."""
+        """Whether the text matches the grammar and may end here."""
         return self._inner.is_accepting()
 
     @property
     def is_finished(self) -> bool:
-        """Nothing may follow any more."""
+        """Whether nothing may follow."""
         return self._inner.is_stopped()
 
     def advance(self, token_ids: Sequence[int]) -> bool:
-        """The text goes on with these tokens. False: they do not fit, and the matcher has failed."""
+        """Consume tokens. Returns False if they do not match; the matcher has then failed."""
         if self._is_stuck:
             return False
         if self._digits is not None:
@@ -97,11 +100,10 @@ class Matcher:
         return self._inner.consume_tokens(list(token_ids))
 
     def fill(self, words: np.ndarray, end_token_ids: Iterable[int]) -> bool:
-        """Sets words uint32[num_words] to the tokens that may follow: bit i % 32 of word i // 32 is token i's.
+        """Set words uint32[num_words] to the allowed next tokens: token i is bit i % 32 of word i // 32.
 
-        Where the text may end, `end_token_ids` are allowed too, and EOS only if it is one of them. Leaves Python's
-        lock while it computes. False: the matcher has failed, now that nothing may follow or before, and everything is
-        allowed.
+        Where the text may end, `end_token_ids` are allowed too, and EOS only if it is among them. Releases the GIL.
+        Returns False if the matcher has failed or nothing may follow; everything is then allowed.
         """
         self._inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self._inner.is_error():
@@ -113,7 +115,7 @@ class Matcher:
             for token in end_token_ids:
                 words[token // 32] |= _bit(token)
         if not words.any():
-            # Only EOS would fit: a grammar may name it as it may any token, but no text holds it.
+            # Only EOS fits: a grammar may name it like any token, but no text contains it.
             self._is_stuck = True
             words[:] = ALL
             return False
@@ -124,12 +126,11 @@ class Matcher:
         return True
 
     def copy(self) -> Matcher:
-        """Another at the same place, which goes its own way from here."""
+        """Return an independent matcher in the same state."""
         return Matcher(self._inner.deep_copy(), self._eos_token_ids, self._digits, self._num_digits)
 
 
 def num_mask_words(vocab_size: int) -> int:
-    """Words of 32 bits that hold one bit for each token."""
     return -(-vocab_size // 32)
 
 
@@ -138,11 +139,11 @@ def _bit(token: int) -> np.uint32:
 
 
 class _Digits:
-    """Which tokens begin with a digit, and with how many each ends."""
+    """Which tokens begin with a digit, and how many digits each ends with."""
 
     def __init__(self, tokens: Sequence[bytes], num_words: int) -> None:
         self.begun_with = np.zeros(num_words, np.uint32)
-        self._at_end: dict[int, int] = {}  # token -> digits that it ends with, if any
+        self._at_end: dict[int, int] = {}  # token -> number of digits at its end, if any
         self._whole: set[int] = set()
         for token, data in enumerate(tokens):
             rest = data.rstrip(b"0123456789")
@@ -154,5 +155,5 @@ class _Digits:
                     self._whole.add(token)
 
     def following(self, token: int, num_digits: int) -> int:
-        """How many digits a text ends with that ended with `num_digits` before this token."""
+        """Return the digits at the end of a text after `token`, given `num_digits` before it."""
         return self._at_end.get(token, 0) + (num_digits if token in self._whole else 0)

@@ -1,4 +1,4 @@
-"""What an answer must look like, as plain values that another process can write as a grammar."""
+"""The wanted form of an answer as plain values, which another process turns into a grammar."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from model.text.tool_calls.formats import CallForm, SpecialTokens, calls_grammar
 
 @dataclass(frozen=True)
 class GrammarSpec:
-    """A form of text: `value` is a JSON schema, a regular expression, a list of texts, or a grammar, as `kind` says."""
+    """A form of text: `value` is a JSON schema, a regular expression, a list of texts or a grammar, by `kind`."""
 
     kind: str  # json | regex | choice | grammar
     value: Any
     whitespace: str = WHITESPACE  # between the tokens of JSON
-    lenient: bool = False  # keywords of a schema that are not known are ignored
+    lenient: bool = False  # ignore unknown keywords of a schema
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallSpec:
-    """Calls of functions, as `calls_grammar` takes them."""
+    """Function calls, as `calls_grammar` takes them."""
 
     form: CallForm
     functions: tuple[Function, ...]
     key: str
     most: int
     or_text: bool  # a reply may call nothing
-    or_form: bool  # a reply that calls nothing has the form that stands beside this
+    or_form: bool  # a reply without calls has the task's form
 
 
 @dataclass(frozen=True)
 class GrammarTask:
-    """A form, calls, or calls beside a form."""
+    """A form, calls, or either of them."""
 
     form: GrammarSpec | None
     calls: CallSpec | None = None
@@ -51,7 +51,7 @@ SPEC_KINDS = tuple(_WRITERS)
 
 
 def write_grammar(task: GrammarTask, tokens: SpecialTokens) -> str:
-    """The grammar of `task`. May take long where it is hostile. Raises GrammarError."""
+    """Return the grammar of `task`. A hostile one may take long. Raises GrammarError."""
     form = None if task.form is None else _WRITERS[task.form.kind](task.form)
     calls = task.calls
     if calls is None:

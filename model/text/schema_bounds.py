@@ -1,8 +1,8 @@
-"""How many regular expressions one text of a JSON schema has to match together.
+"""Counts the regular expressions of a JSON schema that one text must match together.
 
-llguidance intersects them where schemas meet in one place: in `allOf`, behind `$ref`, beside `anyOf` and `oneOf`, and
-so for the properties and items that they share. The states of an intersection multiply, so few may meet. The count is
-never too high; where choices multiply it may be too low, and the process that compiles is the bound.
+llguidance intersects them where schemas meet: in `allOf`, through `$ref`, next to `anyOf` and `oneOf`, and so in shared
+properties and items. The states of an intersection multiply, so few may meet. The count is never too high; where
+choices multiply it may be too low, and the limits of the compiling process remain.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 
 MAX_MEETING_PATTERNS = 12
 MAX_PATTERN_KEYS = 64
-"""`patternProperties` of schemas that meet: each pair of them is compared."""
+"""`patternProperties` of schemas that meet: each pair is compared."""
 MAX_VISITS = 20_000
-"""Places looked at. A schema with more is left to the bounds of time and memory."""
+"""Places visited. A larger schema is left to the limits on time and memory."""
 
 Schema = Mapping[str, Any]
 
 
 def meeting_patterns(root: Any) -> tuple[int, int]:
-    """The most values of `pattern` that meet in one place, and the most keys of `patternProperties`."""
+    """Return the largest number of `pattern` values, and of `patternProperties` keys, that meet in one place."""
     return _Places(root).most()
 
 
@@ -49,7 +49,7 @@ class _Places:
         return self._most
 
     def _alternatives(self, place: Sequence[Any]) -> Iterator[list[Schema]]:
-        """The schemas that hold for one text, once for each choice that any of them offers."""
+        """Yield the schemas that apply to one text, once for each choice that any of them offers."""
         common, choices = self._flat(place)
         if not choices:
             yield common
@@ -61,7 +61,7 @@ class _Places:
             yield [*common, *(one for one in own if id(one) not in known)]
 
     def _flat(self, schemas: Sequence[Any]) -> tuple[list[Schema], list[Any]]:
-        """All schemas that must hold where these do, and the choices that they offer."""
+        """Return all schemas that apply wherever `schemas` do, and the choices that they offer."""
         flat, choices, stack, seen = [], [], list(schemas), set()
         while stack and self._num_left > 0:
             schema = stack.pop()
@@ -79,7 +79,7 @@ class _Places:
         return flat, choices
 
     def _target(self, ref: str) -> Any:
-        """What a reference within the schema points at; None where that cannot be told here."""
+        """Return the target of a reference within the schema; None if unknown here."""
         found = self._root
         if not ref.startswith("#"):
             return None
@@ -96,7 +96,7 @@ class _Places:
 
 
 def _places_inside(together: Sequence[Schema]) -> list[list[Any]]:
-    """The parts that meet in a property, in an item, or in whatever else there is."""
+    """Return the subschemas that meet in one property, item or rest."""
     found: dict[tuple[str, Any], list[Any]] = {}
     for one in together:
         for keyword in ("properties", "patternProperties"):

@@ -1,8 +1,8 @@
 """Keeps user text from spelling control tokens in a rendered chat template.
 
-Before rendering, the first character of every spelling is replaced by a stand-in: a Unicode noncharacter that occurs
-nowhere in the conversation. What then spells a control token was written by the template. The stand-ins are put back
-when the special tokens have been read.
+Before rendering, the first character of every spelling in user text is replaced by a placeholder: a Unicode
+noncharacter that the conversation does not contain. A control token in the rendered text was then written by the
+template. Placeholders are replaced back after special tokens are recognised.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-STAND_INS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # noncharacters: no text means anything by them
+STAND_INS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # noncharacters, meaningless in text
 
 
 class Disguise:
-    """Where user text could spell a special token, alone or together with what a template writes beside it.
+    """Finds where user text could spell a special token, alone or joined to the template's text.
 
-    A spelling that begins in user text is found there: it is whole, or it is cut off at the end of the string. One
-    that begins in the template's own text can only begin at the end of one of its literals; few templates have such.
+    A spelling that begins in user text is either whole or cut off at the end of the string. One that begins in the
+    template's text can only begin at the end of one of its literals; few templates have such literals.
     """
 
     def __init__(self, specials: Iterable[str], literals: Iterable[str], words: Iterable[str]) -> None:
-        """`literals` are the texts that the template writes; `words` those that it compares with or looks up.
+        """`literals` are the texts that the template writes, `words` the strings that it compares with or looks up.
 
-        A string that equals one of `words` is left alone unless it holds a whole special token, for otherwise the
-        template would not know it any more.
+        A string equal to one of `words` is escaped only if it holds a whole special token: otherwise the template would
+        not recognise it.
         """
         specials = list(specials)
         literals = [literal for literal in literals if literal]
@@ -38,9 +38,9 @@ class Disguise:
         self._reserved = frozenset("".join(literals)) & frozenset(STAND_INS)
 
     def put_on(self, variables: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, str]]:
-        """`variables` (JSON values by name) with stand-ins where needed, and the character that each stands for.
+        """Return `variables` (JSON values by name) with placeholders, and the original character of each placeholder.
 
-        ValueError if the conversation uses up all noncharacters itself.
+        Raises ValueError if the conversation itself uses up all noncharacters.
         """
         hidden: set[str] = set()
         used: set[str] = set(self._reserved)
@@ -74,19 +74,19 @@ class Disguise:
         return disguised, {stand_in: character for character, stand_in in stand_ins.items()}
 
     def _positions(self, text: str) -> set[int]:
-        """Where in `text` a special token begins, or might once the template has written on."""
+        """Return where in `text` a special token begins, or may begin once the template's text follows."""
         whole = {match.start() for match in self._whole.finditer(text)}
         if text in self._words:
             return whole
         return whole | self._cut_off(text, len(text)) | self._cut_off(text, len(text.rstrip())) | self._continued(text)
 
     def _cut_off(self, text: str, end: int) -> set[int]:
-        """Where a special token begins that `end` cuts off."""
+        """Return where special tokens begin that are cut off at `end`."""
         first = max(0, end - self._longest_start)
         return {i for i in range(first, end) if text[i:end] in self._starts}
 
     def _continued(self, text: str) -> set[int]:
-        """The first character, spaces aside, if it could continue a special token that a literal has begun."""
+        """Return the first character after blanks if it may continue a special token that a literal began."""
         start = len(text) - len(text.lstrip())
         body = text[start:]
         continues = body and any(body.startswith(rest) or rest.startswith(body) for rest in self._rests)
@@ -94,7 +94,7 @@ class Disguise:
 
 
 def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """A copy of a JSON value with every string and every key changed."""
+    """Return a copy of a JSON value with every string and key changed."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):

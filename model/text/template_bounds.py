@@ -1,6 +1,6 @@
-"""The methods and filters that a chat template may use, each with a bound on what it makes, known before it runs.
+"""The methods and filters that a chat template may use, each with a bound on its output that is known before it runs.
 
-Those that are not listed are refused: each could be one that turns few characters into gigabytes.
+Others are refused: each might turn a few characters into gigabytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_FIELD_DIGITS = 4
 MAX_INDENT = 64
 MAX_PRECISION = 300
 MAX_NUMBER_CHARS = 4000
-SLOW_CHARS = 1 << 20  # what takes a microsecond or more for each
+SLOW_CHARS = 1 << 20  # for operations of a microsecond or more per character
 LINE_ENDS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
 
 _WIDE_FIELD = re.compile(rf"\d{{{MAX_FIELD_DIGITS + 1},}}|\*")
@@ -34,18 +34,18 @@ _DIGITS = re.compile(r"\d+")
 _PRINTF = re.compile(r"%(?P<name>\([^)]{0,200}(?P<end>\))?)?(?P<width>[^a-zA-Z%]*)(?P<kind>[a-zA-Z%])")
 
 Check = Callable[..., Any]
-"""Takes a Meter and the arguments. Raises SecurityError; a filter's gives the value to go on with."""
+"""Takes a Meter and the arguments. Raises SecurityError. A filter's check returns the value to filter."""
 
 
 def _size(meter: Meter, value: Any) -> int:
-    """Characters of a value written out."""
+    """Return the characters of a value written out."""
     if isinstance(value, str):
         return len(value) * (ESCAPE_GROWTH if isinstance(value, Markup) else 1)
     return REPR_GROWTH * meter.weigh(value)
 
 
 def _sizes(meter: Meter, values: Any) -> int:
-    """Characters of several values written out one behind the other."""
+    """Return the characters of several values written out in sequence."""
     values = list(values)
     if any(isinstance(value, Markup) for value in values):
         return ESCAPE_GROWTH * sum(_size(meter, value) for value in values)
@@ -152,7 +152,7 @@ _METHODS: Mapping[type, Mapping[str, Check]] = {
 
 
 def check_of_method(owner: Any, name: str) -> Check | None:
-    """What bounds the method of a built-in value; None for one that is not for templates."""
+    """Return the check of a built-in value's method; None if templates may not call it."""
     for kind, checks in _METHODS.items():
         if isinstance(owner, kind):
             return checks.get(name)
@@ -160,7 +160,7 @@ def check_of_method(owner: Any, name: str) -> Check | None:
 
 
 def check_printf(meter: Meter, form: Any, values: Any) -> None:
-    """Of `form % values`."""
+    """Bound `form % values`."""
     if not isinstance(form, str):
         return
     num_chars, times, growth = _size(meter, form), 1, ESCAPE_GROWTH if isinstance(form, Markup) else 1
@@ -169,7 +169,7 @@ def check_printf(meter: Meter, form: Any, values: Any) -> None:
             raise SecurityError("the name of a field is too long")
         check_spec(field["width"])
         num_chars += sum(map(int, _DIGITS.findall(field["width"])))
-        times += field["name"] is not None  # a mapping's values may be written again and again
+        times += field["name"] is not None  # a mapping's values may be written repeatedly
         growth = max(growth, REPR_GROWTH if field["kind"] in "ra" else 1)
         meter.tick()
     shown = values.values() if isinstance(values, dict) else values if isinstance(values, tuple) else (values,)
@@ -177,7 +177,7 @@ def check_printf(meter: Meter, form: Any, values: Any) -> None:
 
 
 def check_spec(spec: str) -> None:
-    """Of a field's width and precision."""
+    """Bound the width and precision of a field."""
     if _WIDE_FIELD.search(spec):
         raise SecurityError("a field is too wide")
 
@@ -210,7 +210,7 @@ def _sorted(meter: Meter, values: Any, *_: Any, **__: Any) -> Any:
 
 def _summed(meter: Meter, values: Any, attribute: Any = None, start: Any = 0) -> Any:
     values = meter.listed(values)
-    if not isinstance(start, int | float):  # lists are put together pair by pair
+    if not isinstance(start, int | float):  # lists are added pair by pair
         meter.make(meter.weigh(start) + len(values) * meter.weigh(values))
     return values
 
@@ -293,12 +293,12 @@ _FILTERS: Mapping[str, Check] = {
 
 
 def bounded_filters(meter: Callable[[], Meter]) -> dict[str, Callable[..., Any]]:
-    """Jinja's filters by name; `meter` gives that of the rendering at work."""
+    """Return Jinja's filters by name; `meter` returns the current rendering's meter."""
     return {name: _bounded(FILTERS[name], check, meter) for name, check in _FILTERS.items()}
 
 
 def _bounded(run: Callable[..., Any], check: Check, meter: Callable[[], Meter]) -> Callable[..., Any]:
-    num_leading = _PassArg.from_obj(run) is not None  # a context comes before the value
+    num_leading = _PassArg.from_obj(run) is not None  # a context precedes the value
 
     @functools.wraps(run)
     def bounded(*args: Any, **kwargs: Any) -> Any:
@@ -309,7 +309,7 @@ def _bounded(run: Callable[..., Any], check: Check, meter: Callable[[], Meter]) 
 
 
 def bounded_tojson(meter: Callable[[], Meter]) -> Callable[..., str]:
-    """As Hugging Face has it: plain JSON, nothing escaped for HTML."""
+    """Return Hugging Face's `tojson`: plain JSON, not escaped for HTML."""
 
     def tojson(
         value: Any,
@@ -326,7 +326,7 @@ def bounded_tojson(meter: Callable[[], Meter]) -> Callable[..., str]:
         if indent is None and not separators:
             return json.dumps(value, **how)
         pieces, num_chars = [], 0
-        for piece in json.JSONEncoder(**how).iterencode(value):  # how much an indent takes is known only on the way
+        for piece in json.JSONEncoder(**how).iterencode(value):  # the size of indents is known only while encoding
             num_chars += len(piece)
             meter().make(len(piece))
             if num_chars > meter().max_chars:

@@ -1,4 +1,4 @@
-"""What one rendering of a chat template has made, and the bounds on it: each operation is counted before it is done."""
+"""Limits on the time and memory of one chat template rendering: each operation is charged before it runs."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from jinja2.sandbox import SecurityError
 from jinja2.utils import Namespace
 
 MAX_ITEMS = 1 << 20
-"""Of a list, or in all of a nested value."""
+"""Items of a list, or of a nested value in all."""
 MAX_INT_BITS = 1 << 14
 ITEM_CHARS = 8
-"""An item of a list counts as so many characters, in memory."""
+"""Charge for a list item, in characters."""
 REPR_GROWTH = 10
-"""Python's longest way to write a character within quotes: \\U0001f600."""
+r"""Length of Python's longest escape in quotes, \U0001f600."""
 NODES_A_LOOK = 1 << 12
 
 
 @dataclass(frozen=True, kw_only=True)
 class RenderLimits:
-    """What one rendering may make and take; SecurityError beyond."""
+    """Limits of one rendering; SecurityError beyond."""
 
-    max_chars: int = 16 * 2**20  # of the rendered text, and of any value that is made on the way
-    max_made: int = 512 * 2**20  # of all values together, those that are dropped again too
-    max_s: float = 2.0  # of CPU time
+    max_chars: int = 16 * 2**20  # of the rendered text, and of any intermediate value
+    max_made: int = 512 * 2**20  # of all values together, dropped ones included
+    max_s: float = 2.0  # CPU time
 
 
 class Meter:
-    """Of one rendering."""
+    """Counts what one rendering makes."""
 
     def __init__(self, limits: RenderLimits) -> None:
         self._limits = limits
@@ -39,26 +39,28 @@ class Meter:
         self._deadline_s = time.thread_time() + limits.max_s
 
     def tick(self) -> None:
-        """Raises SecurityError once the time is over."""
+        """Raise SecurityError if the time is up."""
         if time.thread_time() > self._deadline_s:
             raise SecurityError("the template takes too long")
 
     def make(self, num_chars: int) -> None:
-        """To be called before so much is made. Raises SecurityError."""
+        """Charge `num_chars`, before they are made. Raises SecurityError beyond the limits."""
         self.tick()
         self._num_made += num_chars
         if num_chars > self._limits.max_chars or self._num_made > self._limits.max_made:
             raise SecurityError("a value is too large")
 
     def make_items(self, num_items: int) -> None:
-        """The same of a list. Raises SecurityError."""
+        """Charge a list of `num_items`. Raises SecurityError beyond the limits."""
         if num_items > MAX_ITEMS:
             raise SecurityError("a list is too long")
         self.make(ITEM_CHARS * num_items)
 
     def weigh(self, value: Any) -> int:
-        """Characters in a value, nested ones and their marks included, counted wherever they occur. Raises
-        SecurityError for one that is too large, has too many parts, or contains itself."""
+        """Return the characters of a value with its nested values, each occurrence counted.
+
+        Raises SecurityError if it is too large, has too many parts or contains itself.
+        """
         if isinstance(value, str):
             return len(value)
         num_chars, num_nodes, rest = 0, 0, [value]
@@ -87,13 +89,13 @@ class Meter:
             raise SecurityError("a number is too large")
 
     def ticked(self, values: Iterable[Any]) -> Iterator[Any]:
-        """`values`, with a look at the clock before each."""
+        """Yield `values`, checking the time before each."""
         for value in values:
             self.tick()
             yield value
 
     def listed(self, values: Any) -> Any:
-        """`values`, with an end: those of an iterator in a list, others as they are. Raises SecurityError."""
+        """Return `values` with bounded length: an iterator as a list, others unchanged. Raises SecurityError."""
         if not hasattr(values, "__next__"):
             if hasattr(values, "__len__"):
                 self.make_items(len(values))
@@ -108,7 +110,7 @@ class Meter:
 
 
 def _parts(value: Any) -> Any:
-    """What is written when the value is; None where that is nothing else."""
+    """Return the values inside a container; None for other values."""
     if isinstance(value, dict):
         return [*value.keys(), *value.values()] if len(value) <= MAX_ITEMS else range(MAX_ITEMS + 1)
     if isinstance(value, Namespace):

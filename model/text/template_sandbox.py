@@ -1,8 +1,8 @@
-"""The Jinja environment of chat templates: what Hugging Face's offers, in a sandbox with bounds on time and size.
+"""The Jinja environment of chat templates: Hugging Face's, in a sandbox with limits on time and size.
 
-Every operation that makes a value, and every turn of a loop, is counted before it is done, and what could not be is not
-there: `lipsum`, and the methods and filters that `template_bounds` does not list. Nothing is computed while a template
-is compiled.
+Every operation that makes a value, and every loop iteration, is charged before it runs. What cannot be bounded is left
+out: `lipsum`, and methods and filters that `template_bounds` does not list. Nothing is computed while a template
+compiles.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ MAX_TIME_FORMAT_CHARS = 200
 
 
 class Refusal(TemplateError):
-    """The template itself called raise_exception."""
+    """The template called raise_exception."""
 
 
 class GenerationTag(Extension):
-    """`{% generation %}...{% endgeneration %}` marks what an assistant said, for training; here it is its content."""
+    """`{% generation %}...{% endgeneration %}` marks assistant text for training; here it renders its content."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
 
@@ -47,7 +47,7 @@ class GenerationTag(Extension):
 
 
 class MeteredGenerator(CodeGenerator):
-    """Writes the code of a template such that the environment sees what Jinja does without it."""
+    """Generates template code that calls the environment where Jinja's own code would not."""
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
         ticked = nodes.EnvironmentAttribute("ticked")
@@ -123,7 +123,7 @@ class BoundedFormatter(Formatter):
 
 
 class TemplateSandbox(ImmutableSandboxedEnvironment):
-    """Shared by all threads; each renders under a meter of its own."""
+    """Shared by all threads; each rendering has its own meter."""
 
     intercepted_binops = frozenset(("+", "-", "*", "/", "//", "**", "%"))
     code_generator_class = MeteredGenerator
@@ -148,7 +148,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Starts this thread's meter: what it renders inside must keep to the limits, else SecurityError."""
+        """Start this thread's meter; rendering beyond the limits raises SecurityError."""
         self._thread.meter = Meter(self.limits)
         try:
             yield
@@ -157,24 +157,23 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     @property
     def meter(self) -> Meter:
-        """Of the rendering at work in this thread."""
+        """The meter of this thread's rendering."""
         return self._thread.meter
 
     def tick(self) -> None:
-        """Raises SecurityError once the time of the rendering is over."""
+        """Raise SecurityError if the rendering's time is up."""
         self._thread.meter.tick()
 
     def ticked(self, values: Iterable[Any]) -> Iterator[Any]:
-        """What a loop goes through."""
         return self.meter.ticked(values)
 
     def made(self, value: Any) -> Any:
-        """`value`, which has just been made."""
+        """Charge `value`, just made, and return it."""
         self.meter.make(self.meter.weigh(value))
         return value
 
     def join_texts(self, parts: tuple[Any, ...]) -> str:
-        """Of `a ~ b`."""
+        """Return `a ~ b ~ ...`."""
         meter = self.meter
         meter.make(sum(len(part) if isinstance(part, str) else REPR_GROWTH * meter.weigh(part) for part in parts))
         return "".join(map(str, parts))
@@ -238,21 +237,21 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def _joined(self, parts: Iterable[str]) -> str:
-        """Of the output of a macro or a block."""
+        """Join the output of a macro or a block."""
         parts = list(parts)
         self.meter.make(sum(map(len, parts)))
         return "".join(parts)
 
-    @pass_context  # so that Jinja calls it for no constant while it compiles
+    @pass_context  # so that Jinja does not call it for constants while it compiles
     def _checked_output(self, context: Context, value: Any) -> Any:
-        """What stands between `{{` and `}}`, before it is written."""
+        """Charge the value of `{{ ... }}` before it is written."""
         if not isinstance(value, str):
             self.meter.make(REPR_GROWTH * self.meter.weigh(value))
         return value
 
 
 def _length(value: Any) -> int:
-    """Of a text or a list, in characters; 0 for what is neither."""
+    """Return the characters charged for a text or list; 0 for other values."""
     if isinstance(value, str):
         return len(value) * (5 if isinstance(value, Markup) else 1)
     return len(value) * ITEM_CHARS if isinstance(value, list | tuple | bytes) else 0

@@ -1,4 +1,4 @@
-"""Text to token ids and back, as `tokenizer.json` says, but what a user wrote never becomes a control token."""
+"""Text to token ids and back, as `tokenizer.json` defines it; user text never becomes a control token."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from model.text.vocabulary import Vocabulary
 TOKENIZER_FILE = "tokenizer.json"
 MAX_TOKENIZER_BYTES = 256 * 2**20
 MAX_NORMALIZED_BYTES = 256 << 20
-"""Of a text, in the worst case."""
+"""Worst-case size of a normalized text."""
 MAX_REASON_CHARS = 300
-UNKNOWN_CHARACTER = "\U0010ffff"  # a noncharacter: no vocabulary has it
+UNKNOWN_CHARACTER = "\U0010ffff"  # a noncharacter, in no vocabulary
 NO_STAND_INS: Mapping[str, str] = MappingProxyType({})
 
 
 class Tokenizer:
-    """The tokenizer of a model folder. Immutable once read, so any number of threads may use it."""
+    """The tokenizer of a model folder. Immutable and thread-safe."""
 
     @classmethod
     def read(cls, directory: Path) -> Tokenizer:
-        """Reads `tokenizer.json` and what stands beside it. ModelError if there is none or it is no tokenizer."""
+        """Load `tokenizer.json` and its companion files. Raises ModelError if it is missing or malformed."""
         path = directory / TOKENIZER_FILE
         text = read_text(path, MAX_TOKENIZER_BYTES)
         if text is None:
@@ -41,12 +41,13 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_str(text)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # the library raises nothing narrower, and a panic of it is no Exception
+        except BaseException as error:  # the library raises nothing narrower, and its panics are not Exceptions
             raise ModelError(f"{path} is no tokenizer: {_first_line(error)}") from error
         return cls(backend, TokenizerConfig.read(directory), growth)
 
     def __init__(self, backend: tokenizers.Tokenizer, config: TokenizerConfig, growth: float = 1.0) -> None:
-        """Takes `backend` over and changes it. `growth`: how much longer it may make a text."""
+        """Take ownership of `backend` and modify it. `growth` bounds the length ratio of normalized to original text.
+        """
         backend.no_truncation()
         backend.no_padding()
         specials = _mark_specials(backend, config)
@@ -67,13 +68,13 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Ids run from 0 to one less than this; a few of them may stand for no token."""
+        """Ids are 0..vocab_size - 1; a few may have no token."""
         return self._vocabulary.size
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a prompt, with BOS or what else the model puts around one. Special tokens spelt in it are plain text.
+        """Return the ids of a prompt, with BOS and other framing tokens. Special tokens spelt in `text` are plain text.
 
-        ValueError if `text` holds a lone surrogate.
+        Raises ValueError if `text` holds a lone surrogate.
         """
         encoding = self._encode(text, add_special_tokens and self._frame is None)
         ids = encoding.ids
@@ -84,43 +85,42 @@ class Tokenizer:
         return [*before, *ids, *after]
 
     def encode_template(self, rendered: str, stand_ins: Mapping[str, str] = NO_STAND_INS) -> list[int]:
-        """Ids of a rendered chat template, in which special tokens are what they say and nothing is put around.
+        """Return the ids of a rendered chat template: special tokens are recognised, no framing is added.
 
-        `stand_ins` maps each character that stands in `rendered` for another, so that user text spells no special
-        token, back to that other. ValueError if `rendered` holds a lone surrogate.
+        `stand_ins` maps each placeholder character in `rendered` to the user's character that it replaces. Raises
+        ValueError if `rendered` holds a lone surrogate.
         """
         guarded = self._special_pattern.sub(lambda match: self._guards[match[0]], rendered)
         if stand_ins:
             guarded = guarded.translate(str.maketrans(dict(stand_ins)))
         encoding = self._encode(guarded, add_special_tokens=False)
         ids: list[int] = []
-        # By text, for the library gives guards the ids of other tokens where the file's ids have gaps.
+        # By text: where the file's ids have gaps, the library gives guards the ids of other tokens.
         for token, token_id in zip(encoding.tokens, encoding.ids, strict=True):
             special = self._special_by_guard.get(token.strip())
             ids += self._spellings.get(token_id, [token_id]) if special is None else [special]
         return ids
 
     def special_id(self, text: str) -> int | None:
-        """The id of the special token that is spelt so, if there is one."""
+        """Return the id of the special token with this text, if any."""
         return self._special_id_by_text.get(text)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that the token adds to a text; empty for an id that is not in the vocabulary."""
+        """Return the bytes that a token adds to a text; empty for an unknown id."""
         return self._vocabulary.pieces[token_id] if 0 <= token_id < self.vocab_size else b""
 
     def token_text(self, token_id: int) -> str:
-        """The token's bytes as text; those that are no UTF-8 alone become U+FFFD."""
+        """Return the token's bytes as text; invalid UTF-8 becomes U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True, at_start: bool = True) -> str:
-        """The text of `ids`, which `detokenizer` gives in parts."""
+        """Return the text of `ids`, as `detokenizer` streams it."""
         detokenizer = self.detokenizer(skip_special_tokens, at_start)
         return detokenizer.push(ids) + detokenizer.flush()
 
     def detokenizer(self, skip_special_tokens: bool = True, at_start: bool = False) -> Detokenizer:
-        """A fresh stream of ids to text. `at_start` says that the text begins here, where many tokenizers drop the
-        space before the first word; otherwise it continues another text and keeps that space.
-        """
+        """Return a new stream of ids to text. `at_start`: the text begins here, so many tokenizers drop the space
+        before the first word; otherwise it continues another text and keeps that space."""
         return self._vocabulary.detokenizer(skip_special_tokens, at_start)
 
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
@@ -128,11 +128,11 @@ class Tokenizer:
             raise ValueError("the text is too long for the tokenizer")
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens)
-        except TypeError as error:  # the library's word for a string that has no UTF-8
+        except TypeError as error:  # raised for a string that has no UTF-8
             raise ValueError("the text holds a lone surrogate, which is no character") from error
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic of the library is no Exception
+        except BaseException as error:  # a panic of the library is not an Exception
             raise ValueError("the tokenizer has no token for some of the text") from error
 
 
@@ -141,16 +141,16 @@ def _first_line(error: BaseException) -> str:
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Matches the longest of `texts`; of none, it matches nowhere."""
+    """Return a pattern for the longest of `texts`; without texts it never matches."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 def _mark_specials(backend: tokenizers.Tokenizer, config: TokenizerConfig) -> dict[str, int]:
-    """Ids of all special tokens by text, once `backend` knows those that only the configuration calls special.
+    """Return the ids of all special tokens by text, after marking in `backend` those that only the configuration names.
 
-    A token that only the configuration names and that the model has as ordinary text (a pad token "!") stays ordinary:
-    it would vanish from every answer. BOS and EOS are special in any case.
+    An ordinary model token that only the configuration calls special (a pad token "!") stays ordinary, or it would
+    vanish from every answer. BOS and EOS are always special.
     """
     added = backend.get_added_tokens_decoder()
     own = {token.content for token in added.values()}
@@ -163,9 +163,9 @@ def _mark_specials(backend: tokenizers.Tokenizer, config: TokenizerConfig) -> di
 
 
 def _spell_out(backend: tokenizers.Tokenizer, specials: Mapping[str, int]) -> dict[int, list[int]]:
-    """For each special token that the model itself may find in plain text, as Unigram does, ids that spell it.
+    """Return, for each special token that the model itself can produce from plain text (Unigram), ids that spell it.
 
-    The token for unknown characters is not among them: it controls nothing.
+    The unknown token is left out: it controls nothing.
     """
     own = backend.get_vocab(with_added_tokens=False)
     special_ids = set(specials.values())
@@ -179,7 +179,7 @@ def _spell_out(backend: tokenizers.Tokenizer, specials: Mapping[str, int]) -> di
 
 
 def _model_ids(backend: tokenizers.Tokenizer, text: str) -> list[int]:
-    """Ids that the model alone gives `text`; none where it knows neither the text nor a token for the unknown."""
+    """Return the ids from the model alone; none if it knows neither the text nor an unknown token."""
     try:
         return [token.id for token in backend.model.tokenize(text)]
     except Exception:  # the library raises nothing narrower
@@ -187,7 +187,7 @@ def _model_ids(backend: tokenizers.Tokenizer, text: str) -> list[int]:
 
 
 def _read_frame(backend: tokenizers.Tokenizer, config: TokenizerConfig) -> tuple[list[int], list[int]] | None:
-    """Ids before and after every prompt, where the configuration overrules the post-processor of `backend`."""
+    """Return the ids before and after every prompt, if the configuration overrides the post-processor of `backend`."""
     if config.framing is None:
         return None
     ends = [config.named_tokens.get(name) for name in ("bos_token", "eos_token")]
@@ -197,9 +197,9 @@ def _read_frame(backend: tokenizers.Tokenizer, config: TokenizerConfig) -> tuple
 
 
 def _add_guards(backend: tokenizers.Tokenizer, specials: Mapping[str, int]) -> dict[str, str]:
-    """Gives each special token a second, secret spelling that is read even where special tokens are not.
+    """Give each special token a second, secret spelling that is read even where special tokens are not.
 
-    A template's own special tokens are respelt so. The spelling is drawn anew in each process, so no user can write it.
+    A template's own special tokens are respelt with it. It is drawn anew in each process, so no user can write it.
     """
     secret = secrets.token_hex(16)
     guards = {text: f"<{secret}:{token_id}>" for text, token_id in specials.items()}

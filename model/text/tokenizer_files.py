@@ -1,4 +1,4 @@
-"""The text files of a model folder, read with a size limit, and what those beside `tokenizer.json` say of tokens."""
+"""Size-limited reading of a model folder's text files, and the special tokens that its configuration names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_CONFIG_BYTES = 16 * 2**20
 
 
 def read_text(path: Path, max_bytes: int) -> str | None:
-    """The text of `path`, or None where there is no such file. ModelError if it is too large or not UTF-8."""
+    """Return the text of `path`, or None if it does not exist. Raises ModelError if it is too large or not UTF-8."""
     if not path.exists():
         return None
     try:
@@ -26,27 +26,27 @@ def read_text(path: Path, max_bytes: int) -> str | None:
 
 
 def read_json_if_any(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`, empty where there is no such file. ModelError if it is anything else."""
+    """Return the JSON object in `path`, {} if it does not exist. Raises ModelError for anything else."""
     return read_json_object(path, MAX_CONFIG_BYTES) if path.exists() else {}
 
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """What `tokenizer_config.json` and the older `special_tokens_map.json` say; both may be absent."""
+    """`tokenizer_config.json` merged with the older `special_tokens_map.json`; both are optional."""
 
     values: Mapping[str, Any]
 
     @classmethod
     def read(cls, directory: Path) -> TokenizerConfig:
-        """Of a model folder. Raises ModelError for a file that cannot be read, or is no JSON object."""
+        """Read a model folder's files. Raises ModelError if one is unreadable or not a JSON object."""
         values = read_json_if_any(directory / TOKENIZER_CONFIG)
-        if "added_tokens_decoder" not in values:  # as Hugging Face: only older folders need the second file
+        if "added_tokens_decoder" not in values:  # as in Hugging Face, only older folders need the second file
             values |= read_json_if_any(directory / SPECIAL_TOKENS_MAP)
         return cls(values)
 
     @property
     def named_tokens(self) -> dict[str, str]:
-        """The tokens that have a name, as "bos_token" has, by name: chat templates see them as variables."""
+        """Tokens by name, such as "bos_token"; chat templates see them as variables."""
         extra = self.values.get("extra_special_tokens")
         named = {name: value for name, value in self.values.items() if name.endswith("_token")}
         named |= extra if isinstance(extra, dict) else {}
@@ -68,13 +68,13 @@ class TokenizerConfig:
 
     @property
     def framing(self) -> tuple[bool, bool] | None:
-        """Whether BOS and EOS go around a text; None where that is left to the post-processor of tokenizer.json."""
+        """(add BOS, add EOS); None if the post-processor in tokenizer.json decides."""
         if "add_bos_token" not in self.values and "add_eos_token" not in self.values:
             return None
         return bool(self.values.get("add_bos_token")), bool(self.values.get("add_eos_token"))
 
 
 def _content(token: Any) -> str | None:
-    """The text of a token, written plainly or as a serialised AddedToken; None for what is neither."""
+    """Return the text of a token, written as a string or a serialised AddedToken; None for anything else."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None

@@ -1,7 +1,7 @@
-"""How much longer a tokenizer may make a text, known from its file before it is loaded.
+"""Bounds how much longer a tokenizer can make a text, from its file alone.
 
-A normalizer of thirty replacements of "a" by "aa" makes a gigabyte of one character, when its added tokens are loaded
-already. Each step has a factor, in bytes of UTF-8; those of steps behind one another are multiplied.
+A normalizer of thirty replacements of "a" by "aa" makes a gigabyte of one character, even while added tokens load. Each
+step has a factor, in bytes of UTF-8; factors of consecutive steps are multiplied.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 from model.errors import ModelError
 
 MAX_GROWTH = 256
-"""Of a text on its way through all steps of a kind; SentencePiece's own, the largest in use, is about 130."""
+"""Largest product of the factors of one kind of step; SentencePiece's own, the largest in use, is about 130."""
 MAX_STEPS = 64
 MAX_LITERAL_BYTES = 1024
 MAX_ADDED_BYTES = 64 << 20
-"""Of all added tokens, once they are normalized."""
+"""All added tokens together, normalized."""
 MAX_FRAME = 64
-"""Special tokens around a text, each with so many ids."""
+"""Special tokens around a text, and ids of each."""
 
 Step = Mapping[str, Any]
 
 
 def check_growth(file: Mapping[str, Any], source: str) -> float:
-    """The factor of a parsed tokenizer.json, for normalizer and pre-tokenizer. Raises ModelError."""
+    """Return the growth factor of a parsed tokenizer.json's normalizer and pre-tokenizer. Raises ModelError."""
     try:
         growth = _growth(file, "normalizer", _NORMALIZERS) * _growth(file, "pre_tokenizer", _PRE_TOKENIZERS)
         _growth(file, "decoder", _DECODERS)
@@ -67,7 +67,7 @@ def _steps(part: Step | None, kind: str) -> list[Step]:
 
 
 def _flat(part: Step | None) -> Iterator[Step]:
-    """Sequences hold their steps under a name that differs by their kind."""
+    """Yield the steps of nested sequences; the name of their list differs by kind."""
     rest, num_seen = [part], 0
     while rest and num_seen <= 4 * MAX_STEPS:
         step = rest.pop()
@@ -94,7 +94,7 @@ def _replaced(step: Step) -> float:
     new, pattern = _literal(step["content"]), step["pattern"]
     if isinstance(pattern, dict) and pattern.get("String"):
         return new / len(pattern["String"].encode("utf-8", "surrogatepass"))
-    return new + 1  # it may match what is empty, before each character
+    return new + 1  # an empty match before each character
 
 
 def _prepended(step: Step) -> float:
@@ -103,7 +103,7 @@ def _prepended(step: Step) -> float:
 
 
 def _precompiled(step: Step) -> float:
-    """SentencePiece's map: the size of a trie, the trie, and the texts that it leads to, each with a zero behind it."""
+    """Return the longest text in SentencePiece's map: a trie's size, the trie, then zero-terminated texts."""
     try:
         data = base64.b64decode(step["precompiled_charsmap"] or "", validate=True)
     except binascii.Error:

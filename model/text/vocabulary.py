@@ -1,4 +1,4 @@
-"""Every token id with its bytes: the half of a tokenizer that turns ids into text."""
+"""The bytes of every token id: the half of a tokenizer that turns ids into text."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from model.errors import ModelError
 from model.text.decoding import Decoding, byte_alphabet
 from model.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 
-MAX_VOCAB_SIZE = 2**22  # the id of an added token is the file's word, and tables are as long as the largest id
+MAX_VOCAB_SIZE = 2**22  # an added token's id comes from the file, and tables are as long as the largest id
 
 
 class Vocabulary:
-    """Immutable once made. Ids run from 0 to `size - 1`; a few of them may stand for no token."""
+    """Bytes by token id. Immutable. Ids are 0..size - 1; a few may have no token."""
 
     def __init__(self, backend: tokenizers.Tokenizer, special_ids: frozenset[int]) -> None:
-        """Reads `backend`, which may change later. ModelError on absurd ids."""
+        """Read `backend`, which may change later. Raises ModelError if its ids are out of range."""
         tokens = _read_tokens(backend)
         ids = frozenset(i for i, token in enumerate(tokens) if token is not None)
         self._decoding = Decoding.of(backend)
@@ -30,11 +30,10 @@ class Vocabulary:
 
     @property
     def size(self) -> int:
-        """Token ids are 0..size - 1, those that stand for nothing included."""
         return len(self.pieces)
 
     def detokenizer(self, skip_special_tokens: bool, at_start: bool) -> Detokenizer:
-        """A fresh stream; `at_start` as in `Tokenizer.detokenizer`."""
+        """Return a new stream; `at_start` as in `Tokenizer.detokenizer`."""
         if self._decoding is None:
             spoken = self._spoken_ids_without_specials if skip_special_tokens else self._spoken_ids
             return WindowDetokenizer(self._decode, [] if at_start else self._anchor, spoken)
@@ -57,7 +56,7 @@ class Vocabulary:
 
 
 def _read_tokens(backend: tokenizers.Tokenizer) -> list[str | None]:
-    """The text of every id as the file writes it, added tokens included; None for an id that no token has."""
+    """Return the text of every id as the file writes it, with added tokens; None for an id without a token."""
     id_by_token = backend.get_vocab(with_added_tokens=True)
     added = backend.get_added_tokens_decoder()
     size = max([*id_by_token.values(), *added], default=-1) + 1
@@ -72,6 +71,6 @@ def _read_tokens(backend: tokenizers.Tokenizer) -> list[str | None]:
 
 
 def _foreign_ids(backend: tokenizers.Tokenizer) -> set[int]:
-    """Added tokens that the model itself does not have: they are written plainly, not in the model's alphabet."""
+    """Return the added tokens that the model lacks: they are plain text, not in the model's alphabet."""
     own = backend.get_vocab(with_added_tokens=False)
     return {token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.content not in own}

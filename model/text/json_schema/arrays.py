@@ -1,4 +1,4 @@
-"""Rules about arrays' items as core schemas."""
+"""Rules about array items as core schemas."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ from model.text.json_schema.core import (
 )
 
 WINDOW = 8
-"""Items from the first on among which those are that `contains` asks for."""
+"""The items that `contains` asks for must be among the first WINDOW."""
 MAX_COMBINATIONS = 64
 MAX_ORDERS = 400
-"""Arrays of different values that are written out one by one."""
+"""Permutations that `uniqueItems` writes out."""
 MAX_TUPLE = 16
 
 
 def unless_array(kinds: Kinds, core: Core) -> Core:
-    """`core`, which is one of arrays, or anything of the other kinds."""
+    """Return `core`, a schema of arrays, or any value of the other kinds."""
     return any_of([of_kinds(kinds - ARRAY), core])
 
 
 def containing(item: Core, other: Core, least: int, most: int | None, longest: int | None) -> Core | None:
-    """Arrays with so many items that `item` allows; `other` is what the rest must be where there may not be more.
-    None where that cannot be written."""
+    """Return arrays with `least` to `most` items that `item` allows; `other` constrains the rest if `most` is set.
+
+    Returns None if no grammar can express it.
+    """
     window = max(least, min(WINDOW, WINDOW if longest is None else longest))
     while window > least and _num_combinations(window, least, most) > MAX_COMBINATIONS:
         window -= 1
@@ -55,8 +57,8 @@ def _num_combinations(window: int, least: int, most: int | None) -> int:
 
 
 def without_repeats(core: dict[str, Any], known: Known) -> Core | None:
-    """Arrays that an assertion allows and in which no value comes twice, as a further rule. None where that cannot be
-    written."""
+    """Return a further rule on the arrays that `core` allows: no value occurs twice. None if no grammar can express it.
+    """
     longest = core.get("maxItems")
     num_prefix = len(core.get("prefixItems", ()))
     if core.get("items", True) is False:
@@ -79,7 +81,7 @@ def without_repeats(core: dict[str, Any], known: Known) -> Core | None:
 
 
 def writes_items(core: dict[str, Any], known: Known) -> bool:
-    """`without_repeats` writes the items out, and what `items` says of them with it."""
+    """Return whether `without_repeats` writes the items out, with what `items` says of them."""
     items = core.get("items", True)
     for _ in range(MAX_DEPTH):
         if isinstance(items, bool) or "$ref" not in items:

@@ -1,7 +1,7 @@
-"""JSON Schema as what llguidance enforces to the last keyword.
+"""Rewrites a JSON schema so that llguidance enforces every keyword.
 
-llguidance passes over keywords that it does not know, and of those that it knows some next to others: so it is given
-schemas of a few keywords in one order, of which every one is enforced. What allows more than its source is never made.
+llguidance ignores keywords that it does not know, and some known ones in combination with others. So it is given
+schemas of a few keywords in one order, all of which it enforces. The result never allows more than its source.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from model.text.json_schema.document import Document, Place
 from model.text.json_schema.rewriter import Rewriter
 
 MAX_DEPTH = 256
-"""Lists and maps inside each other that are read at a time: the stack of llguidance, which recurses."""
+"""Nested lists and maps that are read at a time: bounds the stack of llguidance, which recurses."""
 
 
 def enforceable(schema: Any, *, lenient: bool = False, place: Place | None = None) -> dict[str, Any]:
-    """A schema of which llguidance enforces everything, and which allows only what `schema` does, or what stands at
-    `place` in it; `lenient` ignores an unknown `format`. Raises GrammarError, with the
-    keyword and where it stands."""
+    """Return a schema that llguidance enforces entirely and that allows only what `schema`, or its part at `place`,
+    does.
+
+    `lenient` ignores an unknown `format`. Raises GrammarError with the keyword and its JSON pointer.
+    """
     try:
         rewriter = Rewriter(Document(schema), lenient=lenient)
         root, bodies = rewriter.rewritten(place)
@@ -38,7 +40,7 @@ def _written(root: Core, bodies: Mapping[str, Core]) -> dict[str, Any]:
     own = _plain(root)
     if not written:
         return {"allOf": [own]} if isinstance(own, bool) else own
-    # Definitions are read where they are first referred to: in this order none is read deep inside of others.
+    # llguidance reads a definition at its first reference: in this order none is read deep inside others.
     order = _innermost_first(own, written)
     _check_depth(order, own, written)
     early = {"anyOf": [True, *({"$ref": f"#/$defs/{key}"} for key in order)]}
@@ -67,7 +69,7 @@ def _plain(core: Core) -> Any:
 
 
 def _references(value: Any) -> list[str]:
-    """The keys that a written schema refers to, in the order in which they are read."""
+    """Return the keys that a written schema refers to, in reading order."""
     found, stack = [], [value]
     while stack:
         item = stack.pop()
@@ -96,7 +98,7 @@ def _innermost_first(root: Any, written: Mapping[str, Any]) -> list[str]:
 
 
 def _check_depth(order: Sequence[str], own: Any, written: Mapping[str, Any]) -> None:
-    """Follows the definitions as llguidance does, which reads each where it is first referred to, inside of others."""
+    """Check the depth as llguidance follows definitions: each is read at its first reference, inside others."""
     seen: set[str] = set()
     for first in order:
         stack: list[tuple[str, int]] = [(first, 0)]
@@ -122,7 +124,7 @@ def _depth(value: Any) -> int:
 
 
 def _check_circles(bodies: Mapping[str, Core]) -> None:
-    """A schema that is itself, with nothing in between, says nothing."""
+    """Refuse a schema that is only a reference to itself: it has no meaning."""
     try:
         TopologicalSorter({key: _in_place(core) for key, core in bodies.items()}).prepare()
     except CycleError:

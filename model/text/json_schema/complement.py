@@ -1,7 +1,7 @@
-"""What a schema forbids, as core schemas: for `not`, the other side of an `if`, and the schemas of a `oneOf`.
+"""The complement of a schema as core schemas, for `not`, `else` and `oneOf`.
 
-No grammar writes all of it, as of a pattern. `exactly` refuses such a keyword by its name; `nearly` leaves out what it
-cannot write, so that all it allows is forbidden indeed, but not the reverse.
+Not every complement has a grammar, for example that of a pattern. `exactly` refuses such a keyword by its name;
+`nearly` leaves it out: everything that it returns is forbidden, but not everything forbidden is returned.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from model.text.json_schema.core import (
 from model.text.json_schema.document import Document, Place, cannot, count, mapping, name_lists, names, number
 
 MAX_PAIRS = 64
-"""Of the schemas of a forbidden `oneOf`."""
+"""Pairs of schemas in a forbidden `oneOf`."""
 MAX_VALUES = 64
 """Numbers, arrays and objects in a forbidden `enum`: each makes a schema of its own."""
 
 
 class Schemas(Protocol):
-    """What is needed of `rewriter.Rewriter`, which needs this."""
+    """The part of `rewriter.Rewriter` used here; it uses this module in turn."""
 
     document: Document
 
@@ -50,13 +50,13 @@ class Schemas(Protocol):
 
 @dataclass(frozen=True)
 class _Task:
-    """One schema to be forbidden."""
+    """A schema to complement."""
 
     place: Place
-    kinds: Kinds  # that matter
+    kinds: Kinds  # kinds that matter
     is_exact: bool
-    names: frozenset[str]  # of properties that the values in question may have
-    missed: list[str] = field(default_factory=list)  # keywords of which not all could be written
+    names: frozenset[str]  # properties that the values in question may have
+    missed: list[str] = field(default_factory=list)  # keywords that could not be written in full
 
     def at(self, place: Place) -> _Task:
         return replace(self, place=place)
@@ -67,7 +67,7 @@ class _Task:
 
 
 class Complement:
-    """Of the schemas of one document."""
+    """Complements of the schemas of one document."""
 
     def __init__(self, schemas: Schemas) -> None:
         self._schemas = schemas
@@ -97,12 +97,15 @@ class Complement:
         }
 
     def exactly(self, place: Place, kinds: Kinds) -> Core:
-        """All that `place` forbids of values of `kinds`. Raises GrammarError where that cannot be written."""
+        """Return everything that `place` forbids of values of `kinds`. Raises GrammarError if no grammar can express
+        it."""
         return self._forbidden(_Task(place, kinds | NUMBERS if "fraction" in kinds else kinds, True, frozenset()))
 
     def nearly(self, place: Place, kinds: Kinds, names: frozenset[str] = frozenset()) -> tuple[Core, bool]:
-        """What `place` forbids, and whether it is all of that or only some; `names` are those of properties that the
-        values in question may have."""
+        """Return what `place` forbids, and whether that is all of it.
+
+        `names` are properties that the values in question may have.
+        """
         task = _Task(place, kinds | NUMBERS if "fraction" in kinds else kinds, False, names)
         core = self._forbidden(task)
         return core, not task.missed
@@ -128,7 +131,7 @@ class Complement:
         return any_of(parts)
 
     def _missing(self, task: _Task, keyword: str, kind: str, matters: bool = True) -> Core:
-        """What cannot be written."""
+        """Record, or refuse, a keyword that cannot be complemented."""
         if matters and kind in task.kinds:
             if task.is_exact:
                 raise cannot(keyword, task.place.at, "cannot be enforced under 'not' or 'if'")
@@ -142,7 +145,7 @@ class Complement:
         return self._forbidden(task.at(self._document.child(task.place, *steps)))
 
     def _shared(self, task: _Task, place: Place) -> Core:
-        """What a schema forbids that stands elsewhere, or of another value."""
+        """Return what a schema elsewhere, or of a nested value, forbids."""
         if isinstance(place.schema, bool):
             return not place.schema
         found = self._schemas.shared(place, task.mode)
@@ -256,7 +259,7 @@ class Complement:
         return any_of(found)
 
     def _item(self, index: int, value: Core) -> Core:
-        """Arrays with such an item there."""
+        """Return the arrays whose item at `index` matches `value`."""
         if value is False:
             return False
         return {"type": "array", "prefixItems": [True] * index + [value], "minItems": index + 1}
@@ -280,7 +283,7 @@ class Complement:
 
     def _number_bound(self, task: _Task, keyword: str, opposite: str) -> Core:
         value = task.place.schema[keyword]
-        if isinstance(value, bool):  # as in draft 4: the bound itself tells
+        if isinstance(value, bool):  # draft 4: a flag of the bound, which handles it
             return False
         value = number(task.place, keyword)
         if task.place.schema.get(f"exclusive{keyword[0].upper()}{keyword[1:]}") is True:
@@ -288,7 +291,7 @@ class Complement:
         return {**of_kinds(task.kinds & NUMBERS), opposite: value}
 
     def _other_values(self, task: _Task, values: Sequence[Any]) -> Core:
-        """Anything of the same kinds that is none of these."""
+        """Return any value of the same kinds except `values`."""
         found: list[Core] = []
         for kind in sorted(task.kinds & {"null", "boolean", "string"}):
             own = [value for value in values if kind_of(value) == kind]
@@ -335,7 +338,7 @@ BOUNDS: Mapping[str, tuple[Kinds, str, int]] = {
     "exclusiveMinimum": (NUMBERS, "maximum", 0),
     "exclusiveMaximum": (NUMBERS, "minimum", 0),
 }
-"""Of what they speak, the bound on the other side, and how far beyond it is."""
+"""Per keyword: its kinds, the opposite bound, and the offset of that bound."""
 MISSING: Mapping[str, str] = {
     "pattern": "string",
     "multipleOf": "integer",
@@ -344,7 +347,7 @@ MISSING: Mapping[str, str] = {
     "unevaluatedProperties": "object",
     "unevaluatedItems": "array",
 }
-"""Keywords whose contrary no grammar has, and of what kind they speak."""
+"""Keywords without a complement in a grammar, and their kinds."""
 
 
 def _other_plain(kind: str, values: Sequence[Any]) -> Core:
@@ -357,7 +360,7 @@ def _other_plain(kind: str, values: Sequence[Any]) -> Core:
 
 
 def _between(core: Core, values: Sequence[int | float]) -> list[Core]:
-    """Numbers between these, and beyond them."""
+    """Return the numbers between and beyond `values`."""
     if not values:
         return [core]
     found: list[Core] = [{**core, "exclusiveMaximum": values[0]}]
@@ -366,7 +369,7 @@ def _between(core: Core, values: Sequence[int | float]) -> list[Core]:
 
 
 def _other_value(value: Any) -> Core:
-    """Anything but one value; of objects, those that lack something of it."""
+    """Return anything but one value; of objects, only those that lack a property of it."""
     kind = kind_of(value)
     kinds = NUMBERS if kind in NUMBERS else frozenset({kind})
     rest = of_kinds(frozenset({"null", "boolean", "integer", "fraction", "string", "array", "object"}) - kinds)

@@ -1,5 +1,7 @@
-"""Core schemas that must hold together, written as one: llguidance would do it, but not in circles of references, and
-without leaving out alternatives that exclude each other."""
+"""Merges conjunctions of core schemas.
+
+llguidance merges them too, but not in cycles of references, and without dropping alternatives that exclude each other.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from model.text.json_schema.core import (
 
 MAX_ALTERNATIVES = 256
 OWN = "c"
-"""Begins the keys of conjunctions."""
+"""Prefix of the keys of conjunctions."""
 MAX_ROUNDS = 32
 SIZES = (
     ("string", "minLength", "maxLength"),
@@ -36,19 +38,19 @@ SIZES = (
 LARGEST = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
 SMALLEST = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
 ALIKE = ("pattern", "format", "multipleOf")
-"""Keywords of which one assertion cannot have two."""
+"""Keywords that one assertion cannot have twice."""
 
 
 PAIRS_PER_UNIT = 64
-"""Of assertions that are compared, for one unit of the budget."""
+"""Pairs of assertions compared for one unit of the budget."""
 
 
 class _TooMuch(Exception):
-    """It is left to llguidance."""
+    """Too large: the conjunction is left to llguidance."""
 
 
 class Conjunctions:
-    """Of one schema."""
+    """Merges the conjunctions of one schema."""
 
     def __init__(self, bodies: Mapping[str, Core], spend: Callable[[int], None]) -> None:
         self._bodies = dict(bodies)
@@ -60,11 +62,11 @@ class Conjunctions:
         return self._bodies[key]
 
     def no_text_fits(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
-        """Questions about patterns have been asked before."""
+        """Patterns were compared while rewriting."""
         return False
 
     def written(self, root: Core) -> tuple[Core, dict[str, Core]]:
-        """`root` and all that it refers to."""
+        """Return the merged `root` and everything it refers to."""
         found = self._simple(root)
         waiting = _keys_in(found)
         while waiting:
@@ -75,7 +77,7 @@ class Conjunctions:
         return self._without_empty(found)
 
     def _without_empty(self, root: Core) -> tuple[Core, dict[str, Core]]:
-        """References to what allows nothing are False: to llguidance a definition may not be empty."""
+        """Replace references to empty schemas by False: llguidance accepts no empty definition."""
         empty = {key for key, core in self._done.items() if core is False}
         for _ in range(MAX_ROUNDS):
             self._spend(len(self._done) if empty else 0)
@@ -115,11 +117,11 @@ class Conjunctions:
         for name, part in found.get("properties", {}).items():
             pattern = patterns.get(json.dumps(part))
             if pattern is not None and texts.matches(pattern, name):
-                found["properties"][name] = True  # the pattern says the same
+                found["properties"][name] = True  # the pattern implies it
         return _settled(found)
 
     def _alternatives(self, core: Core, depth: int) -> list[list[dict[str, Any]]]:
-        """Assertions that hold together, for each way in which `core` holds."""
+        """Return, for each way in which `core` holds, the assertions that hold together."""
         if isinstance(core, bool):
             return [[]] if core else []
         if depth > MAX_DEPTH:
@@ -156,7 +158,7 @@ class Conjunctions:
         return self._with_simple_parts(found)
 
     def _pair(self, one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any] | bool:
-        """What two assertions say together."""
+        """Return the conjunction of two assertions."""
         if not one or not other:
             return one or other
         found: dict[str, Any] = {}
@@ -233,7 +235,7 @@ class Conjunctions:
             if any(rest is not True and not own for own, rest in zip(owns, rests, strict=True)) and any(
                 texts.matches(pattern, name) is not False for pattern in patterns for name in names
             ):
-                raise _TooMuch  # llguidance holds a named property to a pattern that matches too
+                raise _TooMuch  # llguidance applies a matching pattern to a named property too
             found["patternProperties"] = {
                 pattern: self._both(*(own.get(pattern, rest) for own, rest in zip(owns, rests, strict=True)))
                 for pattern in patterns
@@ -245,7 +247,7 @@ class Conjunctions:
             found["required"] = required
 
     def _both(self, one: Core, other: Core) -> Core:
-        """What two schemas of a property or an item say together."""
+        """Return the conjunction of two schemas of a property or an item."""
         if one is True or other is True or one is False or other is False:
             return False if False in (one, other) else other if one is True else one
         if json.dumps(one) == json.dumps(other):
@@ -261,14 +263,14 @@ class Conjunctions:
         return {"$ref": key}
 
     def _conjuncts(self, core: dict[str, Any]) -> list[dict[str, Any]]:
-        """What must hold together, conjunctions that were made here taken apart: so that circles of them close."""
+        """Return the parts of a conjunction, those made here taken apart, so that cycles of them close."""
         if core.get("$ref", "").startswith(OWN):
             return self._bodies[core["$ref"]]["allOf"]
         return core.get("allOf", [core])
 
 
 def _settled(core: dict[str, Any]) -> Core:
-    """An assertion without the kinds of which it allows nothing."""
+    """Return an assertion without the kinds of which it allows nothing."""
     kinds = kinds_of(core, NOTHING)
     properties = core.get("properties", {})
     if any(properties.get(name, True) is False for name in core.get("required", ())):
@@ -285,7 +287,7 @@ def _settled(core: dict[str, Any]) -> Core:
 
 
 def _without(core: Core, empty: Collection[str]) -> Core:
-    """`core` where the references `empty` allow nothing."""
+    """Return `core` with the references in `empty` replaced by False."""
     if isinstance(core, bool):
         return core
     if "$ref" in core:
@@ -321,7 +323,7 @@ def _property(core: dict[str, Any], name: str) -> Core:
 
 
 def _keys_in(core: Core) -> list[str]:
-    """What a schema refers to."""
+    """Return the references in a schema."""
     found, stack = [], [core]
     while stack:
         item = stack.pop()
@@ -338,6 +340,6 @@ def _keys_in(core: Core) -> list[str]:
 
 
 def _joined(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The assertions of both, each once: what a reference names twice is the same object."""
+    """Return the assertions of both, each once: a twice-named reference is the same object."""
     known = set(map(id, one))
     return [*one, *(part for part in other if id(part) not in known)]

@@ -1,8 +1,7 @@
-"""Schemas of the few keywords that a grammar is written from, and what can be proven of them.
+"""Core schemas: the few keywords that grammars are written from, and proofs about them.
 
-A core schema is True, False, {"$ref": key}, {"allOf": [...]}, {"anyOf": [...]}, or one that has assertions only:
-those of llguidance, with `enum` for `const` and `prefixItems` for `items` in a list, and `notEnum`: of strings, that
-it is none of these.
+A core schema is True, False, {"$ref": key}, {"allOf": [...]}, {"anyOf": [...]}, or one of assertions only: llguidance's
+keywords, with `enum` for `const`, `prefixItems` for a list in `items`, and `notEnum`: a string outside this list.
 """
 
 from __future__ import annotations
@@ -16,24 +15,24 @@ Core = bool | dict[str, Any]
 Kinds = frozenset[str]
 
 ALL: Kinds = frozenset({"null", "boolean", "integer", "fraction", "string", "array", "object"})
-"""What a value is. The type `number` is `integer` and `fraction`."""
+"""The kinds of value. The type `number` is `integer` and `fraction`."""
 NUMBERS: Kinds = frozenset({"integer", "fraction"})
 OBJECT, ARRAY, STRING = frozenset({"object"}), frozenset({"array"}), frozenset({"string"})
 
 MAX_DEPTH = 24
-"""References and applicators that a proof looks through."""
+"""References and applicators that a proof follows."""
 MAX_ALTERNATIVES = 256
-"""Of a conjunction of alternatives that is written out."""
+"""Alternatives of a conjunction that are multiplied out."""
 
 
 class Known(Protocol):
-    """What is known while schemas are made."""
+    """What proofs may ask while schemas are rewritten."""
 
     def lookup(self, key: str) -> Core:
-        """What a reference stands for; True where that is not known."""
+        """Return the body of a reference; True if not known yet."""
 
     def no_text_fits(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
-        """No text is allowed by both of two assertions, certainly."""
+        """Return whether certainly no text matches both assertions."""
 
 
 class _Nothing:
@@ -48,7 +47,7 @@ NOTHING: Known = _Nothing()
 
 
 def all_of(parts: Iterable[Core], known: Known = NOTHING) -> Core:
-    """What all of `parts` allow, in their order. Alternatives that exclude each other are told apart."""
+    """Return the conjunction of `parts`, in order; alternatives that exclude each other are dropped."""
     flat: list[dict[str, Any]] = []
     for part in parts:
         if part is False:
@@ -61,7 +60,6 @@ def all_of(parts: Iterable[Core], known: Known = NOTHING) -> Core:
 
 
 def any_of(parts: Iterable[Core]) -> Core:
-    """What one of `parts` allows."""
     flat: list[dict[str, Any]] = []
     for part in parts:
         if part is True:
@@ -73,7 +71,7 @@ def any_of(parts: Iterable[Core]) -> Core:
 
 
 def of_kinds(kinds: Collection[str]) -> Core:
-    """Any value of some kinds, `fraction` only together with `integer`."""
+    """Return a schema of all values of these kinds; `fraction` requires `integer`."""
     if set(kinds) >= ALL:
         return True
     types = [kind for kind in ("null", "boolean", "integer", "string", "array", "object") if kind in kinds]
@@ -87,7 +85,6 @@ def kinds_of_type(name: str) -> Kinds:
 
 
 def kind_of(value: Any) -> str:
-    """The kind of a JSON value."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else "boolean"
     if isinstance(value, int | float):
@@ -96,7 +93,7 @@ def kind_of(value: Any) -> str:
 
 
 def same(value: Any) -> str:
-    """Equal for equal JSON values: 1 and 1.0 are, 1 and true are not."""
+    """Return a key that is equal for equal JSON values: 1 and 1.0 are equal, 1 and true are not."""
     if isinstance(value, float) and value.is_integer() and math.isfinite(value):
         return json.dumps(int(value))
     if isinstance(value, list):
@@ -107,7 +104,7 @@ def same(value: Any) -> str:
 
 
 def kinds_of(core: Core, known: Known, depth: int = 0) -> Kinds:
-    """At least the kinds that `core` allows."""
+    """Return the kinds that `core` allows, or a superset."""
     if isinstance(core, bool) or depth > MAX_DEPTH:
         return frozenset() if core is False else ALL
     if "$ref" in core:
@@ -126,7 +123,7 @@ def kinds_of(core: Core, known: Known, depth: int = 0) -> Kinds:
 
 
 def values_of(core: Core, known: Known, depth: int = 0) -> list[Any] | None:
-    """All values that `core` allows, and perhaps more, where they are few and known."""
+    """Return the values that `core` allows, or a superset, if they are few and known."""
     if isinstance(core, bool) or depth > MAX_DEPTH:
         return [] if core is False else None
     if "$ref" in core:
@@ -149,12 +146,12 @@ def values_of(core: Core, known: Known, depth: int = 0) -> list[Any] | None:
 
 
 def plain_values(core: Core) -> list[Any]:
-    """The values of a schema that only lists them; none of another."""
+    """Return the values of a schema that only lists them; [] for any other."""
     return core["enum"] if isinstance(core, dict) and "enum" in core and set(core) <= {"enum", "type"} else []
 
 
 def are_disjoint(one: Core, other: Core, known: Known, depth: int = 0) -> bool:
-    """No value is allowed by both, as far as that can be proven."""
+    """Return whether provably no value is allowed by both."""
     if one is False or other is False:
         return True
     if depth > MAX_DEPTH:
@@ -176,18 +173,18 @@ def are_disjoint(one: Core, other: Core, known: Known, depth: int = 0) -> bool:
 
 
 class Exclusions:
-    """Which of the parts of one conjunction exclude each other: asked again for each way to choose among them."""
+    """Caches which parts of one conjunction exclude each other, over all ways to choose among them."""
 
     def __init__(self, parts: Iterable[Core], known: Known) -> None:
-        """What a plain one of `parts` requires is there for all."""
+        """Properties that a plain part requires count as required everywhere."""
         own = (part.get("required", ()) for part in parts if isinstance(part, dict))
         self._names = list(dict.fromkeys(name for names in own for name in names))
         self._known = known
         self._answers: dict[tuple[int, int], bool] = {}
-        self._parts: list[dict[str, Any]] = []  # keeps their ids
+        self._parts: list[dict[str, Any]] = []  # referenced, so that their ids stay unique
 
     def any_between(self, ones: Iterable[dict[str, Any]], others: Sequence[dict[str, Any]]) -> bool:
-        """No value is allowed by all of both, certainly."""
+        """Return whether certainly no value matches all of both."""
         return any(self._exclude(one, other) for one in ones for other in others)
 
     def _exclude(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -199,7 +196,7 @@ class Exclusions:
 
 
 def property_of(core: dict[str, Any], name: str) -> Core:
-    """What an assertion says of one property, as far as that is plain."""
+    """Return what an assertion says of one property, if that is simple."""
     properties = core.get("properties", {})
     if name in properties:
         return properties[name]
@@ -207,13 +204,12 @@ def property_of(core: dict[str, Any], name: str) -> Core:
 
 
 def item_of(core: dict[str, Any], index: int) -> Core:
-    """What an assertion says of one item."""
     prefix = core.get("prefixItems", ())
     return prefix[index] if index < len(prefix) else core.get("items", True)
 
 
 def names_in(core: Core, known: Known, depth: int = 0) -> set[str]:
-    """The properties that a schema speaks of."""
+    """Return the property names in a schema."""
     if isinstance(core, bool) or depth > MAX_DEPTH:
         return set()
     if "$ref" in core:
@@ -225,7 +221,7 @@ def names_in(core: Core, known: Known, depth: int = 0) -> set[str]:
 
 
 def requiring(core: Core, names: Sequence[str], known: Known, depth: int = 0) -> Core:
-    """`core` for objects that have these properties anyway, to be proven disjoint from another."""
+    """Return `core` for objects known to have these properties, for a proof of disjointness."""
     if isinstance(core, bool) or not names or depth > MAX_DEPTH:
         return core
     if "$ref" in core:
@@ -237,7 +233,7 @@ def requiring(core: Core, names: Sequence[str], known: Known, depth: int = 0) ->
 
 
 def other_texts(texts: Sequence[str]) -> str:
-    """A regular expression for every text that is none of these."""
+    """Return a regular expression of every text outside `texts`."""
     tree: dict[str, Any] = {}
     for text in texts:
         node = tree
@@ -303,7 +299,7 @@ def _are_disjoint_in(kind: str, one: dict[str, Any], other: dict[str, Any], know
 
 
 def is_excluded(value: Any, kind: str, core: dict[str, Any]) -> bool:
-    """`core` certainly forbids the value, whose kind it allows."""
+    """Return whether `core` certainly forbids the value, whose kind it allows."""
     if "enum" in core:
         return same(value) not in map(same, core["enum"])
     if kind == "string":
@@ -323,7 +319,7 @@ def _is_empty(one: dict[str, Any], other: dict[str, Any], least: str, most: str)
 
 
 def has_no_number(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """No number is within the bounds of both."""
+    """Return whether no number is within the bounds of both."""
     bounds = [(key, core[key]) for core in (one, other) for key in (*LOW, *HIGH) if key in core]
     low = max((value for key, value in bounds if key in LOW), default=-math.inf)
     high = min((value for key, value in bounds if key in HIGH), default=math.inf)

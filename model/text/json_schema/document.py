@@ -1,6 +1,6 @@
-"""A JSON schema as a document: its keywords read with their types checked, and what a `$ref` in it stands for.
+"""A JSON schema as a document: keywords read with their types checked, and references resolved.
 
-Drafts 4 to 2020-12 are read alike, except where two of them give one keyword different meanings.
+Drafts 4 to 2020-12 are read alike, except where two give one keyword different meanings.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from urllib.parse import unquote, urldefrag, urljoin
 from model.errors import GrammarError
 
 MAX_SHOWN_CHARS = 120
-"""Of a pointer or value in a message."""
+"""Length of a pointer or value in a message."""
 MAX_EXACT = 2**53
-"""Integers up to this one are exact as doubles, which the grammar's numbers are."""
+"""Integers up to here are exact as doubles, which the grammar's numbers are."""
 
 _CONTROL = (
     r"(?:[\x00-\x07\x0b\x0e-\x1f\x7f]"
@@ -29,7 +29,7 @@ CONTROLS = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 """Characters that no grammar of a JSON string here can spell."""
 
 LARGEST_ROUNDED = 2**65
-"""As of 64-bit integers: bounds up to here may be rounded."""
+"""Range of 64-bit integers: bounds up to here may be rounded."""
 
 LARGEST_BOUND = 2**63 - 1024
 
@@ -53,14 +53,14 @@ class Place(NamedTuple):
 
 
 def cannot(keyword: str, at: str, why: str) -> GrammarError:
-    """The refusal of a keyword by its name."""
+    """Return the error that refuses a keyword."""
     pointer = "#" + (at if len(at) <= MAX_SHOWN_CHARS else "..." + at[-MAX_SHOWN_CHARS:])
     shown = "".join(char if char.isprintable() else "?" for char in pointer)
     return GrammarError(f"The JSON schema's '{keyword}' at '{shown}' {why}.")
 
 
 class Document:
-    """One schema with its embedded resources. Raises GrammarError for whatever is malformed."""
+    """A schema with its embedded resources. Raises GrammarError if malformed."""
 
     def __init__(self, root: Any) -> None:
         dialect = root.get("$schema") if isinstance(root, Mapping) else None
@@ -75,7 +75,7 @@ class Document:
         self._index()
 
     def child(self, place: Place, *steps: str | int) -> Place:
-        """The schema that stands at `steps` inside another."""
+        """Return the schema at `steps` inside another."""
         found, at = place.schema, place.at
         for step in steps:
             found = found[step]
@@ -83,7 +83,7 @@ class Document:
         return Place(found, self._base_of(found, place.base), at)
 
     def target(self, place: Place, keyword: str = "$ref") -> Place:
-        """What a reference in `place` stands for."""
+        """Return the schema that a reference in `place` points to."""
         ref = place.schema[keyword]
         if not isinstance(ref, str):
             raise cannot(keyword, place.at, "must be a string")
@@ -97,7 +97,7 @@ class Document:
         return found
 
     def items(self, place: Place) -> tuple[list[Place], Place | None]:
-        """The schemas of an array's first items, and of those behind them."""
+        """Return the schemas of an array's first items, and of the rest."""
         schema = place.schema
         if isinstance(schema.get("items"), list):
             prefix = [self.child(place, "items", i) for i in range(len(schema["items"]))]
@@ -106,7 +106,7 @@ class Document:
         return prefix, self.child(place, "items") if "items" in schema else None
 
     def subschemas(self, place: Place) -> Iterator[Place]:
-        """The schemas directly inside one."""
+        """Yield the schemas directly inside one."""
         if not isinstance(place.schema, Mapping):
             return
         for key, value in place.schema.items():
@@ -175,7 +175,7 @@ class Document:
 
 
 def count(place: Place, keyword: str) -> int | None:
-    """A keyword's whole number of 0 or more, if it has one."""
+    """Return a keyword's whole number >= 0, if present."""
     value = place.schema.get(keyword)
     if value is None and keyword not in place.schema:
         return None
@@ -187,7 +187,7 @@ def count(place: Place, keyword: str) -> int | None:
 
 
 def number(place: Place, keyword: str, *, rounds: bool = False) -> int | float | None:
-    """A keyword's number, if it has one. A bound that no double holds is refused, or `rounds` inwards."""
+    """Return a keyword's number, if present. Refuses a bound that is no exact double, unless `rounds` inwards."""
     if keyword not in place.schema:
         return None
     value = place.schema[keyword]
@@ -201,7 +201,7 @@ def number(place: Place, keyword: str, *, rounds: bool = False) -> int | float |
 
 
 def _inwards(value: int, *, is_low: bool) -> int:
-    """The next double at or within a bound, and within what ranges of integers may have here."""
+    """Return the next double at or within a bound, and within the range of integers."""
     near = float(value)
     if is_low and near < value:
         near = math.nextafter(near, math.inf)
@@ -211,7 +211,7 @@ def _inwards(value: int, *, is_low: bool) -> int:
 
 
 def is_exact(value: int | float) -> bool:
-    """A double holds it, and so does a grammar."""
+    """Return whether a double, and so a grammar, represents the number."""
     try:
         return math.isfinite(value) and (isinstance(value, float) or float(value) == value)
     except OverflowError:
@@ -219,7 +219,7 @@ def is_exact(value: int | float) -> bool:
 
 
 def pattern(text: Any, keyword: str, at: str) -> str:
-    """A regular expression. One of a single control character would be taken for the empty text."""
+    """Return a regular expression. Control characters are refused: llguidance reads a single one as the empty text."""
     if not isinstance(text, str):
         raise cannot(keyword, at, "must be a string")
     if any(token["control"] for token in _SINGLE_CONTROL.finditer(text)):
@@ -228,17 +228,16 @@ def pattern(text: Any, keyword: str, at: str) -> str:
 
 
 def names(place: Place, keyword: str) -> list[str]:
-    """A keyword's list of property names, each once."""
+    """Return a keyword's list of property names, without duplicates."""
     return _names(place.schema.get(keyword, []), keyword, place.at)
 
 
 def name_lists(place: Place, keyword: str) -> dict[str, list[str]]:
-    """A keyword's map from property names to lists of them."""
     return {key: _names(value, keyword, place.at) for key, value in mapping(place, keyword).items()}
 
 
 def mapping(place: Place, keyword: str) -> Mapping[str, Any]:
-    """A keyword's map; empty without one."""
+    """Return a keyword's map; {} if absent."""
     value = place.schema.get(keyword, {})
     if not isinstance(value, Mapping):
         raise cannot(keyword, place.at, "must be an object")
@@ -246,7 +245,6 @@ def mapping(place: Place, keyword: str) -> Mapping[str, Any]:
 
 
 def schemas(place: Place, keyword: str, default: Any = None) -> Sequence[Any]:
-    """A keyword's list."""
     value = place.schema.get(keyword, default)
     if (not isinstance(value, list) and value is not default) or value is None:
         raise cannot(keyword, place.at, "must be an array")
@@ -260,7 +258,7 @@ def _names(value: Any, keyword: str, at: str) -> list[str]:
 
 
 def _joined(base: str, ref: str) -> tuple[str, str]:
-    """An absolute URI without its fragment, and the fragment."""
+    """Return an absolute URI without its fragment, and the fragment."""
     try:
         uri, fragment = urldefrag(ref)
         if not uri:

@@ -1,4 +1,4 @@
-"""`unevaluatedProperties` and `unevaluatedItems`: what has been spoken of, for each way in which a schema can hold."""
+"""`unevaluatedProperties` and `unevaluatedItems`: what is evaluated in each way that a schema can hold."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from model.text.json_schema.document import Document, Place, cannot, mapping, sc
 
 MAX_WAYS = 64
 MAX_REFERENCES = 16
-"""Inside each other."""
+"""Nested references."""
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
 
 class Schemas(Protocol):
-    """What is needed of `rewriter.Rewriter`, which needs this."""
+    """The part of `rewriter.Rewriter` used here; it uses this module in turn."""
 
     document: Document
     complement: Complement
@@ -33,7 +33,7 @@ class Schemas(Protocol):
 
 @dataclass(frozen=True)
 class Way:
-    """One way in which a schema holds, and what it has then spoken of."""
+    """A way in which a schema holds, and the properties and items it has then evaluated."""
 
     core: Core = True
     names: frozenset[str] = frozenset()
@@ -54,7 +54,6 @@ class Way:
 
 
 class Evaluation:
-    """Of the schemas of one document."""
 
     def __init__(self, schemas: Schemas) -> None:
         self._schemas = schemas
@@ -62,7 +61,7 @@ class Evaluation:
         self._depth = 0
 
     def allowed(self, place: Place, kinds: Kinds) -> Core:
-        """What a schema with `unevaluatedProperties` or `unevaluatedItems` allows."""
+        """Return what a schema with `unevaluatedProperties` or `unevaluatedItems` allows."""
         return any_of(way.core for way in self._ways(place, kinds))
 
     def _ways(self, place: Place, kinds: Kinds) -> list[Way]:
@@ -97,7 +96,7 @@ class Evaluation:
         return cannot(keyword, place.at, "cannot be enforced: what is evaluated can be too different")
 
     def _plain(self, place: Place, rest: dict[str, Any], kinds: Kinds) -> Way:
-        """The keywords that do not apply schemas to the value itself."""
+        """Return the keywords that apply no schema to the value itself."""
         parts = self._schemas.parts(Place(rest, place.base, place.at), kinds)
         prefix, behind = self._document.items(place)
         return Way(
@@ -127,7 +126,7 @@ class Evaluation:
             _, extras = self._schemas.exclusions(places, kinds, place)
             pairs = zip(places, extras, strict=True)
             return [way.and_also(Way(extra), known) for each, extra in pairs for way in self._ways(each, kinds)]
-        for each in places:  # any of them that hold, but not none
+        for each in places:  # any non-empty subset holds
             found += self._product(place, found, self._ways(each, kinds))
             if len(found) > MAX_WAYS:
                 raise self._refusal(Place(schema, place.base, place.at))
@@ -167,7 +166,6 @@ class Evaluation:
         return found
 
     def _closed(self, place: Place, way: Way, kinds: Kinds) -> Way:
-        """With `unevaluated...` of this schema applied."""
         schema, parts = place.schema, [way.core]
         types = {} if not kinds else of_kinds(kinds)
         types = types if isinstance(types, dict) else {}
@@ -192,7 +190,7 @@ class Evaluation:
         )
 
     def _has_contains(self, place: Place) -> bool:
-        """Somewhere that may apply to the value itself."""
+        """Return whether `contains` may apply to the value itself."""
         stack, seen = [place], 0
         while stack:
             found, seen = stack.pop(), seen + 1

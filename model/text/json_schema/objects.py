@@ -1,4 +1,4 @@
-"""Rules about objects' properties as core schemas."""
+"""Rules about object properties as core schemas."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from model.text.json_schema.core import OBJECT, Core, Kinds, Known, all_of, any_of, names_in, of_kinds, values_of
 
 MAX_COMBINATIONS = 64
-"""Of properties that a rule about their number is written out for."""
+"""Combinations of properties that a rule about their number writes out."""
 
 
 def with_properties(names: Sequence[str]) -> Core:
-    """Objects that have these, in this order where no other schema says otherwise."""
+    """Return objects with these properties, in this order unless another schema has an order."""
     return {"type": "object", "properties": dict.fromkeys(names, True), "required": list(dict.fromkeys(names))}
 
 
@@ -22,12 +22,12 @@ def without_property(name: str) -> Core:
 
 
 def unless_object(kinds: Kinds, core: Core) -> Core:
-    """`core`, which is one of objects, or anything of the other kinds."""
+    """Return `core`, a schema of objects, or any value of the other kinds."""
     return any_of([of_kinds(kinds - OBJECT), core])
 
 
 def sized(core: dict[str, Any], least: int, most: int | None) -> Core | None:
-    """`core`, an assertion about objects, with so many properties. None where that cannot be written."""
+    """Return `core`, an assertion on objects, with `least` to `most` properties. None if no grammar can express it."""
     required = core.get("required", [])
     is_open = core.get("additionalProperties", True) is not False or bool(core.get("patternProperties"))
     optional = [
@@ -56,7 +56,7 @@ def sized(core: dict[str, Any], least: int, most: int | None) -> Core | None:
 
 
 def named(core: Core, known: Known, depth: int = 0) -> Core | None:
-    """Objects all of whose properties have names that `core` allows. None where that cannot be written."""
+    """Return objects whose property names all match `core`. None if no grammar can express it."""
     if isinstance(core, bool):
         return core or {"type": "object", "maxProperties": 0}
     if "$ref" in core:
@@ -74,12 +74,11 @@ def named(core: Core, known: Known, depth: int = 0) -> Core | None:
 
 
 def names_known(core: Core, known: Known) -> Collection[str]:
-    """The properties that `core` speaks of, in order."""
     return sorted(names_in(core, known))
 
 
 def _sized_by_others(core: dict[str, Any], least: int, most: int | None, is_open: bool) -> Core | None:
-    """The same where all named properties are required: the others make up for the rest, and could repeat a name."""
+    """As `sized` where all named properties are required: other names make up the rest, and could repeat one."""
     num_required = len(core.get("required", []))
     if most is not None and most < num_required:
         return False
@@ -92,7 +91,7 @@ def _sized_by_others(core: dict[str, Any], least: int, most: int | None, is_open
 
 
 def _choices(num: int, least: int, most: int | None) -> list[tuple[int, ...]] | None:
-    """Which of `num` optional properties there are: exactly these, or at least these where they are enough."""
+    """Return sets of optional properties: exactly these, or at least these where they suffice."""
     largest = min(num, least if most is None else most)
     found: list[tuple[int, ...]] = []
     for size in range(max(largest, 0) + 1):
@@ -104,7 +103,7 @@ def _choices(num: int, least: int, most: int | None) -> list[tuple[int, ...]] | 
 
 
 def _names_language(core: Core, known: Known) -> tuple[list[str], list[str]] | None:
-    """Names, and patterns of names, that make up what a schema allows of strings."""
+    """Return names and name patterns that together equal what a schema allows of strings."""
     values = values_of(core, known)
     if values is not None and _is_only_values(core):
         return [value for value in values if isinstance(value, str)], []
@@ -129,5 +128,5 @@ def _names_language(core: Core, known: Known) -> tuple[list[str], list[str]] | N
 
 
 def _is_only_values(core: Core) -> bool:
-    """Nothing but a list of values, of which some may be of kinds that do not count."""
+    """Return whether `core` is only a list of values, possibly of ignored kinds."""
     return isinstance(core, dict) and set(core) <= {"enum", "type"} and "enum" in core

@@ -1,4 +1,4 @@
-"""A function's parameters one by one, for models that write each as text of its own."""
+"""A function's parameters one by one, for models that write each as its own text."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from model.text.json_schema.document import Document, Place, cannot, count, mapp
 from model.text.json_schema.rewriter import ASSERTIONS, FORMATS, Rewriter
 
 FREE = frozenset({"type", "properties", "required", "additionalProperties", "minProperties", "maxProperties"})
-"""Object keywords that can be enforced when the properties are written one by one."""
+"""Object keywords that can be enforced when properties are written one by one."""
 WHY = "cannot be enforced: this model writes each parameter of a function by itself"
 MAX_REFERENCES = 16
 
 
 @dataclass(frozen=True)
 class TextRule:
-    """What a text must be."""
 
     pattern: str | None = None
     least: int = 0
@@ -28,11 +27,11 @@ class TextRule:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One of `choices`, or text held to `rules`, or JSON held to `schema`: what is not None."""
+    """A parameter: exactly one of `choices` (values), `rules` (on text) and `schema` (of JSON) is set."""
 
     name: str
     at: str  # JSON pointer
-    kinds: Kinds  # of values that it may have
+    kinds: Kinds  # kinds of its values
     is_required: bool
     choices: tuple[Any, ...] | None = None
     rules: tuple[TextRule, ...] | None = None
@@ -41,14 +40,15 @@ class Parameter:
 
 
 def parameters(schema: Any, *, lenient: bool = False) -> list[Parameter]:
-    """In the schema's order. Raises GrammarError for a keyword that would not be enforced, by its name."""
+    """Return the parameters in the schema's order, written as text. Raises GrammarError for an unenforceable keyword.
+    """
     rewriter = Rewriter(Document(schema), lenient=lenient, formats=frozenset() if lenient else FORMATS)
     found = [_parameter(rewriter, *each) for each in _properties(rewriter)]
     return [parameter for parameter in found if parameter is not None]
 
 
 def json_parameters(schema: Any, *, lenient: bool = False) -> list[Parameter]:
-    """The same, each of them JSON. Raises GrammarError."""
+    """Like `parameters`, but each is written as JSON. Raises GrammarError."""
     rewriter = Rewriter(Document(schema), lenient=lenient)
     found = []
     for name, place, is_required in _properties(rewriter):
@@ -71,7 +71,7 @@ def json_parameters(schema: Any, *, lenient: bool = False) -> list[Parameter]:
 
 
 def _properties(rewriter: Rewriter) -> list[tuple[str, Place, bool]]:
-    """Name, schema, and whether there must be one."""
+    """Return name, schema and whether it is required, of each property."""
     place = _resolved(rewriter, rewriter.document.root)
     if not isinstance(place.schema, Mapping):
         return []
@@ -129,7 +129,6 @@ def _parameter(rewriter: Rewriter, name: str, place: Place, is_required: bool) -
 
 
 def _body(rewriter: Rewriter, core: Core) -> Core:
-    """What a reference stands for."""
     for _ in range(MAX_REFERENCES):
         if isinstance(core, bool) or "$ref" not in core:
             break
@@ -142,7 +141,7 @@ def _is_plain(core: Core) -> bool:
 
 
 def _is_free(core: Core, rewriter: Rewriter) -> bool:
-    """It says of kinds that they may be, and no more: any text is then a value of one of them."""
+    """Return whether `core` only restricts the kinds: any text is then a value of one of them."""
     if isinstance(core, bool):
         return core
     if "$ref" in core:

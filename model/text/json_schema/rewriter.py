@@ -1,4 +1,4 @@
-"""Any JSON schema as core schemas that allow nothing which it forbids, or a refusal that names the keyword."""
+"""Rewrites any JSON schema to core schemas that never allow more, or refuses it by the keyword's name."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from model.text.json_schema.document import (
 from model.text.json_schema.evaluation import Evaluation
 
 MAX_NODES = 100_000
-"""Core schemas made of one schema: what it costs, however it is written."""
+"""Core schemas made of one schema: bounds its cost, however it is written."""
 MAX_PRODUCED_AHEAD = 8
-"""References inside each other that a proof follows before their turn."""
+"""Nested references that a proof resolves ahead of their turn."""
 MAX_OPTIONS = 24
-"""Ways in which the schemas of a `oneOf` differ, multiplied."""
+"""Combinations of the ways in which the schemas of a `oneOf` differ."""
 MAX_QUESTIONS = 200
-"""About texts that fit two schemas: each takes about a millisecond."""
+"""Questions to llguidance about text, each about a millisecond."""
 
 FORMATS = frozenset({
     "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
@@ -64,10 +64,10 @@ ASSERTIONS = frozenset({
 
 
 class Rewriter:
-    """One schema on its way."""
+    """Rewrites one document."""
 
     def __init__(self, document: Document, *, lenient: bool, formats: Collection[str] = FORMATS) -> None:
-        """`formats` are known; where not `lenient`, others are refused."""
+        """`formats` are the known formats; unless `lenient`, others are refused."""
         self.document = document
         self._formats = formats
         self.is_lenient = lenient
@@ -96,7 +96,7 @@ class Rewriter:
         }
 
     def rewritten(self, place: Place | None = None) -> tuple[Core, dict[str, Core]]:
-        """The whole schema, or the one at `place` in it, and what its references stand for."""
+        """Return the rewritten schema, or its part at `place`, and the bodies of its references."""
         root = self.allowed(self.document.root if place is None else place)
         while waiting := [key for key in self._places if key not in self._bodies]:
             for key in waiting:
@@ -104,13 +104,13 @@ class Rewriter:
         return root, {key: body for key, body in self._bodies.items() if body is not None}
 
     def spend(self, num_nodes: int = 1) -> None:
-        """Counts what is made. Raises GrammarError when that is too much."""
+        """Count core schemas. Raises GrammarError beyond MAX_NODES."""
         self._num_nodes += num_nodes
         if self._num_nodes > MAX_NODES:
             raise GrammarError("The JSON schema is too complex: its keywords multiply each other.")
 
     def allowed(self, place: Place, kinds: Kinds = ALL) -> Core:
-        """What `place` allows; only values of `kinds` matter."""
+        """Return what `place` allows; only values of `kinds` matter."""
         schema = place.schema
         if isinstance(schema, bool):
             return schema
@@ -125,7 +125,7 @@ class Rewriter:
         return all_of((part for _, part in self.parts(place, kinds)), self)
 
     def parts(self, place: Place, kinds: Kinds) -> list[tuple[str, Core]]:
-        """What each keyword of a schema allows, in the order in which they stand; assertions come together."""
+        """Return what each keyword allows, in order; all assertions are one part."""
         found: list[tuple[str, Core]] = []
         for key in place.schema:
             if key in ASSERTIONS:
@@ -141,7 +141,7 @@ class Rewriter:
         ]
 
     def own_kinds(self, place: Place) -> Kinds:
-        """The kinds that `type`, `enum` and `const` allow."""
+        """Return the kinds that `type`, `enum` and `const` allow."""
         schema, kinds = place.schema, ALL
         if "type" in schema:
             types = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
@@ -154,7 +154,7 @@ class Rewriter:
         return kinds
 
     def values(self, place: Place) -> list[list[Any]]:
-        """The lists of values that `enum` and `const` have."""
+        """Return the value lists of `enum` and `const`."""
         found = [schemas(place, "enum")] if "enum" in place.schema else []
         found += [[place.schema["const"]]] if "const" in place.schema else []
         for values in found:
@@ -171,7 +171,7 @@ class Rewriter:
         return found
 
     def shared(self, place: Place, mode: str = "allowed") -> Core:
-        """What a schema allows, or forbids, made once however often it is used."""
+        """Return a reference to what a schema allows (or forbids), rewritten once however often it is used."""
         if isinstance(place.schema, bool):
             return place.schema is (mode == "allowed")
         key = self._keys.setdefault((place.at, mode), f"s{len(self._keys)}")
@@ -182,7 +182,7 @@ class Rewriter:
         return name in self._formats or not self.is_lenient
 
     def lookup(self, key: str) -> Core:
-        """What a reference stands for; True where it is asked for inside itself."""
+        """Return the body of a reference; True if asked for inside itself."""
         if key not in self._bodies:
             if self._num_ahead >= MAX_PRODUCED_AHEAD:
                 return True
@@ -201,11 +201,11 @@ class Rewriter:
         return True if body is None else body
 
     def is_whole(self, key: str) -> bool:
-        """A reference stands for all that its schema forbids."""
+        """Return whether a reference covers everything that its schema forbids."""
         return key in self._whole
 
     def no_text_fits(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
-        """No text is allowed by both, certainly; so many questions are answered and no more."""
+        """Return whether certainly no text matches both; at most MAX_QUESTIONS are answered."""
         if not texts.must_be_asked(one, other) or self._num_questions >= MAX_QUESTIONS:
             return False
         self._num_questions += 1
@@ -215,7 +215,7 @@ class Rewriter:
         return self.shared(self.document.target(place, keyword))
 
     def exclusions(self, places: list[Place], kinds: Kinds, at: Place) -> tuple[list[Core], list[Core]]:
-        """What each of the schemas of a `oneOf` allows, and what else keeps it apart from the others."""
+        """Return what each schema of a `oneOf` allows, and what else separates it from the others."""
         cores = [self.allowed(each, kinds) for each in places]
         values = [same(value) for core in cores for value in plain_values(core)]
         if all(map(plain_values, cores)) and len(set(values)) == len(values):
@@ -230,7 +230,7 @@ class Rewriter:
         return cores, extras
 
     def _apart(self, core: Core, other: Core, place: Place, at: Place, most: int) -> Core:
-        """What of `core` is not in `other`, which stands at `place`."""
+        """Return the part of `core` outside `other`, the schema at `place`."""
         mine = kinds_of(core, self)
         common = mine & kinds_of(other, self)
         rest = mine - common
@@ -285,7 +285,7 @@ class Rewriter:
         return all_of([objects.with_properties([key]), rule], self)
 
     def depending(self, key: str, core: Core, kinds: Kinds) -> Core:
-        """`core` of the objects that have the property `key`."""
+        """Return `core`, applied only to objects with the property `key`."""
         if "object" not in kinds:
             return True
         return objects.unless_object(kinds, any_of([objects.without_property(key), core]))
@@ -312,11 +312,11 @@ class Rewriter:
         return arrays.unless_array(kinds, core)
 
     def _orders_items(self, core: dict[str, Any]) -> bool:
-        """`uniqueItems` writes out what the items of `core` may be."""
+        """Return whether `uniqueItems` writes out the items of `core`."""
         return arrays.writes_items(core, self) and arrays.without_repeats(core, self) not in (None, True)
 
     def _other_items(self, place: Place) -> Core:
-        """Items that `contains` does not count."""
+        """Return the items that `contains` does not count."""
         other = self.shared(place, "forbidden")
         if not isinstance(other, bool) and self.lookup(other["$ref"]) is False:
             raise cannot("maxContains", place.at, "cannot be enforced")
@@ -334,7 +334,7 @@ class Rewriter:
         return core if core is True else arrays.unless_array(kinds, core)
 
     def _assertions(self, place: Place, kinds: Kinds) -> Core:
-        """The keywords that stand for themselves."""
+        """Return the assertion keywords, which need no rewriting."""
         if not kinds:
             return False
         core: dict[str, Any] = {} if kinds == ALL else dict(of_kinds(kinds))
@@ -361,7 +361,7 @@ class Rewriter:
         return all_of([core, *parts])
 
     def _mixed(self, core: dict[str, Any], sized: Core, kinds: Kinds) -> Core:
-        """`sized` for objects, and `core` for the other kinds."""
+        """Return `sized` for objects, and `core` for the other kinds."""
         own = ("properties", "patternProperties", "additionalProperties", "required")
         rest = {key: value for key, value in core.items() if key not in own}
         as_object = all_of([{"type": "object"}, sized])
@@ -371,7 +371,7 @@ class Rewriter:
         found: dict[str, Any] = {}
         for key, open_key in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
             value = number(place, key, rounds=True)
-            if isinstance(place.schema.get(open_key), bool):  # as in draft 4
+            if isinstance(place.schema.get(open_key), bool):  # draft 4
                 if value is not None:
                     found[open_key if place.schema[open_key] else key] = value
                 continue

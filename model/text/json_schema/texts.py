@@ -1,4 +1,4 @@
-"""Whether any text fits two assertions, asked of llguidance: it is to enforce them."""
+"""Asks llguidance whether any text matches two assertions: it will enforce them."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from model.text.json_schema.core import other_texts
 
 KEYWORDS = ("pattern", "format", "enum", "minLength", "maxLength", "notEnum")
 MAX_CHARS = 2048
-"""Of what is asked in one question."""
+"""Length of one question."""
 MAX_ANSWERS = 1024
 UNSATISFIABLE = "Unsatisfiable schema"
 
 
 def must_be_asked(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Both say something of texts, and one of them something that is not plain."""
+    """Return whether both constrain text, at least one by `pattern` or `format`."""
     is_said = all(any(key in core for key in KEYWORDS) for core in (one, other))
     return is_said and any(key in core for core in (one, other) for key in ("pattern", "format"))
 
 
 def no_text_fits(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """No text is allowed by both."""
+    """Return whether certainly no text matches both."""
     question = json.dumps({"allOf": [*_of_texts(one), *_of_texts(other)]})
     return len(question) <= MAX_CHARS and _is_unsatisfiable(question)
 
 
 def matches(pattern: str, text: str) -> bool | None:
-    """The pattern matches somewhere in the text; None where that is not known."""
+    """Return whether the pattern matches somewhere in the text; None if unknown."""
     question = json.dumps({"allOf": [{"type": "string", "enum": [text]}, {"type": "string", "pattern": pattern}]})
     return None if len(question) > MAX_CHARS else not _is_unsatisfiable(question)
 

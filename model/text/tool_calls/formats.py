@@ -1,4 +1,5 @@
-"""The ways in which model families write calls of functions: how they are told from text, and how they are enforced."""
+"""The formats in which model families write function calls: detection from a template, and grammars that enforce them.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +17,22 @@ from model.text.tool_calls.stream import CallSyntax
 from model.text.tool_calls.xml_call import BEGIN, CALL_END, function_rules
 
 MAX_FORCED_CALLS = 8
-"""So many calls in one reply may be enforced: a model that knows no end must come to one."""
+"""Calls that a grammar enforces in one reply: a model that never stops calling must stop."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallForm:
-    """One family's way. `CallSyntax` says what is read; here stands what is enforced."""
+    """One family's format: `syntax` is what the stream reads, the rest what a grammar enforces."""
 
     syntax: CallSyntax
-    before: str = ""  # a call
+    before: str = ""  # text preceding a call
     after: str = ""
     between: str = ""  # two calls
-    begin: str = ""  # before the first call, behind the opening
-    end: str = ""  # behind the last
-    says_opening: bool = True  # before each call where `wraps_each`, else before the first
+    begin: str = ""  # after the opening, preceding the first call
+    end: str = ""  # after the last call
+    says_opening: bool = True  # before each call if `wraps_each`, else before the first
     wraps_each: bool = False
-    short_ids: bool = False  # its template takes ids of nine letters and digits only
+    short_ids: bool = False  # its template takes only ids of nine letters and digits
 
 
 HERMES = CallForm(
@@ -85,10 +86,10 @@ FORMS: Mapping[str, CallForm] = {
     "pythonic_anywhere": PYTHONIC_ANYWHERE,
     "qwen3_coder": QWEN3_CODER,
 }
-"""By the names that vLLM's --tool-call-parser has for them; `_anywhere`: calls without an opening may follow prose."""
+"""Formats by their names in vLLM's --tool-call-parser; `_anywhere`: calls without an opening may follow prose."""
 
 SHOWN_PYTHONIC = re.compile(r"\[\s*\w+\(\w+\s*=|<function_calls>|<\|tool_call_start\|>")
-"""What a template shows whose model writes calls as Python: `[name(argument=...)]`, or tags around such."""
+"""Occurs in the template of a model that writes calls as Python: `[name(argument=...)]`, or tags around it."""
 
 
 class SpecialTokens(Protocol):
@@ -96,7 +97,7 @@ class SpecialTokens(Protocol):
 
 
 def form_of(template: str) -> CallForm:
-    """The form that a chat template speaks of: models were trained on what their templates render."""
+    """Return the format that a chat template shows: models are trained on what their templates render."""
     if BEGIN in template:
         return QWEN3_CODER
     for form in (MISTRAL, HERMES):
@@ -106,7 +107,7 @@ def form_of(template: str) -> CallForm:
 
 
 def arguments_key(template: str) -> str:
-    """What the template calls a call's arguments."""
+    """Return the template's key for a call's arguments."""
     return "parameters" if '"parameters"' in template and '"arguments"' not in template else "arguments"
 
 
@@ -120,9 +121,10 @@ def calls_grammar(
     or_text: bool = False,
     or_form: str | None = None,
 ) -> str:
-    """The grammar of a reply that calls, 1 to `most` times, some of the functions, and says nothing else; or that is
-    any text, with calls in it that are right; or that is what the grammar `or_form` describes, which cannot be told
-    from a call where those have no opening. Raises GrammarError where a schema cannot be had.
+    """Return the grammar of a reply of 1 to `most` function calls and nothing else.
+
+    `or_text` allows any text, with valid calls in it. `or_form` allows a reply in another grammar instead, since
+    without an opening it cannot be separated from a call. Raises GrammarError if a schema cannot be enforced.
     """
     rules = _reply_rules(form, tokens, most, or_text, or_form)
     for kind in ("function", "rest"):
@@ -140,7 +142,7 @@ def calls_grammar(
 
 
 def _reply_rules(form: CallForm, tokens: SpecialTokens, most: int, or_text: bool, or_form: str | None) -> list[str]:
-    """What a whole reply is, calls of a `function` among it."""
+    """Return the rules of a whole reply, with calls as `function`."""
     opening, closing = (
         _marker(texts[0] if texts else "", tokens) for texts in (form.syntax.openings, form.syntax.closings)
     )
@@ -158,7 +160,7 @@ def _reply_rules(form: CallForm, tokens: SpecialTokens, most: int, or_text: bool
 
 
 def _bare_text_rules(form: CallForm, tokens: SpecialTokens, calls: str, rest: str) -> list[str]:
-    """Text, or calls that need no opening: text may hold nothing that may be read as one."""
+    """Text, or calls without an opening: text may contain nothing that can be read as a call."""
     bare = re.escape(form.syntax.bare)
     spelt = [re.escape(text) for text in form.syntax.openings if tokens.special_id(text) is None]
     if form.syntax.at_start_only:
@@ -170,18 +172,18 @@ def _bare_text_rules(form: CallForm, tokens: SpecialTokens, calls: str, rest: st
 
 
 def _text_rules(form: CallForm, opening: str, closing: str, calls: str) -> list[str]:
-    """Text with calls anywhere in it, each behind an opening, which no text may hold."""
+    """Text with calls anywhere in it, each after an opening, which text may not contain."""
     is_token = opening.startswith("<[")
     if not form.syntax.in_xml:
         head = f"head: TEXT {opening}" if is_token else f"head[lazy]: TEXT {opening}"
         return [f"start: (head {calls})* TEXT", head, "TEXT: /(?s:.*)/"]
-    # A function is a call without its opening too. Where that and its end are tokens, text cannot spell them.
+    # `<function=` begins a call even without an opening. If the tags are special tokens, text cannot spell them.
     tags = f"| TEXT {opening} | TEXT {closing}" if is_token else ""
     return [f"start: (head rest {tags})* TEXT", f"head[lazy]: TEXT {literal(BEGIN)}", "TEXT: /(?s:.*)/"]
 
 
 def _call_rules(i: int, function: Function, form: CallForm, key: str, *, is_held: bool) -> list[str]:
-    """The call of function `i`. `is_held`: its arguments are held to its schema."""
+    """Return the rules of a call of function `i`. `is_held` enforces its schema on the arguments."""
     if form.syntax.in_xml:
         return function_rules(i, function, is_held=is_held)
     call = f"function_{i}: {literal(_head(function, form, key))} rest_{i}"
@@ -196,19 +198,19 @@ def _call_rules(i: int, function: Function, form: CallForm, key: str, *, is_held
 
 
 def _head(function: Function, form: CallForm, key: str) -> str:
-    """What a call begins with, up to its arguments."""
+    """Return the text of a call up to its arguments."""
     return f"{function.name}(" if form.syntax.in_python else f'{{"name": {literal(function.name)}, "{key}": '
 
 
 NOT_IN_TEXT = {"{": '"', "[": "A-Za-z_"}
-"""What, or a blank, may not follow the character that a run of calls begins with, where it is text."""
+"""In text, the character that begins a bare run must not be followed by these or a blank."""
 
 SPACED = " ?"
-"""Between the tokens of arguments: what models write who write on one line."""
+"""Blanks between the tokens of arguments, as models write them on one line."""
 
 
 def _marker(text: str, tokens: SpecialTokens) -> str:
-    """A marker as the model writes it: by its own token where that is a special one, which no text can spell."""
+    """Return a marker as a Lark literal, or by its id if it is a special token, which text cannot spell."""
     if not text:
         return ""
     token_id = tokens.special_id(text)

@@ -1,4 +1,4 @@
-"""A call of a function as a JSON object, read character by character, strictly."""
+"""Reads a function call as a JSON object, strictly, character by character."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 
 
 class JsonCallReader(CallReader):
-    """One call. Line breaks and other control characters within strings, which JSON forbids and models write, are
-    escaped in the arguments. Keys other than a name's and arguments' are passed over; of two alike the first counts.
-    """
+    """Reads one call. Control characters within strings, which JSON forbids but models write, are escaped in the
+    arguments. Unknown keys are skipped; of duplicate keys the first counts."""
 
     def __init__(self, names: Collection[str], name: str | None = None) -> None:
-        """With a `name` only the arguments are read."""
+        """Given a `name`, only the arguments are read."""
         super().__init__(name, self._before_object if name is None else self._before_value)
         self._names = names
-        self._top_depth = 1 if name is None else 0  # of the arguments and the name
+        self._top_depth = 1 if name is None else 0  # nesting depth of name and arguments
         self._stack: list[str] = []  # closing brackets of the open containers
         self._key = ""  # of the top-level value
-        self._text: list[str] = []  # of a top-level scalar, or of a key
+        self._text: list[str] = []  # text of a top-level scalar or of a key
         self._is_escaped = self._is_key = False
         self._num_hex = 0  # digits of \uXXXX still to come
         self._is_telling = False
-        self._withheld = ""  # the arguments' last bracket, until the whole call is known to be well-formed
+        self._withheld = ""  # last bracket of the arguments, until the whole call is known to be well-formed
 
     @property
     def _is_top(self) -> bool:
@@ -95,7 +94,7 @@ class JsonCallReader(CallReader):
     def _begin_top(self, char: str) -> None:
         self._is_telling = False
         if self._top_depth == 0 or (self._key in ARGUMENT_KEYS and not self._has_arguments):
-            # Arguments are an object, or a string that holds one; null stands for none.
+            # Arguments are an object, or a string that holds one; null means none.
             self.is_bad = char not in '{"n' or (self._top_depth == 0 and char != "{")
             self._has_arguments = self._is_telling = char == "{"
 
@@ -177,12 +176,11 @@ class JsonCallReader(CallReader):
 
 
 def _decoded(literal: Sequence[str]) -> str:
-    """The text of a JSON string."""
     return json.loads("".join(literal), strict=False)
 
 
 def _object_in(text: str) -> str | None:
-    """The JSON object that a string holds, as JSON; None where it holds anything else."""
+    """Return the JSON object in a string, as JSON; None for anything else."""
     text = text.strip(BLANKS)
     if not text:
         return "{}"
@@ -198,7 +196,7 @@ def _refuse(word: str) -> Any:
 
 
 def escape_controls(text: str) -> str:
-    """JSON whose strings may hold control characters, as JSON that holds none but blanks."""
+    """Return JSON whose strings may hold control characters with these escaped."""
     return re.sub(r'"(?:[^"\\]|\\.)*"', lambda m: re.sub(r"[\x00-\x1f]", _escaped, m[0]), text, flags=re.DOTALL)
 
 

@@ -1,9 +1,9 @@
-"""A call of a function as a Python call, as Llama 3.2 and 4, OLMo and LFM2 write it: read by characters, and enforced.
+"""Function calls in Python syntax, as Llama 3.2 and 4, OLMo and LFM2 write them: reading and grammar.
 
     [get_weather(city="Oslo", days=3), stop()]
 
-Arguments are keywords and their values literals: strings, numbers, True, False, None, lists, tuples and dicts; JSON's
-true, false and null too.
+Arguments are keywords with literal values: strings, numbers, True, False, None, lists, tuples and dicts; also JSON's
+true, false and null.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ _FUNCTION = re.compile(r"[A-Za-z0-9_.-]")
 
 
 class PythonCallReader(CallReader):
-    """One call, from its name to its closing parenthesis."""
+    """Reads one call, from its name to its closing parenthesis."""
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__(None, self._in_name)
         self._names = names
-        self.has_opened = False  # the parenthesis behind a name is read
-        self._word = ""  # a name or a scalar, as far as it is read
+        self.has_opened = False  # the parenthesis after the name was read
+        self._word = ""  # a partial name or scalar
         self._seen: set[str] = set()
-        self._stack: list[str] = []  # of open brackets, the call's own first; TUPLE for one that is known to be a tuple
-        self._outputs = [self._arguments]  # the last takes JSON; one more for each parenthesis that may be no tuple
+        self._stack: list[str] = []  # open brackets, the call's own first; TUPLE for a known tuple
+        self._outputs = [self._arguments]  # the last receives JSON; one per parenthesis that may not be a tuple
         self._is_key = False  # of a dict
         self._string = ""  # its quotes
-        self._quotes = ""  # seen at a string's start, or towards its end
+        self._quotes = ""  # quotes at a string's start, or towards its end
         self._escape = ""
-        self._surrogate = 0  # the first half of a pair
+        self._surrogate = 0  # first half of a pair
 
     def _in_name(self, char: str) -> None:
         if char == "(" and self._word:
@@ -114,7 +114,7 @@ class PythonCallReader(CallReader):
         self._state = self._before_first
 
     def _before_first(self, char: str) -> None:
-        """Of a container: an item or its end."""
+        """The first item of a container, or its end."""
         if char == CLOSING[self._stack[-1]]:
             if char == ")":
                 self._begin_tuple()
@@ -156,7 +156,7 @@ class PythonCallReader(CallReader):
             self._close()
 
     def _begin_tuple(self) -> None:
-        """What the open parenthesis holds is a tuple: there is a comma in it, or nothing."""
+        """Mark the open parenthesis as a tuple: it holds a comma, or nothing."""
         inner = self._outputs.pop()
         self._tell("[" + "".join(inner))
         self._stack[-1] = TUPLE
@@ -186,7 +186,7 @@ class PythonCallReader(CallReader):
         self._string, self._quotes, self._state = char, char, self._in_string_start
 
     def _in_string_start(self, char: str) -> None:
-        """Behind one quote, or two: those of an empty string, or the first of three."""
+        """After one quote or two: an empty string, or the beginning of triple quotes."""
         if char == self._string and len(self._quotes) == 1:
             self._quotes += char
             return
@@ -236,7 +236,7 @@ class PythonCallReader(CallReader):
             self._end_escape(kind)
 
     def _end_escape_at(self, code: int) -> None:
-        """The escape stands for the character `code`, or for a half of one, as in JSON."""
+        """Emit the character `code`, or combine two surrogates as in JSON."""
         self._state = self._in_string
         if 0xD800 <= code < 0xDC00 and not self._surrogate:
             self._surrogate = code
@@ -255,7 +255,7 @@ class PythonCallReader(CallReader):
             self._say(text)
 
     def _say(self, char: str) -> None:
-        """A character of a string."""
+        """Emit a character of a string."""
         self.is_bad = self.is_bad or self._surrogate > 0
         self._tell(_json(char)[1:-1])
 
@@ -273,7 +273,7 @@ def _json(text: str) -> str:
 
 
 def _scalar_json(word: str) -> str | None:
-    """A number or a constant as JSON; None for anything else."""
+    """Return a number or constant as JSON; None for anything else."""
     if word in WORDS:
         return WORDS[word]
     try:
@@ -296,9 +296,11 @@ ANY_KEYWORD = "/[A-Za-z_][A-Za-z0-9_]{0,63}=/"
 
 
 def argument_rules(number: int, function: Function, *, is_held: bool) -> list[str]:
-    """Lark rules of a call behind its opening parenthesis, the first of them `rest_<number>`. Arguments come in the
-    schema's order, as far as they are required or wanted; their values are JSON, but for True, False and None. Without
-    `is_held` any arguments may be. Raises GrammarError for what would not be enforced."""
+    """Return the Lark rules of a call after its opening parenthesis, `rest_<number>` first.
+
+    Arguments come in the schema's order, optional ones may be left out. Values are JSON, but for True, False and None.
+    Without `is_held` any arguments are allowed. Raises GrammarError if the schema cannot be enforced.
+    """
     own = f"rest_{number}"
     if not is_held:
         return [
@@ -319,7 +321,7 @@ def argument_rules(number: int, function: Function, *, is_held: bool) -> list[st
 
 
 def _argument_rules(own: str, found: Sequence[Parameter]) -> list[str]:
-    """`first_<i>`: arguments from the i-th on, none before them; `more_<i>`: behind another."""
+    """`first_<i>`: arguments from the i-th on, none precedes; `more_<i>`: after another argument."""
     rules = []
     for place, each in enumerate(found):
         this, after = f"{own}_{place}", f"{own}_more_{place + 1}"

@@ -1,7 +1,7 @@
-"""What a model says, told apart while it says it: text for people, and calls of functions with their arguments.
+"""Separates a streamed reply into text and function calls.
 
-A call begins behind an opening. What begins like a call and is none, because it is malformed, cut off or names an
-unknown function, is text, and the next opening is looked for: within it if it is malformed, else behind it.
+A call follows an opening. An apparent call that is malformed, cut off or of an unknown function is text; the search for
+the next opening resumes within it if it is malformed, otherwise after it.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from model.text.tool_calls.xml_call import BEGIN, XmlCallReader
 BARE_NAME = re.compile(r"([A-Za-z0-9_.-]+)\s{0,8}(?:\[CALL_ID\]\w{1,40})?(?:\[ARGS\])?\s{0,8}(?=\{)")
 MAX_BARE_NAME_CHARS = 160
 MAX_UNPROVEN_CHARS = 64 << 10
-"""From an opening to where a call has its name and its arguments begin: all of it is held back."""
+"""From an opening to a call's name and the beginning of its arguments: all of it is held back."""
 MAX_HELD_BLANKS = 256
 LOOKBACK_CHARS = 256
 RESYNC_CHARS = 4 << 10
-"""How far behind its end the next opening is looked for in a call that was told and turned out malformed."""
+"""In a malformed call that was emitted, the search for the next opening goes back this far from its end."""
 MAX_RESCANS = 4
-"""What is malformed is read again from behind its opening, together at most this many times the length of the text."""
+"""Malformed text is reread from after its opening, in all at most this many times the length of the text."""
 
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """How a model writes calls. Each is a JSON object with a name and arguments, or a name before its arguments, or an
-    element of XML's kind, or a call in Python."""
+    """How a model writes calls: as a JSON object with name and arguments, as a name before its arguments, as an
+    XML-like element, or in Python."""
 
-    openings: tuple[str, ...]  # each begins a run of calls; the first is the one that is enforced
-    closings: tuple[str, ...] = ()  # end it
-    fillers: str = BLANKS  # characters that may stand around calls
-    bare: str = ""  # where calls need no opening: the character that a run of them begins with
-    at_start_only: bool = False  # of a bare run: a reply begins with it, or is text
-    bare_names: bool = False  # after the opening, `name[ARGS]{...}` and `name{...}` are calls too
-    in_xml: bool = False  # a call is `<function=name>` and so on, no JSON
+    openings: tuple[str, ...]  # each begins a run of calls; grammars enforce the first
+    closings: tuple[str, ...] = ()  # each ends a run
+    fillers: str = BLANKS  # characters allowed around calls
+    bare: str = ""  # first character of a run of calls without an opening, if allowed
+    at_start_only: bool = False  # a bare run begins the reply, or is text
+    bare_names: bool = False  # `name[ARGS]{...}` and `name{...}` after the opening are calls too
+    in_xml: bool = False  # a call is `<function=name>...`, not JSON
     in_python: bool = False  # a call is `name(key=value)`
 
 
@@ -52,15 +52,15 @@ class Said:
 
 @dataclass(frozen=True)
 class Called:
-    """A call begins. Its arguments follow."""
+    """A call begins; its arguments follow."""
 
-    number: int  # 0, 1, 2, ... within the reply
+    number: int  # index in the reply
     name: str
 
 
 @dataclass(frozen=True)
 class Argued:
-    """Some more of a call's arguments: all of them together are JSON, unless the call was cut off or malformed."""
+    """A part of a call's arguments; all parts together are JSON, unless the call was cut off or malformed."""
 
     number: int
     text: str
@@ -71,8 +71,8 @@ Reader = JsonCallReader | XmlCallReader | PythonCallReader
 
 
 class ToolCallStream:
-    """One reply. `push` and `end` together tell each of its characters once, as text or as part of a call, but for the
-    syntax around calls and blanks beside it. In whatever parts the text comes, they tell the same.
+    """Parses one reply. `push` and `end` together emit each character once, as text or as part of a call, except the
+    syntax around calls and adjacent blanks. How the text is split does not change what they emit.
 
     Takes time linear in the text. Holds back at most MAX_UNPROVEN_CHARS, unless `holds_calls`.
     """
@@ -85,9 +85,11 @@ class ToolCallStream:
         *,
         holds_calls: bool = False,
     ) -> None:
-        """`schemas`: by name of a function, the JSON schema of its arguments; calls of others are text. Of more calls
-        than `max_calls`, the rest is dropped. `holds_calls`: tell a call only once it is whole, so that one which turns
-        out malformed or cut off is text; otherwise such a call is left as far as it was told, its arguments no JSON.
+        """`schemas` maps each known function to the JSON schema of its arguments; other calls are text. Calls after
+        `max_calls` are dropped.
+
+        `holds_calls` emits only whole calls, so that a malformed or cut off one becomes text. Otherwise such a call
+        stays as emitted, its arguments invalid JSON.
         """
         self._syntax = syntax
         self._schemas = schemas
@@ -97,31 +99,31 @@ class ToolCallStream:
         self._longest_opening = max(map(len, _markers(syntax)))
         self._mode = self._at_start if syntax.at_start_only else self._in_text
         self._buffer = ""
-        self._waiting: list[str] = []  # to be put behind the buffer
-        self._num_waiting = 0  # characters
-        self._num_dropped = 0  # characters before the buffer
-        self._pos = 0  # in the buffer: the next character to look at
-        self._told = 0  # in the buffer: all before is told
+        self._waiting: list[str] = []  # to be appended to the buffer
+        self._num_waiting = 0
+        self._num_dropped = 0  # characters dropped before the buffer
+        self._pos = 0  # next character to read
+        self._told = 0  # the buffer is emitted up to here
         self._is_ended = False
         self._reader: Reader | None = None
-        self._begin = 0  # in the buffer: of what may be a call, its opening included
-        self._resume = 0  # in the buffer: where to go on if it is none
+        self._begin = 0  # start of a possible call, with its opening
+        self._resume = 0  # where to continue if it is not a call
         self._is_announced = False
-        self._follows_call = False  # what began: only syntax parts it from the call before
+        self._follows_call = False  # only syntax separates it from the previous call
         self._run_has_calls = False  # the last thing read was a call
         self._is_closed = False  # its run
         self._has_begun = False  # a bare run
-        self._rescan_until = 0  # from the reply's start: all before was read as part of what is no call
+        self._rescan_until = 0  # position in the reply; what precedes it was read as part of a non-call
         self._num_rescanned = 0
         self.num_calls = 0
 
     def push(self, text: str) -> list[News]:
-        """What is certain now that `text` has followed what came before; the rest is held back."""
+        """Add `text` and return the events that are now certain."""
         self._waiting.append(text)
         self._num_waiting += len(text)
         is_held = self._holds_calls and self._mode == self._in_call and not self._is_ended
         if is_held and self._num_waiting < len(self._buffer) // 4:
-            return []  # copied together with more, so that a long call is not copied with each of its parts
+            return []  # appended together with more, so that a long call is not copied for each of its parts
         self._buffer += "".join(self._waiting)
         self._waiting, self._num_waiting = [], 0
         news: list[News] = []
@@ -131,7 +133,7 @@ class ToolCallStream:
         return news
 
     def end(self) -> list[News]:
-        """No text follows: what was held back is told."""
+        """End the reply and return what was held back."""
         self._is_ended = True
         news = self.push("")
         rest = self._buffer[self._told :]
@@ -139,7 +141,7 @@ class ToolCallStream:
         is_syntax = self.num_calls > 0 and not rest.strip(BLANKS)
         return news if is_syntax or not rest else [*news, Said(rest)]
 
-    # Modes. Each returns whether to go on: false where only more text can tell.
+    # Modes. Each returns whether to continue; False if more text is needed.
 
     def _at_start(self, news: list[News]) -> bool:
         start = self._skip(self._pos, BLANKS)
@@ -173,7 +175,6 @@ class ToolCallStream:
         self._mode = self._before_call
 
     def _before_call(self, news: list[News]) -> bool:
-        """Behind an opening."""
         fillers = self._syntax.fillers + self._syntax.bare if self._syntax.in_python else self._syntax.fillers
         self._pos = self._skip(self._pos, fillers)
         reader = self._reader_here()
@@ -186,7 +187,7 @@ class ToolCallStream:
         return True
 
     def _after_call(self, news: list[News]) -> bool:
-        """Behind a call, or what is none of a known function."""
+        """After a call, or after a well-formed non-call."""
         syntax, is_call = self._syntax, self._run_has_calls
         end = self._skip(self._pos, BLANKS if self._is_closed else syntax.fillers)
         self._mode = self._in_text
@@ -216,7 +217,7 @@ class ToolCallStream:
             if reader.is_bad:
                 break
             pos += 1
-            # At this very character, so that it does not matter in which parts the text comes.
+            # Checked at every character, so that how the text is split does not matter.
             if not is_called and not reader.is_done:
                 is_called = reader.is_call
                 if is_called and not self._holds_calls:
@@ -235,10 +236,10 @@ class ToolCallStream:
             return True
         return False
 
-    # Calls.
+    # Calls
 
     def _reader_here(self) -> Reader | None:
-        """A reader of the call that begins at `_pos`."""
+        """Return a reader for the call at `_pos`."""
         buffer, pos, syntax = self._buffer, self._pos, self._syntax
         char = buffer[pos : pos + 1]
         if syntax.in_xml:
@@ -254,12 +255,12 @@ class ToolCallStream:
         return JsonCallReader(self._schemas, name)
 
     def _bare_name(self, pos: int) -> str | None:
-        """The known function whose name stands at `pos`, before its arguments."""
+        """Return the known function whose name is at `pos`, preceding its arguments."""
         found = BARE_NAME.match(self._buffer, pos, pos + MAX_BARE_NAME_CHARS)
         return found[1] if found and found[1] in self._schemas else None
 
     def _waits(self) -> bool:
-        """Whether more text may bring a call to `_pos`, where none is yet."""
+        """Return whether more text may complete a call at `_pos`."""
         rest = self._buffer[self._pos : self._pos + MAX_BARE_NAME_CHARS]
         if self._is_ended or self._pos - self._begin > MAX_UNPROVEN_CHARS:
             return False
@@ -270,12 +271,12 @@ class ToolCallStream:
         return not rest
 
     def _waits_for(self, pos: int, markers: tuple[str, ...]) -> bool:
-        """Whether one of the markers may stand at `pos`, and is not yet whole."""
+        """Return whether one of the markers may be at `pos`, still incomplete."""
         rest = self._buffer[pos : pos + max(map(len, markers))]
         return not self._is_ended and any(len(rest) < len(m) and m.startswith(rest) for m in markers)
 
     def _opening_at(self, pos: int) -> int | None:
-        """The length of the opening that stands at `pos`; 0 where the call itself begins there."""
+        """Return the length of the opening at `pos`; 0 if the call itself begins there."""
         syntax = self._syntax
         opening = next((m for m in syntax.openings if self._buffer.startswith(m, pos)), None)
         if opening is not None:
@@ -287,7 +288,7 @@ class ToolCallStream:
         return None
 
     def _begins_call(self, pos: int) -> bool:
-        """Whether behind a call, in its run, another may begin at `pos` without an opening."""
+        """Return whether, after a call in its run, another may begin at `pos` without an opening."""
         syntax = self._syntax
         if self._is_closed or syntax.in_xml:
             return False
@@ -317,7 +318,7 @@ class ToolCallStream:
             news.append(Argued(self.num_calls, text))
 
     def _end_call(self, reader: Reader, news: list[News]) -> None:
-        """What was read is well-formed; if it is no call, it is text."""
+        """End a well-formed call, or a non-call, which is text."""
         is_call = reader.is_call
         if is_call:
             if not self._is_announced:
@@ -329,7 +330,7 @@ class ToolCallStream:
         self._run_has_calls, self._is_closed = is_call, False
 
     def _fail(self) -> None:
-        """What began at `_begin` is no call: look for an opening within it, if it is not read too often already."""
+        """Reject the call at `_begin`: search for an opening within it, unless that was reread too often."""
         if self._is_announced:
             self.num_calls += 1
             self._resume = max(self._resume, self._pos - RESYNC_CHARS)
@@ -347,10 +348,10 @@ class ToolCallStream:
     def _is_wanted(self) -> bool:
         return self._max_calls is None or self.num_calls < self._max_calls
 
-    # Text.
+    # Text
 
     def _find_opening(self) -> tuple[int, int] | None:
-        """The next opening from `_pos` on; a bare one has no length."""
+        """Return the next opening from `_pos` on; a bare one has no length."""
         bare, pos = self._syntax.bare, self._pos
         while found := self._opening.search(self._buffer, pos):
             begin, pos = found.span()
@@ -363,8 +364,11 @@ class ToolCallStream:
         return None
 
     def _may_begin(self, pos: int) -> bool:
-        """Whether a bare run, or a call in one, may begin at `pos`: anywhere in text that is read for the first time,
-        if it need not be at the reply's start; else only where calls are parted from what comes before them."""
+        """Return whether a bare run, or a call in one, may begin at `pos`.
+
+        Where runs are allowed anywhere, it may begin at any position in text read for the first time; otherwise only
+        where it is separated from what precedes it.
+        """
         char, is_new = self._buffer[pos], self._num_dropped + pos >= self._rescan_until
         if char == self._syntax.bare and is_new and not self._syntax.at_start_only:
             return True
@@ -384,19 +388,19 @@ class ToolCallStream:
         return pos
 
     def _tell(self, to: int, news: list[News]) -> None:
-        """Text up to there, but what is told already."""
+        """Emit the text up to `to`."""
         if to > self._told:
             news.append(Said(self._buffer[self._told : to]))
             self._told = to
 
     def _tell_but_blanks(self, to: int, news: list[News]) -> None:
-        """The same less its last blanks: they are dropped if an opening follows."""
+        """Emit the text up to `to` except its last blanks, which are dropped if an opening follows."""
         text = self._buffer[self._told : to]
         num_blanks = len(text) - len(text.rstrip(BLANKS))
         self._tell(to - min(num_blanks, MAX_HELD_BLANKS), news)
 
     def _drop_told(self) -> None:
-        """Let go of what is neither to be told nor to be read again."""
+        """Drop the part of the buffer that is neither to be emitted nor reread."""
         if self._mode == self._in_call:
             again = max(self._resume, self._pos - RESYNC_CHARS) if self._is_announced else self._begin
         else:
@@ -413,13 +417,13 @@ class ToolCallStream:
 
 
 def _markers(syntax: CallSyntax) -> tuple[str, ...]:
-    """What may begin a call in text."""
+    """Return every text that may begin a call."""
     bare = (syntax.bare,) if syntax.bare else ()
     return (*syntax.openings, *bare, *((BEGIN,) if syntax.in_xml else ()), *((",",) if syntax.in_python else ()))
 
 
 def _overlap(text: str, start: int, markers: tuple[str, ...]) -> int:
-    """How long the end of `text`, from `start` on, is that may begin one of the markers."""
+    """Return the length of the end of `text`, from `start` on, that may begin one of the markers."""
     longest = min(len(text) - start, max(map(len, markers)) - 1)
     tails = (text[len(text) - n :] for n in range(longest, 0, -1))
     return next((len(tail) for tail in tails if any(marker.startswith(tail) for marker in markers)), 0)

@@ -1,4 +1,4 @@
-"""A call of a function as an element of XML's kind, as Qwen3-Coder writes it: read by characters, and enforced.
+"""Function calls as XML-like elements, as Qwen3-Coder writes them: reading and grammar.
 
     <function=weather>
     <parameter=city>
@@ -6,7 +6,7 @@
     </parameter>
     </function>
 
-A value is text as it stands, one line break around it left out. What it means as JSON, the function's schema says.
+A value is plain text without one line break around it; the function's schema decides its meaning as JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from model.text.tool_calls.reader import BLANKS, CallReader
 
 BEGIN, END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
-CALL_END = "</tool_call>"  # also ends a function whose own end is missing
+CALL_END = "</tool_call>"  # also ends a function without its own end tag
 TRUTHS = {"true": True, "false": False}
 MAX_NAME_CHARS = 256
 _NAME_START = re.compile(r"[A-Za-z0-9_.-]{0,64}>?")
@@ -41,19 +41,19 @@ VALUE_END_STARTS = frozenset(
 
 
 class XmlCallReader(CallReader):
-    """One call. A value ends at its own end tag, at the next parameter or at the function's end; where another function
-    begins within a value, the call was cut off."""
+    """Reads one call. A value ends at its end tag, at the next parameter or at the function's end; another function
+    within a value means that the call was cut off."""
 
     def __init__(self, schemas: Mapping[str, Any]) -> None:
-        """`schemas`: by name of a function, the JSON schema of its arguments."""
+        """`schemas` maps each function to the JSON schema of its arguments."""
         super().__init__(None, self._in_begin)
         self._schemas = schemas
-        self._word = ""  # a tag, or a name in one, as far as it is read
+        self._word = ""  # a partial tag or name
         self._parameter = ""
         self._seen: set[str] = set()
-        self._is_text = False  # the value is told while it comes
-        self._value: list[str] = []  # of one that is not
-        self._tail = ""  # of a value: what may belong to its end
+        self._is_text = False  # the value is emitted as it arrives
+        self._value: list[str] = []  # otherwise held until its end
+        self._tail = ""  # of a value: possibly the start of its end
         self._is_first_char = False  # of a value
 
     def _in_begin(self, char: str) -> None:
@@ -123,7 +123,7 @@ class XmlCallReader(CallReader):
             self._end_value(marker)
 
     def _may_end(self) -> bool:
-        """Whether `_tail` may be the start of what ends a value."""
+        """Return whether `_tail` may begin what ends a value."""
         if self._tail in VALUE_END_STARTS:
             return True
         head, begin, name = self._tail.partition(BEGIN)
@@ -151,7 +151,7 @@ class XmlCallReader(CallReader):
 
 
 def types_of(schema: Any, parameter: str) -> frozenset[str]:
-    """The JSON types that a function's schema allows a parameter; only text where it does not say."""
+    """Return the JSON types that a function's schema allows a parameter; only text if unspecified."""
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     own = properties.get(parameter) if isinstance(properties, Mapping) else None
     return frozenset(_types(own, schema, depth=8)) or frozenset({"string"})
@@ -187,7 +187,7 @@ def _type_of(value: Any) -> str:
 
 
 def _as_json(text: str, types: frozenset[str]) -> str:
-    """A value of one of these types, as JSON; as text, where it is none of them."""
+    """Return a value of one of these types as JSON, as a string if it has none of them."""
     plain = text.strip()
     try:
         value = TRUTHS[plain.lower()] if plain.lower() in TRUTHS else json.loads(plain)
@@ -202,13 +202,15 @@ def _as_json(text: str, types: frozenset[str]) -> str:
 PARAMETER_BEGIN = r"/<parameter=[A-Za-z0-9_.-]{1,64}>\n/"
 ANY_TEXT = "/(?s:.*)/"
 NO_END = r"~/(?s:.*)(<\/parameter>|<parameter=|<\/function>|<function=[A-Za-z0-9_.-]{0,64}>)(?s:.*)/"
-"""Text is read up to where a parameter ends."""
+"""Text that a reader does not take for the end of a parameter."""
 
 
 def function_rules(number: int, function: Function, *, is_held: bool) -> list[str]:
-    """Lark rules of a call, the first of them `function_<number>`, which is BEGIN and `rest_<number>`. Properties come
-    in the schema's order, as far as they are required or wanted, each held to its schema. Without `is_held` any
-    parameters may be. Raises GrammarError for what would not be enforced."""
+    """Return the Lark rules of a call: `function_<number>` first, which is BEGIN and `rest_<number>`.
+
+    Parameters come in the schema's order, optional ones may be left out, each constrained by its schema. Without
+    `is_held` any parameters are allowed. Raises GrammarError if the schema cannot be enforced.
+    """
     own = f"function_{number}"
     whole, rest = f"{own}: {literal(BEGIN)} rest_{number}", f"rest_{number}: {literal(f'{function.name}>' + chr(10))}"
     tail = literal(END)
@@ -231,7 +233,7 @@ def function_rules(number: int, function: Function, *, is_held: bool) -> list[st
 
 
 def _value_rules(rule: str, parameter: Parameter, types: frozenset[str]) -> list[str]:
-    """`types` are those that a value is read as."""
+    """`types` are the JSON types that a value is read as."""
     end = literal(f"\n{PARAMETER_END}\n")
     if parameter.choices is not None:
         texts = [text for choice in parameter.choices if (text := _text_of(choice, types)) is not None]
@@ -259,7 +261,7 @@ ENDS = re.compile("|".join(map(re.escape, (*VALUE_ENDS, BEGIN))))
 
 
 def _text_of(choice: Any, types: frozenset[str]) -> str | None:
-    """A value as text that is read as this value again, if there is one."""
+    """Return a value as text that is read back as the same value, if possible."""
     text = choice if isinstance(choice, str) else json.dumps(choice, ensure_ascii=False)
     encoded = json.dumps(text) if types == {"string"} else _as_json(text, types)
     is_same = not ENDS.search(text) and same(json.loads(encoded)) == same(choice)
@@ -267,7 +269,7 @@ def _text_of(choice: Any, types: frozenset[str]) -> str | None:
 
 
 def _whole(pattern: str, at: str) -> str:
-    """A pattern, which may match anywhere in a text, as one of all of it."""
+    """Return a pattern that may match anywhere as one that matches the whole text."""
     inner = pattern.removeprefix("^")
     ends = inner.endswith("$") and len(re.search(r"\\*$", inner[:-1])[0]) % 2 == 0
     inner = inner[:-1] if ends else inner
