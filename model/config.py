@@ -132,7 +132,7 @@ def generation_defaults(directory: Path) -> dict[str, float | int]:
 
 
 def _family(fields: Fields) -> str:
-    family = fields.text("model_type")
+    family: str = fields.text("model_type")
     if family not in ARCHITECTURES:
         raise fields.error("model_type", f"{family!r} is not supported (known: {', '.join(ARCHITECTURES)})")
     architectures = fields.get("architectures")
@@ -190,7 +190,7 @@ def _windows(fields: Fields, family: str, num_layers: int) -> tuple[int, ...]:
 
 def _dtype(fields: Fields) -> str:
     name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
-    dtype = fields.text(name, "float32")
+    dtype: str = fields.text(name, "float32")
     if dtype not in NUMPY_DTYPES:
         raise fields.error(name, f"{dtype!r} is not supported (known: {', '.join(NUMPY_DTYPES)})")
     return dtype

@@ -57,8 +57,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = dict(pairs)
     if len(names) != len(pairs):
         seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-        raise ValueError(f"the name {twice[:100]!r} occurs twice")
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"the name {name[:100]!r} occurs twice")
+            seen.add(name)
     return names
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,8 @@ import jinja2
 from jinja2 import meta, nodes
 
 from model.errors import ModelError
-from model.text.special_token_escaping import Disguise
-from model.text.template_meter import RenderLimits
+from model.text.special_token_escaping import SpecialTokenEscaper
+from model.text.template_bounds import RenderLimits
 from model.text.template_sandbox import Refusal, TemplateSandbox
 from model.text.tokenizer import Tokenizer
 from model.text.tokenizer_files import MAX_CONFIG_BYTES, TOKENIZER_CONFIG, read_json_if_any, read_text
@@ -22,13 +22,13 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 OWN_VARIABLES = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
 MAX_REFUSAL_CHARS = 300
 MAX_SOURCE_CHARS = 256 << 10
-"""All templates of a folder; the longest published ones have a tenth of that."""
+"""All templates of a folder; published ones have at most a tenth."""
 
 Json = Mapping[str, Any]
 
 
 class TemplateError(ValueError):
-    """The chat template cannot render a conversation. The text may be shown to the client."""
+    """The chat template cannot render a conversation. Its text may be shown to the client."""
 
 
 class ChatTemplate:
@@ -38,8 +38,8 @@ class ChatTemplate:
     def read(cls, directory: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
         """Return the folder's template, None if it has none. Raises ModelError if it is malformed.
 
-        `chat_template.jinja` overrides the entry in `tokenizer_config.json`. Of several named templates there,
-        "default" is used, or "tool_use" for requests with tools.
+        `chat_template.jinja` overrides `tokenizer_config.json`, where "tool_use" is used for requests with tools, else
+        "default".
         """
         sources = _read_sources(directory)
         if not sources:
@@ -54,7 +54,7 @@ class ChatTemplate:
         except (RecursionError, MemoryError) as error:
             raise ModelError(f"the chat template of {directory} is nested too deeply") from error
         except (SyntaxError, ValueError, OverflowError) as error:
-            # Jinja's generated code: too many nested blocks or brackets, too long a number.
+            # Jinja's generated code: too many nested blocks or brackets, too long a number
             raise ModelError(f"the chat template of {directory} cannot be compiled: {_first_line(error)}") from error
 
     def __init__(
@@ -64,14 +64,12 @@ class ChatTemplate:
         limits: RenderLimits | None = None,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """`sources` are Jinja texts by name, with a "default". Raises jinja2.TemplateSyntaxError if one is malformed.
-        """
+        """`sources` are Jinja texts by name, with a "default". Raises jinja2.TemplateSyntaxError."""
         self._tokenizer = tokenizer
         self._sandbox = TemplateSandbox(limits or RenderLimits(), now)
         self._templates = {name: self._sandbox.from_string(source) for name, source in sources.items()}
-        self._disguise = self._make_disguise(sources.values())
+        self._escaper = self._build_escaper(sources.values())
         self.tool_source = sources.get("tool_use", sources["default"])
-        """The source that renders conversations with tools."""
         self.knows_tools = "tools" in meta.find_undeclared_variables(self._sandbox.parse(self.tool_source))
 
     def render(
@@ -82,11 +80,7 @@ class ChatTemplate:
         tools: Sequence[Json] | None = None,
         extra: Json | None = None,
     ) -> str:
-        """Return the prompt as text, in which the template's and a user's special tokens look alike: `encode` separates
-        them.
-
-        `extra` are further template variables. Raises TemplateError if it cannot be rendered.
-        """
+        """Return the prompt as text; the template's and a user's special tokens look alike. Raises TemplateError."""
         return self._render(_variables(messages, add_generation_prompt, tools, extra))
 
     def encode(
@@ -100,16 +94,15 @@ class ChatTemplate:
     ) -> list[int]:
         """Return the prompt's token ids; special tokens spelt in messages, tools or `extra` are plain text.
 
-        With `continue_final_message` the prompt ends where the last message's content ends. Raises TemplateError if the
-        prompt cannot be rendered or holds a lone surrogate.
+        With `continue_final_message` the prompt ends after the last message's content. Raises TemplateError.
         """
         variables = _variables(messages, add_generation_prompt, tools, extra)
         try:
-            disguised, stand_ins = self._disguise.put_on(variables)
-            rendered = self._render(disguised)
+            escaped, placeholders = self._escaper.escape(variables)
+            rendered = self._render(escaped)
             if continue_final_message:
-                rendered = _cut_behind(rendered, disguised["messages"][-1]["content"])
-            return self._tokenizer.encode_template(rendered, stand_ins)
+                rendered = _cut_after(rendered, escaped["messages"][-1]["content"])
+            return self._tokenizer.encode_template(rendered, placeholders)
         except TemplateError:
             raise
         except RecursionError as error:
@@ -134,16 +127,16 @@ class ChatTemplate:
     def _stream(self, template: jinja2.Template, variables: Json) -> str:
         chunks: list[str] = []
         num_chars = 0
-        with self._sandbox.timed():
+        with self._sandbox.metered():
             for chunk in template.generate(variables):
-                self._sandbox.tick()
+                self._sandbox.check_time()
                 num_chars += len(chunk)
                 if num_chars > self._sandbox.limits.max_chars:
                     raise TemplateError("The rendered messages are too long.")
                 chunks.append(chunk)
         return "".join(chunks)
 
-    def _make_disguise(self, sources: Sequence[str]) -> Disguise:
+    def _build_escaper(self, sources: Iterable[str]) -> SpecialTokenEscaper:
         literals = list(self._tokenizer.named_tokens.values())
         words = list(ROLES)
         for source in sources:
@@ -153,7 +146,7 @@ class ChatTemplate:
             literals += [node.data for node in tree.find_all(nodes.TemplateData)]
             words += constants
             words += [node.attr for node in tree.find_all(nodes.Getattr)]
-        return Disguise(self._tokenizer.special_tokens, literals, words)
+        return SpecialTokenEscaper(self._tokenizer.special_tokens, literals, words)
 
 
 def _variables(
@@ -166,7 +159,7 @@ def _variables(
     return {**own, **(extra or {})}
 
 
-def _cut_behind(rendered: str, content: str) -> str:
+def _cut_after(rendered: str, content: str) -> str:
     """Return `rendered` up to the end of its last `content`, whose outer blanks the template may have dropped."""
     core = content.strip()
     start = rendered.rfind(core)

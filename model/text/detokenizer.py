@@ -7,12 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Sequence
 from itertools import takewhile
 
-CONTEXT_TOKENS = 4  # how far back a token may change later text in decoders that only decode whole sequences
-MAX_HELD_TOKENS = 8  # a UTF-8 character has at most 4 bytes, so after 8 tokens a U+FFFD is final
+CONTEXT_TOKENS = 4  # reach of a token's effect on later text, in decoders of whole sequences
+MAX_HELD_TOKENS = 8  # a character has at most 4 bytes: after 8 tokens a U+FFFD is final
 
 
 class Detokenizer(ABC):
-    """Text of one stream of token ids. Unknown ids have no text. Not thread-safe."""
+    """Text of one stream of token ids; unknown ids have none. Not thread-safe."""
 
     @abstractmethod
     def push(self, ids: Sequence[int]) -> str:
@@ -24,7 +24,7 @@ class Detokenizer(ABC):
 
     @abstractmethod
     def push_bytes(self, token_id: int) -> bytes:
-        """Like `push` of one token, in bytes; concatenated over all tokens they are the text in UTF-8."""
+        """Like `push` of one token, in bytes; all together are the text in UTF-8."""
 
     @abstractmethod
     def peek_bytes(self, token_id: int) -> bytes | None:
@@ -32,11 +32,10 @@ class Detokenizer(ABC):
 
 
 class ByteDetokenizer(Detokenizer):
-    """For vocabularies of fixed bytes per token: holds back only an incomplete UTF-8 tail."""
+    """Decodes vocabularies of fixed bytes per token; holds back only an incomplete UTF-8 tail."""
 
     def __init__(self, pieces: Sequence[bytes], num_spaces_to_strip: int) -> None:
-        """`pieces[id]` are the bytes of a token; up to `num_spaces_to_strip` leading spaces are dropped from the text.
-        """
+        """`pieces[id]` are a token's bytes; `num_spaces_to_strip` bounds the leading spaces dropped from the text."""
         self._pieces = pieces
         self._num_spaces_to_strip = num_spaces_to_strip
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
@@ -72,10 +71,10 @@ class ByteDetokenizer(Detokenizer):
 
 
 class WindowDetokenizer(Detokenizer):
-    """For any other decoder: decodes the last few tokens again with each new one and emits the difference."""
+    """Decodes the last few tokens again with each new one and emits the difference, for any other decoder."""
 
     def __init__(self, decode: Callable[[list[int]], str], context: Sequence[int], spoken: Container[int]) -> None:
-        """`spoken` are the ids with text, all known to `decode`; the text continues that of `context`."""
+        """`spoken` are the ids with text; the text continues that of `context`."""
         self._decode = decode
         self._spoken = spoken
         self._window = list(context)

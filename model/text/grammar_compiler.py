@@ -1,4 +1,4 @@
-"""Compiles grammars to llguidance matchers over a table of tokens. Imports neither NumPy nor a tokenizer library."""
+"""Compiles grammars to llguidance matchers. Imports neither NumPy nor a tokenizer library."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from typing import Protocol
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from model.text.grammar import GrammarError
+from model.errors import GrammarError
 
 MAX_GRAMMAR_BYTES = 2 << 20
 MAX_ERROR_CHARS = 160
 MAX_LEXER_STATES = 20_000  # about 2 KB each
 SPECIAL = b"\xff"
-"""Prefix of a special token's bytes for llguidance: no text contains it, so no text is read as a special token."""
+"""Prefix of a special token's bytes: no text contains it, so none is read as a special token."""
 
 
 class Tokens(Protocol):
-    """What a grammar needs of a tokenizer."""
-
     special_ids: frozenset[int]
 
     def token_bytes(self, token_id: int) -> bytes: ...
@@ -33,7 +31,7 @@ class NamedTokens(Tokens, Protocol):
 
 @dataclass(frozen=True)
 class TokenTable:
-    """A model's tokens as plain values, to be sent to another process."""
+    """A model's tokens as plain values, for another process."""
 
     pieces: list[bytes]  # by id, vocab_size long; empty for an id without a token
     id_by_special: dict[str, int]
@@ -41,10 +39,11 @@ class TokenTable:
 
     @classmethod
     def of(cls, tokenizer: NamedTokens, vocab_size: int, eos_token_ids: Sequence[int]) -> TokenTable:
-        """Copy `tokenizer`'s tokens. `vocab_size` is the width of the logits."""
         return cls(
             pieces=[tokenizer.token_bytes(token) for token in range(vocab_size)],
-            id_by_special={text: tokenizer.special_id(text) for text in sorted(tokenizer.special_tokens)},
+            id_by_special={
+                text: i for text in sorted(tokenizer.special_tokens) if (i := tokenizer.special_id(text)) is not None
+            },
             eos_token_ids=[token for token in eos_token_ids if token < vocab_size],
         )
 
@@ -73,7 +72,7 @@ class TextCompiler:
         """Compile a grammar, usually within milliseconds. Raises GrammarError.
 
         llguidance bounds neither time nor memory where patterns intersect: compile a client's grammar in a process that
-        can be killed first.
+        can be killed.
         """
         if len(grammar.encode("utf-8", "replace")) > MAX_GRAMMAR_BYTES:
             raise GrammarError(f"The grammar takes more than {MAX_GRAMMAR_BYTES} bytes.")
@@ -84,8 +83,6 @@ class TextCompiler:
 
 
 class _Vocabulary:
-    """Tokens in the shape that llguidance expects."""
-
     def __init__(self, tokens: Tokens, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self.eos_token_id = eos_token_ids[0] if eos_token_ids else None
         self.bos_token_id = None
@@ -97,7 +94,7 @@ class _Vocabulary:
         ]
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Called only where a grammar forces text in canonical tokens; ours never do."""
+        """Called only where a grammar forces text; ours never do."""
         raise NotImplementedError
 
 

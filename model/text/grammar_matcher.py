@@ -1,4 +1,4 @@
-"""Matches tokens against a grammar and computes the bit mask of allowed next tokens."""
+"""Computes the bit mask of next tokens that a grammar allows."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from llguidance import LLMatcher
 
 from model.text.grammar_compiler import TextCompiler, Tokens
 
-MAX_KEPT = 64
-"""Compiled grammars in the cache."""
-MAX_KEPT_CHARS = 1 << 20
-"""Text of all cached grammars; a compiled grammar takes about a hundred times as much memory."""
+MAX_CACHED_GRAMMARS = 64
+MAX_CACHED_CHARS = 1 << 20
+"""Text of all cached grammars; compiled ones take about a hundred times as much."""
 JSON = "%json"
 """Occurs in every grammar of JSON."""
 ALL = np.uint32(0xFFFFFFFF)
 MAX_DIGITS = 32
-"""Consecutive digits in JSON where anything else may follow. JSON numbers have no maximum length, and a model that
-repeats a digit has no reason to stop."""
+"""Consecutive digits where JSON allows something else. A model that repeats a digit has no reason to stop."""
 
 
 class GrammarCompiler:
@@ -31,43 +29,41 @@ class GrammarCompiler:
         self.num_words = num_mask_words(vocab_size)
         self._eos_token_ids = [token for token in eos_token_ids if token < vocab_size]
         self._compiler = TextCompiler(tokenizer, vocab_size, self._eos_token_ids)
-        self._digits = _Digits(self._compiler.pieces, self.num_words)
-        self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
-        self._num_kept_chars = 0
+        self._digits = _DigitRuns(self._compiler.pieces, self.num_words)
+        self._cache: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._num_cached_chars = 0
         self._lock = threading.Lock()
 
     def compile(self, grammar: str) -> Matcher:
-        """Return a matcher at the start of a `model.text.grammar` text.
-
-        Takes milliseconds, a second at worst, mostly without the GIL. Raises GrammarError.
-        """
+        """Return a matcher at the start of `grammar`, within a second, mostly without the GIL. Raises GrammarError."""
         with self._lock:
-            found = self._kept.get(grammar)
+            found = self._cache.get(grammar)
             if found is not None:
-                self._kept.move_to_end(grammar)
+                self._cache.move_to_end(grammar)
         if found is None:
             found = self._compiler.compile(grammar)
             with self._lock:
-                self._keep(grammar, found)
+                self._cache_matcher(grammar, found)
         return Matcher(found.deep_copy(), self._eos_token_ids, self._digits if JSON in grammar else None)
 
-    def _keep(self, grammar: str, matcher: LLMatcher) -> None:
-        if grammar not in self._kept:
-            self._num_kept_chars += len(grammar)
-        self._kept[grammar] = matcher
-        while len(self._kept) > MAX_KEPT or (self._num_kept_chars > MAX_KEPT_CHARS and len(self._kept) > 1):
-            dropped, _ = self._kept.popitem(last=False)
-            self._num_kept_chars -= len(dropped)
+    def _cache_matcher(self, grammar: str, matcher: LLMatcher) -> None:
+        if grammar not in self._cache:
+            self._num_cached_chars += len(grammar)
+        self._cache[grammar] = matcher
+        while len(self._cache) > MAX_CACHED_GRAMMARS or (
+            self._num_cached_chars > MAX_CACHED_CHARS and len(self._cache) > 1
+        ):
+            dropped, _ = self._cache.popitem(last=False)
+            self._num_cached_chars -= len(dropped)
 
 
 class Matcher:
-    """The state of one text in its grammar. Not thread-safe, but `fill` may run in another thread while this one waits.
-    """
+    """The state of one text in its grammar. Not thread-safe."""
 
     def __init__(
-        self, inner: LLMatcher, eos_token_ids: Sequence[int], digits: _Digits | None, num_digits: int = 0
+        self, inner: LLMatcher, eos_token_ids: Sequence[int], digits: _DigitRuns | None, num_digits: int = 0
     ) -> None:
-        """`digits` bounds runs of digits, None for no bound; `num_digits` is the length of the current run."""
+        """`digits` bounds runs of digits, if set; `num_digits` is the current run."""
         self._inner = inner
         self._eos_token_ids = eos_token_ids
         self._digits = digits
@@ -76,13 +72,12 @@ class Matcher:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it exceeded its limits, consumed a forbidden token, or forbids every token. It then constrains
-        nothing."""
+        """Whether it exceeded its limits or its text does not match: it then constrains nothing."""
         return self._is_stuck or self._inner.is_error()
 
     @property
     def is_complete(self) -> bool:
-        """Whether the text matches the grammar and may end here."""
+        """Whether the text may end here."""
         return self._inner.is_accepting()
 
     @property
@@ -96,14 +91,14 @@ class Matcher:
             return False
         if self._digits is not None:
             for token in token_ids:
-                self._num_digits = self._digits.following(token, self._num_digits)
+                self._num_digits = self._digits.num_digits_after(token, self._num_digits)
         return self._inner.consume_tokens(list(token_ids))
 
-    def fill(self, words: np.ndarray, end_token_ids: Iterable[int]) -> bool:
-        """Set words uint32[num_words] to the allowed next tokens: token i is bit i % 32 of word i // 32.
+    def fill_mask(self, words: np.ndarray, end_token_ids: Iterable[int]) -> bool:
+        """Set words uint32[num_words] to the allowed tokens: token i is bit i % 32 of word i // 32.
 
-        Where the text may end, `end_token_ids` are allowed too, and EOS only if it is among them. Releases the GIL.
-        Returns False if the matcher has failed or nothing may follow; everything is then allowed.
+        `end_token_ids` are allowed where the text may end, EOS only if among them. Releases the GIL. Returns False, and
+        allows everything, if the matcher has failed.
         """
         self._inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self._inner.is_error():
@@ -119,14 +114,13 @@ class Matcher:
             self._is_stuck = True
             words[:] = ALL
             return False
-        if self._num_digits >= MAX_DIGITS:
-            others = words & ~self._digits.begun_with
+        if self._digits is not None and self._num_digits >= MAX_DIGITS:
+            others = words & ~self._digits.starts_with_digit
             if others.any():
                 words[:] = others
         return True
 
     def copy(self) -> Matcher:
-        """Return an independent matcher in the same state."""
         return Matcher(self._inner.deep_copy(), self._eos_token_ids, self._digits, self._num_digits)
 
 
@@ -138,22 +132,21 @@ def _bit(token: int) -> np.uint32:
     return np.uint32(1 << token % 32)
 
 
-class _Digits:
-    """Which tokens begin with a digit, and how many digits each ends with."""
+class _DigitRuns:
+    """The digits that tokens begin and end with."""
 
     def __init__(self, tokens: Sequence[bytes], num_words: int) -> None:
-        self.begun_with = np.zeros(num_words, np.uint32)
-        self._at_end: dict[int, int] = {}  # token -> number of digits at its end, if any
-        self._whole: set[int] = set()
+        self.starts_with_digit = np.zeros(num_words, np.uint32)
+        self._num_at_end: dict[int, int] = {}  # only tokens that end with a digit
+        self._only_digits: set[int] = set()
         for token, data in enumerate(tokens):
             rest = data.rstrip(b"0123456789")
             if data[:1].isdigit():
-                self.begun_with[token // 32] |= _bit(token)
+                self.starts_with_digit[token // 32] |= _bit(token)
             if len(rest) < len(data):
-                self._at_end[token] = len(data) - len(rest)
+                self._num_at_end[token] = len(data) - len(rest)
                 if not rest:
-                    self._whole.add(token)
+                    self._only_digits.add(token)
 
-    def following(self, token: int, num_digits: int) -> int:
-        """Return the digits at the end of a text after `token`, given `num_digits` before it."""
-        return self._at_end.get(token, 0) + (num_digits if token in self._whole else 0)
+    def num_digits_after(self, token: int, num_digits: int) -> int:
+        return self._num_at_end.get(token, 0) + (num_digits if token in self._only_digits else 0)

@@ -6,14 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from model.text.functions import Function
-from model.text.grammar import WHITESPACE, GrammarError, of_choice, of_grammar, of_json, of_regex
-from model.text.tool_calls.formats import CallForm, SpecialTokens, calls_grammar
+from model.errors import GrammarError
+from model.text.grammar import WHITESPACE, choice_grammar, json_grammar, lark_grammar, regex_grammar
+from model.text.tool_calls.formats import CallFormat, SpecialTokens, calls_grammar
+from model.text.tool_calls.reader import Function
 
 
 @dataclass(frozen=True)
 class GrammarSpec:
-    """A form of text: `value` is a JSON schema, a regular expression, a list of texts or a grammar, by `kind`."""
+    """A form of text: a JSON schema, a regular expression, a list of texts or a grammar, by `kind`."""
 
     kind: str  # json | regex | choice | grammar
     value: Any
@@ -23,47 +24,45 @@ class GrammarSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class CallSpec:
-    """Function calls, as `calls_grammar` takes them."""
-
-    form: CallForm
+    format: CallFormat
     functions: tuple[Function, ...]
-    key: str
-    most: int
+    arguments_key: str
+    max_calls: int
     or_text: bool  # a reply may call nothing
-    or_form: bool  # a reply without calls has the task's form
+    or_spec: bool  # a reply without calls follows the task's `spec`
 
 
 @dataclass(frozen=True)
 class GrammarTask:
-    """A form, calls, or either of them."""
+    """Text as in `spec`, or function calls, or either of them."""
 
-    form: GrammarSpec | None
+    spec: GrammarSpec | None
     calls: CallSpec | None = None
 
 
 _WRITERS: Mapping[str, Callable[[GrammarSpec], str]] = {
-    "json": lambda spec: of_json(spec.value, whitespace=spec.whitespace, lenient=spec.lenient),
-    "regex": lambda spec: of_regex(spec.value),
-    "choice": lambda spec: of_choice(spec.value),
-    "grammar": lambda spec: of_grammar(spec.value),
+    "json": lambda spec: json_grammar(spec.value, whitespace=spec.whitespace, lenient=spec.lenient),
+    "regex": lambda spec: regex_grammar(spec.value),
+    "choice": lambda spec: choice_grammar(spec.value),
+    "grammar": lambda spec: lark_grammar(spec.value),
 }
 SPEC_KINDS = tuple(_WRITERS)
 
 
 def write_grammar(task: GrammarTask, tokens: SpecialTokens) -> str:
     """Return the grammar of `task`. A hostile one may take long. Raises GrammarError."""
-    form = None if task.form is None else _WRITERS[task.form.kind](task.form)
+    text = None if task.spec is None else _WRITERS[task.spec.kind](task.spec)
     calls = task.calls
     if calls is None:
-        if form is None:
+        if text is None:
             raise GrammarError("The grammar asks for nothing.")
-        return form
+        return text
     return calls_grammar(
-        calls.form,
+        calls.format,
         calls.functions,
-        calls.key,
+        calls.arguments_key,
         tokens,
-        most=calls.most,
+        max_calls=calls.max_calls,
         or_text=calls.or_text,
-        or_form=form if calls.or_form else None,
+        or_grammar=text if calls.or_spec else None,
     )

@@ -1,6 +1,6 @@
-"""The methods and filters that a chat template may use, each with a bound on its output that is known before it runs.
+"""Bounds the methods and filters of chat templates: their output is charged before they run.
 
-Others are refused: each might turn a few characters into gigabytes.
+Unlisted ones are refused: each might turn a few characters into gigabytes.
 """
 
 from __future__ import annotations
@@ -8,16 +8,24 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from jinja2.exceptions import SecurityError
 from jinja2.filters import FILTERS
-from jinja2.sandbox import SecurityError
-from jinja2.utils import _PassArg
+from jinja2.utils import Namespace, _PassArg
 from markupsafe import Markup
 
-from model.text.template_meter import MAX_ITEMS, REPR_GROWTH, Meter
-
+MAX_ITEMS = 1 << 20
+"""Items of a list, or of a nested value in all."""
+MAX_INT_BITS = 1 << 14
+ITEM_CHARS = 8
+"""Charge for a list item, in characters."""
+REPR_GROWTH = 10
+r"""Longest escape in a Python literal, \U0001f600."""
+NODES_PER_TIME_CHECK = 1 << 12
 CASE_GROWTH = 3  # "ΐ".upper() has three characters
 ESCAPE_GROWTH = 5  # &#34;
 URL_GROWTH = 12
@@ -33,19 +41,114 @@ _WIDE_FIELD = re.compile(rf"\d{{{MAX_FIELD_DIGITS + 1},}}|\*")
 _DIGITS = re.compile(r"\d+")
 _PRINTF = re.compile(r"%(?P<name>\([^)]{0,200}(?P<end>\))?)?(?P<width>[^a-zA-Z%]*)(?P<kind>[a-zA-Z%])")
 
+
+@dataclass(frozen=True, kw_only=True)
+class RenderLimits:
+    """Limits of one rendering; SecurityError beyond."""
+
+    max_chars: int = 16 * 2**20  # rendered text, or any intermediate value
+    max_total_chars: int = 512 * 2**20  # all values together, dropped ones included
+    max_s: float = 2.0  # CPU time
+
+
+class Meter:
+    def __init__(self, limits: RenderLimits) -> None:
+        self._limits = limits
+        self.max_chars = limits.max_chars
+        self._num_charged = 0
+        self._deadline_s = time.thread_time() + limits.max_s
+
+    def check_time(self) -> None:
+        """Raise SecurityError if the time is up."""
+        if time.thread_time() > self._deadline_s:
+            raise SecurityError("the template takes too long")
+
+    def charge(self, num_chars: int) -> None:
+        """Charge `num_chars` in advance. Raises SecurityError beyond the limits."""
+        self.check_time()
+        self._num_charged += num_chars
+        if num_chars > self._limits.max_chars or self._num_charged > self._limits.max_total_chars:
+            raise SecurityError("a value is too large")
+
+    def charge_items(self, num_items: int) -> None:
+        """Charge a list in advance. Raises SecurityError beyond the limits."""
+        if num_items > MAX_ITEMS:
+            raise SecurityError("a list is too long")
+        self.charge(ITEM_CHARS * num_items)
+
+    def measure(self, value: Any) -> int:
+        """Return the characters of a value, nested ones included; each occurrence counts.
+
+        Raises SecurityError if it is too large, has too many parts or contains itself.
+        """
+        if isinstance(value, str):
+            return len(value)
+        num_chars, num_nodes, rest = 0, 0, [value]
+        while rest:
+            value = rest.pop()
+            num_nodes += 1
+            if isinstance(value, str | bytes):
+                num_chars += len(value)
+                continue
+            num_chars += ITEM_CHARS
+            if isinstance(value, int):
+                self.check_int(value)
+                num_chars += value.bit_length() // 3
+            elif (parts := _parts(value)) is not None:
+                if num_nodes + len(rest) + len(parts) > MAX_ITEMS:
+                    raise SecurityError("a value has too many parts")
+                rest.extend(parts)
+            if num_nodes % NODES_PER_TIME_CHECK == 0:
+                self.check_time()
+        if num_chars > self._limits.max_chars:
+            raise SecurityError("a value is too large")
+        return num_chars
+
+    def check_int(self, value: int) -> None:
+        if value.bit_length() > MAX_INT_BITS:
+            raise SecurityError("a number is too large")
+
+    def timed_iter(self, values: Iterable[Any]) -> Iterator[Any]:
+        for value in values:
+            self.check_time()
+            yield value
+
+    def bounded_list(self, values: Any) -> Any:
+        """Return `values`, an iterator as a list. Raises SecurityError if too long."""
+        if not hasattr(values, "__next__"):
+            if hasattr(values, "__len__"):
+                self.charge_items(len(values))
+            return values
+        found: list[Any] = []
+        for value in values:
+            self.charge(ITEM_CHARS)
+            if len(found) >= MAX_ITEMS:
+                raise SecurityError("a list is too long")
+            found.append(value)
+        return found
+
+
+def _parts(value: Any) -> Any:
+    if isinstance(value, dict):
+        return [*value.keys(), *value.values()] if len(value) <= MAX_ITEMS else range(MAX_ITEMS + 1)
+    if isinstance(value, Namespace):
+        return [object.__getattribute__(value, "_Namespace__attrs")]
+    if isinstance(value, list | tuple | set | frozenset | type({}.keys()) | type({}.values()) | type({}.items())):
+        return value
+    return None
+
+
 Check = Callable[..., Any]
 """Takes a Meter and the arguments. Raises SecurityError. A filter's check returns the value to filter."""
 
 
 def _size(meter: Meter, value: Any) -> int:
-    """Return the characters of a value written out."""
     if isinstance(value, str):
         return len(value) * (ESCAPE_GROWTH if isinstance(value, Markup) else 1)
-    return REPR_GROWTH * meter.weigh(value)
+    return REPR_GROWTH * meter.measure(value)
 
 
 def _sizes(meter: Meter, values: Any) -> int:
-    """Return the characters of several values written out in sequence."""
     values = list(values)
     if any(isinstance(value, Markup) for value in values):
         return ESCAPE_GROWTH * sum(_size(meter, value) for value in values)
@@ -53,19 +156,19 @@ def _sizes(meter: Meter, values: Any) -> int:
 
 
 def _wide(meter: Meter, text: str, width: int = 80, *_: Any) -> None:
-    meter.make(_size(meter, text) + max(0, width))
+    meter.charge(_size(meter, text) + max(0, width))
 
 
 def _text(growth: int) -> Check:
     def check(meter: Meter, text: Any, *_: Any, **__: Any) -> Any:
-        meter.make(growth * _size(meter, text))
+        meter.charge(growth * _size(meter, text))
         return text
 
     return check
 
 
-def _look(meter: Meter, value: Any, *_: Any, **__: Any) -> Any:
-    meter.tick()
+def _constant_size(meter: Meter, value: Any, *_: Any, **__: Any) -> Any:
+    meter.check_time()
     return value
 
 
@@ -74,7 +177,7 @@ def _replaced(meter: Meter, text: Any, old: Any, new: Any, count: int | None = -
     text = text if isinstance(text, str) else " " * _size(meter, text)
     found = text.count(old) if old else len(text) + 1
     times = found if count is None or count < 0 else min(found, count)
-    meter.make(_size(meter, text) + times * added)
+    meter.charge(_size(meter, text) + times * added)
 
 
 def _split(meter: Meter, text: str, sep: str | None = None, maxsplit: int = -1) -> None:
@@ -85,13 +188,13 @@ def _split(meter: Meter, text: str, sep: str | None = None, maxsplit: int = -1) 
         most = sum(1 for _ in re.finditer(r"\S+", text))
     else:
         most = len(text) // 2 + 1
-    meter.make_items(min(most, maxsplit + 1) if maxsplit >= 0 else most)
-    meter.make(len(text))
+    meter.charge_items(min(most, maxsplit + 1) if maxsplit >= 0 else most)
+    meter.charge(len(text))
 
 
 def _lines(meter: Meter, text: str, *_: Any) -> None:
-    meter.make_items(_num_lines(text))
-    meter.make(len(text))
+    meter.charge_items(_num_lines(text))
+    meter.charge(len(text))
 
 
 def _num_lines(text: str) -> int:
@@ -102,22 +205,22 @@ def _joined(meter: Meter, between: str, values: Any) -> None:
     if hasattr(values, "__next__"):
         raise SecurityError("join wants a list")
     num_items = len(values)
-    meter.make_items(num_items)
-    meter.make(_sizes(meter, values) + num_items * _size(meter, between))
+    meter.charge_items(num_items)
+    meter.charge(_sizes(meter, values) + num_items * _size(meter, between))
 
 
 def _tabs(meter: Meter, text: str, tabsize: int = 8) -> None:
-    meter.make(len(text) + text.count("\t") * max(0, tabsize))
+    meter.charge(len(text) + text.count("\t") * max(0, tabsize))
 
 
 def _translated(meter: Meter, text: str, table: Any) -> None:
     if not isinstance(table, dict):
         raise SecurityError("translate wants a dict")
-    meter.make(len(text) * max((len(value) for value in table.values() if isinstance(value, str)), default=1))
+    meter.charge(len(text) * max((len(value) for value in table.values() if isinstance(value, str)), default=1))
 
 
 def _copied(meter: Meter, value: Any) -> None:
-    meter.make_items(len(value))
+    meter.charge_items(len(value))
 
 
 _METHODS: Mapping[type, Mapping[str, Check]] = {
@@ -126,7 +229,7 @@ _METHODS: Mapping[type, Mapping[str, Check]] = {
             ("count", "endswith", "find", "index", "isalnum", "isalpha", "isascii", "isdecimal", "isdigit",
              "isidentifier", "islower", "isnumeric", "isprintable", "isspace", "istitle", "isupper", "rfind", "rindex",
              "startswith"),
-            _look,
+            _constant_size,
         ),
         **dict.fromkeys(
             ("lstrip", "partition", "removeprefix", "removesuffix", "rpartition", "rstrip", "strip", "swapcase"),
@@ -142,17 +245,17 @@ _METHODS: Mapping[type, Mapping[str, Check]] = {
         "splitlines": _lines,
         "translate": _translated,
     },
-    dict: {**dict.fromkeys(("get", "items", "keys", "values"), _look), "copy": _copied},
-    list: {**dict.fromkeys(("count", "index"), _look), "copy": _copied},
-    tuple: dict.fromkeys(("count", "index"), _look),
-    range: dict.fromkeys(("count", "index"), _look),
-    float: {"is_integer": _look},
-    int: {"bit_length": _look},
+    dict: {**dict.fromkeys(("get", "items", "keys", "values"), _constant_size), "copy": _copied},
+    list: {**dict.fromkeys(("count", "index"), _constant_size), "copy": _copied},
+    tuple: dict.fromkeys(("count", "index"), _constant_size),
+    range: dict.fromkeys(("count", "index"), _constant_size),
+    float: {"is_integer": _constant_size},
+    int: {"bit_length": _constant_size},
 }  # fmt: skip
 
 
-def check_of_method(owner: Any, name: str) -> Check | None:
-    """Return the check of a built-in value's method; None if templates may not call it."""
+def method_check(owner: Any, name: str) -> Check | None:
+    """Return the check of a built-in value's method; None if forbidden."""
     for kind, checks in _METHODS.items():
         if isinstance(owner, kind):
             return checks.get(name)
@@ -160,7 +263,6 @@ def check_of_method(owner: Any, name: str) -> Check | None:
 
 
 def check_printf(meter: Meter, form: Any, values: Any) -> None:
-    """Bound `form % values`."""
     if not isinstance(form, str):
         return
     num_chars, times, growth = _size(meter, form), 1, ESCAPE_GROWTH if isinstance(form, Markup) else 1
@@ -171,13 +273,12 @@ def check_printf(meter: Meter, form: Any, values: Any) -> None:
         num_chars += sum(map(int, _DIGITS.findall(field["width"])))
         times += field["name"] is not None  # a mapping's values may be written repeatedly
         growth = max(growth, REPR_GROWTH if field["kind"] in "ra" else 1)
-        meter.tick()
+        meter.check_time()
     shown = values.values() if isinstance(values, dict) else values if isinstance(values, tuple) else (values,)
-    meter.make(num_chars + growth * times * _sizes(meter, shown))
+    meter.charge(num_chars + growth * times * _sizes(meter, shown))
 
 
 def check_spec(spec: str) -> None:
-    """Bound the width and precision of a field."""
     if _WIDE_FIELD.search(spec):
         raise SecurityError("a field is too wide")
 
@@ -188,8 +289,8 @@ def _format(meter: Meter, form: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _join_filter(meter: Meter, values: Any, d: Any = "", attribute: Any = None) -> Any:
-    values = meter.listed(values)
-    meter.make(_sizes(meter, values) + len(values) * _size(meter, d))
+    values = meter.bounded_list(values)
+    meter.charge(_sizes(meter, values) + len(values) * _size(meter, d))
     return values
 
 
@@ -199,26 +300,26 @@ def _replace_filter(meter: Meter, text: Any, old: Any, new: Any, count: int | No
 
 
 def _items_filter(meter: Meter, values: Any, *_: Any, **__: Any) -> Any:
-    return meter.listed(values)
+    return meter.bounded_list(values)
 
 
 def _sorted(meter: Meter, values: Any, *_: Any, **__: Any) -> Any:
-    values = meter.listed(values)
-    meter.weigh(values)
+    values = meter.bounded_list(values)
+    meter.measure(values)
     return values
 
 
 def _summed(meter: Meter, values: Any, attribute: Any = None, start: Any = 0) -> Any:
-    values = meter.listed(values)
+    values = meter.bounded_list(values)
     if not isinstance(start, int | float):  # lists are added pair by pair
-        meter.make(meter.weigh(start) + len(values) * meter.weigh(values))
+        meter.charge(meter.measure(start) + len(values) * meter.measure(values))
     return values
 
 
 def _indented(meter: Meter, text: Any, width: Any = 4, *_: Any, **__: Any) -> Any:
     size = width if isinstance(width, int) else len(width)
     num_lines = _num_lines(text) if isinstance(text, str) else 1 + _size(meter, text)
-    meter.make(_size(meter, text) + num_lines * max(0, size))
+    meter.charge(_size(meter, text) + num_lines * max(0, size))
     return text
 
 
@@ -228,7 +329,7 @@ def _wide_filter(meter: Meter, text: Any, width: int = 80) -> Any:
 
 
 def _truncated(meter: Meter, text: Any, length: int = 255, killwords: bool = False, end: str = "...", *_: Any) -> Any:
-    meter.make(_size(meter, text) + len(end))
+    meter.charge(_size(meter, text) + len(end))
     return text
 
 
@@ -237,7 +338,7 @@ def _wrapped(
 ) -> Any:
     if _size(meter, text) > SLOW_CHARS:
         raise SecurityError("a text is too long to wrap")
-    meter.make((len(text) + 1) * (1 + len(wrapstring or "\n")))
+    meter.charge((len(text) + 1) * (1 + len(wrapstring or "\n")))
     return text
 
 
@@ -254,8 +355,8 @@ def _rounded(meter: Meter, value: Any, precision: int = 0, *_: Any, **__: Any) -
 
 
 def _batched(meter: Meter, values: Any, size: int, fill_with: Any = None, **__: Any) -> Any:
-    meter.make_items(size)
-    return meter.listed(values)
+    meter.charge_items(size)
+    return meter.bounded_list(values)
 
 
 def _slow_text(meter: Meter, text: Any, *_: Any, **__: Any) -> Any:
@@ -268,7 +369,7 @@ _FILTERS: Mapping[str, Check] = {
     **dict.fromkeys(
         ("abs", "attr", "count", "d", "default", "filesizeformat", "first", "items", "last", "length", "map", "max",
          "min", "reject", "rejectattr", "select", "selectattr", "unique"),
-        _look,
+        _constant_size,
     ),
     **dict.fromkeys(("capitalize", "lower", "title", "upper"), _text(CASE_GROWTH)),
     **dict.fromkeys(("e", "escape", "forceescape"), _text(ESCAPE_GROWTH)),
@@ -321,14 +422,19 @@ def bounded_tojson(meter: Callable[[], Meter]) -> Callable[..., str]:
         marks = [*(separators or ()), indent if isinstance(indent, str) else " " * min(indent or 0, MAX_INDENT + 1)]
         if max(map(len, marks)) > MAX_INDENT:
             raise SecurityError("an indent or a separator is too long")
-        meter().make(meter().weigh(value) * (JSON_GROWTH if ensure_ascii else JSON_GROWTH // 2))
-        how = {"ensure_ascii": ensure_ascii, "indent": indent, "separators": separators, "sort_keys": sort_keys}
+        meter().charge(meter().measure(value) * (JSON_GROWTH if ensure_ascii else JSON_GROWTH // 2))
+        how: dict[str, Any] = {
+            "ensure_ascii": ensure_ascii,
+            "indent": indent,
+            "separators": separators,
+            "sort_keys": sort_keys,
+        }
         if indent is None and not separators:
             return json.dumps(value, **how)
         pieces, num_chars = [], 0
-        for piece in json.JSONEncoder(**how).iterencode(value):  # the size of indents is known only while encoding
+        for piece in json.JSONEncoder(**how).iterencode(value):  # an indent's size is known only while encoding
             num_chars += len(piece)
-            meter().make(len(piece))
+            meter().charge(len(piece))
             if num_chars > meter().max_chars:
                 raise SecurityError("a value is too large")
             pieces.append(piece)

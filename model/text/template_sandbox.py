@@ -1,15 +1,14 @@
-"""The Jinja environment of chat templates: Hugging Face's, in a sandbox with limits on time and size.
+"""The Jinja environment of chat templates: Hugging Face's, with limits on time and size.
 
-Every operation that makes a value, and every loop iteration, is charged before it runs. What cannot be bounded is left
-out: `lipsum`, and methods and filters that `template_bounds` does not list. Nothing is computed while a template
-compiles.
+Every operation that makes a value and every loop iteration is charged in advance. What cannot be bounded is missing:
+`lipsum`, and what `template_bounds` does not list. Nothing is computed while a template compiles.
 """
 
 from __future__ import annotations
 
 import threading
 import types
-from _string import formatter_field_name_split
+from _string import formatter_field_name_split  # type: ignore[import-not-found]  # CPython's, not in typeshed
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -18,14 +17,24 @@ from typing import Any
 
 from jinja2 import TemplateError, nodes, pass_context
 from jinja2.compiler import CodeGenerator, Frame
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from markupsafe import Markup
 
-from model.text.template_bounds import bounded_filters, bounded_tojson, check_of_method, check_printf, check_spec
-from model.text.template_meter import ITEM_CHARS, REPR_GROWTH, Meter, RenderLimits
+from model.text.template_bounds import (
+    ITEM_CHARS,
+    REPR_GROWTH,
+    Meter,
+    RenderLimits,
+    bounded_filters,
+    bounded_tojson,
+    check_printf,
+    check_spec,
+    method_check,
+)
 
 MAX_EXPONENT = 64
 MAX_TIME_FORMAT_CHARS = 200
@@ -36,7 +45,7 @@ class Refusal(TemplateError):
 
 
 class GenerationTag(Extension):
-    """`{% generation %}...{% endgeneration %}` marks assistant text for training; here it renders its content."""
+    """`{% generation %}` marks assistant text for training; here it renders its content."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
 
@@ -47,11 +56,11 @@ class GenerationTag(Extension):
 
 
 class MeteredGenerator(CodeGenerator):
-    """Generates template code that calls the environment where Jinja's own code would not."""
+    """Generates calls to the environment where Jinja computes by itself."""
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
-        ticked = nodes.EnvironmentAttribute("ticked")
-        node.iter = nodes.Call(ticked, [node.iter], [], None, None).set_lineno(node.lineno)
+        timed_iter = nodes.EnvironmentAttribute("timed_iter")
+        node.iter = nodes.Call(timed_iter, [node.iter], [], None, None).set_lineno(node.lineno)
         super().visit_For(node, frame)
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
@@ -62,37 +71,35 @@ class MeteredGenerator(CodeGenerator):
         self.write("))")
 
     def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
-        self.write("(environment.tick() or ")
+        self.write("(environment.check_time() or ")
         super().visit_Compare(node, frame)
         self.write(")")
 
     def visit_List(self, node: nodes.List, frame: Frame) -> None:
-        self._write_made(super().visit_List, node, frame)
+        self._write_charged(super().visit_List, node, frame)
 
     def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
-        self._write_made(super().visit_Dict, node, frame)
+        self._write_charged(super().visit_Dict, node, frame)
 
     def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:
         if node.ctx == "load":
-            self._write_made(super().visit_Tuple, node, frame)
+            self._write_charged(super().visit_Tuple, node, frame)
         else:
             super().visit_Tuple(node, frame)
 
     def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
         if isinstance(node.arg, nodes.Slice):
-            self._write_made(super().visit_Getitem, node, frame)
+            self._write_charged(super().visit_Getitem, node, frame)
         else:
             super().visit_Getitem(node, frame)
 
-    def _write_made(self, visit: Callable[[Any, Frame], None], node: nodes.Node, frame: Frame) -> None:
-        self.write("environment.made(")
+    def _write_charged(self, visit: Callable[[Any, Frame], None], node: nodes.Node, frame: Frame) -> None:
+        self.write("environment.charged(")
         visit(node, frame)
         self.write(")")
 
 
 class BoundedFormatter(Formatter):
-    """`str.format` within the sandbox."""
-
     def __init__(self, sandbox: TemplateSandbox) -> None:
         self._sandbox = sandbox
         self._num_chars = 0
@@ -106,17 +113,17 @@ class BoundedFormatter(Formatter):
 
     def convert_field(self, value: Any, conversion: str | None) -> Any:
         if conversion is not None:
-            self._sandbox.meter.make(REPR_GROWTH * self._sandbox.meter.weigh(value))
+            self._sandbox.meter.charge(REPR_GROWTH * self._sandbox.meter.measure(value))
         return super().convert_field(value, conversion)
 
     def format_field(self, value: Any, format_spec: str) -> Any:
         check_spec(format_spec)
         meter = self._sandbox.meter
         if not isinstance(value, str):
-            meter.make(REPR_GROWTH * meter.weigh(value))
+            meter.charge(REPR_GROWTH * meter.measure(value))
         text = super().format_field(value, format_spec)
         self._num_chars += len(text)
-        meter.make(len(text))
+        meter.charge(len(text))
         if self._num_chars > meter.max_chars:
             raise SecurityError("a value is too large")
         return text
@@ -137,17 +144,16 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             optimized=False,
         )
         self.limits = limits
-        self.concat = self._joined
         self._thread = threading.local()
         self.filters = bounded_filters(lambda: self.meter)
         self.filters["tojson"] = bounded_tojson(lambda: self.meter)
         del self.globals["lipsum"]
-        self.globals["dict"] = lambda *args, **kwargs: self.made(dict(*map(self.meter.listed, args), **kwargs))
+        self.globals["dict"] = lambda *args, **kwargs: self.charged(dict(*map(self.meter.bounded_list, args), **kwargs))
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda form: now().strftime(form[:MAX_TIME_FORMAT_CHARS])
 
     @contextmanager
-    def timed(self) -> Iterator[None]:
+    def metered(self) -> Iterator[None]:
         """Start this thread's meter; rendering beyond the limits raises SecurityError."""
         self._thread.meter = Meter(self.limits)
         try:
@@ -157,36 +163,34 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     @property
     def meter(self) -> Meter:
-        """The meter of this thread's rendering."""
-        return self._thread.meter
+        meter: Meter = self._thread.meter
+        return meter
 
-    def tick(self) -> None:
-        """Raise SecurityError if the rendering's time is up."""
-        self._thread.meter.tick()
+    def check_time(self) -> None:
+        self._thread.meter.check_time()
 
-    def ticked(self, values: Iterable[Any]) -> Iterator[Any]:
-        return self.meter.ticked(values)
+    def timed_iter(self, values: Iterable[Any]) -> Iterator[Any]:
+        return self.meter.timed_iter(values)
 
-    def made(self, value: Any) -> Any:
-        """Charge `value`, just made, and return it."""
-        self.meter.make(self.meter.weigh(value))
+    def charged(self, value: Any) -> Any:
+        self.meter.charge(self.meter.measure(value))
         return value
 
     def join_texts(self, parts: tuple[Any, ...]) -> str:
         """Return `a ~ b ~ ...`."""
         meter = self.meter
-        meter.make(sum(len(part) if isinstance(part, str) else REPR_GROWTH * meter.weigh(part) for part in parts))
+        meter.charge(sum(len(part) if isinstance(part, str) else REPR_GROWTH * meter.measure(part) for part in parts))
         return "".join(map(str, parts))
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        self.tick()
+        self.check_time()
         owner = getattr(obj, "__self__", None)
         if isinstance(obj, types.BuiltinMethodType) and not isinstance(owner, types.ModuleType):
-            check = check_of_method(owner, obj.__name__)
+            check = method_check(owner, obj.__name__)
             if check is None:
                 raise SecurityError("a method is not for templates")
             if obj.__name__ == "join" and args:
-                args = (self.meter.listed(args[0]), *args[1:])
+                args = (self.meter.bounded_list(args[0]), *args[1:])
             check(self.meter, owner, *args, **{name: value for name, value in kwargs.items() if name[0] != "_"})
         return super().call(context, obj, *args, **kwargs)
 
@@ -195,7 +199,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             return False
         if isinstance(obj, type):
             return False
-        return not isinstance(value, types.BuiltinMethodType) or check_of_method(obj, attr) is not None
+        return not isinstance(value, types.BuiltinMethodType) or method_check(obj, attr) is not None
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         is_method = isinstance(value, types.MethodType | types.BuiltinMethodType)
@@ -205,53 +209,52 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             raise SecurityError("format is not for texts that are marked as safe")
 
         def formatted(*args: Any, **kwargs: Any) -> str:
+            self.meter.charge(len(value.__self__))
+            formatter = BoundedFormatter(self)
             if value.__name__ == "format_map":
-                args, kwargs = (), args[0]
-            self.meter.make(len(value.__self__))
-            return BoundedFormatter(self).vformat(value.__self__, args, kwargs)
+                return formatter.vformat(value.__self__, (), args[0])
+            return formatter.vformat(value.__self__, args, kwargs)
 
         return formatted
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        self.tick()
+        self.check_time()
         return super().getattr(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        self.tick()
+        self.check_time()
         return super().getitem(obj, argument)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         meter = self.meter
-        meter.tick()
+        meter.check_time()
         for value in (left, right):
             if isinstance(value, int):
                 meter.check_int(value)
         if operator == "+":
-            meter.make(_length(left) + _length(right))
+            meter.charge(_length(left) + _length(right))
         elif operator == "*":
-            meter.make(_length(left) * _times(right) + _length(right) * _times(left))
+            meter.charge(_length(left) * _times(right) + _length(right) * _times(left))
         elif operator == "**" and not (abs(left) <= self.limits.max_chars and abs(right) <= MAX_EXPONENT):
             raise SecurityError("a power is too large")
         elif operator == "%":
             check_printf(meter, left, right)
         return super().call_binop(context, operator, left, right)
 
-    def _joined(self, parts: Iterable[str]) -> str:
-        """Join the output of a macro or a block."""
+    def concat(self, parts: Iterable[str]) -> str:
         parts = list(parts)
-        self.meter.make(sum(map(len, parts)))
+        self.meter.charge(sum(map(len, parts)))
         return "".join(parts)
 
-    @pass_context  # so that Jinja does not call it for constants while it compiles
+    @pass_context  # Jinja then does not call it for constants while compiling
     def _checked_output(self, context: Context, value: Any) -> Any:
         """Charge the value of `{{ ... }}` before it is written."""
         if not isinstance(value, str):
-            self.meter.make(REPR_GROWTH * self.meter.weigh(value))
+            self.meter.charge(REPR_GROWTH * self.meter.measure(value))
         return value
 
 
 def _length(value: Any) -> int:
-    """Return the characters charged for a text or list; 0 for other values."""
     if isinstance(value, str):
         return len(value) * (5 if isinstance(value, Markup) else 1)
     return len(value) * ITEM_CHARS if isinstance(value, list | tuple | bytes) else 0

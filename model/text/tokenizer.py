@@ -1,4 +1,4 @@
-"""Text to token ids and back, as `tokenizer.json` defines it; user text never becomes a control token."""
+"""Text to token ids and back, by `tokenizer.json`; user text never becomes a control token."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import tokenizers
 from model.errors import ModelError
 from model.json_files import parse_json_object
 from model.text.detokenizer import Detokenizer
-from model.text.tokenizer_files import TokenizerConfig, read_text
-from model.text.tokenizer_growth import check_growth
+from model.text.tokenizer_files import TokenizerConfig, check_growth, read_text
 from model.text.vocabulary import Vocabulary
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -23,7 +22,7 @@ MAX_NORMALIZED_BYTES = 256 << 20
 """Worst-case size of a normalized text."""
 MAX_REASON_CHARS = 300
 UNKNOWN_CHARACTER = "\U0010ffff"  # a noncharacter, in no vocabulary
-NO_STAND_INS: Mapping[str, str] = MappingProxyType({})
+NO_PLACEHOLDERS: Mapping[str, str] = MappingProxyType({})
 
 
 class Tokenizer:
@@ -31,7 +30,7 @@ class Tokenizer:
 
     @classmethod
     def read(cls, directory: Path) -> Tokenizer:
-        """Load `tokenizer.json` and its companion files. Raises ModelError if it is missing or malformed."""
+        """Load `tokenizer.json` and its companion files. Raises ModelError if missing or malformed."""
         path = directory / TOKENIZER_FILE
         text = read_text(path, MAX_TOKENIZER_BYTES)
         if text is None:
@@ -46,8 +45,7 @@ class Tokenizer:
         return cls(backend, TokenizerConfig.read(directory), growth)
 
     def __init__(self, backend: tokenizers.Tokenizer, config: TokenizerConfig, growth: float = 1.0) -> None:
-        """Take ownership of `backend` and modify it. `growth` bounds the length ratio of normalized to original text.
-        """
+        """Take over and modify `backend`. `growth` bounds the length ratio of normalized to original text."""
         backend.no_truncation()
         backend.no_padding()
         specials = _mark_specials(backend, config)
@@ -68,13 +66,12 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Ids are 0..vocab_size - 1; a few may have no token."""
         return self._vocabulary.size
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a prompt, with BOS and other framing tokens. Special tokens spelt in `text` are plain text.
+        """Return a prompt's ids, with BOS and other framing. Special tokens spelt in `text` are plain text.
 
-        Raises ValueError if `text` holds a lone surrogate.
+        Raises ValueError for a lone surrogate.
         """
         encoding = self._encode(text, add_special_tokens and self._frame is None)
         ids = encoding.ids
@@ -84,15 +81,16 @@ class Tokenizer:
         before, after = (self._frame if add_special_tokens else None) or ([], [])
         return [*before, *ids, *after]
 
-    def encode_template(self, rendered: str, stand_ins: Mapping[str, str] = NO_STAND_INS) -> list[int]:
+    def encode_template(self, rendered: str, placeholders: Mapping[str, str] = NO_PLACEHOLDERS) -> list[int]:
         """Return the ids of a rendered chat template: special tokens are recognised, no framing is added.
 
-        `stand_ins` maps each placeholder character in `rendered` to the user's character that it replaces. Raises
-        ValueError if `rendered` holds a lone surrogate.
+        `placeholders` maps each placeholder in `rendered` to the user's character. Raises ValueError for a lone
+        surrogate.
         """
         guarded = self._special_pattern.sub(lambda match: self._guards[match[0]], rendered)
-        if stand_ins:
-            guarded = guarded.translate(str.maketrans(dict(stand_ins)))
+        if placeholders:
+            originals: dict[str, str | int | None] = {**placeholders}
+            guarded = guarded.translate(str.maketrans(originals))
         encoding = self._encode(guarded, add_special_tokens=False)
         ids: list[int] = []
         # By text: where the file's ids have gaps, the library gives guards the ids of other tokens.
@@ -102,7 +100,6 @@ class Tokenizer:
         return ids
 
     def special_id(self, text: str) -> int | None:
-        """Return the id of the special token with this text, if any."""
         return self._special_id_by_text.get(text)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -110,17 +107,18 @@ class Tokenizer:
         return self._vocabulary.pieces[token_id] if 0 <= token_id < self.vocab_size else b""
 
     def token_text(self, token_id: int) -> str:
-        """Return the token's bytes as text; invalid UTF-8 becomes U+FFFD."""
+        """Return the token's text; invalid UTF-8 becomes U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True, at_start: bool = True) -> str:
-        """Return the text of `ids`, as `detokenizer` streams it."""
         detokenizer = self.detokenizer(skip_special_tokens, at_start)
         return detokenizer.push(ids) + detokenizer.flush()
 
     def detokenizer(self, skip_special_tokens: bool = True, at_start: bool = False) -> Detokenizer:
-        """Return a new stream of ids to text. `at_start`: the text begins here, so many tokenizers drop the space
-        before the first word; otherwise it continues another text and keeps that space."""
+        """Return a new stream of ids to text.
+
+        `at_start` drops the space before the first word, as many tokenizers do; otherwise the text continues another.
+        """
         return self._vocabulary.detokenizer(skip_special_tokens, at_start)
 
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
@@ -128,11 +126,11 @@ class Tokenizer:
             raise ValueError("the text is too long for the tokenizer")
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens)
-        except TypeError as error:  # raised for a string that has no UTF-8
+        except TypeError as error:  # no UTF-8
             raise ValueError("the text holds a lone surrogate, which is no character") from error
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic of the library is not an Exception
+        except BaseException as error:  # a panic is not an Exception
             raise ValueError("the tokenizer has no token for some of the text") from error
 
 
@@ -147,23 +145,23 @@ def any_of(texts: Iterable[str]) -> re.Pattern[str]:
 
 
 def _mark_specials(backend: tokenizers.Tokenizer, config: TokenizerConfig) -> dict[str, int]:
-    """Return the ids of all special tokens by text, after marking in `backend` those that only the configuration names.
+    """Return all special ids by text, after marking those in `backend` that only the configuration names.
 
-    An ordinary model token that only the configuration calls special (a pad token "!") stays ordinary, or it would
-    vanish from every answer. BOS and EOS are always special.
+    Of these, ordinary model tokens (a pad token "!") other than BOS and EOS stay ordinary, or they would vanish from
+    answers.
     """
     added = backend.get_added_tokens_decoder()
     own = {token.content for token in added.values()}
     ends = {config.named_tokens.get(name) for name in ("bos_token", "eos_token")}
     wanted = [text for text in sorted(config.special_tokens) if text in own or text in ends]
-    known = [text for text in wanted if backend.token_to_id(text) is not None]
+    known = {text: i for text in wanted if (i := backend.token_to_id(text)) is not None}
     backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False) for text in known])
     flagged = {token.content: token_id for token_id, token in added.items() if token.special}
-    return flagged | {text: backend.token_to_id(text) for text in known}
+    return flagged | known
 
 
 def _spell_out(backend: tokenizers.Tokenizer, specials: Mapping[str, int]) -> dict[int, list[int]]:
-    """Return, for each special token that the model itself can produce from plain text (Unigram), ids that spell it.
+    """Return ids that spell each special token that the model itself can produce from plain text (Unigram).
 
     The unknown token is left out: it controls nothing.
     """
@@ -179,7 +177,6 @@ def _spell_out(backend: tokenizers.Tokenizer, specials: Mapping[str, int]) -> di
 
 
 def _model_ids(backend: tokenizers.Tokenizer, text: str) -> list[int]:
-    """Return the ids from the model alone; none if it knows neither the text nor an unknown token."""
     try:
         return [token.id for token in backend.model.tokenize(text)]
     except Exception:  # the library raises nothing narrower
@@ -187,7 +184,7 @@ def _model_ids(backend: tokenizers.Tokenizer, text: str) -> list[int]:
 
 
 def _read_frame(backend: tokenizers.Tokenizer, config: TokenizerConfig) -> tuple[list[int], list[int]] | None:
-    """Return the ids before and after every prompt, if the configuration overrides the post-processor of `backend`."""
+    """Return the framing ids, if the configuration overrides the post-processor of `backend`."""
     if config.framing is None:
         return None
     ends = [config.named_tokens.get(name) for name in ("bos_token", "eos_token")]
@@ -199,7 +196,7 @@ def _read_frame(backend: tokenizers.Tokenizer, config: TokenizerConfig) -> tuple
 def _add_guards(backend: tokenizers.Tokenizer, specials: Mapping[str, int]) -> dict[str, str]:
     """Give each special token a second, secret spelling that is read even where special tokens are not.
 
-    A template's own special tokens are respelt with it. It is drawn anew in each process, so no user can write it.
+    A template's special tokens are respelt with it. Each process draws its own, so no user can write it.
     """
     secret = secrets.token_hex(16)
     guards = {text: f"<{secret}:{token_id}>" for text, token_id in specials.items()}

@@ -1,8 +1,15 @@
-"""Size-limited reading of a model folder's text files, and the special tokens that its configuration names."""
+"""The files of a tokenizer: size limits, special tokens, and bounds on how much longer it makes a text.
+
+A normalizer of thirty replacements of "a" by "aa" makes a gigabyte of one character. So each step has a growth factor,
+in bytes of UTF-8; factors of consecutive steps are multiplied.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import base64
+import binascii
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +20,20 @@ from model.json_files import read_bytes, read_json_object
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 MAX_CONFIG_BYTES = 16 * 2**20
+MAX_GROWTH = 256
+"""Product of one kind of steps; SentencePiece's own, the largest in use, is about 130."""
+MAX_STEPS = 64
+MAX_LITERAL_BYTES = 1024
+MAX_ADDED_BYTES = 64 << 20
+"""All added tokens together, normalized."""
+MAX_FRAME = 64
+"""Special tokens around a text, and ids of each."""
+
+Step = Mapping[str, Any]
 
 
 def read_text(path: Path, max_bytes: int) -> str | None:
-    """Return the text of `path`, or None if it does not exist. Raises ModelError if it is too large or not UTF-8."""
+    """Return the text of `path`, None if missing. Raises ModelError if too large or not UTF-8."""
     if not path.exists():
         return None
     try:
@@ -26,7 +43,7 @@ def read_text(path: Path, max_bytes: int) -> str | None:
 
 
 def read_json_if_any(path: Path) -> dict[str, Any]:
-    """Return the JSON object in `path`, {} if it does not exist. Raises ModelError for anything else."""
+    """Return the JSON object in `path`, {} if missing. Raises ModelError."""
     return read_json_object(path, MAX_CONFIG_BYTES) if path.exists() else {}
 
 
@@ -38,7 +55,6 @@ class TokenizerConfig:
 
     @classmethod
     def read(cls, directory: Path) -> TokenizerConfig:
-        """Read a model folder's files. Raises ModelError if one is unreadable or not a JSON object."""
         values = read_json_if_any(directory / TOKENIZER_CONFIG)
         if "added_tokens_decoder" not in values:  # as in Hugging Face, only older folders need the second file
             values |= read_json_if_any(directory / SPECIAL_TOKENS_MAP)
@@ -55,7 +71,6 @@ class TokenizerConfig:
 
     @property
     def special_tokens(self) -> set[str]:
-        """Every token that these files call special, named or not."""
         texts = set(self.named_tokens.values())
         for key in ("additional_special_tokens", "extra_special_tokens"):
             listed = self.values.get(key)
@@ -75,6 +90,144 @@ class TokenizerConfig:
 
 
 def _content(token: Any) -> str | None:
-    """Return the text of a token, written as a string or a serialised AddedToken; None for anything else."""
+    """Return the text of a token, a string or a serialised AddedToken."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
+
+
+def check_growth(file: Mapping[str, Any], source: str) -> float:
+    """Return the growth factor of a tokenizer.json's normalizer and pre-tokenizer. Raises ModelError."""
+    try:
+        growth = _growth(file, "normalizer", _NORMALIZERS) * _growth(file, "pre_tokenizer", _PRE_TOKENIZERS)
+        _growth(file, "decoder", _DECODERS)
+        _check_added(file.get("added_tokens") or [], growth)
+        for step in _steps(file.get("post_processor"), "post_processor"):
+            _check_frame(step)
+        if growth > MAX_GROWTH:
+            raise _Refused(f"normalizer, pre_tokenizer: make a text {growth:.0f} times as long ({MAX_GROWTH} at most)")
+    except _Refused as error:
+        raise ModelError(f"{source}: {error}") from None
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ModelError(f"{source}: no tokenizer: a part of it is malformed") from None
+    return growth
+
+
+class _Refused(Exception):
+    pass
+
+
+def _growth(file: Mapping[str, Any], kind: str, factors: Mapping[str, float | Callable[[Step], float]]) -> float:
+    growth = 1.0
+    for step in _steps(file.get(kind), kind):
+        factor = factors.get(step["type"])
+        if factor is None:
+            raise _Refused(f"{kind}: {str(step['type'])[:40]!r} is not known")
+        growth *= max(1.0, factor(step) if callable(factor) else factor)
+        if growth > MAX_GROWTH:
+            raise _Refused(f"{kind}: makes a text more than {MAX_GROWTH} times as long")
+    return growth
+
+
+def _steps(part: Step | None, kind: str) -> list[Step]:
+    steps = list(_flat(part))
+    if len(steps) > MAX_STEPS:
+        raise _Refused(f"{kind}: has more than {MAX_STEPS} steps")
+    return steps
+
+
+def _flat(part: Step | None) -> Iterator[Step]:
+    rest, num_seen = [part], 0
+    while rest and num_seen <= 4 * MAX_STEPS:
+        step = rest.pop()
+        num_seen += 1
+        if step is None:
+            continue
+        if step["type"] == "Sequence":
+            (steps,) = (value for name, value in step.items() if name != "type")
+            rest.extend(reversed(steps[: 4 * MAX_STEPS]))
+            continue
+        yield step
+    if rest:
+        raise _Refused(f"has more than {MAX_STEPS} steps")
+
+
+def _literal(text: str) -> int:
+    size = len(text.encode("utf-8", "surrogatepass"))
+    if size > MAX_LITERAL_BYTES:
+        raise _Refused(f"a text of more than {MAX_LITERAL_BYTES} bytes is put in")
+    return size
+
+
+def _replaced(step: Step) -> float:
+    new, pattern = _literal(step["content"]), step["pattern"]
+    if isinstance(pattern, dict) and pattern.get("String"):
+        return new / len(pattern["String"].encode("utf-8", "surrogatepass"))
+    return new + 1  # an empty match before each character
+
+
+def _prepended(step: Step) -> float:
+    _literal(step["prepend"])
+    return 1
+
+
+def _precompiled(step: Step) -> float:
+    """Return the longest text in SentencePiece's map: a trie's size, the trie, zero-terminated texts."""
+    try:
+        data = base64.b64decode(step["precompiled_charsmap"] or "", validate=True)
+    except binascii.Error:
+        raise _Refused("normalizer: precompiled_charsmap is not base64") from None
+    texts = data[4 + int.from_bytes(data[:4], "little") :]
+    return max(map(len, texts.split(b"\0")), default=1)
+
+
+def _spaced(step: Step) -> float:
+    return _literal(step["replacement"])
+
+
+_NORMALIZERS: Mapping[str, float | Callable[[Step], float]] = {
+    "BertNormalizer": 8,
+    "ByteLevel": 2,
+    "Lowercase": 2,
+    "NFC": 3,
+    "NFD": 3,
+    "NFKC": 12,  # U+FDFA
+    "NFKD": 12,
+    "Nmt": 1,
+    "Precompiled": _precompiled,
+    "Prepend": _prepended,
+    "Replace": _replaced,
+    "Strip": 1,
+    "StripAccents": 1,
+}
+_PRE_TOKENIZERS: Mapping[str, float | Callable[[Step], float]] = {
+    **dict.fromkeys(
+        ("BertPreTokenizer", "CharDelimiterSplit", "Delimiter", "Digits", "FixedLength", "Punctuation", "Split",
+         "UnicodeScripts", "Whitespace", "WhitespaceSplit"),
+        1,
+    ),
+    "ByteLevel": 2,
+    "Metaspace": _spaced,
+}  # fmt: skip
+_DECODERS: Mapping[str, float | Callable[[Step], float]] = {
+    **dict.fromkeys(("BPEDecoder", "ByteFallback", "ByteLevel", "CTC", "Fuse", "Metaspace", "Strip", "WordPiece"), 1),
+    "Replace": _replaced,
+}
+
+
+def _check_added(tokens: list[Step], growth: float) -> None:
+    num_bytes = sum(len(token["content"].encode("utf-8", "surrogatepass")) for token in tokens)
+    if num_bytes * math.ceil(growth) > MAX_ADDED_BYTES:
+        raise _Refused(f"added_tokens: take more than {MAX_ADDED_BYTES} bytes, normalized")
+
+
+def _check_frame(step: Step) -> None:
+    if step["type"] != "TemplateProcessing":
+        return
+    for name in ("single", "pair"):
+        names = [piece["Sequence"]["id"] for piece in step[name] if "Sequence" in piece]
+        if len(set(names)) < len(names):
+            raise _Refused(f"post_processor: {name} holds a text twice")
+        if len(step[name]) - len(names) > MAX_FRAME:
+            raise _Refused(f"post_processor: {name} has more than {MAX_FRAME} special tokens")
+    if any(len(token["ids"]) > MAX_FRAME for token in step["special_tokens"].values()):
+        raise _Refused(f"post_processor: a special token has more than {MAX_FRAME} ids")

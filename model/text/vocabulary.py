@@ -1,30 +1,35 @@
-"""The bytes of every token id: the half of a tokenizer that turns ids into text."""
+"""The bytes of every token id."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import tokenizers
 
 from model.errors import ModelError
-from model.text.decoding import Decoding, byte_alphabet
 from model.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 
-MAX_VOCAB_SIZE = 2**22  # an added token's id comes from the file, and tables are as long as the largest id
+MAX_VOCAB_SIZE = 2**22  # the file chooses added tokens' ids, and tables are as long as the largest
+METASPACE = "▁"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Vocabulary:
     """Bytes by token id. Immutable. Ids are 0..size - 1; a few may have no token."""
 
     def __init__(self, backend: tokenizers.Tokenizer, special_ids: frozenset[int]) -> None:
-        """Read `backend`, which may change later. Raises ModelError if its ids are out of range."""
+        """Read `backend`, which may change later. Raises ModelError if ids are out of range."""
         tokens = _read_tokens(backend)
         ids = frozenset(i for i, token in enumerate(tokens) if token is not None)
-        self._decoding = Decoding.of(backend)
+        self._decoding = TokenDecoding.of(backend)
         self._backend = backend if self._decoding else tokenizers.Tokenizer.from_str(backend.to_str())
         self._spoken_ids = ids
         self._spoken_ids_without_specials = ids - special_ids
-        self._anchor = [i for i in sorted(ids - special_ids) if tokens[i].isalpha()][:1]
+        self._anchor = [i for i in sorted(ids - special_ids) if (tokens[i] or "").isalpha()][:1]
         self.pieces = self._read_pieces(tokens, special_ids)
         self._pieces_without_specials = [b"" if i in special_ids else piece for i, piece in enumerate(self.pieces)]
 
@@ -33,7 +38,6 @@ class Vocabulary:
         return len(self.pieces)
 
     def detokenizer(self, skip_special_tokens: bool, at_start: bool) -> Detokenizer:
-        """Return a new stream; `at_start` as in `Tokenizer.detokenizer`."""
         if self._decoding is None:
             spoken = self._spoken_ids_without_specials if skip_special_tokens else self._spoken_ids
             return WindowDetokenizer(self._decode, [] if at_start else self._anchor, spoken)
@@ -56,7 +60,7 @@ class Vocabulary:
 
 
 def _read_tokens(backend: tokenizers.Tokenizer) -> list[str | None]:
-    """Return the text of every id as the file writes it, with added tokens; None for an id without a token."""
+    """Return every id's text in the file, added tokens included; None for an id without a token."""
     id_by_token = backend.get_vocab(with_added_tokens=True)
     added = backend.get_added_tokens_decoder()
     size = max([*id_by_token.values(), *added], default=-1) + 1
@@ -65,12 +69,74 @@ def _read_tokens(backend: tokenizers.Tokenizer) -> list[str | None]:
     tokens: list[str | None] = [None] * size
     for token, token_id in id_by_token.items():
         tokens[token_id] = token
-    for token_id, token in added.items():
-        tokens[token_id] = token.content
+    for token_id, added_token in added.items():
+        tokens[token_id] = added_token.content
     return tokens
 
 
 def _foreign_ids(backend: tokenizers.Tokenizer) -> set[int]:
-    """Return the added tokens that the model lacks: they are plain text, not in the model's alphabet."""
+    """Return the added tokens that the model lacks: they are plain text, not in its alphabet."""
     own = backend.get_vocab(with_added_tokens=False)
     return {token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.content not in own}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenDecoding:
+    """A decoder that maps every token to fixed bytes."""
+
+    byte_level: bool = False  # GPT-2's alphabet: one printable character for each byte
+    byte_fallback: bool = False  # tokens named <0xXX> are single bytes
+    num_spaces_to_strip: int = 0  # at the start of a text
+
+    @classmethod
+    def of(cls, backend: tokenizers.Tokenizer) -> TokenDecoding | None:
+        """Return what the decoder of `backend` does; None if tokens cannot be read one by one."""
+        if backend.decoder is None:
+            return None
+        steps = _steps(json.loads(backend.decoder.__getstate__()))
+        match [step["type"] for step in steps]:
+            case ["ByteLevel"]:
+                return cls(byte_level=True)
+            case ["Metaspace"] | ["ByteFallback", "Metaspace"]:
+                return cls._of_metaspace(steps[-1], byte_fallback=len(steps) > 1)
+            case ["Replace", "ByteFallback", "Fuse"] | ["Replace", "ByteFallback", "Fuse", "Strip"]:
+                return cls._of_sentencepiece(steps)
+        return None
+
+    @classmethod
+    def _of_metaspace(cls, step: dict[str, Any], byte_fallback: bool) -> TokenDecoding | None:
+        if step["replacement"] != METASPACE:
+            return None
+        return cls(byte_fallback=byte_fallback, num_spaces_to_strip=0 if step["prepend_scheme"] == "never" else 1)
+
+    @classmethod
+    def _of_sentencepiece(cls, steps: list[dict[str, Any]]) -> TokenDecoding | None:
+        replace, strips = steps[0], steps[3:]
+        if replace["pattern"] != {"String": METASPACE} or replace["content"] != " ":
+            return None
+        if any(strip["content"] != " " or strip["stop"] != 0 for strip in strips):
+            return None
+        return cls(byte_fallback=True, num_spaces_to_strip=sum(strip["start"] for strip in strips))
+
+    def token_bytes(self, token: str, alphabet: Mapping[str, int]) -> bytes:
+        """Return the bytes of a token of the model's own vocabulary; `alphabet` is `byte_alphabet()`."""
+        if self.byte_level:
+            try:
+                return bytes(map(alphabet.__getitem__, token))
+            except KeyError:  # outside the alphabet, the token is its own text
+                return token.encode()
+        byte = _BYTE_TOKEN.fullmatch(token) if self.byte_fallback else None
+        return bytes([int(byte[1], 16)]) if byte else token.replace(METASPACE, " ").encode()
+
+
+def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
+    if decoder["type"] != "Sequence":
+        return [decoder]
+    return [step for part in decoder["decoders"] for step in _steps(part)]
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Return GPT-2's character for each byte: printable Latin-1 as itself, the rest from U+0100 up."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted(set(range(0x100)) - set(printable))
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

@@ -8,12 +8,11 @@ from functools import partial
 from pathlib import Path
 
 from model.config import PRESETS, ModelConfig
-from model.errors import ModelError
+from model.errors import GrammarError, ModelError
 from model.kv_cache import allocate
 from model.ops.backend import open_ops
 from model.ops.interface import Ops
 from model.sampling_params import SamplingParams
-from model.text.grammar import GrammarError
 from model.text.grammar_matcher import GrammarCompiler
 from model.text.tokenizer import Tokenizer
 from model.weights.loader import load_model, weight_bytes

@@ -9,8 +9,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 import numpy as np
 
+from model.errors import GrammarError
 from model.ops.interface import TokenMask
-from model.text.grammar import GrammarError
 from model.text.grammar_matcher import GrammarCompiler, Matcher, num_mask_words
 from service.engine.compile_threads import CompileCall, CompileThreads
 from service.engine.sequence import Sequence, SequenceGroup, SequenceStatus
@@ -106,7 +106,7 @@ class MaskBuilder:
 
         def fill(part: range) -> None:
             for row in part:
-                masked[row].matcher.fill(words[row], masked[row].group.stop_ids)
+                masked[row].matcher.fill_mask(words[row], masked[row].group.stop_ids)
 
         num_parts = min(self._num_threads, -(-len(masked) // MASKS_PER_THREAD))
         parts = [range(first, len(masked), num_parts) for first in range(num_parts)]

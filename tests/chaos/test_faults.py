@@ -12,7 +12,7 @@ from contextlib import closing
 
 import pytest
 
-from model.text.grammar import of_regex
+from model.text.grammar import regex_grammar
 from service.errors import EndReason
 from service.queue import keys
 from service.queue.messages import Cancel
@@ -31,7 +31,14 @@ LONG = (
     {"temperature": 1.0, "seed": 9, "n": 4, "best_of": 4, "max_tokens": 60},
     {"temperature": 1.0, "seed": 10, "n": 2, "best_of": 4, "max_tokens": 60, "logprobs": 0},
     {"temperature": 0.0, "max_tokens": 80, "repetition_penalty": 1.2},
-    {"temperature": 1.0, "seed": 11, "grammar": of_regex("[a-z ]{150,200}"), "max_tokens": 80, "n": 2, "best_of": 2},
+    {
+        "temperature": 1.0,
+        "seed": 11,
+        "grammar": regex_grammar("[a-z ]{150,200}"),
+        "max_tokens": 80,
+        "n": 2,
+        "best_of": 2,
+    },
     {"temperature": 0.0, "max_tokens": 60, "prompt_logprobs": 2, "logprobs": 1},
 )
 

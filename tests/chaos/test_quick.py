@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from model.text.grammar import of_regex
+from model.text.grammar import regex_grammar
 from service.queue import keys
 from service.queue.embedded.redis import EmbeddedRedis
 from tests.chaos import cancels, lost_answers, resume_answers
@@ -21,7 +21,14 @@ WISHES = (
     {"temperature": 1.0, "seed": 7, "max_tokens": 60, "ignore_eos": True, "logprobs": 2},
     {"temperature": 0.8, "seed": 8, "top_p": 0.9, "max_tokens": 50, "ignore_eos": True, "presence_penalty": 0.5},
     {"temperature": 1.0, "seed": 9, "n": 3, "best_of": 4, "max_tokens": 40, "ignore_eos": True},
-    {"temperature": 1.0, "seed": 10, "grammar": of_regex("[a-z ]{90,120}"), "max_tokens": 60, "n": 2, "best_of": 2},
+    {
+        "temperature": 1.0,
+        "seed": 10,
+        "grammar": regex_grammar("[a-z ]{90,120}"),
+        "max_tokens": 60,
+        "n": 2,
+        "best_of": 2,
+    },
     {"temperature": 0.0, "max_tokens": 50, "ignore_eos": True, "prompt_logprobs": 2, "logprobs": 1},
 )
 

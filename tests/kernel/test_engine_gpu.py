@@ -5,7 +5,7 @@ import pytest
 
 from model.ops.cpu.ops import NumpyOps
 from model.sampling_params import BeamSearch, SamplingParams
-from model.text.grammar import of_json, of_regex
+from model.text.grammar import json_grammar, regex_grammar
 from service.engine.request import EngineRequest
 from tests.support.demo_engine import DemoEngines, tell_all
 from tests.support.told import run_steps
@@ -68,12 +68,18 @@ def test_branches_and_beams_are_the_same(engines, on_numpy, sizes):
     assert told[engines] == told[on_numpy]
 
 
-COUNTS = of_json({"type": "object", "additionalProperties": {"type": "integer"}})
+COUNTS = json_grammar({"type": "object", "additionalProperties": {"type": "integer"}})
 GRAMMARS = [
     {"grammar": COUNTS, "temperature": 1.0, "seed": 5},
-    {"grammar": of_regex("[a-z ]{30,40}"), "temperature": 0.0, "frequency_penalty": 1.0, "max_tokens": 40},
+    {"grammar": regex_grammar("[a-z ]{30,40}"), "temperature": 0.0, "frequency_penalty": 1.0, "max_tokens": 40},
     {"temperature": 1.0, "seed": 6, "max_tokens": 40},
-    {"grammar": of_regex("[0-9]{3,9}(,[0-9]{2}){2}"), "temperature": 1.0, "seed": 7, "logprobs": 2, "max_tokens": 60},
+    {
+        "grammar": regex_grammar("[0-9]{3,9}(,[0-9]{2}){2}"),
+        "temperature": 1.0,
+        "seed": 7,
+        "logprobs": 2,
+        "max_tokens": 60,
+    },
 ]
 
 

@@ -13,7 +13,7 @@ import time
 import numpy as np
 
 from model.sampling_params import SamplingParams
-from model.text.grammar import of_json
+from model.text.grammar import json_grammar
 from model.text.grammar_matcher import GrammarCompiler
 from service.config.settings import Settings
 from service.engine.build import BuiltEngine, build_engine
@@ -56,7 +56,7 @@ class MadeUpTokens:
 def endless(seed: int) -> str:
     """An array that no step of the bench comes to the end of."""
     item = random_schema(random.Random(seed))
-    return of_json({"type": "array", "minItems": 10_000, "items": item, "$defs": item.pop("$defs", {})})
+    return json_grammar({"type": "array", "minItems": 10_000, "items": item, "$defs": item.pop("$defs", {})})
 
 
 def step_times_s(engine: Engine, vocab_size: int, grammars: list[str | None], num_steps: int) -> np.ndarray:

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from model.sampling_params import SamplingParams
-from model.text.grammar import COMPACT, WHITESPACE, of_json
+from model.text.grammar import COMPACT, WHITESPACE, json_grammar
 from model.text.tokenizer import Tokenizer
 from service.config.settings import Settings
 from service.engine.build import build_engine
@@ -33,7 +33,7 @@ def main(count: int, device: str) -> int:
     schemas = {str(seed): random_schema(random.Random(seed)) for seed in range(count)}
     prompt = tuple(tokenizer.encode("Tell me about it as JSON: "))
     for seed, (name, schema) in enumerate(schemas.items()):
-        grammar = of_json(schema, whitespace=WHITESPACE if seed % 2 else COMPACT)
+        grammar = json_grammar(schema, whitespace=WHITESPACE if seed % 2 else COMPACT)
         wishes = SamplingParams(max_tokens=MAX_TOKENS, temperature=TEMPERATURES[seed % 3], seed=seed, grammar=grammar)
         engine.add_request(EngineRequest(request_id=name, prompt=prompt, sampling=wishes))
     start_s, said, ends = time.perf_counter(), {name: [] for name in schemas}, {}

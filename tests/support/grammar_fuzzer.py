@@ -20,7 +20,8 @@ from model.errors import GrammarError
 from model.text.grammar_compiler import TokenTable
 from model.text.grammar_task import CallSpec, GrammarSpec, GrammarTask
 from model.text.tokenizer import Tokenizer
-from model.text.tool_calls.formats import FORMS, Function
+from model.text.tool_calls.formats import CALL_FORMATS
+from model.text.tool_calls.reader import Function
 from service.gateway.grammars.pool import CompileLimits, GrammarPool, PackedTask
 from tests.support.demo_engine import DEMO
 
@@ -30,12 +31,43 @@ REPEATS = ("", "", "*", "+", "?", "{3}", "{2,9}", "{0,40}", "{500}", "{1,1000}",
 TYPES = ("string", "integer", "number", "object", "array", "boolean", "null")
 NUMBERS = (0, 1, -1, 3, 7, 0.5, 1e9, 1e-5, 2**53, 10**30, 9973, 0.1)
 KEYWORDS = (
-    "properties", "patternProperties", "additionalProperties", "items", "prefixItems", "allOf", "anyOf", "oneOf",
-    "not", "if", "then", "else", "$ref", "pattern", "multipleOf", "minimum", "maximum", "exclusiveMinimum", "enum",
-    "minLength", "maxLength", "minItems", "maxItems", "uniqueItems", "contains", "minProperties", "maxProperties",
-    "propertyNames", "dependentRequired", "dependentSchemas", "const", "type", "format", "required", "$defs",
+    "properties",
+    "patternProperties",
+    "additionalProperties",
+    "items",
+    "prefixItems",
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "not",
+    "if",
+    "then",
+    "else",
+    "$ref",
+    "pattern",
+    "multipleOf",
+    "minimum",
+    "maximum",
+    "exclusiveMinimum",
+    "enum",
+    "minLength",
+    "maxLength",
+    "minItems",
+    "maxItems",
+    "uniqueItems",
+    "contains",
+    "minProperties",
+    "maxProperties",
+    "propertyNames",
+    "dependentRequired",
+    "dependentSchemas",
+    "const",
+    "type",
+    "format",
+    "required",
+    "$defs",
     "unevaluatedProperties",
-)  # fmt: skip
+)
 
 
 def regex(rng: random.Random, depth: int = 3) -> str:
@@ -129,11 +161,15 @@ def task_of(seed: int) -> GrammarTask:
     if kind == "choice":
         return GrammarTask(GrammarSpec("choice", [regex(rng, 2) for _ in range(rng.choice((1, 9, 900)))]))
     functions = tuple(Function(name, schema(rng, 3), rng.random() < 0.5) for name in "fgh"[: rng.randint(1, 3)])
-    form = rng.choice(sorted(FORMS))
+    form = rng.choice(sorted(CALL_FORMATS))
     calls = CallSpec(
-        form=FORMS[form], functions=functions, key="arguments", most=rng.choice((1, 8)), or_text=rng.random() < 0.5,
-        or_form=False,
-    )  # fmt: skip
+        format=CALL_FORMATS[form],
+        functions=functions,
+        arguments_key="arguments",
+        max_calls=rng.choice((1, 8)),
+        or_text=rng.random() < 0.5,
+        or_spec=False,
+    )
     return GrammarTask(None, calls)
 
 
@@ -178,7 +214,7 @@ async def search(seconds: float, first: int) -> bool:
         counts[kind] += 1
         if kind in ("crashed", "bounded"):
             is_good &= kind != "crashed"
-            spec = task_of(verdict.seed).form
+            spec = task_of(verdict.seed).spec
             print(f"{verdict.seed}: {verdict.error}", json.dumps(spec and spec.value)[:300], flush=True)
     print(dict(counts))
     return is_good

@@ -11,7 +11,7 @@ from model.text.json_schema.core import (
     MAX_DEPTH,
     Core,
     Kinds,
-    Known,
+    ProofContext,
     any_of,
     are_disjoint,
     item_of,
@@ -28,14 +28,13 @@ MAX_TUPLE = 16
 
 
 def unless_array(kinds: Kinds, core: Core) -> Core:
-    """Return `core`, a schema of arrays, or any value of the other kinds."""
     return any_of([of_kinds(kinds - ARRAY), core])
 
 
 def containing(item: Core, other: Core, least: int, most: int | None, longest: int | None) -> Core | None:
-    """Return arrays with `least` to `most` items that `item` allows; `other` constrains the rest if `most` is set.
+    """Return arrays with `least` to `most` items that `item` allows; None if no grammar can express it.
 
-    Returns None if no grammar can express it.
+    `other` constrains the rest if `most` is set.
     """
     window = max(least, min(WINDOW, WINDOW if longest is None else longest))
     while window > least and _num_combinations(window, least, most) > MAX_COMBINATIONS:
@@ -56,9 +55,8 @@ def _num_combinations(window: int, least: int, most: int | None) -> int:
     return sum(comb(window, size) for size in range(least, (least if most is None else min(most, window)) + 1))
 
 
-def without_repeats(core: dict[str, Any], known: Known) -> Core | None:
-    """Return a further rule on the arrays that `core` allows: no value occurs twice. None if no grammar can express it.
-    """
+def without_repeats(core: dict[str, Any], known: ProofContext) -> Core | None:
+    """Return the rule that no value of `core`'s arrays repeats; None if no grammar can express it."""
     longest = core.get("maxItems")
     num_prefix = len(core.get("prefixItems", ()))
     if core.get("items", True) is False:
@@ -80,7 +78,7 @@ def without_repeats(core: dict[str, Any], known: Known) -> Core | None:
     return any_of(_exactly(order) for order in orders)
 
 
-def writes_items(core: dict[str, Any], known: Known) -> bool:
+def writes_items(core: dict[str, Any], known: ProofContext) -> bool:
     """Return whether `without_repeats` writes the items out, with what `items` says of them."""
     items = core.get("items", True)
     for _ in range(MAX_DEPTH):

@@ -1,7 +1,7 @@
 """Rewrites a JSON schema so that llguidance enforces every keyword.
 
-llguidance ignores keywords that it does not know, and some known ones in combination with others. So it is given
-schemas of a few keywords in one order, all of which it enforces. The result never allows more than its source.
+llguidance ignores unknown keywords, and some known ones in combination. So it is given schemas of a few keywords in one
+order. The result never allows more than its source.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from model.errors import GrammarError
 from model.text.json_schema.conjunctions import Conjunctions
 from model.text.json_schema.core import Core, other_texts
 from model.text.json_schema.document import Document, Place
+from model.text.json_schema.limits import depth_of
 from model.text.json_schema.rewriter import Rewriter
 
 MAX_DEPTH = 256
-"""Nested lists and maps that are read at a time: bounds the stack of llguidance, which recurses."""
+"""Nested lists and maps: bounds the stack of llguidance, which recurses."""
 
 
 def enforceable(schema: Any, *, lenient: bool = False, place: Place | None = None) -> dict[str, Any]:
-    """Return a schema that llguidance enforces entirely and that allows only what `schema`, or its part at `place`,
-    does.
+    """Return a schema that llguidance enforces and that never allows more than `schema`, or its part at `place`.
 
     `lenient` ignores an unknown `format`. Raises GrammarError with the keyword and its JSON pointer.
     """
@@ -76,7 +76,7 @@ def _references(value: Any) -> list[str]:
         if isinstance(item, Mapping):
             if isinstance(item.get("$ref"), str):
                 found.append(item["$ref"].removeprefix("#/$defs/"))
-            stack += reversed(item.values())
+            stack += reversed(list(item.values()))
         elif isinstance(item, list):
             stack += reversed(item)
     return found
@@ -98,7 +98,7 @@ def _innermost_first(root: Any, written: Mapping[str, Any]) -> list[str]:
 
 
 def _check_depth(order: Sequence[str], own: Any, written: Mapping[str, Any]) -> None:
-    """Check the depth as llguidance follows definitions: each is read at its first reference, inside others."""
+    """Check the depth in llguidance's reading order: each definition at its first reference."""
     seen: set[str] = set()
     for first in order:
         stack: list[tuple[str, int]] = [(first, 0)]
@@ -107,24 +107,15 @@ def _check_depth(order: Sequence[str], own: Any, written: Mapping[str, Any]) -> 
             if key in seen:
                 continue
             seen.add(key)
-            depth = outside + _depth(written[key])
+            depth = outside + depth_of(written[key])
             if depth > MAX_DEPTH:
                 raise GrammarError(f"The JSON schema nests more than {MAX_DEPTH} deep, its references followed.")
             stack += [(other, depth) for other in reversed(_references(written[key])) if other not in seen]
-    if _depth(own) > MAX_DEPTH:
+    if depth_of(own) > MAX_DEPTH:
         raise GrammarError(f"The JSON schema nests more than {MAX_DEPTH} deep.")
 
 
-def _depth(value: Any) -> int:
-    level, depth = [value], 0
-    while level := [item for item in level if isinstance(item, Mapping | list)]:
-        depth += 1
-        level = [child for item in level for child in (item.values() if isinstance(item, Mapping) else item)]
-    return depth
-
-
 def _check_circles(bodies: Mapping[str, Core]) -> None:
-    """Refuse a schema that is only a reference to itself: it has no meaning."""
     try:
         TopologicalSorter({key: _in_place(core) for key, core in bodies.items()}).prepare()
     except CycleError:
@@ -137,5 +128,5 @@ def _in_place(core: Core) -> list[str]:
         item = stack.pop()
         if not isinstance(item, bool):
             found += [item["$ref"]] if "$ref" in item else []
-            stack += item.get("allOf", item.get("anyOf", ()))
+            stack += item.get("allOf") or item.get("anyOf") or ()
     return found

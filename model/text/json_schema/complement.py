@@ -1,13 +1,14 @@
 """The complement of a schema as core schemas, for `not`, `else` and `oneOf`.
 
-Not every complement has a grammar, for example that of a pattern. `exactly` refuses such a keyword by its name;
-`nearly` leaves it out: everything that it returns is forbidden, but not everything forbidden is returned.
+Some complements have no grammar, such as that of a pattern. `exactly` refuses these; `nearly` leaves them out and so
+returns less than what is forbidden.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import combinations, pairwise
 from typing import Any, Protocol
 
@@ -17,22 +18,24 @@ from model.text.json_schema.core import (
     OBJECT,
     Core,
     Kinds,
+    ProofContext,
     all_of,
     any_of,
     are_disjoint,
+    canonical_key,
     kind_of,
     of_kinds,
-    same,
+    type_assertion,
 )
-from model.text.json_schema.document import Document, Place, cannot, count, mapping, name_lists, names, number
+from model.text.json_schema.document import Document, Place, count, mapping, name_lists, names, number, schema_error
 
 MAX_PAIRS = 64
 """Pairs of schemas in a forbidden `oneOf`."""
 MAX_VALUES = 64
-"""Numbers, arrays and objects in a forbidden `enum`: each makes a schema of its own."""
+"""Values in a forbidden `enum` that need a schema each."""
 
 
-class Schemas(Protocol):
+class Schemas(ProofContext, Protocol):
     """The part of `rewriter.Rewriter` used here; it uses this module in turn."""
 
     document: Document
@@ -40,9 +43,8 @@ class Schemas(Protocol):
     def allowed(self, place: Place, kinds: Kinds = ...) -> Core: ...
     def branches(self, place: Place, keyword: str, kinds: Kinds) -> list[Core]: ...
     def own_kinds(self, place: Place) -> Kinds: ...
-    def values(self, place: Place) -> list[Sequence[Any]]: ...
+    def values(self, place: Place) -> Sequence[Sequence[Any]]: ...
     def shared(self, place: Place, mode: str = ...) -> Core: ...
-    def lookup(self, key: str) -> Core: ...
     def knows_format(self, name: Any) -> bool: ...
     def is_whole(self, key: str) -> bool: ...
     def spend(self, num_nodes: int = ...) -> None: ...
@@ -50,13 +52,11 @@ class Schemas(Protocol):
 
 @dataclass(frozen=True)
 class _Task:
-    """A schema to complement."""
-
     place: Place
-    kinds: Kinds  # kinds that matter
+    kinds: Kinds
     is_exact: bool
     names: frozenset[str]  # properties that the values in question may have
-    missed: list[str] = field(default_factory=list)  # keywords that could not be written in full
+    missed: list[str] = field(default_factory=list)  # keywords not written in full
 
     def at(self, place: Place) -> _Task:
         return replace(self, place=place)
@@ -67,8 +67,6 @@ class _Task:
 
 
 class Complement:
-    """Complements of the schemas of one document."""
-
     def __init__(self, schemas: Schemas) -> None:
         self._schemas = schemas
         self._document = schemas.document
@@ -92,8 +90,8 @@ class Complement:
             "items": self._items,
             "uniqueItems": lambda task: self._missing(task, "uniqueItems", "array", task.place.schema["uniqueItems"]),
             "format": self._format,
-            **{key: lambda task, key=key: self._bound(task, key) for key in BOUNDS},
-            **{key: lambda task, key=key, kind=kind: self._missing(task, key, kind) for key, kind in MISSING.items()},
+            **{key: partial(self._bound, keyword=key) for key in BOUNDS},
+            **{key: partial(self._missing, keyword=key, kind=kind) for key, kind in MISSING.items()},
         }
 
     def exactly(self, place: Place, kinds: Kinds) -> Core:
@@ -115,7 +113,7 @@ class Complement:
         if isinstance(schema, bool):
             return not schema
         if not isinstance(schema, Mapping):
-            raise cannot("schema", task.place.at, "must be an object or a boolean")
+            raise schema_error("schema", task.place.at, "must be an object or a boolean")
         self._schemas.spend()
         if "$ref" in schema and self._document.ignores_siblings_of_refs:
             return self._reference(task, "$ref")
@@ -134,7 +132,7 @@ class Complement:
         """Record, or refuse, a keyword that cannot be complemented."""
         if matters and kind in task.kinds:
             if task.is_exact:
-                raise cannot(keyword, task.place.at, "cannot be enforced under 'not' or 'if'")
+                raise schema_error(keyword, task.place.at, "cannot be enforced under 'not' or 'if'")
             task.missed.append(keyword)
         return False
 
@@ -149,7 +147,7 @@ class Complement:
         if isinstance(place.schema, bool):
             return not place.schema
         found = self._schemas.shared(place, task.mode)
-        if task.is_exact:
+        if task.is_exact or isinstance(found, bool):
             return found
         body = self._schemas.lookup(found["$ref"])
         if not self._schemas.is_whole(found["$ref"]):
@@ -172,7 +170,7 @@ class Complement:
     def _condition(self, task: _Task) -> Core:
         known = self._schemas
         then, other = (self._child(task, key) if key in task.place.schema else False for key in ("then", "else"))
-        holds = False
+        holds: Core = False
         if then is not False:
             holds = self._schemas.allowed(self._document.child(task.place, "if"), task.kinds)
         fails = False if other is False else self._child(task, "if")
@@ -259,7 +257,6 @@ class Complement:
         return any_of(found)
 
     def _item(self, index: int, value: Core) -> Core:
-        """Return the arrays whose item at `index` matches `value`."""
         if value is False:
             return False
         return {"type": "array", "prefixItems": [True] * index + [value], "minItems": index + 1}
@@ -273,7 +270,7 @@ class Complement:
             return False
         if step == 0:
             return self._number_bound(task, keyword, opposite)
-        value = count(task.place, keyword) + step
+        value = (count(task.place, keyword) or 0) + step
         if value < 0:
             return False
         core: dict[str, Any] = {"type": next(iter(kinds)), opposite: value}
@@ -288,7 +285,7 @@ class Complement:
         value = number(task.place, keyword)
         if task.place.schema.get(f"exclusive{keyword[0].upper()}{keyword[1:]}") is True:
             opposite = {"exclusiveMaximum": "maximum", "exclusiveMinimum": "minimum"}[opposite]
-        return {**of_kinds(task.kinds & NUMBERS), opposite: value}
+        return {**type_assertion(task.kinds & NUMBERS), opposite: value}
 
     def _other_values(self, task: _Task, values: Sequence[Any]) -> Core:
         """Return any value of the same kinds except `values`."""
@@ -296,12 +293,12 @@ class Complement:
         for kind in sorted(task.kinds & {"null", "boolean", "string"}):
             own = [value for value in values if kind_of(value) == kind]
             found.append(_other_plain(kind, own))
-        numbers = sorted({same(value): value for value in values if kind_of(value) in NUMBERS}.values())
+        numbers = sorted({canonical_key(value): value for value in values if kind_of(value) in NUMBERS}.values())
         others = [value for value in values if isinstance(value, list | Mapping)]
         if len(numbers) + len(others) > MAX_VALUES:
             return any_of(found) if not self._missing(task, "enum", next(iter(task.kinds))) else False
         if task.kinds & NUMBERS:
-            found += _between(of_kinds(task.kinds & NUMBERS), numbers)
+            found += _between(type_assertion(task.kinds & NUMBERS), numbers)
         if "array" in task.kinds:
             lists = [value for value in others if isinstance(value, list)]
             found.append(all_of([{"type": "array"}, *map(_other_array, lists)], self._schemas))
@@ -338,7 +335,7 @@ BOUNDS: Mapping[str, tuple[Kinds, str, int]] = {
     "exclusiveMinimum": (NUMBERS, "maximum", 0),
     "exclusiveMaximum": (NUMBERS, "minimum", 0),
 }
-"""Per keyword: its kinds, the opposite bound, and the offset of that bound."""
+"""Kinds, opposite bound and its offset."""
 MISSING: Mapping[str, str] = {
     "pattern": "string",
     "multipleOf": "integer",
@@ -347,7 +344,7 @@ MISSING: Mapping[str, str] = {
     "unevaluatedProperties": "object",
     "unevaluatedItems": "array",
 }
-"""Keywords without a complement in a grammar, and their kinds."""
+"""Keywords whose complement has no grammar, with their kinds."""
 
 
 def _other_plain(kind: str, values: Sequence[Any]) -> Core:
@@ -359,8 +356,7 @@ def _other_plain(kind: str, values: Sequence[Any]) -> Core:
     return {"type": "string", "notEnum": list(values)} if values else {"type": "string"}
 
 
-def _between(core: Core, values: Sequence[int | float]) -> list[Core]:
-    """Return the numbers between and beyond `values`."""
+def _between(core: dict[str, Any], values: Sequence[int | float]) -> list[Core]:
     if not values:
         return [core]
     found: list[Core] = [{**core, "exclusiveMaximum": values[0]}]
@@ -369,7 +365,7 @@ def _between(core: Core, values: Sequence[int | float]) -> list[Core]:
 
 
 def _other_value(value: Any) -> Core:
-    """Return anything but one value; of objects, only those that lack a property of it."""
+    """Return anything but `value`; of objects, only those lacking a property of it."""
     kind = kind_of(value)
     kinds = NUMBERS if kind in NUMBERS else frozenset({kind})
     rest = of_kinds(frozenset({"null", "boolean", "integer", "fraction", "string", "array", "object"}) - kinds)

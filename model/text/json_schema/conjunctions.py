@@ -1,6 +1,6 @@
 """Merges conjunctions of core schemas.
 
-llguidance merges them too, but not in cycles of references, and without dropping alternatives that exclude each other.
+llguidance merges them too, but not in cycles of references, and it keeps alternatives that exclude each other.
 """
 
 from __future__ import annotations
@@ -8,22 +8,22 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from model.text.json_schema import texts
 from model.text.json_schema.core import (
     MAX_DEPTH,
-    NOTHING,
+    NO_CONTEXT,
     NUMBERS,
     Core,
     Exclusions,
     any_of,
+    canonical_key,
     has_no_number,
     is_excluded,
     kind_of,
     kinds_of,
     of_kinds,
-    same,
 )
 
 MAX_ALTERNATIVES = 256
@@ -46,12 +46,10 @@ PAIRS_PER_UNIT = 64
 
 
 class _TooMuch(Exception):
-    """Too large: the conjunction is left to llguidance."""
+    """The conjunction is left to llguidance."""
 
 
 class Conjunctions:
-    """Merges the conjunctions of one schema."""
-
     def __init__(self, bodies: Mapping[str, Core], spend: Callable[[int], None]) -> None:
         self._bodies = dict(bodies)
         self._done: dict[str, Core] = {}
@@ -121,7 +119,7 @@ class Conjunctions:
         return _settled(found)
 
     def _alternatives(self, core: Core, depth: int) -> list[list[dict[str, Any]]]:
-        """Return, for each way in which `core` holds, the assertions that hold together."""
+        """Return the assertions that hold together, for each way in which `core` holds."""
         if isinstance(core, bool):
             return [[]] if core else []
         if depth > MAX_DEPTH:
@@ -135,17 +133,17 @@ class Conjunctions:
             return found
         if "allOf" not in core:
             return [[core]]
-        found: list[list[dict[str, Any]]] = [[]]
+        combined: list[list[dict[str, Any]]] = [[]]
         exclusions = Exclusions(core["allOf"], self)
         for part in core["allOf"]:
             options = self._alternatives(part, depth + 1)
-            self._spend(len(found) * len(options) // 16)
-            self._spend(sum(map(len, found)) * sum(map(len, options)) // PAIRS_PER_UNIT)
-            pairs = ((one, other) for one in found for other in options)
-            found = [_joined(*pair) for pair in pairs if not exclusions.any_between(*pair)]
-            if len(found) > MAX_ALTERNATIVES:
+            self._spend(len(combined) * len(options) // 16)
+            self._spend(sum(map(len, combined)) * sum(map(len, options)) // PAIRS_PER_UNIT)
+            pairs = ((one, other) for one in combined for other in options)
+            combined = [_joined(*pair) for pair in pairs if not exclusions.any_between(*pair)]
+            if len(combined) > MAX_ALTERNATIVES:
                 raise _TooMuch
-        return found
+        return combined
 
     def _merged(self, parts: list[dict[str, Any]]) -> Core:
         found: dict[str, Any] = {}
@@ -157,8 +155,7 @@ class Conjunctions:
             found = merged
         return self._with_simple_parts(found)
 
-    def _pair(self, one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any] | bool:
-        """Return the conjunction of two assertions."""
+    def _pair(self, one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any] | Literal[False]:
         if not one or not other:
             return one or other
         found: dict[str, Any] = {}
@@ -178,11 +175,11 @@ class Conjunctions:
                 values = [each[key] for each in (one, other) if key in each]
                 found |= {key: choose(values)} if values else {}
         for key in ALIKE:
-            values = {each[key] for each in (one, other) if key in each}
-            if len(values) > 1:
+            distinct = {each[key] for each in (one, other) if key in each}
+            if len(distinct) > 1:
                 raise _TooMuch
-            for value in values:
-                found[key] = value
+            if distinct:
+                found[key] = distinct.pop()
         self._join_values(found, one, other)
         if found.get("enum") == []:
             return False
@@ -196,13 +193,13 @@ class Conjunctions:
             found["notEnum"] = list(dict.fromkeys(excluded))
         lists = [each["enum"] for each in (one, other) if "enum" in each]
         if lists:
-            allowed = set(map(same, lists[-1]))
+            allowed = set(map(canonical_key, lists[-1]))
             rules = {key: value for key, value in (*one.items(), *other.items()) if key != "enum"} | found
             kinds = kinds_of(rules, self)
             found["enum"] = [
                 value
                 for value in lists[0]
-                if same(value) in allowed
+                if canonical_key(value) in allowed
                 and (kind_of(value) in kinds or (kind_of(value) in NUMBERS and kinds & NUMBERS))
                 and not is_excluded(value, kind_of(value), rules)
             ]
@@ -247,7 +244,6 @@ class Conjunctions:
             found["required"] = required
 
     def _both(self, one: Core, other: Core) -> Core:
-        """Return the conjunction of two schemas of a property or an item."""
         if one is True or other is True or one is False or other is False:
             return False if False in (one, other) else other if one is True else one
         if json.dumps(one) == json.dumps(other):
@@ -263,15 +259,15 @@ class Conjunctions:
         return {"$ref": key}
 
     def _conjuncts(self, core: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the parts of a conjunction, those made here taken apart, so that cycles of them close."""
-        if core.get("$ref", "").startswith(OWN):
-            return self._bodies[core["$ref"]]["allOf"]
-        return core.get("allOf", [core])
+        """Return the parts of a conjunction, those made here taken apart, so that cycles close."""
+        body = self._bodies[core["$ref"]] if core.get("$ref", "").startswith(OWN) else core
+        parts: list[dict[str, Any]] = body.get("allOf", [body]) if isinstance(body, dict) else []
+        return parts
 
 
 def _settled(core: dict[str, Any]) -> Core:
     """Return an assertion without the kinds of which it allows nothing."""
-    kinds = kinds_of(core, NOTHING)
+    kinds = kinds_of(core, NO_CONTEXT)
     properties = core.get("properties", {})
     if any(properties.get(name, True) is False for name in core.get("required", ())):
         kinds -= {"object"}
@@ -280,14 +276,13 @@ def _settled(core: dict[str, Any]) -> Core:
             kinds -= {kind}
     if has_no_number(core, {}):
         kinds -= NUMBERS
-    if kinds == kinds_of(core, NOTHING) or "enum" in core:
+    if kinds == kinds_of(core, NO_CONTEXT) or "enum" in core:
         return core if kinds and core.get("enum") != [] else False
     types = of_kinds(kinds)
     return {**core, **types} if isinstance(types, dict) else types
 
 
 def _without(core: Core, empty: Collection[str]) -> Core:
-    """Return `core` with the references in `empty` replaced by False."""
     if isinstance(core, bool):
         return core
     if "$ref" in core:
@@ -310,20 +305,21 @@ def _without(core: Core, empty: Collection[str]) -> Core:
 
 
 def _property(core: dict[str, Any], name: str) -> Core:
-    properties = core.get("properties", {})
+    properties: dict[str, Core] = core.get("properties", {})
     if name in properties:
         return properties[name]
-    for pattern, part in core.get("patternProperties", {}).items():
+    patterned: dict[str, Core] = core.get("patternProperties", {})
+    for pattern, part in patterned.items():
         is_match = texts.matches(pattern, name)
         if is_match is None:
             raise _TooMuch
         if is_match:
             return part
-    return core.get("additionalProperties", True)
+    others: Core = core.get("additionalProperties", True)
+    return others
 
 
 def _keys_in(core: Core) -> list[str]:
-    """Return the references in a schema."""
     found, stack = [], [core]
     while stack:
         item = stack.pop()

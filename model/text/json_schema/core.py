@@ -1,7 +1,7 @@
 """Core schemas: the few keywords that grammars are written from, and proofs about them.
 
-A core schema is True, False, {"$ref": key}, {"allOf": [...]}, {"anyOf": [...]}, or one of assertions only: llguidance's
-keywords, with `enum` for `const`, `prefixItems` for a list in `items`, and `notEnum`: a string outside this list.
+A core schema is True, False, {"$ref": key}, {"allOf": [...]}, {"anyOf": [...]}, or has assertions only: llguidance's
+keywords, with `enum` for `const`, `prefixItems` for a list in `items`, and `notEnum` for excluded strings.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Core = bool | dict[str, Any]
 Kinds = frozenset[str]
 
 ALL: Kinds = frozenset({"null", "boolean", "integer", "fraction", "string", "array", "object"})
-"""The kinds of value. The type `number` is `integer` and `fraction`."""
+"""The type `number` is `integer` and `fraction`."""
 NUMBERS: Kinds = frozenset({"integer", "fraction"})
 OBJECT, ARRAY, STRING = frozenset({"object"}), frozenset({"array"}), frozenset({"string"})
 
@@ -25,8 +25,8 @@ MAX_ALTERNATIVES = 256
 """Alternatives of a conjunction that are multiplied out."""
 
 
-class Known(Protocol):
-    """What proofs may ask while schemas are rewritten."""
+class ProofContext(Protocol):
+    """What proofs ask while schemas are rewritten."""
 
     def lookup(self, key: str) -> Core:
         """Return the body of a reference; True if not known yet."""
@@ -35,7 +35,7 @@ class Known(Protocol):
         """Return whether certainly no text matches both assertions."""
 
 
-class _Nothing:
+class _NoContext:
     def lookup(self, _key: str) -> Core:
         return True
 
@@ -43,11 +43,11 @@ class _Nothing:
         return False
 
 
-NOTHING: Known = _Nothing()
+NO_CONTEXT: ProofContext = _NoContext()
 
 
-def all_of(parts: Iterable[Core], known: Known = NOTHING) -> Core:
-    """Return the conjunction of `parts`, in order; alternatives that exclude each other are dropped."""
+def all_of(parts: Iterable[Core], known: ProofContext = NO_CONTEXT) -> Core:
+    """Return the conjunction of `parts`, in order, without alternatives that exclude each other."""
     flat: list[dict[str, Any]] = []
     for part in parts:
         if part is False:
@@ -80,6 +80,12 @@ def of_kinds(kinds: Collection[str]) -> Core:
     return {"type": types[0] if len(types) == 1 else types} if types else False
 
 
+def type_assertion(kinds: Collection[str]) -> dict[str, Any]:
+    """Like `of_kinds`, as an assertion; {} for all kinds."""
+    core = of_kinds(kinds)
+    return core if isinstance(core, dict) else {}
+
+
 def kinds_of_type(name: str) -> Kinds:
     return NUMBERS if name == "number" else frozenset({name})
 
@@ -89,21 +95,21 @@ def kind_of(value: Any) -> str:
         return "null" if value is None else "boolean"
     if isinstance(value, int | float):
         return "integer" if isinstance(value, int) or value.is_integer() else "fraction"
-    return {str: "string", list: "array"}.get(type(value), "object")
+    return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
 
 
-def same(value: Any) -> str:
-    """Return a key that is equal for equal JSON values: 1 and 1.0 are equal, 1 and true are not."""
+def canonical_key(value: Any) -> str:
+    """Return a key that is equal for equal JSON values: for 1 and 1.0, not for 1 and true."""
     if isinstance(value, float) and value.is_integer() and math.isfinite(value):
         return json.dumps(int(value))
     if isinstance(value, list):
-        return f"[{','.join(map(same, value))}]"
+        return f"[{','.join(map(canonical_key, value))}]"
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{json.dumps(key)}:{same(value[key])}" for key in sorted(value)) + "}"
+        return "{" + ",".join(f"{json.dumps(key)}:{canonical_key(value[key])}" for key in sorted(value)) + "}"
     return json.dumps(value)
 
 
-def kinds_of(core: Core, known: Known, depth: int = 0) -> Kinds:
+def kinds_of(core: Core, known: ProofContext, depth: int = 0) -> Kinds:
     """Return the kinds that `core` allows, or a superset."""
     if isinstance(core, bool) or depth > MAX_DEPTH:
         return frozenset() if core is False else ALL
@@ -122,23 +128,23 @@ def kinds_of(core: Core, known: Known, depth: int = 0) -> Kinds:
     return found
 
 
-def values_of(core: Core, known: Known, depth: int = 0) -> list[Any] | None:
-    """Return the values that `core` allows, or a superset, if they are few and known."""
+def values_of(core: Core, known: ProofContext, depth: int = 0) -> list[Any] | None:
+    """Return the values that `core` allows, or a superset, if few and known."""
     if isinstance(core, bool) or depth > MAX_DEPTH:
         return [] if core is False else None
     if "$ref" in core:
         return values_of(known.lookup(core["$ref"]), known, depth + 1)
     if "allOf" in core:
-        known = [values for part in core["allOf"] if (values := values_of(part, known, depth + 1)) is not None]
-        return min(known, key=len, default=None)
+        lists = [values for part in core["allOf"] if (values := values_of(part, known, depth + 1)) is not None]
+        return min(lists, key=len, default=None)
     if "anyOf" in core:
-        parts = [values_of(part, known, depth + 1) for part in core["anyOf"]]
-        if any(part is None for part in parts):
+        lists = [values for part in core["anyOf"] if (values := values_of(part, known, depth + 1)) is not None]
+        if len(lists) < len(core["anyOf"]):
             return None
-        return list({same(value): value for part in parts for value in part}.values())
+        return list({canonical_key(value): value for values in lists for value in values}.values())
     if "enum" in core:
         kinds = kinds_of(core, known, depth)
-        return list({same(value): value for value in core["enum"] if kind_of(value) in kinds}.values())
+        return list({canonical_key(value): value for value in core["enum"] if kind_of(value) in kinds}.values())
     kinds = kinds_of(core, known, depth)
     if kinds <= {"null", "boolean"}:
         return [None] * ("null" in kinds) + [True, False] * ("boolean" in kinds)
@@ -146,11 +152,11 @@ def values_of(core: Core, known: Known, depth: int = 0) -> list[Any] | None:
 
 
 def plain_values(core: Core) -> list[Any]:
-    """Return the values of a schema that only lists them; [] for any other."""
+    """Return the values of a schema that only lists them, otherwise []."""
     return core["enum"] if isinstance(core, dict) and "enum" in core and set(core) <= {"enum", "type"} else []
 
 
-def are_disjoint(one: Core, other: Core, known: Known, depth: int = 0) -> bool:
+def are_disjoint(one: Core, other: Core, known: ProofContext, depth: int = 0) -> bool:
     """Return whether provably no value is allowed by both."""
     if one is False or other is False:
         return True
@@ -173,15 +179,15 @@ def are_disjoint(one: Core, other: Core, known: Known, depth: int = 0) -> bool:
 
 
 class Exclusions:
-    """Caches which parts of one conjunction exclude each other, over all ways to choose among them."""
+    """Caches which parts of a conjunction exclude each other."""
 
-    def __init__(self, parts: Iterable[Core], known: Known) -> None:
+    def __init__(self, parts: Iterable[Core], known: ProofContext) -> None:
         """Properties that a plain part requires count as required everywhere."""
         own = (part.get("required", ()) for part in parts if isinstance(part, dict))
         self._names = list(dict.fromkeys(name for names in own for name in names))
         self._known = known
         self._answers: dict[tuple[int, int], bool] = {}
-        self._parts: list[dict[str, Any]] = []  # referenced, so that their ids stay unique
+        self._parts: list[dict[str, Any]] = []  # keeps ids unique
 
     def any_between(self, ones: Iterable[dict[str, Any]], others: Sequence[dict[str, Any]]) -> bool:
         """Return whether certainly no value matches all of both."""
@@ -196,19 +202,18 @@ class Exclusions:
 
 
 def property_of(core: dict[str, Any], name: str) -> Core:
-    """Return what an assertion says of one property, if that is simple."""
-    properties = core.get("properties", {})
-    if name in properties:
-        return properties[name]
-    return True if "patternProperties" in core else core.get("additionalProperties", True)
+    properties: dict[str, Core] = core.get("properties", {})
+    others: Core = True if "patternProperties" in core else core.get("additionalProperties", True)
+    return properties.get(name, others)
 
 
 def item_of(core: dict[str, Any], index: int) -> Core:
     prefix = core.get("prefixItems", ())
-    return prefix[index] if index < len(prefix) else core.get("items", True)
+    item: Core = prefix[index] if index < len(prefix) else core.get("items", True)
+    return item
 
 
-def names_in(core: Core, known: Known, depth: int = 0) -> set[str]:
+def names_in(core: Core, known: ProofContext, depth: int = 0) -> set[str]:
     """Return the property names in a schema."""
     if isinstance(core, bool) or depth > MAX_DEPTH:
         return set()
@@ -220,8 +225,8 @@ def names_in(core: Core, known: Known, depth: int = 0) -> set[str]:
     return set(core.get("properties", ())) | set(core.get("required", ()))
 
 
-def requiring(core: Core, names: Sequence[str], known: Known, depth: int = 0) -> Core:
-    """Return `core` for objects known to have these properties, for a proof of disjointness."""
+def requiring(core: Core, names: Sequence[str], known: ProofContext, depth: int = 0) -> Core:
+    """Return `core` for objects that have these properties, for a proof of disjointness."""
     if isinstance(core, bool) or not names or depth > MAX_DEPTH:
         return core
     if "$ref" in core:
@@ -258,7 +263,7 @@ def _escaped(char: str) -> str:
     return char if char.isalnum() and char.isascii() else f"\\x{{{ord(char):x}}}"
 
 
-def _multiplied(flat: list[dict[str, Any]], known: Known) -> Core:
+def _multiplied(flat: list[dict[str, Any]], known: ProofContext) -> Core:
     found: list[list[dict[str, Any]]] = [[]]
     exclusions = Exclusions(flat, known)
     for part in flat:
@@ -276,7 +281,7 @@ def _conjunction(parts: list[dict[str, Any]]) -> Core:
     return {"allOf": flat} if len(flat) > 1 else flat[0] if flat else True
 
 
-def _are_disjoint_in(kind: str, one: dict[str, Any], other: dict[str, Any], known: Known, depth: int) -> bool:
+def _are_disjoint_in(kind: str, one: dict[str, Any], other: dict[str, Any], known: ProofContext, depth: int) -> bool:
     for first, second in ((one, other), (other, one)):
         if "enum" in first:
             values = [value for value in first["enum"] if kind_of(value) == kind]
@@ -299,9 +304,9 @@ def _are_disjoint_in(kind: str, one: dict[str, Any], other: dict[str, Any], know
 
 
 def is_excluded(value: Any, kind: str, core: dict[str, Any]) -> bool:
-    """Return whether `core` certainly forbids the value, whose kind it allows."""
+    """Return whether `core` certainly forbids a value of a kind that it allows."""
     if "enum" in core:
-        return same(value) not in map(same, core["enum"])
+        return canonical_key(value) not in map(canonical_key, core["enum"])
     if kind == "string":
         is_out = value in core.get("notEnum", ())
         return is_out or not core.get("minLength", 0) <= len(value) <= core.get("maxLength", math.inf)
@@ -315,7 +320,7 @@ def is_excluded(value: Any, kind: str, core: dict[str, Any]) -> bool:
 
 
 def _is_empty(one: dict[str, Any], other: dict[str, Any], least: str, most: str) -> bool:
-    return max(one.get(least, 0), other.get(least, 0)) > min(one.get(most, math.inf), other.get(most, math.inf))
+    return bool(max(one.get(least, 0), other.get(least, 0)) > min(one.get(most, math.inf), other.get(most, math.inf)))
 
 
 def has_no_number(one: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -1,6 +1,6 @@
 """A JSON schema as a document: keywords read with their types checked, and references resolved.
 
-Drafts 4 to 2020-12 are read alike, except where two give one keyword different meanings.
+Drafts 4 to 2020-12 are read alike, except where two differ on a keyword.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from urllib.parse import unquote, urldefrag, urljoin
 from model.errors import GrammarError
 
 MAX_SHOWN_CHARS = 120
-"""Length of a pointer or value in a message."""
 MAX_EXACT = 2**53
 """Integers up to here are exact as doubles, which the grammar's numbers are."""
 
@@ -29,7 +28,7 @@ CONTROLS = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 """Characters that no grammar of a JSON string here can spell."""
 
 LARGEST_ROUNDED = 2**65
-"""Range of 64-bit integers: bounds up to here may be rounded."""
+"""Bounds up to here may be rounded: the range of 64-bit integers."""
 
 LARGEST_BOUND = 2**63 - 1024
 
@@ -52,8 +51,7 @@ class Place(NamedTuple):
     at: str  # JSON pointer
 
 
-def cannot(keyword: str, at: str, why: str) -> GrammarError:
-    """Return the error that refuses a keyword."""
+def schema_error(keyword: str, at: str, why: str) -> GrammarError:
     pointer = "#" + (at if len(at) <= MAX_SHOWN_CHARS else "..." + at[-MAX_SHOWN_CHARS:])
     shown = "".join(char if char.isprintable() else "?" for char in pointer)
     return GrammarError(f"The JSON schema's '{keyword}' at '{shown}' {why}.")
@@ -75,7 +73,6 @@ class Document:
         self._index()
 
     def child(self, place: Place, *steps: str | int) -> Place:
-        """Return the schema at `steps` inside another."""
         found, at = place.schema, place.at
         for step in steps:
             found = found[step]
@@ -86,14 +83,14 @@ class Document:
         """Return the schema that a reference in `place` points to."""
         ref = place.schema[keyword]
         if not isinstance(ref, str):
-            raise cannot(keyword, place.at, "must be a string")
+            raise schema_error(keyword, place.at, "must be a string")
         if keyword == "$dynamicRef":
             return self._dynamic_target(place, ref)
         if keyword == "$recursiveRef" and (ref != "#" or self.num_recursive_anchors > 1):
-            raise cannot(keyword, place.at, "cannot be enforced")
+            raise schema_error(keyword, place.at, "cannot be enforced")
         found = self._find(place.base, ref)
         if found is None:
-            raise cannot(keyword, place.at, f"points at nothing in the schema: {_shown(ref)}")
+            raise schema_error(keyword, place.at, f"points at nothing in the schema: {_shown(ref)}")
         return found
 
     def items(self, place: Place) -> tuple[list[Place], Place | None]:
@@ -106,7 +103,6 @@ class Document:
         return prefix, self.child(place, "items") if "items" in schema else None
 
     def subschemas(self, place: Place) -> Iterator[Place]:
-        """Yield the schemas directly inside one."""
         if not isinstance(place.schema, Mapping):
             return
         for key, value in place.schema.items():
@@ -168,9 +164,11 @@ class Document:
         name = ref.rpartition("#")[2]
         others = self._dynamic_anchors.get(name, [])
         if found is None:
-            raise cannot("$dynamicRef", place.at, f"points at nothing in the schema: {_shown(ref)}")
+            raise schema_error("$dynamicRef", place.at, f"points at nothing in the schema: {_shown(ref)}")
         if found in others and len(others) > 1:
-            raise cannot("$dynamicRef", place.at, "cannot be enforced where several schemas have its $dynamicAnchor")
+            raise schema_error(
+                "$dynamicRef", place.at, "cannot be enforced where several schemas have its $dynamicAnchor"
+            )
         return found
 
 
@@ -182,7 +180,7 @@ def count(place: Place, keyword: str) -> int | None:
     if isinstance(value, float) and value.is_integer() and abs(value) <= MAX_EXACT:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_EXACT:
-        raise cannot(keyword, place.at, "must be a whole number of 0 or more")
+        raise schema_error(keyword, place.at, "must be a whole number of 0 or more")
     return value
 
 
@@ -192,16 +190,16 @@ def number(place: Place, keyword: str, *, rounds: bool = False) -> int | float |
         return None
     value = place.schema[keyword]
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise cannot(keyword, place.at, "must be a number")
+        raise schema_error(keyword, place.at, "must be a number")
     if rounds and isinstance(value, int) and MAX_EXACT < abs(value) < LARGEST_ROUNDED:
         return _inwards(value, is_low="inimum" in keyword)
     if not is_exact(value):
-        raise cannot(keyword, place.at, "must be a number that a double holds exactly")
+        raise schema_error(keyword, place.at, "must be a number that a double holds exactly")
     return value
 
 
 def _inwards(value: int, *, is_low: bool) -> int:
-    """Return the next double at or within a bound, and within the range of integers."""
+    """Return the next double within a bound and the range of integers."""
     near = float(value)
     if is_low and near < value:
         near = math.nextafter(near, math.inf)
@@ -219,16 +217,16 @@ def is_exact(value: int | float) -> bool:
 
 
 def pattern(text: Any, keyword: str, at: str) -> str:
-    """Return a regular expression. Control characters are refused: llguidance reads a single one as the empty text."""
+    """Check a regular expression. A control character is refused: llguidance reads a single one as the empty text."""
     if not isinstance(text, str):
-        raise cannot(keyword, at, "must be a string")
+        raise schema_error(keyword, at, "must be a string")
     if any(token["control"] for token in _SINGLE_CONTROL.finditer(text)):
-        raise cannot(keyword, at, "cannot be enforced: it holds a control character")
+        raise schema_error(keyword, at, "cannot be enforced: it holds a control character")
     return text
 
 
 def names(place: Place, keyword: str) -> list[str]:
-    """Return a keyword's list of property names, without duplicates."""
+    """Return a keyword's property names, without duplicates."""
     return _names(place.schema.get(keyword, []), keyword, place.at)
 
 
@@ -237,28 +235,27 @@ def name_lists(place: Place, keyword: str) -> dict[str, list[str]]:
 
 
 def mapping(place: Place, keyword: str) -> Mapping[str, Any]:
-    """Return a keyword's map; {} if absent."""
     value = place.schema.get(keyword, {})
     if not isinstance(value, Mapping):
-        raise cannot(keyword, place.at, "must be an object")
+        raise schema_error(keyword, place.at, "must be an object")
     return value
 
 
 def schemas(place: Place, keyword: str, default: Any = None) -> Sequence[Any]:
     value = place.schema.get(keyword, default)
     if (not isinstance(value, list) and value is not default) or value is None:
-        raise cannot(keyword, place.at, "must be an array")
+        raise schema_error(keyword, place.at, "must be an array")
     return value
 
 
 def _names(value: Any, keyword: str, at: str) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise cannot(keyword, at, "must be an array of strings")
+        raise schema_error(keyword, at, "must be an array of strings")
     return list(dict.fromkeys(value))
 
 
 def _joined(base: str, ref: str) -> tuple[str, str]:
-    """Return an absolute URI without its fragment, and the fragment."""
+    """Return an absolute URI and the fragment."""
     try:
         uri, fragment = urldefrag(ref)
         if not uri:

@@ -8,16 +8,15 @@ from typing import Any, Protocol
 
 from model.text.json_schema import objects
 from model.text.json_schema.complement import Complement
-from model.text.json_schema.core import Core, Kinds, Known, all_of, any_of, are_disjoint, of_kinds
-from model.text.json_schema.document import Document, Place, cannot, mapping, schemas
+from model.text.json_schema.core import Core, Kinds, ProofContext, all_of, any_of, are_disjoint, type_assertion
+from model.text.json_schema.document import Document, Place, mapping, schema_error, schemas
 
-MAX_WAYS = 64
+MAX_ALTERNATIVES = 64
 MAX_REFERENCES = 16
-"""Nested references."""
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
 
-class Schemas(Protocol):
+class Schemas(ProofContext, Protocol):
     """The part of `rewriter.Rewriter` used here; it uses this module in turn."""
 
     document: Document
@@ -26,14 +25,13 @@ class Schemas(Protocol):
     def allowed(self, place: Place, kinds: Kinds = ...) -> Core: ...
     def parts(self, place: Place, kinds: Kinds) -> list[tuple[str, Core]]: ...
     def own_kinds(self, place: Place) -> Kinds: ...
-    def lookup(self, key: str) -> Core: ...
     def exclusions(self, places: list[Place], kinds: Kinds, at: Place) -> tuple[list[Core], list[Core]]: ...
     def depending(self, key: str, core: Core, kinds: Kinds) -> Core: ...
 
 
 @dataclass(frozen=True)
-class Way:
-    """A way in which a schema holds, and the properties and items it has then evaluated."""
+class Alternative:
+    """A alternative in which a schema holds, with the properties and items then evaluated."""
 
     core: Core = True
     names: frozenset[str] = frozenset()
@@ -42,8 +40,8 @@ class Way:
     num_items: int = 0
     all_items: bool = False
 
-    def and_also(self, other: Way, known: Known) -> Way:
-        return Way(
+    def and_also(self, other: Alternative, known: ProofContext) -> Alternative:
+        return Alternative(
             core=all_of([self.core, other.core], known),
             names=self.names | other.names,
             patterns=self.patterns | other.patterns,
@@ -54,7 +52,6 @@ class Way:
 
 
 class Evaluation:
-
     def __init__(self, schemas: Schemas) -> None:
         self._schemas = schemas
         self._document = schemas.document
@@ -62,44 +59,44 @@ class Evaluation:
 
     def allowed(self, place: Place, kinds: Kinds) -> Core:
         """Return what a schema with `unevaluatedProperties` or `unevaluatedItems` allows."""
-        return any_of(way.core for way in self._ways(place, kinds))
+        return any_of(alternative.core for alternative in self._alternatives(place, kinds))
 
-    def _ways(self, place: Place, kinds: Kinds) -> list[Way]:
+    def _alternatives(self, place: Place, kinds: Kinds) -> list[Alternative]:
         schema = place.schema
         if isinstance(schema, bool):
-            return [Way()] if schema else []
+            return [Alternative()] if schema else []
         if not isinstance(schema, Mapping):
-            raise cannot("schema", place.at, "must be an object or a boolean")
+            raise schema_error("schema", place.at, "must be an object or a boolean")
         if "$ref" in schema and self._document.ignores_siblings_of_refs:
             return self._target(place, "$ref", kinds)
         kinds = kinds & self._schemas.own_kinds(place)
         rest = {key: value for key, value in schema.items() if key not in IN_PLACE}
-        ways = [self._plain(place, rest, kinds)]
+        alternatives = [self._plain(place, rest, kinds)]
         for key in schema:
             if key in IN_PLACE and key not in ("then", "else"):
-                ways = self._product(place, ways, self._applied(place, key, kinds))
-        return [self._closed(place, way, kinds) for way in ways]
+                alternatives = self._product(place, alternatives, self._applied(place, key, kinds))
+        return [self._closed(place, alternative, kinds) for alternative in alternatives]
 
-    def _product(self, place: Place, ways: list[Way], others: list[Way]) -> list[Way]:
+    def _product(self, place: Place, alternatives: list[Alternative], others: list[Alternative]) -> list[Alternative]:
         known = self._schemas
         found = [
-            way.and_also(other, known) for way in ways for other in others
-            if not are_disjoint(way.core, other.core, known)
+            alternative.and_also(other, known) for alternative in alternatives for other in others
+            if not are_disjoint(alternative.core, other.core, known)
         ]  # fmt: skip
-        found = [way for way in found if way.core is not False]
-        if len(found) > MAX_WAYS:
+        found = [alternative for alternative in found if alternative.core is not False]
+        if len(found) > MAX_ALTERNATIVES:
             raise self._refusal(place)
         return found
 
     def _refusal(self, place: Place) -> Exception:
         keyword = "unevaluatedItems" if "unevaluatedItems" in place.schema else "unevaluatedProperties"
-        return cannot(keyword, place.at, "cannot be enforced: what is evaluated can be too different")
+        return schema_error(keyword, place.at, "cannot be enforced: what is evaluated can be too different")
 
-    def _plain(self, place: Place, rest: dict[str, Any], kinds: Kinds) -> Way:
+    def _plain(self, place: Place, rest: dict[str, Any], kinds: Kinds) -> Alternative:
         """Return the keywords that apply no schema to the value itself."""
         parts = self._schemas.parts(Place(rest, place.base, place.at), kinds)
         prefix, behind = self._document.items(place)
-        return Way(
+        return Alternative(
             core=all_of((part for _, part in parts), self._schemas),
             names=frozenset(mapping(place, "properties")),
             patterns=frozenset(mapping(place, "patternProperties")),
@@ -108,7 +105,7 @@ class Evaluation:
             all_items=behind is not None,
         )
 
-    def _applied(self, place: Place, key: str, kinds: Kinds) -> list[Way]:
+    def _applied(self, place: Place, key: str, kinds: Kinds) -> list[Alternative]:
         document, schema = self._document, place.schema
         if key in REFERENCES:
             return self._target(place, key, kinds)
@@ -117,76 +114,81 @@ class Evaluation:
         if key in ("dependentSchemas", "dependencies"):
             return self._dependent(place, key, kinds)
         places = [document.child(place, key, i) for i in range(len(schemas(place, key)))]
-        known, found = self._schemas, [Way()]
+        known, found = self._schemas, [Alternative()]
         if key == "allOf":
             for each in places:
-                found = self._product(place, found, self._ways(each, kinds))
+                found = self._product(place, found, self._alternatives(each, kinds))
             return found
         if key == "oneOf":
             _, extras = self._schemas.exclusions(places, kinds, place)
             pairs = zip(places, extras, strict=True)
-            return [way.and_also(Way(extra), known) for each, extra in pairs for way in self._ways(each, kinds)]
+            return [
+                alternative.and_also(Alternative(extra), known)
+                for each, extra in pairs
+                for alternative in self._alternatives(each, kinds)
+            ]
         for each in places:  # any non-empty subset holds
-            found += self._product(place, found, self._ways(each, kinds))
-            if len(found) > MAX_WAYS:
+            found += self._product(place, found, self._alternatives(each, kinds))
+            if len(found) > MAX_ALTERNATIVES:
                 raise self._refusal(Place(schema, place.base, place.at))
         return found[1:]
 
-    def _target(self, place: Place, key: str, kinds: Kinds) -> list[Way]:
+    def _target(self, place: Place, key: str, kinds: Kinds) -> list[Alternative]:
         if self._depth >= MAX_REFERENCES:
-            raise cannot(key, place.at, "refers to itself")
+            raise schema_error(key, place.at, "refers to itself")
         self._depth += 1
         try:
-            return self._ways(self._document.target(place, key), kinds)
+            return self._alternatives(self._document.target(place, key), kinds)
         finally:
             self._depth -= 1
 
-    def _condition(self, place: Place, kinds: Kinds) -> list[Way]:
+    def _condition(self, place: Place, kinds: Kinds) -> list[Alternative]:
         document, schema = self._document, place.schema
         condition = document.child(place, "if")
-        holds = self._ways(condition, kinds)
+        holds = self._alternatives(condition, kinds)
         if "then" in schema:
-            holds = self._product(place, holds, self._ways(document.child(place, "then"), kinds))
-        fails = [Way(self._schemas.complement.exactly(condition, kinds))]
+            holds = self._product(place, holds, self._alternatives(document.child(place, "then"), kinds))
+        fails = [Alternative(self._schemas.complement.exactly(condition, kinds))]
         if "else" in schema:
-            fails = self._product(place, fails, self._ways(document.child(place, "else"), kinds))
+            fails = self._product(place, fails, self._alternatives(document.child(place, "else"), kinds))
         return [*holds, *fails]
 
-    def _dependent(self, place: Place, keyword: str, kinds: Kinds) -> list[Way]:
-        found = [Way()]
+    def _dependent(self, place: Place, keyword: str, kinds: Kinds) -> list[Alternative]:
+        found = [Alternative()]
         for key, value in mapping(place, keyword).items():
             absent = objects.unless_object(kinds, objects.without_property(key))
             if isinstance(value, list):
-                ways = [Way(self._schemas.depending(key, objects.with_properties([key, *value]), kinds))]
+                alternatives = [
+                    Alternative(self._schemas.depending(key, objects.with_properties([key, *value]), kinds))
+                ]
             else:
-                present = [Way(objects.with_properties([key]))]
-                inner = self._ways(self._document.child(place, keyword, key), kinds)
-                ways = [Way(absent), *self._product(place, present, inner)]
-            found = self._product(place, found, ways)
+                present = [Alternative(objects.with_properties([key]))]
+                inner = self._alternatives(self._document.child(place, keyword, key), kinds)
+                alternatives = [Alternative(absent), *self._product(place, present, inner)]
+            found = self._product(place, found, alternatives)
         return found
 
-    def _closed(self, place: Place, way: Way, kinds: Kinds) -> Way:
-        schema, parts = place.schema, [way.core]
-        types = {} if not kinds else of_kinds(kinds)
-        types = types if isinstance(types, dict) else {}
-        if "unevaluatedItems" in schema and not way.all_items and "array" in kinds:
+    def _closed(self, place: Place, alternative: Alternative, kinds: Kinds) -> Alternative:
+        schema, parts = place.schema, [alternative.core]
+        types = type_assertion(kinds)
+        if "unevaluatedItems" in schema and not alternative.all_items and "array" in kinds:
             if "contains" in schema or self._has_contains(place):
-                raise cannot("unevaluatedItems", place.at, "cannot be enforced together with 'contains'")
+                raise schema_error("unevaluatedItems", place.at, "cannot be enforced together with 'contains'")
             items = self._schemas.allowed(self._document.child(place, "unevaluatedItems"))
-            parts.append({**types, "prefixItems": [True] * way.num_items, "items": items})
-        if "unevaluatedProperties" in schema and not way.all_names and "object" in kinds:
+            parts.append({**types, "prefixItems": [True] * alternative.num_items, "items": items})
+        if "unevaluatedProperties" in schema and not alternative.all_names and "object" in kinds:
             others = self._schemas.allowed(self._document.child(place, "unevaluatedProperties"))
-            closed: dict[str, Any] = {**types, "properties": dict.fromkeys(sorted(way.names), True)}
-            if way.patterns:
-                closed["patternProperties"] = dict.fromkeys(sorted(way.patterns), True)
+            closed: dict[str, Any] = {**types, "properties": dict.fromkeys(sorted(alternative.names), True)}
+            if alternative.patterns:
+                closed["patternProperties"] = dict.fromkeys(sorted(alternative.patterns), True)
             parts.append({**closed, "additionalProperties": others})
-        return Way(
+        return Alternative(
             core=all_of(parts, self._schemas),
-            names=way.names,
-            patterns=way.patterns,
-            all_names=way.all_names or "unevaluatedProperties" in schema,
-            num_items=way.num_items,
-            all_items=way.all_items or "unevaluatedItems" in schema,
+            names=alternative.names,
+            patterns=alternative.patterns,
+            all_names=alternative.all_names or "unevaluatedProperties" in schema,
+            num_items=alternative.num_items,
+            all_items=alternative.all_items or "unevaluatedItems" in schema,
         )
 
     def _has_contains(self, place: Place) -> bool:

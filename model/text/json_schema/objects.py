@@ -6,10 +6,10 @@ from collections.abc import Collection, Sequence
 from itertools import combinations
 from typing import Any
 
-from model.text.json_schema.core import OBJECT, Core, Kinds, Known, all_of, any_of, names_in, of_kinds, values_of
+from model.text.json_schema.core import OBJECT, Core, Kinds, ProofContext, all_of, any_of, names_in, of_kinds, values_of
 
 MAX_COMBINATIONS = 64
-"""Combinations of properties that a rule about their number writes out."""
+"""Sets of properties that a rule about their number writes out."""
 
 
 def with_properties(names: Sequence[str]) -> Core:
@@ -22,7 +22,6 @@ def without_property(name: str) -> Core:
 
 
 def unless_object(kinds: Kinds, core: Core) -> Core:
-    """Return `core`, a schema of objects, or any value of the other kinds."""
     return any_of([of_kinds(kinds - OBJECT), core])
 
 
@@ -55,16 +54,16 @@ def sized(core: dict[str, Any], least: int, most: int | None) -> Core | None:
     return any_of(found)
 
 
-def named(core: Core, known: Known, depth: int = 0) -> Core | None:
+def named(core: Core, known: ProofContext, depth: int = 0) -> Core | None:
     """Return objects whose property names all match `core`. None if no grammar can express it."""
     if isinstance(core, bool):
         return core or {"type": "object", "maxProperties": 0}
     if "$ref" in core:
         return None if depth > 8 else named(known.lookup(core["$ref"]), known, depth + 1)
     if "allOf" in core:
-        parts = [named(part, known, depth + 1) for part in core["allOf"]]
-        patterns = sum("patternProperties" in part for part in parts if isinstance(part, dict))
-        return None if None in parts or patterns > 1 else all_of(parts)
+        parts = [part for each in core["allOf"] if (part := named(each, known, depth + 1)) is not None]
+        num_patterned = sum("patternProperties" in part for part in parts if isinstance(part, dict))
+        return None if len(parts) < len(core["allOf"]) or num_patterned > 1 else all_of(parts)
     language = _names_language(core, known)
     if language is None:
         return None
@@ -73,12 +72,12 @@ def named(core: Core, known: Known, depth: int = 0) -> Core | None:
     return {**found, "patternProperties": {"|".join(patterns): True}} if patterns else found
 
 
-def names_known(core: Core, known: Known) -> Collection[str]:
+def names_known(core: Core, known: ProofContext) -> Collection[str]:
     return sorted(names_in(core, known))
 
 
 def _sized_by_others(core: dict[str, Any], least: int, most: int | None, is_open: bool) -> Core | None:
-    """As `sized` where all named properties are required: other names make up the rest, and could repeat one."""
+    """As `sized` if all named properties are required: other names make up the rest, and could repeat one."""
     num_required = len(core.get("required", []))
     if most is not None and most < num_required:
         return False
@@ -102,16 +101,16 @@ def _choices(num: int, least: int, most: int | None) -> list[tuple[int, ...]] | 
     return found if largest >= 0 else []
 
 
-def _names_language(core: Core, known: Known) -> tuple[list[str], list[str]] | None:
-    """Return names and name patterns that together equal what a schema allows of strings."""
+def _names_language(core: Core, known: ProofContext) -> tuple[list[str], list[str]] | None:
+    """Return names and name patterns that equal what a schema allows of strings."""
     values = values_of(core, known)
     if values is not None and _is_only_values(core):
         return [value for value in values if isinstance(value, str)], []
     if isinstance(core, bool) or "$ref" in core or "allOf" in core:
         return None
     if "anyOf" in core:
-        parts = [_names_language(part, known) for part in core["anyOf"]]
-        if any(part is None for part in parts):
+        parts = [part for each in core["anyOf"] if (part := _names_language(each, known)) is not None]
+        if len(parts) < len(core["anyOf"]):
             return None
         return [name for part in parts for name in part[0]], [pattern for part in parts for pattern in part[1]]
     types = core.get("type", "string")
@@ -128,5 +127,4 @@ def _names_language(core: Core, known: Known) -> tuple[list[str], list[str]] | N
 
 
 def _is_only_values(core: Core) -> bool:
-    """Return whether `core` is only a list of values, possibly of ignored kinds."""
     return isinstance(core, dict) and set(core) <= {"enum", "type"} and "enum" in core

@@ -8,18 +8,17 @@ from typing import Any
 
 from model.text.json_schema.compile import enforceable
 from model.text.json_schema.core import Core, Kinds, kinds_of, values_of
-from model.text.json_schema.document import Document, Place, cannot, count, mapping, names
+from model.text.json_schema.document import Document, Place, count, mapping, names, schema_error
 from model.text.json_schema.rewriter import ASSERTIONS, FORMATS, Rewriter
 
 FREE = frozenset({"type", "properties", "required", "additionalProperties", "minProperties", "maxProperties"})
 """Object keywords that can be enforced when properties are written one by one."""
-WHY = "cannot be enforced: this model writes each parameter of a function by itself"
+WRITTEN_ONE_BY_ONE = "cannot be enforced: this model writes each parameter of a function by itself"
 MAX_REFERENCES = 16
 
 
 @dataclass(frozen=True)
 class TextRule:
-
     pattern: str | None = None
     least: int = 0
     most: int | None = None
@@ -27,11 +26,11 @@ class TextRule:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter: exactly one of `choices` (values), `rules` (on text) and `schema` (of JSON) is set."""
+    """Exactly one of `choices` (values), `rules` (on text) and `schema` (of JSON) is set."""
 
     name: str
     at: str  # JSON pointer
-    kinds: Kinds  # kinds of its values
+    kinds: Kinds
     is_required: bool
     choices: tuple[Any, ...] | None = None
     rules: tuple[TextRule, ...] | None = None
@@ -40,8 +39,7 @@ class Parameter:
 
 
 def parameters(schema: Any, *, lenient: bool = False) -> list[Parameter]:
-    """Return the parameters in the schema's order, written as text. Raises GrammarError for an unenforceable keyword.
-    """
+    """Return the parameters, written as text, in the schema's order. Raises GrammarError."""
     rewriter = Rewriter(Document(schema), lenient=lenient, formats=frozenset() if lenient else FORMATS)
     found = [_parameter(rewriter, *each) for each in _properties(rewriter)]
     return [parameter for parameter in found if parameter is not None]
@@ -78,15 +76,15 @@ def _properties(rewriter: Rewriter) -> list[tuple[str, Place, bool]]:
     required, known = names(place, "required"), mapping(place, "properties")
     for key in place.schema:
         if key not in FREE and (key in rewriter.applicators or key in OF_OBJECTS):
-            raise cannot(key, place.at, WHY)
+            raise schema_error(key, place.at, WRITTEN_ONE_BY_ONE)
     if "object" not in rewriter.own_kinds(place):
-        raise cannot("type", place.at, "must be 'object' for a function's parameters")
+        raise schema_error("type", place.at, "must be 'object' for a function's parameters")
     every = list(dict.fromkeys([*known, *required]))
     if (count(place, "minProperties") or 0) > len(required):
-        raise cannot("minProperties", place.at, WHY)
+        raise schema_error("minProperties", place.at, WRITTEN_ONE_BY_ONE)
     most = count(place, "maxProperties")
     if most is not None and most < len(every):
-        raise cannot("maxProperties", place.at, WHY)
+        raise schema_error("maxProperties", place.at, WRITTEN_ONE_BY_ONE)
     rest = Place(True, place.base, place.at)
     if "additionalProperties" in place.schema:
         rest = rewriter.document.child(place, "additionalProperties")
@@ -111,7 +109,7 @@ def _parameter(rewriter: Rewriter, name: str, place: Place, is_required: bool) -
     core = _body(rewriter, rewriter.allowed(place))
     if core is False:
         if is_required:
-            raise cannot("required", place.at, "asks for what is forbidden")
+            raise schema_error("required", place.at, "asks for what is forbidden")
         return None
     kinds = kinds_of(core, rewriter)
     values = values_of(core, rewriter)
@@ -125,7 +123,7 @@ def _parameter(rewriter: Rewriter, name: str, place: Place, is_required: bool) -
     if kinds == {"string"} and not isinstance(core, bool):
         rules = [_text_rule(part, place) for part in core.get("allOf", [core])]
         return Parameter(name, place.at, kinds, is_required, rules=tuple(rules))
-    raise cannot("type", place.at, f"{WHY}, where text and other values look alike")
+    raise schema_error("type", place.at, f"{WRITTEN_ONE_BY_ONE}, where text and other values look alike")
 
 
 def _body(rewriter: Rewriter, core: Core) -> Core:
@@ -154,5 +152,5 @@ def _is_free(core: Core, rewriter: Rewriter) -> bool:
 def _text_rule(core: Core, place: Place) -> TextRule:
     if isinstance(core, bool) or not set(core) <= {"type", "pattern", "minLength", "maxLength"}:
         keywords = [] if isinstance(core, bool) else [key for key in core if key not in ("type", "notEnum")]
-        raise cannot(keywords[0] if keywords else "not", place.at, WHY)
+        raise schema_error(keywords[0] if keywords else "not", place.at, WRITTEN_ONE_BY_ONE)
     return TextRule(core.get("pattern"), core.get("minLength", 0), core.get("maxLength"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from model.errors import GrammarError
@@ -18,6 +18,7 @@ from model.text.json_schema.core import (
     all_of,
     any_of,
     are_disjoint,
+    canonical_key,
     kind_of,
     kinds_of,
     kinds_of_type,
@@ -25,13 +26,12 @@ from model.text.json_schema.core import (
     of_kinds,
     plain_values,
     requiring,
-    same,
+    type_assertion,
 )
 from model.text.json_schema.document import (
     CONTROLS,
     Document,
     Place,
-    cannot,
     count,
     is_exact,
     mapping,
@@ -39,16 +39,17 @@ from model.text.json_schema.document import (
     names,
     number,
     pattern,
+    schema_error,
     schemas,
 )
 from model.text.json_schema.evaluation import Evaluation
 
 MAX_NODES = 100_000
-"""Core schemas made of one schema: bounds its cost, however it is written."""
+"""Core schemas made of one schema: bounds its cost."""
 MAX_PRODUCED_AHEAD = 8
 """Nested references that a proof resolves ahead of their turn."""
 MAX_OPTIONS = 24
-"""Combinations of the ways in which the schemas of a `oneOf` differ."""
+"""Ways in which the schemas of a `oneOf` differ, multiplied."""
 MAX_QUESTIONS = 200
 """Questions to llguidance about text, each about a millisecond."""
 
@@ -64,8 +65,6 @@ ASSERTIONS = frozenset({
 
 
 class Rewriter:
-    """Rewrites one document."""
-
     def __init__(self, document: Document, *, lenient: bool, formats: Collection[str] = FORMATS) -> None:
         """`formats` are the known formats; unless `lenient`, others are refused."""
         self.document = document
@@ -115,7 +114,7 @@ class Rewriter:
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, Mapping):
-            raise cannot("schema", place.at, "must be an object or a boolean")
+            raise schema_error("schema", place.at, "must be an object or a boolean")
         self.spend()
         if "$ref" in schema and self.document.ignores_siblings_of_refs:
             return self.reference(place, "$ref")
@@ -141,20 +140,18 @@ class Rewriter:
         ]
 
     def own_kinds(self, place: Place) -> Kinds:
-        """Return the kinds that `type`, `enum` and `const` allow."""
         schema, kinds = place.schema, ALL
         if "type" in schema:
             types = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
             if not isinstance(types, list) or not all(isinstance(name, str) and name in TYPES for name in types):
-                raise cannot("type", place.at, f"must be one or some of {', '.join(sorted(TYPES))}")
+                raise schema_error("type", place.at, f"must be one or some of {', '.join(sorted(TYPES))}")
             kinds = frozenset().union(*map(kinds_of_type, types))
         for values in self.values(place):
             held = frozenset(map(kind_of, values))
             kinds &= held | NUMBERS if held & NUMBERS else held
         return kinds
 
-    def values(self, place: Place) -> list[list[Any]]:
-        """Return the value lists of `enum` and `const`."""
+    def values(self, place: Place) -> list[Sequence[Any]]:
         found = [schemas(place, "enum")] if "enum" in place.schema else []
         found += [[place.schema["const"]]] if "const" in place.schema else []
         for values in found:
@@ -165,13 +162,13 @@ class Rewriter:
                 stack += value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
                 keyword = "enum" if "enum" in place.schema else "const"
                 if isinstance(value, int | float) and not is_exact(value):
-                    raise cannot(keyword, place.at, "holds a number that no double holds exactly")
+                    raise schema_error(keyword, place.at, "holds a number that no double holds exactly")
                 if isinstance(value, str) and CONTROLS.search(value):
-                    raise cannot(keyword, place.at, "cannot be enforced: it holds a control character")
+                    raise schema_error(keyword, place.at, "cannot be enforced: it holds a control character")
         return found
 
     def shared(self, place: Place, mode: str = "allowed") -> Core:
-        """Return a reference to what a schema allows (or forbids), rewritten once however often it is used."""
+        """Return a reference to what a schema allows or forbids, rewritten once."""
         if isinstance(place.schema, bool):
             return place.schema is (mode == "allowed")
         key = self._keys.setdefault((place.at, mode), f"s{len(self._keys)}")
@@ -201,7 +198,7 @@ class Rewriter:
         return True if body is None else body
 
     def is_whole(self, key: str) -> bool:
-        """Return whether a reference covers everything that its schema forbids."""
+        """Return whether a reference covers all that its schema forbids."""
         return key in self._whole
 
     def no_text_fits(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -217,7 +214,7 @@ class Rewriter:
     def exclusions(self, places: list[Place], kinds: Kinds, at: Place) -> tuple[list[Core], list[Core]]:
         """Return what each schema of a `oneOf` allows, and what else separates it from the others."""
         cores = [self.allowed(each, kinds) for each in places]
-        values = [same(value) for core in cores for value in plain_values(core)]
+        values = [canonical_key(value) for core in cores for value in plain_values(core)]
         if all(map(plain_values, cores)) and len(set(values)) == len(values):
             return cores, [True] * len(cores)
         needed = [requiring(core, names(at, "required"), self) for core in cores]
@@ -240,7 +237,7 @@ class Rewriter:
         options = [option for option in options if not are_disjoint(option, core, self)][:most]
         apart = any_of([of_kinds(rest if "integer" in rest else rest - NUMBERS), *options])
         if apart is False and not is_exact:
-            raise cannot("oneOf", at.at, "cannot be enforced: its schemas overlap")
+            raise schema_error("oneOf", at.at, "cannot be enforced: its schemas overlap")
         return apart
 
     def _one_of(self, place: Place, kinds: Kinds) -> Core:
@@ -295,7 +292,7 @@ class Rewriter:
             return True
         core = objects.named(self.allowed(self.document.child(place, "propertyNames"), STRING), self)
         if core is None:
-            raise cannot("propertyNames", place.at, "cannot be enforced")
+            raise schema_error("propertyNames", place.at, "cannot be enforced")
         return True if core is True else objects.unless_object(kinds, core)
 
     def _contains(self, place: Place, kinds: Kinds) -> Core:
@@ -307,29 +304,27 @@ class Rewriter:
         other = True if most is None else self._other_items(child)
         core = arrays.containing(self.shared(child), other, least, most, count(place, "maxItems"))
         if core is None:
-            raise cannot("contains", place.at, "cannot be enforced with so many items")
+            raise schema_error("contains", place.at, "cannot be enforced with so many items")
         self.spend(4)
         return arrays.unless_array(kinds, core)
 
     def _orders_items(self, core: dict[str, Any]) -> bool:
-        """Return whether `uniqueItems` writes out the items of `core`."""
         return arrays.writes_items(core, self) and arrays.without_repeats(core, self) not in (None, True)
 
     def _other_items(self, place: Place) -> Core:
-        """Return the items that `contains` does not count."""
         other = self.shared(place, "forbidden")
         if not isinstance(other, bool) and self.lookup(other["$ref"]) is False:
-            raise cannot("maxContains", place.at, "cannot be enforced")
+            raise schema_error("maxContains", place.at, "cannot be enforced")
         return other
 
     def _unique_items(self, place: Place, kinds: Kinds) -> Core:
         if not isinstance(place.schema["uniqueItems"], bool):
-            raise cannot("uniqueItems", place.at, "must be a boolean")
+            raise schema_error("uniqueItems", place.at, "must be a boolean")
         if "array" not in kinds or not place.schema["uniqueItems"]:
             return True
         core = arrays.without_repeats(self._array(place), self)
         if core is None:
-            raise cannot("uniqueItems", place.at, "cannot be enforced here (it can for few values, or one item)")
+            raise schema_error("uniqueItems", place.at, "cannot be enforced here (it can for few values, or one item)")
         self.spend(len(core["anyOf"]) if isinstance(core, dict) and "anyOf" in core else 1)
         return core if core is True else arrays.unless_array(kinds, core)
 
@@ -337,7 +332,7 @@ class Rewriter:
         """Return the assertion keywords, which need no rewriting."""
         if not kinds:
             return False
-        core: dict[str, Any] = {} if kinds == ALL else dict(of_kinds(kinds))
+        core: dict[str, Any] = type_assertion(kinds)
         parts: list[Core] = [{**core, "enum": values} for values in self.values(place)]
         if kinds & NUMBERS:
             core |= self._number(place)
@@ -353,7 +348,9 @@ class Rewriter:
             if least or most is not None:
                 sized = objects.sized(core, least or 0, most)
                 if sized is None:
-                    raise cannot("minProperties" if least else "maxProperties", place.at, "cannot be enforced here")
+                    raise schema_error(
+                        "minProperties" if least else "maxProperties", place.at, "cannot be enforced here"
+                    )
                 self.spend(len(sized["anyOf"]) if isinstance(sized, dict) and "anyOf" in sized else 1)
                 return all_of([*parts, sized if kinds == OBJECT else self._mixed(core, sized, kinds)])
         if parts and set(core) <= {"type"}:
@@ -361,11 +358,10 @@ class Rewriter:
         return all_of([core, *parts])
 
     def _mixed(self, core: dict[str, Any], sized: Core, kinds: Kinds) -> Core:
-        """Return `sized` for objects, and `core` for the other kinds."""
         own = ("properties", "patternProperties", "additionalProperties", "required")
         rest = {key: value for key, value in core.items() if key not in own}
         as_object = all_of([{"type": "object"}, sized])
-        return any_of([{**rest, **of_kinds(kinds - OBJECT)}, as_object])
+        return any_of([{**rest, **type_assertion(kinds - OBJECT)}, as_object])
 
     def _number(self, place: Place) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -382,7 +378,7 @@ class Rewriter:
         multiple = number(place, "multipleOf")
         if multiple is not None:
             if multiple <= 0:
-                raise cannot("multipleOf", place.at, "must be above 0")
+                raise schema_error("multipleOf", place.at, "must be above 0")
             found["multipleOf"] = multiple
         return found
 
@@ -395,11 +391,11 @@ class Rewriter:
             found["pattern"] = pattern(place.schema["pattern"], "pattern", place.at)
         if "format" in place.schema:
             if not isinstance(place.schema["format"], str):
-                raise cannot("format", place.at, "must be a string")
+                raise schema_error("format", place.at, "must be a string")
             found["format"] = place.schema["format"]
         if "format" in found and found["format"] not in self._formats:
             if not self.is_lenient:
-                raise cannot("format", place.at, f"must be one of {', '.join(sorted(FORMATS))}")
+                raise schema_error("format", place.at, f"must be one of {', '.join(sorted(FORMATS))}")
             del found["format"]
         return found
 

@@ -1,4 +1,4 @@
-"""Asks llguidance whether any text matches two assertions: it will enforce them."""
+"""Asks llguidance, which will enforce them, whether any text matches two assertions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ def must_be_asked(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def no_text_fits(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether certainly no text matches both."""
     question = json.dumps({"allOf": [*_of_texts(one), *_of_texts(other)]})
     return len(question) <= MAX_CHARS and _is_unsatisfiable(question)
 

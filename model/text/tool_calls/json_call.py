@@ -17,8 +17,8 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 
 
 class JsonCallReader(CallReader):
-    """Reads one call. Control characters within strings, which JSON forbids but models write, are escaped in the
-    arguments. Unknown keys are skipped; of duplicate keys the first counts."""
+    """Control characters in strings, which JSON forbids but models write, are escaped in the arguments. Unknown keys
+    are skipped; of duplicate keys the first counts."""
 
     def __init__(self, names: Collection[str], name: str | None = None) -> None:
         """Given a `name`, only the arguments are read."""
@@ -30,8 +30,8 @@ class JsonCallReader(CallReader):
         self._text: list[str] = []  # text of a top-level scalar or of a key
         self._is_escaped = self._is_key = False
         self._num_hex = 0  # digits of \uXXXX still to come
-        self._is_telling = False
-        self._withheld = ""  # last bracket of the arguments, until the whole call is known to be well-formed
+        self._is_emitting = False
+        self._held_bracket = ""  # last bracket of the arguments, held until the whole call is well-formed
 
     @property
     def _is_top(self) -> bool:
@@ -46,19 +46,19 @@ class JsonCallReader(CallReader):
 
     def _before_first_key(self, char: str) -> None:
         if char == "}":
-            self._close(char)
+            self._close_container(char)
         else:
             self._before_key(char)
 
     def _before_key(self, char: str) -> None:
-        self._tell(char)
+        self._emit(char)
         if char == '"':
             self._text, self._is_key, self._state = [char], True, self._in_string
         else:
             self.is_bad = char not in BLANKS
 
     def _before_colon(self, char: str) -> None:
-        self._tell(char)
+        self._emit(char)
         if char == ":":
             self._state = self._before_value
         else:
@@ -66,17 +66,17 @@ class JsonCallReader(CallReader):
 
     def _before_first_item(self, char: str) -> None:
         if char == "]":
-            self._close(char)
+            self._close_container(char)
         else:
             self._before_value(char)
 
     def _before_value(self, char: str) -> None:
         if char in BLANKS:
-            self._tell(char)
+            self._emit(char)
             return
         if self._is_top:
             self._begin_top(char)
-        self._tell(char)
+        self._emit(char)
         self._text = [char]
         if char == "{":
             self._stack.append("}")
@@ -92,15 +92,15 @@ class JsonCallReader(CallReader):
             self.is_bad = True
 
     def _begin_top(self, char: str) -> None:
-        self._is_telling = False
+        self._is_emitting = False
         if self._top_depth == 0 or (self._key in ARGUMENT_KEYS and not self._has_arguments):
             # Arguments are an object, or a string that holds one; null means none.
             self.is_bad = char not in '{"n' or (self._top_depth == 0 and char != "{")
-            self._has_arguments = self._is_telling = char == "{"
+            self._has_arguments = self._is_emitting = char == "{"
 
     def _in_scalar(self, char: str) -> None:
         if char in _SCALAR_CHARS:
-            self._tell(char)
+            self._emit(char)
             self._text.append(char)
             return
         if not _SCALAR.fullmatch("".join(self._text)):
@@ -111,7 +111,7 @@ class JsonCallReader(CallReader):
             self._state(char)
 
     def _in_string(self, char: str) -> None:
-        self._tell(char if char >= " " else json.dumps(char)[1:-1])
+        self._emit(char if char >= " " else json.dumps(char)[1:-1])
         if self._is_key or self._is_top:
             self._text.append(char)
         if self._num_hex:
@@ -132,24 +132,24 @@ class JsonCallReader(CallReader):
 
     def _after_value(self, char: str) -> None:
         if char == "," and self._stack:
-            self._tell(char)
+            self._emit(char)
             self._state = self._before_key if self._stack[-1] == "}" else self._before_value
         elif self._stack and char == self._stack[-1]:
-            self._close(char)
+            self._close_container(char)
         elif char in BLANKS:
-            self._tell(char)
+            self._emit(char)
         else:
             self.is_bad = True
 
-    def _close(self, char: str) -> None:
+    def _close_container(self, char: str) -> None:
         self._stack.pop()
-        if self._is_telling and self._is_top:
-            self._is_telling, self._withheld = False, char
-        self._tell(char)
+        if self._is_emitting and self._is_top:
+            self._is_emitting, self._held_bracket = False, char
+        self._emit(char)
         if self._stack or self._top_depth == 0:
             self._end_value()
         if not self._stack:
-            self._end()
+            self._finish()
 
     def _end_value(self) -> None:
         self._state = self._after_value
@@ -161,26 +161,27 @@ class JsonCallReader(CallReader):
             self.name = name if name in self._names else None
             self._key = "" if self.name is None else self._key
         elif self._key in ARGUMENT_KEYS and not self._has_arguments and text[0] in '"n':
-            found = _object_in(_decoded(text)) if text[0] == '"' else "{}"
+            found = _object_json(_decoded(text)) if text[0] == '"' else "{}"
             self._has_arguments, self.is_bad = True, found is None
             self._arguments.append((found or "")[:-1])
-            self._withheld = (found or "")[-1:]
+            self._held_bracket = (found or "")[-1:]
 
-    def _end(self) -> None:
+    def _finish(self) -> None:
         self.is_done = True
-        self._arguments.append(self._withheld if self._has_arguments else "{}")
+        self._arguments.append(self._held_bracket if self._has_arguments else "{}")
 
-    def _tell(self, char: str) -> None:
-        if self._is_telling:
+    def _emit(self, char: str) -> None:
+        if self._is_emitting:
             self._arguments.append(char)
 
 
 def _decoded(literal: Sequence[str]) -> str:
-    return json.loads("".join(literal), strict=False)
+    text: str = json.loads("".join(literal), strict=False)
+    return text
 
 
-def _object_in(text: str) -> str | None:
-    """Return the JSON object in a string, as JSON; None for anything else."""
+def _object_json(text: str) -> str | None:
+    """Return the JSON object in a string; None for anything else."""
     text = text.strip(BLANKS)
     if not text:
         return "{}"
@@ -196,7 +197,7 @@ def _refuse(word: str) -> Any:
 
 
 def escape_controls(text: str) -> str:
-    """Return JSON whose strings may hold control characters with these escaped."""
+    """Escape control characters within strings."""
     return re.sub(r'"(?:[^"\\]|\\.)*"', lambda m: re.sub(r"[\x00-\x1f]", _escaped, m[0]), text, flags=re.DOTALL)
 
 

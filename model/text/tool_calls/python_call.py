@@ -14,10 +14,10 @@ import re
 from collections.abc import Collection, Sequence
 
 from model.errors import GrammarError
-from model.text.functions import Function
-from model.text.grammar import check_schema, enforced_rule, literal
+from model.text.grammar import enforced_rule, literal
+from model.text.json_schema.limits import check_schema
 from model.text.json_schema.parameters import Parameter, json_parameters
-from model.text.tool_calls.reader import BLANKS, CallReader
+from model.text.tool_calls.reader import BLANKS, CallReader, Function
 
 MAX_NAME_CHARS = 256
 MAX_SCALAR_CHARS = 1024
@@ -36,15 +36,12 @@ _FUNCTION = re.compile(r"[A-Za-z0-9_.-]")
 
 
 class PythonCallReader(CallReader):
-    """Reads one call, from its name to its closing parenthesis."""
-
     def __init__(self, names: Collection[str]) -> None:
         super().__init__(None, self._in_name)
         self._names = names
-        self.has_opened = False  # the parenthesis after the name was read
         self._word = ""  # a partial name or scalar
         self._seen: set[str] = set()
-        self._stack: list[str] = []  # open brackets, the call's own first; TUPLE for a known tuple
+        self._stack: list[str] = []  # open brackets, the call's own first
         self._outputs = [self._arguments]  # the last receives JSON; one per parenthesis that may not be a tuple
         self._is_key = False  # of a dict
         self._string = ""  # its quotes
@@ -75,7 +72,7 @@ class PythonCallReader(CallReader):
     def _in_keyword(self, char: str) -> None:
         if char == "=" and self._word and self._word not in self._seen:
             self._has_arguments = True
-            self._tell((", " if self._seen else "{") + _json(self._word) + ": ")
+            self._emit((", " if self._seen else "{") + _json(self._word) + ": ")
             self._seen.add(self._word)
             self._word, self._state = "", self._before_value
         elif char == " " and self._word:
@@ -98,35 +95,34 @@ class PythonCallReader(CallReader):
         elif self._is_key and not (char.isalnum() or char in "+-."):
             self.is_bad = True
         elif char in "[{(":
-            self._open(char)
+            self._open_container(char)
         elif _SCALAR.match(char):
             self._word, self._state = char, self._in_scalar
         else:
             self.is_bad = True
 
-    def _open(self, char: str) -> None:
+    def _open_container(self, char: str) -> None:
         self._stack.append(char)
         self.is_bad = len(self._stack) > MAX_DEPTH
         if char == "(":
             self._outputs.append([])
         else:
-            self._tell(char)
+            self._emit(char)
         self._state = self._before_first
 
     def _before_first(self, char: str) -> None:
-        """The first item of a container, or its end."""
         if char == CLOSING[self._stack[-1]]:
             if char == ")":
                 self._begin_tuple()
-            self._close()
+            self._close_container()
         elif char not in BLANKS:
             self._next_item(char)
 
     def _after_comma(self, char: str) -> None:
         if char == CLOSING[self._stack[-1]]:
-            self._close()
+            self._close_container()
         elif char not in BLANKS:
-            self._tell(", ")
+            self._emit(", ")
             self._next_item(char)
 
     def _next_item(self, char: str) -> None:
@@ -140,7 +136,7 @@ class PythonCallReader(CallReader):
             return
         if self._is_key:
             self.is_bad, self._is_key = char != ":", False
-            self._tell(": ")
+            self._emit(": ")
             self._state = self._before_value
         elif char == "," and is_argument:
             self._state = self._before_keyword
@@ -153,21 +149,21 @@ class PythonCallReader(CallReader):
         elif is_argument:
             self._before_keyword(char)
         else:
-            self._close()
+            self._close_container()
 
     def _begin_tuple(self) -> None:
         """Mark the open parenthesis as a tuple: it holds a comma, or nothing."""
         inner = self._outputs.pop()
-        self._tell("[" + "".join(inner))
+        self._emit("[" + "".join(inner))
         self._stack[-1] = TUPLE
 
-    def _close(self) -> None:
+    def _close_container(self) -> None:
         bracket = self._stack.pop()
         if bracket == "(":
             inner = self._outputs.pop()
-            self._tell("".join(inner))
+            self._emit("".join(inner))
         else:
-            self._tell("}" if bracket == "{" else "]")
+            self._emit("}" if bracket == "{" else "]")
         self._state = self._after_value
 
     def _in_scalar(self, char: str) -> None:
@@ -178,7 +174,7 @@ class PythonCallReader(CallReader):
         if value is None:
             self.is_bad = True
             return
-        self._tell(_json(value) if self._is_key else value)
+        self._emit(_json(value) if self._is_key else value)
         self._word, self._state = "", self._after_value
         self._after_value(char)
 
@@ -186,11 +182,11 @@ class PythonCallReader(CallReader):
         self._string, self._quotes, self._state = char, char, self._in_string_start
 
     def _in_string_start(self, char: str) -> None:
-        """After one quote or two: an empty string, or the beginning of triple quotes."""
+        """After one quote or two: an empty string, or triple quotes."""
         if char == self._string and len(self._quotes) == 1:
             self._quotes += char
             return
-        self._tell('"')
+        self._emit('"')
         if char == self._string:
             self._string, self._quotes, self._state = self._string * 3, "", self._in_string
         elif len(self._quotes) == 2:
@@ -207,12 +203,12 @@ class PythonCallReader(CallReader):
                 self._end_string()
             return
         for quote in self._quotes:
-            self._say(quote)
+            self._emit_char(quote)
         self._quotes = ""
         if char == "\\":
             self._escape, self._state = "", self._in_escape
         else:
-            self._say(char)
+            self._emit_char(char)
 
     def _in_escape(self, char: str) -> None:
         self._escape += char
@@ -232,7 +228,7 @@ class PythonCallReader(CallReader):
         elif kind == "N":
             self.is_bad = True
         else:
-            self._say("\\")
+            self._emit_char("\\")
             self._end_escape(kind)
 
     def _end_escape_at(self, code: int) -> None:
@@ -243,28 +239,27 @@ class PythonCallReader(CallReader):
         elif 0xDC00 <= code < 0xE000 and self._surrogate:
             code = 0x10000 + (self._surrogate - 0xD800) * 0x400 + code - 0xDC00
             self._surrogate = 0
-            self._say(chr(code))
+            self._emit_char(chr(code))
         elif code > 0x10FFFF or 0xD800 <= code < 0xE000:
             self.is_bad = True
         else:
-            self._say(chr(code))
+            self._emit_char(chr(code))
 
     def _end_escape(self, text: str) -> None:
         self._state = self._in_string
         if text:
-            self._say(text)
+            self._emit_char(text)
 
-    def _say(self, char: str) -> None:
-        """Emit a character of a string."""
+    def _emit_char(self, char: str) -> None:
         self.is_bad = self.is_bad or self._surrogate > 0
-        self._tell(_json(char)[1:-1])
+        self._emit(_json(char)[1:-1])
 
     def _end_string(self) -> None:
         self.is_bad = self.is_bad or self._surrogate > 0
-        self._tell('"')
+        self._emit('"')
         self._quotes, self._state = "", self._after_value
 
-    def _tell(self, text: str) -> None:
+    def _emit(self, text: str) -> None:
         self._outputs[-1].append(text)
 
 
@@ -295,14 +290,14 @@ ANY_STRING = r"""/"([^"\\\n]|\\["\\nrt])*"|'([^'\\\n]|\\['\\nrt])*'/"""
 ANY_KEYWORD = "/[A-Za-z_][A-Za-z0-9_]{0,63}=/"
 
 
-def argument_rules(number: int, function: Function, *, is_held: bool) -> list[str]:
+def argument_rules(number: int, function: Function, *, enforce_schema: bool) -> list[str]:
     """Return the Lark rules of a call after its opening parenthesis, `rest_<number>` first.
 
-    Arguments come in the schema's order, optional ones may be left out. Values are JSON, but for True, False and None.
-    Without `is_held` any arguments are allowed. Raises GrammarError if the schema cannot be enforced.
+    Arguments come in the schema's order; values are JSON, but for True, False and None. Without `enforce_schema` any
+    arguments are allowed. Raises GrammarError.
     """
     own = f"rest_{number}"
-    if not is_held:
+    if not enforce_schema:
         return [
             f'{own}: ({own}_any (", " {own}_any)*)? ")"',
             f"{own}_any: {ANY_KEYWORD} {own}_value",
@@ -336,5 +331,7 @@ def _argument_rules(own: str, found: Sequence[Parameter]) -> list[str]:
 def _value_rules(rule: str, parameter: Parameter) -> list[str]:
     if parameter.choices is None and parameter.kinds == {"boolean"}:
         return [f'{rule}: "True" | "False"']
+    if parameter.schema is None:
+        raise TypeError("json_parameters: a parameter without a schema")
     none = ' | "None"' if parameter.may_be_null else ""
     return [f"{rule}: {rule}_json{none}", f"{rule}_json: {enforced_rule(parameter.schema, ' ?')}"]

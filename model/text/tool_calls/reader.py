@@ -1,25 +1,34 @@
-"""The base of the readers of one call: fed by characters, they report its arguments as JSON while these come."""
+"""The base of the readers of one call, which turn its characters into arguments as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 BLANKS = " \t\r\n"
 
 
-class CallReader:
-    """One call. A subclass sets `_state` to the method that takes the next character.
+@dataclass(frozen=True)
+class Function:
+    name: str
+    parameters: Any  # JSON schema
+    is_strict: bool = False  # enforce the schema even if tool_choice is auto
 
-    `is_done` and not `is_call`: well-formed, but no call of a known function. `is_bad`: malformed at the last
-    character.
+
+class CallReader:
+    """A subclass sets `_state` to the method for the next character.
+
+    `is_done` without `is_call`: well-formed, but not a call of a known function. `is_bad`: malformed.
     """
 
     def __init__(self, name: str | None, state: Callable[[str], None]) -> None:
-        self.name = name  # of a known function; None until it is read
+        self.name = name  # None until a known function's is read
+        self.has_opened = False  # the parenthesis of a Python call was read
         self.is_done = False
         self.is_bad = False
         self._state = state
-        self._arguments: list[str] = []  # JSON, not yet taken
+        self._arguments: list[str] = []  # JSON not yet returned
         self._has_arguments = False
 
     @property
@@ -28,11 +37,11 @@ class CallReader:
         return self.name is not None and not self.is_bad and (self._has_arguments or self.is_done)
 
     def feed(self, char: str) -> None:
-        """Read the next character; not once `is_done` or `is_bad`."""
-        num_told = len(self._arguments)
+        """Read the next character; not allowed once `is_done` or `is_bad`."""
+        num_before = len(self._arguments)
         self._state(char)
         if self.is_bad:
-            del self._arguments[num_told:]
+            del self._arguments[num_before:]
 
     def take_arguments(self) -> str:
         """Return the new part of the arguments. All parts together are valid JSON only once `is_done`."""

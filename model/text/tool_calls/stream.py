@@ -1,7 +1,7 @@
 """Separates a streamed reply into text and function calls.
 
-A call follows an opening. An apparent call that is malformed, cut off or of an unknown function is text; the search for
-the next opening resumes within it if it is malformed, otherwise after it.
+An apparent call that is malformed, cut off or of an unknown function is text; the search for the next opening resumes
+within it if it is malformed, otherwise after it.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from model.text.tool_calls.xml_call import BEGIN, XmlCallReader
 BARE_NAME = re.compile(r"([A-Za-z0-9_.-]+)\s{0,8}(?:\[CALL_ID\]\w{1,40})?(?:\[ARGS\])?\s{0,8}(?=\{)")
 MAX_BARE_NAME_CHARS = 160
 MAX_UNPROVEN_CHARS = 64 << 10
-"""From an opening to a call's name and the beginning of its arguments: all of it is held back."""
+"""Held back from an opening to a call's name and the beginning of its arguments."""
 MAX_HELD_BLANKS = 256
 LOOKBACK_CHARS = 256
 RESYNC_CHARS = 4 << 10
-"""In a malformed call that was emitted, the search for the next opening goes back this far from its end."""
+"""How far back from its end a malformed, partly emitted call is searched for the next opening."""
 MAX_RESCANS = 4
-"""Malformed text is reread from after its opening, in all at most this many times the length of the text."""
+"""Bounds rereading, in multiples of the text."""
 
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """How a model writes calls: as a JSON object with name and arguments, as a name before its arguments, as an
-    XML-like element, or in Python."""
+    """How a model writes calls: as JSON objects, as names before arguments, as XML-like elements, or in Python."""
 
     openings: tuple[str, ...]  # each begins a run of calls; grammars enforce the first
     closings: tuple[str, ...] = ()  # each ends a run
@@ -44,14 +43,14 @@ class CallSyntax:
 
 
 @dataclass(frozen=True)
-class Said:
+class TextDelta:
     """Text outside of calls."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Called:
+class CallStart:
     """A call begins; its arguments follow."""
 
     number: int  # index in the reply
@@ -59,20 +58,20 @@ class Called:
 
 
 @dataclass(frozen=True)
-class Argued:
-    """A part of a call's arguments; all parts together are JSON, unless the call was cut off or malformed."""
+class ArgumentsDelta:
+    """A part of a call's arguments; together they are JSON, unless the call was cut off or malformed."""
 
     number: int
     text: str
 
 
-News = Said | Called | Argued
+ToolCallEvent = TextDelta | CallStart | ArgumentsDelta
 Reader = JsonCallReader | XmlCallReader | PythonCallReader
 
 
 class ToolCallStream:
-    """Parses one reply. `push` and `end` together emit each character once, as text or as part of a call, except the
-    syntax around calls and adjacent blanks. How the text is split does not change what they emit.
+    """Parses one reply. `push` and `flush` emit each character once, as text or as part of a call, except syntax and
+    adjacent blanks; how the text is split does not change the result.
 
     Takes time linear in the text. Holds back at most MAX_UNPROVEN_CHARS, unless `holds_calls`.
     """
@@ -85,11 +84,10 @@ class ToolCallStream:
         *,
         holds_calls: bool = False,
     ) -> None:
-        """`schemas` maps each known function to the JSON schema of its arguments; other calls are text. Calls after
-        `max_calls` are dropped.
+        """`schemas` maps each known function to the JSON schema of its arguments. Calls after `max_calls` are dropped.
 
-        `holds_calls` emits only whole calls, so that a malformed or cut off one becomes text. Otherwise such a call
-        stays as emitted, its arguments invalid JSON.
+        `holds_calls` emits only whole calls, so that a malformed or cut off one becomes text instead of invalid
+        arguments.
         """
         self._syntax = syntax
         self._schemas = schemas
@@ -103,68 +101,68 @@ class ToolCallStream:
         self._num_waiting = 0
         self._num_dropped = 0  # characters dropped before the buffer
         self._pos = 0  # next character to read
-        self._told = 0  # the buffer is emitted up to here
+        self._emitted = 0  # the buffer is emitted up to here
         self._is_ended = False
         self._reader: Reader | None = None
         self._begin = 0  # start of a possible call, with its opening
         self._resume = 0  # where to continue if it is not a call
-        self._is_announced = False
+        self._is_started = False
         self._follows_call = False  # only syntax separates it from the previous call
         self._run_has_calls = False  # the last thing read was a call
         self._is_closed = False  # its run
-        self._has_begun = False  # a bare run
+        self._has_bare_run = False  # a bare run
         self._rescan_until = 0  # position in the reply; what precedes it was read as part of a non-call
         self._num_rescanned = 0
         self.num_calls = 0
 
-    def push(self, text: str) -> list[News]:
+    def push(self, text: str) -> list[ToolCallEvent]:
         """Add `text` and return the events that are now certain."""
         self._waiting.append(text)
         self._num_waiting += len(text)
         is_held = self._holds_calls and self._mode == self._in_call and not self._is_ended
         if is_held and self._num_waiting < len(self._buffer) // 4:
-            return []  # appended together with more, so that a long call is not copied for each of its parts
+            return []  # copied with later text: a long call is not copied for each of its parts
         self._buffer += "".join(self._waiting)
         self._waiting, self._num_waiting = [], 0
-        news: list[News] = []
-        while self._mode(news):
+        events: list[ToolCallEvent] = []
+        while self._mode(events):
             pass
-        self._drop_told()
-        return news
+        self._drop_emitted()
+        return events
 
-    def end(self) -> list[News]:
+    def flush(self) -> list[ToolCallEvent]:
         """End the reply and return what was held back."""
         self._is_ended = True
-        news = self.push("")
-        rest = self._buffer[self._told :]
-        self._told = len(self._buffer)
+        events = self.push("")
+        rest = self._buffer[self._emitted :]
+        self._emitted = len(self._buffer)
         is_syntax = self.num_calls > 0 and not rest.strip(BLANKS)
-        return news if is_syntax or not rest else [*news, Said(rest)]
+        return events if is_syntax or not rest else [*events, TextDelta(rest)]
 
     # Modes. Each returns whether to continue; False if more text is needed.
 
-    def _at_start(self, news: list[News]) -> bool:
-        start = self._skip(self._pos, BLANKS)
-        if self._waits_for(start, (*self._syntax.openings, self._syntax.bare)) and start <= MAX_HELD_BLANKS:
+    def _at_start(self, events: list[ToolCallEvent]) -> bool:
+        start = self._skip_chars(self._pos, BLANKS)
+        if self._may_complete_marker(start, (*self._syntax.openings, self._syntax.bare)) and start <= MAX_HELD_BLANKS:
             return False
         is_run = start <= MAX_HELD_BLANKS and self._opening_at(start) is not None
         self._mode = self._in_text if is_run else self._in_plain_text
         return True
 
-    def _in_plain_text(self, news: list[News]) -> bool:
+    def _in_plain_text(self, events: list[ToolCallEvent]) -> bool:
         self._pos = len(self._buffer)
-        self._tell(self._pos, news)
+        self._emit_text(self._pos, events)
         return False
 
-    def _in_text(self, news: list[News]) -> bool:
+    def _in_text(self, events: list[ToolCallEvent]) -> bool:
         found = self._find_opening()
         if found is None:
             keep = 0 if self._is_ended else _overlap(self._buffer, self._pos, _markers(self._syntax))
             self._pos = len(self._buffer) - keep
-            self._tell_but_blanks(self._pos, news)
+            self._emit_text_but_blanks(self._pos, events)
             return False
         begin, end = found
-        self._tell_but_blanks(begin, news)
+        self._emit_text_but_blanks(begin, events)
         self._expect_call(begin, end - begin, follows_call=False)
         return True
 
@@ -174,72 +172,72 @@ class ToolCallStream:
         self._follows_call, self._run_has_calls = follows_call, False
         self._mode = self._before_call
 
-    def _before_call(self, news: list[News]) -> bool:
+    def _before_call(self, events: list[ToolCallEvent]) -> bool:
         fillers = self._syntax.fillers + self._syntax.bare if self._syntax.in_python else self._syntax.fillers
-        self._pos = self._skip(self._pos, fillers)
+        self._pos = self._skip_chars(self._pos, fillers)
         reader = self._reader_here()
         if reader is None:
-            if self._waits():
+            if self._may_complete_call():
                 return False
-            self._fail()
+            self._reject_call()
         else:
-            self._read(reader)
+            self._begin_call(reader)
         return True
 
-    def _after_call(self, news: list[News]) -> bool:
-        """After a call, or after a well-formed non-call."""
+    def _after_call(self, events: list[ToolCallEvent]) -> bool:
         syntax, is_call = self._syntax, self._run_has_calls
-        end = self._skip(self._pos, BLANKS if self._is_closed else syntax.fillers)
+        end = self._skip_chars(self._pos, BLANKS if self._is_closed else syntax.fillers)
         self._mode = self._in_text
         if end - self._pos > MAX_HELD_BLANKS:
             return True
         marker = next((m for m in syntax.closings if self._buffer.startswith(m, end)), None)
         opening = self._opening_at(end)
         if marker is not None and is_call:
-            self._pos = self._told = end + len(marker)
+            self._pos = self._emitted = end + len(marker)
             self._is_closed, self._mode = True, self._after_call
-        elif opening is not None or self._begins_call(end):
+        elif opening is not None or self._next_call_at(end):
             if not is_call:
-                self._tell_but_blanks(end, news)
+                self._emit_text_but_blanks(end, events)
             self._expect_call(end, opening or 0, follows_call=is_call)
-        elif self._waits_for(end, (*_markers(syntax), *syntax.closings)):
+        elif self._may_complete_marker(end, (*_markers(syntax), *syntax.closings)):
             self._mode = self._after_call
             return False
         elif self._is_ended and end == len(self._buffer) and is_call:
-            self._told = end
+            self._emitted = end
         return True
 
-    def _in_call(self, news: list[News]) -> bool:
+    def _in_call(self, events: list[ToolCallEvent]) -> bool:
         reader, buffer, pos = self._reader, self._buffer, self._pos
+        if reader is None:
+            raise RuntimeError("no call is being read")
         end, is_called, feed = len(buffer), reader.is_call, reader.feed
         while pos < end and not reader.is_done:
             feed(buffer[pos])
             if reader.is_bad:
                 break
             pos += 1
-            # Checked at every character, so that how the text is split does not matter.
+            # at every character, so that how the text is split does not matter
             if not is_called and not reader.is_done:
                 is_called = reader.is_call
                 if is_called and not self._holds_calls:
-                    self._announce(reader, pos, news)
+                    self._start_call(reader, pos, events)
                 elif not is_called and pos - self._begin > MAX_UNPROVEN_CHARS:
                     reader.is_bad = True
                     break
         self._pos = pos
-        self._has_begun = self._has_begun or is_called or reader.is_done or getattr(reader, "has_opened", False)
+        self._has_bare_run = self._has_bare_run or is_called or reader.is_done or reader.has_opened
         if reader.is_done and not reader.is_bad:
-            self._end_call(reader, news)
+            self._end_call(reader, events)
             return True
-        self._tell_arguments(reader, news)
+        self._emit_arguments(reader, events)
         if reader.is_bad or self._is_ended:
-            self._fail()
+            self._reject_call()
             return True
         return False
 
     # Calls
 
     def _reader_here(self) -> Reader | None:
-        """Return a reader for the call at `_pos`."""
         buffer, pos, syntax = self._buffer, self._pos, self._syntax
         char = buffer[pos : pos + 1]
         if syntax.in_xml:
@@ -259,8 +257,7 @@ class ToolCallStream:
         found = BARE_NAME.match(self._buffer, pos, pos + MAX_BARE_NAME_CHARS)
         return found[1] if found and found[1] in self._schemas else None
 
-    def _waits(self) -> bool:
-        """Return whether more text may complete a call at `_pos`."""
+    def _may_complete_call(self) -> bool:
         rest = self._buffer[self._pos : self._pos + MAX_BARE_NAME_CHARS]
         if self._is_ended or self._pos - self._begin > MAX_UNPROVEN_CHARS:
             return False
@@ -270,7 +267,7 @@ class ToolCallStream:
             return len(rest) < MAX_BARE_NAME_CHARS and "{" not in rest
         return not rest
 
-    def _waits_for(self, pos: int, markers: tuple[str, ...]) -> bool:
+    def _may_complete_marker(self, pos: int, markers: tuple[str, ...]) -> bool:
         """Return whether one of the markers may be at `pos`, still incomplete."""
         rest = self._buffer[pos : pos + max(map(len, markers))]
         return not self._is_ended and any(len(rest) < len(m) and m.startswith(rest) for m in markers)
@@ -287,8 +284,8 @@ class ToolCallStream:
             return len(syntax.bare) if syntax.in_python else 0
         return None
 
-    def _begins_call(self, pos: int) -> bool:
-        """Return whether, after a call in its run, another may begin at `pos` without an opening."""
+    def _next_call_at(self, pos: int) -> bool:
+        """Return whether another call of the run begins at `pos`."""
         syntax = self._syntax
         if self._is_closed or syntax.in_xml:
             return False
@@ -297,44 +294,44 @@ class ToolCallStream:
             return self._buffer[pos : pos + 1].isidentifier() and ("," in between or "\n" in between)
         return self._buffer.startswith("{", pos)
 
-    def _read(self, reader: Reader) -> None:
-        self._reader, self._is_announced, self._mode = reader, False, self._in_call
+    def _begin_call(self, reader: Reader) -> None:
+        self._reader, self._is_started, self._mode = reader, False, self._in_call
         self._resume = self._pos + 1
 
-    def _announce(self, reader: Reader, pos: int, news: list[News]) -> None:
+    def _start_call(self, reader: Reader, pos: int, events: list[ToolCallEvent]) -> None:
         if not self._follows_call:
-            self._tell_but_blanks(self._begin, news)
-        self._is_announced = True
-        self._told = pos
-        if self._is_wanted:
-            news.append(Called(self.num_calls, reader.name))
+            self._emit_text_but_blanks(self._begin, events)
+        self._is_started = True
+        self._emitted = pos
+        if self._is_within_limit:
+            events.append(CallStart(self.num_calls, reader.name or ""))
 
-    def _tell_arguments(self, reader: Reader, news: list[News]) -> None:
-        if not self._is_announced:
+    def _emit_arguments(self, reader: Reader, events: list[ToolCallEvent]) -> None:
+        if not self._is_started:
             return
-        self._told = self._pos
+        self._emitted = self._pos
         text = reader.take_arguments()
-        if text and self._is_wanted:
-            news.append(Argued(self.num_calls, text))
+        if text and self._is_within_limit:
+            events.append(ArgumentsDelta(self.num_calls, text))
 
-    def _end_call(self, reader: Reader, news: list[News]) -> None:
+    def _end_call(self, reader: Reader, events: list[ToolCallEvent]) -> None:
         """End a well-formed call, or a non-call, which is text."""
         is_call = reader.is_call
         if is_call:
-            if not self._is_announced:
-                self._announce(reader, self._pos, news)
-            self._tell_arguments(reader, news)
+            if not self._is_started:
+                self._start_call(reader, self._pos, events)
+            self._emit_arguments(reader, events)
             self.num_calls += 1
         self._rescan_until = max(self._rescan_until, self._num_dropped + self._pos)
-        self._reader, self._is_announced, self._mode = None, False, self._after_call
+        self._reader, self._is_started, self._mode = None, False, self._after_call
         self._run_has_calls, self._is_closed = is_call, False
 
-    def _fail(self) -> None:
-        """Reject the call at `_begin`: search for an opening within it, unless that was reread too often."""
-        if self._is_announced:
+    def _reject_call(self) -> None:
+        """Search for an opening within the rejected call, unless it was reread too often."""
+        if self._is_started:
             self.num_calls += 1
             self._resume = max(self._resume, self._pos - RESYNC_CHARS)
-        self._reader, self._is_announced, self._mode = None, False, self._in_text
+        self._reader, self._is_started, self._mode = None, False, self._in_text
         read_to = self._num_dropped + self._pos
         self._rescan_until = max(self._rescan_until, read_to)
         cost = self._pos - self._resume
@@ -345,7 +342,7 @@ class ToolCallStream:
             self._pos = max(self._pos, self._resume)
 
     @property
-    def _is_wanted(self) -> bool:
+    def _is_within_limit(self) -> bool:
         return self._max_calls is None or self.num_calls < self._max_calls
 
     # Text
@@ -359,15 +356,15 @@ class ToolCallStream:
                 return begin, begin
             if found[0] != bare and found[0] != ",":
                 return begin, pos
-            if self._may_begin(begin):
+            if self._may_begin_run(begin):
                 return begin, begin + (self._syntax.in_python)
         return None
 
-    def _may_begin(self, pos: int) -> bool:
+    def _may_begin_run(self, pos: int) -> bool:
         """Return whether a bare run, or a call in one, may begin at `pos`.
 
-        Where runs are allowed anywhere, it may begin at any position in text read for the first time; otherwise only
-        where it is separated from what precedes it.
+        Where runs are allowed anywhere, that is any position in text read for the first time; otherwise only one
+        separated from what precedes it.
         """
         char, is_new = self._buffer[pos], self._num_dropped + pos >= self._rescan_until
         if char == self._syntax.bare and is_new and not self._syntax.at_start_only:
@@ -375,55 +372,52 @@ class ToolCallStream:
         before = self._buffer[max(0, pos - LOOKBACK_CHARS) : pos]
         stripped = before.rstrip(BLANKS)
         if char == ",":
-            return self._has_begun and stripped.endswith(")")
+            return self._has_bare_run and stripped.endswith(")")
         if not stripped:
             return self._num_dropped + pos <= LOOKBACK_CHARS
         is_new_line = "\n" in before[len(stripped) :]
         return stripped.endswith(";") or (is_new_line and stripped[-1] in "}])")
 
-    def _skip(self, pos: int, fillers: str) -> int:
+    def _skip_chars(self, pos: int, fillers: str) -> int:
         buffer, end = self._buffer, len(self._buffer)
         while pos < end and buffer[pos] in fillers:
             pos += 1
         return pos
 
-    def _tell(self, to: int, news: list[News]) -> None:
-        """Emit the text up to `to`."""
-        if to > self._told:
-            news.append(Said(self._buffer[self._told : to]))
-            self._told = to
+    def _emit_text(self, to: int, events: list[ToolCallEvent]) -> None:
+        if to > self._emitted:
+            events.append(TextDelta(self._buffer[self._emitted : to]))
+            self._emitted = to
 
-    def _tell_but_blanks(self, to: int, news: list[News]) -> None:
-        """Emit the text up to `to` except its last blanks, which are dropped if an opening follows."""
-        text = self._buffer[self._told : to]
+    def _emit_text_but_blanks(self, to: int, events: list[ToolCallEvent]) -> None:
+        """Emit text up to `to` except its last blanks, which are dropped if an opening follows."""
+        text = self._buffer[self._emitted : to]
         num_blanks = len(text) - len(text.rstrip(BLANKS))
-        self._tell(to - min(num_blanks, MAX_HELD_BLANKS), news)
+        self._emit_text(to - min(num_blanks, MAX_HELD_BLANKS), events)
 
-    def _drop_told(self) -> None:
-        """Drop the part of the buffer that is neither to be emitted nor reread."""
+    def _drop_emitted(self) -> None:
         if self._mode == self._in_call:
-            again = max(self._resume, self._pos - RESYNC_CHARS) if self._is_announced else self._begin
+            again = max(self._resume, self._pos - RESYNC_CHARS) if self._is_started else self._begin
         else:
             again = self._begin if self._mode == self._before_call else self._pos
-        drop = min(self._told, again, self._pos - LOOKBACK_CHARS)
+        drop = min(self._emitted, again, self._pos - LOOKBACK_CHARS)
         if drop < max(LOOKBACK_CHARS, len(self._buffer) // 2):
             return
         self._buffer = self._buffer[drop:]
         self._num_dropped += drop
         self._pos -= drop
-        self._told -= drop
+        self._emitted -= drop
         self._begin -= drop
         self._resume -= drop
 
 
 def _markers(syntax: CallSyntax) -> tuple[str, ...]:
-    """Return every text that may begin a call."""
     bare = (syntax.bare,) if syntax.bare else ()
     return (*syntax.openings, *bare, *((BEGIN,) if syntax.in_xml else ()), *((",",) if syntax.in_python else ()))
 
 
 def _overlap(text: str, start: int, markers: tuple[str, ...]) -> int:
-    """Return the length of the end of `text`, from `start` on, that may begin one of the markers."""
+    """Return the length of the end of `text[start:]` that may begin one of the markers."""
     longest = min(len(text) - start, max(map(len, markers)) - 1)
     tails = (text[len(text) - n :] for n in range(longest, 0, -1))
     return next((len(tail) for tail in tails if any(marker.startswith(tail) for marker in markers)), 0)

@@ -18,12 +18,12 @@ from typing import Any
 
 from llguidance import regex_to_lark
 
-from model.text.functions import Function
-from model.text.grammar import check_schema, enforced_rule, literal
-from model.text.json_schema.core import kinds_of_type, same
-from model.text.json_schema.document import cannot
-from model.text.json_schema.parameters import WHY, Parameter, parameters
-from model.text.tool_calls.reader import BLANKS, CallReader
+from model.text.grammar import enforced_rule, literal
+from model.text.json_schema.core import canonical_key, kinds_of_type
+from model.text.json_schema.document import schema_error
+from model.text.json_schema.limits import check_schema
+from model.text.json_schema.parameters import WRITTEN_ONE_BY_ONE, Parameter, parameters
+from model.text.tool_calls.reader import BLANKS, CallReader, Function
 
 BEGIN, END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
@@ -41,11 +41,10 @@ VALUE_END_STARTS = frozenset(
 
 
 class XmlCallReader(CallReader):
-    """Reads one call. A value ends at its end tag, at the next parameter or at the function's end; another function
-    within a value means that the call was cut off."""
+    """A value ends at its end tag, the next parameter or the function's end; another function within it means that the
+    call was cut off."""
 
     def __init__(self, schemas: Mapping[str, Any]) -> None:
-        """`schemas` maps each function to the JSON schema of its arguments."""
         super().__init__(None, self._in_begin)
         self._schemas = schemas
         self._word = ""  # a partial tag or name
@@ -79,7 +78,7 @@ class XmlCallReader(CallReader):
             return
         self._word += char
         if self._word in (END, CALL_END):
-            self._end()
+            self._finish()
         elif self._word == PARAMETER:
             self._begin_parameter()
         elif not any(marker.startswith(self._word) for marker in (END, CALL_END, PARAMETER)):
@@ -88,7 +87,7 @@ class XmlCallReader(CallReader):
     def _begin_parameter(self) -> None:
         self._word, self._state, self._has_arguments = "", self._in_parameter, True
 
-    def _end(self) -> None:
+    def _finish(self) -> None:
         self._arguments.append("}" if self._seen else "{}")
         self.is_done = True
 
@@ -112,24 +111,23 @@ class XmlCallReader(CallReader):
         if is_first and char == "\n":
             return
         if not self._tail and char not in "\n<":
-            self._tell(char)
+            self._emit(char)
             return
         self._tail += char
         while not self._may_end():
-            self._tell(self._tail[0])
+            self._emit(self._tail[0])
             self._tail = self._tail[1:]
         marker = self._tail.removeprefix("\n")
         if marker in VALUE_ENDS or (marker.startswith(BEGIN) and marker.endswith(">")):
             self._end_value(marker)
 
     def _may_end(self) -> bool:
-        """Return whether `_tail` may begin what ends a value."""
         if self._tail in VALUE_END_STARTS:
             return True
         head, begin, name = self._tail.partition(BEGIN)
         return bool(begin) and head in ("", "\n") and _NAME_START.fullmatch(name) is not None
 
-    def _tell(self, char: str) -> None:
+    def _emit(self, char: str) -> None:
         if self._is_text:
             self._arguments.append(json.dumps(char, ensure_ascii=False)[1:-1])
         else:
@@ -144,7 +142,7 @@ class XmlCallReader(CallReader):
         if marker == PARAMETER:
             self._begin_parameter()
         elif marker != PARAMETER_END:
-            self._end()
+            self._finish()
 
     def _types(self) -> frozenset[str]:
         return frozenset({"string"}) if self.name is None else types_of(self._schemas[self.name], self._parameter)
@@ -202,19 +200,17 @@ def _as_json(text: str, types: frozenset[str]) -> str:
 PARAMETER_BEGIN = r"/<parameter=[A-Za-z0-9_.-]{1,64}>\n/"
 ANY_TEXT = "/(?s:.*)/"
 NO_END = r"~/(?s:.*)(<\/parameter>|<parameter=|<\/function>|<function=[A-Za-z0-9_.-]{0,64}>)(?s:.*)/"
-"""Text that a reader does not take for the end of a parameter."""
 
 
-def function_rules(number: int, function: Function, *, is_held: bool) -> list[str]:
-    """Return the Lark rules of a call: `function_<number>` first, which is BEGIN and `rest_<number>`.
+def function_rules(number: int, function: Function, *, enforce_schema: bool) -> list[str]:
+    """Return the Lark rules of a call, `function_<number>` first: BEGIN and `rest_<number>`.
 
-    Parameters come in the schema's order, optional ones may be left out, each constrained by its schema. Without
-    `is_held` any parameters are allowed. Raises GrammarError if the schema cannot be enforced.
+    Parameters come in the schema's order. Without `enforce_schema` any are allowed. Raises GrammarError.
     """
     own = f"function_{number}"
     whole, rest = f"{own}: {literal(BEGIN)} rest_{number}", f"rest_{number}: {literal(f'{function.name}>' + chr(10))}"
     tail = literal(END)
-    if not is_held:
+    if not enforce_schema:
         end, any_value = literal(f"\n{PARAMETER_END}\n"), own.upper()
         return [
             whole,
@@ -238,17 +234,17 @@ def _value_rules(rule: str, parameter: Parameter, types: frozenset[str]) -> list
     if parameter.choices is not None:
         texts = [text for choice in parameter.choices if (text := _text_of(choice, types)) is not None]
         if len(texts) < len(parameter.choices):
-            raise cannot("enum", parameter.at, f"{WHY}, where text and other values look alike")
+            raise schema_error("enum", parameter.at, f"{WRITTEN_ONE_BY_ONE}, where text and other values look alike")
         return [f"{rule}: ({' | '.join(map(literal, texts))}) {end}"]
     read_as = frozenset().union(*map(kinds_of_type, types))
     if parameter.schema is not None:
         if not parameter.kinds <= read_as:
-            raise cannot("type", parameter.at, f"must say which types there may be: {WHY}")
+            raise schema_error("type", parameter.at, f"must say which types there may be: {WRITTEN_ONE_BY_ONE}")
         return [f"{rule}: {rule}_json {end}", f"{rule}_json: {enforced_rule(parameter.schema, ' ?')}"]
     if not read_as <= parameter.kinds:
-        raise cannot("type", parameter.at, f"{WHY}, where text and other values look alike")
-    bounds = [f"/(?s:.{{{rule.least},{'' if rule.most is None else rule.most}}})/" for rule in parameter.rules]
-    patterns = [_whole(rule.pattern, parameter.at) for rule in parameter.rules if rule.pattern is not None]
+        raise schema_error("type", parameter.at, f"{WRITTEN_ONE_BY_ONE}, where text and other values look alike")
+    bounds = [f"/(?s:.{{{rule.least},{'' if rule.most is None else rule.most}}})/" for rule in parameter.rules or ()]
+    patterns = [_whole(rule.pattern, parameter.at) for rule in parameter.rules or () if rule.pattern is not None]
     name = rule.upper()
     return [
         f"{rule}: {name}",
@@ -264,17 +260,18 @@ def _text_of(choice: Any, types: frozenset[str]) -> str | None:
     """Return a value as text that is read back as the same value, if possible."""
     text = choice if isinstance(choice, str) else json.dumps(choice, ensure_ascii=False)
     encoded = json.dumps(text) if types == {"string"} else _as_json(text, types)
-    is_same = not ENDS.search(text) and same(json.loads(encoded)) == same(choice)
+    is_same = not ENDS.search(text) and canonical_key(json.loads(encoded)) == canonical_key(choice)
     return text if is_same else None
 
 
 def _whole(pattern: str, at: str) -> str:
     """Return a pattern that may match anywhere as one that matches the whole text."""
     inner = pattern.removeprefix("^")
-    ends = inner.endswith("$") and len(re.search(r"\\*$", inner[:-1])[0]) % 2 == 0
+    num_backslashes = len(inner[:-1]) - len(inner[:-1].rstrip("\\"))
+    ends = inner.endswith("$") and num_backslashes % 2 == 0
     inner = inner[:-1] if ends else inner
     plain = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "", inner, flags=re.DOTALL)
     if re.search(r"[$^]|\\[bBAz]", plain) or ("|" in plain and (ends or inner != pattern)):
-        raise cannot("pattern", at, WHY)
+        raise schema_error("pattern", at, WRITTEN_ONE_BY_ONE)
     before, after = "" if pattern.startswith("^") else "(?s:.*)", "" if ends else "(?s:.*)"
     return f"/{before}(?:{regex_to_lark(inner, 'dw')}){after}/"

@@ -6,8 +6,8 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 
+from model.errors import GrammarError
 from model.sampling_params import SamplingParams
-from model.text.grammar import GrammarError
 from service.config.settings import Settings
 from service.errors import RequestError
 from service.gateway.core.accepted_request import AcceptedRequest

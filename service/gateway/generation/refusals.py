@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from model.text.grammar import GrammarError
+from model.errors import GrammarError
 from service.errors import RequestError
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from model.sampling_params import BeamSearch
-from model.text.functions import Function
 from model.text.grammar_task import GrammarSpec
+from model.text.tool_calls.reader import Function
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

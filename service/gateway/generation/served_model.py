@@ -16,7 +16,13 @@ from model.text.chat_template import ChatTemplate, TemplateError
 from model.text.grammar_compiler import TokenTable
 from model.text.grammar_task import CallSpec, GrammarSpec, GrammarTask
 from model.text.tokenizer import Tokenizer
-from model.text.tool_calls.formats import FORMS, MAX_FORCED_CALLS, CallForm, arguments_key, form_of
+from model.text.tool_calls.formats import (
+    CALL_FORMATS,
+    MAX_FORCED_CALLS,
+    CallFormat,
+    detect_arguments_key,
+    detect_format,
+)
 from service.config.settings import Settings
 from service.errors import RequestError, StartupError
 from service.gateway.generation.refusals import refusal, too_long
@@ -34,7 +40,7 @@ MAX_ESCAPE_BYTES = 6
 class CallOptions:
     """What an answer may call, and how its model writes that."""
 
-    form: CallForm
+    form: CallFormat
     schemas: Mapping[str, Any]  # of the arguments, by name of the function
     only_one: bool
     is_named: bool  # the client chose the function
@@ -51,7 +57,7 @@ class ServedModel:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     tokens: TokenTable  # for the processes that compile grammars
-    call_form: CallForm | None  # how it writes calls of functions; None: its template does not tell it of any
+    call_form: CallFormat | None  # how it writes calls of functions; None: its template does not tell it of any
     defaults: Mapping[str, float]  # sampling that the model's makers recommend
     created_s: int  # Unix seconds
     fingerprint: str
@@ -163,12 +169,12 @@ class ServedModel:
         if form is None and not tools.must_call and not any(function.is_strict for function in tools.callable):
             return None
         return CallSpec(
-            form=self.call_form,
+            format=self.call_form,
             functions=tools.callable,
-            key=arguments_key(self.template.tool_source),
-            most=1 if tools.only_one else MAX_FORCED_CALLS,
+            arguments_key=detect_arguments_key(self.template.tool_source),
+            max_calls=1 if tools.only_one else MAX_FORCED_CALLS,
             or_text=not tools.must_call,
-            or_form=form is not None and not tools.must_call,
+            or_spec=form is not None and not tools.must_call,
         )
 
     def _encode_conversation(self, conversation: Conversation) -> list[int]:
@@ -199,9 +205,9 @@ class ServedModel:
         return ids
 
 
-def _call_form(settings: Settings, template: ChatTemplate | None) -> CallForm | None:
+def _call_form(settings: Settings, template: ChatTemplate | None) -> CallFormat | None:
     if template is None or not template.knows_tools:
         return None
     if settings.tool_call_parser is None:
-        return form_of(template.tool_source)
-    return FORMS[settings.tool_call_parser]
+        return detect_format(template.tool_source)
+    return CALL_FORMATS[settings.tool_call_parser]

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 
-from model.text.grammar import GrammarError
+from model.errors import GrammarError
 from model.text.grammar_compiler import TextCompiler
 from model.text.grammar_task import write_grammar
 from service.gateway.grammars.messages import (

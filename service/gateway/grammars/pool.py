@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from model.text.grammar import GrammarError
+from model.errors import GrammarError
 from model.text.grammar_compiler import TokenTable
 from model.text.grammar_task import GrammarTask
 from service.errors import RequestError, StartupError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from model.text.tool_calls.stream import Argued, Called, News, Said, ToolCallStream
+from model.text.tool_calls.stream import ArgumentsDelta, CallStart, TextDelta, ToolCallEvent, ToolCallStream
 from service.gateway.generation.served_model import CallOptions
 
 Json = dict[str, Any]
@@ -27,7 +27,7 @@ class ToolCallWriter:
         """What the next text of a choice adds to its message."""
         news = self._stream(index).push(text)
         if is_last:
-            news += self._stream(index).end()
+            news += self._stream(index).flush()
         return [self._json_delta(index, one) for one in news]
 
     def message(self, index: int, text: str) -> Json:
@@ -52,14 +52,14 @@ class ToolCallWriter:
             self._streams[index] = ToolCallStream(syntax, schemas, most, holds_calls=not self._is_streamed)
         return self._streams[index]
 
-    def _json_delta(self, index: int, news: News) -> Json:
+    def _json_delta(self, index: int, news: ToolCallEvent) -> Json:
         match news:
-            case Said(text):
+            case TextDelta(text):
                 return {"content": text}
-            case Called(number, name):
+            case CallStart(number, name):
                 function = {"name": name, "arguments": ""}
                 return _call(number, id=self._call_id(index, number), type="function", function=function)
-            case Argued(number, text):
+            case ArgumentsDelta(number, text):
                 return _call(number, function={"arguments": text})
 
     def _call_id(self, index: int, number: int) -> str:

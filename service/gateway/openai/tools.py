@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from model.text.functions import Function
+from model.text.tool_calls.reader import Function
 from service.gateway.generation.refusals import refusal
 from service.gateway.generation.request import ToolSpec
 from service.gateway.openai.bodies import ChatBody, NamedTool, Tool, ToolCall

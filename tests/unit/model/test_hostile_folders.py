@@ -19,7 +19,7 @@ from model.config import ModelConfig, generation_defaults
 from model.errors import ModelError
 from model.text.chat_template import ChatTemplate
 from model.text.tokenizer import Tokenizer
-from model.text.tokenizer_growth import check_growth
+from model.text.tokenizer_files import check_growth
 from model.weights.checkpoint import Checkpoint
 from tests.support.make_tokenizers import ALL_STYLES
 from tests.support.served import REPOSITORY
@@ -192,7 +192,7 @@ def test_real_tokenizers_are_far_from_the_bound(tmp_path, style):
 
 
 def test_texts_are_bounded_by_what_the_tokenizer_makes_of_them(folder, monkeypatch):
-    monkeypatch.setattr("model.tokenizer.MAX_NORMALIZED_BYTES", 1000)
+    monkeypatch.setattr("model.text.tokenizer.MAX_NORMALIZED_BYTES", 1000)
     tokenizer = Tokenizer.read(folder)
     assert tokenizer.encode("a" * 30)
     with pytest.raises(ValueError, match="too long for the tokenizer"):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from model.errors import ModelError
 from model.text.chat_template import ChatTemplate, TemplateError
-from model.text.template_meter import RenderLimits
+from model.text.template_bounds import RenderLimits
 from model.text.tokenizer import Tokenizer
 from tests.support import make_tokenizers
 

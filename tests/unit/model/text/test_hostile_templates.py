@@ -138,7 +138,7 @@ import json, resource, sys, time
 from pathlib import Path
 import jinja2
 from model.text.chat_template import ChatTemplate, TemplateError
-from model.text.template_meter import RenderLimits
+from model.text.template_bounds import RenderLimits
 from model.text.tokenizer import Tokenizer
 tokenizer = Tokenizer.read(Path(sys.argv[1]))
 resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]),) * 2)

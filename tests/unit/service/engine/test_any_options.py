@@ -9,7 +9,7 @@ import pytest
 
 from model.ops.cpu.ops import NumpyOps
 from model.sampling_params import BeamSearch, SamplingParams
-from model.text.grammar import of_choice, of_regex
+from model.text.grammar import choice_grammar, regex_grammar
 from service.engine.request import EngineRequest
 from service.engine.step import TokenLogprob
 from tests.support.demo_engine import DemoEngines
@@ -31,7 +31,7 @@ OPTIONS = {
     "logit_bias": (((300, 4.0), (262, -100.0)),),
     "logprobs": (0, 3, 20),
     "prompt_logprobs": (0, 2),
-    "grammar": (of_regex("[a-z ]{5,40}"), of_choice(["yes", "no", "the cat", "the cat sat"])),
+    "grammar": (regex_grammar("[a-z ]{5,40}"), choice_grammar(["yes", "no", "the cat", "the cat sat"])),
 }
 BRANCHES = (
     {},

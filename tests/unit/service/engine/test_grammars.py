@@ -17,7 +17,7 @@ import pytest
 
 from model.ops.cpu.ops import NumpyOps
 from model.sampling_params import BeamSearch, SamplingParams
-from model.text.grammar import COMPACT, of_choice, of_grammar, of_json, of_regex
+from model.text.grammar import COMPACT, choice_grammar, json_grammar, lark_grammar, regex_grammar
 from model.text.tokenizer import Tokenizer
 from service.engine import grammars
 from service.engine.grammars import NUM_COMPILING_THREADS, Grammars, MaskBuilder
@@ -96,7 +96,7 @@ def text(ids) -> str:
 def test_every_answer_fits_its_schema(engines):
     schemas = [random_schema(random.Random(seed), depth=2) for seed in range(5)]
     asked = [
-        ask(str(i), of_json(schema, whitespace=COMPACT), seed=i, temperature=i % 3 / 2, max_tokens=130)
+        ask(str(i), json_grammar(schema, whitespace=COMPACT), seed=i, temperature=i % 3 / 2, max_tokens=130)
         for i, schema in enumerate(schemas)
     ]
     told, ends = run(engines.make(num_blocks=300), *asked)
@@ -109,13 +109,13 @@ def test_every_answer_fits_its_schema(engines):
 def test_others_get_what_they_would_get_alone(engines):
     free = ask("free", None, max_tokens=30)
     alone, _ = run(engines.make(), free)
-    told, _ = run(engines.make(), ask("bound", of_regex("[a-z ]{40}")), free)
+    told, _ = run(engines.make(), ask("bound", regex_grammar("[a-z ]{40}")), free)
     assert told["free", 0] == alone["free", 0]
     assert re.fullmatch("[a-z ]{40}", text(told["bound", 0]))
 
 
 def test_an_answer_that_can_only_end_ends_without_eos(engines):
-    told, ends = run(engines.make(), ask("a", of_choice(["the cat"]), ignore_eos=True, min_tokens=50))
+    told, ends = run(engines.make(), ask("a", choice_grammar(["the cat"]), ignore_eos=True, min_tokens=50))
     assert text(told["a", 0]) == "the cat"
     assert EOS not in told["a", 0]
     assert ends == {"a": EndReason.STOP}
@@ -125,8 +125,8 @@ def test_length_cuts_and_the_stop_ids_end(engines):
     comma = TOKENIZER.encode(",")[-1]
     told, ends = run(
         engines.make(),
-        ask("cut", of_regex("[a-z]{300}"), max_tokens=10),
-        ask("stopped", of_regex("a(,a)*"), stop_token_ids=(comma,), logit_bias=((comma, 100.0),)),
+        ask("cut", regex_grammar("[a-z]{300}"), max_tokens=10),
+        ask("stopped", regex_grammar("a(,a)*"), stop_token_ids=(comma,), logit_bias=((comma, 100.0),)),
     )
     assert (len(told["cut", 0]), ends["cut"]) == (10, EndReason.LENGTH)
     assert (told["stopped", 0][-1], ends["stopped"]) == (comma, EndReason.STOP)
@@ -142,7 +142,7 @@ def test_a_stop_id_that_alone_fits_within_min_tokens_is_a_token_and_ends_nothing
     stops = ids_with(b"b")
     told, ends = run(
         engines.make(),
-        ask("bound", of_regex("ab[ac]{2}c"), stop_token_ids=stops, min_tokens=4, **params),
+        ask("bound", regex_grammar("ab[ac]{2}c"), stop_token_ids=stops, min_tokens=4, **params),
         ask("free", None, max_tokens=5),
     )
     assert re.fullmatch("ab[ac]{2}c", text(told["bound", 0]))
@@ -153,7 +153,7 @@ def test_a_stop_id_that_alone_fits_within_min_tokens_is_a_token_and_ends_nothing
 @pytest.mark.parametrize("params", [{}, {"beam": BeamSearch(width=2)}])
 def test_a_form_behind_which_only_an_end_fits_ends_within_min_tokens(engines, params):
     """The grammar names EOS, as it may: the text is complete without it, and nothing else follows."""
-    grammar = of_grammar('start: "the" <|end|>?')
+    grammar = lark_grammar('start: "the" <|end|>?')
     told, ends = run(engines.make(), ask("a", grammar, min_tokens=30, **params))
     assert (text(told["a", 0]), ends["a"]) == ("the", EndReason.STOP)
     other = TOKENIZER.encode(",")[-1]
@@ -169,13 +169,13 @@ def test_a_form_behind_which_only_an_end_fits_ends_within_min_tokens(engines, pa
     "params", [{}, {"logit_bias": ((EOS, 100.0),)}, {"n": 2, "best_of": 2}, {"beam": BeamSearch(width=2)}]
 )
 def test_a_grammar_that_no_token_fits_fails_its_own_request_alone(engines, text, params):
-    _, ends = run(engines.make(), ask("bad", of_grammar(text), **params), ask("good", of_choice(["the cat"])))
+    _, ends = run(engines.make(), ask("bad", lark_grammar(text), **params), ask("good", choice_grammar(["the cat"])))
     assert ends == {"bad": EndReason.GRAMMAR, "good": EndReason.STOP}
 
 
 def test_branches_go_their_own_ways(engines):
     pattern = "[a-z]{3,6}-[0-9]{4}"
-    told, ends = run(engines.make(), ask("n", of_regex(pattern), n=4, best_of=5))
+    told, ends = run(engines.make(), ask("n", regex_grammar(pattern), n=4, best_of=5))
     answers = [text(ids) for ids in told.values()]
     assert len(answers) == 5
     assert all(re.fullmatch(pattern, answer) for answer in answers)
@@ -185,16 +185,16 @@ def test_branches_go_their_own_ways(engines):
 
 def test_beams_hold_to_the_grammar(engines):
     pattern = "(red|green|blue)( and (red|green|blue))?"
-    told, ends = run(engines.make(), ask("b", of_regex(pattern), n=3, temperature=0.0, beam=BeamSearch(width=4)))
+    told, ends = run(engines.make(), ask("b", regex_grammar(pattern), n=3, temperature=0.0, beam=BeamSearch(width=4)))
     answers = [text(told["b", i]) for i in range(3)]
     assert all(re.fullmatch(pattern, answer) for answer in answers)
     assert len({tuple(told["b", i]) for i in range(3)}) == 3  # some perhaps alike in text, in other tokens
     assert ends == {"b": EndReason.STOP}
 
 
-CHOICES = of_choice(["yes", "no", "the cat", "the cat sat"])
+CHOICES = choice_grammar(["yes", "no", "the cat", "the cat sat"])
 FORM = {"properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yy"]}}, "required": ["a", "b"], "type": "object"}
-FEW = (CHOICES, of_regex("(red|green|blue)( and (red|green|blue))?"), of_json(FORM, whitespace=COMPACT))
+FEW = (CHOICES, regex_grammar("(red|green|blue)( and (red|green|blue))?"), json_grammar(FORM, whitespace=COMPACT))
 """Somewhere in each of them fewer tokens are allowed than a search is wide, and more behind it."""
 
 
@@ -219,7 +219,7 @@ def test_beams_are_those_of_the_reference_however_few_tokens_a_grammar_allows(en
 
     def logprobs_after(tokens):
         words, output = np.zeros(128, np.uint32), tokens[len(PROMPT) :]
-        assert at(output).fill(words, stops)
+        assert at(output).fill_mask(words, stops)
         allowed = np.unpackbits(words.view(np.uint8), bitorder="little")
         return np.where(allowed, plain.logprobs(tokens, sampling, len(PROMPT)), -np.inf)
 
@@ -232,8 +232,8 @@ def test_beams_are_those_of_the_reference_however_few_tokens_a_grammar_allows(en
 
 def test_a_beam_whose_grammar_grows_beyond_its_limits_fails_its_own_request(engines):
     engine = engines.make(max_num_seqs=9)
-    engine.add_request(ask("bad", of_regex("[a-z]{50}"), beam=BeamSearch(width=4)))
-    engine.add_request(ask("good", of_regex("[a-z]{9}")))
+    engine.add_request(ask("bad", regex_grammar("[a-z]{50}"), beam=BeamSearch(width=4)))
+    engine.add_request(ask("good", regex_grammar("[a-z]{9}")))
     while not any(sequence.num_output_tokens > 3 for sequence in engine.running if sequence.request_id == "bad"):
         engine.step()
     for sequence in engine.running:
@@ -245,14 +245,18 @@ def test_a_beam_whose_grammar_grows_beyond_its_limits_fails_its_own_request(engi
 
 def test_penalties_and_a_grammar_together(engines):
     params = {"temperature": 0.0, "frequency_penalty": 2.0}
-    told, _ = run(engines.make(), ask("a", of_regex("[a-z]{60}"), **params), ask("b", None, max_tokens=30, **params))
+    told, _ = run(
+        engines.make(), ask("a", regex_grammar("[a-z]{60}"), **params), ask("b", None, max_tokens=30, **params)
+    )
     assert re.fullmatch("[a-z]{60}", text(told["a", 0]))
     assert len(set(told["b", 0])) > 15
 
 
 def test_another_engine_goes_on_behind_what_was_told(engines):
     for params in ({}, {"n": 2, "best_of": 2}):
-        request = ask("r", of_json(random_schema(random.Random(5), depth=2), whitespace=COMPACT), seed=11, **params)
+        request = ask(
+            "r", json_grammar(random_schema(random.Random(5), depth=2), whitespace=COMPACT), seed=11, **params
+        )
         whole, ends = run(engines.make(), request)
         before, early = run(engines.make(), request, max_steps=14)
         assert not early
@@ -270,7 +274,7 @@ def test_a_branch_that_ended_outside_its_grammar_does_not_fail_the_others(engine
     ended = BranchHistory(token_ids=(*letters, stop), end=EndReason.STOP)
     params = {"n": 2, "best_of": 2, "stop_token_ids": (stop,)}
     for past in ((ended, BranchHistory()), (BranchHistory(token_ids=ended.token_ids), BranchHistory())):
-        told, ends = run(engines.make(), ask("r", of_regex("[a-z]{3,9}"), past, **params))
+        told, ends = run(engines.make(), ask("r", regex_grammar("[a-z]{3,9}"), past, **params))
         assert ends == {"r": EndReason.STOP}
         assert re.fullmatch("[a-z]{3,9}", text(token for token in told["r", 1] if token != stop))
         assert not told["r", 0]
@@ -279,12 +283,12 @@ def test_a_branch_that_ended_outside_its_grammar_does_not_fail_the_others(engine
 def test_a_finished_past_ends_at_once(engines):
     history = (BranchHistory(token_ids=tuple(TOKENIZER.encode("yes")[1:])),)
     assert text(history[0].token_ids) == "yes"
-    told, ends = run(engines.make(), ask("r", of_choice(["yes", "no"]), history))
+    told, ends = run(engines.make(), ask("r", choice_grammar(["yes", "no"]), history))
     assert (told["r", 0], ends) == ([], {"r": EndReason.STOP})
 
 
 def test_preempted_and_taken_up_again(engines):
-    asked = [ask(str(i), of_regex("[a-z]{90,99}"), seed=i) for i in range(5)]
+    asked = [ask(str(i), regex_grammar("[a-z]{90,99}"), seed=i) for i in range(5)]
     engine = engines.make(num_blocks=17)
     told, _ = run(engine, *asked)
     assert engine.stats().num_preemptions > 0
@@ -295,15 +299,15 @@ def test_preempted_and_taken_up_again(engines):
 
 @pytest.mark.parametrize("grammar", ["start: missing", 'start: "a' + "a" * (300 << 10) + '"'])
 def test_a_grammar_that_cannot_be_had_fails_its_own_request(engines, grammar):
-    told, ends = run(engines.make(), ask("bad", grammar), ask("good", of_choice(["the dog"])))
+    told, ends = run(engines.make(), ask("bad", grammar), ask("good", choice_grammar(["the dog"])))
     assert ends == {"bad": EndReason.GRAMMAR, "good": EndReason.STOP}
     assert text(told["good", 0]) == "the dog"
 
 
 def test_one_that_grows_beyond_its_limits_fails_its_own_request(engines):
     engine = engines.make()
-    engine.add_request(ask("bad", of_regex("[a-z]{50}")))
-    engine.add_request(ask("good", of_regex("[a-z]{9}")))
+    engine.add_request(ask("bad", regex_grammar("[a-z]{50}")))
+    engine.add_request(ask("good", regex_grammar("[a-z]{9}")))
     while not any(sequence.num_output_tokens > 3 for sequence in engine.running):
         engine.step()
     next(one for one in engine.running if one.request_id == "bad").matcher.advance((0,))  # as a limit would leave it
@@ -312,14 +316,14 @@ def test_one_that_grows_beyond_its_limits_fails_its_own_request(engines):
 
 
 def test_a_past_that_does_not_fit_is_no_crash(engines):
-    _, ends = run(engines.make(), ask("r", of_choice(["yes"]), (BranchHistory(token_ids=(0, 0)),)))
+    _, ends = run(engines.make(), ask("r", choice_grammar(["yes"]), (BranchHistory(token_ids=(0, 0)),)))
     assert ends == {"r": EndReason.GRAMMAR}
 
 
 def test_without_a_compiler_the_request_ends(engines):
     engine = engines.make()
     engine._grammars = None
-    assert run(engine, ask("r", of_choice(["yes"])))[1] == {"r": EndReason.GRAMMAR}
+    assert run(engine, ask("r", choice_grammar(["yes"])))[1] == {"r": EndReason.GRAMMAR}
 
 
 def test_while_one_compiles_others_run_and_it_can_be_cancelled(engines):
@@ -332,8 +336,8 @@ def test_while_one_compiles_others_run_and_it_can_be_cancelled(engines):
         return compiler
 
     engine._grammars = Grammars(slow_compiler)
-    engine.add_request(ask("slow", of_choice(["yes"])))
-    engine.add_request(ask("gone", of_choice(["yes"])))
+    engine.add_request(ask("slow", choice_grammar(["yes"])))
+    engine.add_request(ask("gone", choice_grammar(["yes"])))
     try:
         _, ends = run(engine, ask("other", None, max_tokens=5, ignore_eos=True), max_steps=8)
         assert ends == {"other": EndReason.LENGTH}
@@ -363,8 +367,8 @@ def test_grammars_that_never_compile_fail_their_own_requests_alone(engines, monk
     engine = engines.make()
     engine._grammars = Grammars(lambda: compiler)
     try:
-        hostile = [ask(f"bad{i}", of_choice([f"never {i}"])) for i in range(NUM_COMPILING_THREADS + 1)]
-        told, ends = run(engine, *hostile, ask("good", of_choice(["yes"])))
+        hostile = [ask(f"bad{i}", choice_grammar([f"never {i}"])) for i in range(NUM_COMPILING_THREADS + 1)]
+        told, ends = run(engine, *hostile, ask("good", choice_grammar(["yes"])))
     finally:
         released.set()
     assert ends == {**{one.request_id: EndReason.GRAMMAR for one in hostile}, "good": EndReason.STOP}
@@ -387,7 +391,9 @@ def test_a_process_ends_whatever_it_compiles():
 def test_masks_of_many_sequences_are_those_of_each(engines):
     engine = engines.make(max_num_seqs=30, num_blocks=400)
     for i in range(20):
-        engine.add_request(ask(str(i), None if i % 4 == 0 else of_regex(f"[{chr(97 + i)}0-9]{{30}}"), max_tokens=40))
+        engine.add_request(
+            ask(str(i), None if i % 4 == 0 else regex_grammar(f"[{chr(97 + i)}0-9]{{30}}"), max_tokens=40)
+        )
     while len(engine.running) < 20:
         engine.step()
     samplers = engine.running
@@ -398,7 +404,7 @@ def test_masks_of_many_sequences_are_those_of_each(engines):
     for row, sequence in zip(mask.rows, samplers, strict=True):
         if sequence.matcher is not None:
             words = np.zeros(128, np.uint32)
-            assert sequence.matcher.fill(words, ())
+            assert sequence.matcher.fill_mask(words, ())
             np.testing.assert_array_equal(mask.words[row], words)
     assert builder.build(one for one in samplers if one.matcher is None) is None
     engine.cancel_all(EndReason.CANCELLED)

@@ -14,21 +14,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.text.grammar import GrammarError, of_choice, of_grammar, of_json, of_regex
+from model.errors import GrammarError
+from model.text.grammar import choice_grammar, json_grammar, lark_grammar, regex_grammar
 from model.text.grammar_matcher import GrammarCompiler
 from model.text.tokenizer import Tokenizer
 from model.text.tool_calls.formats import (
-    FORMS,
+    CALL_FORMATS,
     HERMES,
     LLAMA3_JSON,
     MISTRAL,
     QWEN3_CODER,
-    Function,
-    arguments_key,
     calls_grammar,
-    form_of,
+    detect_arguments_key,
+    detect_format,
 )
-from model.text.tool_calls.stream import Argued, Called, Said, ToolCallStream
+from model.text.tool_calls.reader import Function
+from model.text.tool_calls.stream import ArgumentsDelta, CallStart, TextDelta, ToolCallStream
 from tests.support import make_tokenizers
 
 NAMES = ("get_weather", "stop")
@@ -71,17 +72,19 @@ READINGS = [
 
 def read(form: str, pieces: list[str], names=NAMES, max_calls=None) -> tuple[str, list[tuple[str, str]]]:
     """The text of a reply, and its calls."""
-    stream = ToolCallStream(FORMS[form].syntax, names if isinstance(names, dict) else dict.fromkeys(names), max_calls)
-    news = [one for piece in pieces for one in stream.push(piece)] + stream.end()
+    stream = ToolCallStream(
+        CALL_FORMATS[form].syntax, names if isinstance(names, dict) else dict.fromkeys(names), max_calls
+    )
+    news = [one for piece in pieces for one in stream.push(piece)] + stream.flush()
     said, calls = "", []
     for one in news:
         match one:
-            case Said(text):
+            case TextDelta(text):
                 said += text
-            case Called(number, name):
+            case CallStart(number, name):
                 assert number == len(calls)
                 calls.append((name, ""))
-            case Argued(number, text):
+            case ArgumentsDelta(number, text):
                 assert number == len(calls) - 1
                 calls[-1] = (calls[-1][0], calls[-1][1] + text)
     return said, calls
@@ -105,7 +108,7 @@ WORDS = [
 
 @settings(max_examples=300, deadline=None, database=None)
 @given(
-    st.sampled_from(sorted(FORMS)),
+    st.sampled_from(sorted(CALL_FORMATS)),
     st.lists(st.sampled_from(WORDS), max_size=10),
     st.randoms(use_true_random=False),
 )
@@ -122,10 +125,12 @@ def test_however_it_arrives_it_is_told_the_same(form, words, rng):
 def test_arguments_are_told_while_they_come():
     stream = ToolCallStream(HERMES.syntax, dict.fromkeys(NAMES))
     assert stream.push('<tool_call>{"name": "stop", "arg') == []
-    assert stream.push('uments": {"a": "b') == [Called(0, "stop"), Argued(0, '{"a": "b')]
-    assert stream.push('c"}') == [Argued(0, 'c"')]
-    assert stream.push("}</tool_call>") == [Argued(0, "}")]  # its last bracket says that the whole call is well-formed
-    assert stream.end() == []
+    assert stream.push('uments": {"a": "b') == [CallStart(0, "stop"), ArgumentsDelta(0, '{"a": "b')]
+    assert stream.push('c"}') == [ArgumentsDelta(0, 'c"')]
+    assert stream.push("}</tool_call>") == [
+        ArgumentsDelta(0, "}")
+    ]  # its last bracket says that the whole call is well-formed
+    assert stream.flush() == []
     assert stream.num_calls == 1
 
 
@@ -142,13 +147,13 @@ def test_long_replies_take_no_long_time():
 
 def test_the_form_of_a_template():
     folder = Path(__file__).parents[1] / "templates"
-    found = {path.stem: form_of(path.read_text()) for path in folder.glob("*.jinja")}
+    found = {path.stem: detect_format(path.read_text()) for path in folder.glob("*.jinja")}
     assert found["qwen2_5"] is HERMES
     assert found["llama3"] is LLAMA3_JSON
     assert found["mistral"] is MISTRAL
-    assert form_of("<tool_call>\n<function=example>") is QWEN3_CODER
-    assert arguments_key((folder / "llama3.jinja").read_text()) == "parameters"
-    assert arguments_key((folder / "qwen2_5.jinja").read_text()) == "arguments"
+    assert detect_format("<tool_call>\n<function=example>") is QWEN3_CODER
+    assert detect_arguments_key((folder / "llama3.jinja").read_text()) == "parameters"
+    assert detect_arguments_key((folder / "qwen2_5.jinja").read_text()) == "arguments"
 
 
 STRICT = {
@@ -177,7 +182,7 @@ def walk(tokenizer: Tokenizer, grammar: str, seed: int, start: str = "") -> str:
     matcher = GrammarCompiler(tokenizer, size, [size - 1]).compile(grammar)
     rng, ids, words = random.Random(seed), [], np.zeros(-(-size // 32), np.uint32)
     while not matcher.is_finished and len(ids) < 3000:
-        assert matcher.fill(words, ())
+        assert matcher.fill_mask(words, ())
         allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
         done = tokenizer.decode(ids, skip_special_tokens=False, at_start=False)
         if len(done) < len(start):
@@ -193,11 +198,11 @@ def walk(tokenizer: Tokenizer, grammar: str, seed: int, start: str = "") -> str:
     return tokenizer.decode(ids, skip_special_tokens=False, at_start=False)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", CALL_FORMATS)
 @pytest.mark.parametrize("key", ["arguments", "parameters"])
 def test_forced_calls_are_read_back_and_fit(tokenizer, form, key):
     for seed, most in ((0, 1), (1, 8), (2, 8)):
-        text = walk(tokenizer, calls_grammar(FORMS[form], FUNCTIONS, key, tokenizer, most=most), seed)
+        text = walk(tokenizer, calls_grammar(CALL_FORMATS[form], FUNCTIONS, key, tokenizer, max_calls=most), seed)
         said, calls = read(form, [text], {function.name: function.parameters for function in FUNCTIONS})
         assert said == ""
         assert 1 <= len(calls) <= most
@@ -206,11 +211,11 @@ def test_forced_calls_are_read_back_and_fit(tokenizer, form, key):
             assert value == {} if name == "stop" else (value["city"] in ("Oslo", "Paris") and 0 <= value["n"] <= 99)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", CALL_FORMATS)
 def test_where_text_may_stand_a_call_that_begins_is_right(tokenizer, form):
-    grammar = calls_grammar(FORMS[form], FUNCTIONS[:1], "arguments", tokenizer, or_text=True)
-    own = FORMS[form]
-    opening = own.syntax.openings[0] if own.says_opening else ""
+    grammar = calls_grammar(CALL_FORMATS[form], FUNCTIONS[:1], "arguments", tokenizer, or_text=True)
+    own = CALL_FORMATS[form]
+    opening = own.syntax.openings[0] if own.writes_opening else ""
     begin = "<function=get" if own.syntax.in_xml else "get_weather(" if own.syntax.in_python else '{"name": "get'
     head = ("so " if opening else "") + opening + own.begin + own.before + begin
     said, calls = read(form, [walk(tokenizer, grammar, 4, head)], {"get_weather": STRICT})
@@ -235,12 +240,12 @@ MALFORMED = [
 ]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", CALL_FORMATS)
 @pytest.mark.parametrize("schema", MALFORMED)
 def test_a_malformed_schema_is_refused_or_taken_for_any(tokenizer, form, schema):
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, [tokenizer.vocab_size - 1])
     with contextlib.suppress(GrammarError):
-        compiler.compile(calls_grammar(FORMS[form], [Function("f", schema)], "arguments", tokenizer))
+        compiler.compile(calls_grammar(CALL_FORMATS[form], [Function("f", schema)], "arguments", tokenizer))
     xml = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
     assert read("qwen3_coder", [xml], {"f": schema})[1][0][0] == "f"
 
@@ -251,23 +256,25 @@ def test_a_schema_that_cannot_be_had_is_refused(tokenizer):
 
 
 FORMATS = (
-    of_json({"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}),
-    of_regex("yes|no"),
-    of_choice(["yes", "no"]),
-    of_grammar('start: function | call\nfunction: "yes"\ncall: "no"'),
+    json_grammar(
+        {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+    ),
+    regex_grammar("yes|no"),
+    choice_grammar(["yes", "no"]),
+    lark_grammar('start: function | call\nfunction: "yes"\ncall: "no"'),
 )
 
 
-@pytest.mark.parametrize("form", [name for name, form in FORMS.items() if form.says_opening])
+@pytest.mark.parametrize("form", [name for name, form in CALL_FORMATS.items() if form.writes_opening])
 @pytest.mark.parametrize("wanted", FORMATS)
 def test_a_reply_calls_or_has_its_form(tokenizer, form, wanted):
     functions = [replace(function, is_strict=True) for function in FUNCTIONS]
-    grammar = calls_grammar(FORMS[form], functions, "arguments", tokenizer, or_text=True, or_form=wanted)
+    grammar = calls_grammar(CALL_FORMATS[form], functions, "arguments", tokenizer, or_text=True, or_grammar=wanted)
     answer = '{"a": 1}' if wanted is FORMATS[0] else "yes"
     assert walk(tokenizer, grammar, 4, answer) == answer
     matcher = GrammarCompiler(tokenizer, tokenizer.vocab_size, [tokenizer.vocab_size - 1]).compile(grammar)
     assert not matcher.advance(tokenizer.encode("hello", False))
-    own = FORMS[form]
+    own = CALL_FORMATS[form]
     head = own.syntax.openings[0] + own.begin + own.before
     begin = "<function=stop" if own.syntax.in_xml else '{"name": "stop'
     said, calls = read(form, [walk(tokenizer, grammar, 4, head + begin)])
@@ -304,9 +311,9 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
     return ids
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", CALL_FORMATS)
 def test_a_strict_call_is_held_wherever_text_may_stand(tokenizer, form):
-    grammar = calls_grammar(FORMS[form], STRICT_ONE, "arguments", tokenizer, or_text=True)
+    grammar = calls_grammar(CALL_FORMATS[form], STRICT_ONE, "arguments", tokenizer, or_text=True)
     matcher = GrammarCompiler(tokenizer, tokenizer.vocab_size, [tokenizer.vocab_size - 1]).compile(grammar)
 
     def passes(text: str) -> bool:
@@ -318,7 +325,7 @@ def test_a_strict_call_is_held_wherever_text_may_stand(tokenizer, form):
     assert passes("Any text.")
     assert passes(right)
     assert not passes(wrong)
-    if not FORMS[form].syntax.at_start_only:
+    if not CALL_FORMATS[form].syntax.at_start_only:
         between = "So: {} and\n{} so."
         assert passes(between.format(right, right))
         assert not passes(between.format(right, wrong))

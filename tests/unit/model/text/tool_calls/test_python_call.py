@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.text.grammar import GrammarError
+from model.errors import GrammarError
 from model.text.grammar_matcher import GrammarCompiler
 from model.text.tokenizer import Tokenizer
-from model.text.tool_calls.formats import FORMS, PYTHONIC, Function, calls_grammar, form_of
+from model.text.tool_calls.formats import CALL_FORMATS, PYTHONIC, calls_grammar, detect_format
 from model.text.tool_calls.python_call import MAX_DEPTH
-from model.text.tool_calls.stream import Argued, Called, ToolCallStream
+from model.text.tool_calls.reader import Function
+from model.text.tool_calls.stream import ArgumentsDelta, CallStart, ToolCallStream
 from tests.support.make_tokenizers import llama3_style
 from tests.unit.model.text.tool_calls.test_resync import SCHEMAS, check
 
@@ -95,18 +96,18 @@ def test_readings(text, said, calls):
 def test_arguments_are_told_while_they_come():
     stream = ToolCallStream(PYTHONIC.syntax, SCHEMAS)
     assert stream.push("[get_weather(ci") == []
-    assert stream.push("ty='Os") == [Called(0, "get_weather"), Argued(0, '{"city": "Os')]
-    assert stream.push("lo', x=(1") == [Argued(0, 'lo", "x": ')]  # no tuple before its comma
-    assert stream.push(", Tr") == [Argued(0, "[1, ")]
-    assert stream.push("ue))") == [Argued(0, "true]}")]
-    assert stream.push("]") == stream.end() == []
+    assert stream.push("ty='Os") == [CallStart(0, "get_weather"), ArgumentsDelta(0, '{"city": "Os')]
+    assert stream.push("lo', x=(1") == [ArgumentsDelta(0, 'lo", "x": ')]  # no tuple before its comma
+    assert stream.push(", Tr") == [ArgumentsDelta(0, "[1, ")]
+    assert stream.push("ue))") == [ArgumentsDelta(0, "true]}")]
+    assert stream.push("]") == stream.flush() == []
 
 
 def test_the_form_of_a_template():
-    assert form_of("like [func_name1(params_name1=params_value1, ...), func_name2(params)]") is PYTHONIC
-    assert form_of("<function_calls>\n{{ calls }}</function_calls>") is PYTHONIC
-    assert form_of("{{ messages[0] }} {%- set x = dict(a=1) %} [INST]") is not PYTHONIC
-    assert form_of("<tool_call> like [f(a=1)]") is FORMS["hermes"]
+    assert detect_format("like [func_name1(params_name1=params_value1, ...), func_name2(params)]") is PYTHONIC
+    assert detect_format("<function_calls>\n{{ calls }}</function_calls>") is PYTHONIC
+    assert detect_format("{{ messages[0] }} {%- set x = dict(a=1) %} [INST]") is not PYTHONIC
+    assert detect_format("<tool_call> like [f(a=1)]") is CALL_FORMATS["hermes"]
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +151,9 @@ MANY = {
 )
 def test_arguments_are_held_to_their_schema(tokenizer, text, is_right):
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, [tokenizer.vocab_size - 1])
-    matcher = compiler.compile(calls_grammar(PYTHONIC, [Function("f", MANY, True)], "arguments", tokenizer, most=2))
+    matcher = compiler.compile(
+        calls_grammar(PYTHONIC, [Function("f", MANY, True)], "arguments", tokenizer, max_calls=2)
+    )
     assert (matcher.advance(tokenizer.encode(text, False)) and matcher.is_complete) == is_right
 
 
@@ -170,7 +173,7 @@ def test_arguments_are_held_to_their_schema(tokenizer, text, is_right):
 )
 def test_text_may_stand_beside_calls_and_hide_none(tokenizer, form, text, is_right):
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, [tokenizer.vocab_size - 1])
-    grammar = calls_grammar(FORMS[form], [Function("f", {})], "arguments", tokenizer, or_text=True)
+    grammar = calls_grammar(CALL_FORMATS[form], [Function("f", {})], "arguments", tokenizer, or_text=True)
     assert compiler.compile(grammar).advance(tokenizer.encode(text, False)) == is_right
 
 

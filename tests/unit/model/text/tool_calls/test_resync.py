@@ -12,25 +12,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.text.tool_calls import stream as tool_call_stream
-from model.text.tool_calls.formats import FORMS
+from model.text.tool_calls.formats import CALL_FORMATS
 from model.text.tool_calls.reader import CallReader
-from model.text.tool_calls.stream import MAX_RESCANS, Argued, Called, Said, ToolCallStream
+from model.text.tool_calls.stream import MAX_RESCANS, ArgumentsDelta, CallStart, TextDelta, ToolCallStream
 
 SCHEMAS = {"get_weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}, "stop": None}
 Told = tuple[str, list[tuple[str, str]]]
 
 
 def read(form: str, parts: Sequence[str], *, holds_calls: bool = False) -> Told:
-    stream = ToolCallStream(FORMS[form].syntax, SCHEMAS, holds_calls=holds_calls)
+    stream = ToolCallStream(CALL_FORMATS[form].syntax, SCHEMAS, holds_calls=holds_calls)
     said, calls = "", []
-    for news in [one for part in parts for one in stream.push(part)] + stream.end():
+    for news in [one for part in parts for one in stream.push(part)] + stream.flush():
         match news:
-            case Said(text):
+            case TextDelta(text):
                 said += text
-            case Called(number, name):
+            case CallStart(number, name):
                 assert number == len(calls)
                 calls.append([name, ""])
-            case Argued(number, text):
+            case ArgumentsDelta(number, text):
                 assert number == len(calls) - 1
                 calls[-1][1] += text
     assert stream.num_calls == len(calls)
@@ -261,10 +261,10 @@ def test_any_long_text_is_read_in_linear_time(form, unit, holds_calls, monkeypat
 
     monkeypatch.setattr(CallReader, "feed", feed)
     text, size = unit * (100_000 // len(unit)), 100_000 if holds_calls else 1000
-    stream = CountingStream(FORMS[form].syntax, SCHEMAS, holds_calls=holds_calls)
+    stream = CountingStream(CALL_FORMATS[form].syntax, SCHEMAS, holds_calls=holds_calls)
     for i in range(0, len(text), size):
         stream.push(text[i : i + size])
-    stream.end()
+    stream.flush()
     assert num_fed <= (MAX_RESCANS + 2) * len(text)
     longest_held = tool_call_stream.MAX_UNPROVEN_CHARS + 2 * tool_call_stream.RESYNC_CHARS + 2 * size
     assert num_copied <= longest_held * (len(text) // size + 2)

@@ -7,11 +7,12 @@ import re
 
 import pytest
 
-from model.text.grammar import GrammarError
+from model.errors import GrammarError
 from model.text.grammar_matcher import GrammarCompiler
 from model.text.tokenizer import Tokenizer
-from model.text.tool_calls.formats import QWEN3_CODER, Function, calls_grammar
-from model.text.tool_calls.stream import Argued, Called, ToolCallStream
+from model.text.tool_calls.formats import QWEN3_CODER, calls_grammar
+from model.text.tool_calls.reader import Function
+from model.text.tool_calls.stream import ArgumentsDelta, CallStart, ToolCallStream
 from tests.support.make_tokenizers import qwen_style
 from tests.unit.model.text.tool_calls.test_formats import CALL, read
 
@@ -71,11 +72,11 @@ def test_readings(text, said, calls):
 def test_a_text_is_told_while_it_comes():
     stream = ToolCallStream(QWEN3_CODER.syntax, SCHEMAS)
     assert stream.push("<tool_call>\n<function=get_weather>\n<parameter") == []
-    assert stream.push("=city>\nOs") == [Called(0, "get_weather"), Argued(0, '{"city": "Os')]
-    assert stream.push("lo\n</para") == [Argued(0, "lo")]
-    assert stream.push("meter>\n") == [Argued(0, '"')]
-    assert stream.push("</function></tool_call>") == [Argued(0, "}")]
-    assert stream.end() == []
+    assert stream.push("=city>\nOs") == [CallStart(0, "get_weather"), ArgumentsDelta(0, '{"city": "Os')]
+    assert stream.push("lo\n</para") == [ArgumentsDelta(0, "lo")]
+    assert stream.push("meter>\n") == [ArgumentsDelta(0, '"')]
+    assert stream.push("</function></tool_call>") == [ArgumentsDelta(0, "}")]
+    assert stream.flush() == []
 
 
 def test_long_values_take_no_long_time():
@@ -129,7 +130,7 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
 )
 def test_parameters_are_held_to_their_schema(tokenizer, text, is_right):
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, [tokenizer.vocab_size - 1])
-    grammar = calls_grammar(QWEN3_CODER, [Function("f", MANY, True)], "arguments", tokenizer, most=1)
+    grammar = calls_grammar(QWEN3_CODER, [Function("f", MANY, True)], "arguments", tokenizer, max_calls=1)
     matcher = compiler.compile(grammar)
     assert (matcher.advance(ids_of(tokenizer, text)) and matcher.is_complete) == is_right
 
@@ -158,7 +159,7 @@ ENFORCED = [
 def test_every_keyword_of_a_parameter_is_enforced(tokenizer, schema, right, wrong):
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, [tokenizer.vocab_size - 1])
     function = Function("f", {**ONE, "properties": {"a": schema}}, True)
-    grammar = calls_grammar(QWEN3_CODER, [function], "arguments", tokenizer, most=1)
+    grammar = calls_grammar(QWEN3_CODER, [function], "arguments", tokenizer, max_calls=1)
     for text in (*right, *wrong):
         matcher = compiler.compile(grammar)
         fits = matcher.advance(ids_of(tokenizer, xml("f", a=text))) and matcher.is_complete

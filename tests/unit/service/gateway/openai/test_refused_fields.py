@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from model.text.grammar import GrammarError
+from model.errors import GrammarError
 from model.text.grammar_compiler import TokenTable
 from model.text.grammar_task import GrammarTask, write_grammar
 from service.errors import RequestError

@@ -7,7 +7,8 @@ import asyncio
 import msgpack
 import pytest
 
-from model.text.grammar import GrammarError, of_json
+from model.errors import GrammarError
+from model.text.grammar import json_grammar
 from service.gateway.generation.request import CHAT, COMPLETIONS
 from service.queue.codec import decode
 from service.queue.messages import Reply
@@ -153,7 +154,7 @@ async def test_a_schema_of_nearly_a_mebibyte_is_served(served):
         status, answer = await served.post(endpoint, {**BODIES[endpoint], **fields})
         assert status == 200, answer
     with pytest.raises(GrammarError):
-        of_json(large_schema(1_200_000))
+        json_grammar(large_schema(1_200_000))
 
 
 async def test_a_producer_has_the_same(served):

@@ -6,7 +6,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from model.text.grammar import COMPACT, of_choice, of_grammar, of_json, of_regex
+from model.text.grammar import COMPACT, choice_grammar, json_grammar, lark_grammar, regex_grammar
 from model.text.grammar_compiler import TokenTable
 from model.text.grammar_task import GrammarTask, write_grammar
 from service.gateway.generation.request import CHAT, COMPLETIONS
@@ -24,21 +24,24 @@ def strict(schema, **more):
 
 
 WAYS = [
-    ({"response_format": {"type": "json_object"}}, of_json({"type": "object"})),
-    ({"response_format": strict(SCHEMA, strict=True)}, of_json(SCHEMA)),
-    ({"response_format": strict(SCHEMA)}, of_json(SCHEMA, lenient=True)),
-    ({"response_format": strict(None)}, of_json({"type": "object"}, lenient=True)),
-    ({"guided_json": SCHEMA}, of_json(SCHEMA)),
-    ({"guided_json": json.dumps(SCHEMA)}, of_json(SCHEMA)),
-    ({"guided_json": SCHEMA, "guided_whitespace_pattern": " ?"}, of_json(SCHEMA, whitespace=" ?")),
-    ({"guided_regex": "[a-z]+", "guided_decoding_backend": "auto"}, of_regex("[a-z]+")),
-    ({"guided_choice": ["yes", "no"]}, of_choice(["yes", "no"])),
-    ({"guided_grammar": 'root ::= "a" | "b"'}, of_grammar('root ::= "a" | "b"')),
-    ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, of_json(SCHEMA, whitespace=COMPACT)),
-    ({"structured_outputs": {"json_object": True}}, of_json({"type": "object"})),
-    ({"structured_outputs": {"regex": "a|b", "choice": None}}, of_regex("a|b")),
-    ({"structured_outputs": {"choice": ["a"], "disable_fallback": True}}, of_choice(["a"])),
-    ({"structured_outputs": {"grammar": 'start: "a"'}}, of_grammar('start: "a"')),
+    ({"response_format": {"type": "json_object"}}, json_grammar({"type": "object"})),
+    ({"response_format": strict(SCHEMA, strict=True)}, json_grammar(SCHEMA)),
+    ({"response_format": strict(SCHEMA)}, json_grammar(SCHEMA, lenient=True)),
+    ({"response_format": strict(None)}, json_grammar({"type": "object"}, lenient=True)),
+    ({"guided_json": SCHEMA}, json_grammar(SCHEMA)),
+    ({"guided_json": json.dumps(SCHEMA)}, json_grammar(SCHEMA)),
+    ({"guided_json": SCHEMA, "guided_whitespace_pattern": " ?"}, json_grammar(SCHEMA, whitespace=" ?")),
+    ({"guided_regex": "[a-z]+", "guided_decoding_backend": "auto"}, regex_grammar("[a-z]+")),
+    ({"guided_choice": ["yes", "no"]}, choice_grammar(["yes", "no"])),
+    ({"guided_grammar": 'root ::= "a" | "b"'}, lark_grammar('root ::= "a" | "b"')),
+    (
+        {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
+        json_grammar(SCHEMA, whitespace=COMPACT),
+    ),
+    ({"structured_outputs": {"json_object": True}}, json_grammar({"type": "object"})),
+    ({"structured_outputs": {"regex": "a|b", "choice": None}}, regex_grammar("a|b")),
+    ({"structured_outputs": {"choice": ["a"], "disable_fallback": True}}, choice_grammar(["a"])),
+    ({"structured_outputs": {"grammar": 'start: "a"'}}, lark_grammar('start: "a"')),
 ]
 
 
@@ -101,4 +104,4 @@ async def test_the_official_client_parses_into_a_class(model_folder):
         answer = await client.completions.create(
             model=MODEL, prompt="x", extra_body={"structured_outputs": {"choice": ["a", "b"]}}
         )
-        assert gateway.worker.jobs[1].sampling.grammar == of_choice(["a", "b"])
+        assert gateway.worker.jobs[1].sampling.grammar == choice_grammar(["a", "b"])

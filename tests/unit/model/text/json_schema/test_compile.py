@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from model.text.grammar import GrammarError, of_json
+from model.errors import GrammarError
+from model.text.grammar import json_grammar
 from model.text.grammar_matcher import GrammarCompiler
 from model.text.tokenizer import Tokenizer
-from model.text.tool_calls.formats import HERMES, Function, calls_grammar
+from model.text.tool_calls.formats import HERMES, calls_grammar
+from model.text.tool_calls.reader import Function
 from tests.support.random_schemas import random_rules, random_value
 from tests.support.schema_validator import is_valid
 
-DEMO = Path(__file__).parents[4] / "model" / "demo"
+DEMO = Path(__file__).parents[5] / "model" / "demo"
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +174,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_each_keyword(compiler, accepts, case, lenient):
     schema, allowed, forbidden = CASES[case]
-    matcher = compiler.compile(of_json(schema, lenient=lenient))
+    matcher = compiler.compile(json_grammar(schema, lenient=lenient))
     for value in allowed:
         assert accepts(matcher, json.dumps(value, ensure_ascii=False)), value
     for value in forbidden:
@@ -190,7 +192,7 @@ def test_each_keyword_of_a_function(tokenizer, compiler, accepts, case):
     if "references" in case and "sibling" not in case:
         return
     for is_strict in (False, True):
-        grammar = calls_grammar(HERMES, [Function("f", parameters, is_strict)], "arguments", tokenizer, most=1)
+        grammar = calls_grammar(HERMES, [Function("f", parameters, is_strict)], "arguments", tokenizer, max_calls=1)
         matcher = compiler.compile(grammar)
         for values, is_right in ((allowed, True), (forbidden, False)):
             for value in values:
@@ -236,21 +238,21 @@ REFUSED = {
 def test_what_cannot_be_enforced_is_refused_by_name(tokenizer, case, lenient):
     schema, named = REFUSED[case]
     with pytest.raises(GrammarError) as caught:
-        of_json(schema, lenient=lenient)
+        json_grammar(schema, lenient=lenient)
     assert named in str(caught.value)
     with pytest.raises(GrammarError, match="'f'"):
-        calls_grammar(HERMES, [Function("f", schema, not lenient)], "arguments", tokenizer, most=1)
+        calls_grammar(HERMES, [Function("f", schema, not lenient)], "arguments", tokenizer, max_calls=1)
 
 
 def test_a_format_is_a_comment_only_where_it_is_not_known_and_not_strict():
     schema = {"type": "string", "format": "phone number"}
-    assert of_json(schema, lenient=True)
+    assert json_grammar(schema, lenient=True)
     with pytest.raises(GrammarError, match="'format' at '#'"):
-        of_json(schema)
+        json_grammar(schema)
 
 
 def test_a_property_cannot_be_had_by_another_spelling(compiler, accepts):
-    matcher = compiler.compile(of_json({"properties": {"a": {"type": "integer"}}}))
+    matcher = compiler.compile(json_grammar({"properties": {"a": {"type": "integer"}}}))
     assert accepts(matcher, '{"a": 1}')
     assert not accepts(matcher, '{"\\u0061": "x"}')
 
@@ -265,7 +267,7 @@ def test_products_of_keywords_are_bounded():
         {"not": {"oneOf": [wide] * 40}},
     ):  # fmt: skip
         with contextlib.suppress(GrammarError):
-            assert len(of_json(schema)) < 1 << 20
+            assert len(json_grammar(schema)) < 1 << 20
 
 
 NUM_SEEDS = 250
@@ -278,7 +280,7 @@ def test_what_any_schema_lets_through_is_valid(compiler, accepts, part):
         rng = random.Random(seed)
         schema = random_rules(rng)
         try:
-            matcher = compiler.compile(of_json(schema, lenient=bool(seed % 2)))
+            matcher = compiler.compile(json_grammar(schema, lenient=bool(seed % 2)))
         except GrammarError:
             continue
         num_compiled += 1

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from model.errors import GrammarError
-from model.text.grammar import of_json
-from model.text.schema_bounds import MAX_MEETING_PATTERNS, MAX_PATTERN_KEYS, meeting_patterns
+from model.text.grammar import json_grammar
+from model.text.json_schema.limits import MAX_INTERSECTING_PATTERNS, MAX_PATTERN_KEYS, intersecting_patterns
 from tests.support.hostile_grammars import SCHEMAS
 
 WORD = {"type": "string", "pattern": "x"}
@@ -42,20 +42,20 @@ def mixin(*names: str) -> dict:
     ],
 )
 def test_what_meets_is_counted(schema, num_patterns):
-    assert meeting_patterns(schema) == (num_patterns, 0)
+    assert intersecting_patterns(schema) == (num_patterns, 0)
 
 
 @pytest.mark.parametrize("name", ["allOf", "in items", "in properties", "behind references", "anyOf beside"])
 def test_what_meets_too_often_is_refused_at_once(name):
     begin_s = time.thread_time()
     with pytest.raises(GrammarError, match="patterns"):
-        of_json(SCHEMAS[name](1))
+        json_grammar(SCHEMAS[name](1))
     assert time.thread_time() - begin_s < 0.2
 
 
 def test_as_many_as_are_allowed_are_taken():
-    of_json({"allOf": words(MAX_MEETING_PATTERNS)})
-    of_json({"patternProperties": {f"^{i}$": True for i in range(MAX_PATTERN_KEYS // 2)}})
+    json_grammar({"allOf": words(MAX_INTERSECTING_PATTERNS)})
+    json_grammar({"patternProperties": {f"^{i}$": True for i in range(MAX_PATTERN_KEYS // 2)}})
 
 
 @pytest.mark.parametrize(
@@ -69,5 +69,5 @@ def test_as_many_as_are_allowed_are_taken():
 )
 def test_it_takes_no_time_whatever_the_schema(schema):
     begin_s = time.thread_time()
-    meeting_patterns(schema)
+    intersecting_patterns(schema)
     assert time.thread_time() - begin_s < 2.0
