@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 from typing import Any
 
-from model.text.json_schema.core import OBJECT, Core, Kinds, ProofContext, all_of, any_of, names_in, of_kinds, values_of
+from model.text.json_schema.core import OBJECT, Core, Kinds, ProofContext, all_of, any_of, of_kinds, values_of
 
 MAX_COMBINATIONS = 64
 """Sets of properties that a rule about their number writes out."""
@@ -70,10 +70,6 @@ def named(core: Core, known: ProofContext, depth: int = 0) -> Core | None:
     names, patterns = language
     found: dict[str, Any] = {"type": "object", "properties": dict.fromkeys(names, True), "additionalProperties": False}
     return {**found, "patternProperties": {"|".join(patterns): True}} if patterns else found
-
-
-def names_known(core: Core, known: ProofContext) -> Collection[str]:
-    return sorted(names_in(core, known))
 
 
 def _sized_by_others(core: dict[str, Any], least: int, most: int | None, is_open: bool) -> Core | None:
