@@ -1,4 +1,4 @@
-"""What a model is: the numbers of `config.json`, read once, refused by name where this code cannot serve them."""
+"""The shape of a model, read from `config.json`; what this code cannot serve is refused by name."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from model.config_fields import MAX_TOKEN_ID, Fields
 from model.dtypes import NUMPY_DTYPES
 from model.json_files import read_json_object
 from model.ops.interface import NO_WINDOW
-from model.rope_config import RopeConfig, read_rope
 
 CONFIG_BYTES = 1 << 20
-"""Largest config.json or generation_config.json that is read; real ones have a few kilobytes."""
+"""Size limit of config.json and generation_config.json; real ones have a few kilobytes."""
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -21,7 +20,27 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+MAX_POSITION = 1 << 24
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding. `kind` is the scaling; only its own fields are set."""
+
+    kind: str  # "default" | "linear" | "dynamic" | "llama3" | "yarn"
+    theta: float
+    factor: float = 1.0
+    original_max_position: int | None = None  # dynamic, llama3, yarn
+    low_freq_factor: float | None = None  # llama3
+    high_freq_factor: float | None = None  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn
+    mscale: float | None = None  # yarn
+    mscale_all_dim: float | None = None  # yarn
+    truncate: bool = True  # yarn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,20 +57,20 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     rope: RopeConfig
-    max_position: int  # longest sequence in tokens, what a scaled rope adds included
+    max_position: int  # longest sequence in tokens, after rope scaling
     tied_embeddings: bool = False
     qkv_bias: bool = False
     output_bias: bool = False  # o_proj
     mlp_bias: bool = False
     qk_norm: bool = False
-    windows: tuple[int, ...]  # per layer; NO_WINDOW where the layer sees everything
+    windows: tuple[int, ...]  # per layer; NO_WINDOW for full attention
     dtype: str  # "float32" | "float16" | "bfloat16", as stored
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
     @property
     def num_parameters(self) -> int:
-        """Of the matrices; norms and biases are left out."""
+        """Matrix elements; norms and biases are not counted."""
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         mlp = 3 * self.hidden_size * self.intermediate_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
@@ -59,7 +78,7 @@ class ModelConfig:
 
     @staticmethod
     def read(directory: Path) -> ModelConfig:
-        """The model in a Hugging Face folder; generation_config.json, where there is one, may add EOS ids.
+        """Read a Hugging Face folder; generation_config.json may add EOS ids.
 
         Raises ModelError, one line that names the file and the field.
         """
@@ -73,13 +92,13 @@ class ModelConfig:
 
     @staticmethod
     def from_dict(raw: dict[str, Any], source: str = "config.json") -> ModelConfig:
-        """The model of a parsed config.json, in the spelling of transformers 4 or 5. Raises ModelError."""
+        """Read a parsed config.json, in the spelling of transformers 4 or 5. Raises ModelError."""
         fields = Fields(raw, source)
         family = _family(fields)
         _refuse_unserved(fields)
         num_layers = fields.integer("num_hidden_layers", high=1 << 10)
         num_heads, num_kv_heads, head_dim = _heads(fields, family)
-        rope, max_position = read_rope(fields)
+        rope, max_position = _rope(fields)
         attention_bias = family in ("llama", "qwen3") and fields.boolean("attention_bias", False)
         return ModelConfig(
             family=family,
@@ -106,12 +125,11 @@ class ModelConfig:
 
 
 def generation_defaults(directory: Path) -> dict[str, float | int]:
-    """The sampling a model's makers recommend, for requests that leave it open; {} without generation_config.json.
+    """Return the sampling that generation_config.json recommends for unset fields, {} without the file.
 
-    Only what the file names is returned: temperature, top_p, top_k, min_p, repetition_penalty, in the ranges of
-    SamplingParams. Neutral spellings (top_k 0 or -1) are left out. As in vLLM, `do_sample` does not override a
-    temperature that is given (many files carry do_sample false beside one by accident); only `do_sample: false`
-    without a temperature means what it says, and gives temperature 0. Raises ModelError.
+    Only fields in the file are returned: temperature, top_p, top_k, min_p, repetition_penalty, in the ranges of
+    SamplingParams; neutral values (top_k 0 or -1) are left out. As in vLLM, `do_sample: false` means temperature 0 only
+    if no temperature is given: many files carry both by accident. Raises ModelError.
     """
     path = Path(directory) / "generation_config.json"
     if not path.exists():
@@ -149,7 +167,7 @@ def _refuse_unserved(fields: Fields) -> None:
 
 
 def _heads(fields: Fields, family: str) -> tuple[int, int, int]:
-    """(query heads, key/value heads, head_dim); what may be left out is what transformers derives or fixes."""
+    """Return (query heads, KV heads, head_dim), absent fields derived as in transformers."""
     hidden_size = fields.integer("hidden_size", high=1 << 17)
     num_heads = fields.integer("num_attention_heads", high=1 << 12)
     num_kv_heads = fields.integer("num_key_value_heads", num_heads, high=1 << 12)
@@ -166,7 +184,7 @@ def _heads(fields: Fields, family: str) -> tuple[int, int, int]:
 
 
 def _windows(fields: Fields, family: str, num_layers: int) -> tuple[int, ...]:
-    """Mistral's window is on every layer; a Qwen's where layer_types says, else from max_window_layers on."""
+    """Return the windows: Mistral's on every layer, Qwen's by layer_types, else from max_window_layers on."""
     layer_types = fields.get("layer_types")
     if layer_types is not None and (
         not isinstance(layer_types, list)
@@ -196,97 +214,70 @@ def _dtype(fields: Fields) -> str:
     return dtype
 
 
-def _preset(**shape: Any) -> ModelConfig:
-    return ModelConfig(windows=(NO_WINDOW,) * shape["num_layers"], dtype="bfloat16", **shape)
+def _rope(fields: Fields) -> tuple[RopeConfig, int]:
+    """Return the embedding of a config.json, in the spelling of transformers 4 or 5, and its longest sequence.
+
+    Linear and dynamic scaling multiply max_position_embeddings by their factor, yarn its original length; llama3's
+    max_position_embeddings is already scaled. Raises ModelError.
+    """
+    max_position = fields.integer("max_position_embeddings", high=MAX_POSITION)
+    scaling = fields.section("rope_parameters") or fields.section("rope_scaling") or Fields({}, fields.source)
+    if any(isinstance(value, dict) for value in scaling.raw.values()):
+        raise scaling.error("rope_parameters", "rotary parameters per layer type are not supported")
+    for section in (fields, scaling):
+        if section.number("partial_rotary_factor", 1.0, high=1) != 1.0:
+            raise section.error("partial_rotary_factor", "only 1 is supported")
+    kind = scaling.text("rope_type", scaling.text("type", "default"))
+    theta = scaling.number("rope_theta", None, above=1, high=1e12) or fields.number(
+        "rope_theta", 10000.0, above=1, high=1e12
+    )
+    if kind == "default":
+        return RopeConfig(kind=kind, theta=theta), max_position
+    if kind not in ROPE_KINDS:
+        raise scaling.error("rope_type", f"{kind!r} is not supported (known: {', '.join(ROPE_KINDS)})")
+    original = fields.integer("original_max_position_embeddings", None, high=MAX_POSITION) or scaling.integer(
+        "original_max_position_embeddings", max_position, high=MAX_POSITION
+    )
+    if kind == "yarn":
+        return _yarn(scaling, theta, max_position, original)
+    factor = scaling.number("factor", low=1, high=1e4)
+    if kind == "llama3":
+        return _llama3(scaling, theta, factor, original), max_position
+    rope = RopeConfig(kind=kind, theta=theta, factor=factor, original_max_position=max_position)
+    return rope, min(int(max_position * factor), MAX_POSITION)
 
 
-LLAMA31_ROPE = RopeConfig(
-    kind="llama3",
-    theta=500000.0,
-    factor=8.0,
-    original_max_position=8192,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-)
+def _llama3(scaling: Fields, theta: float, factor: float, original: int) -> RopeConfig:
+    low = scaling.number("low_freq_factor", above=0, high=1e6)
+    high = scaling.number("high_freq_factor", above=0, high=1e6)
+    if high <= low:
+        raise scaling.error("high_freq_factor", f"{high:g} is not above low_freq_factor {low:g}")
+    return RopeConfig(
+        kind="llama3",
+        theta=theta,
+        factor=factor,
+        original_max_position=original,
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )
 
-PRESETS: dict[str, ModelConfig] = {
-    "llama-3.1-8b": _preset(
-        family="llama",
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        rms_norm_eps=1e-5,
-        rope=LLAMA31_ROPE,
-        max_position=131072,
-        bos_token_id=128000,
-        eos_token_ids=(128001, 128008, 128009),
-    ),
-    "llama-3.2-1b": _preset(
-        family="llama",
-        vocab_size=128256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_layers=16,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=64,
-        rms_norm_eps=1e-5,
-        rope=replace(LLAMA31_ROPE, factor=32.0),
-        max_position=131072,
-        tied_embeddings=True,
-        bos_token_id=128000,
-        eos_token_ids=(128001, 128008, 128009),
-    ),
-    "mistral-7b": _preset(
-        family="mistral",
-        vocab_size=32768,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        rms_norm_eps=1e-5,
-        rope=RopeConfig(kind="default", theta=1000000.0),
-        max_position=32768,
-        bos_token_id=1,
-        eos_token_ids=(2,),
-    ),
-    "qwen2.5-7b": _preset(
-        family="qwen2",
-        vocab_size=152064,
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_layers=28,
-        num_heads=28,
-        num_kv_heads=4,
-        head_dim=128,
-        rms_norm_eps=1e-6,
-        rope=RopeConfig(kind="default", theta=1000000.0),
-        max_position=32768,
-        qkv_bias=True,
-        bos_token_id=151643,
-        eos_token_ids=(151645, 151643),
-    ),
-    "qwen3-8b": _preset(
-        family="qwen3",
-        vocab_size=151936,
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_layers=36,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        rms_norm_eps=1e-6,
-        rope=RopeConfig(kind="default", theta=1000000.0),
-        max_position=40960,
-        qk_norm=True,
-        bos_token_id=151643,
-        eos_token_ids=(151645, 151643),
-    ),
-}
-"""Shapes known by name, for measuring and planning without a folder."""
+
+def _yarn(scaling: Fields, theta: float, max_position: int, original: int) -> tuple[RopeConfig, int]:
+    factor = scaling.number("factor", max(max_position / original, 1.0), low=1, high=1e4)
+    beta_fast = scaling.number("beta_fast", 32.0, above=0, high=1e6)
+    beta_slow = scaling.number("beta_slow", 1.0, above=0, high=1e6)
+    if beta_fast < beta_slow:
+        raise scaling.error("beta_fast", f"{beta_fast:g} is below beta_slow {beta_slow:g}")
+    rope = RopeConfig(
+        kind="yarn",
+        theta=theta,
+        factor=factor,
+        original_max_position=original,
+        beta_fast=beta_fast,
+        beta_slow=beta_slow,
+        attention_factor=scaling.number("attention_factor", None, above=0, high=1e3),
+        mscale=scaling.number("mscale", None, high=1e3),
+        mscale_all_dim=scaling.number("mscale_all_dim", None, high=1e3),
+        truncate=scaling.boolean("truncate", True),
+    )
+    return rope, min(int(original * factor), MAX_POSITION)

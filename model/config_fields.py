@@ -1,4 +1,4 @@
-"""Typed reading of one parsed configuration file: every value is of the wanted type and range, or refused by name."""
+"""Typed reading of a parsed configuration file: each value has the wanted type and range, or is refused by name."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ MAX_TOKEN_ID = (1 << 31) - 1
 """Token ids travel as int32."""
 
 REQUIRED = object()
-"""Default of a field that must be there."""
+"""Default of a required field."""
 
 
 @dataclass(frozen=True)
 class Fields:
-    """`raw` as it stands in the file `source`; a field that is null counts as left out."""
+    """The fields of the file `source`; null counts as absent."""
 
     raw: dict[str, Any]
     source: str
 
     def error(self, name: str, problem: str) -> ModelError:
-        """What to raise of a field: file, name and problem, in 500 characters at most."""
+        """Return the error for a field: file, name and problem, at most 500 characters."""
         return ModelError(f"{self.source}: {name}: {problem}"[:500])
 
     def get(self, name: str) -> Any:
-        """The value as it stands, None where it is left out."""
+        """Return the raw value, None if absent."""
         return self.raw.get(name)
 
     def integer(self, name: str, default: Any = REQUIRED, *, low: int = 1, high: int) -> Any:
-        """An int in low..high. Raises ModelError, as all readers here: for another value, or none without `default`."""
+        """Return an int in low..high. Raises ModelError for another value, or if absent without `default`."""
         value = self._value(name, default)
         if value is default:
             return default
@@ -44,7 +44,7 @@ class Fields:
     def number(
         self, name: str, default: Any = REQUIRED, *, low: float = 0, high: float, above: float = -math.inf
     ) -> Any:
-        """A finite number as float in low..high and greater than `above`."""
+        """Return a finite float in low..high and greater than `above`. Raises ModelError."""
         value = self._value(name, default)
         if value is default:
             return default
@@ -55,21 +55,21 @@ class Fields:
         return float(value)
 
     def boolean(self, name: str, default: Any = REQUIRED) -> Any:
-        """True or false. Raises ModelError."""
+        """Return a bool. Raises ModelError."""
         value = self._value(name, default)
         if value is not default and type(value) is not bool:
             raise self.error(name, f"{value!r} is not true or false")
         return value
 
     def text(self, name: str, default: Any = REQUIRED) -> Any:
-        """A str. Raises ModelError."""
+        """Return a str. Raises ModelError."""
         value = self._value(name, default)
         if value is not default and type(value) is not str:
             raise self.error(name, f"{value!r} is not a string")
         return value
 
     def token_ids(self, name: str) -> tuple[int, ...]:
-        """One id or a list of ids; () where the field is left out."""
+        """Return one id or a list of ids; () if absent. Raises ModelError."""
         value = self.get(name)
         ids = [] if value is None else value if isinstance(value, list) else [value]
         if any(type(token_id) is not int or not 0 <= token_id <= MAX_TOKEN_ID for token_id in ids):
@@ -77,7 +77,7 @@ class Fields:
         return tuple(ids)
 
     def section(self, name: str) -> Fields | None:
-        """The object under `name`; None where it is left out."""
+        """Return the object under `name`, None if absent. Raises ModelError."""
         value = self.get(name)
         if value is None:
             return None

@@ -1,4 +1,4 @@
-"""The three element types of weights, activations and the KV cache, by the name that settings and configs use."""
+"""The element types of weights, activations and the KV cache, by their names in settings and configs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ NUMPY_DTYPES: dict[str, np.dtype] = {
 
 
 def all_finite(array: np.ndarray) -> bool:
-    """Whether no element of a contiguous `array` of one of the three types is NaN or infinite.
+    """Return whether no element of a contiguous float32, float16 or bfloat16 array is NaN or infinite.
 
-    Reads the bits: an exponent of all ones makes the largest integers of either sign. In pieces that stay in the cache,
-    for weights are large.
+    Compares bits, in pieces that fit the cache: with an exponent of all ones, integers of either sign are largest.
     """
     bits = array.reshape(-1).view(f"i{array.dtype.itemsize}")
     return all(_no_exponent_of_ones(bits[start : start + _PIECE], array.dtype) for start in range(0, bits.size, _PIECE))

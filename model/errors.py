@@ -1,11 +1,11 @@
-"""How a model is refused, and a grammar."""
+"""Errors for models and grammars."""
 
 from __future__ import annotations
 
 
 class ModelError(ValueError):
-    """A model or a device this code cannot serve. The message is one line that names the file and what is wrong."""
+    """A model or device cannot be served. The message is one line that names the file and the problem."""
 
 
 class GrammarError(ValueError):
-    """A grammar that cannot be compiled or is too large. Its text may be shown to the client."""
+    """A grammar cannot be compiled or is too large. The text may be shown to the client."""

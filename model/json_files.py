@@ -1,4 +1,4 @@
-"""JSON from files that strangers made: bounded, without duplicate names, without NaN, an object at the top."""
+"""Untrusted JSON: bounded, without duplicate names or NaN, an object at the top."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from model.errors import ModelError
 
 
 def read_json_object(path: Path, max_bytes: int) -> dict[str, Any]:
-    """The object in `path`. Raises ModelError where the file is missing, larger than `max_bytes` or not such JSON."""
+    """Return the object in `path`. Raises ModelError if it is missing, larger than `max_bytes` or invalid."""
     return parse_json_object(read_bytes(path, max_bytes), str(path))
 
 
 def read_bytes(path: Path, max_bytes: int) -> bytes:
-    """All of a regular file. Raises ModelError where it is missing, larger than `max_bytes`, or a pipe, a device or
-    whatever else may never end or never begin."""
+    """Return the content of a regular file. Raises ModelError if it is missing, larger than `max_bytes`, or not
+    regular."""
     try:
         with open(open_regular(path), "rb") as file:
             data = file.read(max_bytes + 1)
@@ -30,8 +30,8 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
 
 
 def open_regular(path: Path) -> int:
-    """Open a regular file for reading, without blocking. Raises ModelError, OSError."""
-    if not stat.S_ISREG(os.stat(path).st_mode):  # opening a device may do something by itself
+    """Open a regular file for reading, without blocking on a pipe. Raises ModelError, OSError."""
+    if not stat.S_ISREG(os.stat(path).st_mode):  # opening a device may have effects
         raise ModelError(f"{path}: not a regular file")
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -41,7 +41,7 @@ def open_regular(path: Path) -> int:
 
 
 def parse_json_object(data: bytes, source: str) -> dict[str, Any]:
-    """The object in UTF-8 `data`; `source` names it in errors. Raises ModelError."""
+    """Parse an object in UTF-8; `source` names it in errors. Raises ModelError."""
     try:
         value = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
     except RecursionError:

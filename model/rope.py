@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from model.rope_config import RopeConfig
+from model.config import RopeConfig
 
 
 def rope_tables(rope: RopeConfig, head_dim: int, max_model_len: int) -> tuple[np.ndarray, np.ndarray]:

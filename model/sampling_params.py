@@ -1,4 +1,4 @@
-"""What a request asks of sampling and of its own end, in token terms; stop strings and other text stay upstairs."""
+"""A request's sampling and end conditions, in tokens; text, such as stop strings, stays in the gateway."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from dataclasses import dataclass
 from typing import Literal
 
 MAX_LOGPROBS = 20
-"""Alternatives a request may ask for at each token."""
+"""Most alternatives returned per token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BeamSearch:
-    """Keep the `width` likeliest continuations; the words are Hugging Face's and vLLM's."""
+    """Keep the `width` likeliest continuations; names as in Hugging Face and vLLM."""
 
     width: int  # 1..16
-    length_penalty: float = 1.0  # -10..10; a beam's score is its log-probability over its length to this power
+    length_penalty: float = 1.0  # -10..10; a beam's score is log-probability / length ** length_penalty
     early_stopping: bool | Literal["never"] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Validated where requests enter; everything below trusts the ranges given here."""
+    """Validated where requests enter; other code trusts these ranges."""
 
-    max_tokens: int  # 1.. ; the door has already bounded it by max_model_len - prompt
-    min_tokens: int = 0  # 0..max_tokens; EOS and stop ids are forbidden before
+    max_tokens: int  # 1..; admission bounds it by max_model_len - prompt
+    min_tokens: int = 0  # 0..max_tokens; no EOS or stop id before
     temperature: float = 1.0  # 0..; 0 = greedy
     top_k: int | None = None  # 1..
     top_p: float = 1.0  # (0, 1]
@@ -31,17 +31,17 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # (0, 10]
     presence_penalty: float = 0.0  # [-2, 2]
     frequency_penalty: float = 0.0  # [-2, 2]
-    seed: int = 0  # 0..2^64-1; the door draws one where the client gave none
+    seed: int = 0  # 0..2^64-1; drawn at admission if not given
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None  # None: not wanted; K: the chosen token's and K alternatives'
-    prompt_logprobs: int | None = None  # the same of each token of the prompt but the first
-    pooling: Literal["mean", "last"] | None = None  # the prompt's hidden states as one vector, told with the end
+    logprobs: int | None = None  # K: the sampled token's and K alternatives'
+    prompt_logprobs: int | None = None  # the same for each prompt token but the first
+    pooling: Literal["mean", "last"] | None = None  # return the prompt's hidden states as one vector, at the end
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value added)
-    grammar: str | None = None  # what the answer must look like, as model.text.grammar writes it
-    n: int = 1  # answers wanted
-    best_of: int = 1  # n.. ; branches sampled; the n of the highest mean log-probability a token are the answers
-    beam: BeamSearch | None = None  # instead of sampling; n..width answers; best_of is 1 then
+    grammar: str | None = None  # a text of model.text.grammar
+    n: int = 1  # number of answers
+    best_of: int = 1  # n..; sampled branches; the n with the highest mean log-probability are returned
+    beam: BeamSearch | None = None  # instead of sampling; n..width answers, with best_of 1
 
     @property
     def num_branches(self) -> int:
@@ -50,10 +50,10 @@ class SamplingParams:
 
     @property
     def ranks_branches(self) -> bool:
-        """More are sampled than answered with, so that every chosen token's log-probability is needed."""
+        """Whether more are sampled than returned, which needs every sampled token's log-probability."""
         return self.beam is None and self.best_of > self.n
 
     @property
     def has_penalties(self) -> bool:
-        """Whether what was said before weighs on the logits."""
+        """Whether previous tokens affect the logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

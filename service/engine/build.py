@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from model.config import PRESETS, ModelConfig
+from model.config import ModelConfig
 from model.errors import GrammarError, ModelError
 from model.kv_cache import allocate
 from model.ops.backend import open_ops
 from model.ops.interface import Ops
+from model.presets import PRESETS
 from model.sampling_params import SamplingParams
 from model.text.grammar_matcher import GrammarCompiler
 from model.text.tokenizer import Tokenizer

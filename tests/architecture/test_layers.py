@@ -44,7 +44,7 @@ GATEWAY_LAYERS = tuple(
 TEXT = ("text",)
 ARRAYS = ("weights", "families", "ops", "cuda_graphs", "rope", "kv_cache", "batch", "sampler")
 COMMON = (
-    "config", "config_fields", "rope_config", "sampling_params", "dtypes", "json_files", "errors",
+    "config", "config_fields", "presets", "sampling_params", "dtypes", "json_files", "errors",
     "ops.host_blocks", "ops.interface", "ops.packing", "ops.weight",
 )  # fmt: skip
 TRAINING = "demo"

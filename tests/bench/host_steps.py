@@ -19,9 +19,9 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from model.config import PRESETS
 from model.ops.cpu.ops import NumpyOps
 from model.ops.interface import Array, Sampled, SamplingArrays
+from model.presets import PRESETS
 from model.sampling_params import SamplingParams
 from service.bench.engine_measures import WHOLE_STEPS
 from service.bench.flag_values import whole_number

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.config import PRESETS, ModelConfig, generation_defaults
+from model.config import ModelConfig, RopeConfig, generation_defaults
 from model.errors import ModelError
 from model.ops.interface import NO_WINDOW
-from model.rope_config import RopeConfig
+from model.presets import PRESETS
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

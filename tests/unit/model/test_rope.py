@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
+from model.config import RopeConfig
 from model.rope import attention_factor, inverse_frequencies, rope_tables
-from model.rope_config import RopeConfig
 
 DEFAULT = RopeConfig(kind="default", theta=10000.0)
 LLAMA3 = RopeConfig(

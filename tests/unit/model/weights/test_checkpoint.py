@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from model.config import PRESETS, ModelConfig
+from model.config import ModelConfig
 from model.dtypes import NUMPY_DTYPES
 from model.errors import ModelError
+from model.presets import PRESETS
 from model.weights.checkpoint import Checkpoint, expected_shapes, weight_bytes
 from tests.support.safetensors_bytes import save
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from model.config import PRESETS
+from model.presets import PRESETS
 from tests.bench.step_growth import growth_of, tell_growth
 from tests.bench.step_table import ATTENTION, OperationRow, StepTable
 

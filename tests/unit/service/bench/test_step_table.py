@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from model.config import PRESETS
+from model.presets import PRESETS
 from service.bench.kernels import Ceilings
 from tests.bench.step_table import COPIES, KernelEvent, added_us, least_us, op_names, table_of, work_of
 

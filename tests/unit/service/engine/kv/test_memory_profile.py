@@ -6,8 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from model.config import PRESETS, ModelConfig
+from model.config import ModelConfig
 from model.ops.cpu.ops import NumpyOps
+from model.presets import PRESETS
 from model.weights.loader import load_model
 from service.cli.main import DEMO_MODEL, main, make_parser
 from service.config.settings import SERVE, Settings
