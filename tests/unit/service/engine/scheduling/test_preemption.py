@@ -1,7 +1,7 @@
 """Swap or recompute by cost, on a simulated H200 and ones with a slower bus: `auto` is as good as the better of both,
 and better than either where the bus is what everybody waits for.
 
-`python -m tests.unit.service.engine.scheduling.test_preemption` prints the whole table of tests/bench/README.md.
+`python -m tests.unit.service.engine.scheduling.test_preemption` prints the whole table of tests/bench/RESULTS.md.
 """
 
 from dataclasses import replace
