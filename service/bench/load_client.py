@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 import aiohttp
 import uvloop
 
-from service.cli.client.event_lines import EventLines
+from service.cli.client.api import EventLines
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`quire check`: what fits, and the pool that `quire serve` would make, without reading a weight."""
+"""`quire check`: what fits, and the block pool that `quire serve` would make. Reads no weights."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ Rows = list[tuple[str, str]]
 
 
 def add_check_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--length", metavar="N", help="also say how many sequences of N tokens fit at once")
+    parser.add_argument(
+        "--length",
+        metavar="N",
+        help="one more length, in tokens, to report (default: none)",
+    )
 
 
 def run_check(settings: Settings, flags: argparse.Namespace) -> int:
-    """0: it fits, 1: it does not. On a GPU the largest steps are run, on weights made up: what they take beside those
-    is known only then."""
+    """Return 0 if the model fits, else 1. On a GPU the largest steps run on dummy weights, to measure the workspace."""
     length = None if flags.length is None else whole_number("--length", flags.length)
     config = read_model_config(settings)
     wanted_len = wanted_model_len(settings, config)
@@ -68,7 +71,7 @@ def _cache(settings: Settings, ops: Ops, memory: MemoryPlan) -> Rows:
 
 
 def _concurrency(memory: MemoryPlan, max_num_seqs: int, length: int | None) -> Rows:
-    """By length, how many sequences that share nothing fit at once: none of a length that none may have."""
+    """Return, by length, how many sequences without a shared prefix fit at once."""
     lengths = sorted({each for each in LENGTHS if each <= memory.max_model_len} | ({length} if length else set()))
     fitting = [
         memory.num_blocks // -(-each // memory.block_size) if each <= memory.max_model_len else 0 for each in lengths

@@ -1,4 +1,4 @@
-"""`quire completion`: what lets a shell complete verbs, flags and values, from the same parser that reads them."""
+"""`quire completion`: a shell script that completes verbs, flags and values."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import shtab
 
 SHELLS = ("bash", "zsh", "fish")
 _PATHS = {"FILE": shtab.FILE, "DIR": shtab.DIRECTORY}
-"""How flags name what they take."""
+"""Completion by metavar."""
 
 
 def add_completion_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=SHELLS, help="whose words the script speaks; the README says where it goes")
+    parser.add_argument("shell", choices=SHELLS, help='shell that the script is for: eval "$(quire completion bash)"')
 
 
 def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """The script for `parser`, which is not to be used for reading flags any more."""
+    """Return the script. Changes `parser`, which must not read flags afterwards."""
     for action in _actions(parser):
         metavar = action.metavar if isinstance(action.metavar, str) else ""
         if metavar in _PATHS:
-            action.complete = _PATHS[metavar]
+            action.complete = _PATHS[metavar]  # type: ignore[attr-defined]  # shtab reads this attribute
         elif metavar.startswith("{") and action.choices is None:
             action.choices = metavar[1:-1].split(",")
     return shtab.complete(parser, shell)

@@ -1,4 +1,4 @@
-"""`quire dead`: the jobs that were given up because engines died of them; to look at, and to try again."""
+"""`quire dead`: list, show and requeue dead letters, jobs that killed engines."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import os
 import sys
+from collections.abc import Sequence
 from datetime import datetime
 
 from service.cli.table import print_grid, print_table
@@ -22,18 +23,22 @@ MAX_CAUSE_SHOWN = 80
 
 
 def add_dead_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=("list", "show", "requeue"), help="requeue submits a copy, which runs alone")
+    parser.add_argument(
+        "action",
+        choices=("list", "show", "requeue"),
+        help="list all, show one, or requeue one as a copy that runs alone",
+    )
     parser.add_argument("job", nargs="?", metavar="JOB", help="id of the job, for show and requeue")
-    parser.add_argument("--redis-url", metavar="URL", help="without it QUIRE_REDIS_URL")
+    parser.add_argument("--redis-url", metavar="URL", help="the queue's Redis (default: $QUIRE_REDIS_URL)")
 
 
 def run_dead(flags: argparse.Namespace) -> int:
-    """1: there is no such job."""
+    """Return 0, or 1 for an unknown job."""
     url = flags.redis_url or os.environ.get("QUIRE_REDIS_URL")
     if not url:
-        raise StartupError("--redis-url is missing")
+        raise StartupError("--redis-url: missing")
     if flags.action != "list" and flags.job is None:
-        raise StartupError(f"{flags.action} wants the id of a job")
+        raise StartupError(f"{flags.action}: the id of a job is missing")
     return asyncio.run(_run(flags, url))
 
 
@@ -48,7 +53,7 @@ async def _run(flags: argparse.Namespace, url: str) -> int:
             return _show(flags.job, await dead.find(flags.job))
         copy = await dead.requeue(flags.job)
         if copy is None:
-            return _not_there(flags.job)
+            return _unknown_job(flags.job)
         print(copy)
         return 0
     except QueueUnavailable as error:
@@ -57,25 +62,25 @@ async def _run(flags: argparse.Namespace, url: str) -> int:
         await link.close()
 
 
-def _list(letters: list[DeadLetter]) -> int:
+def _list(letters: Sequence[DeadLetter]) -> int:
     rows = [
         (letter.job_id, _shown_time(letter), str(letter.deaths), _one_line(letter.cause)[:MAX_CAUSE_SHOWN])
         for letter in letters
     ]
-    print_grid(("job", "buried at", "deaths", "cause"), rows)
+    print_grid(("job", "dead since", "deaths", "cause"), rows)
     return 0
 
 
 def _show(job_id: str, letter: DeadLetter | None) -> int:
     if letter is None:
-        return _not_there(job_id)
+        return _unknown_job(job_id)
     job = decode(Job, letter.job)
     prompt = unpack_ids(job.prompt)
-    rest = f" ... {len(prompt)} in all" if len(prompt) > MAX_IDS_SHOWN else ""
+    rest = f" ... {len(prompt)} in total" if len(prompt) > MAX_IDS_SHOWN else ""
     rows = [
         ("job", letter.job_id),
         ("tenant", job.tenant),
-        ("buried at", _shown_time(letter)),
+        ("dead since", _shown_time(letter)),
         ("engine deaths", str(letter.deaths)),
         ("cause", _one_line(letter.cause)),
         ("sampling", str(job.sampling)),
@@ -90,10 +95,10 @@ def _shown_time(letter: DeadLetter) -> str:
 
 
 def _one_line(text: str) -> str:
-    """A cause may hold what a client sent: nothing of it moves the cursor."""
+    """Replace control characters: a cause may quote a client's text."""
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
-def _not_there(job_id: str) -> int:
-    print(f"quire dead: no dead letter of job {job_id}", file=sys.stderr)
+def _unknown_job(job_id: str) -> int:
+    print(f"quire dead: {job_id}: no dead letter of this job", file=sys.stderr)
     return 1

@@ -1,4 +1,4 @@
-"""`quire key`: makes an API key and the line that lets it in."""
+"""`quire key`: make an API key and its line for --api-key-file."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from service.gateway.http.auth import line_of, make_key, read_keys
 
 
 def add_key_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help="whose key it is; several keys may have one name")
-    parser.add_argument("--tenant", metavar="NAME", help="whose share its requests use; without it NAME")
-    parser.add_argument("--max-open", type=int, metavar="N", help="requests at once; without it --max-open-per-key")
-    parser.add_argument("--file", type=Path, metavar="FILE", help="append the line to this --api-key-file")
+    parser.add_argument("name", metavar="NAME", help="name of the key's owner; several keys may share it")
+    parser.add_argument("--tenant", metavar="NAME", help="tenant of the key's requests (default: the key's NAME)")
+    parser.add_argument("--max-open", type=int, metavar="N", help="max open requests (default: --max-open-per-key)")
+    parser.add_argument(
+        "--file", type=Path, metavar="FILE", help="--api-key-file to append to (default: print the line)"
+    )
 
 
 def run_key(flags: argparse.Namespace) -> int:
-    """With --file the key alone goes to stdout, else the key and its line. The key itself is kept nowhere."""
+    """Print the key and, without --file, its line. The key itself is stored nowhere."""
     key = make_key()
     try:
         line = line_of(key, flags.name, flags.tenant, flags.max_open)
@@ -33,7 +35,7 @@ def run_key(flags: argparse.Namespace) -> int:
 
 
 def _append(path: Path, line: str) -> None:
-    """A new file is for its owner alone. Raises StartupError, for a file that holds anything but keys too."""
+    """Append to a file of keys, or create a private one. Raises StartupError, also for other files."""
     if path.exists():
         read_keys(path)
     try:
@@ -41,4 +43,4 @@ def _append(path: Path, line: str) -> None:
             text = file.read()
             file.write((b"" if text.endswith(b"\n") or not text else b"\n") + line.encode() + b"\n")
     except OSError as error:
-        raise StartupError(f"--file: {path} cannot be written: {error.strerror}") from None
+        raise StartupError(f"--file: {path}: {error.strerror}") from None

@@ -1,4 +1,4 @@
-"""`quire`: the verbs, their flags, and what a wrong word on the command line gets."""
+"""`quire`: verbs, flags, and errors of the command line."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ log = logging.getLogger("quire.cli")
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "model" / "demo"
 
 HELP = {
-    "serve": "everything in one process group: embedded Redis, one gateway, one worker",
-    "gateway": "the HTTP door and the queue door, on an existing Redis",
-    "worker": "one model on one device, on an existing Redis",
-    "check": "say before loading what fits: weights, blocks, concurrency",
+    "serve": "run everything: embedded Redis, one gateway, one worker",
+    "gateway": "run a gateway, HTTP and queue producers, on an existing Redis",
+    "worker": "run a worker, one model on one device, on an existing Redis",
+    "check": "report what fits before loading: weights, blocks, concurrency",
     "bench": "measure the engine, its operations, or a running service",
 }
 
@@ -49,14 +49,14 @@ def run_completion(flags: argparse.Namespace) -> int:
 
 
 OTHER_VERBS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
-    "chat": ("talk with the model of a running service", add_chat_flags, run_chat),
-    "complete": ("let the model of a running service go on with a text", add_complete_flags, run_complete),
+    "chat": ("chat with the model of a running service", add_chat_flags, run_chat),
+    "complete": ("complete a text with the model of a running service", add_complete_flags, run_complete),
     "top": ("watch a running service: requests, tokens, latencies, KV blocks", add_top_flags, run_top),
-    "dead": ("jobs that were given up because engines died of them: list, show, requeue", add_dead_flags, run_dead),
-    "completion": ("print what lets a shell complete these words", add_completion_flags, run_completion),
+    "dead": ("list, show and requeue dead letters: jobs that killed engines", add_dead_flags, run_dead),
+    "completion": ("print a shell completion script", add_completion_flags, run_completion),
     "key": ("make an API key and its line for --api-key-file", add_key_flags, run_key),
 }
-"""Verbs that read no settings: help, flags, command."""
+"""Verbs without settings: help, flags, command."""
 
 COMMANDS: dict[str, Command] = {
     "serve": serve_command,
@@ -68,14 +68,14 @@ COMMANDS: dict[str, Command] = {
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Says in one line what is wrong; the usage is what --help is for."""
+    """Parser that reports an error in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The whole command line; each verb's help lists its settings with defaults and units."""
+    """Return the parser of all verbs and their settings."""
     parser = OneLineParser(
         prog="quire",
         description="Serves Llama-family models over HTTP and Redis from a paged KV cache.",
@@ -85,31 +85,32 @@ def make_parser() -> argparse.ArgumentParser:
     extra = {"check": add_check_flags, "bench": add_bench_flags}
     for verb in VERBS:
         verb_parser = verbs.add_parser(verb, help=HELP[verb], description=HELP[verb], allow_abbrev=False)
-        extra.get(verb, lambda parser: None)(verb_parser)
-        if verb != BENCH:  # each of its benches lists the settings it reads
+        if verb in extra:
+            extra[verb](verb_parser)
+        if verb != BENCH:  # each bench adds the settings it reads
             add_flags(verb_parser, verb)
     for verb, (help, add_verb_flags, _) in OTHER_VERBS.items():
         add_verb_flags(verbs.add_parser(verb, help=help, description=help, allow_abbrev=False))
     return parser
 
 
-def _flags_of(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> Iterator[str]:
-    """The flags that may stand behind the verbs that were chosen."""
+def _known_flags(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> Iterator[str]:
+    """Yield the flags of the chosen verbs."""
     for action in parser._actions:
         if not isinstance(action, argparse._SubParsersAction):
             yield from action.option_strings
         elif verb := getattr(chosen, action.dest):
-            yield from _flags_of(action.choices[verb], chosen)
+            yield from _known_flags(action.choices[verb], chosen)
 
 
-def _not_known(word: str, known: Iterable[str]) -> str:
-    """What to say of a word that none of the `known` flags is."""
+def _unknown_word(word: str, known: Iterable[str]) -> str:
+    """Return the error for `word`, with the most similar known flag."""
     alike = get_close_matches(word.partition("=")[0], list(known), n=1)
-    return f"{word} is not known here" + (f"; {alike[0]} is" if alike else "")
+    return f"{word}: unknown argument" + (f" (did you mean {alike[0]}?)" if alike else "")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb. 0: done, 1: it failed while running, 2: it could not start as asked, 130: Ctrl-C broke it off."""
+    """Run one verb. Return 0: done, 1: failed, 2: could not start, 130: interrupted by Ctrl-C."""
     parser = make_parser()
     flags, unknown = parser.parse_known_args(argv)
     if flags.verb is None and not unknown:
@@ -117,24 +118,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         if unknown:
-            raise StartupError(_not_known(unknown[0], _flags_of(parser, flags)))
+            raise StartupError(_unknown_word(unknown[0], _known_flags(parser, flags)))
         warnings = hide_secrets(flags)
         if flags.verb in OTHER_VERBS:
             return OTHER_VERBS[flags.verb][2](flags)
         settings = read_settings(flags.verb, flags, os.environ)
-        if settings.model is None:
-            settings = replace(settings, model=DEMO_MODEL)
-        if flags.verb != BENCH and not settings.model.is_dir():
-            raise StartupError(f"--model: {settings.model} is no folder on this machine; nothing is downloaded")
+        model = settings.model or DEMO_MODEL
+        settings = replace(settings, model=model)
+        if flags.verb != BENCH and not model.is_dir():
+            raise StartupError(f"--model: {model}: no such folder (models are not downloaded)")
         setup_logs(settings.log_level)
         for warning in warnings:
             log.warning("%s", warning)
         return COMMANDS[flags.verb](settings, flags)
-    except BrokenPipeError:  # the reader of our output has left, as `head` does
+    except BrokenPipeError:  # the reader of our stdout has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT  # as a shell says it of who ends by Ctrl-C
+        return 128 + signal.SIGINT  # a shell's status for it
     except StartupError as error:
         print(f"{' '.join(filter(None, ('quire', flags.verb)))}: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""`quire gateway` and `quire worker`: one part of the service, on a Redis that is already there."""
+"""`quire gateway` and `quire worker`: one process of the service, on an existing Redis."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from contextlib import asynccontextmanager
 
 import uvloop
 
-from service.cli.supervised import supervised
 from service.config.settings import Settings
 from service.errors import StartupError
 from service.gateway.process import run_gateway
@@ -27,17 +26,17 @@ from service.worker.process import EngineDied, run_worker
 log = logging.getLogger("quire.cli")
 
 READY = "ready"
-"""First word of the line that a part prints once it serves; `quire serve` waits for it."""
+"""First word of the line that a gateway or worker prints once it serves; `quire serve` waits for it."""
 
 
 def gateway_command(settings: Settings, _: argparse.Namespace) -> int:
-    """Returns the exit status; raises StartupError."""
+    """Run a gateway. Return the exit status; raises StartupError."""
 
     supervisor = Supervisor(os.environ)
 
     def on_ready(url: str) -> None:
         print(READY, url, flush=True)
-        supervisor.ready(f"listens on {url}")
+        supervisor.ready(f"listening on {url}")
 
     async def run(stop: asyncio.Event) -> None:
         async with (
@@ -51,13 +50,13 @@ def gateway_command(settings: Settings, _: argparse.Namespace) -> int:
 
 
 def worker_command(settings: Settings, _: argparse.Namespace) -> int:
-    """Returns the exit status, 1 if the engine died; raises StartupError."""
+    """Run a worker. Return the exit status, 1 if the engine died; raises StartupError."""
 
     supervisor = Supervisor(os.environ)
 
     def on_ready() -> None:
         print(READY, flush=True)
-        supervisor.ready("takes jobs")
+        supervisor.ready("taking jobs")
 
     async def run(stop: asyncio.Event) -> None:
         async with (
@@ -73,13 +72,39 @@ def worker_command(settings: Settings, _: argparse.Namespace) -> int:
         log.critical("the engine died", exc_info=death.__cause__)
         sys.stdout.flush()
         logging.shutdown()
-        os._exit(1)  # tidying up would wait for a device, or a thread, that never answers
+        os._exit(1)  # cleaning up would wait for a device or thread that never answers
+
+
+@asynccontextmanager
+async def supervised(supervisor: Supervisor, stop: asyncio.Event, *, by_loop: bool) -> AsyncIterator[None]:
+    """Notify the supervisor when `stop` is set and, `by_loop`, of the event loop's progress. A worker's engine reports
+    its own progress instead."""
+    tasks = [asyncio.create_task(_notify_stop(supervisor, stop))]
+    if by_loop and supervisor.feed_every_s is not None:
+        tasks.append(asyncio.create_task(_feed(supervisor, supervisor.feed_every_s)))
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _notify_stop(supervisor: Supervisor, stop: asyncio.Event) -> None:
+    await stop.wait()
+    supervisor.stopping()
+
+
+async def _feed(supervisor: Supervisor, every_s: float) -> None:
+    while True:
+        supervisor.feed()
+        await asyncio.sleep(every_s)
 
 
 @asynccontextmanager
 async def _queue(settings: Settings) -> AsyncIterator[RedisQueue]:
     if settings.redis_url is None:
-        raise StartupError("--redis-url is missing (quire serve starts a Redis of its own)")
+        raise StartupError("--redis-url: missing (quire serve starts an embedded Redis)")
     try:
         url = with_password(settings.redis_url, settings.redis_password_file)
         queue = await open_redis_queue(url, settings.worker_name, lease_s=settings.lease)
@@ -92,8 +117,8 @@ async def _queue(settings: Settings) -> AsyncIterator[RedisQueue]:
 
 
 @asynccontextmanager
-async def _tracing(part: str) -> AsyncIterator[Tracing]:
-    tracing = open_tracing(part, os.environ)
+async def _tracing(role: str) -> AsyncIterator[Tracing]:
+    tracing = open_tracing(role, os.environ)
     try:
         yield tracing
     finally:
@@ -101,7 +126,7 @@ async def _tracing(part: str) -> AsyncIterator[Tracing]:
 
 
 def run_until_signalled(run: Callable[[asyncio.Event], Awaitable[int | None]]) -> int:
-    """Run a coroutine that ends soon after its event is set; SIGTERM and SIGINT set it."""
+    """Run a coroutine; SIGTERM and SIGINT set its event, after which it must end soon."""
 
     async def main() -> int:
         stop, loop = asyncio.Event(), asyncio.get_running_loop()

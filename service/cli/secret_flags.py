@@ -1,6 +1,6 @@
-"""Takes secrets that were given as flags out of the process list, where every user of the host can read them.
+"""Removal of secret flags from the process list, where every user of the host can read them.
 
-They stand there until this runs, about a second after the start: a file or a variable keeps them out from the first.
+They are visible until this runs, about a second after the start; a file or a variable is never visible.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ SECRET_FLAGS = {
     "shown_key": "QUIRE_API_KEY",
     "redis_url": "--redis-password-file or QUIRE_REDIS_URL",
 }
-"""By their place among the flags, what to give in their stead."""
+"""Flag to its safer alternative."""
 
 ARG_START, ARG_END = 45, 46
-"""Fields 48 and 49 of /proc/self/stat, counted from behind the command's name."""
+"""Fields 48 and 49 of /proc/self/stat, counted after the command's name."""
 
 
 def hide_secrets(flags: argparse.Namespace) -> list[str]:
-    """Overwrite this process's secret arguments with asterisks (on Linux); one warning for each flag that held one."""
-    secrets = {name: getattr(flags, name, None) for name in SECRET_FLAGS}
-    secrets = {name: text for name, text in secrets.items() if text and (name != "redis_url" or has_password(text))}
+    """Overwrite secret arguments with asterisks (on Linux). Return one warning for each such flag."""
+    texts = {name: getattr(flags, name, None) for name in SECRET_FLAGS}
+    secrets = {name: text for name, text in texts.items() if text and (name != "redis_url" or has_password(text))}
     if secrets:
         _overwrite({text.encode("utf-8", "surrogateescape") for text in secrets.values()})
     return [
-        f"--{name.replace('_', '-')}: other users of this host could read it in the process list: "
-        f"use {SECRET_FLAGS[name]}"
+        f"--{name.replace('_', '-')}: other users of this host could read it in the process list "
+        f"(use {SECRET_FLAGS[name]})"
         for name in secrets
     ]
 
@@ -42,7 +42,7 @@ def _overwrite(secrets: set[bytes]) -> None:
     try:
         fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
         start, end = int(fields[ARG_START]), int(fields[ARG_END])
-    except (OSError, IndexError, ValueError):  # not Linux, or /proc is not there
+    except (OSError, IndexError, ValueError):  # not Linux, or no /proc
         return
     if not 0 < start < end:
         return

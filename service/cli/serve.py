@@ -1,6 +1,6 @@
-"""`quire serve`: an embedded Redis where none is given, one gateway, one worker; all of them end together.
+"""`quire serve`: an embedded Redis unless --redis-url is given, one gateway, one worker; all end together.
 
-Redis and the worker are started again where they end by themselves: requests wait for them and go on.
+Redis and the worker are restarted when they end by themselves; requests wait and continue.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import time
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from service.cli.roles import READY, run_until_signalled
-from service.cli.supervised import supervised
+from service.cli.roles import READY, run_until_signalled, supervised
 from service.config.settings import GATEWAY, WORKER, Settings
 from service.config.sources import NO_CONFIG_FILE, to_flags, to_secret_environ
 from service.errors import StartupError
@@ -31,36 +31,36 @@ from service.queue.redis.queue import own_name
 log = logging.getLogger("quire.serve")
 
 EXIT_GRACE_S = 10.0
-"""What a part gets on top of its drain time before it is killed."""
+"""Time in addition to the drain time before a child is killed."""
 
 ONLY_WORKER = "serve"
-"""The name of the worker on a Redis that nobody else has: a new one takes up at once what the last one left."""
+"""Worker name on the embedded Redis: a restarted worker resumes its predecessor's jobs at once."""
 
 RESTART_S = 0.2
-"""Between the end of the embedded Redis and the next one's start."""
+"""Delay before the embedded Redis is restarted."""
 
 WORKER_RESTARTS_S = (0.2, 1.0, 3.0, 10.0, 30.0)
-"""Between the worker's end and its next start, where it ends again and again; then it is given up. A request that kills
-engines is found out by its third."""
+"""Delays before the worker's restarts; after the last one the service ends. A request that kills engines is
+dead-lettered after its third."""
 
 WORKER_WELL_S = 60.0
-"""A worker that was ready for so long was well: its end is the first again."""
+"""A worker that was ready for this time starts again at the first delay."""
 
 BLAS_THREADS = {"OPENBLAS_NUM_THREADS": str(max(1, (os.cpu_count() or 1) - 1))}
-"""One core stays free of the spinning threads of a matrix product: the gateway and Redis run beside the worker."""
+"""One core stays free of spinning BLAS threads, for the gateway and Redis."""
 
 
-class Part:
-    """A child process that runs one verb."""
+class ChildProcess:
+    """Child process that runs one verb."""
 
-    def __init__(self, verb: str, process: asyncio.subprocess.Process, grace_s: float):
+    def __init__(self, verb: str, process: asyncio.subprocess.Process, grace_s: float) -> None:
         self.verb = verb
         self._process = process
         self._grace_s = grace_s
 
     @classmethod
-    async def start(cls, verb: str, settings: Settings) -> Part:
-        """Start `quire <verb>` with these settings, in a session of its own, so that Ctrl-C reaches it through us."""
+    async def start(cls, verb: str, settings: Settings) -> ChildProcess:
+        """Start `quire <verb>` in its own session, so that Ctrl-C reaches it only through this process."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",
@@ -82,67 +82,72 @@ class Part:
         )
         return cls(verb, process, settings.drain_timeout + EXIT_GRACE_S)
 
-    async def ready(self) -> str:
-        """What stands behind the word on the part's ready line. Raises StartupError if the part ends before."""
+    async def wait_ready(self) -> str:
+        """Return the rest of the child's ready line. Raises StartupError if the child ends before."""
+        assert self._process.stdout is not None
         async for line in self._process.stdout:
             word, _, rest = line.decode().strip().partition(" ")
             if word == READY:
                 return rest
         status = await self._process.wait()
-        raise StartupError(f"the {self.verb} did not start (exit status {status}); its own line stands above")
+        raise StartupError(f"{self.verb}: did not start (exit status {status}; see its own error above)")
 
-    async def ended(self) -> int:
+    async def wait(self) -> int:
         return await self._process.wait()
 
     async def stop(self) -> None:
-        """SIGTERM, its drain time, then SIGKILL."""
+        """Send SIGTERM, wait for the drain time, then send SIGKILL."""
         if self._process.returncode is None:
             self._process.send_signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(self._grace_s):
                 await self._process.wait()
         except TimeoutError:
-            log.error("killed %s", fields(part=self.verb))
+            log.error("killed %s", fields(process=self.verb))
             self._process.kill()
             await self._process.wait()
 
 
-class KeptWorker:
-    """The worker, started again where it ends by itself. Under one name: the next takes up at once what it left."""
+class RestartingWorker:
+    """Worker that is restarted when it ends by itself, under the same name, so that it resumes its jobs at once."""
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._part: Part | None = None
+        self._child: ChildProcess | None = None
 
     async def start(self) -> None:
-        self._part = await Part.start(WORKER, self._settings)
+        self._child = await ChildProcess.start(WORKER, self._settings)
 
-    async def ready(self) -> None:
+    async def wait_ready(self) -> None:
         """Raises StartupError."""
-        await self._part.ready()
+        await self._started_child().wait_ready()
 
-    async def keep(self) -> None:
-        """Returns once it has ended too often."""
+    async def keep_running(self) -> None:
+        """Restart the worker whenever it ends. Return once it has ended too often."""
         num_ends, ready_at_s = 0, time.monotonic()
         while True:
-            status = await self._part.ended()
+            status = await self._started_child().wait()
             num_ends = 1 if ready_at_s and time.monotonic() - ready_at_s > WORKER_WELL_S else num_ends + 1
             if num_ends > len(WORKER_RESTARTS_S):
-                log.critical("the worker ended again and again %s", fields(exit_status=status, times=num_ends))
+                log.critical("worker ended too often %s", fields(exit_status=status, times=num_ends))
                 return
             wait_s, ready_at_s = WORKER_RESTARTS_S[num_ends - 1], 0.0
-            log.error("the worker ended by itself, and starts again %s", fields(exit_status=status, wait_s=wait_s))
+            log.error("worker ended by itself; restarting %s", fields(exit_status=status, wait_s=wait_s))
             await asyncio.sleep(wait_s)
             await self.start()
             try:
-                await self.ready()
+                await self.wait_ready()
                 ready_at_s = time.monotonic()
             except StartupError as error:
                 log.error("%s", error)
 
     async def stop(self) -> None:
-        if self._part is not None:
-            await self._part.stop()
+        if self._child is not None:
+            await self._child.stop()
+
+    def _started_child(self) -> ChildProcess:
+        assert self._child is not None
+        return self._child
 
 
 def serve_command(settings: Settings, _: argparse.Namespace) -> int:
@@ -151,49 +156,49 @@ def serve_command(settings: Settings, _: argparse.Namespace) -> int:
 
 async def _serve(settings: Settings, stop: asyncio.Event) -> int:
     supervisor = Supervisor(os.environ)
-    ends: dict[asyncio.Task, str] = {}
+    ends: dict[asyncio.Task[Any], str] = {}
     async with supervised(supervisor, stop, by_loop=True), AsyncExitStack() as exits:
         if settings.redis_url is None:
             if settings.redis_password_file is not None:
-                raise StartupError("--redis-password-file is of no use without --redis-url")
+                raise StartupError("--redis-password-file: --redis-url is missing")
             redis = await asyncio.to_thread(EmbeddedRedis.start, settings.data_dir)
             exits.push_async_callback(asyncio.to_thread, redis.stop)
             settings = replace(settings, redis_url=redis.url, worker_name=ONLY_WORKER)
-            kept = asyncio.create_task(_keep(redis))
-            exits.callback(kept.cancel)
-            ends[kept] = "redis"
-        worker = KeptWorker(replace(settings, worker_name=settings.worker_name or own_name()))
+            restarting = asyncio.create_task(_keep_running(redis))
+            exits.callback(restarting.cancel)
+            ends[restarting] = "redis"
+        worker = RestartingWorker(replace(settings, worker_name=settings.worker_name or own_name()))
         exits.push_async_callback(worker.stop)
         await worker.start()
-        gateway = await Part.start(GATEWAY, settings)
+        gateway = await ChildProcess.start(GATEWAY, settings)
         exits.push_async_callback(gateway.stop)
 
         stopped = asyncio.create_task(stop.wait())
         started = asyncio.create_task(_all_ready(gateway, worker))
-        ends[asyncio.create_task(gateway.ended())] = GATEWAY
+        ends[asyncio.create_task(gateway.wait())] = GATEWAY
         done, _ = await asyncio.wait({stopped, started}, return_when=asyncio.FIRST_COMPLETED)
         if started in done and not stop.is_set():
             _greet(settings, started.result())
-            kept = asyncio.create_task(worker.keep())
-            exits.callback(kept.cancel)
-            ends[kept] = WORKER
-            supervisor.ready(f"serves at {started.result()}")
+            restarting = asyncio.create_task(worker.keep_running())
+            exits.callback(restarting.cancel)
+            ends[restarting] = WORKER
+            supervisor.ready(f"serving at {started.result()}")
             done, _ = await asyncio.wait({stopped, *ends}, return_when=asyncio.FIRST_COMPLETED)
         started.cancel()
-        await asyncio.gather(started, return_exceptions=True)  # the same Ctrl-C may have ended a part before it began
+        await asyncio.gather(started, return_exceptions=True)  # the same Ctrl-C may have ended a child at its start
         dead = [name for task, name in ends.items() if task in done]
         if dead and not stop.is_set():
-            log.critical("a part ended by itself %s", fields(part=dead[0]))
+            log.critical("a process ended by itself %s", fields(process=dead[0]))
             return 1
         log.info("stopping")
     return 0
 
 
-async def _keep(redis: EmbeddedRedis) -> None:
-    """Starts it again whenever it ends by itself; the parts find it where it was. Returns where that cannot be done."""
+async def _keep_running(redis: EmbeddedRedis) -> None:
+    """Restart Redis, at the same address, whenever it ends by itself. Return if a restart fails."""
     while True:
         await asyncio.to_thread(redis.wait)
-        log.error("the embedded redis ended by itself, and starts again")
+        log.error("embedded redis ended by itself; restarting")
         await asyncio.sleep(RESTART_S)
         try:
             await asyncio.to_thread(redis.restart)
@@ -202,13 +207,13 @@ async def _keep(redis: EmbeddedRedis) -> None:
             return
 
 
-async def _all_ready(gateway: Part, worker: KeptWorker) -> str:
-    url, _ = await asyncio.gather(gateway.ready(), worker.ready())
+async def _all_ready(gateway: ChildProcess, worker: RestartingWorker) -> str:
+    url, _ = await asyncio.gather(gateway.wait_ready(), worker.wait_ready())
     return url
 
 
 def _module_path() -> str:
-    """Ours first, and the folder we were started in not at all: it may hold a `model` or `service` of its own."""
+    """Return a PYTHONPATH with this checkout first; the working directory may hold another `model`."""
     ours = str(Path(__file__).resolve().parents[2])
     return os.pathsep.join(filter(None, (ours, os.environ.get("PYTHONPATH"))))
 
@@ -219,6 +224,8 @@ def _without_password(url: str) -> str:
 
 
 def _greet(settings: Settings, url: str) -> None:
+    assert settings.model is not None
+    assert settings.redis_url is not None
     name = settings.served_model_name or settings.model.name
     auth = " -H 'Authorization: Bearer YOUR_KEY'" if settings.api_key or settings.api_key_file else ""
     print(

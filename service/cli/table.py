@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 
 def print_table(rows: Sequence[tuple[str, str]]) -> None:
-    """Names left, values behind them, aligned."""
+    """Print names and values in two aligned columns."""
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"{name:<{width}}  {value}")
 
 
 def print_grid(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns under a header: a column of numbers (all but its header start with a digit or are "-") to the right."""
+    """Print columns under a header; columns whose cells start with a digit or are "-" are right-aligned."""
     columns = list(zip(header, *rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     signs = [">" if all(_is_number(cell) for cell in column[1:]) else "<" for column in columns]
@@ -23,7 +23,7 @@ def print_grid(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def shown(value: float | int | str | None) -> str:
-    """A figure as people read it: four digits that count, thousands apart; "-" for one that is not there."""
+    """Format a figure: four significant digits, commas between thousands, "-" for None."""
     if value is None:
         return "-"
     if isinstance(value, float):

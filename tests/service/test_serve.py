@@ -288,7 +288,7 @@ def test_a_worker_that_dies_is_started_again_and_its_requests_go_on(tmp_path):
                 text = next(stream).choices[0].text
                 os.kill(worker_of(served), signal.SIGKILL)
                 assert text + "".join(chunk.choices[0].text for chunk in stream) == golden
-        assert served.output.count("the worker ended by itself, and starts again") == 2
+        assert served.output.count("worker ended by itself; restarting") == 2
         assert served.terminate() == 0
     finally:
         served.kill()
@@ -299,7 +299,7 @@ async def test_a_part_that_ends_by_the_same_ctrl_c_is_not_told_as_an_error(monke
     """So many turns of the loop after it."""
     stop = asyncio.Event()
 
-    class Part:
+    class Child:
         def __init__(self, verb):
             self.verb = verb
             self.is_stopped = asyncio.Event()
@@ -322,7 +322,7 @@ async def test_a_part_that_ends_by_the_same_ctrl_c_is_not_told_as_an_error(monke
         async def stop(self):
             self.is_stopped.set()
 
-    monkeypatch.setattr(serve, "Part", Part)
+    monkeypatch.setattr(serve, "ChildProcess", Child)
     told = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context["message"]))
     assert await serve._serve(Settings(redis_url="redis://nobody"), stop) == 0
@@ -334,7 +334,7 @@ async def test_a_worker_that_ends_again_and_again_is_given_up(monkeypatch):
     """And one that was well for a while has all its lives again."""
     starts = []
 
-    class Part:
+    class Child:
         def __init__(self, number):
             self.number = number
 
@@ -343,22 +343,22 @@ async def test_a_worker_that_ends_again_and_again_is_given_up(monkeypatch):
             starts.append(settings)
             return cls(len(starts))
 
-        async def ready(self):
+        async def wait_ready(self):
             if self.number % 3 == 0:
                 raise StartupError("no memory is left")
             if self.number == 4:
                 await asyncio.sleep(0.6)
 
-        async def ended(self):
+        async def wait(self):
             if self.number == 5:
                 await asyncio.sleep(0.6)
             return -9
 
-    monkeypatch.setattr(serve, "Part", Part)
+    monkeypatch.setattr(serve, "ChildProcess", Child)
     monkeypatch.setattr(serve, "WORKER_RESTARTS_S", (0.0,) * 5)
     monkeypatch.setattr(serve, "WORKER_WELL_S", 0.5)
-    worker = serve.KeptWorker(Settings())
+    worker = serve.RestartingWorker(Settings())
     await worker.start()
     async with asyncio.timeout(10):
-        await worker.keep()
+        await worker.keep_running()
     assert len(starts) == 5 + 5

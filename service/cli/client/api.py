@@ -1,4 +1,4 @@
-"""A running service as the terminal verbs see it: its model, its streams, its metrics."""
+"""Client of a running service for the terminal verbs: model, streams, metrics."""
 
 from __future__ import annotations
 
@@ -6,54 +6,67 @@ import argparse
 import json
 import os
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
 
-from service.cli.client.event_lines import EventLines
 from service.errors import StartupError
 
 URL, KEY = "QUIRE_URL", "QUIRE_API_KEY"
 CONNECT_TIMEOUT_S = 10.0
+MAX_EVENT_BYTES = 1 << 20
 
 
 class ServiceError(Exception):
-    """What to tell the person at the terminal, as one line."""
+    """Error for the person at the terminal, one line."""
 
 
 def add_client_flags(parser: argparse.ArgumentParser) -> None:
-    """Where the service is and who asks."""
     parser.add_argument(
         "--url",
         default=os.environ.get(URL) or "http://127.0.0.1:8000",
-        help=f"of the service (default: %(default)s; ${URL})",
+        help=f"the service (default: %(default)s; ${URL})",
     )
-    parser.add_argument("--api-key", help=f"shown to the service; better given as ${KEY}, its first is used")
+    parser.add_argument("--api-key", help=f"API key (default: the first of ${KEY}, which is safer than the flag)")
 
 
-class Api:
-    """Open inside `connected`. Raises StartupError where its URL is none."""
+class EventLines:
+    """Cutter of a stream of server-sent events into the data of each."""
 
-    def __init__(self, http: aiohttp.ClientSession, url: str):
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the data of the events that are now complete. Raises ValueError above MAX_EVENT_BYTES."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > MAX_EVENT_BYTES:
+            raise ValueError("an event without end")
+        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
+
+
+class ServiceClient:
+    """Client of one service; open inside `connected`. Raises StartupError for a malformed URL."""
+
+    def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
         self._http = http
         self._url = url.rstrip("/")
 
     async def model(self) -> str:
-        """The name of the model it serves. Raises ServiceError."""
-        async with self._asked("GET", "/v1/models") as response:
-            return json.loads(await response.read())["data"][0]["id"]
+        """Return the name of the served model. Raises ServiceError."""
+        async with self._response("GET", "/v1/models") as response:
+            return str(json.loads(await response.read())["data"][0]["id"])
 
     async def metrics(self) -> str:
-        """In Prometheus' text form. Raises ServiceError."""
-        async with self._asked("GET", "/metrics") as response:
+        """Return the metrics in Prometheus' text format. Raises ServiceError."""
+        async with self._response("GET", "/metrics") as response:
             return await response.text()
 
-    async def stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """The chunks of one answer. Leaving before the end cancels it. Raises ServiceError."""
+    async def stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the chunks of one answer; closing early cancels the request. Raises ServiceError."""
         events = EventLines()
-        async with self._asked("POST", path, json={**body, "stream": True}) as response:
+        async with self._response("POST", path, json={**body, "stream": True}) as response:
             async for data in response.content.iter_any():
                 for event in events.feed(data):
                     if event == b"[DONE]":
@@ -62,50 +75,51 @@ class Api:
                     if "error" in chunk:
                         raise ServiceError(chunk["error"]["message"])
                     yield chunk
-        raise ServiceError("the answer broke off")
+        raise ServiceError("the answer ended early")
 
     @asynccontextmanager
-    async def _asked(self, method: str, path: str, **options: Any) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _response(self, method: str, path: str, **options: Any) -> AsyncIterator[aiohttp.ClientResponse]:
         try:
             async with self._http.request(method, self._url + path, allow_redirects=False, **options) as response:
                 if response.status != 200:
                     raise ServiceError(await _refusal(response))
                 yield response
         except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError):
-            raise StartupError(f"--url: {self._url!r} is no address of a service") from None
+            raise StartupError(f"--url: {self._url!r} is not supported (an http or https URL)") from None
         except aiohttp.ClientConnectorError as error:
-            raise ServiceError(f"{self._url} cannot be reached: {unreachable(error)}; --url says where it is") from None
+            raise ServiceError(f"{self._url} cannot be reached: {unreachable(error)} (set --url)") from None
         except (aiohttp.ClientError, OSError) as error:
             raise ServiceError(f"{self._url}: {error or type(error).__name__}") from None
         except ValueError:
-            raise ServiceError(f"{self._url}{path} does not answer as Quire does") from None
+            raise ServiceError(f"{self._url}{path}: not the answer of a Quire service") from None
 
 
 @asynccontextmanager
-async def connected(flags: argparse.Namespace) -> AsyncIterator[Api]:
-    """The service that the flags name. Nothing is sent yet."""
+async def connected(flags: argparse.Namespace) -> AsyncIterator[ServiceClient]:
+    """Open a client of the service that the flags name. Sends nothing yet."""
     key = flags.api_key or os.environ.get(KEY, "").partition(",")[0].strip()
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-    # The chat's loop stands still while somebody types: a connection kept for the next line might be closed by then.
+    # The loop blocks while the user types: a kept connection might be closed by the next line.
     connector = aiohttp.TCPConnector(force_close=True)
     async with aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector) as http:
-        yield Api(http, flags.url)
+        yield ServiceClient(http, flags.url)
 
 
 def unreachable(error: aiohttp.ClientConnectorError) -> str:
-    """Why, in the system's words: asyncio's say the address again. Names that are not found have numbers below 0, and
-    what TLS refuses has numbers of its own."""
+    """Return the system's reason, without asyncio's repetition of the address. Errors of name look-up have numbers
+    below 0, TLS errors their own."""
     cause = error.os_error
     if isinstance(cause, ssl.SSLCertVerificationError):
         return f"{cause.verify_message} (SSL_CERT_FILE names the certificates to trust)"
     if isinstance(cause, ssl.SSLError):
         return f"no TLS: {cause.reason}"
-    return os.strerror(cause.errno) if (cause.errno or 0) > 0 else cause.strerror or str(cause)
+    number = cause.errno or 0
+    return os.strerror(number) if number > 0 else cause.strerror or str(cause)
 
 
 async def _refusal(response: aiohttp.ClientResponse) -> str:
     try:
-        return json.loads(await response.read())["error"]["message"]
+        return str(json.loads(await response.read())["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return f"HTTP {response.status} from {response.url}"

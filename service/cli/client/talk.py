@@ -1,4 +1,4 @@
-"""`quire chat` and `quire complete`: a running service answers in the terminal, token by token."""
+"""`quire chat` and `quire complete`: answers of a running service in the terminal, token by token."""
 
 from __future__ import annotations
 
@@ -10,40 +10,44 @@ from collections.abc import Coroutine
 from contextlib import aclosing, suppress
 from typing import Any
 
-from service.cli.client.api import Api, ServiceError, add_client_flags, connected
+from service.cli.client.api import ServiceClient, ServiceError, add_client_flags, connected
 
-with suppress(ImportError):  # some Pythons are built without it
+with suppress(ImportError):  # not in every build of Python
     import readline  # noqa: F401  (gives input() a history and editing)
 
 PROMPT_SIGN = "> "
 
 
 def add_chat_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("message", nargs="?", help="ask this and leave; without it a conversation, or all of a pipe")
-    parser.add_argument("--system", metavar="TEXT", help="the system message that opens the conversation")
-    _add_wishes(parser)
+    parser.add_argument(
+        "message", nargs="?", help="the only message (default: a conversation, or all of a piped stdin)"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="system message (default: none)")
+    _add_sampling_flags(parser)
 
 
 def add_complete_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", nargs="?", help="the text to go on with; without it what comes through a pipe")
-    _add_wishes(parser)
+    parser.add_argument("prompt", nargs="?", help="text to complete (default: stdin)")
+    _add_sampling_flags(parser)
 
 
-def _add_wishes(parser: argparse.ArgumentParser) -> None:
+def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     add_client_flags(parser)
-    parser.add_argument("--model", metavar="NAME", help="without it the one that is served")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer, in tokens")
-    parser.add_argument("--temperature", type=float, metavar="X", help="0: always the likeliest token")
-    parser.add_argument("--seed", type=int, metavar="N", help="the same seed, the same answer")
+    parser.add_argument("--model", metavar="NAME", help="model name (default: the served one)")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="max tokens of an answer (default: the service's)")
+    parser.add_argument(
+        "--temperature", type=float, metavar="X", help="sampling temperature; 0: greedy (default: the model's)"
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of the samples (default: random)")
 
 
 def run_chat(flags: argparse.Namespace) -> int:
-    """0: answered, 1: not."""
+    """Return 0, or 1 if the service did not answer."""
     return _run(flags.verb, _chat(flags))
 
 
 def run_complete(flags: argparse.Namespace) -> int:
-    """0: answered, 1: not."""
+    """Return 0, or 1 if the service did not answer."""
     return _run(flags.verb, _complete(flags))
 
 
@@ -59,44 +63,44 @@ def _run(verb: str, work: Coroutine[Any, Any, None]) -> int:
 
 
 async def _chat(flags: argparse.Namespace) -> None:
-    async with connected(flags) as api:
-        wishes = await _wishes(api, flags)
+    async with connected(flags) as client:
+        params = await _body(client, flags)
         messages = [{"role": "system", "content": flags.system}] if flags.system else []
         if flags.message is not None or not sys.stdin.isatty():
             text = sys.stdin.read() if flags.message is None else flags.message
-            await _answer(api, wishes, [*messages, _user(text)])
+            await _answer(client, params, [*messages, _user(text)])
             return
-        print(f"{wishes['model']} listens. Ctrl-C breaks off an answer, Ctrl-D leaves.")
+        print(f"{params['model']} is ready. Ctrl-C stops an answer, Ctrl-D quits.")
         while (line := _line()) is not None:
             if line.strip():
                 messages.append(_user(line))
-                messages.append({"role": "assistant", "content": await _interruptible(api, wishes, messages)})
+                messages.append({"role": "assistant", "content": await _interruptible(client, params, messages)})
         print()
 
 
 async def _complete(flags: argparse.Namespace) -> None:
-    async with connected(flags) as api:
-        wishes = await _wishes(api, flags)
+    async with connected(flags) as client:
+        params = await _body(client, flags)
         prompt = flags.prompt if flags.prompt is not None else sys.stdin.read()
         print(prompt, end="", flush=True)
-        async with aclosing(api.stream("/v1/completions", {**wishes, "prompt": prompt})) as chunks:
+        async with aclosing(client.stream("/v1/completions", {**params, "prompt": prompt})) as chunks:
             async for chunk in chunks:
                 print(chunk["choices"][0]["text"], end="", flush=True)
         print()
 
 
-async def _wishes(api: Api, flags: argparse.Namespace) -> dict[str, Any]:
+async def _body(client: ServiceClient, flags: argparse.Namespace) -> dict[str, Any]:
     given = {name: getattr(flags, name) for name in ("max_tokens", "temperature", "seed")}
     return {
-        "model": flags.model or await api.model(),
+        "model": flags.model or await client.model(),
         **{name: value for name, value in given.items() if value is not None},
     }
 
 
-async def _interruptible(api: Api, wishes: dict[str, Any], messages: list[dict[str, str]]) -> str:
-    """The answer, or what was told of it before Ctrl-C."""
-    told: list[str] = []
-    loop, answer = asyncio.get_running_loop(), asyncio.ensure_future(_answer(api, wishes, messages, told))
+async def _interruptible(client: ServiceClient, params: dict[str, Any], messages: list[dict[str, str]]) -> str:
+    """Return the answer, or its beginning if Ctrl-C stopped it."""
+    printed: list[str] = []
+    loop, answer = asyncio.get_running_loop(), asyncio.ensure_future(_answer(client, params, messages, printed))
     loop.add_signal_handler(signal.SIGINT, answer.cancel)
     try:
         await answer
@@ -106,18 +110,18 @@ async def _interruptible(api: Api, wishes: dict[str, Any], messages: list[dict[s
         print(error, file=sys.stderr)
     finally:
         loop.remove_signal_handler(signal.SIGINT)
-    return "".join(told)
+    return "".join(printed)
 
 
 async def _answer(
-    api: Api, wishes: dict[str, Any], messages: list[dict[str, str]], told: list[str] | None = None
+    client: ServiceClient, params: dict[str, Any], messages: list[dict[str, str]], printed: list[str] | None = None
 ) -> None:
-    async with aclosing(api.stream("/v1/chat/completions", {**wishes, "messages": messages})) as chunks:
+    async with aclosing(client.stream("/v1/chat/completions", {**params, "messages": messages})) as chunks:
         async for chunk in chunks:
             text = chunk["choices"][0]["delta"].get("content") or ""
             print(text, end="", flush=True)
-            if told is not None:
-                told.append(text)
+            if printed is not None:
+                printed.append(text)
     print()
 
 
@@ -126,8 +130,8 @@ def _user(text: str) -> dict[str, str]:
 
 
 def _line() -> str | None:
-    """What is typed next; None: Ctrl-D or Ctrl-C. In a thread nothing would break the wait off: Ctrl-C would do nothing
-    before the line had its end too."""
+    """Return the next typed line, or None after Ctrl-D or Ctrl-C. Not in a thread: there Ctrl-C would wait for the end
+    of the line."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return input(PROMPT_SIGN)

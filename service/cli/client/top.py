@@ -1,4 +1,4 @@
-"""`quire top`: what a service does now, drawn again every second from its /metrics."""
+"""`quire top`: live view of a service from its /metrics."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from service.observability.metrics import (
 )
 
 TOTAL = "_total"
-"""What the exposition adds to the name of a counter."""
+"""Suffix of a counter's name in the exposition."""
 
 CLEAR = "\x1b[H\x1b[J"
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
@@ -43,14 +43,14 @@ PERCENTILES = (50, 90, 99)
 
 def add_top_flags(parser: argparse.ArgumentParser) -> None:
     add_client_flags(parser)
-    parser.add_argument("--every", type=float, default=1.0, metavar="S", help="seconds between pictures (default: 1)")
-    parser.add_argument("--once", action="store_true", help="draw one picture, of one such span, and leave")
+    parser.add_argument("--every", type=float, default=1.0, metavar="S", help="seconds between updates (default: 1)")
+    parser.add_argument("--once", action="store_true", help="print one update and quit (default: until Ctrl-C)")
 
 
 def run_top(flags: argparse.Namespace) -> int:
-    """0: until Ctrl-C, 1: the service is not there."""
+    """Return 0 after Ctrl-C, 1 if the service cannot be reached."""
     if not 0.1 <= flags.every <= 60:
-        print("quire top: --every: is outside 0.1..60", file=sys.stderr)
+        print(f"quire top: --every: {flags.every:g} is out of range (0.1..60)", file=sys.stderr)
         return 2
     try:
         asyncio.run(_watch(flags))
@@ -67,28 +67,28 @@ def run_top(flags: argparse.Namespace) -> int:
 
 async def _watch(flags: argparse.Namespace) -> None:
     live = sys.stdout.isatty() and not flags.once
-    async with connected(flags) as api:
-        before = Sight.read(await api.metrics())
+    async with connected(flags) as client:
+        before = Scrape.read(await client.metrics())
         while True:
             await asyncio.sleep(flags.every)
-            now = Sight.read(await api.metrics())
+            now = Scrape.read(await client.metrics())
             width = shutil.get_terminal_size().columns
-            picture = "\n".join(line[:width] for line in draw(before, now, width))
-            print((HIDE_CURSOR + CLEAR if live else "") + picture, flush=True)
+            view = "\n".join(line[:width] for line in render(before, now, width))
+            print((HIDE_CURSOR + CLEAR if live else "") + view, flush=True)
             if flags.once:
                 return
             before = now
 
 
 @dataclass(frozen=True)
-class Sight:
-    """The samples of one look: value by name and labels."""
+class Scrape:
+    """Samples of one scrape: value by name and labels."""
 
     at_s: float
     samples: Mapping[tuple[str, frozenset[tuple[str, str]]], float]
 
     @classmethod
-    def read(cls, exposition: str) -> Sight:
+    def read(cls, exposition: str) -> Scrape:
         samples = {
             (sample.name, frozenset(sample.labels.items())): sample.value
             for family in text_string_to_metric_families(exposition)
@@ -97,7 +97,7 @@ class Sight:
         return cls(time.monotonic(), samples)
 
     def each(self, name: str, **labels: str) -> Iterator[tuple[dict[str, str], float]]:
-        """Labels and value of every sample of this name that has these labels."""
+        """Yield labels and value of the samples with this name and these labels."""
         for (found, pairs), value in self.samples.items():
             if found == name and labels.items() <= pairs:
                 yield dict(pairs), value
@@ -106,8 +106,8 @@ class Sight:
         return sum(value for _, value in self.each(name, **labels))
 
 
-def draw(before: Sight, now: Sight, width: int) -> Iterator[str]:
-    """The picture, line by line: the doors first, then a paragraph for each worker."""
+def render(before: Scrape, now: Scrape, width: int) -> Iterator[str]:
+    """Yield the lines of the view: the gateway first, then a paragraph per worker."""
     span_s = max(now.at_s - before.at_s, 1e-6)
 
     def rate(name: str, **labels: str) -> float:
@@ -137,11 +137,11 @@ def draw(before: Sight, now: Sight, width: int) -> Iterator[str]:
         yield from _blocks(now, worker, width)
 
 
-def _percentiles(before: Sight, now: Sight, name: str) -> str:
-    """Of what was observed between the two looks, read off the histogram: upper bounds of the buckets."""
+def _percentiles(before: Scrape, now: Scrape, name: str) -> str:
+    """Return percentiles between the two scrapes, as upper bounds of the histogram's buckets."""
     counts: dict[float, float] = {}
-    for sight, sign in ((now, 1), (before, -1)):
-        for labels, value in sight.each(name + "_bucket"):
+    for scrape, sign in ((now, 1), (before, -1)):
+        for labels, value in scrape.each(name + "_bucket"):
             bound = float(labels["le"])
             counts[bound] = counts.get(bound, 0.0) + sign * value
     total = max(counts.values(), default=0.0)
@@ -153,16 +153,18 @@ def _percentiles(before: Sight, now: Sight, name: str) -> str:
     return "   ".join(f"p{share} <= {1e3 * bound:,.0f} ms" for share, bound in zip(PERCENTILES, found, strict=True))
 
 
-def _blocks(now: Sight, worker: str, width: int) -> Iterator[str]:
-    """One bar for each tier of the KV cache, cut by what its blocks are."""
+def _blocks(now: Scrape, worker: str, width: int) -> Iterator[str]:
+    """Yield a bar for each tier of the KV cache, divided by the states of its blocks."""
     tiers: dict[str, dict[str, float]] = {}
     for labels, value in now.each(KV_BLOCKS, engine=worker):
         tiers.setdefault(labels["tier"], {})[labels["state"]] = value
     for tier, states in sorted(tiers.items()):
         total = sum(states.values())
         if total:
-            room = max(10, min(width, 100) - 10)
-            bar = "".join(sign * round(room * states.get(state, 0) / total) for state, sign in BLOCK_STATES.items())
+            bar_width = max(10, min(width, 100) - 10)
+            bar = "".join(
+                sign * round(bar_width * states.get(state, 0) / total) for state, sign in BLOCK_STATES.items()
+            )
             yield f"KV {tier:<6} {bar}"
-            told = [f"{sign} {states[state]:,.0f} {state}" for state, sign in BLOCK_STATES.items() if state in states]
-            yield f"          {'   '.join(told)}   waste {100 * now.sum(KV_WASTE_RATIO, engine=worker):.1f} %"
+            counts = [f"{sign} {states[state]:,.0f} {state}" for state, sign in BLOCK_STATES.items() if state in states]
+            yield f"          {'   '.join(counts)}   waste {100 * now.sum(KV_WASTE_RATIO, engine=worker):.1f} %"

@@ -8,19 +8,22 @@ from service.cli.main import COMMANDS, main
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["serve", "--prot", "9000"], "quire serve: --prot is not known here; --port is"),
-        (["worker", "--max-num-seq=3"], "quire worker: --max-num-seq=3 is not known here; --max-num-seqs is"),
-        (["gateway", "zzz"], "quire gateway: zzz is not known here"),
+        (["serve", "--prot", "9000"], "quire serve: --prot: unknown argument (did you mean --port?)"),
+        (
+            ["worker", "--max-num-seq=3"],
+            "quire worker: --max-num-seq=3: unknown argument (did you mean --max-num-seqs?)",
+        ),
+        (["gateway", "zzz"], "quire gateway: zzz: unknown argument"),
         (["serve", "--port", "abc"], "quire serve: --port: 'abc' is not supported (a whole number)"),
         (["serve", "--port", "70000"], "quire serve: --port: 70000 is out of range (0..65535)"),
         (["serve", "--tensor-parallel-size", "2"], "quire serve: --tensor-parallel-size: must be 1"),
-        (["check", "--model", "a/b"], "quire check: --model: a/b is no folder on this machine; nothing is downloaded"),
+        (["check", "--model", "a/b"], "quire check: --model: a/b: no such folder (models are not downloaded)"),
         (["check", "--length", "0"], "quire check: --length: 0 is out of range (1..1048576)"),
-        (["key", "bob", "--nam", "x"], "quire key: --nam is not known here; --tenant is"),
-        (["serve", "--ver"], "quire serve: --ver is not known here"),
-        (["bench", "queue", "--prt", "1"], "quire bench: --prt is not known here; --plot is"),
-        (["--version"], "quire: --version is not known here"),
-        (["worker"], "quire worker: --redis-url is missing (quire serve starts a Redis of its own)"),
+        (["key", "bob", "--nam", "x"], "quire key: --nam: unknown argument (did you mean --tenant?)"),
+        (["serve", "--ver"], "quire serve: --ver: unknown argument"),
+        (["bench", "queue", "--prt", "1"], "quire bench: --prt: unknown argument (did you mean --plot?)"),
+        (["--version"], "quire: --version: unknown argument"),
+        (["worker"], "quire worker: --redis-url: missing (quire serve starts an embedded Redis)"),
     ],
 )
 def test_one_line_names_the_wrong_word(words, line, capsys):

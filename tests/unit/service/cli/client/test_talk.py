@@ -83,8 +83,8 @@ async def test_an_answer_that_fails_behind_its_beginning_fails(folder, capsys):
     ("url", "complaint", "status"),
     [
         ("http://127.0.0.1:9", "cannot be reached", 1),
-        ("foo", "is no address of a service", 2),
-        ("localhost:8000", "is no address of a service", 2),
+        ("foo", "is not supported (an http or https URL)", 2),
+        ("localhost:8000", "is not supported (an http or https URL)", 2),
     ],
 )
 def test_where_nothing_is_found(url, complaint, status, capsys):

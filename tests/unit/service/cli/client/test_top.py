@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from service.cli.client.top import Sight, draw
+from service.cli.client.top import Scrape, render
 from service.errors import EndReason
 from service.observability.metrics import GatewayMetrics, LaneStats
 
 
-def look(metrics: GatewayMetrics, at_s: float, **stats: float) -> Sight:
+def look(metrics: GatewayMetrics, at_s: float, **stats: float) -> Scrape:
     metrics.set_fleet({"w1": stats}, {"normal": LaneStats(2, 0.5), "batch": LaneStats(1, 9.0)}, 1)
-    return Sight(at_s, Sight.read(metrics.exposition().decode()).samples)
+    return Scrape(at_s, Scrape.read(metrics.exposition().decode()).samples)
 
 
 def test_a_picture_tells_rates_percentiles_and_blocks():
@@ -21,7 +21,7 @@ def test_a_picture_tells_rates_percentiles_and_blocks():
         metrics.observe_tokens(elapsed_s == 0.004, elapsed_s)
     timer.observe_end(EndReason.STOP)
     now = look(metrics, 12.0, steps_total=300, generation_tokens_total=2050, step_time_ms=6.5, **counts)
-    text = "\n".join(draw(before, now, 50))
+    text = "\n".join(render(before, now, 50))
     assert "0 open   3 queued, for 9.0 s at most   0.5 ended/s" in text
     assert "TTFT      p50 <= 5 ms   p90 <= 5 ms   p99 <= 5 ms" in text
     assert "gap       p50 <= 25 ms" in text
@@ -33,8 +33,8 @@ def test_a_picture_tells_rates_percentiles_and_blocks():
 
 def test_a_service_without_workers_has_a_picture_too():
     metrics = GatewayMetrics("m")
-    sight = Sight.read(metrics.exposition().decode())
-    assert list(draw(sight, sight, 80)) == [
+    sight = Scrape.read(metrics.exposition().decode())
+    assert list(render(sight, sight, 80)) == [
         "requests  0 open   0 queued, for 0.0 s at most   0.0 ended/s",
         "TTFT      -",
         "gap       -",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from service.cli.client.event_lines import MAX_EVENT_BYTES, EventLines
+from service.cli.client.api import MAX_EVENT_BYTES, EventLines
 
 
 def test_events_are_cut_wherever_the_bytes_break():
