@@ -20,6 +20,7 @@ from model.batch import Batch
 from model.families.llama import Llama
 from model.ops.interface import Array
 from model.ops.packing import Packing, TableRows
+from model.step_inputs import ForwardInputs
 
 ROWS_BESIDE = tuple(range(64, 513, 64))
 """Captured sizes of what longer chunks need besides the decodes' rows. Above, the device is busy for longer than
@@ -36,40 +37,6 @@ MAX_CHUNKS = 32
 
 MIN_GAIN = 1.05
 """By how much the rows a second have to rise for tokens to be left to the next step."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepInputs:
-    """What the host knows of a step of T tokens of S sequences; see model.batch.Batch. Those of one token come first,
-    in rows that mostly have what they had in the step before; the others are C longer chunks."""
-
-    token_ids: np.ndarray  # int32[T]
-    pending_token_row: (
-        np.ndarray
-    )  # int32[T], row among the tokens the step before has sampled; one outside them leaves token_ids
-    positions: np.ndarray  # int32[T]
-    slots: np.ndarray  # int64[T]
-    context_lens: np.ndarray  # int32[S]
-    logit_rows: np.ndarray  # int32[R]
-    num_decodes: int
-    tables: np.ndarray  # int32[num_decodes, max_blocks]; what is behind a row's blocks means nothing
-    dirty_tables: np.ndarray  # bool[num_decodes], rows of `tables` that StepGraphs has not seen as they are
-    chunk_lens: np.ndarray  # int32[C]
-    chunk_tables: Sequence[np.ndarray]  # C of int32[any]
-
-    @property
-    def query_start(self) -> np.ndarray:
-        """int32[C + 1], see model.batch.Batch"""
-        return np.cumsum([self.num_decodes, *self.chunk_lens], dtype=np.int32)
-
-    def block_tables(self, rows: np.ndarray, block_size: int) -> np.ndarray:
-        """int32[N + C, w] of N rows of `tables` and of the longer chunks, as wide as their contexts."""
-        widths = [-(-int(self.context_lens[rows].max(initial=0)) // block_size), *map(len, self.chunk_tables)]
-        padded = np.zeros((len(rows) + len(self.chunk_tables), max(widths)), np.int32)
-        padded[: len(rows)] = self.tables[rows, : padded.shape[1]]
-        for row, table in enumerate(self.chunk_tables, len(rows)):
-            padded[row, : len(table)] = table
-        return padded
 
 
 @dataclass(frozen=True)
@@ -129,7 +96,7 @@ class StepGraphs:
             self._replays[size] = self._model.ops.capture(whole, rehearsal)
         self._seconds = self._measured([size for size in sizes if size[1]])
 
-    def forward(self, inputs: StepInputs) -> Array | None:
+    def forward(self, inputs: ForwardInputs) -> Array | None:
         """Logits float32[R, V], good until the next call; None where the step fits no captured size.
 
         Of the tables only the stale ones are sent: afterwards none is.
@@ -165,7 +132,7 @@ class StepGraphs:
                 best, best_rate = room + more, rate
         return best
 
-    def _changed_tables(self, inputs: StepInputs, decodes: int) -> TableRows | None:
+    def _changed_tables(self, inputs: ForwardInputs, decodes: int) -> TableRows | None:
         """What the device's tables lack; those of longer chunks are behind the decodes of the size."""
         rows = np.flatnonzero(inputs.dirty_tables)
         if len(rows) == len(inputs.chunk_lens) == 0:
@@ -194,7 +161,7 @@ class StepGraphs:
         seconds = {rows: ops.elapsed_s(*pair) for rows, pair in marks.items()}
         return {size: seconds[sum(size)] for size in sizes}
 
-    def _size_of(self, inputs: StepInputs) -> tuple[int, int] | None:
+    def _size_of(self, inputs: ForwardInputs) -> tuple[int, int] | None:
         num_decodes, num_chunks = inputs.num_decodes, len(inputs.chunk_lens)
         if num_chunks == 0 and len(inputs.logit_rows) == num_decodes:
             return _at_least(self._decodes_only, num_decodes), 0
@@ -251,7 +218,7 @@ class StepGraphs:
             np.zeros(num_sequences, np.int32),
         ]
 
-    def _fill(self, inputs: StepInputs, decodes: int, more: int) -> None:
+    def _fill(self, inputs: ForwardInputs, decodes: int, more: int) -> None:
         """The columns for a step at this size. Padding stands behind the tokens; of the sequences it stands between the
         decodes and the longer chunks, and behind these."""
         columns, num_tokens = self._columns, len(inputs.token_ids)

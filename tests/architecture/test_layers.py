@@ -42,7 +42,7 @@ GATEWAY_LAYERS = tuple(
 """The same inside the gateway."""
 
 TEXT = ("text",)
-ARRAYS = ("weights", "families", "ops", "cuda_graphs", "rope", "kv_cache", "batch", "sampler")
+ARRAYS = ("weights", "families", "ops", "cuda_graphs", "rope", "kv_cache", "batch", "sampler", "step_inputs")
 COMMON = (
     "config", "config_fields", "presets", "sampling_params", "dtypes", "json_files", "errors",
     "ops.host_blocks", "ops.interface", "ops.packing", "ops.weight",
@@ -54,6 +54,7 @@ GATES = {"model.ops.backend": "model.ops.gpu.ops", "service.observability.tracin
 """The only imports inside functions: optional dependencies, loaded by these modules on demand."""
 GPU_PACKAGES = ("cupy", "cupyx", "cupy_backends", "cuda", "nvmath", "nvidia")
 GPU_FOLDER = "model.ops.gpu"
+RANK = "service.engine.execution.model_runner"
 
 
 def upward_imports(modules: list[Source]) -> list[str]:
@@ -147,11 +148,25 @@ def gpu_imports(modules: list[Source]) -> list[str]:
     return sorted(name for name in tainted if not is_within(name, GPU_FOLDER))
 
 
+def plans_in_ranks(modules: list[Source]) -> list[str]:
+    """Imports of the service by the module that runs a rank: StepInputs is all that reaches it."""
+    return [
+        f"{module.name}:{imported.line} imports {imported.target}"
+        for module in modules
+        if module.name == RANK
+        for imported in module.imports()
+        if is_within(imported.target, "service")
+    ]
+
+
 def _package(name: str, packages: dict) -> str | None:
     return max((package for package in packages if is_within(name, package)), key=len, default=None)
 
 
-RULES = {rule.__name__: rule for rule in (upward_imports, mixed_text_and_arrays, cycles, hidden_imports, gpu_imports)}
+RULES = {
+    rule.__name__: rule
+    for rule in (upward_imports, mixed_text_and_arrays, cycles, hidden_imports, gpu_imports, plans_in_ranks)
+}
 FOLDERS = {"mixed_text_and_arrays": ("model",)}
 
 
@@ -184,6 +199,7 @@ BROKEN = [
     ("hidden_imports", {"service.x": "from typing import TYPE_CHECKING"}),
     ("hidden_imports", {"service.x": "import typing\nif typing.TYPE_CHECKING:\n    import json"}),
     ("hidden_imports", {"service.x": "import importlib\nimportlib.import_module('json')"}),
+    ("plans_in_ranks", {RANK: "from service.engine.step import StepPlan"}),
     ("gpu_imports", {"service.x": "import cupy as cp"}),
     ("gpu_imports", {"model.ops.cpu.ops": "from cuda.bindings import driver"}),
     ("gpu_imports", {"model.ops.gpu.gemm": "import cupy", "model.families.llama": "from model.ops.gpu import gemm"}),

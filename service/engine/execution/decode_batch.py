@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from model.cuda_graphs import StepInputs
+from model.step_inputs import ForwardInputs
 from service.engine.sequence import Sequence
 from service.engine.step import Chunk, StepPlan
 
@@ -20,7 +20,7 @@ class BatchLayout:
     """A plan in the order of its rows: decodes by row, then longer chunks in the plan's order."""
 
     plan: StepPlan
-    inputs: StepInputs
+    inputs: ForwardInputs
     decodes: list[Sequence]  # by row; the same object until a sequence enters or leaves
     row_of_decode: np.ndarray  # int64, in the plan's order
     is_one_token_each: bool  # each decode samples exactly its own next token
@@ -36,6 +36,13 @@ class BatchLayout:
         planned = self.plan.chunks
         order = np.argsort(self.row_of_decode).tolist()
         return (*(planned[index] for index in order), *self.prefills)
+
+    def first_rows(self) -> dict[int, int]:
+        """Return the first row of the hidden states of each longer chunk and of each decode, by the chunk's id()."""
+        planned, num_decodes = self.plan.chunks, len(self.decodes)
+        rows = dict(zip(map(id, planned), self.row_of_decode.tolist(), strict=False))
+        starts = accumulate((chunk.length for chunk in self.prefills), initial=num_decodes)
+        return rows | dict(zip(map(id, self.prefills), starts, strict=False))
 
 
 class _PrefillArrays(NamedTuple):
@@ -165,7 +172,7 @@ class DecodeBatch:
 
     def _inputs(
         self, num_decodes: int, logit_rows: np.ndarray, prefills: tuple[Chunk, ...], tails: list[_PrefillArrays]
-    ) -> StepInputs:
+    ) -> ForwardInputs:
         rows = slice(num_decodes)
         columns = [column[rows] for column in (self._token_ids, self._pending_token_row, self._positions, self._slots)]
         context_lens, lengths = self._context_lens[rows], [chunk.length for chunk in prefills]
@@ -177,7 +184,7 @@ class DecodeBatch:
             due = [end for end, chunk in zip(ends, prefills, strict=True) if chunk.samplers]
             logit_rows = _joined((logit_rows, np.array(due, np.int32)))
         token_ids, pending_token_row, positions, slots = columns
-        return StepInputs(
+        return ForwardInputs(
             token_ids=token_ids,
             pending_token_row=pending_token_row,
             positions=positions,

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from model.ops.interface import Array, Ops
 from service.engine.sequence import SequenceGroup
-from service.engine.step import PooledPrompt, PoolSpan, StepPlan
+from service.engine.step import PooledPrompt, PoolSpan
 
 
 class _Sum(NamedTuple):
@@ -19,43 +17,31 @@ class _Sum(NamedTuple):
     num_rows: int
 
 
-@dataclass(frozen=True, slots=True)
-class PendingPool:
-    """Rows of a pool span in flight."""
-
-    pool: PoolSpan
-    fetch: Callable[[], list[np.ndarray]]
-
-
 class Pooler:
     """Sums rows on the host: an embedding is needed once a prompt, and the step's other work goes on meanwhile."""
 
-    def __init__(self, ops: Ops):
-        self._ops = ops
+    def __init__(self) -> None:
         self._sums: WeakKeyDictionary[SequenceGroup, _Sum] = WeakKeyDictionary()
 
-    def start(self, hidden: Array, plan: StepPlan) -> list[PendingPool]:
-        """Download the rows of the plan's pool spans from hidden [T, H], the rows of its chunks in order."""
-        first_rows = np.cumsum([0, *(chunk.length for chunk in plan.chunks)]).tolist()
-        row_of = dict(zip(map(id, plan.chunks), first_rows, strict=False))
-        pending = []
-        for pool in plan.pool_spans:
-            first = row_of[id(pool.chunk)] - pool.chunk.start
-            rows = hidden[first + pool.start : first + pool.stop]
-            pending.append(PendingPool(pool, self._ops.download_later([rows])))
-        return pending
+    @staticmethod
+    def rows(spans: Sequence[PoolSpan], first_rows: Mapping[int, int]) -> list[tuple[int, int]]:
+        """Return the rows of hidden states of each span, from and to. `first_rows`: see BatchLayout.first_rows."""
+        offsets = [first_rows[id(span.chunk)] - span.chunk.start for span in spans]
+        return [(offset + span.start, offset + span.stop) for span, offset in zip(spans, offsets, strict=True)]
 
-    def finish(self, pending: Sequence[PendingPool]) -> tuple[PooledPrompt, ...]:
-        """Wait for the rows; return the vectors of prompts that are complete."""
+    def read(
+        self, spans: Sequence[PoolSpan], fetches: Sequence[Callable[[], list[np.ndarray]]]
+    ) -> tuple[PooledPrompt, ...]:
+        """Wait for the rows of the spans; return the vectors of prompts that are complete."""
         done = []
-        for part in pending:
-            group = part.pool.chunk.sequence.group
-            [rows] = part.fetch()
+        for span, fetch in zip(spans, fetches, strict=True):
+            group = span.chunk.sequence.group
+            [rows] = fetch()
             before = self._sums.pop(group, _Sum(np.zeros(rows.shape[1]), 0))
             now = _Sum(
                 before.total + rows.astype(np.float32).sum(axis=0, dtype=np.float64), before.num_rows + len(rows)
             )
-            if part.pool.stop == group.num_prompt_tokens:
+            if span.stop == group.num_prompt_tokens:
                 done.append(PooledPrompt(group, _unit(now.total / now.num_rows)))
             else:
                 self._sums[group] = now

@@ -1,8 +1,8 @@
-"""Samples from a step's logits: uploads the sampling arrays and downloads the tokens."""
+"""What a step samples: the arrays of its calls, and the tokens read from their results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from model.families.llama import Llama
-from model.ops.interface import Array, SamplingArrays
+from model.ops.interface import SamplingArrays
 from model.sampler import SampledRows, sampling_arrays
+from model.step_inputs import SampleInputs
 from service.engine.execution.decode_batch import BatchLayout
 from service.engine.grammars import MaskBuilder
 from service.engine.sequence import Sequence
-from service.engine.step import StepResult, TokenLogprob
+from service.engine.step import PooledPrompt, PromptLogprobs, StepResult, TokenLogprob
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +31,7 @@ class SampleBatch:
     needs_previous_tokens: bool = False
     has_logit_processors: bool = False  # of any sampler: penalties, biases or min_tokens
     has_adjusted_logprobs: bool = False  # of any sampler: see Sequence.has_adjusted_logprobs
-    cached_arrays: SamplingArrays | None = None  # valid for the next step too
+    is_kept: bool = False  # the runner keeps its parameters for the next step
 
     def __post_init__(self):
         self.needs_previous_tokens = any(map(attrgetter("needs_previous_tokens"), self.samplers))
@@ -45,84 +45,77 @@ class SampleBatch:
 
 
 class SampleCall(NamedTuple):
-    """Sequences sampled by one call of `Ops.sample`, and the download of its results."""
+    """Sequences sampled by one call of `Ops.sample`."""
 
     samplers: list[Sequence]
-    fetch: Callable[[], list[np.ndarray]]
+    inputs: SampleInputs
 
 
 class StepSampler:
-    """Samples step after step. Sampled ids stay on the device in `sampled`; the next step reads each sequence's id from
-    its row: its own row for most decodes, else the one in `other_rows`."""
+    """Plans the sampling of step after step. Sampled ids stay on the device for the next step, which reads each
+    sequence's id from its row: its own row for most decodes, else the one in `other_rows`."""
 
-    def __init__(self, model: Llama, eos_token_ids: frozenset[int], max_rows: int):
-        self.sampled = model.ops.empty((max_rows,), np.dtype(np.int32))
+    def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], *, keeps_params: bool):
+        """`keeps_params`: the runner can keep the parameters of a step of decodes alone."""
         self.other_rows: dict[Sequence, int] = {}
-        self._ops = model.ops
-        self._vocab_size = model.config.vocab_size
+        self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._masks = MaskBuilder(model.config.vocab_size)
+        self._keeps_params = keeps_params
+        self._masks = MaskBuilder(vocab_size)
         self._last: SampleBatch | None = None  # of the last step of decodes only
 
     def batch_for(self, layout: BatchLayout) -> SampleBatch:
         """Return which sequences to sample. The same object while the same sequences decode and nothing else runs."""
         if not layout.is_one_token_each:
             return _batch_of_chunks(layout)
-        if layout.prefills:
+        if layout.prefills or layout.plan.logprob_spans or layout.plan.pool_spans:
             return _batch_of_decodes(layout)
         if self._last is None or self._last.samplers is not layout.decodes:
             self._last = _batch_of_decodes(layout)
         self._last.positions = layout.inputs.context_lens
         return self._last
 
-    def sample(
-        self, logits: Array, batch: SampleBatch, context_lens: Array | None, *, masked: bool
-    ) -> list[SampleCall]:
-        """Sample from logits [R, V]. `context_lens` int32[R]: the rows' lengths, if the next step has its own in the
-        same buffer.
+    def calls(self, batch: SampleBatch, *, masked: bool) -> list[SampleCall]:
+        """Return the calls that sample this batch.
 
         Beams with adjusted log-probabilities are a second call, after the one whose tokens the next step may need
         before the host knows them.
         """
         if batch.has_one_sampler_per_row and not batch.has_adjusted_logprobs:
-            calls = [self._sample_call(logits, batch, context_lens, masked=masked)]
+            calls = [self._call(batch, masked)]
         else:
-            calls = self._sample_split(logits, batch, masked)
+            calls = self._split_calls(batch, masked)
         num_own = batch.num_own_rows if calls[0].samplers is batch.samplers else 0
         self.other_rows = {sequence: row for row, sequence in enumerate(calls[0].samplers[num_own:], num_own)}
         return calls
 
-    def _sample_split(self, logits: Array, batch: SampleBatch, masked: bool) -> list[SampleCall]:
+    def _split_calls(self, batch: SampleBatch, masked: bool) -> list[SampleCall]:
         scored = [index for index, sequence in enumerate(batch.samplers) if sequence.has_adjusted_logprobs]
         plain = sorted(set(range(len(batch.samplers))) - set(scored))
         calls = []
         for indices, adjusted in ((plain, False), (scored, True)):
             if indices:
-                picked = self._ops.upload(np.array([batch.rows[index] for index in indices], np.int32))
-                own = self._ops.gather_rows(logits, picked)
+                rows = np.array([batch.rows[index] for index in indices], np.int32)
                 samplers, every = [batch.samplers[index] for index in indices], list(range(len(indices)))
                 part = SampleBatch(samplers, every, batch.positions[indices], 0, np.array(every))
-                calls.append(self._sample_call(own, part, None, masked=masked, adjusted=adjusted))
+                params = self._params(part, masked, adjusted)
+                calls.append(SampleCall(samplers, SampleInputs(len(indices), rows, params)))
         return calls
 
-    def _sample_call(
-        self, logits: Array, batch: SampleBatch, context_lens: Array | None, *, masked: bool, adjusted: bool = False
-    ) -> SampleCall:
+    def _call(self, batch: SampleBatch, masked: bool) -> SampleCall:
+        """Return the call that samples every row."""
         samplers = batch.samplers
         if not samplers:
-            return SampleCall(samplers, self._ops.download_later(()))
-        how = None if context_lens is None else batch.cached_arrays
-        if how is None:
-            how = self._sampling_arrays(batch, masked, adjusted)
-            if context_lens is not None and not (batch.needs_previous_tokens or batch.has_logit_processors):
-                batch.cached_arrays = replace(how, position=context_lens.view(np.uint32))
-        sampled = self._ops.sample(logits, how, out=None if adjusted else self.sampled[: len(samplers)])
-        arrays = [sampled.token_ids, sampled.is_nan]
-        if sampled.logprobs is not None:
-            arrays += [sampled.logprobs, sampled.top_ids, sampled.top_logprobs]
-        return SampleCall(samplers, self._ops.download_later(arrays))
+            return SampleCall(samplers, SampleInputs(0, None, None))
+        if batch.is_kept:
+            return SampleCall(samplers, SampleInputs(len(samplers), None, None))
+        changes = batch.needs_previous_tokens or batch.has_logit_processors
+        batch.is_kept = self._keeps_params and batch is self._last and not changes
+        params = self._params(batch, masked, adjusted=False)
+        return SampleCall(samplers, SampleInputs(len(samplers), None, params, keeps_params=batch.is_kept))
 
-    def _sampling_arrays(self, batch: SampleBatch, masked: bool, adjusted: bool) -> SamplingArrays:
+    def _params(self, batch: SampleBatch, masked: bool, adjusted: bool) -> SamplingArrays:
+        """Return host arrays."""
         shaped = batch.samplers if batch.has_logit_processors else []
         rows = SampledRows(
             records=[sequence.sampling_record for sequence in batch.samplers],
@@ -132,19 +125,32 @@ class StepSampler:
             num_prompt_tokens=[sequence.num_prompt_tokens for sequence in shaped],
             mask=self._masks.build(batch.samplers) if masked else None,
         )
-        send = self._ops.upload_all
-        return sampling_arrays(rows, self._vocab_size, self._eos_token_ids, send, adjusts_logprobs=adjusted)
+        return sampling_arrays(rows, self._vocab_size, self._eos_token_ids, list, adjusts_logprobs=adjusted)
 
 
-def collect_result(calls: list[SampleCall], batch: SampleBatch) -> StepResult:
-    """Wait for the calls; return the tokens in the order of the plan's samplers."""
+def read_result(
+    calls: Seq[SampleCall],
+    batch: SampleBatch,
+    arrays: Seq[list[np.ndarray]],
+    *,
+    prompt_logprobs: tuple[PromptLogprobs, ...],
+    pooled: tuple[PooledPrompt, ...],
+) -> StepResult:
+    """Return the tokens in the order of the plan's samplers; `arrays`: each call's token ids, NaN flags and, if any
+    sequence wants them, log-probabilities."""
     if len(calls) == 1:
-        return _result(batch.samplers, calls[0].fetch(), batch.indices)
-    results = [_result(samplers, fetch(), np.arange(len(samplers))) for samplers, fetch in calls]
-    sequences = chain.from_iterable(call.samplers for call in calls)
-    sampled = chain.from_iterable(result.sampled_tokens() for result in results)
-    tokens = dict(zip(sequences, sampled, strict=True))
-    return StepResult.of(tokens[batch.samplers[index]] for index in batch.indices)
+        result = _result(batch.samplers, arrays[0], batch.indices)
+    else:
+        results = [
+            _result(call.samplers, own, np.arange(len(call.samplers))) for call, own in zip(calls, arrays, strict=True)
+        ]
+        sequences = chain.from_iterable(call.samplers for call in calls)
+        sampled = chain.from_iterable(result.sampled_tokens() for result in results)
+        tokens = dict(zip(sequences, sampled, strict=True))
+        result = StepResult.of(tokens[batch.samplers[index]] for index in batch.indices)
+    if prompt_logprobs or pooled:
+        result = replace(result, prompt_logprobs=prompt_logprobs, pooled=pooled)
+    return result
 
 
 def _batch_of_decodes(layout: BatchLayout) -> SampleBatch:

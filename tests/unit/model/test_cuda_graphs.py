@@ -10,10 +10,11 @@ import pytest
 
 from model.batch import Batch
 from model.config import ModelConfig
-from model.cuda_graphs import MAX_CHUNKS, ROWS_ALONE, ROWS_BESIDE, ROWS_BESIDE_FEW, StepGraphs, StepInputs, decode_sizes
+from model.cuda_graphs import MAX_CHUNKS, ROWS_ALONE, ROWS_BESIDE, ROWS_BESIDE_FEW, StepGraphs, decode_sizes
 from model.families.llama import Llama
 from model.kv_cache import block_shape
 from model.ops.cpu.ops import NumpyOps
+from model.step_inputs import ForwardInputs
 from model.weights.loader import load_model
 from tests.support.demo_engine import DEMO
 
@@ -45,7 +46,7 @@ def graphs(model, kv) -> StepGraphs:
     return made
 
 
-def step(model: Llama, chunks: list[tuple[int, int]]) -> StepInputs:
+def step(model: Llama, chunks: list[tuple[int, int]]) -> ForwardInputs:
     """Chunks of (start, length), those of one token first; each chunk's last row is asked for its logits."""
     starts, lengths = np.array(chunks, np.int32).T
     ends, rng = np.cumsum(lengths), np.random.default_rng(len(chunks))
@@ -54,7 +55,7 @@ def step(model: Llama, chunks: list[tuple[int, int]]) -> StepInputs:
     tables = tables[:, : -(-int((starts + lengths).max()) // BLOCK_SIZE)].astype(np.int32)
     blocks = tables[np.repeat(np.arange(len(chunks)), lengths), positions // BLOCK_SIZE].astype(np.int64)
     num_decodes = int(np.count_nonzero(lengths == 1))
-    return StepInputs(
+    return ForwardInputs(
         token_ids=rng.integers(0, model.config.vocab_size, ends[-1]).astype(np.int32),
         pending_token_row=np.full(ends[-1], MAX_ROWS, np.int32),
         positions=positions,
@@ -69,7 +70,7 @@ def step(model: Llama, chunks: list[tuple[int, int]]) -> StepInputs:
     )
 
 
-def by_itself(model: Llama, kv: np.ndarray, inputs: StepInputs) -> np.ndarray:
+def by_itself(model: Llama, kv: np.ndarray, inputs: ForwardInputs) -> np.ndarray:
     """Sequence after sequence, nothing beside it."""
     rows, end = [], 0
     tables = inputs.block_tables(np.arange(inputs.num_decodes), BLOCK_SIZE)

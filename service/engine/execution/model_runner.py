@@ -1,0 +1,247 @@
+"""Runs the steps of one rank: StepInputs in, sampled arrays out. Knows no sequence and no plan."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from model.batch import Batch
+from model.cuda_graphs import StepGraphs
+from model.families.llama import Llama
+from model.ops.host_blocks import HostBlocks, Transfer
+from model.ops.interface import Array, Bias, Ops, Penalties, SamplingArrays, TokenMask
+from model.step_inputs import ForwardInputs, LogprobRows, SampleInputs, StepInputs
+
+_COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seed", "position", "branch")
+"""The arrays of SamplingArrays with one entry a row."""
+
+Fetch = Callable[[], list[np.ndarray]]
+"""Waits for a download."""
+
+
+class DoneTransfer(NamedTuple):
+    """The swap_outs or swap_ins of one step, all done."""
+
+    is_out: bool
+    num_blocks: int
+    seconds: float  # of the device
+
+
+@dataclass(slots=True)
+class RunningStep:
+    """A launched step. Its fetches return what was sampled, in the order of StepInputs."""
+
+    logits: Array | None  # float32[R, V] until it is sampled
+    context_lens: Array | None  # int32[num_decodes], if their buffer stays the same
+    scratch: ExitStack  # memory of the logits
+    samples: list[Fetch]  # token ids, NaN flags and, if wanted, log-probabilities (see Sampled)
+    prompt_logprobs: list[Fetch]
+    pool_rows: list[Fetch]
+
+
+class ModelRunner:
+    """Owns a model's buffers for steps of at most `max_rows` sequences of at most `max_blocks` blocks. Sampled ids stay
+    on the device in `sampled` for the next step. `attach` adds the cache once the remaining memory is known."""
+
+    def __init__(self, model: Llama, max_rows: int, max_blocks: int):
+        self.model = model
+        self.kv: Array | None = None
+        self.host: HostBlocks | None = None
+        self.sampled = model.ops.empty((max_rows,), np.dtype(np.int32))
+        self._ops: Ops = model.ops
+        self._logit_sizes = model.ops.linear_sizes(max_rows)
+        self._swap_outs: deque[tuple[int, Transfer]] = deque()  # (num_blocks, transfer)
+        self._swap_ins: deque[tuple[int, Transfer]] = deque()
+        self._kept_params: SamplingArrays | None = None  # on the device
+        self._graphs = StepGraphs(model, self.sampled, max_rows, max_blocks) if model.ops.name == "cuda" else None
+
+    @property
+    def replays_graphs(self) -> bool:
+        """Whether steps of decodes alone run as captured graphs, and may keep their sampling parameters."""
+        return self._graphs is not None
+
+    def attach(self, kv: Array, *, num_host_blocks: int = 0, progress: bool = False) -> None:
+        """Use this cache [num_blocks, L, 2, Hkv, B, D], and `num_host_blocks` blocks on the host."""
+        self.kv = kv
+        if self._graphs is not None:
+            self._graphs.capture(kv, progress=progress)
+        if num_host_blocks:  # last: pinning would slow down the rest of the start
+            self.host = self._ops.host_blocks(kv, num_host_blocks)
+
+    def fit_prompts(self, num_decodes: int, num_tokens: int) -> int:
+        """Return how many of `num_tokens` prompt tokens a step should take besides its decodes while others wait."""
+        return num_tokens if self._graphs is None else self._graphs.fit(num_decodes, num_tokens)
+
+    def launch(self, inputs: StepInputs) -> RunningStep:
+        """Start the step: copies, swaps, forward pass, and sampling if it is sent already."""
+        scratch = ExitStack()
+        scratch.enter_context(self._ops.scratch())
+        self.transfer(inputs)
+        if inputs.forward is None:
+            raise ValueError("launch: the step computes nothing (transfer it)")
+        step = RunningStep(None, None, scratch, [], [], [])
+        if inputs.needs_hidden:
+            self._forward_with_hidden(inputs, inputs.forward, step)
+        else:
+            self._forward(inputs.forward, step)
+        if inputs.samples is not None:
+            self.sample(step, inputs.samples)
+        return step
+
+    def transfer(self, inputs: StepInputs) -> None:
+        """Start the step's copies and swaps."""
+        if len(inputs.copies):
+            self._copy(inputs.copies)
+        if len(inputs.swap_outs):
+            self._swap_outs.append((len(inputs.swap_outs), self.host.copy_out(*inputs.swap_outs.T.tolist())))
+        if len(inputs.swap_ins):
+            self._swap_ins.append((len(inputs.swap_ins), self.host.copy_in(*inputs.swap_ins.T.tolist())))
+
+    def sample(self, step: RunningStep, samples: Sequence[SampleInputs]) -> None:
+        """Sample a launched step; its logits are freed."""
+        with step.scratch:
+            step.samples = [self._sample(step, call) for call in samples]
+            step.logits = None
+
+    def finished_transfers(self) -> list[DoneTransfer]:
+        """Return transfers that finished since the last call, in order for each direction."""
+        finished = []
+        for is_out, in_flight in ((True, self._swap_outs), (False, self._swap_ins)):
+            while in_flight and in_flight[0][1].is_done():
+                num_blocks, transfer = in_flight.popleft()
+                finished.append(DoneTransfer(is_out, num_blocks, transfer.seconds()))
+        return finished
+
+    def wait_for_transfer(self) -> None:
+        """Wait until one transfer in flight is done."""
+        (self._swap_ins or self._swap_outs)[0][1].wait()
+
+    def _copy(self, copies: np.ndarray) -> None:
+        for together in independent_copies(copies):
+            sources, targets = np.array(together, np.int32).T
+            pair = [np.ascontiguousarray(sources), np.ascontiguousarray(targets)]
+            self._ops.copy_blocks(self.kv, *self._ops.upload_all(pair))
+
+    def _forward(self, inputs: ForwardInputs, step: RunningStep) -> None:
+        """Run the forward pass, as a captured graph if there is one of its size."""
+        if self._graphs is not None:
+            step.logits = self._graphs.forward(inputs)
+            if step.logits is not None:
+                step.context_lens = self._graphs.context_lens(inputs.num_decodes)
+                return
+        step.logits = self.model.forward(self._batch(inputs), self.kv)[: len(inputs.logit_rows)]
+
+    def _forward_with_hidden(self, inputs: StepInputs, forward: ForwardInputs, step: RunningStep) -> None:
+        """Like `_forward`, with prompt log-probabilities and pooling. Never a captured graph, which keeps only
+        logits."""
+        batch = self._batch(forward)
+        hidden = self.model.hidden(batch, self.kv)
+        step.prompt_logprobs = [self._score(hidden, part) for part in inputs.prompt_logprobs]
+        step.pool_rows = [self._ops.download_later([hidden[first:stop]]) for first, stop in inputs.pool_rows]
+        step.logits = self.model.logits(hidden, batch.logit_rows)[: len(forward.logit_rows)]
+
+    def _score(self, hidden: Array, part: LogprobRows) -> Fetch:
+        with self._ops.scratch():
+            rows, token_ids = self._ops.upload_all([padded_rows(part.rows, self._logit_sizes), part.token_ids])
+            logits = self.model.logits(hidden, rows)[: len(part.rows)]
+            return self._ops.download_later(self._ops.top_logprobs(logits, token_ids, part.num_alternatives))
+
+    def _sample(self, step: RunningStep, call: SampleInputs) -> Fetch:
+        if not call.num_rows:
+            return self._ops.download_later(())
+        logits = step.logits
+        if call.rows is not None:
+            logits = self._ops.gather_rows(logits, self._ops.upload(call.rows))
+        how = self._kept_params if call.params is None else self._upload(call.params)
+        if call.keeps_params:
+            self._kept_params = replace(how, position=step.context_lens.view(np.uint32))
+        out = None if how.adjusts_logprobs else self.sampled[: call.num_rows]
+        sampled = self._ops.sample(logits, how, out=out)
+        arrays = [sampled.token_ids, sampled.is_nan]
+        if sampled.logprobs is not None:
+            arrays += [sampled.logprobs, sampled.top_ids, sampled.top_logprobs]
+        return self._ops.download_later(arrays)
+
+    def _upload(self, params: SamplingArrays) -> SamplingArrays:
+        """Upload all arrays in one piece."""
+        columns = [getattr(params, name) for name in _COLUMNS]
+        ragged = [part for part in (params.penalties, params.bias, params.mask) if part is not None]
+        hosts = [array for part in ragged for array in vars(part).values()]
+        sent = iter(self._ops.upload_all([*columns, *hosts]))
+        columns = [next(sent) for _ in columns]
+        on_device = {type(part): type(part)(*(next(sent) for _ in vars(part))) for part in ragged}
+        return SamplingArrays(
+            *columns,
+            penalties=on_device.get(Penalties),
+            bias=on_device.get(Bias),
+            mask=on_device.get(TokenMask),
+            num_logprobs=params.num_logprobs,
+            with_logprobs=params.with_logprobs,
+            adjusts_logprobs=params.adjusts_logprobs,
+        )
+
+    def _batch(self, inputs: ForwardInputs) -> Batch:
+        """Upload the step and insert pending tokens; logit rows are padded."""
+        tables = inputs.block_tables(np.arange(inputs.num_decodes), self.kv.shape[4])
+        hosts = (
+            inputs.token_ids,
+            inputs.pending_token_row,
+            inputs.positions,
+            inputs.slots,
+            tables,
+            inputs.context_lens,
+            inputs.query_start,
+            padded_rows(inputs.logit_rows, self._logit_sizes),
+        )
+        token_ids, pending_token_row, positions, slots, tables, context_lens, starts, logit_rows = self._ops.upload_all(
+            hosts
+        )
+        self._ops.pick_tokens(token_ids, self.sampled, pending_token_row)
+        return Batch(
+            token_ids=token_ids,
+            positions=positions,
+            slots=slots,
+            block_tables=tables,
+            context_lens=context_lens,
+            query_start=starts,
+            logit_rows=logit_rows,
+            num_decodes=inputs.num_decodes,
+            num_tokens=len(inputs.token_ids),
+            num_sequences=len(inputs.context_lens),
+            max_query_len=int(inputs.chunk_lens.max(initial=0)),
+        )
+
+
+def padded_rows(rows: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+    """Pad rows int32[R] with zeros to the next of `sizes`, ascending; unchanged if empty or longer than all.
+
+    The LM head runs only in sizes that were run at start. For another size cuBLASLt may have to load a kernel, which
+    waits for the device: 15 to 70 ms under load.
+    """
+    index = bisect_left(sizes, len(rows))
+    if not len(rows) or index == len(sizes):
+        return rows
+    return np.pad(rows, (0, sizes[index] - len(rows)))
+
+
+def independent_copies(copies: np.ndarray) -> list[list[list[int]]]:
+    """Split copies int32[n, 2] (from, to), in order, into runs in which no target is a source or occurs twice. Nearly
+    always one run: only blocks of a sequence preempted during planning occur twice."""
+    runs: list[list[list[int]]] = [[]]
+    seen_sources: set[int] = set()
+    seen_targets: set[int] = set()
+    for copy in copies.tolist():
+        source, target = copy
+        if target in seen_sources or target in seen_targets or source in seen_targets:
+            runs.append([])
+            seen_sources, seen_targets = set(), set()
+        runs[-1].append(copy)
+        seen_sources.add(source)
+        seen_targets.add(target)
+    return runs
