@@ -8,8 +8,8 @@ from random import Random
 
 from exact_skills import ExactSkills, Turn
 from story_maker import Story, StoryMaker, Wish
+from story_requests import plural, random_wish
 from text_grammar import mend_articles
-from wishes import plural, random_wish
 
 SMALL_TALK = ("greet", "how", "who", "quire", "made", "old", "can", "thanks", "bye", "ok", "sad", "glad", "weather",
               "now", "like", "joke", "riddle", "nonsense", "why")  # fmt: skip

@@ -17,8 +17,8 @@ from random import Random
 
 from chat_maker import TABLES, Chat, ChatMaker, sentences_of
 from story_maker import StoryMaker, Wish
+from story_requests import random_wish
 from text_grammar import Grammar
-from wishes import random_wish
 
 TEXT_FOLDER = Path(__file__).parent / "text"
 SHARE_OF_CHATS = 0.55

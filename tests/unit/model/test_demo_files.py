@@ -54,7 +54,7 @@ def corpus(seed: int, num_documents: int, hash_seed: str = "0") -> list[dict]:
     """Documents from the script, run as its reader runs it."""
     command = [sys.executable, "make_corpus.py", "--seed", str(seed), "--documents", str(num_documents)]
     environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONIOENCODING": "utf-8"}
-    done = subprocess.run(command, cwd=DEMO, env=environment, capture_output=True, check=True, timeout=60)
+    done = subprocess.run(command, cwd=DEMO / "training", env=environment, capture_output=True, check=True, timeout=60)
     return [json.loads(line) for line in done.stdout.decode().splitlines()]
 
 
