@@ -18,13 +18,15 @@ SPECIAL = b"\xff"
 
 
 class Tokens(Protocol):
-    special_ids: frozenset[int]
+    @property
+    def special_ids(self) -> frozenset[int]: ...
 
     def token_bytes(self, token_id: int) -> bytes: ...
 
 
 class NamedTokens(Tokens, Protocol):
-    special_tokens: frozenset[str]
+    @property
+    def special_tokens(self) -> frozenset[str]: ...
 
     def special_id(self, text: str) -> int | None: ...
 

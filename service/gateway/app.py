@@ -1,4 +1,4 @@
-"""The HTTP door: OpenAI's routes, and those of whoever watches over the server."""
+"""The HTTP application: the OpenAI API and the operations routes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from service.gateway.generation.served_model import ServedModel
 from service.gateway.http.middleware import (
     READ_TIMEOUT_S,
     TENANT,
-    Doorkeeper,
-    guard,
+    AccessControl,
     json_response,
-    note_begun,
+    make_middleware,
     read_body,
+    record_begun_response,
 )
 from service.gateway.openapi.document import openapi_document
 from service.gateway.routes.completions import REQUEST_ROUTE, Completions
@@ -35,7 +35,7 @@ from service.queue.interface import QUEUE_LANES, QueueUnavailable
 
 
 def model_permission(model: ServedModel) -> dict[str, object]:
-    """vLLM's object: everyone who may enter may do the same."""
+    """vLLM's object; every key has the same permissions."""
     return {
         "id": model.fingerprint.replace("fp_", "modelperm-"),
         "object": "model_permission",
@@ -58,17 +58,19 @@ class HttpDoor:
         self._runner = runner
 
     def app(self) -> web.Application:
-        """All routes behind the guard. Raises StartupError for a key file that cannot be used."""
+        """Build the application. Raises StartupError for an unusable key file."""
         settings = self._service.settings
         completions, embeddings = Completions(self._service), Embeddings(self._service)
         app = web.Application(
             middlewares=[
-                guard(Doorkeeper(settings), self._service.metrics, settings.write_timeout, self._service.tracing)
+                make_middleware(
+                    AccessControl(settings), self._service.metrics, settings.write_timeout, self._service.tracing
+                )
             ],
             client_max_size=settings.max_body_bytes,
         )
         app[READ_TIMEOUT_S] = settings.read_timeout
-        app.on_response_prepare.append(note_begun)
+        app.on_response_prepare.append(record_begun_response)
         app.add_routes(
             [
                 web.post(COMPLETIONS, completions.create(COMPLETIONS)),
@@ -117,7 +119,7 @@ class HttpDoor:
         }
 
     async def _max_model_len(self) -> int:
-        """What the workers allow; what the model allows while they cannot be asked."""
+        """Return the workers' limit, the model's if none can be reached."""
         limit = self._service.model.max_model_len
         try:
             return (await self._service.fleet.view()).max_model_len(limit)

@@ -1,4 +1,4 @@
-"""The gateway process: opens both doors, serves until it is told to stop, drains, and leaves."""
+"""The gateway process: serves HTTP and the ingress until stopped, then drains."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import socket
 import ssl
 import warnings
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from aiohttp import BadContentDispositionHeader, BadContentDispositionParam, web
 
@@ -22,8 +23,8 @@ from service.gateway.batches.runner import BatchRunner
 from service.gateway.core.service import InferenceService
 from service.gateway.generation.served_model import ServedModel
 from service.gateway.http.connection import Connections, Protocol
-from service.gateway.http.middleware import worded
-from service.gateway.http.tls import opened_tls
+from service.gateway.http.middleware import with_openai_errors
+from service.gateway.http.tls import open_tls
 from service.gateway.ingress.ingress import QueueIngress
 from service.gateway.routes.probes import probed
 from service.observability.logs import fields
@@ -33,7 +34,7 @@ from service.queue.interface import GatewayQueue
 log = logging.getLogger("quire.gateway")
 
 SHUTDOWN_TIMEOUT_S = 2.0
-"""For responses to be written once their requests have ended."""
+"""Time to write responses after their requests have ended."""
 BACKLOG = 1024
 HANDSHAKE_S = 10.0
 
@@ -46,11 +47,11 @@ async def run_gateway(
     on_ready: Callable[[str], None],
     tracing: Tracing = NO_TRACING,
 ) -> None:
-    """Serves until `stop` is set or until cancelled, then drains; `on_ready` gets the URL, with the port it took.
+    """Serve until `stop` is set or the task is cancelled, then drain. `on_ready` receives the URL.
 
-    Raises StartupError where the model cannot be read or the port cannot be had. `queue` stays the caller's to close.
+    The caller closes `queue`. Raises StartupError if the model cannot be read or the port is taken.
     """
-    # Python would print each new malformed form that a client sends, and remember it.
+    # Python would print, and remember, each new form of malformed input.
     warnings.simplefilter("ignore", BadContentDispositionHeader)
     warnings.simplefilter("ignore", BadContentDispositionParam)
     model = await asyncio.to_thread(ServedModel.read, settings)
@@ -64,7 +65,7 @@ async def run_gateway(
 async def serving(
     settings: Settings, model: ServedModel, queue: GatewayQueue, tracing: Tracing = NO_TRACING
 ) -> AsyncIterator[str]:
-    """Both doors are open inside, under the URL given; on the way out they drain. Raises StartupError."""
+    """Open HTTP and the ingress, yield the URL, and drain on exit. Raises StartupError."""
     service = InferenceService(settings, model, queue, feed=f"door-{secrets.token_hex(8)}", tracing=tracing)
     connections = Connections(settings.max_connections, settings.max_connections_per_client)
     queue_ingress = QueueIngress(service)
@@ -73,7 +74,7 @@ async def serving(
     queue_task = batch_task = None
     try:
         async with (
-            opened_tls(settings.ssl_certfile, settings.ssl_keyfile) as tls,
+            open_tls(settings.ssl_certfile, settings.ssl_keyfile) as tls,
             probed(service, settings.host, settings.probe_port),
         ):
             await service.grammars.wait_until_ready()
@@ -104,21 +105,22 @@ async def serving(
 async def _set_up(app: web.Application, write_timeout_s: float) -> web.AppRunner:
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
     await runner.setup()
-    runner.server.request_handler = worded(runner.server.request_handler, write_timeout_s)
+    server = _server_of(runner)
+    server.request_handler = with_openai_errors(server.request_handler, write_timeout_s)
     return runner
 
 
 async def _listen(
     runner: web.AppRunner, settings: Settings, connections: Connections, tls: ssl.SSLContext | None
 ) -> asyncio.Server:
-    """A server of our own Protocol, which aiohttp's sites cannot make."""
+    """Create a server with our Protocol, which aiohttp's sites cannot."""
     loop = asyncio.get_running_loop()
 
     def protocol() -> Protocol:
-        # Bodies stay as they came: an encoded one is refused, so nothing is ever inflated.
-        # Until its headers are complete a connection counts as idle, so this is their deadline too.
+        # Encoded bodies are refused, so nothing is inflated. A connection counts as idle until its headers are
+        # complete, so this is also their deadline.
         return Protocol(
-            runner.server,
+            _server_of(runner),
             connections,
             write_timeout_s=settings.write_timeout,
             loop=loop,
@@ -127,13 +129,24 @@ async def _listen(
             access_log=None,
         )
 
-    handshake = {} if tls is None else {"ssl": tls, "ssl_handshake_timeout": min(settings.read_timeout, HANDSHAKE_S)}
+    handshake: dict[str, Any] = (
+        {} if tls is None else {"ssl": tls, "ssl_handshake_timeout": min(settings.read_timeout, HANDSHAKE_S)}
+    )
     try:
-        return await loop.create_server(protocol, settings.host, settings.port, backlog=BACKLOG, **handshake)
+        server: asyncio.Server = await loop.create_server(
+            protocol, settings.host, settings.port, backlog=BACKLOG, **handshake
+        )
+        return server
     except OSError as error:
-        # asyncio's own words say the address again.
+        # asyncio's message repeats the address
         reason = error.strerror if isinstance(error, socket.gaierror) or not error.errno else os.strerror(error.errno)
         raise StartupError(f"cannot listen on {settings.host}:{settings.port}: {reason}") from error
+
+
+def _server_of(runner: web.AppRunner) -> web.Server:
+    if runner.server is None:
+        raise RuntimeError("the runner was not set up")
+    return runner.server
 
 
 def _url(scheme: str, host: str, port: int) -> str:

@@ -1,4 +1,4 @@
-"""`/v1/batches`: files of requests, worked on whenever nobody else wants the machine."""
+"""`/v1/batches`: files of requests, run at low priority."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Json = dict[str, Any]
 WINDOWS_S = {"24h": 24 * 3600}
 DEFAULT_PAGE, MAX_PAGE = 20, 100
 MAX_OPEN_BATCHES = 100
-"""Of one tenant. All but a few of them wait; what they store is bounded in bytes."""
+"""Per tenant. All but a few wait; their storage is bounded in bytes."""
 
 
 class BatchBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -78,7 +78,7 @@ class Batches:
             raise unavailable() from None
         except StorageFull as full:
             raise storage_refusal(full) from None
-        self._runner.look()
+        self._runner.wake()
         return json_response(batch_json(batch))
 
     async def _require_room(self, tenant: str) -> None:
@@ -105,7 +105,7 @@ class Batches:
             is_cancelled = batch.is_open and await self._queue.is_batch_cancelled(batch.batch_id)
         except QueueUnavailable:
             raise unavailable() from None
-        # One that waits for its turn waits for it to end, too.
+        # A waiting batch is cancelled only when its turn comes.
         return json_response(batch_json(batch) | ({"status": BatchStatus.CANCELLING} if is_cancelled else {}))
 
     async def _cancel(self, http: web.Request) -> web.Response:
@@ -116,7 +116,7 @@ class Batches:
             await self._queue.cancel_batch(batch.batch_id)
         except QueueUnavailable:
             raise unavailable() from None
-        self._runner.look()
+        self._runner.wake()
         return json_response({**batch_json(batch), "status": BatchStatus.CANCELLING})
 
     async def _found(self, http: web.Request) -> Batch:

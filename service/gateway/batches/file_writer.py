@@ -1,4 +1,4 @@
-"""Writes a file to the queue piece by piece, so that none is ever in memory whole."""
+"""Writes a file to the queue in pieces, never whole in memory."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from service.queue.storage import StorageFull, StorageLimits
 
 
 class FileWriter:
-    """One new file of a tenant. What is not finished is to be dropped; the queue forgets it after a while anyhow.
+    """A new file of a tenant. Drop it unless finished; the queue expires it anyway.
 
-    It reserves room before it needs it: of files that together are too long some are written, not a part of each.
+    It reserves room in advance: of files that together are too long, some are written, rather than a part of each.
     """
 
     def __init__(self, queue: GatewayQueue, tenant: str, limits: StorageLimits) -> None:
@@ -27,7 +27,7 @@ class FileWriter:
         self._rest = bytearray()
 
     async def reserve(self, num_bytes: int) -> None:
-        """No other file takes the room of so many bytes. Raises StorageFull, QueueUnavailable."""
+        """Reserve room for the file. Raises StorageFull, QueueUnavailable."""
         await self._queue.reserve_file(self.file_id, self._tenant, num_bytes, self._limits)
         self._reserved_bytes = num_bytes
 
@@ -40,7 +40,7 @@ class FileWriter:
             await self._append(piece)
 
     async def finish(self, filename: str, purpose: str) -> StoredFile:
-        """The file is there when this returns. Raises StorageFull, QueueUnavailable."""
+        """Store the file. Raises StorageFull, QueueUnavailable."""
         if self._rest:
             await self._append(bytes(self._rest))
         file = StoredFile(
@@ -62,7 +62,7 @@ class FileWriter:
         self.num_bytes += len(piece)
         self._num_pieces += 1
         if self.num_bytes > self._reserved_bytes:
-            with suppress(StorageFull):  # then piece by piece, as long as there is room
+            with suppress(StorageFull):  # then piece by piece, while there is room
                 await self.reserve(2 * self.num_bytes)
         is_reserved = self.num_bytes <= self._reserved_bytes
         found = await self._queue.append_file(self.file_id, self._tenant, piece, self._limits, is_reserved=is_reserved)

@@ -1,4 +1,4 @@
-"""`/v1/files`: what batches read and write. The contents lie in the queue's Redis, so that every gateway has them."""
+"""`/v1/files`: input and output of batches, stored in Redis for all gateways."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from service.gateway.batches.file_writer import FileWriter
 from service.gateway.core.admission import unavailable
 from service.gateway.core.storage import storage_refusal
 from service.gateway.generation.refusals import missing, refusal
-from service.gateway.http.middleware import HELD, READ_TIMEOUT_S, TENANT, json_response
+from service.gateway.http.middleware import BODY_RESERVATION, READ_TIMEOUT_S, TENANT, json_response
 from service.gateway.openai.bodies import unknown_field
 from service.gateway.routes.completions import refuse_idempotency_key
 from service.gateway.routes.pages import MAX_PAGE, is_ascending, page_json
@@ -31,11 +31,11 @@ Json = dict[str, Any]
 
 INPUT, OUTPUT = "batch", "batch_output"
 MAX_FILES = 1000
-"""Of one tenant."""
+"""Per tenant."""
 MAX_FORM_BYTES = 64 << 10
-"""What a form may have around its file."""
+"""Size of a form without its file."""
 WINDOW_BYTES = 1 << 20
-"""What an upload or a download takes of the memory for bodies: a few pieces, however long the file is."""
+"""Memory reserved for an upload or download: a few pieces, whatever the file's size."""
 CHUNK_BYTES = 64 << 10
 SLOWEST_UPLOAD_BYTES_PER_S = 1 << 20
 MAX_NAME_CHARS = 255
@@ -78,7 +78,7 @@ class Files:
 
     async def _store(self, http: web.Request, writer: FileWriter) -> StoredFile:
         """Raises RequestError, StorageFull, QueueUnavailable."""
-        await http[HELD].grow(WINDOW_BYTES)
+        await http[BODY_RESERVATION].grow(WINDOW_BYTES)
         if len(await self._queue.files(http[TENANT])) >= MAX_FILES:
             raise RequestError(400, f"There are {MAX_FILES} files already; delete some.", code="too_many_files")
         await writer.reserve(min(http.content_length or 0, self._max_file_bytes))
@@ -89,7 +89,7 @@ class Files:
             raise RequestError(408, "The body did not arrive in time.", code="request_timeout") from None
         except (RequestError, StorageFull, QueueUnavailable, ConnectionError, web.HTTPException):
             raise
-        except Exception as error:  # aiohttp's reader of forms fails in any way: an unknown charset is a LookupError
+        except Exception as error:  # aiohttp's form parser raises anything: an unknown charset is a LookupError
             log.debug("a form could not be read: %r", error)
             raise RequestError(400, "The body is no well-formed form.", code="invalid_body") from None
         if form.get("purpose") != INPUT:
@@ -99,8 +99,10 @@ class Files:
         return await writer.finish(form["file"][:MAX_NAME_CHARS], INPUT)
 
     async def _form(self, http: web.Request, writer: FileWriter, patience: asyncio.Timeout) -> dict[str, str]:
-        """The fields `purpose` and `file`, of which the name stands here and the contents go to `writer`. Raises
-        RequestError (400, 413), what the writer does, and anything for what is no form."""
+        """Return the fields `purpose` and `file` (its name); the content goes to `writer`.
+
+        Raises RequestError (400, 413), the writer's errors, and any error for a malformed form.
+        """
         form: dict[str, str] = {}
         reader = await http.multipart()
         while (part := await reader.next()) is not None:
@@ -125,7 +127,8 @@ class Files:
             began_at_s = loop.time()
             await writer.write(chunk)
             # Neither a long file nor a slow queue is the client's delay.
-            patience.reschedule(patience.when() + loop.time() - began_at_s + len(chunk) / SLOWEST_UPLOAD_BYTES_PER_S)
+            extra_s = loop.time() - began_at_s + len(chunk) / SLOWEST_UPLOAD_BYTES_PER_S
+            patience.reschedule((patience.when() or loop.time()) + extra_s)
 
     def _too_large(self) -> RequestError:
         return RequestError(413, f"A file may have at most {self._max_file_bytes} bytes.", code="body_too_large")
@@ -146,7 +149,7 @@ class Files:
 
     async def _content(self, http: web.Request) -> web.StreamResponse:
         file = await self._found(http)
-        await http[HELD].grow(WINDOW_BYTES)
+        await http[BODY_RESERVATION].grow(WINDOW_BYTES)
         response = web.StreamResponse()
         response.content_type, response.content_length = "application/octet-stream", file.num_bytes
         if http.method == "HEAD":
@@ -165,7 +168,7 @@ class Files:
         return response
 
     async def _send(self, response: web.StreamResponse, file: StoredFile, pieces: Sequence[bytes]) -> None:
-        """Raises QueueUnavailable, also for a file that was deleted meanwhile, TimeoutError and ConnectionError."""
+        """Raises QueueUnavailable (also if the file was deleted meanwhile), TimeoutError, ConnectionError."""
         num_pieces = num_bytes = 0
         while pieces:
             for piece in pieces:
@@ -190,7 +193,7 @@ class Files:
 
 
 async def find_file(store: BatchStore, file_id: str, tenant: str, param: str = "file_id") -> StoredFile:
-    """Raises RequestError: 404 for one that is not there or another tenant's, 503."""
+    """Return a tenant's file. Raises RequestError: 404 if missing or another tenant's, 503."""
     try:
         file = await store.file(file_id)
     except QueueUnavailable:
@@ -216,7 +219,7 @@ def file_json(file: StoredFile) -> Json:
 
 
 async def _purpose(part: BodyPartReader) -> str:
-    """Raises RequestError (400) for one that is too long."""
+    """Raises RequestError (400) if it is too long."""
     data = bytearray()
     while chunk := await part.read_chunk():
         data += chunk
@@ -233,6 +236,6 @@ async def _drop(writer: FileWriter) -> None:
 
 
 def _cut_off(http: web.Request) -> None:
-    """Of an answer that has begun, nothing else tells its client that the rest does not come."""
+    """Nothing else reports that the rest of a begun answer is missing."""
     if http.transport is not None:
         http.transport.abort()

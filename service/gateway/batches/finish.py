@@ -1,20 +1,21 @@
-"""The end of a batch: its answers become files, in the order of the input, a few at a time."""
+"""Ends a batch: its answers become files, in input order, in bounded steps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from service.errors import STORAGE_QUOTA_EXCEEDED
 from service.gateway.batches.files import OUTPUT
 from service.gateway.batches.input_file import InputFile
-from service.gateway.batches.lines import BadInput, line_name, read_line, undone_line
+from service.gateway.batches.lines import BadInput, line_name, not_run_line, read_line
 from service.queue.batches import ANSWERED_WELL, LINE_OVERHEAD_BYTES, Batch, BatchStatus, Move, StoredFile
 from service.queue.interface import GatewayQueue
 
 LINES_AT_ONCE = 256
 BYTES_AT_ONCE = 1 << 20
-WHY_UNDONE = {
+NOT_RUN_REASONS: Mapping[BatchStatus | None, tuple[str, str]] = {
     BatchStatus.CANCELLED: ("batch_cancelled", "The batch was cancelled."),
     BatchStatus.EXPIRED: ("batch_expired", "The batch ran past its completion window."),
     BatchStatus.FAILED: (STORAGE_QUOTA_EXCEEDED, "There was no room left to store the answer."),
@@ -23,22 +24,21 @@ WHY_UNDONE = {
 
 @dataclass(frozen=True)
 class _Files:
-    """Their ids follow from the batch's: whichever gateway finishes it writes the same ones."""
+    """Ids derived from the batch's, so that every gateway writes the same files."""
 
     output: str
     error: str
 
 
-async def finish(queue: GatewayQueue, batch: Batch, input_file: InputFile) -> Batch:
-    """The batch with its files, which are there; it may be put as ended. May be interrupted anywhere, and is gone on
-    with by whoever calls it next. Raises QueueUnavailable."""
+async def write_result_files(queue: GatewayQueue, batch: Batch, input_file: InputFile) -> Batch:
+    """Write the batch's files, resuming an interrupted run, and return it with their ids. Raises QueueUnavailable."""
     files = _Files(*(f"file-{batch.batch_id.removeprefix('batch_')}-{kind}" for kind in ("output", "error")))
     marks = await queue.line_marks(batch.batch_id)
     number = (await queue.moved_lines(batch.batch_id)).num_lines
     while number < batch.num_total:
-        number = await _move_some(queue, batch, input_file, files, marks, number)
+        number = await _move_lines(queue, batch, input_file, files, marks, number)
     moved = await queue.moved_lines(batch.batch_id)
-    ids = {}
+    ids: dict[str, Any] = {}
     for kind, file_id, num_bytes in (
         ("output", files.output, moved.output_bytes),
         ("error", files.error, moved.error_bytes),
@@ -59,18 +59,19 @@ async def finish(queue: GatewayQueue, batch: Batch, input_file: InputFile) -> Ba
     return replace(batch, **ids)
 
 
-async def _move_some(
+async def _move_lines(
     queue: GatewayQueue, batch: Batch, input_file: InputFile, files: _Files, marks: bytes, first: int
 ) -> int:
-    """The first line that is not in the files yet."""
+    """Return the first line that is not in the files yet."""
     sizes = await queue.line_sizes(batch.batch_id, first, min(LINES_AT_ONCE, batch.num_total - first))
     sizes = sizes[: _num_that_fit(sizes)]
     answers = await queue.lines(batch.batch_id, first, len(sizes))
-    good, bad = [], []
+    good: list[bytes] = []
+    bad: list[bytes] = []
     for number, answer in enumerate(answers, first):
         if answer is None:
-            code, message = WHY_UNDONE[batch.ends_as]
-            answer = undone_line(line_name(batch, number), await _custom_id(input_file, number), code, message)
+            code, message = NOT_RUN_REASONS[batch.ends_as]
+            answer = not_run_line(line_name(batch, number), await _custom_id(input_file, number), code, message)
         is_good = marks[number : number + 1] == ANSWERED_WELL
         (good if is_good else bad).append(answer + b"\n")
     move = Move(
@@ -86,7 +87,7 @@ async def _move_some(
 
 
 def _num_that_fit(sizes: Sequence[int]) -> int:
-    """At least one."""
+    """Return how many lines to move, at least one."""
     total = 0
     for place, size in enumerate(sizes):
         total += size
@@ -96,7 +97,6 @@ def _num_that_fit(sizes: Sequence[int]) -> int:
 
 
 async def _custom_id(input_file: InputFile, number: int) -> str | None:
-    """None where the input file was deleted meanwhile."""
     try:
         return read_line(await input_file.row(number)).custom_id
     except BadInput:

@@ -1,4 +1,4 @@
-"""The input file of a batch: where its requests are, and each when it is wanted. Read from the queue piece by piece."""
+"""A batch's input file: finds its lines and reads them in pieces from the queue."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ROW = re.compile(rb"\S[^\n]*")
 
 @dataclass(frozen=True)
 class LineIndex:
-    """16 bytes a request, however long it is."""
+    """16 bytes per line."""
 
     starts: array[int] = field(default_factory=lambda: array("Q"))  # offsets in the file
     lengths: array[int] = field(default_factory=lambda: array("L"))  # in bytes
@@ -28,23 +28,23 @@ class LineIndex:
 
 
 class LineScanner:
-    """Finds requests in the pieces of a file and, unless that was done before, checks them."""
+    """Finds the lines of a file fed in pieces and checks them unless that was done."""
 
     def __init__(self, endpoint: str, max_line_bytes: int, *, checks: bool = True) -> None:
         self.index = LineIndex()
-        self.num_id_bytes = 0  # of all custom_ids as JSON
+        self.num_id_bytes = 0  # all custom_ids as JSON
         self._endpoint = endpoint
         self._max_line_bytes = max_line_bytes
         self._checks = checks
         self._ids: set[int] = set()  # hashes of 64 bits, salted by the process
         self._errors: list[BatchError] = []
-        self._rest = b""  # of a row whose end has not come
-        self._is_too_long = False  # the row whose end has not come
+        self._rest = b""  # an incomplete line
+        self._is_too_long = False  # the incomplete line
         self._offset = 0  # of `_rest` in the file
-        self._number = 1  # the line where it begins
+        self._number = 1  # its line number
 
     def feed(self, piece: bytes) -> None:
-        """Raises BadInput with what is wrong, as far as the first errors."""
+        """Scan a piece. Raises BadInput once MAX_ERRORS are found."""
         data = self._rest + piece
         end = data.rfind(b"\n") + 1
         self._scan(data, end)
@@ -58,7 +58,7 @@ class LineScanner:
             self._rest = b""
 
     def finish(self) -> None:
-        """There are no more pieces. Raises BadInput."""
+        """Scan the rest. Raises BadInput with all errors."""
         self._scan(self._rest, len(self._rest))
         if self._errors:
             raise BadInput(tuple(self._errors))
@@ -66,7 +66,6 @@ class LineScanner:
             raise BadInput((BatchError(code="empty_file", message="The file holds no request."),))
 
     def _scan(self, data: bytes, end: int) -> None:
-        """Rows that are whole."""
         begin = counted = 0
         if self._is_too_long and end:
             begin = data.find(b"\n") + 1
@@ -106,16 +105,16 @@ class LineScanner:
 
 
 class InputFile:
-    """Reads requests by their numbers, best in order: it keeps one piece."""
+    """Reads lines by number, best in order: it caches one piece."""
 
     def __init__(self, queue: GatewayQueue, file_id: str, index: LineIndex) -> None:
         self.index = index
         self._queue = queue
         self._file_id = file_id
-        self._kept = (-1, b"")  # number of a piece, and the piece
+        self._cached = (-1, b"")  # (number, piece)
 
     async def row(self, number: int) -> bytes:
-        """Raises BadInput where the file is gone, QueueUnavailable."""
+        """Raises BadInput if the file is gone, QueueUnavailable."""
         if number >= len(self.index):
             raise file_is_gone()
         start, length = self.index.starts[number], self.index.lengths[number]
@@ -126,20 +125,20 @@ class InputFile:
         return data[begin : begin + length]
 
     async def _piece(self, number: int) -> bytes:
-        kept, piece = self._kept
-        if kept != number:
+        cached, piece = self._cached
+        if cached != number:
             found = await self._queue.file_pieces(self._file_id, number, 1)
             if not found:
                 raise file_is_gone()
             piece = found[0]
-            self._kept = (number, piece)
+            self._cached = (number, piece)
         return piece
 
 
 async def scan_file(
     queue: GatewayQueue, file_id: str, scanner: LineScanner, run: Callable[..., Awaitable[Any]]
 ) -> None:
-    """All of a file; `run` calls a function off the event loop. Raises BadInput, QueueUnavailable."""
+    """Scan a whole file; `run` calls a function off the event loop. Raises BadInput, QueueUnavailable."""
     number = 0
     while pieces := await queue.file_pieces(file_id, number, 1):
         await run(scanner.feed, pieces[0])

@@ -13,13 +13,13 @@ from service.gateway.openai.bodies import present
 from service.gateway.openai.strict_json import decode_object
 from service.queue.batches import Batch, BatchError
 
-MAX_LINES = 50_000  # OpenAI's own
+MAX_LINES = 50_000  # OpenAI's limit
 MAX_ERRORS = 20
 MAX_ID_CHARS = 512
-UNDONE_BYTES = 512
-"""What the line of a request that was not carried out takes at most, besides its custom_id."""
+NOT_RUN_LINE_BYTES = 512
+"""Longest line of a request that was not run, without its custom_id."""
 MAX_ANSWER_BYTES = 8 << 20
-"""The queue takes no longer value than 16 MiB."""
+"""Redis values are at most 16 MiB."""
 
 
 class BatchLine(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -29,8 +29,8 @@ class BatchLine(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields
     body: dict[str, Any]
 
 
-class AskedLine(msgspec.Struct, kw_only=True, frozen=True):
-    """A line that was checked, with its body as it came."""
+class RequestLine(msgspec.Struct, kw_only=True, frozen=True):
+    """A checked line, with its body unparsed."""
 
     custom_id: str
     body: msgspec.Raw
@@ -38,13 +38,13 @@ class AskedLine(msgspec.Struct, kw_only=True, frozen=True):
 
 @dataclass(frozen=True)
 class BadInput(Exception):
-    """The file cannot be a batch: nothing of it was done."""
+    """The file cannot be a batch; none of it was run."""
 
     errors: tuple[BatchError, ...]
 
 
 def check_line(row: bytes, endpoint: str) -> str:
-    """The line's custom_id. Raises ValueError with a message for the author of the line."""
+    """Return the line's custom_id. Raises ValueError with a message for the client."""
     try:
         line = msgspec.convert(present(decode_object(row), BatchLine), BatchLine, strict=True)
     except RequestError:
@@ -58,9 +58,8 @@ def check_line(row: bytes, endpoint: str) -> str:
     return line.custom_id
 
 
-def read_line(row: bytes) -> AskedLine:
-    """A line that was checked."""
-    return msgspec.json.decode(row, type=AskedLine)
+def read_line(row: bytes) -> RequestLine:
+    return msgspec.json.decode(row, type=RequestLine)
 
 
 def line_name(batch: Batch, number: int) -> str:
@@ -75,8 +74,8 @@ def refusal_line(name: str, custom_id: str, error: RequestError) -> bytes:
     return _line(name, custom_id, {"status_code": error.status, "request_id": None, "body": error_json(error)}, None)
 
 
-def undone_line(name: str, custom_id: str | None, code: str, message: str) -> bytes:
-    """Of a request that was not carried out."""
+def not_run_line(name: str, custom_id: str | None, code: str, message: str) -> bytes:
+    """Return the line of a request that was not run."""
     return _line(name, custom_id, None, {"code": code, "message": message})
 
 

@@ -1,4 +1,4 @@
-"""The requests of one batch: each is asked, again where that may help, until its answer is stored."""
+"""Runs the requests of one batch, with retries, until their answers are stored."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from service.errors import EndReason, RequestError
 from service.gateway.batches.input_file import InputFile
 from service.gateway.batches.lines import (
     MAX_ANSWER_BYTES,
-    AskedLine,
+    RequestLine,
     answer_line,
     line_name,
     read_line,
     refusal_line,
 )
-from service.gateway.batches.requests import BatchRequests, Interrupted, NotStored, RanLate, RanPastOwnTimeout
+from service.gateway.batches.requests import BatchRequests, Interrupted, Json, NotStored, RanLate, RanPastOwnTimeout
 from service.gateway.batches.turns import LineSlots
 from service.gateway.core.service import InferenceService
 from service.observability.logs import log_context
@@ -25,17 +25,19 @@ from service.queue.batches import ANSWERED_BADLY, ANSWERED_WELL, Batch, BatchSta
 from service.queue.interface import QueueUnavailable
 from service.queue.storage import StorageFull
 
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 RETRY_S = 2.0
-AGAIN = frozenset({429, 503, 504})
-"""Refusals that say nothing about the request itself: it is asked again as long as its batch lasts. A 504 does say
-something where the line names its own `timeout`, or has begun to answer and came to no end, MAX_LATE times."""
+RETRYABLE = frozenset({429, 503, 504})
+"""Refusals that are retried while the batch lasts: they do not depend on the request.
+
+A 504 is final if the line sets its own `timeout`, or if its answer had begun at MAX_LATE timeouts.
+"""
 MAX_LATE = 3
 
 
 @dataclass
 class _Line:
-    """A line that has no answer yet."""
+    """A line without an answer."""
 
     number: int
     attempt: int = 0
@@ -43,17 +45,17 @@ class _Line:
 
 
 @dataclass(frozen=True)
-class _Told:
-    """What the file says of a line."""
+class _LineResult:
+    """The result of a line for the output or error file."""
 
     answer: bytes
     mark: bytes
-    key: str  # under which the line was asked
-    request_id: str | None = None  # where it was answered
+    key: str  # idempotency key of the request
+    request_id: str | None = None  # of an answered request
 
 
-class Progress:
-    """Of a batch that this gateway holds. Per line that is done it keeps one byte."""
+class BatchProgress:
+    """Runs a batch held by this gateway. Keeps one byte per finished line."""
 
     def __init__(self, service: InferenceService, batch: Batch, input_file: InputFile, slots: LineSlots) -> None:
         self._service = service
@@ -64,7 +66,7 @@ class Progress:
         self._slots = slots
         self._marks = bytearray()
         self._next = 0
-        self._again: deque[_Line] = deque()
+        self._retries: deque[_Line] = deque()
         self._num_in_flight = 0
         self._changed = asyncio.Event()
         self._pause_until_s = 0.0
@@ -72,16 +74,18 @@ class Progress:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many lines were answered well, and how many were not."""
+        """(lines answered well, lines answered badly)."""
         return self._marks.count(ANSWERED_WELL), self._marks.count(ANSWERED_BADLY)
 
     async def run(self) -> BatchStatus:
-        """How it ended: all done, cancelled, out of time, or (FAILED) out of the room that its tenant has. Raises
-        BadInput where the input file is gone, QueueUnavailable."""
+        """Run until the batch is completed, cancelled, expired or (FAILED) out of its tenant's storage.
+
+        Raises BadInput if the input file is gone, QueueUnavailable.
+        """
         marks = await self._queue.line_marks(self._batch.batch_id)
         self._marks = bytearray(marks.ljust(len(self._input.index), b"\0"))
-        end = asyncio.create_task(self._end())
-        work = asyncio.create_task(self._ask_all())
+        end = asyncio.create_task(self._wait_for_end())
+        work = asyncio.create_task(self._run_all())
         try:
             await asyncio.wait({end, work}, return_when=asyncio.FIRST_COMPLETED)
             return work.result() if work.done() else end.result()
@@ -92,42 +96,42 @@ class Progress:
             work.cancel()
             await asyncio.gather(work, end, return_exceptions=True)
 
-    async def _end(self) -> BatchStatus:
-        """Waits until the batch must end before it is done; tells how far it is meanwhile."""
-        told = (0, 0)
+    async def _wait_for_end(self) -> BatchStatus:
+        """Wait for cancellation or expiry; meanwhile store the counts."""
+        stored = (0, 0)
         while True:
             with suppress(QueueUnavailable):
                 if await self._queue.is_batch_cancelled(self._batch.batch_id):
                     return BatchStatus.CANCELLED
                 if await self._queue.now_s() >= self._batch.expires_s:
                     return BatchStatus.EXPIRED
-                if self.counts != told:
-                    told = self.counts
-                    await self._queue.put_batch(replace(self._batch, num_completed=told[0], num_failed=told[1]))
-            await asyncio.sleep(BEAT_S)
+                if self.counts != stored:
+                    stored = self.counts
+                    await self._queue.put_batch(replace(self._batch, num_completed=stored[0], num_failed=stored[1]))
+            await asyncio.sleep(HEARTBEAT_S)
 
-    async def _ask_all(self) -> BatchStatus:
-        """Raises StorageFull, and what `_row` does."""
+    async def _run_all(self) -> BatchStatus:
+        """Raises StorageFull, BadInput."""
         try:
-            async with asyncio.TaskGroup() as asked:
-                while (line := await self._take_line()) is not None:
+            async with asyncio.TaskGroup() as tasks:
+                while (line := await self._next_line()) is not None:
                     row = await self._row(line)
-                    await self._slots.take(len(row))
+                    await self._slots.acquire(len(row))
                     self._num_in_flight += 1
-                    asked.create_task(self._answer(line, row))
+                    tasks.create_task(self._answer(line, row))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
         return BatchStatus.COMPLETED
 
-    async def _take_line(self) -> _Line | None:
-        """The next line to ask; None once all are answered."""
+    async def _next_line(self) -> _Line | None:
+        """Return the next line to run; None once all are answered."""
         loop = asyncio.get_running_loop()
         while True:
             pause_s = self._pause_until_s - loop.time()
             if pause_s > 0:
                 await asyncio.sleep(pause_s)
-            elif self._again:
-                return self._again.popleft()
+            elif self._retries:
+                return self._retries.popleft()
             elif (number := self._marks.find(b"\0", self._next)) >= 0:
                 self._next = number + 1
                 return _Line(number)
@@ -138,7 +142,7 @@ class Progress:
                 await self._changed.wait()
 
     async def _row(self, line: _Line) -> bytes:
-        """Raises BadInput where the input file is gone."""
+        """Raises BadInput if the input file is gone."""
         while True:
             try:
                 return await self._input.row(line.number)
@@ -148,64 +152,66 @@ class Progress:
     async def _answer(self, line: _Line, row: bytes) -> None:
         try:
             with log_context(batch=self._batch.batch_id, line=line.number):
-                await self._settle(line, await self._asked(line, read_line(row)))
+                await self._store_result(line, await self._run_line(line, read_line(row)))
         finally:
             self._num_in_flight -= 1
-            self._slots.give_back(len(row))
+            self._slots.release(len(row))
             self._changed.set()
 
-    async def _settle(self, line: _Line, told: _Told | None) -> None:
+    async def _store_result(self, line: _Line, result: _LineResult | None) -> None:
         """Raises StorageFull."""
-        if told is None:
+        if result is None:
             return
-        await self._put(line.number, told.answer, told.mark)
-        if told.request_id is not None:
-            await self._requests.forget(told.request_id, self._batch.tenant, told.key)
+        await self._store_line(line.number, result.answer, result.mark)
+        if result.request_id is not None:
+            await self._requests.forget(result.request_id, self._batch.tenant, result.key)
 
-    async def _asked(self, line: _Line, asked: AskedLine) -> _Told | None:
-        """None: the line is to be asked again."""
+    async def _run_line(self, line: _Line, request: RequestLine) -> _LineResult | None:
+        """Return None if the line must be retried."""
         name = line_name(self._batch, line.number)
         key = f"{name}/{line.attempt}"
         try:
-            request_id, answer = await self._ask(key, asked)
+            request_id, answer = await self._ask(key, request)
         except QueueUnavailable:
-            self._ask_again(line, RETRY_S)
+            self._retry_later(line, RETRY_S)
             return None
         except RequestError as error:
-            if error.status not in AGAIN or isinstance(error, RanPastOwnTimeout | NotStored):
-                return _Told(refusal_line(name, asked.custom_id, error), ANSWERED_BADLY, key)
+            if error.status not in RETRYABLE or isinstance(error, RanPastOwnTimeout | NotStored):
+                return _LineResult(refusal_line(name, request.custom_id, error), ANSWERED_BADLY, key)
             line.num_late += isinstance(error, RanLate)
             if line.num_late == MAX_LATE:
                 message = f"{error.message} So it did each of the {line.num_late} times that it was asked."
-                return _Told(refusal_line(name, asked.custom_id, replace(error, message=message)), ANSWERED_BADLY, key)
-            # Under its old key it would be late again, or lost.
+                return _LineResult(
+                    refusal_line(name, request.custom_id, replace(error, message=message)), ANSWERED_BADLY, key
+                )
+            # its old key would only time out again, or be lost
             line.attempt += error.status == 504 or error.code == EndReason.LOST
-            self._ask_again(line, error.retry_after_s or RETRY_S)
+            self._retry_later(line, error.retry_after_s or RETRY_S)
             return None
-        told = answer_line(name, asked.custom_id, request_id, answer)
-        if len(told) <= MAX_ANSWER_BYTES:
-            return _Told(told, ANSWERED_WELL, key, request_id)
+        result = answer_line(name, request.custom_id, request_id, answer)
+        if len(result) <= MAX_ANSWER_BYTES:
+            return _LineResult(result, ANSWERED_WELL, key, request_id)
         message = f"The answer is longer than {MAX_ANSWER_BYTES} bytes (ask for fewer tokens or log-probabilities)."
         refused = RequestError(400, message, code="answer_too_long")
-        return _Told(refusal_line(name, asked.custom_id, refused), ANSWERED_BADLY, key, request_id)
+        return _LineResult(refusal_line(name, request.custom_id, refused), ANSWERED_BADLY, key, request_id)
 
-    async def _ask(self, key: str, asked: AskedLine):
+    async def _ask(self, key: str, request: RequestLine) -> tuple[str, Json]:
         """Raises RequestError, QueueUnavailable."""
         batch = self._batch
         try:
-            return await self._requests.answer(batch.endpoint, bytes(asked.body), batch.tenant, key)
+            return await self._requests.answer(batch.endpoint, bytes(request.body), batch.tenant, key)
         except Interrupted as interrupted:
             if await self._queue.is_batch_cancelled(batch.batch_id):
                 await self._service.cancel(interrupted.accepted)
             raise
 
-    def _ask_again(self, line: _Line, wait_s: float) -> None:
-        """Not this line alone waits: the others of its batch would fare no better."""
-        self._again.append(line)
+    def _retry_later(self, line: _Line, wait_s: float) -> None:
+        """Retry a line. The whole batch pauses: its other lines would be refused too."""
+        self._retries.append(line)
         self._pause_until_s = max(self._pause_until_s, asyncio.get_running_loop().time() + wait_s)
 
-    async def _put(self, number: int, answer: bytes, mark: bytes) -> None:
-        """Raises StorageFull where the tenant has stored all that it may."""
+    async def _store_line(self, number: int, answer: bytes, mark: bytes) -> None:
+        """Raises StorageFull if the tenant's storage is used up."""
         while True:
             try:
                 await self._queue.put_line(self._batch, number, answer, mark, self._service.storage)

@@ -1,4 +1,4 @@
-"""One line of a batch as a request like any other: each endpoint's own reading, and its own words for the answer."""
+"""Runs one line of a batch through its endpoint's own parsing and response format."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ class BatchRequests:
         self._store = ResponseStore(service)
 
     async def answer(self, endpoint: str, body: bytes, tenant: str, key: str) -> tuple[str, Json]:
-        """The request's id and its answer; the same under the same `key`, whoever asked first. Raises RequestError,
-        RanLate, RanPastOwnTimeout and NotStored among them."""
+        """Return the request's id and its answer; the same `key` returns the same answer.
+
+        Raises RequestError, with RanLate, RanPastOwnTimeout and NotStored as special cases.
+        """
         service = self._service
         if endpoint == EMBEDDINGS:
             require_enabled(service.settings)
@@ -90,7 +92,7 @@ class BatchRequests:
         return answer
 
     async def forget(self, request_id: str, tenant: str, key: str) -> None:
-        """The answer is stored: nothing goes on with its request any more."""
+        """Drop the request's record, its answer being stored."""
         try:
             await self._service.request_store.forget(request_id, tenant, key)
         except QueueUnavailable:
@@ -98,19 +100,19 @@ class BatchRequests:
 
 
 class RanLate(RequestError):
-    """The request had begun to answer when its time was over: it did not only wait for others."""
+    """The answer had begun at the timeout: the request did not only wait."""
 
 
 class RanPastOwnTimeout(RequestError):
-    """The request names its own timeout, and would run past it again."""
+    """The request sets its own timeout, which it would exceed again."""
 
 
 class NotStored(RequestError):
-    """The response was made, and its tenant may store no more."""
+    """The response is complete, but its tenant's storage is used up."""
 
 
 class Interrupted(asyncio.CancelledError):
-    """The batch no longer waits for this request, which goes on unless it is cancelled too."""
+    """The batch no longer waits for this request, which continues unless cancelled too."""
 
     def __init__(self, accepted: AcceptedRequest) -> None:
         super().__init__()

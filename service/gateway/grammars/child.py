@@ -1,7 +1,7 @@
-"""A process that compiles grammars of strangers, within bounds: the kernel ends it when it exceeds them.
+"""A process that compiles untrusted grammars under kernel limits: exceeding them kills it.
 
 Started by `process.py`: python -P -m service.gateway.grammars.child <socket's descriptor> <parent's pid>. It holds no
-secret, writes nothing but its replies, and ends with its parent.
+secret, writes only its replies, and ends with its parent.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from service.gateway.grammars.messages import (
 from service.queue.embedded.die_with_parent import die_with_parent
 
 NICENESS = 3
-"""The event loop and the engine go first."""
+"""The event loop and the engine take precedence."""
 SPENT_BYTES = 64 << 20
-"""A process that has grown so far is replaced: memory that was freed does not return to the system."""
+"""Growth after which the process is replaced: freed memory does not return to the system."""
 TOO_BIG = "The grammar takes more than {} MiB to compile."
 
 
@@ -41,7 +41,7 @@ def main() -> None:
     if os.getppid() != parent:
         return
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # a whole group or unit may get them; the gateway drains first
+        signal.signal(number, signal.SIG_IGN)  # a process group may get them; the gateway drains first
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -61,7 +61,7 @@ def _serve(link: socket.socket) -> None:
     idle_bytes = _peak_bytes()
     link.sendall(framed(encode_reply(Reply())))
     while (data := _receive(link)) is not None:
-        signal.setitimer(signal.ITIMER_PROF, hello.max_cpu_s)  # SIGPROF ends this process, also inside llguidance
+        signal.setitimer(signal.ITIMER_PROF, hello.max_cpu_s)  # SIGPROF ends this process, even inside llguidance
         text, error = _compiled(data, hello, compiler)
         signal.setitimer(signal.ITIMER_PROF, 0)
         is_spent = _peak_bytes() - idle_bytes > SPENT_BYTES
@@ -84,7 +84,7 @@ def _compiled(data: bytes, hello: Hello, compiler: TextCompiler) -> tuple[str | 
 
 
 def _receive(link: socket.socket) -> bytes | None:
-    """The next frame; None once the gateway has closed the connection."""
+    """Return the next frame; None once the gateway has closed the connection."""
     head = _receive_exactly(link, LENGTH.size)
     return None if head is None else _receive_exactly(link, LENGTH.unpack(head)[0])
 
@@ -109,7 +109,7 @@ def _limit_memory(max_bytes: int) -> None:
 
 
 def _silence() -> None:
-    """Rust reports on standard error that an allocation failed, which the gateway says in its own words."""
+    """Silence Rust's messages about failed allocations; the gateway reports them itself."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nowhere, descriptor)

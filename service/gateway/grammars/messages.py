@@ -1,4 +1,4 @@
-"""What a gateway and its grammar processes say to each other: JSON and msgpack in frames, a length before each."""
+"""Messages between a gateway and its grammar processes: length-prefixed JSON and msgpack."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ class Hello:
     """The first frame to a new process."""
 
     tokens: TokenTable
-    max_cpu_s: float  # for one grammar
-    max_memory_bytes: int  # on top of what the process takes when it is idle
+    max_cpu_s: float  # per grammar
+    max_memory_bytes: int  # beyond what an idle process uses
 
 
 @dataclass(frozen=True)
 class Reply:
-    """To each frame: the grammar's text, or what is wrong with the task; neither after Hello."""
+    """The grammar's text, or the task's error; neither in reply to Hello."""
 
     text: str | None = None
     error: str | None = None
-    is_spent: bool = False  # the process has grown and ends
+    is_spent: bool = False  # the process has grown and exits
 
 
 encode_hello = msgspec.msgpack.Encoder().encode
 decode_hello = msgspec.msgpack.Decoder(Hello).decode
-encode_task = msgspec.json.Encoder().encode  # JSON: msgpack has no integers of more than 64 bits
+encode_task = msgspec.json.Encoder().encode  # JSON, since msgpack has no integers beyond 64 bits
 decode_task = msgspec.json.Decoder(GrammarTask).decode
 encode_reply = msgspec.msgpack.Encoder().encode
 decode_reply = msgspec.msgpack.Decoder(Reply).decode

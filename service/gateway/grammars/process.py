@@ -1,4 +1,4 @@
-"""One grammar process, as its gateway sees it: started, asked, killed."""
+"""The gateway's side of one grammar process."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from service.gateway.grammars.messages import LENGTH, MAX_FRAME_BYTES, Reply, de
 CHILD = f"{__package__}.child"
 ROOT = Path(__file__).resolve().parents[3]
 PASSED_ON = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
-"""Of the environment. The rest may be secret."""
+"""Environment variables passed on; others may be secret."""
 
 
 @dataclass(frozen=True)
-class Ended(Exception):
-    """The process is gone. `status`: as Popen's returncode."""
+class ProcessEnded(Exception):
+    """The process has exited. `status` is Popen's returncode."""
 
     status: int
 
@@ -34,13 +34,13 @@ class Ended(Exception):
 
     @property
     def was_out_of_memory(self) -> bool:
-        """Rust aborts where it gets no memory."""
+        """Rust aborts when an allocation fails."""
         return self.status == -signal.SIGABRT
 
 
 class GrammarProcess:
     def __init__(self) -> None:
-        """Starts it. Call this on the main thread: the process ends with the thread that started it. Raises OSError."""
+        """Start the process, which ends with the calling thread: call on the main thread. Raises OSError."""
         self._started_s = time.monotonic()
         ours, its = socket.socketpair()
         ours.setblocking(False)
@@ -66,7 +66,7 @@ class GrammarProcess:
         return self._process.pid
 
     def cpu_s(self) -> float:
-        """CPU time that it has had; where the system does not tell, how long it has been there."""
+        """Return its CPU seconds; where /proc is missing, its age."""
         try:
             with open(f"/proc/{self.pid}/stat") as stat:
                 words = stat.read().rpartition(")")[2].split()
@@ -75,7 +75,7 @@ class GrammarProcess:
         return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
     async def ask(self, frame: bytes) -> Reply:
-        """Its answer to one frame. Raises Ended; it is killed where it is not waited for any more."""
+        """Send a frame and return the reply. Kills the process if cancelled. Raises ProcessEnded."""
         loop = asyncio.get_running_loop()
         try:
             await loop.sock_sendall(self._link, framed(frame))
@@ -84,7 +84,7 @@ class GrammarProcess:
                 raise ConnectionError("no frame of ours")
             return decode_reply(await self._receive(num_bytes))
         except (OSError, msgspec.DecodeError):
-            raise Ended(await self.end()) from None
+            raise ProcessEnded(await self.end()) from None
         except asyncio.CancelledError:
             self.kill()
             raise
@@ -93,8 +93,8 @@ class GrammarProcess:
         self._process.kill()
 
     async def end(self) -> int:
-        """Kills it unless it is ending by itself; its exit status."""
-        self._link.close()  # it ends by itself where it waits for a frame
+        """Return the exit status, after killing the process unless it exits by itself."""
+        self._link.close()  # it exits if it waits for a frame
         try:
             return await asyncio.to_thread(self._process.wait, 0.2)
         except subprocess.TimeoutExpired:

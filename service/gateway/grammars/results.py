@@ -1,4 +1,4 @@
-"""What became of grammars that were asked for before, bounded in bytes: the same one again costs nothing."""
+"""Caches the results of compilations, bounded in bytes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 MAX_BYTES = 16 << 20
 ENTRY_BYTES = 512
-"""Of an entry without its text."""
-UNSURE_S = 120.0
-"""A grammar that ran out of time or memory may do better when the machine is idle."""
+"""Size of an entry without its text."""
+TRANSIENT_TTL_S = 120.0
+"""Lifetime of results that may differ on an idle machine: out of time or memory."""
 
 
 @dataclass(frozen=True)
 class Result:
-    text: str | None  # the grammar, compiled once within the bounds
-    error: str = ""  # what is wrong, where there is no text
-    is_sure: bool = True  # it would be the same again
-    ending: str = ""  # of its process, if it ended it: one of `service.observability.metrics.GRAMMAR_RESULTS`
+    text: str | None  # the grammar, compiled within the limits
+    error: str = ""  # set if there is no text
+    is_final: bool = True  # a retry would give the same
+    ending: str = ""  # how its process ended, if it did: one of `service.observability.metrics.GRAMMAR_RESULTS`
 
     @property
     def kind(self) -> str:
@@ -26,8 +26,8 @@ class Result:
         return self.ending or ("refused" if self.text is None else "compiled")
 
 
-class Results:
-    """The least recently used go first."""
+class ResultCache:
+    """Drops the least recently used first."""
 
     def __init__(self, clock: Callable[[], float], max_bytes: int = MAX_BYTES) -> None:
         self._clock = clock
@@ -40,7 +40,7 @@ class Results:
         if found is None:
             return None
         at_s, num_bytes, result = found
-        if not result.is_sure and self._clock() - at_s > UNSURE_S:
+        if not result.is_final and self._clock() - at_s > TRANSIENT_TTL_S:
             del self._by_key[key]
             self._num_bytes -= num_bytes
             return None

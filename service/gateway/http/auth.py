@@ -1,8 +1,8 @@
-"""The keys that may enter: hashes only, from the settings and from a file that is read again when it changes.
+"""API keys: SHA-256 hashes from the settings and from a file that is reread when it changes.
 
-A line of the file is `name:sha256$<64 hex digits>`, then any of `:tenant=NAME` and `:max_open=N`. A name may stand in
-several lines, so that a key can be replaced without a gap. Empty lines and those that begin with # say nothing.
-A plain hash is enough: `quire key` makes keys of 256 bits of chance, which nobody finds by trying.
+A line of the file is `name:sha256$<64 hex digits>`, then optionally `:tenant=NAME` and `:max_open=N`. A name may occur
+in several lines, so that a key can be replaced without a gap. Empty lines and lines with # are ignored. A plain hash is
+enough: `quire key` makes keys of 256 random bits.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ KEY_PREFIX = "sk-quire-"
 MAX_FILE_BYTES = 1 << 20
 MAX_KEYS = 4096
 """Every request is compared with all of them."""
-LOOK_AGAIN_S = 1.0
-"""How long a change of the file may go unseen."""
+RELOAD_INTERVAL_S = 1.0
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _HASH = re.compile(r"sha256\$([0-9a-f]{64})")
@@ -38,11 +37,11 @@ _HASH = re.compile(r"sha256\$([0-9a-f]{64})")
 
 @dataclass(frozen=True)
 class Client:
-    """Whom a key belongs to. `tenant` is whose share of the machine and whose prefix cache its requests use."""
+    """The owner of a key. `tenant` selects its share of the machine and its prefix cache."""
 
     name: str
     tenant: str
-    max_open: int | None = None  # requests at once; None: as the settings say
+    max_open: int | None = None  # open requests; None: --max-open-per-key
 
 
 @dataclass(frozen=True)
@@ -52,47 +51,47 @@ class HashedKey:
 
 
 class KeyRing:
-    """Answers whose key it is. Without keys and without a file, everybody is ANONYMOUS."""
+    """Authenticates requests. Without keys and without a file, every client is ANONYMOUS."""
 
     def __init__(self, keys: Sequence[str], path: Path | None = None, clock: Callable[[], float] = time.monotonic):
         self._fixed = [_unnamed(key) for key in keys]
         self._path = path
         self._clock = clock
-        self._looked_at_s = clock()
-        self._seen: tuple[int, ...] | None = None
+        self._checked_at_s = clock()
+        self._file_state: tuple[int, ...] | None = None
         self._listed: Sequence[HashedKey] = ()
         if path is not None:
-            self._seen = _state(path)
+            self._file_state = _state(path)
             self._listed = read_keys(path)
 
     @property
     def is_open(self) -> bool:
-        """Whether everybody may enter."""
+        """Whether no key is needed."""
         return not self._fixed and self._path is None
 
-    def client(self, authorization: Sequence[str]) -> Client:
-        """`authorization` holds the request's headers of that name. Raises RequestError (401)."""
+    def client_of(self, authorization: Sequence[str]) -> Client:
+        """Return the owner of the key in the request's Authorization headers. Raises RequestError (401)."""
         if self.is_open:
             return Client(ANONYMOUS, ANONYMOUS)
-        self._look()
+        self._reload_changed_file()
         key = _key_in(authorization[0]) if len(authorization) == 1 else None
-        # Bytes, since comparing non-ASCII text raises; all keys, so that time tells nothing.
+        # Bytes, since comparing non-ASCII text raises; all keys, to take constant time.
         digest = _digest(key or b"")
         found = [known for known in (*self._fixed, *self._listed) if hmac.compare_digest(digest, known.digest)]
         if key is None or not found:
             raise RequestError(401, "A valid API key is required.", code="invalid_api_key")
         return found[0].client
 
-    def _look(self) -> None:
-        """A file that went bad or away changes nothing: the keys that were good stay, and the log says so once."""
+    def _reload_changed_file(self) -> None:
+        """Reread a changed file. If it is unreadable or malformed, the old keys stay and the log says so once."""
         now_s = self._clock()
-        if self._path is None or now_s - self._looked_at_s < LOOK_AGAIN_S:
+        if self._path is None or now_s - self._checked_at_s < RELOAD_INTERVAL_S:
             return
-        self._looked_at_s = now_s
+        self._checked_at_s = now_s
         state = _state(self._path)
-        if state == self._seen:
+        if state == self._file_state:
             return
-        self._seen = state
+        self._file_state = state
         try:
             self._listed = read_keys(self._path)
         except StartupError as error:
@@ -102,7 +101,7 @@ class KeyRing:
 
 
 def read_keys(path: Path) -> Sequence[HashedKey]:
-    """Raises StartupError with one line that names file and line, and shows nothing of what stands there."""
+    """Read a key file. Raises StartupError with file and line, but none of its content."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
@@ -128,12 +127,12 @@ def read_keys(path: Path) -> Sequence[HashedKey]:
 
 
 def make_key() -> str:
-    """A new key, 256 bits of chance."""
+    """Return a new random key of 256 bits."""
     return KEY_PREFIX + secrets.token_urlsafe(32)
 
 
 def line_of(key: str, name: str, tenant: str | None, max_open: int | None) -> str:
-    """The line that lets `key` in. Raises ValueError for a name or a limit that no line may hold."""
+    """Return the line that admits `key`. Raises ValueError for an invalid name or limit."""
     line = f"{name}:sha256${_digest(key.encode()).hex()}"
     line += f":tenant={tenant}" if tenant is not None else ""
     line += f":max_open={max_open}" if max_open is not None else ""
@@ -171,15 +170,15 @@ def _unnamed(key: str) -> HashedKey:
 
 
 def _key_in(authorization: str) -> bytes | None:
-    """`Bearer KEY`, or what a browser makes of a key that its user typed as a password: `Basic base64(name:KEY)`."""
+    """Return the key of `Bearer KEY`, or of `Basic base64(name:KEY)`, which browsers send for a password."""
     scheme, _, rest = authorization.partition(" ")
-    told = rest.strip().encode("utf-8", "surrogateescape")
+    credentials = rest.strip().encode("utf-8", "surrogateescape")
     if scheme.lower() == "bearer":
-        return told
+        return credentials
     if scheme.lower() != "basic":
         return None
     try:
-        return base64.b64decode(told, validate=True).partition(b":")[2]
+        return base64.b64decode(credentials, validate=True).partition(b":")[2]
     except ValueError:
         return None
 
@@ -189,7 +188,6 @@ def _digest(key: bytes) -> bytes:
 
 
 def _state(path: Path) -> tuple[int, ...] | None:
-    """What changes when the file does; None while it cannot be seen."""
     try:
         found = os.stat(path)
     except OSError:

@@ -1,4 +1,4 @@
-"""How many bytes of bodies are in memory at once: of all clients, and of each."""
+"""Bounds the bytes of request bodies in memory, in all and per client."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from service.errors import RequestError
 
 SMALL_BYTES = 64 << 10
 LARGE_SHARE = 0.75
-"""Larger bodies leave the rest to small ones, so that a chat finds room beside uploads."""
+"""Of the budget, for larger bodies, so that uploads leave room for chats."""
 CLIENT_SHARE = 0.5
 WAIT_S = 2.0
 RETRY_AFTER_S = 2
@@ -25,7 +25,7 @@ class _Waiting:
 
 
 class BodyBudget:
-    """A request that finds no room waits its turn, WAIT_S at most."""
+    """Grants bytes to requests; without room a request waits, at most WAIT_S."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -35,14 +35,14 @@ class BodyBudget:
 
     @property
     def num_bytes(self) -> int:
-        """What is in memory now."""
+        """Bytes in memory now."""
         return self._held
 
-    def hold(self, client: str) -> Hold:
-        return Hold(self, client)
+    def open_reservation(self, client: str) -> BodyReservation:
+        return BodyReservation(self, client)
 
-    async def take(self, client: str, num_bytes: int, *, is_large: bool) -> None:
-        """Raises RequestError: 429 where the client has its share, 503 where all is taken."""
+    async def reserve(self, client: str, num_bytes: int, *, is_large: bool) -> None:
+        """Reserve bytes. Raises RequestError: 429 if the client's share is used up, 503 if the budget is."""
         if not num_bytes:
             return
         if self._has_room(client, num_bytes, is_large):
@@ -57,13 +57,13 @@ class BodyBudget:
             raise self._refusal(client, num_bytes) from None
         except asyncio.CancelledError:
             if waiting.granted.done() and not waiting.granted.cancelled():
-                self.give_back(client, num_bytes, is_large=is_large)
+                self.release(client, num_bytes, is_large=is_large)
             raise
         finally:
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
 
-    def give_back(self, client: str, num_bytes: int, *, is_large: bool) -> None:
+    def release(self, client: str, num_bytes: int, *, is_large: bool) -> None:
         if not num_bytes:
             return
         self._held -= num_bytes
@@ -100,8 +100,8 @@ class BodyBudget:
         return RequestError(503, message, "server_error", code="too_many_body_bytes", retry_after_s=RETRY_AFTER_S)
 
 
-class Hold:
-    """What one request holds."""
+class BodyReservation:
+    """The bytes that one request holds."""
 
     def __init__(self, budget: BodyBudget, client: str) -> None:
         self._budget = budget
@@ -113,23 +113,23 @@ class Hold:
         return self._small + self._large
 
     async def grow(self, num_bytes: int) -> None:
-        """Hold so many more. Raises RequestError (429, 503)."""
+        """Hold `num_bytes` more. Raises RequestError (429, 503)."""
         is_large = self.num_bytes + num_bytes > SMALL_BYTES
-        await self._budget.take(self._client, num_bytes, is_large=is_large)
+        await self._budget.reserve(self._client, num_bytes, is_large=is_large)
         if is_large:
             self._large += num_bytes
         else:
             self._small += num_bytes
 
     def shrink(self, num_bytes: int) -> None:
-        """Hold so many at most from now on."""
+        """Hold at most `num_bytes` from now on."""
         over = max(0, self.num_bytes - num_bytes)
         large = min(over, self._large)
         small = over - large
         self._large -= large
         self._small -= small
-        self._budget.give_back(self._client, large, is_large=True)
-        self._budget.give_back(self._client, small, is_large=False)
+        self._budget.release(self._client, large, is_large=True)
+        self._budget.release(self._client, small, is_large=False)
 
     def close(self) -> None:
         self.shrink(0)

@@ -1,4 +1,4 @@
-"""One HTTP connection: how many there may be, how much is buffered, and how malformed HTTP is refused."""
+"""One HTTP connection: limits on their number, buffers and headers, and refusals of malformed HTTP."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import logging
 import resource
 import socket
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import LineTooLong
@@ -17,7 +18,7 @@ from aiohttp.http_exceptions import LineTooLong
 from service.errors import RequestError
 from service.gateway.core.service import incident
 from service.gateway.http.middleware import error_response
-from service.gateway.http.unread import bound_unread
+from service.gateway.http.slow_clients import bound_send_buffer
 from service.gateway.openai.answers import encode_json, error_json
 from service.observability.logs import fields
 
@@ -25,16 +26,16 @@ log = logging.getLogger("quire.gateway")
 
 MAX_URL_BYTES = 8190
 MAX_HEADER_BYTES = 8192
-"""Of one header, name and value. Not what a URL may have, so that aiohttp's refusal tells which it was."""
+"""One header's name and value. Differs from the URL's limit, so that aiohttp's refusal identifies which it was."""
 MAX_HEADERS = 100
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
-"""What may be sent before an answer, as often as one likes, and means nothing: clients of HTTP/1.1 read past it."""
-TAKE_UP_S, FIRST_PROBE_S, MAX_PROBE_S = 0.01, 0.05, 1.0
-TCP_CLOSE = 7  # a socket that was reset, as Linux counts its states in TCP_INFO
+"""An interim response, which may be repeated; HTTP/1.1 clients skip it."""
+PARSE_DELAY_S, FIRST_PROBE_S, MAX_PROBE_S = 0.01, 0.05, 1.0
+TCP_CLOSE = 7  # state of a reset socket in Linux's TCP_INFO
 LINGER_S = 1.0
 MAX_LINGERING = 256
 RESERVED_FILES = 64
-"""Descriptors that connections leave to Redis, logs and the model's files."""
+"""Descriptors left to Redis, logs and the model's files."""
 
 
 class Connections:
@@ -49,8 +50,8 @@ class Connections:
         self._num_open = 0
         self._lingering: dict[asyncio.Transport, asyncio.TimerHandle] = {}
 
-    def enter(self, client: str) -> RequestError | None:
-        """Counts one more, or says why not."""
+    def admit(self, client: str) -> RequestError | None:
+        """Count a connection, or return why it is refused."""
         if self._num_open >= self._max_open:
             message = "The server has no connection left."
             return RequestError(503, message, "server_error", code="too_many_connections", retry_after_s=2)
@@ -61,54 +62,59 @@ class Connections:
         self._by_client[client] += 1
         return None
 
-    def leave(self, client: str) -> None:
+    def release(self, client: str) -> None:
         self._num_open -= 1
         self._by_client[client] -= 1
         if not self._by_client[client]:
             del self._by_client[client]
 
-    def linger(self, transport: asyncio.Transport) -> None:
-        """Closes a connection that was turned away in a moment: closed at once with its request unread, the answer
-        would be lost on the way."""
+    def close_later(self, transport: asyncio.Transport) -> None:
+        """Close a refused connection after LINGER_S: closed at once, unread input would discard the answer."""
         if len(self._lingering) >= MAX_LINGERING:
             transport.close()
             return
-        self._lingering[transport] = asyncio.get_running_loop().call_later(LINGER_S, self._end, transport)
+        self._lingering[transport] = asyncio.get_running_loop().call_later(LINGER_S, self._close_lingering, transport)
 
     def close(self) -> None:
-        """Ends those that linger; the others are the server's."""
         for transport, timer in list(self._lingering.items()):
             timer.cancel()
-            self._end(transport)
+            self._close_lingering(transport)
 
-    def _end(self, transport: asyncio.Transport) -> None:
+    def _close_lingering(self, transport: asyncio.Transport) -> None:
         del self._lingering[transport]
         transport.close()
 
 
 class Protocol(web.RequestHandler):
-    """aiohttp's, but counted, with bounded buffers, and what it refuses by itself (malformed HTTP) worded like all
-    else. A client that closes only its own side of the connection, behind its request, gets its answer."""
+    """aiohttp's protocol with counted connections, bounded buffers and OpenAI's errors for malformed HTTP.
 
-    __slots__ = ("_client", "_connections", "_is_counted", "_saying", "_write_timeout_s", "say_nothing")
+    A client that half-closes its connection after its request gets its answer.
+    """
 
-    def __init__(self, manager: web.Server, connections: Connections, *, write_timeout_s: float, **how: Any) -> None:
-        limits = {"max_line_size": MAX_URL_BYTES, "max_field_size": MAX_HEADER_BYTES, "max_headers": MAX_HEADERS}
-        super().__init__(manager, **limits, **how)
+    __slots__ = ("_client", "_connections", "_filler_task", "_is_counted", "_send_filler", "_write_timeout_s")
+
+    def __init__(
+        self, manager: web.Server, connections: Connections, *, write_timeout_s: float, **options: Any
+    ) -> None:
+        limits: dict[str, Any] = {
+            "max_line_size": MAX_URL_BYTES,
+            "max_field_size": MAX_HEADER_BYTES,
+            "max_headers": MAX_HEADERS,
+        }
+        super().__init__(manager, **limits, **options)
         self._connections = connections
         self._write_timeout_s = write_timeout_s
         self._client = ""
         self._is_counted = False
-        self._saying: asyncio.Task[None] | None = None
-        self.say_nothing: Callable[[], Coroutine[Any, Any, None]] | None = None
-        """Of an answer that has begun, and that may hold what means nothing. Set by whoever writes it."""
+        self._filler_task: asyncio.Task[None] | None = None
+        self._send_filler: Callable[[], Coroutine[Any, Any, None]] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        bound_unread(transport, self._write_timeout_s)
+        bound_send_buffer(transport, self._write_timeout_s)
         self._client = str((transport.get_extra_info("peername") or ("",))[0])
-        refusal = self._connections.enter(self._client)
+        refusal = self._connections.admit(self._client)
         if refusal is not None:
-            self._turn_away(transport, refusal)
+            self._refuse_connection(cast(asyncio.Transport, transport), refusal)
             return
         self._is_counted = True
         super().connection_made(transport)
@@ -116,44 +122,56 @@ class Protocol(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         if self._is_counted:
             self._is_counted = False
-            self._connections.leave(self._client)
+            self._connections.release(self._client)
             super().connection_lost(exc)
+
+    @contextmanager
+    def filler(self, send_filler: Callable[[], Coroutine[Any, Any, None]]) -> Iterator[None]:
+        """While inside, `send_filler` sends bytes without meaning in the begun answer."""
+        self._send_filler = send_filler
+        try:
+            yield
+        finally:
+            self._send_filler = None
 
     def data_received(self, data: bytes) -> None:
         if self._is_counted:
             super().data_received(data)
 
-    def eof_received(self) -> bool:
-        """Whether the connection stays open for writing. The same FIN comes from a client that only has nothing more to
-        say and from one that is gone, but the second resets a connection on which it is told anything."""
+    def eof_received(self) -> bool:  # type: ignore[override]  # asyncio reads it; aiohttp declares None
+        """Return whether the connection stays open for writing.
+
+        A FIN comes from a client that half-closes and from one that is gone; the second resets the connection when
+        written to.
+        """
         is_idle = self._waiter is not None and not self._messages
-        # A connection that was turned away, or is being closed, is not aiohttp's.
+        # A refused or closing connection is not aiohttp's.
         if is_idle or self.transport is None or self.transport.get_extra_info("sslcontext") is not None:
             return False
-        if self._current_request is None:  # aiohttp is about to take it up
-            self._loop.call_later(TAKE_UP_S, self._hear_end)
+        if self._current_request is None:  # aiohttp is about to read it
+            self._loop.call_later(PARSE_DELAY_S, self._on_client_eof)
         else:
-            self._hear_end()
+            self._on_client_eof()
         return True
 
-    def _hear_end(self) -> None:
+    def _on_client_eof(self) -> None:
         if self.transport is None:
             return
         if self._can_probe():
-            self.close()  # behind this answer
+            self.close()  # after this answer
             self._probe(FIRST_PROBE_S)
         else:
             self.transport.close()
 
     def _can_probe(self) -> bool:
-        """Whether the request is whole, and its client can be told what means nothing."""
+        """Return whether the request is complete and its client can be sent bytes without meaning."""
         request = self._current_request
         if request is None or request.version < HttpVersion11 or not request.content.is_eof():
             return False
-        return not request.writer.output_size or self.say_nothing is not None
+        return not request.writer.output_size or self._send_filler is not None
 
     def _probe(self, again_in_s: float) -> None:
-        """Says something that means nothing, looks at what became of it, and so on until the answer is over."""
+        """Send bytes without meaning and check for a reset, until the answer is over."""
         transport, request = self.transport, self._current_request
         if transport is None or transport.is_closing() or request is None:
             return
@@ -163,8 +181,8 @@ class Protocol(web.RequestHandler):
             return
         if not request.writer.output_size:
             transport.write(INTERIM)
-        elif self.say_nothing is not None:
-            self._saying = self._loop.create_task(self.say_nothing())
+        elif self._send_filler is not None:
+            self._filler_task = self._loop.create_task(self._send_filler())
         self._loop.call_later(again_in_s, self._probe, min(2 * again_in_s, MAX_PROBE_S))
 
     def handle_error(
@@ -181,18 +199,18 @@ class Protocol(web.RequestHandler):
         response.force_close()
         return response
 
-    def _turn_away(self, transport: asyncio.Transport, refusal: RequestError) -> None:
+    def _refuse_connection(self, transport: asyncio.Transport, refusal: RequestError) -> None:
         body = encode_json(error_json(refusal))
         head = (
             f"HTTP/1.1 {refusal.status} {HTTPStatus(refusal.status).phrase}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\nRetry-After: {refusal.retry_after_s}\r\nConnection: close\r\n\r\n"
         )
         transport.write(head.encode() + body)
-        self._connections.linger(transport)
+        self._connections.close_later(transport)
 
 
 def raise_file_limit() -> int:
-    """Each connection is a file: take as many as this process may have. Returns the new limit."""
+    """Raise the limit of open files to the maximum and return it: each connection is a file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,4 +1,4 @@
-"""Which Host headers are for us. A page that makes its own name point at this machine is not let in by that name."""
+"""Checks Host and Origin headers: protects against DNS rebinding and cross-origin requests."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _HOST = re.compile(r"([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 _ORIGIN = re.compile(rf"[A-Za-z][A-Za-z0-9+.-]*://((?:{_HOST.pattern})?)")
 MAX_PORT = 65535
 OPAQUE_ORIGIN = "null"
-"""A page without an origin of its own: a sandboxed frame, a local file."""
+"""Origin of a sandboxed frame or a local file."""
 
 
 class HostCheck:
-    """With `--allowed-hosts` those names alone. Without it addresses (a page that lies about its name has none),
-    localhost, what we listen on and the machine's name; any name where keys are asked for, which no page knows."""
+    """Allows the names in `--allowed-hosts`. Without it: addresses, localhost, the listening and the machine's name;
+    any name if keys are required, since no foreign page knows one."""
 
     def __init__(self, settings: Settings, *, keys_required: bool) -> None:
         self._is_listed = bool(settings.allowed_hosts)
@@ -29,7 +29,7 @@ class HostCheck:
         self._domains = tuple(name[1:].lower() for name in names if name.startswith("*."))
 
     def require_form(self, hosts: Sequence[str], target: str, *, needs_host: bool) -> None:
-        """`hosts` are the request's Host headers, `target` what it asks for. Raises RequestError (400)."""
+        """Check the Host headers and the request target. Raises RequestError (400)."""
         if len(hosts) > 1 or not all(map(_is_host, hosts)) or (needs_host and not hosts):
             raise RequestError(400, "The Host header is missing or malformed.", code="bad_host")
         schemes = ("http://", "https://")
@@ -37,13 +37,13 @@ class HostCheck:
             raise RequestError(400, "The request is for another host.", code="bad_host")
 
     def require_known(self, hosts: Sequence[str]) -> None:
-        """Raises RequestError (400) for a name that is not ours."""
+        """Raise RequestError (400) for a name that is not allowed."""
         if not self._any and not all(self._knows(_bare(host)) for host in hosts):
             raise RequestError(400, "This host is not among --allowed-hosts.", code="unknown_host")
 
     def require_own_page(self, origins: Sequence[str], hosts: Sequence[str]) -> None:
-        """`origins` are the request's Origin headers: where the page was from that a browser sends it for. Raises
-        RequestError (403) for a page that is not ours, and (400) for what is no origin."""
+        """Check the Origin headers, which browsers send. Raises RequestError: 403 for another origin, 400 for a
+        malformed one."""
         for origin in origins:
             found = _ORIGIN.fullmatch(origin)
             is_malformed = found is None or (found[1] and not _is_host(found[1]))
@@ -61,7 +61,7 @@ class HostCheck:
 
 
 def _is_host(text: str) -> bool:
-    """Whether it is a name or an address, perhaps with a port."""
+    """Return whether it is a name or an address, with an optional port."""
     found = _HOST.fullmatch(text)
     if found is None or int((found[2] or ":0")[1:]) > MAX_PORT:
         return False
@@ -77,7 +77,7 @@ def _is_ipv6(text: str) -> bool:
 
 
 def _bare(host: str) -> str:
-    """Without port, brackets, a last dot and capitals."""
+    """Strip port, brackets, a last dot and capitals."""
     name = host.lower()
     if name.startswith("["):
         return name[1:].partition("]")[0]

@@ -1,4 +1,4 @@
-"""Who may enter over HTTP and how refusals look: hosts, keys, bodies, and OpenAI's error JSON for every error."""
+"""The middleware: checks hosts and keys, bounds bodies, and returns every error as OpenAI's JSON."""
 
 from __future__ import annotations
 
@@ -18,86 +18,86 @@ from service.gateway.core.back_pressure import RETRY_AFTER_S
 from service.gateway.core.service import incident
 from service.gateway.core.spans import TRACED, followed
 from service.gateway.http.auth import KeyRing
-from service.gateway.http.body_budget import BodyBudget, Hold
+from service.gateway.http.body_budget import BodyBudget, BodyReservation
 from service.gateway.http.host_check import HostCheck
-from service.gateway.http.unread import cut_off, flush
+from service.gateway.http.slow_clients import abort_connection, drain_writes
 from service.gateway.openai.answers import encode_json, error_json
 from service.observability.logs import fields
 from service.observability.metrics import GatewayMetrics
 from service.observability.tracing import NO_TRACING, Tracing
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+BaseHandler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 OPEN_ROUTES = frozenset({"/livez", "/readyz", "/health", "/ping"})
-"""Patterns of the routes that need no key; every other one does, unknown ones included."""
+"""Routes without a key; all others need one, unknown ones included."""
 
 PAGE = "/ui"
-"""Opened in a browser, which asks its user for the key if the refusal says so in a way that browsers know."""
+"""Opened in browsers, which ask for the key on a Basic challenge."""
 
 TENANT: web.RequestKey[str] = web.RequestKey("tenant", str)
 ACCEPTED: web.RequestKey[str] = web.RequestKey("accepted", str)
-"""The id under which a request was accepted: every answer to it tells that, an error too."""
-HELD: web.RequestKey[Hold] = web.RequestKey("held", Hold)
-"""What the request takes of the memory for bodies, until its answer is sent."""
+"""Id of an accepted request, sent with every answer, errors included."""
+BODY_RESERVATION: web.RequestKey[BodyReservation] = web.RequestKey("reservation", BodyReservation)
+"""Memory for the body, reservation until the answer is sent."""
 REQUEST_ID = "X-Request-Id"
-BEGUN: web.RequestKey[web.StreamResponse] = web.RequestKey("begun", web.StreamResponse)
+BEGUN_RESPONSE: web.RequestKey[web.StreamResponse] = web.RequestKey("begun", web.StreamResponse)
 """The response whose headers are written, or about to be."""
 READ_TIMEOUT_S: web.AppKey[float] = web.AppKey("read_timeout_s", float)
 log = logging.getLogger("quire.gateway")
 
 CHUNK_BYTES = 64 << 10
-"""A body whose length is not told is held in steps of this size."""
-LEFT = 499
+"""A body of unknown length is reserved in steps of this size."""
+CLIENT_LEFT = 499
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-"""They change nothing, and no answer is for a page of another origin to read."""
+"""They change nothing, and pages of other origins cannot read their answers."""
 
 
-class Doorkeeper:
-    """Who may enter, by which host, and with how many requests at once."""
+class AccessControl:
+    """Checks the host, the key and the number of open requests."""
 
     def __init__(self, settings: Settings) -> None:
-        """Raises StartupError for a key file that cannot be used."""
+        """Raises StartupError for an unusable key file."""
         self._keys = KeyRing(settings.api_key, settings.api_key_file)
         self._hosts = HostCheck(settings, keys_required=not self._keys.is_open)
         self._max_open = settings.max_open_per_key
         self._bodies = BodyBudget(max(settings.max_body_bytes_in_flight, 2 * settings.max_body_bytes))
         self._open: Counter[str] = Counter()
 
-    def check_form(self, http: web.Request) -> None:
-        """What even a probe must keep to. Raises RequestError (400)."""
+    def check_request_form(self, http: web.Request) -> None:
+        """Check what even probes must respect. Raises RequestError (400)."""
         hosts = http.headers.getall("Host", [])
         self._hosts.require_form(hosts, http.raw_path, needs_host=http.version >= (1, 1))
 
     @contextmanager
-    def admitted(self, http: web.Request) -> Iterator[None]:
-        """Inside, the request counts as open, knows its TENANT and can hold a body. Raises RequestError: 400, 401, 403,
-        429."""
+    def admit(self, http: web.Request) -> Iterator[None]:
+        """Count the request as open and set TENANT and BODY_RESERVATION. Raises RequestError: 400, 401, 403, 429."""
         hosts, keys = http.headers.getall("Host", []), http.headers.getall("Authorization", [])
         self._hosts.require_known(hosts)
-        client = self._keys.client(keys)
+        client = self._keys.client_of(keys)
         if http.method not in SAFE_METHODS and not (keys and keys[0].lower().startswith("bearer ")):
-            # A browser adds a password that it was told once by itself, whoever's page makes it send the request.
+            # A browser sends a stored password with any page's request.
             self._hosts.require_own_page(http.headers.getall("Origin", []), hosts)
         http[TENANT] = client.tenant
         if not self._keys.is_open and self._open[client.name] >= (client.max_open or self._max_open):
             message = "Too many requests are open with this key."
             raise RequestError(429, message, "rate_limit_error", code="too_many_open_requests", retry_after_s=1)
         self._open[client.name] += 1
-        held = self._bodies.hold(f"address {http.remote}" if self._keys.is_open else client.tenant)
-        http[HELD] = held
+        reservation = self._bodies.open_reservation(f"address {http.remote}" if self._keys.is_open else client.tenant)
+        http[BODY_RESERVATION] = reservation
         try:
             yield
         finally:
-            held.close()
+            reservation.close()
             self._open[client.name] -= 1
             if not self._open[client.name]:
                 del self._open[client.name]
 
 
-def guard(
-    doorkeeper: Doorkeeper, metrics: GatewayMetrics, write_timeout_s: float, tracing: Tracing = NO_TRACING
+def make_middleware(
+    access: AccessControl, metrics: GatewayMetrics, write_timeout_s: float, tracing: Tracing = NO_TRACING
 ) -> Callable[..., Any]:
-    """The one middleware: checks host and key, words every failure as OpenAI does, and sees the answer off."""
+    """Return the middleware: access control, OpenAI's error JSON, and bounded writing of the answer."""
 
     @web.middleware
     async def middleware(http: web.Request, handler: Handler) -> web.StreamResponse:
@@ -105,66 +105,68 @@ def guard(
         with ExitStack() as inside:
             answered = inside.enter_context(followed(tracing if route.startswith(TRACED) else NO_TRACING, http, route))
             try:
-                doorkeeper.check_form(http)
+                access.check_request_form(http)
                 if route not in OPEN_ROUTES:
-                    inside.enter_context(doorkeeper.admitted(http))
+                    inside.enter_context(access.admit(http))
                 response = await handler(http)
             except RequestError as error:
                 response = error_response(error)
                 if error.status == 401 and route.startswith(PAGE):
                     response.headers["WWW-Authenticate"] = 'Basic realm="Quire: the API key is the password"'
             except web.HTTPException as error:
-                response = _worded(error)
+                response = _openai_error(error)
             except ConnectionError:
-                response = error_response(RequestError(LEFT, "The client left."))  # nobody hears it
+                response = error_response(RequestError(CLIENT_LEFT, "The client left."))
             except asyncio.CancelledError:
-                metrics.count_response(route, LEFT)
-                answered(LEFT)
+                metrics.count_response(route, CLIENT_LEFT)
+                answered(CLIENT_LEFT)
                 raise
             except Exception as error:
                 response = error_response(incident(error, route))
-            response = _only_answer(http, response)
+            response = _first_response(http, response)
             if ACCEPTED in http and not response.prepared:
                 response.headers.setdefault(REQUEST_ID, http[ACCEPTED])
             metrics.count_response(route, response.status)
             answered(response.status)
-            await _see_off(http, response, write_timeout_s)
+            await _send(http, response, write_timeout_s)
         return response
 
     return middleware
 
 
-def worded(handler: Handler, write_timeout_s: float) -> Handler:
-    """`handler`, but what aiohttp refuses before any middleware runs is worded like all else, and seen off like it."""
+def with_openai_errors(handler: BaseHandler, write_timeout_s: float) -> BaseHandler:
+    """Wrap `handler` to return OpenAI's JSON for what aiohttp refuses before any middleware runs."""
 
-    async def answer(http: web.Request) -> web.StreamResponse:
+    async def answer(http: web.BaseRequest) -> web.StreamResponse:
         expectation = http.headers.get("Expect", "")
         if expectation and http.version >= HttpVersion11 and expectation.lower() != "100-continue":
-            # aiohttp would repeat the header in its refusal, and fails where it is not UTF-8.
+            # aiohttp would repeat the header in its refusal, and fails if it is not UTF-8.
             return error_response(RequestError(417, "Expectation Failed."))
         try:
             return await handler(http)
         except web.HTTPException as error:
-            return _worded(error)
+            return _openai_error(error)
 
-    async def handle(http: web.Request) -> web.StreamResponse:
+    async def handle(http: web.BaseRequest) -> web.StreamResponse:
         response = await answer(http)
         if not response.prepared:
-            await _see_off(http, response, write_timeout_s)
+            await _send(http, response, write_timeout_s)
         return response
 
     return handle
 
 
-async def note_begun(http: web.Request, response: web.StreamResponse) -> None:
-    """For `on_response_prepare`: from now on this is the answer to the request."""
-    http[BEGUN] = response
+async def record_begun_response(http: web.Request, response: web.StreamResponse) -> None:
+    """Record the response that has begun, on `on_response_prepare`."""
+    http[BEGUN_RESPONSE] = response
 
 
-def _only_answer(http: web.Request, response: web.StreamResponse) -> web.StreamResponse:
-    """The response, or the one that has begun before it: a second one would be written into the body of the first. That
-    one is cut off, so that its client does not take what it has for the whole."""
-    begun = http.get(BEGUN, response)
+def _first_response(http: web.Request, response: web.StreamResponse) -> web.StreamResponse:
+    """Return the response that has begun, if any: a second one would be written into its body.
+
+    It is cut off, so that the client does not take it for complete.
+    """
+    begun: web.StreamResponse = http.get(BEGUN_RESPONSE, response)
     if begun is not response:
         log.error("an answer was cut off %s", fields(route=route_of(http), status=response.status))
         if http.transport is not None:
@@ -172,27 +174,28 @@ def _only_answer(http: web.Request, response: web.StreamResponse) -> web.StreamR
     return begun
 
 
-async def _see_off(http: web.Request, response: web.StreamResponse, timeout_s: float) -> None:
-    """Writes the response, what a stream has left of it included; aiohttp would wait for ever for who does not read."""
+async def _send(http: web.BaseRequest, response: web.StreamResponse, timeout_s: float) -> None:
+    """Write the response, or the rest of a stream; without a timeout aiohttp waits for ever for a client that does not
+    read."""
     try:
         async with asyncio.timeout(timeout_s):
             await response.prepare(http)
             await response.write_eof()
-            await flush(http)
+            await drain_writes(http)
     except TimeoutError:
-        cut_off(http.transport)
+        abort_connection(http.transport)
     except ConnectionError:
         log.debug("client left before its answer")
 
 
 def route_of(http: web.Request) -> str:
-    """The pattern of the matched route."""
+    """Return the pattern of the matched route."""
     resource = http.match_info.route.resource
     return "unmatched" if resource is None else resource.canonical
 
 
 async def read_body(http: web.Request) -> bytes:
-    """The whole JSON body. Raises RequestError: 408, 413, 415, 429, 503."""
+    """Return the whole JSON body. Raises RequestError: 400, 408, 413, 415, 429, 503."""
     if http.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise RequestError(415, "An encoded body is not accepted.", code="unsupported_content_encoding")
     if http.content_type != "application/json":
@@ -201,23 +204,23 @@ async def read_body(http: web.Request) -> bytes:
         raise _too_large()
     try:
         async with asyncio.timeout(http.app[READ_TIMEOUT_S]):
-            return await _bounded(http)
+            return await _read_bounded(http)
     except TimeoutError:
         raise RequestError(408, "The body did not arrive in time.", code="request_timeout") from None
     except web.RequestPayloadError:
         raise RequestError(400, "The body is not well-formed HTTP.", code="invalid_body") from None
 
 
-async def _bounded(http: web.Request) -> bytes:
-    """The body, held as far as it may have come. Raises RequestError: 413, 429, 503."""
-    held, body = http[HELD], bytearray()
-    await held.grow(http.content_length or 0)
+async def _read_bounded(http: web.Request) -> bytes:
+    """Read the body, reserving memory as it arrives. Raises RequestError: 413, 429, 503."""
+    reservation, body = http[BODY_RESERVATION], bytearray()
+    await reservation.grow(http.content_length or 0)
     while part := await http.content.readany():
         body += part
         if len(body) > http.client_max_size:
             raise _too_large()
-        if len(body) > held.num_bytes:
-            await held.grow(max(len(body) - held.num_bytes, CHUNK_BYTES))
+        if len(body) > reservation.num_bytes:
+            await reservation.grow(max(len(body) - reservation.num_bytes, CHUNK_BYTES))
     return bytes(body)
 
 
@@ -238,8 +241,8 @@ def json_response(data: Any, status: int = 200, headers: dict[str, str] | None =
     return web.Response(body=encode_json(data), status=status, headers=headers, content_type="application/json")
 
 
-def _worded(error: web.HTTPException) -> web.Response:
-    """aiohttp's own refusal of a route or a method in OpenAI's words."""
+def _openai_error(error: web.HTTPException) -> web.Response:
+    """Return aiohttp's own refusal of a route or method as OpenAI's JSON."""
     if error.status < 400 or error.status == 404:
         return error_response(RequestError(404, "There is no such route.", code="unknown_url"))
     response = error_response(RequestError(error.status, f"{HTTPStatus(error.status).phrase}."))

@@ -1,4 +1,4 @@
-"""HTTPS: the certificate that the gateway shows, read again when it changes."""
+"""HTTPS with a certificate that is reread when it changes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from service.observability.logs import fields
 
 log = logging.getLogger("quire.gateway")
 
-LOOK_AGAIN_S = 10.0
+RELOAD_INTERVAL_S = 10.0
 
 
 @asynccontextmanager
-async def opened_tls(certfile: Path | None, keyfile: Path | None) -> AsyncIterator[ssl.SSLContext | None]:
-    """TLS 1.2 or newer with this certificate; None without one. Connections that are made later get the certificate
-    that is there then; one that cannot be used changes nothing and is logged. Raises StartupError."""
+async def open_tls(certfile: Path | None, keyfile: Path | None) -> AsyncIterator[ssl.SSLContext | None]:
+    """Yield a context for TLS 1.2 or newer, None without a certificate.
+
+    New connections use the certificate that is on disk; an unusable one is logged and changes nothing. Raises
+    StartupError.
+    """
     if certfile is None:
         if keyfile is not None:
             raise StartupError("--ssl-keyfile is a key without a certificate: add --ssl-certfile")
@@ -28,7 +31,7 @@ async def opened_tls(certfile: Path | None, keyfile: Path | None) -> AsyncIterat
         return
     files = (certfile, keyfile or certfile)
     context = _read(files)
-    following = asyncio.create_task(_follow(context, files))
+    following = asyncio.create_task(_reload_changed_files(context, files))
     try:
         yield context
     finally:
@@ -36,16 +39,16 @@ async def opened_tls(certfile: Path | None, keyfile: Path | None) -> AsyncIterat
         await asyncio.gather(following, return_exceptions=True)
 
 
-async def _follow(context: ssl.SSLContext, files: tuple[Path, Path]) -> None:
+async def _reload_changed_files(context: ssl.SSLContext, files: tuple[Path, Path]) -> None:
     seen = _state(files)
     while True:
-        await asyncio.sleep(LOOK_AGAIN_S)
+        await asyncio.sleep(RELOAD_INTERVAL_S)
         state = _state(files)
         if state == seen:
             continue
         seen = state
         try:
-            _read(files)  # apart first: a key that does not fit would spoil the context in use
+            _read(files)  # separately first: a key that does not match would spoil the context in use
             context.load_cert_chain(*files, password=_no_password)
         except (StartupError, OSError) as error:
             log.error("the old certificate stays: %s", error)
@@ -54,7 +57,6 @@ async def _follow(context: ssl.SSLContext, files: tuple[Path, Path]) -> None:
 
 
 def _read(files: tuple[Path, Path]) -> ssl.SSLContext:
-    """Raises StartupError."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         context.load_cert_chain(*files, password=_no_password)
@@ -68,8 +70,7 @@ def _reason(error: Exception) -> str:
 
 
 def _state(files: tuple[Path, Path]) -> tuple[tuple[int, int, int] | None, ...]:
-    """What changes when one of them does."""
-    states = []
+    states: list[tuple[int, int, int] | None] = []
     for path in files:
         try:
             found = path.stat()
@@ -80,5 +81,5 @@ def _state(files: tuple[Path, Path]) -> tuple[tuple[int, int, int] | None, ...]:
 
 
 def _no_password() -> str:
-    """Asked for only by an encrypted key; a service has nobody to type it."""
+    """Called only for an encrypted key; a service cannot ask for its password."""
     raise ValueError("the key is encrypted")

@@ -1,4 +1,4 @@
-"""The shapes of our answers, for `/openapi.json`; the tests hold real answers against them."""
+"""Schemas of the answers in `/openapi.json`; tests check real answers against them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/openapi.json`: what the routes take and give, made from the very types and ranges that requests are read with."""
+"""`/openapi.json`, generated from the types and ranges that parse requests."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ TIGHTER: Mapping[str, Mapping[str, Json]] = {
     "DetokenizeBody": {"tokens": {"items": {"type": "integer", "minimum": 0}}},
     "BatchBody": {"endpoint": {"enum": [*BATCH_ENDPOINTS]}, "completion_window": {"enum": [*WINDOWS_S]}},
 }
-"""What the types do not say; whatever depends on several fields is said by refusals alone."""
+"""Limits that the types do not express. Dependencies between fields are only in refusals."""
 
 
 HEADERS = frozenset({"Last-Event-ID"})
@@ -83,11 +83,11 @@ ASKED: Mapping[str, tuple[str, Json]] = {
     "starting_after": ("The sequence number of the last event that is known.", NUMBER),
     "Last-Event-ID": ("The id of the last event that is known.", NUMBER),
 }
-"""What may be asked for beside a path and a body, all of it optional."""
+"""Optional parameters besides path and body."""
 
 
 def openapi_document(version: str, model_name: str, *, keys_required: bool) -> Json:
-    """The document, as OpenAPI 3.1 wants it, of a gateway that serves this model."""
+    """Return the OpenAPI 3.1 document of a gateway that serves this model."""
     _, schemas = msgspec.json.schema_components((*BODIES, *answers.ANSWERS), ref_template=REF)
     for name, schema in schemas.items():
         if name in _REQUEST_PARTS or name in {body.__name__ for body in BODIES}:
@@ -113,13 +113,13 @@ _REQUEST_PARTS = (
 
 
 def _widen(name: str, schema: Json) -> None:
-    """Ranges; the fields that may stand there and change nothing; and null, which counts as absent."""
+    """Add ranges, fields accepted without effect, and null, which counts as absent."""
     properties = schema.get("properties", {})
     for field, what in properties.items():
         if field in RANGES and name in IDLE:
             _bound(what, *RANGES[field])
     if name in IDLE or name in ("TokenizeBody", "DetokenizeBody"):
-        schema["additionalProperties"] = {"type": "null"}  # as absent as any other null
+        schema["additionalProperties"] = {"type": "null"}  # counts as absent
     for field, more in TIGHTER.get(name, {}).items():
         for form in properties[field].get("anyOf", [properties[field]]):
             form |= {word: bound for word, bound in more.items() if _fits(word, form["type"])}
@@ -239,7 +239,7 @@ def _post(
 
 
 def _invocation(headers: Mapping[str, str]) -> Json:
-    """Any of three bodies, and its answer."""
+    """Describe any of three bodies, and its answer."""
     told = _post("ChatBody", "ChatCompletion", "A chat, a completion or embeddings.", headers, streams=True)
     for content, names in (
         (told["requestBody"]["content"], ("ChatBody", "CompletionBody", "EmbeddingBody")),
@@ -263,7 +263,6 @@ def _upload() -> Json:
 
 
 def _content() -> Json:
-    """Of a file, which is bytes."""
     told = _get("File", "The bytes of a file.", of="file_id")
     told["responses"]["200"]["content"] = {
         "application/octet-stream": {"schema": {"type": "string", "format": "binary"}}
@@ -286,7 +285,7 @@ def _get(answer: str, summary: str, *, open_to_all: bool = False, or_503: bool =
 
 
 def _asking(told: Json, *names: str) -> Json:
-    """With what may stand in the query, or in a header."""
+    """Describe query and header parameters."""
     more = [
         {"name": name, "in": "header" if name in HEADERS else "query", "description": text, "schema": schema}
         for name, (text, schema) in ASKED.items()
@@ -296,7 +295,7 @@ def _asking(told: Json, *names: str) -> Json:
 
 
 def _streaming(told: Json, *names: str) -> Json:
-    """Events, where they are asked for."""
+    """Describe the events of a streamed answer."""
     told["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     return _asking(told, "stream", *names)
 

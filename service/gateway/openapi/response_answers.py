@@ -1,4 +1,4 @@
-"""The shapes of what `/v1/responses` answers, for `/openapi.json`."""
+"""Schemas of the answers of `/v1/responses` in `/openapi.json`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class Shape(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Every field that has no default is always there."""
+    """Fields without a default are always present."""
 
 
 class ResponseLikelihood(Shape):

@@ -17,7 +17,7 @@ from service.gateway.core.service import InferenceService, incident
 from service.gateway.core.whole_answers import whole_answer
 from service.gateway.generation.refusals import refusal
 from service.gateway.generation.response_stream import ResponseStream
-from service.gateway.http.middleware import ACCEPTED, HELD, REQUEST_ID, TENANT, json_response, read_body
+from service.gateway.http.middleware import ACCEPTED, BODY_RESERVATION, REQUEST_ID, TENANT, json_response, read_body
 from service.gateway.http.sse import ClientGone, SseStream
 from service.gateway.openai.answers import error_json
 
@@ -46,7 +46,7 @@ class Completions:
             request = replace(request, resumable=True)
         accepted = await self._service.accept(request, http[TENANT], key)
         http[ACCEPTED] = accepted.request_id
-        http[HELD].shrink(len(accepted.request.source.outline))
+        http[BODY_RESERVATION].shrink(len(accepted.request.source.outline))
         if not accepted.request.stays:
             return await self._answer(http, accepted, self._service.open(accepted), 0)
         if not accepted.came_before:

@@ -15,10 +15,10 @@ RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(runner, "BEAT_S", 0.05)
-    monkeypatch.setattr(progress, "BEAT_S", 0.05)
+    monkeypatch.setattr(runner, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(progress, "HEARTBEAT_S", 0.05)
     monkeypatch.setattr(progress, "RETRY_S", 0.05)
-    monkeypatch.setattr(runner, "LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr(runner, "POLL_INTERVAL_S", 0.1)
 
 
 def line(number: int, url: str, **body) -> dict:

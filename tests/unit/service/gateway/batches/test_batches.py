@@ -29,10 +29,10 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(runner, "BEAT_S", 0.05)
-    monkeypatch.setattr(progress, "BEAT_S", 0.05)
+    monkeypatch.setattr(runner, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(progress, "HEARTBEAT_S", 0.05)
     monkeypatch.setattr(progress, "RETRY_S", 0.05)
-    monkeypatch.setattr(runner, "LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr(runner, "POLL_INTERVAL_S", 0.1)
 
 
 def line(number: int, **changes) -> dict:
@@ -294,7 +294,7 @@ async def test_a_cancelled_batch_keeps_what_was_answered(folder):
 
 
 async def test_another_gateway_goes_on_where_one_died(folder, monkeypatch):
-    monkeypatch.setattr(runner, "HOLD_S", 0.2)
+    monkeypatch.setattr(runner, "LEASE_S", 0.2)
     asked: list[str] = []
     queue = QuickQueue()
     async with open_gateway(folder, queue, drain_timeout=0.0) as gateway, client_of(gateway) as client:

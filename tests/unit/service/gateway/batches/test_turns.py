@@ -17,7 +17,7 @@ from service.queue.batches import OpenBatch
 def taken(turns: BatchTurns, waiting: list[OpenBatch], running: list[str]) -> list[str]:
     found = []
     for batch in turns.next_batches(waiting, running):
-        turns.took(batch)
+        turns.record_start(batch)
         running.append(batch.tenant)
         found.append(batch.batch_id)
     return found
@@ -52,9 +52,9 @@ async def test_lines_are_bounded_and_batches_take_turns():
 
     async def batch(name: str) -> None:
         for _ in range(4):
-            await slots.take(10)
+            await slots.acquire(10)
             order.append(name)
-            asyncio.get_running_loop().call_later(0.002, slots.give_back, 10)
+            asyncio.get_running_loop().call_later(0.002, slots.release, 10)
 
     await asyncio.gather(batch("a"), batch("b"))
     assert sorted(order[2:6]) == ["a", "a", "b", "b"]
@@ -62,9 +62,9 @@ async def test_lines_are_bounded_and_batches_take_turns():
 
 async def test_long_lines_wait_for_room():
     slots = LineSlots(num_bytes=MAX_LINE_BYTES_IN_FLIGHT)
-    await slots.take(10 * MAX_LINE_BYTES_IN_FLIGHT)
-    waits = asyncio.create_task(slots.take(1))
+    await slots.acquire(10 * MAX_LINE_BYTES_IN_FLIGHT)
+    waits = asyncio.create_task(slots.acquire(1))
     await asyncio.sleep(0.01)
     assert not waits.done()
-    slots.give_back(10 * MAX_LINE_BYTES_IN_FLIGHT)
+    slots.release(10 * MAX_LINE_BYTES_IN_FLIGHT)
     await waits

@@ -21,7 +21,7 @@ from service.errors import RequestError
 from service.gateway.grammars import queue
 from service.gateway.grammars.pool import CompileLimits, GrammarPool, PackedTask
 from service.gateway.grammars.process import GrammarProcess
-from service.gateway.grammars.results import ENTRY_BYTES, UNSURE_S, Result, Results
+from service.gateway.grammars.results import ENTRY_BYTES, TRANSIENT_TTL_S, Result, ResultCache
 from tests.support.hostile_grammars import _lark
 from tests.support.served import alive, descendants_of
 from tests.support.source_tree import ROOT
@@ -248,8 +248,8 @@ async def test_the_queue_takes_turns_and_is_bounded(monkeypatch):
     for _ in range(3):
         waiting.add(job("many"))
     waiting.add(job("few"))
-    assert [waiting.take([]).tenant for _ in range(4)] == ["many", "few", "many", "many"]
-    assert waiting.take([]) is None
+    assert [waiting.next_job([]).tenant for _ in range(4)] == ["many", "few", "many", "many"]
+    assert waiting.next_job([]) is None
     monkeypatch.setattr(queue, "MAX_JOBS_PER_TENANT", 2)
     monkeypatch.setattr(queue, "MAX_BYTES_PER_TENANT", 10)
     monkeypatch.setattr(queue, "MAX_BYTES", 15)
@@ -265,9 +265,9 @@ async def test_the_queue_takes_turns_and_is_bounded(monkeypatch):
     with pytest.raises(RequestError) as caught:
         waiting.add(job("b", 6))
     assert caught.value.status == 503
-    left = waiting.take([])
+    left = waiting.next_job([])
     waiting.put_back(left)
-    assert waiting.take([]) is left
+    assert waiting.next_job([]) is left
 
 
 async def test_tenants_whose_grammars_take_long_leave_one_process_to_others():
@@ -278,23 +278,23 @@ async def test_tenants_whose_grammars_take_long_leave_one_process_to_others():
     assert (waiting.is_heavy("slow"), waiting.is_heavy("quick")) == (True, False)
     running = job("slow")
     waiting.add(job("slow"))
-    assert waiting.take([running]) is None
+    assert waiting.next_job([running]) is None
     waiting.add(job("quick"))
-    assert waiting.take([running]).tenant == "quick"
+    assert waiting.next_job([running]).tenant == "quick"
     now_s = 3600.0
-    assert waiting.take([running]).tenant == "slow"
+    assert waiting.next_job([running]).tenant == "slow"
 
 
 def test_results_are_bounded_in_bytes_and_unsure_ones_in_time():
     now_s = 0.0
-    results = Results(lambda: now_s, max_bytes=3 * (ENTRY_BYTES + 400))
+    results = ResultCache(lambda: now_s, max_bytes=3 * (ENTRY_BYTES + 400))
     for name in b"abcd":
         results.put(bytes([name]), Result("x" * 100))
         assert results.get(b"a") is not None or name > ord("b")
     assert sum(results.get(bytes([name])) is not None for name in b"abcd") == 3
-    results.put(b"e", Result(None, "slow", is_sure=False))
+    results.put(b"e", Result(None, "slow", is_final=False))
     assert results.get(b"e").error == "slow"
-    now_s = UNSURE_S + 1
+    now_s = TRANSIENT_TTL_S + 1
     assert results.get(b"e") is None
     results.put(b"f", Result("x" * 10_000))
     assert results.get(b"f") is None

@@ -8,7 +8,7 @@ import pytest
 
 from service.cli.main import main
 from service.errors import RequestError, StartupError
-from service.gateway.http.auth import LOOK_AGAIN_S, Client, KeyRing, line_of, make_key, read_keys
+from service.gateway.http.auth import RELOAD_INTERVAL_S, Client, KeyRing, line_of, make_key, read_keys
 
 HASH = "sha256$" + "0" * 64
 
@@ -20,7 +20,7 @@ class Clock:
         return self.now_s
 
     def tick(self) -> None:
-        self.now_s += LOOK_AGAIN_S + 0.1
+        self.now_s += RELOAD_INTERVAL_S + 0.1
 
 
 def ring_of(path, *lines, clock=None):
@@ -30,7 +30,7 @@ def ring_of(path, *lines, clock=None):
 
 def enters(ring, key):
     try:
-        return ring.client([f"Bearer {key}"])
+        return ring.client_of([f"Bearer {key}"])
     except RequestError as error:
         return None if error.status == 401 else error
 
@@ -60,7 +60,7 @@ def test_keys_are_kept_nowhere(tmp_path):
 
 def test_an_empty_file_lets_nobody_in_and_no_file_everybody(tmp_path):
     assert enters(ring_of(tmp_path / "keys"), "any") is None
-    assert KeyRing(()).client([]).tenant == "anonymous"
+    assert KeyRing(()).client_of([]).tenant == "anonymous"
 
 
 def test_settings_and_file_add_up(tmp_path):

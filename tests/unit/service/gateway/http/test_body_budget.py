@@ -27,7 +27,7 @@ async def refused(asked) -> tuple[int, str]:
 
 async def test_a_client_has_half_and_large_bodies_leave_a_quarter():
     budget = BodyBudget(8 * MIB)
-    first, second, third = (budget.hold(name) for name in "abc")
+    first, second, third = (budget.open_reservation(name) for name in "abc")
     await first.grow(4 * MIB)
     assert await refused(first.grow(1)) == (429, "too_many_body_bytes")
     await second.grow(2 * MIB)
@@ -44,7 +44,7 @@ async def test_a_client_has_half_and_large_bodies_leave_a_quarter():
 async def test_what_is_parsed_is_given_back_and_goes_to_who_waits(monkeypatch):
     monkeypatch.setattr(body_budget, "WAIT_S", 5.0)
     budget = BodyBudget(8 * MIB)
-    first, second = budget.hold("a"), budget.hold("a")
+    first, second = budget.open_reservation("a"), budget.open_reservation("a")
     await first.grow(4 * MIB)
     waiting = asyncio.create_task(second.grow(2 * MIB))
     await asyncio.sleep(0.01)
@@ -59,7 +59,7 @@ async def test_what_is_parsed_is_given_back_and_goes_to_who_waits(monkeypatch):
 
 async def test_who_leaves_while_it_waits_holds_nothing():
     budget = BodyBudget(8 * MIB)
-    first, second = budget.hold("a"), budget.hold("a")
+    first, second = budget.open_reservation("a"), budget.open_reservation("a")
     await first.grow(4 * MIB)
     waiting = asyncio.create_task(second.grow(MIB))
     await asyncio.sleep(0)
@@ -73,7 +73,7 @@ async def test_who_leaves_while_it_waits_holds_nothing():
 async def test_small_ones_pass_large_ones_that_wait(monkeypatch):
     monkeypatch.setattr(body_budget, "WAIT_S", 5.0)
     budget = BodyBudget(8 * MIB)
-    holds = [budget.hold(name) for name in "abcd"]
+    holds = [budget.open_reservation(name) for name in "abcd"]
     await holds[0].grow(4 * MIB)
     await holds[1].grow(2 * MIB)
     waiting = asyncio.create_task(holds[2].grow(MIB))

@@ -11,7 +11,7 @@ import pytest
 
 from service.errors import StartupError
 from service.gateway.http import tls
-from service.gateway.http.tls import opened_tls
+from service.gateway.http.tls import open_tls
 from tests.support.certificates import OPENSSL, make_certificates
 
 pytestmark = pytest.mark.skipif(OPENSSL is None, reason="openssl is not installed, which makes the certificates")
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(OPENSSL is None, reason="openssl is not installe
 
 @pytest.fixture
 def made(tmp_path, monkeypatch):
-    monkeypatch.setattr(tls, "LOOK_AGAIN_S", 0.02)
+    monkeypatch.setattr(tls, "RELOAD_INTERVAL_S", 0.02)
     return make_certificates(tmp_path / "first")
 
 
@@ -37,7 +37,7 @@ async def shown(port: int) -> bytes:
 async def test_a_new_certificate_is_shown_and_a_bad_one_is_not(made, tmp_path, caplog):
     caplog.set_level("INFO")
     other = make_certificates(tmp_path / "second")
-    async with opened_tls(made.certificate, made.key) as context:
+    async with open_tls(made.certificate, made.key) as context:
         server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0, ssl=context)
         port = server.sockets[0].getsockname()[1]
         first = await shown(port)
@@ -63,9 +63,9 @@ async def test_a_new_certificate_is_shown_and_a_bad_one_is_not(made, tmp_path, c
 async def test_certificate_and_key_in_one_file(made, tmp_path):
     both = tmp_path / "both.pem"
     both.write_text(made.certificate.read_text() + made.key.read_text())
-    async with opened_tls(both, None) as context:
+    async with open_tls(both, None) as context:
         assert context.minimum_version >= ssl.TLSVersion.TLSv1_2
-    async with opened_tls(None, None) as context:
+    async with open_tls(None, None) as context:
         assert context is None
 
 
@@ -74,5 +74,5 @@ async def test_an_encrypted_key_asks_nobody(made, tmp_path):
     command = [OPENSSL, "pkey", "-in", made.key, "-aes128", "-passout", "pass:x", "-out", locked]
     await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True, timeout=30)
     with pytest.raises(StartupError, match="encrypted"):
-        async with opened_tls(made.certificate, locked):
+        async with open_tls(made.certificate, locked):
             pass

@@ -1,4 +1,4 @@
-"""Bounds on what a client leaves unread: what our side holds for it, and for how long."""
+"""Bounds on what a client leaves unread: bytes in the kernel, and time."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ SEND_BUFFER_BYTES = 128 << 10
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: on, 0 seconds
 
 
-def bound_unread(transport: asyncio.BaseTransport, timeout_s: float) -> None:
-    """Have the kernel hold little for this connection, and end it once its client has taken nothing for `timeout_s`:
-    one that we have closed too, which it would otherwise keep for minutes."""
+def bound_send_buffer(transport: asyncio.BaseTransport, timeout_s: float) -> None:
+    """Bound the kernel's send buffer, and the time without progress, also of closed connections."""
     sock = transport.get_extra_info("socket")
     # The default of several megabytes would hide a client that does not read.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
@@ -22,8 +21,8 @@ def bound_unread(transport: asyncio.BaseTransport, timeout_s: float) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(timeout_s * 1000))
 
 
-def cut_off(transport: asyncio.Transport | None) -> None:
-    """End the connection at once, with all that its client has not read."""
+def abort_connection(transport: asyncio.Transport | None) -> None:
+    """End the connection at once and drop what its client has not read."""
     if transport is None:
         return
     sock = transport.get_extra_info("socket")
@@ -32,9 +31,12 @@ def cut_off(transport: asyncio.Transport | None) -> None:
     transport.abort()
 
 
-async def flush(http: web.Request) -> None:
-    """Wait until the kernel has taken all that was written: a transport that holds less than it is allowed to counts as
-    written, and closed it would wait for its client for ever."""
+async def drain_writes(http: web.BaseRequest) -> None:
+    """Wait until the kernel has taken all written bytes.
+
+    aiohttp counts bytes below the high-water mark as written; a closed transport would then wait for its client for
+    ever.
+    """
     transport = http.transport
     if transport is None or not transport.get_write_buffer_size():
         return
