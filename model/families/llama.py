@@ -12,8 +12,8 @@ import numpy as np
 
 from model.batch import Batch
 from model.config import ModelConfig
-from model.ops.interface import Array, AttentionBatch, HeadRotation, Ops
-from model.ops.weight import Weight
+from model.ops.interface import Array, AttentionBatch, Fp8Rows, HeadRotation, Ops
+from model.ops.weight import Weight, WeightFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,15 @@ class LlamaWeights:
     cos: Array  # float32[max_model_len, D / 2]
     sin: Array  # float32[max_model_len, D / 2]
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the device."""
+        arrays = [self.embedding, self.final_norm, self.cos, self.sin]
+        if self.lm_head.data is not self.embedding:
+            arrays.append(self.lm_head)
+        arrays += [array for layer in self.layers for array in vars(layer).values() if array is not None]
+        return sum(array.nbytes for array in arrays)
+
 
 class Llama:
     """A model of the family, its weights in the memory of `ops`."""
@@ -57,38 +66,43 @@ class Llama:
     def forward(self, batch: Batch, kv: Array, out: Array | None = None) -> Array:
         """Logits float32[R, V] of the rows `batch.logit_rows`; keys and values of all rows are written to `kv`.
 
-        kv [num_blocks, L, 2, Hkv, B, D]. The logits are in `out` where one is given, else they live until the caller's
-        scratch ends.
+        kv [num_blocks, L, 2, Hkv, B, D]. The logits are in `out` if given, else they live until the caller's scratch
+        ends.
         """
         return self.logits(self.hidden(batch, kv), batch.logit_rows, out)
 
     def logits(self, hidden: Array, rows: Array | None, out: Array | None = None) -> Array:
-        """hidden [T, H], rows int32[R] (None: all) -> logits float32[R, V], in `out` where one is given."""
+        """hidden [T, H], rows int32[R] (None: all) -> logits float32[R, V], in `out` if given."""
         if rows is not None:
             hidden = self.ops.gather_rows(hidden, rows)
-        return self.ops.linear(hidden, self.weights.lm_head, dtype=np.dtype(np.float32), out=out)
+        head = self.weights.lm_head
+        return self.ops.linear(self._input(hidden, head), head, dtype=np.dtype(np.float32), out=out)
 
     def hidden(self, batch: Batch, kv: Array) -> Array:
-        """What the logits of all rows are made of [T, H]; keys and values are written to `kv`."""
-        ops, weights, eps = self.ops, self.weights, self.config.rms_norm_eps
-        norms_after = [layer.attention_norm for layer in weights.layers[1:]] + [weights.final_norm]
+        """Return the final norm of all rows [T, H], the input of `logits`; keys and values are written to `kv`."""
+        ops, layers, eps = self.ops, self.weights.layers, self.config.rms_norm_eps
         plans = self._decode_plans(batch, kv)
-        residual = ops.gather_rows(weights.embedding, batch.token_ids)
-        hidden = ops.rms_norm(residual, weights.layers[0].attention_norm, eps)
-        for index, layer in enumerate(weights.layers):
+        residual = ops.gather_rows(self.weights.embedding, batch.token_ids)
+        first_norm = ops.rms_norm_quantised if self._takes_fp8(layers[0].qkv) else ops.rms_norm
+        normed = first_norm(residual, layers[0].attention_norm, eps)
+        outputs = self._norm_outputs(normed, residual.shape)
+        norms_after = [(layer.attention_norm, self._takes_fp8(layer.qkv)) for layer in layers[1:]]
+        norms_after.append((self.weights.final_norm, False))
+        for index, (layer, (norm, is_fp8)) in enumerate(zip(layers, norms_after, strict=True)):
             with ops.scratch():
-                attended = self._attention(index, hidden, batch, kv, plans)
-                normed = ops.add_rms_norm(attended, residual, layer.mlp_norm, eps)
-                ops.add_rms_norm(self._mlp(layer, normed), residual, norms_after[index], eps, out=hidden)
-        return hidden
+                attended = self._attention(index, normed, batch, kv, plans)
+                mlp_input = self._add_norm(attended, residual, layer.mlp_norm, self._takes_fp8(layer.gate_up))
+                normed = self._add_norm(self._mlp(layer, mlp_input), residual, norm, is_fp8, outputs[is_fp8])
+        return normed
 
     def first_layer(self) -> Llama:
-        """One that needs the kernels, products and scratch of all layers, and takes the time of one."""
-        return Llama(self.config, self.ops, replace(self.weights, layers=self.weights.layers[:1]))
+        """Return a model of one layer of each kind: it needs the kernels, products and scratch of the whole."""
+        kinds = {tuple(weight.format for weight in _matrices(layer)): layer for layer in reversed(self.weights.layers)}
+        layers = tuple(reversed(kinds.values()))
+        return Llama(self.config, self.ops, replace(self.weights, layers=layers))
 
     def tune(self, num_rows: Sequence[int], num_logit_rows: Sequence[int]) -> None:
-        """Find the quickest way for the products of passes over so many rows, and so many of them with logits; see
-        `Ops.tune_linear`."""
+        """Tune the products of passes over `num_rows` rows and of `num_logit_rows` with logits: `Ops.tune_linear`."""
         ops, layers = self.ops, self.weights.layers
         for name in ("qkv", "output", "gate_up", "down"):
             bias = getattr(layers[0], f"{name}_bias")
@@ -108,7 +122,9 @@ class Llama:
             for window in dict.fromkeys(self.config.windows)
         }
 
-    def _attention(self, index: int, x: Array, batch: Batch, kv: Array, plans: Mapping[int, Array | None]) -> Array:
+    def _attention(
+        self, index: int, x: Array | Fp8Rows, batch: Batch, kv: Array, plans: Mapping[int, Array | None]
+    ) -> Array:
         """x [T, H] -> [T, H]: grouped-query attention of each row to its sequence's cache, its own key included."""
         ops, weights, layer = self.ops, self.weights, self.weights.layers[index]
         qkv = ops.linear(x, layer.qkv, layer.qkv_bias)
@@ -125,10 +141,39 @@ class Llama:
                 kv, index, tables[n:], lens[n:], scale, window, batch.query_start, batch.max_query_len
             )
             ops.paged_prefill_attention(q, chunks, out)
-        return ops.linear(out.reshape(len(out), -1), layer.output, layer.output_bias)
+        return ops.linear(self._input(out.reshape(len(out), -1), layer.output), layer.output, layer.output_bias)
 
-    def _mlp(self, layer: Layer, x: Array) -> Array:
+    def _mlp(self, layer: Layer, x: Array | Fp8Rows) -> Array:
         """x [T, H] -> [T, H]: SwiGLU."""
         ops = self.ops
         gate_up = ops.linear(x, layer.gate_up, layer.gate_up_bias)
-        return ops.linear(ops.silu_mul(gate_up), layer.down, layer.down_bias)
+        activation = ops.silu_mul_quantised if self._takes_fp8(layer.down) else ops.silu_mul
+        return ops.linear(activation(gate_up), layer.down, layer.down_bias)
+
+    def _takes_fp8(self, weight: Weight) -> bool:
+        """Whether the inputs of `weight` are rounded to e4m3."""
+        return weight.format is WeightFormat.FP8 and weight.quantised_input and self.ops.has_fp8
+
+    def _input(self, x: Array, weight: Weight) -> Array | Fp8Rows:
+        return self.ops.quantise_rows(x) if self._takes_fp8(weight) else x
+
+    def _add_norm(
+        self, x: Array, residual: Array, norm: Array, is_fp8: bool, out: Array | Fp8Rows | None = None
+    ) -> Array | Fp8Rows:
+        """residual += x; return its norm, in e4m3 if asked for, in `out` if given."""
+        add_norm = self.ops.add_rms_norm_quantised if is_fp8 else self.ops.add_rms_norm
+        return add_norm(x, residual, norm, self.config.rms_norm_eps, out)
+
+    def _norm_outputs(self, first: Array | Fp8Rows, shape: tuple[int, int]) -> dict[bool, Array | Fp8Rows]:
+        """Memory that outlives a layer's scratch, in e4m3 (True) and in the activations' dtype: `first` is one."""
+        ops, is_fp8 = self.ops, isinstance(first, Fp8Rows)
+        if is_fp8:
+            return {True: first, False: ops.temporary(shape, ops.dtype)}
+        if not any(self._takes_fp8(layer.qkv) for layer in self.weights.layers):
+            return {False: first}
+        data = ops.temporary(shape, np.dtype(np.uint8))
+        return {False: first, True: Fp8Rows(data, ops.temporary(shape[:1], np.dtype(np.float32)))}
+
+
+def _matrices(layer: Layer) -> tuple[Weight, ...]:
+    return layer.qkv, layer.output, layer.gate_up, layer.down

@@ -135,6 +135,7 @@ class Ops(Protocol):
     device_name: str  # what people call it: "NVIDIA H200", "CPU"
     dtype: np.dtype  # of activations and dense weights
     kv_dtype: np.dtype  # of the KV cache
+    has_fp8: bool  # products of inputs in e4m3; without them weights in FP8 are dequantised in the product
 
     def upload(self, host: np.ndarray) -> Array:
         """A copy of `host` where this backend computes; same shape and dtype. It lives until nothing holds it."""
@@ -283,8 +284,8 @@ class Ops(Protocol):
     def silu_mul(self, gate_up: Array) -> Array:
         """gate_up [T, 2 I] -> silu(gate_up[:, :I]) * gate_up[:, I:]."""
 
-    def quantise_rows(self, x: Array) -> Fp8Rows:
-        """Round the rows of x [T, K] to e4m3 with scale = max(|row|) / 448, at least 1e-12.
+    def quantise_rows(self, x: Array, out: Fp8Rows | None = None) -> Fp8Rows:
+        """Round the rows of x [T, K] to e4m3 with scale = max(|row|) / 448, at least 1e-12; in `out` if given.
 
         A row with NaN or infinity gets a scale that is not finite.
         """
@@ -295,8 +296,10 @@ class Ops(Protocol):
     def rms_norm_quantised(self, x: Array, weight: Array, eps: float) -> Fp8Rows:
         """`quantise_rows` of `rms_norm`'s result, which is rounded to `self.dtype` before."""
 
-    def add_rms_norm_quantised(self, x: Array, residual: Array, weight: Array, eps: float) -> Fp8Rows:
-        """`quantise_rows` of `add_rms_norm`'s result; residual [T, H] += x in place as there."""
+    def add_rms_norm_quantised(
+        self, x: Array, residual: Array, weight: Array, eps: float, out: Fp8Rows | None = None
+    ) -> Fp8Rows:
+        """`quantise_rows` of `add_rms_norm`'s result, in `out` if given; residual [T, H] += x in place as there."""
 
     def silu_mul_quantised(self, gate_up: Array) -> Fp8Rows:
         """`quantise_rows` of `silu_mul`'s result."""

@@ -18,6 +18,7 @@ from model.ops.interface import Array, Ops
 from model.ops.weight import Weight
 from model.rope import rope_tables
 from model.weights.checkpoint import LM_HEAD, Checkpoint, expected_shapes, weight_bytes
+from model.weights.online_fp8 import OnlineFp8, is_layer_matrix
 
 __all__ = ["load_model", "weight_bytes"]
 
@@ -63,11 +64,13 @@ def load_model(
     max_model_len: int,
     *,
     load_format: str = "safetensors",
+    quantization: str = "auto",
     progress: bool = False,
 ) -> Llama:
     """The model of `directory` in the memory and dtype of `ops`, for sequences of at most `max_model_len` tokens.
 
-    load_format "dummy" reads no file and makes random weights. `progress` draws a bar on stderr where that is a
+    load_format "dummy" reads no file and makes random weights. quantization "fp8" rounds the layers' matrices to e4m3
+    on the device. `progress` draws a bar on stderr where that is a
     terminal: a log has lines only. Raises ModelError.
     """
     if load_format == "dummy":
@@ -76,7 +79,7 @@ def load_model(
         raise ModelError("weights cannot be loaded without a model folder")
     else:
         source = Checkpoint.open(directory, config)
-    plan = _Plan(config, ops)
+    plan = _Plan(config, ops, OnlineFp8(ops) if quantization == "fp8" else None)
     embedding = plan.tensor("model.embed_tokens.weight")
     layers = tuple(_plan_layer(plan, f"model.layers.{index}.") for index in range(config.num_layers))
     final_norm = plan.tensor("model.norm.weight")
@@ -98,7 +101,8 @@ def load_model(
 class _Plan:
     """Memory of weights, by the names of their tensors; names that the config does not have give None."""
 
-    def __init__(self, config: ModelConfig, ops: Ops):
+    def __init__(self, config: ModelConfig, ops: Ops, online: OnlineFp8 | None):
+        self._online = online
         self._shapes = expected_shapes(config)
         self._ops = ops
         self._names: list[str] = []
@@ -116,7 +120,10 @@ class _Plan:
         return array
 
     def matrix(self, names: Sequence[str]) -> Weight:
-        """`stacked`, as weights of `Ops.linear`."""
+        """`stacked`, as weights of `Ops.linear`; in e4m3 if they are quantised online."""
+        shapes = [self._shapes[name] for name in names]
+        if self._online is not None and is_layer_matrix(names[0], shapes[0]):
+            return self._online.matrix(names, shapes)
         return Weight(self.stacked(names))
 
     def optional(self, names: Sequence[str]) -> Array | None:
@@ -124,16 +131,19 @@ class _Plan:
 
     def fill(self, source: TensorSource, progress: bool) -> None:
         num_bytes = sum(target.nbytes for target in self._targets)
+        num_bytes += 0 if self._online is None else self._online.num_source_bytes
         counting = Lock()
         hidden = None if progress else True  # None: unless stderr is a terminal
         with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="weights", disable=hidden) as bar:
 
-            def read(target: int, start: int, out: np.ndarray) -> None:
-                source.read_into(self._names[target], start, out)
+            def read_into(name: str, start: int, out: np.ndarray) -> None:
+                source.read_into(name, start, out)
                 with counting:
                     bar.update(out.nbytes)
 
-            self._ops.fill(self._targets, read)
+            self._ops.fill(self._targets, lambda target, start, out: read_into(self._names[target], start, out))
+            if self._online is not None:
+                self._online.fill(read_into, source.nonfinite)
 
     def check(self, source: TensorSource) -> None:
         """Where they are: there, looking at all of them costs a fraction of what it costs while they are read."""

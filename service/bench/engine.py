@@ -242,6 +242,8 @@ def _describe(settings: Settings, built: BuiltEngine) -> dict[str, Any]:
         "device": built.ops.device_name,
         "model": settings.model_config or settings.model.name,
         "dtype": str(built.ops.dtype),
+        "quantization": settings.quantization,
+        "weight_bytes": built.executor.model.weights.num_bytes,
         "num_blocks": built.memory.num_blocks,
         "max_num_seqs": built.limits.max_num_seqs,
         "max_num_batched_tokens": built.limits.max_num_batched_tokens,

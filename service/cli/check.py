@@ -7,7 +7,7 @@ import argparse
 from model.errors import ModelError
 from model.ops.backend import open_ops
 from model.ops.interface import Ops
-from model.weights.loader import weight_bytes
+from model.weights.online_fp8 import loaded_bytes
 from service.bench.flag_values import whole_number
 from service.cli.table import print_table
 from service.config.settings import Settings
@@ -38,7 +38,7 @@ def run_check(settings: Settings, flags: argparse.Namespace) -> int:
         ops = open_ops(settings.device, settings.dtype, config.dtype)
     except ModelError as error:
         raise StartupError(str(error)) from None
-    weights = weight_bytes(config, ops.dtype)
+    weights = loaded_bytes(config, ops.dtype, settings.quantization)
     rows: Rows = [
         ("model", f"{config.family}, {config.num_parameters / 1e9:.3g} B parameters, {ops.dtype} on {ops.device_name}"),
         ("free memory", _size(ops.memory_bytes()[0])),

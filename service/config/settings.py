@@ -90,6 +90,12 @@ class Settings:
         ("safetensors", "dummy"),
         verbs=(CHECK, BENCH, WORKER, SERVE),
     )
+    quantization: str = _one_of(
+        "auto",
+        "format of the layers' weights; auto: as stored; fp8: 16-bit weights are rounded to 8 bits while loading",
+        ("auto", "fp8"),
+        verbs=(CHECK, BENCH, WORKER, SERVE),
+    )
     model_config: str | None = _setting(
         None,
         "a preset shape (llama-3.1-8b, ...) in place of a folder's config.json (default: --model's)",

@@ -16,7 +16,8 @@ from model.presets import PRESETS
 from model.sampling_params import SamplingParams
 from model.text.grammar_matcher import GrammarCompiler
 from model.text.tokenizer import Tokenizer
-from model.weights.loader import load_model, weight_bytes
+from model.weights.loader import load_model
+from model.weights.online_fp8 import loaded_bytes
 from service.config.settings import Settings
 from service.engine.engine import Engine
 from service.engine.execution.executor import ModelExecutor
@@ -123,12 +124,20 @@ def size_engine(settings: Settings, config: ModelConfig, ops: Ops, *, load_forma
     before loading.
     """
     wanted_len = wanted_model_len(settings, config)
-    weights = weight_bytes(config, ops.dtype)
+    weights = loaded_bytes(config, ops.dtype, settings.quantization)
     free_bytes = ops.memory_bytes()[0]
     planned = plan_memory(settings, config, ops, wanted_len, reserved_bytes=weights)
     folder = None if load_format == "dummy" else Path(settings.model)
     try:
-        model = load_model(folder, config, ops, wanted_len, load_format=load_format, progress=progress)
+        model = load_model(
+            folder,
+            config,
+            ops,
+            wanted_len,
+            load_format=load_format,
+            quantization=settings.quantization,
+            progress=progress,
+        )
     except ModelError as error:
         raise StartupError(str(error)) from None
     budget = settings.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS[ops.name]

@@ -35,6 +35,7 @@ class NumpyOps:
 
     name = "numpy"
     device_name = "CPU"
+    has_fp8 = True
 
     def __init__(self, dtype: np.dtype = FLOAT32, kv_dtype: np.dtype | None = None):
         """`kv_dtype` is the cache's (default: `dtype`)."""
@@ -197,8 +198,12 @@ class NumpyOps:
         gate, up = _f32(gate_up[:, :size]), _f32(gate_up[:, size:])
         return (gate / (1 + np.exp(-np.clip(gate, -80, None))) * up).astype(self.dtype, copy=False)
 
-    def quantise_rows(self, x: Array) -> Fp8Rows:
-        return Fp8Rows(*quantise(_f32(x)))
+    def quantise_rows(self, x: Array, out: Fp8Rows | None = None) -> Fp8Rows:
+        rows = Fp8Rows(*quantise(_f32(x)))
+        if out is None:
+            return rows
+        out.data[...], out.scale[...] = rows.data, rows.scale
+        return out
 
     def dequantise_rows(self, x: Fp8Rows) -> Array:
         return (widen(x.data) * x.scale[:, None]).astype(self.dtype, copy=False)
@@ -206,8 +211,10 @@ class NumpyOps:
     def rms_norm_quantised(self, x: Array, weight: Array, eps: float) -> Fp8Rows:
         return self.quantise_rows(self.rms_norm(x, weight, eps))
 
-    def add_rms_norm_quantised(self, x: Array, residual: Array, weight: Array, eps: float) -> Fp8Rows:
-        return self.quantise_rows(self.add_rms_norm(x, residual, weight, eps))
+    def add_rms_norm_quantised(
+        self, x: Array, residual: Array, weight: Array, eps: float, out: Fp8Rows | None = None
+    ) -> Fp8Rows:
+        return self.quantise_rows(self.add_rms_norm(x, residual, weight, eps), out)
 
     def silu_mul_quantised(self, gate_up: Array) -> Fp8Rows:
         return self.quantise_rows(self.silu_mul(gate_up))

@@ -28,6 +28,9 @@ DTYPE_CODES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dty
 THREADS = 256
 """Of a block, where a kernel asks for nothing else."""
 
+FIRST_WITH_FP8 = 89
+"""Compute capability of the first tensor cores that multiply e4m3."""
+
 _INT32 = np.dtype(np.int32)
 
 
@@ -56,6 +59,7 @@ class CudaDevice:
         self.dtype_code = DTYPE_CODES[self.dtype]
         self.num_sms = device.attributes["MultiProcessorCount"]
         self.arch = arch_of(device.compute_capability)
+        self.has_fp8 = int(device.compute_capability) >= FIRST_WITH_FP8
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.kernels = Kernels(self.arch)
         self.tensor_maps = TensorMaps()

@@ -30,9 +30,12 @@ def expect_fp8(name: str, rows: Fp8Rows | Weight, width: int | None = None) -> N
     expect(f"{name}.scale", rows.scale, _FLOAT32, len(rows.data))
 
 
-def quantised_by(ops, kernel: str, args: tuple, rows: int, width: int, *numbers) -> Fp8Rows:
-    """What a kernel that writes rows in e4m3 gives for `args`."""
-    out = Fp8Rows(ops.temporary((rows, width), _UINT8), ops.temporary((rows,), _FLOAT32))
+def quantised_by(ops, kernel: str, args: tuple, rows: int, width: int, *numbers, out: Fp8Rows | None = None) -> Fp8Rows:
+    """Launch a kernel that writes [rows, width] in e4m3, and return them; in `out` if given."""
+    if out is None:
+        out = Fp8Rows(ops.temporary((rows, width), _UINT8), ops.temporary((rows,), _FLOAT32))
+    expect_fp8("out", out, width)
+    expect("out.scale", out.scale, _FLOAT32, rows)
     args = (*args, out.data, out.scale, np.int32(width), *numbers)
     ops.launch(kernel, (rows,), args, threads=_row_threads(ops, rows, width), overlaps=True)
     return out

@@ -181,9 +181,9 @@ class CudaOps(CudaDevice):
         self.launch("silu_mul", (rows, columns), (gate_up, out, np.int32(width)), overlaps=True)
         return out
 
-    def quantise_rows(self, x: Array) -> Fp8Rows:
+    def quantise_rows(self, x: Array, out: Fp8Rows | None = None) -> Fp8Rows:
         expect("x", x, self.dtype, None, None)
-        return quantised_by(self, "quantise_rows", (x,), *x.shape)
+        return quantised_by(self, "quantise_rows", (x,), *x.shape, out=out)
 
     def dequantise_rows(self, x: Fp8Rows) -> Array:
         expect_fp8("x", x)
@@ -195,12 +195,15 @@ class CudaOps(CudaDevice):
         expect("weight", weight, self.dtype, width)
         return quantised_by(self, "rms_norm_quantised", (x, weight), rows, width, np.float32(eps))
 
-    def add_rms_norm_quantised(self, x: Array, residual: Array, weight: Array, eps: float) -> Fp8Rows:
+    def add_rms_norm_quantised(
+        self, x: Array, residual: Array, weight: Array, eps: float, out: Fp8Rows | None = None
+    ) -> Fp8Rows:
         rows, width = x.shape
         expect("x", x, self.dtype, rows, width)
         expect("residual", residual, self.dtype, rows, width)
         expect("weight", weight, self.dtype, width)
-        return quantised_by(self, "add_rms_norm_quantised", (x, residual, weight), rows, width, np.float32(eps))
+        args = (x, residual, weight)
+        return quantised_by(self, "add_rms_norm_quantised", args, rows, width, np.float32(eps), out=out)
 
     def silu_mul_quantised(self, gate_up: Array) -> Fp8Rows:
         rows, width = len(gate_up), gate_up.shape[1] // 2

@@ -29,7 +29,7 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 RESERVED_GPU_BYTES = 256 << 20
 """Left free on a GPU for the driver, cuBLAS and fragmentation."""
 
-SMALL_BATCHES = range(32, 129, 32)
+SMALL_BATCHES = (16, 32, 64, 96, 128, 192, 256)
 """Decode batch sizes with kernels of their own on some devices; `warm_up` compiles them all."""
 
 
@@ -98,7 +98,7 @@ def warm_up(model: Llama, block_size: int, num_tokens: int, num_sequences: int, 
     """Run the two largest possible steps, so that their workspace is allocated before the pool is sized.
 
     A prefill of `num_tokens` and a decode of `num_sequences`, sampled with every option, on one shared block: the
-    results mean nothing; kernels, workspace and GEMM plans stay. Also a prefill of two tokens and decodes of 32 to 128
+    results mean nothing; kernels, workspace and GEMM plans stay. Also a prefill of two tokens and decodes of 16 to 256
     sequences, because small batches have kernels of their own.
     """
     ops, vocab_size = model.ops, model.config.vocab_size

@@ -1,0 +1,120 @@
+"""16-bit matrices rounded to e4m3 on their device while they are loaded, some at a time: `--quantization fp8`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from model.config import ModelConfig
+from model.errors import ModelError
+from model.ops.interface import Array, Fp8Rows, Ops
+from model.ops.weight import Weight
+from model.weights.checkpoint import expected_shapes
+
+STAGING_BYTES = 1 << 30
+"""Memory of the device for matrices as they are stored, or one matrix if that is larger."""
+
+ReadInto = Callable[[str, int, np.ndarray], None]
+"""Fill an array with a tensor's elements from a place on: `TensorSource.read_into`."""
+
+
+def loaded_bytes(config: ModelConfig, dtype: np.dtype, quantization: str) -> int:
+    """Bytes of all weights in `dtype`, the layers' matrices in e4m3 with a scale a row if `quantization` is "fp8"."""
+    total = 0
+    for name, shape in expected_shapes(config).items():
+        if quantization == "fp8" and is_layer_matrix(name, shape):
+            total += math.prod(shape) + 4 * shape[0]
+        else:
+            total += math.prod(shape) * np.dtype(dtype).itemsize
+    return total
+
+
+def is_layer_matrix(name: str, shape: Sequence[int]) -> bool:
+    """Whether a tensor is quantised online: embedding and lm_head stay as stored."""
+    return name.startswith("model.layers.") and len(shape) == 2
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A matrix to fill, and the tensors that are its rows."""
+
+    weight: Weight
+    names: Sequence[str]
+    ends: Sequence[int]  # rows where each tensor ends
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.weight.shape)
+
+
+class OnlineFp8:
+    """The matrices of a model that are quantised while they are loaded."""
+
+    def __init__(self, ops: Ops):
+        self._ops = ops
+        self._matrices: list[_Matrix] = []
+
+    @property
+    def num_source_bytes(self) -> int:
+        """Bytes that `fill` reads."""
+        return sum(matrix.size for matrix in self._matrices) * self._ops.dtype.itemsize
+
+    def matrix(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> Weight:
+        """Allocate one matrix for tensors [n, K], stacked along the first axis."""
+        ends = np.cumsum([shape[0] for shape in shapes]).tolist()
+        data = self._ops.empty((ends[-1], shapes[0][1]), np.dtype(np.uint8))
+        weight = Weight.fp8(data, self._ops.empty((ends[-1],), np.dtype(np.float32)))
+        self._matrices.append(_Matrix(weight, names, ends))
+        return weight
+
+    def fill(self, read_into: ReadInto, nonfinite: Callable[[str, np.dtype], ModelError]) -> None:
+        """Read and round all matrices. Raises ModelError for a tensor with NaN or infinity."""
+        itemsize = self._ops.dtype.itemsize
+        groups = list(_groups(self._matrices, STAGING_BYTES // itemsize))
+        largest = max((sum(matrix.size for matrix in group) for group in groups), default=0)
+        staging = self._ops.empty((largest,), self._ops.dtype)
+        for group in groups:
+            self._fill_group(group, staging, read_into, nonfinite)
+
+    def _fill_group(
+        self,
+        group: Sequence[_Matrix],
+        staging: Array,
+        read_into: ReadInto,
+        nonfinite: Callable[[str, np.dtype], ModelError],
+    ) -> None:
+        ops = self._ops
+        ends = np.cumsum([0] + [matrix.size for matrix in group]).tolist()
+        views = [staging[begin:end] for begin, end in pairwise(ends)]
+        views = [view.reshape(matrix.weight.shape) for view, matrix in zip(views, group, strict=True)]
+        names = [name for matrix in group for name in matrix.names]
+        parts = [
+            view[begin:end]
+            for view, matrix in zip(views, group, strict=True)
+            for begin, end in pairwise([0, *matrix.ends])
+        ]
+        ops.fill(parts, lambda target, start, out: read_into(names[target], start, out))
+        found = ops.upload(np.zeros(len(parts), np.int32))
+        for index, part in enumerate(parts):
+            ops.find_nonfinite(part, found[index : index + 1])
+        for index in np.flatnonzero(ops.download(found)).tolist():
+            raise nonfinite(names[index], ops.dtype)
+        for view, matrix in zip(views, group, strict=True):
+            ops.quantise_rows(view, Fp8Rows(matrix.weight.data, matrix.weight.scale))
+        ops.synchronize()
+
+
+def _groups(matrices: Sequence[_Matrix], max_size: int) -> Iterator[list[_Matrix]]:
+    """Consecutive matrices of at most `max_size` elements together, or one larger one."""
+    group: list[_Matrix] = []
+    for matrix in matrices:
+        if group and sum(each.size for each in group) + matrix.size > max_size:
+            yield group
+            group = []
+        group.append(matrix)
+    if group:
+        yield group
