@@ -92,8 +92,8 @@ class StepGraphs:
         first_layer = self._model.first_layer()
         for size in tqdm(sorted(sizes, key=sum, reverse=True), desc="graphs", disable=None if progress else True):
             batch = self._batch(*size)
-            whole, rehearsal = (partial(self._run, model, batch, kv) for model in (self._model, first_layer))
-            self._replays[size] = self._model.ops.capture(whole, rehearsal)
+            whole, warm_up_run = (partial(self._run, model, batch, kv) for model in (self._model, first_layer))
+            self._replays[size] = self._model.ops.capture(whole, warm_up_run)
         self._seconds = self._measured([size for size in sizes if size[1]])
 
     def forward(self, inputs: ForwardInputs) -> Array | None:
@@ -155,9 +155,9 @@ class StepGraphs:
         marks = {}
         self._replays[sizes[-1]]()  # what is timed follows work
         for rows, size in by_rows.items():
-            begin = ops.mark()
+            begin = ops.record_event()
             self._replays[size]()
-            marks[rows] = begin, ops.mark()
+            marks[rows] = begin, ops.record_event()
         seconds = {rows: ops.elapsed_s(*pair) for rows, pair in marks.items()}
         return {size: seconds[sum(size)] for size in sizes}
 

@@ -1,15 +1,15 @@
-"""The contract between the model and the machine: every array operation the forward pass and the sampler use.
+"""The contract between the model and the machine: `Device` (memory, transfers, graphs, events) and `Ops` (operations).
 
-Two backends keep it: `numpy_ops` is the specification and runs anywhere, `cuda_ops` launches the kernels of `cuda/`.
-Both take and return their own arrays; only `upload` and `download` cross the border. Names of dimensions:
+Two backends implement it: `cpu` is the specification and runs anywhere, `gpu` launches the kernels of `cuda/`. Both
+take and return their own arrays; only transfers cross between host and device. Names of dimensions:
 
     T  tokens of this step, over all sequences      H  hidden size             V  vocabulary (width of the logits)
     S  sequences of this step                       D  head_dim                I  intermediate size of the MLP
     Hq, Hkv  query and key/value heads              B  block_size              R  rows that are sampled
 
 Activations are in `Ops.dtype` (float32, float16 or bfloat16), the cache in `Ops.kv_dtype`, weights in their
-`Weight.format`; accumulation is always in float32.
-Arrays that an op returns live until the surrounding `scratch()` ends.
+`Weight.format`; accumulation is always in float32. Arrays that an op returns live until the surrounding `scratch()`
+ends.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from model.ops.weight import Array as Array
 from model.ops.weight import Weight
 
 NO_WINDOW = 1 << 30
-"""Sliding-window width of a layer that attends to everything before it."""
+"""Sliding-window width of a layer that attends to all preceding tokens."""
 
 
 @dataclass(frozen=True)
 class SamplingArrays:
-    """How each of R rows of logits becomes a token. All arrays live where the backend's arrays live.
+    """How each of R rows of logits becomes a token; arrays of the device.
 
-    `bias_*` and `penalty_*` are ragged rows in CSR form: entries of row r are `indptr[r]:indptr[r + 1]`.
-    `None` means that no row of the step needs it. Token ids outside 0..V-1 are ignored.
+    `Penalties` and `Bias` are ragged rows in CSR form: entries of row r are `indptr[r]:indptr[r + 1]`. None: no row
+    needs it. Token ids outside 0..V-1 are ignored.
     """
 
     temperature: Array  # float32[R], 0 = greedy
@@ -47,27 +47,27 @@ class SamplingArrays:
     branch: Array  # uint32[R]
     penalties: Penalties | None
     bias: Bias | None
-    num_logprobs: int  # K: how many best alternatives are wanted at most over the rows; 0 = chosen token only
-    with_logprobs: bool  # False: the step needs no log-probabilities at all
+    num_logprobs: int  # K: most alternatives that a row asks for; 0 = chosen token only
+    with_logprobs: bool  # False: no log-probabilities at all
     mask: TokenMask | None = None
-    adjusts_logprobs: bool = False  # bias, penalties and mask apply to log-probabilities, returned as they then are
+    adjusts_logprobs: bool = False  # apply bias, penalties and mask to the log-probabilities returned, too
 
 
 @dataclass(frozen=True)
 class Penalties:
-    """Tokens each row has seen. Repetition counts prompt and output, presence and frequency the output alone."""
+    """Tokens of each row. Repetition counts prompt and output, presence and frequency the output alone."""
 
     repetition: Array  # float32[R], 1 = off
     presence: Array  # float32[R]
     frequency: Array  # float32[R]
     indptr: Array  # int32[R + 1]
     token_ids: Array  # int32[N], unique within a row
-    output_counts: Array  # int32[N], 0 = seen in the prompt only
+    output_counts: Array  # int32[N], 0 = in the prompt only
 
 
 @dataclass(frozen=True)
 class Bias:
-    """Values added to single logits (logit_bias; -inf forbids a token, as min_tokens does with the stop ids)."""
+    """Values added to single logits; -inf forbids a token."""
 
     indptr: Array  # int32[R + 1]
     token_ids: Array  # int32[N]
@@ -76,19 +76,19 @@ class Bias:
 
 @dataclass(frozen=True)
 class TokenMask:
-    """Tokens that a grammar allows, a bit each: bit i % 32 of word i // 32 is token i's; beyond the words none is."""
+    """Tokens that a grammar allows: bit i % 32 of word i // 32 is token i's; tokens beyond the words are forbidden."""
 
-    rows: Array  # int32[R], the row of `words` that holds for a row of logits; outside 0..M-1: all is allowed
+    rows: Array  # int32[R], the row of `words` for a row of logits; outside 0..M-1: all tokens are allowed
     words: Array  # uint32[M, W]
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """What sampling gives. Log-probabilities are of the raw logits, before bias, penalties, mask and temperature; where
-    `SamplingArrays.adjusts_logprobs`, bias, penalties and mask were then applied to them."""
+    """The sampled tokens. Log-probabilities are of the raw logits, before bias, penalties, mask and temperature; with
+    `SamplingArrays.adjusts_logprobs`, bias, penalties and mask are then applied to them."""
 
     token_ids: Array  # int32[R]
-    is_nan: Array  # bool[R], the row, with all that adjusts it, has no finite best: its token id is 0, meaningless
+    is_nan: Array  # bool[R], the adjusted row has no finite maximum: its token id is a meaningless 0
     logprobs: Array | None  # float32[R], of the chosen token
     top_ids: Array | None  # int32[R, K], best first, ties by lower id
     top_logprobs: Array | None  # float32[R, K]
@@ -96,7 +96,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Fp8Rows:
-    """A matrix in e4m3 with a scale for each row: the numbers are data * scale[:, None]."""
+    """A matrix in e4m3 with a scale for each row: data * scale[:, None]."""
 
     data: Array  # uint8[rows, K], the bits of float8_e4m3fn
     scale: Array  # float32[rows]
@@ -128,96 +128,97 @@ class HeadRotation:
     eps: float = 0.0
 
 
-class Ops(Protocol):
-    """The operations. `weight` matrices are [out, in], as safetensors files hold them."""
+class Device(Protocol):
+    """Memory, transfers, recorded work and events of one device, for one thread at a time."""
 
     name: str  # "numpy" | "cuda"
-    device_name: str  # what people call it: "NVIDIA H200", "CPU"
-    dtype: np.dtype  # of activations and dense weights
-    kv_dtype: np.dtype  # of the KV cache
-    has_fp8: bool  # products of inputs in e4m3; without them weights in FP8 are dequantised in the product
+    device_name: str  # "NVIDIA H200", "CPU"
 
     def upload(self, host: np.ndarray) -> Array:
-        """A copy of `host` where this backend computes; same shape and dtype. It lives until nothing holds it."""
+        """Return a copy of `host` on the device, same shape and dtype; it lives until nothing refers to it."""
 
     def upload_all(
         self, hosts: Sequence[np.ndarray], into: Array | None = None, rows: TableRows | None = None
     ) -> list[Array]:
-        """Copies of small host arrays, and rows of a table, in one transfer, which nobody waits for; all of the host's
-        arrays may change at once.
+        """Copy small host arrays, and rows of a table, in one transfer without waiting for it.
 
-        The copies live in `into` uint8[N] where one is given (at the same places for the same shapes), else as
-        `upload`'s do.
+        The host arrays may change at once. The copies lie in `into` uint8[N] if given (at the same offsets for the same
+        shapes), else they live as `upload`'s do.
         """
 
-    def fill(self, targets: Sequence[Array], read: Callable[[int, int, np.ndarray], None]) -> None:
-        """Fill large contiguous arrays from the host; waits until they are full.
+    def load_parallel(self, targets: Sequence[Array], read: Callable[[int, int, np.ndarray], None]) -> None:
+        """Fill large contiguous arrays from the host, in several threads; return when they are full.
 
-        read(i, start, out) writes the elements of targets[i], flattened, from `start` on into `out` [n], of its dtype;
-        `out` is the caller's again after that. It is called in several threads at once. What it raises is raised here.
-        """
-
-    def find_nonfinite(self, x: Array, found: Array) -> None:
-        """found[0] = 1 if x, of `self.dtype` and any shape, holds NaN or infinity, else as it was; found int32[1]."""
-
-    def download_later(self, arrays: Sequence[Array]) -> Callable[[], list[np.ndarray]]:
-        """Starts to copy what `arrays` hold after all work handed out so far; a call of the result waits for it."""
-
-    def prepare(self, work: Callable[[], None]) -> None:
-        """Run `work`, whose results nobody wants, so that all it needs is there the next time.
-
-        It may be run twice, the first time with ops that write nothing: what they write must steer nothing in it.
-        """
-
-    def capture(self, work: Callable[[], None], rehearsal: Callable[[], None] | None = None) -> Callable[[], None]:
-        """What runs `work` again, on the same arrays and at once where the backend can record it.
-
-        `work` runs here too, may use only ops of this backend, and must reach nothing but memory that stays. A
-        `rehearsal` that needs all that `work` needs (kernels, shapes of products, scratch) may be run in its place.
+        read(i, start, out) writes the elements of targets[i], flattened, from `start` on into `out` [n], of its dtype.
+        An exception of `read` is raised here.
         """
 
     def download(self, array: Array) -> np.ndarray:
-        """A host copy of `array`; waits for the work that makes it."""
+        """Return a host copy of `array`; waits for the work that makes it."""
+
+    def download_async(self, arrays: Sequence[Array]) -> Callable[[], list[np.ndarray]]:
+        """Start to copy `arrays` as they are after all work submitted so far; a call of the result waits for them."""
+
+    def warm_up(self, work: Callable[[], None]) -> None:
+        """Run `work`, whose results are not used, so that its kernels are compiled.
+
+        It may run twice, the first time with ops that write nothing: its control flow must not depend on results.
+        """
+
+    def capture(self, work: Callable[[], None], warm_up_run: Callable[[], None] | None = None) -> Callable[[], None]:
+        """Record `work` if the backend can, and return a function that runs it again on the same arrays.
+
+        `work` uses ops of this backend alone, on memory that stays allocated. It runs once before it is recorded;
+        `warm_up_run`, which must need the same kernels, product shapes and scratch, runs in its place if given.
+        """
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        """Memory that outlives every scratch (weights, KV cache); contents are undefined."""
+        """Allocate memory that outlives every scratch (weights, KV cache); contents are undefined."""
 
     def temporary(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        """Memory that lives as long as an op's result does, until the surrounding scratch ends; contents undefined."""
+        """Allocate memory that lives until the surrounding scratch ends; contents are undefined."""
+
+    def scratch(self) -> AbstractContextManager[None]:
+        """Free at its end every array that ops returned within it. Scratches nest."""
 
     def host_blocks(self, kv: Array, num_blocks: int) -> HostBlocks:
-        """Memory of the host for `num_blocks` blocks of the cache `kv` [N, L, 2, Hkv, B, D]; waits for none of it."""
+        """Allocate host memory for `num_blocks` blocks of the cache `kv` [N, L, 2, Hkv, B, D], in the background."""
 
     def memory_bytes(self) -> tuple[int, int]:
         """(free, total) bytes of the memory that `empty` draws from."""
 
-    def scratch(self) -> AbstractContextManager[None]:
-        """Frees at its end every array that ops returned within it."""
-
     def synchronize(self) -> None:
-        """Wait until all work handed out so far is done."""
+        """Wait until all work submitted so far is done."""
 
-    def mark(self) -> Any:
-        """A point in the work handed out so far, for `elapsed_s`."""
+    def record_event(self) -> Any:
+        """Record a point in the work submitted so far, for `elapsed_s`."""
 
     def elapsed_s(self, begin: Any, end: Any) -> float:
-        """Seconds of the device between two marks; waits for the later one."""
+        """Seconds of the device between two events; waits for the later one."""
+
+
+class Ops(Device, Protocol):
+    """The operations of a model on its device."""
+
+    dtype: np.dtype  # of activations and dense weights
+    kv_dtype: np.dtype  # of the KV cache
+    has_fp8: bool  # products of inputs in e4m3; without them weights in FP8 are dequantised in the product
+
+    def find_nonfinite(self, x: Array, found: Array) -> None:
+        """Set found[0] = 1 if x, of `self.dtype` and any shape, holds NaN or infinity; found int32[1]."""
 
     def gather_rows(self, table: Array, ids: Array) -> Array:
         """table [N, H] of activations or float32, ids int32[T] -> [T, H]; a row of zeros for an id outside 0..N-1."""
 
     def pick_tokens(self, token_ids: Array, previous: Array, source: Array) -> None:
-        """token_ids[i] = previous[source[i]] in place wherever 0 <= source[i] < P; token_ids, source int32[T],
-        previous int32[P]: tokens that the step before has sampled and the host does not know yet."""
+        """Set token_ids[i] = previous[source[i]] wherever 0 <= source[i] < P; token_ids, source int32[T], previous
+        int32[P]: tokens that the previous step sampled and the host has not read yet."""
 
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
         """x [T, H] / sqrt(mean(x^2) + eps) * weight [H]; mean in float32."""
 
     def add_rms_norm(self, x: Array, residual: Array, weight: Array, eps: float, out: Array | None = None) -> Array:
-        """residual [T, H] += x in place, then rms_norm(residual); residual is rounded to its dtype before the norm.
-
-        The result goes to `out` [T, H] where one is given, which may outlive the current scratch, and is returned.
-        """
+        """residual [T, H] += x in place, rounded to its dtype, then return rms_norm(residual), in `out` if given."""
 
     def linear(
         self,
@@ -244,8 +245,8 @@ class Ops(Protocol):
         """
 
     def linear_sizes(self, most: int) -> list[int]:
-        """Numbers of rows that, once `linear` has met them, leave nothing to be found out or loaded for any number up
-        to `most`; the last one may be above it."""
+        """Numbers of rows to run `linear` with, so that no number up to `most` loads or plans anything; the last may
+        exceed it."""
 
     def rope_kv_write(
         self, qkv: Array, rotation: HeadRotation, positions: Array, slots: Array, kv: Array, layer: int
@@ -305,7 +306,7 @@ class Ops(Protocol):
         """`quantise_rows` of `silu_mul`'s result."""
 
     def copy_blocks(self, kv: Array, sources: Array, targets: Array) -> None:
-        """kv[targets[i]] = kv[sources[i]] over all layers; int32[N] each; no target is a source or occurs twice.
+        """Set kv[targets[i]] = kv[sources[i]] over all layers; int32[N] each; no target is a source or occurs twice.
         A pair with an id outside the pool is ignored."""
 
     def top_logprobs(self, logits: Array, token_ids: Array, num_best: int) -> tuple[Array, Array, Array]:
@@ -313,11 +314,11 @@ class Ops(Protocol):
         best ids int32[R, K], theirs float32[R, K]), best first, ties by lower id; K at most V."""
 
     def sample(self, logits: Array, how: SamplingArrays, out: Array | None = None) -> Sampled:
-        """logits float32[R, V] -> one token a row; `logits` is left as it was. The ids are in `out` int32[R] if given.
+        """Sample one token a row of logits float32[R, V], which do not change; the ids go to `out` int32[R] if given.
 
-        Order: bias, penalties, mask, temperature, top-k, top-p (over what top-k left), min-p. A value that ties with
-        the threshold stays. The token is argmax(logit / temperature + Gumbel noise) over what is left, so the result
-        does not depend on any order of summation; ties go to the lower id. The noise of token v is made of word v % 4
-        of Philox4x32-10 with key (seed low, seed high) and counter (v // 4, position, branch, 0):
-        u = ((word >> 9) + 0.5) * 2^-23, noise = -log(-log(u)).
+        Order: bias, penalties, mask, temperature, top-k, top-p (of what top-k left), min-p. A value that ties with the
+        threshold stays. The token is argmax(logit / temperature + Gumbel noise) over the rest, independent of the order
+        of summation; ties go to the lower id. The noise of token v comes from word v % 4 of Philox4x32-10 with key
+        (seed low, seed high) and counter (v // 4, position, branch, 0): u = ((word >> 9) + 0.5) * 2^-23,
+        noise = -log(-log(u)).
         """

@@ -141,7 +141,9 @@ class _Plan:
                 with counting:
                     bar.update(out.nbytes)
 
-            self._ops.fill(self._targets, lambda target, start, out: read_into(self._names[target], start, out))
+            self._ops.load_parallel(
+                self._targets, lambda target, start, out: read_into(self._names[target], start, out)
+            )
             if self._online is not None:
                 self._online.fill(read_into, source.nonfinite)
 

@@ -97,7 +97,7 @@ class OnlineFp8:
             for view, matrix in zip(views, group, strict=True)
             for begin, end in pairwise([0, *matrix.ends])
         ]
-        ops.fill(parts, lambda target, start, out: read_into(names[target], start, out))
+        ops.load_parallel(parts, lambda target, start, out: read_into(names[target], start, out))
         found = ops.upload(np.zeros(len(parts), np.int32))
         for index, part in enumerate(parts):
             ops.find_nonfinite(part, found[index : index + 1])

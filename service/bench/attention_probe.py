@@ -41,9 +41,9 @@ class AttentionProbe:
         on_device = (ops.upload(q.astype(ops.dtype)), ops.upload(padded), ops.upload(np.array(lengths, np.int32)))
         out = ops.empty(q.shape, ops.dtype)
         replay = ops.capture(lambda: self._pass(*on_device, kv, out))
-        begin = ops.mark()
+        begin = ops.record_event()
         replay()
-        self._seconds += ops.elapsed_s(begin, ops.mark())
+        self._seconds += ops.elapsed_s(begin, ops.record_event())
         seen = sum(min(length, window) for window in config.windows for length in lengths)
         self._num_bytes += seen * 2 * config.num_kv_heads * config.head_dim * ops.dtype.itemsize
 

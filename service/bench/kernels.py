@@ -121,10 +121,10 @@ def _median_s(ops: Ops, work: Callable[[], None]) -> float:
 
 def _round_s(ops: Ops, work: Callable[[], None], repeats: int) -> float:
     work()  # keeps the device busy while the host hands out what is timed
-    begin = ops.mark()
+    begin = ops.record_event()
     for _ in range(repeats):
         work()
-    return ops.elapsed_s(begin, ops.mark()) / repeats
+    return ops.elapsed_s(begin, ops.record_event()) / repeats
 
 
 def _open(settings: Settings, is_model_named: bool) -> tuple[Ops, KernelCases]:

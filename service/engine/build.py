@@ -146,7 +146,7 @@ def size_engine(settings: Settings, config: ModelConfig, ops: Ops, *, load_forma
     if ops.name != "cuda":
         return SizedModel(executor, planned, 0, budget)
     sizes = (min(budget, wanted_len), settings.max_num_seqs, wanted_len)
-    ops.prepare(partial(warm_up, model, settings.block_size, *sizes))
+    ops.warm_up(partial(warm_up, model, settings.block_size, *sizes))
     warm_up_sizes(model, settings.block_size, budget, *sizes[1:])
     memory = plan_memory(settings, config, ops, wanted_len)
     return SizedModel(executor, memory, free_bytes - weights - ops.memory_bytes()[0], budget)

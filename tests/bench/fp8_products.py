@@ -76,9 +76,9 @@ class Bench:
 
         replay, times = ops.capture(work), []
         for _ in range(ROUNDS + 2):
-            begin = ops.mark()
+            begin = ops.record_event()
             replay()
-            times.append(ops.elapsed_s(begin, ops.mark()))
+            times.append(ops.elapsed_s(begin, ops.record_event()))
         return statistics.median(times[2:])
 
     def layer_us(self, product: Callable[[str, int], object]) -> float:
@@ -123,9 +123,9 @@ class Bench:
         source.data.memset_async(1, source.nbytes, self._ops.stream)
         times = []
         for _ in range(ROUNDS):
-            begin = self._ops.mark()
+            begin = self._ops.record_event()
             target.data.copy_from_device_async(source.data, source.nbytes, self._ops.stream)
-            times.append(self._ops.elapsed_s(begin, self._ops.mark()))
+            times.append(self._ops.elapsed_s(begin, self._ops.record_event()))
         return 2 * source.nbytes / statistics.median(times[2:])
 
     def row_kernels(self, num_rows: int = 8192) -> dict[str, float]:

@@ -49,7 +49,7 @@ class IdleOps(NumpyOps):
 
     name = "cuda"
 
-    def capture(self, work: Callable[[], None], rehearsal: Callable[[], None] | None = None) -> Callable[[], None]:
+    def capture(self, work: Callable[[], None], warm_up_run: Callable[[], None] | None = None) -> Callable[[], None]:
         return lambda: None
 
     def pick_tokens(self, token_ids: Array, sampled: Array, source: Array) -> None:

@@ -27,8 +27,8 @@ import numpy as np
 
 from model.config import ModelConfig
 from model.ops.backend import open_ops
-from model.ops.gpu.load_parallel import MAX_THREADS, PIECE_BYTES
 from model.ops.interface import Ops
+from model.ops.load_parallel import MAX_THREADS, PIECE_BYTES
 from model.weights.checkpoint import SINGLE_FILE, expected_shapes
 from model.weights.loader import DummyWeights, load_model
 from service.bench.report import add_report_flags, check_report_flags, run_script, write_report
@@ -90,7 +90,7 @@ def measure(folder: Path, config: ModelConfig, ops: Ops, *, is_cold: bool = Fals
     uncached_s = _uncached_s(path) if is_cold else None
     load_s = _quickest(lambda: _load(folder, config, ops), before)
     target = ops.empty((num_bytes,), np.dtype(np.uint8))
-    hand_over_s = _quickest(lambda: ops.fill([target], lambda *_: None), lambda: None)
+    hand_over_s = _quickest(lambda: ops.load_parallel([target], lambda *_: None), lambda: None)
     best_s = read_s if uncached_s is None else min(read_s, uncached_s)
     return LoadFigures(
         num_bytes=num_bytes,

@@ -21,7 +21,7 @@ class PoisoningExecutor(ModelExecutor):
 
     def attach(self, kv: Array, *, num_host_blocks: int = 0, progress: bool = False) -> None:
         super().attach(kv, num_host_blocks=num_host_blocks, progress=progress)
-        self.model.ops.fill([kv[-1:]], lambda _, start, out: out.fill(np.nan))
+        self.model.ops.load_parallel([kv[-1:]], lambda _, start, out: out.fill(np.nan))
         self._poison()
 
     def launch(self, plan: StepPlan) -> Any:

@@ -22,7 +22,7 @@ def test_bytes_go_there_and_back(ops, rng, num_bytes):
     kept = [host.copy() for host in hosts]
     for host in hosts:
         host[:] = 0  # it may change at once
-    for got, expected in zip(ops.download_later(on_device)(), kept, strict=True):
+    for got, expected in zip(ops.download_async(on_device)(), kept, strict=True):
         np.testing.assert_array_equal(got, expected)
 
 
@@ -47,12 +47,12 @@ def test_nobody_waits_behind_blocks_on_their_way(ops):
         assert host.failure is None
         time.sleep(0.001)
     small, blocks = np.arange(1000, dtype=np.int32), list(range(256))
-    there_and_back = ops.download_later(ops.upload_all([small]))
+    there_and_back = ops.download_async(ops.upload_all([small]))
     there_and_back()  # compiled and loaded
     others = [256 + block for block in blocks]
     transfers = [host.copy_in(blocks, blocks), host.copy_out(others, others)]
     begin_s = time.perf_counter()
-    (back,) = ops.download_later(ops.upload_all([small]))()
+    (back,) = ops.download_async(ops.upload_all([small]))()
     small_s = time.perf_counter() - begin_s
     still_going = [not transfer.is_done() for transfer in transfers]
     for transfer in transfers:

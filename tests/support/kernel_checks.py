@@ -35,9 +35,9 @@ def seconds_of(ops, launches: list[Callable[[], object]], rounds: int = 15) -> f
         _round(ops, launches)
         times = []
         for _ in range(rounds):
-            begin = ops.mark()
+            begin = ops.record_event()
             _round(ops, launches)
-            times.append(ops.elapsed_s(begin, ops.mark()) / len(launches))
+            times.append(ops.elapsed_s(begin, ops.record_event()) / len(launches))
     finally:
         ops.is_poisoning = True
     return median(times)

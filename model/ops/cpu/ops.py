@@ -5,22 +5,16 @@ It runs anywhere, serves the demo model on a machine without a GPU, and is the r
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 
 from model.dtypes import all_finite
 from model.ops.cpu import sampling as numpy_sampling
-from model.ops.cpu.host_blocks import NumpyHostBlocks
+from model.ops.cpu.device import NumpyDevice
 from model.ops.cpu.quantised import linear_quantised
 from model.ops.fp8 import quantise, widen
-from model.ops.gpu.load_parallel import Piece, fill_in_threads
 from model.ops.interface import Array, AttentionBatch, Fp8Rows, HeadRotation, Sampled, SamplingArrays
-from model.ops.packing import Packing, TableRows
 from model.ops.weight import Weight, WeightFormat
 
 DECODE_GROUP = 16
@@ -30,11 +24,9 @@ and to stay in the cache."""
 FLOAT32 = np.dtype(np.float32)
 
 
-class NumpyOps:
+class NumpyOps(NumpyDevice):
     """`Ops` on the CPU. Matrix products go to the BLAS that NumPy ships with."""
 
-    name = "numpy"
-    device_name = "CPU"
     has_fp8 = True
 
     def __init__(self, dtype: np.dtype = FLOAT32, kv_dtype: np.dtype | None = None):
@@ -42,68 +34,9 @@ class NumpyOps:
         self.dtype = np.dtype(dtype)
         self.kv_dtype = np.dtype(dtype if kv_dtype is None else kv_dtype)
 
-    def upload(self, host: np.ndarray) -> Array:
-        return np.array(host)
-
-    def upload_all(
-        self, hosts: Sequence[np.ndarray], into: Array | None = None, rows: TableRows | None = None
-    ) -> list[Array]:
-        if rows is not None:
-            rows.table[rows.places, : rows.host.shape[1]] = rows.host
-        packing = Packing.of(hosts)
-        piece = np.empty(packing.num_bytes, np.uint8) if into is None else into
-        packing.fill(piece, hosts)
-        return packing.views(piece, hosts)
-
-    def fill(self, targets: Sequence[Array], read: Callable[[int, int, np.ndarray], None]) -> None:
-        def work(pieces: Iterator[Piece]) -> None:
-            for piece in pieces:
-                read(piece.target, piece.start, targets[piece.target].reshape(-1)[piece.start : piece.stop])
-
-        fill_in_threads(targets, work)
-
     def find_nonfinite(self, x: Array, found: Array) -> None:
         if not all_finite(x):
             found[0] = 1
-
-    def download_later(self, arrays: Sequence[Array]) -> Callable[[], list[np.ndarray]]:
-        copies = [np.array(array) for array in arrays]
-        return lambda: copies
-
-    def prepare(self, work: Callable[[], None]) -> None:
-        work()
-
-    def capture(self, work: Callable[[], None], rehearsal: Callable[[], None] | None = None) -> Callable[[], None]:
-        (rehearsal or work)()
-        return work
-
-    def download(self, array: Array) -> np.ndarray:
-        return np.array(array)
-
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        return np.zeros(shape, dtype)
-
-    def temporary(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        return np.empty(shape, dtype)
-
-    def host_blocks(self, kv: Array, num_blocks: int) -> NumpyHostBlocks:
-        return NumpyHostBlocks(kv, num_blocks)
-
-    def memory_bytes(self) -> tuple[int, int]:
-        page = os.sysconf("SC_PAGE_SIZE")
-        return _available_bytes() or os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
-
-    def scratch(self):
-        return nullcontext()
-
-    def synchronize(self) -> None:
-        pass
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def elapsed_s(self, begin: float, end: float) -> float:
-        return end - begin
 
     def gather_rows(self, table: Array, ids: Array) -> Array:
         known = (ids >= 0) & (ids < len(table))
@@ -228,15 +161,6 @@ class NumpyOps:
 
     def top_logprobs(self, logits: Array, token_ids: Array, num_best: int) -> tuple[Array, Array, Array]:
         return numpy_sampling.top_logprobs(logits, token_ids, num_best)
-
-
-def _available_bytes() -> int:
-    """What Linux would give, pages included that only cache files; 0 where it does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 0)
 
 
 def _f32(array: Array) -> np.ndarray:

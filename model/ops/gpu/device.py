@@ -83,17 +83,17 @@ class CudaDevice:
             _expect_rows(*rows)
         return self._transfers.upload_all(hosts, into, rows)
 
-    def fill(self, targets: Sequence[Array], read: Callable[[int, int, np.ndarray], None]) -> None:
-        self._transfers.fill(targets, read)
+    def load_parallel(self, targets: Sequence[Array], read: Callable[[int, int, np.ndarray], None]) -> None:
+        self._transfers.load_parallel(targets, read)
 
-    def download_later(self, arrays: Sequence[Array]) -> Callable[[], list[np.ndarray]]:
-        return self._transfers.download_later(arrays)
+    def download_async(self, arrays: Sequence[Array]) -> Callable[[], list[np.ndarray]]:
+        return self._transfers.download_async(arrays)
 
-    def prepare(self, work: Callable[[], None]) -> None:
+    def warm_up(self, work: Callable[[], None]) -> None:
         self.kernels.compile_together(work)
 
-    def capture(self, work: Callable[[], None], rehearsal: Callable[[], None] | None = None) -> Callable[[], None]:
-        (rehearsal or work)()  # kernels are loaded, products planned, the arena grown before anything is recorded
+    def capture(self, work: Callable[[], None], warm_up_run: Callable[[], None] | None = None) -> Callable[[], None]:
+        (warm_up_run or work)()  # kernels are loaded, products planned, the arena grown before anything is recorded
         self.stream.synchronize()
         with self.stream:
             self.stream.begin_capture()
@@ -132,7 +132,7 @@ class CudaDevice:
     def synchronize(self) -> None:
         self.stream.synchronize()
 
-    def mark(self) -> cupy.cuda.Event:
+    def record_event(self) -> cupy.cuda.Event:
         event = cupy.cuda.Event()
         event.record(self.stream)
         return event

@@ -174,16 +174,16 @@ class Linear:
                 self._carry_out(algorithm, ops.rms_norm(x, weight[0], 1e-5), weight, bias, out)
 
         launch(weights[-1])  # loads the kernel
-        begin = ops.mark()
+        begin = ops.record_event()
         launch(weights[0])
-        num_launches = min(32, max(4, round(MEASURED_S / ops.elapsed_s(begin, ops.mark()))))
+        num_launches = min(32, max(4, round(MEASURED_S / ops.elapsed_s(begin, ops.record_event()))))
         rotated = [weights[index % len(weights)] for index in range(num_launches)]
         replay = ops.capture(lambda: [launch(weight) for weight in rotated])
         times = []
         for _ in range(4):
-            begin = ops.mark()
+            begin = ops.record_event()
             replay()
-            times.append(ops.elapsed_s(begin, ops.mark()) / num_launches)
+            times.append(ops.elapsed_s(begin, ops.record_event()) / num_launches)
         return min(times[1:])
 
 

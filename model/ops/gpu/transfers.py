@@ -14,7 +14,7 @@ from typing import NamedTuple
 import cupy
 import numpy as np
 
-from model.ops.gpu.load_parallel import PIECE_BYTES, Piece, fill_in_threads
+from model.ops.load_parallel import PIECE_BYTES, Piece, load_in_threads
 from model.ops.packing import Packing, TableRows
 
 STAGED_BYTES = 1 << 20
@@ -69,7 +69,7 @@ class Transfers:
     def upload_all(
         self, hosts: Sequence[np.ndarray], into: cupy.ndarray | None, rows: TableRows | None = None
     ) -> list[cupy.ndarray]:
-        """See `Ops.upload_all`."""
+        """See `Device.upload_all`."""
         packing = Packing.of(hosts)
         sent = hosts if rows is None else [*hosts, rows.host, rows.places]
         way = packing if rows is None else Packing.of(sent)
@@ -88,9 +88,9 @@ class Transfers:
         piece.event.record(self._stream)
         return packing.views(into, hosts)
 
-    def fill(self, targets: Sequence[cupy.ndarray], read: Callable[[int, int, np.ndarray], None]) -> None:
-        """See `Ops.fill`. Each thread reads into one piece of pinned memory while its other one is copied. It pins them
-        when it needs them: that takes 0.4 ms a MiB, one thread at a time, and the others read meanwhile."""
+    def load_parallel(self, targets: Sequence[cupy.ndarray], read: Callable[[int, int, np.ndarray], None]) -> None:
+        """See `Device.load_parallel`. Each thread reads into one pinned buffer while its other one is copied, and pins
+        them when it needs them: 0.4 ms a MiB, one thread at a time, while the others read."""
         device = cupy.cuda.Device()
         self._stream.synchronize()  # the targets' memory may still be in use by what had it before
 
@@ -112,11 +112,11 @@ class Transfers:
             finally:
                 stream.synchronize()
 
-        fill_in_threads(targets, work)
+        load_in_threads(targets, work)
         cupy.get_default_pinned_memory_pool().free_all_blocks()
 
-    def download_later(self, arrays: Sequence[cupy.ndarray]) -> Callable[[], list[np.ndarray]]:
-        """See `Ops.download_later`."""
+    def download_async(self, arrays: Sequence[cupy.ndarray]) -> Callable[[], list[np.ndarray]]:
+        """See `Device.download_async`."""
         is_small = [array.nbytes <= STAGED_BYTES and array.data.ptr % _WORD_BYTES == 0 for array in arrays]
         small = [array for array, fits in zip(arrays, is_small, strict=True) if fits]
         packing = Packing.of(small)

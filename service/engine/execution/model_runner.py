@@ -143,18 +143,18 @@ class ModelRunner:
         batch = self._batch(forward)
         hidden = self.model.hidden(batch, self.kv)
         step.prompt_logprobs = [self._score(hidden, part) for part in inputs.prompt_logprobs]
-        step.pool_rows = [self._ops.download_later([hidden[first:stop]]) for first, stop in inputs.pool_rows]
+        step.pool_rows = [self._ops.download_async([hidden[first:stop]]) for first, stop in inputs.pool_rows]
         step.logits = self.model.logits(hidden, batch.logit_rows)[: len(forward.logit_rows)]
 
     def _score(self, hidden: Array, part: LogprobRows) -> Fetch:
         with self._ops.scratch():
             rows, token_ids = self._ops.upload_all([padded_rows(part.rows, self._logit_sizes), part.token_ids])
             logits = self.model.logits(hidden, rows)[: len(part.rows)]
-            return self._ops.download_later(self._ops.top_logprobs(logits, token_ids, part.num_alternatives))
+            return self._ops.download_async(self._ops.top_logprobs(logits, token_ids, part.num_alternatives))
 
     def _sample(self, step: RunningStep, call: SampleInputs) -> Fetch:
         if not call.num_rows:
-            return self._ops.download_later(())
+            return self._ops.download_async(())
         logits = step.logits
         if call.rows is not None:
             logits = self._ops.gather_rows(logits, self._ops.upload(call.rows))
@@ -166,7 +166,7 @@ class ModelRunner:
         arrays = [sampled.token_ids, sampled.is_nan]
         if sampled.logprobs is not None:
             arrays += [sampled.logprobs, sampled.top_ids, sampled.top_logprobs]
-        return self._ops.download_later(arrays)
+        return self._ops.download_async(arrays)
 
     def _upload(self, params: SamplingArrays) -> SamplingArrays:
         """Upload all arrays in one piece."""

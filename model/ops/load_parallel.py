@@ -27,7 +27,7 @@ class Piece:
     stop: int
 
 
-def fill_in_threads(targets: Sequence[Array], work: Callable[[Iterator[Piece]], None]) -> None:
+def load_in_threads(targets: Sequence[Array], work: Callable[[Iterator[Piece]], None]) -> None:
     """Run `work` in one thread a core; the iterators they get share out all pieces of `targets`.
 
     Raises what a `work` raised; the others get no further pieces then.
