@@ -160,8 +160,6 @@ def _family(fields: Fields) -> str:
 
 
 def _refuse_unserved(fields: Fields) -> None:
-    if fields.get("quantization_config") is not None:
-        raise fields.error("quantization_config", "quantized weights are not supported")
     if (activation := fields.text("hidden_act", "silu")) != "silu":
         raise fields.error("hidden_act", f"{activation!r} is not supported (known: silu)")
 

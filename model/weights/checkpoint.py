@@ -1,8 +1,10 @@
-"""The weights of a model folder: which tensors there must be, where they lie, and what is wrong with one."""
+"""The weights of a model folder: the tensors it must have, where they lie, and what is wrong with one."""
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Container
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,11 @@ from model.config import ModelConfig
 from model.dtypes import all_finite
 from model.errors import ModelError
 from model.json_files import read_json_object
-from model.weights.safetensors_file import StoredTensor, read_safetensors
+from model.ops.weight import WeightFormat
+from model.weights.formats.quantisation import Quantisation
+from model.weights.formats.registry import read_quantisation
+from model.weights.formats.stored_matrix import FLOATS, ModuleTensors, StoredMatrix
+from model.weights.safetensors_file import DTYPE_WORDS, FLOAT_DTYPES, StoredTensor, read_safetensors
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -19,12 +25,17 @@ INDEX_BYTES = 64 << 20
 """Largest index that is read; a model of 400 billion parameters has a tenth of a megabyte."""
 
 LM_HEAD = "lm_head.weight"
-IGNORED_SUFFIX = "rotary_emb.inv_freq"
-"""Old files store the rotary frequencies, which follow from the config."""
+HEAD = "lm_head"
+IGNORED = re.compile(
+    r"rotary_emb\.inv_freq$"
+    r"|\.self_attn\.(attn\.)?(q|k|v|kv|prob)_scale$"
+    r"|\.self_attn\.[qkv]_proj\.([kv]_scale|output_scale)$"
+)
+"""Rotary frequencies, which follow from the config, and scales of a KV cache in 8 bits."""
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor the model is made of, by its name in the files."""
+    """The shape of every tensor of the model, by its name in the files, none of them quantised."""
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for layer in range(config.num_layers):
@@ -35,20 +46,18 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def weight_bytes(config: ModelConfig, dtype: np.dtype) -> int:
-    """What all weights take in `dtype`."""
-    return sum(math.prod(shape) for shape in expected_shapes(config).values()) * np.dtype(dtype).itemsize
-
-
 class Checkpoint:
     """The tensors of a folder, all but their values checked."""
 
-    def __init__(self, tensors: dict[str, StoredTensor]):
+    def __init__(self, tensors: dict[str, StoredTensor], matrices: dict[str, StoredMatrix], label: str):
+        """`matrices` are the quantised ones, by the names of their plain tensors; `label` names the format."""
+        self.label = label
         self._tensors = tensors
+        self._matrices = matrices
 
     @staticmethod
     def open(directory: Path, config: ModelConfig) -> Checkpoint:
-        """Read the headers of the folder's files (one, or shards with an index) and hold them against `config`.
+        """Read the headers of the folder's files (one, or shards with an index) and check them against `config`.
 
         Raises ModelError, one line with the file and the tensor at fault.
         """
@@ -59,18 +68,41 @@ class Checkpoint:
             tensors = _read_shards(directory)
         else:
             raise ModelError(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
-        tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(IGNORED_SUFFIX)}
+        tensors = {name: tensor for name, tensor in tensors.items() if not IGNORED.search(name)}
         if config.tied_embeddings:
             tensors.pop(LM_HEAD, None)
-        _check_names(directory, expected_shapes(config), tensors)
-        return Checkpoint(tensors)
+        shapes, quantisation = expected_shapes(config), read_quantisation(directory)
+        if quantisation is None:
+            _check_names(directory, shapes, tensors)
+            return Checkpoint(tensors, {}, "")
+        matrices = _read_matrices(directory, shapes, tensors, quantisation)
+        _check_names(directory, {name: shape for name, shape in shapes.items() if name not in matrices}, tensors)
+        return Checkpoint(tensors, matrices, quantisation.label)
+
+    def num_bytes(self, config: ModelConfig, dtype: np.dtype) -> int:
+        """Bytes of all weights on a device whose activations are in `dtype`."""
+        shapes = expected_shapes(config)
+        quantised = [matrix for name in shapes if (matrix := self.matrix(name)) is not None]
+        dense = sum(math.prod(shape) for name, shape in shapes.items() if self.matrix(name) is None)
+        return dense * np.dtype(dtype).itemsize + sum(matrix.form.num_bytes(*matrix.shape) for matrix in quantised)
+
+    def matrix(self, name: str) -> StoredMatrix | None:
+        """The quantised matrix of tensor `name`; None if it is read in the dtype of activations."""
+        matrix = self._matrices.get(name)
+        return None if matrix is None or matrix.form.format is WeightFormat.DENSE else matrix
+
+    def dtype(self, name: str) -> np.dtype:
+        """The dtype of a dense tensor, as stored."""
+        return self._tensors[name].dtype
 
     def read_into(self, name: str, start: int, out: np.ndarray) -> None:
         """Fill contiguous `out` with the tensor's elements from `start` on, in the dtype of `out`.
 
-        For any number of threads at once. Where the dtypes differ, the elements as they are stored take memory too.
-        Raises ModelError where the file cannot be read.
+        Thread-safe. If the dtypes differ, the elements as stored take memory too. Raises ModelError.
         """
+        if name in self._matrices:
+            self._matrices[name].arrays["data"].read_into(start, out)
+            return
         tensor = self._tensors[name]
         if out.dtype == tensor.dtype:
             tensor.read_into(start, out)
@@ -81,12 +113,57 @@ class Checkpoint:
             out[...] = values
 
     def nonfinite(self, name: str, dtype: np.dtype) -> ModelError:
-        """What to say of a tensor that holds NaN or infinity once it is read in `dtype`."""
+        """The error for a tensor that holds NaN or infinity once it is read in `dtype`."""
+        if name in self._matrices:
+            return ModelError(f"{self._matrices[name].name}: dequantised values are too large for {dtype.name}")
         tensor = self._tensors[name]
-        values = np.empty(tensor.shape, tensor.dtype)
-        tensor.read_into(0, values)
-        problem = f"values too large for {dtype.name}" if all_finite(values) else "NaN or infinity"
-        return ModelError(f"{tensor.file}: tensor {name!r}: holds {problem}")
+        problem = f"values too large for {dtype.name}" if all_finite(tensor.values()) else "NaN or infinity"
+        return tensor.error(f"holds {problem}")
+
+
+def _read_matrices(
+    directory: Path, shapes: dict[str, tuple[int, ...]], tensors: dict[str, StoredTensor], quantisation: Quantisation
+) -> dict[str, StoredMatrix]:
+    """Take the quantised matrices out of `tensors`. Their tensors decide which these are; the config must agree."""
+    by_module: dict[str, dict[str, StoredTensor]] = {
+        name.removesuffix(".weight"): {} for name in shapes if name == LM_HEAD or is_projection(name)
+    }
+    for name in [*tensors]:
+        module, suffix = _module_of(name, by_module)
+        if module is not None and suffix != "bias":
+            by_module[module][suffix] = tensors[name]
+    matrices = {}
+    for module, own in by_module.items():
+        scheme = quantisation.scheme_of(module)
+        is_dense = set(own) == {"weight"} and own["weight"].dtype in FLOATS
+        if is_dense and scheme is not None and not (module == HEAD and quantisation.head_may_be_dense):
+            raise own["weight"].error(f"is not quantised, but {quantisation.source} quantises it")
+        if is_dense or not own:
+            continue
+        if scheme is None:
+            suffix = next((suffix for suffix in sorted(own) if suffix != "weight"), "weight")
+            raise own[suffix].error(f"is quantised, but {quantisation.source}: {quantisation.skip_field} leaves it out")
+        module_tensors = ModuleTensors(module, str(directory), own)
+        num_outputs, num_inputs = shapes[f"{module}.weight"]
+        matrices[f"{module}.weight"] = scheme.read(module_tensors, (num_outputs, num_inputs))
+        module_tensors.finish()
+        for suffix in own:
+            del tensors[f"{module}.{suffix}"]
+    return matrices
+
+
+def is_projection(name: str) -> bool:
+    """Whether tensor `name` is the matrix of a layer's linear module."""
+    return name.endswith("_proj.weight")
+
+
+def _module_of(name: str, modules: Container[str]) -> tuple[str | None, str]:
+    """(module, rest of the name) of a tensor that belongs to one of `modules`."""
+    parts = name.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        if (module := ".".join(parts[:end])) in modules:
+            return module, ".".join(parts[end:])
+    return None, name
 
 
 def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -148,6 +225,8 @@ def _check_names(directory: Path, shapes: dict[str, tuple[int, ...]], tensors: d
         tensor = tensors[name]
         if tensor.shape != shape:
             raise ModelError(f"{tensor.file}: tensor {name!r}: shape {tensor.shape}, but config.json makes it {shape}")
+        if tensor.dtype not in FLOATS:
+            raise tensor.error(f"dtype is {DTYPE_WORDS[tensor.dtype]} (allowed: {', '.join(FLOAT_DTYPES)})")
 
 
 def _and_more(names: list[str]) -> str:

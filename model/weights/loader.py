@@ -1,8 +1,10 @@
-"""Builds a model where it computes: takes memory for the fused weights, then has all of it filled at once."""
+"""Builds a model on its device: allocates the stacked weights, then fills all of them at once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from threading import Lock
@@ -15,15 +17,19 @@ from model.config import ModelConfig
 from model.errors import ModelError
 from model.families.llama import Layer, Llama, LlamaWeights
 from model.ops.interface import Array, Ops
-from model.ops.weight import Weight
+from model.ops.weight import Weight, WeightFormat
 from model.rope import rope_tables
-from model.weights.checkpoint import LM_HEAD, Checkpoint, expected_shapes, weight_bytes
-from model.weights.online_fp8 import OnlineFp8, is_layer_matrix
-
-__all__ = ["load_model", "weight_bytes"]
+from model.weights.checkpoint import LM_HEAD, Checkpoint, expected_shapes
+from model.weights.formats.registry import read_quantisation
+from model.weights.formats.stored_matrix import StoredMatrix, check_stackable
+from model.weights.online_fp8 import OnlineFp8, is_layer_matrix, loaded_bytes
 
 RANDOM_TILE = 1_000_003
 """Random numbers that dummy weights repeat. A prime, so that no two rows of a matrix are alike."""
+
+
+BYTE_STDS = {WeightFormat.FP8: 97.0, WeightFormat.FP8_BLOCK: 97.0, WeightFormat.INT8: 74.0, WeightFormat.INT4: 4.6}
+"""Standard deviation of the numbers that random bytes are."""
 
 
 class TensorSource(Protocol):
@@ -32,29 +38,84 @@ class TensorSource(Protocol):
     def read_into(self, name: str, start: int, out: np.ndarray) -> None:
         """Fill `out` [n] with the tensor's elements from `start` on, in the dtype of `out`. Raises ModelError."""
 
+    def matrix(self, name: str) -> StoredMatrix | None:
+        """The quantised matrix of that name; None if the tensor is dense. Raises ModelError."""
+
     def nonfinite(self, name: str, dtype: np.dtype) -> ModelError:
-        """What to say of a tensor that turned out to hold NaN or infinity in `dtype`."""
+        """The error for a tensor that holds NaN or infinity in `dtype`."""
 
 
 class DummyWeights:
     """Random weights: every matrix repeats the same numbers, every norm is 1."""
 
-    def __init__(self, config: ModelConfig, dtype: np.dtype):
-        tile = np.random.default_rng(0).standard_normal(RANDOM_TILE, np.float32) * config.hidden_size**-0.5
-        self._tile = tile.astype(dtype)
+    def __init__(self, config: ModelConfig, dtype: np.dtype, checkpoint: Checkpoint | None = None):
+        """`checkpoint` gives the matrices that are quantised, and how."""
+        random = np.random.default_rng(0)
+        self._std = config.hidden_size**-0.5
+        self._tile = (random.standard_normal(RANDOM_TILE, np.float32) * np.float32(self._std)).astype(dtype)
+        self._bytes = random.integers(0, 256, RANDOM_TILE, np.uint8)
+        self._checkpoint = checkpoint
+
+    def matrix(self, name: str) -> StoredMatrix | None:
+        stored = None if self._checkpoint is None else self._checkpoint.matrix(name)
+        if stored is None:
+            return None
+        tile, std = self._bytes, BYTE_STDS[stored.form.format]
+        if stored.form.format in (WeightFormat.FP8, WeightFormat.FP8_BLOCK):
+            tile = tile & np.uint8(0xF7)  # without NaN
+        rows = {"data": _TiledRows(tile), "scale": _TiledRows(np.full(1, self._std / std, np.float32))}
+        rows["zero_point"] = _TiledRows(np.full(1, 8, np.uint8))
+        return replace(stored, arrays={array: rows[array] for array in stored.arrays})
 
     def read_into(self, name: str, start: int, out: np.ndarray) -> None:
         if name.endswith("norm.weight"):
             out[:] = 1
             return
-        offset = start % RANDOM_TILE
-        borders = [0, *range(RANDOM_TILE - offset, out.size, RANDOM_TILE), out.size]
-        for begin, end in pairwise(borders):
-            first = (offset + begin) % RANDOM_TILE
-            out[begin:end] = self._tile[first : first + end - begin]
+        _repeat(self._tile, start, out)
 
     def nonfinite(self, name: str, dtype: np.dtype) -> ModelError:
         return ModelError(f"dummy weights: tensor {name!r}: not finite in {dtype.name}")
+
+
+@dataclass(frozen=True)
+class _TiledRows:
+    """Rows that repeat `tile`."""
+
+    tile: np.ndarray
+
+    def read_into(self, start: int, out: np.ndarray) -> None:
+        values = out.view(np.uint8) if self.tile.dtype == np.uint8 else out
+        if self.tile.size == 1:
+            values[...] = self.tile[0]
+        else:
+            _repeat(self.tile, start, values)
+
+
+def _repeat(tile: np.ndarray, start: int, out: np.ndarray) -> None:
+    offset = start % tile.size
+    borders = [0, *range(tile.size - offset, out.size, tile.size), out.size]
+    for begin, end in pairwise(borders):
+        first = (offset + begin) % tile.size
+        out[begin:end] = tile[first : first + end - begin]
+
+
+@dataclass(frozen=True)
+class PlannedWeights:
+    """The weights that `load_model` would load."""
+
+    num_bytes: int
+    label: str  # of the quantised format; "" for 16 and 32 bits
+
+
+def plan_weights(
+    directory: Path | None, config: ModelConfig, dtype: np.dtype, quantization: str = "auto"
+) -> PlannedWeights:
+    """Measure the weights of a folder, or of a shape alone, for activations in `dtype`. Raises ModelError."""
+    if directory is None or read_quantisation(directory) is None:
+        label = "fp8, rounded while loading" if quantization == "fp8" else ""
+        return PlannedWeights(loaded_bytes(config, dtype, quantization), label)
+    checkpoint = Checkpoint.open(directory, config)
+    return PlannedWeights(checkpoint.num_bytes(config, dtype), checkpoint.label)
 
 
 def load_model(
@@ -67,25 +128,30 @@ def load_model(
     quantization: str = "auto",
     progress: bool = False,
 ) -> Llama:
-    """The model of `directory` in the memory and dtype of `ops`, for sequences of at most `max_model_len` tokens.
+    """Load the model of `directory` in the memory and dtype of `ops`, for sequences of at most `max_model_len` tokens.
 
-    load_format "dummy" reads no file and makes random weights. quantization "fp8" rounds the layers' matrices to e4m3
-    on the device. `progress` draws a bar on stderr where that is a
-    terminal: a log has lines only. Raises ModelError.
+    load_format "dummy" makes random weights, in the formats of `directory` if it is quantised. quantization "fp8"
+    rounds the layers' matrices to e4m3 on the device. `progress` draws a bar on stderr if that is a terminal. Raises
+    ModelError.
     """
     if load_format == "dummy":
-        source: TensorSource = DummyWeights(config, ops.dtype)
+        formats = None
+        if directory is not None and read_quantisation(directory) is not None:
+            formats = Checkpoint.open(directory, config)
+        source: TensorSource = DummyWeights(config, ops.dtype, formats)
     elif directory is None:
         raise ModelError("weights cannot be loaded without a model folder")
     else:
         source = Checkpoint.open(directory, config)
-    plan = _Plan(config, ops, OnlineFp8(ops) if quantization == "fp8" else None)
+    if quantization == "fp8" and any(source.matrix(name) is not None for name in expected_shapes(config)):
+        raise ModelError(f"{directory}: is quantised already, so that --quantization fp8 does not apply (auto)")
+    plan = _Plan(config, ops, source, OnlineFp8(ops) if quantization == "fp8" else None)
     embedding = plan.tensor("model.embed_tokens.weight")
     layers = tuple(_plan_layer(plan, f"model.layers.{index}.") for index in range(config.num_layers))
     final_norm = plan.tensor("model.norm.weight")
     lm_head = Weight(embedding) if config.tied_embeddings else plan.matrix([LM_HEAD])
-    plan.fill(source, progress)
-    plan.check(source)
+    plan.fill(progress)
+    plan.check()
     cos, sin = rope_tables(config.rope, config.head_dim, max_model_len)
     weights = LlamaWeights(
         embedding=embedding,
@@ -98,62 +164,111 @@ def load_model(
     return Llama(config, ops, weights)
 
 
-class _Plan:
-    """Memory of weights, by the names of their tensors; names that the config does not have give None."""
+@dataclass(frozen=True)
+class _Target:
+    """Memory of one tensor, or of one array of a quantised matrix."""
 
-    def __init__(self, config: ModelConfig, ops: Ops, online: OnlineFp8 | None):
+    name: str
+    array: Array
+    read_into: Callable[[int, np.ndarray], None]
+    is_dense: bool  # to be checked for NaN and infinity once it is filled
+
+
+class _Plan:
+    """Memory of weights, by the names of their tensors."""
+
+    def __init__(self, config: ModelConfig, ops: Ops, source: TensorSource, online: OnlineFp8 | None):
         self._online = online
         self._shapes = expected_shapes(config)
         self._ops = ops
-        self._names: list[str] = []
-        self._targets: list[Array] = []
+        self._source = source
+        self._targets: list[_Target] = []
 
     def tensor(self, name: str) -> Array:
         return self.stacked([name])
 
     def stacked(self, names: Sequence[str]) -> Array:
-        """A single array for the tensors of one layer below one another."""
+        """Return one array for tensors of a layer, stacked along the first axis."""
         ends = np.cumsum([self._shapes[name][0] for name in names]).tolist()
         array = self._ops.empty((ends[-1], *self._shapes[names[0]][1:]), self._ops.dtype)
-        self._names += names
-        self._targets += [array[begin:end] for begin, end in pairwise([0, *ends])]
+        for name, (begin, end) in zip(names, pairwise([0, *ends]), strict=True):
+            read_into = partial(self._source.read_into, name)
+            self._targets.append(_Target(name, array[begin:end], read_into, is_dense=True))
         return array
 
     def matrix(self, names: Sequence[str]) -> Weight:
-        """`stacked`, as weights of `Ops.linear`; in e4m3 if they are quantised online."""
+        """Return the matrices of a layer that share an input as one `Weight`, in e4m3 if they are quantised online.
+
+        Raises ModelError.
+        """
+        parts = [self._source.matrix(name) for name in names]
+        quantised = [part for part in parts if part is not None]
         shapes = [self._shapes[name] for name in names]
         if self._online is not None and is_layer_matrix(names[0], shapes[0]):
             return self._online.matrix(names, shapes)
-        return Weight(self.stacked(names))
+        if not quantised:
+            return Weight(self.stacked(names))
+        if len(quantised) < len(parts):
+            dense = names[parts.index(None)]
+            raise ModelError(f"{quantised[0].name}: is quantised, but {dense}, which shares its input, is not")
+        return self._quantised(quantised)
 
     def optional(self, names: Sequence[str]) -> Array | None:
+        """`stacked`, or None if the model has no such tensors."""
         return self.stacked(names) if names[0] in self._shapes else None
 
-    def fill(self, source: TensorSource, progress: bool) -> None:
-        num_bytes = sum(target.nbytes for target in self._targets)
+    def fill(self, progress: bool) -> None:
+        num_bytes = sum(target.array.nbytes for target in self._targets)
         num_bytes += 0 if self._online is None else self._online.num_source_bytes
         counting = Lock()
         hidden = None if progress else True  # None: unless stderr is a terminal
         with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="weights", disable=hidden) as bar:
 
-            def read_into(name: str, start: int, out: np.ndarray) -> None:
-                source.read_into(name, start, out)
+            def count(out: np.ndarray) -> None:
                 with counting:
                     bar.update(out.nbytes)
 
-            self._ops.load_parallel(
-                self._targets, lambda target, start, out: read_into(self._names[target], start, out)
-            )
-            if self._online is not None:
-                self._online.fill(read_into, source.nonfinite)
+            def read(target: int, start: int, out: np.ndarray) -> None:
+                self._targets[target].read_into(start, out)
+                count(out)
 
-    def check(self, source: TensorSource) -> None:
-        """Where they are: there, looking at all of them costs a fraction of what it costs while they are read."""
-        found = self._ops.upload(np.zeros(len(self._targets), np.int32))
-        for index, target in enumerate(self._targets):
-            self._ops.find_nonfinite(target, found[index : index + 1])
-        for index in np.flatnonzero(self._ops.download(found)):
-            raise source.nonfinite(self._names[index], self._ops.dtype)
+            def read_named(name: str, start: int, out: np.ndarray) -> None:
+                self._source.read_into(name, start, out)
+                count(out)
+
+            self._ops.load_parallel([target.array for target in self._targets], read)
+            if self._online is not None:
+                self._online.fill(read_named, self._source.nonfinite)
+
+    def check(self) -> None:
+        """Check dense weights where they are: on a GPU, reading them again costs a fraction of what loading does."""
+        dense = [target for target in self._targets if target.is_dense]
+        found = self._ops.upload(np.zeros(len(dense), np.int32))
+        for place, target in enumerate(dense):
+            self._ops.find_nonfinite(target.array, found[place : place + 1])
+        for index in np.flatnonzero(self._ops.download(found)).tolist():
+            raise self._source.nonfinite(dense[index].name, self._ops.dtype)
+
+    def _quantised(self, parts: list[StoredMatrix]) -> Weight:
+        """Stack matrices in one form: each row keeps its own scales, so nothing is quantised again."""
+        check_stackable(parts)
+        form, order = parts[0].form, parts[0].input_order
+        num_inputs = parts[0].shape[1]
+        total = form.arrays(sum(part.shape[0] for part in parts), num_inputs)
+        arrays = {name: self._ops.empty(shape, dtype) for name, (shape, dtype) in total.items()}
+        for name, array in arrays.items():
+            begin = 0
+            for part in parts:
+                end = begin + form.arrays(part.shape[0], num_inputs)[name][0][0]
+                self._targets.append(_Target(part.name, array[begin:end], part.arrays[name].read_into, is_dense=False))
+                begin = end
+        return Weight(
+            **arrays,
+            format=form.format,
+            group_size=form.group_size,
+            quantised_input=form.quantised_input,
+            input_order=None if order is None else self._ops.upload(order),
+        )
 
 
 def _plan_layer(plan: _Plan, prefix: str) -> Layer:

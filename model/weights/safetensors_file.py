@@ -1,7 +1,6 @@
-"""One safetensors file: nothing in its header is believed before it has been checked.
+"""One safetensors file: its header is checked before any of it is used.
 
-Read by position, not mapped: a file that is cut short while it is read is an error here, where a map would end the
-process, and the bytes go straight to where they are wanted.
+Read by position, not mapped: a file cut short while it is read is an error here, where a map would end the process.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from model.dtypes import NUMPY_DTYPES
@@ -20,13 +20,22 @@ from model.errors import ModelError
 from model.json_files import open_regular, parse_json_object
 
 HEADER_BYTES = 100_000_000
-"""Largest header, as the format's own reader has it."""
+"""Largest header, the limit of the format's own reader."""
 
-WEIGHT_DTYPES = {
+FLOAT_DTYPES = {
     "F32": NUMPY_DTYPES["float32"],
     "F16": NUMPY_DTYPES["float16"],
     "BF16": NUMPY_DTYPES["bfloat16"],
 }
+STORED_DTYPES = FLOAT_DTYPES | {
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+}
+DTYPE_WORDS = {dtype: word for word, dtype in STORED_DTYPES.items()}
 MAX_DIMENSIONS = 8
 MAX_DIMENSION = 1 << 40
 
@@ -61,7 +70,7 @@ class StoredTensor:
 
         For any number of threads at once. Raises ModelError where the file does not give them any more.
         """
-        rest = memoryview(out.reshape(-1).view(np.uint8))
+        rest = out.reshape(-1).view(np.uint8).data
         position = self.offset + start * self.dtype.itemsize
         try:
             while rest:
@@ -72,15 +81,40 @@ class StoredTensor:
         except OSError as error:
             raise ModelError(f"{self._named()}: cannot be read: {error.strerror}") from None
 
+    def values(self) -> np.ndarray:
+        """All elements, in the tensor's shape and dtype. Raises ModelError."""
+        out = np.empty(self.shape, self.dtype)
+        self.read_into(0, out)
+        return out
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        """Rows start..stop - 1 of a matrix. Raises ModelError."""
+        out = np.empty((stop - start, *self.shape[1:]), self.dtype)
+        self.read_into(start * math.prod(self.shape[1:]), out)
+        return out
+
+    def columns(self, start: int, stop: int) -> np.ndarray:
+        """Columns start..stop - 1 of a matrix [R, C] -> [R, stop - start]. Raises ModelError."""
+        num_rows, width = self.shape
+        if 2 * (stop - start) >= width:
+            return np.ascontiguousarray(self.values()[:, start:stop])
+        out = np.empty((num_rows, stop - start), self.dtype)
+        for row in range(num_rows):
+            self.read_into(row * width + start, out[row])
+        return out
+
+    def error(self, problem: str) -> ModelError:
+        return ModelError(f"{self._named()}: {problem}")
+
     def _named(self) -> str:
         return f"{self.file}: tensor {self.name[:200]!r}"
 
 
 def read_safetensors(path: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the file by name. Raises ModelError with the file and, where one is at fault, the tensor.
+    """Return every tensor of the file by name. Raises ModelError with the file and the tensor.
 
-    Checked: the header's size and JSON, each dtype (float32, float16, bfloat16), that shape and byte range agree, and
-    that the ranges fill the file from end to end without overlap, gap or rest.
+    Checked: the header's size and JSON, each dtype, that shape and byte range agree, and that the ranges fill the file
+    without overlap, gap or rest.
     """
     header_end, num_data_bytes, text = _read_header(path)
     file = _opened(path)
@@ -123,9 +157,9 @@ def _checked_entry(what: str, entry: Any) -> tuple[tuple[int, ...], np.dtype, in
     """(shape, dtype, first byte, byte after the last) of a header's entry."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ModelError(f"{what}: not described by dtype, shape and data_offsets")
-    if not isinstance(entry["dtype"], str) or entry["dtype"] not in WEIGHT_DTYPES:
-        raise ModelError(f"{what}: dtype {str(entry['dtype'])[:40]!r} is not one of {', '.join(WEIGHT_DTYPES)}")
-    dtype, shape, offsets = WEIGHT_DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+    if not isinstance(entry["dtype"], str) or entry["dtype"] not in STORED_DTYPES:
+        raise ModelError(f"{what}: dtype {str(entry['dtype'])[:40]!r} is not one of {', '.join(STORED_DTYPES)}")
+    dtype, shape, offsets = STORED_DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
     if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
         raise ModelError(f"{what}: shape is not a list of at most {MAX_DIMENSIONS} sizes")
     if not _are_sizes(offsets) or len(offsets) != 2:

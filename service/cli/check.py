@@ -7,11 +7,10 @@ import argparse
 from model.errors import ModelError
 from model.ops.backend import open_ops
 from model.ops.interface import Ops
-from model.weights.online_fp8 import loaded_bytes
 from service.bench.flag_values import whole_number
 from service.cli.table import print_table
 from service.config.settings import Settings
-from service.engine.build import num_swap_blocks, read_model_config, size_engine, wanted_model_len
+from service.engine.build import num_swap_blocks, planned_weights, read_model_config, size_engine, wanted_model_len
 from service.engine.kv.memory_profile import MemoryPlan, plan_memory
 from service.errors import StartupError
 
@@ -38,11 +37,11 @@ def run_check(settings: Settings, flags: argparse.Namespace) -> int:
         ops = open_ops(settings.device, settings.dtype, config.dtype)
     except ModelError as error:
         raise StartupError(str(error)) from None
-    weights = loaded_bytes(config, ops.dtype, settings.quantization)
+    weights = planned_weights(settings, config, ops)
     rows: Rows = [
         ("model", f"{config.family}, {config.num_parameters / 1e9:.3g} B parameters, {ops.dtype} on {ops.device_name}"),
         ("free memory", _size(ops.memory_bytes()[0])),
-        ("weights", _size(weights)),
+        ("weights", _size(weights.num_bytes) + (f", {weights.label}" if weights.label else "")),
     ]
     try:
         if ops.name == "cuda":
@@ -50,7 +49,7 @@ def run_check(settings: Settings, flags: argparse.Namespace) -> int:
             memory = sized.memory
             rows.append(("a step's workspace", _size(sized.workspace_bytes)))
         else:
-            memory = plan_memory(settings, config, ops, wanted_len, reserved_bytes=weights)
+            memory = plan_memory(settings, config, ops, wanted_len, reserved_bytes=weights.num_bytes)
     except StartupError as reason:
         print_table([*rows, ("does not fit", str(reason))])
         return 1

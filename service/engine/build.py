@@ -16,8 +16,7 @@ from model.presets import PRESETS
 from model.sampling_params import SamplingParams
 from model.text.grammar_matcher import GrammarCompiler
 from model.text.tokenizer import Tokenizer
-from model.weights.loader import load_model
-from model.weights.online_fp8 import loaded_bytes
+from model.weights.loader import PlannedWeights, load_model, plan_weights
 from service.config.settings import Settings
 from service.engine.engine import Engine
 from service.engine.execution.executor import ModelExecutor
@@ -124,13 +123,12 @@ def size_engine(settings: Settings, config: ModelConfig, ops: Ops, *, load_forma
     before loading.
     """
     wanted_len = wanted_model_len(settings, config)
-    weights = loaded_bytes(config, ops.dtype, settings.quantization)
+    weights = planned_weights(settings, config, ops).num_bytes
     free_bytes = ops.memory_bytes()[0]
     planned = plan_memory(settings, config, ops, wanted_len, reserved_bytes=weights)
-    folder = None if load_format == "dummy" else Path(settings.model)
     try:
         model = load_model(
-            folder,
+            model_folder(settings),
             config,
             ops,
             wanted_len,
@@ -150,6 +148,19 @@ def size_engine(settings: Settings, config: ModelConfig, ops: Ops, *, load_forma
     warm_up_sizes(model, settings.block_size, budget, *sizes[1:])
     memory = plan_memory(settings, config, ops, wanted_len)
     return SizedModel(executor, memory, free_bytes - weights - ops.memory_bytes()[0], budget)
+
+
+def model_folder(settings: Settings) -> Path | None:
+    """Return the folder with the weights; None for a shape alone."""
+    return None if settings.model_config is not None or settings.model is None else Path(settings.model)
+
+
+def planned_weights(settings: Settings, config: ModelConfig, ops: Ops) -> PlannedWeights:
+    """Return the bytes and the format of the weights. Raises StartupError."""
+    try:
+        return plan_weights(model_folder(settings), config, ops.dtype, settings.quantization)
+    except ModelError as error:
+        raise StartupError(str(error)) from None
 
 
 def grammar_compiler(settings: Settings, config: ModelConfig) -> GrammarCompiler:

@@ -8,9 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from model.weights.safetensors_file import WEIGHT_DTYPES, StoredTensor
-
-DTYPE_NAMES = {dtype: name for name, dtype in WEIGHT_DTYPES.items()}
+from model.weights.safetensors_file import DTYPE_WORDS, StoredTensor
 
 
 def entries_of(tensors: dict[str, np.ndarray]) -> tuple[dict[str, Any], bytes]:
@@ -19,7 +17,7 @@ def entries_of(tensors: dict[str, np.ndarray]) -> tuple[dict[str, Any], bytes]:
     for name, array in tensors.items():
         begin, data = len(data), data + array.tobytes()
         header[name] = {
-            "dtype": DTYPE_NAMES[array.dtype],
+            "dtype": DTYPE_WORDS[array.dtype],
             "shape": list(array.shape),
             "data_offsets": [begin, len(data)],
         }
@@ -38,6 +36,4 @@ def save(path: Path, tensors: dict[str, np.ndarray]) -> None:
 
 def stored_values(tensor: StoredTensor) -> np.ndarray:
     """All of a tensor, as it is stored."""
-    out = np.empty(tensor.shape, tensor.dtype)
-    tensor.read_into(0, out)
-    return out
+    return tensor.values()

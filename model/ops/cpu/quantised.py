@@ -4,25 +4,81 @@ from __future__ import annotations
 
 import numpy as np
 
-from model.errors import ModelError
-from model.ops.fp8 import widen
+from model.ops.fp8 import E4M3, MIN_SCALE, widen
 from model.ops.interface import Array, Fp8Rows
 from model.ops.weight import Weight, WeightFormat
 
+FLOAT32 = np.dtype(np.float32)
+BLOCK = 128
+"""Rows and columns of a block of WeightFormat.FP8_BLOCK."""
 
-class UnsupportedFormat(ModelError):
-    """A backend has no product for a weight format."""
+INT8_MAX = np.float32(127)
+PIECE_ELEMENTS = 4 << 20
+"""Weights dequantised at once."""
+
+_E4M3_VALUES: np.ndarray = np.arange(256, dtype=np.uint8).view(E4M3).astype(FLOAT32)
 
 
 def linear_quantised(x: Array | Fp8Rows, weight: Weight) -> np.ndarray:
-    """Return x [T, K] @ weight [N, K].T as float32[T, N]. x in e4m3 is used as it was rounded.
+    """Return x [T, K] @ weight [N, K].T as float32[T, N].
 
-    Raises UnsupportedFormat.
+    x in e4m3 is used as it was rounded. For INT8 with `quantised_input`, each row of x is rounded to int8 first.
     """
-    if weight.format is not WeightFormat.FP8:
-        raise UnsupportedFormat(f"linear: weights in {weight.format} are not supported on a CPU (dense, fp8)")
+    num_outputs, num_inputs = weight.shape
     if isinstance(x, Fp8Rows):
-        product = widen(x.data) @ widen(weight.data).T * x.scale[:, None]
+        rows, row_scale = widen(x.data), x.scale[:, None]
+    elif weight.format is WeightFormat.INT8 and weight.quantised_input:
+        rows, row_scale = quantise_int8(x.astype(FLOAT32, copy=False))
     else:
-        product = x.astype(np.float32, copy=False) @ widen(weight.data).T
-    return product * weight.scale
+        rows, row_scale = x.astype(FLOAT32, copy=False), None
+    if weight.input_order is not None:
+        rows = rows[:, weight.input_order]
+    product = np.empty((len(rows), num_outputs), FLOAT32)
+    step = max(BLOCK, PIECE_ELEMENTS // num_inputs // BLOCK * BLOCK)
+    for first in range(0, num_outputs, step):
+        last = min(first + step, num_outputs)
+        np.matmul(rows, _codes(weight, first, last).T, out=product[:, first:last])
+    if row_scale is not None:
+        product *= row_scale
+    if weight.format in (WeightFormat.FP8, WeightFormat.INT8):
+        product *= np.asarray(weight.scale)
+    return product
+
+
+def dequantise(weight: Weight) -> np.ndarray:
+    """Return the matrix as float32[N, K], columns in the order of the inputs."""
+    values = _codes(weight, 0, weight.shape[0])
+    if weight.format in (WeightFormat.FP8, WeightFormat.INT8):
+        values *= np.asarray(weight.scale)[:, None]
+    if weight.input_order is None:
+        return values
+    ordered = np.empty_like(values)
+    ordered[:, weight.input_order] = values
+    return ordered
+
+
+def quantise_int8(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """float32[T, K] -> (whole numbers -127..127 as float32[T, K], scale float32[T, 1])."""
+    scale = np.maximum(np.abs(x).max(axis=1, initial=0) / INT8_MAX, MIN_SCALE)[:, None]
+    return np.rint(x / scale), scale
+
+
+def _codes(weight: Weight, first: int, last: int) -> np.ndarray:
+    """Rows first..last - 1 as float32, without the row scales of FP8 and INT8. `first` is a multiple of BLOCK."""
+    data: np.ndarray = weight.data[first:last]
+    if weight.format in (WeightFormat.DENSE, WeightFormat.INT8):
+        return data.astype(FLOAT32)
+    if weight.format is WeightFormat.INT4:
+        return _grouped(data, weight, slice(first, last))
+    values = np.take(_E4M3_VALUES, data)
+    if weight.format is WeightFormat.FP8_BLOCK:
+        blocks = np.asarray(weight.scale)[first // BLOCK : -(-last // BLOCK)]
+        values *= blocks.repeat(BLOCK, axis=0)[: len(data)].repeat(BLOCK, axis=1)[:, : data.shape[1]]
+    return values
+
+
+def _grouped(data: np.ndarray, weight: Weight, rows: slice) -> np.ndarray:
+    codes = np.stack([data & 15, data >> 4], axis=2).reshape(len(data), -1, weight.group_size).astype(FLOAT32)
+    codes -= np.float32(8) if weight.zero_point is None else weight.zero_point[rows, :, None].astype(FLOAT32)
+    codes *= np.asarray(weight.scale)[rows, :, None].astype(FLOAT32)
+    return codes.reshape(len(data), -1)

@@ -131,7 +131,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("model_type", {"model_type": ["llama"]}),
     ("architectures", {"architectures": ["LlamaForSequenceClassification"]}),
     ("architectures", {"architectures": "LlamaForCausalLM"}),
-    ("quantization_config", {"quantization_config": {"quant_method": "awq"}}),
     ("hidden_act", {"hidden_act": "gelu"}),
     ("vocab_size", {"vocab_size": None}),
     ("vocab_size", {"vocab_size": "32000"}),

@@ -13,7 +13,8 @@ from model.config import ModelConfig
 from model.dtypes import NUMPY_DTYPES
 from model.errors import ModelError
 from model.presets import PRESETS
-from model.weights.checkpoint import Checkpoint, expected_shapes, weight_bytes
+from model.weights.checkpoint import Checkpoint, expected_shapes
+from model.weights.online_fp8 import loaded_bytes
 from tests.support.safetensors_bytes import save
 
 CONFIG = replace(
@@ -50,16 +51,16 @@ def read(checkpoint: Checkpoint, name: str, dtype: np.dtype) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_weight_bytes_of_the_presets(name: str):
+def test_loaded_bytes_of_the_presets(name: str):
     config = PRESETS[name]
     small = sum(int(np.prod(shape)) for shape in expected_shapes(config).values() if len(shape) == 1)
-    assert weight_bytes(config, NUMPY_DTYPES["bfloat16"]) == 2 * (config.num_parameters + small)
+    assert loaded_bytes(config, NUMPY_DTYPES["bfloat16"], "auto") == 2 * (config.num_parameters + small)
 
 
 def test_llama31_has_the_tensors_of_the_published_index():
     shapes = expected_shapes(PRESETS["llama-3.1-8b"])
     assert len(shapes) == 291
-    assert weight_bytes(PRESETS["llama-3.1-8b"], NUMPY_DTYPES["bfloat16"]) == 16_060_522_496
+    assert loaded_bytes(PRESETS["llama-3.1-8b"], NUMPY_DTYPES["bfloat16"], "auto") == 16_060_522_496
     assert shapes["model.layers.31.self_attn.k_proj.weight"] == (1024, 4096)
 
 

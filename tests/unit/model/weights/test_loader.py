@@ -15,7 +15,8 @@ from model.errors import ModelError
 from model.kv_cache import allocate, block_bytes
 from model.ops.cpu.ops import NumpyOps
 from model.weights.checkpoint import Checkpoint, expected_shapes
-from model.weights.loader import RANDOM_TILE, DummyWeights, load_model, weight_bytes
+from model.weights.loader import RANDOM_TILE, DummyWeights, load_model
+from model.weights.online_fp8 import loaded_bytes
 from model.weights.safetensors_file import read_safetensors
 from tests.support.goldens import FOLDER, Golden, relative_error
 from tests.support.paged import PagedSequences
@@ -70,13 +71,13 @@ def test_loading_without_a_folder_is_refused():
         load_model(None, ModelConfig.read(FOLDER / "qwen3_bf16"), NumpyOps(), 32)
 
 
-def test_weight_bytes_is_what_is_loaded():
+def test_loaded_bytes_is_what_is_loaded():
     folder = FOLDER / "llama_biases_sharded_fp32"
     config = ModelConfig.read(folder)
     weights = load_model(folder, config, NumpyOps(), 16).weights
     arrays = [weights.embedding, weights.final_norm, weights.lm_head]
     arrays += [array for layer in weights.layers for array in vars(layer).values() if array is not None]
-    assert sum(array.nbytes for array in arrays) == weight_bytes(config, NUMPY_DTYPES["float32"])
+    assert sum(array.nbytes for array in arrays) == loaded_bytes(config, NUMPY_DTYPES["float32"], "auto")
 
 
 def test_rope_tables_end_with_the_longest_sequence():

@@ -1,0 +1,69 @@
+"""Module names as quantisation configs list them: exact, by regular expression, by wildcard, by part."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Any
+
+from model.config_fields import Fields
+
+Matches = Callable[[str], bool]
+
+MAX_ENTRIES = 20_000
+MAX_ENTRY_LENGTH = 500
+MAX_REPEATS = 4
+"""Repeats of one pattern. With none of a group, matching a name takes at most its length to this power."""
+
+_ESCAPED = re.compile(r"\\.|\[[^\]]*\]")
+_REPEATED_GROUP = re.compile(r"\)[*+?{]")
+_REPEAT = re.compile(r"[*+{]")
+
+
+def entries(fields: Fields, name: str) -> list[str]:
+    """Return a list of strings; [] if the field is missing. Raises ModelError."""
+    value: Any = fields.get(name)
+    value = [] if value is None else value
+    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+        raise fields.error(name, "is not a list of strings")
+    if len(value) > MAX_ENTRIES or any(len(entry) > MAX_ENTRY_LENGTH for entry in value):
+        raise fields.error(name, f"is too long (at most {MAX_ENTRIES} entries of {MAX_ENTRY_LENGTH} characters)")
+    return value
+
+
+def compile_regex(fields: Fields, name: str, pattern: str) -> re.Pattern[str]:
+    """Compile a pattern that cannot take exponential time. Raises ModelError."""
+    plain = _ESCAPED.sub("x", pattern)
+    if _REPEATED_GROUP.search(plain) or len(_REPEAT.findall(plain)) > MAX_REPEATS:
+        raise fields.error(name, f"{pattern!r} repeats a group, or repeats more than {MAX_REPEATS} times")
+    try:
+        return re.compile(pattern)
+    except (re.error, RecursionError, OverflowError):
+        raise fields.error(name, f"{pattern!r} is not a regular expression") from None
+
+
+def exact_or_regex(fields: Fields, name: str, values: list[str]) -> Matches:
+    """Match names of compressed-tensors: whole, or "re:" and an expression matched from the name's begin."""
+    names = {value for value in values if not value.startswith("re:")}
+    patterns = [compile_regex(fields, name, value[3:]) for value in values if value.startswith("re:")]
+    return lambda module: module in names or any(pattern.match(module) for pattern in patterns)
+
+
+def wildcards(values: list[str]) -> Matches:
+    """Match names of ModelOpt: whole or with `*`, of the module or of a parent."""
+    plain = {value for value in values if not set(value) & set("*?[")}
+    patterns = [value for value in values if value not in plain]
+    return lambda module: (
+        any(parent in plain for parent in _parents(module)) or any(fnmatchcase(module, pattern) for pattern in patterns)
+    )
+
+
+def name_parts(values: list[str]) -> Matches:
+    """Match names that hold one of `values` as a run of whole dotted parts ("lm_head", "layers.0.mlp", "v_proj")."""
+    return lambda module: any(f".{value}." in f".{module}." for value in values)
+
+
+def _parents(module: str) -> list[str]:
+    parts = module.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
