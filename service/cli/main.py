@@ -20,6 +20,7 @@ from service.cli.client.top import add_top_flags, run_top
 from service.cli.completion import add_completion_flags, completion_script
 from service.cli.dead_letters import add_dead_flags, run_dead
 from service.cli.keys import add_key_flags, run_key
+from service.cli.quantize import add_quantize_flags, run_quantize
 from service.cli.roles import gateway_command, worker_command
 from service.cli.secret_flags import hide_secrets
 from service.cli.serve import serve_command
@@ -53,6 +54,7 @@ OTHER_VERBS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Cal
     "complete": ("complete a text with the model of a running service", add_complete_flags, run_complete),
     "top": ("watch a running service: requests, tokens, latencies, KV blocks", add_top_flags, run_top),
     "dead": ("list, show and requeue dead letters: jobs that killed engines", add_dead_flags, run_dead),
+    "quantize": ("write a model folder in fp8 or int4", add_quantize_flags, run_quantize),
     "completion": ("print a shell completion script", add_completion_flags, run_completion),
     "key": ("make an API key and its line for --api-key-file", add_key_flags, run_key),
 }
