@@ -155,7 +155,7 @@ def _family(fields: Fields) -> str:
         raise fields.error("model_type", f"{family!r} is not supported (known: {', '.join(ARCHITECTURES)})")
     architectures = fields.get("architectures")
     if architectures is not None and architectures != [ARCHITECTURES[family]]:
-        raise fields.error("architectures", f"{architectures!r} is not supported (wanted: {ARCHITECTURES[family]})")
+        raise fields.error("architectures", f"{architectures!r} is not supported (known: {ARCHITECTURES[family]})")
     return family
 
 
@@ -170,11 +170,11 @@ def _heads(fields: Fields, family: str) -> tuple[int, int, int]:
     num_heads = fields.integer("num_attention_heads", high=1 << 12)
     num_kv_heads = fields.integer("num_key_value_heads", num_heads, high=1 << 12)
     if num_heads % num_kv_heads:
-        raise fields.error("num_attention_heads", f"{num_heads} is no multiple of num_key_value_heads {num_kv_heads}")
+        raise fields.error("num_attention_heads", f"{num_heads} is not divisible by num_key_value_heads {num_kv_heads}")
     head_dim = fields.integer("head_dim", 128 if family == "qwen3" else None, high=1 << 10)
     if head_dim is None:
         if hidden_size % num_heads:
-            raise fields.error("hidden_size", f"{hidden_size} is no multiple of num_attention_heads {num_heads}")
+            raise fields.error("hidden_size", f"{hidden_size} is not divisible by num_attention_heads {num_heads}")
         head_dim = hidden_size // num_heads
     if head_dim % 2 or head_dim < 8:
         raise fields.error("head_dim", f"{head_dim} is odd or below 8")

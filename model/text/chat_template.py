@@ -120,7 +120,7 @@ class ChatTemplate:
             reason = " ".join(str(error).split())[:MAX_REFUSAL_CHARS]
             raise TemplateError(f"The model's chat template refuses these messages: {reason}") from error
         except jinja2.UndefinedError as error:
-            raise TemplateError(f"The model's chat template misses something: {error.message}.") from error
+            raise TemplateError(f"The model's chat template has an undefined variable: {error.message}.") from error
         except Exception as error:  # a template is foreign code and may fail in any way
             raise TemplateError("The model's chat template cannot render these messages.") from error
 
@@ -185,7 +185,7 @@ def _read_sources(directory: Path) -> dict[str, str]:
     try:
         sources = {item["name"]: item["template"] for item in value}
     except (TypeError, KeyError) as error:
-        raise ModelError(f"the chat_template of {directory} is neither a text nor a list of named ones") from error
+        raise ModelError(f"the chat_template of {directory} is not a text or a list of named templates") from error
     if not isinstance(sources.get("default"), str) or not all(isinstance(s, str) for s in sources.values()):
-        raise ModelError(f"the chat_template of {directory} has no default")
+        raise ModelError(f"the chat_template of {directory} has no 'default'")
     return sources

@@ -73,16 +73,16 @@ class ByteDetokenizer(Detokenizer):
 class WindowDetokenizer(Detokenizer):
     """Decodes the last few tokens again with each new one and emits the difference, for any other decoder."""
 
-    def __init__(self, decode: Callable[[list[int]], str], context: Sequence[int], spoken: Container[int]) -> None:
-        """`spoken` are the ids with text; the text continues that of `context`."""
+    def __init__(self, decode: Callable[[list[int]], str], context: Sequence[int], text_ids: Container[int]) -> None:
+        """Only `text_ids` have text; it continues that of `context`."""
         self._decode = decode
-        self._spoken = spoken
+        self._text_ids = text_ids
         self._window = list(context)
-        self._told = decode(self._window)
+        self._emitted = decode(self._window)
         self._num_held = 0
 
     def push(self, ids: Sequence[int]) -> str:
-        new = [i for i in ids if i in self._spoken]
+        new = [i for i in ids if i in self._text_ids]
         if not new:
             return ""
         self._window += new
@@ -90,10 +90,10 @@ class WindowDetokenizer(Detokenizer):
         text = self._decode(self._window)
         if text.endswith("\ufffd") and self._num_held <= MAX_HELD_TOKENS:
             return ""
-        return self._tell(text)
+        return self._emit(text)
 
     def flush(self) -> str:
-        return self._tell(self._decode(self._window))
+        return self._emit(self._decode(self._window))
 
     def push_bytes(self, token_id: int) -> bytes:
         return self.push((token_id,)).encode()
@@ -101,12 +101,12 @@ class WindowDetokenizer(Detokenizer):
     def peek_bytes(self, token_id: int) -> bytes | None:
         return None
 
-    def _tell(self, text: str) -> str:
-        told, self._num_held = self._told, 0
+    def _emit(self, text: str) -> str:
+        emitted, self._num_held = self._emitted, 0
         self._window = self._window[-CONTEXT_TOKENS:]
-        self._told = self._decode(self._window)
-        return text[len(told) :] if text.startswith(told) else text[_num_common(told, text) :]
+        self._emitted = self._decode(self._window)
+        return text[len(emitted) :] if text.startswith(emitted) else text[_common_prefix_length(emitted, text) :]
 
 
-def _num_common(one: str, other: str) -> int:
+def _common_prefix_length(one: str, other: str) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

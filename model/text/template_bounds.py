@@ -203,7 +203,7 @@ def _num_lines(text: str) -> int:
 
 def _joined(meter: Meter, between: str, values: Any) -> None:
     if hasattr(values, "__next__"):
-        raise SecurityError("join wants a list")
+        raise SecurityError("join requires a list")
     num_items = len(values)
     meter.charge_items(num_items)
     meter.charge(_sizes(meter, values) + num_items * _size(meter, between))
@@ -215,7 +215,7 @@ def _tabs(meter: Meter, text: str, tabsize: int = 8) -> None:
 
 def _translated(meter: Meter, text: str, table: Any) -> None:
     if not isinstance(table, dict):
-        raise SecurityError("translate wants a dict")
+        raise SecurityError("translate requires a dict")
     meter.charge(len(text) * max((len(value) for value in table.values() if isinstance(value, str)), default=1))
 
 

@@ -188,7 +188,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         if isinstance(obj, types.BuiltinMethodType) and not isinstance(owner, types.ModuleType):
             check = method_check(owner, obj.__name__)
             if check is None:
-                raise SecurityError("a method is not for templates")
+                raise SecurityError("the method is not allowed in templates")
             if obj.__name__ == "join" and args:
                 args = (self.meter.bounded_list(args[0]), *args[1:])
             check(self.meter, owner, *args, **{name: value for name, value in kwargs.items() if name[0] != "_"})
@@ -206,7 +206,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         if not is_method or value.__name__ not in ("format", "format_map") or not isinstance(value.__self__, str):
             return None
         if isinstance(value.__self__, Markup):
-            raise SecurityError("format is not for texts that are marked as safe")
+            raise SecurityError("format is not allowed on texts marked as safe")
 
         def formatted(*args: Any, **kwargs: Any) -> str:
             self.meter.charge(len(value.__self__))

@@ -41,7 +41,7 @@ class Tokenizer:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # the library raises nothing narrower, and its panics are not Exceptions
-            raise ModelError(f"{path} is no tokenizer: {_first_line(error)}") from error
+            raise ModelError(f"{path}: not a tokenizer: {_first_line(error)}") from error
         return cls(backend, TokenizerConfig.read(directory), growth)
 
     def __init__(self, backend: tokenizers.Tokenizer, config: TokenizerConfig, growth: float = 1.0) -> None:
@@ -56,8 +56,8 @@ class Tokenizer:
         self._vocabulary = Vocabulary(backend, self.special_ids)
         self.longest_token_bytes = max(map(len, self._vocabulary.pieces))
         self._frame = _read_frame(backend, config)
-        self._guards = _add_guards(backend, specials)
-        self._special_by_guard = {guard: specials[token] for token, guard in self._guards.items()}
+        self._secret_spellings = _add_secret_spellings(backend, specials)
+        self._special_by_secret = {spelling: specials[token] for token, spelling in self._secret_spellings.items()}
         self._special_pattern = any_of(specials)
         self._spellings = _spell_out(backend, specials)
         backend.encode_special_tokens = True
@@ -87,15 +87,15 @@ class Tokenizer:
         `placeholders` maps each placeholder in `rendered` to the user's character. Raises ValueError for a lone
         surrogate.
         """
-        guarded = self._special_pattern.sub(lambda match: self._guards[match[0]], rendered)
+        respelt = self._special_pattern.sub(lambda match: self._secret_spellings[match[0]], rendered)
         if placeholders:
             originals: dict[str, str | int | None] = {**placeholders}
-            guarded = guarded.translate(str.maketrans(originals))
-        encoding = self._encode(guarded, add_special_tokens=False)
+            respelt = respelt.translate(str.maketrans(originals))
+        encoding = self._encode(respelt, add_special_tokens=False)
         ids: list[int] = []
-        # By text: where the file's ids have gaps, the library gives guards the ids of other tokens.
+        # By text: where the file's ids have gaps, the library reuses ids of other tokens for spellings.
         for token, token_id in zip(encoding.tokens, encoding.ids, strict=True):
-            special = self._special_by_guard.get(token.strip())
+            special = self._special_by_secret.get(token.strip())
             ids += self._spellings.get(token_id, [token_id]) if special is None else [special]
         return ids
 
@@ -127,7 +127,7 @@ class Tokenizer:
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens)
         except TypeError as error:  # no UTF-8
-            raise ValueError("the text holds a lone surrogate, which is no character") from error
+            raise ValueError("the text holds a lone surrogate") from error
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic is not an Exception
@@ -193,18 +193,18 @@ def _read_frame(backend: tokenizers.Tokenizer, config: TokenizerConfig) -> tuple
     return before, after
 
 
-def _add_guards(backend: tokenizers.Tokenizer, specials: Mapping[str, int]) -> dict[str, str]:
+def _add_secret_spellings(backend: tokenizers.Tokenizer, specials: Mapping[str, int]) -> dict[str, str]:
     """Give each special token a second, secret spelling that is read even where special tokens are not.
 
     A template's special tokens are respelt with it. Each process draws its own, so no user can write it.
     """
     secret = secrets.token_hex(16)
-    guards = {text: f"<{secret}:{token_id}>" for text, token_id in specials.items()}
+    spellings = {text: f"<{secret}:{token_id}>" for text, token_id in specials.items()}
     flags = backend.get_added_tokens_decoder()
     backend.add_tokens(
         [
             tokenizers.AddedToken(
-                guards[text],
+                spellings[text],
                 lstrip=flags[token_id].lstrip,
                 rstrip=flags[token_id].rstrip,
                 single_word=flags[token_id].single_word,
@@ -213,4 +213,4 @@ def _add_guards(backend: tokenizers.Tokenizer, specials: Mapping[str, int]) -> d
             for text, token_id in specials.items()
         ]
     )
-    return guards
+    return spellings

@@ -26,7 +26,7 @@ MAX_STEPS = 64
 MAX_LITERAL_BYTES = 1024
 MAX_ADDED_BYTES = 64 << 20
 """All added tokens together, normalized."""
-MAX_FRAME = 64
+MAX_FRAMING_TOKENS = 64
 """Special tokens around a text, and ids of each."""
 
 Step = Mapping[str, Any]
@@ -102,13 +102,13 @@ def check_growth(file: Mapping[str, Any], source: str) -> float:
         _growth(file, "decoder", _DECODERS)
         _check_added(file.get("added_tokens") or [], growth)
         for step in _steps(file.get("post_processor"), "post_processor"):
-            _check_frame(step)
+            _check_framing(step)
         if growth > MAX_GROWTH:
-            raise _Refused(f"normalizer, pre_tokenizer: make a text {growth:.0f} times as long ({MAX_GROWTH} at most)")
+            raise _Refused(f"normalizer, pre_tokenizer: lengthen a text {growth:.0f} times ({MAX_GROWTH} at most)")
     except _Refused as error:
         raise ModelError(f"{source}: {error}") from None
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise ModelError(f"{source}: no tokenizer: a part of it is malformed") from None
+        raise ModelError(f"{source}: not a tokenizer: malformed") from None
     return growth
 
 
@@ -124,7 +124,7 @@ def _growth(file: Mapping[str, Any], kind: str, factors: Mapping[str, float | Ca
             raise _Refused(f"{kind}: {str(step['type'])[:40]!r} is not known")
         growth *= max(1.0, factor(step) if callable(factor) else factor)
         if growth > MAX_GROWTH:
-            raise _Refused(f"{kind}: makes a text more than {MAX_GROWTH} times as long")
+            raise _Refused(f"{kind}: lengthens a text more than {MAX_GROWTH} times")
     return growth
 
 
@@ -154,7 +154,7 @@ def _flat(part: Step | None) -> Iterator[Step]:
 def _literal(text: str) -> int:
     size = len(text.encode("utf-8", "surrogatepass"))
     if size > MAX_LITERAL_BYTES:
-        raise _Refused(f"a text of more than {MAX_LITERAL_BYTES} bytes is put in")
+        raise _Refused(f"inserts a text of more than {MAX_LITERAL_BYTES} bytes")
     return size
 
 
@@ -220,14 +220,14 @@ def _check_added(tokens: list[Step], growth: float) -> None:
         raise _Refused(f"added_tokens: take more than {MAX_ADDED_BYTES} bytes, normalized")
 
 
-def _check_frame(step: Step) -> None:
+def _check_framing(step: Step) -> None:
     if step["type"] != "TemplateProcessing":
         return
     for name in ("single", "pair"):
         names = [piece["Sequence"]["id"] for piece in step[name] if "Sequence" in piece]
         if len(set(names)) < len(names):
             raise _Refused(f"post_processor: {name} holds a text twice")
-        if len(step[name]) - len(names) > MAX_FRAME:
-            raise _Refused(f"post_processor: {name} has more than {MAX_FRAME} special tokens")
-    if any(len(token["ids"]) > MAX_FRAME for token in step["special_tokens"].values()):
-        raise _Refused(f"post_processor: a special token has more than {MAX_FRAME} ids")
+        if len(step[name]) - len(names) > MAX_FRAMING_TOKENS:
+            raise _Refused(f"post_processor: {name} has more than {MAX_FRAMING_TOKENS} special tokens")
+    if any(len(token["ids"]) > MAX_FRAMING_TOKENS for token in step["special_tokens"].values()):
+        raise _Refused(f"post_processor: a special token has more than {MAX_FRAMING_TOKENS} ids")

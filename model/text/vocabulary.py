@@ -27,8 +27,8 @@ class Vocabulary:
         ids = frozenset(i for i, token in enumerate(tokens) if token is not None)
         self._decoding = TokenDecoding.of(backend)
         self._backend = backend if self._decoding else tokenizers.Tokenizer.from_str(backend.to_str())
-        self._spoken_ids = ids
-        self._spoken_ids_without_specials = ids - special_ids
+        self._text_ids = ids
+        self._text_ids_without_specials = ids - special_ids
         self._anchor = [i for i in sorted(ids - special_ids) if (tokens[i] or "").isalpha()][:1]
         self.pieces = self._read_pieces(tokens, special_ids)
         self._pieces_without_specials = [b"" if i in special_ids else piece for i, piece in enumerate(self.pieces)]
@@ -39,8 +39,8 @@ class Vocabulary:
 
     def detokenizer(self, skip_special_tokens: bool, at_start: bool) -> Detokenizer:
         if self._decoding is None:
-            spoken = self._spoken_ids_without_specials if skip_special_tokens else self._spoken_ids
-            return WindowDetokenizer(self._decode, [] if at_start else self._anchor, spoken)
+            text_ids = self._text_ids_without_specials if skip_special_tokens else self._text_ids
+            return WindowDetokenizer(self._decode, [] if at_start else self._anchor, text_ids)
         pieces = self._pieces_without_specials if skip_special_tokens else self.pieces
         return ByteDetokenizer(pieces, self._decoding.num_spaces_to_strip if at_start else 0)
 
@@ -51,7 +51,7 @@ class Vocabulary:
         if self._decoding is None:
             start = len(self._decode(self._anchor))  # the anchor makes each token a continuation
             return [self._decode([*self._anchor, i])[start:].encode() if t else b"" for i, t in enumerate(tokens)]
-        verbatim = special_ids | _foreign_ids(self._backend)
+        verbatim = special_ids | _ids_outside_model(self._backend)
         alphabet = byte_alphabet()
         return [
             token.encode() if i in verbatim else self._decoding.token_bytes(token, alphabet)
@@ -65,7 +65,7 @@ def _read_tokens(backend: tokenizers.Tokenizer) -> list[str | None]:
     added = backend.get_added_tokens_decoder()
     size = max([*id_by_token.values(), *added], default=-1) + 1
     if not 0 < size <= MAX_VOCAB_SIZE:
-        raise ModelError(f"the tokenizer has {size} token ids, and 1 to {MAX_VOCAB_SIZE} can be served")
+        raise ModelError(f"the tokenizer has {size} token ids (1 to {MAX_VOCAB_SIZE} are supported)")
     tokens: list[str | None] = [None] * size
     for token, token_id in id_by_token.items():
         tokens[token_id] = token
@@ -74,7 +74,7 @@ def _read_tokens(backend: tokenizers.Tokenizer) -> list[str | None]:
     return tokens
 
 
-def _foreign_ids(backend: tokenizers.Tokenizer) -> set[int]:
+def _ids_outside_model(backend: tokenizers.Tokenizer) -> set[int]:
     """Return the added tokens that the model lacks: they are plain text, not in its alphabet."""
     own = backend.get_vocab(with_added_tokens=False)
     return {token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.content not in own}

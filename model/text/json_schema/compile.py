@@ -28,14 +28,14 @@ def enforceable(schema: Any, *, lenient: bool = False, place: Place | None = Non
     """
     try:
         rewriter = Rewriter(Document(schema), lenient=lenient)
-        root, bodies = rewriter.rewritten(place)
-        _check_circles(bodies)
-        return _written(*Conjunctions(bodies, rewriter.spend).written(root))
+        root, bodies = rewriter.rewrite(place)
+        _check_cycles(bodies)
+        return _schema_with_definitions(*Conjunctions(bodies, rewriter.spend).merge_all(root))
     except RecursionError:
-        raise GrammarError("The JSON schema nests too deep, its references followed.") from None
+        raise GrammarError("The JSON schema nests too deep, references included.") from None
 
 
-def _written(root: Core, bodies: Mapping[str, Core]) -> dict[str, Any]:
+def _schema_with_definitions(root: Core, bodies: Mapping[str, Core]) -> dict[str, Any]:
     written = {key: _plain(core) for key, core in bodies.items()}
     own = _plain(root)
     if not written:
@@ -109,17 +109,17 @@ def _check_depth(order: Sequence[str], own: Any, written: Mapping[str, Any]) -> 
             seen.add(key)
             depth = outside + depth_of(written[key])
             if depth > MAX_DEPTH:
-                raise GrammarError(f"The JSON schema nests more than {MAX_DEPTH} deep, its references followed.")
+                raise GrammarError(f"The JSON schema nests more than {MAX_DEPTH} deep, references included.")
             stack += [(other, depth) for other in reversed(_references(written[key])) if other not in seen]
     if depth_of(own) > MAX_DEPTH:
         raise GrammarError(f"The JSON schema nests more than {MAX_DEPTH} deep.")
 
 
-def _check_circles(bodies: Mapping[str, Core]) -> None:
+def _check_cycles(bodies: Mapping[str, Core]) -> None:
     try:
         TopologicalSorter({key: _in_place(core) for key, core in bodies.items()}).prepare()
     except CycleError:
-        raise GrammarError("The JSON schema's '$ref' leads back to itself with no value in between.") from None
+        raise GrammarError("The JSON schema's '$ref' refers to itself with no value in between.") from None
 
 
 def _in_place(core: Core) -> list[str]:

@@ -45,7 +45,7 @@ PAIRS_PER_UNIT = 64
 """Pairs of assertions compared for one unit of the budget."""
 
 
-class _TooMuch(Exception):
+class _TooLarge(Exception):
     """The conjunction is left to llguidance."""
 
 
@@ -63,7 +63,7 @@ class Conjunctions:
         """Patterns were compared while rewriting."""
         return False
 
-    def written(self, root: Core) -> tuple[Core, dict[str, Core]]:
+    def merge_all(self, root: Core) -> tuple[Core, dict[str, Core]]:
         """Return the merged `root` and everything it refers to."""
         found = self._simple(root)
         waiting = _keys_in(found)
@@ -98,7 +98,7 @@ class Conjunctions:
             return self._with_simple_parts(core)
         try:
             return any_of(self._merged(parts) for parts in self._alternatives(core, 0))
-        except _TooMuch:
+        except _TooLarge:
             return {"allOf": [self._simple(part) for part in core["allOf"]]}
 
     def _with_simple_parts(self, core: dict[str, Any]) -> Core:
@@ -116,20 +116,20 @@ class Conjunctions:
             pattern = patterns.get(json.dumps(part))
             if pattern is not None and texts.matches(pattern, name):
                 found["properties"][name] = True  # the pattern implies it
-        return _settled(found)
+        return _without_empty_kinds(found)
 
     def _alternatives(self, core: Core, depth: int) -> list[list[dict[str, Any]]]:
         """Return the assertions that hold together, for each way in which `core` holds."""
         if isinstance(core, bool):
             return [[]] if core else []
         if depth > MAX_DEPTH:
-            raise _TooMuch
+            raise _TooLarge
         if "$ref" in core:
             return self._alternatives(self._bodies[core["$ref"]], depth + 1)
         if "anyOf" in core:
             found = [parts for option in core["anyOf"] for parts in self._alternatives(option, depth + 1)]
             if len(found) > MAX_ALTERNATIVES:
-                raise _TooMuch
+                raise _TooLarge
             return found
         if "allOf" not in core:
             return [[core]]
@@ -142,7 +142,7 @@ class Conjunctions:
             pairs = ((one, other) for one in combined for other in options)
             combined = [_joined(*pair) for pair in pairs if not exclusions.any_between(*pair)]
             if len(combined) > MAX_ALTERNATIVES:
-                raise _TooMuch
+                raise _TooLarge
         return combined
 
     def _merged(self, parts: list[dict[str, Any]]) -> Core:
@@ -177,7 +177,7 @@ class Conjunctions:
         for key in ALIKE:
             distinct = {each[key] for each in (one, other) if key in each}
             if len(distinct) > 1:
-                raise _TooMuch
+                raise _TooLarge
             if distinct:
                 found[key] = distinct.pop()
         self._join_values(found, one, other)
@@ -228,11 +228,11 @@ class Conjunctions:
         if patterns:
             owns = [each.get("patternProperties", {}) for each in pair]
             if len(patterns) > 1 and all(owns):
-                raise _TooMuch  # where both match, both hold
+                raise _TooLarge  # where both match, both hold
             if any(rest is not True and not own for own, rest in zip(owns, rests, strict=True)) and any(
                 texts.matches(pattern, name) is not False for pattern in patterns for name in names
             ):
-                raise _TooMuch  # llguidance applies a matching pattern to a named property too
+                raise _TooLarge  # llguidance applies a matching pattern to a named property too
             found["patternProperties"] = {
                 pattern: self._both(*(own.get(pattern, rest) for own, rest in zip(owns, rests, strict=True)))
                 for pattern in patterns
@@ -265,7 +265,7 @@ class Conjunctions:
         return parts
 
 
-def _settled(core: dict[str, Any]) -> Core:
+def _without_empty_kinds(core: dict[str, Any]) -> Core:
     """Return an assertion without the kinds of which it allows nothing."""
     kinds = kinds_of(core, NO_CONTEXT)
     properties = core.get("properties", {})
@@ -301,7 +301,7 @@ def _without(core: Core, empty: Collection[str]) -> Core:
             found[key] = _without(core[key], empty)
     if "prefixItems" in core:
         found["prefixItems"] = [_without(part, empty) for part in core["prefixItems"]]
-    return _settled(found)
+    return _without_empty_kinds(found)
 
 
 def _property(core: dict[str, Any], name: str) -> Core:
@@ -312,7 +312,7 @@ def _property(core: dict[str, Any], name: str) -> Core:
     for pattern, part in patterned.items():
         is_match = texts.matches(pattern, name)
         if is_match is None:
-            raise _TooMuch
+            raise _TooLarge
         if is_match:
             return part
     others: Core = core.get("additionalProperties", True)

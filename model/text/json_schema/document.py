@@ -90,7 +90,7 @@ class Document:
             raise schema_error(keyword, place.at, "cannot be enforced")
         found = self._find(place.base, ref)
         if found is None:
-            raise schema_error(keyword, place.at, f"points at nothing in the schema: {_shown(ref)}")
+            raise schema_error(keyword, place.at, f"points to nothing in the schema: {_shown(ref)}")
         return found
 
     def items(self, place: Place) -> tuple[list[Place], Place | None]:
@@ -164,7 +164,7 @@ class Document:
         name = ref.rpartition("#")[2]
         others = self._dynamic_anchors.get(name, [])
         if found is None:
-            raise schema_error("$dynamicRef", place.at, f"points at nothing in the schema: {_shown(ref)}")
+            raise schema_error("$dynamicRef", place.at, f"points to nothing in the schema: {_shown(ref)}")
         if found in others and len(others) > 1:
             raise schema_error(
                 "$dynamicRef", place.at, "cannot be enforced where several schemas have its $dynamicAnchor"
@@ -194,7 +194,7 @@ def number(place: Place, keyword: str, *, rounds: bool = False) -> int | float |
     if rounds and isinstance(value, int) and MAX_EXACT < abs(value) < LARGEST_ROUNDED:
         return _inwards(value, is_low="inimum" in keyword)
     if not is_exact(value):
-        raise schema_error(keyword, place.at, "must be a number that a double holds exactly")
+        raise schema_error(keyword, place.at, "must be an exact double")
     return value
 
 

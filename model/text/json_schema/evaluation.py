@@ -90,7 +90,7 @@ class Evaluation:
 
     def _refusal(self, place: Place) -> Exception:
         keyword = "unevaluatedItems" if "unevaluatedItems" in place.schema else "unevaluatedProperties"
-        return schema_error(keyword, place.at, "cannot be enforced: what is evaluated can be too different")
+        return schema_error(keyword, place.at, "cannot be enforced: too many ways to evaluate")
 
     def _plain(self, place: Place, rest: dict[str, Any], kinds: Kinds) -> Alternative:
         """Return the keywords that apply no schema to the value itself."""

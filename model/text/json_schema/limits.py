@@ -40,7 +40,7 @@ def check_schema(schema: Any) -> None:
     try:
         text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, RecursionError):
-        raise GrammarError("The JSON schema holds what JSON cannot.") from None
+        raise GrammarError("The JSON schema is not valid JSON.") from None
     if len(text.encode("utf-8", "replace")) > MAX_SCHEMA_BYTES:
         raise GrammarError(f"The JSON schema takes more than {MAX_SCHEMA_BYTES} bytes.")
     if depth_of(schema) > MAX_SCHEMA_DEPTH:
@@ -66,7 +66,7 @@ def _check_multiples(values: Sequence[Any]) -> None:
         value for value in values if isinstance(value, int | float) and not isinstance(value, bool) and value > 0
     ]
     if max(numbers, default=0) > MAX_MULTIPLE:
-        raise GrammarError(f"The JSON schema's 'multipleOf' come to more than {MAX_MULTIPLE}.")
+        raise GrammarError(f"The JSON schema's 'multipleOf' exceed {MAX_MULTIPLE} together.")
     decimals = [Decimal(str(number)) for number in numbers]
     places = max((-int(decimal.as_tuple().exponent) for decimal in decimals), default=0)
     if places > MAX_PLACES:
@@ -76,7 +76,7 @@ def _check_multiples(values: Sequence[Any]) -> None:
         scaled = int(decimal.scaleb(max(0, places)))
         common, total = math.lcm(common, scaled), total + scaled
         if common > MAX_MULTIPLE or total > MAX_MULTIPLE:
-            raise GrammarError(f"The JSON schema's 'multipleOf' come to more than {MAX_MULTIPLE}.")
+            raise GrammarError(f"The JSON schema's 'multipleOf' exceed {MAX_MULTIPLE} together.")
 
 
 def _names(value: Any) -> list[str]:

@@ -13,7 +13,8 @@ from model.text.json_schema.rewriter import ASSERTIONS, FORMATS, Rewriter
 
 FREE = frozenset({"type", "properties", "required", "additionalProperties", "minProperties", "maxProperties"})
 """Object keywords that can be enforced when properties are written one by one."""
-WRITTEN_ONE_BY_ONE = "cannot be enforced: this model writes each parameter of a function by itself"
+WRITTEN_ONE_BY_ONE = "cannot be enforced: this model writes each parameter separately"
+TEXT_AMBIGUOUS = f"{WRITTEN_ONE_BY_ONE}, where text and other values are indistinguishable"
 MAX_REFERENCES = 16
 
 
@@ -109,7 +110,7 @@ def _parameter(rewriter: Rewriter, name: str, place: Place, is_required: bool) -
     core = _body(rewriter, rewriter.allowed(place))
     if core is False:
         if is_required:
-            raise schema_error("required", place.at, "asks for what is forbidden")
+            raise schema_error("required", place.at, "requires a forbidden property")
         return None
     kinds = kinds_of(core, rewriter)
     values = values_of(core, rewriter)
@@ -123,7 +124,7 @@ def _parameter(rewriter: Rewriter, name: str, place: Place, is_required: bool) -
     if kinds == {"string"} and not isinstance(core, bool):
         rules = [_text_rule(part, place) for part in core.get("allOf", [core])]
         return Parameter(name, place.at, kinds, is_required, rules=tuple(rules))
-    raise schema_error("type", place.at, f"{WRITTEN_ONE_BY_ONE}, where text and other values look alike")
+    raise schema_error("type", place.at, TEXT_AMBIGUOUS)
 
 
 def _body(rewriter: Rewriter, core: Core) -> Core:

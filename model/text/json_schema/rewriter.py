@@ -94,7 +94,7 @@ class Rewriter:
             "uniqueItems": self._unique_items,
         }
 
-    def rewritten(self, place: Place | None = None) -> tuple[Core, dict[str, Core]]:
+    def rewrite(self, place: Place | None = None) -> tuple[Core, dict[str, Core]]:
         """Return the rewritten schema, or its part at `place`, and the bodies of its references."""
         root = self.allowed(self.document.root if place is None else place)
         while waiting := [key for key in self._places if key not in self._bodies]:
@@ -144,7 +144,7 @@ class Rewriter:
         if "type" in schema:
             types = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
             if not isinstance(types, list) or not all(isinstance(name, str) and name in TYPES for name in types):
-                raise schema_error("type", place.at, f"must be one or some of {', '.join(sorted(TYPES))}")
+                raise schema_error("type", place.at, f"must be among {', '.join(sorted(TYPES))}")
             kinds = frozenset().union(*map(kinds_of_type, types))
         for values in self.values(place):
             held = frozenset(map(kind_of, values))
@@ -162,7 +162,7 @@ class Rewriter:
                 stack += value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
                 keyword = "enum" if "enum" in place.schema else "const"
                 if isinstance(value, int | float) and not is_exact(value):
-                    raise schema_error(keyword, place.at, "holds a number that no double holds exactly")
+                    raise schema_error(keyword, place.at, "has a number that is not an exact double")
                 if isinstance(value, str) and CONTROLS.search(value):
                     raise schema_error(keyword, place.at, "cannot be enforced: it holds a control character")
         return found

@@ -120,8 +120,8 @@ def calls_grammar(
 ) -> str:
     """Return the grammar of a reply of 1 to `max_calls` function calls and nothing else.
 
-    `or_text` allows any text with valid calls in it; `or_grammar` allows a reply in another grammar, in one grammar
-    because only an opening would separate the two. Raises GrammarError if a schema cannot be enforced.
+    `or_text` also allows text with valid calls in it, `or_grammar` a reply in another grammar. Raises GrammarError if a
+    schema cannot be enforced.
     """
     rules = _reply_rules(call_format, tokens, max_calls, or_text, or_grammar)
     for kind in ("function", "rest"):

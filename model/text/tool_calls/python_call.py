@@ -308,7 +308,7 @@ def argument_rules(number: int, function: Function, *, enforce_schema: bool) -> 
     check_schema(function.parameters)
     found = json_parameters(function.parameters, lenient=not function.is_strict)
     if missing := [each.name for each in found if each.is_required and not each.name.isidentifier()]:
-        raise GrammarError(f"The argument {literal(missing[0])} is required, and no Python name.")
+        raise GrammarError(f"The argument {literal(missing[0])} is required but not a Python name.")
     named = [each for each in found if each.name.isidentifier()]
     if len(named) > MAX_PROPERTIES:
         raise GrammarError(f"A function may have at most {MAX_PROPERTIES} arguments.")

@@ -1,4 +1,4 @@
-"""The base of the readers of one call, which turn its characters into arguments as JSON."""
+"""A callable function, and the base of the readers of one call, which turn characters into arguments as JSON."""
 
 from __future__ import annotations
 

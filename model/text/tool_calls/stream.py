@@ -19,13 +19,13 @@ from model.text.tool_calls.xml_call import BEGIN, XmlCallReader
 BARE_NAME = re.compile(r"([A-Za-z0-9_.-]+)\s{0,8}(?:\[CALL_ID\]\w{1,40})?(?:\[ARGS\])?\s{0,8}(?=\{)")
 MAX_BARE_NAME_CHARS = 160
 MAX_UNPROVEN_CHARS = 64 << 10
-"""Held back from an opening to a call's name and the beginning of its arguments."""
+"""Characters held back from an opening to a call's name and the beginning of its arguments."""
 MAX_HELD_BLANKS = 256
 LOOKBACK_CHARS = 256
 RESYNC_CHARS = 4 << 10
 """How far back from its end a malformed, partly emitted call is searched for the next opening."""
 MAX_RESCANS = 4
-"""Bounds rereading, in multiples of the text."""
+"""Characters of malformed text that are reread, in multiples of the reply's length."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ class ToolCallStream:
         self._is_started = False
         self._follows_call = False  # only syntax separates it from the previous call
         self._run_has_calls = False  # the last thing read was a call
-        self._is_closed = False  # its run
-        self._has_bare_run = False  # a bare run
+        self._is_closed = False  # the last call's run has ended
+        self._has_bare_run = False  # a bare run has begun
         self._rescan_until = 0  # position in the reply; what precedes it was read as part of a non-call
         self._num_rescanned = 0
         self.num_calls = 0

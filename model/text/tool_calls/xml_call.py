@@ -22,7 +22,7 @@ from model.text.grammar import enforced_rule, literal
 from model.text.json_schema.core import canonical_key, kinds_of_type
 from model.text.json_schema.document import schema_error
 from model.text.json_schema.limits import check_schema
-from model.text.json_schema.parameters import WRITTEN_ONE_BY_ONE, Parameter, parameters
+from model.text.json_schema.parameters import TEXT_AMBIGUOUS, WRITTEN_ONE_BY_ONE, Parameter, parameters
 from model.text.tool_calls.reader import BLANKS, CallReader, Function
 
 BEGIN, END = "<function=", "</function>"
@@ -234,15 +234,15 @@ def _value_rules(rule: str, parameter: Parameter, types: frozenset[str]) -> list
     if parameter.choices is not None:
         texts = [text for choice in parameter.choices if (text := _text_of(choice, types)) is not None]
         if len(texts) < len(parameter.choices):
-            raise schema_error("enum", parameter.at, f"{WRITTEN_ONE_BY_ONE}, where text and other values look alike")
+            raise schema_error("enum", parameter.at, TEXT_AMBIGUOUS)
         return [f"{rule}: ({' | '.join(map(literal, texts))}) {end}"]
     read_as = frozenset().union(*map(kinds_of_type, types))
     if parameter.schema is not None:
         if not parameter.kinds <= read_as:
-            raise schema_error("type", parameter.at, f"must say which types there may be: {WRITTEN_ONE_BY_ONE}")
+            raise schema_error("type", parameter.at, f"must list the allowed types: {WRITTEN_ONE_BY_ONE}")
         return [f"{rule}: {rule}_json {end}", f"{rule}_json: {enforced_rule(parameter.schema, ' ?')}"]
     if not read_as <= parameter.kinds:
-        raise schema_error("type", parameter.at, f"{WRITTEN_ONE_BY_ONE}, where text and other values look alike")
+        raise schema_error("type", parameter.at, TEXT_AMBIGUOUS)
     bounds = [f"/(?s:.{{{rule.least},{'' if rule.most is None else rule.most}}})/" for rule in parameter.rules or ()]
     patterns = [_whole(rule.pattern, parameter.at) for rule in parameter.rules or () if rule.pattern is not None]
     name = rule.upper()

@@ -80,7 +80,7 @@ class Files:
         """Raises RequestError, StorageFull, QueueUnavailable."""
         await http[BODY_RESERVATION].grow(WINDOW_BYTES)
         if len(await self._queue.files(http[TENANT])) >= MAX_FILES:
-            raise RequestError(400, f"There are {MAX_FILES} files already; delete some.", code="too_many_files")
+            raise RequestError(400, f"You have {MAX_FILES} files, the maximum; delete some.", code="too_many_files")
         await writer.reserve(min(http.content_length or 0, self._max_file_bytes))
         try:
             async with asyncio.timeout(http.app[READ_TIMEOUT_S]) as patience:
@@ -91,7 +91,7 @@ class Files:
             raise
         except Exception as error:  # aiohttp's form parser raises anything: an unknown charset is a LookupError
             log.debug("a form could not be read: %r", error)
-            raise RequestError(400, "The body is no well-formed form.", code="invalid_body") from None
+            raise RequestError(400, "The body is not a valid form.", code="invalid_body") from None
         if form.get("purpose") != INPUT:
             raise refusal("purpose", f"must be '{INPUT}'")
         if "file" not in form:

@@ -63,7 +63,7 @@ class LineScanner:
         if self._errors:
             raise BadInput(tuple(self._errors))
         if not self.index:
-            raise BadInput((BatchError(code="empty_file", message="The file holds no request."),))
+            raise BadInput((BatchError(code="empty_file", message="The file contains no request."),))
 
     def _scan(self, data: bytes, end: int) -> None:
         begin = counted = 0
@@ -88,7 +88,7 @@ class LineScanner:
                 raise ValueError(self._too_long())
             custom_id = check_line(row, self._endpoint)
             if hash(custom_id) in self._ids:
-                raise ValueError("The custom_id stands in an earlier line too.")
+                raise ValueError("The custom_id was used in an earlier line.")
         except ValueError as error:
             self._wrong(self._number, str(error))
         else:
@@ -149,4 +149,4 @@ async def scan_file(
 
 
 def file_is_gone() -> BadInput:
-    return BadInput((BatchError(code="file_not_found", message="The input file is not there any more."),))
+    return BadInput((BatchError(code="file_not_found", message="The input file was deleted."),))

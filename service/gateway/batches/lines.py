@@ -48,9 +48,9 @@ def check_line(row: bytes, endpoint: str) -> str:
     try:
         line = msgspec.convert(present(decode_object(row), BatchLine), BatchLine, strict=True)
     except RequestError:
-        raise ValueError("The line is no JSON object.") from None
+        raise ValueError("The line is not a JSON object.") from None
     except msgspec.ValidationError:
-        raise ValueError("A line has custom_id, method, url and body, and nothing else.") from None
+        raise ValueError("A line must have exactly custom_id, method, url and body.") from None
     if not 0 < len(line.custom_id) <= MAX_ID_CHARS:
         raise ValueError(f"The custom_id must have 1 to {MAX_ID_CHARS} characters.")
     if line.method != "POST" or line.url != endpoint:

@@ -44,7 +44,7 @@ class BatchRequests:
             require_enabled(service.settings)
         request = await service.read(endpoint, body, tenant)
         if request.stream or request.background:
-            raise RequestError(400, "A request of a batch neither streams nor runs in the background.")
+            raise RequestError(400, "A batch request cannot stream or run in the background.")
         if endpoint == RESPONSES:
             await service.threads.run(tenant, _check_response, body)
         try:

@@ -119,7 +119,7 @@ class GrammarPool:
             async with asyncio.timeout(self.limits.start_s):
                 await self._slots[0].has_started.wait()
         except TimeoutError:
-            raise StartupError("the processes that compile grammars do not start") from None
+            raise StartupError("the grammar processes did not start in time") from None
 
     async def compile(self, task: PackedTask, tenant: str) -> str:
         """Return the task's grammar, known to compile. Raises GrammarError, RequestError (429, 503)."""
@@ -247,7 +247,7 @@ class GrammarPool:
             result = self._result_of(ended)
         self._queue.charge(job.tenant, self.limits.max_cpu_s, is_long=True)
         log.warning(
-            "a grammar ended its process %s",
+            "grammar process killed %s",
             fields(reason=result.error, tenant=job.tenant, bytes=len(job.task), seconds=self._clock() - job.started_s),
         )
         return result, False
@@ -264,7 +264,7 @@ class GrammarPool:
         if ended.was_out_of_memory:
             return Result(None, self.limits.out_of_memory, is_final=False, ending="out_of_memory")
         log.error("a grammar process crashed %s", fields(exit_status=ended.status))
-        return Result(None, "The grammar is more than its compiler can take.", is_final=False, ending="crashed")
+        return Result(None, "The grammar crashed its compiler.", is_final=False, ending="crashed")
 
 
 class _Slot:

@@ -81,7 +81,7 @@ class GrammarProcess:
             await loop.sock_sendall(self._link, framed(frame))
             (num_bytes,) = LENGTH.unpack(await self._receive(LENGTH.size))
             if num_bytes > MAX_FRAME_BYTES:
-                raise ConnectionError("no frame of ours")
+                raise ConnectionError("the frame is too long")
             return decode_reply(await self._receive(num_bytes))
         except (OSError, msgspec.DecodeError):
             raise ProcessEnded(await self.end()) from None
@@ -106,6 +106,6 @@ class GrammarProcess:
         while len(data) < num_bytes:
             more = await loop.sock_recv(self._link, min(num_bytes - len(data), 1 << 18))
             if not more:
-                raise ConnectionError("the process has closed its end")
+                raise ConnectionError("the process closed the connection")
             data += more
         return bytes(data)

@@ -95,7 +95,7 @@ class KeyRing:
         try:
             self._listed = read_keys(self._path)
         except StartupError as error:
-            log.error("the old keys stay: %s", error)
+            log.error("key file not reloaded: %s", error)
             return
         log.info("keys read %s", fields(num_keys=len(self._listed), path=self._path))
 
@@ -120,9 +120,9 @@ def read_keys(path: Path) -> Sequence[HashedKey]:
             except ValueError as error:
                 raise StartupError(f"--api-key-file: {path}, line {number}: {error}") from None
     if len({key.digest for key in keys}) < len(keys):
-        raise StartupError(f"--api-key-file: {path} holds a key twice")
+        raise StartupError(f"--api-key-file: {path} contains a key twice")
     if len(keys) > MAX_KEYS:
-        raise StartupError(f"--api-key-file: {path} holds more than {MAX_KEYS} keys")
+        raise StartupError(f"--api-key-file: {path} contains more than {MAX_KEYS} keys")
     return keys
 
 
@@ -143,10 +143,10 @@ def line_of(key: str, name: str, tenant: str | None, max_open: int | None) -> st
 def _parse(line: str) -> HashedKey:
     name, *parts = line.split(":")
     if not _NAME.fullmatch(name):
-        raise ValueError("a name is made of letters, digits, '.', '_' and '-', 64 at most")
+        raise ValueError("the name must be 1 to 64 letters, digits, '.', '_' or '-'")
     found = _HASH.fullmatch(parts[0]) if parts else None
     if found is None:
-        raise ValueError("behind the name stands ':sha256$' and 64 hex digits")
+        raise ValueError("the name must be followed by ':sha256$' and 64 hex digits")
     options: dict[str, str] = {}
     for option in parts[1:]:
         word, _, value = option.partition("=")
@@ -155,10 +155,10 @@ def _parse(line: str) -> HashedKey:
         options[word] = value
     tenant = options.get("tenant", name)
     if not _NAME.fullmatch(tenant):
-        raise ValueError("a tenant is made of letters, digits, '.', '_' and '-', 64 at most")
+        raise ValueError("the tenant must be 1 to 64 letters, digits, '.', '_' or '-'")
     max_open = options.get("max_open")
     if max_open is not None and not re.fullmatch(r"[1-9][0-9]{0,6}", max_open):
-        raise ValueError("max_open is a whole number above 0")
+        raise ValueError("max_open must be a whole number above 0")
     limit = None if max_open is None else int(max_open)
     return HashedKey(bytes.fromhex(found[1]), Client(name, tenant, limit))
 

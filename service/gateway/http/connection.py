@@ -193,7 +193,7 @@ class Protocol(web.RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         if request.writer.output_size > 0:
-            raise ConnectionError("a response is under way, no other can be sent")
+            raise ConnectionError("a response has already begun")
         error = _refusal(exc) if status == 400 else incident(exc or RuntimeError(f"aiohttp refuses: {status}"), "http")
         response = error_response(error)
         response.force_close()

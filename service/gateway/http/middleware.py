@@ -168,7 +168,7 @@ def _first_response(http: web.Request, response: web.StreamResponse) -> web.Stre
     """
     begun: web.StreamResponse = http.get(BEGUN_RESPONSE, response)
     if begun is not response:
-        log.error("an answer was cut off %s", fields(route=route_of(http), status=response.status))
+        log.error("response aborted %s", fields(route=route_of(http), status=response.status))
         if http.transport is not None:
             http.transport.abort()
     return begun

@@ -26,7 +26,7 @@ async def open_tls(certfile: Path | None, keyfile: Path | None) -> AsyncIterator
     """
     if certfile is None:
         if keyfile is not None:
-            raise StartupError("--ssl-keyfile is a key without a certificate: add --ssl-certfile")
+            raise StartupError("--ssl-keyfile: needs --ssl-certfile")
         yield None
         return
     files = (certfile, keyfile or certfile)
@@ -51,7 +51,7 @@ async def _reload_changed_files(context: ssl.SSLContext, files: tuple[Path, Path
             _read(files)  # separately first: a key that does not match would spoil the context in use
             context.load_cert_chain(*files, password=_no_password)
         except (StartupError, OSError) as error:
-            log.error("the old certificate stays: %s", error)
+            log.error("certificate not reloaded: %s", error)
         else:
             log.info("certificate read %s", fields(path=files[0]))
 

@@ -1,7 +1,7 @@
-// Canvases: lines over time, and the block pool.
+// Canvases: line charts and the block pool.
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-/** A canvas as sharp as the screen, cleared: its context, width and height in CSS pixels. */
+/** Clear a canvas and scale it to the screen; returns its context and its width in CSS pixels. */
 function prepared(canvas, height) {
   const scale = window.devicePixelRatio || 1;
   const width = canvas.clientWidth;
@@ -18,7 +18,7 @@ export class Chart {
     this.canvas = canvas;
   }
 
-  /** Lines of one value a look; they share one scale, whose top is written beside it. */
+  /** One value per snapshot and line; all share a scale, labelled with its top. */
   draw(lines) {
     const height = this.canvas.clientHeight;
     const { context, width } = prepared(this.canvas, height);
@@ -46,19 +46,19 @@ export class Chart {
 const [FREE, CACHED, SHARED, MOVING] = [0, 1, 2, 3];
 const FIRST_OWNER = 16;
 
-/** A pool, a square a cell; `packed` is base64, a byte a cell (see service/engine/kv/block_pool.py). */
+/** Draw a pool, one square per cell; `packed` is base64, one byte per cell (service/engine/kv/block_pool.py). */
 export function drawBlocks(canvas, packed) {
   const cells = Uint8Array.from(atob(packed), (char) => char.charCodeAt(0));
-  const room = canvas.clientWidth || 320;
-  const size = Math.max(3, Math.min(14, Math.floor(Math.sqrt((room * 220) / cells.length))));
-  const columns = Math.max(1, Math.floor(room / size));
+  const available = canvas.clientWidth || 320;
+  const size = Math.max(3, Math.min(14, Math.floor(Math.sqrt((available * 220) / cells.length))));
+  const columns = Math.max(1, Math.floor(available / size));
   const height = Math.ceil(cells.length / columns) * size;
   canvas.style.height = `${height}px`;
   const { context } = prepared(canvas, height);
   const known = { [FREE]: colour("--free"), [CACHED]: colour("--cached"), [SHARED]: colour("--shared"), [MOVING]: colour("--accent-2") };
   const gap = size > 5 ? 1 : 0.5;
   cells.forEach((cell, index) => {
-    // 137.5 degrees, the golden angle, keeps neighbours in number far apart in hue.
+    // The golden angle keeps the hues of consecutive numbers far apart.
     context.fillStyle = known[cell] ?? `hsl(${((cell - FIRST_OWNER) * 137.5) % 360} 62% 52%)`;
     context.fillRect((index % columns) * size, Math.floor(index / columns) * size, size - gap, size - gap);
   });

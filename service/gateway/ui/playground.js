@@ -1,4 +1,4 @@
-// A chat of one message; every token of the answer knows how likely it was and what else there could have been.
+// A chat of one message; each token of the answer shows its probability and the alternatives.
 const find = (id) => document.getElementById(id);
 const shown = (text) => JSON.stringify(text).slice(1, -1);
 const percent = (logprob) => `${(100 * Math.exp(logprob)).toFixed(1)} %`;
@@ -15,13 +15,13 @@ export class Playground {
     find("stop").addEventListener("click", () => this.stopper?.abort());
     find("answer").addEventListener("click", (event) => {
       const index = [...find("answer").children].indexOf(event.target);
-      if (index >= 0) this.go(index);
+      if (index >= 0) this.showToken(index);
     });
     find("answer").addEventListener("keydown", (event) => {
       const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
       if (step && this.tokens.length) {
         event.preventDefault();
-        this.go(Math.max(0, Math.min(this.tokens.length - 1, this.here + step)));
+        this.showToken(Math.max(0, Math.min(this.tokens.length - 1, this.here + step)));
       }
     });
   }
@@ -42,7 +42,7 @@ export class Playground {
         const choice = chunk.choices[0];
         if (!choice) continue;
         if (choice.delta.content) first ??= performance.now();
-        this.tell(choice);
+        this.appendTokens(choice);
         if (choice.finish_reason) this.figures(start, first, choice.finish_reason);
       }
     } catch (error) {
@@ -83,8 +83,8 @@ export class Playground {
     }
   }
 
-  /** Tokens come with the text, or a little before it where a character is not complete. */
-  tell(choice) {
+  /** Tokens arrive with their text, or before it while a character is incomplete. */
+  appendTokens(choice) {
     for (const token of choice.logprobs?.content ?? []) {
       const part = document.createElement("span");
       part.textContent = token.token;
@@ -94,7 +94,7 @@ export class Playground {
     }
   }
 
-  go(index) {
+  showToken(index) {
     find("answer").children[this.here]?.classList.remove("here");
     this.here = index;
     find("answer").children[index].classList.add("here");
@@ -102,8 +102,8 @@ export class Playground {
     const chosen = document.createElement("b");
     chosen.textContent = `“${shown(token.token)}” ${percent(token.logprob)}`;
     const others = token.top_logprobs.filter((other) => other.token !== token.token);
-    const told = others.map((other) => `“${shown(other.token)}” ${percent(other.logprob)}`).join(", ");
-    find("token").replaceChildren(chosen, told ? ` instead of ${told}` : "");
+    const alternatives = others.map((other) => `“${shown(other.token)}” ${percent(other.logprob)}`).join(", ");
+    find("token").replaceChildren(chosen, alternatives ? ` instead of ${alternatives}` : "");
   }
 
   figures(start, first, reason) {

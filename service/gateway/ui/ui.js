@@ -1,33 +1,33 @@
-// The operations page: asks /ui/state once a second, draws what it says, and talks with the model.
+// The operations page: polls /ui/state once a second and draws it; the playground chats with the model.
 import { Playground } from "./playground.js";
 import { Chart, drawBlocks } from "./drawing.js";
 
-const EVERY_MS = 1000;
-const SPAN = 120; // looks that are kept
+const POLL_MS = 1000;
+const MAX_SNAPSHOTS = 120; // kept, one per poll
 const PERCENTILE_SPAN = 30;
 
 const find = (id) => document.getElementById(id);
 const number = (value, digits = 0) =>
   value === null ? "–" : value.toLocaleString("en", { maximumFractionDigits: digits, minimumFractionDigits: 0 });
 
-const looks = [];
+const snapshots = [];
 const charts = { tokens: new Chart(find("chart-tokens")), requests: new Chart(find("chart-requests")) };
 
-async function look() {
+async function fetchSnapshot() {
   const response = await fetch("ui/state", { cache: "no-store" });
   if (!response.ok) {
-    const told = await response.json().catch(() => null);
-    throw new Error(told?.error?.message ?? `HTTP ${response.status}`);
+    const body = await response.json().catch(() => null);
+    throw new Error(body?.error?.message ?? `HTTP ${response.status}`);
   }
   const state = await response.json();
-  looks.push(state);
-  if (looks.length > SPAN) looks.shift();
+  snapshots.push(state);
+  if (snapshots.length > MAX_SNAPSHOTS) snapshots.shift();
   return state;
 }
 
 const sum = (state, name) => state.workers.reduce((total, worker) => total + (worker.stats[name] ?? 0), 0);
 
-/** Growth of a counter between two looks, per second; a worker that left or started anew counts from zero. */
+/** Growth of a counter per second between two snapshots; a worker that left or restarted adds nothing. */
 function rate(name, before, now) {
   if (!before) return 0;
   const then = new Map(before.workers.map((worker) => [worker.id, worker.stats[name] ?? 0]));
@@ -36,7 +36,7 @@ function rate(name, before, now) {
   return grown / Math.max(now.at_s - before.at_s, 1e-3);
 }
 
-/** Upper bound, in ms, of the bucket that holds this share of what was observed since an earlier look. */
+/** Upper bound, in ms, of the bucket with this share of the observations since an earlier snapshot. */
 function percentile(name, share, before, now) {
   const earlier = before ? before.latency[name] : now.latency[name].map(() => 0);
   const counts = now.latency[name].map((count, index) => count - earlier[index]);
@@ -48,8 +48,8 @@ function percentile(name, share, before, now) {
 }
 
 function tiles(now) {
-  const last = looks.at(-2);
-  const earlier = looks.length > PERCENTILE_SPAN ? looks[looks.length - 1 - PERCENTILE_SPAN] : looks[0];
+  const last = snapshots.at(-2);
+  const earlier = snapshots.length > PERCENTILE_SPAN ? snapshots[snapshots.length - 1 - PERCENTILE_SPAN] : snapshots[0];
   const spread = (name) => [0.5, 0.99].map((share) => number(percentile(name, share, earlier, now))).join(" / ");
   const used = sum(now, "num_blocks_used") + sum(now, "num_blocks_shared");
   const blocks = now.workers.reduce((total, worker) => total + worker.num_blocks, 0);
@@ -60,7 +60,7 @@ function tiles(now) {
     ["Output tokens/s", number(rate("generation_tokens_total", last, now))],
     ["Prompt tokens/s", number(rate("prompt_tokens_total", last, now))],
     ["TTFT p50 / p99, ms", spread("ttft")],
-    ["Gap p50 / p99, ms", spread("gap")],
+    ["Inter-token p50 / p99, ms", spread("gap")],
     ["Step, ms", number(Math.max(0, ...now.workers.map((worker) => worker.stats.step_time_ms ?? 0)), 1)],
     ["Blocks in use", blocks ? `${number((100 * used) / blocks, 1)} %` : "–"],
     ["Waste", `${number(100 * Math.max(0, ...now.workers.map((worker) => worker.stats.kv_waste_ratio ?? 0)), 1)} %`],
@@ -77,30 +77,30 @@ function show(now) {
   find("status").classList.toggle("bad", !ready);
   find("tiles").replaceChildren(...tiles(now).map(([name, value]) => {
     const tile = document.createElement("div");
-    const [term, told] = ["dt", "dd"].map((tag) => document.createElement(tag));
-    [term.textContent, told.textContent] = [name, value];
-    tile.append(term, told);
+    const [term, detail] = ["dt", "dd"].map((tag) => document.createElement(tag));
+    [term.textContent, detail.textContent] = [name, value];
+    tile.append(term, detail);
     return tile;
   }));
-  charts.tokens.draw([{ name: "--accent", values: looks.map((state, index) => rate("generation_tokens_total", looks[index - 1], state)) }]);
+  charts.tokens.draw([{ name: "--accent", values: snapshots.map((state, index) => rate("generation_tokens_total", snapshots[index - 1], state)) }]);
   charts.requests.draw([
-    { name: "--accent", values: looks.map((state) => sum(state, "num_running")) },
-    { name: "--accent-2", values: looks.map((state) => sum(state, "num_waiting") + (state.num_queued ?? 0)) },
+    { name: "--accent", values: snapshots.map((state) => sum(state, "num_running")) },
+    { name: "--accent-2", values: snapshots.map((state) => sum(state, "num_waiting") + (state.num_queued ?? 0)) },
   ]);
   pools(now);
 }
 
 function pools(now) {
-  const room = find("workers");
-  const known = new Map([...room.children].map((part) => [part.dataset.id, part]));
+  const container = find("workers");
+  const known = new Map([...container.children].map((part) => [part.dataset.id, part]));
   for (const worker of now.workers) {
-    const part = known.get(worker.id) ?? pool(room, worker.id);
+    const part = known.get(worker.id) ?? pool(container, worker.id);
     known.delete(worker.id);
     const { stats } = worker;
     const counted = ["used", "shared", "cached", "free"]
       .filter((state) => stats[`num_blocks_${state}`] !== undefined)
       .map((state) => `${number(stats[`num_blocks_${state}`])} ${state}`);
-    const each = worker.blocks_per_cell > 1 ? `; a square stands for ${worker.blocks_per_cell} and shows the first` : "";
+    const each = worker.blocks_per_cell > 1 ? `; a square is ${worker.blocks_per_cell} blocks, in the colour of the first` : "";
     part.children[0].textContent = worker.id + (worker.ready ? "" : " (leaving)");
     part.children[1].textContent = `${number(worker.num_blocks)} blocks of ${worker.block_size} tokens: ${counted.join(", ")}${each}`;
     part.children[2].setAttribute("aria-label", `Blocks: ${counted.join(", ")}`);
@@ -118,7 +118,7 @@ function pools(now) {
   for (const gone of known.values()) gone.remove();
 }
 
-function pool(room, id) {
+function pool(container, id) {
   const part = document.createElement("div");
   part.className = "worker";
   part.dataset.id = id;
@@ -130,21 +130,21 @@ function pool(room, id) {
     canvas.hidden = true; // until there is something to draw
     part.append(counts, canvas);
   }
-  room.append(part);
+  container.append(part);
   return part;
 }
 
-async function watch() {
+async function poll() {
   try {
-    show(await look());
+    show(await fetchSnapshot());
   } catch (error) {
-    // What fetch throws where nobody answers is a TypeError, in each browser with words of its own.
+    // Without a connection fetch throws a TypeError whose message differs by browser.
     find("status").textContent =
-      error instanceof TypeError ? `The gateway does not answer.${looks.length ? " What stands here is old." : ""}` : error.message;
+      error instanceof TypeError ? `The gateway does not answer.${snapshots.length ? " The values below are old." : ""}` : error.message;
     find("status").classList.add("bad");
   }
-  setTimeout(watch, document.hidden ? 5 * EVERY_MS : EVERY_MS);
+  setTimeout(poll, document.hidden ? 5 * POLL_MS : POLL_MS);
 }
 
-new Playground(() => looks.at(-1)?.model);
-watch();
+new Playground(() => snapshots.at(-1)?.model);
+poll();

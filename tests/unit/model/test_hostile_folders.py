@@ -1,4 +1,4 @@
-"""Model folders that were made to hang a start or to fill the memory: each is one line, at once."""
+"""Model folders made to hang a start or fill the memory: each is refused in one line, at once."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def told_of(folder: Path) -> str:
-    """What reading the folder ends with, soon."""
+def load_error_of(folder: Path) -> str:
+    """Return the error of loading the folder, "" without one, in bounded time."""
     told: list[str] = []
 
     def read() -> None:
@@ -94,22 +94,22 @@ def test_what_is_no_regular_file_is_refused(folder, name, kind):
         (folder / "model.safetensors").unlink()
     (folder / name).unlink(missing_ok=True)
     MADE[kind](folder / name)
-    assert told_of(folder) == f"{folder / name}: not a regular file"
+    assert load_error_of(folder) == f"{folder / name}: not a regular file"
 
 
 def test_a_shard_that_is_a_pipe_is_refused(folder):
     (folder / "model.safetensors").unlink()
     os.mkfifo(folder / "a.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "a.safetensors"}}))
-    assert told_of(folder) == f"{folder / 'a.safetensors'}: not a regular file"
+    assert load_error_of(folder) == f"{folder / 'a.safetensors'}: not a regular file"
 
 
 def test_links_to_files_are_followed(folder):
-    """As caches of models have them."""
+    """Folders of symbolic links, as in model caches."""
     for path in [*folder.iterdir()]:
         path.rename(path.with_suffix(".real"))
         path.symlink_to(path.with_suffix(".real"))
-    assert told_of(folder) == ""
+    assert load_error_of(folder) == ""
 
 
 def sequence(kind: str, step: dict[str, Any], times: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Chat templates: Hugging Face's bytes and ids, no control tokens from users, and no harm from a bad template."""
+"""Chat templates: Hugging Face's bytes and ids, no control tokens from users, and limits on bad templates."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_user_text_never_becomes_a_control_token(name, templates, readers):
 
 
 def reader_ids(template: ChatTemplate, reader: Tokenizer, first: str, second: str) -> list[int]:
-    """The special tokens in the prompt of a conversation in which a user says `first` and then `second`."""
+    """Return the special tokens in the prompt of a conversation with user messages `first` and `second`."""
     messages = [
         {"role": "user", "content": first},
         {"role": "assistant", "content": "hello"},
@@ -150,12 +150,12 @@ def test_text_full_of_noncharacters(make):
     ("source", "message"),
     [
         ("{{ raise_exception('roles must\n alternate') }}", "refuses these messages: roles must alternate"),
-        ("{{ messages[0].content.missing.again }}", "misses something"),
+        ("{{ messages[0].content.missing.again }}", "undefined variable"),
         ("{{ 1 / 0 }}", "cannot render"),
         ("{{ messages[0].content + 1 }}", "cannot render"),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "misses something|cannot render"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "undefined variable|cannot render"),
         ("{{ messages.append(1) }}", "cannot render"),
-        ("{{ cycler.__init__.__globals__.os.system('true') }}", "misses something|cannot render"),
+        ("{{ cycler.__init__.__globals__.os.system('true') }}", "undefined variable|cannot render"),
     ],
 )
 def test_a_failing_template_is_one_clean_error(source, message, make):

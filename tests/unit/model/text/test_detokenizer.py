@@ -1,4 +1,4 @@
-"""Ids to text in parts: nothing lost, nothing said twice, nothing raised."""
+"""Ids to text in parts: no character lost or repeated, no error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat templates that were written to take time or memory: each is one error, soon, within the memory of one text."""
+"""Templates written to exhaust time or memory: each is one error, soon, within the memory of one text."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("part", range(4))
 def test_none_takes_much_time_or_memory(folder, part):
-    """Under a limit, so that what is not bounded fails here and not the machine."""
+    """Run under a memory limit, so that an unbounded operation fails here and not on the machine."""
     command = [sys.executable, "-c", RUN, str(folder), str(MEMORY_BYTES)]
     sent = json.dumps(TEMPLATES[part::4])
     done = subprocess.run(command, input=sent, capture_output=True, text=True, cwd=REPOSITORY, check=False)

@@ -1,4 +1,4 @@
-"""How many patterns meet in one place of a schema: never more than do, and in time linear in the schema."""
+"""Intersecting patterns: never counted too high, in time linear in the schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of functions: told from text in each family's form, however the text arrives, and enforced by a grammar."""
+"""Function calls in each format: separated from text however it is split, and enforced by a grammar."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def tokenizer(request, tmp_path_factory) -> Tokenizer:
 
 
 def walk(tokenizer: Tokenizer, grammar: str, seed: int, start: str = "") -> str:
-    """A random reply that the grammar lets through behind `start`."""
+    """Return a random reply of the grammar that begins with `start`."""
     size = tokenizer.vocab_size
     matcher = GrammarCompiler(tokenizer, size, [size - 1]).compile(grammar)
     rng, ids, words = random.Random(seed), [], np.zeros(-(-size // 32), np.uint32)
@@ -296,7 +296,7 @@ WRITTEN = {  # a call with a value, by form; where text may follow or not
 
 
 def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
-    """As a model writes it: markers by their own tokens, where it has them; no blank before the first word."""
+    """Return the tokens as a model writes them: markers by their own tokens, no blank before the first word."""
     ids: list[int] = []
     by_bytes = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size) if i not in tokenizer.special_ids}
     for part in re.split(r"(</?tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>)", text):

@@ -1,4 +1,4 @@
-"""Calls written as Python: what their literals mean as JSON, told as they come, and held to their schemas."""
+"""Calls written in Python: their literals as JSON, streamed, and enforced by schemas."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit.model.text.tool_calls.test_resync import SCHEMAS, check
 
 
 def of_value(text: str) -> str | None:
-    """What a value means as JSON, or None where that makes no call."""
+    """Return a value as JSON, None if it makes no call."""
     said, calls = check("pythonic", f"[stop(a={text})]", [len(text) // 2])
     if not calls:
         return None

@@ -1,5 +1,5 @@
-"""Of valid calls, broken ones, unknown functions and prose in any mixture: each valid call is found, and the rest is
-text, in whatever parts it comes, in time linear in its length."""
+"""Mixtures of valid calls, broken ones, unknown functions and prose: every valid call is found, the rest is text,
+however the text is split, in linear time."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def is_whole(arguments: str) -> bool:
 
 
 def check(form: str, text: str, cuts: Sequence[int] = ()) -> Told:
-    """What a whole answer says, once everything that must hold of any text has been seen to hold."""
+    """Check the invariants of any text and return its events."""
     told = {}
     for holds in (False, True):
         told[holds] = read(form, [text], holds_calls=holds)
@@ -245,7 +245,7 @@ LONG = {
 @pytest.mark.parametrize(("form", "unit"), [(form, unit) for form, units in LONG.items() for unit in units])
 @pytest.mark.parametrize("holds_calls", [False, True])
 def test_any_long_text_is_read_in_linear_time(form, unit, holds_calls, monkeypatch):
-    """Counts the characters that readers are fed with and those that are copied, not seconds."""
+    """Counts characters fed and copied instead of seconds."""
     num_fed, num_copied = 0, 0
 
     class CountingStream(ToolCallStream):

@@ -1,4 +1,4 @@
-"""Calls in Qwen3-Coder's XML: what their text means as JSON, told as it comes, and held to their schemas."""
+"""Calls in Qwen3-Coder's XML: their values as JSON, streamed, and enforced by schemas."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
 
 
 def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
-    """As a model writes it: markers by their own tokens, where it has them."""
+    """Return the tokens as a model writes them: markers by their own tokens."""
     ids: list[int] = []
     for part in re.split(r"(</?tool_call>)", text):
         special = tokenizer.special_id(part)

@@ -1,4 +1,4 @@
-"""Batches of what is neither a chat nor a completion: responses, which are kept, and embeddings."""
+"""Batches of responses, which are stored, and of embeddings."""
 
 from __future__ import annotations
 

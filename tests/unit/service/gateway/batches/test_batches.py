@@ -80,7 +80,7 @@ async def test_files_come_and_go(folder):
 
 
 class Keeping(QuickQueue):
-    """Lets nobody work on a batch while it `keeps` them."""
+    """Prevents work on batches while it `keeps` them."""
 
     keeps = True
 
@@ -164,7 +164,7 @@ async def test_a_line_that_never_comes_to_its_end_is_given_up(folder):
 
 
 async def test_a_line_that_only_waited_is_asked_again(folder, monkeypatch):
-    """A worker that is busy with others, or a queue that is long, says nothing about the request."""
+    """A busy worker or a long queue does not make a request's refusal final."""
     monkeypatch.setattr(progress, "MAX_LATE", 1)
     async with open_gateway(folder, request_timeout=1.0) as gateway, client_of(gateway) as client:
         gateway.worker.script = lambda job: (
@@ -226,7 +226,7 @@ async def test_lines_that_cannot_be_answered_stand_in_the_error_file(folder):
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"\n\n", "holds no request"),
+        (b"\n\n", "contains no request"),
         (b"{", "no JSON object"),
         (jsonl(line(1), line(1)), "earlier line"),
         (jsonl(line(1, method="GET")), "must be POST"),

@@ -1,4 +1,4 @@
-"""Where the requests of a file are, whatever pieces it comes in; and each again when it is wanted."""
+"""The lines of an input file, however it is split, and reading them again."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_requests_are_found_in_pieces_of_any_size(seed, checks):
 def test_errors_name_their_lines():
     data = b"\n" + row(1) + b"\n\n{\n" + row(1) + b"\n" + row(2, method="GET")
     assert wrong(data) == [
-        ("The line is no JSON object.", 4),
-        ("The custom_id stands in an earlier line too.", 5),
+        ("The line is not a JSON object.", 4),
+        ("The custom_id was used in an earlier line.", 5),
         ("The method must be POST and the url /v1/completions.", 6),
     ]
     assert len(wrong(b"{\n" * 100)) == MAX_ERRORS
@@ -66,7 +66,7 @@ def test_a_line_that_is_too_long_is_told_and_not_kept(size):
     data = row(1) + b"\n" + row(2, body={"x": "y" * 3000}) + b"\n" + row(3) + b"\n[]\n"
     assert wrong(data, sizes=size) == [
         ("The line is longer than 1000 bytes.", 2),
-        ("The line is no JSON object.", 4),
+        ("The line is not a JSON object.", 4),
     ]
     scanner = LineScanner(URL, 1000)
     for _ in range(1000):

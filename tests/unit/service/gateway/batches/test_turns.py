@@ -1,4 +1,4 @@
-"""Which batches a gateway takes up, and whose lines are next."""
+"""The order of batches and of their lines."""
 
 from __future__ import annotations
 

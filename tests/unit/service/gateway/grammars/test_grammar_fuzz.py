@@ -1,4 +1,4 @@
-"""Random grammars of every kind come back in bounded time: compiled, or refused in words that may be shown."""
+"""Random grammars of every kind are compiled or refused in bounded time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request leaves behind, until the garbage collector comes by: not its body."""
+"""A finished request leaves no body in memory, even before garbage collection."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROUTES = (
 
 
 def kept_by(garbage: list[object]) -> list[str]:
-    """Functions whose frames hold something long."""
+    """Return the functions whose frames hold a long object."""
     return [
         frame.f_code.co_qualname
         for frame in garbage

@@ -1,4 +1,4 @@
-"""Bytes of bodies in memory: of all, of one client, of large ones; and who waits."""
+"""Bytes of bodies in memory: in all, per client, of large bodies; and waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that leave, or do not read: over real sockets, since a test client's own cancelling would hide the fault."""
+"""Clients that leave or do not read, over real sockets: a test client's own cancellation would hide the bug."""
 
 import asyncio
 import json
@@ -53,7 +53,7 @@ async def test_a_client_that_closes_its_own_side_gets_its_answer(gateway, stream
 
 
 async def test_a_client_that_closed_its_side_at_once_with_its_request_gets_its_answer(gateway):
-    """In one go, so that the end is there before anybody has looked at the request."""
+    """Send everything at once, so that the FIN arrives before the request is read."""
     client = await RawClient.connect(gateway.url)
     await client.send(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
     client.half_close()
@@ -111,7 +111,7 @@ async def test_a_client_that_closes_its_own_side_within_its_request_is_gone(gate
 
 
 async def test_what_an_old_client_means_by_closing_its_side_cannot_be_told(gateway):
-    """HTTP/1.0 knows no interim response, so nothing can be said to find out."""
+    """HTTP/1.0 has no interim responses, so the client cannot be probed."""
     gateway.worker.script = lambda job: Script([], None)
     client = await RawClient.connect(gateway.url)
     data = json.dumps(BODY).encode()

@@ -1,4 +1,4 @@
-"""`/openapi.json` tells the truth: it names every route, and real answers and real refusals keep to it."""
+"""`/openapi.json` names every route, and real answers and refusals match it."""
 
 from __future__ import annotations
 

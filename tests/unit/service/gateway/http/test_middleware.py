@@ -1,4 +1,4 @@
-"""Who may enter: keys, hosts, methods, types of bodies. Every refusal is OpenAI's error JSON."""
+"""Access control: keys, hosts, methods, content types. Every refusal is OpenAI's error JSON."""
 
 import asyncio
 import base64

@@ -1,4 +1,4 @@
-"""HTTP itself: what is malformed, too long, too slow or too much is refused in OpenAI's error JSON too."""
+"""Malformed, long, slow or excessive HTTP is refused with OpenAI's error JSON."""
 
 import asyncio
 import json
@@ -128,7 +128,7 @@ async def test_connections_from_one_address_are_counted(model_folder):
 
 
 async def _turned_away(gateway, num_held):
-    """The status that one connection more gets; after one of them has left, there is room again."""
+    """Return the status of another connection; after one has left there is room again."""
     held = [await RawClient.connect(gateway.url) for _ in range(num_held)]
     for client in held:
         await client.send(b"GET /livez HTTP/1.1\r\nHost: a\r\n\r\n")
