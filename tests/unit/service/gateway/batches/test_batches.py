@@ -227,11 +227,11 @@ async def test_lines_that_cannot_be_answered_stand_in_the_error_file(folder):
     ("data", "words"),
     [
         (b"\n\n", "contains no request"),
-        (b"{", "no JSON object"),
+        (b"{", "not a JSON object"),
         (jsonl(line(1), line(1)), "earlier line"),
         (jsonl(line(1, method="GET")), "must be POST"),
         (jsonl(line(1, url="/v1/completions")), "the url"),
-        (jsonl(line(1, extra=1)), "nothing else"),
+        (jsonl(line(1, extra=1)), "exactly"),
         (jsonl(line(1, custom_id="")), "custom_id"),
     ],
 )
