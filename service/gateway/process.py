@@ -18,14 +18,15 @@ from aiohttp import BadContentDispositionHeader, BadContentDispositionParam, web
 from service.config.settings import Settings
 from service.errors import StartupError
 from service.garbage import freeze_heap
-from service.gateway.app import HttpDoor
+from service.gateway.app import make_app
 from service.gateway.batches.runner import BatchRunner
+from service.gateway.core.served_model import ServedModel
 from service.gateway.core.service import InferenceService
-from service.gateway.generation.served_model import ServedModel
 from service.gateway.http.connection import Connections, Protocol
 from service.gateway.http.middleware import with_openai_errors
 from service.gateway.http.tls import open_tls
 from service.gateway.ingress.ingress import QueueIngress
+from service.gateway.openai.request_reader import read_outline
 from service.gateway.routes.probes import probed
 from service.observability.logs import fields
 from service.observability.tracing import NO_TRACING, Tracing
@@ -66,11 +67,12 @@ async def serving(
     settings: Settings, model: ServedModel, queue: GatewayQueue, tracing: Tracing = NO_TRACING
 ) -> AsyncIterator[str]:
     """Open HTTP and the ingress, yield the URL, and drain on exit. Raises StartupError."""
-    service = InferenceService(settings, model, queue, feed=f"door-{secrets.token_hex(8)}", tracing=tracing)
+    feed = f"door-{secrets.token_hex(8)}"
+    service = InferenceService(settings, model, queue, feed, read_outline, tracing)
     connections = Connections(settings.max_connections, settings.max_connections_per_client)
     queue_ingress = QueueIngress(service)
     batch_runner = BatchRunner(service)
-    runner = await _set_up(HttpDoor(service, batch_runner).app(), settings.write_timeout)
+    runner = await _set_up(make_app(service, batch_runner), settings.write_timeout)
     queue_task = batch_task = None
     try:
         async with (

@@ -33,13 +33,16 @@ GATEWAY_LAYERS = tuple(
         ("batches",),
         ("routes",),
         ("http",),
+        ("openai",),
         ("core",),
         ("grammars",),
-        ("openai",),
-        ("generation",),
     )
 )
 """The same inside the gateway."""
+
+CORE = f"{GATEWAY}.core"
+NO_API = ("aiohttp", "msgspec", f"{GATEWAY}.openai")
+"""The gateway's core knows no API: it takes and gives dataclasses, without HTTP or JSON."""
 
 TEXT = ("text",)
 ARRAYS = ("weights", "families", "ops", "cuda_graphs", "rope", "kv_cache", "batch", "sampler", "step_inputs")
@@ -159,13 +162,27 @@ def plans_in_ranks(modules: list[Source]) -> list[str]:
     ]
 
 
+def apis_in_core(modules: list[Source]) -> list[str]:
+    """Imports of HTTP, JSON or an API in the gateway's core."""
+    return [
+        f"{module.name}:{imported.line} imports {imported.target}"
+        for module in modules
+        if is_within(module.name, CORE)
+        for imported in module.imports()
+        if any(is_within(imported.target, package) for package in NO_API)
+    ]
+
+
 def _package(name: str, packages: dict) -> str | None:
     return max((package for package in packages if is_within(name, package)), key=len, default=None)
 
 
 RULES = {
     rule.__name__: rule
-    for rule in (upward_imports, mixed_text_and_arrays, cycles, hidden_imports, gpu_imports, plans_in_ranks)
+    for rule in (
+        *(upward_imports, mixed_text_and_arrays, cycles, hidden_imports),
+        *(gpu_imports, plans_in_ranks, apis_in_core),
+    )
 }
 FOLDERS = {"mixed_text_and_arrays": ("model",)}
 
@@ -201,6 +218,9 @@ BROKEN = [
     ("hidden_imports", {"service.x": "import importlib\nimportlib.import_module('json')"}),
     ("plans_in_ranks", {RANK: "from service.engine.step import StepPlan"}),
     ("gpu_imports", {"service.x": "import cupy as cp"}),
+    ("apis_in_core", {"service.gateway.core.x": "from aiohttp import web"}),
+    ("apis_in_core", {"service.gateway.core.x": "import msgspec"}),
+    ("apis_in_core", {"service.gateway.core.x": "from service.gateway import openai"}),
     ("gpu_imports", {"model.ops.cpu.ops": "from cuda.bindings import driver"}),
     ("gpu_imports", {"model.ops.gpu.gemm": "import cupy", "model.families.llama": "from model.ops.gpu import gemm"}),
 ]

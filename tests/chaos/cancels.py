@@ -23,7 +23,7 @@ from service.config.settings import Settings
 from service.engine.build import BuiltEngine, build_engine
 from service.engine.stats import EngineStats
 from service.errors import EndReason
-from service.gateway.generation.served_model import ServedModel
+from service.gateway.core.served_model import ServedModel
 from service.gateway.process import serving
 from service.queue import keys
 from service.queue.redis.queue import open_redis_queue

@@ -30,7 +30,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from service.config.settings import Settings
-from service.gateway.generation.served_model import ServedModel
+from service.gateway.core.served_model import ServedModel
 from service.gateway.process import serving
 from service.queue import keys
 from service.queue.redis.queue import open_redis_queue

@@ -25,7 +25,7 @@ import aiohttp
 import numpy as np
 
 from service.config.settings import Settings
-from service.gateway.generation.served_model import ServedModel
+from service.gateway.core.served_model import ServedModel
 from service.gateway.process import serving
 from tests.support.demo_engine import DEMO
 from tests.support.fleet import Fleet

@@ -15,7 +15,7 @@ from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from service.config.settings import Settings
-from service.gateway.generation.served_model import ServedModel
+from service.gateway.core.served_model import ServedModel
 from service.gateway.process import serving
 from service.queue.redis.queue import open_redis_queue
 from tests.support.demo_engine import DEMO

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from service.config.settings import Settings
-from service.gateway.generation.served_model import ServedModel
+from service.gateway.core.served_model import ServedModel
 from service.gateway.process import serving
 from service.queue.redis.queue import open_redis_queue
 from tests.fakes.scripted_worker import ScriptedWorker

@@ -11,7 +11,7 @@ import aiohttp
 
 from model.text.grammar_matcher import GrammarCompiler
 from service.config.settings import Settings
-from service.gateway.generation.served_model import ServedModel
+from service.gateway.core.served_model import ServedModel
 from service.gateway.process import serving
 from tests.fakes.queue.memory_queue import MemoryQueue
 from tests.fakes.scripted_worker import Script, ScriptedWorker

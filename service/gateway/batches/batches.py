@@ -11,15 +11,13 @@ from aiohttp import web
 from service.errors import RequestError
 from service.gateway.batches.files import INPUT, find_file
 from service.gateway.batches.runner import BatchRunner
-from service.gateway.core.admission import unavailable
-from service.gateway.core.background import write
-from service.gateway.core.storage import RETRY_AFTER_S, storage_refusal
-from service.gateway.generation.refusals import refusal
-from service.gateway.generation.request import BATCH_ENDPOINTS
+from service.gateway.core.queue_writes import write
+from service.gateway.core.refusals import STORAGE_RETRY_AFTER_S, refusal, storage_refusal, unavailable
+from service.gateway.core.request import BATCH_ENDPOINTS
 from service.gateway.http.middleware import TENANT, json_response, read_body
-from service.gateway.openai.bodies import check_metadata, convert
+from service.gateway.openai.request_bodies import check_metadata, convert
 from service.gateway.openai.strict_json import decode_object
-from service.gateway.routes.completions import refuse_idempotency_key
+from service.gateway.routes.generation import refuse_idempotency_key
 from service.gateway.routes.pages import list_json, page_limit
 from service.queue.batches import Batch, BatchStatus
 from service.queue.interface import GatewayQueue, QueueUnavailable
@@ -46,15 +44,7 @@ class Batches:
         self._runner = runner
         self._limits = limits
 
-    def routes(self) -> list[web.RouteDef]:
-        return [
-            web.post("/v1/batches", self._create),
-            web.get("/v1/batches", self._list),
-            web.get("/v1/batches/{batch_id}", self._get),
-            web.post("/v1/batches/{batch_id}/cancel", self._cancel),
-        ]
-
-    async def _create(self, http: web.Request) -> web.Response:
+    async def create(self, http: web.Request) -> web.Response:
         refuse_idempotency_key(http)
         body = convert(decode_object(await read_body(http)), BatchBody)
         _check(body)
@@ -87,10 +77,10 @@ class Batches:
         if num_open >= MAX_OPEN_BATCHES:
             message = f"{num_open} of your batches are open already ({MAX_OPEN_BATCHES} are allowed)."
             raise RequestError(
-                429, message, "rate_limit_error", code="too_many_open_batches", retry_after_s=RETRY_AFTER_S
+                429, message, "rate_limit_error", code="too_many_open_batches", retry_after_s=STORAGE_RETRY_AFTER_S
             )
 
-    async def _list(self, http: web.Request) -> web.Response:
+    async def list(self, http: web.Request) -> web.Response:
         limit = page_limit(http, DEFAULT_PAGE, MAX_PAGE)
         try:
             batches = await self._queue.batches(http[TENANT], http.query.get("after"), limit + 1)
@@ -99,7 +89,7 @@ class Batches:
         page = [batch_json(batch) for batch in batches[:limit]]
         return json_response(list_json(page, has_more=len(batches) > limit))
 
-    async def _get(self, http: web.Request) -> web.Response:
+    async def get(self, http: web.Request) -> web.Response:
         batch = await self._found(http)
         try:
             is_cancelled = batch.is_open and await self._queue.is_batch_cancelled(batch.batch_id)
@@ -108,7 +98,7 @@ class Batches:
         # A waiting batch is cancelled only when its turn comes.
         return json_response(batch_json(batch) | ({"status": BatchStatus.CANCELLING} if is_cancelled else {}))
 
-    async def _cancel(self, http: web.Request) -> web.Response:
+    async def cancel(self, http: web.Request) -> web.Response:
         batch = await self._found(http)
         if not batch.is_open:
             raise RequestError(409, f"The batch is {batch.status} already.", param="batch_id", code="batch_ended")

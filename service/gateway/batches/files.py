@@ -12,12 +12,10 @@ from aiohttp import BodyPartReader, web
 from service.config.settings import Settings
 from service.errors import RequestError
 from service.gateway.batches.file_writer import FileWriter
-from service.gateway.core.admission import unavailable
-from service.gateway.core.storage import storage_refusal
-from service.gateway.generation.refusals import missing, refusal
+from service.gateway.core.refusals import missing, refusal, storage_refusal, unavailable
 from service.gateway.http.middleware import BODY_RESERVATION, READ_TIMEOUT_S, TENANT, json_response
-from service.gateway.openai.bodies import unknown_field
-from service.gateway.routes.completions import refuse_idempotency_key
+from service.gateway.openai.request_bodies import unknown_field
+from service.gateway.routes.generation import refuse_idempotency_key
 from service.gateway.routes.pages import MAX_PAGE, is_ascending, page_json
 from service.observability.logs import fields
 from service.queue import keys
@@ -49,16 +47,7 @@ class Files:
         self._max_file_bytes = settings.max_file_bytes
         self._write_timeout_s = settings.write_timeout
 
-    def routes(self) -> list[web.RouteDef]:
-        return [
-            web.post("/v1/files", self._upload),
-            web.get("/v1/files", self._list),
-            web.get("/v1/files/{file_id}", self._get),
-            web.get("/v1/files/{file_id}/content", self._content),
-            web.delete("/v1/files/{file_id}", self._delete),
-        ]
-
-    async def _upload(self, http: web.Request) -> web.Response:
+    async def upload(self, http: web.Request) -> web.Response:
         refuse_idempotency_key(http)
         if http.content_type != "multipart/form-data":
             raise RequestError(415, "The body must be of type multipart/form-data.", code="unsupported_media_type")
@@ -133,7 +122,7 @@ class Files:
     def _too_large(self) -> RequestError:
         return RequestError(413, f"A file may have at most {self._max_file_bytes} bytes.", code="body_too_large")
 
-    async def _list(self, http: web.Request) -> web.Response:
+    async def list(self, http: web.Request) -> web.Response:
         try:
             files = await self._queue.files(http[TENANT])
         except QueueUnavailable:
@@ -144,10 +133,10 @@ class Files:
             wanted.reverse()
         return json_response(page_json(http, [file_json(file) for file in wanted], MAX_PAGE))
 
-    async def _get(self, http: web.Request) -> web.Response:
+    async def get(self, http: web.Request) -> web.Response:
         return json_response(file_json(await self._found(http)))
 
-    async def _content(self, http: web.Request) -> web.StreamResponse:
+    async def content(self, http: web.Request) -> web.StreamResponse:
         file = await self._found(http)
         await http[BODY_RESERVATION].grow(WINDOW_BYTES)
         response = web.StreamResponse()
@@ -180,7 +169,7 @@ class Files:
         if num_bytes != file.num_bytes:
             raise QueueUnavailable("the file is not there any more")
 
-    async def _delete(self, http: web.Request) -> web.Response:
+    async def delete(self, http: web.Request) -> web.Response:
         file = await self._found(http)
         try:
             await self._queue.drop_file(file.file_id, file.tenant)

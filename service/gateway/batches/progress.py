@@ -9,14 +9,7 @@ from dataclasses import dataclass, replace
 
 from service.errors import EndReason, RequestError
 from service.gateway.batches.input_file import InputFile
-from service.gateway.batches.lines import (
-    MAX_ANSWER_BYTES,
-    RequestLine,
-    answer_line,
-    line_name,
-    read_line,
-    refusal_line,
-)
+from service.gateway.batches.lines import MAX_ANSWER_BYTES, RequestLine, answer_line, line_name, read_line, refusal_line
 from service.gateway.batches.requests import BatchRequests, Interrupted, Json, NotStored, RanLate, RanPastOwnTimeout
 from service.gateway.batches.turns import LineSlots
 from service.gateway.core.service import InferenceService

@@ -9,14 +9,14 @@ from typing import Any
 
 from service.errors import STORAGE_QUOTA_EXCEEDED, RequestError
 from service.gateway.core.accepted_request import AcceptedRequest
+from service.gateway.core.refusals import refusal
+from service.gateway.core.request import EMBEDDINGS, RESPONSES
+from service.gateway.core.response_stream import ChoiceDelta, ResponseStream
 from service.gateway.core.service import InferenceService
-from service.gateway.core.whole_answers import whole_answer
-from service.gateway.generation.refusals import refusal
-from service.gateway.generation.request import EMBEDDINGS, RESPONSES
-from service.gateway.generation.response_assembler import ChoiceDelta
-from service.gateway.generation.response_stream import ResponseStream
-from service.gateway.openai.items import check_answered_calls, items_of
-from service.gateway.openai.response_bodies import in_own_words
+from service.gateway.openai.request_reader import parse_body
+from service.gateway.openai.response_builder import build_whole
+from service.gateway.openai.responses_builder import builder_of
+from service.gateway.openai.responses_request import check_answered_calls, in_own_words, items_of
 from service.gateway.openai.strict_json import decode_object
 from service.gateway.routes.embeddings import embedding_answer, require_enabled
 from service.gateway.routes.response_store import ResponseStore, check_size
@@ -42,7 +42,7 @@ class BatchRequests:
         service = self._service
         if endpoint == EMBEDDINGS:
             require_enabled(service.settings)
-        request = await service.read(endpoint, body, tenant)
+        request = await parse_body(service.threads, endpoint, body, tenant)
         if request.stream or request.background:
             raise RequestError(400, "A batch request cannot stream or run in the background.")
         if endpoint == RESPONSES:
@@ -74,7 +74,9 @@ class BatchRequests:
         service, endpoint = self._service, accepted.request.endpoint
         if endpoint == EMBEDDINGS:
             return await embedding_answer(service, accepted, stream)
-        answer = await whole_answer(service.threads, accepted, service.builder(accepted), deltas, stream.outcome)
+        answer = await build_whole(
+            service.threads, accepted, builder_of(service.model, accepted), deltas, stream.outcome
+        )
         if endpoint == RESPONSES and answer["store"]:
             record = StoredResponse(
                 response_id=answer["id"],

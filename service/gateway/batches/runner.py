@@ -21,8 +21,8 @@ from service.gateway.batches.input_file import InputFile, LineIndex, LineScanner
 from service.gateway.batches.lines import NOT_RUN_LINE_BYTES, BadInput
 from service.gateway.batches.progress import BatchProgress
 from service.gateway.batches.turns import BatchTurns, LineSlots
-from service.gateway.core.service import InferenceService, incident
-from service.gateway.core.storage import storage_refusal
+from service.gateway.core.refusals import incident, storage_refusal
+from service.gateway.core.service import InferenceService
 from service.observability.logs import fields
 from service.queue.batches import Batch, BatchError, BatchStatus, OpenBatch
 from service.queue.interface import QueueUnavailable

@@ -1,42 +1,43 @@
-"""What a gateway needs to tell the answer of an admitted request: made at its admission, or again from its record."""
+"""An admitted request: what its answer is made from. Built at admission, or again from its record."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 
-import msgspec
-
-from service.gateway.core.job_ids import job_names
-from service.gateway.generation.request import GenerationRequest, Source
-from service.gateway.openai.validator import read_request
+from service.gateway.core.request import GenerationRequest, OutlineReader, Source
 from service.queue.codec import pack_ids, unpack_ids
 from service.queue.messages import Job, RequestRecord
+
+CROCKFORD = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 
 
 @dataclass(frozen=True, kw_only=True)
 class AcceptedRequest:
-    """An admitted request. Its jobs are one a prompt."""
+    """An admitted request. It has one job per prompt."""
 
     request: GenerationRequest
-    request_id: str  # also the id of its first job
+    request_id: str  # also the first job's id
     tenant: str
     created_s: float  # queue time, Unix seconds
-    timeout_s: float  # what is left of its time
+    timeout_s: float  # time left
     num_prompt_tokens: tuple[int, ...]  # by job
-    prompt_texts: tuple[str, ...]  # by prompt, where the request wants them told again; else none
-    first_ids: tuple[int, ...] = ()  # of the prompts, where the log-probabilities of the others are told
-    jobs: tuple[Job, ...] = ()  # to be submitted; none where that was done before
-    record: RequestRecord | None = None  # to be kept with the first job; None where it is kept already, or not at all
-    idempotency: str | None = None  # hash of the client's key for it
-    came_before: bool = False  # under its key: its client may have events of it
+    prompt_texts: tuple[str, ...]  # by prompt, if the answer repeats them; else empty
+    first_ids: tuple[int, ...] = ()  # each prompt's first token, if the answer has prompt log-probabilities
+    jobs: tuple[Job, ...] = ()  # to submit; empty if that is done
+    record: RequestRecord | None = None  # to write with the first job; None: already written, or not wanted
+    idempotency: str | None = None  # digest of the client's key
+    came_before: bool = False  # under its key: the client may have events of it
 
     def with_timeout(self, timeout_s: float) -> AcceptedRequest:
         return replace(self, timeout_s=timeout_s)
 
     @property
     def job_ids(self) -> Sequence[str]:
-        return job_names(self.request_id, len(self.num_prompt_tokens))
+        others = range(1, len(self.num_prompt_tokens))
+        return [self.request_id, *(f"{self.request_id}.{number}" for number in others)]
 
 
 def record_of(accepted: AcceptedRequest) -> RequestRecord:
@@ -56,9 +57,9 @@ def record_of(accepted: AcceptedRequest) -> RequestRecord:
     )
 
 
-def accepted_from(record: RequestRecord, now_s: float) -> AcceptedRequest:
-    """The request again, with the shortest possible prompts. `now_s`: queue time."""
-    request = read_request(record.endpoint, msgspec.json.decode(record.outline))
+def accepted_from(record: RequestRecord, now_s: float, read_outline: OutlineReader) -> AcceptedRequest:
+    """Rebuild the request, with the shortest possible prompts. `now_s`: queue time."""
+    request = read_outline(record.endpoint, record.outline)
     return AcceptedRequest(
         request=replace(
             request,
@@ -73,3 +74,22 @@ def accepted_from(record: RequestRecord, now_s: float) -> AcceptedRequest:
         prompt_texts=record.prompt_texts,
         first_ids=tuple(unpack_ids(record.first_ids)),
     )
+
+
+def new_request_id() -> str:
+    """Return 26 characters of Crockford's base 32: 128 random bits, so that no client guesses another's request."""
+    return _in_base_32(secrets.randbits(128))
+
+
+def request_id_of(*names: str) -> str:
+    """Return the id that these names always give."""
+    return _in_base_32(int.from_bytes(sha256("\0".join(names).encode()).digest()[:16]))
+
+
+def seed_of(request_id: str) -> int:
+    """Return the seed of a request without one, the same in every gateway."""
+    return int.from_bytes(sha256(b"seed" + request_id.encode()).digest()[:8])
+
+
+def _in_base_32(bits: int) -> str:
+    return "".join(CROCKFORD[(bits >> shift) & 31] for shift in range(125, -1, -5))

@@ -1,32 +1,30 @@
-"""May it enter? A request becomes a job, or is refused with one error before it costs anybody anything."""
+"""Admission: a `GenerationRequest` becomes an `AcceptedRequest` with its jobs, or one error."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any, Literal
 
 from model.errors import GrammarError
 from model.sampling_params import SamplingParams
 from service.config.settings import Settings
 from service.errors import RequestError
-from service.gateway.core.accepted_request import AcceptedRequest
-from service.gateway.core.back_pressure import RETRY_AFTER_S, BackPressure
+from service.gateway.core.accepted_request import AcceptedRequest, new_request_id, seed_of
+from service.gateway.core.back_pressure import BackPressure
 from service.gateway.core.fleet import Fleet, FleetView
-from service.gateway.core.job_ids import new_job_id, seed_of
-from service.gateway.core.sampling import SamplingResolver
+from service.gateway.core.refusals import draining, grammar_refusal, refusal, too_costly, too_long, unavailable
+from service.gateway.core.request import GenerationRequest, RequestedSampling
+from service.gateway.core.served_model import ServedModel
 from service.gateway.core.text_threads import TextThreads
-from service.gateway.generation.refusals import grammar_refusal, refusal, too_costly
-from service.gateway.generation.request import GenerationRequest
-from service.gateway.generation.served_model import ServedModel
 from service.gateway.grammars.pool import GrammarPool, PackedTask
 from service.queue.codec import pack_ids
 from service.queue.interface import GatewayQueue, QueueUnavailable
 from service.queue.messages import Job
 
-UNAVAILABLE = "unavailable"
 Tokenized = tuple[list[list[int]], tuple[str, ...], PackedTask | None]
-"""Token ids and, where they are told again, texts of the prompts, and what holds the answer to its form."""
+"""Each prompt's token ids; their texts, if the answer repeats them; the grammar to compile."""
 MAX_IDS_AT_ONCE = 4096
 
 
@@ -58,31 +56,32 @@ class Admission:
         return self._draining
 
     def close(self) -> None:
-        """From now on every request is refused with 503."""
+        """Refuse every request with 503 from now on."""
         self._draining = True
 
     async def admit(self, request: GenerationRequest, tenant: str, request_id: str | None = None) -> AcceptedRequest:
-        """Raises RequestError: 400, 404, or 429 or 503 with Retry-After while there is no room or no queue.
+        """Raises RequestError: 400, 404, or 429 or 503 with Retry-After while the queue is full or away.
 
-        `request_id`: of a request that may have been admitted before, elsewhere; its seed, else drawn by chance,
-        is then the same. Without it, it is a new one.
+        `request_id`: given for a request that another gateway may have admitted before. Its default seed then follows
+        from the id; without an id both are random.
         """
         self._model.require(request.model)
         request = replace(request, model=self._model.name)
         self._check_choices(request)
-        view = await self._room(tenant, len(request.prompts))
+        view = await self._check_room(tenant, len(request.prompts))
         timeout_s = self._timeout_s(request)
         self._check_ids(request)
         max_model_len = view.max_model_len(self._model.max_model_len)
         prompts, texts, task = await self._tokenized(request, tenant, max_model_len)
         grammar = None if task is None else await self._compiled(request, task, tenant)
-        if request.sampling.seed is None:
+        seed = request.sampling.seed
+        if seed is None:
             seed = secrets.randbits(64) if request_id is None else seed_of(request_id)
             request = replace(request, sampling=replace(request.sampling, seed=seed))
-        sampling_params = self._sampling.by_prompt(request, [len(prompt) for prompt in prompts], max_model_len)
+        sampling_params = self._sampling.by_prompt(request, seed, [len(prompt) for prompt in prompts], max_model_len)
         accepted = AcceptedRequest(
             request=request,
-            request_id=request_id or new_job_id(),
+            request_id=request_id or new_request_id(),
             tenant=tenant,
             created_s=await self._now_s(),
             timeout_s=timeout_s,
@@ -90,9 +89,8 @@ class Admission:
             prompt_texts=texts,
             first_ids=() if request.sampling.prompt_logprobs is None else tuple(prompt[0] for prompt in prompts),
         )
-        return replace(
-            accepted, jobs=self._jobs(accepted, prompts, [replace(one, grammar=grammar) for one in sampling_params])
-        )
+        with_grammar = [replace(one, grammar=grammar) for one in sampling_params]
+        return replace(accepted, jobs=self._jobs(accepted, prompts, with_grammar))
 
     def _jobs(
         self, accepted: AcceptedRequest, prompts: Sequence[list[int]], sampling_params: Sequence[SamplingParams]
@@ -120,61 +118,60 @@ class Admission:
             raise unavailable() from None
 
     def _check_choices(self, request: GenerationRequest) -> None:
-        most, params = self._settings.max_n, request.sampling
+        max_n, params = self._settings.max_n, request.sampling
         for name, value in (("n", params.n), ("best_of", params.best_of)):
-            if value > most:
-                raise refusal(name, f"must be at most {most} here")
+            if value > max_n:
+                raise refusal(name, f"must be at most {max_n} here")
 
     async def _tokenized(self, request: GenerationRequest, tenant: str, max_model_len: int) -> Tokenized:
-        if _is_quick_to_read(request):
+        if _is_quick_to_tokenize(request):
             return self._tokenize(request, max_model_len)
         return await self._threads.run(tenant, self._tokenize, request, max_model_len)
 
     def _tokenize(self, request: GenerationRequest, max_model_len: int) -> Tokenized:
-        """May take long."""
         prompts = self._encode(request, max_model_len)
         task = self._model.grammar_task(request)
         return prompts, self._prompt_texts(request, prompts), None if task is None else PackedTask.of(task)
 
     async def _compiled(self, request: GenerationRequest, task: PackedTask, tenant: str) -> str:
-        grammar = request.sampling.grammar
+        requested = request.sampling.grammar
         try:
             return await self._grammars.compile(task, tenant)
         except GrammarError as error:
-            raise grammar_refusal(error, "tools" if grammar is None else grammar.param) from None
+            raise grammar_refusal(error, "tools" if requested is None else requested.param) from None
 
     def _encode(self, request: GenerationRequest, max_model_len: int) -> list[list[int]]:
-        prompts, num_tokens = [], 0
+        prompts: list[list[int]] = []
+        num_tokens = 0
         keeps_end = request.truncate_prompt_tokens is not None
         for prompt in request.prompts:
             ids = self._model.encode(prompt, request.add_special_tokens, keeps_end=keeps_end)
-            prompts.append(self._kept(request, ids, max_model_len))
+            prompts.append(self._truncated(request, ids, max_model_len))
             num_tokens += len(prompts[-1])
-            if num_tokens > self._settings.max_request_tokens:  # the rest would be encoded for nothing
+            if num_tokens > self._settings.max_request_tokens:  # do not encode the rest for nothing
                 raise too_costly(self._settings.max_request_tokens)
         return prompts
 
-    def _kept(self, request: GenerationRequest, prompt: list[int], max_model_len: int) -> list[int]:
-        """What `truncate_prompt_tokens` leaves of a prompt."""
-        most = request.truncate_prompt_tokens
-        if most is None:
+    def _truncated(self, request: GenerationRequest, prompt: list[int], max_model_len: int) -> list[int]:
+        num_kept = request.truncate_prompt_tokens
+        if num_kept is None:
             return prompt
-        if most < 0:
-            most = max(1, max_model_len - (request.sampling.max_tokens or 1))
-        return prompt[-most:]
+        if num_kept < 0:
+            num_kept = max(1, max_model_len - (request.sampling.max_tokens or 1))
+        return prompt[-num_kept:]
 
     def _prompt_texts(self, request: GenerationRequest, prompts: Sequence[list[int]]) -> tuple[str, ...]:
-        """The prompts as the answer repeats them: as they came, or what is left of them."""
+        """Return the prompts as the answer repeats them: as sent, or what truncation left."""
         if not request.echo:
             return ()
         decode = self._model.tokenizer.decode
-        as_they_came = request.truncate_prompt_tokens is None
+        is_whole = request.truncate_prompt_tokens is None
         return tuple(
-            text if isinstance(text, str) and as_they_came else decode(ids, request.skip_special_tokens)
+            text if isinstance(text, str) and is_whole else decode(ids, request.skip_special_tokens)
             for text, ids in zip(request.prompts, prompts, strict=True)
         )
 
-    async def _room(self, tenant: str, num_jobs: int) -> FleetView:
+    async def _check_room(self, tenant: str, num_jobs: int) -> FleetView:
         if self._draining:
             raise draining()
         self._pressure.check(tenant, num_jobs)
@@ -182,15 +179,15 @@ class Admission:
             view = await self._fleet.rough_view()
         except QueueUnavailable:
             raise unavailable() from None
-        self._pressure.see(view)
+        self._pressure.observe(view)
         return view
 
     def _timeout_s(self, request: GenerationRequest) -> float:
-        longest_s = self._settings.request_timeout
+        max_s = self._settings.request_timeout
         if request.timeout_s is None:
-            return longest_s
-        if request.timeout_s > longest_s:
-            raise RequestError(400, f"'timeout' must be at most {longest_s:g} seconds.", param="timeout")
+            return max_s
+        if request.timeout_s > max_s:
+            raise RequestError(400, f"'timeout' must be at most {max_s:g} seconds.", param="timeout")
         return request.timeout_s
 
     def _check_ids(self, request: GenerationRequest) -> None:
@@ -198,23 +195,70 @@ class Admission:
         self._model.check_ids(tuple(token for token, _ in request.sampling.logit_bias), "logit_bias")
 
 
-def _is_quick_to_read(request: GenerationRequest) -> bool:
-    """Whether it takes less time to understand than to hand to a thread: the way there and back is long where the event
-    loop is busy."""
-    are_few_ids = all(isinstance(prompt, tuple) for prompt in request.prompts) and (
-        sum(map(len, request.prompts)) <= MAX_IDS_AT_ONCE
-    )
-    return are_few_ids and not request.echo and request.sampling.grammar is None and request.tools is None
+def _is_quick_to_tokenize(request: GenerationRequest) -> bool:
+    """Return whether tokenizing takes less time than a trip to a thread, which is long while the loop is busy."""
+    num_ids = sum(len(prompt) if isinstance(prompt, tuple) else MAX_IDS_AT_ONCE + 1 for prompt in request.prompts)
+    is_plain = not request.echo and request.sampling.grammar is None and request.tools is None
+    return num_ids <= MAX_IDS_AT_ONCE and is_plain
 
 
-def draining() -> RequestError:
-    """The 503 of a gateway that ends."""
-    message = "The server is shutting down."
-    return RequestError(503, message, "server_error", code="draining", retry_after_s=RETRY_AFTER_S)
+class SamplingResolver:
+    """Fills in the model's sampling defaults and bounds a request's tokens."""
+
+    def __init__(self, defaults: Mapping[str, float], settings: Settings) -> None:
+        self._defaults = defaults
+        self._settings = settings
+
+    def by_prompt(
+        self, request: GenerationRequest, seed: int, lengths: Sequence[int], max_model_len: int
+    ) -> list[SamplingParams]:
+        """`lengths`: of the prompts, in tokens. Raises RequestError (400) if one is too long or all cost too much."""
+        params, param = request.sampling, "messages" if request.is_chat else "prompt"
+        budget = self._settings.max_request_tokens
+        fair_share = (budget - sum(lengths)) // (params.num_branches * len(lengths))
+        resolved = []
+        for length in lengths:
+            room = max_model_len - length
+            max_tokens = min(room, max(fair_share, 1)) if params.max_tokens is None else params.max_tokens
+            if room < 1 or max_tokens > room or params.min_tokens > max_tokens:
+                raise too_long(max_model_len, param)
+            resolved.append(self._resolve(params, seed, max_tokens))
+        if sum(lengths) + params.num_branches * sum(one.max_tokens for one in resolved) > budget:
+            raise too_costly(budget)
+        return resolved
+
+    def _resolve(self, params: RequestedSampling, seed: int, max_tokens: int) -> SamplingParams:
+        distribution = self._distribution(params) if params.beam is None else {"temperature": 0.0, "top_k": None}
+        return SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=params.min_tokens,
+            **distribution,
+            repetition_penalty=self._or_default(params.repetition_penalty, "repetition_penalty", 1.0),
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            seed=seed,
+            stop_token_ids=params.stop_token_ids,
+            ignore_eos=params.ignore_eos,
+            logprobs=params.logprobs,
+            prompt_logprobs=params.prompt_logprobs,
+            logit_bias=params.logit_bias,
+            n=params.n,
+            best_of=params.best_of,
+            pooling=_pooling(self._settings) if params.embeds else None,
+            beam=params.beam,
+        )
+
+    def _distribution(self, params: RequestedSampling) -> dict[str, Any]:
+        return {
+            "temperature": self._or_default(params.temperature, "temperature", 1.0),
+            "top_k": int(self._or_default(params.top_k, "top_k", 0)) or None,
+            "top_p": self._or_default(params.top_p, "top_p", 1.0),
+            "min_p": self._or_default(params.min_p, "min_p", 0.0),
+        }
+
+    def _or_default(self, value: float | None, name: str, neutral: float) -> float:
+        return float(self._defaults.get(name, neutral) if value is None else value)
 
 
-def unavailable() -> RequestError:
-    """The 503 while the queue cannot be reached."""
-    return RequestError(
-        503, "The queue is not available now.", "server_error", code=UNAVAILABLE, retry_after_s=RETRY_AFTER_S
-    )
+def _pooling(settings: Settings) -> Literal["mean", "last"]:
+    return "mean" if settings.pooling == "mean" else "last"

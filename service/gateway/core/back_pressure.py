@@ -1,4 +1,4 @@
-"""What happens when more comes than is worked off: who is told to come again, and when."""
+"""Back pressure: refuses requests while the queue is full, and estimates when to retry."""
 
 from __future__ import annotations
 
@@ -8,66 +8,68 @@ from collections.abc import Callable
 from service.config.settings import Settings
 from service.errors import RequestError
 from service.gateway.core.fleet import FleetView
+from service.gateway.core.refusals import RETRY_AFTER_S
 from service.observability.metrics import STAT_GENERATION_TOKENS_TOTAL, STAT_PROMPT_TOKENS_TOTAL
 from service.queue.interface import Bounds, QueueFull
 
-RETRY_AFTER_S = 2
 MAX_RETRY_AFTER_S = 60
 REMEMBERED_S = 0.25
-"""So long a full queue is taken to be full still: a flood costs nobody the time to read it, nor Redis a question."""
+"""How long a full queue counts as full, so that a flood costs neither parsing nor Redis calls."""
 FORGOTTEN_AFTER_S = 5.0
 DRAINED_SHARE = 0.1
-"""Who was refused is told to come again when so much of what waits should be gone."""
+"""Retry-After is the time to work off this share of the queue."""
 RATE_OVER_S = 2.0
+ALL = ""
+"""The key of the whole queue, beside the tenants'."""
 
 
 class NoRoom(RequestError):
-    """The queue has no room for the request: nothing of it was accepted."""
+    """The queue is full; no part of the request was accepted."""
 
 
 class BackPressure:
     def __init__(self, settings: Settings, clock: Callable[[], float]) -> None:
+        self._max_jobs = settings.max_waiting
         self.bounds = Bounds(
             max_jobs=settings.max_waiting,
             max_tokens=settings.max_waiting_tokens,
             max_tokens_per_tenant=settings.max_waiting_tokens_per_tenant,
         )
         self._clock = clock
-        self._full: dict[str, tuple[float, QueueFull]] = {}  # by tenant, '' for all: until when, and what was said
-        self._worked_off = (0.0, 0.0)  # when, tokens
+        self._full: dict[str, tuple[float, QueueFull]] = {}  # by tenant, or ALL: until when, and the refusal
+        self._worked_off = (0.0, 0.0)  # seen at (queue time), tokens
         self._tokens_per_s = 0.0
 
     def check(self, tenant: str, num_jobs: int) -> None:
-        """Raises RequestError, 429 or 503, where it is known already that there is no room. When that knowledge is old,
-        one goes through to see."""
+        """Raises RequestError (429, 503) while the queue is known to be full. Once that is old, one request passes to
+        find out."""
         now_s = self._clock()
-        for whose in (tenant, ""):
-            until_s, full = self._full.get(whose, (0.0, None))
-            if full is None:
+        for key in (tenant, ALL):
+            if key not in self._full:
                 continue
+            until_s, full = self._full[key]
             if until_s > now_s:
                 raise self._refusal(full)
-            self._full[whose] = (now_s + REMEMBERED_S, full)
-        if num_jobs > self.bounds.max_jobs:
+            self._full[key] = (now_s + REMEMBERED_S, full)
+        if num_jobs > self._max_jobs:
             raise self._refusal(QueueFull(of_tenant=False, num_jobs=num_jobs, num_tokens=0))
 
-    def refuse_at_once(self, tenant: str) -> None:
-        """Raises RequestError, 429 or 503, while it is known that there is no room: its body need not be understood."""
-        for whose in (tenant, ""):
-            until_s, full = self._full.get(whose, (0.0, None))
-            if full is not None and until_s > self._clock():
-                raise self._refusal(full)
+    def check_unread(self, tenant: str) -> None:
+        """Like `check`, for a request whose body is not parsed yet; lets no request pass to find out."""
+        for key in (tenant, ALL):
+            if key in self._full and self._full[key][0] > self._clock():
+                raise self._refusal(self._full[key][1])
 
     def accepted(self, tenant: str) -> None:
-        """The queue had room for a job of this tenant."""
-        for whose in (tenant, ""):
-            self._full.pop(whose, None)
+        """Note that the queue took a job of this tenant."""
+        for key in (tenant, ALL):
+            self._full.pop(key, None)
 
     def refused(self, tenant: str, full: QueueFull) -> NoRoom:
-        """The queue has no room for a job of this tenant: what its client hears, and for a while all others too."""
+        """Note that the queue refused a job of this tenant. Return the error to send."""
         now_s = self._clock()
-        self._full = {whose: entry for whose, entry in self._full.items() if entry[0] > now_s - FORGOTTEN_AFTER_S}
-        self._full[tenant if full.of_tenant else ""] = (now_s + REMEMBERED_S, full)
+        self._full = {key: entry for key, entry in self._full.items() if entry[0] > now_s - FORGOTTEN_AFTER_S}
+        self._full[tenant if full.of_tenant else ALL] = (now_s + REMEMBERED_S, full)
         return self._refusal(full)
 
     def _refusal(self, full: QueueFull) -> NoRoom:
@@ -84,8 +86,8 @@ class BackPressure:
             return RETRY_AFTER_S
         return min(MAX_RETRY_AFTER_S, max(1, math.ceil(num_tokens * DRAINED_SHARE / self._tokens_per_s)))
 
-    def see(self, view: FleetView) -> None:
-        """How fast the fleet works off tokens, from its counters, which start again with each worker."""
+    def observe(self, view: FleetView) -> None:
+        """Update the fleet's token rate from its counters, which restart with each worker."""
         counters = (STAT_PROMPT_TOKENS_TOTAL, STAT_GENERATION_TOKENS_TOTAL)
         tokens = sum(card.stats.get(name, 0.0) for card in view.cards for name in counters)
         seen_at_s, before = self._worked_off

@@ -1,4 +1,4 @@
-"""Opens requests: submits their jobs, follows them, and sees to it that no job outlives its request."""
+"""Submits the jobs of accepted requests, follows their events, and cancels jobs that no request needs any more."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from typing import Any
 
 from service.errors import EndReason, RequestError
 from service.gateway.core.accepted_request import AcceptedRequest
-from service.gateway.core.admission import unavailable
 from service.gateway.core.back_pressure import BackPressure, NoRoom
-from service.gateway.core.background import BackgroundWrites
+from service.gateway.core.queue_writes import BackgroundWrites
+from service.gateway.core.refusals import failure, storage_refusal, unavailable
+from service.gateway.core.response_stream import JobStream, ResponseAssembler, ResponseStream
+from service.gateway.core.served_model import ServedModel
 from service.gateway.core.spans import begin_generation, end_generation
-from service.gateway.core.storage import storage_refusal
-from service.gateway.generation.response_assembler import ResponseAssembler
-from service.gateway.generation.response_stream import JobStream, ResponseStream, failure
-from service.gateway.generation.served_model import ServedModel
 from service.observability.logs import fields
 from service.observability.metrics import GatewayMetrics
 from service.observability.tracing import NO_TRACING, Tracing
@@ -38,7 +36,7 @@ async def read_to_end(stream: ResponseStream) -> None:
 
 
 Reader = Callable[[ResponseStream], Coroutine[Any, Any, None]]
-"""What becomes of the answer of a request that has no client."""
+"""Consumes the answer of a request that has no client."""
 
 
 class RequestDispatcher:
@@ -52,7 +50,7 @@ class RequestDispatcher:
         tracing: Tracing = NO_TRACING,
         limits: StorageLimits = UNLIMITED,
     ) -> None:
-        """`grace_s`: how long a resumable request goes on with nobody there."""
+        """`grace_s`: how long a resumable request goes on without a client."""
         self._model = model
         self._queue = queue
         self._pressure = pressure
@@ -70,11 +68,10 @@ class RequestDispatcher:
 
     @asynccontextmanager
     async def open(self, accepted: AcceptedRequest, *, is_shared: bool = False) -> AsyncIterator[ResponseStream]:
-        """Submits the jobs; on leaving before their end, for whatever reason, cancels them. Those of a request that
-        `is_shared` go on where only this gateway leaves, or hears no answer from the queue: they are asked for again,
-        here or by another gateway.
+        """Submit the jobs; cancel them on leaving before their end.
 
-        Raises RequestError: 429 or 503 where a job was not accepted or this door closes, 504 past the deadline.
+        Jobs of an `is_shared` request go on if only this gateway leaves or loses the queue: a gateway will ask for them
+        again. Raises RequestError: 429 or 503 for a refused job or a closing gateway, 504 past the deadline.
         """
         scope = _Scope(asyncio.timeout(accepted.timeout_s), owns_jobs=True, is_shared=is_shared)
         async with self._opened(accepted, scope) as stream:
@@ -82,13 +79,14 @@ class RequestDispatcher:
 
     @asynccontextmanager
     async def view(self, accepted: AcceptedRequest) -> AsyncIterator[ResponseStream]:
-        """The answer of a request that is under way or over, from its beginning. Leaving ends nothing.
+        """Read a submitted request's answer from its beginning; leaving ends nothing.
 
-        While inside, a request that outlives its clients knows that one is there. Raises RequestError like `open`.
+        Inside, a resumable request counts as watched. Raises RequestError like `open`.
         """
         watching = asyncio.create_task(self._watch(accepted)) if accepted.request.resumable else None
         try:
-            async with self._opened(accepted, _Scope(asyncio.timeout(accepted.timeout_s), owns_jobs=False)) as stream:
+            scope = _Scope(asyncio.timeout(accepted.timeout_s), owns_jobs=False)
+            async with self._opened(accepted, scope) as stream:
                 yield stream
         finally:
             if watching is not None:
@@ -100,8 +98,8 @@ class RequestDispatcher:
         has watched it for `resume_grace` seconds. `read` gets the response stream. Return once the jobs are queued.
         Raises RequestError.
         """
-        submitted = asyncio.get_running_loop().create_future()
-        submitted.add_done_callback(asyncio.Future.exception)  # its client may have left before it could hear
+        submitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        submitted.add_done_callback(asyncio.Future.exception)  # the client may have left before it is read
         task = asyncio.create_task(self._keep(accepted, submitted, read))
         self._keepers.add(task)
         task.add_done_callback(self._keepers.discard)
@@ -115,7 +113,7 @@ class RequestDispatcher:
             async with self._opened(accepted, scope) as stream:
                 if accepted.request.resumable:
                     await self._mark(accepted)
-                    patience = asyncio.create_task(self._await_desertion(accepted, scope))
+                    patience = asyncio.create_task(self._end_unwatched(accepted, scope))
                 submitted.set_result(None)
                 await read(stream)
         except RequestError as error:
@@ -129,9 +127,9 @@ class RequestDispatcher:
             if not submitted.done():
                 submitted.set_exception(unavailable())
 
-    async def _await_desertion(self, accepted: AcceptedRequest, scope: _Scope) -> None:
-        """One missing mark may have been lost, or have run out early where Redis' clock was set: who is there writes
-        another before the next look."""
+    async def _end_unwatched(self, accepted: AcceptedRequest, scope: _Scope) -> None:
+        """End the scope after NUM_MISSING_MARKS looks without a mark: a single one may be lost, or expire early when
+        Redis' clock is set."""
         num_missing = 0
         while num_missing < NUM_MISSING_MARKS:
             await asyncio.sleep(self._grace_s / LOOKS_PER_GRACE)
@@ -156,13 +154,14 @@ class RequestDispatcher:
         return True
 
     def _mark_last(self, accepted: AcceptedRequest) -> None:
-        """Record that no client of this gateway is connected any more."""
+        """Restart the grace period as this gateway's last client leaves."""
         mark = lambda: self._queue.watch(accepted.request_id, self._grace_s)  # noqa: E731
         self.background.repeat(mark, "request not marked as watched", self._grace_s, request=accepted.request_id)
 
     @asynccontextmanager
     async def _opened(self, accepted: AcceptedRequest, scope: _Scope) -> AsyncIterator[ResponseStream]:
-        jobs = [self._follow(accepted, number, is_there=not scope.owns_jobs) for number in range(len(accepted.job_ids))]
+        numbers = range(len(accepted.job_ids))
+        jobs = [self._follow(accepted, number, is_queued=not scope.owns_jobs) for number in numbers]
         stream = ResponseStream(jobs, sum(accepted.num_prompt_tokens))
         self._open.add(scope)
         span = begin_generation(self._tracing if scope.owns_jobs else NO_TRACING, accepted)
@@ -173,13 +172,13 @@ class RequestDispatcher:
                     await self._submit(accepted, jobs, span.traceparent, scope)
                 yield stream
         except NoRoom as error:
-            is_kept, refused = True, error.code  # `_withdraw` ends what was accepted of it
+            is_kept, refused = True, error.code  # `_withdraw` ends the jobs that were accepted
             raise
         except RequestError as error:
-            is_kept, refused = False, error.code  # one of its jobs has failed
+            is_kept, refused = False, error.code  # a job failed
             raise
         except QueueUnavailable:
-            # Its jobs may exist: a retry finds them running or done.
+            # The jobs may exist: a retry finds them running or done.
             reason = EndReason.INTERNAL
             raise unavailable() from None
         except TimeoutError:
@@ -197,35 +196,34 @@ class RequestDispatcher:
     async def _submit(
         self, accepted: AcceptedRequest, job_streams: Sequence[JobStream], traceparent: str | None, scope: _Scope
     ) -> None:
-        """Raises NoRoom, or QueueUnavailable where the queue is away or does not answer."""
+        """Raises NoRoom, RequestError (429, 503) for full storage, QueueUnavailable."""
         by_id = {job_stream.job_id: job_stream for job_stream in job_streams}
         for number, job in enumerate(accepted.jobs):
             job_stream = by_id[job.job_id]
-            job_stream.submitting()
+            job_stream.note_submitting()
             try:
                 traced = job if traceparent is None else replace(job, traceparent=traceparent)
                 record = None if number else accepted.record
                 await self._queue.submit(traced, self._pressure.bounds, record, self._limits)
             except (QueueFull, StorageFull) as full:
-                job_stream.refused()
-                if not scope.is_shared and len(accepted.jobs) == len(
-                    job_streams
-                ):  # else its owner goes on asking for it
+                job_stream.note_refused()
+                is_new = len(accepted.jobs) == len(job_streams)
+                if is_new and not scope.is_shared:  # else a gateway goes on asking for it
                     self.background.spawn(self._withdraw(accepted, number))
                 if isinstance(full, StorageFull):
                     raise storage_refusal(full) from None
                 raise self._pressure.refused(accepted.tenant, full) from None
             self._pressure.accepted(accepted.tenant)
-            job_stream.accepted(self._metrics.track_request(len(job.prompt) // 4))
+            job_stream.note_accepted(self._metrics.track_request(len(job.prompt) // 4))
 
     async def _withdraw(self, accepted: AcceptedRequest, num_accepted: int) -> None:
-        """A request that was refused is not to be found, so that a flood of them leaves nothing behind. What was
-        accepted of it ends after that, for as long as it is found it may be asked for."""
+        """Forget a refused request, so that a flood leaves no records; then cancel its accepted jobs, in this order,
+        since a request that can be found may be asked for."""
         if num_accepted == 0 and accepted.idempotency is None:
-            return  # nothing of it was kept
+            return  # no record was written
 
         def forget() -> Awaitable[None]:
-            # Unless a request under the same key, made at the same time, was accepted.
+            # Unless a concurrent request under the same key was accepted.
             unless_there = None if num_accepted else accepted.request_id
             return self._queue.forget(accepted.request_id, accepted.tenant, accepted.idempotency, unless_there)
 
@@ -233,39 +231,39 @@ class RequestDispatcher:
             for job in accepted.jobs[:num_accepted]:
                 self._cancel(Cancel(job_id=job.job_id, reason=EndReason.CANCELLED))
 
-    def _follow(self, accepted: AcceptedRequest, number: int, is_there: bool) -> JobStream:
+    def _follow(self, accepted: AcceptedRequest, number: int, *, is_queued: bool) -> JobStream:
         job_id = accepted.job_ids[number]
-        text = ResponseAssembler(accepted.request, self._model, number * accepted.request.sampling.n)
-        return JobStream(job_id, self._queue.follow(job_id), text, self._cancel, is_there)
+        assembler = ResponseAssembler(accepted.request, self._model, number * accepted.request.sampling.n)
+        return JobStream(job_id, self._queue.follow(job_id), assembler, self._cancel, is_queued)
 
-    def let_go(self) -> None:
-        """Requests that outlive their clients outlive this gateway too."""
+    def release_kept(self) -> None:
+        """Stop following requests that outlive their clients; another gateway can go on with them."""
         for scope in [scope for scope in self._open if scope.is_kept]:
             scope.end(EndReason.SHUTDOWN)
 
     def end_all(self) -> None:
-        """Every open request ends now, with SHUTDOWN."""
+        """End every open request with SHUTDOWN."""
         for scope in self._open:
             scope.end(EndReason.SHUTDOWN)
 
     async def close(self) -> None:
-        """Waits until the cancels on their way have been said, a while at most."""
+        """Wait up to CLOSE_TIMEOUT_S for the last cancels."""
         if self._keepers:
             await asyncio.wait(self._keepers, timeout=CLOSE_TIMEOUT_S)
         await self.background.close()
 
     def _cancel(self, cancel: Cancel) -> None:
-        # Said by a task of its own: the request's task may itself be cancelled, its client having left.
+        # In a task of its own: the request's task may itself be cancelled because its client left.
         self.background.repeat(lambda: self._queue.cancel(cancel), "cancel not said", job=cancel.job_id)
 
 
 @dataclass(eq=False)
 class _Scope:
-    """What bounds an open request in time, and what it means when the time is up."""
+    """An open request's deadline and what leaving it means for its jobs."""
 
     timeout: asyncio.Timeout
-    owns_jobs: bool  # they end with it
-    is_kept: bool = False  # it has no client of its own
+    owns_jobs: bool  # leaving cancels them
+    is_kept: bool = False  # has no client of its own
     is_shared: bool = False  # any gateway can go on with it
     reason: EndReason = EndReason.DEADLINE
 

@@ -1,28 +1,41 @@
-"""Requests as resources: found again under their id, by any gateway, as long as the queue remembers them."""
+"""Requests that can be found again under their id or idempotency key, by any gateway."""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from service.errors import EndReason, RequestError
-from service.gateway.core.accepted_request import AcceptedRequest, accepted_from, record_of
-from service.gateway.core.admission import UNAVAILABLE, Admission, unavailable
+from service.gateway.core.accepted_request import AcceptedRequest, accepted_from, new_request_id, record_of
+from service.gateway.core.admission import Admission
 from service.gateway.core.dispatcher import RequestDispatcher
-from service.gateway.core.job_ids import new_job_id
-from service.gateway.core.storage import stored
+from service.gateway.core.queue_writes import stored
+from service.gateway.core.refusals import UNAVAILABLE, unavailable
+from service.gateway.core.request import GenerationRequest, OutlineReader
+from service.gateway.core.response_stream import ChoiceDelta, Outcome
 from service.gateway.core.text_threads import TextThreads
-from service.gateway.core.whole_answers import whole_answer
-from service.gateway.generation.request import GenerationRequest
-from service.gateway.openai.answers import Json, ResponseBuilder, error_object
 from service.queue.interface import GatewayQueue, QueueUnavailable
 from service.queue.messages import Cancel, RequestRecord
 from service.queue.storage import StorageLimits
 
-SMALL_OUTLINE_BYTES = 8 << 10
-"""What is read in a millisecond at most is read at once."""
 SLACK_S = 5.0
-"""An answer that is complete may be read so long after its deadline, and a last event may be so late."""
+"""Reading time past the deadline, for a complete answer or a late last event."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestState:
+    """The progress of a request: at its end with `deltas` and `outcome`, or with `error`."""
+
+    status: str  # queued | in_progress | completed | cancelled | failed
+    queue_position: int | None = None  # the tenant's jobs queued before it
+    deltas: Sequence[ChoiceDelta] = ()
+    outcome: Outcome | None = None
+    error: RequestError | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self.status in ("queued", "in_progress")
 
 
 class RequestStore:
@@ -33,18 +46,19 @@ class RequestStore:
         dispatcher: RequestDispatcher,
         threads: TextThreads,
         limits: StorageLimits,
+        read_outline: OutlineReader,
     ) -> None:
         self._queue = queue
         self._admission = admission
         self._dispatcher = dispatcher
         self._threads = threads
         self._limits = limits
+        self._read_outline = read_outline
 
     async def accept(self, request: GenerationRequest, tenant: str, idempotency_key: str | None) -> AcceptedRequest:
-        """The accepted request, which will be remembered once it is submitted, or is already where it has a key; one
-        without jobs where the same request came before under its key. Raises RequestError like `admit`, and 409 where
-        the key stands for another one."""
-        accepted = await self._admission.admit(request, tenant, new_job_id())
+        """Admit a request that can be found again once submitted; with a key, from now on. It has no jobs if an earlier
+        request had the same key and body. Raises RequestError like `admit`, and 409 for a key with another body."""
+        accepted = await self._admission.admit(request, tenant, new_request_id())
         if idempotency_key is None:
             return replace(accepted, record=record_of(accepted))
         digest = _key_digest(tenant, idempotency_key)
@@ -56,36 +70,36 @@ class RequestStore:
             if record.digest != request.source.digest:
                 message = "The Idempotency-Key was used before, with another request."
                 raise RequestError(409, message, param="Idempotency-Key", code="idempotency_key_reused")
-            earlier = await self._ticket(record)
+            earlier = await self._rebuilt(record)
             events = await self._queue.last_events(earlier.job_ids)
         except QueueUnavailable:
             raise unavailable() from None
         earlier = replace(earlier, came_before=True)
         if all(events):
             return earlier
-        # Its gateway may have heard no answer, or died before all was queued. No job is accepted twice; one that is not
-        # there generates the same, since a seed that the client has not chosen follows from the request's id.
+        # Its gateway may have died before all jobs were queued. The queue accepts no job twice, and a resubmitted job
+        # generates the same: an unset seed follows from the request's id.
         again = await self._admission.admit(request, tenant, earlier.request_id)
-        missing = tuple(job for job, event in zip(again.jobs, events, strict=True) if event is None)
-        return replace(earlier, jobs=missing, idempotency=digest)
+        unsubmitted = tuple(job for job, event in zip(again.jobs, events, strict=True) if event is None)
+        return replace(earlier, jobs=unsubmitted, idempotency=digest)
 
     async def _first_under(self, digest: str, accepted: AcceptedRequest) -> RequestRecord | None:
-        """The record of an earlier request under the same key; None: this one is the first, and is remembered. Raises
-        RequestError (429, 503)."""
+        """Return the earlier request's record under this key, or None after recording this request as the first.
+        Raises RequestError (429, 503)."""
         while True:
             holder = await stored(self._queue.remember(record_of(accepted), digest, self._limits))
             if holder == accepted.request_id:
                 return None
             record = await stored(self._queue.recall(holder))
-            if record is not None:  # else it was refused and forgotten between the two
+            if record is not None:  # else it was refused and forgotten in between
                 return record
 
     async def forget(self, request_id: str, tenant: str, idempotency_key: str) -> None:
-        """A request that was accepted under this key, and whose answer is kept elsewhere. Raises QueueUnavailable."""
+        """Drop the record of a request whose answer is stored elsewhere. Raises QueueUnavailable."""
         await self._queue.forget(request_id, tenant, _key_digest(tenant, idempotency_key))
 
     async def find(self, request_id: str, tenant: str) -> AcceptedRequest:
-        """Raises RequestError: 404 for one that is forgotten, never was, or is another tenant's."""
+        """Raises RequestError: 404 for an unknown id or another tenant's, 503."""
         try:
             record = await self._queue.recall(request_id.removeprefix("chatcmpl-").removeprefix("cmpl-"))
         except QueueUnavailable:
@@ -94,31 +108,20 @@ class RequestStore:
             record = None
         if record is None or record.tenant != tenant:
             raise RequestError(404, "There is no such request.", param="id", code="request_not_found")
-        return await self._ticket(record)
+        return await self._rebuilt(record)
 
-    async def state(self, accepted: AcceptedRequest, builder: ResponseBuilder, *, was_accepted: bool = False) -> Json:
-        """How far the request is; with `response` or `error` once it has ended. `queue_position`: how many of its
-        tenant's own jobs go before it. `was_accepted` just now: it counts as queued if the queue cannot be asked, where
-        else that is a RequestError (503)."""
-        state = {
-            "id": accepted.request_id,
-            "object": "request",
-            "endpoint": accepted.request.endpoint,
-            "created": int(accepted.created_s),
-            "background": accepted.request.background,
-            "queue_position": None,
-            "error": None,
-            "response": None,
-        }
+    async def state(self, accepted: AcceptedRequest, *, was_accepted: bool = False) -> RequestState:
+        """`was_accepted`: just now, so the request counts as queued if the queue does not answer; otherwise that raises
+        RequestError (503)."""
         try:
             events = await self._queue.last_events(accepted.job_ids)
-            place = None if any(events) else await self._queue.place(accepted.request_id)
+            position = None if any(events) else await self._queue.place(accepted.request_id)
         except QueueUnavailable:
             if was_accepted:
-                return {**state, "status": "queued"}
+                return RequestState(status="queued")
             raise unavailable() from None
         if not all(event is not None and event.end is not None for event in events):
-            return {**state, "status": "in_progress" if any(events) else "queued", "queue_position": place}
+            return RequestState(status="in_progress" if any(events) else "queued", queue_position=position)
         try:
             async with self._dispatcher.view(accepted) as stream:
                 deltas = [delta async for delta in stream]
@@ -126,27 +129,25 @@ class RequestStore:
             if error.code == UNAVAILABLE:
                 raise
             status = "cancelled" if error.code == EndReason.CANCELLED else "failed"
-            return {**state, "status": status, "error": error_object(error)}
-        response = await whole_answer(self._threads, accepted, builder, deltas, stream.outcome)
-        return {**state, "status": "completed", "response": response}
+            return RequestState(status=status, queue_position=position, error=error)
+        return RequestState(status="completed", queue_position=position, deltas=deltas, outcome=stream.outcome)
 
     async def cancel(self, accepted: AcceptedRequest) -> None:
-        """Asks for the end of every job that has not ended. Raises RequestError (503)."""
+        """Cancel every job that has not ended. Raises RequestError (503)."""
         try:
             for job_id in accepted.job_ids:
                 await self._queue.cancel(Cancel(job_id=job_id, reason=EndReason.CANCELLED))
         except QueueUnavailable:
             raise unavailable() from None
 
-    async def _ticket(self, record: RequestRecord) -> AcceptedRequest:
+    async def _rebuilt(self, record: RequestRecord) -> AcceptedRequest:
         try:
             now_s = await self._queue.now_s()
         except QueueUnavailable:
             raise unavailable() from None
-        if len(record.outline) <= SMALL_OUTLINE_BYTES:
-            accepted = accepted_from(record, now_s)
-        else:
-            accepted = await self._threads.run(record.tenant, accepted_from, record, now_s)
+        accepted = await self._threads.run_sized(
+            len(record.outline), record.tenant, accepted_from, record, now_s, self._read_outline
+        )
         return accepted if accepted.timeout_s > SLACK_S else accepted.with_timeout(SLACK_S)
 
 

@@ -1,4 +1,4 @@
-"""Spans of requests at the doors, in the words of OpenTelemetry's conventions for HTTP and for generative AI."""
+"""Spans of requests, named by OpenTelemetry's conventions for HTTP and generative AI."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from aiohttp import web
-
 from service.errors import ENDINGS, EndReason, RequestError
 from service.gateway.core.accepted_request import AcceptedRequest
-from service.gateway.generation.request import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, GenerationRequest
-from service.gateway.generation.response_stream import ResponseStream
+from service.gateway.core.request import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES
+from service.gateway.core.response_stream import ResponseStream
 from service.observability.logs import add_log_context, fields, log_context
 from service.observability.tracing import (
     Attributes,
@@ -25,23 +23,22 @@ from service.observability.tracing import (
 
 log = logging.getLogger("quire.gateway")
 
-TRACED = "/v1/"
-"""Routes under it have spans; nobody wants those of probes and of pages that ask every second."""
-
 OPERATIONS = {COMPLETIONS: "text_completion", CHAT: "chat", RESPONSES: "chat", EMBEDDINGS: "embeddings"}
 PROVIDER = "quire"
 
 
 @contextmanager
-def followed(tracing: Tracing, http: web.Request, route: str) -> Iterator[Callable[[int], None]]:
-    """Inside, spans and log lines belong to the client's trace, or to one that begins here. To be called with the
-    status of the answer."""
-    name = f"{http.method} {route}"
+def http_span(
+    tracing: Tracing, *, method: str, route: str, scheme: str, traceparent: str | None
+) -> Iterator[Callable[[int], None]]:
+    """Open the span of an HTTP request and yield a function to call with the response's status.
+
+    Spans and log lines inside belong to the trace of the client's `traceparent` header, or to a new one.
+    """
     attributes: Attributes = {}
     if tracing.is_on:
-        attributes = {"http.request.method": http.method, "http.route": route, "url.scheme": http.scheme}
-    theirs = read_traceparent(http.headers.get("traceparent"))
-    span = tracing.start_span(name, theirs, attributes, kind="server")
+        attributes = {"http.request.method": method, "http.route": route, "url.scheme": scheme}
+    span = tracing.start_span(f"{method} {route}", read_traceparent(traceparent), attributes, kind="server")
     failure = None
 
     def answered(status: int) -> None:
@@ -59,18 +56,18 @@ def followed(tracing: Tracing, http: web.Request, route: str) -> Iterator[Callab
 
 
 @contextmanager
-def admission(tracing: Tracing) -> Iterator[Callable[[AcceptedRequest], None]]:
-    """The span of admission; call the yielded function with the accepted request."""
-    span, failure = tracing.start_span("admission", current_traceparent(), {}), "cancelled"
+def admission_span(tracing: Tracing) -> Iterator[Callable[[AcceptedRequest], None]]:
+    """Open the span of an admission and yield a function to call with the accepted request."""
+    span = tracing.start_span("admission", current_traceparent(), {})
+    failure: str | None = "cancelled"
 
     def admitted(accepted: AcceptedRequest) -> None:
-        add_log_context(request=accepted.request_id)
+        request_id, num_tokens = accepted.request_id, sum(accepted.num_prompt_tokens)
+        add_log_context(request=request_id)
         if log.isEnabledFor(logging.DEBUG):
-            log.debug("admitted %s", fields(request=accepted.request_id, prompt_tokens=sum(accepted.num_prompt_tokens)))
+            log.debug("admitted %s", fields(request=request_id, prompt_tokens=num_tokens))
         if tracing.is_on:
-            span.set_attributes(
-                {"quire.request": accepted.request_id, "gen_ai.usage.input_tokens": sum(accepted.num_prompt_tokens)}
-            )
+            span.set_attributes({"quire.request": request_id, "gen_ai.usage.input_tokens": num_tokens})
 
     try:
         yield admitted
@@ -83,16 +80,16 @@ def admission(tracing: Tracing) -> Iterator[Callable[[AcceptedRequest], None]]:
 
 
 def begin_generation(tracing: Tracing, accepted: AcceptedRequest) -> Span:
-    """The span of all that a request's jobs do, until its answer is told."""
+    """Begin the span of a request's jobs."""
     operation = OPERATIONS[accepted.request.endpoint]
-    attributes = _asked(accepted, operation) if tracing.is_on else {}
+    attributes = _request_attributes(accepted, operation) if tracing.is_on else {}
     return tracing.start_span(
         " ".join(filter(None, (operation, accepted.request.model))), current_traceparent(), attributes
     )
 
 
 def end_generation(span: Span, stream: ResponseStream, reason: EndReason, refused: str | None) -> None:
-    """`reason`: why it ends, where it does not by itself; `refused`: why its jobs were, or failed."""
+    """`reason`: why the request ends, where its jobs do not say; `refused`: the code of the error that ended it."""
     reasons = stream.reasons(reason)
     outcome = stream.outcome
     span.set_attributes(
@@ -107,8 +104,8 @@ def end_generation(span: Span, stream: ResponseStream, reason: EndReason, refuse
     span.end(refused or (failures[0] if failures else None))
 
 
-def _asked(accepted: AcceptedRequest, operation: str) -> Attributes:
-    request: GenerationRequest = accepted.request
+def _request_attributes(accepted: AcceptedRequest, operation: str) -> Attributes:
+    request = accepted.request
     params = request.sampling
     return {
         "gen_ai.operation.name": operation,
@@ -132,5 +129,5 @@ def _asked(accepted: AcceptedRequest, operation: str) -> Attributes:
 
 
 def _signed(seed: int | None) -> int | None:
-    """Of 0..2^64-1 the number from -2^63 to 2^63-1 that a client writes for it, and that an attribute can hold."""
+    """Map 0..2^64-1 to the signed 64-bit integers that an attribute can hold."""
     return seed - (1 << 64) if seed is not None and seed >= 1 << 63 else seed

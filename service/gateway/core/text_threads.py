@@ -1,4 +1,4 @@
-"""Threads for what would hold up the event loop: parsing, validating, tokenising. Fair between tenants."""
+"""Threads for work that would block the event loop (parsing, validating, tokenizing), fair between tenants."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 NUM_THREADS = 4
+SMALL_BYTES = 8 << 10
+"""Input that is read in at most a millisecond, less than a trip to a thread."""
 OWN = ""
-"""The tenant of what the gateway does for itself."""
+"""The tenant of the gateway's own calls."""
 
 
 @dataclass(eq=False)
@@ -27,8 +29,8 @@ class _Call:
 
 
 class TextThreads:
-    """A tenant has at most all threads but one at a time; tenants that wait take turns. The process does not wait for
-    the threads when it ends."""
+    """A tenant has at most NUM_THREADS - 1 threads at a time; waiting tenants take turns. The threads are daemons: the
+    process ends without them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -39,26 +41,31 @@ class TextThreads:
         for number in range(NUM_THREADS):
             threading.Thread(target=self._work, name=f"text_{number}", daemon=True).start()
 
-    async def run(self, tenant: str, call: Callable[..., Found], *args: Any) -> Found:
-        """What `call` returns or raises. Where it is not waited for any more, it gives up its place."""
+    async def run(self, tenant: str, call: Callable[..., Result], *args: Any) -> Result:
+        """Return or raise what `call` does. Cancelling gives up its place in the queue."""
         loop = asyncio.get_running_loop()
         entry = _Call(tenant, call, args, loop, loop.create_future())
         with self._changed:
             self._waiting.setdefault(tenant, deque()).append(entry)
             self._changed.notify()
         try:
-            return await entry.result
+            result: Result = await entry.result
+            return result
         except asyncio.CancelledError:
             with self._changed:
                 self._remove(entry)
             raise
         finally:
-            # An error's traceback holds this frame, and the entry the error and what `call` was given: such a circle
-            # would stay, body and all, until the garbage collector comes by.
+            # An error's traceback holds this frame, and `entry` the error and the arguments: that cycle would keep a
+            # whole body alive until the garbage collector runs.
             del entry
 
-    async def answer(self, within_s: float) -> bool:
-        """Whether a thread takes up a new call in time."""
+    async def run_sized(self, num_bytes: int, tenant: str, call: Callable[..., Result], *args: Any) -> Result:
+        """Like `run`, but on the event loop if the input has at most SMALL_BYTES."""
+        return call(*args) if num_bytes <= SMALL_BYTES else await self.run(tenant, call, *args)
+
+    async def responds(self, within_s: float) -> bool:
+        """Return whether a thread takes up a new call in time."""
         with self._changed:
             if self._running.total() < NUM_THREADS:
                 return True
@@ -68,7 +75,7 @@ class TextThreads:
         return bool(done)
 
     def close(self) -> None:
-        """Does not wait for what runs."""
+        """End the idle threads; running calls are not awaited."""
         if self._probe is not None:
             self._probe.cancel()
         with self._changed:
@@ -78,24 +85,25 @@ class TextThreads:
     def _work(self) -> None:
         while True:
             with self._changed:
-                while (entry := self._take()) is None:
+                while (entry := self._next_call()) is None:
                     if self._is_closed:
                         return
                     self._changed.wait()
-            found = error = None
+            result: Any = None
+            error: BaseException | None = None
             try:
-                found = entry.call(*entry.args)
-            except BaseException as raised:  # it is the caller's
+                result = entry.call(*entry.args)
+            except BaseException as raised:  # re-raised in the caller
                 error = raised
             with self._changed:
                 self._running[entry.tenant] -= 1
                 if not self._running[entry.tenant]:
                     del self._running[entry.tenant]
             with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits
-                entry.loop.call_soon_threadsafe(_settle, entry.result, found, error)
-            del entry, found, error
+                entry.loop.call_soon_threadsafe(_settle, entry.result, result, error)
+            del entry, result, error
 
-    def _take(self) -> _Call | None:
+    def _next_call(self) -> _Call | None:
         tenants = (name for name in self._waiting if self._running[name] < NUM_THREADS - 1)
         tenant = next(tenants, None)
         if tenant is None:
@@ -115,13 +123,13 @@ class TextThreads:
             self._waiting.pop(entry.tenant, None)
 
 
-def _settle(result: asyncio.Future[Any], found: Any, error: BaseException | None) -> None:
-    if result.done():
+def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if future.done():
         return
     if error is not None:
-        result.set_exception(error)
+        future.set_exception(error)
     else:
-        result.set_result(found)
+        future.set_result(result)
 
 
 def _nothing() -> None:

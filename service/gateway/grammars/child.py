@@ -17,15 +17,7 @@ import sys
 from model.errors import GrammarError
 from model.text.grammar_compiler import TextCompiler
 from model.text.grammar_task import write_grammar
-from service.gateway.grammars.messages import (
-    LENGTH,
-    Hello,
-    Reply,
-    decode_hello,
-    decode_task,
-    encode_reply,
-    framed,
-)
+from service.gateway.grammars.messages import LENGTH, Hello, Reply, decode_hello, decode_task, encode_reply, framed
 from service.queue.embedded.die_with_parent import die_with_parent
 
 NICENESS = 3

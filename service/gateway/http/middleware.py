@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from http import HTTPStatus
 from typing import Any
@@ -14,23 +14,19 @@ from aiohttp import HttpVersion11, web
 
 from service.config.settings import Settings
 from service.errors import RequestError
-from service.gateway.core.back_pressure import RETRY_AFTER_S
-from service.gateway.core.service import incident
-from service.gateway.core.spans import TRACED, followed
+from service.gateway.core.refusals import RETRY_AFTER_S, incident
+from service.gateway.core.spans import http_span
 from service.gateway.http.auth import KeyRing
 from service.gateway.http.body_budget import BodyBudget, BodyReservation
 from service.gateway.http.host_check import HostCheck
 from service.gateway.http.slow_clients import abort_connection, drain_writes
-from service.gateway.openai.answers import encode_json, error_json
+from service.gateway.openai.response_builder import encode_json, error_json
 from service.observability.logs import fields
 from service.observability.metrics import GatewayMetrics
 from service.observability.tracing import NO_TRACING, Tracing
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 BaseHandler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
-
-OPEN_ROUTES = frozenset({"/livez", "/readyz", "/health", "/ping"})
-"""Routes without a key; all others need one, unknown ones included."""
 
 PAGE = "/ui"
 """Opened in browsers, which ask for the key on a Basic challenge."""
@@ -49,6 +45,8 @@ log = logging.getLogger("quire.gateway")
 CHUNK_BYTES = 64 << 10
 """A body of unknown length is reserved in steps of this size."""
 CLIENT_LEFT = 499
+TRACED = "/v1/"
+"""Prefix of the routes with spans; probes and polled pages have none."""
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 """They change nothing, and pages of other origins cannot read their answers."""
 
@@ -95,18 +93,32 @@ class AccessControl:
 
 
 def make_middleware(
-    access: AccessControl, metrics: GatewayMetrics, write_timeout_s: float, tracing: Tracing = NO_TRACING
+    access: AccessControl,
+    metrics: GatewayMetrics,
+    write_timeout_s: float,
+    open_routes: Collection[str],
+    tracing: Tracing = NO_TRACING,
 ) -> Callable[..., Any]:
-    """Return the middleware: access control, OpenAI's error JSON, and bounded writing of the answer."""
+    """Return the middleware: access control, OpenAI's error JSON, and bounded writing of the answer.
+
+    `open_routes`: patterns that need no key; all others do, unknown routes included.
+    """
 
     @web.middleware
     async def middleware(http: web.Request, handler: Handler) -> web.StreamResponse:
         route = route_of(http)
         with ExitStack() as inside:
-            answered = inside.enter_context(followed(tracing if route.startswith(TRACED) else NO_TRACING, http, route))
+            span = http_span(
+                tracing if route.startswith(TRACED) else NO_TRACING,
+                method=http.method,
+                route=route,
+                scheme=http.scheme,
+                traceparent=http.headers.get("traceparent"),
+            )
+            answered = inside.enter_context(span)
             try:
                 access.check_request_form(http)
-                if route not in OPEN_ROUTES:
+                if route not in open_routes:
                     inside.enter_context(access.admit(http))
                 response = await handler(http)
             except RequestError as error:

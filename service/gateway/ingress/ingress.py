@@ -1,7 +1,7 @@
-"""The queue door: serves the jobs that foreign producers write to their ingress streams.
+"""Queue ingress: serves the jobs that foreign producers write to their ingress streams.
 
-A job passes the same validator, admission and text code as an HTTP request. What only waiting can help (a full queue, a
-drain) is waited for or left to the next gateway; everything else is answered once, and the entry is settled.
+A job passes the same validation and admission as an HTTP request. A full queue is waited for, a drain leaves the entry
+to the next gateway; any other outcome is replied once, and the entry is settled.
 """
 
 from __future__ import annotations
@@ -14,27 +14,29 @@ from typing import Any, TypeVar
 import msgspec
 
 from service.errors import RequestError
-from service.gateway.core.job_ids import job_id_of
-from service.gateway.core.service import SMALL_BODY_BYTES, InferenceService, incident
-from service.gateway.generation.refusals import refusal
-from service.gateway.generation.request import ENDPOINTS, GenerationRequest
+from service.gateway.core.accepted_request import request_id_of
+from service.gateway.core.refusals import incident, refusal
+from service.gateway.core.request import ENDPOINTS, GenerationRequest
+from service.gateway.core.service import InferenceService
 from service.gateway.ingress.replies import RETRY_S, ChoiceReply, EntryTaken, ReplyWriter, persist
-from service.gateway.openai.calls import ToolCallWriter
+from service.gateway.openai.request_reader import read_fields
+from service.gateway.openai.tool_calls import ToolCallWriter
 from service.observability.logs import add_log_context, fields, log_context
 from service.observability.tracing import read_traceparent, trace_id, use_traceparent
-from service.queue.codec import INGRESS_ID, LIMITS, WireError, decode
+from service.queue.bounded_msgpack import WireError
+from service.queue.codec import INGRESS_ID, LIMITS, decode
 from service.queue.interface import IngressEntry, QueueUnavailable
 from service.queue.keys import INGRESS_KEEP_S
 from service.queue.messages import IngressJob
 
 log = logging.getLogger("quire.gateway")
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 MAX_OPEN_JOBS = 256
 MAX_OPEN_BYTES = 32 << 20
 FETCH_AT_ONCE = 8
-"""A producer's entry may be as long as Redis takes (`proto-max-bulk-len`), and is read whole before it is refused."""
+"""An entry may be as long as Redis allows (`proto-max-bulk-len`), and is read whole before it is refused."""
 FETCH_WAIT_S = 0.5
 
 
@@ -45,12 +47,12 @@ class QueueIngress:
         self._open: dict[asyncio.Task[None], IngressEntry] = {}
 
     async def run(self) -> None:
-        """Serves until `stop`, and returns when no job is open here any more; cancelled, it lets go of them all."""
+        """Serve until `stop`, then return once no job is open here. Cancelling drops all open jobs."""
         keeping = asyncio.create_task(self._keep())
         try:
             while not self._stopping:
                 try:
-                    await self._take_some()
+                    await self._fetch()
                 except QueueUnavailable:
                     await asyncio.sleep(RETRY_S)
                 except Exception as error:
@@ -63,7 +65,7 @@ class QueueIngress:
                 task.cancel()
 
     async def _keep(self) -> None:
-        """Others leave the open entries alone while this goes on; what they have taken nevertheless is theirs."""
+        """Renew this gateway's hold on the open entries, and stop serving those that another gateway took."""
         while True:
             await asyncio.sleep(INGRESS_KEEP_S)
             try:
@@ -76,7 +78,7 @@ class QueueIngress:
                     log.warning("another gateway has taken %s", fields(producer=entry.producer, entry=entry.entry_id))
                     task.cancel()
 
-    async def _take_some(self) -> None:
+    async def _fetch(self) -> None:
         room = min(MAX_OPEN_JOBS - len(self._open), FETCH_AT_ONCE)
         if room == 0 or sum(len(entry.payload) for entry in self._open.values()) >= MAX_OPEN_BYTES:
             await asyncio.wait(self._open, timeout=FETCH_WAIT_S, return_when=asyncio.FIRST_COMPLETED)
@@ -87,7 +89,7 @@ class QueueIngress:
             task.add_done_callback(self._open.pop)
 
     def stop(self) -> None:
-        """Takes no more entries. Those that are open end, or stay unsettled for the next gateway."""
+        """Take no more entries. The open ones end, or stay unsettled for the next gateway."""
         self._stopping = True
 
     async def _serve(self, entry: IngressEntry) -> None:
@@ -110,7 +112,7 @@ class QueueIngress:
             incident(error, "queue")
 
     async def _answer(self, entry: IngressEntry, replies: ReplyWriter) -> bool:
-        """Whether the entry has its final reply."""
+        """Return whether the entry has its final reply."""
         loop = asyncio.get_running_loop()
         give_up_at_s = loop.time() + self._service.settings.request_timeout
         try:
@@ -152,8 +154,8 @@ class QueueIngress:
 
     async def _answer_job(self, job: IngressJob, entry: IngressEntry, replies: ReplyWriter) -> None:
         request = await self._read(job, entry.producer)
-        # Whichever gateway has the entry finds the same jobs: the next one hears what this one heard.
-        request_id = job_id_of("ingress", entry.producer, entry.entry_id)
+        # The same id in every gateway: the next one finds the same jobs and reads the same events.
+        request_id = request_id_of("ingress", entry.producer, entry.entry_id)
         accepted = await self._service.admit(request, entry.producer, request_id)
         options = self._service.model.call_options(request.tools)
         writer = None if options is None else ToolCallWriter(accepted.request_id, options)
@@ -163,8 +165,8 @@ class QueueIngress:
                 choice = choices[delta.index]
                 choice.push(delta)
                 if request.stream and delta.finish_reason is None:
-                    await replies.send_text(delta.index, choice.take())
-        # Of beams in a grammar there may be fewer that end than were asked for.
+                    await replies.send_text(delta.index, choice.take_text())
+        # Fewer beams than asked for may end within a grammar.
         await replies.finish(
             [choice for choice in choices.values() if choice.finish_reason is not None], stream.outcome
         )
@@ -172,10 +174,10 @@ class QueueIngress:
     async def _read(self, job: IngressJob, producer: str) -> GenerationRequest:
         if job.endpoint not in ENDPOINTS:
             raise refusal("endpoint", f"must be one of {', '.join(ENDPOINTS)}")
-        request = await self._service.read(job.endpoint, job.body, producer)
+        request = await self._service.threads.run(producer, read_fields, job.endpoint, job.body)
         for name in ("resumable", "background"):
             if getattr(request, name):
-                raise refusal(name, "is for HTTP; a reply stream waits for whoever reads it")
+                raise refusal(name, "is for HTTP; a reply stream needs no connected client")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(request.sampling, name) is not None:
                 raise refusal(name, "are not carried by the queue's replies")
@@ -187,11 +189,8 @@ class QueueIngress:
                 raise refusal(name, "is not carried by the queue's replies")
         return request
 
-    async def _read_off_loop(self, entry: IngressEntry, read: Callable[..., Found], *args: Any) -> Found:
-        """What `read` makes of the entry: at once if it is so small that this takes a millisecond at most."""
-        if len(entry.payload) <= SMALL_BODY_BYTES:
-            return read(*args)
-        return await self._service.threads.run(entry.producer, read, *args)
+    async def _read_off_loop(self, entry: IngressEntry, read: Callable[..., Result], *args: Any) -> Result:
+        return await self._service.threads.run_sized(len(entry.payload), entry.producer, read, *args)
 
     async def _persistently(self, attempt: Callable[[], Awaitable[None]]) -> None:
         await persist(attempt, self._service.settings.request_timeout)
@@ -202,7 +201,7 @@ class _Named(msgspec.Struct):
 
 
 def _reply_id(entry: IngressEntry) -> str:
-    """Where the replies go: the producer's own name for the job, or the entry's id where a broken message has none."""
+    """Return the producer's name for the job, which replies go to; for a broken message without one, the entry's id."""
     try:
         if len(entry.payload) <= LIMITS[IngressJob].max_bytes:
             name = msgspec.msgpack.decode(entry.payload, type=_Named).id

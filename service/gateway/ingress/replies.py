@@ -1,34 +1,35 @@
-"""Answers as the replies that a foreign producer reads: text as it comes, calls and the cost at the end."""
+"""Answers as replies to a foreign producer: text as it comes, calls and usage at the end."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from service.errors import RequestError
+from service.gateway.core.response_stream import ChoiceDelta, Outcome
 from service.gateway.core.service import InferenceService
-from service.gateway.generation.response_assembler import ChoiceDelta
-from service.gateway.generation.response_stream import Outcome
-from service.gateway.openai.answers import error_object
-from service.gateway.openai.calls import ToolCallWriter, gather_calls
+from service.gateway.openai.response_builder import error_object
+from service.gateway.openai.tool_calls import ToolCallWriter, gather_calls
 from service.queue.codec import decode, encode
 from service.queue.interface import IngressEntry, QueueUnavailable, Standing
 from service.queue.messages import Reply, Usage
 
+Result = TypeVar("Result")
+
 RETRY_S = 1.0
 MAX_REPLY_CHARS = 128 << 10
-"""A reply message is bounded in bytes; a longer text is told in several."""
+"""A longer text takes several replies, which are bounded in bytes."""
 IN_USE = "id: is the name of another job that has not ended (a new one, or the same after the job's last reply)."
 
 
 @dataclass
 class ChoiceReply:
-    """What is yet to be told of one choice."""
+    """The unsent part of one choice."""
 
     index: int
-    writer: ToolCallWriter | None  # None: it calls nothing
+    writer: ToolCallWriter | None  # None: no calls
     text: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: str | None = None
@@ -45,18 +46,18 @@ class ChoiceReply:
         if is_last:
             self.finish_reason = self.writer.finish_reason(self.index, delta.finish_reason)
 
-    def take(self) -> str:
+    def take_text(self) -> str:
         text, self.text = self.text, ""
         return text
 
 
 class EntryTaken(Exception):
-    """Another gateway has the entry now: nothing more is told of it here."""
+    """Another gateway has the entry now and goes on with its replies."""
 
 
 class ReplyWriter:
-    """The replies to one entry, numbered from 1. Each is written once, whatever answers are lost and whichever gateway
-    goes on with the entry."""
+    """Writes the replies to one entry, numbered from 1. Each is written exactly once, also when Redis' answers are lost
+    or another gateway takes over."""
 
     def __init__(self, service: InferenceService, entry: IngressEntry, reply_id: str) -> None:
         self._service = service
@@ -65,29 +66,26 @@ class ReplyWriter:
         self._num_sent = 0
         self._num_sent_chars: dict[int, int] = {}  # by choice, in all replies
         self._num_read_chars: dict[int, int] = {}  # by choice, since `start_over`
-        self._ended: set[int] = set()  # choices whose end was told
+        self._ended: set[int] = set()  # choices whose end is sent
 
     async def begin(self) -> bool:
-        """Whether there is anything to tell. Raises RequestError (409) where the id is another job's, to be told under
-        the entry's own id. Raises EntryTaken, and QueueUnavailable where the queue stays away."""
-        queue, found = self._service.queue, None
-
-        async def ask() -> None:
-            nonlocal found
-            found = await queue.begin_replies(self._entry, self._id)
-
-        await persist(ask, self._service.settings.request_timeout)
+        """Return whether any reply is missing. Raises RequestError (409) if another open job has the id, to reply under
+        the entry's own id; EntryTaken; QueueUnavailable if the queue stays away."""
+        queue = self._service.queue
+        found = await persist(
+            lambda: queue.begin_replies(self._entry, self._id), self._service.settings.request_timeout
+        )
         if found.standing is Standing.TAKEN:
             raise EntryTaken
         if found.standing is Standing.IN_USE:
             self._id = self._entry.entry_id
             raise RequestError(409, IN_USE, param="id", code="id_in_use")
-        # A producer that has heard no answer to its XADD writes the same again: the first entry is the one that counts.
+        # A producer without an answer to its XADD writes the job again; its first entry counts.
         return found.standing is Standing.OURS and not self._has_ended(found.replies)
 
     def _has_ended(self, replies: Sequence[bytes]) -> bool:
-        """Whether a gateway that is gone has told all. What it has told of it is not told again: the same events give
-        the same text, wherever they are read."""
+        """Return whether a former gateway sent all replies. Those it sent are not sent again: equal events give equal
+        text in every gateway."""
         for payload in replies:
             reply = decode(Reply, payload)
             self._count(reply)
@@ -96,11 +94,11 @@ class ReplyWriter:
         return False
 
     def start_over(self) -> None:
-        """The answer is heard again from its beginning."""
+        """Expect the answer's text again from its beginning."""
         self._num_read_chars.clear()
 
     async def send_text(self, index: int, text: str) -> None:
-        """Some more text of a choice. Raises EntryTaken, and QueueUnavailable where the queue stays away."""
+        """Send a choice's next text, if it is not sent yet. Raises EntryTaken, QueueUnavailable."""
         await self._send_text(index, self._unsent(index, text))
 
     async def _send_text(self, index: int, text: str) -> None:
@@ -109,8 +107,8 @@ class ReplyWriter:
             await self._send(Reply(id=self._id, number=self._num_sent + 1, index=index, text=part))
 
     async def finish(self, choices: Sequence[ChoiceReply], outcome: Outcome) -> None:
-        """The last text of each choice, its calls, and how it ended; what it cost, with the last. Raises RequestError
-        (400) where the calls are too long to be told."""
+        """Send each choice's last text, calls and finish reason, and the usage with the last. Raises RequestError (400)
+        if the calls are too long for a reply."""
         usage = Usage(
             prompt_tokens=outcome.prompt_tokens,
             completion_tokens=outcome.completion_tokens,
@@ -121,7 +119,7 @@ class ReplyWriter:
         for choice in choices:
             if choice.index in self._ended:
                 continue
-            text = self._unsent(choice.index, choice.take())
+            text = self._unsent(choice.index, choice.take_text())
             cut = len(text) - len(text) % MAX_REPLY_CHARS if len(text) > MAX_REPLY_CHARS else 0
             await self._send_text(choice.index, text[:cut])
             is_last = choice is choices[-1]
@@ -139,9 +137,9 @@ class ReplyWriter:
             )
 
     def _unsent(self, index: int, text: str) -> str:
-        heard = self._num_read_chars.get(index, 0)
-        self._num_read_chars[index] = heard + len(text)
-        return text[max(0, self._num_sent_chars.get(index, 0) - heard) :]
+        num_read = self._num_read_chars.get(index, 0)
+        self._num_read_chars[index] = num_read + len(text)
+        return text[max(0, self._num_sent_chars.get(index, 0) - num_read) :]
 
     async def fail(self, error: RequestError) -> None:
         await self._send(Reply(id=self._id, number=self._num_sent + 1, error=error_object(error), done=True))
@@ -163,8 +161,8 @@ class ReplyWriter:
             self._ended.add(reply.index)
 
 
-async def persist(attempt: Callable[[], Awaitable[None]], give_up_after_s: float) -> None:
-    """`attempt` until the queue takes it. Raises QueueUnavailable when the time is up."""
+async def persist(attempt: Callable[[], Awaitable[Result]], give_up_after_s: float) -> Result:
+    """Repeat an idempotent call until the queue answers. Raises QueueUnavailable after `give_up_after_s`."""
     loop = asyncio.get_running_loop()
     give_up_at_s = loop.time() + give_up_after_s
     while True:

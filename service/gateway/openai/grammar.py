@@ -1,5 +1,4 @@
-"""What form an answer must have, in the words of OpenAI (response_format) and of vLLM (guided_..., structured_outputs),
-as one grammar."""
+"""The required form of an answer, from OpenAI's `response_format` or vLLM's `guided_...` and `structured_outputs`."""
 
 from __future__ import annotations
 
@@ -7,20 +6,19 @@ from typing import Any
 
 from model.text.grammar import COMPACT, WHITESPACE
 from model.text.grammar_task import SPEC_KINDS, GrammarSpec
-from service.gateway.generation.refusals import missing, refusal
-from service.gateway.generation.request import RequestedGrammar
-from service.gateway.openai.bodies import GenerationBody, ResponseFormat, StructuredOutputs
+from service.gateway.core.refusals import missing, refusal
+from service.gateway.core.request import RequestedGrammar
+from service.gateway.openai.request_bodies import GenerationBody, ResponseFormat, StructuredOutputs
 from service.gateway.openai.strict_json import MAX_DEPTH, decode_value, depth_exceeds
 
 BACKENDS = ("auto", "guidance", "llguidance")
 JSON_OBJECT = {"type": "object"}
 FORMS = ("json", "json_object", *(kind for kind in SPEC_KINDS if kind != "json"))
-"""The forms that vLLM knows, in its words; a wish that is None or false asks for nothing."""
+"""vLLM's names of forms; None or false asks for nothing."""
 
 
 def read_grammar(body: GenerationBody) -> RequestedGrammar | None:
-    """The one form that `body` asks for, if any, not yet written as a grammar. Raises RequestError (400) for several,
-    or one that cannot be."""
+    """Return the form that `body` asks for, if any. Raises RequestError (400) for an invalid one or several."""
     requested = [*_response_format(body.response_format), *_guided(body), *_structured(body)]
     if not requested:
         return None
@@ -44,7 +42,7 @@ def _response_format(asked: ResponseFormat | None) -> list[RequestedGrammar]:
     if asked.json_schema is None:
         raise missing("response_format.json_schema")
     schema = asked.json_schema.schema
-    # As at OpenAI: only a strict schema is refused for keywords that nobody here knows.
+    # As in OpenAI: only a strict schema is refused for unknown keywords.
     is_lenient = not asked.json_schema.strict
     return [RequestedGrammar(GrammarSpec("json", JSON_OBJECT if schema is None else schema, lenient=is_lenient), param)]
 

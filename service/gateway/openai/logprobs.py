@@ -1,4 +1,4 @@
-"""Log-probabilities in JSON: OpenAI's two forms, of completions and of chats, and vLLM's of prompts."""
+"""Log-probabilities in OpenAI's two JSON forms (completions, chats) and vLLM's for prompts."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 
 from model.text.detokenizer import Detokenizer
 from model.text.tokenizer import Tokenizer
-from service.gateway.generation.response_assembler import TokenLogprob
+from service.gateway.core.response_stream import TokenLogprob
 
 Json = dict[str, Any]
 
 LOWEST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot carry; the same number as at OpenAI."""
+"""OpenAI's number for minus infinity, which JSON cannot hold."""
 
 
 @dataclass(frozen=True)
 class FirstToken:
-    """Of a prompt: nothing comes before it, so nothing says how likely it was."""
+    """A prompt's first token, which has no log-probability."""
 
     token_id: int
 
 
 @dataclass(frozen=True)
 class TokenWords:
-    """How tokens are named."""
+    """The names of tokens."""
 
     tokenizer: Tokenizer
     as_ids: bool
@@ -43,15 +43,14 @@ class TokenWords:
 
 
 class Offsets:
-    """Where the tokens of one choice begin in its text: one that says nothing there, or goes on with a character that
-    another began, takes no place of its own."""
+    """The text offsets of a choice's tokens. A token without text, or inside a character, repeats the next one's."""
 
     def __init__(self, detokenizer: Detokenizer) -> None:
         self._detokenizer = detokenizer
         self._num_chars = 0
 
-    def take(self, token_id: int) -> int:
-        """Of the next token."""
+    def push(self, token_id: int) -> int:
+        """Return the next token's offset in characters."""
         begins_at = self._num_chars
         self._num_chars += len(self._detokenizer.push((token_id,)))
         return begins_at
@@ -62,12 +61,12 @@ def completion_logprobs(words: TokenWords, entries: Sequence[TokenLogprob | Firs
         "tokens": [words.name(entry.token_id) for entry in entries],
         "token_logprobs": [finite(one.logprob) if isinstance(one, TokenLogprob) else None for one in entries],
         "top_logprobs": [_alternatives(words, one) if isinstance(one, TokenLogprob) else None for one in entries],
-        "text_offset": [offsets.take(entry.token_id) for entry in entries],
+        "text_offset": [offsets.push(entry.token_id) for entry in entries],
     }
 
 
 def _alternatives(words: TokenWords, entry: TokenLogprob) -> dict[str, float]:
-    """The likeliest tokens and the chosen one; of two that read alike the likelier stays."""
+    """Return the likeliest tokens and the sampled one; of equal names the likelier."""
     found: dict[str, float] = {}
     for token, logprob in (*entry.top, (entry.token_id, entry.logprob)):
         found.setdefault(words.name(token), finite(logprob))
@@ -79,8 +78,8 @@ def chat_logprobs(words: TokenWords, entries: Sequence[TokenLogprob], detokenize
 
 
 def chat_entries(words: TokenWords, entries: Sequence[TokenLogprob], detokenizer: Detokenizer) -> list[Json]:
-    """The next tokens of a choice, whose text `detokenizer` has followed so far. All their `bytes` together are its
-    content: none of a special token that is dropped from it, or of the blank that a text cannot begin with."""
+    """Return the entries of a choice's next tokens. All `bytes` together are the choice's content, so a dropped special
+    token or leading blank has none. `detokenizer`: has decoded the tokens before."""
     return [_chat_entry(words, entry, detokenizer) for entry in entries]
 
 
@@ -99,13 +98,15 @@ def _entry(words: TokenWords, token_id: int, logprob: float, data: bytes) -> Jso
 
 
 def prompt_logprobs(words: TokenWords, entries: Sequence[TokenLogprob]) -> list[Json | None]:
-    """By token of the prompt, its own and the likeliest in its place, under their ids; null for the first. The rank of
-    one that is not among the likeliest is not known."""
+    """Return per prompt token a map from token id to entry, for it and the likeliest; None for the first token. A token
+    outside the likeliest has no rank."""
     return [None, *(_ranked(words, entry) for entry in entries)]
 
 
 def _ranked(words: TokenWords, entry: TokenLogprob) -> Json:
-    ranked = [(token, logprob, rank) for rank, (token, logprob) in enumerate(entry.top, 1)]
+    ranked: list[tuple[int, float, int | None]] = [
+        (token, logprob, rank) for rank, (token, logprob) in enumerate(entry.top, 1)
+    ]
     if all(token != entry.token_id for token, _, _ in ranked):
         ranked.append((entry.token_id, entry.logprob, None))
     return {

@@ -1,22 +1,41 @@
-"""The messages of a conversation: OpenAI's, as clients send them, to what a chat template renders."""
+"""OpenAI's messages and tools as a `Conversation` and a `ToolSpec`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from service.gateway.generation.refusals import missing, refusal
-from service.gateway.generation.request import Conversation
-from service.gateway.openai.bodies import Message
-from service.gateway.openai.fields import IDLE_MESSAGE_FIELDS, without_idle_fields
-from service.gateway.openai.tools import calls_of
+import msgspec
+
+from model.text.tool_calls.reader import Function
+from service.gateway.core.refusals import missing, refusal
+from service.gateway.core.request import Conversation, ToolSpec
+from service.gateway.openai.request_bodies import (
+    IDLE_MESSAGE_FIELDS,
+    ChatBody,
+    Message,
+    NamedTool,
+    Tool,
+    ToolCall,
+    without_idle_fields,
+)
+from service.gateway.openai.strict_json import MAX_DEPTH, depth_exceeds
+
+Json = dict[str, Any]
 
 MAX_LABEL_CHARS = 512
 MAX_MESSAGES = 4096
+MAX_TOOLS = 128
+MAX_CALLS_IN_MESSAGE = 128
+MAX_ID_CHARS = 512
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+"""OpenAI's default."""
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def plain_messages(value: Any) -> Any:
-    """`value` with the idle fields of its messages removed; anything that is no list of maps is returned as it is."""
+    """Return a list of messages without their idle fields; leave any other value to the type check."""
     if not isinstance(value, list):
         return value
     if len(value) > MAX_MESSAGES:
@@ -28,7 +47,7 @@ def plain_messages(value: Any) -> Any:
 
 
 def conversation(messages: list[Message], add_generation_prompt: bool, options: Mapping[str, bool]) -> Conversation:
-    """Typed messages to what the template renders. Raises RequestError (400)."""
+    """Raises RequestError (400)."""
     if not messages:
         raise refusal("messages", "must not be empty")
     plain = tuple(_message(message, f"messages[{i}]") for i, message in enumerate(messages))
@@ -52,17 +71,98 @@ def _message(message: Message, param: str) -> dict[str, Any]:
         if any(part.type != "text" for part in content):
             raise refusal(f"{param}.content", "may hold only parts of type text")
         content = "\n".join(part.text for part in content)
-    plain = {"role": ROLES[message.role], "content": content}
+    plain: Json = {"role": ROLES[message.role], "content": content}
     for name in ("name", "tool_call_id"):
         value = getattr(message, name)
         if value is not None:
             check_length(f"{param}.{name}", value, MAX_LABEL_CHARS)
             plain[name] = value
     if message.tool_calls:
-        plain["tool_calls"] = calls_of(message.tool_calls, f"{param}.tool_calls")
+        plain["tool_calls"] = _calls_of(message.tool_calls, f"{param}.tool_calls")
     return plain
 
 
 def check_length(param: str, text: str, max_chars: int) -> None:
     if len(text) > max_chars:
         raise refusal(param, f"is longer than {max_chars} characters")
+
+
+def read_tools(body: ChatBody) -> ToolSpec | None:
+    """Return the functions that the answer may call; None: no calls. Raises RequestError (400)."""
+    _check_tools(body.tools)
+    choice = body.tool_choice
+    if choice is None:
+        choice = "auto" if body.tools else "none"
+    names = [tool.function.name for tool in body.tools]
+    if isinstance(choice, NamedTool):
+        if choice.type != "function":
+            raise refusal("tool_choice.type", "must be function")
+        if choice.function.name not in names:
+            raise refusal("tool_choice.function.name", "is none of the tools")
+    elif choice not in ("none", "auto", "required"):
+        raise refusal("tool_choice", "must be none, auto, required or a function")
+    elif choice != "none" and not body.tools:
+        raise refusal("tool_choice", "needs 'tools'")
+    if choice == "none":
+        return None
+    named = choice.function.name if isinstance(choice, NamedTool) else None
+    is_named = named is not None
+    chosen = [tool for tool in body.tools if named in (None, tool.function.name)]
+    return ToolSpec(
+        tools=tuple(map(_described, body.tools)),
+        callable=tuple(map(_function_of, chosen)),
+        must_call=is_named or choice == "required",
+        is_named=is_named,
+        only_one=is_named or body.parallel_tool_calls is False,
+    )
+
+
+def _check_tools(tools: Sequence[Tool]) -> None:
+    if len(tools) > MAX_TOOLS:
+        raise refusal("tools", f"has more than {MAX_TOOLS} entries")
+    seen: set[str] = set()
+    for i, tool in enumerate(tools):
+        if tool.type != "function":
+            raise refusal(f"tools[{i}].type", "must be function")
+        name = tool.function.name
+        if not _NAME.fullmatch(name):
+            raise refusal(f"tools[{i}].function.name", "must be 1 to 64 letters, digits, '_' or '-'")
+        if name in seen:
+            raise refusal(f"tools[{i}].function.name", "stands twice among the tools")
+        seen.add(name)
+
+
+def _function_of(tool: Tool) -> Function:
+    own = tool.function
+    return Function(own.name, NO_PARAMETERS if own.parameters is None else own.parameters, bool(own.strict))
+
+
+def _described(tool: Tool) -> Json:
+    """Return the tool for the chat template, without `strict`."""
+    own = tool.function
+    parameters = NO_PARAMETERS if own.parameters is None else own.parameters
+    described = {} if own.description is None else {"description": own.description}
+    return {"type": "function", "function": {"name": own.name, **described, "parameters": parameters}}
+
+
+def _calls_of(calls: Sequence[ToolCall], param: str) -> list[Json]:
+    """Return an assistant message's calls with parsed arguments, as templates expect. Raises RequestError (400)."""
+    if len(calls) > MAX_CALLS_IN_MESSAGE:
+        raise refusal(param, f"has more than {MAX_CALLS_IN_MESSAGE} entries")
+    return [_call(call, f"{param}[{i}]") for i, call in enumerate(calls)]
+
+
+def _call(call: ToolCall, param: str) -> Json:
+    if call.type != "function":
+        raise refusal(f"{param}.type", "must be function")
+    if len(call.id) > MAX_ID_CHARS:
+        raise refusal(f"{param}.id", f"is longer than {MAX_ID_CHARS} characters")
+    if not _NAME.fullmatch(call.function.name):
+        raise refusal(f"{param}.function.name", "must be 1 to 64 letters, digits, '_' or '-'")
+    try:
+        arguments = msgspec.json.decode(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict) or depth_exceeds(arguments, MAX_DEPTH):
+        raise refusal(f"{param}.function.arguments", "must be a JSON object, as text")
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

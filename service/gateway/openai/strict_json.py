@@ -1,5 +1,5 @@
-"""Bytes to one JSON object, or one clear refusal: no NaN, no duplicate name, no lone surrogate, no deep nesting, and no
-more lists and objects than can be read without holding up the process: a decoder keeps the GIL until it is done."""
+"""Strict JSON: no NaN, duplicate name, lone surrogate or deep nesting, and a bound on lists and objects, because a
+decoder holds the GIL until it is done."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from service.errors import RequestError
 
 MAX_DEPTH = 64
 MAX_CONTAINERS = 1 << 17
-"""Lists and objects of one body, as of a queue entry. 500,000 empty lists in 1.5 MB take 0.3 s to read."""
+"""Lists and objects in one body. 500,000 empty lists, 1.5 MB, take 0.3 s to read."""
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 
 def decode_object(data: bytes) -> dict[str, Any]:
-    """The object in `data`. Raises RequestError (400) for anything that is not exactly one well-formed JSON object.
+    """Raises RequestError (400) unless `data` is one well-formed JSON object.
 
-    msgspec decides what is JSON. The second reading only looks for names that occur twice, of which every decoder
-    would silently drop one.
+    msgspec defines what is JSON; a second pass looks for duplicate names, of which decoders silently drop one.
     """
     if _num_brackets(data) > MAX_CONTAINERS and _num_brackets(_STRING.sub(b"", data)) > MAX_CONTAINERS:
         raise _invalid(f"it holds more than {MAX_CONTAINERS} lists and objects")
@@ -45,7 +44,7 @@ def decode_object(data: bytes) -> dict[str, Any]:
 
 
 def decode_value(text: str, param: str) -> Any:
-    """The JSON value in a text that stands in field `param`. Raises RequestError (400)."""
+    """Return the JSON value of the text field `param`. Raises RequestError (400)."""
     try:
         return msgspec.json.decode(text)
     except (ValueError, RecursionError):
@@ -53,7 +52,7 @@ def decode_value(text: str, param: str) -> Any:
 
 
 def depth_exceeds(value: Any, max_depth: int) -> bool:
-    """Whether lists and maps nest deeper than that."""
+    """Return whether lists and maps nest deeper than `max_depth`."""
     level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(max_depth):
         level = [child for node in level for child in _children(node)]
@@ -74,7 +73,7 @@ def _refuse_repeats(pairs: list[tuple[str, Any]]) -> None:
 
 
 def _num_brackets(data: bytes) -> int:
-    """Opening ones, each of a list or an object unless it is in a string."""
+    """Count opening brackets, in strings too."""
     return data.count(b"[") + data.count(b"{")
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from service.gateway.batches.batches import WINDOWS_S, BatchBody
-from service.gateway.generation.request import BATCH_ENDPOINTS, CHAT, COMPLETIONS, EMBEDDINGS, POOLING, RESPONSES
-from service.gateway.openai.bodies import RANGES, ChatBody, CompletionBody, EmbeddingBody, PoolingBody
-from service.gateway.openai.fields import (
+from service.gateway.core.request import BATCH_ENDPOINTS, CHAT, COMPLETIONS, EMBEDDINGS, POOLING, RESPONSES
+from service.gateway.openai.messages import ROLES
+from service.gateway.openai.request_bodies import (
     IDLE_CHAT_FIELDS,
     IDLE_COMPLETION_FIELDS,
     IDLE_EMBEDDING_FIELDS,
@@ -18,10 +18,14 @@ from service.gateway.openai.fields import (
     IDLE_POOLING_FIELDS,
     IDLE_RESPONSE_FIELDS,
     IDLE_TEXT_FIELDS,
+    RANGES,
+    ChatBody,
+    CompletionBody,
+    EmbeddingBody,
     Idle,
+    PoolingBody,
 )
-from service.gateway.openai.messages import ROLES
-from service.gateway.openai.response_bodies import ResponseBody
+from service.gateway.openai.responses_request import ResponseBody
 from service.gateway.openapi import answers
 from service.gateway.routes.invocations import INVOCATIONS
 from service.gateway.routes.pages import MAX_PAGE

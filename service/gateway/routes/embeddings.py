@@ -1,4 +1,4 @@
-"""`/v1/embeddings` and vLLM's `/pooling`: texts as vectors, the hidden states of the model that is served, pooled."""
+"""`/v1/embeddings` and vLLM's `/pooling`: texts as vectors, the served model's pooled hidden states."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from aiohttp import web
 from service.config.settings import Settings
 from service.errors import RequestError
 from service.gateway.core.accepted_request import AcceptedRequest
+from service.gateway.core.dispatcher import read_to_end
+from service.gateway.core.request import EMBEDDINGS, POOLING
+from service.gateway.core.response_stream import ResponseStream
 from service.gateway.core.service import InferenceService
-from service.gateway.generation.request import EMBEDDINGS, POOLING
-from service.gateway.generation.response_stream import ResponseStream
 from service.gateway.http.middleware import ACCEPTED, TENANT, json_response, read_body
-from service.gateway.openai.response_bodies import in_own_words
-from service.gateway.routes.completions import refuse_idempotency_key
+from service.gateway.openai.request_reader import parse_body
+from service.gateway.openai.responses_request import in_own_words
+from service.gateway.routes.generation import refuse_idempotency_key
 from service.queue.codec import unpack_floats
 
 Json = dict[str, Any]
@@ -26,20 +28,17 @@ class Embeddings:
     def __init__(self, service: InferenceService) -> None:
         self._service = service
 
-    def routes(self) -> list[web.RouteDef]:
-        return [web.post(EMBEDDINGS, self._create), web.post(POOLING, self._pool)]
-
-    async def _create(self, http: web.Request) -> web.Response:
+    async def create(self, http: web.Request) -> web.Response:
         self._check(http)
         return await self.embed(http, await read_body(http))
 
     async def embed(self, http: web.Request, body: bytes) -> web.Response:
-        """The answer to a body that is read."""
+        """Answer a body that is read."""
         self._check(http)
         accepted, stream = await self._finished(http, EMBEDDINGS, body)
         return json_response(await embedding_answer(self._service, accepted, stream))
 
-    async def _pool(self, http: web.Request) -> web.Response:
+    async def pool(self, http: web.Request) -> web.Response:
         self._check(http)
         accepted, stream = await self._finished(http, POOLING, await read_body(http))
         return json_response(_pooled(accepted, await embedding_answer(self._service, accepted, stream)))
@@ -49,35 +48,34 @@ class Embeddings:
         refuse_idempotency_key(http)
 
     async def _finished(self, http: web.Request, endpoint: str, body: bytes) -> tuple[AcceptedRequest, ResponseStream]:
-        """A request that has ended well."""
-        request = await self._service.read(endpoint, body, http[TENANT])
+        """Run a request to its good end."""
+        request = await parse_body(self._service.threads, endpoint, body, http[TENANT])
         try:
             accepted = await self._service.admit(request, http[TENANT])
         except RequestError as error:
             raise in_own_words(error) from None
         http[ACCEPTED] = accepted.request_id
         async with self._service.open(accepted) as stream:
-            async for _ in stream:
-                pass
+            await read_to_end(stream)
         return accepted, stream
 
 
 def require_enabled(settings: Settings) -> None:
-    """Raises RequestError (404) where nobody has asked for embeddings."""
+    """Raises RequestError (404) without --enable-embeddings."""
     if not settings.enable_embeddings:
         raise RequestError(404, "Embeddings are not enabled here (--enable-embeddings).", code="embeddings_disabled")
 
 
 async def embedding_answer(service: InferenceService, accepted: AcceptedRequest, stream: ResponseStream) -> Json:
-    """The answer of a request that has ended well."""
+    """Return the answer of a request that ended well."""
     in_base64 = msgspec.json.decode(accepted.request.source.outline).get("encoding_format") == "base64"
-    data = await service.threads.run(accepted.tenant, _worded, stream.embeddings, in_base64)
+    data = await service.threads.run(accepted.tenant, _vectors_json, stream.embeddings, in_base64)
     num_tokens = sum(accepted.num_prompt_tokens)
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     return {"object": "list", "data": data, "model": service.model.name, "usage": usage}
 
 
-def _worded(vectors: list[bytes], in_base64: bool) -> list[Json]:
+def _vectors_json(vectors: list[bytes], in_base64: bool) -> list[Json]:
     return [
         {
             "object": "embedding",
@@ -89,13 +87,8 @@ def _worded(vectors: list[bytes], in_base64: bool) -> list[Json]:
 
 
 def _pooled(accepted: AcceptedRequest, answer: Json) -> Json:
-    """The same in vLLM's shape."""
+    """Return the answer in vLLM's form."""
     data = [{"index": one["index"], "object": "pooling", "data": one["embedding"]} for one in answer["data"]]
     usage = {**answer["usage"], "completion_tokens": 0, "prompt_tokens_details": None}
-    return {
-        "id": f"pool-{accepted.request_id}",
-        "created": int(accepted.created_s),
-        **answer,
-        "data": data,
-        "usage": usage,
-    }
+    head = {"id": f"pool-{accepted.request_id}", "created": int(accepted.created_s)}
+    return {**head, **answer, "data": data, "usage": usage}

@@ -1,4 +1,4 @@
-"""Lists that are told page by page."""
+"""Paged lists."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
-from service.gateway.generation.refusals import refusal
+from service.gateway.core.refusals import refusal
 
 Json = dict[str, Any]
 
@@ -16,7 +16,7 @@ MAX_PAGE = 10_000
 
 
 def is_ascending(http: web.Request) -> bool:
-    """Whether a list is asked for from its oldest item on. Raises RequestError (400)."""
+    """Return whether the oldest item comes first. Raises RequestError (400)."""
     order = http.query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise refusal("order", "must be asc or desc")
@@ -24,7 +24,7 @@ def is_ascending(http: web.Request) -> bool:
 
 
 def page_limit(http: web.Request, default: int, most: int = MAX_PAGE) -> int:
-    """How many items are asked for. Raises RequestError (400)."""
+    """Return the query's `limit`. Raises RequestError (400)."""
     text = http.query.get("limit", str(default))
     if not (re.fullmatch(r"[0-9]{1,9}", text) and 1 <= int(text) <= most):
         raise refusal("limit", f"must be between 1 and {most}")
@@ -32,11 +32,11 @@ def page_limit(http: web.Request, default: int, most: int = MAX_PAGE) -> int:
 
 
 def page_json(http: web.Request, items: Sequence[Json], default_limit: int) -> Json:
-    """OpenAI's list object: of `items` those behind `after`, `limit` at most. Raises RequestError (400)."""
+    """Return OpenAI's list object: at most `limit` of the items after `after`. Raises RequestError (400)."""
     limit = page_limit(http, default_limit)
     after, start = http.query.get("after"), 0
     if after is not None:
-        start = next((place for place, item in enumerate(items, 1) if item["id"] == after), len(items))
+        start = next((position for position, item in enumerate(items, 1) if item["id"] == after), len(items))
     page = items[start : start + limit]
     return list_json(page, has_more=start + len(page) < len(items))
 

@@ -1,7 +1,6 @@
-"""Whether this gateway lives and whether it would serve: told by its event loop, and by a thread beside it.
+"""Liveness and readiness, also on `--probe-port` by a thread that answers while the event loop is busy.
 
-A thread of its own answers `--probe-port` while the loop is busy. Only it can tell a busy loop, which will answer
-again, from a dead one: `/livez` is 200 until the loop has not turned for DEAD_AFTER_S.
+Its `/livez` is 200 until the loop has not turned for DEAD_AFTER_S: a busy loop is not a dead one.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 
 from service.errors import StartupError
 from service.gateway.core.service import InferenceService
-from service.gateway.openai.answers import encode_json
+from service.gateway.openai.response_builder import encode_json
 from service.observability.logs import fields
 from service.queue.interface import QueueUnavailable
 
@@ -27,10 +26,10 @@ log = logging.getLogger("quire.gateway")
 
 TICK_S = 0.5
 STALE_AFTER_S = 3.0
-"""What the loop last said of its readiness counts for so long."""
+"""Maximum age of the loop's last readiness report."""
 DEAD_AFTER_S = 60.0
 TEXT_WITHIN_S = 1.0
-"""A thread for text takes up a call within this time."""
+"""Time in which a text thread must take up a call."""
 MAX_REQUEST_BYTES = 4096
 MAX_CLIENTS = 64
 CLIENT_TIMEOUT_S = 2.0
@@ -39,7 +38,7 @@ Answer = tuple[int, dict[str, Any]]
 
 
 async def readiness(service: InferenceService) -> Answer:
-    """HTTP status and body: 200 only if a request would be worked on now; otherwise what is missing."""
+    """Return HTTP status and body: 200 if a request would run now, else 503 with what is missing."""
     missing = ["this gateway is shutting down"] if service.admission.draining else []
     num_ready = 0
     try:
@@ -48,13 +47,13 @@ async def readiness(service: InferenceService) -> Answer:
             missing.append("no ready worker serves this model")
     except QueueUnavailable:
         missing.append("the queue is not available")
-    missing += await service.missing_text_half(TEXT_WITHIN_S)
+    missing += await service.text_faults(TEXT_WITHIN_S)
     body = {"status": "not ready" if missing else "ok", "missing": missing, "num_ready_workers": num_ready}
     return (503 if missing else 200), body
 
 
 class LoopReport:
-    """What the event loop last said of itself, for a thread to read."""
+    """The event loop's last report, for another thread to read."""
 
     def __init__(self) -> None:
         self._turned_at_s = self._reported_at_s = time.monotonic()
@@ -84,8 +83,7 @@ class LoopReport:
 
 @asynccontextmanager
 async def probed(service: InferenceService, host: str, port: int | None) -> AsyncIterator[int | None]:
-    """Inside, a thread answers on this port; gives the port it took. Nothing happens without one. Raises
-    StartupError."""
+    """Answer probes on `port` from a thread, if one is given; yield the port taken. Raises StartupError."""
     if port is None:
         yield None
         return
@@ -107,10 +105,10 @@ async def probed(service: InferenceService, host: str, port: int | None) -> Asyn
 
 
 class ProbeServer:
-    """A few short connections at once, each closed behind its answer, on one thread that blocks for none of them."""
+    """Serves short connections, each closed after its response, on one non-blocking thread."""
 
     def __init__(self, report: LoopReport, host: str, port: int) -> None:
-        """Listens. Raises OSError."""
+        """Listen. Raises OSError."""
         self._routes = {b"/livez": report.live, b"/readyz": report.ready, b"/health": report.ready}
         self._selector = selectors.DefaultSelector()
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -138,11 +136,10 @@ class ProbeServer:
             ready = [key.fileobj for key, _ in self._selector.select(CLIENT_TIMEOUT_S if self._clients else None)]
             if self._woken in ready:
                 return
-            for sock in ready:
-                if sock is self._listener:
-                    self._accept()
-                else:
-                    self._read(sock)
+            if self._listener in ready:
+                self._accept()
+            for client in [client for client in self._clients if client in ready]:
+                self._read(client)
             now_s = time.monotonic()
             for sock in [sock for sock, (since_s, _) in self._clients.items() if now_s - since_s > CLIENT_TIMEOUT_S]:
                 self._drop(sock)
@@ -150,7 +147,7 @@ class ProbeServer:
     def _accept(self) -> None:
         try:
             client, _ = self._listener.accept()
-        except OSError as error:  # it left before we came, or no descriptor is free
+        except OSError as error:  # the client left, or no file descriptor is free
             log.debug("no probe taken: %s", error)
             return
         client.setblocking(False)
@@ -168,7 +165,7 @@ class ProbeServer:
                 self._clients[client] = (since_s, request)
                 return
             if data:
-                client.send(self._answer(request))  # a few hundred bytes: they fit what the kernel holds for a client
+                client.send(self._answer(request))  # a few hundred bytes, which fit the socket buffer
         except OSError as error:
             log.debug("a probe left: %s", error)
         self._drop(client)

@@ -1,4 +1,4 @@
-"""What is kept of responses: their conversations by id, and what has become of those that were under way."""
+"""Stored responses: conversations by id, and answers that their gateway could not store."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import msgspec
 
 from service.errors import RequestError
 from service.gateway.core.accepted_request import AcceptedRequest
-from service.gateway.core.admission import unavailable
-from service.gateway.core.background import write
+from service.gateway.core.queue_writes import stored, write
+from service.gateway.core.refusals import refusal, storage_refusal, unavailable
 from service.gateway.core.service import InferenceService
-from service.gateway.core.storage import storage_refusal, stored
-from service.gateway.generation.refusals import refusal
-from service.gateway.openai.response_form import RESPONSE_PREFIX
+from service.gateway.openai.response_builder import build_whole
+from service.gateway.openai.responses_builder import RESPONSE_PREFIX, responses_builder_of
 from service.queue.interface import QueueUnavailable
 from service.queue.keys import LOG_ENDED_TTL_S
 from service.queue.responses import StoredResponse
@@ -25,7 +24,7 @@ Json = dict[str, Any]
 
 MAX_CONVERSATION_BYTES = 4 << 20
 SETTLE_WITHIN_S = float(LOG_ENDED_TTL_S)
-"""As long as that, the events of a response are there to make its answer from."""
+"""The events of a response, which its answer can be rebuilt from, live that long."""
 
 
 class ResponseStore:
@@ -45,8 +44,8 @@ class ResponseStore:
             raise unavailable() from None
 
     async def settle(self, record: StoredResponse, answer: Json) -> None:
-        """Store the answer of a response that has ended. Its client gets the answer in any case: where the queue is
-        away, storing goes on in the background for SETTLE_WITHIN_S, and `current` makes the answer from its events."""
+        """Store the final answer. If the queue is away, retry in the background for SETTLE_WITHIN_S: the client gets
+        its answer in any case, and `current` can rebuild it."""
         settled = replace(record, answer=answer)
         try:
             await self._queue.settle_response(settled, self._retention_s)
@@ -59,7 +58,7 @@ class ResponseStore:
             )
 
     def withdraw(self, record: StoredResponse) -> None:
-        """Its request was refused: drop the record, in the background where the queue is away."""
+        """Drop the record of a refused request, in the background."""
         drop = partial(self._queue.drop_response, record)
         self._background.repeat(drop, "refused response not dropped", response=record.response_id)
 
@@ -69,15 +68,15 @@ class ResponseStore:
         await stored(self._queue.forget(_request_id(record), record.tenant))
 
     async def find(self, response_id: str, tenant: str) -> StoredResponse:
-        """Raises RequestError: 404 for one that is not there or another tenant's, 503."""
+        """Raises RequestError: 404 for an unknown id or another tenant's, 503."""
         record = await self._found(response_id, tenant)
         if record is None:
             raise RequestError(404, "There is no such response.", param="response_id", code="response_not_found")
         return record
 
     async def conversation(self, response_id: str, tenant: str) -> list[Json]:
-        """All that was said up to the end of a response. Raises RequestError: 400 for one that is not there, another
-        tenant's, or without a good end."""
+        """Return all items up to the response's end. Raises RequestError: 400 for an unknown id, another tenant's, or a
+        response without a good end."""
         param = "previous_response_id"
         record = await self._found(response_id, tenant)
         if record is None:
@@ -88,7 +87,7 @@ class ResponseStore:
         return [*record.context, *record.input, *answer["output"]]
 
     async def accepted(self, record: StoredResponse) -> AcceptedRequest | None:
-        """What its events are read with, as long as the queue remembers them."""
+        """Return the request to read the response's events with; None: forgotten."""
         try:
             return await self._service.find(_request_id(record), record.tenant)
         except RequestError as error:
@@ -97,19 +96,21 @@ class ResponseStore:
             raise
 
     async def current(self, record: StoredResponse) -> Json:
-        """The response as it is now. One whose gateway died before it could say how it ended is settled here."""
+        """Return the response as it is now. If its gateway died before storing the answer, store it here."""
         if record.is_settled:
-            return record.answer
+            return dict(record.answer)
         accepted = await self.accepted(record)
         if accepted is None:
             error = {"code": "server_error", "message": "The answer was lost before it was stored."}
             return {**record.answer, "status": "failed", "error": error}
-        state, builder = await self._service.state(accepted), self._service.responses_builder(accepted)
-        if state["status"] in ("queued", "in_progress"):
-            return builder.unfinished(state["status"])
-        error, answer = state["error"], state["response"]
-        if answer is None:
-            answer = builder.failed(error["code"], error["message"])
+        state = await self._service.state(accepted)
+        builder = responses_builder_of(self._service.model, accepted)
+        if state.error is not None:
+            answer = builder.failed(state.error.code, state.error.message)
+        elif state.outcome is not None:
+            answer = await build_whole(self._service.threads, accepted, builder, state.deltas, state.outcome)
+        else:
+            return builder.unfinished(state.status)
         await self.settle(record, answer)
         return answer
 
@@ -122,7 +123,7 @@ class ResponseStore:
 
 
 def check_size(context: list[Json], items: list[Json]) -> None:
-    """Raises RequestError (400) for a conversation that is too long to be stored."""
+    """Raises RequestError (400) for a conversation too long to be stored."""
     if len(msgspec.json.encode([context, items])) > MAX_CONVERSATION_BYTES:
         raise refusal("input", f"takes more than {MAX_CONVERSATION_BYTES} bytes, too many for 'store' to be true")
 

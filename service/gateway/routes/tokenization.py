@@ -1,4 +1,4 @@
-"""Text to token ids and back for clients who want to see them, in vLLM's shapes."""
+"""`/tokenize` and `/detokenize`, in vLLM's form."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 import msgspec
 
-from service.gateway.generation.refusals import refusal
-from service.gateway.generation.request import CHAT, Conversation
-from service.gateway.generation.served_model import ServedModel
-from service.gateway.openai.bodies import Message, Tool, convert
+from service.gateway.core.refusals import refusal
+from service.gateway.core.request import CHAT, Prompt
+from service.gateway.core.served_model import ServedModel
 from service.gateway.openai.messages import plain_messages
+from service.gateway.openai.request_bodies import Message, Tool, convert
+from service.gateway.openai.request_reader import read_request
 from service.gateway.openai.strict_json import decode_object
-from service.gateway.openai.validator import read_request
 
 
 class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -33,7 +33,7 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
 
 
 def tokenize(model: ServedModel, data: bytes) -> dict[str, Any]:
-    """`tokens`, their `count`, and `token_strs` where asked for. Raises RequestError (400, 404)."""
+    """Return `tokens`, their `count`, and `token_strs` if asked for. Raises RequestError (400, 404)."""
     fields = decode_object(data)
     plain = {**fields, "messages": plain_messages(fields["messages"])} if "messages" in fields else fields
     body = convert(plain, TokenizeBody)
@@ -44,7 +44,7 @@ def tokenize(model: ServedModel, data: bytes) -> dict[str, Any]:
 
 
 def detokenize(model: ServedModel, data: bytes) -> dict[str, Any]:
-    """`prompt`: the text of `tokens`, special tokens spelt out. Raises RequestError (400, 404)."""
+    """Return the text of `tokens`, special tokens included, as `prompt`. Raises RequestError (400, 404)."""
     body = convert(decode_object(data), DetokenizeBody)
     model.require(body.model)
     model.check_ids(body.tokens, "tokens")
@@ -54,8 +54,8 @@ def detokenize(model: ServedModel, data: bytes) -> dict[str, Any]:
 CHAT_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
 
-def _prompt(model: ServedModel, body: TokenizeBody, fields: dict[str, Any]) -> str | Conversation:
-    """The text, or what a chat of the same fields makes of its messages."""
+def _prompt(model: ServedModel, body: TokenizeBody, fields: dict[str, Any]) -> Prompt:
+    """Return the text, or the conversation that a chat makes of the same fields. Raises RequestError (400)."""
     if (body.prompt is None) == (body.messages is None):
         raise refusal("prompt", "or 'messages' must be given, one of them")
     if body.prompt is not None:

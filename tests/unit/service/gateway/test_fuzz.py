@@ -9,16 +9,19 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from service.errors import EndReason
-from service.gateway.generation.request import CHAT, COMPLETIONS, RESPONSES
-from service.gateway.openai.bodies import ChatBody, CompletionBody, EmbeddingBody, PoolingBody
-from service.gateway.openai.fields import (
+from service.gateway.core.request import CHAT, COMPLETIONS, RESPONSES
+from service.gateway.openai.request_bodies import (
     IDLE_CHAT_FIELDS,
     IDLE_COMPLETION_FIELDS,
     IDLE_EMBEDDING_FIELDS,
     IDLE_POOLING_FIELDS,
     IDLE_RESPONSE_FIELDS,
+    ChatBody,
+    CompletionBody,
+    EmbeddingBody,
+    PoolingBody,
 )
-from service.gateway.openai.response_bodies import ResponseBody
+from service.gateway.openai.responses_request import ResponseBody
 from service.gateway.routes.tokenization import DetokenizeBody, TokenizeBody
 from service.queue.codec import decode
 from service.queue.messages import Reply

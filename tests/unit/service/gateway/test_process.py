@@ -8,7 +8,7 @@ import pytest
 
 from service.config.settings import Settings
 from service.errors import StartupError
-from service.gateway.generation.served_model import ServedModel
+from service.gateway.core.served_model import ServedModel
 from service.gateway.process import run_gateway
 from tests.support.gateway import QuickQueue, write_model
 

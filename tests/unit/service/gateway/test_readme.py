@@ -9,15 +9,19 @@ import msgspec
 import pytest
 
 from service.gateway.batches.batches import BatchBody
-from service.gateway.openai.bodies import ChatBody, CompletionBody, EmbeddingBody, GenerationBody, PoolingBody
-from service.gateway.openai.fields import (
+from service.gateway.openai.request_bodies import (
     IDLE_CHAT_FIELDS,
     IDLE_COMPLETION_FIELDS,
     IDLE_EMBEDDING_FIELDS,
     IDLE_POOLING_FIELDS,
     IDLE_RESPONSE_FIELDS,
+    ChatBody,
+    CompletionBody,
+    EmbeddingBody,
+    GenerationBody,
+    PoolingBody,
 )
-from service.gateway.openai.response_bodies import ResponseBody
+from service.gateway.openai.responses_request import ResponseBody
 from service.gateway.openapi.document import openapi_document
 from service.gateway.routes.tokenization import DetokenizeBody, TokenizeBody
 from tests.support.source_tree import ROOT

@@ -16,7 +16,7 @@ import pytest
 
 from service.config.settings import Settings
 from service.errors import EndReason, StartupError
-from service.gateway.generation.served_model import ServedModel
+from service.gateway.core.served_model import ServedModel
 from service.gateway.process import serving
 from service.observability import tracing
 from service.observability.logs import _OneLine, add_log_context, log_context

@@ -187,12 +187,12 @@ def test_when_to_come_again_follows_from_how_fast_the_fleet_is():
         return pressure.refused("t", full).retry_after_s
 
     assert retry_after_s(10_000) == RETRY_AFTER_S
-    pressure.see(view_of(100.0, 0))
-    pressure.see(view_of(104.0, 400))
+    pressure.observe(view_of(100.0, 0))
+    pressure.observe(view_of(104.0, 400))
     assert retry_after_s(10_000) == 10
     assert retry_after_s(10) == 1
     assert retry_after_s(10_000_000) == MAX_RETRY_AFTER_S
-    pressure.see(view_of(108.0, 0))  # a worker that started again
+    pressure.observe(view_of(108.0, 0))  # a worker that started again
     assert retry_after_s(10_000) == 10
 
 

@@ -42,15 +42,15 @@ async def test_a_tenant_leaves_a_thread_to_others_and_they_take_turns():
         greedy = [asyncio.create_task(threads.run("greedy", release.wait)) for _ in range(20)]
         await until(lambda: threads._running.total() == NUM_THREADS - 1)
         assert await threads.run("modest", lambda: 5) == 5
-        assert await threads.answer(20)
+        assert await threads.responds(20)
         blocked = asyncio.create_task(threads.run("third", release.wait))
         await until(lambda: threads._running.total() == NUM_THREADS)
-        assert not await threads.answer(0.05)
+        assert not await threads.responds(0.05)
         late = [asyncio.create_task(threads.run("modest", order.append, "modest")) for _ in range(2)]
         release.set()
         await asyncio.gather(*greedy, *late, blocked)
         assert order == ["modest", "modest"]
-        assert await threads.answer(20)
+        assert await threads.responds(20)
 
 
 async def test_one_that_is_not_waited_for_gives_up_its_place():

@@ -243,7 +243,7 @@ async def test_what_a_drain_cuts_short_stays_unsettled_and_unanswered(model_fold
 
 async def test_a_bug_costs_one_job_only(door, monkeypatch, caplog):
     with monkeypatch.context() as patch:
-        patch.setattr("service.gateway.generation.served_model.ServedModel.encode", lambda *_, **__: 1 / 0)
+        patch.setattr("service.gateway.core.served_model.ServedModel.encode", lambda *_, **__: 1 / 0)
         (reply,) = await answer(door, payload())
     assert reply.error["code"] == "internal_error"
     assert "ZeroDivisionError" in caplog.text

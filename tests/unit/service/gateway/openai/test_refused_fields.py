@@ -9,10 +9,10 @@ from model.errors import GrammarError
 from model.text.grammar_compiler import TokenTable
 from model.text.grammar_task import GrammarTask, write_grammar
 from service.errors import RequestError
-from service.gateway.generation.refusals import grammar_refusal
-from service.gateway.generation.request import CHAT, COMPLETIONS, RESPONSES
-from service.gateway.openai.fields import IDLE_CHAT_FIELDS, IDLE_COMPLETION_FIELDS, IDLE_MESSAGE_FIELDS
-from service.gateway.openai.validator import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, read_request
+from service.gateway.core.refusals import grammar_refusal
+from service.gateway.core.request import CHAT, COMPLETIONS, RESPONSES
+from service.gateway.openai.request_bodies import IDLE_CHAT_FIELDS, IDLE_COMPLETION_FIELDS, IDLE_MESSAGE_FIELDS
+from service.gateway.openai.request_reader import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, read_request
 
 NAN, INF = math.nan, math.inf
 

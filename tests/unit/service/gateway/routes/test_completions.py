@@ -194,7 +194,7 @@ async def test_logprobs_of_chat(gateway):
 
 
 async def test_keep_alive_comments_while_waiting(model_folder, monkeypatch):
-    monkeypatch.setattr("service.gateway.routes.completions.KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr("service.gateway.routes.generation.KEEP_ALIVE_S", 0.05)
     async with open_gateway(model_folder) as gateway:
         gateway.worker.script = lambda job: speech(gateway.model, "a", step_s=0.2)
         async with gateway.http.post(gateway.url + CHAT, json={**MESSAGES, "stream": True}) as response:

@@ -9,7 +9,7 @@ import pytest
 
 from model.errors import GrammarError
 from model.text.grammar import json_grammar
-from service.gateway.generation.request import CHAT, COMPLETIONS
+from service.gateway.core.request import CHAT, COMPLETIONS
 from service.queue.codec import decode
 from service.queue.messages import Reply
 from tests.support.gateway import MODEL, QuickQueue, compiler_of, open_gateway, speech

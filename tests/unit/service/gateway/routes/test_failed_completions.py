@@ -157,7 +157,7 @@ async def test_a_bug_gets_a_number_and_no_traceback(gateway, monkeypatch, caplog
     def broken(*args, **options):
         raise ZeroDivisionError("secret")
 
-    monkeypatch.setattr("service.gateway.generation.served_model.ServedModel.encode", broken)
+    monkeypatch.setattr("service.gateway.core.served_model.ServedModel.encode", broken)
     status, answer = await gateway.post(CHAT, MESSAGES)
     assert (status, answer["error"]["code"]) == (500, "internal_error")
     assert "secret" not in json.dumps(answer)

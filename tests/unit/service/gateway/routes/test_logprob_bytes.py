@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from service.gateway.generation.request import CHAT, RESPONSES
+from service.gateway.core.request import CHAT, RESPONSES
 from tests.fakes.scripted_worker import Script
 from tests.support import make_tokenizers
 from tests.support.gateway import MODEL, open_gateway, speech, write_model

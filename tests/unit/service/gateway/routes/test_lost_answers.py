@@ -8,7 +8,7 @@ import asyncio
 import pytest
 
 from service.errors import EndReason
-from service.gateway.core.job_ids import seed_of
+from service.gateway.core.accepted_request import seed_of
 from service.queue.interface import OutcomeUnknown, QueueUnavailable
 from tests.support.gateway import MODEL, QuickQueue, beside, open_gateway, speech
 from tests.support.raw_http import RawClient
@@ -210,7 +210,7 @@ async def test_no_second_answer_is_written_into_one_that_has_begun(gateway, monk
         await stream.done()
         raise KeyError("a bug")
 
-    monkeypatch.setattr("service.gateway.routes.responses.Responses._send_deltas", broken)
+    monkeypatch.setattr("service.gateway.routes.responses._Response.send", broken)
     client = await RawClient.connect(gateway.url)
     await client.post(RESPONSES, {**BODIES[RESPONSES], "stream": True})
     async with asyncio.timeout(5):

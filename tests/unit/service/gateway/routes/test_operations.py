@@ -8,7 +8,7 @@ from importlib.resources import files
 
 import pytest
 
-from service.gateway.routes.operations_page import ASSETS
+from service.gateway.routes.operations import ASSETS
 from service.observability import metrics
 from tests.support.gateway import open_gateway, write_model
 

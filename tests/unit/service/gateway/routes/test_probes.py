@@ -13,8 +13,9 @@ import pytest
 
 from service.config.settings import Settings
 from service.errors import StartupError
+from service.gateway.core.served_model import ServedModel
 from service.gateway.core.service import InferenceService
-from service.gateway.generation.served_model import ServedModel
+from service.gateway.openai.request_reader import read_outline
 from service.gateway.routes import probes
 from service.gateway.routes.probes import probed
 from tests.fakes.queue.memory_queue import MemoryQueue
@@ -29,7 +30,7 @@ async def open_probes(model_folder, *, with_worker=True):
     """(port, worker) of an inference service whose loop reports."""
     settings = Settings(model=model_folder, served_model_name=MODEL)
     queue = MemoryQueue()
-    service = InferenceService(settings, ServedModel.read(settings), queue, feed="f")
+    service = InferenceService(settings, ServedModel.read(settings), queue, feed="f", read_outline=read_outline)
     worker = ScriptedWorker(queue, MODEL, lambda job: None)
     if with_worker:
         await worker.announce()
@@ -131,7 +132,9 @@ async def test_nobody_holds_it_up(model_folder):
 async def test_a_port_that_is_taken(model_folder):
     with socket.create_server((HOST, 0)) as taken:
         settings = Settings(model=model_folder)
-        service = InferenceService(settings, ServedModel.read(settings), MemoryQueue(), feed="f")
+        service = InferenceService(
+            settings, ServedModel.read(settings), MemoryQueue(), feed="f", read_outline=read_outline
+        )
         with pytest.raises(StartupError, match="--probe-port"):
             async with probed(service, HOST, taken.getsockname()[1]):
                 pass

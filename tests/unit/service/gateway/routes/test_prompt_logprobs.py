@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from service.errors import RequestError
-from service.gateway.generation.request import CHAT, COMPLETIONS
-from service.gateway.openai.validator import read_request
+from service.gateway.core.request import CHAT, COMPLETIONS
+from service.gateway.openai.request_reader import read_request
 from service.gateway.openapi import answers as openapi_answers
 from tests.support.gateway import MODEL
 

@@ -223,7 +223,7 @@ async def test_the_background_is_cancelled(served):
 async def test_one_that_failed_says_so(served):
     gateway, client = served
     gateway.worker.script = lambda job: Script([], EndReason.NUMERICAL_ERROR)
-    with pytest.raises(openai.InternalServerError, match="no valid number"):
+    with pytest.raises(openai.InternalServerError, match="produced NaN"):
         await client.responses.create(model=MODEL, input="Hi")
     running = await client.responses.create(model=MODEL, input="Hi", background=True)
     async with asyncio.timeout(10):

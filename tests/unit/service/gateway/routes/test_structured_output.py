@@ -9,8 +9,8 @@ from pydantic import BaseModel
 from model.text.grammar import COMPACT, choice_grammar, json_grammar, lark_grammar, regex_grammar
 from model.text.grammar_compiler import TokenTable
 from model.text.grammar_task import GrammarTask, write_grammar
-from service.gateway.generation.request import CHAT, COMPLETIONS
-from service.gateway.openai.validator import read_request
+from service.gateway.core.request import CHAT, COMPLETIONS
+from service.gateway.openai.request_reader import read_request
 from tests.support.gateway import MODEL, open_gateway, speech
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from service.gateway.generation.request import CHAT
+from service.gateway.core.request import CHAT
 from service.queue.codec import unpack_ids
 from tests.support.gateway import MODEL, open_gateway, write_model
 from tests.support.responses import PARAMETERS

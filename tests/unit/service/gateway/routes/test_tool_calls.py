@@ -13,9 +13,9 @@ from model.text.chat_template import ChatTemplate
 from model.text.tokenizer import Tokenizer
 from model.text.tool_calls.stream import ToolCallStream
 from service.errors import RequestError
-from service.gateway.core import whole_answers
-from service.gateway.generation.request import CHAT
-from service.gateway.openai.validator import read_request
+from service.gateway.core.request import CHAT
+from service.gateway.openai import response_builder
+from service.gateway.openai.request_reader import read_request
 from tests.support.gateway import MODEL, beside, compiler_of, open_gateway, speech, write_model
 from tests.support.responses import PARAMETERS, TEMPLATE
 
@@ -361,7 +361,7 @@ async def test_a_long_answer_is_read_off_the_event_loop(served, monkeypatch):
     gateway, client = served
     readers = []
     own = ToolCallStream.push
-    monkeypatch.setattr(whole_answers, "MAX_CHARS_AT_ONCE", 200)
+    monkeypatch.setattr(response_builder, "MAX_CHARS_AT_ONCE", 200)
     monkeypatch.setattr(
         ToolCallStream, "push", lambda stream, text: (readers.append(threading.current_thread()), own(stream, text))[1]
     )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from service.errors import EndReason
-from service.gateway.generation.request import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES
+from service.gateway.core.request import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES
 from service.queue.codec import unpack_ids
 from tests.fakes.scripted_worker import Script
 from tests.support.gateway import MODEL, open_gateway, speech

@@ -1,8 +1,8 @@
-"""A request as both doors understand it: validated, in the house's own terms, JSON left behind."""
+"""A validated generation request, free of any API's JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,22 +15,22 @@ CHAT = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
 EMBEDDINGS = "/v1/embeddings"
 POOLING = "/pooling"
-"""Another body and answer of EMBEDDINGS, which is the endpoint of its requests."""
+"""vLLM's body and answer for an EMBEDDINGS request."""
 ENDPOINTS = (COMPLETIONS, CHAT)
-"""Those that the queue door knows too."""
+"""Endpoints that queue producers may name."""
 BATCH_ENDPOINTS = (*ENDPOINTS, RESPONSES, EMBEDDINGS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """What a chat template renders. Every message is a map of `role`, `content` and perhaps `name`, all text, and of
-    `tool_calls`, whose arguments are JSON values."""
+    """The input of a chat template. A message maps `role`, `content` and optionally `name` to text, and `tool_calls` to
+    calls with parsed arguments."""
 
     messages: tuple[dict[str, Any], ...]
-    tools: tuple[dict[str, Any], ...] = ()  # OpenAI's objects, which templates know
+    tools: tuple[dict[str, Any], ...] = ()  # OpenAI's objects, which templates expect
     add_generation_prompt: bool = True
-    continue_final_message: bool = False  # the answer goes on inside the last message; no generation prompt then
-    template_options: Mapping[str, bool] = field(default_factory=dict)  # from a short list of known names
+    continue_final_message: bool = False  # the answer extends the last message; excludes the generation prompt
+    template_options: Mapping[str, bool] = field(default_factory=dict)
 
 
 Prompt = str | tuple[int, ...] | Conversation
@@ -38,26 +38,26 @@ Prompt = str | tuple[int, ...] | Conversation
 
 @dataclass(frozen=True)
 class RequestedGrammar:
-    """What the answer must look like."""
+    """The required form of an answer."""
 
-    spec: GrammarSpec  # not yet checked
-    param: str  # the field that asks for it
+    spec: GrammarSpec  # not yet compiled
+    param: str  # the request field that it came from
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolSpec:
-    """Functions that an answer may call, or must."""
+    """Functions that an answer may or must call."""
 
-    tools: tuple[dict[str, Any], ...]  # all that the model hears of, for its template
+    tools: tuple[dict[str, Any], ...]  # for the chat template
     callable: tuple[Function, ...]
     must_call: bool = False
     is_named: bool = False  # the client chose the function
-    only_one: bool = False  # call
+    only_one: bool = False  # at most one call
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestedSampling:
-    """What the client said of sampling, ranges checked; None where it was silent and a default may speak."""
+    """Sampling parameters in checked ranges. None: use the model's default."""
 
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -71,31 +71,31 @@ class RequestedSampling:
     seed: int | None = None  # 0..2^64-1
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None  # None: not wanted; K: the chosen token's and K alternatives'
-    prompt_logprobs: int | None = None  # the same of the prompt's tokens
+    logprobs: int | None = None  # K: of the sampled token and the K likeliest; None: off
+    prompt_logprobs: int | None = None  # likewise for the prompt's tokens
     logit_bias: tuple[tuple[int, float], ...] = ()
     grammar: RequestedGrammar | None = None
-    n: int = 1  # choices of each prompt
-    best_of: int = 1  # n.. ; branches sampled for each prompt
-    beam: BeamSearch | None = None  # instead of sampling
-    embeds: bool = False  # the prompt's vector is wanted, and no text
+    n: int = 1  # choices per prompt
+    best_of: int = 1  # branches sampled per prompt, >= n
+    beam: BeamSearch | None = None  # replaces sampling
+    embeds: bool = False  # return the prompt's vector, no text
 
     @property
     def num_branches(self) -> int:
-        """Continuations of a prompt that run side by side."""
+        """Branches per prompt that run at the same time."""
         return self.beam.width if self.beam is not None else self.best_of
 
     @property
     def is_ranked(self) -> bool:
-        """Which branches are answered with is known at the end only."""
+        """Whether the returned branches are chosen only at the end."""
         return self.beam is not None or self.best_of > self.n
 
 
 @dataclass(frozen=True)
 class Source:
-    """The body that a request was read from, for whoever has to read it again."""
+    """The body that a request was read from, kept to read it again."""
 
-    outline: bytes  # JSON; the shortest possible prompts stand in place of its own
+    outline: bytes  # the body's JSON with the shortest possible prompts
     digest: bytes  # SHA-256 of endpoint and whole body
 
 
@@ -104,30 +104,30 @@ NO_SOURCE = Source(b"", b"")
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """One or several generations. Token ids are not yet held against the vocabulary, nor lengths against the model."""
+    """One or more generations. Token ids and lengths are not yet checked against the model."""
 
     endpoint: str  # one of BATCH_ENDPOINTS
-    model: str | None  # None: the one that is served
-    prompts: tuple[Prompt, ...]  # one at least; exactly one in a chat
+    model: str | None  # None: the served one
+    prompts: tuple[Prompt, ...]  # at least one; exactly one for a chat
     sampling: RequestedSampling
     tools: ToolSpec | None = None
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    add_special_tokens: bool = True  # to a prompt that is text; a conversation has what its template says
-    truncate_prompt_tokens: int | None = None  # keep so many, the last; -1: as many as fit
+    add_special_tokens: bool = True  # to a text prompt; a conversation follows its template
+    truncate_prompt_tokens: int | None = None  # keep the last N prompt tokens; -1: as many as fit
     echo: bool = False
-    only_echoes: bool = False  # what is generated is not told
+    only_echoes: bool = False  # generated text is dropped
     tokens_as_ids: bool = False  # in log-probabilities
-    has_prompt_logprobs_field: bool = False  # in a field of their own
+    has_prompt_logprobs_field: bool = False  # vLLM's field, not OpenAI's echo
     stream: bool = False
     include_usage: bool = False
     usage_in_chunks: bool = False
     timeout_s: float | None = None
-    priority: int = 0  # among its tenant's own requests; lower goes first
-    is_batch: bool = False  # it waits until nothing else does
-    resumable: bool = False  # goes on for a while when its client leaves
-    background: bool = False  # goes on without a client
+    priority: int = 0  # among the tenant's own requests; lower runs first
+    is_batch: bool = False  # runs only while no other request waits
+    resumable: bool = False  # survives its client for `resume_grace` seconds
+    background: bool = False  # needs no client
     source: Source = NO_SOURCE
 
     @property
@@ -137,20 +137,24 @@ class GenerationRequest:
 
     @property
     def is_chat(self) -> bool:
-        """Whether its one prompt is a conversation."""
+        """Whether its only prompt is a conversation."""
         return self.endpoint in (CHAT, RESPONSES)
 
     @property
     def begins_a_text(self) -> bool:
-        """Whether the answer is a text of its own, and not the rest of another."""
+        """Whether the answer is a new text, not the continuation of one."""
         prompt = self.prompts[0]
         return isinstance(prompt, Conversation) and not prompt.continue_final_message
 
     @property
     def hides_special_tokens(self) -> bool:
-        """Whether special tokens are dropped from the text at once; calls may begin with one, which is told later."""
+        """Whether detokenizing drops special tokens. With tools it must not: one may open a call."""
         return self.skip_special_tokens and self.tools is None
 
     @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.sampling.n
+
+
+OutlineReader = Callable[[str, bytes], GenerationRequest]
+"""Parses (endpoint, Source.outline) back into the request, with the shortest possible prompts."""

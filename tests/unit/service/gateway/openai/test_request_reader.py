@@ -5,8 +5,8 @@ import math
 import pytest
 
 from model.sampling_params import BeamSearch
-from service.gateway.generation.request import CHAT, COMPLETIONS
-from service.gateway.openai.validator import read_request
+from service.gateway.core.request import CHAT, COMPLETIONS
+from service.gateway.openai.request_reader import read_request
 from tests.unit.service.gateway.openai.test_refused_fields import BODIES, refused
 
 NAN, INF = math.nan, math.inf

@@ -1,4 +1,4 @@
-"""Answers of `/v1/responses`: the object that a response is, and the events that tell how it comes to be."""
+"""Answers of `/v1/responses`: the response object and the events of its stream."""
 
 from __future__ import annotations
 
@@ -10,48 +10,53 @@ import msgspec
 
 from model.text.tokenizer import Tokenizer
 from service.errors import EndReason, RequestError
-from service.gateway.generation.request import GenerationRequest
-from service.gateway.generation.response_assembler import ChoiceDelta
-from service.gateway.generation.response_stream import Outcome
-from service.gateway.generation.served_model import CallOptions
-from service.gateway.openai.answers import Json, ResponseHeader
-from service.gateway.openai.calls import ToolCallWriter
+from service.gateway.core.accepted_request import AcceptedRequest
+from service.gateway.core.request import RESPONSES
+from service.gateway.core.response_stream import ChoiceDelta, Outcome
+from service.gateway.core.served_model import CallOptions, ServedModel
 from service.gateway.openai.logprobs import TokenWords, chat_entries
-from service.gateway.openai.response_bodies import ResponseBody, read_body
+from service.gateway.openai.response_builder import (
+    ChatBuilder,
+    CompletionBuilder,
+    Json,
+    ResponseBuilder,
+    ResponseHeader,
+    ResponseOptions,
+)
+from service.gateway.openai.responses_request import ResponseBody, read_response_body
+from service.gateway.openai.tool_calls import ToolCallWriter
 
 RESPONSE_PREFIX = "resp_"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResponsesOptions:
-    """What of a response its request says."""
+    """The fields of a response that its request decides."""
 
-    asked: Mapping[str, Any]  # fields as they were asked for, or as their defaults are
+    echoed: Mapping[str, Any]  # the request's fields, or their defaults
     is_background: bool
     is_streamed: bool
     logprobs: bool
-    calls: CallOptions | None  # None: the answer calls nothing
+    calls: CallOptions | None  # None: no calls
+
+    @classmethod
+    def of(cls, model: ServedModel, accepted: AcceptedRequest) -> ResponsesOptions:
+        request = accepted.request
+        body = read_response_body(msgspec.json.decode(request.source.outline))
+        return cls(
+            echoed={
+                **_echoed(body),
+                "temperature": float(_or(body.temperature, model.defaults.get("temperature", 1.0))),
+                "top_p": float(_or(body.top_p, model.defaults.get("top_p", 1.0))),
+            },
+            is_background=request.background,
+            is_streamed=request.stream,
+            logprobs=request.sampling.logprobs is not None,
+            calls=model.call_options(request.tools),
+        )
 
 
-def responses_options(
-    request: GenerationRequest, defaults: Mapping[str, float], calls: CallOptions | None
-) -> ResponsesOptions:
-    """`defaults`: sampling that the model's makers recommend."""
-    body = read_body(msgspec.json.decode(request.source.outline))
-    return ResponsesOptions(
-        asked={
-            **_asked(body),
-            "temperature": float(_or(body.temperature, defaults.get("temperature", 1.0))),
-            "top_p": float(_or(body.top_p, defaults.get("top_p", 1.0))),
-        },
-        is_background=request.background,
-        is_streamed=request.stream,
-        logprobs=request.sampling.logprobs is not None,
-        calls=calls,
-    )
-
-
-def _asked(body: ResponseBody) -> Json:
+def _echoed(body: ResponseBody) -> Json:
     default_choice = "auto" if body.tools else "none"
     return {
         "instructions": body.instructions,
@@ -84,8 +89,7 @@ def _or(value: float | None, default: float) -> float:
 
 
 class ResponsesBuilder:
-    """Words one answer, from its first piece to its last. Every event is numbered, and the same pieces give the same
-    events in whichever gateway."""
+    """Builds one response. Its events are numbered, and the same deltas give the same events in every gateway."""
 
     def __init__(self, header: ResponseHeader, tokenizer: Tokenizer, options: ResponsesOptions) -> None:
         self._header = header
@@ -93,25 +97,26 @@ class ResponsesBuilder:
         self._detokenizer = tokenizer.detokenizer(skip_special_tokens=options.calls is None, at_start=True)
         self._options = options
         calls = options.calls
-        self._calls = calls and ToolCallWriter(header.job_id, calls, is_streamed=options.is_streamed)
+        self._calls = (
+            None if calls is None else ToolCallWriter(header.request_id, calls, is_streamed=options.is_streamed)
+        )
         self._items: list[Json] = []
         self._is_open = False  # the last item
-        self._unsent_logprobs: list[Json] = []  # log-probabilities of text that is held back
+        self._unsent_logprobs: list[Json] = []  # log-probabilities of held-back text
         self._finish_reason: str | None = None
         self._num_events = 0
 
     @property
     def response_id(self) -> str:
-        return RESPONSE_PREFIX + self._header.job_id
+        return RESPONSE_PREFIX + self._header.request_id
 
     def whole(self, deltas: Sequence[ChoiceDelta], outcome: Outcome) -> Json:
-        """The answer as one object."""
         for delta in deltas:
             self.chunks(delta)
-        return self.closing(outcome)[-1]["response"]
+        return response_of(self.closing(outcome))
 
     def opening(self) -> list[Json]:
-        """The events of a response that is accepted; those before the first piece, if they are not told yet."""
+        """Return the events before the first delta, once."""
         if self._num_events:
             return []
         return [
@@ -120,7 +125,7 @@ class ResponsesBuilder:
         ]
 
     def chunks(self, delta: ChoiceDelta) -> list[Json]:
-        """The events that tell `piece`."""
+        """Return the delta's events."""
         events = self.opening()
         is_last = delta.finish_reason is not None
         if self._options.logprobs:
@@ -136,7 +141,7 @@ class ResponsesBuilder:
         return events
 
     def closing(self, outcome: Outcome) -> list[Json]:
-        """What follows the last piece."""
+        """Return the events after the last delta; the last one has the response."""
         events = self.opening()
         if not self._items:
             events += self._open_message()
@@ -148,12 +153,12 @@ class ResponsesBuilder:
         return [*events, self._event(f"response.{status}", response=response)]
 
     def failure(self, error: RequestError) -> list[Json]:
-        """What follows where the answer came to no good end."""
+        """Return the events after a failure."""
         events = self.opening()
         return [*events, self._event("response.failed", response=self.failed(error.code, error.message))]
 
     def failed(self, code: str | None, message: str) -> Json:
-        """The response that has ended with this error, with what it had said by then."""
+        """Return the response that ended with this error, with its output so far."""
         for item in self._items:
             item["status"] = "incomplete" if item["status"] == "in_progress" else item["status"]
         if code == EndReason.CANCELLED:
@@ -161,7 +166,7 @@ class ResponsesBuilder:
         return self._response("failed", error={"code": code or "server_error", "message": message})
 
     def unfinished(self, status: str) -> Json:
-        """The response before its end: queued or in_progress."""
+        """Return the response while it is queued or in_progress."""
         return self._response(status, output=[])
 
     def _json_deltas(self, text: str, *, is_last: bool) -> Iterable[Json]:
@@ -178,14 +183,15 @@ class ResponsesBuilder:
         return [*events, self._part_event("response.output_text.delta", delta=text, logprobs=logprobs)]
 
     def _open_message(self) -> list[Json]:
-        item = {"type": "message", "role": "assistant", "content": []}
+        item: Json = {"type": "message", "role": "assistant", "content": []}
         events = self._open("msg", item)
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         self._items[-1]["content"].append(part)
         return [*events, self._part_event("response.content_part.added", part=_copy(part))]
 
     def _call(self, call: Json) -> list[Json]:
-        events, function = [], call["function"]
+        events: list[Json] = []
+        function = call["function"]
         if "id" in call:
             self._unsent_logprobs.clear()
             item = {"type": "function_call", "call_id": call["id"], "name": function["name"], "arguments": ""}
@@ -197,15 +203,14 @@ class ResponsesBuilder:
         return events
 
     def _open(self, prefix: str, item: Json) -> list[Json]:
-        """A new item, behind the one before."""
+        """Close the open item and open a new one."""
         events = self._close("completed")
-        name = f"{prefix}_{self._header.job_id}_{len(self._items)}"
+        name = f"{prefix}_{self._header.request_id}_{len(self._items)}"
         self._items.append({"id": name, **item, "status": "in_progress"})
         self._is_open = True
         return [*events, self._output_event("response.output_item.added")]
 
     def _close(self, status: str) -> list[Json]:
-        """The end of the open item, if one is."""
         if not self._is_open:
             return []
         self._is_open = False
@@ -219,7 +224,7 @@ class ResponsesBuilder:
         return [*events, self._output_event("response.output_item.done")]
 
     def _text_left(self) -> list[Json]:
-        """Log-probabilities whose tokens said nothing any more, as an end mark does."""
+        """Send the log-probabilities of last tokens without text, such as EOS."""
         if not self._unsent_logprobs:
             return []
         self._is_open = True
@@ -233,7 +238,7 @@ class ResponsesBuilder:
             self._part_event("response.content_part.done", part=_copy(part)),
         ]
 
-    def _response(self, status: str, **what: Any) -> Json:
+    def _response(self, status: str, **fields: Any) -> Json:
         header = self._header
         return {
             "id": self.response_id,
@@ -246,23 +251,43 @@ class ResponsesBuilder:
             "model": header.model,
             "output": _copy(self._items),
             "usage": None,
-            **self._options.asked,
-            **what,
+            **self._options.echoed,
+            **fields,
         }
 
-    def _part_event(self, kind: str, **what: Any) -> Json:
-        return self._item_event(kind, content_index=0, **what)
+    def _part_event(self, kind: str, **fields: Any) -> Json:
+        return self._item_event(kind, content_index=0, **fields)
 
-    def _item_event(self, kind: str, **what: Any) -> Json:
-        return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **what)
+    def _item_event(self, kind: str, **fields: Any) -> Json:
+        return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **fields)
 
     def _output_event(self, kind: str) -> Json:
         return self._event(kind, output_index=len(self._items) - 1, item=_copy(self._items[-1]))
 
-    def _event(self, kind: str, **what: Any) -> Json:
+    def _event(self, kind: str, **fields: Any) -> Json:
         number = self._num_events
         self._num_events += 1
-        return {"type": kind, "sequence_number": number, **what}
+        return {"type": kind, "sequence_number": number, **fields}
+
+
+def response_of(events: Sequence[Json]) -> Json:
+    """Return the response in a stream's last event."""
+    response: Json = events[-1]["response"]
+    return response
+
+
+def builder_of(model: ServedModel, accepted: AcceptedRequest) -> ResponseBuilder:
+    """Return the builder for the request's endpoint."""
+    if accepted.request.endpoint == RESPONSES:
+        return responses_builder_of(model, accepted)
+    header, options = ResponseHeader.of(model, accepted), ResponseOptions.of(model, accepted)
+    return (ChatBuilder if accepted.request.is_chat else CompletionBuilder)(header, model.tokenizer, options)
+
+
+def responses_builder_of(model: ServedModel, accepted: AcceptedRequest) -> ResponsesBuilder:
+    """Return the builder for a request to `/v1/responses`."""
+    header, options = ResponseHeader.of(model, accepted), ResponsesOptions.of(model, accepted)
+    return ResponsesBuilder(header, model.tokenizer, options)
 
 
 def _usage(outcome: Outcome) -> Json:
@@ -276,5 +301,5 @@ def _usage(outcome: Outcome) -> Json:
 
 
 def _copy(value: Any) -> Any:
-    """What an event or an answer holds does not change with what comes after."""
+    """Copy an item, which later deltas change, for an event or answer."""
     return msgspec.to_builtins(value)

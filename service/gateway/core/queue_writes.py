@@ -1,28 +1,33 @@
-"""Background writes: retried until the queue answers, for a bounded time."""
+"""Writes to the queue: retried through short outages, in the foreground or the background."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
+from service.config.settings import Settings
+from service.gateway.core.refusals import storage_refusal, unavailable
 from service.observability.logs import fields
 from service.queue.interface import QueueUnavailable
+from service.queue.storage import StorageFull, StorageLimits
+
+Answer = TypeVar("Answer")
 
 log = logging.getLogger("quire.gateway")
 
 REPEAT_FOR_S = 60.0
 RETRY_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 MAX_REPEATED = 4096
-"""Writes that may be repeated at once; with more, a write gets one try."""
+"""Background writes that may retry at once; beyond, each gets one try."""
 CLOSE_TIMEOUT_S = 2.0
 WRITE_WITHIN_S, WRITE_RETRY_S = 6.0, 0.2
 
 
 async def write(attempt: Callable[[], Awaitable[Any]], within_s: float = WRITE_WITHIN_S) -> None:
-    """Make a write whose answer a client waits for, and again while the queue is away: one that changes nothing the
-    second time. Raises QueueUnavailable when the time is up."""
+    """Run an idempotent write that a client waits for, again while the queue is away. Raises QueueUnavailable after
+    `within_s`."""
     loop = asyncio.get_running_loop()
     give_up_s = loop.time() + within_s
     while True:
@@ -35,23 +40,41 @@ async def write(attempt: Callable[[], Awaitable[Any]], within_s: float = WRITE_W
             await asyncio.sleep(WRITE_RETRY_S)
 
 
+async def stored(call: Awaitable[Answer]) -> Answer:
+    """Return what a store call returns. Raises RequestError (429, 503) if the store is full or away."""
+    try:
+        return await call
+    except QueueUnavailable:
+        raise unavailable() from None
+    except StorageFull as full:
+        raise storage_refusal(full) from None
+
+
+def storage_limits(settings: Settings) -> StorageLimits:
+    return StorageLimits(
+        max_bytes_per_tenant=settings.max_stored_bytes_per_tenant, queue_share=settings.queue_memory_share
+    )
+
+
 class BackgroundWrites:
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def repeat(self, attempt: Callable[[], Awaitable[Any]], what: str, for_s: float = REPEAT_FOR_S, **about) -> None:
-        """Make the write, and again while the queue is away. `attempt` may have happened and be made again."""
+    def repeat(
+        self, attempt: Callable[[], Awaitable[Any]], what: str, for_s: float = REPEAT_FOR_S, **about: Any
+    ) -> None:
+        """Run an idempotent write in the background, again while the queue is away."""
         self.spawn(self.until_known(attempt, what, for_s, **about))
 
     async def until_known(
-        self, attempt: Callable[[], Awaitable[Any]], what: str, for_s: float = REPEAT_FOR_S, **about
+        self, attempt: Callable[[], Awaitable[Any]], what: str, for_s: float = REPEAT_FOR_S, **about: Any
     ) -> bool:
-        """The same, waited for. Returns whether the queue has answered; if not, the log says so."""
+        """Like `repeat`, but awaited. Return whether the queue answered; if not, log `what` and `about`."""
         loop = asyncio.get_running_loop()
         give_up_s, num_tries = loop.time() + for_s, 0
         while True:
@@ -69,7 +92,7 @@ class BackgroundWrites:
                 await asyncio.sleep(wait_s)
 
     async def close(self) -> None:
-        """Wait a while for the writes that are under way; those that are left then are not made."""
+        """Wait up to CLOSE_TIMEOUT_S for open writes, then cancel them."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=CLOSE_TIMEOUT_S)
         for task in list(self._tasks):

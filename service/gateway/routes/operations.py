@@ -1,4 +1,4 @@
-"""The operations page: what the service does now, drawn in a browser, and a playground. It loads nothing foreign."""
+"""Metrics, probes, and the operations page `/ui`: live charts and a playground, without foreign assets."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from importlib.resources import files
 from aiohttp import web
 
 from service.gateway.core.service import InferenceService
-from service.gateway.http.middleware import PAGE, json_response
-from service.queue.interface import QueueUnavailable
+from service.gateway.http.middleware import json_response
+from service.gateway.routes.probes import readiness
+from service.observability.metrics import CONTENT_TYPE, LaneStats
+from service.queue.interface import QUEUE_LANES, QueueUnavailable
 from service.queue.messages import WorkerCard
 
 ASSETS = {
@@ -22,7 +24,7 @@ ASSETS = {
     "playground.js": "text/javascript",
 }
 HEADERS = {
-    # The page draws with inline colours; it loads nothing but its own files and speaks to nobody but us.
+    # The page uses inline colours, loads only its own files and calls only this server.
     "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -31,20 +33,37 @@ HEADERS = {
 }
 
 
-def operations_routes(service: InferenceService) -> list[web.RouteDef]:
-    """The page, its files, and the state that it asks for once a second."""
+class Operations:
+    def __init__(self, service: InferenceService) -> None:
+        self._service = service
 
-    async def state(http: web.Request) -> web.Response:
-        return json_response(await _state(service), headers={"Cache-Control": "no-store"})
+    async def page_state(self, http: web.Request) -> web.Response:
+        """Answer with what the page shows, which it polls once a second."""
+        return json_response(await _state(self._service), headers={"Cache-Control": "no-store"})
 
-    return [
-        web.get(PAGE, _file("index.html", "text/html")),
-        *(web.get(f"{PAGE}/{name}", _file(name, kind)) for name, kind in ASSETS.items()),
-        web.get(f"{PAGE}/state", state),
-    ]
+    async def metrics(self, http: web.Request) -> web.Response:
+        metrics = self._service.metrics
+        try:
+            view = await self._service.fleet.view()
+            lanes = {
+                name: LaneStats(lane.num_jobs, view.oldest_wait_s(name)) for name, lane in view.queue.lanes.items()
+            }
+            stats = {card.worker_id: card.stats for card in view.cards}
+            metrics.set_fleet(stats, lanes, view.queue.num_leases)
+        except QueueUnavailable:
+            metrics.set_fleet({}, dict.fromkeys(QUEUE_LANES, LaneStats(math.nan, math.nan)), math.nan)
+        return web.Response(body=metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def livez(self, http: web.Request) -> web.Response:
+        return json_response({"status": "ok"})
+
+    async def readyz(self, http: web.Request) -> web.Response:
+        status, body = await readiness(self._service)
+        return json_response(body, status)
 
 
-def _file(name: str, content_type: str) -> Callable[[web.Request], Awaitable[web.Response]]:
+def asset(name: str, content_type: str) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """Return the handler of one of the page's files."""
     text = (files("service.gateway") / "ui" / name).read_text()
 
     async def handle(http: web.Request) -> web.Response:
@@ -54,7 +73,7 @@ def _file(name: str, content_type: str) -> Callable[[web.Request], Awaitable[web
 
 
 async def _state(service: InferenceService) -> dict[str, object]:
-    """Latencies are cumulative counts by bucket; `num_queued` is null while the queue cannot be asked."""
+    """Latencies are cumulative counts by bucket; `num_queued` is null while the queue is away."""
     latency = service.metrics.latency_buckets()
     try:
         await service.fleet.look()
@@ -76,7 +95,7 @@ async def _state(service: InferenceService) -> dict[str, object]:
 
 
 def _worker(card: WorkerCard) -> dict[str, object]:
-    """`blocks` is null until the worker has heard that somebody looks, `host_blocks` also without a second tier."""
+    """`blocks` is null until the worker knows that a page looks, `host_blocks` also without a host cache."""
     num_cells = len(card.blocks)
     return {
         "id": card.worker_id,

@@ -1,22 +1,28 @@
-"""The types of OpenAI's request bodies, and how a body that does not fit them is refused: by name, never by value."""
+"""OpenAI's and vLLM's request bodies as types. A field that does not fit is refused by its name, never by its value.
+
+A field here either works or is idle: accepted with the values that change nothing (the IDLE tables), refused with any
+other. All further fields are unknown and refused.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import inspect
 
 from service.errors import RequestError
-from service.gateway.generation.refusals import missing, refusal
+from service.gateway.core.refusals import missing, refusal
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128  # OpenAI's own; `--max-n` bounds it further
 MAX_BEAM_WIDTH = 16
 MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512  # OpenAI's own
+
+Body = TypeVar("Body", bound=msgspec.Struct)
 
 RANGES: Mapping[str, tuple[float, float]] = {
     "max_tokens": (1, 1 << 31),
@@ -42,7 +48,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "truncate_prompt_tokens": (-1, 1 << 31),
     "priority": (-100, 100),
 }
-"""Closed ranges; every number of a body stands here or is checked where it is used."""
+"""Closed ranges. A number without one is checked by its reader."""
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -64,14 +70,14 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """vLLM's. What stands here is what can be had; its `structural_tag` cannot."""
+    """vLLM's, without `structural_tag`."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
-    disable_fallback: bool | None = None  # there is nothing to fall back to
+    disable_fallback: bool | None = None  # no effect: no fallback exists
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
     whitespace_pattern: str | None = None
@@ -122,7 +128,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     safety_identifier: str = ""
 
 
-class CompletionBody(GenerationBody):
+class CompletionBody(GenerationBody, frozen=True):
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
     echo: bool = False
@@ -139,7 +145,7 @@ class EmbeddingBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fr
     user: str = ""
 
 
-class PoolingBody(EmbeddingBody):
+class PoolingBody(EmbeddingBody, frozen=True):
     add_special_tokens: bool = True
 
 
@@ -157,7 +163,7 @@ class ToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=
     id: str
     type: str = "function"
     function: CalledFunction
-    index: int | None = None  # where a client sends back what a stream told it
+    index: int | None = None  # sent back by clients of streams
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -189,7 +195,7 @@ class NamedTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
     function: FunctionName
 
 
-class ChatBody(GenerationBody):
+class ChatBody(GenerationBody, frozen=True):
     messages: list[Message]
     max_completion_tokens: int | None = None
     logprobs: bool = False
@@ -202,8 +208,103 @@ class ChatBody(GenerationBody):
     chat_template_kwargs: dict[str, bool] = {}
 
 
+Idle = Mapping[str, tuple[Any, ...]]
+
+_BOTH: Idle = {
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "spaces_between_special_tokens": (True,),
+    "return_token_ids": (False,),
+    "request_id": (),
+    "cache_salt": (),
+    "prompt_cache_key": (),
+    "kv_transfer_params": (),
+    "vllm_xargs": ({},),
+}
+
+IDLE_COMPLETION_FIELDS: Idle = {
+    **_BOTH,
+    "suffix": ("",),
+    "prompt_embeds": (),
+}
+
+IDLE_CHAT_FIELDS: Idle = {
+    **_BOTH,
+    "functions": ([],),
+    "function_call": ("none",),
+    "store": (False,),
+    "metadata": ({},),
+    "service_tier": ("auto", "default"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "include_reasoning": (True,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "moderation": (),
+    "prompt_cache_options": ({},),
+    "prompt_cache_retention": (),
+    "echo": (False,),
+    "add_special_tokens": (False,),
+    "chat_template": (),
+    "documents": ([],),
+    "mm_processor_kwargs": ({},),
+}
+
+IDLE_RESPONSE_FIELDS: Idle = {
+    "access_programs": (),
+    "context_management": ([],),
+    "conversation": (),
+    "image": (),
+    "max_tool_calls": (),
+    "moderation": (),
+    "prompt": (),
+    "prompt_cache_key": (),
+    "prompt_cache_options": ({},),
+    "prompt_cache_retention": (),
+    "reasoning": ({}, {"effort": "none"}),
+    "service_tier": ("auto", "default"),
+    "stream_options": ({}, {"include_obfuscation": False}),
+    "truncation": ("disabled",),
+}
+
+IDLE_EMBEDDING_FIELDS: Idle = {"dimensions": ()}
+
+IDLE_POOLING_FIELDS: Idle = {
+    **IDLE_EMBEDDING_FIELDS,
+    "task": ("embed",),
+    "messages": (),
+    "use_activation": (),
+    "padding": (),
+    "truncation_side": (),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+}
+
+IDLE_TEXT_FIELDS: Idle = {"verbosity": ("medium",)}
+
+IDLE_ITEM_FIELDS: Idle = {
+    "phase": (),
+    "caller": (),
+    "namespace": (),
+    "async": (False,),
+}
+
+IDLE_MESSAGE_FIELDS: Idle = {
+    "function_call": (),
+    "refusal": (),
+    "audio": (),
+    "annotations": ([],),
+    "reasoning": (),
+    "reasoning_content": (),
+    "provider_specific_fields": ({},),  # sent back by litellm
+}
+
+
 def check_ranges(body: msgspec.Struct) -> None:
-    """Holds the numbers of `body` against RANGES. Raises RequestError (400); NaN is in no range."""
+    """Raises RequestError (400) for a number outside RANGES; NaN is in no range."""
     for name in body.__struct_fields__:
         value = getattr(body, name)
         if name in RANGES and value is not None:
@@ -213,16 +314,15 @@ def check_ranges(body: msgspec.Struct) -> None:
 
 
 def check_metadata(metadata: Mapping[str, str]) -> None:
-    """Raises RequestError (400) for more than a client may attach to an object."""
+    """Raises RequestError (400) for too many or too long entries."""
     if len(metadata) > MAX_METADATA:
         raise refusal("metadata", f"has more than {MAX_METADATA} entries")
     if any(len(key) > MAX_KEY_CHARS or len(value) > MAX_VALUE_CHARS for key, value in metadata.items()):
         raise refusal("metadata", f"has a key above {MAX_KEY_CHARS} or a value above {MAX_VALUE_CHARS} characters")
 
 
-def convert(fields: Mapping[str, Any], kind: type[msgspec.Struct]) -> Any:
-    """`fields` as the struct `kind`, types strict; a field that is null counts as absent, wherever it stands. Raises
-    RequestError (400) that names the field, never its value."""
+def convert(fields: Mapping[str, Any], kind: type[Body]) -> Body:
+    """Return `fields` as a `kind`, with strict types; null fields count as absent. Raises RequestError (400)."""
     fields = present(fields, kind)
     for name in fields:
         if name not in kind.__struct_encode_fields__:
@@ -234,8 +334,8 @@ def convert(fields: Mapping[str, Any], kind: type[msgspec.Struct]) -> Any:
 
 
 def present(value: Any, kind: type[msgspec.Struct]) -> Any:
-    """What is to be a `kind`, or several, less the fields that are null. In a client's own objects, a schema or the
-    arguments of a call, null is a value."""
+    """Return `value`, a future `kind` or list of them, without null fields. In a client's own objects (a schema, call
+    arguments) null is a value."""
     if isinstance(value, list):
         return [present(item, kind) for item in value]
     if not isinstance(value, Mapping):
@@ -248,9 +348,15 @@ def present(value: Any, kind: type[msgspec.Struct]) -> Any:
 
 @cache
 def _inner_kinds(kind: type[msgspec.Struct]) -> Mapping[str, type[msgspec.Struct]]:
-    """By field of `kind` the struct that stands in it."""
-    found = {field.encode_name: _struct_in(field.type) for field in inspect.type_info(kind).fields}
+    """Return the structs inside `kind`, by field."""
+    found = {field.encode_name: _struct_in(field.type) for field in _fields(kind)}
     return {name: inner for name, inner in found.items() if inner is not None}
+
+
+def _fields(kind: type[msgspec.Struct]) -> tuple[inspect.Field, ...]:
+    info = inspect.type_info(kind)
+    assert isinstance(info, inspect.StructType)
+    return info.fields
 
 
 def _struct_in(of: inspect.Type) -> type[msgspec.Struct] | None:
@@ -263,13 +369,13 @@ def _struct_in(of: inspect.Type) -> type[msgspec.Struct] | None:
 
 
 def unknown_field(name: Any) -> RequestError:
-    """The 400 of a field that stands nowhere."""
+    """Return the 400 for an unknown field."""
     param = _showable(name)
     return RequestError(400, f"Unknown field '{param}'.", param=param, code="unknown_field")
 
 
 def _refusal_of(complaint: str) -> RequestError:
-    """msgspec's words, which name types and places but may quote an unknown field, in ours."""
+    """Reword msgspec's complaint, which may quote an unknown field."""
     what, _, place = complaint.rpartition(" - at `$") if " - at `$" in complaint else (complaint, "", "")
     place = place.rstrip("`").lstrip(".")
     if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", what, re.DOTALL):
@@ -281,6 +387,26 @@ def _refusal_of(complaint: str) -> RequestError:
 
 
 def _showable(name: Any) -> str:
-    """A name that a client made up, as far as it may stand in an answer or a log."""
+    """Return a client's name for a field, safe for answers and logs."""
     text = name if isinstance(name, str) else "?"
     return "".join(c if c.isascii() and c.isprintable() else "?" for c in text[:64])
+
+
+def without_idle_fields(fields: Mapping[str, Any], idle: Idle, prefix: str = "") -> dict[str, Any]:
+    """Return `fields` without null and idle ones. `prefix` precedes their names in errors.
+
+    Raises RequestError (400) for an idle field with a value that asks for something.
+    """
+    left = {}
+    for name, value in fields.items():
+        if value is None:
+            continue
+        if name not in idle:
+            left[name] = value
+            continue
+        asked = {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
+        if not any(type(asked) is type(accepted) and asked == accepted for accepted in idle[name]):
+            param = prefix + name
+            hint = " with any but its default value" if idle[name] else ""
+            raise RequestError(400, f"'{param}' is not supported here{hint}.", param=param)
+    return left

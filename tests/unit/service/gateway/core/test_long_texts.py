@@ -9,8 +9,8 @@ import pytest
 
 from service.config.settings import Settings
 from service.errors import RequestError
-from service.gateway.generation.request import Conversation
-from service.gateway.generation.served_model import LONG_TEXT_CHARS, ServedModel
+from service.gateway.core.request import Conversation
+from service.gateway.core.served_model import LONG_TEXT_CHARS, ServedModel
 from tests.support.demo_engine import DEMO
 
 MEBIBYTE = 1 << 20

@@ -1,19 +1,20 @@
-"""OpenAI's request bodies to `Request`, the one validator of both doors: every field works or is refused by name."""
+"""Request bodies to `GenerationRequest`s, for HTTP, the queue ingress and batches. Every field works or is refused."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
+from model.sampling_params import BeamSearch
 from service.errors import RequestError
-from service.gateway.generation.refusals import refusal
-from service.gateway.generation.request import (
+from service.gateway.core.refusals import refusal
+from service.gateway.core.request import (
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,
@@ -24,7 +25,15 @@ from service.gateway.generation.request import (
     RequestedSampling,
     Source,
 )
-from service.gateway.openai.bodies import (
+from service.gateway.core.text_threads import TextThreads
+from service.gateway.openai.grammar import read_grammar
+from service.gateway.openai.messages import MAX_LABEL_CHARS, check_length, conversation, plain_messages, read_tools
+from service.gateway.openai.request_bodies import (
+    IDLE_CHAT_FIELDS,
+    IDLE_COMPLETION_FIELDS,
+    IDLE_EMBEDDING_FIELDS,
+    IDLE_POOLING_FIELDS,
+    MAX_BEAM_WIDTH,
     ChatBody,
     CompletionBody,
     EmbeddingBody,
@@ -33,19 +42,10 @@ from service.gateway.openai.bodies import (
     StreamOptions,
     check_ranges,
     convert,
-)
-from service.gateway.openai.choices import read_choices
-from service.gateway.openai.fields import (
-    IDLE_CHAT_FIELDS,
-    IDLE_COMPLETION_FIELDS,
-    IDLE_EMBEDDING_FIELDS,
-    IDLE_POOLING_FIELDS,
     without_idle_fields,
 )
-from service.gateway.openai.grammar import read_grammar
-from service.gateway.openai.messages import MAX_LABEL_CHARS, check_length, conversation, plain_messages
-from service.gateway.openai.response_bodies import in_own_words, read_response
-from service.gateway.openai.tools import read_tools
+from service.gateway.openai.responses_request import in_own_words, read_response
+from service.gateway.openai.strict_json import decode_object
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
@@ -53,24 +53,43 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 300
 MAX_PROMPTS = 1024
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own
-COLDEST_TEMPERATURE = 1e-4  # below it sampling is greedy in float32 anyway, and logits / temperature would overflow
+COLDEST_TEMPERATURE = 1e-4  # below, float32 sampling is greedy and logits / temperature overflows
 NARROWEST_TOP_P = 1e-6  # keeps one token, as 0 does at OpenAI
 TEMPLATE_OPTIONS = ("enable_thinking",)
-"""What a client may hand to the model's chat template: switches, never text."""
+"""Switches that a client may pass to the chat template."""
 
 
-def read_request(endpoint: str, body: Mapping[str, Any]) -> GenerationRequest:
-    """The request that `body`, sent to `endpoint` (ENDPOINTS and others), makes. Raises RequestError (400)."""
-    return _READERS[endpoint](body)
+async def parse_body(threads: TextThreads, endpoint: str, body: bytes, tenant: str) -> GenerationRequest:
+    """Read a JSON body, off the event loop if it is large. Raises RequestError (400)."""
+    return await threads.run_sized(len(body), tenant, _read_body, endpoint, body)
 
 
-def source_of(request: GenerationRequest, body: Mapping[str, Any]) -> Source:
-    """What `read_request` needs to make of `body` the same request again, but for its prompts."""
+def _read_body(endpoint: str, body: bytes) -> GenerationRequest:
+    return read_fields(endpoint, decode_object(body))
+
+
+def read_fields(endpoint: str, fields: Mapping[str, Any]) -> GenerationRequest:
+    """Return the request with its `source`. Raises RequestError (400)."""
+    request = read_request(endpoint, fields)
+    return replace(request, source=source_of(request, fields))
+
+
+def read_outline(endpoint: str, outline: bytes) -> GenerationRequest:
+    """Return the request of a `Source.outline`, which was valid when it was written."""
+    return read_request(endpoint, msgspec.json.decode(outline))
+
+
+def read_request(endpoint: str, fields: Mapping[str, Any]) -> GenerationRequest:
+    """`endpoint`: one of BATCH_ENDPOINTS, or POOLING. Raises RequestError (400)."""
+    return _READERS[endpoint](fields)
+
+
+def source_of(request: GenerationRequest, fields: Mapping[str, Any]) -> Source:
     prompts = _SHORTEST[request.endpoint](len(request.prompts))
-    body = {name: value for name, value in body.items() if value is not None}
+    fields = {name: value for name, value in fields.items() if value is not None}
     encode = msgspec.json.Encoder(order="deterministic").encode
-    digest = hashlib.sha256(encode([request.endpoint, body])).digest()
-    return Source(encode({**body, **prompts}), digest)
+    digest = hashlib.sha256(encode([request.endpoint, fields])).digest()
+    return Source(encode({**fields, **prompts}), digest)
 
 
 def _read_completion(fields: Mapping[str, Any]) -> GenerationRequest:
@@ -131,7 +150,7 @@ def _read_pooling(fields: Mapping[str, Any]) -> GenerationRequest:
 
 
 def _read_pooled(body: EmbeddingBody) -> GenerationRequest:
-    """A completion of one token, which nobody wants, behind the prompt whose vector is."""
+    """Return a completion of one token, which is dropped: only the prompt's vector is used."""
     if body.encoding_format not in ("float", "base64"):
         raise refusal("encoding_format", "must be float or base64")
     same = {name: getattr(body, name) for name in ("model", "truncate_prompt_tokens", "timeout", "priority", "user")}
@@ -156,22 +175,22 @@ _SHORTEST: Mapping[str, Callable[[int], dict[str, Any]]] = {
     RESPONSES: lambda _: {"input": "."},
     EMBEDDINGS: lambda num_prompts: {"input": [[0]] * num_prompts},
 }
-"""The shortest prompts that a body may have."""
+"""The shortest valid prompts of a body."""
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[str | tuple[int, ...], ...]:
-    """The prompts in OpenAI's four forms: a text, token ids, a list of texts, a list of token ids."""
-    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
-        prompt = [prompt]
-    if len(prompt) > MAX_PROMPTS:
+    """Accept OpenAI's four forms: a text, token ids, a list of texts, a list of token ids."""
+    is_one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+    entries: Sequence[Any] = [prompt] if is_one else prompt
+    if len(entries) > MAX_PROMPTS:
         raise refusal("prompt", f"has more than {MAX_PROMPTS} entries")
-    if not prompt or not all(prompt):
+    if not entries or not all(entries):
         raise refusal("prompt", "must not be empty")
-    if all(isinstance(text, str) for text in prompt):
-        return tuple(prompt)
-    if not all(isinstance(ids, list) and all(isinstance(token, int) for token in ids) for ids in prompt):
+    if all(isinstance(text, str) for text in entries):
+        return tuple(entries)
+    if not all(isinstance(ids, list) and all(isinstance(token, int) for token in ids) for ids in entries):
         raise refusal("prompt", "must be texts or token ids, not a mixture")
-    return tuple(map(tuple, prompt))
+    return tuple(map(tuple, entries))
 
 
 def _sampling(body: GenerationBody, max_tokens: int | None, logprobs: int | None) -> RequestedSampling:
@@ -182,8 +201,9 @@ def _sampling(body: GenerationBody, max_tokens: int | None, logprobs: int | None
         raise refusal("stop_token_ids", f"has more than {MAX_STOP_TOKEN_IDS} entries")
     if body.truncate_prompt_tokens == 0:
         raise refusal("truncate_prompt_tokens", "must be at least 1, or -1 for what fits")
-    choices, grammar = read_choices(body), read_grammar(body)
-    if grammar is not None and choices.beam is not None and body.ignore_eos:
+    best_of, beam = _choices(body)
+    grammar = read_grammar(body)
+    if grammar is not None and beam is not None and body.ignore_eos:
         raise refusal("ignore_eos", f"cannot go with both beams and '{grammar.param}': nothing may follow its end")
     cold = body.temperature is not None and body.temperature < COLDEST_TEMPERATURE
     return RequestedSampling(
@@ -203,16 +223,51 @@ def _sampling(body: GenerationBody, max_tokens: int | None, logprobs: int | None
         prompt_logprobs=body.prompt_logprobs,
         logit_bias=_logit_bias(body.logit_bias),
         grammar=grammar,
-        n=choices.n,
-        best_of=choices.best_of,
-        beam=choices.beam,
+        n=body.n,
+        best_of=best_of,
+        beam=beam,
     )
+
+
+_SAMPLING_IN_BEAMS = {"temperature": (0, 1), "top_p": (1,), "top_k": (-1, 0), "min_p": (0,)}
+"""Values of sampling fields that beam search can honour."""
+
+
+def _choices(body: GenerationBody) -> tuple[int, BeamSearch | None]:
+    """Return `best_of` and the beam search, if any. Raises RequestError (400) for fields that contradict each other."""
+    if body.use_beam_search:
+        return _beams(body)
+    for name, neutral in (("beam_width", None), ("length_penalty", 1.0), ("early_stopping", False)):
+        if getattr(body, name) != neutral:
+            raise refusal(name, "needs 'use_beam_search' to be true")
+    best_of = body.n if body.best_of is None else body.best_of
+    if best_of < body.n:
+        raise refusal("best_of", "must not be less than 'n'")
+    return best_of, None
+
+
+def _beams(body: GenerationBody) -> tuple[int, BeamSearch]:
+    for name, neutral in _SAMPLING_IN_BEAMS.items():
+        if getattr(body, name) not in (None, *neutral):
+            raise refusal(name, "asks for sampling, and beam search does not sample")
+    if isinstance(body.early_stopping, str) and body.early_stopping != "never":
+        raise refusal("early_stopping", "must be true, false or 'never'")
+    # vLLM's width is best_of, or n.
+    width = body.beam_width or body.best_of or body.n
+    if body.best_of not in (None, width):
+        raise refusal("best_of", "contradicts 'beam_width'")
+    if width > MAX_BEAM_WIDTH:
+        raise refusal("beam_width", f"must be between 1 and {MAX_BEAM_WIDTH}")
+    if body.n > width:
+        raise refusal("n", "must not exceed 'beam_width'")
+    early_stopping: bool | Literal["never"] = "never" if body.early_stopping == "never" else bool(body.early_stopping)
+    return 1, BeamSearch(width=width, length_penalty=body.length_penalty, early_stopping=early_stopping)
 
 
 def _logit_bias(bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
     if len(bias) > MAX_LOGIT_BIAS:
         raise refusal("logit_bias", f"has more than {MAX_LOGIT_BIAS} entries")
-    # Only one spelling of an id: int() would also take "１２", " 1_0 " and "+1", and two spellings of one id.
+    # One spelling per id: int() would also take "１２", " 1_0 " and "+1".
     if not all(re.fullmatch(r"0|[1-9][0-9]{0,9}", key) for key in bias):
         raise refusal("logit_bias", "has a key that is no token id")
     if not all(math.isfinite(value) and -100 <= value <= 100 for value in bias.values()):
@@ -259,8 +314,8 @@ def _request(
 
 
 def _includes_usage(body: GenerationBody) -> bool:
-    """Whether a stream ends with its usage. Wanted in every chunk, it is wanted at the end too, as at vLLM, unless the
-    client says that it is not: then in none."""
+    """Return whether a stream ends with its usage: also if each chunk has it, as in vLLM, unless `include_usage` is
+    false, which means no usage at all."""
     options = body.stream_options
     if options != StreamOptions() and not body.stream:
         raise refusal("stream_options", "needs 'stream' to be true")

@@ -1,29 +1,79 @@
-"""Bodies of `/v1/responses` in the words of a chat: items as messages, and its refusals in the words of here."""
+"""The body of `/v1/responses`, read as the chat that asks for the same, with errors in its own field names."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from service.errors import RequestError
-from service.gateway.generation.refusals import missing, refusal
-from service.gateway.generation.request import GenerationRequest
-from service.gateway.openai.bodies import check_metadata, check_ranges, convert
-from service.gateway.openai.fields import IDLE_RESPONSE_FIELDS, IDLE_TEXT_FIELDS, without_idle_fields
-from service.gateway.openai.items import items_of, texts_of
+from service.gateway.core.refusals import missing, refusal
+from service.gateway.core.request import GenerationRequest
+from service.gateway.openai.request_bodies import (
+    IDLE_ITEM_FIELDS,
+    IDLE_RESPONSE_FIELDS,
+    IDLE_TEXT_FIELDS,
+    check_metadata,
+    check_ranges,
+    convert,
+    without_idle_fields,
+)
 
 Json = dict[str, Any]
 
+MAX_ITEMS = 4096
+MAX_NAME_CHARS = 256
+STATUSES = ("in_progress", "completed", "incomplete")
 LOGPROBS = "message.output_text.logprobs"
-"""The one thing that `include` can bring; everything else that it names at OpenAI does not exist here."""
+"""The only supported value of `include`."""
 SAME_IN_A_CHAT = (
     *("model", "temperature", "top_p", "top_k", "min_p", "seed", "parallel_tool_calls"),
     *("timeout", "priority", "user", "safety_identifier"),
 )
+
+
+class ContentPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    type: str
+    text: str
+    annotations: list[Any] = []  # sent back with an answer; neither stored nor shown to the model
+    logprobs: list[Any] = []
+
+
+class MessageItem(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    type: str = "message"
+    role: str
+    content: str | list[ContentPart]
+    id: str | None = None
+    status: str | None = None
+
+
+class CallItem(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    type: str
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+
+
+class CallOutputItem(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    type: str
+    call_id: str
+    output: str | list[ContentPart]
+    id: str | None = None
+    status: str | None = None
+
+
+_KINDS: Mapping[str, tuple[type[msgspec.Struct], str]] = {
+    "message": (MessageItem, "msg"),
+    "function_call": (CallItem, "fc"),
+    "function_call_output": (CallOutputItem, "fco"),
+}
+_ROLES = ("user", "assistant", "system", "developer")
 
 
 class ResponseTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -80,26 +130,26 @@ class ResponseBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fro
 
 @dataclass
 class _Messages:
-    """Items as a chat's messages, and where each came from."""
+    """A chat's messages, with the field that each came from."""
 
-    said: list[Json] = field(default_factory=list)
+    chat: list[Json] = field(default_factory=list)
     origins: list[str] = field(default_factory=list)
-    calls: dict[tuple[int, int], str] = field(default_factory=dict)  # by message and place in it
+    calls: dict[tuple[int, int], str] = field(default_factory=dict)  # by message and index in it
 
     def add(self, message: Json, origin: str) -> None:
-        self.said.append(message)
+        self.chat.append(message)
         self.origins.append(origin)
 
     def call(self, call: Json, origin: str) -> None:
-        """A call belongs to the assistant's message before it."""
-        if not self.said or self.said[-1]["role"] != "assistant":
+        """Add a call to the assistant's message before it."""
+        if not self.chat or self.chat[-1]["role"] != "assistant":
             self.add({"role": "assistant"}, origin)
-        calls = self.said[-1].setdefault("tool_calls", [])
-        self.calls[len(self.said) - 1, len(calls)] = origin
+        calls = self.chat[-1].setdefault("tool_calls", [])
+        self.calls[len(self.chat) - 1, len(calls)] = origin
         calls.append(call)
 
     def own_name(self, param: str) -> str:
-        """The field here that a chat would call `param`."""
+        """Return this body's name for a chat's `param`."""
         found = re.fullmatch(r"messages\[([0-9]+)\](?:\.tool_calls(?:\[([0-9]+)\])?)?(?:.*?(\.\w+))?", param)
         if found is None or int(found[1]) >= len(self.origins):
             return _own_name(param)
@@ -109,15 +159,15 @@ class _Messages:
 
 
 def read_response(fields: Mapping[str, Any], read_chat: Callable[[Json], GenerationRequest]) -> GenerationRequest:
-    """The request that a body makes, by way of the chat that says the same. Raises RequestError (400)."""
-    body = read_body(fields)
+    """Raises RequestError (400)."""
+    body = read_response_body(fields)
     messages = _Messages()
     if body.instructions is not None:
         messages.add({"role": "system", "content": body.instructions}, "instructions")
     for number, item in enumerate(items_of(body.input)):
-        _say(messages, item, f"input[{number}]")
+        _add_item(messages, item, f"input[{number}]")
     try:
-        request = read_chat(_chat(body, messages.said))
+        request = read_chat(_chat(body, messages.chat))
     except RequestError as error:
         raise in_own_words(error, messages.own_name) from None
     grammar = request.sampling.grammar
@@ -126,8 +176,8 @@ def read_response(fields: Mapping[str, Any], read_chat: Callable[[Json], Generat
     return replace(request, stream=body.stream, background=body.background)
 
 
-def read_body(fields: Mapping[str, Any]) -> ResponseBody:
-    """Raises RequestError (400) for what does not fit, or cannot be had here."""
+def read_response_body(fields: Mapping[str, Any]) -> ResponseBody:
+    """Raises RequestError (400)."""
     left = without_idle_fields(fields, IDLE_RESPONSE_FIELDS)
     if isinstance(left.get("text"), dict):
         left["text"] = without_idle_fields(left["text"], IDLE_TEXT_FIELDS, "text.")
@@ -150,8 +200,7 @@ def read_body(fields: Mapping[str, Any]) -> ResponseBody:
 
 
 def in_own_words(error: RequestError, name: Callable[[str], str] | None = None) -> RequestError:
-    """A refusal of the chat that a response is, or of the completion that an embedding is, with the fields named as
-    they are here."""
+    """Rename the fields in an error of the chat or completion that a response or embedding was read as."""
     if error.param is None:
         return error
     own = (name or _own_name)(error.param)
@@ -168,22 +217,22 @@ _OWN_NAMES = (
 
 
 def _own_name(param: str) -> str:
-    for chats, own in _OWN_NAMES:
-        if found := re.fullmatch(chats, param):
+    for pattern, own in _OWN_NAMES:
+        if found := re.fullmatch(pattern, param):
             return found.expand(own)
     return param
 
 
-def _say(messages: _Messages, item: Json, origin: str) -> None:
+def _add_item(messages: _Messages, item: Json, origin: str) -> None:
     if item["type"] == "function_call":
         function = {"name": item["name"], "arguments": item["arguments"]}
         messages.call({"id": item["call_id"], "type": "function", "function": function}, origin)
     elif item["type"] == "function_call_output":
         output = item["output"]
-        content = output if isinstance(output, str) else texts_of(output)
+        content = output if isinstance(output, str) else _texts_of(output)
         messages.add({"role": "tool", "tool_call_id": item["call_id"], "content": content}, origin)
     else:
-        messages.add({"role": item["role"], "content": texts_of(item["content"])}, origin)
+        messages.add({"role": item["role"], "content": _texts_of(item["content"])}, origin)
 
 
 def _chat(body: ResponseBody, messages: list[Json]) -> Json:
@@ -192,7 +241,7 @@ def _chat(body: ResponseBody, messages: list[Json]) -> Json:
         {"name": t.name, "description": t.description, "parameters": t.parameters, "strict": t.strict}
         for t in body.tools
     ]
-    choice = body.tool_choice
+    choice: Any = body.tool_choice
     if isinstance(choice, ChosenTool):
         choice = {"type": choice.type, "function": {"name": choice.name}}
     return {
@@ -225,3 +274,75 @@ def _response_format(asked: TextFormat | None) -> Json | None:
         if name not in given:
             raise missing(f"text.format.{name}")
     return {"type": "json_schema", "json_schema": given}
+
+
+def items_of(asked: str | list[Json]) -> list[Json]:
+    """Return an input's items, each with all fields and an id. Raises RequestError (400)."""
+    if isinstance(asked, str):
+        asked = [{"role": "user", "content": asked}]
+    if not asked or len(asked) > MAX_ITEMS:
+        raise refusal("input", f"must have 1 to {MAX_ITEMS} items")
+    return [_item(item, f"input[{i}]") for i, item in enumerate(asked)]
+
+
+def check_answered_calls(items: Sequence[Json]) -> None:
+    """Raises RequestError (400) for a call's output without the call before it."""
+    called = set()
+    for item in items:
+        if item["type"] == "function_call":
+            called.add(item["call_id"])
+        elif item["type"] == "function_call_output" and item["call_id"] not in called:
+            raise RequestError(400, "'input' has the output of a call that is not there.", param="input")
+
+
+def _item(asked: Json, param: str) -> Json:
+    kind = "message" if asked.get("type") is None else asked["type"]
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise refusal(f"{param}.type", f"must be one of {', '.join(_KINDS)}")
+    struct, prefix = _KINDS[kind]
+    try:
+        item = msgspec.to_builtins(convert(without_idle_fields(asked, IDLE_ITEM_FIELDS), struct))
+    except RequestError as error:
+        named = f"{param}.{error.param}"
+        message = error.message.replace(f"'{error.param}'", f"'{named}'")
+        raise RequestError(400, message, param=named, code=error.code) from None
+    _check_names(item, param)
+    if kind == "message":
+        if item["role"] not in _ROLES:
+            raise refusal(f"{param}.role", f"must be one of {', '.join(_ROLES)}")
+        item["content"] = _parts(item, "output_text" if item["role"] == "assistant" else "input_text", param)
+    elif kind == "function_call_output" and not isinstance(item["output"], str):
+        _check_parts(item["output"], ("input_text",), f"{param}.output")
+        item["output"] = [{"type": part["type"], "text": part["text"]} for part in item["output"]]
+    return {**item, "id": item["id"] or f"{prefix}_{secrets.token_hex(16)}", "status": item["status"] or "completed"}
+
+
+def _check_names(item: Json, param: str) -> None:
+    """Bound the fields that are stored but cost no tokens. Raises RequestError (400)."""
+    for name in ("id", "call_id", "name"):
+        if len(item.get(name) or "") > MAX_NAME_CHARS:
+            raise refusal(f"{param}.{name}", f"must have at most {MAX_NAME_CHARS} characters")
+    if item["status"] not in (None, *STATUSES):
+        raise refusal(f"{param}.status", f"must be one of {', '.join(STATUSES)}")
+
+
+def _parts(message: Json, kind: str, param: str) -> list[Json]:
+    """Return a message's content in the form of an answer."""
+    content = message["content"]
+    if isinstance(content, str):
+        content = [{"type": kind, "text": content}]
+    _check_parts(content, {"input_text", kind}, f"{param}.content")
+    if kind == "input_text":
+        return [{"type": kind, "text": part["text"]} for part in content]
+    return [{"type": kind, "text": part["text"], "annotations": [], "logprobs": []} for part in content]
+
+
+def _check_parts(parts: Sequence[Json], kinds: Collection[str], param: str) -> None:
+    for i, part in enumerate(parts):
+        if part["type"] not in kinds:
+            raise refusal(f"{param}[{i}].type", f"must be {' or '.join(sorted(kinds))}")
+
+
+def _texts_of(parts: Sequence[Json]) -> list[Json]:
+    """Return an item's parts as a chat message's."""
+    return [{"type": "text", "text": part["text"]} for part in parts]

@@ -1,4 +1,4 @@
-"""Tokens to text: nothing is told before it is certain to be told, and the first stop string ends it."""
+"""Incremental detokenizing with stop strings: emitted text is never taken back."""
 
 from __future__ import annotations
 
@@ -9,53 +9,53 @@ from model.text.detokenizer import Detokenizer
 
 
 class DecodedText(NamedTuple):
-    """What a push made certain."""
+    """The text that a push made final."""
 
     text: str
-    num_tokens: int  # of the pushed ones, those that belong to the answer
-    stopped: bool = False  # a stop string is complete: nothing may be pushed any more
+    num_tokens: int  # pushed tokens that belong to the answer
+    stopped: bool = False  # a stop string is complete; push nothing more
 
 
 class TextStream:
-    """One answer's text. `push` and `end` together tell every character once, in order, up to the stop string."""
+    """The text of one branch, up to its first stop string. `push` and `end` emit every character once, in order."""
 
     def __init__(
         self, detokenizer: Detokenizer, stop: Sequence[str] = (), include_stop: bool = False, min_tokens: int = 0
     ) -> None:
-        """Nothing stops within the first `min_tokens`; what began there may be completed behind them."""
+        """The first `min_tokens` tokens cannot complete a stop string, but may begin one."""
         self._detokenizer = detokenizer
         self._matchers = [_Matcher(string) for string in stop]
         self._include_stop = include_stop
-        self._num_unstoppable = min_tokens  # tokens still to come that nothing stops
+        self._num_unstoppable = min_tokens  # coming tokens that cannot stop the text
         self._held = ""
 
     def push(self, ids: Sequence[int]) -> DecodedText:
-        """The next tokens of the answer."""
+        """Append the next tokens."""
         if not self._matchers:
             return DecodedText(self._detokenizer.push(ids), len(ids))
         decoded = ""
-        # One at a time, so that the answer ends with the very token that completes a stop string.
+        # One at a time: the answer ends with the token that completes a stop string.
         for count, token in enumerate(ids, 1):
             self._num_unstoppable -= 1
-            text, stopped = self._pass(self._detokenizer.push((token,)))
+            text, stopped = self._match(self._detokenizer.push((token,)))
             decoded += text
             if stopped:
                 return DecodedText(decoded, count, stopped=True)
         return DecodedText(decoded, len(ids))
 
     def end(self) -> DecodedText:
-        """No token follows: what was held back is told."""
-        text, stopped = self._pass(self._detokenizer.flush())
+        """Emit the held text after the last token."""
+        text, stopped = self._match(self._detokenizer.flush())
         if stopped:
             return DecodedText(text, 0, stopped=True)
         held, self._held = self._held, ""
         return DecodedText(text + held, 0)
 
-    def _pass(self, text: str) -> tuple[str, bool]:
-        """New text through the matchers: what may be told of it and of what was held; whether a stop is complete."""
+    def _match(self, text: str) -> tuple[str, bool]:
+        """Return the held and new text that is final, and whether a stop string is complete."""
         pending = self._held + text
         for index, char in enumerate(text, len(self._held) + 1):
-            # A list, not a generator: every matcher has to see the character.
+            # A list, not a generator: every matcher must see the character.
             complete = [matcher.length for matcher in self._matchers if matcher.feed(char)]
             if complete and self._num_unstoppable < 0:
                 self._held = ""
@@ -67,7 +67,7 @@ class TextStream:
 
 
 class _Matcher:
-    """Knuth, Morris and Pratt: how much of the string's start ends what was fed, in constant time a character."""
+    """Knuth-Morris-Pratt: the longest prefix of the string that ends the fed text."""
 
     def __init__(self, string: str) -> None:
         self.length = len(string)
@@ -76,19 +76,19 @@ class _Matcher:
         self._borders = _borders(string)
 
     def feed(self, char: str) -> bool:
-        """Whether the string is complete with `char`."""
+        """Return whether `char` completes the string."""
         matched = self.num_matched
         while matched and self._string[matched] != char:
             matched = self._borders[matched - 1]
         if self._string[matched] == char:
             matched += 1
         is_complete = matched == self.length
-        self.num_matched = self._borders[-1] if is_complete else matched  # it may go on where it may not stop yet
+        self.num_matched = self._borders[-1] if is_complete else matched  # matching continues within `min_tokens`
         return is_complete
 
 
 def _borders(string: str) -> list[int]:
-    """For each prefix, the length of the longest shorter prefix that also ends it."""
+    """Return, for each prefix, the length of its longest proper border."""
     borders = [0] * len(string)
     matched = 0
     for index in range(1, len(string)):
@@ -100,5 +100,5 @@ def _borders(string: str) -> list[int]:
 
 
 def without_end_token(ids: Sequence[int], end_ids: Collection[int]) -> Sequence[int]:
-    """`ids` less a last one that only ended the generation and is no part of the text."""
+    """Return `ids` without a final end token."""
     return ids[:-1] if ids and ids[-1] in end_ids else ids

@@ -1,4 +1,4 @@
-"""Answers to OpenAI's JSON: whole objects, chunks of a stream, usage, log-probabilities, errors."""
+"""Answers in OpenAI's JSON: completions and chats, whole or as chunks, with usage, log-probabilities and errors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import msgspec
 from model.text.detokenizer import Detokenizer
 from model.text.tokenizer import Tokenizer
 from service.errors import RequestError
-from service.gateway.generation.response_assembler import ChoiceDelta, TokenLogprob
-from service.gateway.generation.response_stream import Outcome
-from service.gateway.generation.served_model import CallOptions
-from service.gateway.openai.calls import ToolCallWriter
+from service.gateway.core.accepted_request import AcceptedRequest
+from service.gateway.core.response_stream import ChoiceDelta, Outcome, TokenLogprob
+from service.gateway.core.served_model import CallOptions, ServedModel
+from service.gateway.core.text_threads import TextThreads
 from service.gateway.openai.logprobs import (
     FirstToken,
     Offsets,
@@ -24,6 +24,7 @@ from service.gateway.openai.logprobs import (
     completion_logprobs,
     prompt_logprobs,
 )
+from service.gateway.openai.tool_calls import ToolCallWriter
 
 Json = dict[str, Any]
 
@@ -31,7 +32,7 @@ encode_json = msgspec.json.encode
 
 
 def error_json(error: RequestError) -> Json:
-    """OpenAI's error object, as the body of a response or of a stream's last event."""
+    """Return an error body, of a response or a stream's last event."""
     return {"error": error_object(error)}
 
 
@@ -39,45 +40,76 @@ def error_object(error: RequestError) -> Json:
     return {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
 
 
-def usage_json(outcome: Outcome) -> Json:
+def usage_json(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> Json:
     return {
-        "prompt_tokens": outcome.prompt_tokens,
-        "completion_tokens": outcome.completion_tokens,
-        "total_tokens": outcome.prompt_tokens + outcome.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": outcome.cached_tokens},
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
+
+
+def _usage_of(outcome: Outcome) -> Json:
+    return usage_json(outcome.prompt_tokens, outcome.completion_tokens, outcome.cached_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseHeader:
-    """What every object of one answer begins with."""
+    """The fields that every object of one answer begins with."""
 
-    job_id: str
+    request_id: str
     created_s: int
     model: str
     fingerprint: str
 
+    @classmethod
+    def of(cls, model: ServedModel, accepted: AcceptedRequest) -> ResponseHeader:
+        return cls(
+            request_id=accepted.request_id,
+            created_s=int(accepted.created_s),
+            model=model.name,
+            fingerprint=model.fingerprint,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseOptions:
-    """What a client may choose of an answer's form."""
+    """The form of an answer, as its request chose it."""
 
     logprobs: bool = False
     tokens_as_ids: bool = False  # in log-probabilities
     skip_special_tokens: bool = True
-    begins_a_text: bool = False  # the answer is a text of its own, and not the rest of another
+    begins_a_text: bool = False  # not the continuation of a text
     num_choices: int = 1
-    prompt_texts: tuple[str, ...] = ()  # told before the choices of each prompt; none: not wanted
-    first_ids: tuple[int, ...] = ()  # of the prompts, where the log-probabilities of their others are told
-    prompt_logprobs: bool = False  # told of the prompts in a field of their own; else before those of the answer
-    usage: bool = False  # of a stream: in a last chunk of its own
-    usage_in_chunks: bool = False  # of a stream: so far, in every chunk
+    prompt_texts: tuple[str, ...] = ()  # repeated before each prompt's choices; empty: not
+    first_ids: tuple[int, ...] = ()  # of the prompts, if the answer has their log-probabilities
+    prompt_logprobs: bool = False  # in vLLM's field; else before those of the answer
+    usage: bool = False  # of a stream: in a last chunk
+    usage_in_chunks: bool = False  # of a stream: the usage so far, in every chunk
     num_prompt_tokens: int = 0
-    calls: CallOptions | None = None  # None: the answer calls nothing
+    calls: CallOptions | None = None  # None: no calls
+
+    @classmethod
+    def of(cls, model: ServedModel, accepted: AcceptedRequest) -> ResponseOptions:
+        request = accepted.request
+        return cls(
+            logprobs=request.sampling.logprobs is not None,
+            tokens_as_ids=request.tokens_as_ids,
+            skip_special_tokens=request.hides_special_tokens,
+            begins_a_text=request.begins_a_text,
+            num_choices=request.num_choices,
+            prompt_texts=accepted.prompt_texts,
+            first_ids=accepted.first_ids,
+            prompt_logprobs=request.has_prompt_logprobs_field,
+            usage=request.include_usage,
+            usage_in_chunks=request.usage_in_chunks,
+            num_prompt_tokens=sum(accepted.num_prompt_tokens),
+            calls=model.call_options(request.tools),
+        )
 
 
 class ResponseBuilder(Protocol):
-    """How any answer is worded. One object words one answer, from its first piece to its last."""
+    """Builds one answer from its deltas, as one object or as chunks."""
 
     def whole(self, deltas: Sequence[ChoiceDelta], outcome: Outcome) -> Json: ...
 
@@ -86,8 +118,25 @@ class ResponseBuilder(Protocol):
     def closing(self, outcome: Outcome) -> list[Json]: ...
 
 
+MAX_CHARS_AT_ONCE = 2048
+"""Calls in that much text are parsed in two milliseconds."""
+
+
+async def build_whole(
+    threads: TextThreads,
+    accepted: AcceptedRequest,
+    builder: ResponseBuilder,
+    deltas: Sequence[ChoiceDelta],
+    outcome: Outcome,
+) -> Json:
+    """Call `builder.whole`, off the event loop if it parses calls in a long text."""
+    if accepted.request.tools is None or sum([len(delta.text) for delta in deltas]) <= MAX_CHARS_AT_ONCE:
+        return builder.whole(deltas, outcome)
+    return await threads.run(accepted.tenant, builder.whole, deltas, outcome)
+
+
 class ChoicesBuilder(ABC):
-    """An answer that is made of choices."""
+    """Builds an answer that consists of choices."""
 
     _prefix: str
     _whole_object: str
@@ -98,18 +147,17 @@ class ChoicesBuilder(ABC):
         self._words = TokenWords(tokenizer, options.tokens_as_ids)
         self._options = options
         self._opened: set[int] = set()  # choices
-        self._scored: set[int] = set()  # choices whose prompts' log-probabilities are told
-        self._num_tokens = 0  # told of in chunks so far
+        self._scored: set[int] = set()  # choices whose prompt log-probabilities are out
+        self._num_tokens = 0  # in chunks so far
         self._chunk_head = self._head(self._chunk_object)
 
     def whole(self, deltas: Sequence[ChoiceDelta], outcome: Outcome) -> Json:
-        """The answer as one object."""
         by_index: dict[int, list[ChoiceDelta]] = {index: [] for index in range(self._options.num_choices)}
         for delta in deltas:
             by_index[delta.index].append(delta)
-        # Of beams in a grammar there may be fewer that end than were asked for.
-        choices = [self._choice(index, said) for index, said in by_index.items() if said]
-        return {**self._head(self._whole_object), "choices": choices, "usage": usage_json(outcome)}
+        # Fewer beams than asked for may end within a grammar.
+        choices = [self._choice(index, own) for index, own in by_index.items() if own]
+        return {**self._head(self._whole_object), "choices": choices, "usage": _usage_of(outcome)}
 
     def _choice(self, index: int, deltas: Sequence[ChoiceDelta]) -> Json:
         text = self._echo(index) + "".join(delta.text for delta in deltas)
@@ -120,9 +168,9 @@ class ChoicesBuilder(ABC):
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def chunks(self, delta: ChoiceDelta) -> list[Json]:
-        """The chunks of a stream that tell `piece`; a choice's first brings those that open it."""
+        """Return the delta's chunks. A choice's first delta also opens it."""
         index = delta.index
-        chunks = []
+        chunks: list[Json] = []
         if index not in self._opened:
             self._opened.add(index)
             opening = self._opening(index)
@@ -144,10 +192,10 @@ class ChoicesBuilder(ABC):
         return chunks
 
     def closing(self, outcome: Outcome) -> list[Json]:
-        """What follows the last piece."""
+        """Return the chunks after the last delta."""
         if not self._options.usage:
             return []
-        return [{**self._chunk_head, "choices": [], "usage": usage_json(outcome)}]
+        return [{**self._chunk_head, "choices": [], "usage": _usage_of(outcome)}]
 
     def _chunk(self, index: int, json_delta: Json, logprobs: Json | None, finish_reason: str | None) -> Json:
         choice = {"index": index, **json_delta, "logprobs": logprobs, "finish_reason": finish_reason}
@@ -159,12 +207,12 @@ class ChoicesBuilder(ABC):
     def _usage_so_far(self) -> Json | None:
         if not self._options.usage_in_chunks:
             return None
-        return usage_json(Outcome(self._options.num_prompt_tokens, self._num_tokens, None))
+        return usage_json(self._options.num_prompt_tokens, self._num_tokens, None)
 
     def _head(self, kind: str) -> Json:
         header = self._header
         return {
-            "id": self._prefix + header.job_id,
+            "id": self._prefix + header.request_id,
             "object": kind,
             "created": header.created_s,
             "model": header.model,
@@ -172,12 +220,11 @@ class ChoicesBuilder(ABC):
         }
 
     def _echo(self, index: int) -> str:
-        """The text of the choice's prompt, where it is wanted."""
         texts = self._options.prompt_texts
         return texts[index * len(texts) // self._options.num_choices] if texts else ""
 
     def _of_prompt(self, delta: ChoiceDelta) -> Sequence[TokenLogprob | FirstToken]:
-        """How likely the tokens of the choice's prompt were, in its first piece, where that is wanted."""
+        """Return the prompt's log-probabilities to put before the answer's, once per choice."""
         if delta.index in self._scored or not self._options.first_ids or self._options.prompt_logprobs:
             return ()
         self._scored.add(delta.index)
@@ -185,7 +232,7 @@ class ChoicesBuilder(ABC):
         return (FirstToken(firsts[delta.index * len(firsts) // self._options.num_choices]), *delta.prompt_logprobs)
 
     def _prompt_logprobs(self, index: int, deltas: Sequence[ChoiceDelta]) -> Json:
-        """vLLM's field for them, null unless it is wanted; it goes with whole answers only."""
+        """Return vLLM's field, null unless asked for; only whole answers have it."""
         if not self._options.prompt_logprobs:
             return {"prompt_logprobs": None}
         scored = next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs), ())
@@ -193,7 +240,7 @@ class ChoicesBuilder(ABC):
 
     @abstractmethod
     def _opening(self, index: int) -> Json | None:
-        """What a choice says before its first text, if anything."""
+        """Return the JSON delta that opens a choice, if any."""
 
     def _json_deltas(self, index: int, text: str, *, is_last: bool) -> list[Json]:
         return [self._json_delta(text)] if text else []
@@ -247,15 +294,15 @@ class ChatBuilder(ChoicesBuilder):
 
     def __init__(self, header: ResponseHeader, tokenizer: Tokenizer, options: ResponseOptions) -> None:
         super().__init__(header, tokenizer, options)
-        self._calls = None if options.calls is None else ToolCallWriter(header.job_id, options.calls)
+        self._calls = None if options.calls is None else ToolCallWriter(header.request_id, options.calls)
         self._detokenizers: dict[int, Detokenizer] = {}  # of each choice, for log-probabilities
 
     def _opening(self, index: int) -> Json:
         return {"delta": {"role": "assistant", "content": ""}}
 
     def _content(self, index: int, text: str) -> Json:
-        said = {"content": text} if self._calls is None else self._calls.message(index, text)
-        return {"message": {"role": "assistant", **said, "refusal": None}}
+        content = {"content": text} if self._calls is None else self._calls.message(index, text)
+        return {"message": {"role": "assistant", **content, "refusal": None}}
 
     def _json_deltas(self, index: int, text: str, *, is_last: bool) -> list[Json]:
         if self._calls is None:
@@ -268,7 +315,7 @@ class ChatBuilder(ChoicesBuilder):
     def _json_delta(self, text: str) -> Json:
         return {"delta": {"content": text} if text else {}}
 
-    def _logprobs_json(self, index: int, entries: Sequence[TokenLogprob]) -> Json | None:
+    def _logprobs_json(self, index: int, entries: Sequence[TokenLogprob | FirstToken]) -> Json | None:
         if not self._options.logprobs or not entries:
             return None
         if index not in self._detokenizers:
@@ -276,7 +323,8 @@ class ChatBuilder(ChoicesBuilder):
             self._detokenizers[index] = self._words.tokenizer.detokenizer(
                 options.skip_special_tokens, at_start=options.begins_a_text
             )
-        return chat_logprobs(self._words, entries, self._detokenizers[index])
+        generated = [entry for entry in entries if isinstance(entry, TokenLogprob)]
+        return chat_logprobs(self._words, generated, self._detokenizers[index])
 
     def whole(self, deltas: Sequence[ChoiceDelta], outcome: Outcome) -> Json:
         return {**super().whole(deltas, outcome), **self._prompt_logprobs(0, deltas)}

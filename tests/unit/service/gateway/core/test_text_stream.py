@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.text.detokenizer import ByteDetokenizer
-from service.gateway.generation.text_stream import TextStream, without_end_token
+from service.gateway.core.text_stream import TextStream, without_end_token
 
 PIECES = [bytes([i]) for i in range(256)] + ["é".encode(), "héllo".encode(), b"abc", b"ab", b"END"]
 

@@ -1,0 +1,85 @@
+"""Errors that several modules send to clients."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+
+from model.errors import GrammarError
+from service.errors import ENDINGS, STORAGE_FULL, STORAGE_QUOTA_EXCEEDED, EndReason, RequestError
+from service.observability.logs import fields
+from service.queue.storage import StorageFull
+
+log = logging.getLogger("quire.gateway")
+
+RETRY_AFTER_S = 2
+STORAGE_RETRY_AFTER_S = 60
+"""Stored data expires slowly."""
+UNAVAILABLE = "unavailable"
+
+
+def refusal(param: str, why: str) -> RequestError:
+    """Return the 400 for a known field with a bad value."""
+    return RequestError(400, f"'{param}' {why}.", param=param)
+
+
+def missing(param: str) -> RequestError:
+    """Return the 400 for a missing required field."""
+    return RequestError(400, f"'{param}' is required.", param=param, code="missing_required_parameter")
+
+
+def grammar_refusal(error: GrammarError, param: str) -> RequestError:
+    """Return the 400 for a grammar that does not compile."""
+    return RequestError(400, f"'{param}': {error}", param=param, code="invalid_grammar")
+
+
+def too_long(max_model_len: int, param: str) -> RequestError:
+    """Return the 400 for a prompt that, with its max_tokens, exceeds the model's context."""
+    message = f"This model's context is {max_model_len} tokens; the prompt and the tokens asked for exceed it."
+    return RequestError(400, message, param=param, code="context_length_exceeded")
+
+
+def too_costly(max_tokens: int) -> RequestError:
+    """Return the 400 for a request above `--max-request-tokens`."""
+    message = f"The prompts and the tokens asked for, over all choices, exceed {max_tokens} tokens."
+    return RequestError(400, message, param="max_tokens", code="request_too_large")
+
+
+def draining() -> RequestError:
+    """Return the 503 of a gateway that is shutting down."""
+    message = "The server is shutting down."
+    return RequestError(503, message, "server_error", code="draining", retry_after_s=RETRY_AFTER_S)
+
+
+def unavailable() -> RequestError:
+    """Return the 503 for an unreachable queue."""
+    message = "The queue is not available now."
+    return RequestError(503, message, "server_error", code=UNAVAILABLE, retry_after_s=RETRY_AFTER_S)
+
+
+def failure(reason: EndReason) -> RequestError:
+    """Return the error of a job that ended with `reason`."""
+    ending = ENDINGS[reason]
+    kind = "invalid_request_error" if ending.status < 499 else "server_error"
+    return RequestError(ending.status, ending.message, kind, code=reason.value)
+
+
+def storage_refusal(full: StorageFull) -> RequestError:
+    """Return the 429 of a tenant's storage quota, or the 503 of the gateway's."""
+    if full.of_tenant:
+        message = (
+            f"Storage quota: {full.num_bytes} of {full.max_bytes} bytes are taken by your files, batches and stored "
+            "responses or by records of your requests, and this would exceed them (delete files or responses, send "
+            "'store': false, or wait until they expire)."
+        )
+        code, retry_after_s = STORAGE_QUOTA_EXCEEDED, STORAGE_RETRY_AFTER_S
+        return RequestError(429, message, "rate_limit_error", code=code, retry_after_s=retry_after_s)
+    message = "The memory for stored data is full; the rest is the queue's own (try again later, or store less)."
+    return RequestError(503, message, "server_error", code=STORAGE_FULL, retry_after_s=STORAGE_RETRY_AFTER_S)
+
+
+def incident(error: BaseException, where: str) -> RequestError:
+    """Log a bug's traceback under a random number and return a 500 that shows only the number."""
+    number = secrets.token_hex(6)
+    log.error("bug %s", fields(incident=number, where=where), exc_info=error)
+    return RequestError(500, f"Internal error, incident {number}.", "server_error", code="internal_error")

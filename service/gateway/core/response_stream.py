@@ -1,0 +1,391 @@
+"""The answer of an open request: its jobs' events in, `ChoiceDelta`s out. Equal events give equal deltas everywhere."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from service.errors import ENDINGS, EndReason
+from service.gateway.core.refusals import failure
+from service.gateway.core.request import GenerationRequest
+from service.gateway.core.served_model import ServedModel
+from service.gateway.core.text_stream import TextStream, without_end_token
+from service.observability.metrics import RequestTimer
+from service.queue.codec import unpack_floats, unpack_ids
+from service.queue.interface import QueueUnavailable
+from service.queue.messages import Cancel, Event, Part
+
+MAX_AHEAD = 64
+"""Deltas that may wait to be read when a request has several prompts."""
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """An answer token and the likeliest tokens at its position."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    is_silent: bool = False  # ends the answer; not part of its text
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceDelta:
+    """The next part of one choice. Text may lag behind the tokens of `logprobs`."""
+
+    index: int  # of the choice in the request
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: str | None = None  # OpenAI's word, in the choice's last delta
+    num_tokens: int = 0  # generated since the previous delta
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # prompt tokens but the first; in the choice's first delta
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The token counts of a successful request, over all its jobs."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class ResponseAssembler:
+    """Turns one job's events, fed in order until `reason` is set, into deltas."""
+
+    def __init__(self, request: GenerationRequest, model: ServedModel, first_index: int = 0) -> None:
+        """`first_index`: index of the job's first choice in the request."""
+        self._request = request
+        self._is_ranked = request.sampling.is_ranked
+        self._model = model
+        self._first_index = first_index
+        self._silent_ids = _silent_ids(request, model)
+        self._branches: dict[int, _Branch] = {}
+        self._prompt_logprobs: list[TokenLogprob] = []  # complete before any branch has text
+        self._started: set[int] = set()  # choices whose first delta is out
+        self._chosen: Sequence[int] = ()  # returned branches, best first; known at a good end
+        self.num_tokens = 0
+        self.cached_tokens = 0  # from the first event: a stop string may end the job here before its last
+        self.embedding = b""  # float32[H], known at the end
+        self.reason: EndReason | None = None
+        """Why the job ended: from its last event, or STOP once stop strings have ended every choice."""
+
+    def push(self, event: Event) -> tuple[list[ChoiceDelta], list[int]]:
+        """Return the event's deltas and the branches that it ended by a stop string."""
+        stopped = []
+        if event.number == 1 and event.usage is not None:
+            self.cached_tokens = event.usage.cached_tokens
+        for part in event.parts:
+            if part.is_prompt:
+                self._prompt_logprobs += _logprobs(part, unpack_ids(part.tokens))
+                continue
+            if self._request.only_echoes:
+                part = Part(branch=part.branch, end=part.end)
+            branch = self._branch(part.branch)
+            if branch.finish_reason is None and branch.push(part, self._silent_ids):
+                stopped.append(part.branch)
+        if event.end is not None:
+            self._end(event, event.end)
+        deltas = self._ranked_deltas() if self._is_ranked else self._deltas_so_far()
+        if self._prompt_logprobs:
+            deltas = [self._with_prompt(delta) for delta in deltas]
+        for delta in deltas:
+            self.num_tokens += delta.num_tokens
+        if self.reason is None and stopped and not self._is_ranked and self._has_every_end():
+            self.reason = EndReason.STOP
+        return deltas, stopped
+
+    def _with_prompt(self, delta: ChoiceDelta) -> ChoiceDelta:
+        if delta.index in self._started:
+            return delta
+        self._started.add(delta.index)
+        return replace(delta, prompt_logprobs=tuple(self._prompt_logprobs))
+
+    def _branch(self, number: int) -> _Branch:
+        if number not in self._branches:
+            request, tokenizer = self._request, self._model.tokenizer
+            # A reply starts a text; a completion continues its prompt, leading space included.
+            detokenizer = tokenizer.detokenizer(request.hides_special_tokens, at_start=request.begins_a_text)
+            stop, include_stop = request.stop, request.include_stop_str_in_output
+            text = TextStream(detokenizer, stop, include_stop, request.sampling.min_tokens)
+            self._branches[number] = _Branch(text, request.sampling.logprobs is not None or self._is_ranked)
+        return self._branches[number]
+
+    def _end(self, event: Event, reason: EndReason) -> None:
+        self.reason = reason
+        self.embedding = event.embedding or b""
+        word = ENDINGS[reason].finish_reason
+        if word is None:
+            return
+        self._chosen = self._best(event)
+        for number in self._chosen:
+            self._branch(number).end(word)
+
+    def _best(self, event: Event) -> Sequence[int]:
+        """Return the chosen branches. The worker's ranking counts tokens after a stop string; this one does not."""
+        params, branches = self._request.sampling, self._branches
+        if params.beam is None and self._is_ranked and self._request.stop:
+            return sorted(branches, key=lambda number: (-branches[number].mean_logprob, number))[: params.n]
+        return event.choices or range(params.n)
+
+    def _deltas_so_far(self) -> list[ChoiceDelta]:
+        deltas = []
+        for number in sorted(self._branches):
+            delta = self._branches[number].delta(self._first_index + number)
+            if delta is not None:
+                deltas.append(delta)
+        return deltas
+
+    def _ranked_deltas(self) -> list[ChoiceDelta]:
+        """Return one delta per choice at the end, nothing before. Count the tokens of dropped branches too."""
+        chosen = self._chosen
+        if not chosen:
+            return []
+        self.num_tokens += sum(b.num_unsent for number, b in self._branches.items() if number not in chosen)
+        ranked = (self._branch(number).delta(self._first_index + rank) for rank, number in enumerate(chosen))
+        return [delta for delta in ranked if delta is not None]
+
+    def _has_every_end(self) -> bool:
+        ended = sum(branch.finish_reason is not None for branch in self._branches.values())
+        return ended == self._request.sampling.n
+
+
+class _Branch:
+    """One continuation, with the text and log-probabilities not yet in a delta."""
+
+    def __init__(self, text: TextStream, wants_logprobs: bool) -> None:
+        self._text = text
+        self._wants_logprobs = wants_logprobs
+        self._unsent = ""
+        self._unsent_logprobs: list[TokenLogprob] = []
+        self._is_finish_sent = False
+        self.num_unsent = 0  # tokens
+        self.finish_reason: str | None = None
+
+    def push(self, part: Part, silent_ids: frozenset[int]) -> bool:
+        """Return whether a stop string ended the branch, which its worker cannot know."""
+        ids = unpack_ids(part.tokens)
+        visible = without_end_token(ids, silent_ids)
+        decoded = self._text.push(visible)
+        num_tokens = decoded.num_tokens if decoded.stopped else len(ids)
+        self._unsent += decoded.text
+        self.num_unsent += num_tokens
+        if self._wants_logprobs:
+            self._unsent_logprobs += _logprobs(part, ids[:num_tokens], num_visible=len(visible))
+        if decoded.stopped:
+            self.finish_reason = _STOP
+        elif part.end is not None:
+            self.end(ENDINGS[part.end].finish_reason)
+            return False
+        return decoded.stopped
+
+    def end(self, finish_reason: str | None) -> None:
+        if self.finish_reason is None:
+            last = self._text.end()
+            self._unsent += last.text
+            self.finish_reason = _STOP if last.stopped else finish_reason
+
+    @property
+    def mean_logprob(self) -> float:
+        """Mean over the unsent tokens, which are all tokens of a ranked branch."""
+        scores = [one.logprob for one in self._unsent_logprobs]
+        return sum(scores) / max(1, len(scores))
+
+    def delta(self, index: int) -> ChoiceDelta | None:
+        """Return what is unsent, if anything."""
+        ends_now = self.finish_reason is not None and not self._is_finish_sent
+        if not (self._unsent or self._unsent_logprobs or ends_now):
+            return None
+        logprobs = tuple(self._unsent_logprobs)
+        delta = ChoiceDelta(index, self._unsent, logprobs, self.finish_reason if ends_now else None, self.num_unsent)
+        self._is_finish_sent = self._is_finish_sent or ends_now
+        self._unsent, self._unsent_logprobs, self.num_unsent = "", [], 0
+        return delta
+
+
+_STOP = ENDINGS[EndReason.STOP].finish_reason
+
+
+def _silent_ids(request: GenerationRequest, model: ServedModel) -> frozenset[int]:
+    """Return the tokens that end an answer without being part of its text."""
+    if request.include_stop_str_in_output:
+        return frozenset()
+    eos = () if request.sampling.ignore_eos else model.eos_token_ids
+    return frozenset((*request.sampling.stop_token_ids, *eos))
+
+
+def _logprobs(part: Part, ids: Sequence[int], num_visible: int | None = None) -> list[TokenLogprob]:
+    """`num_visible`: ids from there on are not part of the text."""
+    if part.logprobs is None:
+        return []
+    chosen = unpack_floats(part.logprobs.chosen)
+    top = list(zip(unpack_ids(part.logprobs.top_ids), unpack_floats(part.logprobs.top), strict=True))
+    width = len(top) // len(chosen) if chosen else 0
+    return [
+        TokenLogprob(
+            token, logprob, tuple(top[i * width : (i + 1) * width]), num_visible is not None and i >= num_visible
+        )
+        for i, (token, logprob) in enumerate(zip(ids, chosen, strict=False))
+    ]
+
+
+class EventStream(Protocol):
+    """A job's events; may be closed before its end."""
+
+    async def __anext__(self) -> Event: ...
+
+    async def aclose(self) -> None: ...
+
+
+class JobStream:
+    """The deltas of one job of an open request."""
+
+    def __init__(
+        self,
+        job_id: str,
+        events: EventStream,
+        assembler: ResponseAssembler,
+        cancel: Callable[[Cancel], None],
+        is_queued: bool,
+    ) -> None:
+        """`is_queued`: another owner has submitted the job and measures it."""
+        self.job_id = job_id
+        self.assembler = assembler
+        self._is_queued = is_queued
+        self._ended_by_worker = False
+        self._events = events
+        self._cancel = cancel
+        self._timer: RequestTimer | None = None
+        self._ready: deque[ChoiceDelta] = deque()
+
+    def note_submitting(self) -> None:
+        """The job may be in the queue from now on."""
+        self._is_queued = True
+
+    def note_accepted(self, timer: RequestTimer) -> None:
+        self._timer = timer
+
+    def note_refused(self) -> None:
+        self._is_queued = False
+
+    def __aiter__(self) -> JobStream:
+        return self
+
+    async def __anext__(self) -> ChoiceDelta:
+        """Raises RequestError for a failed job, QueueUnavailable for unreadable events."""
+        while not self._ready:
+            if self.assembler.reason is not None:
+                raise StopAsyncIteration
+            try:
+                event = await anext(self._events)
+            except StopAsyncIteration:
+                raise QueueUnavailable("the events stopped before the end") from None
+            self._on_event(event)
+        return self._ready.popleft()
+
+    def _on_event(self, event: Event) -> None:
+        self._ended_by_worker = event.end is not None
+        if self._timer is not None:
+            self._timer.observe_tokens(sum([len(part.tokens) // 4 for part in event.parts if not part.is_prompt]))
+        deltas, stopped = self.assembler.push(event)
+        reason = self.assembler.reason
+        if reason is None:
+            for branch in stopped:
+                self._cancel(Cancel(job_id=self.job_id, reason=EndReason.STOP, branch=branch))
+        elif ENDINGS[reason].finish_reason is None:
+            raise failure(reason)
+        self._ready += deltas
+
+    def leave(self, reason: EndReason, *, job_goes_on: bool) -> None:
+        """Stop reading. Cancel a running job unless it goes on without this reader; a job that a stop string ended is
+        cancelled in any case. `reason`: why the request ends, if not by itself."""
+        reason = self.assembler.reason or reason
+        if self._is_queued and not self._ended_by_worker and (reason is EndReason.STOP or not job_goes_on):
+            sent = reason if reason in (EndReason.STOP, EndReason.DEADLINE) else EndReason.CANCELLED
+            self._cancel(Cancel(job_id=self.job_id, reason=sent))
+        if self._timer is not None:
+            self._timer.observe_end(reason)
+
+    async def close(self) -> None:
+        await self._events.aclose()
+
+
+class ResponseStream:
+    """The deltas of an open request. `outcome` is valid after the last."""
+
+    def __init__(self, jobs: Sequence[JobStream], num_prompt_tokens: int) -> None:
+        self._jobs = jobs
+        self._num_prompt_tokens = num_prompt_tokens
+        self._deltas: JobStream | _MergedStream = jobs[0] if len(jobs) == 1 else _MergedStream(jobs)
+
+    def __aiter__(self) -> AsyncIterator[ChoiceDelta]:
+        return self._deltas
+
+    def leave(self, reason: EndReason, *, jobs_go_on: bool) -> None:
+        """Stop reading every job. `reason`: why, where the request does not end by itself."""
+        if isinstance(self._deltas, _MergedStream):
+            self._deltas.close()
+        for job in self._jobs:
+            job.leave(reason, job_goes_on=jobs_go_on)
+
+    async def close(self) -> None:
+        for job in self._jobs:
+            await job.close()
+
+    def reasons(self, reason: EndReason) -> list[EndReason]:
+        """Return each job's end reason; `reason` for one that has not ended."""
+        return [job.assembler.reason or reason for job in self._jobs]
+
+    @property
+    def embeddings(self) -> list[bytes]:
+        """Each prompt's vector float32[H], after a good end. Raises ValueError if one is missing."""
+        vectors = [job.assembler.embedding for job in self._jobs]
+        if not all(vectors):
+            raise ValueError("a job ended without its embedding")
+        return vectors
+
+    @property
+    def outcome(self) -> Outcome:
+        assemblers = [job.assembler for job in self._jobs]
+        return Outcome(
+            prompt_tokens=self._num_prompt_tokens,
+            completion_tokens=sum(one.num_tokens for one in assemblers),
+            cached_tokens=sum(one.cached_tokens for one in assemblers),
+        )
+
+
+class _MergedStream:
+    """Merges the deltas of several jobs; the first failure fails all."""
+
+    def __init__(self, jobs: Sequence[JobStream]) -> None:
+        self._ready: asyncio.Queue[ChoiceDelta | Exception | None] = asyncio.Queue(MAX_AHEAD)
+        self._num_open = len(jobs)
+        self._pumps = [asyncio.create_task(self._pump(job)) for job in jobs]
+
+    def __aiter__(self) -> _MergedStream:
+        return self
+
+    async def __anext__(self) -> ChoiceDelta:
+        while self._num_open:
+            delta = await self._ready.get()
+            if isinstance(delta, ChoiceDelta):
+                return delta
+            if delta is not None:
+                raise delta
+            self._num_open -= 1
+        raise StopAsyncIteration
+
+    def close(self) -> None:
+        for pump in self._pumps:
+            pump.cancel()
+
+    async def _pump(self, job: JobStream) -> None:
+        try:
+            async for delta in job:
+                await self._ready.put(delta)
+            await self._ready.put(None)
+        except Exception as error:
+            await self._ready.put(error)

@@ -1,0 +1,71 @@
+"""`/v1/models`, and `/tokenize` and `/detokenize` by the served model."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from service.gateway.core.served_model import ServedModel
+from service.gateway.core.service import InferenceService
+from service.gateway.http.middleware import TENANT, json_response, read_body
+from service.gateway.routes.tokenization import detokenize, tokenize
+from service.queue.interface import QueueUnavailable
+
+
+class Models:
+    def __init__(self, service: InferenceService) -> None:
+        self._service = service
+
+    async def list(self, http: web.Request) -> web.Response:
+        return json_response({"object": "list", "data": [await self._card()]})
+
+    async def get(self, http: web.Request) -> web.Response:
+        self._service.model.require(http.match_info["model"])
+        return json_response(await self._card())
+
+    async def tokenize(self, http: web.Request) -> web.Response:
+        body = await read_body(http)
+        tokens = await self._service.threads.run(http[TENANT], tokenize, self._service.model, body)
+        return json_response({**tokens, "max_model_len": await self._max_model_len()})
+
+    async def detokenize(self, http: web.Request) -> web.Response:
+        body = await read_body(http)
+        return json_response(await self._service.threads.run(http[TENANT], detokenize, self._service.model, body))
+
+    async def _card(self) -> dict[str, object]:
+        model = self._service.model
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": model.created_s,
+            "owned_by": "quire",
+            "root": model.name,
+            "parent": None,
+            "max_model_len": await self._max_model_len(),
+            "permission": [_permission(model)],
+        }
+
+    async def _max_model_len(self) -> int:
+        """Return the workers' limit, or the model's while the queue is away."""
+        limit = self._service.model.max_model_len
+        try:
+            return (await self._service.fleet.view()).max_model_len(limit)
+        except QueueUnavailable:
+            return limit
+
+
+def _permission(model: ServedModel) -> dict[str, object]:
+    """Return vLLM's object; every key has the same permissions."""
+    return {
+        "id": model.fingerprint.replace("fp_", "modelperm-"),
+        "object": "model_permission",
+        "created": model.created_s,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
