@@ -11,14 +11,15 @@ import uvloop
 from model.sampling_params import SamplingParams
 from service.errors import EndReason
 from service.queue.codec import pack_ids
+from service.queue.interface import GatewayQueue, WorkerQueue
 from service.queue.messages import Event, Job, Part, Usage
-from service.queue.redis.queue import RedisQueue, open_redis_queue
+from service.queue.redis.connect import open_gateway_queue, open_worker_queue
 
 PROMPT = pack_ids(range(147))
 USAGE = Usage(prompt_tokens=147, completion_tokens=1)
 
 
-async def door(queue: RedisQueue, number: int, num_jobs: int, num_tokens: int) -> None:
+async def door(queue: GatewayQueue, number: int, num_jobs: int, num_tokens: int) -> None:
     """Submits its jobs and hears all of their events."""
     job_ids = [f"bench-{number}-{index}" for index in range(num_jobs)]
     followers = []
@@ -42,7 +43,7 @@ async def door(queue: RedisQueue, number: int, num_jobs: int, num_tokens: int) -
         raise AssertionError(f"{num_heard} events were heard of {num_jobs * num_tokens}")
 
 
-async def worker(queue: RedisQueue, num_jobs: int, num_tokens: int, num_in_step: int) -> None:
+async def worker(queue: WorkerQueue, num_jobs: int, num_tokens: int, num_in_step: int) -> None:
     """Takes its share and tells one token of each job it has, step by step; jobs come and go as in a real batch."""
     told: dict[str, int] = {}
     num_left = num_jobs
@@ -69,7 +70,8 @@ def _event(job_id: str, number: int, num_tokens: int) -> Event:
 
 async def main(role: str, number: int, url: str, *work: int) -> None:
     num_jobs, num_tokens, num_workers, num_doors, num_in_step = work
-    queue = await open_redis_queue(url)
+    open_queue = open_gateway_queue if role == "door" else open_worker_queue
+    queue = await open_queue(url)
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
     started_s = time.process_time()

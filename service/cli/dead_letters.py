@@ -14,9 +14,9 @@ from service.errors import StartupError
 from service.queue.codec import decode, unpack_ids
 from service.queue.interface import QueueUnavailable
 from service.queue.messages import DeadLetter, Job
+from service.queue.redis.connect import TIMEOUT_S
 from service.queue.redis.dead_letters import RedisDeadLetters
 from service.queue.redis.link import RedisLink
-from service.queue.redis.queue import TIMEOUT_S
 
 MAX_IDS_SHOWN = 64
 MAX_CAUSE_SHOWN = 80

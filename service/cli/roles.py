@@ -10,6 +10,8 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
+from typing import TypeVar
 
 import uvloop
 
@@ -18,12 +20,14 @@ from service.errors import StartupError
 from service.gateway.process import run_gateway
 from service.observability.systemd import Supervisor
 from service.observability.tracing import Tracing, open_tracing
-from service.queue.interface import QueueUnavailable
-from service.queue.redis.queue import RedisQueue, open_redis_queue
-from service.queue.redis.url import with_password
+from service.queue.interface import GatewayQueue, QueueUnavailable, WorkerQueue
+from service.queue.redis.address import with_password
+from service.queue.redis.connect import open_gateway_queue, open_worker_queue
 from service.worker.process import EngineDied, run_worker
 
 log = logging.getLogger("quire.cli")
+
+QueueT = TypeVar("QueueT", GatewayQueue, WorkerQueue)
 
 READY = "ready"
 """First word of the line that a gateway or worker prints once it serves; `quire serve` waits for it."""
@@ -41,7 +45,7 @@ def gateway_command(settings: Settings, _: argparse.Namespace) -> int:
     async def run(stop: asyncio.Event) -> None:
         async with (
             supervised(supervisor, stop, by_loop=True),
-            _queue(settings) as queue,
+            _open(settings, open_gateway_queue) as queue,
             _tracing("gateway") as tracing,
         ):
             await run_gateway(settings, queue, stop, on_ready=on_ready, tracing=tracing)
@@ -61,7 +65,7 @@ def worker_command(settings: Settings, _: argparse.Namespace) -> int:
     async def run(stop: asyncio.Event) -> None:
         async with (
             supervised(supervisor, stop, by_loop=False),
-            _queue(settings) as queue,
+            _open(settings, partial(open_worker_queue, lease_s=settings.lease)) as queue,
             _tracing("worker") as tracing,
         ):
             await run_worker(settings, queue, stop, supervisor, on_ready, tracing)
@@ -102,12 +106,12 @@ async def _feed(supervisor: Supervisor, every_s: float) -> None:
 
 
 @asynccontextmanager
-async def _queue(settings: Settings) -> AsyncIterator[RedisQueue]:
+async def _open(settings: Settings, connect: Callable[[str, str | None], Awaitable[QueueT]]) -> AsyncIterator[QueueT]:
     if settings.redis_url is None:
         raise StartupError("--redis-url: missing (quire serve starts an embedded Redis)")
     try:
         url = with_password(settings.redis_url, settings.redis_password_file)
-        queue = await open_redis_queue(url, settings.worker_name, lease_s=settings.lease)
+        queue = await connect(url, settings.worker_name)
     except QueueUnavailable as error:
         raise StartupError(f"--redis-url: {error}") from None
     try:

@@ -26,7 +26,7 @@ from service.observability.systemd import VARIABLES as SUPERVISOR_VARIABLES
 from service.observability.systemd import Supervisor
 from service.queue.embedded.die_with_parent import die_with_parent
 from service.queue.embedded.redis import EmbeddedRedis
-from service.queue.redis.queue import own_name
+from service.queue.redis.connect import own_name
 
 log = logging.getLogger("quire.serve")
 

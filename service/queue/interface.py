@@ -1,4 +1,8 @@
-"""What the house asks of the queue between doors and workers. `redis_queue` and `memory_queue` keep it alike."""
+"""The queue between gateways and workers, as both use it.
+
+A gateway holds a `GatewayQueue` and its stores, a worker a `WorkerQueue`. `service/queue/redis` implements them on
+Redis, `tests/fakes/queue` in memory; one set of contract tests runs on both.
+"""
 
 from __future__ import annotations
 
@@ -7,48 +11,53 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from service.queue.batches import BatchStore
 from service.queue.job_cost import LANES
 from service.queue.messages import Cancel, Event, Job, RequestRecord, WorkerCard
-from service.queue.responses import ResponseStore
-from service.queue.storage import UNLIMITED, StorageLimits
+from service.queue.records import (
+    UNLIMITED,
+    Batch,
+    Move,
+    MovedLines,
+    OpenBatch,
+    StorageLimits,
+    StoredFile,
+    StoredResponse,
+)
 
 
 class QueueUnavailable(Exception):
-    """The queue cannot be reached or takes no writes now. Try again later. Unless it is an OutcomeUnknown, nothing was
-    written."""
+    """The queue cannot be reached or takes no writes now; try again later. Nothing was written, unless this is an
+    OutcomeUnknown."""
 
 
 class OutcomeUnknown(QueueUnavailable):
-    """The queue was asked and did not answer: what was asked may have happened, or may still happen. Ask again under
-    the same id, or leave it for a later retry; it is not a refusal."""
+    """The queue did not answer: the call may have taken effect, or may still do so. Repeat it under the same id; it is
+    not a refusal."""
 
 
 SUSPECT_AFTER_DEATHS = 2
 MAX_DEATHS = 3
-"""Engine deaths that a job may be in flight at without getting any further between them: after the second it runs
-alone, after the third it is buried; after one more where engines died without it meanwhile or shortly before, for then
-there is another cause about."""
+"""Engine deaths while a job was in flight and made no progress: after 2 it runs alone, after 3 it is dead-lettered;
+after 4 if engines also died without it meanwhile or within NEAR_DEATHS_S before, which points to another cause."""
 NEAR_DEATHS_S = 30.0
-"""An engine that died so shortly before a job was first in flight at a death speaks for it: there is another cause."""
-GETS_ON_BY_EVENTS = 3
-"""A job that kills at every decode still tells a token a life, from the prefill with which it is taken up. A suspect
-that gets on is none any more: it is given back, and goes on beside others."""
+PROGRESS_EVENTS = 3
+"""Progress is 3 events: a job that crashes every decode still emits one token per attempt, from its prefill. A suspect
+that makes progress stops being one: it is returned to the queue and runs beside other jobs."""
 MAX_DEATHS_IN_ALL = 6
-"""The same for one that does get further: it runs alone before the last two, to its end."""
-ALONE_FOR_EVENTS = {"": 0, "suspect": GETS_ON_BY_EVENTS, "recurrent": 1 << 62}
-"""By a job's standing, what it has to tell with no other beside it."""
+"""Engine deaths of a job that does make progress: it runs alone, to its end, before the last two."""
+ALONE_FOR_EVENTS = {"": 0, "suspect": PROGRESS_EVENTS, "recurrent": 1 << 62}
+"""By a job's standing, the number of events it emits with no other job in the engine."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A job in the hands of one worker. `attempt` counts claims from 1 and fences earlier owners out."""
+    """A job claimed by one worker. `attempt` counts claims from 1 and fences off earlier owners."""
 
     job: Job
     attempt: int
-    alone_for_events: int = 0  # engines died while it was in flight: it has to tell so many with no other beside it
-    history: tuple[Event, ...] = ()  # what earlier owners told: numbers 1, 2, 3, ... without gap, none with `end`
-    stops: tuple[Cancel, ...] = ()  # branches that are no longer wanted
+    alone_for_events: int = 0  # engines died of it: it emits this many events with no other job in the engine
+    history: tuple[Event, ...] = ()  # events of earlier attempts: numbers 1, 2, 3, ... without gap, none with `end`
+    stops: tuple[Cancel, ...] = ()  # cancelled branches
 
     @property
     def is_suspect(self) -> bool:
@@ -57,22 +66,22 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimBudget:
-    """What a worker can begin now, beside the number of branches. Jobs are claimed as long as some is left, so that the
-    last one may be larger: none that is too large for a worker blocks its queue for ever.
+    """What a worker can start now, besides the number of branches. Jobs are claimed while any budget is left, so the
+    last one may exceed it: otherwise a job larger than every worker would block the queue.
 
-    What tenants hold beyond their shares of the worker's places (see service/fair_share.py) is lent to them: where no
-    room is left, jobs of others are claimed all the same, as far as they keep to their own shares.
+    Slots that tenants use beyond their shares (see service/fair_share.py) can be reclaimed: with no budget left, jobs
+    of other tenants are still claimed, as far as these stay within their own shares.
     """
 
-    num_tokens: int | None = None  # of prompts, and of what was told before; None: as many as come
-    num_reserved: int = 0  # of the branches: only for tenants that keep to their shares
-    num_slots: int = 0  # that tenants share, in branches; 0: nothing is lent
-    slots_by_tenant: Mapping[str, int] = field(default_factory=dict)  # of the places, by tenant that has any
-    num_tenants: int = 1  # that share them: some of them were here lately, and neither hold any nor wait
-    num_reclaimable_tokens: int = 0  # like `num_tokens`, of what would be free if all that runs had to leave
+    num_tokens: int | None = None  # of prompts and histories; None: no limit
+    num_reserved: int = 0  # of the branches: only for tenants within their shares
+    num_slots: int = 0  # branches that tenants share; 0: nothing is reclaimed
+    slots_by_tenant: Mapping[str, int] = field(default_factory=dict)  # in use
+    num_tenants: int = 1  # that share the slots, recent ones that neither run nor wait included
+    num_reclaimable_tokens: int = 0  # like `num_tokens`, if all running jobs were preempted
 
     def is_restricted(self, max_branches: int) -> bool:
-        """Whether so many branches are not for everybody: jobs may wait, and be none to claim."""
+        """Return whether only some tenants' jobs may be claimed, so that jobs may wait and none be claimable."""
         return max_branches <= self.num_reserved or (self.num_tokens is not None and self.num_tokens <= 0)
 
 
@@ -81,10 +90,10 @@ UNLIMITED_BUDGET = ClaimBudget()
 
 @dataclass(frozen=True)
 class Lease:
-    """What a worker learns from its heartbeat."""
+    """The queue's answer to a worker's heartbeat."""
 
-    lost: frozenset[str]  # jobs that are not its own any more: others have them, nothing of them may be told
-    runs_suspects: bool  # it is the one to run suspects now, each alone
+    lost: frozenset[str]  # jobs that other workers own now: publish nothing of them
+    runs_suspects: bool  # this worker runs the suspects now, one at a time
 
 
 @dataclass(frozen=True)
@@ -94,27 +103,27 @@ class IngressEntry:
     producer: str
     entry_id: str
     payload: bytes
-    was_left: bool = False  # by a gateway that is gone; it may have replied in part
+    was_left: bool = False  # by a gateway that is gone and may have replied in part
 
 
 class Standing(Enum):
-    """Whose a reply stream is, as the gateway hears that has fetched an entry."""
+    """The state of the reply stream of a fetched entry."""
 
     OURS = 1  # the entry's
-    TAKEN = 0  # the entry's, which another gateway has by now
-    REPEATED = -1  # an earlier entry's with the same message: its producer has written it twice
-    IN_USE = -2  # an earlier entry's, with another message, whose last reply is not there yet
+    TAKEN = 0  # the entry's, which another gateway holds by now
+    REPEATED = -1  # an earlier entry's with the same message: its producer wrote it twice
+    IN_USE = -2  # an earlier entry's with another message, whose last reply is missing
 
 
 @dataclass(frozen=True)
 class ReplyStream:
     standing: Standing
-    replies: Sequence[bytes] = ()  # so far, where it is OURS; numbers 1, 2, 3, ...
+    replies: Sequence[bytes] = ()  # so far, if OURS; numbers 1, 2, 3, ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """How much may wait; None: as much as comes. Tokens are what jobs may cost (job_cost.cost_of)."""
+    """Limits of what waits; None: no limit. Tokens are job_cost.cost_of."""
 
     max_jobs: int | None = None
     max_tokens: int | None = None
@@ -126,7 +135,7 @@ UNBOUNDED = Bounds()
 
 @dataclass(eq=False)
 class QueueFull(Exception):
-    """No room for a job now: nothing was accepted. Tells what waits already, of all or of the job's tenant."""
+    """The job was not accepted: the backlog, of all tenants or of the job's, is at its limit."""
 
     of_tenant: bool
     num_jobs: int
@@ -135,17 +144,16 @@ class QueueFull(Exception):
 
 @dataclass(frozen=True)
 class Backlog:
-    """What waits to be claimed."""
+    """Jobs that wait to be claimed."""
 
     num_jobs: int
     num_tokens: int
-    num_own_tokens: int  # of the tenant that was asked about
+    num_own_tokens: int  # of the given tenant
 
 
 RETURNED, SUSPECT = "returned", "suspect"
 QUEUE_LANES = (*LANES, RETURNED, SUSPECT)
-"""Where jobs wait that no worker has: those that none ever had, those that one died with or gave back, and of these
-those that run alone."""
+"""Where unclaimed jobs wait: those never claimed, by lane; those claimed before; of these the ones that run alone."""
 
 
 @dataclass(frozen=True)
@@ -153,23 +161,169 @@ class Lane:
     """The jobs of one of QUEUE_LANES."""
 
     num_jobs: int
-    oldest_at_s: float | None  # queue time since which the first of them has been waiting there; None where none does
+    oldest_at_s: float | None  # queue time since which its first job waits; None: it is empty
 
 
 @dataclass(frozen=True)
 class QueueState:
-    """What waits to be claimed, and who may claim it."""
-
     lanes: Mapping[str, Lane]
-    num_leases: int  # of workers, that run
+    num_leases: int  # of workers, not expired
 
     @property
     def num_waiting(self) -> int:
         return sum(lane.num_jobs for lane in self.lanes.values())
 
 
-class GatewayQueue(BatchStore, ResponseStore, Protocol):
-    """The half that gateways use."""
+class BatchStore(Protocol):
+    """Files and batches. They are kept for FILE_TTL_S and charged to their tenant. An id that no key may contain raises
+    ValueError."""
+
+    async def reserve_file(self, file_id: str, tenant: str, num_bytes: int, limits: StorageLimits) -> None:
+        """Charge for a file before it is written, for UPLOAD_TTL_S. Raises StorageFull."""
+
+    async def append_file(
+        self, file_id: str, tenant: str, data: bytes, limits: StorageLimits = UNLIMITED, *, is_reserved: bool = False
+    ) -> int:
+        """Append a piece, charged unless it `is_reserved`, and return the number of pieces. The file expires
+        UPLOAD_TTL_S after its last piece, unless `put_file` follows. Raises StorageFull."""
+
+    async def put_file(self, file: StoredFile) -> None:
+        """Keep a file whose pieces are written."""
+
+    async def get_file(self, file_id: str) -> StoredFile | None: ...
+
+    async def file_pieces(self, file_id: str, first: int, count: int) -> Sequence[bytes]:
+        """Return at most `count` pieces; none of a missing file."""
+
+    async def list_files(self, tenant: str) -> Sequence[StoredFile]:
+        """Return the tenant's files, newest first."""
+
+    async def drop_file(self, file_id: str, tenant: str) -> None:
+        """Drop a file, also one still being written."""
+
+    async def put_batch(self, batch: Batch, limits: StorageLimits = UNLIMITED) -> None:
+        """Write a batch. Raises StorageFull if limits are given, for a new one."""
+
+    async def get_batch(self, batch_id: str) -> Batch | None: ...
+
+    async def list_batches(self, tenant: str, after: str | None, count: int) -> Sequence[Batch]:
+        """Return at most `count` of the tenant's batches, newest first, from the one following `after`."""
+
+    async def open_batches(self) -> Sequence[OpenBatch]:
+        """Return all tenants' open batches, oldest first."""
+
+    async def hold_batch(self, batch_id: str, holder: str, for_s: float) -> bool:
+        """Take or renew the batch's lock for `for_s`; return False if another holder has it."""
+
+    async def cancel_batch(self, batch_id: str) -> None:
+        """Mark the batch as cancelled, for its holder to see."""
+
+    async def is_batch_cancelled(self, batch_id: str) -> bool: ...
+
+    async def reserve_lines(self, batch: Batch, num_bytes: int, limits: StorageLimits) -> None:
+        """Charge at least `num_bytes` for the batch's answers. Raises StorageFull."""
+
+    async def put_line(
+        self, batch: Batch, number: int, line: bytes, mark: bytes, limits: StorageLimits = UNLIMITED
+    ) -> None:
+        """Write the answer to an input line, ANSWERED_WELL or ANSWERED_BADLY; the first answer stays. Raises
+        StorageFull."""
+
+    async def line_marks(self, batch_id: str) -> bytes:
+        """Return a byte for each line, up to the last answered one."""
+
+    async def line_sizes(self, batch_id: str, first: int, count: int) -> Sequence[int]:
+        """Return the bytes of answers; 0 for a missing one."""
+
+    async def lines(self, batch_id: str, first: int, count: int) -> Sequence[bytes | None]: ...
+
+    async def moved_lines(self, batch_id: str) -> MovedLines: ...
+
+    async def move_lines(self, batch: Batch, move: Move) -> int:
+        """Move answers to the files of their batch, atomically and once; return the first line not moved yet."""
+
+    async def drop_lines(self, batch: Batch) -> None:
+        """Drop the moved answers and their charge. Call it before the batch is put as ended."""
+
+
+class ResponseStore(Protocol):
+    """Responses. An id that no key may contain raises ValueError."""
+
+    async def put_response(self, record: StoredResponse, for_s: float, limits: StorageLimits = UNLIMITED) -> None:
+        """Keep the record for `for_s`. Raises StorageFull."""
+
+    async def settle_response(self, record: StoredResponse, for_s: float) -> None:
+        """Replace the record by its ended form, unless it was dropped. Never refused: its tokens are spent."""
+
+    async def get_response(self, response_id: str) -> StoredResponse | None: ...
+
+    async def drop_response(self, record: StoredResponse) -> None: ...
+
+
+class RequestStore(Protocol):
+    """Records of accepted requests, so that any gateway can answer or end them."""
+
+    async def put_request(
+        self, record: RequestRecord, idempotency: str | None = None, limits: StorageLimits = UNLIMITED
+    ) -> str:
+        """Keep a record until LOG_ENDED_TTL_S after its deadline and return its id. If an earlier request has the same
+        `idempotency` (a hash) and its record exists, keep nothing and return that id. Raises StorageFull."""
+
+    async def get_request(self, request_id: str) -> RequestRecord | None:
+        """Return the record, None if it expired. Raises ValueError for an id outside [A-Za-z0-9_.-]{1,128}."""
+
+    async def drop_request(
+        self, request_id: str, tenant: str, idempotency: str | None = None, unless_there: str | None = None
+    ) -> None:
+        """Drop the record of a request that was not accepted, and its idempotency key unless another request has it.
+        Does nothing if the job `unless_there` was accepted."""
+
+    async def mark_watched(self, request_id: str, for_s: float) -> None:
+        """Mark for `for_s` that a client waits for the request."""
+
+    async def is_watched(self, request_id: str) -> bool: ...
+
+
+class IngressQueue(Protocol):
+    """Entries that foreign producers write, and the replies to them. A gateway says every INGRESS_KEEP_S that it still
+    works on its entries; one not renewed for INGRESS_LEFT_S goes to another gateway."""
+
+    async def fetch_entries(self, producers: Sequence[str], max_entries: int, wait_s: float) -> Sequence[IngressEntry]:
+        """Return new entries of these producers' streams, each to one gateway."""
+
+    async def renew_entries(self) -> Sequence[IngressEntry]:
+        """Keep the fetched entries; return those that another gateway has taken."""
+
+    async def begin_replies(self, entry: IngressEntry, reply_id: str) -> ReplyStream:
+        """Take the producer's reply stream `reply_id` for an entry fetched here."""
+
+    async def reply(
+        self, entry: IngressEntry, reply_id: str, number: int, payload: bytes, *, is_last: bool = False
+    ) -> bool:
+        """Append reply `number` to the stream from `begin_replies`, once: a repeated number, or one after the last
+        reply, changes nothing. Return False, and write nothing, if another gateway has the entry."""
+
+    async def settle_entry(self, entry: IngressEntry) -> None:
+        """Remove an entry that has its final reply."""
+
+    def release_entry(self, entry: IngressEntry) -> None:
+        """Stop keeping the entry: unless settled, another gateway gets it INGRESS_LEFT_S after its last renewal."""
+
+
+class GatewayQueue(Protocol):
+    """The queue as a gateway uses it."""
+
+    @property
+    def batches(self) -> BatchStore: ...
+
+    @property
+    def responses(self) -> ResponseStore: ...
+
+    @property
+    def requests(self) -> RequestStore: ...
+
+    @property
+    def ingress(self) -> IngressQueue: ...
 
     async def submit(
         self,
@@ -178,140 +332,86 @@ class GatewayQueue(BatchStore, ResponseStore, Protocol):
         record: RequestRecord | None = None,
         limits: StorageLimits = UNLIMITED,
     ) -> None:
-        """The job is accepted when this returns; a second time changes nothing. With it, in the same atomic act, the
-        `record` of its request is kept as by `remember`; one that does not outlive its client is left out where there
-        is no room for it. A lost answer is asked for again under the same id, for a few seconds. Raises QueueFull,
-        StorageFull, QueueUnavailable, OutcomeUnknown where the job may have been accepted, or WireError for one that
-        is too large."""
+        """Accept a job; a second time changes nothing. The `record` of its request is stored in the same atomic act;
+        one that does not outlive its client is left out if it exceeds `limits`. A lost answer is asked for again for a
+        few seconds. Raises QueueFull, StorageFull, QueueUnavailable, OutcomeUnknown if the job may have been accepted,
+        or WireError if it is too large."""
 
-    async def backlog(self, tenant: str) -> Backlog:
-        """What waits, and what of it is this tenant's."""
+    async def backlog(self, tenant: str) -> Backlog: ...
 
-    async def place(self, job_id: str) -> int | None:
-        """How many of its tenant's own jobs go before a waiting one; None for one that does not wait."""
+    async def queue_position(self, job_id: str) -> int | None:
+        """Return how many of its tenant's jobs precede a waiting one; None for one that does not wait."""
 
     def follow(self, job_id: str, after: int = 0) -> AsyncIterator[Event]:
-        """The job's events with numbers above `after`, in order, each once; ends behind the one that has `end`.
-        Events are live from the moment `follow` is called (not from the first iteration); calling it before `submit`
-        is cheapest. Outages are waited out, and a job that the queue has lost ends with LOST; iterating raises
-        QueueUnavailable only for a log with a hole, and when the queue is closed. Raises ValueError for an id
-        outside [A-Za-z0-9_.-]{1,128}."""
-
-    async def cancel(self, cancel: Cancel) -> None:
-        """A job that is queued ends here; the worker of one that runs is told, and whoever takes it over. For one that
-        is still to come it is remembered."""
-
-    async def workers(self) -> Sequence[WorkerCard]:
-        """Cards of the workers whose heartbeat is fresh."""
-
-    async def look(self) -> None:
-        """Asks the workers to show their blocks on their cards for a while."""
-
-    async def queue_state(self) -> QueueState:
-        """How many jobs wait in each of QUEUE_LANES, and since when."""
-
-    async def now_s(self) -> float:
-        """Queue time, Unix seconds: Redis' clock without its jumps."""
-
-    async def fetch_ingress(self, producers: Sequence[str], max_entries: int, wait_s: float) -> Sequence[IngressEntry]:
-        """New entries of these producers' streams, each to one gateway only."""
-
-    async def keep_ingress(self) -> Sequence[IngressEntry]:
-        """Say that the fetched entries are still worked on, every INGRESS_KEEP_S: those of which nobody says so for
-        INGRESS_LEFT_S go to another gateway. Returns entries that have gone there."""
-
-    async def begin_replies(self, entry: IngressEntry, reply_id: str) -> ReplyStream:
-        """The entry, which was fetched here, is going to be answered in the reply stream `reply_id` of its producer."""
-
-    async def settle_ingress(self, entry: IngressEntry) -> None:
-        """The entry has its final reply and is removed."""
-
-    def leave_ingress(self, entry: IngressEntry) -> None:
-        """Nobody works on the entry here any more. Unless it is settled, it goes to whoever asks INGRESS_LEFT_S after
-        the last word of it."""
-
-    async def reply(
-        self, entry: IngressEntry, reply_id: str, number: int, payload: bytes, *, is_last: bool = False
-    ) -> bool:
-        """Append reply `number` to the stream that `begin_replies` gave the entry, once: a second write of a number, or
-        one behind the last reply, changes nothing. The stream lives a while after the last write. False: nothing was
-        written, for the entry is another gateway's now."""
-
-    async def remember(
-        self, record: RequestRecord, idempotency: str | None = None, limits: StorageLimits = UNLIMITED
-    ) -> str:
-        """Keep a record until LOG_ENDED_TTL_S after its deadline. Where another request came first under the same
-        `idempotency` (a hash) and its record is there, nothing is kept and that one's id is returned, else the record's
-        own. Raises StorageFull."""
-
-    async def recall(self, request_id: str) -> RequestRecord | None:
-        """The record, while it is kept. Raises ValueError for an id outside [A-Za-z0-9_.-]{1,128}."""
-
-    async def forget(
-        self, request_id: str, tenant: str, idempotency: str | None = None, unless_there: str | None = None
-    ) -> None:
-        """Take the record away, and its idempotency key unless another request has it by now: the request was not
-        accepted after all. Nothing happens where `unless_there`, one of its jobs, was accepted."""
+        """Return an iterator over the job's events with numbers above `after`, in order, each once, up to the one with
+        `end`. Events are live from this call on; calling it before `submit` is cheapest. Outages are waited out, and a
+        job that the queue lost ends with LOST; iterating raises QueueUnavailable only for a log with a gap and when
+        the queue is closed. Raises ValueError for an id outside [A-Za-z0-9_.-]{1,128}."""
 
     async def last_events(self, job_ids: Sequence[str]) -> Sequence[Event | None]:
-        """By job, the last event that stands in its log; None where none does."""
+        """Return by job the last event of its log, None without one."""
 
-    async def watch(self, request_id: str, for_s: float) -> None:
-        """Somebody waits for the request now; the mark stays `for_s` seconds."""
+    async def cancel(self, cancel: Cancel) -> None:
+        """End a waiting job, or send the cancel to the worker that runs it. It is kept for a job not submitted yet."""
 
-    async def is_watched(self, request_id: str) -> bool:
-        """Whether the mark of a `watch` is there."""
+    async def workers(self) -> Sequence[WorkerCard]:
+        """Return the cards of workers whose heartbeat is fresh."""
+
+    async def request_block_maps(self) -> None:
+        """Ask the workers to put their block maps on their cards for LOOKED_AT_TTL_S."""
+
+    async def queue_state(self) -> QueueState: ...
+
+    async def now_s(self) -> float:
+        """Return queue time, Unix seconds: Redis' clock without its jumps."""
 
     async def close(self) -> None: ...
 
 
 class WorkerQueue(Protocol):
-    """The half that workers use. A worker's jobs are its own while its lease runs, `lease_s` from each `renew`; when it
-    has run out, any other may take them over, and from then on nothing that this one writes counts."""
+    """The queue as a worker uses it. A worker owns its jobs while its lease runs, `lease_s` from each `renew`; once it
+    has expired another worker may take them over, and nothing this one writes counts."""
 
-    lease_s: float
+    @property
+    def lease_s(self) -> float: ...
 
     async def fetch(self, max_branches: int, wait_s: float, budget: ClaimBudget = UNLIMITED_BUDGET) -> Sequence[Claim]:
-        """Claims of so many branches (0 or less: nothing is free), as far as `room` has it, waiting at most wait_s for
-        the first; jobs that others had before come first. One that was cancelled while queued or is past its deadline
-        is ended here and never returned, and so is one that kills engines, or whose past is lost. To be called by one
-        task at a time."""
+        """Claim jobs of up to `max_branches` (0 or less: none is free) within `budget`, waiting at most `wait_s` for
+        the first; jobs claimed before come first. A job that was cancelled in the queue, is past its deadline, is
+        deadly or has lost its history is ended, not returned. For one task at a time."""
 
     async def fetch_suspect(self) -> Claim | None:
-        """A job that may have killed engines, to be run with no other; none if there is none."""
+        """Claim a job that may have crashed engines, to run alone; None if there is none."""
 
     async def publish(self, events: Sequence[Event]) -> frozenset[str]:
-        """One round trip for all events of a step. An event with `end` also settles its job: it leaves the queue in
-        the same atomic act. Returns jobs that are not ours any more: of those nothing was written. Raises
-        QueueUnavailable, in which case the same events may be published again: a number already written is not
-        written twice."""
+        """Write all events of a step in one round trip. An event with `end` settles its job in the same atomic act.
+        Return the jobs that are not ours any more: nothing of them was written. After QueueUnavailable the same events
+        may be published again: no number is written twice."""
 
     async def renew(self) -> Lease:
-        """The heartbeat of the lease, to be given only while the engine makes progress."""
+        """Renew the lease, only while the engine makes progress."""
 
     async def take_over(self) -> int:
-        """Put the jobs of dead workers back in the queue, before all others, and end those that waited past their
-        deadline. Before the first fetch also the jobs of a worker of our name that was here before. How many were
-        put back."""
+        """Return the jobs of dead workers to the head of the queue, end waiting jobs past their deadline, and return
+        the number of the former. A call before the first fetch includes the jobs of a predecessor of the same name."""
 
     async def hand_back(self, job_ids: Collection[str], cause: str | None = None) -> None:
-        """Give jobs back, with what was told of them; other workers go on with them at once. `cause`: what the engine
-        died of while they were in flight. Jobs that are not ours are left alone."""
+        """Return jobs to the queue with their events. `cause`: what the engine died of while they were in flight.
+        Jobs that are not ours are skipped."""
 
     async def fetch_cancels(self, wait_s: float) -> Sequence[Cancel]:
-        """Cancels since the last call (since this queue was opened, at first)."""
+        """Return the cancels since the last call (since this queue was opened, at first)."""
 
     async def now_s(self) -> float:
-        """Queue time, Unix seconds: Redis' clock without its jumps."""
+        """Return queue time, Unix seconds: Redis' clock without its jumps."""
 
     async def announce(self, card: WorkerCard) -> bool:
-        """Tell the doors, and other workers, that this one is here. Returns whether somebody wants to see
-        `card.blocks`."""
+        """Publish this worker's card; return whether `card.blocks` is requested."""
 
     async def workers(self) -> Sequence[WorkerCard]:
-        """Cards of the workers that were here in the last few seconds."""
+        """Return the cards of workers whose heartbeat is fresh."""
 
     async def retire(self, worker_id: str) -> None:
-        """Take the card away, and the lease: the worker leaves."""
+        """Drop the card and the lease: the worker leaves."""
 
     async def close(self) -> None: ...

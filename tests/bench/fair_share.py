@@ -35,7 +35,6 @@ from service.engine.output_processor import EngineOutput, iter_request_outputs
 from service.engine.scheduling.limits import Limits
 from service.errors import EndReason
 from service.queue.interface import Claim, ClaimBudget
-from service.queue.redis.queue import RedisQueue, open_redis_queue
 from service.worker.engine_thread import EngineThread, Stop
 from service.worker.job_loop import JobLoop
 from tests.bench.fair_share_steps import BLOCK_SIZE, MAX_BATCHED_TOKENS, MAX_MODEL_LEN, MAX_PREFILL_CHUNK, simulate
@@ -44,6 +43,7 @@ from tests.fakes.idle_executor import IdleExecutor
 from tests.support.doors import start_gateway
 from tests.support.gateway import MODEL
 from tests.support.measuring import flags, fresh_redis, tell
+from tests.support.queue_pair import QueuePair, open_pair
 from tests.support.wire import make_card
 
 NUM_BLOCKS = 65536
@@ -56,7 +56,7 @@ FLOODED_SHARE = 0.8
 class WatchedQueue:
     """A queue that notes how long jobs waited to be claimed."""
 
-    def __init__(self, queue: RedisQueue):
+    def __init__(self, queue: QueuePair):
         self._queue = queue
         self.waited_ms: dict[str, list[float]] = {}  # tenant -> from acceptance to claim, of each job
 
@@ -77,7 +77,7 @@ class IdleWorker:
     """A worker above a device that computes nothing and takes `step_s` for it. A token each in every step for
     `num_slots` sequences at once."""
 
-    def __init__(self, queue: RedisQueue, num_slots: int, step_s: float):
+    def __init__(self, queue: QueuePair, num_slots: int, step_s: float):
         self.queue, self.num_slots, self.step_s = WatchedQueue(queue), num_slots, step_s
         self.num_tokens = 0
         executor = IdleExecutor()
@@ -249,7 +249,7 @@ async def keep_flooding(args: argparse.Namespace) -> None:
 
 
 async def measure(args: argparse.Namespace, folder: Path, redis_url: str) -> dict[str, object]:
-    queue = await open_redis_queue(redis_url)
+    queue = await open_pair(redis_url)
     bounds = {} if args.scenario == "flood" else {"max_waiting": 4 * args.slots}
     gateway, port = await asyncio.to_thread(
         start_gateway, redis_url, folder / "model", api_key=",".join(KEYS), max_connections_per_client=8192,

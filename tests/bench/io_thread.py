@@ -21,11 +21,11 @@ from service.engine.output_processor import NewTokens
 from service.garbage import freeze_heap
 from service.queue.codec import pack_ids
 from service.queue.messages import Job
-from service.queue.redis.queue import open_redis_queue
 from service.worker.engine_thread import EngineThread
 from service.worker.job_loop import JobLoop
 from tests.bench.host_steps import VOCAB_SIZE, make_engine
 from tests.support.measuring import flags, fresh_redis, tell
+from tests.support.queue_pair import open_pair
 from tests.support.wire import make_card
 
 NUM_PROMPT_TOKENS = 100
@@ -86,7 +86,7 @@ async def measure(args: argparse.Namespace, redis_url: str) -> dict[str, object]
     engine, executor = make_engine(args.batch, NUM_PROMPT_TOKENS + args.steps + 16, prefix_caching=True)
     PacedDevice(executor, args.step_ms / 1000)
     steps, deaths = Steps(engine, args.batch), []
-    queue, door = [await open_redis_queue(redis_url) for _ in range(2)]
+    queue, door = [await open_pair(redis_url) for _ in range(2)]
     job_loop = JobLoop(queue, lambda ready: make_card("bench", ready=ready), VOCAB_SIZE, args.batch, 1 << 30)
     job_loop.engine = EngineThread(engine, steps.pass_on(job_loop), deaths.append)
     freeze_heap()

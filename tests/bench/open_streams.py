@@ -29,10 +29,10 @@ from redis import Redis
 from service.errors import EndReason
 from service.queue.codec import pack_ids
 from service.queue.messages import Event, Part, Usage
-from service.queue.redis.queue import open_redis_queue
 from tests.support.doors import start_gateway
 from tests.support.gateway import MODEL
 from tests.support.measuring import flags, fresh_redis, tell
+from tests.support.queue_pair import open_pair
 from tests.support.wire import make_card
 
 OPEN_WITHIN_S = 180.0
@@ -160,7 +160,7 @@ class Door:
 
 
 async def measure(args: argparse.Namespace, folder: Path, redis_url: str) -> dict[str, float]:
-    queue, redis = await open_redis_queue(redis_url), Redis.from_url(redis_url)
+    queue, redis = await open_pair(redis_url), Redis.from_url(redis_url)
     doors = [Door(folder, number, args.streams // args.gateways) for number in range(args.gateways)]
     num_streams = args.streams // args.gateways * args.gateways
     stub, started = StubEngine(queue, token=65), []

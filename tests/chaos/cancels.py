@@ -26,11 +26,11 @@ from service.errors import EndReason
 from service.gateway.core.served_model import ServedModel
 from service.gateway.process import serving
 from service.queue import keys
-from service.queue.redis.queue import open_redis_queue
 from service.worker.engine_thread import EngineThread, Stop
 from service.worker.job_loop import JobLoop
 from tests.support.demo_engine import DEMO
 from tests.support.measuring import flags, fresh_redis, tell
+from tests.support.queue_pair import open_pair
 from tests.support.wire import make_card
 
 MODEL = "demo"
@@ -78,7 +78,7 @@ def watched(built: BuiltEngine, notes: Notes) -> BuiltEngine:
 @asynccontextmanager
 async def working(redis_url: str, built: BuiltEngine) -> AsyncIterator[EngineThread]:
     """A worker, wired as its process wires it."""
-    queue = await open_redis_queue(redis_url)
+    queue = await open_pair(redis_url)
     memory = built.memory
     sizes = {"max_model_len": memory.max_model_len, "num_blocks": memory.num_blocks, "block_size": memory.block_size}
     job_loop = JobLoop(
@@ -135,7 +135,7 @@ async def run(redis_url: str, times: int, num_at_once: int) -> dict[str, object]
     built = watched(await asyncio.to_thread(build_engine, settings, progress=False), notes)
     notes.step_s.clear()
     notes.step_ended_at_s.clear()
-    door = await open_redis_queue(redis_url)
+    door = await open_pair(redis_url)
     at_once = asyncio.Semaphore(num_at_once)
     async with (
         working(redis_url, built) as engine,

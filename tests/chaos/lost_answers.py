@@ -33,10 +33,10 @@ from service.config.settings import Settings
 from service.gateway.core.served_model import ServedModel
 from service.gateway.process import serving
 from service.queue import keys
-from service.queue.redis.queue import open_redis_queue
 from tests.support.demo_engine import DEMO
 from tests.support.fleet import Fleet
 from tests.support.measuring import flags, tell
+from tests.support.queue_pair import open_pair
 from tests.support.swallowing_proxy import SwallowingProxy, answered, at_random, swallowing
 
 MODEL = "demo"
@@ -376,7 +376,7 @@ async def open_house(folder: Path):
                     model=DEMO, served_model_name=MODEL, port=0, drain_timeout=1.0, max_connections_per_client=4096,
                     producers=(PRODUCER,),
                 )  # fmt: skip
-                queue = await open_redis_queue(proxy.url, f"gateway{number}", timeout_s=GATEWAY_TIMEOUT_S)
+                queue = await open_pair(proxy.url, f"gateway{number}", timeout_s=GATEWAY_TIMEOUT_S)
                 opened.push_async_callback(queue.close)
                 urls.append(await opened.enter_async_context(serving(settings, ServedModel.read(settings), queue)))
             http = await opened.enter_async_context(

@@ -17,9 +17,9 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from service.config.settings import Settings
 from service.gateway.core.served_model import ServedModel
 from service.gateway.process import serving
-from service.queue.redis.queue import open_redis_queue
 from tests.support.demo_engine import DEMO
 from tests.support.fleet import Fleet
+from tests.support.queue_pair import open_pair
 from tests.support.served import REPOSITORY
 
 COMPILER, SERVER = shutil.which("cc"), shutil.which("redis-server") or shutil.which("valkey-server")
@@ -85,7 +85,7 @@ async def test_no_request_fails_and_no_worker_counts_as_dead(set_redis, fleet, b
     await set_redis.until_up()
     fleet.redis_url = set_redis.url
     await fleet.have(2)
-    queue = await open_redis_queue(set_redis.url)
+    queue = await open_pair(set_redis.url)
     settings = Settings(model=DEMO, served_model_name="demo", port=0, drain_timeout=1.0)
     async with serving(settings, ServedModel.read(settings), queue) as url, aiohttp.ClientSession() as http:
 

@@ -11,8 +11,8 @@ from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from service.queue.embedded.redis import find_program
-from service.queue.interface import GatewayQueue
-from service.queue.redis.queue import RedisQueue, open_redis_queue
+from service.queue.redis.connect import LEASE_S, open_gateway_queue, open_worker_queue
+from tests.support.queue_pair import QueuePair
 from tests.support.served import REPOSITORY
 
 DEPLOY = REPOSITORY / "deploy"
@@ -65,24 +65,10 @@ class ConfiguredRedis:
             return False
 
 
-class RolesQueue:
-    """Both halves of a queue, each entering under its own name, as gateway and worker do."""
-
-    def __init__(self, door: RedisQueue, worker: RedisQueue):
-        self._door = door
-        self._worker = worker
-
-    @classmethod
-    async def open(cls, server: ConfiguredRedis, name: str | None = None, **options) -> RolesQueue:
-        door = await open_redis_queue(server.url(GATEWAY), **options)
-        return cls(door, await open_redis_queue(server.url(WORKER), name, **options))
-
-    def __getattr__(self, name: str):
-        return getattr(self._door if hasattr(GatewayQueue, name) else self._worker, name)
-
-    async def close(self) -> None:
-        await self._door.close()
-        await self._worker.close()
+async def open_roles_pair(server: ConfiguredRedis, name: str | None = None, lease_s: float = LEASE_S) -> QueuePair:
+    """Connect both ends, each as the user of its role."""
+    gateway = await open_gateway_queue(server.url(GATEWAY))
+    return QueuePair(gateway, await open_worker_queue(server.url(WORKER), name, lease_s=lease_s))
 
 
 def server_acl() -> str:

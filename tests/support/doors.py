@@ -13,9 +13,9 @@ from pathlib import Path
 from service.config.settings import Settings
 from service.gateway.core.served_model import ServedModel
 from service.gateway.process import serving
-from service.queue.redis.queue import open_redis_queue
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.gateway import MODEL, speech, write_model
+from tests.support.queue_pair import open_pair
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ async def open_fleet(
     async with AsyncExitStack() as opened:
 
         async def queue():
-            found = await open_redis_queue(redis_url)
+            found = await open_pair(redis_url)
             opened.push_async_callback(found.close)
             return found
 

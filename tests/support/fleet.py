@@ -15,7 +15,7 @@ from pathlib import Path
 from redis import Redis
 
 from service.queue.embedded.redis import EmbeddedRedis
-from service.queue.redis.queue import RedisQueue, open_redis_queue
+from tests.support.queue_pair import QueuePair, open_pair
 from tests.support.served import REPOSITORY
 
 PROGRAM = REPOSITORY / "tests" / "support" / "chaos_worker.py"
@@ -95,8 +95,8 @@ class Fleet:
     def client(self) -> Redis:
         return Redis.from_url(self.redis_url)
 
-    async def door(self) -> RedisQueue:
-        return await open_redis_queue(self.redis_url)
+    async def door(self) -> QueuePair:
+        return await open_pair(self.redis_url)
 
     def start(self, step_s: float = 0.01) -> Worker:
         self._num_started += 1

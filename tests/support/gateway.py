@@ -13,7 +13,9 @@ from model.text.grammar_matcher import GrammarCompiler
 from service.config.settings import Settings
 from service.gateway.core.served_model import ServedModel
 from service.gateway.process import serving
-from tests.fakes.queue.memory_queue import MemoryQueue
+from tests.fakes.queue.gateway import MemoryGatewayQueue, MemoryIngress
+from tests.fakes.queue.queue_data import QueueData
+from tests.fakes.queue.worker import MemoryWorkerQueue
 from tests.fakes.scripted_worker import Script, ScriptedWorker
 from tests.support.make_tokenizers import qwen_style
 
@@ -64,11 +66,17 @@ def compiler_of(model: ServedModel) -> GrammarCompiler:
     return GrammarCompiler(model.tokenizer, model.vocab_size, model.eos_token_ids)
 
 
-class QuickQueue(MemoryQueue):
+class QuickQueue(MemoryGatewayQueue):
     """Waits for ingress entries in small steps, so that a gateway closes at once."""
 
-    async def fetch_ingress(self, producers, max_entries, wait_s):
-        return await super().fetch_ingress(producers, max_entries, min(wait_s, 0.02))
+    def __init__(self, data: QueueData | None = None, ingress: type[QuickIngress] | None = None) -> None:
+        super().__init__(data)
+        self.ingress = (ingress or QuickIngress)(self.data)
+
+
+class QuickIngress(MemoryIngress):
+    async def fetch_entries(self, producers, max_entries, wait_s):
+        return await super().fetch_entries(producers, max_entries, min(wait_s, 0.02))
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,7 @@ class Gateway:
 
     url: str
     http: aiohttp.ClientSession
-    queue: MemoryQueue
+    queue: MemoryGatewayQueue
     worker: ScriptedWorker
     model: ServedModel
 
@@ -109,12 +117,12 @@ async def beside(gateway: Gateway, folder: Path, **settings):
 
 
 @asynccontextmanager
-async def open_gateway(folder: Path, queue: MemoryQueue | None = None, **settings):
+async def open_gateway(folder: Path, queue: MemoryGatewayQueue | None = None, **settings):
     """A Gateway over a model folder made by `write_model`; its worker says "Hello world." to everything."""
     chosen = Settings(**{"model": folder, "served_model_name": MODEL, "port": 0, "drain_timeout": 0.2, **settings})
     queue = queue or QuickQueue()
     model = ServedModel.read(chosen)
-    worker = ScriptedWorker(queue, MODEL, lambda job: speech(model, "Hello world."))
+    worker = ScriptedWorker(MemoryWorkerQueue(queue.data), MODEL, lambda job: speech(model, "Hello world."))
     async with worker.working(), serving(chosen, model, queue) as url, aiohttp.ClientSession() as http:
         yield Gateway(url, http, queue, worker, model)
     await queue.close()

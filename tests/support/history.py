@@ -17,8 +17,8 @@ from service.errors import EndReason
 from service.queue import keys
 from service.queue.codec import decode, pack_ids, unpack_floats, unpack_ids
 from service.queue.messages import Event, Job
-from service.queue.redis.queue import RedisQueue
 from tests.support.demo_engine import DemoEngines
+from tests.support.queue_pair import QueuePair
 
 PATIENCE_S = 120.0
 LOGPROB_TOLERANCE = 1e-4
@@ -80,7 +80,7 @@ def answer_of(events: list[Event]) -> Answer:
 class Storyteller:
     """Submits jobs through a door and follows them."""
 
-    def __init__(self, door: RedisQueue):
+    def __init__(self, door: QueuePair):
         self._door = door
         self.stories: list[Story] = []
         self._tasks: list[asyncio.Task[None]] = []

@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 import hiredis
 
-from service.queue.redis.link import BEFORE_EACH_SCRIPT, script_of
+from service.queue.redis.link import COMMON_SCRIPTS, script_of
 
 BLOCKING = frozenset({"XREAD", "XREADGROUP"})
 HANDSHAKE = frozenset({"HELLO", "AUTH", "CLIENT", "SELECT", "INFO", "ROLE", "PING"})
@@ -64,7 +64,7 @@ def script_names() -> dict[bytes, str]:
     """Every script of the queue by its digest: `submit`, `publish`, ..."""
     scripts = files("service.queue.redis").joinpath("scripts")
     names = [path.name.removesuffix(".lua") for path in scripts.iterdir() if path.name.endswith(".lua")]
-    return {script_of(name)[1].encode(): name for name in names if name not in BEFORE_EACH_SCRIPT}
+    return {script_of(name)[1].encode(): name for name in names if name not in COMMON_SCRIPTS}
 
 
 class SwallowingProxy:

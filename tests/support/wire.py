@@ -11,9 +11,9 @@ from service.errors import EndReason
 from service.queue.codec import pack_ids
 from service.queue.interface import QueueUnavailable
 from service.queue.messages import Event, Job, Part, Usage, WorkerCard
-from service.queue.redis.queue import RedisQueue
+from tests.support.queue_pair import QueuePair
 
-OpenQueue = Callable[..., Awaitable[RedisQueue]]
+OpenQueue = Callable[..., Awaitable[QueuePair]]
 PATIENCE_S = 10.0
 
 
@@ -72,7 +72,7 @@ class Ended:
     reason: EndReason | None
 
 
-async def follow_begun(queue: RedisQueue) -> AsyncIterator[Event]:
+async def follow_begun(queue: QueuePair) -> AsyncIterator[Event]:
     """Events of JOB1 behind its first, which was told after it was submitted and claimed."""
     events = queue.follow("JOB1")
     await queue.submit(make_job())

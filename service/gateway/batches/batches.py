@@ -19,9 +19,8 @@ from service.gateway.openai.request_bodies import check_metadata, convert
 from service.gateway.openai.strict_json import decode_object
 from service.gateway.routes.generation import refuse_idempotency_key
 from service.gateway.routes.pages import list_json, page_limit
-from service.queue.batches import Batch, BatchStatus
 from service.queue.interface import GatewayQueue, QueueUnavailable
-from service.queue.storage import StorageFull, StorageLimits
+from service.queue.records import Batch, BatchStatus, StorageFull, StorageLimits
 
 Json = dict[str, Any]
 
@@ -48,7 +47,7 @@ class Batches:
         refuse_idempotency_key(http)
         body = convert(decode_object(await read_body(http)), BatchBody)
         _check(body)
-        file = await find_file(self._queue, body.input_file_id, http[TENANT], "input_file_id")
+        file = await find_file(self._queue.batches, body.input_file_id, http[TENANT], "input_file_id")
         if file.purpose != INPUT:
             raise refusal("input_file_id", f"must be a file of purpose '{INPUT}'")
         try:
@@ -63,7 +62,7 @@ class Batches:
                 expires_s=now_s + WINDOWS_S[body.completion_window],
                 metadata=body.metadata or {},
             )
-            await write(lambda: self._queue.put_batch(batch, self._limits))
+            await write(lambda: self._queue.batches.put_batch(batch, self._limits))
         except QueueUnavailable:
             raise unavailable() from None
         except StorageFull as full:
@@ -73,7 +72,7 @@ class Batches:
 
     async def _require_room(self, tenant: str) -> None:
         """Raises RequestError (429), QueueUnavailable."""
-        num_open = sum(batch.tenant == tenant for batch in await self._queue.open_batches())
+        num_open = sum(batch.tenant == tenant for batch in await self._queue.batches.open_batches())
         if num_open >= MAX_OPEN_BATCHES:
             message = f"{num_open} of your batches are open already ({MAX_OPEN_BATCHES} are allowed)."
             raise RequestError(
@@ -83,7 +82,7 @@ class Batches:
     async def list(self, http: web.Request) -> web.Response:
         limit = page_limit(http, DEFAULT_PAGE, MAX_PAGE)
         try:
-            batches = await self._queue.batches(http[TENANT], http.query.get("after"), limit + 1)
+            batches = await self._queue.batches.list_batches(http[TENANT], http.query.get("after"), limit + 1)
         except QueueUnavailable:
             raise unavailable() from None
         page = [batch_json(batch) for batch in batches[:limit]]
@@ -92,7 +91,7 @@ class Batches:
     async def get(self, http: web.Request) -> web.Response:
         batch = await self._found(http)
         try:
-            is_cancelled = batch.is_open and await self._queue.is_batch_cancelled(batch.batch_id)
+            is_cancelled = batch.is_open and await self._queue.batches.is_batch_cancelled(batch.batch_id)
         except QueueUnavailable:
             raise unavailable() from None
         # A waiting batch is cancelled only when its turn comes.
@@ -103,7 +102,7 @@ class Batches:
         if not batch.is_open:
             raise RequestError(409, f"The batch is {batch.status} already.", param="batch_id", code="batch_ended")
         try:
-            await self._queue.cancel_batch(batch.batch_id)
+            await self._queue.batches.cancel_batch(batch.batch_id)
         except QueueUnavailable:
             raise unavailable() from None
         self._runner.wake()
@@ -111,7 +110,7 @@ class Batches:
 
     async def _found(self, http: web.Request) -> Batch:
         try:
-            batch = await self._queue.batch(http.match_info["batch_id"])
+            batch = await self._queue.batches.get_batch(http.match_info["batch_id"])
         except QueueUnavailable:
             raise unavailable() from None
         except ValueError:

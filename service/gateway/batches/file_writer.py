@@ -5,9 +5,8 @@ from __future__ import annotations
 import secrets
 from contextlib import suppress
 
-from service.queue.batches import PIECE_BYTES, StoredFile
 from service.queue.interface import GatewayQueue, QueueUnavailable
-from service.queue.storage import StorageFull, StorageLimits
+from service.queue.records import PIECE_BYTES, StorageFull, StorageLimits, StoredFile
 
 
 class FileWriter:
@@ -28,7 +27,7 @@ class FileWriter:
 
     async def reserve(self, num_bytes: int) -> None:
         """Reserve room for the file. Raises StorageFull, QueueUnavailable."""
-        await self._queue.reserve_file(self.file_id, self._tenant, num_bytes, self._limits)
+        await self._queue.batches.reserve_file(self.file_id, self._tenant, num_bytes, self._limits)
         self._reserved_bytes = num_bytes
 
     async def write(self, data: bytes) -> None:
@@ -51,12 +50,12 @@ class FileWriter:
             num_bytes=self.num_bytes,
             created_s=await self._queue.now_s(),
         )
-        await self._queue.put_file(file)
+        await self._queue.batches.put_file(file)
         return file
 
     async def drop(self) -> None:
         """Raises QueueUnavailable."""
-        await self._queue.drop_file(self.file_id, self._tenant)
+        await self._queue.batches.drop_file(self.file_id, self._tenant)
 
     async def _append(self, piece: bytes) -> None:
         self.num_bytes += len(piece)
@@ -65,6 +64,8 @@ class FileWriter:
             with suppress(StorageFull):  # then piece by piece, while there is room
                 await self.reserve(2 * self.num_bytes)
         is_reserved = self.num_bytes <= self._reserved_bytes
-        found = await self._queue.append_file(self.file_id, self._tenant, piece, self._limits, is_reserved=is_reserved)
+        found = await self._queue.batches.append_file(
+            self.file_id, self._tenant, piece, self._limits, is_reserved=is_reserved
+        )
         if found != self._num_pieces:
             raise QueueUnavailable("the queue has lost what was written of a file")

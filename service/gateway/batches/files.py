@@ -19,9 +19,8 @@ from service.gateway.routes.generation import refuse_idempotency_key
 from service.gateway.routes.pages import MAX_PAGE, is_ascending, page_json
 from service.observability.logs import fields
 from service.queue import keys
-from service.queue.batches import BatchStore, StoredFile
-from service.queue.interface import GatewayQueue, QueueUnavailable
-from service.queue.storage import StorageFull, StorageLimits
+from service.queue.interface import BatchStore, GatewayQueue, QueueUnavailable
+from service.queue.records import StorageFull, StorageLimits, StoredFile
 
 log = logging.getLogger("quire.gateway")
 
@@ -68,7 +67,7 @@ class Files:
     async def _store(self, http: web.Request, writer: FileWriter) -> StoredFile:
         """Raises RequestError, StorageFull, QueueUnavailable."""
         await http[BODY_RESERVATION].grow(WINDOW_BYTES)
-        if len(await self._queue.files(http[TENANT])) >= MAX_FILES:
+        if len(await self._queue.batches.list_files(http[TENANT])) >= MAX_FILES:
             raise RequestError(400, f"You have {MAX_FILES} files, the maximum; delete some.", code="too_many_files")
         await writer.reserve(min(http.content_length or 0, self._max_file_bytes))
         try:
@@ -124,7 +123,7 @@ class Files:
 
     async def list(self, http: web.Request) -> web.Response:
         try:
-            files = await self._queue.files(http[TENANT])
+            files = await self._queue.batches.list_files(http[TENANT])
         except QueueUnavailable:
             raise unavailable() from None
         purpose = http.query.get("purpose")
@@ -144,7 +143,7 @@ class Files:
         if http.method == "HEAD":
             return response
         try:
-            pieces = await self._queue.file_pieces(file.file_id, 0, 1)
+            pieces = await self._queue.batches.file_pieces(file.file_id, 0, 1)
             async with asyncio.timeout(self._write_timeout_s):
                 await response.prepare(http)
             await self._send(response, file, pieces)
@@ -165,26 +164,26 @@ class Files:
                     await response.write(piece)
                 num_bytes += len(piece)
             num_pieces += len(pieces)
-            pieces = await self._queue.file_pieces(file.file_id, num_pieces, 1)
+            pieces = await self._queue.batches.file_pieces(file.file_id, num_pieces, 1)
         if num_bytes != file.num_bytes:
             raise QueueUnavailable("the file is not there any more")
 
     async def delete(self, http: web.Request) -> web.Response:
         file = await self._found(http)
         try:
-            await self._queue.drop_file(file.file_id, file.tenant)
+            await self._queue.batches.drop_file(file.file_id, file.tenant)
         except QueueUnavailable:
             raise unavailable() from None
         return json_response({"id": file.file_id, "object": "file", "deleted": True})
 
     async def _found(self, http: web.Request) -> StoredFile:
-        return await find_file(self._queue, http.match_info["file_id"], http[TENANT])
+        return await find_file(self._queue.batches, http.match_info["file_id"], http[TENANT])
 
 
 async def find_file(store: BatchStore, file_id: str, tenant: str, param: str = "file_id") -> StoredFile:
     """Return a tenant's file. Raises RequestError: 404 if missing or another tenant's, 503."""
     try:
-        file = await store.file(file_id)
+        file = await store.get_file(file_id)
     except QueueUnavailable:
         raise unavailable() from None
     except ValueError:

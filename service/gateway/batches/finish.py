@@ -10,8 +10,8 @@ from service.errors import STORAGE_QUOTA_EXCEEDED
 from service.gateway.batches.files import OUTPUT
 from service.gateway.batches.input_file import InputFile
 from service.gateway.batches.lines import BadInput, line_name, not_run_line, read_line
-from service.queue.batches import ANSWERED_WELL, LINE_OVERHEAD_BYTES, Batch, BatchStatus, Move, StoredFile
 from service.queue.interface import GatewayQueue
+from service.queue.records import ANSWERED_WELL, LINE_OVERHEAD_BYTES, Batch, BatchStatus, Move, StoredFile
 
 LINES_AT_ONCE = 256
 BYTES_AT_ONCE = 1 << 20
@@ -33,18 +33,18 @@ class _Files:
 async def write_result_files(queue: GatewayQueue, batch: Batch, input_file: InputFile) -> Batch:
     """Write the batch's files, resuming an interrupted run, and return it with their ids. Raises QueueUnavailable."""
     files = _Files(*(f"file-{batch.batch_id.removeprefix('batch_')}-{kind}" for kind in ("output", "error")))
-    marks = await queue.line_marks(batch.batch_id)
-    number = (await queue.moved_lines(batch.batch_id)).num_lines
+    marks = await queue.batches.line_marks(batch.batch_id)
+    number = (await queue.batches.moved_lines(batch.batch_id)).num_lines
     while number < batch.num_total:
         number = await _move_lines(queue, batch, input_file, files, marks, number)
-    moved = await queue.moved_lines(batch.batch_id)
+    moved = await queue.batches.moved_lines(batch.batch_id)
     ids: dict[str, Any] = {}
     for kind, file_id, num_bytes in (
         ("output", files.output, moved.output_bytes),
         ("error", files.error, moved.error_bytes),
     ):
         if num_bytes:
-            await queue.put_file(
+            await queue.batches.put_file(
                 StoredFile(
                     file_id=file_id,
                     tenant=batch.tenant,
@@ -55,7 +55,7 @@ async def write_result_files(queue: GatewayQueue, batch: Batch, input_file: Inpu
                 )
             )
             ids[f"{kind}_file_id"] = file_id
-    await queue.drop_lines(batch)
+    await queue.batches.drop_lines(batch)
     return replace(batch, **ids)
 
 
@@ -63,9 +63,9 @@ async def _move_lines(
     queue: GatewayQueue, batch: Batch, input_file: InputFile, files: _Files, marks: bytes, first: int
 ) -> int:
     """Return the first line that is not in the files yet."""
-    sizes = await queue.line_sizes(batch.batch_id, first, min(LINES_AT_ONCE, batch.num_total - first))
+    sizes = await queue.batches.line_sizes(batch.batch_id, first, min(LINES_AT_ONCE, batch.num_total - first))
     sizes = sizes[: _num_that_fit(sizes)]
-    answers = await queue.lines(batch.batch_id, first, len(sizes))
+    answers = await queue.batches.lines(batch.batch_id, first, len(sizes))
     good: list[bytes] = []
     bad: list[bytes] = []
     for number, answer in enumerate(answers, first):
@@ -83,7 +83,7 @@ async def _move_lines(
         output=b"".join(good),
         errors=b"".join(bad),
     )
-    return await queue.move_lines(batch, move)
+    return await queue.batches.move_lines(batch, move)
 
 
 def _num_that_fit(sizes: Sequence[int]) -> int:

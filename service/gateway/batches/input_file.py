@@ -10,8 +10,8 @@ from typing import Any
 
 from service.gateway.batches.lines import MAX_ERRORS, MAX_LINES, BadInput, check_line
 from service.gateway.openai.response_builder import encode_json
-from service.queue.batches import PIECE_BYTES, BatchError
-from service.queue.interface import GatewayQueue
+from service.queue.interface import BatchStore
+from service.queue.records import PIECE_BYTES, BatchError
 
 _ROW = re.compile(rb"\S[^\n]*")
 
@@ -107,9 +107,9 @@ class LineScanner:
 class InputFile:
     """Reads lines by number, best in order: it caches one piece."""
 
-    def __init__(self, queue: GatewayQueue, file_id: str, index: LineIndex) -> None:
+    def __init__(self, store: BatchStore, file_id: str, index: LineIndex) -> None:
         self.index = index
-        self._queue = queue
+        self._store = store
         self._file_id = file_id
         self._cached = (-1, b"")  # (number, piece)
 
@@ -127,7 +127,7 @@ class InputFile:
     async def _piece(self, number: int) -> bytes:
         cached, piece = self._cached
         if cached != number:
-            found = await self._queue.file_pieces(self._file_id, number, 1)
+            found = await self._store.file_pieces(self._file_id, number, 1)
             if not found:
                 raise file_is_gone()
             piece = found[0]
@@ -135,15 +135,13 @@ class InputFile:
         return piece
 
 
-async def scan_file(
-    queue: GatewayQueue, file_id: str, scanner: LineScanner, run: Callable[..., Awaitable[Any]]
-) -> None:
+async def scan_file(store: BatchStore, file_id: str, scanner: LineScanner, run: Callable[..., Awaitable[Any]]) -> None:
     """Scan a whole file; `run` calls a function off the event loop. Raises BadInput, QueueUnavailable."""
     number = 0
-    while pieces := await queue.file_pieces(file_id, number, 1):
+    while pieces := await store.file_pieces(file_id, number, 1):
         await run(scanner.feed, pieces[0])
         number += 1
-    if not number and await queue.file(file_id) is None:
+    if not number and await store.get_file(file_id) is None:
         raise file_is_gone()
     await run(scanner.finish)
 

@@ -11,7 +11,7 @@ from service.errors import RequestError
 from service.gateway.openai.request_bodies import present
 from service.gateway.openai.response_builder import encode_json, error_json
 from service.gateway.openai.strict_json import decode_object
-from service.queue.batches import Batch, BatchError
+from service.queue.records import Batch, BatchError
 
 MAX_LINES = 50_000  # OpenAI's limit
 MAX_ERRORS = 20

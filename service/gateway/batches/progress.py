@@ -14,9 +14,8 @@ from service.gateway.batches.requests import BatchRequests, Interrupted, Json, N
 from service.gateway.batches.turns import LineSlots
 from service.gateway.core.service import InferenceService
 from service.observability.logs import log_context
-from service.queue.batches import ANSWERED_BADLY, ANSWERED_WELL, Batch, BatchStatus
 from service.queue.interface import QueueUnavailable
-from service.queue.storage import StorageFull
+from service.queue.records import ANSWERED_BADLY, ANSWERED_WELL, Batch, BatchStatus, StorageFull
 
 HEARTBEAT_S = 1.0
 RETRY_S = 2.0
@@ -75,7 +74,7 @@ class BatchProgress:
 
         Raises BadInput if the input file is gone, QueueUnavailable.
         """
-        marks = await self._queue.line_marks(self._batch.batch_id)
+        marks = await self._queue.batches.line_marks(self._batch.batch_id)
         self._marks = bytearray(marks.ljust(len(self._input.index), b"\0"))
         end = asyncio.create_task(self._wait_for_end())
         work = asyncio.create_task(self._run_all())
@@ -94,13 +93,15 @@ class BatchProgress:
         stored = (0, 0)
         while True:
             with suppress(QueueUnavailable):
-                if await self._queue.is_batch_cancelled(self._batch.batch_id):
+                if await self._queue.batches.is_batch_cancelled(self._batch.batch_id):
                     return BatchStatus.CANCELLED
                 if await self._queue.now_s() >= self._batch.expires_s:
                     return BatchStatus.EXPIRED
                 if self.counts != stored:
                     stored = self.counts
-                    await self._queue.put_batch(replace(self._batch, num_completed=stored[0], num_failed=stored[1]))
+                    await self._queue.batches.put_batch(
+                        replace(self._batch, num_completed=stored[0], num_failed=stored[1])
+                    )
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _run_all(self) -> BatchStatus:
@@ -194,7 +195,7 @@ class BatchProgress:
         try:
             return await self._requests.answer(batch.endpoint, bytes(request.body), batch.tenant, key)
         except Interrupted as interrupted:
-            if await self._queue.is_batch_cancelled(batch.batch_id):
+            if await self._queue.batches.is_batch_cancelled(batch.batch_id):
                 await self._service.cancel(interrupted.accepted)
             raise
 
@@ -207,7 +208,7 @@ class BatchProgress:
         """Raises StorageFull if the tenant's storage is used up."""
         while True:
             try:
-                await self._queue.put_line(self._batch, number, answer, mark, self._service.storage)
+                await self._queue.batches.put_line(self._batch, number, answer, mark, self._service.storage)
             except QueueUnavailable:
                 await asyncio.sleep(RETRY_S)
             except StorageFull as full:

@@ -22,7 +22,7 @@ from service.gateway.routes.embeddings import embedding_answer, require_enabled
 from service.gateway.routes.response_store import ResponseStore, check_size
 from service.observability.logs import fields
 from service.queue.interface import QueueUnavailable
-from service.queue.responses import StoredResponse
+from service.queue.records import StoredResponse
 
 log = logging.getLogger("quire.batches")
 

@@ -24,9 +24,8 @@ from service.gateway.batches.turns import BatchTurns, LineSlots
 from service.gateway.core.refusals import incident, storage_refusal
 from service.gateway.core.service import InferenceService
 from service.observability.logs import fields
-from service.queue.batches import Batch, BatchError, BatchStatus, OpenBatch
 from service.queue.interface import QueueUnavailable
-from service.queue.storage import StorageFull
+from service.queue.records import Batch, BatchError, BatchStatus, OpenBatch, StorageFull
 
 log = logging.getLogger("quire.batches")
 
@@ -82,10 +81,10 @@ class BatchRunner:
         now_s = asyncio.get_running_loop().time()
         self._not_before_s = {name: at_s for name, at_s in self._not_before_s.items() if at_s > now_s}
         skipped = self._running.keys() | self._not_before_s.keys()
-        waiting = [batch for batch in await self._queue.open_batches() if batch.batch_id not in skipped]
+        waiting = [batch for batch in await self._queue.batches.open_batches() if batch.batch_id not in skipped]
         tenants = [work.batch.tenant for work in self._running.values()]
         for batch in self._turns.next_batches(waiting, tenants):
-            if await self._queue.hold_batch(batch.batch_id, self._holder, LEASE_S):
+            if await self._queue.batches.hold_batch(batch.batch_id, self._holder, LEASE_S):
                 self._turns.record_start(batch)
                 tenants.append(batch.tenant)
                 task = asyncio.create_task(self._run_batch(batch.batch_id))
@@ -103,7 +102,7 @@ class BatchRunner:
             while not work.done():
                 await asyncio.wait({work}, timeout=HEARTBEAT_S)
                 with suppress(QueueUnavailable):
-                    if not await self._queue.hold_batch(batch_id, self._holder, LEASE_S):
+                    if not await self._queue.batches.hold_batch(batch_id, self._holder, LEASE_S):
                         return
             work.result()
         except (QueueUnavailable, StorageFull) as error:
@@ -119,19 +118,19 @@ class BatchRunner:
     async def _fail_on_bug(self, batch_id: str, error: RequestError) -> None:
         """Fail a batch on an internal error, which every retry would meet."""
         with suppress(QueueUnavailable):
-            batch = await self._queue.batch(batch_id)
+            batch = await self._queue.batches.get_batch(batch_id)
             if batch is not None and batch.is_open:
                 await self._fail(batch, BatchError(code=error.code or error.type, message=error.message))
 
     async def _process(self, batch_id: str) -> None:
         """Raises QueueUnavailable, StorageFull."""
-        batch = await self._queue.batch(batch_id)
+        batch = await self._queue.batches.get_batch(batch_id)
         if batch is None:
             return
         if not batch.is_open:
-            await self._queue.put_batch(batch)  # its gateway may have died before removing it from the list
+            await self._queue.batches.put_batch(batch)  # its gateway may have died before removing it from the list
             return
-        input_file = InputFile(self._queue, batch.input_file_id, LineIndex())
+        input_file = InputFile(self._queue.batches, batch.input_file_id, LineIndex())
         try:
             batch, input_file = await self._scan_input(batch)
             if batch.status is not BatchStatus.FINALIZING:
@@ -149,18 +148,19 @@ class BatchRunner:
         is_new = batch.status is BatchStatus.VALIDATING
         scanner = LineScanner(batch.endpoint, self._service.settings.max_body_bytes, checks=is_new)
         async with self._reading:
-            await scan_file(self._queue, batch.input_file_id, scanner, partial(self._service.threads.run, batch.tenant))
+            run = partial(self._service.threads.run, batch.tenant)
+            await scan_file(self._queue.batches, batch.input_file_id, scanner, run)
         if is_new:
             num_bytes = len(scanner.index) * NOT_RUN_LINE_BYTES + scanner.num_id_bytes
             try:
-                await self._queue.reserve_lines(batch, num_bytes, self._service.storage)
+                await self._queue.batches.reserve_lines(batch, num_bytes, self._service.storage)
             except StorageFull as full:
                 if not full.of_tenant:
                     raise
                 refusal = storage_refusal(full)
                 raise BadInput((BatchError(code=refusal.code or refusal.type, message=refusal.message),)) from None
             batch = await self._set_status(batch, BatchStatus.IN_PROGRESS, num_total=len(scanner.index))
-        return batch, InputFile(self._queue, batch.input_file_id, scanner.index)
+        return batch, InputFile(self._queue.batches, batch.input_file_id, scanner.index)
 
     async def _run_requests(self, batch: Batch, input_file: InputFile) -> Batch:
         """Raises BadInput, QueueUnavailable."""
@@ -175,12 +175,12 @@ class BatchRunner:
         return await self._set_status(batch, BatchStatus.FINALIZING, ends_as=end, errors=errors, **counts)
 
     async def _fail(self, batch: Batch, *errors: BatchError) -> None:
-        await self._queue.drop_lines(batch)
+        await self._queue.batches.drop_lines(batch)
         await self._set_status(batch, BatchStatus.FAILED, errors=errors)
 
     async def _set_status(self, batch: Batch, status: BatchStatus, **changes: Any) -> Batch:
         at_s = {**batch.at_s, status.value: await self._queue.now_s()}
         batch = replace(batch, status=status, at_s=at_s, **changes)
-        await self._queue.put_batch(batch)
+        await self._queue.batches.put_batch(batch)
         log.info("batch %s", fields(batch=batch.batch_id, status=status, requests=batch.num_total))
         return batch

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
 
-from service.queue.batches import OpenBatch
+from service.queue.records import OpenBatch
 
 MAX_BATCHES = 4
 MAX_BATCHES_PER_TENANT = 2

@@ -22,7 +22,7 @@ from service.observability.metrics import GatewayMetrics
 from service.observability.tracing import NO_TRACING, Tracing
 from service.queue.interface import GatewayQueue, QueueFull, QueueUnavailable
 from service.queue.messages import Cancel
-from service.queue.storage import UNLIMITED, StorageFull, StorageLimits
+from service.queue.records import UNLIMITED, StorageFull, StorageLimits
 
 log = logging.getLogger("quire.gateway")
 
@@ -134,7 +134,7 @@ class RequestDispatcher:
         while num_missing < NUM_MISSING_MARKS:
             await asyncio.sleep(self._grace_s / LOOKS_PER_GRACE)
             try:
-                is_watched = await self._queue.is_watched(accepted.request_id)
+                is_watched = await self._queue.requests.is_watched(accepted.request_id)
             except QueueUnavailable:
                 is_watched = True
             num_missing = 0 if is_watched else num_missing + 1
@@ -147,7 +147,7 @@ class RequestDispatcher:
 
     async def _mark(self, accepted: AcceptedRequest) -> bool:
         try:
-            await self._queue.watch(accepted.request_id, self._grace_s)
+            await self._queue.requests.mark_watched(accepted.request_id, self._grace_s)
         except QueueUnavailable:
             log.warning("request not marked as watched %s", fields(request=accepted.request_id))
             return False
@@ -155,7 +155,7 @@ class RequestDispatcher:
 
     def _mark_last(self, accepted: AcceptedRequest) -> None:
         """Restart the grace period as this gateway's last client leaves."""
-        mark = lambda: self._queue.watch(accepted.request_id, self._grace_s)  # noqa: E731
+        mark = lambda: self._queue.requests.mark_watched(accepted.request_id, self._grace_s)  # noqa: E731
         self.background.repeat(mark, "request not marked as watched", self._grace_s, request=accepted.request_id)
 
     @asynccontextmanager
@@ -225,7 +225,9 @@ class RequestDispatcher:
         def forget() -> Awaitable[None]:
             # Unless a concurrent request under the same key was accepted.
             unless_there = None if num_accepted else accepted.request_id
-            return self._queue.forget(accepted.request_id, accepted.tenant, accepted.idempotency, unless_there)
+            return self._queue.requests.drop_request(
+                accepted.request_id, accepted.tenant, accepted.idempotency, unless_there
+            )
 
         if await self.background.until_known(forget, "request not forgotten", request=accepted.request_id):
             for job in accepted.jobs[:num_accepted]:

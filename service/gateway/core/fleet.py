@@ -49,7 +49,7 @@ class Fleet:
 
     async def look(self) -> None:
         """Ask the workers to put their block maps on their cards for a while. Raises QueueUnavailable."""
-        await self._queue.look()
+        await self._queue.request_block_maps()
 
     async def rough_view(self) -> FleetView:
         """Return a view at most MAX_LATE_S old, so that admission seldom waits for one. Raises QueueUnavailable."""

@@ -11,7 +11,7 @@ from service.config.settings import Settings
 from service.gateway.core.refusals import storage_refusal, unavailable
 from service.observability.logs import fields
 from service.queue.interface import QueueUnavailable
-from service.queue.storage import StorageFull, StorageLimits
+from service.queue.records import StorageFull, StorageLimits
 
 Answer = TypeVar("Answer")
 

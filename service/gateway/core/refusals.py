@@ -8,7 +8,7 @@ import secrets
 from model.errors import GrammarError
 from service.errors import ENDINGS, STORAGE_FULL, STORAGE_QUOTA_EXCEEDED, EndReason, RequestError
 from service.observability.logs import fields
-from service.queue.storage import StorageFull
+from service.queue.records import StorageFull
 
 log = logging.getLogger("quire.gateway")
 

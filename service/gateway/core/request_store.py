@@ -17,7 +17,7 @@ from service.gateway.core.response_stream import ChoiceDelta, Outcome
 from service.gateway.core.text_threads import TextThreads
 from service.queue.interface import GatewayQueue, QueueUnavailable
 from service.queue.messages import Cancel, RequestRecord
-from service.queue.storage import StorageLimits
+from service.queue.records import StorageLimits
 
 SLACK_S = 5.0
 """Reading time past the deadline, for a complete answer or a late last event."""
@@ -87,21 +87,21 @@ class RequestStore:
         """Return the earlier request's record under this key, or None after recording this request as the first.
         Raises RequestError (429, 503)."""
         while True:
-            holder = await stored(self._queue.remember(record_of(accepted), digest, self._limits))
+            holder = await stored(self._queue.requests.put_request(record_of(accepted), digest, self._limits))
             if holder == accepted.request_id:
                 return None
-            record = await stored(self._queue.recall(holder))
+            record = await stored(self._queue.requests.get_request(holder))
             if record is not None:  # else it was refused and forgotten in between
                 return record
 
     async def forget(self, request_id: str, tenant: str, idempotency_key: str) -> None:
         """Drop the record of a request whose answer is stored elsewhere. Raises QueueUnavailable."""
-        await self._queue.forget(request_id, tenant, _key_digest(tenant, idempotency_key))
+        await self._queue.requests.drop_request(request_id, tenant, _key_digest(tenant, idempotency_key))
 
     async def find(self, request_id: str, tenant: str) -> AcceptedRequest:
         """Raises RequestError: 404 for an unknown id or another tenant's, 503."""
         try:
-            record = await self._queue.recall(request_id.removeprefix("chatcmpl-").removeprefix("cmpl-"))
+            record = await self._queue.requests.get_request(request_id.removeprefix("chatcmpl-").removeprefix("cmpl-"))
         except QueueUnavailable:
             raise unavailable() from None
         except ValueError:
@@ -115,7 +115,7 @@ class RequestStore:
         RequestError (503)."""
         try:
             events = await self._queue.last_events(accepted.job_ids)
-            position = None if any(events) else await self._queue.place(accepted.request_id)
+            position = None if any(events) else await self._queue.queue_position(accepted.request_id)
         except QueueUnavailable:
             if was_accepted:
                 return RequestState(status="queued")

@@ -23,8 +23,7 @@ from service.gateway.openai.request_reader import read_fields
 from service.gateway.openai.tool_calls import ToolCallWriter
 from service.observability.logs import add_log_context, fields, log_context
 from service.observability.tracing import read_traceparent, trace_id, use_traceparent
-from service.queue.bounded_msgpack import WireError
-from service.queue.codec import INGRESS_ID, LIMITS, decode
+from service.queue.codec import INGRESS_ID, LIMITS, WireError, decode
 from service.queue.interface import IngressEntry, QueueUnavailable
 from service.queue.keys import INGRESS_KEEP_S
 from service.queue.messages import IngressJob
@@ -69,7 +68,7 @@ class QueueIngress:
         while True:
             await asyncio.sleep(INGRESS_KEEP_S)
             try:
-                lost = await self._service.queue.keep_ingress()
+                lost = await self._service.queue.ingress.renew_entries()
             except QueueUnavailable:
                 continue
             names = {(entry.producer, entry.entry_id) for entry in lost}
@@ -83,7 +82,9 @@ class QueueIngress:
         if room == 0 or sum(len(entry.payload) for entry in self._open.values()) >= MAX_OPEN_BYTES:
             await asyncio.wait(self._open, timeout=FETCH_WAIT_S, return_when=asyncio.FIRST_COMPLETED)
             return
-        for entry in await self._service.queue.fetch_ingress(self._service.settings.producers, room, FETCH_WAIT_S):
+        for entry in await self._service.queue.ingress.fetch_entries(
+            self._service.settings.producers, room, FETCH_WAIT_S
+        ):
             task = asyncio.create_task(self._serve(entry))
             self._open[task] = entry
             task.add_done_callback(self._open.pop)
@@ -98,12 +99,12 @@ class QueueIngress:
             with log_context(producer=entry.producer, entry=entry.entry_id):
                 await self._serve_with(entry, replies)
         finally:
-            self._service.queue.leave_ingress(entry)
+            self._service.queue.ingress.release_entry(entry)
 
     async def _serve_with(self, entry: IngressEntry, replies: ReplyWriter) -> None:
         try:
             if await self._answer(entry, replies):
-                await self._persistently(lambda: self._service.queue.settle_ingress(entry))
+                await self._persistently(lambda: self._service.queue.ingress.settle_entry(entry))
         except EntryTaken:
             log.warning("another gateway has taken %s", fields(producer=entry.producer, entry=entry.entry_id))
         except QueueUnavailable:

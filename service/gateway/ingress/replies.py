@@ -73,7 +73,7 @@ class ReplyWriter:
         the entry's own id; EntryTaken; QueueUnavailable if the queue stays away."""
         queue = self._service.queue
         found = await persist(
-            lambda: queue.begin_replies(self._entry, self._id), self._service.settings.request_timeout
+            lambda: queue.ingress.begin_replies(self._entry, self._id), self._service.settings.request_timeout
         )
         if found.standing is Standing.TAKEN:
             raise EntryTaken
@@ -148,7 +148,7 @@ class ReplyWriter:
         payload, queue = encode(reply), self._service.queue
 
         async def write() -> None:
-            if not await queue.reply(self._entry, self._id, reply.number, payload, is_last=reply.done):
+            if not await queue.ingress.reply(self._entry, self._id, reply.number, payload, is_last=reply.done):
                 raise EntryTaken
 
         await persist(write, self._service.settings.request_timeout)

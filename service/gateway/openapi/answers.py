@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from service.gateway.openapi.response_answers import Response, ResponseDeleted, ResponseItems, Shape
-from service.queue.batches import BatchStatus
+from service.queue.records import BatchStatus
 
 
 class PromptTokensDetails(Shape):

@@ -17,8 +17,7 @@ from service.gateway.openai.response_builder import build_whole
 from service.gateway.openai.responses_builder import RESPONSE_PREFIX, responses_builder_of
 from service.queue.interface import QueueUnavailable
 from service.queue.keys import LOG_ENDED_TTL_S
-from service.queue.responses import StoredResponse
-from service.queue.storage import StorageFull
+from service.queue.records import StorageFull, StoredResponse
 
 Json = dict[str, Any]
 
@@ -37,7 +36,7 @@ class ResponseStore:
     async def put(self, record: StoredResponse) -> None:
         """Raises RequestError (429, 503)."""
         try:
-            await write(lambda: self._queue.put_response(record, self._retention_s, self._service.storage))
+            await write(lambda: self._queue.responses.put_response(record, self._retention_s, self._service.storage))
         except StorageFull as full:
             raise storage_refusal(full) from None
         except QueueUnavailable:
@@ -48,10 +47,10 @@ class ResponseStore:
         its answer in any case, and `current` can rebuild it."""
         settled = replace(record, answer=answer)
         try:
-            await self._queue.settle_response(settled, self._retention_s)
+            await self._queue.responses.settle_response(settled, self._retention_s)
         except QueueUnavailable:
             self._background.repeat(
-                lambda: self._queue.settle_response(settled, self._retention_s),
+                lambda: self._queue.responses.settle_response(settled, self._retention_s),
                 "response not stored",
                 SETTLE_WITHIN_S,
                 response=record.response_id,
@@ -59,13 +58,13 @@ class ResponseStore:
 
     def withdraw(self, record: StoredResponse) -> None:
         """Drop the record of a refused request, in the background."""
-        drop = partial(self._queue.drop_response, record)
+        drop = partial(self._queue.responses.drop_response, record)
         self._background.repeat(drop, "refused response not dropped", response=record.response_id)
 
     async def drop(self, record: StoredResponse) -> None:
         """Raises RequestError (503)."""
-        await stored(self._queue.drop_response(record))
-        await stored(self._queue.forget(_request_id(record), record.tenant))
+        await stored(self._queue.responses.drop_response(record))
+        await stored(self._queue.requests.drop_request(_request_id(record), record.tenant))
 
     async def find(self, response_id: str, tenant: str) -> StoredResponse:
         """Raises RequestError: 404 for an unknown id or another tenant's, 503."""
@@ -116,7 +115,7 @@ class ResponseStore:
 
     async def _found(self, response_id: str, tenant: str) -> StoredResponse | None:
         try:
-            record = await stored(self._queue.response(response_id))
+            record = await stored(self._queue.responses.get_response(response_id))
         except ValueError:
             return None
         return record if record is not None and record.tenant == tenant else None

@@ -37,7 +37,7 @@ from service.gateway.routes.generation import (
 )
 from service.gateway.routes.pages import is_ascending, page_json
 from service.gateway.routes.response_store import ResponseStore, check_size
-from service.queue.responses import StoredResponse
+from service.queue.records import StoredResponse
 
 Json = dict[str, Any]
 

@@ -200,9 +200,9 @@ def _command(program: str, data_dir: Path, socket_path: Path) -> list[str]:
     return [program, *(word for name, value in settings.items() for word in (f"--{name}", value))]
 
 
-def _launch(command: list[str], folder: DataFolder, lock: int) -> subprocess.Popen:
+def _launch(command: list[str], folder: DataFolder, lock: int) -> subprocess.Popen[bytes]:
     """Start the server from a thread that lives as long as it does: Linux ties a child to the thread that forked it."""
-    started: queue.SimpleQueue[subprocess.Popen | OSError] = queue.SimpleQueue()
+    started: queue.SimpleQueue[subprocess.Popen[bytes] | OSError] = queue.SimpleQueue()
     launch = [sys.executable, "-I", "-S", launcher.__file__, str(os.getpid()), *command]
 
     def keep() -> None:
@@ -230,7 +230,7 @@ def _launch(command: list[str], folder: DataFolder, lock: int) -> subprocess.Pop
     return outcome
 
 
-def _keep(process: subprocess.Popen, data_dir: Path) -> None:
+def _keep(process: subprocess.Popen[bytes], data_dir: Path) -> None:
     """Until the server has ended, bring what it writes to the disk once a second.
 
     While Redis does that itself (`everysec`), it holds new writes back in its memory and says they are done: killed

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Generic, TypeVar
-from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from redis.asyncio import Redis
 from redis.asyncio.connection import (
@@ -33,6 +34,7 @@ FORMS = (
 SENTINEL_PORT = 26379
 CLUSTER_PORT = 6379
 MAX_NODES = 64
+MAX_PASSWORD_BYTES = 4096
 PLAIN = {"protocol": 2, "driver_info": None, "socket_timeout": None, "retry": Retry(NoBackoff(), 0)}
 """Of every client. No command is retried here: the queue knows which may be repeated. With driver_info it would tell
 its name, with a command that no role needs and Redis 7.0 does not know. With socket_timeout it writes each command in a
@@ -98,7 +100,7 @@ class Address:
     def __init__(
         self,
         options: dict[str, Any],
-        search: _Search | None = None,
+        search: _Search[Any] | None = None,
         sentinels: Sequence[Sentinel] = (),
         *,
         is_cluster: bool = False,
@@ -150,14 +152,14 @@ class _ToPrimary(AbstractConnection):
     async def _connect(self) -> None:
         if self._find_primary is not None:
             self.host, self.port = await self._find_primary()
-        await super()._connect()
+        await super()._connect()  # type: ignore[no-untyped-call, safe-super]  # a subclass comes between
 
     async def connect(self) -> None:
         """What fails here was not sent: see `was_sent`."""
         try:
-            await super().connect()
+            await super().connect()  # type: ignore[no-untyped-call]  # redis-py
         except (RedisError, OSError) as error:
-            error.quire_unsent = True
+            error.quire_unsent = True  # type: ignore[union-attr]  # read by was_sent
             raise
 
     async def on_connect_check_health(self, check_health: bool = True) -> None:
@@ -166,10 +168,10 @@ class _ToPrimary(AbstractConnection):
         if b"role:master" not in await self.read_response(disable_decoding=True):
             raise ReadOnlyError("this is a replica")
 
-    async def disconnect(self, nowait: bool = False, **why: Any) -> None:
+    async def disconnect(self, nowait: bool = False, *args: Any, **why: Any) -> None:
         """Never waits for the other side: one that is gone says nothing, TLS would wait for it half a minute, and
         redis-py lends a connection out while it waits, and takes the new one for closed afterwards."""
-        await super().disconnect(nowait=True, **why)
+        await super().disconnect(True, *args, **why)
 
 
 def was_sent(error: Exception) -> bool:
@@ -209,7 +211,8 @@ def _by_sentinels(url: str, timeout_s: float) -> Address:
     options = _checked(parse_url(stand_in))
     tls = {key: value for key, value in options.items() if key.startswith("ssl_")}
     sentinel_kwargs = {**PLAIN, **sentinel_options, **({"ssl": True, **tls} if scheme == "rediss" else {})}
-    sentinels = [Sentinel([_host(host, SENTINEL_PORT)], sentinel_kwargs=sentinel_kwargs) for host in hosts.split(",")]
+    make: Any = Sentinel  # redis-py has no types for it
+    sentinels = [make([_host(host, SENTINEL_PORT)], sentinel_kwargs=sentinel_kwargs) for host in hosts.split(",")]
     search = _Search(list(sentinels), lambda sentinel: sentinel.discover_master(unquote(name)), timeout_s)
     return Address(options, search, sentinels)
 
@@ -225,7 +228,7 @@ class _Cluster:
         """Who has our slot, as this node knows it. Raises RedisError or OSError."""
         slot, (host, port) = key_slot(JOBS.encode()), node
         async with Redis(host=host, port=port, **self._options) as redis:
-            ranges = await redis.execute_command("CLUSTER SLOTS")
+            ranges = await redis.execute_command("CLUSTER SLOTS")  # type: ignore[no-untyped-call]  # redis-py
         self._learn(host, ranges)
         owner = next((primary for first, last, primary, *_ in ranges if first <= slot <= last), None)
         if owner is None:
@@ -267,9 +270,30 @@ def _host(text: str, port: int) -> tuple[str, int]:
     return parts.hostname, parts.port or port
 
 
-def _checked(options: dict[str, Any]) -> dict[str, Any]:
+def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
     """What redis-py makes of the URL, less what would change how answers look."""
     odd = sorted(set(options) - URL_OPTIONS - {"host", "port", "path", "username", "password", "connection_class"})
     if odd:
         raise StartupError(f"the Redis URL has an option that is not supported: {odd[0]}")
-    return options
+    return dict(options)
+
+
+def with_password(url: str, path: Path | None) -> str:
+    """Return the URL with the password in the file at `path`; the URL itself if that is None. Raises StartupError."""
+    if path is None:
+        return url
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_PASSWORD_BYTES + 1)
+        password = data.decode().removesuffix("\n").removesuffix("\r")
+    except OSError as error:
+        raise StartupError(f"--redis-password-file: {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise StartupError(f"--redis-password-file: {path} is not plain text") from None
+    if not password or "\n" in password or len(data) > MAX_PASSWORD_BYTES:
+        raise StartupError(f"--redis-password-file: {path} must hold one line, the password")
+    parts = urlsplit(url)
+    user, _, host = parts.netloc.rpartition("@")
+    if ":" in user:
+        raise StartupError("--redis-password-file: the Redis URL has a password of its own")
+    return parts._replace(netloc=f"{user}:{quote(password, safe='')}@{host}").geturl()

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from service.queue import keys
-from service.queue.batches import (
+from service.queue.records import (
     LINE_OVERHEAD_BYTES,
+    OVERHEAD_BYTES,
+    UNLIMITED,
     Batch,
     Move,
     MovedLines,
     OpenBatch,
+    StorageLimits,
     StoredFile,
     pack,
     unpack_batch,
     unpack_file,
 )
-from service.queue.redis.ledger import charge_args, checked, life_ms, stored_keys
 from service.queue.redis.link import RedisLink
-from service.queue.storage import OVERHEAD_BYTES, UNLIMITED, StorageLimits
+from service.queue.redis.script_args import charge_args, checked, life_ms, stored_keys
 
 BATCH_BYTES = 4096
-"""What a batch's record may grow by: times, counts, errors."""
+"""Charged for the growth of a batch's record: times, counts, errors."""
 
 
-class RedisBatches:
+class RedisBatchStore:
     """Implements BatchStore."""
 
-    def __init__(self, link: RedisLink):
+    def __init__(self, link: RedisLink) -> None:
         self._link = link
 
     async def reserve_file(self, file_id: str, tenant: str, num_bytes: int, limits: StorageLimits) -> None:
@@ -39,7 +41,7 @@ class RedisBatches:
     ) -> int:
         charged = charge_args(file_id, 0 if is_reserved else len(data), keys.UPLOAD_TTL_S, limits)
         script_keys = [*stored_keys(tenant), keys.file_data(file_id)]
-        return checked(await self._link.script("append", script_keys, [*charged, data]))[0]
+        return int(checked(await self._link.script("append", script_keys, [*charged, data]))[0])
 
     async def put_file(self, file: StoredFile) -> None:
         charged = charge_args(file.file_id, file.num_bytes + OVERHEAD_BYTES, keys.FILE_TTL_S, UNLIMITED)
@@ -47,7 +49,7 @@ class RedisBatches:
         await self._link.script("store", script_keys, [*charged, pack(file), 0])
         await self._list(keys.files(file.tenant), file.file_id, file.created_s)
 
-    async def file(self, file_id: str) -> StoredFile | None:
+    async def get_file(self, file_id: str) -> StoredFile | None:
         key = keys.file(file_id)
         async with self._link.commands() as redis:
             packed = await redis.get(key)
@@ -56,9 +58,10 @@ class RedisBatches:
     async def file_pieces(self, file_id: str, first: int, count: int) -> Sequence[bytes]:
         key = keys.file_data(file_id)
         async with self._link.commands() as redis:
-            return await redis.lrange(key, first, first + count - 1)
+            pieces: list[bytes] = await redis.lrange(key, first, first + count - 1)
+        return pieces
 
-    async def files(self, tenant: str) -> Sequence[StoredFile]:
+    async def list_files(self, tenant: str) -> Sequence[StoredFile]:
         return [unpack_file(packed) for packed in await self._listed(keys.files(tenant), keys.file, 0, -1)]
 
     async def drop_file(self, file_id: str, tenant: str) -> None:
@@ -82,20 +85,20 @@ class RedisBatches:
                 for key in (keys.batch_marks(batch.batch_id), keys.batch_progress(batch.batch_id)):
                     await redis.expire(key, keys.BATCH_ENDED_TTL_S)
 
-    async def batch(self, batch_id: str) -> Batch | None:
+    async def get_batch(self, batch_id: str) -> Batch | None:
         key = keys.batch(batch_id)
         async with self._link.commands() as redis:
             packed = await redis.get(key)
         return None if packed is None else unpack_batch(packed)
 
-    async def batches(self, tenant: str, after: str | None, count: int) -> Sequence[Batch]:
+    async def list_batches(self, tenant: str, after: str | None, count: int) -> Sequence[Batch]:
         listing, start = keys.batches(tenant), 0
         if after is not None:
             async with self._link.commands() as redis:
-                place = await redis.zrevrank(listing, after)
-            if place is None:
+                rank = await redis.zrevrank(listing, after)
+            if rank is None:
                 return []
-            start = place + 1
+            start = rank + 1
         return [unpack_batch(packed) for packed in await self._listed(listing, keys.batch, start, start + count - 1)]
 
     async def open_batches(self) -> Sequence[OpenBatch]:
@@ -110,7 +113,7 @@ class RedisBatches:
                 return True
             if await redis.get(key) != holder.encode():
                 return False
-            # Between the two another may have taken it: then both work for a while, and of each line one answer stays.
+            # Another gateway may take it between the two: then both work for a while, and each line keeps one answer.
             await redis.set(key, holder, px=life_ms)
         return True
 
@@ -149,12 +152,14 @@ class RedisBatches:
         async with self._link.commands() as redis, redis.pipeline(transaction=False) as pipeline:
             for number in range(first, first + count):
                 pipeline.hstrlen(key, str(number))
-            return await pipeline.execute()
+            sizes: list[int] = await pipeline.execute()
+        return sizes
 
     async def lines(self, batch_id: str, first: int, count: int) -> Sequence[bytes | None]:
         key = keys.batch_lines(batch_id)
         async with self._link.commands() as redis:
-            return await redis.hmget(key, [str(number) for number in range(first, first + count)])
+            lines: list[bytes | None] = await redis.hmget(key, [str(number) for number in range(first, first + count)])
+        return lines
 
     async def moved_lines(self, batch_id: str) -> MovedLines:
         key = keys.batch_progress(batch_id)
@@ -163,7 +168,7 @@ class RedisBatches:
 
     async def move_lines(self, batch: Batch, move: Move) -> int:
         names = (_lines_name(batch), move.output_file_id, move.error_file_id)
-        return await self._link.script(
+        first_unmoved: int = await self._link.script(
             "move_lines",
             [
                 *stored_keys(batch.tenant),
@@ -174,6 +179,7 @@ class RedisBatches:
             ],
             [*names, life_ms(keys.FILE_TTL_S), move.first, move.past, move.num_bytes, move.output, move.errors],
         )
+        return first_unmoved
 
     async def drop_lines(self, batch: Batch) -> None:
         script_keys = [*stored_keys(batch.tenant), keys.batch_lines(batch.batch_id)]
@@ -185,8 +191,8 @@ class RedisBatches:
             pipeline.expire(listing, keys.FILE_TTL_S)
             await pipeline.execute()
 
-    async def _listed(self, listing: str, key_of, start: int, stop: int) -> list[bytes]:
-        """The records that a listing names, the newest first; those whose time is over are taken from it."""
+    async def _listed(self, listing: str, key_of: Callable[[str], str], start: int, stop: int) -> list[bytes]:
+        """Return the records of a listing, newest first, and remove expired ones from it."""
         async with self._link.commands() as redis:
             found = await redis.zrevrange(listing, start, stop)
             packed = await redis.mget([key_of(each.decode()) for each in found]) if found else []
@@ -197,5 +203,5 @@ class RedisBatches:
 
 
 def _lines_name(batch: Batch) -> str:
-    """In its tenant's ledger."""
+    """Return the name of the batch's answers in its tenant's ledger."""
     return f"{batch.batch_id}.lines"

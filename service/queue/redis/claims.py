@@ -1,7 +1,7 @@
-"""The jobs that a worker holds: its fence on each, what it told of them, and how both outlive a failing Redis.
+"""A worker's claimed jobs: its fence on each, their events, and how both survive an outage of Redis.
 
-Redis may come back from an outage without its last second, or without anything. So what was told of a job is kept here
-as long as the job, and a while longer: after an outage the claims are asserted again and each log is filled up.
+Redis may come back without its last second of writes, or without any data. So a job's events are kept here until
+shortly after its end: after an outage the claims are asserted again and each log is completed.
 """
 
 from __future__ import annotations
@@ -21,62 +21,57 @@ from service.queue import keys
 from service.queue.codec import encode
 from service.queue.interface import NEAR_DEATHS_S, Lease, QueueUnavailable
 from service.queue.messages import Event, Job
-from service.queue.redis.job_state import deadline_arg, new_state
 from service.queue.redis.link import DataLost, RedisLink
+from service.queue.redis.script_args import deadline_arg, new_state
 
 log = logging.getLogger("quire.redis")
 
 SETTLED_KEPT_S = 3.0
-"""How long an ended job is remembered: longer than what `appendfsync everysec` may lose."""
+"""How long an ended job is kept: longer than what `appendfsync everysec` may lose."""
 REPLAY_EVENTS = 512
-MAX_ACT_BYTES = 4 << 20
-"""Of messages that one script is given, but for a longer one that goes alone: Redis takes 16 MB in an argument
-(`proto-max-bulk-len`), and what was refused once, or took too long, would be said again for ever."""
+MAX_CALL_BYTES = 4 << 20
+"""Messages for one call of a script; a longer message goes alone. Redis takes 16 MB in an argument
+(`proto-max-bulk-len`), and a call that is refused or too slow would be repeated for ever."""
 
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")
 
 
 class ClaimedJob:
-    """A claimed job: where its events go, and all of them so far, encoded (event `n` is at `n - 1`)."""
+    """A claimed job with its events so far, encoded; event `n` is at `n - 1`."""
 
-    def __init__(self, job: Job, attempt: int, owner: str, message: bytes):
-        """Raises ValueError for a job whose names are none."""
+    def __init__(self, job: Job, attempt: int, owner: str, message: bytes, events: Sequence[bytes] = ()) -> None:
+        """Raises ValueError for an invalid job or feed name."""
         self.job_id = job.job_id
         self.attempt = attempt
         self.fence = f"{attempt} {owner}"
         self.feed = keys.feed(job.feed)
         self.log = keys.events(job.job_id)
-        self.told: list[bytes] = []
+        self.events = list(events)
         self.end = ""
-        self._restoring = (job.job_id, attempt, message, new_state(job, attempt), deadline_arg(job))
+        self.restore_args: tuple[Any, ...] = (job.job_id, attempt, message, new_state(job, attempt), deadline_arg(job))
 
     @property
     def num_bytes(self) -> int:
-        """About as many as `restoring` takes."""
-        return len(self._restoring[2])
-
-    @property
-    def restoring(self) -> tuple[Any, ...]:
-        """The five things that `restore.lua` wants of a job."""
-        return self._restoring
+        """Return the approximate size of `restore_args`."""
+        return len(self.restore_args[2])
 
 
 class ClaimedJobs:
-    """Of one worker. Every call to Redis that may meet an outage goes through `watch`."""
+    """The claims of one worker. Every call to Redis that an outage may hit goes through `observe`."""
 
-    def __init__(self, link: RedisLink, owner: str, lease_s: float):
+    def __init__(self, link: RedisLink, owner: str, lease_s: float) -> None:
         self._link = link
         self._owner = owner
         self._lease_s = lease_s
         self._held: dict[str, ClaimedJob] = {}
         self._settled: deque[tuple[float, ClaimedJob]] = deque()
-        self._lost: set[str] = set()  # not yet told to whoever runs them
-        self._ending: set[str] = set()  # whose last event is on its way, or may be there
-        self._death = ""  # name of the engine's, while it is being told
+        self._lost: set[str] = set()  # not yet reported to the caller
+        self._ending: set[str] = set()  # their last event is being written, or may have been
+        self._death = ""  # name of the engine's death while it is being reported
         self._epoch = ""
         self._num_failures = 1
-        self._num_overcome = 0  # of them
+        self._num_overcome = 0
         self._asserting = asyncio.Lock()
         self._contact_since_s: float | None = None
 
@@ -88,13 +83,13 @@ class ClaimedJobs:
         self._lost.discard(held.job_id)
 
     def contact_s(self) -> float:
-        """How long Redis has answered without a failure."""
+        """Return for how many seconds Redis has answered without a failure."""
         return 0.0 if self._contact_since_s is None else time.monotonic() - self._contact_since_s
 
-    async def watch(self, act: Awaitable[Answer]) -> Answer:
-        """Notes whether Redis answered: after a failure nothing is sure."""
+    async def observe(self, call: Awaitable[Answer]) -> Answer:
+        """Await a call and note whether Redis answered. Raises what the call raises."""
         try:
-            answer = await act
+            answer = await call
         except QueueUnavailable:
             self.doubt()
             raise
@@ -103,15 +98,15 @@ class ClaimedJobs:
         return answer
 
     def doubt(self) -> None:
-        """Redis may have lost what we know; nothing is said before that is put right."""
+        """Note that Redis may have lost data: the claims are asserted before the next write."""
         self._num_failures += 1
         self._contact_since_s = None
 
     async def run(self, script: str, script_keys: Sequence[str], args: Sequence[Any]) -> Any:
-        return await self.watch(self._link.script(script, script_keys, args))
+        return await self.observe(self._link.script(script, script_keys, args))
 
-    async def run_sure(self, script: str, script_keys: Sequence[str], args: Sequence[Any]) -> Any:
-        """Of a script that wants the epoch first: our claims stand when it runs."""
+    async def run_fenced(self, script: str, script_keys: Sequence[str], args: Sequence[Any]) -> Any:
+        """Run a script whose first argument is the epoch, with the claims asserted."""
         await self.assert_claims()
         try:
             return await self.run(script, script_keys, [self._epoch, *args])
@@ -120,65 +115,65 @@ class ClaimedJobs:
             return await self.run(script, script_keys, [self._epoch, *args])
 
     async def publish(self, events: Sequence[Event]) -> frozenset[str]:
-        """As WorkerQueue says."""
-        # One that has ended by an act whose answer was lost is no longer ours, which is no loss: the act is done again.
+        """Implement WorkerQueue.publish."""
+        # A job whose end was written, but not answered, is no longer ours; that is no loss, as publish is repeated.
         ending = {event.job_id for event in events if event.end is not None and event.job_id in self._held}
         self._ending |= ending
         await self.assert_claims()
         known = [(self._held[event.job_id], event, encode(event)) for event in events if event.job_id in self._held]
         strangers = {event.job_id for event in events} - self._held.keys()
-        for some in in_acts(known, lambda told: len(told[2])):
-            await self._publish_some(some)
+        for part in in_calls(known, lambda item: len(item[2])):
+            await self._publish_part(part)
         self._ending -= ending
         return self._take_lost() | strangers
 
-    async def _publish_some(self, told: Sequence[tuple[ClaimedJob, Event, bytes]]) -> None:
+    async def _publish_part(self, part: Sequence[tuple[ClaimedJob, Event, bytes]]) -> None:
         items = [
-            (held, event.number, payload, "" if event.end is None else event.end.value) for held, event, payload in told
+            (job, event.number, payload, "" if event.end is None else event.end.value) for job, event, payload in part
         ]
-        answer = await self.run_sure("publish", *_packed(items, [event for _, event, _ in told]))
-        refused = {told[index - 1][1].job_id for index in answer}
-        for held, event, payload in told:
+        answer = await self.run_fenced("publish", *_packed(items, [event for _, event, _ in part]))
+        refused = {part[index - 1][1].job_id for index in answer}
+        for job, event, payload in part:
             if event.job_id not in refused:
-                self._note_told(held, event, payload)
+                self._note_published(job, event, payload)
         self._lose(refused)
 
     async def renew(self) -> Lease:
-        """As WorkerQueue says."""
+        """Implement WorkerQueue.renew."""
         await self.assert_claims()
-        held = msgpack.packb([word for held in self._held.values() for word in (held.job_id, held.fence)])
-        runs_suspects, *lost = await self.run_sure("renew", [keys.ALONE], [self._owner, self._lease_s, held])
-        # One that has ended meanwhile is no longer ours either, and its publishing says so.
+        held = msgpack.packb([word for job in self._held.values() for word in (job.job_id, job.fence)])
+        runs_suspects, *lost = await self.run_fenced("renew", [keys.ALONE], [self._owner, self._lease_s, held])
+        # A job that has ended meanwhile is not ours either; `publish` reports that.
         self._lose({job_id.decode() for job_id in lost} - self._ending)
         return Lease(self._take_lost(), bool(runs_suspects))
 
     async def hand_back(self, job_ids: Collection[str], cause: str) -> None:
-        """As WorkerQueue says; an empty cause is none."""
+        """Implement WorkerQueue.hand_back; an empty cause is none."""
         await self.assert_claims()
         held = [self._held[job_id] for job_id in job_ids if job_id in self._held]
         if held or cause:
             fences = msgpack.packb([word for job in held for word in (job.job_id, job.fence)])
             self._death = self._death or secrets.token_hex(8)
-            told = [cause, fences, NEAR_DEATHS_S, self._death]
-            await self.run("hand_back", [keys.DEATHS] if cause else [], told)
+            args = [cause, fences, NEAR_DEATHS_S, self._death]
+            await self.run("hand_back", [keys.DEATHS] if cause else [], args)
             self._death = ""
         for job in held:
             self._held.pop(job.job_id, None)
 
-    def _note_told(self, held: ClaimedJob, event: Event, payload: bytes) -> None:
-        if event.number == len(held.told) + 1:
-            held.told.append(payload)
+    def _note_published(self, job: ClaimedJob, event: Event, payload: bytes) -> None:
+        if event.number == len(job.events) + 1:
+            job.events.append(payload)
         if event.end is not None and self._held.pop(event.job_id, None) is not None:
-            held.end = event.end.value
+            job.end = event.end.value
             now_s = time.monotonic()
-            self._settled.append((now_s, held))
+            self._settled.append((now_s, job))
             while self._settled[0][0] < now_s - SETTLED_KEPT_S:
                 self._settled.popleft()
 
     def _lose(self, job_ids: Collection[str]) -> None:
         lost = [job_id for job_id in job_ids if self._held.pop(job_id, None) is not None]
         if lost:
-            log.warning("jobs were taken from us %s", fields(num_jobs=len(lost), first=lost[0]))
+            log.warning("jobs were lost to other workers %s", fields(num_jobs=len(lost), first=lost[0]))
             self._lost.update(lost)
 
     def _take_lost(self) -> frozenset[str]:
@@ -186,7 +181,7 @@ class ClaimedJobs:
         return lost
 
     async def assert_claims(self) -> None:
-        """After an outage, before anything else is said: our claims hold or are lost, and logs have what we told."""
+        """After an outage, find out which claims hold and complete their logs; comes before any other write."""
         if self._num_overcome == self._num_failures:
             return
         async with self._asserting:
@@ -196,73 +191,73 @@ class ClaimedJobs:
 
     async def _restore(self) -> None:
         jobs = {held.job_id: held for _, held in self._settled} | self._held
-        epoch, lost = "", set()
-        for some in in_acts(list(jobs.values()), lambda held: held.num_bytes) or [[]]:
-            items = msgpack.packb([word for held in some for word in held.restoring], use_bin_type=False)
-            asked = [self._epoch, secrets.token_hex(8), self._owner, self._lease_s, items]
-            answer, *not_ours = await self.run("restore", [], asked)
+        epoch, lost = "", set[str]()
+        for part in in_calls(list(jobs.values()), lambda job: job.num_bytes) or [[]]:
+            items = msgpack.packb([word for job in part for word in job.restore_args], use_bin_type=False)
+            args = [self._epoch, secrets.token_hex(8), self._owner, self._lease_s, items]
+            answer, *not_ours = await self.run("restore", [], args)
             lost |= {job_id.decode() for job_id in not_ours}
             if epoch and answer.decode() != epoch:
-                self.doubt()  # everything was lost again meanwhile
+                self.doubt()  # Redis lost its data again meanwhile
                 return
             epoch = answer.decode()
         if self._epoch and epoch != self._epoch:
-            log.error("redis has lost its data; our jobs are there again %s", fields(num_jobs=len(jobs)))
+            log.error("redis lost its data; our jobs are restored %s", fields(num_jobs=len(jobs)))
         self._epoch = epoch
         self._lose(lost - self._ending)
         await self._refill([held for job_id, held in jobs.items() if job_id not in lost])
 
     async def _refill(self, jobs: Sequence[ClaimedJob]) -> None:
-        """Append what the logs of these jobs lack."""
+        """Append the events that the logs of these jobs lack."""
         if not jobs:
             return
 
         async def last_numbers() -> list[int]:
             async with self._link.commands() as redis, redis.pipeline(transaction=False) as pipeline:
-                for held in jobs:
-                    pipeline.xrevrange(held.log, count=1)
+                for job in jobs:
+                    pipeline.xrevrange(job.log, count=1)
                 ends = await pipeline.execute()
             return [int(last[0][0].partition(b"-")[0]) if last else 0 for last in ends]
 
         items = []
-        for held, last in zip(jobs, await self.watch(last_numbers()), strict=True):
-            for number in range(last + 1, len(held.told) + 1):
-                items.append((held, number, held.told[number - 1], held.end if number == len(held.told) else ""))
+        for job, last in zip(jobs, await self.observe(last_numbers()), strict=True):
+            for number in range(last + 1, len(job.events) + 1):
+                items.append((job, number, job.events[number - 1], job.end if number == len(job.events) else ""))
         if items:
-            log.warning("events that redis lost are told again %s", fields(num_events=len(items)))
-        for some in in_acts(items, lambda item: len(item[2]), REPLAY_EVENTS):
-            script_keys, args = _packed(some)
+            log.warning("events that redis lost are written again %s", fields(num_events=len(items)))
+        for part in in_calls(items, lambda item: len(item[2]), REPLAY_EVENTS):
+            script_keys, args = _packed(part)
             await self.run("publish", script_keys, [self._epoch, *args])
 
 
-def in_acts(items: Sequence[Item], num_bytes: Callable[[Item], int], max_items: int | None = None) -> list[list[Item]]:
-    """In their order, MAX_ACT_BYTES and `max_items` at most at once."""
-    acts: list[list[Item]] = []
-    room = 0
+def in_calls(items: Sequence[Item], num_bytes: Callable[[Item], int], max_items: int | None = None) -> list[list[Item]]:
+    """Split items, in order, into calls of at most MAX_CALL_BYTES and `max_items`."""
+    calls: list[list[Item]] = []
+    num_free_bytes = 0
     for item in items:
         size = num_bytes(item)
-        if not acts or size > room or len(acts[-1]) == max_items:
-            acts.append([])
-            room = MAX_ACT_BYTES
-        acts[-1].append(item)
-        room -= size
-    return acts
+        if not calls or size > num_free_bytes or len(calls[-1]) == max_items:
+            calls.append([])
+            num_free_bytes = MAX_CALL_BYTES
+        calls[-1].append(item)
+        num_free_bytes -= size
+    return calls
 
 
 def _packed(
     items: Sequence[tuple[ClaimedJob, int, bytes, str]], events: Sequence[Event] = ()
 ) -> tuple[list[str], list[Any]]:
-    """Keys and arguments of `publish.lua` for events as (job, number, payload, end). `events`, the same as they were
-    before, tell what jobs have cost; without them that stays as it was reckoned."""
-    feeds = {feed: number for number, feed in enumerate(dict.fromkeys(held.feed for held, *_ in items), 1)}
+    """Return keys and arguments of `publish.lua` for events as (job, number, payload, end). `events` are the same
+    events decoded: their usage replaces the estimated cost of their jobs."""
+    feeds = {feed: number for number, feed in enumerate(dict.fromkeys(job.feed for job, *_ in items), 1)}
     packed: list[int | str | bytes] = []
-    for held, number, payload, end in items:
-        packed += (feeds[held.feed], held.job_id, held.fence, number, payload, end)
+    for job, number, payload, end in items:
+        packed += (feeds[job.feed], job.job_id, job.fence, number, payload, end)
     costs = [
         word
-        for place, event in enumerate(events, 1)
+        for index, event in enumerate(events, 1)
         if event.usage is not None
-        for word in (place, event.usage.prompt_tokens + event.usage.completion_tokens)
+        for word in (index, event.usage.prompt_tokens + event.usage.completion_tokens)
     ]
     args = [len(feeds), msgpack.packb(packed, use_bin_type=False), msgpack.packb(costs)]
-    return [*feeds, *(held.log for held, *_ in items)], args
+    return [*feeds, *(job.log for job, *_ in items)], args

@@ -1,4 +1,4 @@
-"""The dead letters: jobs that were ended because engines died of them."""
+"""Dead letters on Redis: jobs that were ended because engines died of them."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from service.queue import keys
 from service.queue.codec import decode, encode
 from service.queue.interface import SUSPECT_AFTER_DEATHS
 from service.queue.messages import DeadLetter, Job
-from service.queue.redis.job_state import bound_args, deadline_arg, new_state
 from service.queue.redis.link import RedisLink
+from service.queue.redis.script_args import bound_args, deadline_arg, new_state
 
 
 class RedisDeadLetters:
-    """For people: reads the letters, and gives a job another chance. Raises QueueUnavailable."""
+    """Reads dead letters and requeues their jobs, for operators. Methods raise QueueUnavailable."""
 
-    def __init__(self, link: RedisLink):
+    def __init__(self, link: RedisLink) -> None:
         self._link = link
 
     async def letters(self) -> Sequence[DeadLetter]:
-        """All of them, the last first."""
+        """Return all letters, newest first."""
         return [letter for _, letter in await self._entries()]
 
     async def find(self, job_id: str) -> DeadLetter | None:
         return next((letter for letter in await self.letters() if letter.job_id == job_id), None)
 
     async def requeue(self, job_id: str) -> str | None:
-        """Submit a copy of the job, which runs alone and has no deadline, and take the letter away. The copy's id; None
-        if there is no such letter."""
+        """Submit a copy of the job, which runs alone and without deadline, drop the letter, and return the copy's id;
+        None if there is no such letter."""
         found = next(((entry, letter) for entry, letter in await self._entries() if letter.job_id == job_id), None)
         if found is None:
             return None

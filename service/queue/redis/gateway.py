@@ -1,52 +1,37 @@
-"""The doors' half of the Redis queue."""
+"""The queue as gateways use it, on Redis."""
 
 from __future__ import annotations
 
-import logging
 import secrets
-import time
 from collections.abc import AsyncIterator, Sequence
-from hashlib import sha256
 from typing import Any
 
-from service.observability.logs import fields
 from service.queue import keys
-from service.queue.codec import WireError, decode, encode
-from service.queue.interface import (
-    QUEUE_LANES,
-    UNBOUNDED,
-    Backlog,
-    Bounds,
-    IngressEntry,
-    Lane,
-    QueueFull,
-    QueueState,
-    ReplyStream,
-    Standing,
-)
+from service.queue.codec import decode, encode
+from service.queue.interface import QUEUE_LANES, UNBOUNDED, Backlog, Bounds, Lane, QueueFull, QueueState
 from service.queue.job_cost import LANES
 from service.queue.messages import Cancel, Event, Job, RequestRecord, WorkerCard
+from service.queue.records import UNLIMITED, StorageFull, StorageLimits
+from service.queue.redis.batches import RedisBatchStore
 from service.queue.redis.feed import FeedReader
-from service.queue.redis.group import GroupReader
-from service.queue.redis.job_state import bound_args, deadline_arg, new_state
-from service.queue.redis.ledger import record_keys
+from service.queue.redis.ingress import RedisIngress
 from service.queue.redis.link import RedisLink, order
-from service.queue.redis.requests import record_args
-from service.queue.storage import UNLIMITED, StorageFull, StorageLimits
-
-log = logging.getLogger("quire.redis")
+from service.queue.redis.script_args import ScriptArg, bound_args, deadline_arg, new_state, record_args, record_keys
+from service.queue.redis.stores import RedisRequestStore, RedisResponseStore
+from service.queue.redis.worker_cards import WorkerCards
 
 
 class RedisGatewayQueue:
-    """Implements GatewayQueue. `name` tells this process from the others in the consumer groups."""
+    """Implements GatewayQueue. `name` is unique among live gateways."""
 
-    def __init__(self, link: RedisLink, name: str):
+    def __init__(self, link: RedisLink, name: str) -> None:
         self._link = link
-        self._name = name
         self._feeds = FeedReader(link, self.submit)
-        self._ingress = GroupReader(link, keys.INGRESS_GROUP, name)
-        self._producers: dict[str, str] = {}  # by their streams
-        self._looks_for_left_at_s = 0.0
+        self._cards = WorkerCards(link)
+        self.batches = RedisBatchStore(link)
+        self.responses = RedisResponseStore(link)
+        self.requests = RedisRequestStore(link)
+        self.ingress = RedisIngress(link, name)
 
     async def submit(
         self,
@@ -57,7 +42,14 @@ class RedisGatewayQueue:
     ) -> None:
         payload = encode(job)
         script_keys: list[str] = [keys.cancel(job.job_id)]
-        args = [secrets.token_hex(8), job.job_id, payload, new_state(job), deadline_arg(job), *bound_args(bounds)]
+        args: list[ScriptArg] = [
+            secrets.token_hex(8),
+            job.job_id,
+            payload,
+            new_state(job),
+            deadline_arg(job),
+            *bound_args(bounds),
+        ]
         if record is not None:
             script_keys += (keys.request(record.request_id), *record_keys(record.tenant))
             args += record_args(record, await self._link.now_s(), limits)
@@ -81,8 +73,9 @@ class RedisGatewayQueue:
             *lengths, tokens = await pipeline.execute()
         return Backlog(sum(lengths), *(int(count or 0) for count in tokens))
 
-    async def place(self, job_id: str) -> int | None:
-        return await self._link.script("place", [], [job_id])
+    async def queue_position(self, job_id: str) -> int | None:
+        position: int | None = await self._link.script("place", [], [job_id])
+        return position
 
     def follow(self, job_id: str, after: int = 0) -> AsyncIterator[Event]:
         return self._feeds.follow(job_id, after)
@@ -103,17 +96,10 @@ class RedisGatewayQueue:
         )
 
     async def workers(self) -> Sequence[WorkerCard]:
-        fresh_since_s = await self._link.now_s() - keys.CARD_TTL_S
-        async with self._link.commands() as redis:
-            worker_ids = await redis.zrangebyscore(keys.WORKERS, fresh_since_s, "+inf")
-            if not worker_ids:
-                return []
-            cards = await redis.mget([keys.worker(worker_id.decode()) for worker_id in worker_ids])
-        return [card for payload in cards if payload is not None and (card := _card(payload)) is not None]
+        return await self._cards.fresh()
 
-    async def look(self) -> None:
-        async with self._link.commands() as redis:
-            await redis.set(keys.LOOKED_AT, 1, ex=keys.LOOKED_AT_TTL_S)
+    async def request_block_maps(self) -> None:
+        await self._cards.request_block_maps()
 
     async def queue_state(self) -> QueueState:
         now_s = await self._link.now_s()
@@ -134,74 +120,23 @@ class RedisGatewayQueue:
     async def now_s(self) -> float:
         return await self._link.now_s()
 
-    async def fetch_ingress(self, producers: Sequence[str], max_entries: int, wait_s: float) -> Sequence[IngressEntry]:
-        streams = {keys.ingress(producer): producer for producer in producers}
-        self._producers |= streams
-        entries = []
-        if time.monotonic() >= self._looks_for_left_at_s:
-            self._looks_for_left_at_s = time.monotonic() + keys.INGRESS_KEEP_S
-            entries = await self._ingress.take_left(list(streams), max_entries, keys.INGRESS_LEFT_S)
-        if not entries:
-            entries = await self._ingress.read(list(streams), max_entries, wait_s)
-        self._ingress.hold(entries)
-        return [
-            IngressEntry(streams[entry.stream], entry.entry_id, entry.payload, was_left=entry.attempt > 1)
-            for entry in entries
-        ]
+    async def last_events(self, job_ids: Sequence[str]) -> Sequence[Event | None]:
+        async with self._link.commands() as redis, redis.pipeline(transaction=False) as pipeline:
+            for job_id in job_ids:
+                pipeline.xrevrange(keys.events(job_id), count=1)
+            logs = await pipeline.execute()
+        return [decode(Event, log[0][1].get(keys.PAYLOAD, b"")) if log else None for log in logs]
 
-    async def keep_ingress(self) -> Sequence[IngressEntry]:
-        lost = await self._ingress.keep()
-        return [IngressEntry(self._producers[stream], entry_id, b"") for stream, entry_id in lost]
-
-    async def begin_replies(self, entry: IngressEntry, reply_id: str) -> ReplyStream:
-        digest = sha256(entry.payload).hexdigest()
-        args = [self._name, entry.entry_id, digest, keys.LOG_RUNNING_TTL_S]
-        standing, *num_replies = await self._link.script("begin_replies", _reply_keys(entry, reply_id), args)
-        if not any(num_replies):
-            return ReplyStream(Standing(standing))
-        async with self._link.commands() as redis:
-            entries = await redis.xrange(keys.reply(entry.producer, reply_id))
-        return ReplyStream(Standing.OURS, [fields.get(keys.PAYLOAD, b"") for _, fields in entries])
-
-    async def settle_ingress(self, entry: IngressEntry) -> None:
-        stream = keys.ingress(entry.producer)
-        async with self._link.commands() as redis, redis.pipeline(transaction=True) as pipeline:
-            pipeline.xack(stream, keys.INGRESS_GROUP, entry.entry_id)
-            pipeline.xdel(stream, entry.entry_id)
-            await pipeline.execute()
-        self.leave_ingress(entry)
-
-    def leave_ingress(self, entry: IngressEntry) -> None:
-        self._ingress.release(keys.ingress(entry.producer), entry.entry_id)
-
-    async def reply(
-        self, entry: IngressEntry, reply_id: str, number: int, payload: bytes, *, is_last: bool = False
-    ) -> bool:
-        args = [self._name, entry.entry_id, number, payload, int(is_last), keys.REPLY_TTL_S, keys.LOG_RUNNING_TTL_S]
-        return bool(await self._link.script("reply", _reply_keys(entry, reply_id), args))
-
-    async def close_readers(self) -> None:
-        """Ends the readers; who follows a job then gets QueueUnavailable."""
+    async def close(self) -> None:
+        """Close the readers and the link; iterators of `follow` then raise QueueUnavailable."""
         await self._feeds.close()
-
-
-def _reply_keys(entry: IngressEntry, reply_id: str) -> list[str]:
-    names = (entry.producer, reply_id)
-    return [keys.ingress(entry.producer), keys.reply(*names), keys.reply_of(*names)]
+        await self._link.close()
 
 
 def _since_s(first: Sequence[tuple[bytes, Any]], ahead_s: float) -> float | None:
-    """When the first job of a lane, as Redis lists it, began to wait: its score, or the time in its entry's id, which
-    is `ahead_s` ahead of the queue's."""
+    """Return since when the first job of a lane waits: its score, or the time in its entry's id, which is `ahead_s`
+    ahead of queue time."""
     if not first:
         return None
     entry, score = first[0]
     return score if isinstance(score, float) else order(entry.decode())[0] / 1e3 - ahead_s
-
-
-def _card(payload: bytes) -> WorkerCard | None:
-    try:
-        return decode(WorkerCard, payload)
-    except WireError as error:
-        log.warning("unreadable worker card %s", fields(error=error))
-        return None

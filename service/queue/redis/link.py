@@ -1,4 +1,4 @@
-"""The connections to Redis: short commands on one pool, blocking reads on another, scripts; how failures are told."""
+"""The connections to Redis: a pool for short commands and scripts, one for blocking reads; failures as exceptions."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from service.errors import StartupError
 from service.observability.logs import fields
 from service.queue.interface import (
-    GETS_ON_BY_EVENTS,
     MAX_DEATHS,
     MAX_DEATHS_IN_ALL,
+    PROGRESS_EVENTS,
     SUSPECT_AFTER_DEATHS,
     OutcomeUnknown,
     QueueUnavailable,
@@ -45,49 +45,51 @@ log = logging.getLogger("quire.redis")
 MAX_CONNECTIONS = 32
 MAX_BLOCKING_CONNECTIONS = 16
 BLOCK_MARGIN_S = 3.0
-"""How much later than asked a blocking read may answer before its connection counts as dead."""
+"""How late a blocking read may answer before its connection counts as dead."""
+Client = Any
+"""redis.asyncio.Redis, whose types give every reply as a union over protocols and encodings."""
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 CLOCK_REFRESH_S = 10.0
 STREAM_START = "0-0"
 OLDEST_VERSION = (6, 2)
-BEFORE_EACH_SCRIPT = ("fair", "common", "ledger")
+COMMON_SCRIPTS = ("fair", "common", "ledger")
 BOUNDS = (
     *(FEED_MAX_ENTRIES, FEED_TTL_S, LOG_RUNNING_TTL_S, LOG_ENDED_TTL_S),
-    *(SUSPECT_AFTER_DEATHS, MAX_DEATHS, MAX_DEATHS_IN_ALL, GETS_ON_BY_EVENTS),
+    *(SUSPECT_AFTER_DEATHS, MAX_DEATHS, MAX_DEATHS_IN_ALL, PROGRESS_EVENTS),
 )
 """The first arguments of every script."""
 REFUSALS = (AuthenticationError, AuthorizationError, NoPermissionError)
 NOT_PRIMARY = (ReadOnlyError, MovedError, ClusterDownError, MasterDownError)
 NOT_PRIMARY_WORDS = ("READONLY", "NOREPLICAS", "UNBLOCKED")
-"""The same, in errors that redis-py has no name for, or as Redis 6.2 tells what went wrong inside a script."""
+"""The same for errors without a class in redis-py, and for errors inside a script on Redis 6.2."""
 
 
 class GroupMissing(QueueUnavailable):
-    """The stream has no such group, or is not there: Redis is new, was emptied, or has become a replica."""
+    """The stream or its group is missing: Redis is new, was emptied, or has become a replica."""
 
 
 class DataLost(QueueUnavailable):
-    """Redis answers, and has not the data that we knew."""
+    """Redis answers, but has lost the data."""
 
 
 class RedisLink:
-    """Two pools to one Redis."""
+    """Two pools of connections to one Redis."""
 
-    def __init__(self, url: str, timeout_s: float):
+    def __init__(self, url: str, timeout_s: float) -> None:
         self._address = read_address(url, timeout_s)
         options = self._address.options
         common = {**options, **PLAIN}
-        self._client = Redis.from_pool(
+        self._client: Client = Redis.from_pool(
             BlockingConnectionPool(max_connections=MAX_CONNECTIONS, timeout=timeout_s, **common)
         )
-        self._blocking = Redis.from_pool(ConnectionPool(max_connections=MAX_BLOCKING_CONNECTIONS, **common))
+        self._blocking: Client = Redis.from_pool(ConnectionPool(max_connections=MAX_BLOCKING_CONNECTIONS, **common))
         self._timeout_s = timeout_s
         self._clock_offset_s = 0.0
         self._clock_read_at_s = float("-inf")
-        self._spoke_at_s: float | None = None  # when the last script was sent that was answered
+        self._spoke_at_s: float | None = None  # when the last answered script was sent
 
     async def check(self) -> None:
-        """Raises QueueUnavailable if Redis does not answer, StartupError if it is not one that we can use."""
+        """Check the server. Raises QueueUnavailable if Redis does not answer, StartupError if it is unusable."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 server = await self._client.info("server")
@@ -108,50 +110,49 @@ class RedisLink:
             log.warning("redis may drop accepted jobs %s", fields(maxmemory_policy=policy, wanted="noeviction"))
 
     @asynccontextmanager
-    async def commands(self) -> AsyncIterator[Redis]:
-        """The client for short commands, all to be done within the timeout; what Redis or the way to it does wrong
-        comes out as QueueUnavailable, and as OutcomeUnknown unless Redis has refused or could not be reached."""
+    async def commands(self) -> AsyncIterator[Client]:
+        """Return the client for short commands, all within the timeout. Raises QueueUnavailable; OutcomeUnknown unless
+        Redis refused the command or could not be reached."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 yield self._client
         except (RedisError, OSError) as error:
-            await self._forget_the_way(error)
+            await self._drop_connections(error)
             if str(error).startswith("EPOCH"):
                 raise DataLost(str(error)) from error
             if isinstance(error, ResponseError) or not was_sent(error):
                 raise QueueUnavailable(_cause(error)) from error
             raise OutcomeUnknown(_cause(error)) from error
 
-    async def block(self, read: Callable[[Redis, int | None], Awaitable[Any]], wait_s: float) -> Any:
-        """Run `read(client, block_ms)` on a connection of its own; block_ms is None where there is no time to wait.
-        Raises GroupMissing or QueueUnavailable."""
+    async def block(self, read: Callable[[Client, int | None], Awaitable[Any]], wait_s: float) -> Any:
+        """Return `read(client, block_ms)`, run on a connection of its own; `block_ms` is None if `wait_s` is 0. Raises
+        GroupMissing or QueueUnavailable."""
         block_ms = max(1, int(wait_s * 1000)) if wait_s > 0 else None
         try:
             async with asyncio.timeout(max(wait_s, 0.0) + BLOCK_MARGIN_S):
                 return await read(self._blocking, block_ms)
         except (RedisError, OSError) as error:
-            await self._forget_the_way(error)
+            await self._drop_connections(error)
             if isinstance(error, ResponseError) and str(error).startswith(("NOGROUP", "UNBLOCKED")):
                 raise GroupMissing(str(error)) from error
             raise QueueUnavailable(_cause(error)) from error
 
-    async def _forget_the_way(self, error: Exception) -> None:
-        """If Redis did not answer, or says that another may be the primary now: where one connection led to nothing the
-        others lead to nothing too, and each would cost its user the timeout. Those in use are given up after their
-        command."""
+    async def _drop_connections(self, error: Exception) -> None:
+        """Drop all connections if Redis did not answer or is no longer the primary: each of them would cost its user
+        the timeout. Those in use are dropped after their command."""
         if isinstance(error, ResponseError) and not _says_not_primary(error):
             return
         self._address.doubt()
         self._clock_read_at_s = float("-inf")
         if isinstance(error, RedisConnectionError):
-            return  # one was cut or refused: the others are looked at before they are used, and may be all we get
+            return  # only this one was cut or refused; the pool checks the others before use
         for client in (self._client, self._blocking):
             await client.connection_pool.update_active_connections_for_reconnect()
             await client.connection_pool.disconnect(inuse_connections=False)
 
     async def is_past_end(self, stream: str, entry_id: str) -> bool:
-        """Whether the stream ends before the entry at which a reader stands: it is another than it was, and what comes
-        into it now may have smaller ids than the reader waits for."""
+        """Return whether the stream ends before a reader's position: it was replaced, and new entries may have smaller
+        ids than the reader waits for."""
         if entry_id == STREAM_START:
             return False
         async with self.commands() as redis:
@@ -159,13 +160,13 @@ class RedisLink:
         return not last or order(last[0][0].decode()) < order(entry_id)
 
     async def begins_after(self, stream: str, entry_id: str) -> bool:
-        """Whether that entry is there no more, nor any before it."""
+        """Return whether the stream was trimmed past that entry."""
         async with self.commands() as redis:
             first = await redis.xrange(stream, count=1)
         return not first or order(first[0][0].decode()) > order(entry_id)
 
     async def make_group(self, stream: str, group: str) -> None:
-        """From the stream's first entry on, so that what was written before the group is not lost."""
+        """Create a group that reads from the stream's first entry, so that entries older than it are not lost."""
         async with self.commands() as redis:
             try:
                 await redis.xgroup_create(stream, group, id="0", mkstream=True)
@@ -174,8 +175,8 @@ class RedisLink:
                     raise
 
     async def script(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
-        """Run `<name>.lua`, which lies beside this module, behind `fair.lua`, `common.lua` and `ledger.lua`. Raises
-        QueueUnavailable, or DataLost where Redis has another epoch than the script was told."""
+        """Run `scripts/<name>.lua`, preceded by COMMON_SCRIPTS, and return its answer. Raises QueueUnavailable, or
+        DataLost if Redis has another epoch than the one given."""
         source, digest = script_of(name)
         sent_s = time.monotonic()
         elapsed = "" if self._spoke_at_s is None else sent_s - self._spoke_at_s
@@ -183,21 +184,21 @@ class RedisLink:
         async with self.commands() as redis:
             try:
                 answer = await redis.evalsha(digest, len(keys), *keys, *args)
-            except NoScriptError:  # a restarted Redis has forgotten it
+            except NoScriptError:  # Redis was restarted
                 answer = await redis.eval(source, len(keys), *keys, *args)
         self._spoke_at_s = max(sent_s, self._spoke_at_s or sent_s)
         return answer
 
     async def script_until_known(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
-        """`script`, for one that changes nothing the second time: run again while its answer is lost. Raises
-        OutcomeUnknown where two timeouts have passed without an answer."""
+        """Run an idempotent script, repeated while its answer is lost. Raises OutcomeUnknown after two timeouts without
+        an answer."""
         give_up_s = time.monotonic() + 2 * self._timeout_s
         lost = Outage(name)
         while True:
             try:
                 return await self.script(name, keys, args)
             except QueueUnavailable as error:
-                # After one lost answer, a refusal says nothing about the first try.
+                # After a lost answer, a refusal says nothing about the first try.
                 if not isinstance(error, OutcomeUnknown) and not lost.is_on:
                     raise
                 wait_s = lost.failed(error)
@@ -206,13 +207,13 @@ class RedisLink:
                 await asyncio.sleep(wait_s)
 
     async def now_s(self) -> float:
-        """Time of the queue, Unix seconds: Redis' clock without its jumps. Asked for now and then, carried on by our
-        monotonic clock."""
+        """Return queue time, Unix seconds: Redis' clock without its jumps, read every CLOCK_REFRESH_S and advanced by
+        the monotonic clock in between."""
         before_s = time.monotonic()
         if before_s - self._clock_read_at_s > CLOCK_REFRESH_S:
-            told_s = float(await self.script("clock", [], []))
+            queue_s = float(await self.script("clock", [], []))
             after_s = time.monotonic()
-            self._clock_offset_s = told_s - (before_s + after_s) / 2
+            self._clock_offset_s = queue_s - (before_s + after_s) / 2
             self._clock_read_at_s = after_s
         return time.monotonic() + self._clock_offset_s
 
@@ -222,11 +223,22 @@ class RedisLink:
         await self._address.close()
 
 
-class Outage:
-    """Says once that the queue is away and once that it is back, and how long to wait before the next try."""
+async def open_link(url: str, timeout_s: float) -> RedisLink:
+    """Return a link to a server that was checked. Raises as `check` does."""
+    link = RedisLink(url, timeout_s)
+    try:
+        await link.check()
+    except BaseException:
+        await link.close()
+        raise
+    return link
 
-    def __init__(self, who: str):
-        self._who = who
+
+class Outage:
+    """Logs the begin and the end of one reader's outage, and paces its retries."""
+
+    def __init__(self, reader: str) -> None:
+        self._reader = reader
         self._num_failures = 0
 
     @property
@@ -234,31 +246,31 @@ class Outage:
         return self._num_failures > 0
 
     def failed(self, error: Exception) -> float:
-        """Seconds to wait before the next try."""
+        """Return the seconds to wait before the next try."""
         if self._num_failures == 0:
-            log.warning("redis is away %s", fields(reader=self._who, error=error))
+            log.warning("redis is away %s", fields(reader=self._reader, error=error))
         self._num_failures += 1
         return RETRY_S[min(self._num_failures, len(RETRY_S)) - 1]
 
     def over(self) -> bool:
-        """To be called after a success; true if it ended an outage."""
+        """Note a success; return whether it ended an outage."""
         if self._num_failures == 0:
             return False
-        log.info("redis is back %s", fields(reader=self._who, num_failures=self._num_failures))
+        log.info("redis is back %s", fields(reader=self._reader, num_failures=self._num_failures))
         self._num_failures = 0
         return True
 
 
 @cache
 def script_of(name: str) -> tuple[str, str]:
-    """Source of the script with all that stands before it, and the digest by which Redis knows it."""
+    """Return the script's source, common parts included, and its digest."""
     folder = files(__package__) / "scripts"
-    source = "".join(folder.joinpath(f"{part}.lua").read_text() for part in (*BEFORE_EACH_SCRIPT, name))
+    source = "".join(folder.joinpath(f"{part}.lua").read_text() for part in (*COMMON_SCRIPTS, name))
     return source, sha1(source.encode(), usedforsecurity=False).hexdigest()
 
 
 def order(entry_id: str) -> tuple[int, int]:
-    """Stream ids in their order."""
+    """Return a stream id in a form that sorts."""
     milliseconds, _, sequence = entry_id.partition("-")
     return int(milliseconds), int(sequence)
 

@@ -1,8 +1,7 @@
-"""The workers' half of the Redis queue."""
+"""The queue as workers use it, on Redis."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections.abc import Collection, Sequence
@@ -19,6 +18,7 @@ from service.queue.job_cost import RECLAIM_AFTER_S
 from service.queue.messages import Cancel, DeadLetter, Event, Job, WorkerCard
 from service.queue.redis.claims import ClaimedJob, ClaimedJobs
 from service.queue.redis.link import STREAM_START, RedisLink
+from service.queue.redis.worker_cards import WorkerCards
 
 log = logging.getLogger("quire.redis")
 
@@ -26,29 +26,30 @@ MAX_CANCELS_READ = 1024
 
 
 class RedisWorkerQueue:
-    """Implements WorkerQueue. `name` is the owner of its claims: unique among the workers that are alive, and the
-    name of one that is dead if this one stands in its place."""
+    """Implements WorkerQueue. `name` owns its claims: unique among live workers, and the same as its predecessor's if
+    it replaces one. It hears cancels after the entry `cancels_from`."""
 
-    def __init__(self, link: RedisLink, name: str, cancels_from: str, lease_s: float):
+    def __init__(self, link: RedisLink, name: str, cancels_from: str, lease_s: float) -> None:
         self.lease_s = lease_s
         self._link = link
         self._owner = name
-        self._held = ClaimedJobs(link, name, lease_s)
-        self._may_have_more = True  # claimed by an act whose answer we never saw, or in the life before
+        self._claimed = ClaimedJobs(link, name, lease_s)
+        self._cards = WorkerCards(link)
+        self._may_have_more = True  # claims whose answer was lost, or made by a predecessor
         self._may_have_predecessor = True
         self._cancels_from = cancels_from
 
     async def fetch(self, max_branches: int, wait_s: float, budget: ClaimBudget = UNLIMITED_BUDGET) -> Sequence[Claim]:
         give_up_s = time.monotonic() + wait_s
         queues = (keys.RETURNED, keys.WAITING)
-        # Claimed entries are gone, so whatever is there is news; but not where it may be what there is no room for.
+        # Any entry is news, as claimed entries are gone; unless it may be one that the budget does not allow.
         bell = dict.fromkeys(queues, "$" if budget.is_restricted(max_branches) else "0-0")
         while True:
             claims = await self._claim(queues, max_branches, budget)
             left_s = give_up_s - time.monotonic()
             if claims or left_s <= 0:
                 return claims
-            if not await self._held.watch(self._link.block(lambda redis, ms: redis.xread(bell, 1, ms), left_s)):
+            if not await self._claimed.observe(self._link.block(lambda redis, ms: redis.xread(bell, 1, ms), left_s)):
                 return claims
 
     async def fetch_suspect(self) -> Claim | None:
@@ -56,24 +57,24 @@ class RedisWorkerQueue:
         return claims[0] if claims else None
 
     async def publish(self, events: Sequence[Event]) -> frozenset[str]:
-        return await self._held.publish(events)
+        return await self._claimed.publish(events)
 
     async def renew(self) -> Lease:
-        return await self._held.renew()
+        return await self._claimed.renew()
 
     async def take_over(self) -> int:
-        # Who has just come back from an outage cannot tell the dead from those whose heartbeat met it too.
-        may_judge = self._held.contact_s() >= self.lease_s
+        # Just after an outage, an expired lease may be that of a live worker whose heartbeats failed too.
+        may_judge = self._claimed.contact_s() >= self.lease_s
         has_predecessor = int(self._may_have_predecessor)
         asked = [int(may_judge), self._owner, has_predecessor, NEAR_DEATHS_S]
-        num_back = await self._held.run("take_over", [keys.DEATHS], asked)
+        num_back: int = await self._claimed.run("take_over", [keys.DEATHS], asked)
         self._may_have_predecessor = False
         if num_back:
             log.warning("jobs of dead workers go back to the queue %s", fields(num_jobs=num_back))
         return num_back
 
     async def hand_back(self, job_ids: Collection[str], cause: str | None = None) -> None:
-        await self._held.hand_back(job_ids, "" if cause is None else cause[:500] or "the engine died")
+        await self._claimed.hand_back(job_ids, "" if cause is None else cause[:500] or "the engine died")
 
     async def fetch_cancels(self, wait_s: float) -> Sequence[Cancel]:
         answer = await self._link.block(
@@ -94,46 +95,37 @@ class RedisWorkerQueue:
         return await self._link.now_s()
 
     async def announce(self, card: WorkerCard) -> bool:
-        now_s = await self._link.now_s()
-        payload = encode(dataclasses.replace(card, beat_at_s=now_s))
-        async with self._link.commands() as redis, redis.pipeline(transaction=True) as pipeline:
-            pipeline.set(keys.worker(card.worker_id), payload, ex=keys.CARD_TTL_S)
-            pipeline.zadd(keys.WORKERS, {card.worker_id: now_s})
-            pipeline.zremrangebyscore(keys.WORKERS, "-inf", now_s - keys.CARD_TTL_S)
-            pipeline.mget([keys.LOOKED_AT])
-            *_, (looked_at,) = await pipeline.execute()
-        return looked_at is not None
+        return await self._cards.put(card)
+
+    async def workers(self) -> Sequence[WorkerCard]:
+        return await self._cards.fresh()
 
     async def retire(self, worker_id: str) -> None:
         async with self._link.commands() as redis, redis.pipeline(transaction=True) as pipeline:
             pipeline.delete(keys.worker(worker_id))
             pipeline.zrem(keys.WORKERS, worker_id)
-            if not self._held.job_ids():
+            if not self._claimed.job_ids():
                 pipeline.zrem(keys.LEASES, self._owner)
             await pipeline.execute()
 
+    async def close(self) -> None:
+        await self._link.close()
+
     async def _claim(self, queues: Sequence[str], max_branches: int, budget: ClaimBudget) -> list[Claim]:
-        """Jobs count as held from the moment this returns; were it cut off, they come again."""
+        """Run claim.lua. The jobs are claimed once this returns; if it is cut off, the next call returns them."""
         ask_for_more, self._may_have_more, self._may_have_predecessor = self._may_have_more, True, False
-        held = msgpack.packb(list(self._held.job_ids())) if ask_for_more else b""
+        held = msgpack.packb(list(self._claimed.job_ids())) if ask_for_more else b""
         args = [self._owner, max_branches, self.lease_s, int(ask_for_more), held]
-        args += ["" if budget.num_tokens is None else budget.num_tokens, budget.num_reserved]
-        args += [
-            budget.num_slots,
-            msgpack.packb(dict(budget.slots_by_tenant)),
-            budget.num_tenants,
-            budget.num_reclaimable_tokens,
-            RECLAIM_AFTER_S,
-        ]
-        opened = [await self._open(answer) for answer in await self._held.run_sure("claim", queues, args)]
-        claimed = [pair for pair in opened if pair is not None]
-        for _, job in claimed:
-            self._held.add(job)
+        args += _budget_args(budget)
+        opened = [await self._open(answer) for answer in await self._claimed.run_fenced("claim", queues, args)]
+        pairs = [pair for pair in opened if pair is not None]
+        for _, job in pairs:
+            self._claimed.add(job)
         self._may_have_more = False
-        return [claim for claim, _ in claimed]
+        return [claim for claim, _ in pairs]
 
     async def _open(self, answer: Sequence[Any]) -> tuple[Claim, ClaimedJob] | None:
-        """A claim with its past. None for a job that nobody can go on with: it is ended here."""
+        """Return a claim with its history; None for a job that no worker can continue, which ends here."""
         job_id, message, attempt, standing, deaths, cause, stops = answer
         job_id, cause = job_id.decode(), cause.decode(errors="replace")
         fence = f"{attempt} {self._owner}"
@@ -142,45 +134,62 @@ class RedisWorkerQueue:
             return None
         try:
             job = decode(Job, message)
-            held = ClaimedJob(job, attempt, self._owner, message)
+            claimed = ClaimedJob(job, attempt, self._owner, message)  # checks the job's names before its log is read
         except ValueError as error:
             log.error("unreadable job %s", fields(job=job_id, error=error))
             await self._end(job_id, fence, EndReason.INVALID)
             return None
         if attempt > 1:
-            held.told = await self._read_log(held.log)
+            claimed = ClaimedJob(job, attempt, self._owner, message, await self._read_log(claimed.log))
         try:
-            past = tuple(decode(Event, payload) for payload in held.told)
+            history = tuple(decode(Event, payload) for payload in claimed.events)
         except WireError as error:
             log.error("unreadable log %s", fields(job=job_id, error=error))
-            past = (Event(job_id=job_id, number=0),)
-        if [event.number for event in past] != list(range(1, len(past) + 1)) or any(event.end for event in past):
-            log.error("a past with holes %s", fields(job=job_id, attempt=attempt))
+            history = (Event(job_id=job_id, number=0),)
+        if [event.number for event in history] != list(range(1, len(history) + 1)) or any(
+            event.end for event in history
+        ):
+            log.error("a history with gaps %s", fields(job=job_id, attempt=attempt))
             await self._end(job_id, fence, EndReason.LOST)
             return None
-        return Claim(job, attempt, ALONE_FOR_EVENTS[standing.decode()], past, _stops(job_id, stops)), held
+        return Claim(job, attempt, ALONE_FOR_EVENTS[standing.decode()], history, _stops(job_id, stops)), claimed
 
     async def _read_log(self, log_key: str) -> list[bytes]:
         async with self._link.commands() as redis:
             return [entry.get(keys.PAYLOAD, b"") for _, entry in await redis.xrange(log_key)]
 
     async def _end(self, job_id: str, fence: str, reason: EndReason) -> None:
-        await self._held.run("end", [], [job_id, fence, reason.value])
+        await self._claimed.run("end", [], [job_id, fence, reason.value])
 
     async def _dead_letter(self, job_id: str, fence: str, message: bytes, deaths: int, cause: str) -> None:
         letter = DeadLetter(
             job_id=job_id, job=message, deaths=deaths, cause=cause, buried_at_s=await self._link.now_s()
         )
-        await self._held.run(
+        await self._claimed.run(
             "end", [keys.DEAD], [job_id, fence, EndReason.POISONED.value, keys.DEAD_MAX_ENTRIES, encode(letter)]
         )
-        log.error("a job that kills engines was buried %s", fields(job=job_id, deaths=deaths, cause=cause))
+        log.error("a job that crashes engines was dead-lettered %s", fields(job=job_id, deaths=deaths, cause=cause))
+
+
+def _budget_args(budget: ClaimBudget) -> list[Any]:
+    """Return ARGV[15] to ARGV[21] of `claim.lua`."""
+    num_tokens = "" if budget.num_tokens is None else budget.num_tokens
+    slots = msgpack.packb(dict(budget.slots_by_tenant))
+    shares = [budget.num_slots, slots, budget.num_tenants, budget.num_reclaimable_tokens, RECLAIM_AFTER_S]
+    return [num_tokens, budget.num_reserved, *shares]
 
 
 def _stops(job_id: str, packed: bytes) -> tuple[Cancel, ...]:
-    """Branches that are no longer wanted, from "<branch> <reason>" each."""
+    """Return the cancels of branches, packed as "<branch> <reason>" each."""
     stops = []
     for word in msgpack.unpackb(packed) if packed else ():
         branch, _, reason = word.partition(" ")
         stops.append(Cancel(job_id=job_id, branch=int(branch), reason=EndReason(reason)))
     return tuple(stops)
+
+
+async def last_cancel(link: RedisLink) -> str:
+    """Return the id of the last entry of the cancels stream. Raises QueueUnavailable."""
+    async with link.commands() as redis:
+        last = await redis.xrevrange(keys.CANCELS, count=1)
+    return last[0][0].decode() if last else STREAM_START

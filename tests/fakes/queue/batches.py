@@ -1,4 +1,4 @@
-"""Files and batches without Redis; nothing outlives the process."""
+"""Files and batches, in memory."""
 
 from __future__ import annotations
 
@@ -7,14 +7,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from service.queue import keys
-from service.queue.batches import LINE_OVERHEAD_BYTES, Batch, Move, MovedLines, OpenBatch, StoredFile, pack
-from service.queue.storage import OVERHEAD_BYTES, UNLIMITED, StorageLimits
+from service.queue.records import (
+    LINE_OVERHEAD_BYTES,
+    OVERHEAD_BYTES,
+    UNLIMITED,
+    Batch,
+    Move,
+    MovedLines,
+    OpenBatch,
+    StorageLimits,
+    StoredFile,
+    pack,
+)
 from tests.fakes.queue.ledger import MemoryLedger
 
 
 @dataclass
 class MemoryBatchData:
-    """What several queues in memory share."""
+    """Files and batches that several queues share."""
 
     ledger: MemoryLedger = field(default_factory=MemoryLedger)
     files: dict[str, StoredFile] = field(default_factory=dict)
@@ -28,10 +38,10 @@ class MemoryBatchData:
     moved: dict[str, MovedLines] = field(default_factory=dict)
 
 
-class MemoryBatches:
+class MemoryBatchStore:
     """Implements BatchStore."""
 
-    def __init__(self, batch_data: MemoryBatchData):
+    def __init__(self, batch_data: MemoryBatchData) -> None:
         self._batch_data = batch_data
 
     async def reserve_file(self, file_id: str, tenant: str, num_bytes: int, limits: StorageLimits) -> None:
@@ -58,7 +68,7 @@ class MemoryBatches:
         batch_data.unfinished.pop(file.file_id, None)
         batch_data.files[file.file_id] = file
 
-    async def file(self, file_id: str) -> StoredFile | None:
+    async def get_file(self, file_id: str) -> StoredFile | None:
         keys.file(file_id)
         return self._batch_data.files.get(file_id)
 
@@ -66,7 +76,7 @@ class MemoryBatches:
         keys.file(file_id)
         return self._batch_data.pieces.get(file_id, [])[first : first + count]
 
-    async def files(self, tenant: str) -> Sequence[StoredFile]:
+    async def list_files(self, tenant: str) -> Sequence[StoredFile]:
         return [file for file in reversed(self._batch_data.files.values()) if file.tenant == tenant]
 
     async def drop_file(self, file_id: str, tenant: str) -> None:
@@ -82,11 +92,11 @@ class MemoryBatches:
         if not batch.is_open:
             batch_data.marks.pop(batch.batch_id, None)
 
-    async def batch(self, batch_id: str) -> Batch | None:
+    async def get_batch(self, batch_id: str) -> Batch | None:
         keys.batch(batch_id)
         return self._batch_data.batches.get(batch_id)
 
-    async def batches(self, tenant: str, after: str | None, count: int) -> Sequence[Batch]:
+    async def list_batches(self, tenant: str, after: str | None, count: int) -> Sequence[Batch]:
         own = [batch for batch in reversed(self._batch_data.batches.values()) if batch.tenant == tenant]
         start = 0
         if after is not None:
@@ -166,5 +176,5 @@ class MemoryBatches:
 
 
 def _lines_name(batch: Batch) -> str:
-    """In its tenant's ledger."""
+    """Return the name of the batch's answers in its tenant's ledger."""
     return f"{batch.batch_id}.lines"

@@ -1,4 +1,4 @@
-"""What is left of a worker's room while it claims: the plain statement of what `claim.lua` does."""
+"""What is left of a worker's budget during a claim: the reference of `claim.lua`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from service.queue.messages import Job
 
 
 class RemainingBudget:
-    """Of one claim."""
-
-    def __init__(self, num_branches: int, budget: ClaimBudget):
+    def __init__(self, num_branches: int, budget: ClaimBudget) -> None:
         self._budget = budget
         self._held = Counter(budget.slots_by_tenant)
         self._num_branches = num_branches
@@ -22,30 +20,29 @@ class RemainingBudget:
 
     @property
     def is_free(self) -> bool:
-        """Whether there is room that nobody has."""
         return self._num_branches > 0 and self._num_tokens > 0
 
     @property
     def is_restricted(self) -> bool:
-        """Whether what is left is only for tenants that keep to their shares."""
+        """Return whether only tenants within their shares may claim."""
         return self._num_branches <= self._budget.num_reserved or self._num_tokens <= 0
 
     @property
     def is_reclaimable(self) -> bool:
-        """Whether jobs may be claimed all the same, for the shares of their tenants."""
+        """Return whether over shares can be reclaimed for tenants within their own."""
         return self._budget.num_slots > 0 and (self.is_free or self._num_reclaimable_tokens > 0)
 
     def fits(self, job: Job, waiting: set[str]) -> bool:
-        """Whether the job keeps to its tenant's share, or is its only one, and can begin if all others keep to theirs.
-        Tenants with nothing here want a place: those that were here lately, or whose jobs are `waiting`."""
-        held, places = self._held[job.tenant], self._budget.num_slots
+        """Return whether the job is within its tenant's share, or its tenant's only one, and can start if all others
+        keep to theirs. Recent tenants, and those with jobs `waiting`, count as wanting one slot."""
+        held, num_slots = self._held[job.tenant], self._budget.num_slots
         count = held + branches_of(job)
         others = [num for tenant, num in self._held.items() if tenant != job.tenant]
         num_absent = max(self._budget.num_tenants - len(others), len(waiting - self._held.keys()) + (held > 0)) - 1
-        share = fair_share(places, [count, *others, *[1] * max(0, num_absent)])
+        share = fair_share(num_slots, [count, *others, *[1] * max(0, num_absent)])
         if held and count > share:
             return False
-        return self._num_branches > 0 or count + sum(min(num, share) for num in others) <= places
+        return self._num_branches > 0 or count + sum(min(num, share) for num in others) <= num_slots
 
     def take(self, claim: Claim) -> None:
         count = branches_of(claim.job)

@@ -1,4 +1,4 @@
-"""Which waiting job is next, without Redis: the reference of `fair.lua`."""
+"""The order of waiting jobs, in memory: the reference of `fair.lua`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Collection, Iterator, Sequence
 
 from service.queue.job_cost import AGE_S, BATCH_AGE_S, LANES, NORMAL, cost_of, lane_of
 from service.queue.messages import Job
-from service.queue.steady_time import unix_s
+from tests.fakes.queue.steady_time import unix_s
 
 
 class FairQueue:
-    """Waiting jobs. Tenants take turns by what their jobs cost; each tenant's go by priority and age."""
+    """Waiting jobs. Tenants take turns by the cost of their jobs; a tenant's jobs go by priority and age."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._jobs: dict[str, tuple[Job, float]] = {}  # by id, with rank
         self._turns: dict[tuple[str, str], int] = {}  # (lane, tenant) with jobs -> virtual time of its next turn
         self._times: dict[str, int] = {}  # tenant -> virtual time
@@ -37,30 +37,30 @@ class FairQueue:
             del self._turns[lane_of(job), job.tenant]
 
     def charge(self, job: Job) -> None:
-        """The job has been served: its tenant's turn is over."""
+        """End the turn of a served job's tenant."""
         self._clock = self._virtual_time(job.tenant)
         ahead = self._times[job.tenant] = self._clock + cost_of(job)
         self._turns |= {(lane, job.tenant): ahead for lane in LANES if (lane, job.tenant) in self._turns}
 
     def settle(self, job: Job, num_tokens: int) -> None:
-        """A job that was served has ended, with so many tokens: they count instead of what it might have cost."""
+        """Replace an ended job's estimated cost by `num_tokens`."""
         if job.tenant in self._times:
             self._times[job.tenant] += num_tokens - cost_of(job)
             at_time = self._virtual_time(job.tenant)
             self._turns |= {(lane, job.tenant): at_time for lane in LANES if (lane, job.tenant) in self._turns}
 
     def tenants(self) -> set[str]:
-        """Those whose jobs wait, but for batch work."""
+        """Return the tenants with waiting jobs, batch jobs left out."""
         return {tenant for lane, tenant in self._turns if lane == NORMAL}
 
-    def next(self, but: Collection[str] = (), lanes: Sequence[str] = LANES) -> str | None:
-        """The job whose turn it is, of tenants that are not in `but`; None where they have none."""
+    def next(self, passed_over: Collection[str] = (), lanes: Sequence[str] = LANES) -> str | None:
+        """Return the next job of tenants not in `passed_over`; None without one."""
         best = None
         for lane in lanes:
             turns = sorted(
                 (at_time, tenant)
                 for (its_lane, tenant), at_time in self._turns.items()
-                if its_lane == lane and tenant not in but
+                if its_lane == lane and tenant not in passed_over
             )
             if not turns:
                 continue
@@ -74,8 +74,8 @@ class FairQueue:
                 best = (at_time, rank, job_id)
         return None if best is None else best[2]
 
-    def place(self, job_id: str) -> int | None:
-        """How many of the tenant's own jobs go before this one."""
+    def position(self, job_id: str) -> int | None:
+        """Return how many of the tenant's own jobs precede this one."""
         if job_id not in self._jobs:
             return None
         job, own_rank = self._jobs[job_id]
@@ -86,16 +86,16 @@ class FairQueue:
         return unix_s() - (rank - job.priority * AGE_S)
 
     def since(self, lane: str) -> list[float]:
-        """When the jobs that wait in the lane were accepted, in any order; Unix seconds."""
+        """Return when the lane's jobs were accepted, in any order; Unix seconds."""
         return [rank - job.priority * AGE_S for job, rank in self._jobs.values() if lane_of(job) == lane]
 
     def waiting(self, tenant: str | None = None) -> tuple[int, int]:
-        """How many jobs of all, or of one tenant, wait, and the tokens that they cost."""
+        """Return number and cost in tokens of the waiting jobs, of one tenant or of all."""
         found = [job for job, _ in self._jobs.values() if tenant in (None, job.tenant)]
         return len(found), sum(map(cost_of, found))
 
     def _ranks_of(self, own: Job) -> list[float]:
-        """Ranks of the jobs that wait in this one's lane and are of its tenant."""
+        """Return the ranks of the waiting jobs of this one's lane and tenant."""
         turn = (lane_of(own), own.tenant)
         return [rank for job, rank in self._jobs.values() if (lane_of(job), job.tenant) == turn]
 

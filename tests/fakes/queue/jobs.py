@@ -1,4 +1,4 @@
-"""A job in memory, its log, and which engines' deaths it is suspected of."""
+"""A job in memory, its log, and the engine deaths it is suspected of."""
 
 from __future__ import annotations
 
@@ -9,34 +9,33 @@ from dataclasses import dataclass, field
 from service.errors import EndReason
 from service.queue.interface import (
     ALONE_FOR_EVENTS,
-    GETS_ON_BY_EVENTS,
     MAX_DEATHS,
     MAX_DEATHS_IN_ALL,
     NEAR_DEATHS_S,
+    PROGRESS_EVENTS,
     SUSPECT_AFTER_DEATHS,
 )
 from service.queue.messages import Cancel, Event, Job
-from service.queue.steady_time import unix_s
+from tests.fakes.queue.steady_time import unix_s
 
 
 @dataclass
 class Log:
-    """The events of one job; event n is at n - 1."""
+    """The events of one job; event `n` is at `n - 1`."""
 
     events: list[Event] = field(default_factory=list)
     ended_at_s: float | None = None
 
 
 class Deaths:
-    """Of engines, all of them."""
+    """All engine deaths."""
 
     def __init__(self) -> None:
         self.num = 0
-        self.is_near_another = False  # whether the last one came shortly after the one before
+        self.is_near_another = False  # the last death came within NEAR_DEATHS_S of its predecessor
         self._last_s = -math.inf
 
     def count(self) -> None:
-        """An engine has died."""
         now_s = time.monotonic()
         self.is_near_another = now_s - self._last_s < NEAR_DEATHS_S
         self.num, self._last_s = self.num + 1, now_s
@@ -44,21 +43,21 @@ class Deaths:
 
 @dataclass
 class JobState:
-    """A job from its acceptance to its end. It waits in one of the queues, or has an owner."""
+    """A job from acceptance to end. It waits in one of the queues, or has an owner."""
 
     job: Job
     owner: str | None = None
     attempts: int = 0
-    told: int = 0  # events in its log at the last claim
-    deaths: int = 0  # of engines while it was in flight, since it last got on
-    first_death: int = 0  # which of all engine deaths the first of them was
-    is_near_another: bool = False  # another engine died shortly before that, without it
-    others: int = 0  # engines that died since then or shortly before without it
+    num_events: int = 0  # in its log at the last claim
+    deaths: int = 0  # engine deaths while it was in flight, since its last progress
+    first_death: int = 0  # number of the first of them among all engine deaths
+    is_near_another: bool = False  # an engine died shortly before that one, without the job
+    others: int = 0  # engine deaths without it, since then or shortly before
     deaths_in_all: int = 0
     cause: str = ""
     cancel: EndReason | None = None
     stops: tuple[Cancel, ...] = ()
-    put_back_at_s: float = 0.0  # the last time
+    put_back_at_s: float = 0.0
 
     @property
     def is_deadly(self) -> bool:
@@ -81,11 +80,11 @@ class JobState:
     def is_past_deadline(self) -> bool:
         return self.job.deadline_s is not None and self.job.deadline_s <= unix_s()
 
-    def put_back(self, num_told: int, cause: str | None, deaths: Deaths) -> None:
-        """Nobody has it any more; `num_told` events stand in its log. `cause`: what the engine died of while it was in
-        flight; that death is the last that was counted."""
+    def put_back(self, num_events: int, cause: str | None, deaths: Deaths) -> None:
+        """Drop the owner; the log has `num_events` events. `cause`: what the engine died of, at the last counted death,
+        while the job was in flight."""
         self.owner, self.put_back_at_s = None, unix_s()
-        if num_told >= self.told + GETS_ON_BY_EVENTS:
+        if num_events >= self.num_events + PROGRESS_EVENTS:
             self.deaths = 0
         if cause is not None:
             if self.deaths == 0:

@@ -1,22 +1,22 @@
-"""What is charged to a tenant, without Redis: the plain statement of what `ledger.lua` does."""
+"""Bytes charged to tenants, in memory: the reference of `ledger.lua`."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
 
-from service.queue.storage import UNLIMITED, StorageFull, StorageLimits
+from service.queue.records import UNLIMITED, StorageFull, StorageLimits
 
 
 class MemoryLedger:
-    """`max_memory_bytes`: what all tenants together may take, with the queue's share; None: as much as comes."""
+    """Charges by tenant and name. `max_memory_bytes` limits all tenants and the queue's share; None: no limit."""
 
-    def __init__(self, max_memory_bytes: int | None = None):
+    def __init__(self, max_memory_bytes: int | None = None) -> None:
         self.max_memory_bytes = max_memory_bytes
         self._sizes: defaultdict[str, dict[str, tuple[int, float]]] = defaultdict(dict)  # bytes, monotonic end
 
     def taken(self, tenant: str, name: str | None = None) -> int:
-        """Bytes of one name, or of all."""
+        """Return the bytes of one name, or of all."""
         sizes, now_s = self._sizes[tenant], time.monotonic()
         for gone in [each for each, (_, until_s) in sizes.items() if until_s <= now_s]:
             del sizes[gone]
@@ -25,7 +25,7 @@ class MemoryLedger:
         return sum(num_bytes for num_bytes, _ in sizes.values())
 
     def charge(self, tenant: str, name: str, change: int, for_s: float, limits: StorageLimits = UNLIMITED) -> None:
-        """`name` takes `change` bytes more from now on. Raises StorageFull, and then nothing is changed."""
+        """Charge `change` more bytes for `name`. Raises StorageFull and changes nothing."""
         before = self.taken(tenant, name)
         change = max(change, -before)
         if change > 0:

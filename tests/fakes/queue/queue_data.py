@@ -1,4 +1,4 @@
-"""What several queues in memory share: jobs, claims, leases, logs. The plain statement of what the scripts do."""
+"""Shared state of the queues in memory: jobs, claims, leases, logs. The reference of what the scripts do."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ from tests.fakes.queue.batches import MemoryBatchData
 from tests.fakes.queue.claim_budget import RemainingBudget
 from tests.fakes.queue.fair_queue import FairQueue
 from tests.fakes.queue.jobs import Deaths, JobState, Log
-from tests.fakes.queue.requests import MemoryRequests
+from tests.fakes.queue.requests import RequestData
 from tests.fakes.queue.responses import ResponseData
+from tests.fakes.queue.steady_time import unix_s
 
 
 class QueueData:
-    """On one event loop. `news` is another event after each change."""
+    """State on one event loop. `news` is replaced at each change."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.news = asyncio.Event()
         self.logs: dict[str, Log] = {}
         self.cancels: list[Cancel] = []
@@ -43,7 +44,7 @@ class QueueData:
         self.replies: dict[tuple[str, str], list[bytes]] = {}  # by producer and its name for the job
         self.reply_owners: dict[tuple[str, str], IngressEntry] = {}
         self.replies_done: set[tuple[str, str]] = set()
-        self.requests = MemoryRequests()
+        self.requests = RequestData()
         self.batch_data = MemoryBatchData()
         self.responses: ResponseData = {}
         self.dead: list[tuple[Job, str]] = []
@@ -77,13 +78,13 @@ class QueueData:
         return len(self._waiting) + len(self._returned)
 
     def submit(self, job: Job, bounds: Bounds, keep_record: Callable[[], None] | None = None) -> bool:
-        """Whether it was not there before. `keep_record` is called where there is room for the job. Raises QueueFull,
-        and what `keep_record` does."""
-        self._forget_old()
+        """Accept a job; return whether it is new. `keep_record` is called once the job is within its bounds. Raises
+        QueueFull, and what `keep_record` raises."""
+        self._drop_expired_logs()
         if self.has(job.job_id):
             return False
         if job.job_id not in self._tombstones:
-            self._check_room(job, bounds)
+            self._check_bounds(job, bounds)
         if keep_record is not None:
             keep_record()
         self._states[job.job_id] = JobState(job)
@@ -91,14 +92,14 @@ class QueueData:
         reason = self._tombstones.pop(job.job_id, None)
         if reason is not None:
             self._end(job.job_id, reason)
-        self.tell()
+        self.wake_waiters()
         return True
 
     def has(self, job_id: str) -> bool:
-        """Whether the job was accepted, a while after its end at most."""
+        """Return whether the job was accepted; true until LOG_ENDED_TTL_S after its end."""
         return job_id in self._states or job_id in self.logs
 
-    def _check_room(self, job: Job, bounds: Bounds) -> None:
+    def _check_bounds(self, job: Job, bounds: Bounds) -> None:
         for tenant, max_jobs, max_tokens in (
             (job.tenant, None, bounds.max_tokens_per_tenant),
             (None, bounds.max_jobs, bounds.max_tokens),
@@ -113,8 +114,8 @@ class QueueData:
         _, num_tokens = self._waiting.waiting()
         return Backlog(self.num_waiting, num_tokens, num_own_tokens)
 
-    def place(self, job_id: str) -> int | None:
-        return self._waiting.place(job_id)
+    def queue_position(self, job_id: str) -> int | None:
+        return self._waiting.position(job_id)
 
     def cancel(self, cancel: Cancel) -> None:
         state = self._states.get(cancel.job_id)
@@ -131,10 +132,10 @@ class QueueData:
         else:
             state.cancel = state.cancel or cancel.reason
         self.cancels.append(cancel)
-        self.tell()
+        self.wake_waiters()
 
     def claim(self, owner: str, max_branches: int, budget: ClaimBudget) -> Sequence[Claim]:
-        """Those that were claimed before come first."""
+        """Claim jobs within the budget; those claimed before come first."""
         claims, left = [], RemainingBudget(max_branches, budget)
         while (job_id := self._next(left)) is not None:
             is_new = job_id in self._waiting
@@ -147,7 +148,7 @@ class QueueData:
         return claims
 
     def _next(self, left: RemainingBudget) -> str | None:
-        """Whose turn it is, as far as there is room for it."""
+        """Return the next job within the budget."""
         if left.is_free and self._returned:
             return self._returned[0]
         if not left.is_restricted:
@@ -161,15 +162,15 @@ class QueueData:
 
         if not left.is_free and (job_id := next(filter(fits, self._returned), None)):
             return job_id
-        but, lanes = set(), LANES if left.is_free else (NORMAL,)
-        while (job_id := self._waiting.next(but, lanes)) is not None:
+        passed_over, lanes = set(), LANES if left.is_free else (NORMAL,)
+        while (job_id := self._waiting.next(passed_over, lanes)) is not None:
             if fits(job_id) and (left.is_free or self._has_waited(job_id)):
                 break
-            but.add(self._states[job_id].job.tenant)
+            passed_over.add(self._states[job_id].job.tenant)
         return job_id
 
     def _has_waited(self, job_id: str) -> bool:
-        """Long enough for another worker, if there is one, to have claimed it into a free place."""
+        """Return whether another worker, if there is one, had time to claim the job into a free slot."""
         return len(self._leases) < 2 or self._waiting.waited_s(job_id) >= RECLAIM_AFTER_S
 
     def claim_suspect(self, owner: str) -> Claim | None:
@@ -179,13 +180,13 @@ class QueueData:
                 return claim
         return None
 
-    def holds(self, job_id: str, owner: str, attempt: int) -> bool:
+    def owns(self, job_id: str, owner: str, attempt: int) -> bool:
         state = self._states.get(job_id)
         return state is not None and (state.owner, state.attempts) == (owner, attempt)
 
     def write(self, event: Event, owner: str, attempt: int) -> bool:
-        """Append an event, once; its end settles the job. False: the job is not this worker's."""
-        if not self.holds(event.job_id, owner, attempt):
+        """Append an event, once; its end settles the job. Return False if the job is not this worker's."""
+        if not self.owns(event.job_id, owner, attempt):
             return False
         log = self.logs.setdefault(event.job_id, Log())
         if event.number == len(log.events) + 1:
@@ -198,22 +199,22 @@ class QueueData:
         return True
 
     def count_death(self) -> None:
-        """An engine has died."""
+        """Note that an engine died."""
         self._deaths.count()
 
     def put_back(self, job_id: str, cause: str | None) -> None:
-        """A claimed job is queued again. `cause`: what the engine died of while it was in flight; that death is
-        the last that was counted."""
+        """Queue a claimed job again. `cause`: what the engine died of while it was in flight, at the last counted
+        death."""
         state = self._states[job_id]
         if state.cancel is not None:
             self._end(job_id, state.cancel)
             return
-        state.put_back(self._num_told(job_id), cause, self._deaths)
+        state.put_back(self._num_events(job_id), cause, self._deaths)
         (self._suspects if state.is_suspect and not state.is_deadly else self._returned).append(job_id)
 
     def take_over(self, owner: str, has_predecessor: bool) -> int:
-        """Put back what dead workers held, end what waited past its deadline; how many jobs were put back. The one
-        that asks is alive, but another of its name may have been here before."""
+        """Put back the jobs of dead workers, `owner`'s predecessor included, and return their number; end waiting jobs
+        past their deadline."""
         now_s = time.monotonic()
         dead = {name for name, ends_at_s in self._leases.items() if ends_at_s < now_s} - {owner}
         dead |= {owner} if has_predecessor else set()
@@ -228,7 +229,7 @@ class QueueData:
                 self.put_back(job_id, f"the worker {name} died")
         for job_id in [job_id for job_id, state in self._states.items() if not state.owner and state.is_past_deadline]:
             self._end(job_id, EndReason.DEADLINE)
-        self.tell()
+        self.wake_waiters()
         return num_orphans
 
     def start_lease(self, owner: str, lease_s: float) -> None:
@@ -241,7 +242,7 @@ class QueueData:
         self._leases.pop(owner, None)
 
     def runs_suspects(self, owner: str) -> bool:
-        """One worker at a time, as long as its lease runs; it stays the one until no suspect is left."""
+        """Return whether `owner` runs suspects: one worker does while its lease runs and a suspect is left."""
         if self._runs_suspects is not None and self._leases.get(self._runs_suspects, 0.0) < time.monotonic():
             self._runs_suspects = None
         if self._suspects and self._runs_suspects is None:
@@ -259,21 +260,36 @@ class QueueData:
 
     def give_entry(self, entry: IngressEntry) -> None:
         self.ingress_of(entry.producer).append(entry)
-        self.tell()
+        self.wake_waiters()
 
     def write_reply(self, name: tuple[str, str], number: int, payload: bytes) -> None:
-        """Once: a number that is there stays as it is."""
+        """Append a reply, once for each number."""
         replies = self.replies.setdefault(name, [])
         if number > len(replies):
             replies.append(payload)
 
-    def tell(self) -> None:
-        """Wake who waits; who looks now and finds nothing waits for the next time."""
+    def replies_of(self, producer: str, producer_job_id: str) -> Sequence[bytes]:
+        return tuple(self.replies.get((producer, producer_job_id), ()))
+
+    def fresh_cards(self) -> Sequence[WorkerCard]:
+        fresh_since_s = unix_s() - keys.CARD_TTL_S
+        return [card for card in self.cards.values() if card.beat_at_s >= fresh_since_s]
+
+    def wake_waiters(self) -> None:
         news, self.news = self.news, asyncio.Event()
         news.set()
 
+    async def wait_until(self, is_there: Callable[[], object], wait_s: float) -> None:
+        """Wait until `is_there` holds, at most `wait_s`."""
+        try:
+            async with asyncio.timeout(max(wait_s, 0.0)):
+                while not is_there():
+                    await self.news.wait()
+        except TimeoutError:
+            return
+
     def _take(self, job_id: str, owner: str) -> Claim | None:
-        """None for a job that ended here instead."""
+        """Claim a job; None if it ended instead."""
         state = self._states[job_id]
         if state.is_deadly:
             self.dead.append((state.job, state.cause))
@@ -283,22 +299,22 @@ class QueueData:
             self._end(job_id, EndReason.DEADLINE)
             return None
         self._leave_queue(job_id)
-        state.owner, state.attempts, state.told = owner, state.attempts + 1, self._num_told(job_id)
-        past = tuple(self.logs[job_id].events) if job_id in self.logs else ()
-        return Claim(state.job, state.attempts, state.alone_for_events, past, state.stops)
+        state.owner, state.attempts, state.num_events = owner, state.attempts + 1, self._num_events(job_id)
+        history = tuple(self.logs[job_id].events) if job_id in self.logs else ()
+        return Claim(state.job, state.attempts, state.alone_for_events, history, state.stops)
 
-    def _num_told(self, job_id: str) -> int:
+    def _num_events(self, job_id: str) -> int:
         return len(self.logs[job_id].events) if job_id in self.logs else 0
 
     def _end(self, job_id: str, reason: EndReason) -> None:
-        """Ends a job that no engine has."""
+        """End a job that no engine runs."""
         self._leave_queue(job_id)
         log = self.logs.setdefault(job_id, Log())
         usage = Usage(prompt_tokens=0, completion_tokens=0)
         log.events.append(Event(job_id=job_id, number=len(log.events) + 1, end=reason, usage=usage))
         log.ended_at_s = time.monotonic()
         del self._states[job_id]
-        self.tell()
+        self.wake_waiters()
 
     def _leave_queue(self, job_id: str) -> None:
         self._waiting.remove(job_id)
@@ -306,8 +322,7 @@ class QueueData:
             if job_id in queue:
                 queue.remove(job_id)
 
-    def _forget_old(self) -> None:
-        """Logs live a while after the end, as they do in Redis."""
+    def _drop_expired_logs(self) -> None:
         old_s = time.monotonic() - keys.LOG_ENDED_TTL_S
         for job_id in [job_id for job_id, log in self.logs.items() if log.ended_at_s and log.ended_at_s < old_s]:
             del self.logs[job_id]

@@ -1,22 +1,28 @@
-"""Responses without Redis; nothing outlives the process."""
+"""Responses, in memory."""
 
 from __future__ import annotations
 
 import time
 
 from service.queue import keys
-from service.queue.responses import StoredResponse, pack_response, unpack_response
-from service.queue.storage import OVERHEAD_BYTES, UNLIMITED, StorageLimits
+from service.queue.records import (
+    OVERHEAD_BYTES,
+    UNLIMITED,
+    StorageLimits,
+    StoredResponse,
+    pack_response,
+    unpack_response,
+)
 from tests.fakes.queue.ledger import MemoryLedger
 
 ResponseData = dict[str, tuple[bytes, float]]
-"""Records by id, and until when each is kept, on the monotonic clock. Several queues share it."""
+"""Records by id, each with its monotonic end. Shared by several queues."""
 
 
-class MemoryResponses:
+class MemoryResponseStore:
     """Implements ResponseStore."""
 
-    def __init__(self, responses: ResponseData, ledger: MemoryLedger):
+    def __init__(self, responses: ResponseData, ledger: MemoryLedger) -> None:
         self._responses = responses
         self._response_ledger = ledger
 
@@ -30,10 +36,10 @@ class MemoryResponses:
         self._responses[record.response_id] = (packed, now_s + for_s)
 
     async def settle_response(self, record: StoredResponse, for_s: float) -> None:
-        if await self.response(record.response_id) is not None:
+        if await self.get_response(record.response_id) is not None:
             await self.put_response(record, for_s)
 
-    async def response(self, response_id: str) -> StoredResponse | None:
+    async def get_response(self, response_id: str) -> StoredResponse | None:
         keys.response(response_id)
         packed, until_s = self._responses.get(response_id, (b"", 0.0))
         return unpack_response(packed) if until_s > time.monotonic() else None

@@ -11,10 +11,9 @@ import pytest
 from redis import Redis
 
 from service.queue.embedded.redis import EmbeddedRedis
-from service.queue.redis.queue import RedisQueue, open_redis_queue
-from tests.fakes.queue.memory_queue import MemoryQueue
 from tests.fakes.queue.queue_data import QueueData
-from tests.support.configured_redis import ConfiguredRedis, RolesQueue
+from tests.support.configured_redis import ConfiguredRedis, open_roles_pair
+from tests.support.queue_pair import QueuePair, memory_pair, open_pair
 from tests.support.wire import OpenQueue
 
 
@@ -43,8 +42,8 @@ async def open_queue(redis_url: str) -> AsyncIterator[OpenQueue]:
     """Opens queues on the test's Redis that are closed when the test is over."""
     async with AsyncExitStack() as opened:
 
-        async def open_one(name: str | None = None, url: str = redis_url, **options) -> RedisQueue:
-            queue = await open_redis_queue(url, name, **options)
+        async def open_one(name: str | None = None, url: str = redis_url, **options) -> QueuePair:
+            queue = await open_pair(url, name, **options)
             opened.push_async_callback(queue.close)
             return queue
 
@@ -69,30 +68,30 @@ def guarded_redis(configured_redis: ConfiguredRedis) -> Iterator[ConfiguredRedis
 
 
 @pytest.fixture(params=["memory", "redis", "roles"])
-async def queue(request: pytest.FixtureRequest) -> AsyncIterator[MemoryQueue | RedisQueue | RolesQueue]:
+async def queue(request: pytest.FixtureRequest) -> AsyncIterator[QueuePair]:
     if request.param == "redis":
-        queue = await open_redis_queue(request.getfixturevalue("redis_url"))
+        queue = await open_pair(request.getfixturevalue("redis_url"))
     elif request.param == "roles":
-        queue = await RolesQueue.open(request.getfixturevalue("guarded_redis"))
+        queue = await open_roles_pair(request.getfixturevalue("guarded_redis"))
     else:
-        queue = MemoryQueue()
+        queue = memory_pair()
     yield queue
     await queue.close()
 
 
 @pytest.fixture(params=["memory", "redis", "roles"])
-async def join(request: pytest.FixtureRequest) -> AsyncIterator[Callable[..., Awaitable[MemoryQueue | RedisQueue]]]:
+async def join(request: pytest.FixtureRequest) -> AsyncIterator[Callable[..., Awaitable[QueuePair]]]:
     """Opens queues that meet in one queue, of either kind; closed when the test is over."""
     data = QueueData()
     async with AsyncExitStack() as opened:
 
-        async def join_one(name: str | None = None, lease_s: float = 10.0) -> MemoryQueue | RedisQueue:
+        async def join_one(name: str | None = None, lease_s: float = 10.0) -> QueuePair:
             if request.param == "redis":
-                queue = await open_redis_queue(request.getfixturevalue("redis_url"), name, lease_s=lease_s)
+                queue = await open_pair(request.getfixturevalue("redis_url"), name, lease_s=lease_s)
             elif request.param == "roles":
-                queue = await RolesQueue.open(request.getfixturevalue("guarded_redis"), name, lease_s=lease_s)
+                queue = await open_roles_pair(request.getfixturevalue("guarded_redis"), name, lease_s=lease_s)
             else:
-                queue = MemoryQueue(data, name, lease_s)
+                queue = memory_pair(data, name, lease_s)
             opened.push_async_callback(queue.close)
             return queue
 

@@ -15,8 +15,8 @@ from service.queue.job_cost import cost_of
 from service.queue.messages import Cancel, Event, Usage
 from service.queue.redis import worker as redis_worker
 from tests.fakes.queue import fair_queue, queue_data
-from tests.fakes.queue.memory_queue import MemoryQueue
 from tests.fakes.queue.queue_data import QueueData
+from tests.support.queue_pair import memory_pair
 from tests.support.wire import PATIENCE_S, make_event, make_events, make_job
 
 
@@ -155,7 +155,7 @@ async def test_a_free_place_elsewhere_is_better_than_one_that_is_lent(open_queue
     of = {"memory": queue_data, "redis": redis_worker}[kind]
     monkeypatch.setattr(of, "RECLAIM_AFTER_S", 60.0)
     data = QueueData()
-    full, idle = [MemoryQueue(data) if kind == "memory" else await open_queue() for _ in range(2)]
+    full, idle = [memory_pair(data) if kind == "memory" else await open_queue() for _ in range(2)]
     await submit(full, job_of("B0", "b"))
     assert await claimed_from(full, lent(8, {"a": 8})) == ["B0"]
     assert await claimed_from(idle, ClaimBudget(), 8) == []
@@ -239,7 +239,7 @@ async def test_batch_work_is_the_lowest_lane(queue):
 
 
 async def test_old_batch_work_has_its_turn(monkeypatch):
-    queue = MemoryQueue()
+    queue = memory_pair()
     await submit(queue, job_of("X0", "x", is_batch=True), *(job_of(f"A{number}", "a") for number in range(3)))
     monkeypatch.setattr(fair_queue, "BATCH_AGE_S", 0.0)
     assert (await served(queue)).index("X0") < 2
@@ -266,9 +266,9 @@ async def test_what_waits_is_counted(queue):
 
 async def test_a_place_in_the_queue(queue):
     await submit(queue, job_of("A0", "a"), job_of("A1", "a"), job_of("B0", "b"), job_of("A2", "a", priority=-5))
-    assert [await queue.place(job_id) for job_id in ("A2", "A0", "A1", "B0", "C")] == [0, 1, 2, 0, None]
+    assert [await queue.queue_position(job_id) for job_id in ("A2", "A0", "A1", "B0", "C")] == [0, 1, 2, 0, None]
     (claim,) = await queue.fetch(1, 0.0)
-    assert await queue.place(claim.job.job_id) is None
+    assert await queue.queue_position(claim.job.job_id) is None
 
 
 async def test_how_much_may_wait(queue):
@@ -303,7 +303,7 @@ async def test_a_job_that_comes_back_goes_first_and_costs_no_second_turn(queue):
 
 async def test_redis_serves_as_memory_does(open_queue):
     chance = random.Random(4)
-    queues = [MemoryQueue(), await open_queue()]
+    queues = [memory_pair(), await open_queue()]
     waiting = []
     for number in range(600):
         act = chance.random()

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from service.errors import EndReason
-from service.queue.interface import GETS_ON_BY_EVENTS, Lease
+from service.queue.interface import PROGRESS_EVENTS, Lease
 from service.queue.messages import Cancel, Usage
 from tests.support.wire import PATIENCE_S, Ended, make_event, make_events, make_job, outcome, read_to_end
 
@@ -181,7 +181,7 @@ async def test_engines_that_die_without_it_speak_for_a_suspect(join):
     await other.hand_back(["JOB2"], "JOB1 was not there")
     for _ in range(2):
         claim = await worker.fetch_suspect()
-        assert (claim.job.job_id, claim.alone_for_events) == ("JOB1", GETS_ON_BY_EVENTS)
+        assert (claim.job.job_id, claim.alone_for_events) == ("JOB1", PROGRESS_EVENTS)
         await worker.hand_back(["JOB1"], "nobody else was there")
     assert await worker.fetch_suspect() is None
     assert [claim.job.job_id for claim in await worker.fetch(4, 1.0)] == ["JOB2"]
@@ -230,7 +230,7 @@ async def test_a_suspect_that_gets_on_alone_is_none_any_more(join):
         await worker.fetch(1, 1.0)
         await worker.hand_back(["JOB1"], "another was to blame")
     assert (await worker.fetch_suspect()).is_suspect
-    await worker.publish(make_events("JOB1", range(1, GETS_ON_BY_EVENTS + 1)))
+    await worker.publish(make_events("JOB1", range(1, PROGRESS_EVENTS + 1)))
     await worker.hand_back(["JOB1"])
     for _ in range(2):
         (claim,) = await worker.fetch(1, 1.0)

@@ -12,7 +12,7 @@ from service.queue import keys
 from service.queue.interface import Bounds, OutcomeUnknown, QueueFull, QueueUnavailable, Standing
 from service.queue.messages import Cancel
 from service.queue.redis import feed as redis_feed
-from service.queue.redis.queue import RedisQueue, open_redis_queue
+from tests.support.queue_pair import QueuePair, open_pair
 from tests.support.swallowing_proxy import Fate, SwallowingProxy, answered, once, swallowing
 from tests.support.wire import PATIENCE_S, Ended, make_event, make_events, make_job, outcome, persist, take
 
@@ -26,8 +26,8 @@ async def proxy(redis_url) -> AsyncIterator[SwallowingProxy]:
 
 
 @pytest.fixture
-async def queue(proxy) -> AsyncIterator[RedisQueue]:
-    opened = await open_redis_queue(proxy.url, timeout_s=TIMEOUT_S)
+async def queue(proxy) -> AsyncIterator[QueuePair]:
+    opened = await open_pair(proxy.url, timeout_s=TIMEOUT_S)
     yield opened
     await opened.close()
 
@@ -45,7 +45,7 @@ async def test_a_job_is_accepted_once(queue, proxy, redis, fate):
 
 
 async def test_a_job_that_has_run_and_ended_meanwhile_is_not_accepted_again(queue, proxy, redis_url):
-    worker = await open_redis_queue(redis_url)
+    worker = await open_pair(redis_url)
     proxy.choose = lambda name: Fate.SWALLOWED if name == "submit" else Fate.ANSWERED
     with pytest.raises(OutcomeUnknown):
         await queue.submit(make_job())
@@ -78,7 +78,7 @@ async def test_a_refusal_is_known_at_once_and_an_unknown_outcome_stays_one(queue
 
 async def test_a_job_that_another_door_submitted_is_followed_at_once(redis_url, monkeypatch):
     monkeypatch.setattr(redis_feed, "IDLE_CHECK_S", 4 * PATIENCE_S)
-    first, second, worker = [await open_redis_queue(redis_url) for _ in range(3)]
+    first, second, worker = [await open_pair(redis_url) for _ in range(3)]
     await first.submit(make_job(feed="one"))
     events = second.follow("JOB1")
     await second.submit(make_job(feed="two"))
@@ -120,7 +120,7 @@ async def test_a_claim_for_which_there_is_no_room_any_more_goes_back(queue, prox
     with pytest.raises(QueueUnavailable):
         await queue.fetch(4, 1.0)
     claims = await queue.fetch(1, 1.0)
-    other = await open_redis_queue(redis_url)
+    other = await open_pair(redis_url)
     claims += await other.fetch(4, 1.0)
     assert sorted(claim.job.job_id for claim in claims) == ["J0", "J1", "J2", "J3"]
     await other.close()
@@ -143,15 +143,17 @@ async def test_a_death_is_counted_once(queue, proxy, redis):
 async def test_replies_are_written_once_and_entries_settled(queue, proxy, redis, fate):
     redis.xadd(keys.ingress("alice"), {"m": b"x"})
     proxy.choose = once("XREADGROUP")
-    (entry,) = await persist(lambda: queue.fetch_ingress(["alice"], 1, 1.0))
+    (entry,) = await persist(lambda: queue.ingress.fetch_entries(["alice"], 1, 1.0))
     proxy.choose = once("begin_replies", "XRANGE", fate=fate)
-    assert (await persist(lambda: queue.begin_replies(entry, "a1"))).standing is Standing.OURS
+    assert (await persist(lambda: queue.ingress.begin_replies(entry, "a1"))).standing is Standing.OURS
     for number in range(1, 5):
         proxy.choose = once("reply", fate=fate)
         is_last = number == 4
-        assert await persist(lambda n=number, last=is_last: queue.reply(entry, "a1", n, b"%d" % n, is_last=last))
+        assert await persist(
+            lambda n=number, last=is_last: queue.ingress.reply(entry, "a1", n, b"%d" % n, is_last=last)
+        )
     proxy.choose = once("EXEC", fate=fate)
-    await persist(lambda: queue.settle_ingress(entry))
+    await persist(lambda: queue.ingress.settle_entry(entry))
     replies = redis.xrange(keys.reply("alice", "a1"))
     assert replies == [(b"%d-0" % number, {b"m": b"%d" % number}) for number in range(1, 5)]
     assert redis.xlen(keys.ingress("alice")) == 0
@@ -167,7 +169,7 @@ async def test_a_cancel_whose_answer_is_lost_is_one(queue, proxy):
 
 async def test_what_could_not_be_sent_is_refused_at_once(redis_url):
     async with swallowing(redis_url) as proxy:
-        queue = await open_redis_queue(proxy.url, timeout_s=PATIENCE_S)
+        queue = await open_pair(proxy.url, timeout_s=PATIENCE_S)
         await queue.now_s()
     async with asyncio.timeout(PATIENCE_S):  # nobody listens there now
         with pytest.raises(QueueUnavailable) as refused:

@@ -219,35 +219,35 @@ def make_record(request_id: str = "JOB1", **changes) -> RequestRecord:
 
 async def test_a_request_is_remembered(queue):
     record = make_record(prompt_texts=("a", "b"), stays=True)
-    assert await queue.recall("JOB1") is None
-    assert await queue.remember(record) == "JOB1"
-    assert await queue.recall("JOB1") == record
+    assert await queue.requests.get_request("JOB1") is None
+    assert await queue.requests.put_request(record) == "JOB1"
+    assert await queue.requests.get_request("JOB1") == record
     for request_id in ("", "a b", "x}:events"):
         with pytest.raises(ValueError, match="Redis key"):
-            await queue.recall(request_id)
+            await queue.requests.get_request(request_id)
 
 
 async def test_a_record_comes_with_the_job_that_is_accepted(queue):
     record = make_record("A")
     await queue.submit(make_job("A"), record=record)
-    assert await queue.recall("A") == record
+    assert await queue.requests.get_request("A") == record
     await queue.submit(make_job("A"), record=make_record("A", stays=True))  # a second time changes nothing
-    assert not (await queue.recall("A")).stays
+    assert not (await queue.requests.get_request("A")).stays
     with pytest.raises(QueueFull):
         await queue.submit(make_job("B"), Bounds(max_jobs=1), make_record("B"))
-    assert await queue.recall("B") is None
+    assert await queue.requests.get_request("B") is None
     await queue.cancel(Cancel(job_id="C", reason=EndReason.CANCELLED))
     await queue.submit(make_job("C"), record=make_record("C"))  # has ended before it came, and is found
-    assert (await queue.recall("C")).request_id == "C"
+    assert (await queue.requests.get_request("C")).request_id == "C"
 
 
 async def test_an_idempotency_key_stands_for_the_first_request(queue):
-    assert await queue.remember(make_record("A"), "key") == "A"
-    assert await queue.remember(make_record("B"), "key") == "A"
-    assert await queue.recall("B") is None
-    assert await queue.remember(make_record("A"), "key") == "A"
-    assert await queue.remember(make_record("C"), "other") == "C"
-    assert (await queue.recall("A")).request_id == "A"
+    assert await queue.requests.put_request(make_record("A"), "key") == "A"
+    assert await queue.requests.put_request(make_record("B"), "key") == "A"
+    assert await queue.requests.get_request("B") is None
+    assert await queue.requests.put_request(make_record("A"), "key") == "A"
+    assert await queue.requests.put_request(make_record("C"), "other") == "C"
+    assert (await queue.requests.get_request("A")).request_id == "A"
 
 
 async def test_the_last_event_of_each_job(queue):
@@ -262,10 +262,10 @@ async def test_the_last_event_of_each_job(queue):
 
 
 async def test_a_request_is_watched_for_a_while(queue):
-    assert not await queue.is_watched("A")
-    await queue.watch("A", 30.0)
-    assert await queue.is_watched("A")
-    await queue.watch("A", 0.01)
+    assert not await queue.requests.is_watched("A")
+    await queue.requests.mark_watched("A", 30.0)
+    assert await queue.requests.is_watched("A")
+    await queue.requests.mark_watched("A", 0.01)
     async with asyncio.timeout(5.0):
-        while await queue.is_watched("A"):
+        while await queue.requests.is_watched("A"):
             await asyncio.sleep(0.005)

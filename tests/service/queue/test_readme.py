@@ -41,13 +41,13 @@ def test_every_field_is_on_the_page(kind):
 
 async def answer_one(queue, replies: Sequence[Reply]) -> IngressJob:
     """What a queue door does."""
-    (entry,) = await queue.fetch_ingress(["alice"], 1, 10.0)
+    (entry,) = await queue.ingress.fetch_entries(["alice"], 1, 10.0)
     job = decode(IngressJob, entry.payload)
-    assert (await queue.begin_replies(entry, job.id)).standing is Standing.OURS
+    assert (await queue.ingress.begin_replies(entry, job.id)).standing is Standing.OURS
     for reply in replies:
         payload = encode(dataclasses.replace(reply, id=job.id))
-        assert await queue.reply(entry, job.id, reply.number, payload, is_last=reply.done)
-    await queue.settle_ingress(entry)
+        assert await queue.ingress.reply(entry, job.id, reply.number, payload, is_last=reply.done)
+    await queue.ingress.settle_entry(entry)
     return job
 
 
@@ -116,10 +116,10 @@ async def test_the_access_rules_are_enough_for_doors_and_workers(open_queue, gua
     assert (await outcome(door.follow("JOB2"))).reason is EndReason.CANCELLED
     await worker.retire("w1")
     guarded_redis.admin.xadd("{quire}:ingress:alice", {"m": b"x"})
-    (entry,) = await door.fetch_ingress(["alice"], 4, 1.0)
-    assert (await door.begin_replies(entry, "a1")).standing is Standing.OURS
-    assert await door.reply(entry, "a1", 1, b"y", is_last=True)
-    await door.settle_ingress(entry)
+    (entry,) = await door.ingress.fetch_entries(["alice"], 4, 1.0)
+    assert (await door.ingress.begin_replies(entry, "a1")).standing is Standing.OURS
+    assert await door.ingress.reply(entry, "a1", 1, b"y", is_last=True)
+    await door.ingress.settle_entry(entry)
     await work_that_fails(door, worker, guarded_redis.url(WORKER), open_queue)
 
 
@@ -141,7 +141,7 @@ async def work_that_fails(door, worker, worker_url, open_queue):
     assert list(await worker.fetch(1, 0.0)) == []
     assert (await outcome(door.follow("JOB3"))).reason is EndReason.POISONED
     await worker.renew()
-    worker._held.doubt()
+    worker._claimed.doubt()
     await worker.renew()
     returned = await open_queue("w", worker_url)
     assert await returned.take_over() == 1

@@ -12,7 +12,7 @@ from service.queue import keys
 from service.queue.interface import QueueUnavailable
 from service.queue.redis import link as redis_link
 from service.queue.redis.link import RedisLink
-from tests.fakes.queue.memory_queue import MemoryQueue
+from tests.support.queue_pair import memory_pair
 from tests.support.wire import PATIENCE_S, Ended, make_card, make_event, make_events, make_job, outcome
 
 AN_HOUR = 3600
@@ -63,13 +63,13 @@ async def test_the_difference_is_made_up_for_slowly(open_queue, set_clock, redis
     for by_s in (AN_HOUR, -AN_HOUR):
         set_clock(0)
         redis.delete(keys.CLOCK)
-        await queue.place("J")
+        await queue.queue_position("J")
         set_clock(by_s)
-        await queue.place("J")
+        await queue.queue_position("J")
         redis.hset(keys.CLOCK, "wall", float(redis.hget(keys.CLOCK, "wall")) - 100)  # nobody has asked for 100 s
         queue._link._spoke_at_s -= 100
         before_s = float(redis.hget(keys.CLOCK, "queue"))
-        await queue.place("J")
+        await queue.queue_position("J")
         passed_s = float(redis.hget(keys.CLOCK, "queue")) - before_s
         assert passed_s == pytest.approx(105 if by_s > 0 else 95, abs=2.0)
 
@@ -101,7 +101,7 @@ async def test_jobs_and_leases_live_on(open_queue, set_clock, redis, by_s):
     set_clock(by_s)
     for number in (2, 3):
         await door.submit(make_job(f"J{number}", deadline_s=await door.now_s() + 60))
-    other._held._contact_since_s -= 60.0  # it may judge
+    other._claimed._contact_since_s -= 60.0  # it may judge
     assert await other.take_over() == 0
     assert (await worker.renew()).lost == frozenset()
     assert {card.worker_id for card in await door.workers()} == {"w1", "w2"}
@@ -147,7 +147,7 @@ async def test_the_clock_of_a_redis_that_is_away(redis_url):
 
 
 async def test_the_queue_in_memory_keeps_time_too(monkeypatch):
-    queue, wall_s = MemoryQueue(), time.time
+    queue, wall_s = memory_pair(), time.time
     now_s = await queue.now_s()
     await queue.announce(make_card("w1"))
     await queue.submit(make_job("WAITS", deadline_s=now_s + 60))

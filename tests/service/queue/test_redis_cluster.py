@@ -11,14 +11,13 @@ from redis.crc import key_slot
 
 from service.errors import EndReason
 from service.queue import keys
-from service.queue.batches import ANSWERED_WELL, Batch, Move
 from service.queue.interface import QueueUnavailable
 from service.queue.messages import RequestRecord
+from service.queue.records import ANSWERED_WELL, Batch, Move, StorageFull, StorageLimits
 from service.queue.redis import feed as redis_feed
-from service.queue.redis.queue import RedisQueue, open_redis_queue
-from service.queue.storage import StorageFull, StorageLimits
 from tests.service.queue.test_redis_sentinel import Server
 from tests.support.certificates import OPENSSL, Certificates, make_certificates
+from tests.support.queue_pair import QueuePair, open_pair
 from tests.support.tls_proxy import tls_in_front_of
 from tests.support.wire import (
     PATIENCE_S,
@@ -72,7 +71,7 @@ def move_slot(source: Server, target: Server) -> None:
 
 @pytest.fixture
 async def queue(nodes):
-    opened = await open_redis_queue(f"redis+cluster://127.0.0.1:{nodes[1].port}")
+    opened = await open_pair(f"redis+cluster://127.0.0.1:{nodes[1].port}")
     yield opened
     await opened.close()
 
@@ -109,17 +108,17 @@ async def test_a_job_goes_through_a_cluster(queue):
         request_id="R", tenant="t", endpoint="/v1/completions", outline=b"{}", digest=b"", created_s=1.0,
         deadline_s=await queue.now_s() + 60, num_prompt_tokens=b"",
     )  # fmt: skip
-    await queue.remember(record)
-    assert await queue.recall("R") == record
+    await queue.requests.put_request(record)
+    assert await queue.requests.get_request("R") == record
 
 
 async def test_producers_are_heard_in_a_cluster(queue, nodes):
     with Redis(port=nodes[0].port) as redis:
         redis.xadd(keys.ingress("alice"), {"m": b"x"})
-    (entry,) = await queue.fetch_ingress(["alice"], 1, 1.0)
-    assert await queue.reply(entry, "1", 1, b"hello")
-    assert list((await queue.begin_replies(entry, "1")).replies) == [b"hello"]
-    await queue.settle_ingress(entry)
+    (entry,) = await queue.ingress.fetch_entries(["alice"], 1, 1.0)
+    assert await queue.ingress.reply(entry, "1", 1, b"hello")
+    assert list((await queue.ingress.begin_replies(entry, "1")).replies) == [b"hello"]
+    await queue.ingress.settle_entry(entry)
 
 
 async def test_what_a_tenant_stores_is_bounded_in_a_cluster(queue):
@@ -127,19 +126,19 @@ async def test_what_a_tenant_stores_is_bounded_in_a_cluster(queue):
     batch = Batch(
         batch_id="b", tenant="t", endpoint="/v1/completions", input_file_id="file-1", created_s=1.0, expires_s=9.0
     )
-    assert await queue.append_file("file-1", "t", b"x" * 3000, limits) == 1
+    assert await queue.batches.append_file("file-1", "t", b"x" * 3000, limits) == 1
     with pytest.raises(StorageFull):
-        await queue.append_file("file-2", "t", b"x" * 2000, limits)
-    await queue.put_line(batch, 0, b"answer", ANSWERED_WELL, limits)
-    assert (await queue.line_marks("b"), await queue.lines("b", 0, 1)) == (b"+", [b"answer"])
+        await queue.batches.append_file("file-2", "t", b"x" * 2000, limits)
+    await queue.batches.put_line(batch, 0, b"answer", ANSWERED_WELL, limits)
+    assert (await queue.batches.line_marks("b"), await queue.batches.lines("b", 0, 1)) == (b"+", [b"answer"])
     move = Move(first=0, past=1, num_bytes=6, output_file_id="file-3", error_file_id="file-4", output=b"x", errors=b"")
-    assert await queue.move_lines(batch, move) == 1
-    await queue.drop_lines(batch)
-    await queue.drop_file("file-1", "t")
-    await queue.append_file("file-2", "t", b"x" * 3000, limits)
+    assert await queue.batches.move_lines(batch, move) == 1
+    await queue.batches.drop_lines(batch)
+    await queue.batches.drop_file("file-1", "t")
+    await queue.batches.append_file("file-2", "t", b"x" * 3000, limits)
 
 
-async def test_the_queue_goes_where_its_slot_goes(nodes, queue: RedisQueue, monkeypatch):
+async def test_the_queue_goes_where_its_slot_goes(nodes, queue: QueuePair, monkeypatch):
     monkeypatch.setattr(redis_feed, "IDLE_CHECK_S", 2 * PATIENCE_S)  # events come by their feed, not by a look
     events = await follow_begun(queue)
     await asyncio.to_thread(move_slot, *nodes)
@@ -168,7 +167,7 @@ def behind_tls(nodes, tmp_path) -> Iterator[tuple[int, Certificates]]:
 
 async def test_the_way_to_a_cluster_may_be_tls(behind_tls, tmp_path):
     port, made = behind_tls
-    queue = await open_redis_queue(f"rediss+cluster://localhost:{port}?ssl_ca_certs={made.authority}")
+    queue = await open_pair(f"rediss+cluster://localhost:{port}?ssl_ca_certs={made.authority}")
     try:
         events = queue.follow("JOB1")
         await queue.submit(make_job())
@@ -179,4 +178,4 @@ async def test_the_way_to_a_cluster_may_be_tls(behind_tls, tmp_path):
         await queue.close()
     other = make_certificates(tmp_path / "strangers")
     with pytest.raises(QueueUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
-        await open_redis_queue(f"rediss+cluster://localhost:{port}?ssl_ca_certs={other.authority}")
+        await open_pair(f"rediss+cluster://localhost:{port}?ssl_ca_certs={other.authority}")

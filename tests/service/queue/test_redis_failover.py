@@ -9,8 +9,8 @@ import pytest
 
 from service.errors import EndReason
 from service.queue.messages import RequestRecord
-from service.queue.redis.queue import open_redis_queue
 from tests.support.certificates import OPENSSL, make_certificates
+from tests.support.queue_pair import open_pair
 from tests.support.redis_cluster import running_cluster
 from tests.support.wire import make_job, persist
 from tests.support.worker_harness import NUM_SLOTS, WorkerHarness, alone, read_events
@@ -57,7 +57,7 @@ async def ask(worker, first_token):
 
 
 async def test_every_token_is_told_once_though_the_primary_dies(cluster):
-    queue = await open_redis_queue(cluster.url, timeout_s=1.0)
+    queue = await open_pair(cluster.url, timeout_s=1.0)
     try:
         async with WorkerHarness(queue, step_s=STEP_S) as worker:
             readers = [await ask(worker, n) for n in range(2 * NUM_SLOTS)]
@@ -76,7 +76,7 @@ async def test_every_token_is_told_once_though_the_primary_dies(cluster):
 async def test_what_the_replica_never_heard_of_is_told_it_again(cluster):
     """Of jobs that run or wait nothing is lost, as long as their worker and their door live; of a request's record
     there is no second copy."""
-    door, queue = [await open_redis_queue(cluster.url, timeout_s=1.0) for _ in range(2)]
+    door, queue = [await open_pair(cluster.url, timeout_s=1.0) for _ in range(2)]
     try:
         async with WorkerHarness(queue, step_s=STEP_S) as worker:
             early = [await ask(worker, n) for n in range(NUM_SLOTS)]
@@ -90,14 +90,14 @@ async def test_what_the_replica_never_heard_of_is_told_it_again(cluster):
                 deadline_s=await door.now_s() + 600, num_prompt_tokens=b"",
             )  # fmt: skip
             await door.submit(make_job("R", tenant="t", deadline_s=await door.now_s() + 600), record=record)
-            assert await door.recall("R") == record
+            assert await door.requests.get_request("R") == record
             for reader in early:
                 await reader.hear_one()
             await asyncio.to_thread(cluster.owner.kill)
             cluster.heir.send(signal.SIGCONT)
             for reader in early + behind:
                 await reader.hear_all()
-            assert await persist(lambda: door.recall("R"), PATIENCE_S) is None
+            assert await persist(lambda: door.requests.get_request("R"), PATIENCE_S) is None
     finally:
         for opened in (door, queue):
             await opened.close()

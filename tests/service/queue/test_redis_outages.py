@@ -19,7 +19,7 @@ from service.queue.interface import Claim, IngressEntry, QueueUnavailable
 from service.queue.messages import Cancel
 from service.queue.redis import feed as redis_feed
 from service.queue.redis import follower as redis_follower
-from service.queue.redis.queue import open_redis_queue
+from tests.support.queue_pair import open_pair
 from tests.support.wire import (
     PATIENCE_S,
     Ended,
@@ -51,10 +51,10 @@ async def test_a_flushed_redis_is_used_on(open_queue, redis):
     assert await outcome(events) == Ended([2, 3], EndReason.STOP)
     assert keys.LOG_ENDED_TTL_S - 2 <= redis.ttl(keys.events("JOB1")) <= keys.LOG_ENDED_TTL_S
     assert (await queue.queue_state()).num_waiting == 0
-    assert list(await queue.fetch_ingress(["alice"], 1, 0.05)) == []
+    assert list(await queue.ingress.fetch_entries(["alice"], 1, 0.05)) == []
     redis.flushall()
     redis.xadd(keys.ingress("alice"), {"m": b"x"})
-    assert len(await queue.fetch_ingress(["alice"], 1, 1.0)) == 1
+    assert len(await queue.ingress.fetch_entries(["alice"], 1, 1.0)) == 1
 
 
 async def test_a_queued_job_lost_in_a_flush_is_submitted_again(open_queue, redis, monkeypatch):
@@ -159,7 +159,7 @@ async def test_what_the_last_second_lost_is_told_again(open_queue, redis):
     state |= {"attempts": 0, "queue": keys.RETURNED, "entry": entry.decode()}
     redis.hset(keys.STATES, "J1", msgpack.packb(state))
     redis.hdel(keys.CLAIMS, "J1")
-    worker._held.doubt()
+    worker._claimed.doubt()
     assert await worker.publish([make_event("J0", 5, EndReason.LENGTH), make_event("J1", 5, EndReason.STOP)]) == set()
     for job, reason in zip(jobs, (EndReason.LENGTH, EndReason.STOP, EndReason.STOP), strict=True):
         log = [int(entry_id.partition(b"-")[0]) for entry_id, _ in redis.xrange(keys.events(job.job_id))]
@@ -180,7 +180,7 @@ async def test_a_redis_without_memory_is_unavailable_and_keeps_what_it_has(open_
             queue.publish(make_events("JOB1", [2])),
             queue.cancel(Cancel(job_id="JOB1", reason=EndReason.STOP)),
             queue.announce(make_card("w1")),
-            queue.reply(IngressEntry("alice", "1-0", b""), "a1", 1, b"x"),
+            queue.ingress.reply(IngressEntry("alice", "1-0", b""), "a1", 1, b"x"),
         ):
             with pytest.raises(QueueUnavailable):
                 await act
@@ -205,7 +205,7 @@ async def test_connections_that_are_cut_come_back(open_queue, redis):
 async def test_a_killed_redis_comes_back_under_its_followers(data_dir, caplog):
     caplog.set_level(logging.INFO, "quire.redis")
     server = EmbeddedRedis.start(data_dir)
-    queue = await open_redis_queue(server.url)
+    queue = await open_pair(server.url)
     try:
         events = await follow_begun(queue)
         await asyncio.sleep(1.2)  # everysec: what was written is on disk by then
@@ -233,7 +233,7 @@ async def test_a_killed_redis_comes_back_under_its_followers(data_dir, caplog):
 
 async def test_an_empty_restart_is_survived(data_dir, tmp_path):
     server = EmbeddedRedis.start(data_dir)
-    queue = await open_redis_queue(server.url)
+    queue = await open_pair(server.url)
     try:
         await queue.submit(make_job())
         await queue.fetch(1, 1.0)
@@ -263,7 +263,7 @@ async def test_cancelled_calls_never_mix_up_answers(open_queue):
         async with queue._link.commands() as redis:
             assert await redis.echo(f"mine {number}") == f"mine {number}".encode()
         assert [card.worker_id for card in await queue.workers()] == ["w1"]
-        await queue.reply(IngressEntry("alice", f"{number + 1}-0", b""), f"a{number}", 1, b"x")
+        await queue.ingress.reply(IngressEntry("alice", f"{number + 1}-0", b""), f"a{number}", 1, b"x")
         assert (await queue.queue_state()).num_waiting == 1
 
     for round_ in range(40):
@@ -290,22 +290,22 @@ async def test_cancelled_calls_never_mix_up_answers(open_queue):
 )
 async def test_a_wrong_url_is_refused_before_anything(url):
     with pytest.raises(StartupError, match="Redis URL"):
-        await open_redis_queue(url)
+        await open_pair(url)
 
 
 async def test_a_wrong_password_is_told_apart_from_an_absent_redis(redis, redis_url):
     redis.execute_command("ACL", "SETUSER", "alice", "on", ">right", "~*", "+@all")
     try:
         with pytest.raises(StartupError, match="refuses us") as refused:
-            await open_redis_queue(redis_url.replace("unix://", "unix://alice:wrong@"))
+            await open_pair(redis_url.replace("unix://", "unix://alice:wrong@"))
         assert "wrong" not in str(refused.value)
-        queue = await open_redis_queue(redis_url.replace("unix://", "unix://alice:right@"))
+        queue = await open_pair(redis_url.replace("unix://", "unix://alice:right@"))
         await queue.close()
     finally:
         redis.execute_command("ACL", "DELUSER", "alice")
     for nobody in ("redis://127.0.0.1:1/2", "rediss://:secret@127.0.0.1:1", "unix:///nowhere?db=1"):
         with pytest.raises(QueueUnavailable, match="does not answer"):
-            await open_redis_queue(nobody)
+            await open_pair(nobody)
 
 
 async def test_a_key_of_another_type_is_unavailable_not_a_crash(open_queue, redis):

@@ -50,7 +50,7 @@ async def test_every_key_has_the_life_it_should(open_queue, redis):
     await queue.cancel(Cancel(job_id="JOB2", reason=EndReason.CANCELLED))
     await queue.publish(make_events("JOB1", [1, 2]))
     await queue.announce(make_card("w1"))
-    await queue.reply(IngressEntry("alice", "1-0", b""), "a1", 1, b"x")
+    await queue.ingress.reply(IngressEntry("alice", "1-0", b""), "a1", 1, b"x")
     for key, ttl_s in {
         keys.events("JOB1"): keys.LOG_RUNNING_TTL_S,
         keys.cancel("JOB2"): keys.TOMBSTONE_TTL_S,
@@ -189,48 +189,50 @@ async def test_an_ingress_entry_goes_to_one_door_and_leaves_with_its_settling(op
     redis.xadd(keys.ingress("alice"), {"m": b"first"})  # before any door was there
     redis.xadd(keys.ingress("bob"), {"m": b"second"})
     redis.xadd(keys.ingress("bob"), {"wrong": b"third"})
-    entries = await one.fetch_ingress(["alice", "bob"], 8, 1.0)
+    entries = await one.ingress.fetch_entries(["alice", "bob"], 8, 1.0)
     assert [(entry.producer, entry.payload) for entry in entries] == [
         ("alice", b"first"),
         ("bob", b"second"),
         ("bob", b""),
     ]
-    assert list(await two.fetch_ingress(["alice", "bob"], 8, 0.05)) == []
+    assert list(await two.ingress.fetch_entries(["alice", "bob"], 8, 0.05)) == []
     for entry in entries:
-        await one.settle_ingress(entry)
+        await one.ingress.settle_entry(entry)
     assert redis.xlen(keys.ingress("alice")) == redis.xlen(keys.ingress("bob")) == 0
-    await one.reply(entries[0], "a1", 1, b"text")
+    await one.ingress.reply(entries[0], "a1", 1, b"text")
     assert redis.xrange("{quire}:reply:alice:a1") == [(b"1-0", {b"m": b"text"})]
 
 
 async def test_an_ingress_entry_unsettled_is_given_again_to_the_same_door(open_queue, redis):
     redis.xadd(keys.ingress("alice"), {"m": b"x"})
     first = await open_queue("d1")
-    (entry,) = await first.fetch_ingress(["alice"], 8, 1.0)
-    assert list(await first.fetch_ingress(["alice"], 8, 0.05)) == []
+    (entry,) = await first.ingress.fetch_entries(["alice"], 8, 1.0)
+    assert list(await first.ingress.fetch_entries(["alice"], 8, 0.05)) == []
     await first.close()
     second = await open_queue("d1")
-    assert list(await second.fetch_ingress(["alice"], 8, 1.0)) == [replace(entry, was_left=True)]
+    assert list(await second.ingress.fetch_entries(["alice"], 8, 1.0)) == [replace(entry, was_left=True)]
 
 
 async def test_what_a_dead_door_left_goes_to_another_and_what_a_live_one_keeps_does_not(open_queue, redis, monkeypatch):
     monkeypatch.setattr(keys, "INGRESS_KEEP_S", 0.05)
     monkeypatch.setattr(keys, "INGRESS_LEFT_S", 0.4)
     dead, alive, heir = [await open_queue() for _ in range(3)]
-    assert list(await heir.fetch_ingress(["alice"], 8, 0.0)) == []
+    assert list(await heir.ingress.fetch_entries(["alice"], 8, 0.0)) == []
     redis.xadd(keys.ingress("alice"), {"m": b"x"})
-    (left,) = await dead.fetch_ingress(["alice"], 8, 1.0)
+    (left,) = await dead.ingress.fetch_entries(["alice"], 8, 1.0)
     redis.xadd(keys.ingress("alice"), {"m": b"y"})
-    (kept,) = await alive.fetch_ingress(["alice"], 8, 1.0)
+    (kept,) = await alive.ingress.fetch_entries(["alice"], 8, 1.0)
     async with asyncio.timeout(PATIENCE_S):
-        while not (taken := list(await heir.fetch_ingress(["alice"], 8, 0.0))):
-            assert list(await alive.keep_ingress()) == []
+        while not (taken := list(await heir.ingress.fetch_entries(["alice"], 8, 0.0))):
+            assert list(await alive.ingress.renew_entries()) == []
             await asyncio.sleep(0.05)
     assert taken == [replace(left, was_left=True)]
-    assert [(entry.producer, entry.entry_id) for entry in await dead.keep_ingress()] == [("alice", left.entry_id)]
-    assert list(await dead.keep_ingress()) == list(await heir.keep_ingress()) == []
-    await heir.settle_ingress(taken[0])
-    await alive.settle_ingress(kept)
+    assert [(entry.producer, entry.entry_id) for entry in await dead.ingress.renew_entries()] == [
+        ("alice", left.entry_id)
+    ]
+    assert list(await dead.ingress.renew_entries()) == list(await heir.ingress.renew_entries()) == []
+    await heir.ingress.settle_entry(taken[0])
+    await alive.ingress.settle_entry(kept)
     assert redis.xlen(keys.ingress("alice")) == 0
 
 

@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 from service.errors import EndReason, StartupError
 from service.queue.embedded import redis as embedded_redis
 from service.queue.interface import QueueUnavailable
-from service.queue.redis.queue import open_redis_queue
+from tests.support.queue_pair import open_pair
 from tests.support.redis_cluster import free_port
 from tests.support.wire import Ended, make_event, make_events, make_job, outcome, take
 
@@ -88,7 +88,7 @@ def _raw_info(server: Server) -> bytes:
 
 async def test_a_failover_loses_no_job_and_ends_no_stream(watched):
     primary, replica, sentinel = watched
-    queue = await open_redis_queue(f"redis+sentinel://127.0.0.1:1,127.0.0.1:{sentinel.port}/quire/0", timeout_s=1.0)
+    queue = await open_pair(f"redis+sentinel://127.0.0.1:1,127.0.0.1:{sentinel.port}/quire/0", timeout_s=1.0)
     try:
         events = queue.follow("JOB1")
         await queue.submit(make_job())
@@ -116,7 +116,7 @@ async def test_a_failover_loses_no_job_and_ends_no_stream(watched):
 
 async def test_sentinels_that_know_no_such_primary_are_no_answer(watched):
     with pytest.raises(QueueUnavailable, match="does not answer"):
-        await open_redis_queue(f"redis+sentinel://127.0.0.1:{watched[2].port}/other", timeout_s=1.0)
+        await open_pair(f"redis+sentinel://127.0.0.1:{watched[2].port}/other", timeout_s=1.0)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ async def test_sentinels_that_know_no_such_primary_are_no_answer(watched):
 )
 async def test_a_wrong_url_is_refused_by_name(url, wrong):
     with pytest.raises(StartupError, match=wrong):
-        await open_redis_queue(url)
+        await open_pair(url)
 
 
 async def test_a_node_of_a_cluster_is_no_server_of_its_own(tmp_path):
@@ -140,6 +140,6 @@ async def test_a_node_of_a_cluster_is_no_server_of_its_own(tmp_path):
     try:
         server.until(lambda: server.ask("PING"))
         with pytest.raises(StartupError, match="redis\\+cluster://"):
-            await open_redis_queue(f"redis://127.0.0.1:{server.port}")
+            await open_pair(f"redis://127.0.0.1:{server.port}")
     finally:
         server.kill()

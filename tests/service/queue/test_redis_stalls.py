@@ -18,8 +18,8 @@ from service.queue.interface import QueueUnavailable
 from service.queue.messages import Cancel, Part
 from service.queue.redis import feed as redis_feed
 from service.queue.redis.link import RedisLink
-from service.queue.redis.queue import open_redis_queue
 from tests.service.queue.test_redis_sentinel import Server
+from tests.support.queue_pair import open_pair
 from tests.support.redis_way import ping, pretender
 from tests.support.tcp_proxy import proxy_to
 from tests.support.wire import PATIENCE_S, follow_begun, make_event, make_events, make_job, persist, take
@@ -68,7 +68,7 @@ async def test_nobody_goes_on_reading_from_a_replica(start):
     their reads for ever."""
     old, new = start("old"), start("new")
     async with proxy_to(old.port) as proxy:
-        queue = await open_redis_queue(f"redis://127.0.0.1:{proxy.port}")
+        queue = await open_pair(f"redis://127.0.0.1:{proxy.port}")
         events = await follow_begun(queue)
         assert list(await queue.fetch_cancels(0.01)) == []
         old.ask("REPLICAOF", "127.0.0.1", "1")
@@ -221,11 +221,11 @@ async def test_an_entry_that_nobody_answers_is_given_out_again(open_queue, redis
     monkeypatch.setattr(keys, "INGRESS_LEFT_S", 0.2)
     door, other = await open_queue(), await open_queue()
     redis.xadd(keys.ingress("alice"), {"m": b"x"})
-    (entry,) = await door.fetch_ingress(["alice"], 8, 1.0)
-    door.leave_ingress(entry)
+    (entry,) = await door.ingress.fetch_entries(["alice"], 8, 1.0)
+    door.ingress.release_entry(entry)
     async with asyncio.timeout(SOON_S):
-        while not (taken := list(await other.fetch_ingress(["alice"], 8, 0.0))):
-            assert list(await door.keep_ingress()) == []
+        while not (taken := list(await other.ingress.fetch_entries(["alice"], 8, 0.0))):
+            assert list(await door.ingress.renew_entries()) == []
             await asyncio.sleep(0.05)
     assert [(again.entry_id, again.was_left) for again in taken] == [(entry.entry_id, True)]
 
@@ -234,12 +234,12 @@ async def test_entries_are_kept_though_another_stream_is_lost(open_queue, redis:
     door = await open_queue("d1")
     for producer in ("alice", "bob"):
         redis.xadd(keys.ingress(producer), {"m": b"x"})
-    entries = await door.fetch_ingress(["alice", "bob"], 8, 1.0)
+    entries = await door.ingress.fetch_entries(["alice", "bob"], 8, 1.0)
     assert [entry.producer for entry in entries] == ["alice", "bob"]
     redis.delete(keys.ingress("alice"))
     long_ms = 1_000_000
     bob = (keys.ingress("bob"), keys.INGRESS_GROUP)
     redis.xclaim(*bob, "d1", 0, [entries[1].entry_id], idle=long_ms, justid=True)
-    assert list(await door.keep_ingress()) == []
+    assert list(await door.ingress.renew_entries()) == []
     (pending,) = redis.xpending_range(*bob, "-", "+", 8)
     assert pending["time_since_delivered"] < long_ms

@@ -9,9 +9,9 @@ import pytest
 
 from service.queue import keys
 from service.queue.interface import IngressEntry, OutcomeUnknown, QueueUnavailable, Standing
-from service.queue.redis.queue import open_redis_queue
-from tests.fakes.queue.memory_queue import MemoryQueue
+from tests.fakes.queue.gateway import MemoryGatewayQueue
 from tests.fakes.queue.queue_data import QueueData
+from tests.support.queue_pair import memory_pair, open_pair
 from tests.support.wire import PATIENCE_S
 
 
@@ -20,10 +20,10 @@ async def doors(request):
     """Two gateways on one queue."""
     if request.param == "redis":
         url = request.getfixturevalue("redis_url")
-        opened = await open_redis_queue(url), await open_redis_queue(url)
+        opened = await open_pair(url), await open_pair(url)
     else:
         data = QueueData()
-        opened = MemoryQueue(data), MemoryQueue(data)
+        opened = memory_pair(data), memory_pair(data)
     yield opened
     for door in opened:
         await door.close()
@@ -34,18 +34,18 @@ def produce(redis) -> Callable[..., Awaitable[IngressEntry]]:
     """Writes an entry, and takes it at a gateway."""
 
     async def write(door, message: bytes = b"x") -> IngressEntry:
-        if isinstance(door, MemoryQueue):
+        if isinstance(door.gateway, MemoryGatewayQueue):
             await door.produce("alice", message)
         else:
             redis.xadd(keys.ingress("alice"), {"m": message})
-        (entry,) = await door.fetch_ingress(["alice"], 1, PATIENCE_S)
+        (entry,) = await door.ingress.fetch_entries(["alice"], 1, PATIENCE_S)
         return entry
 
     return write
 
 
 async def replies(door, entry, name="a1"):
-    found = await door.begin_replies(entry, name)
+    found = await door.ingress.begin_replies(entry, name)
     assert found.standing is Standing.OURS
     return list(found.replies)
 
@@ -55,10 +55,10 @@ async def test_a_reply_is_there_once(doors, produce):
     entry = await produce(door)
     assert await replies(door, entry) == []
     for number in (1, 1, 2, 1, 2):
-        assert await door.reply(entry, "a1", number, b"%d" % number)
+        assert await door.ingress.reply(entry, "a1", number, b"%d" % number)
     assert await replies(door, entry) == [b"1", b"2"]
-    assert await door.reply(entry, "a1", 3, b"3", is_last=True)
-    assert await door.reply(entry, "a1", 4, b"4")  # nothing follows the last
+    assert await door.ingress.reply(entry, "a1", 3, b"3", is_last=True)
+    assert await door.ingress.reply(entry, "a1", 4, b"4")  # nothing follows the last
     assert await replies(door, entry) == [b"1", b"2", b"3"]
 
 
@@ -67,9 +67,9 @@ async def test_an_entry_that_is_written_twice_is_one_job(doors, produce):
     first = await produce(door, b"same")
     await replies(door, first)
     second = await produce(other, b"same")
-    assert (await other.begin_replies(second, "a1")).standing is Standing.REPEATED
-    await door.reply(first, "a1", 1, b"text", is_last=True)
-    assert (await other.begin_replies(second, "a1")).standing is Standing.REPEATED
+    assert (await other.ingress.begin_replies(second, "a1")).standing is Standing.REPEATED
+    await door.ingress.reply(first, "a1", 1, b"text", is_last=True)
+    assert (await other.ingress.begin_replies(second, "a1")).standing is Standing.REPEATED
     assert await replies(door, first) == [b"text"]
 
 
@@ -78,12 +78,12 @@ async def test_a_name_is_used_again_behind_the_last_reply(doors, produce):
     first = await produce(door, b"one")
     await replies(door, first)
     second = await produce(other, b"another")
-    assert (await other.begin_replies(second, "a1")).standing is Standing.IN_USE
-    assert not await other.reply(second, "a1", 1, b"mixed in")
+    assert (await other.ingress.begin_replies(second, "a1")).standing is Standing.IN_USE
+    assert not await other.ingress.reply(second, "a1", 1, b"mixed in")
     assert await replies(other, second, second.entry_id) == []
-    await door.reply(first, "a1", 1, b"text", is_last=True)
+    await door.ingress.reply(first, "a1", 1, b"text", is_last=True)
     assert await replies(other, second) == []
-    assert await other.reply(second, "a1", 1, b"new")
+    assert await other.ingress.reply(second, "a1", 1, b"new")
     assert await replies(other, second) == [b"new"]
 
 
@@ -91,19 +91,19 @@ async def test_who_lost_an_entry_adds_nothing_to_its_replies(open_queue, redis, 
     monkeypatch.setattr(keys, "INGRESS_LEFT_S", 0.2)
     frozen, heir = await open_queue(), await open_queue()
     redis.xadd(keys.ingress("alice"), {"m": b"x"})
-    (entry,) = await frozen.fetch_ingress(["alice"], 1, PATIENCE_S)
-    assert await frozen.reply(entry, "a1", 1, b"Once")
+    (entry,) = await frozen.ingress.fetch_entries(["alice"], 1, PATIENCE_S)
+    assert await frozen.ingress.reply(entry, "a1", 1, b"Once")
     async with asyncio.timeout(PATIENCE_S):
-        while not (taken := await heir.fetch_ingress(["alice"], 1, 0.0)):
+        while not (taken := await heir.ingress.fetch_entries(["alice"], 1, 0.0)):
             heir._looks_for_left_at_s = 0.0
             await asyncio.sleep(0.05)
-    assert not await frozen.reply(entry, "a1", 2, b" upon a")
-    assert (await frozen.begin_replies(entry, "a1")).standing is Standing.TAKEN
+    assert not await frozen.ingress.reply(entry, "a1", 2, b" upon a")
+    assert (await frozen.ingress.begin_replies(entry, "a1")).standing is Standing.TAKEN
     assert await replies(heir, taken[0]) == [b"Once"]
-    assert await heir.reply(taken[0], "a1", 2, b" upon")
-    assert await heir.reply(taken[0], "a1", 3, b" a time", is_last=True)
-    await heir.settle_ingress(taken[0])
-    assert await frozen.reply(entry, "a1", 4, b"!")  # the last reply is there: nothing is written
+    assert await heir.ingress.reply(taken[0], "a1", 2, b" upon")
+    assert await heir.ingress.reply(taken[0], "a1", 3, b" a time", is_last=True)
+    await heir.ingress.settle_entry(taken[0])
+    assert await frozen.ingress.reply(entry, "a1", 4, b"!")  # the last reply is there: nothing is written
     assert redis.xrange(keys.reply("alice", "a1")) == [
         (b"1-0", {b"m": b"Once"}),
         (b"2-0", {b"m": b" upon"}),
@@ -115,5 +115,5 @@ async def test_a_refusal_is_no_unknown_outcome(open_queue, redis):
     queue = await open_queue()
     redis.set(keys.reply("alice", "a1"), "not a stream")
     with pytest.raises(QueueUnavailable) as refused:
-        await queue.reply(IngressEntry("alice", "1-0", b""), "a1", 1, b"x")
+        await queue.ingress.reply(IngressEntry("alice", "1-0", b""), "a1", 1, b"x")
     assert not isinstance(refused.value, OutcomeUnknown)

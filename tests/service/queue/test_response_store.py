@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from service.queue.responses import StoredResponse
+from service.queue.records import StoredResponse
 
 RECORD = StoredResponse(
     response_id="resp_1",
@@ -21,35 +21,35 @@ ANSWERED = replace(RECORD, answer={"status": "completed", "output": [{"text": "\
 
 
 async def test_a_record_comes_back_whole(queue):
-    await queue.put_response(RECORD, 60)
-    assert await queue.response("resp_1") == RECORD
+    await queue.responses.put_response(RECORD, 60)
+    assert await queue.responses.get_response("resp_1") == RECORD
     assert not RECORD.is_settled
-    await queue.settle_response(ANSWERED, 60)
-    assert await queue.response("resp_1") == ANSWERED
+    await queue.responses.settle_response(ANSWERED, 60)
+    assert await queue.responses.get_response("resp_1") == ANSWERED
     assert ANSWERED.is_settled
-    assert await queue.response("resp_2") is None
+    assert await queue.responses.get_response("resp_2") is None
 
 
 async def test_what_was_dropped_stays_away(queue):
-    await queue.put_response(RECORD, 60)
-    await queue.drop_response(RECORD)
-    await queue.settle_response(ANSWERED, 60)
-    assert await queue.response("resp_1") is None
-    await queue.drop_response(RECORD)
+    await queue.responses.put_response(RECORD, 60)
+    await queue.responses.drop_response(RECORD)
+    await queue.responses.settle_response(ANSWERED, 60)
+    assert await queue.responses.get_response("resp_1") is None
+    await queue.responses.drop_response(RECORD)
 
 
 async def test_a_record_is_kept_as_long_as_is_said(queue):
-    await queue.put_response(RECORD, 0.05)
+    await queue.responses.put_response(RECORD, 0.05)
     async with asyncio.timeout(10):
-        while await queue.response("resp_1") is not None:
+        while await queue.responses.get_response("resp_1") is not None:
             await asyncio.sleep(0.01)
-    await queue.put_response(RECORD, 0.5)
-    await queue.settle_response(ANSWERED, 60)
+    await queue.responses.put_response(RECORD, 0.5)
+    await queue.responses.settle_response(ANSWERED, 60)
     await asyncio.sleep(0.6)
-    assert await queue.response("resp_1") == ANSWERED
+    assert await queue.responses.get_response("resp_1") == ANSWERED
 
 
 @pytest.mark.parametrize("name", ["a/b", "", "x" * 200, "a:b", "{a}"])
 async def test_an_id_that_no_key_may_hold_is_refused(queue, name):
     with pytest.raises(ValueError, match="Redis key"):
-        await queue.response(name)
+        await queue.responses.get_response(name)

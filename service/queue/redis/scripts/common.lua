@@ -33,7 +33,7 @@
 local JOBS, STATES, CLAIMS, DEADLINES, WAITING, RETURNED, SUSPECTS, LEASES, EPOCH = unpack(KEYS, 1, 9)
 local FEED_ENTRIES, FEED_LIFE_S, RUNNING_LIFE_S, ENDED_LIFE_S = unpack(ARGV, 1, 4)
 local SUSPECT_AFTER_DEATHS, MAX_DEATHS, MAX_DEATHS_IN_ALL = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
-local GETS_ON_BY_EVENTS = tonumber(ARGV[8])
+local PROGRESS_EVENTS = tonumber(ARGV[8])
 
 -- The queue's clock: Redis' own, without its jumps. It is set by NTP, and may be an hour off after a failover; deadlines,
 -- leases and the order of jobs must not move with it. Every script moves the clock on, by no more than what has passed on the
@@ -155,7 +155,7 @@ local function put_back(job, state, cause, death)
   redis.call('HDEL', CLAIMS, job)
   if not state then return forget(job) end
   if state.cancel then return end_job(job, state, state.cancel) end
-  if last_number(state.log) >= state.told + GETS_ON_BY_EVENTS then state.deaths = 0 end
+  if last_number(state.log) >= state.told + PROGRESS_EVENTS then state.deaths = 0 end
   if cause then
     if state.deaths == 0 then state.first_death, state.near = death.number, death.near end
     state.deaths = state.deaths + 1

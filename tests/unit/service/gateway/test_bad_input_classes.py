@@ -13,7 +13,7 @@ import pytest
 from service.queue.codec import decode
 from service.queue.messages import Reply
 from tests.fakes.scripted_worker import Script
-from tests.support.gateway import MAX_POSITION, MODEL, QuickQueue, open_gateway
+from tests.support.gateway import MAX_POSITION, MODEL, QuickIngress, QuickQueue, open_gateway
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = {"model": MODEL, "prompt": "the and", "max_tokens": 4}
@@ -98,9 +98,9 @@ REFUSED = [
 ]
 
 
-class Recorder(QuickQueue):
-    def __init__(self):
-        super().__init__()
+class Recorder(QuickIngress):
+    def __init__(self, data):
+        super().__init__(data)
         self.said = []
 
     async def reply(self, entry, reply_id, number, payload, *, is_last=False):
@@ -109,13 +109,13 @@ class Recorder(QuickQueue):
 
 
 async def at_queue(gateway, endpoint, body):
-    gateway.queue.said.clear()
+    gateway.queue.ingress.said.clear()
     await gateway.queue.produce("default", msgpack.packb({"v": 1, "id": "a", "endpoint": endpoint, "body": body}))
-    return gateway.queue.said
+    return gateway.queue.ingress.said
 
 
 async def test_every_class_is_refused_by_name_at_both_doors(model_folder, caplog):
-    async with open_gateway(model_folder, Recorder()) as gateway:
+    async with open_gateway(model_folder, QuickQueue(ingress=Recorder)) as gateway:
         for name, endpoint, change, param in REFUSED:
             body = {**(PROMPT if endpoint == COMPLETIONS else MESSAGES), **change}
             status, answer = await gateway.post(endpoint, body)

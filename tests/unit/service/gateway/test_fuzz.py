@@ -26,7 +26,7 @@ from service.gateway.routes.tokenization import DetokenizeBody, TokenizeBody
 from service.queue.codec import decode
 from service.queue.messages import Reply
 from tests.fakes.scripted_worker import Script
-from tests.support.gateway import MODEL, QuickQueue, open_gateway
+from tests.support.gateway import MODEL, QuickIngress, QuickQueue, open_gateway
 
 BODIES = {
     COMPLETIONS: {"model": MODEL, "prompt": "the and", "max_tokens": 4},
@@ -92,11 +92,11 @@ def mangled(draw, start):
     return bytes(data)
 
 
-class RecordingQueue(QuickQueue):
+class RecordingIngress(QuickIngress):
     """Keeps the replies of all jobs in the order they were said."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, data):
+        super().__init__(data)
         self.said = []
 
     async def reply(self, entry, reply_id, number, payload, *, is_last=False):
@@ -155,15 +155,15 @@ class Doors:
 
     async def _queue(self, payload):
         queue = self._gateway.queue
-        for said in (queue.said, queue.data.replies, queue.data.reply_owners, queue.data.replies_done):
+        for said in (queue.ingress.said, queue.data.replies, queue.data.reply_owners, queue.data.replies_done):
             said.clear()  # else the same entry again would be no new job
         await queue.produce("default", payload)
         async with asyncio.timeout(LAST_WORDS_S):
-            while not (queue.said and queue.said[-1].done):
+            while not (queue.ingress.said and queue.ingress.said[-1].done):
                 await asyncio.sleep(0.001)
-        assert [reply.number for reply in queue.said] == list(range(1, len(queue.said) + 1))
-        assert sum(reply.done for reply in queue.said) == 1
-        return queue.said[-1].error
+        assert [reply.number for reply in queue.ingress.said] == list(range(1, len(queue.ingress.said) + 1))
+        assert sum(reply.done for reply in queue.ingress.said) == 1
+        return queue.ingress.said[-1].error
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,7 @@ def doors(model_folder):
 
 
 async def _queue():
-    return RecordingQueue()
+    return QuickQueue(ingress=RecordingIngress)
 
 
 def entry(endpoint, body):

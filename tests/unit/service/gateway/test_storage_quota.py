@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import aiohttp
 import pytest
@@ -21,10 +20,10 @@ RESPONSES = "/v1/responses"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(runner, "BEAT_S", 0.05)
-    monkeypatch.setattr(progress, "BEAT_S", 0.05)
+    monkeypatch.setattr(runner, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(progress, "HEARTBEAT_S", 0.05)
     monkeypatch.setattr(progress, "RETRY_S", 0.05)
-    monkeypatch.setattr(runner, "LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr(runner, "POLL_INTERVAL_S", 0.1)
 
 
 async def upload(gateway, size: int, who: dict, purpose: str = "batch") -> tuple[int, dict, str | None]:
@@ -144,21 +143,28 @@ async def test_a_batch_that_finds_no_room_fails_by_name_and_keeps_what_it_has(mo
         assert len(await answers(client, batch.output_file_id)) == done
         undone = await answers(client, batch.error_file_id)
         assert {each["error"]["code"] for each in undone} == {"storage_quota_exceeded"}
-        assert (await gateway.queue.open_batches()) == []
+        assert (await gateway.queue.batches.open_batches()) == []
         for each in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
             await client.files.delete(each)
         again = await ended(client, (await submit(client, jsonl(*lines[:5]))).id)
         assert again.status == "completed"
 
 
+def queue_without_runner() -> QuickQueue:
+    """No gateway gets to work on a batch."""
+    queue = QuickQueue()
+
+    async def refuse(batch_id, holder, for_s):
+        return False
+
+    queue.batches.hold_batch = refuse
+    return queue
+
+
 async def test_more_batches_than_may_be_open_are_refused(model_folder, monkeypatch):
     monkeypatch.setattr("service.gateway.batches.batches.MAX_OPEN_BATCHES", 3)
 
-    class Keeping(QuickQueue):
-        async def hold_batch(self, batch_id, holder, for_s):
-            return False
-
-    async with open_gateway(model_folder, Keeping(), api_key=("one", "two")) as gateway:
+    async with open_gateway(model_folder, queue_without_runner(), api_key=("one", "two")) as gateway:
         async with client_of(gateway, "one") as client:
             first = await submit(client, jsonl(line(1)))
         body = {"input_file_id": first.input_file_id, "endpoint": CHAT, "completion_window": "24h"}
@@ -169,11 +175,7 @@ async def test_more_batches_than_may_be_open_are_refused(model_folder, monkeypat
 
 
 async def test_a_batch_that_waits_says_that_it_is_cancelled(model_folder):
-    class Keeping(QuickQueue):
-        async def hold_batch(self, batch_id, holder, for_s):
-            return False
-
-    async with open_gateway(model_folder, Keeping()) as gateway, client_of(gateway) as client:
+    async with open_gateway(model_folder, queue_without_runner()) as gateway, client_of(gateway) as client:
         batch = await submit(client, jsonl(line(1)))
         assert (await client.batches.retrieve(batch.id)).status == "validating"
         await client.batches.cancel(batch.id)
@@ -193,22 +195,17 @@ async def test_a_full_queue_memory_is_told_with_503(model_folder):
 async def test_answers_go_on_to_their_files_where_a_gateway_stopped(model_folder, monkeypatch):
     monkeypatch.setattr(finish, "LINES_AT_ONCE", 7)
 
-    class Failing(QuickQueue):
-        """Is away after every move, and did what it was asked."""
+    queue = QuickQueue()
+    move_lines = queue.batches.move_lines
 
-        async def move_lines(self, batch, move):
-            moved = await super().move_lines(batch, move)
-            if move.past < batch.num_total:
-                raise QueueUnavailable("away")
-            return moved
+    async def move_and_fail(batch, move):
+        moved = await move_lines(batch, move)
+        if move.past < batch.num_total:
+            raise QueueUnavailable("away")
+        return moved
 
-        async def put_batch(self, batch, *limits):
-            await super().put_batch(batch, *limits)
-            if batch.status == "finalizing":
-                seen.append(replace(batch))
-
-    seen: list = []
-    async with open_gateway(model_folder, Failing()) as gateway, client_of(gateway) as client:
+    queue.batches.move_lines = move_and_fail
+    async with open_gateway(model_folder, queue) as gateway, client_of(gateway) as client:
         batch = await ended(client, (await submit(client, jsonl(*(line(number) for number in range(40))))).id)
         assert (batch.status, batch.request_counts.completed) == ("completed", 40)
         told = await answers(client, batch.output_file_id)
@@ -222,11 +219,14 @@ async def test_answers_go_on_to_their_files_where_a_gateway_stopped(model_folder
 
 
 async def test_a_file_that_is_deleted_while_it_is_read_breaks_its_download_off(model_folder):
-    class Forgetful(QuickQueue):
-        async def file_pieces(self, file_id, first, count):
-            return [] if first else await super().file_pieces(file_id, first, count)
+    queue = QuickQueue()
+    file_pieces = queue.batches.file_pieces
 
-    async with open_gateway(model_folder, Forgetful()) as gateway:
+    async def first_piece_only(file_id, first, count):
+        return [] if first else await file_pieces(file_id, first, count)
+
+    queue.batches.file_pieces = first_piece_only
+    async with open_gateway(model_folder, queue) as gateway:
         form = aiohttp.FormData({"purpose": "batch"})
         form.add_field("file", b"x" * 600 * KIB, filename="f")
         async with gateway.http.post(gateway.url + "/v1/files", data=form) as response:

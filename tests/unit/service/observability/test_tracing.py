@@ -23,7 +23,9 @@ from service.observability.logs import _OneLine, add_log_context, log_context
 from service.observability.tracing import NO_TRACING, open_tracing, read_traceparent, trace_id
 from service.queue.messages import Cancel
 from service.worker.spans import JobSpans
+from tests.fakes.queue.worker import MemoryWorkerQueue
 from tests.support.gateway import QuickQueue, write_model
+from tests.support.queue_pair import QueuePair
 from tests.support.source_tree import ROOT
 from tests.support.wire import make_job
 from tests.support.worker_harness import WorkerHarness
@@ -60,7 +62,7 @@ async def service(folder, traced, **options):
     settings = Settings(model=folder, served_model_name="m", port=0, drain_timeout=0.2)
     queue = QuickQueue()
     async with (
-        WorkerHarness(queue, tracing=traced, **options) as worker,
+        WorkerHarness(QueuePair(queue, MemoryWorkerQueue(queue.data)), tracing=traced, **options) as worker,
         serving(settings, ServedModel.read(settings), queue, traced) as url,
         aiohttp.ClientSession(url) as http,
     ):

@@ -17,9 +17,9 @@ from service.queue.codec import pack_floats, pack_ids
 from service.queue.interface import SUSPECT_AFTER_DEATHS
 from service.queue.messages import Cancel, Event, Part, TokenLogprobs
 from service.worker.recovery import branch_histories
-from tests.fakes.queue.memory_queue import MemoryQueue
 from tests.fakes.queue.queue_data import QueueData
 from tests.fakes.scripted_executor import ScriptedExecutor
+from tests.support.queue_pair import memory_pair
 from tests.support.worker_harness import WorkerHarness, alone, read_events
 
 LEASE_S = 0.4
@@ -32,7 +32,7 @@ def data():
 
 
 def join(data, **options):
-    return WorkerHarness(MemoryQueue(data, lease_s=LEASE_S), **options)
+    return WorkerHarness(memory_pair(data, lease_s=LEASE_S), **options)
 
 
 def told_by(stat, *workers):
@@ -165,7 +165,7 @@ async def serve_with_many_lives(data, is_over):
 async def test_a_job_that_kills_engines_is_buried_and_all_others_complete(data):
     is_over = asyncio.Event()
     supervisor = asyncio.create_task(serve_with_many_lives(data, is_over))
-    door = WorkerHarness(MemoryQueue(data))
+    door = WorkerHarness(memory_pair(data))
     jobs = [await door.submit([n, 1], max_tokens=40) for n in range(10)]
     _, poisoned = await door.submit([POISON, 2], max_tokens=40)
     jobs += [await door.submit([n, 1], max_tokens=40) for n in range(10, 20)]
@@ -179,7 +179,7 @@ async def test_a_job_that_kills_engines_is_buried_and_all_others_complete(data):
 
 
 async def test_suspects_are_tried_one_by_one_and_the_innocent_go_on_together(data):
-    door = MemoryQueue(data)
+    door = memory_pair(data)
     async with join(data, step_s=0.005) as worker:
         worker.duties.cancel()
         jobs = [await worker.submit([n], max_tokens=100) for n in range(3)]

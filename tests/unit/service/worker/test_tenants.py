@@ -5,8 +5,8 @@ import time
 
 from service.errors import EndReason
 from service.queue.messages import Cancel
-from tests.fakes.queue.memory_queue import MemoryQueue
 from tests.fakes.queue.queue_data import QueueData
+from tests.support.queue_pair import memory_pair
 from tests.support.worker_harness import NUM_SLOTS, WorkerHarness, alone, read_events
 
 LONG, SHORT = 900, 6
@@ -28,7 +28,7 @@ async def flood(worker, max_tokens=LONG):
 
 
 async def test_newcomers_are_answered_before_the_flood_and_nobody_loses_a_token():
-    async with WorkerHarness(MemoryQueue(), step_s=STEP_S) as worker:
+    async with WorkerHarness(memory_pair(), step_s=STEP_S) as worker:
         jobs, logs = await flood(worker), worker.queue.data.logs
         small = [await worker.submit([n, 3], tenant=f"small{n}", max_tokens=SHORT) for n in range(6)]
         for n, (_, events) in enumerate(small):
@@ -46,7 +46,7 @@ async def test_newcomers_are_answered_before_the_flood_and_nobody_loses_a_token(
 
 
 async def test_who_waits_to_go_on_hears_cancels_and_deadlines():
-    async with WorkerHarness(MemoryQueue(), step_s=STEP_S) as worker:
+    async with WorkerHarness(memory_pair(), step_s=STEP_S) as worker:
         jobs = [await worker.submit([n, 2], tenant="flood", max_tokens=LONG) for n in range(2)]
         late, events_of_late = await worker.submit([8], tenant="flood", max_tokens=LONG, deadline_s=time.time() + 2.0)
         wide, events_of_wide = await worker.submit([9], tenant="flood", max_tokens=LONG)
@@ -64,7 +64,7 @@ async def test_a_dead_workers_newcomers_go_on_at_once_where_a_flood_has_all_plac
     data = QueueData()
 
     def join(name):
-        return WorkerHarness(MemoryQueue(data, lease_s=LEASE_S), step_s=STEP_S, name=name)
+        return WorkerHarness(memory_pair(data, lease_s=LEASE_S), step_s=STEP_S, name=name)
 
     async with join("first") as first, join("second") as second:
         second.claims_nothing()

@@ -15,7 +15,7 @@ from service.errors import EndReason
 from service.gateway.batches import progress, runner
 from service.gateway.openapi import answers as openapi_answers
 from service.gateway.process import serving
-from tests.fakes.queue.memory_queue import MemoryQueue
+from tests.fakes.queue.gateway import MemoryGatewayQueue
 from tests.fakes.scripted_worker import Script
 from tests.support.gateway import MODEL, QuickQueue, open_gateway, speech, write_model
 
@@ -84,8 +84,14 @@ class Keeping(QuickQueue):
 
     keeps = True
 
-    async def hold_batch(self, batch_id, holder, for_s):
-        return not self.keeps and await super().hold_batch(batch_id, holder, for_s)
+    def __init__(self):
+        super().__init__()
+        hold_batch = self.batches.hold_batch
+
+        async def hold_unless_kept(batch_id, holder, for_s):
+            return not self.keeps and await hold_batch(batch_id, holder, for_s)
+
+        self.batches.hold_batch = hold_unless_kept
 
 
 async def test_a_batch_says_that_its_file_is_gone(folder):
@@ -253,7 +259,7 @@ async def test_a_batch_that_meets_a_bug_fails_and_is_not_tried_for_ever(folder, 
     monkeypatch.setattr(runner, "scan_file", stumble)
     async with open_gateway(folder) as gateway, client_of(gateway) as client:
         batch = await ended(client, (await submit(client, jsonl(line(1)))).id)
-        assert await gateway.queue.open_batches() == []
+        assert await gateway.queue.batches.open_batches() == []
     assert (batch.status, batch.errors.data[0].code) == ("failed", "internal_error")
     assert "hush" not in batch.errors.data[0].message
     assert len(tries) == 1
@@ -261,13 +267,13 @@ async def test_a_batch_that_meets_a_bug_fails_and_is_not_tried_for_ever(folder, 
 
 async def test_a_bug_does_not_end_the_looking_for_batches(folder, caplog):
     queue = QuickQueue()
-    list_batches = queue.open_batches
+    list_batches = queue.batches.open_batches
 
     async def broken():
-        queue.open_batches = list_batches
+        queue.batches.open_batches = list_batches
         raise KeyError("a bug")
 
-    queue.open_batches = broken
+    queue.batches.open_batches = broken
     async with open_gateway(folder, queue) as gateway, client_of(gateway) as client:
         assert (await ended(client, (await submit(client, jsonl(line(1)))).id)).status == "completed"
     assert "a bug" in caplog.text
@@ -308,7 +314,7 @@ async def test_another_gateway_goes_on_where_one_died(folder, monkeypatch):
         first = next(task for task in asyncio.all_tasks() if "BatchRunner.run" in repr(task.get_coro()))
         first.cancel()
         settings = Settings(model=folder, served_model_name=MODEL, port=0, drain_timeout=0.2)
-        async with serving(settings, gateway.model, MemoryQueue(queue.data)):
+        async with serving(settings, gateway.model, MemoryGatewayQueue(queue.data)):
             batch = await ended(client, created.id)
         told = await answers(client, batch.output_file_id)
     assert (batch.status, batch.request_counts.completed) == ("completed", 120)

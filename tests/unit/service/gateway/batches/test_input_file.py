@@ -10,8 +10,8 @@ import pytest
 from service.gateway.batches import input_file
 from service.gateway.batches.input_file import InputFile, LineScanner
 from service.gateway.batches.lines import MAX_ERRORS, BadInput, read_line
-from service.queue import batches
-from tests.fakes.queue.memory_queue import MemoryQueue
+from service.queue import records
+from tests.fakes.queue.gateway import MemoryGatewayQueue
 
 URL = "/v1/completions"
 
@@ -91,17 +91,17 @@ def test_too_many_lines_end_the_reading_at_once(monkeypatch):
 
 async def test_a_request_is_read_again_from_its_pieces(monkeypatch):
     monkeypatch.setattr(input_file, "PIECE_BYTES", 64)
-    assert batches.PIECE_BYTES > 64
-    queue = MemoryQueue()
+    assert records.PIECE_BYTES > 64
+    queue = MemoryGatewayQueue()
     rows = [row(number, body={"x": "y" * (number * 40)}) for number in range(9)]
     data = b"\n\n".join(rows)
     for start in range(0, len(data), 64):
-        await queue.append_file("file-1", "t", data[start : start + 64])
-    file = InputFile(queue, "file-1", scan(data).index)
+        await queue.batches.append_file("file-1", "t", data[start : start + 64])
+    file = InputFile(queue.batches, "file-1", scan(data).index)
     for number in (0, 1, 5, 8, 2):
         assert await file.row(number) == rows[number]
         assert read_line(await file.row(number)).custom_id == str(number)
-    await queue.drop_file("file-1", "t")
+    await queue.batches.drop_file("file-1", "t")
     with pytest.raises(BadInput):
         await file.row(3)
     await queue.close()

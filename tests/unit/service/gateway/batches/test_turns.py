@@ -11,7 +11,7 @@ from service.gateway.batches.turns import (
     BatchTurns,
     LineSlots,
 )
-from service.queue.batches import OpenBatch
+from service.queue.records import OpenBatch
 
 
 def taken(turns: BatchTurns, waiting: list[OpenBatch], running: list[str]) -> list[str]:

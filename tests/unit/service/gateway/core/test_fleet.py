@@ -8,11 +8,12 @@ import pytest
 
 from service.gateway.core.fleet import MAX_AGE_S, MAX_LATE_S, Fleet
 from service.queue.interface import QueueUnavailable
-from tests.fakes.queue.memory_queue import MemoryQueue
+from tests.fakes.queue.gateway import MemoryGatewayQueue
+from tests.fakes.queue.worker import MemoryWorkerQueue
 from tests.support.wire import make_card
 
 
-class SlowQueue(MemoryQueue):
+class SlowQueue(MemoryGatewayQueue):
     """Answers when it is let."""
 
     def __init__(self):
@@ -43,7 +44,7 @@ async def test_a_rough_view_is_the_last_one_while_the_next_is_read():
     first = asyncio.create_task(fleet.rough_view())
     await seen(queue)
     assert first.result().cards == []
-    await queue.announce(make_card("w", model="m"))
+    await MemoryWorkerQueue(queue.data).announce(make_card("w", model="m"))
 
     now_s += 2 * MAX_AGE_S
     for _ in range(3):

@@ -13,7 +13,7 @@ from service.queue.interface import QueueFull, QueueUnavailable
 from service.queue.messages import Reply
 from tests.fakes.queue.queue_data import QueueData
 from tests.fakes.scripted_worker import Script
-from tests.support.gateway import MODEL, QuickQueue, open_gateway, speech
+from tests.support.gateway import MODEL, QuickIngress, QuickQueue, open_gateway, speech
 from tests.support.responses import CALL, WEATHER, write_tool_model
 
 PRODUCER = "default"
@@ -24,31 +24,31 @@ BODIES = {
 }
 
 
-class Ledger(QuickQueue):
-    """Remembers which entries were settled; `settle_failures` times it cannot."""
+class Ledger(QuickIngress):
+    """Records which entries were settled; the first `settle_failures` calls fail."""
 
-    def __init__(self, data=None):
+    def __init__(self, data):
         super().__init__(data)
         self.settled = []
         self.produced = []
         self.settle_failures = 0
 
-    async def fetch_ingress(self, producers, max_entries, wait_s):
-        entries = await super().fetch_ingress(producers, max_entries, wait_s)
+    async def fetch_entries(self, producers, max_entries, wait_s):
+        entries = await super().fetch_entries(producers, max_entries, wait_s)
         self.produced += entries
         return entries
 
-    async def settle_ingress(self, entry):
+    async def settle_entry(self, entry):
         if self.settle_failures:
             self.settle_failures -= 1
             raise QueueUnavailable("away")
-        await super().settle_ingress(entry)
+        await super().settle_entry(entry)
         self.settled.append(entry.entry_id)
 
 
 @pytest.fixture
 async def door(model_folder):
-    async with open_gateway(model_folder, Ledger()) as opened:
+    async with open_gateway(model_folder, QuickQueue(ingress=Ledger)) as opened:
         yield opened
 
 
@@ -58,10 +58,10 @@ def payload(name="job", endpoint=CHAT, **more):
 
 async def answer(gateway, data, name="job", within_s=5.0, was_left=False):
     """All replies to one entry, once the last is there and the entry is settled."""
-    num_settled = len(gateway.queue.settled)
+    num_settled = len(gateway.queue.ingress.settled)
     await gateway.queue.produce(PRODUCER, data, was_left)
     async with asyncio.timeout(within_s):
-        while len(gateway.queue.settled) == num_settled:
+        while len(gateway.queue.ingress.settled) == num_settled:
             await asyncio.sleep(0.005)
     replies = [decode(Reply, reply) for reply in gateway.queue.replies(PRODUCER, name)]
     assert [reply.number for reply in replies] == list(range(1, len(replies) + 1))
@@ -179,7 +179,7 @@ async def test_many_at_once(door):
     for number in range(50):
         await door.queue.produce(PRODUCER, payload(f"job{number}"))
     async with asyncio.timeout(5):
-        while len(door.queue.settled) < 50:
+        while len(door.queue.ingress.settled) < 50:
             await asyncio.sleep(0.01)
     for number in range(50):
         (reply,) = (decode(Reply, data) for data in door.queue.replies(PRODUCER, f"job{number}"))
@@ -188,7 +188,7 @@ async def test_many_at_once(door):
 
 async def test_bounded_concurrency(model_folder, monkeypatch):
     monkeypatch.setattr("service.gateway.ingress.ingress.MAX_OPEN_JOBS", 3)
-    async with open_gateway(model_folder, Ledger()) as door:
+    async with open_gateway(model_folder, QuickQueue(ingress=Ledger)) as door:
         door.worker.script = lambda job: Script([], None)
         for number in range(10):
             await door.queue.produce(PRODUCER, payload(f"job{number}", timeout=0.1))
@@ -216,28 +216,29 @@ async def test_a_full_queue_is_waited_for(door, monkeypatch):
 
 async def test_settling_is_tried_again(door, monkeypatch):
     monkeypatch.setattr("service.gateway.ingress.replies.RETRY_S", 0.01)
-    door.queue.settle_failures = 3
+    door.queue.ingress.settle_failures = 3
     (reply,) = await answer(door, payload())
     assert reply.text == "Hello world."
 
 
 async def test_what_could_not_be_settled_is_fetched_again(model_folder, monkeypatch):
     monkeypatch.setattr(keys, "INGRESS_LEFT_S", 0.05)
-    async with open_gateway(model_folder, Ledger(), request_timeout=0.9) as door:  # too short for another try
-        door.queue.settle_failures = 1
+    too_short_for_a_retry = {"request_timeout": 0.9}
+    async with open_gateway(model_folder, QuickQueue(ingress=Ledger), **too_short_for_a_retry) as door:
+        door.queue.ingress.settle_failures = 1
         (reply,) = await answer(door, payload())
         assert reply.text == "Hello world."
-        assert [entry.was_left for entry in door.queue.produced] == [False, True]
+        assert [entry.was_left for entry in door.queue.ingress.produced] == [False, True]
 
 
 async def test_what_a_drain_cuts_short_stays_unsettled_and_unanswered(model_folder):
-    queue = Ledger()
+    queue = QuickQueue(ingress=Ledger)
     async with open_gateway(model_folder, queue, drain_timeout=0.05) as door:
         door.worker.script = lambda job: Script([], None)
         await queue.produce(PRODUCER, payload())
         while not door.worker.jobs:
             await asyncio.sleep(0.005)
-    assert queue.settled == []
+    assert queue.ingress.settled == []
     assert queue.replies(PRODUCER, "job") == ()
 
 
@@ -277,20 +278,22 @@ async def test_an_end_that_a_dead_gateway_has_told_of_a_choice_is_not_told_again
 
 async def test_the_next_gateway_goes_on_with_the_job_of_one_that_died(model_folder):
     data, forever = QueueData(), asyncio.Event()
-    async with open_gateway(model_folder, Ledger(data)) as first:
+    async with open_gateway(model_folder, QuickQueue(data, Ledger)) as first:
         steps = speech(first.model, "Hello world, here and there.").steps
         first.worker.script = lambda job: Script(steps, step_s=0.03)
         await first.queue.produce(PRODUCER, payload(stream=True))
         async with asyncio.timeout(5):
             while len(first.queue.replies(PRODUCER, "job")) < 3:
                 await asyncio.sleep(0.005)
-        first.queue.reply = first.queue.fetch_ingress = lambda *_, **__: forever.wait()  # no word of it any more
-        (entry,) = first.queue.produced
-        async with open_gateway(model_folder, Ledger(data)) as heir:
+        first.queue.ingress.reply = first.queue.ingress.fetch_entries = lambda *_, **__: (
+            forever.wait()
+        )  # no word of it any more
+        (entry,) = first.queue.ingress.produced
+        async with open_gateway(model_folder, QuickQueue(data, Ledger)) as heir:
             data.ingress_of(PRODUCER).append(replace(entry, was_left=True))
-            data.tell()
+            data.wake_waiters()
             async with asyncio.timeout(5):
-                while not heir.queue.settled:
+                while not heir.queue.ingress.settled:
                     await asyncio.sleep(0.005)
             replies = [decode(Reply, reply) for reply in heir.queue.replies(PRODUCER, "job")]
             assert "".join(reply.text for reply in replies) == "Hello world, here and there."
@@ -308,19 +311,19 @@ async def test_what_a_dead_gateway_had_ended_is_settled_only(door):
 
 async def test_what_another_gateway_has_taken_is_let_go_of(model_folder, monkeypatch, caplog):
     monkeypatch.setattr("service.gateway.ingress.ingress.INGRESS_KEEP_S", 0.05)
-    async with open_gateway(model_folder, Ledger()) as gateway:
+    async with open_gateway(model_folder, QuickQueue(ingress=Ledger)) as gateway:
         gateway.worker.script = lambda job: Script([], end=None)
         await gateway.queue.produce(PRODUCER, payload())
         async with asyncio.timeout(5):
             while not gateway.worker.jobs:
                 await asyncio.sleep(0.005)
-        (entry,) = gateway.queue.produced
-        gateway.queue.keep_ingress = lambda: _value([entry])
+        (entry,) = gateway.queue.ingress.produced
+        gateway.queue.ingress.renew_entries = lambda: _value([entry])
         async with asyncio.timeout(5):
             while "another gateway has taken" not in caplog.text:
                 await asyncio.sleep(0.005)
         await asyncio.sleep(0.1)
-        assert (gateway.worker.cancels, gateway.queue.settled) == ([], [])  # the job is the other's now
+        assert (gateway.worker.cancels, gateway.queue.ingress.settled) == ([], [])  # the job is the other's now
 
 
 async def _value(value):
@@ -332,7 +335,7 @@ TOOL = {"type": "function", "function": {key: WEATHER[key] for key in ("name", "
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_calls_come_whole_with_the_last_reply_of_their_choice(tmp_path, stream):
-    async with open_gateway(write_tool_model(tmp_path / "model"), Ledger()) as door:
+    async with open_gateway(write_tool_model(tmp_path / "model"), QuickQueue(ingress=Ledger)) as door:
         door.worker.script = lambda job: speech(door.model, CALL)
         replies = await answer(door, payload(tools=[TOOL], stream=stream))
         assert "".join(reply.text for reply in replies) == "I look."
@@ -348,14 +351,14 @@ async def test_calls_come_whole_with_the_last_reply_of_their_choice(tmp_path, st
 
 async def test_calls_that_no_reply_could_hold_are_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr("service.gateway.ingress.replies.MAX_REPLY_CHARS", 8)
-    async with open_gateway(write_tool_model(tmp_path / "model"), Ledger()) as door:
+    async with open_gateway(write_tool_model(tmp_path / "model"), QuickQueue(ingress=Ledger)) as door:
         door.worker.script = lambda job: speech(door.model, CALL)
         (reply,) = await answer(door, payload(tools=[TOOL]))
         assert reply.error["code"] == "reply_too_large"
 
 
 async def test_calls_go_on_behind_what_a_dead_gateway_had_told(tmp_path):
-    async with open_gateway(write_tool_model(tmp_path / "model"), Ledger()) as door:
+    async with open_gateway(write_tool_model(tmp_path / "model"), QuickQueue(ingress=Ledger)) as door:
         door.worker.script = lambda job: speech(door.model, CALL)
         door.queue.data.write_reply((PRODUCER, "job"), 1, encode(Reply(id="job", number=1, text="I l")))
         first, *more = await answer(door, payload(tools=[TOOL], stream=True), was_left=True)

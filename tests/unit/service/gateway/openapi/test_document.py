@@ -16,7 +16,7 @@ from service.gateway.core.service import InferenceService
 from service.gateway.openai.request_reader import read_outline
 from service.gateway.openapi import answers
 from service.gateway.openapi.document import openapi_document
-from tests.fakes.queue.memory_queue import MemoryQueue
+from tests.fakes.queue.gateway import MemoryGatewayQueue
 from tests.support.gateway import MODEL, open_gateway, write_model
 
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
 
 async def test_it_has_the_documented_routes_of_the_table_and_their_need_of_a_key(folder):
     settings = Settings(model=folder)
-    service = InferenceService(settings, ServedModel.read(settings), MemoryQueue(), "feed", read_outline)
+    service = InferenceService(settings, ServedModel.read(settings), MemoryGatewayQueue(), "feed", read_outline)
     try:
         table = {
             (route.method.lower(), route.path.replace(":.+", "")): route.needs_key

@@ -148,7 +148,7 @@ async def test_queue_away(model_folder, method):
 
 async def test_jobs_wait_where_no_worker_ever_was(model_folder):
     async with open_gateway(model_folder) as gateway:
-        await gateway.queue.retire("scripted")
+        await gateway.worker._queue.retire("scripted")
         assert (await gateway.get("/readyz"))[0] == 503
         assert (await gateway.post(CHAT, MESSAGES))[0] == 200
 

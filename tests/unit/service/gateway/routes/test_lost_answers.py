@@ -31,6 +31,19 @@ class LostAnswers(QuickQueue):
         super().__init__()
         self.lost: set[str] = set()
         self.away: set[str] = set()
+        self._lose_answers(self.requests, "put_request")
+        self._lose_answers(self.responses, "put_response")
+        self._lose_answers(self.responses, "settle_response")
+
+    def _lose_answers(self, store, name):
+        method = getattr(store, name)
+
+        async def call(*args):
+            if name in self.away:
+                raise QueueUnavailable("away")
+            return await self._say(name, method(*args))
+
+        setattr(store, name, call)
 
     async def _say(self, name, act):
         if name in self.away:
@@ -43,17 +56,6 @@ class LostAnswers(QuickQueue):
 
     async def submit(self, *args):
         await self._say("submit", super().submit(*args))
-
-    async def remember(self, *args):
-        return await self._say("remember", super().remember(*args))
-
-    async def put_response(self, *args):
-        await self._say("put_response", super().put_response(*args))
-
-    async def settle_response(self, *args):
-        if "settle_response" in self.away:
-            raise QueueUnavailable("away")
-        await self._say("settle_response", super().settle_response(*args))
 
     async def last_events(self, *args):
         if "last_events" in self.away:
@@ -81,7 +83,7 @@ async def soon(found, within_s=5.0):
     return there
 
 
-@pytest.mark.parametrize("lost", ["submit", "remember"])
+@pytest.mark.parametrize("lost", ["submit", "put_request"])
 @pytest.mark.parametrize("path", BODIES)
 async def test_the_retry_under_its_key_finds_the_job(gateway, path, lost):
     gateway.queue.lost = {lost}
@@ -197,7 +199,7 @@ async def test_a_response_that_cannot_be_stored_is_given_and_stored_later(gatewa
     gateway.queue.away = set()
 
     async def settled():
-        return (await gateway.queue.response(response_id)).is_settled
+        return (await gateway.queue.responses.get_response(response_id)).is_settled
 
     await soon(settled)
 

@@ -18,7 +18,8 @@ from service.gateway.core.service import InferenceService
 from service.gateway.openai.request_reader import read_outline
 from service.gateway.routes import probes
 from service.gateway.routes.probes import probed
-from tests.fakes.queue.memory_queue import MemoryQueue
+from tests.fakes.queue.gateway import MemoryGatewayQueue
+from tests.fakes.queue.worker import MemoryWorkerQueue
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.gateway import MODEL
 
@@ -29,9 +30,9 @@ HOST = "127.0.0.1"
 async def open_probes(model_folder, *, with_worker=True):
     """(port, worker) of an inference service whose loop reports."""
     settings = Settings(model=model_folder, served_model_name=MODEL)
-    queue = MemoryQueue()
+    queue = MemoryGatewayQueue()
     service = InferenceService(settings, ServedModel.read(settings), queue, feed="f", read_outline=read_outline)
-    worker = ScriptedWorker(queue, MODEL, lambda job: None)
+    worker = ScriptedWorker(MemoryWorkerQueue(queue.data), MODEL, lambda job: None)
     if with_worker:
         await worker.announce()
     async with probed(service, HOST, 0) as port:
@@ -133,7 +134,7 @@ async def test_a_port_that_is_taken(model_folder):
     with socket.create_server((HOST, 0)) as taken:
         settings = Settings(model=model_folder)
         service = InferenceService(
-            settings, ServedModel.read(settings), MemoryQueue(), feed="f", read_outline=read_outline
+            settings, ServedModel.read(settings), MemoryGatewayQueue(), feed="f", read_outline=read_outline
         )
         with pytest.raises(StartupError, match="--probe-port"):
             async with probed(service, HOST, taken.getsockname()[1]):

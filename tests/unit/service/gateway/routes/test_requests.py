@@ -310,15 +310,21 @@ async def test_what_stays_outlives_its_gateway(model_folder):
 class Forgetful(QuickQueue):
     is_away = False
 
+    def __init__(self):
+        super().__init__()
+        put_request = self.requests.put_request
+
+        async def put_unless_away(record, *how):
+            if self.is_away is None:
+                raise QueueUnavailable("away")
+            return await put_request(record, *how)
+
+        self.requests.put_request = put_unless_away
+
     async def submit(self, job, *bounds):
         if self.is_away:
             raise QueueUnavailable("away")
         await super().submit(job, *bounds)
-
-    async def remember(self, record, *how):
-        if self.is_away is None:
-            raise QueueUnavailable("away")
-        return await super().remember(record, *how)
 
 
 @pytest.mark.parametrize("away", [True, None])

@@ -1,32 +1,97 @@
-"""Reading streams as one consumer of a group, without losing what was given to us while we looked away."""
+"""Ingress streams on Redis, read as one consumer of a group that loses no entry delivered to it, and reply streams."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 
 import msgpack
 from redis.exceptions import ResponseError
 
 from service.queue import keys
+from service.queue.interface import IngressEntry, ReplyStream, Standing
 from service.queue.redis.link import GroupMissing, RedisLink
+
+
+class RedisIngress:
+    """Implements IngressQueue. `name` is unique among the consumers of the group."""
+
+    def __init__(self, link: RedisLink, name: str) -> None:
+        self._link = link
+        self._name = name
+        self._reader = GroupReader(link, keys.INGRESS_GROUP, name)
+        self._producers: dict[str, str] = {}  # by stream
+        self._take_left_at_s = 0.0
+
+    async def fetch_entries(self, producers: Sequence[str], max_entries: int, wait_s: float) -> Sequence[IngressEntry]:
+        streams = {keys.ingress(producer): producer for producer in producers}
+        self._producers |= streams
+        entries: list[GroupEntry] = []
+        if time.monotonic() >= self._take_left_at_s:
+            self._take_left_at_s = time.monotonic() + keys.INGRESS_KEEP_S
+            entries = await self._reader.take_left(list(streams), max_entries, keys.INGRESS_LEFT_S)
+        if not entries:
+            entries = await self._reader.read(list(streams), max_entries, wait_s)
+        self._reader.hold(entries)
+        return [
+            IngressEntry(streams[entry.stream], entry.entry_id, entry.payload, was_left=entry.attempt > 1)
+            for entry in entries
+        ]
+
+    async def renew_entries(self) -> Sequence[IngressEntry]:
+        lost = await self._reader.renew()
+        return [IngressEntry(self._producers[stream], entry_id, b"") for stream, entry_id in lost]
+
+    async def begin_replies(self, entry: IngressEntry, reply_id: str) -> ReplyStream:
+        digest = sha256(entry.payload).hexdigest()
+        args = [self._name, entry.entry_id, digest, keys.LOG_RUNNING_TTL_S]
+        standing, *num_replies = await self._link.script("begin_replies", _reply_keys(entry, reply_id), args)
+        if not any(num_replies):
+            return ReplyStream(Standing(standing))
+        async with self._link.commands() as redis:
+            entries = await redis.xrange(keys.reply(entry.producer, reply_id))
+        return ReplyStream(Standing.OURS, [fields.get(keys.PAYLOAD, b"") for _, fields in entries])
+
+    async def reply(
+        self, entry: IngressEntry, reply_id: str, number: int, payload: bytes, *, is_last: bool = False
+    ) -> bool:
+        args = [self._name, entry.entry_id, number, payload, int(is_last), keys.REPLY_TTL_S, keys.LOG_RUNNING_TTL_S]
+        return bool(await self._link.script("reply", _reply_keys(entry, reply_id), args))
+
+    async def settle_entry(self, entry: IngressEntry) -> None:
+        stream = keys.ingress(entry.producer)
+        async with self._link.commands() as redis, redis.pipeline(transaction=True) as pipeline:
+            pipeline.xack(stream, keys.INGRESS_GROUP, entry.entry_id)
+            pipeline.xdel(stream, entry.entry_id)
+            await pipeline.execute()
+        self.release_entry(entry)
+
+    def release_entry(self, entry: IngressEntry) -> None:
+        self._reader.release(keys.ingress(entry.producer), entry.entry_id)
+
+
+def _reply_keys(entry: IngressEntry, reply_id: str) -> list[str]:
+    names = (entry.producer, reply_id)
+    return [keys.ingress(entry.producer), keys.reply(*names), keys.reply_of(*names)]
 
 
 @dataclass(frozen=True)
 class GroupEntry:
-    """An entry that is pending for us now. `attempt` counts its deliveries from 1."""
+    """An entry pending for this consumer. `attempt` counts its deliveries from 1."""
 
     stream: str
     entry_id: str
-    payload: bytes  # empty if the entry has no such field
+    payload: bytes  # empty if the entry has no payload field
     attempt: int
 
 
 class GroupReader:
-    """A consumer. Entries that Redis holds pending for it and that nobody here holds are left over from a read that was
-    cut off, or from the life before; they come first."""
+    """A consumer of a group. Entries pending for it that it does not hold come first: they are left over from a read
+    that was cut off, or from a process of the same name."""
 
-    def __init__(self, link: RedisLink, group: str, consumer: str):
+    def __init__(self, link: RedisLink, group: str, consumer: str) -> None:
         self._link = link
         self._group = group
         self._consumer = consumer
@@ -34,8 +99,8 @@ class GroupReader:
         self._may_have_left_overs = True
 
     async def read(self, streams: Sequence[str], max_entries: int, wait_s: float) -> list[GroupEntry]:
-        """At most max_entries for each stream; waits up to wait_s for the first. The caller says `hold` once they are
-        in its hands; until then they count as left over. Raises QueueUnavailable."""
+        """Return at most `max_entries` of each stream, waiting up to `wait_s` for the first. They count as left over
+        until the caller calls `hold`. Raises QueueUnavailable."""
         try:
             return await self._read(streams, max_entries, wait_s)
         except GroupMissing:
@@ -48,11 +113,11 @@ class GroupReader:
         self._may_have_left_overs = False
 
     def release(self, stream: str, entry_id: str) -> None:
-        """The entry is settled, or not worked on here any more."""
+        """Stop holding an entry."""
         self._held.discard((stream, entry_id))
 
-    async def keep(self) -> list[tuple[str, str]]:
-        """Say that what is held is still worked on. Returns (stream, entry) of what others hold by now."""
+    async def renew(self) -> list[tuple[str, str]]:
+        """Keep the held entries; return (stream, entry id) of those that others hold by now."""
         held = sorted(self._held)
         if not held:
             return []
@@ -64,8 +129,8 @@ class GroupReader:
         return lost
 
     async def take_left(self, streams: Sequence[str], max_entries: int, left_s: float) -> list[GroupEntry]:
-        """Entries of consumers that have not said for so long that they work on them."""
-        taken = []
+        """Claim and return entries that their consumers have not renewed for `left_s`."""
+        taken: list[GroupEntry] = []
         for stream in streams:
             left_ms = int(left_s * 1000)
             async with self._link.commands() as redis:

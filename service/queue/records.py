@@ -1,0 +1,177 @@
+"""What the queue stores for tenants: files, batches, responses; and how much of it each tenant may store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+Json = dict[str, Any]
+
+OVERHEAD_BYTES = 512
+"""Charged for each stored record on top of its content: its key, its entries in lists and in the ledger."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageLimits:
+    """Limits of stored bytes; None: no limit."""
+
+    max_bytes_per_tenant: int | None = None
+    queue_share: float | None = None  # of the queue's memory: reserved for jobs and events
+
+    @property
+    def max_record_bytes(self) -> int | None:
+        """Limit of a tenant's records of requests that outlive their clients or have an idempotency key."""
+        return None if self.max_bytes_per_tenant is None else self.max_bytes_per_tenant // 2
+
+    @property
+    def max_plain_record_bytes(self) -> int | None:
+        """Limit of a tenant's records of all other requests, which do not fail without a record."""
+        return None if self.max_bytes_per_tenant is None else self.max_bytes_per_tenant // 4
+
+
+UNLIMITED = StorageLimits()
+
+
+@dataclass(eq=False)
+class StorageFull(Exception):
+    """Nothing was stored: `num_bytes`, of the tenant or of all tenants, are stored already."""
+
+    of_tenant: bool
+    num_bytes: int
+    max_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredFile:
+    file_id: str
+    tenant: str
+    filename: str
+    purpose: str
+    num_bytes: int
+    created_s: float  # queue time, Unix seconds
+
+
+class BatchStatus(StrEnum):
+    """OpenAI's names of a batch's status. A batch is open up to CANCELLING: a gateway has work left on it."""
+
+    VALIDATING = "validating"
+    IN_PROGRESS = "in_progress"
+    FINALIZING = "finalizing"
+    CANCELLING = "cancelling"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    EXPIRED = "expired"
+    CANCELLED = "cancelled"
+
+
+OPEN = frozenset({BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING, BatchStatus.CANCELLING})
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchError:
+    code: str
+    message: str
+    line: int | None = None  # of the input, from 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """A batch, written by its creator, then only by the gateway that holds it."""
+
+    batch_id: str
+    tenant: str
+    endpoint: str
+    input_file_id: str
+    created_s: float  # queue time, Unix seconds
+    expires_s: float
+    status: BatchStatus = BatchStatus.VALIDATING
+    num_total: int = 0
+    num_completed: int = 0
+    num_failed: int = 0
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    errors: tuple[BatchError, ...] = ()
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    ends_as: BatchStatus | None = None  # its status once its files are written
+    at_s: Mapping[str, float] = field(default_factory=dict)  # by status, when it was reached
+
+    @property
+    def is_open(self) -> bool:
+        return self.status in OPEN
+
+
+PIECE_BYTES = 256 << 10
+"""Size of the pieces that a file is written and read in, so that no command blocks Redis for long. In an uploaded file
+every piece but the last has this size, so that any offset can be found."""
+LINE_OVERHEAD_BYTES = 128
+"""Charged for an answer on top of its text until its batch ends."""
+ANSWERED_WELL, ANSWERED_BADLY = b"+", b"-"
+"""A line's byte in the marks of its batch once it is answered; 0 before."""
+
+
+@dataclass(frozen=True)
+class OpenBatch:
+    batch_id: str
+    tenant: str
+
+
+@dataclass(frozen=True)
+class MovedLines:
+    """How much of a batch's answers is in its output files."""
+
+    num_lines: int = 0  # from the first line on
+    output_bytes: int = 0
+    error_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """Answers to move to the output files of their batch."""
+
+    first: int
+    past: int  # line after the last
+    num_bytes: int  # charged for the answers so far
+    output_file_id: str
+    error_file_id: str
+    output: bytes  # appended to the output file
+    errors: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredResponse:
+    """A response. Items are OpenAI's objects, each with its id."""
+
+    response_id: str
+    tenant: str
+    created_s: float  # queue time, Unix seconds
+    answer: Json  # the response so far, or as it ended
+    context: list[Json] = field(default_factory=list)  # items of the responses that it continues, oldest first
+    input: list[Json] = field(default_factory=list)  # its own items
+
+    @property
+    def is_settled(self) -> bool:
+        return self.answer["status"] not in ("queued", "in_progress")
+
+
+def pack(record: StoredFile | Batch) -> bytes:
+    return msgspec.json.encode(record)
+
+
+def unpack_file(packed: bytes) -> StoredFile:
+    return msgspec.json.decode(packed, type=StoredFile)
+
+
+def unpack_batch(packed: bytes) -> Batch:
+    return msgspec.json.decode(packed, type=Batch)
+
+
+def pack_response(record: StoredResponse) -> bytes:
+    return msgspec.json.encode(record)
+
+
+def unpack_response(packed: bytes) -> StoredResponse:
+    return msgspec.json.decode(packed, type=StoredResponse)
