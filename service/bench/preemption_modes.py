@@ -16,6 +16,7 @@ from service.engine.build import BuiltEngine, calibrate_swap_cost
 from service.engine.engine import Engine
 from service.engine.kv.kv_manager import KVManager
 from service.engine.request import EngineRequest
+from service.engine.scheduling.fair_share import FairShare
 from service.engine.scheduling.limits import Limits
 from service.engine.scheduling.preemption import AUTO, MODES, Preemption
 from service.engine.scheduling.swap_cost import SwapCostModel
@@ -92,13 +93,14 @@ def measure_modes(
     if num_blocks > memory.num_blocks:
         raise StartupError(f"--preemption: the pool has {memory.num_blocks} blocks, wanted are {num_blocks}")
     host = built.executor.host
-    built.executor.host = _SlowerBus(host, bus_times) if bus_times > 1 else host
+    built.executor.runner.host = _SlowerBus(host, bus_times) if bus_times > 1 else host
     rates = calibrate_swap_cost(built.executor, memory).rates
     runs: dict[str, list[TraceFigures]] = {mode: [] for mode in MODES}
     for number in range(ROUNDS):
         for mode in (*MODES[number:], *MODES[:number]):
             kv = KVManager(num_blocks, memory.block_size, prefix_caching=prefix_caching, swapping=True)
-            preemption = Preemption(kv, SwapCostModel(replace(rates), memory.block_size), mode)  # which it corrects
+            costs = SwapCostModel(replace(rates), memory.block_size)  # it corrects the rates
+            preemption = Preemption(kv, FairShare(kv, limits.max_num_seqs), costs, mode)
             eos_token_ids = frozenset(built.config.eos_token_ids)
             engine = Engine(built.executor, kv, limits, eos_token_ids, preemption=preemption)
             run, _ = measure_trace(replace(built, engine=engine), requests, engine_start_s=0.0)

@@ -24,6 +24,7 @@ from service.engine.grammars import Grammars
 from service.engine.kv.kv_manager import KVManager
 from service.engine.kv.memory_profile import MemoryPlan, host_memory_bytes, plan_memory, warm_up, warm_up_sizes
 from service.engine.request import EngineRequest
+from service.engine.scheduling.fair_share import FairShare
 from service.engine.scheduling.limits import Limits
 from service.engine.scheduling.preemption import Preemption
 from service.engine.scheduling.swap_cost import SwapCostModel, measure_rates
@@ -103,10 +104,13 @@ def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
     kv = KVManager(
         memory.num_blocks,
         memory.block_size,
+        block_bytes=memory.block_bytes,
         prefix_caching=settings.enable_prefix_caching,
         swapping=num_host_blocks > 0,
     )
-    preemption = Preemption(kv, calibrate_swap_cost(executor, memory), settings.preemption_mode)
+    preemption = Preemption(
+        kv, FairShare(kv, limits.max_num_seqs), calibrate_swap_cost(executor, memory), settings.preemption_mode
+    )
     engine = Engine(executor, kv, limits, frozenset(config.eos_token_ids), grammars, preemption)
     _check_generation(engine, memory.max_model_len)
     log.info(

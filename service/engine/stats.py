@@ -15,6 +15,9 @@ class EngineStats:
     num_running: int  # requests
     num_sequences_running: int
     num_waiting: int
+    num_blocks: int
+    block_size: int  # tokens
+    block_bytes: int
     num_blocks_free: int
     num_blocks_cached: int
     num_blocks_used: int
@@ -46,9 +49,32 @@ class EngineStats:
     def num_preemptions(self) -> int:
         return self.num_swapped + self.num_recomputed
 
-    def waste_ratio(self, block_size: int) -> float:
+    @property
+    def num_blocks_exclusive(self) -> int:
+        """Blocks with one holder."""
+        return self.num_blocks_used - self.num_blocks_shared
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the blocks that are used, 0..1."""
+        return self.num_blocks_used / self.num_blocks
+
+    @property
+    def swap_out_bytes(self) -> int:
+        return self.num_blocks_out * self.block_bytes
+
+    @property
+    def swap_in_bytes(self) -> int:
+        return self.num_blocks_in * self.block_bytes
+
+    @property
+    def last_step_ms(self) -> float:
+        return 1e3 * self.last_step_s
+
+    @property
+    def waste_ratio(self) -> float:
         """Empty slots over held slots, each counted once."""
-        num_held = self.num_blocks_used * block_size
+        num_held = self.num_blocks_used * self.block_size
         return min(1.0, (self.num_slots_held - self.num_slots_filled) / num_held) if num_held else 0.0
 
 
@@ -62,6 +88,9 @@ def collect_stats(
         num_running=len({sequence.group for sequence in scheduler.running}),
         num_sequences_running=len(scheduler.running),
         num_waiting=len(scheduler.waiting),
+        num_blocks=kv.pool.num_blocks,
+        block_size=kv.block_size,
+        block_bytes=kv.block_bytes,
         num_blocks_free=kv.pool.num_free,
         num_blocks_cached=kv.pool.num_cached,
         num_blocks_used=kv.pool.num_used,

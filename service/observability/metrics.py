@@ -1,7 +1,6 @@
 """Every metric: vLLM's names and labels if the meaning is the same, else `quire:`.
 
-Workers send `WorkerCard.stats`, named below; the gateway re-exports them with `engine` = worker id. A worker's counters
-start at 0 with its process, as Prometheus expects.
+Workers send `WorkerCard.stats` (see worker_metrics); the gateway re-exports them with `engine` = worker id.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -19,134 +17,21 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from service.errors import EndReason
-
-# Names in WorkerCard.stats
-STAT_NUM_RUNNING = "num_running"
-STAT_NUM_WAITING = "num_waiting"
-STAT_NUM_BLOCKS_FREE = "num_blocks_free"
-STAT_NUM_BLOCKS_USED = "num_blocks_used"  # by one sequence
-STAT_NUM_BLOCKS_SHARED = "num_blocks_shared"  # by several sequences
-STAT_NUM_BLOCKS_CACHED = "num_blocks_cached"
-STAT_NUM_HOST_BLOCKS_FREE = "num_host_blocks_free"
-STAT_NUM_HOST_BLOCKS_USED = "num_host_blocks_used"
-STAT_NUM_HOST_BLOCKS_CACHED = "num_host_blocks_cached"
-STAT_KV_USAGE = "kv_usage"  # 0..1
-STAT_KV_WASTE_RATIO = "kv_waste_ratio"  # 0..1, empty token slots of used blocks
-STAT_PROMPT_TOKENS_TOTAL = "prompt_tokens_total"
-STAT_GENERATION_TOKENS_TOTAL = "generation_tokens_total"
-STAT_PREEMPTIONS_TOTAL = "preemptions_total"
-STAT_SWAPPED_TOTAL = "swapped_total"
-STAT_RECOMPUTED_TOTAL = "recomputed_total"
-STAT_RECLAIMED_TOTAL = "reclaimed_total"
-STAT_RECOMPUTED_TOKENS_TOTAL = "recomputed_tokens_total"
-STAT_RECOMPUTE_S_TOTAL = "recompute_s_total"
-STAT_SWAP_OUT_BYTES_TOTAL = "swap_out_bytes_total"
-STAT_SWAP_IN_BYTES_TOTAL = "swap_in_bytes_total"
-STAT_SWAP_OUT_S_TOTAL = "swap_out_s_total"
-STAT_SWAP_IN_S_TOTAL = "swap_in_s_total"
-STAT_COPY_ON_WRITE_TOTAL = "copy_on_write_total"
-STAT_PREFIX_QUERY_TOKENS_TOTAL = "prefix_query_tokens_total"
-STAT_PREFIX_HIT_TOKENS_TOTAL = "prefix_hit_tokens_total"
-STAT_RESUMED_TOTAL = "resumed_total"
-STAT_NUM_JOBS_HELD = "num_jobs_held"  # claimed and not ended
-STAT_JOBS_TAKEN_OVER_TOTAL = "jobs_taken_over_total"
-STAT_JOBS_LOST_TOTAL = "jobs_lost_total"
-STAT_STEPS_TOTAL = "steps_total"
-STAT_STEP_TIME_MS = "step_time_ms"  # of the last step
+from service.observability.worker_metrics import VLLM_ALIASES, WORKER_METRICS, WorkerMetric
 
 # Names that `quire top` reads from the exposition
 FIRST_TOKEN_S = "vllm:time_to_first_token_seconds"
 NEXT_TOKEN_S = "vllm:inter_token_latency_seconds"
-NUM_RUNNING = "vllm:num_requests_running"
-NUM_WAITING = "vllm:num_requests_waiting"
-PROMPT_TOKENS = "vllm:prompt_tokens"
-GENERATION_TOKENS = "vllm:generation_tokens"
-PREEMPTIONS = "vllm:num_preemptions"
 REQUESTS_ENDED = "quire:requests_ended"
 OPEN_REQUESTS = "quire:open_requests"
 QUEUE_DEPTH = "quire:queue_depth"
 QUEUE_LANE_DEPTH = "quire:queue_lane_depth"
 QUEUE_OLDEST_WAIT_S = "quire:queue_oldest_wait_seconds"
-KV_BLOCKS = "quire:kv_blocks"
-KV_WASTE_RATIO = "quire:kv_waste_ratio"
-STEPS = "quire:steps"
-STEP_TIME_MS = "quire:step_time_ms"
-
-PREEMPTIONS_HELP = "Preempted requests, by how they are restored."
-SWAP_HELP = "Bytes of KV blocks copied to and from host memory."
-SWAP_TIME_HELP = "Seconds of these copies; they overlap with steps."
-PREFIX_QUERIES_HELP = "Prompt tokens looked up in the prefix cache."
-PREFIX_HITS_HELP = "Prompt tokens found in the prefix cache."
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 GATEWAY = "gateway"
 """Label `engine` of what a gateway measures."""
 
-
-@dataclass(frozen=True)
-class _WorkerMetric:
-    """Exported form of an entry of WorkerCard.stats."""
-
-    name: str
-    help: str
-    labels: tuple[tuple[str, str], ...] = ()
-
-
-def _kv_blocks(tier: str, state: str) -> _WorkerMetric:
-    help = "KV blocks: free, used by one sequence, shared by several, or cached for later prompts."
-    return _WorkerMetric(KV_BLOCKS, help, (("tier", tier), ("state", state)))
-
-
-_WORKER_GAUGES: Mapping[str, _WorkerMetric] = {
-    STAT_NUM_RUNNING: _WorkerMetric(NUM_RUNNING, "Running requests."),
-    STAT_NUM_WAITING: _WorkerMetric(NUM_WAITING, "Requests waiting in the engine."),
-    STAT_KV_USAGE: _WorkerMetric("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0..1."),
-    STAT_KV_WASTE_RATIO: _WorkerMetric(KV_WASTE_RATIO, "Share of the used blocks' token slots that are empty, 0..1."),
-    STAT_NUM_BLOCKS_FREE: _kv_blocks("gpu", "free"),
-    STAT_NUM_BLOCKS_USED: _kv_blocks("gpu", "used"),
-    STAT_NUM_BLOCKS_SHARED: _kv_blocks("gpu", "shared"),
-    STAT_NUM_BLOCKS_CACHED: _kv_blocks("gpu", "cached"),
-    STAT_NUM_HOST_BLOCKS_FREE: _kv_blocks("host", "free"),
-    STAT_NUM_HOST_BLOCKS_USED: _kv_blocks("host", "used"),
-    STAT_NUM_HOST_BLOCKS_CACHED: _kv_blocks("host", "cached"),
-    STAT_STEP_TIME_MS: _WorkerMetric(STEP_TIME_MS, "Duration of the last step, milliseconds."),
-    STAT_NUM_JOBS_HELD: _WorkerMetric("quire:jobs_held", "Jobs claimed by the worker, under its lease."),
-}
-_WORKER_COUNTERS: Mapping[str, _WorkerMetric] = {
-    STAT_PROMPT_TOKENS_TOTAL: _WorkerMetric(PROMPT_TOKENS, "Prompt tokens computed."),
-    STAT_GENERATION_TOKENS_TOTAL: _WorkerMetric(GENERATION_TOKENS, "Tokens generated."),
-    STAT_PREEMPTIONS_TOTAL: _WorkerMetric(PREEMPTIONS, "Preempted requests."),
-    STAT_SWAPPED_TOTAL: _WorkerMetric("quire:preemptions", PREEMPTIONS_HELP, (("kind", "swap"),)),
-    STAT_RECOMPUTED_TOTAL: _WorkerMetric("quire:preemptions", PREEMPTIONS_HELP, (("kind", "recompute"),)),
-    STAT_RECLAIMED_TOTAL: _WorkerMetric(
-        "quire:reclaimed", "Requests preempted because they ran over their tenant's share."
-    ),
-    STAT_RECOMPUTED_TOKENS_TOTAL: _WorkerMetric("quire:recomputed_tokens", "Tokens recomputed for preempted requests."),
-    STAT_RECOMPUTE_S_TOTAL: _WorkerMetric(
-        "quire:recompute_seconds", "Seconds of steps spent on recomputed tokens, by their share of a step's tokens."
-    ),
-    STAT_SWAP_OUT_BYTES_TOTAL: _WorkerMetric("quire:kv_swap_bytes", SWAP_HELP, (("direction", "out"),)),
-    STAT_SWAP_IN_BYTES_TOTAL: _WorkerMetric("quire:kv_swap_bytes", SWAP_HELP, (("direction", "in"),)),
-    STAT_SWAP_OUT_S_TOTAL: _WorkerMetric("quire:kv_swap_seconds", SWAP_TIME_HELP, (("direction", "out"),)),
-    STAT_SWAP_IN_S_TOTAL: _WorkerMetric("quire:kv_swap_seconds", SWAP_TIME_HELP, (("direction", "in"),)),
-    STAT_COPY_ON_WRITE_TOTAL: _WorkerMetric("quire:kv_copy_on_write", "Shared blocks copied at the first write."),
-    STAT_PREFIX_QUERY_TOKENS_TOTAL: _WorkerMetric("quire:prefix_cache_query_tokens", PREFIX_QUERIES_HELP),
-    STAT_PREFIX_HIT_TOKENS_TOTAL: _WorkerMetric("quire:prefix_cache_hit_tokens", PREFIX_HITS_HELP),
-    STAT_RESUMED_TOTAL: _WorkerMetric(
-        "quire:resumed", "Requests continued from another worker, which died, lost its lease, or left."
-    ),
-    STAT_JOBS_TAKEN_OVER_TOTAL: _WorkerMetric(
-        "quire:jobs_taken_over", "Jobs of dead workers that this worker requeued."
-    ),
-    STAT_JOBS_LOST_TOTAL: _WorkerMetric(
-        "quire:jobs_lost", "Jobs lost to other workers because this worker's lease expired."
-    ),
-    STAT_STEPS_TOTAL: _WorkerMetric(STEPS, "Engine steps."),
-}
-_VLLM_ALIASES: Mapping[str, _WorkerMetric] = {
-    STAT_PREFIX_QUERY_TOKENS_TOTAL: _WorkerMetric("vllm:prefix_cache_queries", PREFIX_QUERIES_HELP),
-    STAT_PREFIX_HIT_TOKENS_TOTAL: _WorkerMetric("vllm:prefix_cache_hits", PREFIX_HITS_HELP),
-}
 
 _FIRST_TOKEN_BUCKETS_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
@@ -338,19 +223,16 @@ class _WorkerCollector(Collector):
         self._stats_by_worker = stats_by_worker
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._families(_WORKER_GAUGES, GaugeMetricFamily)
-        yield from self._families(_WORKER_COUNTERS, CounterMetricFamily)
-        yield from self._families(_VLLM_ALIASES, CounterMetricFamily)
-
-    def _families(
-        self, exported: Mapping[str, _WorkerMetric], kind: type[GaugeMetricFamily] | type[CounterMetricFamily]
-    ) -> Iterator[Metric]:
         families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
-        for stat, metric in exported.items():
-            names = ["model_name", "engine", *(name for name, _ in metric.labels)]
-            family = families.setdefault(metric.name, kind(metric.name, metric.help, labels=names))
+        for metric in (*WORKER_METRICS, *VLLM_ALIASES):
+            family = families.setdefault(metric.name, _family(metric))
             for worker_id, stats in self._stats_by_worker.items():
-                if stat in stats:
+                if metric.stat in stats:
                     labels = [self._model_name, worker_id, *(value for _, value in metric.labels)]
-                    family.add_metric(labels, stats[stat])
+                    family.add_metric(labels, stats[metric.stat])
         yield from families.values()
+
+
+def _family(metric: WorkerMetric) -> GaugeMetricFamily | CounterMetricFamily:
+    kind = CounterMetricFamily if metric.is_counter else GaugeMetricFamily
+    return kind(metric.name, metric.help, labels=["model_name", "engine", *(name for name, _ in metric.labels)])

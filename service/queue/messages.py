@@ -122,7 +122,9 @@ class WorkerCard:
     beat_at_s: float  # queue time, set by the queue
     blocks: bytes = b""  # the pool as a picture (service/engine/kv/block_pool.py), while somebody looks
     host_blocks: bytes = b""  # the second tier likewise
-    stats: dict[str, float] = field(default_factory=dict)  # gauges and counters, named as in observability/metrics.py
+    stats: dict[str, float] = field(
+        default_factory=dict
+    )  # gauges and counters, named as in observability/worker_metrics.py
 
 
 @dataclass(frozen=True, kw_only=True)

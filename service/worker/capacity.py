@@ -1,5 +1,8 @@
-"""What a worker may claim now: as much as its engine can begin, and not all of it for the tenant who asks loudest. What
-one holds beyond its share is lent to it (see service/fair_share.py): others may claim though nothing is free."""
+"""What a worker may claim now: as much as its engine can start, shared among tenants.
+
+What a tenant holds beyond its share can be reclaimed (see service/fair_share.py): jobs of other tenants may be claimed
+even if no slot is free.
+"""
 
 from __future__ import annotations
 
@@ -12,86 +15,86 @@ from service.queue.job_cost import branches_of
 from service.queue.messages import Job
 
 RESERVED_DIVISOR = 16
-"""Of the places one in so many is kept for tenants who hold less than their share, as long as there are several."""
+"""With several tenants, 1/16 of the slots is reserved for those below their share."""
 RECENT_S = 30.0
-"""A tenant counts for so long after its last job: who asks now and then finds a place, and none stays empty in vain."""
+"""A tenant counts for this long after its last job."""
 OVER_CLAIM_DIVISOR = 32
-"""So many more are claimed than there are places, one for each so many: who ends is followed in the very next step."""
+"""Over-claim one job per 32 slots, so that a finished sequence is replaced in the next step."""
 
 
 @dataclass
-class _Held:
+class _HeldJob:
     tenant: str
     num_branches: int
-    num_tokens: int  # that the engine must find room for; 0 once it has begun
+    num_tokens: int  # for which the engine needs blocks; 0 once it has started
 
 
 class SlotCapacity:
-    """Of one engine. Times are monotonic seconds."""
+    """Slots and tokens of one engine, and the jobs that hold them. Times are monotonic seconds."""
 
-    def __init__(self, num_places: int, num_cache_tokens: int, *, is_ahead: bool = True):
-        """`num_cache_tokens`: those for which the engine has blocks when it is empty. Without `is_ahead`, no more is
-        claimed than there are places, but for what is lent."""
-        self._num_slots = num_places
+    def __init__(self, num_slots: int, num_cache_tokens: int):
+        """`num_slots`: sequences that run at once; `num_cache_tokens`: tokens that all blocks can hold."""
+        self._num_slots = num_slots
         self._num_cache_tokens = num_cache_tokens
-        self._num_ahead = max(1, num_places // OVER_CLAIM_DIVISOR) if is_ahead else 0
-        self._held: dict[str, _Held] = {}
+        self._num_over_claimed = max(1, num_slots // OVER_CLAIM_DIVISOR)
+        self._held: dict[str, _HeldJob] = {}
         self._num_branches = self._num_tokens = 0
-        self._branches_of: Counter[str] = Counter()
+        self._branches_by_tenant: Counter[str] = Counter()
         self._seen_at_s: OrderedDict[str, float] = OrderedDict()
 
-    def take(self, job: Job, num_told_tokens: int, now_s: float) -> None:
-        """The job is claimed; again, where it was lost and has come back."""
-        self.give_back(job.job_id, now_s)
-        num_tokens = len(job.prompt) // 4 + num_told_tokens
-        self._held[job.job_id] = held = _Held(job.tenant, branches_of(job), num_tokens)
+    def add_job(self, job: Job, num_sent_tokens: int, now_s: float) -> None:
+        """Count a claimed job, once however often it was claimed; `num_sent_tokens`: of earlier claims."""
+        self.remove_job(job.job_id, now_s)
+        num_tokens = len(job.prompt) // 4 + num_sent_tokens
+        self._held[job.job_id] = held = _HeldJob(job.tenant, branches_of(job), num_tokens)
         self._num_branches += held.num_branches
         self._num_tokens += held.num_tokens
-        self._branches_of[held.tenant] += held.num_branches
-        self._see(held.tenant, now_s)
+        self._branches_by_tenant[held.tenant] += held.num_branches
+        self._mark_seen(held.tenant, now_s)
 
-    def begin(self, job_id: str) -> None:
-        """The engine has told something of it: its blocks are its own."""
+    def mark_started(self, job_id: str) -> None:
+        """The engine has emitted an output of the job: its blocks are allocated."""
         held = self._held.get(job_id)
         if held is not None and held.num_tokens:
             self._num_tokens -= held.num_tokens
             held.num_tokens = 0
 
-    def give_back(self, job_id: str, now_s: float) -> None:
-        """The job is over here."""
-        self.begin(job_id)
+    def remove_job(self, job_id: str, now_s: float) -> None:
+        """The job is over in this worker; unknown ones are ignored."""
+        self.mark_started(job_id)
         held = self._held.pop(job_id, None)
         if held is None:
             return
         self._num_branches -= held.num_branches
-        self._branches_of[held.tenant] -= held.num_branches
-        if not self._branches_of[held.tenant]:
-            del self._branches_of[held.tenant]
-        self._see(held.tenant, now_s)
+        self._branches_by_tenant[held.tenant] -= held.num_branches
+        if not self._branches_by_tenant[held.tenant]:
+            del self._branches_by_tenant[held.tenant]
+        self._mark_seen(held.tenant, now_s)
 
     def claim_budget(self, num_free_tokens: int, now_s: float) -> tuple[int, ClaimBudget]:
-        """Branches that may be claimed, and the rest of it; no more than 0 where nothing is free. `num_free_tokens`:
-        those for which the engine has blocks now."""
+        """Return the number of branches to claim, 0 or less if nothing is free, and the rest of the budget.
+        `num_free_tokens`: tokens that the engine's available blocks can hold."""
         while self._seen_at_s and next(iter(self._seen_at_s.values())) < now_s - RECENT_S:
             self._seen_at_s.popitem(last=False)
         num_tokens = num_free_tokens - self._num_tokens
-        num_branches = self._num_slots + self._num_ahead - self._num_branches
-        num_tenants = len(self._seen_at_s.keys() | self._branches_of.keys())
-        keeps = num_tenants > 1 and self._num_slots >= RESERVED_DIVISOR
+        num_branches = self._num_slots + self._num_over_claimed - self._num_branches
+        num_tenants = len(self._seen_at_s.keys() | self._branches_by_tenant.keys())
+        reserves = num_tenants > 1 and self._num_slots >= RESERVED_DIVISOR
+        is_shared = reserves or num_tokens <= 0 or self._has_tenant_over_share()
         return (0 if num_tokens <= 0 else num_branches), ClaimBudget(
             num_tokens=num_tokens,
-            num_reserved=self._num_slots // RESERVED_DIVISOR + self._num_ahead if keeps else 0,
-            num_slots=self._num_slots if keeps or num_tokens <= 0 or self._lends() else 0,
-            slots_by_tenant=dict(self._branches_of),
+            num_reserved=self._num_slots // RESERVED_DIVISOR + self._num_over_claimed if reserves else 0,
+            num_slots=self._num_slots if is_shared else 0,
+            slots_by_tenant=dict(self._branches_by_tenant),
             num_tenants=num_tenants,
             num_reclaimable_tokens=self._num_cache_tokens - self._num_tokens,
         )
 
-    def _lends(self) -> bool:
-        """Whether somebody holds more than its share, if one more comes."""
-        share = fair_share(self._num_slots, [1, *self._branches_of.values()])
-        return any(count > share for count in self._branches_of.values())
+    def _has_tenant_over_share(self) -> bool:
+        """Whether a tenant holds more than its share if another one comes."""
+        share = fair_share(self._num_slots, [1, *self._branches_by_tenant.values()])
+        return any(count > share for count in self._branches_by_tenant.values())
 
-    def _see(self, tenant: str, now_s: float) -> None:
+    def _mark_seen(self, tenant: str, now_s: float) -> None:
         self._seen_at_s[tenant] = now_s
         self._seen_at_s.move_to_end(tenant)

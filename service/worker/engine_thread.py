@@ -1,4 +1,4 @@
-"""The engine's own thread: obeys commands between steps, never awaits, and is the only one to touch the device."""
+"""The engine's own thread: runs commands between steps, never awaits, and alone uses the device."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ class Add:
 class Cancel:
     request_id: str
     reason: EndReason
-    branch: int | None = None  # only this one
+    branch: int | None = None  # None: all
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End everything that is left with this reason, then the thread."""
+    """End every open request with this reason, then the thread."""
 
     reason: EndReason
 
 
 @dataclass(frozen=True, slots=True)
-class Show:
-    """Somebody looks at the blocks: an idle engine draws them too."""
+class Render:
+    """Render the blocks now, also while idle."""
 
 
 STATS_EVERY_S = 0.1
-"""Statistics are for people: a step need not pay for them."""
+"""Least interval of statistics, so that short steps do not pay for them."""
 
 IDLE_TURN_S = 0.5
-"""How often a thread without work shows that it would do some."""
+"""Interval of turns without work."""
 
-DRAW_EVERY_S = 0.9
-"""A picture of the blocks costs milliseconds, and a heartbeat carries one."""
+RENDER_EVERY_S = 0.9
+"""An image of the blocks takes milliseconds, and a heartbeat carries one."""
 
-Command = Add | Cancel | Stop | Show
+Command = Add | Cancel | Stop | Render
 
 
 class EngineThread:
-    """`deliver` gets each step's outputs, `on_death` the exception that ended the thread, `on_turn` the monotonic time
-    between two steps; all on this thread."""
+    """Calls, on its thread: `on_outputs` with each step's outputs, `on_turn` with the monotonic time between two steps,
+    `on_death` with the exception that ended it. `stats`, `blocks` and `host_blocks` are kept up to date."""
 
     def __init__(
         self,
@@ -71,67 +71,67 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.stats: EngineStats = engine.stats()
         self._stats_due_s = 0.0
-        self._is_looked_at = False
+        self._is_watched = False
         self.blocks = self.host_blocks = b""
         self._blocks_due_s = 0.0
 
     @property
     def num_free_tokens(self) -> int:
-        """Tokens for which the engine has blocks, up to date."""
+        """Tokens that the engine's available blocks can hold."""
         return self._engine.num_free_tokens
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the thread last came round: those of the step under way, growing for ever if it hangs."""
+        """Seconds since the last turn: the age of the step under way."""
         return time.monotonic() - self._turned_at_s
 
     @property
     def ident(self) -> int | None:
-        """The thread's, as Python numbers threads."""
+        """Python's number of the thread."""
         return self._thread.ident
 
     @property
     def in_flight(self) -> frozenset[str]:
-        """Requests that the engine runs: who is to be asked when it has died. Callable from any thread."""
+        """Ids of the requests that the engine runs. Callable from any thread."""
         return frozenset(sequence.request_id for sequence in self._engine.running)
 
     def start(self) -> None:
         self._turned_at_s = time.monotonic()
         self._thread.start()
 
-    def show(self, is_looked_at: bool) -> None:
-        """Keep `blocks` and `host_blocks` fresh from now on, or no longer. Callable from any thread."""
-        self._is_looked_at = is_looked_at
-        if is_looked_at:
-            self.send(Show())
+    def set_watched(self, is_watched: bool) -> None:
+        """Start or stop rendering `blocks` and `host_blocks`. Callable from any thread."""
+        self._is_watched = is_watched
+        if is_watched:
+            self.send(Render())
 
-    def _draw(self, now_s: float) -> None:
-        if not self._is_looked_at:
+    def _render(self, now_s: float) -> None:
+        if not self._is_watched:
             self.blocks = self.host_blocks = b""
         elif now_s > self._blocks_due_s:
             self.blocks, self.host_blocks = self._engine.render_blocks(), self._engine.render_host_blocks()
-            self._blocks_due_s = now_s + DRAW_EVERY_S
+            self._blocks_due_s = now_s + RENDER_EVERY_S
 
     def send(self, command: Command) -> None:
-        """Obeyed before the next step, in the order sent. Callable from any thread."""
+        """Queue a command; commands run before the next step, in order. Callable from any thread."""
         self._inbox.put(command)
 
     def join(self, timeout_s: float) -> bool:
-        """Whether the thread has ended."""
+        """Wait for the thread; return whether it has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:
-            while self._obey():
+            while self._run_commands():
                 self._engine.step()
                 self._report()
         except BaseException as error:
             self._report()
             self._on_death(error)
 
-    def _obey(self) -> bool:
-        """Carry out all commands at hand, waiting for one while there is no work. False once told to stop."""
+    def _run_commands(self) -> bool:
+        """Run all queued commands, waiting for one while there is no work. Return False after Stop."""
         self._turn()
         while True:
             try:
@@ -144,7 +144,7 @@ class EngineThread:
                 self._report()
                 command = self._await_command()
             match command:
-                case Show():
+                case Render():
                     pass
                 case Add(request):
                     self._engine.add_request(request)
@@ -170,7 +170,7 @@ class EngineThread:
         now_s = time.monotonic()
         if now_s > self._stats_due_s:
             self.stats, self._stats_due_s = self._engine.stats(), now_s + STATS_EVERY_S
-            self._draw(now_s)
+            self._render(now_s)
         outputs = self._engine.drain_outputs()
         if outputs:
             self._on_outputs(outputs)

@@ -1,4 +1,4 @@
-"""What the engine says of a request, as the events that the queue carries."""
+"""Converts the engine's outputs to the events that the queue carries."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from service.queue.codec import pack_floats, pack_ids
 from service.queue.messages import Event, Part, TokenLogprobs, Usage
 
 MAX_EVENT_TOKENS = 4096
-"""With twenty alternatives each, two thirds of what an event may take."""
+"""With 20 alternatives each, two thirds of the largest event."""
 
 
 def event_of(job_id: str, number: int, outputs: Sequence[RequestOutput]) -> Event:
-    """One event of a job's outputs since the last one."""
-    tells_usage = number == 1 or outputs[-1].end is not None
-    if len(outputs) == 1 and len(outputs[0].parts) == 1 and not tells_usage:  # nearly always
+    """Merge consecutive outputs of a job into one event."""
+    has_usage = number == 1 or outputs[-1].end is not None
+    if len(outputs) == 1 and len(outputs[0].parts) == 1 and not has_usage:  # nearly always
         return Event(job_id=job_id, number=number, parts=(_part(outputs[0].parts),))
     by_branch: dict[tuple[bool, int], list[BranchOutput]] = {}
     for output in outputs:
@@ -35,25 +35,25 @@ def event_of(job_id: str, number: int, outputs: Sequence[RequestOutput]) -> Even
         number=number,
         parts=tuple(map(_part, by_branch.values())),
         end=last.end,
-        usage=usage if tells_usage else None,
+        usage=usage if has_usage else None,
         choices=last.choices,
         embedding=last.embedding or None,
     )
 
 
 def refusal(job_id: str, number: int, reason: EndReason) -> Event:
-    """The end of a job that no engine saw."""
+    """Return the end of a job that is not given to the engine."""
     return Event(job_id=job_id, number=number, end=reason, usage=Usage(prompt_tokens=0, completion_tokens=0))
 
 
 def without_end(event: Event) -> Event:
-    """The same news of a job that goes on elsewhere."""
+    """Return the event of a job that goes on elsewhere."""
     usage = event.usage if event.number == 1 else None
     return replace(event, end=None, usage=usage, choices=(), embedding=None)
 
 
-def in_events(outputs: list[RequestOutput]) -> list[list[RequestOutput]]:
-    """A job's outputs, parted where one event would hold more tokens than an event may."""
+def split_by_event(outputs: list[RequestOutput]) -> list[list[RequestOutput]]:
+    """Split a job's outputs so that no event exceeds MAX_EVENT_TOKENS, unless a single output does."""
     if len(outputs) == 1:
         return [outputs]
     runs: list[list[RequestOutput]] = [[]]
@@ -68,15 +68,15 @@ def in_events(outputs: list[RequestOutput]) -> list[list[RequestOutput]]:
     return runs
 
 
-def _part(news: Sequence[BranchOutput]) -> Part:
-    if len(news) == 1 and not news[0].logprobs:
-        (only,) = news
+def _part(outputs: Sequence[BranchOutput]) -> Part:
+    if len(outputs) == 1 and not outputs[0].logprobs:
+        (only,) = outputs
         return Part(branch=only.branch, is_prompt=only.is_prompt or None, tokens=pack_ids(only.token_ids), end=only.end)
-    logprobs = [logprob for part in news for logprob in part.logprobs]
+    logprobs = [logprob for part in outputs for logprob in part.logprobs]
     return Part(
-        branch=news[0].branch,
-        is_prompt=news[0].is_prompt or None,
-        tokens=pack_ids([token for part in news for token in part.token_ids]),
+        branch=outputs[0].branch,
+        is_prompt=outputs[0].is_prompt or None,
+        tokens=pack_ids([token for part in outputs for token in part.token_ids]),
         logprobs=TokenLogprobs(
             chosen=pack_floats([logprob.logprob for logprob in logprobs]),
             top_ids=pack_ids([token for logprob in logprobs for token in logprob.top_ids]),
@@ -84,5 +84,5 @@ def _part(news: Sequence[BranchOutput]) -> Part:
         )
         if logprobs
         else None,
-        end=news[-1].end,
+        end=outputs[-1].end,
     )

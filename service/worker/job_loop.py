@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple, TypeVar
 
 from service.engine.output_processor import EngineOutput, iter_request_outputs
 from service.engine.request import EngineRequest
 from service.errors import EndReason
 from service.observability.logs import fields
-from service.observability.metrics import (
-    STAT_JOBS_LOST_TOTAL,
-    STAT_JOBS_TAKEN_OVER_TOTAL,
-    STAT_NUM_JOBS_HELD,
-    STAT_RESUMED_TOTAL,
-)
 from service.observability.tracing import NO_TRACING, Tracing
+from service.observability.worker_metrics import JOBS, read_stats
 from service.queue.codec import unpack_ids
 from service.queue.interface import Claim, ClaimBudget, Lease, QueueUnavailable, WorkerQueue
 from service.queue.messages import Event, WorkerCard
@@ -31,58 +27,96 @@ from service.worker.spans import log_claim, spans_of
 
 log = logging.getLogger("quire.job_loop")
 
+Result = TypeVar("Result")
+
 FETCH_WAIT_S = 0.5
 HEARTBEAT_S = 1.0
 RETRY_S = 0.2
 LOOK_AGAIN_S = 0.015
-"""How often a worker that is nearly full looks for jobs: what waits is not for it, or finds no room yet."""
+"""Interval of claims while the engine is nearly full: waiting jobs may exceed the budget."""
+
+
+class OutputInbox:
+    """Carries outputs from the engine thread to the event loop that made it."""
+
+    def __init__(self) -> None:
+        self.arrived = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._outputs: list[EngineOutput] = []
+
+    def on_outputs(self, outputs: list[EngineOutput]) -> None:
+        """Called on the engine thread after a step."""
+        self._loop.call_soon_threadsafe(self._append, outputs)
+
+    def drain_outputs(self) -> list[EngineOutput]:
+        """Return all outputs since the last call, in order."""
+        self.arrived.clear()
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _append(self, outputs: list[EngineOutput]) -> None:
+        self._outputs += outputs
+        self.arrived.set()
+
+
+class EngineSizes(NamedTuple):
+    """What the job loop needs to know of its engine."""
+
+    vocab_size: int
+    num_slots: int  # sequences that run at once
+    num_cache_tokens: int  # tokens that all blocks can hold
+
+
+@dataclass(slots=True)
+class JobCounts:
+    """Statistics of the jobs of this worker (service/observability/worker_metrics.py)."""
+
+    num_held: int = 0  # claimed and not ended
+    num_resumed: int = 0
+    num_taken_over: int = 0
+    num_lost: int = 0
 
 
 class JobLoop:
-    """Runs on the event loop; the engine thread hands it outputs through `deliver`."""
+    """Runs on the event loop of `inbox`, to which the engine thread delivers its outputs."""
 
     def __init__(
         self,
         queue: WorkerQueue,
+        engine: EngineThread,
+        inbox: OutputInbox,
         make_card: Callable[[bool], WorkerCard],
-        vocab_size: int,
-        num_places: int,
-        num_cache_tokens: int,
+        sizes: EngineSizes,
         tracing: Tracing = NO_TRACING,
     ):
-        """`num_places`: sequences that the engine runs at once; `num_cache_tokens`: tokens for which it has blocks."""
+        """`make_card(ready)` returns the worker's card without the statistics of its jobs."""
         self._queue = queue
+        self._engine = engine
+        self._inbox = inbox
         self._tracing = tracing
         self._make_card = make_card
-        self._vocab_size = vocab_size
-        self._slots = SlotCapacity(num_places, num_cache_tokens)
+        self._vocab_size = sizes.vocab_size
+        self._slots = SlotCapacity(sizes.num_slots, sizes.num_cache_tokens)
         self._model = ""
         self._loop = asyncio.get_running_loop()
         self._open: dict[str, OpenJob] = {}
-        self._outputs: list[EngineOutput] = []
         self._refused: list[Event] = []
-        self._has_news = asyncio.Event()
         self._publishing = asyncio.Lock()
         self._early_cancels = EarlyCancels()
         self._runs_suspects = False
         self._runs_alone = False  # the open job is a suspect
         self._draining = False
-        self._totals = {STAT_RESUMED_TOTAL: 0, STAT_JOBS_TAKEN_OVER_TOTAL: 0, STAT_JOBS_LOST_TOTAL: 0}
+        self._counts = JobCounts()
         self._fetching_ended = asyncio.Event()
         self.announced = asyncio.Event()
-        self.engine: EngineThread | None = None
 
     @property
     def num_open(self) -> int:
         return len(self._open)
 
-    def on_outputs(self, outputs: list[EngineOutput]) -> None:
-        """Called on the engine thread after a step."""
-        self._loop.call_soon_threadsafe(self._take_in, outputs)
-
     async def run(self) -> None:
-        """Until cancelled, or until a duty fails. Fetching stops for good once `drain` or `abandon` was called."""
-        duties = (self._fetch, self._publish, self._hear_cancels, self._beat, self._keep_lease)
+        """Serve until cancelled, or until a duty fails. Fetching ends with `drain` or `abandon`."""
+        duties = (self._fetch, self._publish, self._forward_cancels, self._beat, self._keep_lease)
         tasks = [asyncio.create_task(duty(), name=duty.__name__) for duty in duties]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -94,8 +128,8 @@ class JobLoop:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def drain(self, timeout_s: float) -> None:
-        """Claim nothing more. Open jobs go to another worker where one is ready, with what was told of them; as long as
-        there is none they run to their ends, and what is left after `timeout_s` waits for whoever comes."""
+        """Claim nothing more. Open jobs run until another worker is ready or `timeout_s` is over; then they return to
+        the queue."""
         self._draining = True
         try:
             async with asyncio.timeout(timeout_s):
@@ -105,12 +139,12 @@ class JobLoop:
             log.warning("drain time is over %s", fields(num_open=self.num_open))
         for job in self._open.values():
             job.is_leaving = True
-            self.engine.send(Cancel(job.request_id, EndReason.SHUTDOWN))
+            self._engine.send(Cancel(job.request_id, EndReason.SHUTDOWN))
         await self._fetching_ended.wait()
 
     async def abandon(self, in_flight: Collection[str], cause: str) -> None:
-        """The engine is dead: what it told goes out, and every open job back to the queue. Those whose requests were
-        `in_flight` will be suspected of having killed it."""
+        """The engine is dead of `cause`: publish its outputs and return every open job. Jobs whose requests were
+        `in_flight` become suspects."""
         self._draining = True
         await self._fetching_ended.wait()
         await self._publish_all()
@@ -120,7 +154,7 @@ class JobLoop:
         for job_id in list(self._open):
             self._close(job_id)
 
-    async def settled(self) -> None:
+    async def wait_idle(self) -> None:
         """Wait until no job is open."""
         while self._open:
             await asyncio.sleep(0.02)
@@ -129,7 +163,7 @@ class JobLoop:
         self._model = self._make_card(False).model
         await self._persist(self._take_over)
         while not self._draining:
-            max_branches, budget = self._slots.claim_budget(self.engine.num_free_tokens, self._loop.time())
+            max_branches, budget = self._slots.claim_budget(self._engine.num_free_tokens, self._loop.time())
             has_capacity = max_branches > 0 or budget.num_slots
             if not has_capacity or (self._open and (self._runs_suspects or self._runs_alone)):
                 await asyncio.sleep(LOOK_AGAIN_S)
@@ -137,22 +171,22 @@ class JobLoop:
             try:
                 await self._fetch_some(max_branches, budget)
             except QueueUnavailable as error:
-                log.warning("no jobs to be had: %s", error)
+                log.warning("no jobs fetched: %s", error)
                 await asyncio.sleep(RETRY_S)
         self._fetching_ended.set()
 
     async def _fetch_some(self, max_branches: int, budget: ClaimBudget) -> None:
-        """Jobs, or one suspect: nothing else is fetched while that is open."""
+        """Fetch jobs, or a suspect, which runs alone."""
         self._runs_alone = False
         if self._runs_suspects:
             suspect = await self._queue.fetch_suspect()
             self._runs_suspects = self._runs_alone = suspect is not None
-            claims = [] if suspect is None else [suspect]
+            claims: Sequence[Claim] = [] if suspect is None else [suspect]
         else:
             wait_s = LOOK_AGAIN_S if budget.is_restricted(max_branches) else FETCH_WAIT_S
             claims = await self._queue.fetch(max_branches, wait_s, budget)
         for claim in claims:
-            # A suspect comes this way where its claim by `fetch_suspect` was cut off.
+            # `fetch` returns a suspect if its claim by `fetch_suspect` was cut off.
             if self._draining or (claim.is_suspect and not self._runs_alone):
                 await self._persist(partial(self._queue.hand_back, [claim.job.job_id]))
             else:
@@ -167,19 +201,19 @@ class JobLoop:
             log.error("a job of another model; one Redis serves one model %s", fields(job=job.job_id, model=job.model))
         if not is_ours or any(token >= self._vocab_size for token in prompt):
             self._refused.append(refusal(job.job_id, next_number, EndReason.INVALID))
-            self._has_news.set()
+            self._inbox.arrived.set()
             return
         now_s = await self._persist(self._queue.now_s)
         timer = None
         if job.deadline_s is not None:
             end = Cancel(request_id, EndReason.DEADLINE)
-            timer = self._loop.call_later(job.deadline_s - now_s, self.engine.send, end)
+            timer = self._loop.call_later(job.deadline_s - now_s, self._engine.send, end)
         spans = spans_of(claim, now_s, self._tracing)
         cleared_at = len(claim.history) + claim.alone_for_events if claim.is_suspect else None
         self._open[job.job_id] = OpenJob(request_id, next_number, timer, spans, cleared_at)
-        self._slots.take(job, len(claim.history), self._loop.time())
+        self._slots.add_job(job, len(claim.history), self._loop.time())
         log_claim(claim)
-        self._totals[STAT_RESUMED_TOTAL] += claim.attempt > 1
+        self._counts.num_resumed += claim.attempt > 1
         request = EngineRequest(
             request_id=request_id,
             prompt=prompt,
@@ -190,28 +224,23 @@ class JobLoop:
             history=branch_histories(claim.history),
             times=None if spans is None else spans.times,
         )
-        self.engine.send(Add(request))
-        for cancel in (*claim.stops, *self._early_cancels.take(job.job_id)):
-            self.engine.send(Cancel(request_id, cancel.reason, cancel.branch))
-
-    def _take_in(self, outputs: list[EngineOutput]) -> None:
-        self._outputs += outputs
-        self._has_news.set()
+        self._engine.send(Add(request))
+        for cancel in (*claim.stops, *self._early_cancels.pop(job.job_id)):
+            self._engine.send(Cancel(request_id, cancel.reason, cancel.branch))
 
     async def _publish(self) -> None:
-        """Everything since the last round trip goes out in the next, so a slow Redis makes batches, not a queue."""
+        """Publish what arrived during a round trip with the next one: a slow Redis makes batches, not a queue."""
         while True:
-            await self._has_news.wait()
+            await self._inbox.arrived.wait()
             await self._publish_all()
 
     async def _publish_all(self) -> None:
         async with self._publishing:
-            self._has_news.clear()
-            outputs, self._outputs = self._outputs, []
+            outputs = self._inbox.drain_outputs()
             refused, self._refused = self._refused, []
-            told, leaving = self._events(outputs)
-            # A door tells a step's events one after the other, for milliseconds: who has waited longest goes first.
-            events = sorted(refused + told, key=lambda event: event.number > 1)
+            events, leaving = self._events(outputs)
+            # A gateway handles a step's events in order, for milliseconds: first tokens have waited longest.
+            events = sorted(refused + events, key=lambda event: event.number > 1)
             if events:
                 self._drop(await self._persist(lambda: self._queue.publish(events)))
             for event in events:
@@ -225,27 +254,28 @@ class JobLoop:
                     self._close(job_id)
 
     def _events(self, outputs: list[EngineOutput]) -> tuple[list[Event], list[str]]:
-        """What to tell, and the jobs that the engine has let go of for others."""
-        events, leaving = [], []
+        """Return the events of these outputs, and the jobs that ended here and go on elsewhere."""
+        events: list[Event] = []
+        leaving: list[str] = []
         for job_id, job_outputs in outputs_by_job(iter_request_outputs(outputs), self._open).items():
-            self._slots.begin(job_id)
-            told, is_let_go = self._open[job_id].events(job_id, job_outputs)
-            events += told
-            if is_let_go:
+            self._slots.mark_started(job_id)
+            job_events, is_released = self._open[job_id].events(job_id, job_outputs)
+            events += job_events
+            if is_released:
                 leaving.append(job_id)
         return events, leaving
 
     def _clear_suspect(self) -> None:
-        """It has got on, alone, and killed nobody: whoever takes it next may run it beside others."""
+        """Return a suspect that made progress alone: it may run with others again."""
         for job in self._open.values():
             if job.cleared_at_number is not None and job.next_number > job.cleared_at_number and not job.is_leaving:
                 job.is_leaving = True
-                self.engine.send(Cancel(job.request_id, EndReason.SHUTDOWN))
+                self._engine.send(Cancel(job.request_id, EndReason.SHUTDOWN))
 
     def _close(self, job_id: str, last: Event | None = None) -> None:
-        """`last`: the event that ends the job; without it, the job goes on elsewhere."""
+        """Forget the job. `last`: the event that ended it; None if it goes on elsewhere."""
         job = self._open.pop(job_id, None)
-        self._slots.give_back(job_id, self._loop.time())
+        self._slots.remove_job(job_id, self._loop.time())
         if job is not None and job.deadline is not None:
             job.deadline.cancel()
         if job is not None and job.spans is not None:
@@ -254,52 +284,53 @@ class JobLoop:
             log.debug("let go of %s", fields(job=job_id, end="elsewhere" if last is None else last.end))
 
     def _drop(self, job_ids: Collection[str]) -> None:
-        """Others have these jobs now: what our engine says of them is said no more."""
+        """Cancel jobs that other workers own now; nothing of them is published any more."""
         for job_id in job_ids:
             job = self._open.get(job_id)
             if job is not None:
-                self._totals[STAT_JOBS_LOST_TOTAL] += 1
-                self.engine.send(Cancel(job.request_id, EndReason.CANCELLED))
+                self._counts.num_lost += 1
+                self._engine.send(Cancel(job.request_id, EndReason.CANCELLED))
                 self._close(job_id)
 
-    async def _hear_cancels(self) -> None:
+    async def _forward_cancels(self) -> None:
         while True:
             for cancel in await self._persist(lambda: self._queue.fetch_cancels(FETCH_WAIT_S)):
                 job = self._open.get(cancel.job_id)
                 if job is not None:
-                    self.engine.send(Cancel(job.request_id, cancel.reason, cancel.branch))
+                    self._engine.send(Cancel(job.request_id, cancel.reason, cancel.branch))
                     continue
-                self._early_cancels.keep(cancel)
+                self._early_cancels.add(cancel)
 
     async def _beat(self) -> None:
         while True:
-            looked_at = await self._persist(lambda: self._queue.announce(self._card()))
-            self.engine.show(looked_at)
+            is_watched = await self._persist(lambda: self._queue.announce(self._card()))
+            self._engine.set_watched(is_watched)
             self.announced.set()
             await asyncio.sleep(HEARTBEAT_S)
 
     def _card(self) -> WorkerCard:
         card = self._make_card(not self._draining)
-        return replace(card, stats={**card.stats, **self._totals, STAT_NUM_JOBS_HELD: self.num_open})
+        self._counts.num_held = len(self._open)
+        return replace(card, stats={**card.stats, **read_stats(JOBS, self._counts)})
 
     async def _keep_lease(self) -> None:
-        await keep_lease(self._queue, lambda: self.engine.silent_s, self._on_lease, self._take_over)
+        await keep_lease(self._queue, lambda: self._engine.silent_s, self._on_lease, self._take_over)
 
     async def _on_lease(self, lease: Lease) -> None:
         self._drop(lease.lost)
         self._runs_suspects = lease.runs_suspects
 
     async def _take_over(self) -> None:
-        self._totals[STAT_JOBS_TAKEN_OVER_TOTAL] += await self._queue.take_over()
+        self._counts.num_taken_over += await self._queue.take_over()
 
     async def _has_replacement(self) -> bool:
         return await has_replacement(self._queue, self._make_card(False))
 
-    async def _persist(self, attempt):
-        """Ask until the queue answers: what the engine has computed is kept here until it is written there."""
+    async def _persist(self, attempt: Callable[[], Awaitable[Result]]) -> Result:
+        """Repeat the attempt until the queue is available: nothing that the engine computed is lost meanwhile."""
         while True:
             try:
                 return await attempt()
             except QueueUnavailable as error:
-                log.warning("the queue is away: %s", error)
+                log.warning("queue unavailable, retrying: %s", error)
                 await asyncio.sleep(RETRY_S)

@@ -1,5 +1,4 @@
-"""How requests outlive their workers: the lease that says who is alive, the jobs of those who are not, and a job's past
-as the engine takes it up."""
+"""Requests outlive their workers: the lease, the jobs of dead workers, and the history from which a job goes on."""
 
 from __future__ import annotations
 
@@ -8,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 
 from service.engine.request import BranchHistory
+from service.errors import EndReason
 from service.queue.codec import unpack_floats, unpack_ids
 from service.queue.interface import Lease, QueueUnavailable, WorkerQueue
 from service.queue.messages import Event, WorkerCard
@@ -17,9 +17,9 @@ log = logging.getLogger("quire.recovery")
 BEATS_PER_LEASE = 10 / 3
 """A lease of 10 s is renewed every 3 s: two beats may be lost."""
 MAX_LOOK_S = 1.0
-"""How often the living look for the dead."""
+"""Longest interval between two looks for expired leases."""
 FRESH_CARD_S = 3.5
-"""A worker that has not said for longer that it is ready takes no job for certain."""
+"""A worker whose card is older counts as not ready."""
 
 
 async def keep_lease(
@@ -28,10 +28,10 @@ async def keep_lease(
     on_lease: Callable[[Lease], Awaitable[None]],
     take_over: Callable[[], Awaitable[None]],
 ) -> None:
-    """Renew the lease for ever, as long as the engine makes progress, and `take_over` from those whose lease ran out.
+    """Renew the lease forever while the engine makes progress, and call `take_over` for expired leases.
 
-    `silent_s`: seconds since the engine's thread last came round. One that hangs loses its jobs to others, though this
-    loop goes on; `on_lease` hears what every renewal says.
+    `silent_s`: seconds since the engine's last turn; a hung engine loses its lease, and so its jobs. `on_lease` gets
+    each renewal's result.
     """
     beat_s = queue.lease_s / BEATS_PER_LEASE
     look_s = min(MAX_LOOK_S, beat_s)
@@ -50,7 +50,7 @@ async def keep_lease(
 
 
 async def has_replacement(queue: WorkerQueue, ours: WorkerCard) -> bool:
-    """Whether another worker of our model is there and takes jobs. Raises QueueUnavailable."""
+    """Whether another worker of the same model is ready. Raises QueueUnavailable."""
     now_s, cards = await queue.now_s(), await queue.workers()
     return any(
         card.ready and card.model == ours.model and now_s - card.beat_at_s < FRESH_CARD_S
@@ -60,16 +60,17 @@ async def has_replacement(queue: WorkerQueue, ours: WorkerCard) -> bool:
 
 
 def num_scored_tokens(events: Iterable[Event]) -> int:
-    """Of the prompt, those whose log-probabilities were told, and the first, which has none; 0 where none were."""
-    told = sum(len(part.tokens) // 4 for event in events for part in event.parts if part.is_prompt)
-    return told + 1 if told else 0
+    """Number of prompt tokens with log-probabilities in the events, and the first token, which has none; 0 if none."""
+    num_sent = sum(len(part.tokens) // 4 for event in events for part in event.parts if part.is_prompt)
+    return num_sent + 1 if num_sent else 0
 
 
 def branch_histories(events: Iterable[Event]) -> tuple[BranchHistory, ...]:
-    """What was told of each branch, in order of their numbers, from a job's events so far. Log-probabilities are added
-    in the order in which the engine added them, so that branches rank as they would have."""
+    """Return the history of each branch, in order, from a job's events. Log-probabilities are added in the engine's
+    order, so that branches rank as without an interruption."""
     token_ids: dict[int, list[int]] = {}
-    ends, sums = {}, {}
+    ends: dict[int, EndReason] = {}
+    sums: dict[int, float] = {}
     for event in events:
         for part in event.parts:
             if part.is_prompt:

@@ -1,4 +1,4 @@
-"""What a job did in this worker, as spans below its request's: the wait in the queue, the prompt, the answer."""
+"""Spans of a job in this worker, children of its request's span: queue, prefill, decode."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger("quire.job_loop")
 
 @dataclass(kw_only=True)
 class JobSpans:
-    """Of one claim. They are made at its end, when all is known."""
+    """The spans of one claim, emitted at its end."""
 
     tracing: Tracing
     job: Job
@@ -28,7 +28,7 @@ class JobSpans:
     claimed_s: float = field(default_factory=time.time)
 
     def end(self, last: Event | None) -> None:
-        """`last`: the job's end, if it ended here and does not go on elsewhere."""
+        """Emit the spans. `last`: the event that ended the job; None if it goes on elsewhere."""
         now_s = time.time()
         started_s = self.times.started_s or now_s
         first_token_s = self.times.first_token_s
@@ -54,7 +54,7 @@ class JobSpans:
         }
 
     def _of_answer(self, last: Event | None) -> dict[str, object]:
-        if last is None:
+        if last is None or last.end is None:
             return {"quire.end": "handed_on"}
         return {
             "quire.end": last.end.value,
@@ -63,12 +63,12 @@ class JobSpans:
 
     @staticmethod
     def _failure(last: Event | None) -> str | None:
-        failed = last is not None and ENDINGS[last.end].finish_reason is None
-        return last.end.value if failed else None
+        end = None if last is None else last.end
+        return end.value if end is not None and ENDINGS[end].finish_reason is None else None
 
 
 def spans_of(claim: Claim, now_s: float, tracing: Tracing) -> JobSpans | None:
-    """None if it is not traced. `now_s`: queue time."""
+    """Return the spans of a claim; None if it is not traced. `now_s`: queue time."""
     if not tracing.is_on or claim.job.traceparent is None:
         return None
     queued_s = max(0.0, now_s - claim.job.submitted_at_s)

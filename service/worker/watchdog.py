@@ -1,4 +1,4 @@
-"""Ends a worker whose engine hangs: a step that never ends gives no error, and its jobs would wait for it for ever."""
+"""Ends a worker whose engine hangs: a step that never ends raises no error, and its jobs would wait forever."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger("quire.watchdog")
 
 DEFAULT_STEP_TIMEOUT_S = {"cuda": 60.0, "numpy": 600.0}
 LAST_RESORT_S = 10.0
-"""What the rest of the process gets to put its jobs back once a step counts as hung."""
+"""Time for the process to return its jobs once a step counts as hung."""
 LOOKS_PER_TIMEOUT = 20
 MAX_LOOK_EVERY_S = 1.0
 
@@ -27,32 +27,33 @@ class EngineHung(Exception):
 
 
 class Watchdog:
-    """`turned` is called by the engine's thread between steps; `on_hang` gets an EngineHung, once, on another thread.
+    """The engine's thread calls `on_turn` between steps; `on_hang` gets an EngineHung, once, on another thread.
 
-    Should the hung step hold the interpreter's lock, no Python runs any more, here neither. A thread of C, which
-    `turned` puts off, then prints where everybody stands and ends the process.
+    If the hung step holds the interpreter's lock, no Python runs, the watchdog neither. Then faulthandler's C thread,
+    which `on_turn` postpones, prints all stacks and ends the process.
     """
 
     def __init__(self, step_timeout_s: float, supervisor: Supervisor):
         self._step_timeout_s = step_timeout_s
         self._supervisor = supervisor
-        self._put_off_at_s = float("-inf")
+        self._postponed_at_s = float("-inf")
         self._look_every_s = min(MAX_LOOK_EVERY_S, step_timeout_s / LOOKS_PER_TIMEOUT)
         self._stopped = threading.Event()
+        self._stderr = sys.__stderr__ or sys.stderr
 
-    def turned(self, now_s: float) -> None:
-        """The engine moves, or would if it had work. `now_s`: monotonic."""
+    def on_turn(self, now_s: float) -> None:
+        """The engine is between two steps, or idle. `now_s`: monotonic."""
         self._supervisor.feed()
-        if now_s - self._put_off_at_s >= self._look_every_s and not self._stopped.is_set():
-            self._put_off_at_s = now_s
-            faulthandler.dump_traceback_later(self._step_timeout_s + LAST_RESORT_S, exit=True, file=sys.__stderr__)
+        if now_s - self._postponed_at_s >= self._look_every_s and not self._stopped.is_set():
+            self._postponed_at_s = now_s
+            faulthandler.dump_traceback_later(self._step_timeout_s + LAST_RESORT_S, exit=True, file=self._stderr)
 
     def watch(self, engine: EngineThread, on_hang: Callable[[EngineHung], None]) -> None:
-        """Looks from now on, on a thread of its own."""
+        """Start watching, on a thread of its own."""
         threading.Thread(target=self._watch, args=(engine, on_hang), name="watchdog", daemon=True).start()
 
     def stop(self) -> None:
-        """The engine ends in good order and will turn no more."""
+        """The engine has ended."""
         self._stopped.set()
         faulthandler.cancel_dump_traceback_later()
 
@@ -65,7 +66,7 @@ class Watchdog:
 
 
 def _place_of(thread: int | None) -> str:
-    """The innermost lines of a thread's stack."""
-    frame = sys._current_frames().get(thread)
+    """Return the innermost lines of a thread's stack."""
+    frame = None if thread is None else sys._current_frames().get(thread)
     lines = traceback.extract_stack(frame)[-3:] if frame is not None else []
     return " < ".join(f"{line.name}:{line.lineno}" for line in reversed(lines)) or "unknown"

@@ -36,7 +36,7 @@ from service.engine.scheduling.limits import Limits
 from service.errors import EndReason
 from service.queue.interface import Claim, ClaimBudget
 from service.worker.engine_thread import EngineThread, Stop
-from service.worker.job_loop import JobLoop
+from service.worker.job_loop import EngineSizes, JobLoop, OutputInbox
 from tests.bench.fair_share_steps import BLOCK_SIZE, MAX_BATCHED_TOKENS, MAX_MODEL_LEN, MAX_PREFILL_CHUNK, simulate
 from tests.bench.io_thread import PacedDevice
 from tests.fakes.idle_executor import IdleExecutor
@@ -91,26 +91,27 @@ class IdleWorker:
         )
         self.engine = Engine(executor, kv, limits, frozenset())
         card = {"model": MODEL, "max_model_len": MAX_MODEL_LEN}
+        self._deaths: list[BaseException] = []
+        self._inbox = OutputInbox()
+        self._thread = EngineThread(self.engine, self._on_outputs, self._deaths.append)
         self._job_loop = JobLoop(
             self.queue,
+            self._thread,
+            self._inbox,
             lambda ready: make_card("idle", ready=ready, **card),
-            MAX_MODEL_LEN,
-            num_slots,
-            NUM_BLOCKS * BLOCK_SIZE,
+            EngineSizes(MAX_MODEL_LEN, num_slots, NUM_BLOCKS * BLOCK_SIZE),
         )
-        self._deaths: list[BaseException] = []
-        self._job_loop.engine = EngineThread(self.engine, self._on_outputs, self._deaths.append)
 
     async def run(self) -> None:
-        self._job_loop.engine.start()
+        self._thread.start()
         try:
             await self._job_loop.run()
         finally:
-            self._job_loop.engine.send(Stop(EndReason.SHUTDOWN))
+            self._thread.send(Stop(EndReason.SHUTDOWN))
 
     def _on_outputs(self, outputs: list[EngineOutput]) -> None:
         self.num_tokens += sum(len(part.token_ids) for output in iter_request_outputs(outputs) for part in output.parts)
-        self._job_loop.on_outputs(outputs)
+        self._inbox.on_outputs(outputs)
 
     @property
     def num_running(self) -> int:

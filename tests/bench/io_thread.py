@@ -22,7 +22,7 @@ from service.garbage import freeze_heap
 from service.queue.codec import pack_ids
 from service.queue.messages import Job
 from service.worker.engine_thread import EngineThread
-from service.worker.job_loop import JobLoop
+from service.worker.job_loop import EngineSizes, JobLoop, OutputInbox
 from tests.bench.host_steps import VOCAB_SIZE, make_engine
 from tests.support.measuring import flags, fresh_redis, tell
 from tests.support.queue_pair import open_pair
@@ -69,11 +69,11 @@ class Steps:
         self._began_s.append(time.perf_counter() if is_whole else None)
         self._step()
 
-    def pass_on(self, job_loop: JobLoop):
+    def pass_on(self, inbox: OutputInbox):
         def on_outputs(outputs) -> None:
             left = outputs if self.are_told else [each for each in outputs if type(each) is not NewTokens]
             if left:
-                job_loop.on_outputs(left)
+                inbox.on_outputs(left)
 
         return on_outputs
 
@@ -87,10 +87,12 @@ async def measure(args: argparse.Namespace, redis_url: str) -> dict[str, object]
     PacedDevice(executor, args.step_ms / 1000)
     steps, deaths = Steps(engine, args.batch), []
     queue, door = [await open_pair(redis_url) for _ in range(2)]
-    job_loop = JobLoop(queue, lambda ready: make_card("bench", ready=ready), VOCAB_SIZE, args.batch, 1 << 30)
-    job_loop.engine = EngineThread(engine, steps.pass_on(job_loop), deaths.append)
+    inbox = OutputInbox()
+    thread = EngineThread(engine, steps.pass_on(inbox), deaths.append)
+    sizes = EngineSizes(VOCAB_SIZE, args.batch, 1 << 30)
+    job_loop = JobLoop(queue, thread, inbox, lambda ready: make_card("bench", ready=ready), sizes)
     freeze_heap()
-    job_loop.engine.start()
+    thread.start()
     duties = asyncio.create_task(job_loop.run())
     found: dict[str, list[float]] = {"told": [], "kept": []}
     try:

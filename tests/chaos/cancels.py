@@ -27,7 +27,7 @@ from service.gateway.core.served_model import ServedModel
 from service.gateway.process import serving
 from service.queue import keys
 from service.worker.engine_thread import EngineThread, Stop
-from service.worker.job_loop import JobLoop
+from service.worker.job_loop import EngineSizes, JobLoop, OutputInbox
 from tests.support.demo_engine import DEMO
 from tests.support.measuring import flags, fresh_redis, tell
 from tests.support.queue_pair import open_pair
@@ -81,19 +81,18 @@ async def working(redis_url: str, built: BuiltEngine) -> AsyncIterator[EngineThr
     queue = await open_pair(redis_url)
     memory = built.memory
     sizes = {"max_model_len": memory.max_model_len, "num_blocks": memory.num_blocks, "block_size": memory.block_size}
+    failed = asyncio.get_running_loop().create_future()
+    loop, inbox = asyncio.get_running_loop(), OutputInbox()
+    engine = EngineThread(
+        built.engine, inbox.on_outputs, lambda error: loop.call_soon_threadsafe(failed.set_exception, error)
+    )
     job_loop = JobLoop(
         queue,
+        engine,
+        inbox,
         lambda ready: make_card("w", model=MODEL, ready=ready, **sizes),
-        built.config.vocab_size,
-        NUM_SLOTS,
-        memory.num_blocks * memory.block_size,
+        EngineSizes(built.config.vocab_size, NUM_SLOTS, memory.num_blocks * memory.block_size),
     )
-    failed = asyncio.get_running_loop().create_future()
-    loop = asyncio.get_running_loop()
-    engine = EngineThread(
-        built.engine, job_loop.on_outputs, lambda error: loop.call_soon_threadsafe(failed.set_exception, error)
-    )
-    job_loop.engine = engine
     engine.start()
     duties = asyncio.create_task(job_loop.run())
     await job_loop.announced.wait()

@@ -24,7 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 METRIC = re.compile(r"^(?:quire|vllm):[a-z_]+$")
-STATISTIC = re.compile(r"^STAT_|^_?STATS?$")
+STATISTIC = re.compile(r"^STAT_|^_?STATS?$|^_gauge$|^_counter$")
 VARIABLE = re.compile(r"^QUIRE_[A-Z_]+$")
 LUA_KEY = re.compile(r"\{quire\}:[\w:.<>*{}-]*[\w>}]")
 METHODS = ("get", "post", "put", "patch", "delete")
@@ -129,10 +129,13 @@ def metrics(tree: Path) -> Iterator[str]:
             yield f"metric {text}"
     for path in sources(tree, "service"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                name, value = node.targets[0].id, node.value
-                if STATISTIC.match(name) and isinstance(value, ast.Constant):
-                    yield f"statistic {value.value}"
+            name, value = None, None
+            if isinstance(node, ast.Assign):
+                name, value = node.targets[0], node.value
+            elif isinstance(node, ast.Call) and node.args:
+                name, value = node.func, node.args[0]
+            if isinstance(name, ast.Name) and STATISTIC.match(name.id) and isinstance(value, ast.Constant):
+                yield f"statistic {value.value}"
 
 
 def redis_keys(tree: Path) -> Iterator[str]:

@@ -17,6 +17,7 @@ from model.sampling_params import BeamSearch, SamplingParams
 from service.engine.engine import Engine
 from service.engine.kv.kv_manager import KVManager
 from service.engine.request import BranchHistory, EngineRequest
+from service.engine.scheduling.fair_share import FairShare
 from service.engine.scheduling.limits import Limits
 from service.engine.scheduling.preemption import AUTO, MODES, Preemption
 from service.engine.scheduling.swap_cost import Rates, SwapCostModel
@@ -70,7 +71,7 @@ class World:
             self.num_blocks, BLOCK_SIZE, prefix_caching=self.prefix_caching, swapping=self.num_host_blocks > 0
         )
         rates = Rates(token_s=3e-5, pair_s=1e-8, block_out_s=4e-5, block_in_s=4e-5, transfer_s=2e-4)
-        preemption = Preemption(kv, SwapCostModel(rates, BLOCK_SIZE), self.mode)
+        preemption = Preemption(kv, FairShare(kv, MAX_SEQS), SwapCostModel(rates, BLOCK_SIZE), self.mode)
         drafter = ScriptedDrafter(self.num_drafts) if self.num_drafts else None
         engine = Engine(executor, kv, limits, frozenset({EOS}), preemption=preemption, drafter=drafter)
         return engine, preemption

@@ -11,6 +11,7 @@ from service.bench.kv_policies.simulation import MACHINES, SimulatedClock, Simul
 from service.engine.engine import Engine
 from service.engine.kv.kv_manager import KVManager
 from service.engine.request import EngineRequest
+from service.engine.scheduling.fair_share import FairShare
 from service.engine.scheduling.limits import Limits
 from service.engine.scheduling.preemption import Preemption
 from service.engine.scheduling.swap_cost import Rates, SwapCostModel
@@ -109,10 +110,10 @@ def replay(
         num_host_blocks = 0
     executor = SwappingExecutor(clock, num_host_blocks, rates)
     kv = KVManager(num_blocks, 16, prefix_caching=prefix_caching, swapping=num_host_blocks > 0)
-    preemption = Preemption(kv, SimulatedCosts(rates, 16, executor), mode)
     limits = Limits(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=8192, max_prefill_chunk=512, max_model_len=max_len
     )
+    preemption = Preemption(kv, FairShare(kv, limits.max_num_seqs), SimulatedCosts(rates, 16, executor), mode)
     engine = Engine(executor, kv, limits, frozenset(), preemption=preemption)
     for number, (num_prompt, num_output) in enumerate(lengths):
         wishes = SamplingParams(max_tokens=num_output, ignore_eos=True)

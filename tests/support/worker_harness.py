@@ -16,7 +16,7 @@ from service.queue.codec import pack_ids, unpack_ids
 from service.queue.messages import Job, WorkerCard
 from service.worker.capacity import SlotCapacity
 from service.worker.engine_thread import EngineThread, Stop
-from service.worker.job_loop import JobLoop
+from service.worker.job_loop import EngineSizes, JobLoop, OutputInbox
 from tests.fakes.scripted_executor import ScriptedExecutor, next_token
 
 VOCAB = 97
@@ -34,11 +34,12 @@ class WorkerHarness:
         self.dead = asyncio.get_running_loop().create_future()
         loop = asyncio.get_running_loop()
         engine = Engine(executor, KVManager(1024, 4), limits, frozenset())
-        self.job_loop = JobLoop(queue, self.card, VOCAB, NUM_SLOTS, 1024 * 4, tracing=tracing)
+        inbox = OutputInbox()
         self.engine = EngineThread(
-            engine, self.job_loop.on_outputs, lambda error: loop.call_soon_threadsafe(self.dead.set_result, error)
+            engine, inbox.on_outputs, lambda error: loop.call_soon_threadsafe(self.dead.set_result, error)
         )
-        self.job_loop.engine = self.engine
+        sizes = EngineSizes(VOCAB, NUM_SLOTS, 1024 * 4)
+        self.job_loop = JobLoop(queue, self.engine, inbox, self.card, sizes, tracing)
 
     def card(self, ready):
         return WorkerCard(
@@ -78,11 +79,11 @@ class WorkerHarness:
         await self.die()
         await self.queue.retire(self.name)
 
-    async def submit(self, prompt, deadline_s=None, model=None, tenant="t", **wishes):
+    async def submit(self, prompt, deadline_s=None, model=None, tenant="t", **params):
         """Submit a job and follow it; (id, iterator of its events)."""
         job_id = f"JOB{next(NUMBERS)}"
         events = self.queue.follow(job_id)
-        sampling = SamplingParams(**{"max_tokens": 5} | wishes)
+        sampling = SamplingParams(**{"max_tokens": 5} | params)
         await self.queue.submit(
             Job(
                 job_id=job_id, tenant=tenant, prompt=pack_ids(prompt), sampling=sampling, submitted_at_s=time.time(),

@@ -16,18 +16,20 @@ from service.cli.client.api import ServiceError, add_client_flags, connected
 from service.observability.metrics import (
     FIRST_TOKEN_S,
     GATEWAY,
-    GENERATION_TOKENS,
-    KV_BLOCKS,
-    KV_WASTE_RATIO,
     NEXT_TOKEN_S,
-    NUM_RUNNING,
-    NUM_WAITING,
     OPEN_REQUESTS,
-    PREEMPTIONS,
-    PROMPT_TOKENS,
     QUEUE_DEPTH,
     QUEUE_OLDEST_WAIT_S,
     REQUESTS_ENDED,
+)
+from service.observability.worker_metrics import (
+    GENERATION_TOKENS,
+    KV_BLOCKS,
+    KV_WASTE_RATIO,
+    NUM_RUNNING,
+    NUM_WAITING,
+    PREEMPTIONS,
+    PROMPT_TOKENS,
     STEP_TIME_MS,
     STEPS,
 )

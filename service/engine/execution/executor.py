@@ -39,29 +39,29 @@ class ModelExecutor:
     def __init__(self, model: Llama, eos_token_ids: frozenset[int], max_num_seqs: int, max_blocks: int):
         self.model = model
         self.runs_ahead = model.ops.name == "cuda"
-        self._runner = ModelRunner(model, max_num_seqs, max_blocks)
-        self._sampler = StepSampler(model.config.vocab_size, eos_token_ids, keeps_params=self._runner.replays_graphs)
+        self.runner = ModelRunner(model, max_num_seqs, max_blocks)
+        self._sampler = StepSampler(model.config.vocab_size, eos_token_ids, keeps_params=self.runner.replays_graphs)
         self._pooler = Pooler()
         self._sizes = max_num_seqs, max_blocks
 
     @property
     def kv(self) -> Array | None:
         """The cache, once attached."""
-        return self._runner.kv
+        return self.runner.kv
 
     @property
     def host(self) -> HostBlocks | None:
         """The host's blocks, if any are attached."""
-        return self._runner.host
+        return self.runner.host
 
     def attach(self, kv: Array, *, num_host_blocks: int = 0, progress: bool = False) -> None:
         """Use this cache [num_blocks, L, 2, Hkv, B, D], and `num_host_blocks` blocks on the host."""
         self._rows = DecodeBatch(*self._sizes, block_size=kv.shape[4])
-        self._runner.attach(kv, num_host_blocks=num_host_blocks, progress=progress)
+        self.runner.attach(kv, num_host_blocks=num_host_blocks, progress=progress)
 
     def fit_prompts(self, num_decodes: int, num_tokens: int) -> int:
         """Return how many of `num_tokens` prompt tokens a step should take besides its decodes while others wait."""
-        return self._runner.fit_prompts(num_decodes, num_tokens)
+        return self.runner.fit_prompts(num_decodes, num_tokens)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """See service.engine.engine.Executor."""
@@ -82,18 +82,18 @@ class ModelExecutor:
             prompt_logprobs=[planned.rows for planned in prompt_logprobs],
             pool_rows=pool_rows,
         )
-        return LaunchedStep(self._runner.launch(inputs), batch, calls, prompt_logprobs, plan.pool_spans)
+        return LaunchedStep(self.runner.launch(inputs), batch, calls, prompt_logprobs, plan.pool_spans)
 
     def transfer(self, plan: StepPlan) -> None:
         """See service.engine.engine.Executor."""
         copies, swap_outs, swap_ins = map(_pairs, (plan.copies, plan.swap_outs, plan.swap_ins))
-        self._runner.transfer(StepInputs(forward=None, copies=copies, swap_outs=swap_outs, swap_ins=swap_ins))
+        self.runner.transfer(StepInputs(forward=None, copies=copies, swap_outs=swap_outs, swap_ins=swap_ins))
 
     def sample(self, launched: LaunchedStep) -> None:
         """See service.engine.engine.Executor. The forward pass hides the host's work here."""
         if not launched.calls:
             launched.calls = self._sampler.calls(launched.batch, masked=True)
-            self._runner.sample(launched.running, [call.inputs for call in launched.calls])
+            self.runner.sample(launched.running, [call.inputs for call in launched.calls])
 
     def collect(self, launched: LaunchedStep) -> StepResult:
         """See service.engine.engine.Executor."""
@@ -113,11 +113,11 @@ class ModelExecutor:
 
     def finished_transfers(self) -> list[FinishedTransfer]:
         """See service.engine.engine.Executor."""
-        return [FinishedTransfer(*done) for done in self._runner.finished_transfers()]
+        return [FinishedTransfer(*done) for done in self.runner.finished_transfers()]
 
     def wait_for_transfer(self) -> None:
         """See service.engine.engine.Executor."""
-        self._runner.wait_for_transfer()
+        self.runner.wait_for_transfer()
 
 
 def _pairs(copies: tuple[BlockCopy, ...]) -> np.ndarray:

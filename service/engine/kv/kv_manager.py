@@ -22,6 +22,15 @@ MAX_SAVED_PER_STEP = 256
 """Blocks a step copies to the host ahead of need: about 10 ms of the bus."""
 
 
+SwapInRule = Callable[[int, int], bool]
+"""(num_tokens, num_blocks): whether `num_blocks` blocks on the host are worth swapping in after `num_tokens` tokens."""
+
+
+def always(num_tokens: int, num_blocks: int) -> bool:
+    """The rule that swaps in all that the host has."""
+    return True
+
+
 class SwapFootprint(NamedTuple):
     """Cached blocks of sequences to be preempted; a block they share counts once."""
 
@@ -38,11 +47,20 @@ class KVManager:
     part of a table is a path of the prefix tree: a sequence that holds a block holds the blocks preceding it.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = False, swapping: bool = False):
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        block_bytes: int = 0,
+        prefix_caching: bool = False,
+        swapping: bool = False,
+    ):
+        """`block_bytes`: memory of a block, for statistics."""
         self.block_size = block_size
+        self.block_bytes = block_bytes
         self.num_copies = 0
         self.num_query_tokens = self.num_hit_tokens = 0
-        self.should_swap_in: Callable[[int, int], bool] = lambda num_tokens, num_blocks: True
         self._prefix_caching = prefix_caching
         self._copies: list[BlockCopy] = []
         cache = PrefixCache(num_blocks, block_size, with_host=swapping)
@@ -57,12 +75,12 @@ class KVManager:
         if self._cache is not None:
             self._cache.start_step()
 
-    def match(self, sequence: Sequence) -> Match:
+    def match(self, sequence: Sequence, should_swap_in: SwapInRule = always) -> Match:
         """Return the cached prefix of a sequence that holds no blocks; its last token is always left to compute."""
         if self._cache is None:
             return NO_MATCH
         token_ids = sequence.token_ids[: sequence.num_tokens - 1]
-        return self._cache.match(self._salt(sequence), token_ids, self.should_swap_in)
+        return self._cache.match(self._salt(sequence), token_ids, should_swap_in)
 
     def num_blocks_for_match(self, sequence: Sequence, match: Match) -> int:
         """Available blocks that `attach`, and then `extend` to all tokens, would take."""
@@ -70,10 +88,10 @@ class KVManager:
         missing = -(-sequence.num_tokens // self.block_size) - len(shared) + (match.partial is not None)
         return missing + self.pool.num_unreferenced(shared)
 
-    def match_within_blocks(self, sequence: Sequence, num_blocks: int) -> Match:
+    def match_within_blocks(self, sequence: Sequence, num_blocks: int, should_swap_in: SwapInRule = always) -> Match:
         """Like `match`, but drops a partial-block hit if copying it would exceed `num_blocks`: a hit never costs more
         blocks than a miss."""
-        match = self.match(sequence)
+        match = self.match(sequence, should_swap_in)
         if match.partial is None or self.num_blocks_for_match(sequence, match) <= num_blocks:
             return match
         return Match.of(match.nodes, None, len(match.nodes) * self.block_size)

@@ -27,15 +27,17 @@ class Preemption:
     """The youngest group is preempted first, recently resumed ones last, the oldest never, so it finishes. With several
     tenants, groups of tenants over their share of blocks come first."""
 
-    def __init__(self, kv: KVManager, costs: SwapCostModel | None = None, mode: str = AUTO):
+    def __init__(
+        self, kv: KVManager, fair_share: FairShare, costs: SwapCostModel | None = None, mode: str = AUTO
+    ) -> None:
         """Without `costs`, swapping counts as cheaper for every group."""
         self._kv = kv
+        self.fair_share = fair_share
         self.costs = costs
         self._mode = mode
         self.num_swapped = self.num_recomputed = self.num_reclaimed = 0
         self.num_recomputed_tokens = 0
         self.recompute_s = self.swap_out_s = self.swap_in_s = 0.0
-        self.fair_share: FairShare | None = None
         self._step = 0
         self._resumed_at_step: WeakKeyDictionary[SequenceGroup, int] = WeakKeyDictionary()
         self._num_promised = 0
@@ -43,8 +45,6 @@ class Preemption:
         num_blocks = kv.pool.num_blocks
         self._low_watermark = max(num_blocks // 32, min(64, num_blocks // 4))
         self._num_saved_target = max(self._low_watermark, num_blocks // 8)
-        if costs is not None and mode != SWAP:
-            kv.should_swap_in = self._should_swap_in
 
     @property
     def num_preemptions(self) -> int:
@@ -129,14 +129,12 @@ class Preemption:
     def _next_victim(self, running: list[Sequence]) -> SequenceGroup:
         groups = list(dict.fromkeys(sequence.group for sequence in reversed(running)))
         others = groups[:-1] or groups  # the oldest only if it runs alone
-        if self.fair_share is not None:
-            others = self.fair_share.block_holders_over_share(others, running) or others
+        others = self.fair_share.block_holders_over_share(others, running) or others
         return next(filter(self.is_preemptible, others), others[0])
 
     def _preempt(self, group: SequenceGroup, running: list[Sequence]) -> None:
         swaps = self._prefers_swap(group)
-        if self.fair_share is not None:
-            self.fair_share.on_preempted(group)
+        self.fair_share.on_preempted(group)
         for sequence in group.live:
             running.remove(sequence)
             sequence.num_tokens_before_preemption = max(
@@ -166,7 +164,10 @@ class Preemption:
         first, end = (count * size for count in (lost.num_cached - lost.num_exclusive, lost.num_cached))
         return self.costs.swap_s(lost.num_to_save, lost.num_exclusive, self._load) < self.costs.recompute_s(first, end)
 
-    def _should_swap_in(self, num_tokens: int, num_blocks: int) -> bool:
+    def should_swap_in(self, num_tokens: int, num_blocks: int) -> bool:
+        """Whether `num_blocks` blocks on the host are worth swapping in after `num_tokens` tokens on the GPU."""
+        if self.costs is None or self._mode == SWAP:
+            return True
         end = num_tokens + num_blocks * self._kv.block_size
         return self.costs.swap_s(0, num_blocks, self._load) < self.costs.recompute_s(num_tokens, end)
 

@@ -43,8 +43,8 @@ class Scheduler:
         self._kv = kv
         self._limits = limits
         self._speculation = None if drafter is None else Speculation(kv, drafter)
-        self.preemption = preemption or Preemption(kv)
-        self._fair_share = self.preemption.fair_share = FairShare(kv, limits.max_num_seqs)
+        self.preemption = preemption or Preemption(kv, FairShare(kv, limits.max_num_seqs))
+        self._fair_share = self.preemption.fair_share
         self._num_arrivals = 0
         self.waiting: deque[SequenceGroup] = deque()
         self._prompt_outputs = PromptOutputs()
@@ -213,7 +213,7 @@ class Scheduler:
             room = spare - self._num_reserve_blocks - num_behind
             # A prompt that needs more than its last logits is computed whole, cached or not.
             needs_whole_prompt = group.wants_prompt_logprobs or group.wants_pooling
-            match = NO_MATCH if needs_whole_prompt else self._kv.match_within_blocks(leader, room)
+            match = NO_MATCH if needs_whole_prompt else self._match_within(leader, room)
             wanted = self._kv.num_blocks_for_match(leader, match)
             if wanted > room:
                 group.stop_sharing()
@@ -244,7 +244,10 @@ class Scheduler:
     def _match_follower(self, follower: Sequence) -> Match:
         """Return the follower's cached prefix from before a preemption, if room remains for what all others lack."""
         others = self._num_missing_blocks() - self._kv.num_missing_for_all(follower)
-        return self._kv.match_within_blocks(follower, self._kv.pool.num_available - others)
+        return self._match_within(follower, self._kv.pool.num_available - others)
+
+    def _match_within(self, sequence: Sequence, num_blocks: int) -> Match:
+        return self._kv.match_within_blocks(sequence, num_blocks, self.preemption.should_swap_in)
 
     def _start_running(self, group: SequenceGroup) -> None:
         position = len(self.running)

@@ -9,7 +9,7 @@ from service.config.settings import Settings
 from service.errors import RequestError
 from service.gateway.core.fleet import FleetView
 from service.gateway.core.refusals import RETRY_AFTER_S
-from service.observability.metrics import STAT_GENERATION_TOKENS_TOTAL, STAT_PROMPT_TOKENS_TOTAL
+from service.observability.worker_metrics import STAT_GENERATION_TOKENS_TOTAL, STAT_PROMPT_TOKENS_TOTAL
 from service.queue.interface import Bounds, QueueFull
 
 MAX_RETRY_AFTER_S = 60

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from service.observability import metrics
 from service.observability.metrics import GatewayMetrics, LaneStats
+from service.observability.worker_metrics import WORKER_METRICS
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
 METRIC = re.compile(r"\b(?:vllm|quire):[a-z0-9_]+")
@@ -20,7 +20,7 @@ METRIC = re.compile(r"\b(?:vllm|quire):[a-z0-9_]+")
 def exported() -> set[str]:
     """Every sample name, with a worker whose card has all stats."""
     gateway = GatewayMetrics("m")
-    stats = {getattr(metrics, name): 1.0 for name in dir(metrics) if name.startswith("STAT_")}
+    stats = {metric.stat: 1.0 for metric in WORKER_METRICS}
     gateway.set_fleet({"w": stats}, {"normal": LaneStats(0, 0.0)}, 1)
     lines = gateway.exposition().decode().splitlines()
     return {re.split(r"[{ ]", line, maxsplit=1)[0] for line in lines if line and line[0] != "#"} | {

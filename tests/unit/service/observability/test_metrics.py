@@ -4,9 +4,11 @@ import math
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from service.engine.stats import EngineStats
 from service.errors import EndReason
-from service.observability import metrics
 from service.observability.metrics import GatewayMetrics, LaneStats
+from service.observability.worker_metrics import ENGINE, JOBS, WORKER_METRICS
+from service.worker.job_loop import JobCounts
 
 
 def samples(gateway_metrics):
@@ -51,38 +53,38 @@ def test_every_end_has_its_label():
 
 GPU, HOST = {"tier": "gpu"}, {"tier": "host"}
 NUMBERS = {
-    metrics.STAT_NUM_RUNNING: (3, "vllm:num_requests_running", {}),
-    metrics.STAT_NUM_WAITING: (4, "vllm:num_requests_waiting", {}),
-    metrics.STAT_NUM_BLOCKS_FREE: (5, "quire:kv_blocks", {**GPU, "state": "free"}),
-    metrics.STAT_NUM_BLOCKS_USED: (6, "quire:kv_blocks", {**GPU, "state": "used"}),
-    metrics.STAT_NUM_BLOCKS_SHARED: (2, "quire:kv_blocks", {**GPU, "state": "shared"}),
-    metrics.STAT_NUM_BLOCKS_CACHED: (7, "quire:kv_blocks", {**GPU, "state": "cached"}),
-    metrics.STAT_NUM_HOST_BLOCKS_FREE: (21, "quire:kv_blocks", {**HOST, "state": "free"}),
-    metrics.STAT_NUM_HOST_BLOCKS_USED: (22, "quire:kv_blocks", {**HOST, "state": "used"}),
-    metrics.STAT_NUM_HOST_BLOCKS_CACHED: (23, "quire:kv_blocks", {**HOST, "state": "cached"}),
-    metrics.STAT_SWAPPED_TOTAL: (24, "quire:preemptions_total", {"kind": "swap"}),
-    metrics.STAT_RECOMPUTED_TOTAL: (25, "quire:preemptions_total", {"kind": "recompute"}),
-    metrics.STAT_RECLAIMED_TOTAL: (31, "quire:reclaimed_total", {}),
-    metrics.STAT_SWAP_OUT_BYTES_TOTAL: (26, "quire:kv_swap_bytes_total", {"direction": "out"}),
-    metrics.STAT_SWAP_IN_BYTES_TOTAL: (27, "quire:kv_swap_bytes_total", {"direction": "in"}),
-    metrics.STAT_COPY_ON_WRITE_TOTAL: (28, "quire:kv_copy_on_write_total", {}),
-    metrics.STAT_PREFIX_QUERY_TOKENS_TOTAL: (29, "quire:prefix_cache_query_tokens_total", {}),
-    metrics.STAT_PREFIX_HIT_TOKENS_TOTAL: (30, "quire:prefix_cache_hit_tokens_total", {}),
-    metrics.STAT_RESUMED_TOTAL: (32, "quire:resumed_total", {}),
-    metrics.STAT_RECOMPUTED_TOKENS_TOTAL: (33, "quire:recomputed_tokens_total", {}),
-    metrics.STAT_RECOMPUTE_S_TOTAL: (3.5, "quire:recompute_seconds_total", {}),
-    metrics.STAT_SWAP_OUT_S_TOTAL: (1.5, "quire:kv_swap_seconds_total", {"direction": "out"}),
-    metrics.STAT_SWAP_IN_S_TOTAL: (2.5, "quire:kv_swap_seconds_total", {"direction": "in"}),
-    metrics.STAT_NUM_JOBS_HELD: (34, "quire:jobs_held", {}),
-    metrics.STAT_JOBS_TAKEN_OVER_TOTAL: (35, "quire:jobs_taken_over_total", {}),
-    metrics.STAT_JOBS_LOST_TOTAL: (36, "quire:jobs_lost_total", {}),
-    metrics.STAT_KV_USAGE: (0.5, "vllm:kv_cache_usage_perc", {}),
-    metrics.STAT_KV_WASTE_RATIO: (0.1, "quire:kv_waste_ratio", {}),
-    metrics.STAT_PROMPT_TOKENS_TOTAL: (70, "vllm:prompt_tokens_total", {}),
-    metrics.STAT_GENERATION_TOKENS_TOTAL: (80, "vllm:generation_tokens_total", {}),
-    metrics.STAT_PREEMPTIONS_TOTAL: (9, "vllm:num_preemptions_total", {}),
-    metrics.STAT_STEPS_TOTAL: (10, "quire:steps_total", {}),
-    metrics.STAT_STEP_TIME_MS: (11.5, "quire:step_time_ms", {}),
+    "num_running": (3, "vllm:num_requests_running", {}),
+    "num_waiting": (4, "vllm:num_requests_waiting", {}),
+    "num_blocks_free": (5, "quire:kv_blocks", {**GPU, "state": "free"}),
+    "num_blocks_used": (6, "quire:kv_blocks", {**GPU, "state": "used"}),
+    "num_blocks_shared": (2, "quire:kv_blocks", {**GPU, "state": "shared"}),
+    "num_blocks_cached": (7, "quire:kv_blocks", {**GPU, "state": "cached"}),
+    "num_host_blocks_free": (21, "quire:kv_blocks", {**HOST, "state": "free"}),
+    "num_host_blocks_used": (22, "quire:kv_blocks", {**HOST, "state": "used"}),
+    "num_host_blocks_cached": (23, "quire:kv_blocks", {**HOST, "state": "cached"}),
+    "swapped_total": (24, "quire:preemptions_total", {"kind": "swap"}),
+    "recomputed_total": (25, "quire:preemptions_total", {"kind": "recompute"}),
+    "reclaimed_total": (31, "quire:reclaimed_total", {}),
+    "swap_out_bytes_total": (26, "quire:kv_swap_bytes_total", {"direction": "out"}),
+    "swap_in_bytes_total": (27, "quire:kv_swap_bytes_total", {"direction": "in"}),
+    "copy_on_write_total": (28, "quire:kv_copy_on_write_total", {}),
+    "prefix_query_tokens_total": (29, "quire:prefix_cache_query_tokens_total", {}),
+    "prefix_hit_tokens_total": (30, "quire:prefix_cache_hit_tokens_total", {}),
+    "resumed_total": (32, "quire:resumed_total", {}),
+    "recomputed_tokens_total": (33, "quire:recomputed_tokens_total", {}),
+    "recompute_s_total": (3.5, "quire:recompute_seconds_total", {}),
+    "swap_out_s_total": (1.5, "quire:kv_swap_seconds_total", {"direction": "out"}),
+    "swap_in_s_total": (2.5, "quire:kv_swap_seconds_total", {"direction": "in"}),
+    "num_jobs_held": (34, "quire:jobs_held", {}),
+    "jobs_taken_over_total": (35, "quire:jobs_taken_over_total", {}),
+    "jobs_lost_total": (36, "quire:jobs_lost_total", {}),
+    "kv_usage": (0.5, "vllm:kv_cache_usage_perc", {}),
+    "kv_waste_ratio": (0.1, "quire:kv_waste_ratio", {}),
+    "prompt_tokens_total": (70, "vllm:prompt_tokens_total", {}),
+    "generation_tokens_total": (80, "vllm:generation_tokens_total", {}),
+    "preemptions_total": (9, "vllm:num_preemptions_total", {}),
+    "steps_total": (10, "quire:steps_total", {}),
+    "step_time_ms": (11.5, "quire:step_time_ms", {}),
 }
 """What a worker says: a value of its own, and where it stands on the page."""
 
@@ -90,7 +92,7 @@ NUMBERS = {
 def test_numbers_of_the_workers():
     page = GatewayMetrics("m")
     stats = {stat: value for stat, (value, _, _) in NUMBERS.items()}
-    page.set_fleet({"w1": {**stats, "something new": 1}, "w2": {metrics.STAT_NUM_RUNNING: 1}}, {}, 2)
+    page.set_fleet({"w1": {**stats, "something new": 1}, "w2": {"num_running": 1}}, {}, 2)
     for value, name, labels in NUMBERS.values():
         assert find(page, name, model_name="m", engine="w1", **labels) == value, name
     assert find(page, "vllm:num_requests_running", model_name="m", engine="w2") == 1
@@ -102,7 +104,7 @@ def test_numbers_of_the_workers():
 
 
 def test_every_number_of_a_worker_is_exported():
-    assert set(NUMBERS) == {getattr(metrics, name) for name in dir(metrics) if name.startswith("STAT_")}
+    assert set(NUMBERS) == {metric.stat for metric in WORKER_METRICS}
 
 
 def test_the_queue_by_lane():
@@ -136,3 +138,9 @@ def test_two_pages_share_nothing():
     one, other = GatewayMetrics("a"), GatewayMetrics("b")
     one.track_request(1).observe_end(EndReason.STOP)
     assert find(other, "quire:requests_ended_total", reason="stop") == 0
+
+
+def test_every_statistic_has_its_source():
+    assert {metric.attribute for metric in WORKER_METRICS if metric.source == ENGINE} <= set(dir(EngineStats))
+    assert {metric.attribute for metric in WORKER_METRICS if metric.source == JOBS} <= set(dir(JobCounts))
+    assert {metric.source for metric in WORKER_METRICS} == {ENGINE, JOBS}

@@ -5,7 +5,7 @@ from service.engine.step import TokenLogprob
 from service.errors import EndReason
 from service.queue.codec import LIMITS, decode, encode, unpack_ids
 from service.queue.messages import Event
-from service.worker.events import MAX_EVENT_TOKENS, event_of, in_events
+from service.worker.events import MAX_EVENT_TOKENS, event_of, split_by_event
 from service.worker.recovery import branch_histories, num_scored_tokens
 
 WIDEST = TokenLogprob(-1.5, tuple(range(20)), (-0.5,) * 20)
@@ -23,7 +23,7 @@ def said(token: int, end: EndReason | None = None) -> RequestOutput:
 
 def test_a_long_prompt_takes_several_events_that_fit():
     outputs = [*(scored(first, 256) for first in range(0, 256 * 40, 256)), said(7), said(8, EndReason.STOP)]
-    events = [event_of("j", number, some) for number, some in enumerate(in_events(outputs), 1)]
+    events = [event_of("j", number, some) for number, some in enumerate(split_by_event(outputs), 1)]
     assert len(events) == 3
     assert all(len(encode(event)) <= LIMITS[Event].max_bytes for event in events)
     told = [decode(Event, encode(event)) for event in events]
@@ -39,6 +39,6 @@ def test_a_long_prompt_takes_several_events_that_fit():
 
 
 def test_what_fits_is_one_event():
-    assert len(in_events([scored(0, MAX_EVENT_TOKENS - 1), said(7)])) == 1
-    assert len(in_events([scored(0, MAX_EVENT_TOKENS + 5)])) == 1
+    assert len(split_by_event([scored(0, MAX_EVENT_TOKENS - 1), said(7)])) == 1
+    assert len(split_by_event([scored(0, MAX_EVENT_TOKENS + 5)])) == 1
     assert num_scored_tokens([event_of("j", 1, [said(7)])]) == 0

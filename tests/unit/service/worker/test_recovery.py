@@ -7,12 +7,6 @@ import pytest
 
 from service.engine.request import BranchHistory
 from service.errors import EndReason
-from service.observability.metrics import (
-    STAT_JOBS_LOST_TOTAL,
-    STAT_JOBS_TAKEN_OVER_TOTAL,
-    STAT_NUM_JOBS_HELD,
-    STAT_RESUMED_TOTAL,
-)
 from service.queue.codec import pack_floats, pack_ids
 from service.queue.interface import SUSPECT_AFTER_DEATHS
 from service.queue.messages import Cancel, Event, Part, TokenLogprobs
@@ -55,9 +49,9 @@ async def test_another_worker_goes_on_where_a_dead_one_stopped(data):
             assert (tokens, end) == (alone([n, 1], 60), EndReason.LENGTH)
             assert usage.completion_tokens == 60
         assert time.monotonic() - killed_s < 3 * LEASE_S + 2.0
-        assert told_by(STAT_RESUMED_TOTAL, first, second) == [0, 4]
-        assert told_by(STAT_JOBS_TAKEN_OVER_TOTAL, first, second) == [0, 4]
-        assert told_by(STAT_JOBS_LOST_TOTAL, second) == told_by(STAT_NUM_JOBS_HELD, second) == [0]
+        assert told_by("resumed_total", first, second) == [0, 4]
+        assert told_by("jobs_taken_over_total", first, second) == [0, 4]
+        assert told_by("jobs_lost_total", second) == told_by("num_jobs_held", second) == [0]
 
 
 async def test_a_worker_that_leaves_hands_its_jobs_to_one_that_is_ready(data):
@@ -69,7 +63,7 @@ async def test_a_worker_that_leaves_hands_its_jobs_to_one_that_is_ready(data):
         new.claims_again()
         started_s = time.monotonic()
         await old.job_loop.drain(timeout_s=10)
-        await old.job_loop.settled()
+        await old.job_loop.wait_idle()
         assert time.monotonic() - started_s < 3.0
         for n, (job_id, _) in enumerate(jobs):
             tokens, end, _ = await read_events(new.queue.follow(job_id))
@@ -81,7 +75,7 @@ async def test_what_is_left_after_the_drain_waits_for_whoever_comes(data):
         job_id, events = await old.submit([3], max_tokens=100)
         await anext(events)
         await old.job_loop.drain(timeout_s=0.2)
-        await old.job_loop.settled()
+        await old.job_loop.wait_idle()
         assert (await old.queue.queue_state()).num_waiting == 1
     async with join(data) as new:
         assert (await read_events(new.queue.follow(job_id)))[:2] == (alone([3], 100), EndReason.LENGTH)
@@ -93,7 +87,7 @@ async def test_who_lost_its_jobs_stops_computing_them(data):
         heir.claims_nothing()
         job_id, events = await zombie.submit([5], max_tokens=500)
         await anext(events)
-        assert told_by(STAT_NUM_JOBS_HELD, zombie) == [1]
+        assert told_by("num_jobs_held", zombie) == [1]
         zombie.queue.renew = zombie.queue.take_over = asyncio.Event().wait
         heir.claims_again()
         async with asyncio.timeout(10):
@@ -103,12 +97,12 @@ async def test_who_lost_its_jobs_stops_computing_them(data):
                 await asyncio.sleep(0.02)
         assert (await read_events(heir.queue.follow(job_id)))[:2] == (alone([5], 500), EndReason.LENGTH)
         (num_lost, none), (num_found,) = (
-            told_by(STAT_JOBS_LOST_TOTAL, zombie, heir),
-            told_by(STAT_JOBS_TAKEN_OVER_TOTAL, heir),
+            told_by("jobs_lost_total", zombie, heir),
+            told_by("jobs_taken_over_total", heir),
         )
         assert 1 <= num_lost <= num_found, "it may claim what it has lost, and lose it again"
         assert none == 0
-        assert told_by(STAT_NUM_JOBS_HELD, zombie) == [0]
+        assert told_by("num_jobs_held", zombie) == [0]
 
 
 async def test_an_engine_that_hangs_loses_its_jobs(data):
@@ -116,7 +110,7 @@ async def test_an_engine_that_hangs_loses_its_jobs(data):
         heir.claims_nothing()
         job_id, events = await hung.submit([5], max_tokens=200)
         await anext(events)
-        hung.job_loop.engine = _Silent(hung.engine)
+        hung.job_loop._engine = _Silent(hung.engine)
         heir.claims_again()
         assert (await read_events(heir.queue.follow(job_id)))[:2] == (alone([5], 200), EndReason.LENGTH)
         async with asyncio.timeout(10):

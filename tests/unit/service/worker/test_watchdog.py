@@ -54,7 +54,7 @@ class House:
         limits = Limits(max_num_seqs=4, max_num_batched_tokens=16, max_prefill_chunk=16, max_model_len=256)
         engine = Engine(executor, KVManager(64, 4), limits, frozenset())
         self.watchdog = Watchdog(step_timeout_s, self.fed)
-        self.thread = EngineThread(engine, lambda outputs: None, self.hangs.put, self.watchdog.turned)
+        self.thread = EngineThread(engine, lambda outputs: None, self.hangs.put, self.watchdog.on_turn)
         self.thread.start()
         self.watchdog.watch(self.thread, self.hangs.put)
 
@@ -104,7 +104,7 @@ watchdog.LAST_RESORT_S = 0.2
 dog = watchdog.Watchdog(0.5, Supervisor({}))
 def hold_the_interpreter():
     ctypes.PyDLL(None).sleep(60)
-dog.turned(time.monotonic())
+dog.on_turn(time.monotonic())
 """
 
 

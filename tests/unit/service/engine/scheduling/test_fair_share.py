@@ -6,6 +6,7 @@ from model.sampling_params import BeamSearch, SamplingParams
 from service.engine.engine import Engine
 from service.engine.kv.kv_manager import KVManager
 from service.engine.request import EngineRequest
+from service.engine.scheduling.fair_share import FairShare
 from service.engine.scheduling.limits import Limits
 from service.engine.scheduling.preemption import PROTECTED_STEPS, Preemption
 from service.errors import EndReason
@@ -29,7 +30,8 @@ class EngineLoad:
             max_num_seqs=MAX_SEQS, max_num_batched_tokens=budget, max_prefill_chunk=budget, max_model_len=200
         )
         kv = KVManager(num_blocks, SIZE, swapping=num_host_blocks > 0)
-        self.engine = Engine(executor, kv, limits, frozenset({EOS}), preemption=Preemption(kv, mode=mode))
+        preemption = Preemption(kv, FairShare(kv, MAX_SEQS), mode=mode)
+        self.engine = Engine(executor, kv, limits, frozenset({EOS}), preemption=preemption)
         self.asked: dict[str, EngineRequest] = {}
         self.told = {}
 

@@ -9,7 +9,7 @@ from importlib.resources import files
 import pytest
 
 from service.gateway.routes.operations import ASSETS
-from service.observability import metrics
+from service.observability.worker_metrics import WORKER_METRICS
 from tests.support.gateway import open_gateway, write_model
 
 
@@ -62,7 +62,7 @@ async def test_the_page_needs_nothing_from_elsewhere(folder):
 def test_the_page_asks_for_stats_that_workers_tell():
     script = (files("service.gateway") / "ui" / "ui.js").read_text()
     asked = set(re.findall(r'(?:sum\(\w+, "|rate\("|stats\.)(\w+)', script))
-    told = {getattr(metrics, name) for name in dir(metrics) if name.startswith("STAT_")}
+    told = {metric.stat for metric in WORKER_METRICS}
     assert len(asked) > 8
     assert asked - told == set()
 

@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from service.observability import metrics
 from service.queue.interface import QUEUE_LANES, UNBOUNDED, QueueUnavailable
 from tests.support.demo_engine import DEMO
 from tests.support.gateway import MAX_POSITION, MODEL, QuickQueue, open_gateway
@@ -53,7 +52,7 @@ async def test_a_worker_of_another_model_does_not_count(model_folder):
 
 
 async def test_metrics(gateway):
-    gateway.worker.stats = {metrics.STAT_NUM_RUNNING: 7.0}
+    gateway.worker.stats = {"num_running": 7.0}
     await gateway.worker.announce()
     await gateway.post(CHAT, {"model": MODEL, "messages": MESSAGES})
     await gateway.get("/v1/models/../../secret")

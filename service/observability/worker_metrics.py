@@ -1,0 +1,147 @@
+"""A worker's statistics, one row each: their key in WorkerCard.stats, their metric, and where the value comes from.
+
+A new one is a row here and, if nothing counts it yet, a counter in service/engine/stats.py (source "engine") or in
+service/worker/job_loop.py (source "jobs").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+NUM_RUNNING = "vllm:num_requests_running"
+NUM_WAITING = "vllm:num_requests_waiting"
+PROMPT_TOKENS = "vllm:prompt_tokens"
+GENERATION_TOKENS = "vllm:generation_tokens"
+PREEMPTIONS = "vllm:num_preemptions"
+KV_BLOCKS = "quire:kv_blocks"
+KV_WASTE_RATIO = "quire:kv_waste_ratio"
+STEPS = "quire:steps"
+STEP_TIME_MS = "quire:step_time_ms"
+
+STAT_PROMPT_TOKENS_TOTAL = "prompt_tokens_total"
+STAT_GENERATION_TOKENS_TOTAL = "generation_tokens_total"
+"""Keys in WorkerCard.stats that the gateway's back-pressure reads."""
+
+ENGINE, JOBS = "engine", "jobs"
+"""Sources: EngineStats, JobCounts."""
+
+Labels = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class WorkerMetric:
+    """One statistic of a worker. Counters start at 0 with the worker's process, as Prometheus expects."""
+
+    stat: str  # key in WorkerCard.stats
+    name: str
+    help: str
+    source: str  # ENGINE or JOBS
+    attribute: str  # of the source
+    is_counter: bool
+    labels: Labels = ()
+
+
+def _gauge(stat: str, name: str, help: str, attribute: str, source: str = ENGINE, labels: Labels = ()) -> WorkerMetric:
+    return WorkerMetric(stat, name, help, source, attribute, False, labels)
+
+
+def _counter(
+    stat: str, name: str, help: str, attribute: str, source: str = ENGINE, labels: Labels = ()
+) -> WorkerMetric:
+    return WorkerMetric(stat, name, help, source, attribute, True, labels)
+
+
+_BLOCKS_HELP = "KV blocks: free, used by one sequence, shared by several, or cached for later prompts."
+_PREEMPTIONS_HELP = "Preempted requests, by how they are restored."
+_SWAP_HELP = "Bytes of KV blocks copied to and from host memory."
+_SWAP_TIME_HELP = "Seconds of these copies; they overlap with steps."
+_QUERIES_HELP = "Prompt tokens looked up in the prefix cache."
+_HITS_HELP = "Prompt tokens found in the prefix cache."
+_RESUMED_HELP = "Requests continued from another worker, which died, lost its lease, or left."
+_OUT, _IN = (("direction", "out"),), (("direction", "in"),)
+
+
+def _blocks(tier: str, state: str) -> Labels:
+    return (("tier", tier), ("state", state))
+
+
+WORKER_METRICS = (
+    _gauge("num_running", NUM_RUNNING, "Running requests.", "num_running"),
+    _gauge("num_waiting", NUM_WAITING, "Requests waiting in the engine.", "num_waiting"),
+    _gauge("kv_usage", "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0..1.", "kv_usage"),
+    _gauge(
+        "kv_waste_ratio", KV_WASTE_RATIO, "Share of the used blocks' token slots that are empty, 0..1.", "waste_ratio"
+    ),
+    _gauge("num_blocks_free", KV_BLOCKS, _BLOCKS_HELP, "num_blocks_free", labels=_blocks("gpu", "free")),
+    _gauge("num_blocks_used", KV_BLOCKS, _BLOCKS_HELP, "num_blocks_exclusive", labels=_blocks("gpu", "used")),
+    _gauge("num_blocks_shared", KV_BLOCKS, _BLOCKS_HELP, "num_blocks_shared", labels=_blocks("gpu", "shared")),
+    _gauge("num_blocks_cached", KV_BLOCKS, _BLOCKS_HELP, "num_blocks_cached", labels=_blocks("gpu", "cached")),
+    _gauge("num_host_blocks_free", KV_BLOCKS, _BLOCKS_HELP, "num_host_blocks_free", labels=_blocks("host", "free")),
+    _gauge("num_host_blocks_used", KV_BLOCKS, _BLOCKS_HELP, "num_host_blocks_used", labels=_blocks("host", "used")),
+    _gauge(
+        "num_host_blocks_cached", KV_BLOCKS, _BLOCKS_HELP, "num_host_blocks_cached", labels=_blocks("host", "cached")
+    ),
+    _gauge("step_time_ms", STEP_TIME_MS, "Duration of the last step, milliseconds.", "last_step_ms"),
+    _gauge("num_jobs_held", "quire:jobs_held", "Jobs claimed by the worker, under its lease.", "num_held", JOBS),
+    _counter(STAT_PROMPT_TOKENS_TOTAL, PROMPT_TOKENS, "Prompt tokens computed.", "num_prompt_tokens"),
+    _counter(STAT_GENERATION_TOKENS_TOTAL, GENERATION_TOKENS, "Tokens generated.", "num_output_tokens"),
+    _counter("preemptions_total", PREEMPTIONS, "Preempted requests.", "num_preemptions"),
+    _counter("swapped_total", "quire:preemptions", _PREEMPTIONS_HELP, "num_swapped", labels=(("kind", "swap"),)),
+    _counter(
+        "recomputed_total", "quire:preemptions", _PREEMPTIONS_HELP, "num_recomputed", labels=(("kind", "recompute"),)
+    ),
+    _counter(
+        "reclaimed_total",
+        "quire:reclaimed",
+        "Requests preempted because they ran over their tenant's share.",
+        "num_reclaimed",
+    ),
+    _counter(
+        "recomputed_tokens_total",
+        "quire:recomputed_tokens",
+        "Tokens recomputed for preempted requests.",
+        "num_recomputed_tokens",
+    ),
+    _counter(
+        "recompute_s_total",
+        "quire:recompute_seconds",
+        "Seconds of steps spent on recomputed tokens, by their share of a step's tokens.",
+        "recompute_s",
+    ),
+    _counter("swap_out_bytes_total", "quire:kv_swap_bytes", _SWAP_HELP, "swap_out_bytes", labels=_OUT),
+    _counter("swap_in_bytes_total", "quire:kv_swap_bytes", _SWAP_HELP, "swap_in_bytes", labels=_IN),
+    _counter("swap_out_s_total", "quire:kv_swap_seconds", _SWAP_TIME_HELP, "swap_out_s", labels=_OUT),
+    _counter("swap_in_s_total", "quire:kv_swap_seconds", _SWAP_TIME_HELP, "swap_in_s", labels=_IN),
+    _counter(
+        "copy_on_write_total", "quire:kv_copy_on_write", "Shared blocks copied at the first write.", "num_block_copies"
+    ),
+    _counter("prefix_query_tokens_total", "quire:prefix_cache_query_tokens", _QUERIES_HELP, "num_query_tokens"),
+    _counter("prefix_hit_tokens_total", "quire:prefix_cache_hit_tokens", _HITS_HELP, "num_hit_tokens"),
+    _counter("resumed_total", "quire:resumed", _RESUMED_HELP, "num_resumed", JOBS),
+    _counter(
+        "jobs_taken_over_total",
+        "quire:jobs_taken_over",
+        "Jobs of dead workers that this worker requeued.",
+        "num_taken_over",
+        JOBS,
+    ),
+    _counter(
+        "jobs_lost_total",
+        "quire:jobs_lost",
+        "Jobs lost to other workers because this worker's lease expired.",
+        "num_lost",
+        JOBS,
+    ),
+    _counter("steps_total", STEPS, "Engine steps.", "num_steps"),
+)
+
+VLLM_ALIASES = (
+    _counter("prefix_query_tokens_total", "vllm:prefix_cache_queries", _QUERIES_HELP, "num_query_tokens"),
+    _counter("prefix_hit_tokens_total", "vllm:prefix_cache_hits", _HITS_HELP, "num_hit_tokens"),
+)
+"""Rows of WORKER_METRICS once more, under vLLM's names."""
+
+
+def read_stats(source: str, values: object) -> dict[str, float]:
+    """Return the entries of WorkerCard.stats that come from `source`; `values` has their attributes."""
+    return {each.stat: getattr(values, each.attribute) for each in WORKER_METRICS if each.source == source}
