@@ -17,12 +17,13 @@ from service.bench.engine_measures import (
     WHOLE_STEPS,
     DecodeFigures,
     PrefillFigures,
+    PrefixFigures,
     Step,
     measure_decode,
     measure_prefill,
+    measure_prefix,
     measure_trace,
 )
-from service.bench.engine_memory_measures import PrefixFigures, measure_prefix
 from service.bench.flag_values import positive_number, product, whole_number, whole_numbers
 from service.bench.preemption_modes import ModeFigures, measure_modes, mixed_lengths
 from service.bench.report import Figure, write_report

@@ -14,7 +14,52 @@ from model.kv_cache import block_shape
 from model.ops.interface import Array, AttentionBatch, HeadRotation, Ops, SamplingArrays
 from model.ops.weight import Weight
 from model.rope import rope_tables
-from service.bench.kernel_sizes import Batch, Sizes
+
+Batch = tuple[tuple[int, int], ...]
+"""(sequences, tokens each), groups of them beside each other."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the cases are. Sets of inputs are taken by turns until they fill `rotated_bytes`: on a GPU more than
+    twice the largest L2; on a CPU small cases stay in its cache, as they do in use."""
+
+    num_tokens: int
+    rows: tuple[int, ...]
+    decode: tuple[Batch, ...]
+    prefill: tuple[tuple[int, int], ...]  # (prompts, tokens each)
+    tails: tuple[tuple[int, int], ...]  # (tokens of one prompt, those before them, which are known)
+    sampled: tuple[int, ...]
+    copied_blocks: int
+    rotated_bytes: int
+
+    @property
+    def cache_tokens(self) -> int:
+        tails = max(map(sum, self.tails))
+        return max(tails, *(sum(map(math.prod, batch)) for batch in (*self.decode, self.prefill)))
+
+
+GPU_SIZES = Sizes(
+    num_tokens=8192,
+    rows=(1, 16, 64, 256, 512, 8192),
+    decode=(((32, 4096),), ((128, 1024),), ((256, 512),), ((1, 32768),), ((1, 131072), (31, 4096))),
+    prefill=((4, 1024), (1, 4096), (1, 16384)),
+    tails=((64, 2048),),
+    sampled=(64, 256),
+    copied_blocks=2048,
+    rotated_bytes=256 << 20,
+)
+CPU_SIZES = Sizes(
+    num_tokens=256,
+    rows=(1, 16, 64),
+    decode=(((1, 512),), ((16, 256),), ((1, 512), (3, 128))),
+    prefill=((1, 256),),
+    tails=((16, 256),),
+    sampled=(16,),
+    copied_blocks=16,
+    rotated_bytes=4 << 20,
+)
+
 
 RANDOM_TILE = 1_000_003
 """Random numbers that inputs repeat: a prime, so that no two rows are alike."""

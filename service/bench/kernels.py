@@ -17,8 +17,7 @@ from model.errors import ModelError
 from model.ops.backend import open_ops
 from model.ops.interface import Ops
 from model.ops.weight import Weight
-from service.bench.kernel_cases import Case, KernelCases, Launch
-from service.bench.kernel_sizes import CPU_SIZES, GPU_SIZES, Sizes
+from service.bench.kernel_cases import CPU_SIZES, GPU_SIZES, Case, KernelCases, Launch, Sizes
 from service.bench.report import Figure, python_script, script_environment, write_report
 from service.cli.table import print_grid, shown
 from service.config.settings import Settings

@@ -11,14 +11,21 @@ from pathlib import Path
 from statistics import fmean
 
 from service.bench.flag_values import positive_number, whole_number
-from service.bench.kv_policies.figure import comparison_figure, sharing_figure
 from service.bench.kv_policies.policies import DEFAULT_POLICIES, TEXTS, check_room, read_policies
 from service.bench.kv_policies.replay import fit_lengths
-from service.bench.kv_policies.runs import PAPER_MAX_LEN, real_ground, simulated_ground
+from service.bench.kv_policies.runs import (
+    PAPER_MAX_LEN,
+    Comparison,
+    PolicyFigures,
+    Sweep,
+    compare,
+    read_rates,
+    real_ground,
+    simulated_ground,
+)
 from service.bench.kv_policies.sharing import METHODS, WIDTHS, SharingFigures
 from service.bench.kv_policies.simulation import MACHINES
-from service.bench.kv_policies.sweep import Comparison, PolicyFigures, Sweep, compare, read_rates
-from service.bench.report import write_report
+from service.bench.report import Figure, write_report
 from service.bench.trace import TracedRequest, read_trace, scaled
 from service.cli.table import print_grid, shown
 from service.config.settings import Settings
@@ -26,6 +33,11 @@ from service.errors import StartupError
 
 SIMULATED_REQUESTS = 300
 """Enough for a steady state, few enough for all policies to be done in seconds."""
+
+SHARES = ("tokens", "reserved", "internal", "external", "free")
+
+HEADROOM = 3.0
+"""How many latency limits the drawing shows: what lies higher is out of bounds anyway."""
 
 
 def add_memory_flags(parser: argparse.ArgumentParser) -> None:
@@ -210,3 +222,40 @@ def _print_sharing(rows: Sequence[SharingFigures]) -> None:
         counts = (row.num_copies, row.num_preemptions)
         cells.append([row.method, shown(row.width), *map(shown, means), *map(shown, counts)])
     print_grid(header, cells)
+
+
+def comparison_figure(comparison: Comparison, title: str) -> Figure:
+    """For `report.write_report`."""
+    loaded = {row.policy: row.loaded.use for row in comparison.policies if row.loaded is not None}
+    bars = [
+        {"label": share, "x": list(loaded), "y": [100 * getattr(use, share) for use in loaded.values()]}
+        for share in SHARES
+        if any(getattr(use, share) for use in loaded.values())
+    ]
+    panels = []
+    if bars:
+        panels.append({"kind": "stack", "title": "KV cache, loaded", "x": "% of the pool", "y": "", "series": bars})
+    curves = [
+        {
+            "label": row.policy,
+            "x": [run.rate for run in row.curve],
+            "y": [run.normalized_latency_s for run in row.curve],
+        }
+        for row in comparison.policies
+        if row.curve
+    ]
+    if curves:
+        axes = {"x": "requests/s", "y": "s/token", "y_max": HEADROOM * comparison.latency_limit_s}
+        panels.append({"kind": "line", "title": "normalised latency", **axes, "series": curves})
+    return {"title": title, "panels": panels}
+
+
+def sharing_figure(rows: Sequence[SharingFigures], title: str) -> Figure:
+    """For `report.write_report`."""
+    bars = {
+        "label": "saved",
+        "x": [f"{row.method}, {row.width}" for row in rows],
+        "y": [100 * row.saved for row in rows],
+    }
+    panel = {"kind": "bars", "title": "saved by sharing blocks", "x": "% of the blocks", "y": "", "series": [bars]}
+    return {"title": title, "panels": [panel]}

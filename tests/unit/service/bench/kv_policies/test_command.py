@@ -7,9 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.bench.kv_policies.runs import Run
+from service.bench.kv_policies.runs import Run, Sweep, compare, rate_at, read_rates
 from service.bench.kv_policies.simulation import MACHINES
-from service.bench.kv_policies.sweep import Sweep, compare, rate_at, read_rates
 from service.bench.trace import TracedRequest
 from service.cli.main import main
 

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from service.bench.kv_policies import replay as memory_replay
-from service.bench.kv_policies.ledger import Lengths, Slots, slots_of
 from service.bench.kv_policies.policies import POLICIES, Holding, Pool, power_of_two, read_policies
-from service.bench.kv_policies.replay import Bench, Replay, WatchedExecutor, fit_lengths
+from service.bench.kv_policies.replay import Bench, Lengths, Replay, Slots, WatchedExecutor, fit_lengths, slots_of
 from service.bench.kv_policies.simulation import SimulatedClock, SimulatedExecutor, StepCosts
 from service.bench.trace import TracedRequest
 from service.engine.engine import Engine

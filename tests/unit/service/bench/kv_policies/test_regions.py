@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from service.bench.kv_policies.regions import BestFit, Buddy
+from service.bench.kv_policies.policies import BestFit, Buddy
 from service.engine.kv.block_pool import OutOfBlocks
 
 ALLOCATORS = {"best-fit": BestFit, "buddy": Buddy}
