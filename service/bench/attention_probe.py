@@ -1,7 +1,7 @@
-"""How fast decode attention reads the cache in the middle of a run.
+"""Speed of decode attention on the cache of a running engine.
 
-A captured step is one piece to the clock, so its attention is run once more by itself: on the run's own cache, block
-tables and lengths, over all layers, planned once as in a step. What it computes is thrown away.
+A captured step is one unit to the clock, so attention runs once more on the run's own cache, block tables and lengths,
+over all layers, planned once as in a step. Its result is discarded.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from service.engine.build import BuiltEngine
 
 
 class AttentionProbe:
-    """Sums what `look` sees."""
+    """Sum of the passes that `look` timed."""
 
     def __init__(self, built: BuiltEngine):
         self._built = built
@@ -22,11 +22,11 @@ class AttentionProbe:
 
     @property
     def gb_per_s(self) -> float:
-        """Keys and values read over device time, 1e9 bytes a second; 0 if there was nothing to look at."""
+        """Return keys and values read over device time, in GB/s; 0 without a pass."""
         return self._num_bytes / self._seconds / 1e9 if self._seconds else 0.0
 
     def look(self) -> None:
-        """Time one pass for the sequences that run now."""
+        """Time one pass for the running sequences."""
         tables = [sequence.block_table for sequence in self._built.engine.running if sequence.num_computed_tokens]
         lengths = [
             sequence.num_computed_tokens for sequence in self._built.engine.running if sequence.num_computed_tokens

@@ -1,4 +1,4 @@
-"""What `quire bench engine --prompts` measures: requests that run as several branches, sampled or beams."""
+"""Measurements of `quire bench engine --prompts`: requests with several branches, sampled or beams."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROUNDS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class BranchWork:
-    """`num_prompts` requests at once, each of `num_prompt` tokens and `num_branches` answers of `num_output` tokens."""
+    """`num_prompts` simultaneous requests of `num_prompt` tokens and `num_branches` answers of `num_output` tokens."""
 
     method: str  # "sampled" | "beams"
     num_branches: int
@@ -28,8 +28,8 @@ class BranchWork:
     num_output: int
 
     @property
-    def wishes(self) -> SamplingParams:
-        """A single branch is greedy; several must differ."""
+    def params(self) -> SamplingParams:
+        """Sampling parameters: a single branch is greedy, several must differ."""
         count, length = self.num_branches, self.num_output
         if self.method == "beams":
             return SamplingParams(max_tokens=length, ignore_eos=True, beam=BeamSearch(width=count), n=count)
@@ -39,25 +39,25 @@ class BranchWork:
 
 @dataclass(frozen=True, kw_only=True)
 class BranchFigures:
-    """The median round of some, each with prompts of its own. Times are of the host's clock around whole steps."""
+    """The median of ROUNDS rounds with different prompts, by the host's clock around whole steps."""
 
     method: str
     num_branches: int
     num_prompts: int
-    prompt_tokens: int  # of each
-    output_tokens: int  # of each branch
+    prompt_tokens: int  # per request
+    output_tokens: int  # per branch
     total_s: float
-    output_tokens_per_s: float  # of all branches
-    ttft_ms: float | None  # mean over the requests; beams are told at their end
-    step_mean_ms: float  # of the time from the first step to the last
+    output_tokens_per_s: float  # over all branches
+    ttft_ms: float | None  # mean over requests; None for beams, which are sent at their end
+    step_mean_ms: float  # from the first step to the last
     most_blocks: int  # in use at once
-    most_blocks_logical: int  # that the branches would have used at once if they shared none
-    num_copies: int  # of blocks, on the first write
+    most_blocks_logical: int  # in use at once if branches shared none
+    num_copies: int  # copy-on-write
 
 
 def measure_branches(built: BuiltEngine, work: BranchWork) -> BranchFigures:
-    """Raises StartupError where the engine cannot run such requests."""
-    rounds = [_round(built, work, seed) for seed in range(1 + ROUNDS)][1:]  # the first one warms up
+    """Raises StartupError if the engine refuses such requests."""
+    rounds = [_round(built, work, seed) for seed in range(1 + ROUNDS)][1:]  # the first round warms up
     return sorted(rounds, key=lambda figures: figures.total_s)[ROUNDS // 2]
 
 
@@ -99,4 +99,4 @@ def _requests(built: BuiltEngine, work: BranchWork, seed: int) -> Iterator[Engin
     random = np.random.default_rng((seed, work.num_branches))
     for number in range(work.num_prompts):
         prompt = tuple(random.integers(0, built.config.vocab_size, work.num_prompt).tolist())
-        yield EngineRequest(request_id=str(number), prompt=prompt, sampling=work.wishes)
+        yield EngineRequest(request_id=str(number), prompt=prompt, sampling=work.params)

@@ -1,4 +1,4 @@
-"""`quire bench`: the benches, and what each of them is asked with."""
+"""`quire bench`: the benches and their flags."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ from service.config.settings import BENCH, Settings
 from service.config.sources import add_flags
 
 BENCHES = {
-    "engine": (add_engine_flags, run_engine_bench, "the engine alone, offline: a trace at once, decode steps, prefill"),
-    "kernels": (add_kernel_flags, run_kernel_bench, "every operation of the model: time, rate, share of the ceiling"),
-    "memory": (add_memory_flags, run_memory_bench, "paging against contiguous regions and static batches, on a trace"),
-    "queue": (add_queue_flags, run_queue_bench, "one Redis, doors and workers without a model: token events a second"),
-    "serve": (add_serve_flags, run_serve_bench, "a running service over HTTP: open loop, what clients see"),
+    "engine": (add_engine_flags, run_engine_bench, "measure the engine alone, offline: a trace, decode steps, prefill"),
+    "kernels": (add_kernel_flags, run_kernel_bench, "measure every operation: time, rate, share of the ceiling"),
+    "memory": (
+        add_memory_flags,
+        run_memory_bench,
+        "compare paging with regions and static batches, on a trace",
+    ),
+    "queue": (add_queue_flags, run_queue_bench, "measure token events through one Redis, without a model"),
+    "serve": (add_serve_flags, run_serve_bench, "measure a running service over HTTP, open loop"),
 }
 
 
 def add_bench_flags(parser: argparse.ArgumentParser) -> None:
-    """Each bench lists its own flags and, where it loads something itself, the settings of the verb."""
+    """Add each bench's flags and, if it loads a model itself, the settings."""
     benches = parser.add_subparsers(dest="what", metavar="|".join(BENCHES), required=True)
     for name, (add_own_flags, _, help_text) in BENCHES.items():
         bench = benches.add_parser(name, help=help_text, description=help_text, allow_abbrev=False)
@@ -37,7 +41,7 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_bench(settings: Settings, flags: argparse.Namespace) -> int:
-    """The exit status; raises StartupError."""
+    """Return the exit status; raises StartupError."""
     check_report_flags(flags)
     _, run, _ = BENCHES[flags.what]
     return run(settings, flags)

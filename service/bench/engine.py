@@ -1,4 +1,4 @@
-"""`quire bench engine`: the engine alone, offline, as fast as it goes."""
+"""`quire bench engine`: the engine alone, offline, at full speed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from service.bench.branches import BranchFigures, BranchWork, measure_branches
-from service.bench.copies_beside import CopyFigures, Pace, PacedFigures, measure_copies
+from service.bench.copies import CopyFigures, Pace, PacedFigures, measure_copies
 from service.bench.engine_measures import (
     WHOLE_STEPS,
     DecodeFigures,
@@ -37,45 +37,41 @@ from service.garbage import freeze_heap
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     work = parser.add_argument_group("work", "one of --trace, --batch, --prefill, --prefix, --prompts, --preemption")
-    work.add_argument("--trace", type=Path, metavar="FILE", help="all requests of a trace at once, to their ends")
-    work.add_argument("--num-requests", metavar="N", help="only the first N requests of the trace")
-    work.add_argument("--batch", metavar="N,...", help="steady decode of N sequences; several N, one after the other")
-    work.add_argument("--context", metavar="N", help="mean tokens a sequence holds in --batch (default: 1100)")
-    work.add_argument("--steps", metavar="N", help="decode steps timed in --batch (default: 64)")
+    work.add_argument("--trace", type=Path, metavar="FILE", help="run all requests of a trace at once")
+    work.add_argument("--num-requests", metavar="N", help="first N requests of the trace (default: all)")
+    work.add_argument("--batch", metavar="N,...", help="decode steps of N sequences, one N after another")
+    work.add_argument("--context", metavar="N", help="mean tokens per sequence in --batch (default: 1100)")
+    work.add_argument("--steps", metavar="N", help="timed decode steps in --batch (default: 64)")
     work.add_argument(
-        "--copies", action="store_true", help="--batch again beside copies to the host and back that never pause"
+        "--copies", action="store_true", help="run --batch also during full-speed copies to the host and back"
     )
     work.add_argument(
         "--copy-blocks",
         metavar="OxI,...",
-        help="with --copies: also beside O blocks out and I in that are asked for with every step",
+        help="with --copies: also with O blocks out and I in per step (default: none)",
     )
+    work.add_argument("--prefix", metavar="NxL", help="N users with a shared prefix of L tokens")
+    work.add_argument("--own", metavar="N", help="tokens of each prompt after the --prefix (default: 64)")
+    work.add_argument("--output", metavar="N", help="tokens per answer (default: --prefix 64, --prompts 128)")
     work.add_argument(
-        "--prefix", metavar="NxL", help="N users whose prompts begin with the same L tokens, each with --own others"
+        "--preemption", metavar="N", help="N requests of mixed lengths in too small a pool, in each preemption mode"
     )
-    work.add_argument("--own", metavar="N", help="tokens of each prompt behind the --prefix (default: 64)")
-    work.add_argument("--output", metavar="N", help="tokens of each answer (default: --prefix 64, --prompts 128)")
+    work.add_argument("--pool-share", metavar="X", help="size of that pool, as a share of the need (default: 0.4)")
+    work.add_argument("--slower-bus", metavar="N", help="copy each block N times, as over a slower bus (default: 1)")
+    work.add_argument("--prefill", metavar="NxL", help="prefill N prompts of L tokens at once")
+    work.add_argument("--prompts", metavar="NxL", help="answer N prompts of L tokens in branches")
+    work.add_argument("--n", metavar="N,...", help="samples per prompt of --prompts, one N after another (default: 1)")
     work.add_argument(
-        "--preemption", metavar="N", help="N requests of mixed lengths in too small a pool, under each preemption mode"
+        "--beam-width", metavar="N,...", help="beams per prompt of --prompts, one N after another (default: none)"
     )
-    work.add_argument(
-        "--pool-share", metavar="X", help="that pool's blocks over those that would be used at once (default: 0.4)"
-    )
-    work.add_argument(
-        "--slower-bus", metavar="N", help="--preemption over a bus N times slower: each block is copied N times"
-    )
-    work.add_argument("--prefill", metavar="NxL", help="N prompts of L tokens at once, one output token each")
-    work.add_argument("--prompts", metavar="NxL", help="N prompts of L tokens at once, answered in branches")
-    work.add_argument("--n", metavar="N,...", help="branches sampled for each of --prompts; several N, one by one")
-    work.add_argument("--beam-width", metavar="N,...", help="beams for each of --prompts; several N, one by one")
 
 
 def run_engine_bench(settings: Settings, flags: argparse.Namespace) -> int:
-    """0; raises StartupError where the work is not named well or does not fit."""
+    """Return 0; raises StartupError for flags that do not fit together or work that does not fit the engine."""
     works = (flags.trace, flags.batch, flags.prefill, flags.prefix, flags.prompts, flags.preemption)
-    if sum(wish is not None for wish in works) != 1:
+    if sum(work is not None for work in works) != 1:
         names = "--trace FILE, --batch N, --prefill NxL, --prefix NxL, --prompts NxL and --preemption N"
-        raise StartupError(f"engine: give one of {names}")
+        raise StartupError(f"engine: exactly one is required ({names})")
     for flag, value, owner in (
         ("--num-requests", flags.num_requests, flags.trace),
         ("--context", flags.context, flags.batch),
@@ -90,7 +86,7 @@ def run_engine_bench(settings: Settings, flags: argparse.Namespace) -> int:
         ("--slower-bus", flags.slower_bus, flags.preemption),
     ):
         if value is not None and owner is None:
-            raise StartupError(f"{flag} does not go with this work")
+            raise StartupError(f"{flag}: not supported with this work")
     if flags.trace is not None:
         return _run_trace(settings, flags)
     if flags.prefix is not None:
@@ -120,7 +116,7 @@ def _run_decode(settings: Settings, flags: argparse.Namespace) -> int:
     batches = whole_numbers("--batch", flags.batch)
     context = whole_number("--context", flags.context or "1100")
     num_steps = whole_number("--steps", flags.steps or "64")
-    settings = replace(settings, max_prefill_chunk=WHOLE_STEPS)  # what is timed comes after the prompts
+    settings = replace(settings, max_prefill_chunk=WHOLE_STEPS)  # only steps after the prompts are timed
     built, start_s = _build(settings, least_seqs=max(batches))
     rows = [measure_decode(built, batch, context, num_steps) for batch in batches]
     _print_rows(rows)
@@ -137,9 +133,9 @@ def _run_prefix(settings: Settings, flags: argparse.Namespace) -> int:
     num_users, length = product("--prefix", flags.prefix)
     own, output = (whole_number(f"--{name}", getattr(flags, name) or "64") for name in ("own", "output"))
     if not settings.enable_prefix_caching:
-        raise StartupError("--prefix: there is nothing to see with --no-enable-prefix-caching")
+        raise StartupError("--prefix: --no-enable-prefix-caching leaves nothing to measure")
     built, start_s = _build(settings, least_seqs=num_users)
-    return _tell(settings, flags, built, start_s, measure_prefix(built, num_users, length, own, output))
+    return _report(settings, flags, built, start_s, measure_prefix(built, num_users, length, own, output))
 
 
 def _run_copies(settings: Settings, flags: argparse.Namespace) -> int:
@@ -150,17 +146,17 @@ def _run_copies(settings: Settings, flags: argparse.Namespace) -> int:
     built, start_s = _build(settings, least_seqs=batch)
     figures = measure_copies(built, batch, context, num_steps, paces)
     _print_rows(figures.paced)
-    return _tell(settings, flags, built, start_s, figures)
+    return _report(settings, flags, built, start_s, figures)
 
 
-def _tell(
+def _report(
     settings: Settings,
     flags: argparse.Namespace,
     built: BuiltEngine,
     start_s: float,
     figures: PrefixFigures | CopyFigures,
 ) -> int:
-    """Figures of one row, and a bar for each of their times."""
+    """Print and write figures of one row, with a bar for each of their times."""
     values = asdict(figures)
     single = {name: value for name, value in values.items() if not isinstance(value, list)}
     print_table([(name.replace("_", " "), shown(value)) for name, value in single.items()])
@@ -223,7 +219,7 @@ def _run_modes(settings: Settings, flags: argparse.Namespace) -> int:
 
 
 def _build(settings: Settings, least_seqs: int = 1) -> tuple[BuiltEngine, float]:
-    """An engine that lets `least_seqs` sequences run at once, and the seconds that making it took."""
+    """Return an engine for at least `least_seqs` running sequences, and its start time in seconds."""
     settings = replace(settings, max_num_seqs=max(settings.max_num_seqs, least_seqs))
     start_s = time.perf_counter()
     built = build_engine(settings, progress=True)

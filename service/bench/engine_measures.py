@@ -1,4 +1,4 @@
-"""What `quire bench engine` measures: a trace at once, steps of a steady batch, prompts at once."""
+"""Measurements of `quire bench engine`: a trace at once, steps of a steady batch, prompts at once, shared prefixes."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from service.engine.request import EngineRequest
 from service.errors import EndReason, StartupError
 
 WARM_STEPS = 8
-"""Decode steps at the full batch before the first that counts: kernels are built and graphs captured in them."""
+"""Decode steps at the full batch before the first timed one; kernels are built and graphs captured in them."""
 
 WHOLE_STEPS = 1 << 20
-"""A prefill chunk with which prompts get whatever a step's budget holds, though others decode."""
+"""A prefill chunk that lets prompts use a step's whole budget while others decode."""
 
 PREFILL_ROUNDS = 3
 
 FIRST_LOOK = 4
 LOOK_EVERY = 64
-"""Steps between two looks at the cache. What a look takes is not counted."""
+"""Steps between two looks at the cache; looks are not timed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step as the host's clock saw it, and the engine behind it."""
+    """One step by the host's clock."""
 
     seconds: float
-    num_tokens: int  # that it gave
+    num_tokens: int  # output tokens
     num_running: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceFigures:
-    """What a closed batch showed. Times are of the host's clock around whole steps."""
+    """Figures of a trace run at once, by the host's clock around whole steps."""
 
     num_requests: int
-    num_shortened: int  # of them, those whose prompt was cut to what the engine lets a sequence be
+    num_shortened: int  # requests whose prompt was cut to the engine's length
     num_prompt_tokens: int
     num_output_tokens: int
     engine_start_s: float
@@ -55,20 +55,20 @@ class TraceFigures:
     step_p50_ms: float
     step_p99_ms: float
     mean_running: float
-    attention_gb_per_s: float  # keys and values that decode attention reads over its time, timed at each look
-    kv_waste_ratio: float  # slots held and empty over slots held, mean over the looks
+    attention_gb_per_s: float  # of decode attention, measured at each look
+    kv_waste_ratio: float  # empty token slots of held blocks, mean over the looks
     num_preemptions: int
-    num_swapped: int  # of them, those that left for the host
-    num_blocks_out: int  # copied to the host
-    num_blocks_in: int  # and from it
+    num_swapped: int  # of num_preemptions
+    num_blocks_out: int  # to the host
+    num_blocks_in: int  # from the host
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeFigures:
-    """Steps of a full batch, one token a sequence each."""
+    """Steps of a full decode batch."""
 
     batch: int
-    mean_context: float  # tokens a sequence held, mean over the sequences, halfway through the timed steps
+    mean_context: float  # tokens per sequence, halfway through the timed steps
     num_steps: int
     step_p50_ms: float
     step_p99_ms: float
@@ -78,10 +78,10 @@ class DecodeFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillFigures:
-    """Prompts given all at once; the median round."""
+    """Simultaneous prompts; the median round."""
 
     num_prompts: int
-    prompt_tokens: int  # of each
+    prompt_tokens: int  # per prompt
     num_rounds: int
     total_s: float
     prompt_tokens_per_s: float
@@ -90,10 +90,10 @@ class PrefillFigures:
 def measure_trace(
     built: BuiltEngine, requests: Sequence[TracedRequest], *, engine_start_s: float
 ) -> tuple[TraceFigures, list[Step]]:
-    """Run requests of these lengths to their ends, all given at once; the figures, and every step. A prompt that leaves
-    its answer no room is cut.
+    """Run all requests at once to their ends. Return the figures and every step. A prompt that leaves its answer no
+    room is cut.
 
-    Raises StartupError for an answer that is longer than the engine lets a sequence be.
+    Raises StartupError for an answer longer than the engine's length.
     """
     engine, longest = built.engine, built.limits.max_model_len
     lengths = [(min(r.num_prompt_tokens, longest - r.num_output_tokens), r.num_output_tokens) for r in requests]
@@ -128,14 +128,13 @@ def measure_trace(
 
 
 def _course(built: BuiltEngine, probe: AttentionProbe) -> tuple[list[Step], list[float], float]:
-    """Every step until nothing is left to do, the shares of blocks that were wasted whenever `probe` looked, and the
-    seconds that it took without the looks."""
+    """Return every step until the end, the waste ratio at each look, and the seconds without the looks."""
     course, wastes, looks_s = [], [], 0.0
     start_s = time.perf_counter()
     while built.engine.has_work:
         course.append(_timed_step(built))
         if len(course) % LOOK_EVERY == FIRST_LOOK:
-            built.ops.synchronize()  # the step under way is the run's, not the look's
+            built.ops.synchronize()  # finish the running step outside the look's time
             look_s = time.perf_counter()
             probe.look()
             wastes.append(_waste_ratio(built))
@@ -147,14 +146,13 @@ def _course(built: BuiltEngine, probe: AttentionProbe) -> tuple[list[Step], list
 def steady_decode(
     built: BuiltEngine, batch: int, context: int, num_steps: int, *, computes_prompts: bool = True
 ) -> Iterator[None]:
-    """`batch` sequences that decode within, and hold about `context` tokens each halfway through `num_steps` steps.
+    """Keep `batch` sequences decoding inside, with about `context` tokens each halfway through `num_steps` steps.
 
-    Where the prompts are not computed, what the cache holds stands for their keys and values. The engine should give
-    prompts whole steps, or the first ones have grown by when the last ones begin. Raises StartupError where the pool or
-    the model's length does not hold them.
+    Without `computes_prompts` the cache's content serves as their keys and values. Prompts should get whole steps, else
+    the first sequences have grown when the last begin. Raises StartupError if pool or model length is too small.
     """
     num_prompt = max(1, context - WARM_STEPS - num_steps // 2)
-    budget = max(1, built.limits.max_num_batched_tokens - batch)  # the first ones decode while the last ones prefill
+    budget = max(1, built.limits.max_num_batched_tokens - batch)  # the first sequences decode while the last prefill
     num_output = math.ceil(batch * num_prompt / budget) + 2 * WARM_STEPS + num_steps
     _expect_room(built, batch, num_prompt + num_output)
     _add(built, [(num_prompt, num_output)] * batch)
@@ -174,7 +172,7 @@ def steady_decode(
 
 @contextmanager
 def _no_prompts(built: BuiltEngine) -> Iterator[None]:
-    """Steps outside the captured sizes, as those of long prompts are, compute nothing and prefer no token."""
+    """Replace prefill steps by ones that compute nothing and prefer no token."""
     model, ops = built.executor.model, built.ops
     even = ops.upload(np.zeros((built.limits.max_num_seqs, model.config.vocab_size), np.float32))
     model.forward = lambda batch, kv: even[: batch.num_sequences if batch.logit_rows is None else len(batch.logit_rows)]
@@ -186,7 +184,7 @@ def _no_prompts(built: BuiltEngine) -> Iterator[None]:
 
 
 def randomize_cache(built: BuiltEngine) -> None:
-    """Random numbers all over the cache."""
+    """Fill the cache with random numbers."""
     ops, flat = built.ops, built.executor.kv.reshape(-1)
     tile = np.random.default_rng(0).standard_normal(1_000_003, np.float32).astype(ops.dtype)
     tile = ops.upload(np.resize(tile, min(flat.size, 1 << 27)))
@@ -197,8 +195,8 @@ def randomize_cache(built: BuiltEngine) -> None:
 
 
 def measure_decode(built: BuiltEngine, batch: int, context: int, num_steps: int) -> DecodeFigures:
-    """`num_steps` steps of `batch` sequences that hold about `context` tokens each. Raises StartupError where the pool
-    or the model's length does not hold them."""
+    """Time `num_steps` steps of `batch` sequences with about `context` tokens each. Raises StartupError if pool or
+    model length is too small."""
     with steady_decode(built, batch, context, num_steps):
         held_before = built.engine.stats().num_slots_filled
         start_s = time.perf_counter()
@@ -220,7 +218,7 @@ def measure_decode(built: BuiltEngine, batch: int, context: int, num_steps: int)
 
 
 def measure_prefill(built: BuiltEngine, num_prompts: int, length: int) -> tuple[PrefillFigures, list[float]]:
-    """The figures, and the seconds of each round. No two rounds have a prompt in common. Raises StartupError."""
+    """Return the figures and the seconds of each round; rounds share no prompt. Raises StartupError."""
     _expect_room(built, num_prompts, length + 1)
     rounds_s = []
     for number in range(1 + PREFILL_ROUNDS):
@@ -230,7 +228,7 @@ def measure_prefill(built: BuiltEngine, num_prompts: int, length: int) -> tuple[
             built.engine.step()
         rounds_s.append(time.perf_counter() - start_s)
         built.engine.drain_request_outputs()
-    rounds_s = rounds_s[1:]  # the first one warms up
+    rounds_s = rounds_s[1:]  # the first round warms up
     total_s = statistics.median(rounds_s)
     figures = PrefillFigures(
         num_prompts=num_prompts,
@@ -251,12 +249,12 @@ def _expect_room(built: BuiltEngine, num_sequences: int, num_tokens: int) -> Non
 
 
 def _add(built: BuiltEngine, lengths: Sequence[tuple[int, int]], seed: int = 0) -> None:
-    """Requests of these (prompt, output) lengths: random tokens, greedy, to their full length."""
+    """Add greedy requests of these (prompt, output) lengths with random tokens."""
     random = np.random.default_rng(seed)
     for number, (num_prompt, num_output) in enumerate(lengths):
         prompt = tuple(random.integers(0, built.config.vocab_size, num_prompt).tolist())
-        wishes = SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
-        built.engine.add_request(EngineRequest(request_id=str(number), prompt=prompt, sampling=wishes))
+        params = SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
+        built.engine.add_request(EngineRequest(request_id=str(number), prompt=prompt, sampling=params))
 
 
 def _timed_step(built: BuiltEngine) -> Step:
@@ -273,39 +271,39 @@ def _waste_ratio(built: BuiltEngine) -> float:
 
 
 NUM_LATER = 8
-"""Users of one prefix who come one after the other."""
+"""Consecutive users of one prefix."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixFigures:
-    """Users whose prompts begin alike: all at once on an empty cache, and others one after the other."""
+    """Users with a shared prefix: all at once on an empty cache, and one after another."""
 
     num_users: int
     prefix_tokens: int
-    own_tokens: int  # of each user's prompt, behind the prefix
-    output_tokens: int  # of each
+    own_tokens: int  # per user, after the prefix
+    output_tokens: int  # per user
     total_s: float  # all at once
-    computed_prompt_tokens: int  # of all of them together
+    computed_prompt_tokens: int  # over all users
     most_blocks_used: int
-    first_ttft_ms: float  # of a user alone whose prefix nobody has had
-    later_ttft_ms: float  # of one alone whose prefix others have had, the median
+    first_ttft_ms: float  # one user, unknown prefix
+    later_ttft_ms: float  # one user, known prefix, median
     ttft_ratio: float
-    strangers_ttft_ms: float  # of as many users at once, each with a prefix of its own, the mean
-    together_ttft_ms: float  # of as many at once whose prefix others have had, the mean
+    strangers_ttft_ms: float  # all users at once, each with its own unknown prefix, mean
+    together_ttft_ms: float  # all users at once, known prefix, mean
     together_ttft_ratio: float
 
 
 def measure_prefix(
     built: BuiltEngine, num_users: int, prefix_tokens: int, own_tokens: int, output_tokens: int
 ) -> PrefixFigures:
-    """Raises StartupError where the engine does not hold them."""
+    """Raises StartupError if the engine is too small."""
     _expect_prefix_room(built, num_users, prefix_tokens, own_tokens, output_tokens)
     random, vocab = np.random.default_rng(0), built.config.vocab_size
 
     def tokens(count: int) -> tuple[int, ...]:
         return tuple(random.integers(0, vocab, count).tolist())
 
-    _run(built, [tokens(prefix_tokens + own_tokens)], 2)  # warms up
+    _run(built, [tokens(prefix_tokens + own_tokens)], 2)  # warm-up
     prefix = tokens(prefix_tokens)
     before = built.engine.stats()
     total_s, _, most_blocks = _run(built, [prefix + tokens(own_tokens) for _ in range(num_users)], output_tokens)
@@ -333,10 +331,10 @@ def measure_prefix(
 
 
 def _run(built: BuiltEngine, prompts: Sequence[tuple[int, ...]], num_output: int) -> tuple[float, float, int]:
-    """(seconds to the end, mean seconds to the first token, most blocks used)."""
-    wishes = SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
+    """Return (seconds to the end, mean seconds to the first token, most used blocks)."""
+    params = SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
     for number, prompt in enumerate(prompts):
-        built.engine.add_request(EngineRequest(request_id=str(number), prompt=prompt, sampling=wishes))
+        built.engine.add_request(EngineRequest(request_id=str(number), prompt=prompt, sampling=params))
     begin_s, most = time.perf_counter(), 0
     first_s: dict[str, float] = {}
     while built.engine.has_work:

@@ -1,4 +1,4 @@
-"""What stands behind the flags of a bench: read strictly, refused in one line that names the flag."""
+"""Parsers of a bench's flags, strict; errors name the flag."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import math
 from service.errors import StartupError
 
 MOST = 1 << 20
-"""Of anything that is counted on a command line."""
+"""Default upper bound of counts."""
 
 
 def whole_number(flag: str, text: str, low: int = 1, high: int = MOST) -> int:
-    """Raises StartupError unless `text` is a whole number in low..high."""
+    """Parse a whole number in low..high. Raises StartupError."""
     try:
         value = int(text)
     except ValueError:
@@ -22,7 +22,7 @@ def whole_number(flag: str, text: str, low: int = 1, high: int = MOST) -> int:
 
 
 def positive_number(flag: str, text: str, high: float = 1e6) -> float:
-    """Raises StartupError unless `text` is a number above 0 and at most `high`."""
+    """Parse a number above 0 and at most `high`. Raises StartupError."""
     try:
         value = float(text)
     except ValueError:
@@ -33,12 +33,12 @@ def positive_number(flag: str, text: str, high: float = 1e6) -> float:
 
 
 def whole_numbers(flag: str, text: str) -> tuple[int, ...]:
-    """Of "1,64,256": each of them. Raises StartupError."""
+    """Parse "1,64,256". Raises StartupError."""
     return tuple(whole_number(flag, part.strip()) for part in text.split(","))
 
 
 def product(flag: str, text: str) -> tuple[int, int]:
-    """Of "64x1024": both. Raises StartupError."""
+    """Parse "64x1024". Raises StartupError."""
     factors = text.lower().split("x")
     if len(factors) != 2:
         raise StartupError(f"{flag}: {text!r} is not of the form 64x1024")

@@ -1,4 +1,5 @@
-"""The operations of `Ops` at the sizes where their speed counts, each with the work that it cannot do without."""
+"""Cases of `quire bench kernels`: the operations of `Ops` at sizes where speed counts, with their least bytes and
+FLOPs."""
 
 from __future__ import annotations
 
@@ -16,19 +17,19 @@ from model.ops.weight import Weight
 from model.rope import rope_tables
 
 Batch = tuple[tuple[int, int], ...]
-"""(sequences, tokens each), groups of them beside each other."""
+"""Groups of (sequences, tokens each)."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the cases are. Sets of inputs are taken by turns until they fill `rotated_bytes`: on a GPU more than
-    twice the largest L2; on a CPU small cases stay in its cache, as they do in use."""
+    """Sizes of the cases. Input sets rotate until they fill `rotated_bytes`: on a GPU twice the largest L2; on a CPU
+    small cases stay in its cache, as in use."""
 
     num_tokens: int
     rows: tuple[int, ...]
     decode: tuple[Batch, ...]
     prefill: tuple[tuple[int, int], ...]  # (prompts, tokens each)
-    tails: tuple[tuple[int, int], ...]  # (tokens of one prompt, those before them, which are known)
+    tails: tuple[tuple[int, int], ...]  # (new tokens of a prompt, cached tokens before them)
     sampled: tuple[int, ...]
     copied_blocks: int
     rotated_bytes: int
@@ -62,18 +63,18 @@ CPU_SIZES = Sizes(
 
 
 RANDOM_TILE = 1_000_003
-"""Random numbers that inputs repeat: a prime, so that no two rows are alike."""
+"""Period of random inputs: a prime, so that no two rows are equal."""
 
 CACHE_LAYERS = 2
-"""Layers of the cache that attention is timed on, by turns."""
+"""Cache layers that attention cases alternate between."""
 
 Launch = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One operation at one size. `num_bytes` and `num_flops` are the least it must move and compute. `make(i)` gives
-    the launch on the i-th set of inputs. `peer` is the same work as `torch_reference.py` knows it."""
+    """One operation at one size. `num_bytes` and `num_flops` are its least work. `make(i)` returns the launch on the
+    i-th input set. `peer` describes the same work for `torch_reference.py`."""
 
     op: str
     size: str
@@ -84,7 +85,7 @@ class Case:
 
 
 class KernelCases:
-    """Makes the cases of a model's shape on a backend."""
+    """Builder of the cases of a model's shape on a backend."""
 
     def __init__(self, ops: Ops, config: ModelConfig, sizes: Sizes, block_size: int = 16):
         self._ops = ops
@@ -100,7 +101,7 @@ class KernelCases:
         self._kept: dict[tuple[str | int, ...], Array] = {}
 
     def all(self) -> Iterator[Case]:
-        """Every case, in the order of a forward pass."""
+        """Yield every case, in the order of a forward pass."""
         yield from self._rows()
         yield from self._products()
         yield self._rope()
@@ -190,7 +191,7 @@ class KernelCases:
         return Case("rope_kv_write", f"{tokens} x {width}", 2 * tokens * width * self._item, 0, make)
 
     def _plan(self, batch: Batch) -> Case:
-        """What a step does once for all of its layers."""
+        """Yield operations that a step runs once for all layers."""
         ops, num_heads = self._ops, self._config.num_heads
         tables, lengths = self._paged(batch)
 
@@ -200,7 +201,7 @@ class KernelCases:
         return Case("plan_decode_attention", _named(batch), 36 * len(tables), 0, make)
 
     def _decode(self, batch: Batch, *, planned: bool) -> Case:
-        """One layer's attention, planned beforehand as a step does it, or with a plan of its own each time."""
+        """Return one layer's attention, planned beforehand as in a step, or with its own plan per call."""
         ops, num_heads, head_dim = self._ops, self._config.num_heads, self._config.head_dim
         tables, lengths = self._paged(batch)
         shape = (len(tables), num_heads, head_dim)
@@ -292,7 +293,7 @@ class KernelCases:
         return make
 
     def _paged(self, batch: Batch) -> tuple[Array, Array]:
-        """Block tables that scatter these sequences over the cache, and their lengths."""
+        """Return block tables scattered over the cache, and lengths."""
         lengths = np.concatenate([np.full(*group, np.int32) for group in batch])
         held = np.arange(-(-lengths.max() // self._block_size)) < -(-lengths[:, None] // self._block_size)
         tables = np.zeros(held.shape, np.int32)
@@ -305,7 +306,7 @@ class KernelCases:
         return {"what": what, "sequences": sequences, "length": length, **heads}
 
     def _keep(self, name: tuple[str | int, ...], shape: tuple[int, ...], scale: float, dtype=None) -> Array:
-        """Random numbers that several cases read: large ones take longer to make than to measure."""
+        """Return shared random numbers: making large ones takes longer than measuring."""
         if name not in self._kept:
             self._kept[name] = self._random(shape, scale, dtype)
         return self._kept[name]

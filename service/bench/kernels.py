@@ -1,4 +1,4 @@
-"""`quire bench kernels`: each operation's time beside the least that its bytes and FLOPs would take on this device."""
+"""`quire bench kernels`: each operation's time against the least that its bytes and FLOPs take on this device."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from service.errors import StartupError
 MAX_SETS = 64
 ROUNDS = 9
 ROUND_S = 2e-3
-"""A round repeats its launches until it takes about so long, so that what starts it is lost in it."""
+"""Approximate duration of a round, long enough to hide its start."""
 
 GPU_PRESET = "llama-3.1-8b"
-"""The shape that is measured on a GPU where none is named; on a CPU it is the demo model's."""
+"""Default shape on a GPU; on a CPU it is the demo model's."""
 
 PEER_TIMEOUT_S = 300
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """What the device does when nothing is in the way, measured in the same run."""
+    """The device's rates, measured in the same run."""
 
     copy_bytes_per_s: float  # read and written
     gemm_flops_per_s: float
@@ -45,29 +45,29 @@ class Ceilings:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelFigures:
-    """One case, measured."""
+    """Figures of one case."""
 
     op: str
     size: str
     time_us: float
     gb_per_s: float
     tflops_per_s: float
-    ceiling_share: float  # the least time its bytes and FLOPs take at the ceilings, over its time
-    bound: str  # which of the two that is: "bytes" | "flops"
+    ceiling_share: float  # least time of its bytes and FLOPs over its time
+    bound: str  # the binding one: "bytes" | "flops"
     torch_us: float | None
-    torch_ratio: float | None  # torch's time over ours: above 1 ours is faster
+    torch_ratio: float | None  # torch's time over ours
 
 
 def add_kernel_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", metavar="OP", help="only operations whose name contains OP")
+    parser.add_argument("--only", metavar="OP", help="operations whose name contains OP (default: all)")
 
 
 def run_kernel_bench(settings: Settings, flags: argparse.Namespace) -> int:
-    """0; raises StartupError."""
+    """Return 0; raises StartupError."""
     ops, cases = _open(settings, is_model_named=flags.model is not None)
     chosen = [case for case in cases.all() if flags.only is None or flags.only in case.op]
     if not chosen:
-        raise StartupError(f"--only: no operation has {flags.only!r} in its name")
+        raise StartupError(f"--only: no operation's name contains {flags.only!r}")
     ceilings = measure_ceilings(ops)
     print(
         f"{ops.device_name}, {ops.dtype}: copies {ceilings.copy_bytes_per_s / 1e9:,.0f} GB/s (read and written), "
@@ -83,7 +83,7 @@ def run_kernel_bench(settings: Settings, flags: argparse.Namespace) -> int:
 
 
 def measure_ceilings(ops: Ops) -> Ceilings:
-    """Copy and product rates of the device that `ops` computes on."""
+    """Measure the copy and product rates of the device."""
     copied_bytes, size = (1 << 30, 8192) if ops.name == "cuda" else (64 << 20, 1024)
     source, target = (ops.upload(np.ones(copied_bytes, np.uint8)) for _ in range(2))
 
@@ -96,13 +96,13 @@ def measure_ceilings(ops: Ops) -> Ceilings:
     square = np.resize(np.random.default_rng(0).standard_normal(1_000_003).astype(ops.dtype), (size, size))
     x, weight = ops.upload(square), ops.upload(square)
     return Ceilings(
-        copy_bytes_per_s=2 * copied_bytes / _median_s(ops, copy),  # in no graph: there the driver copies more slowly
+        copy_bytes_per_s=2 * copied_bytes / _median_s(ops, copy),  # not in a graph, where the driver copies more slowly
         gemm_flops_per_s=2 * size**3 / seconds_of(ops, [lambda: ops.linear(x, Weight(weight))]),
     )
 
 
 def seconds_of(ops: Ops, launches: Sequence[Launch]) -> float:
-    """The device's time for one launch: the median of rounds through all of them, warm, recorded as one graph."""
+    """Return the device's seconds per launch: median of warm rounds through all of them, captured as one graph."""
 
     def work() -> None:
         for launch in launches:
@@ -119,7 +119,7 @@ def _median_s(ops: Ops, work: Callable[[], None]) -> float:
 
 
 def _round_s(ops: Ops, work: Callable[[], None], repeats: int) -> float:
-    work()  # keeps the device busy while the host hands out what is timed
+    work()  # keeps the device busy while the host submits the timed launches
     begin = ops.record_event()
     for _ in range(repeats):
         work()
@@ -144,7 +144,7 @@ def _launches(case: Case, sizes: Sizes) -> list[Launch]:
 
 
 def _peer_seconds(ops: Ops, cases: Sequence[Case]) -> list[float | None]:
-    """PyTorch's time for each case that it knows, where a PyTorch is installed and the device is a GPU."""
+    """Return PyTorch's seconds for each case it knows, if PyTorch is installed and the device is a GPU."""
     asked = [number for number, case in enumerate(cases) if case.peer is not None]
     seconds: list[float | None] = [None] * len(cases)
     if ops.name != "cuda" or not asked or importlib.util.find_spec("torch") is None:
@@ -165,7 +165,7 @@ def _peer_seconds(ops: Ops, cases: Sequence[Case]) -> list[float | None]:
 
 
 def figures_of(case: Case, seconds: float, peer_s: float | None, ceilings: Ceilings) -> KernelFigures:
-    """Of a case that took `seconds` here and `peer_s` in torch."""
+    """Return the figures of a case that took `seconds` here and `peer_s` in torch."""
     bytes_s, flops_s = case.num_bytes / ceilings.copy_bytes_per_s, case.num_flops / ceilings.gemm_flops_per_s
     return KernelFigures(
         op=case.op,

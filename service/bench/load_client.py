@@ -1,10 +1,8 @@
-"""One client process of `quire bench serve`: sends its share of the requests when each is due, notes what comes when.
+"""One client process of `quire bench serve`: sends its share of the requests when due, and records the answers.
 
-A script: its task is one line of JSON on standard input, it prints "ready", gets the start on a second line, as a time
-of the machine's monotonic clock, and prints one line of JSON: an `Answer` for each request, in the task's order.
-
-All times of an answer count from when its request was due, not from when it was sent: a client that falls behind must
-not make the service look better.
+A script: it reads its task as a line of JSON from standard input, prints "ready", reads the start time (monotonic
+clock) as a second line, and prints a line of JSON: an `Answer` per request, in the task's order. All times count from
+when a request was due, not from when it was sent: a client that falls behind must not make the service look better.
 """
 
 from __future__ import annotations
@@ -24,9 +22,9 @@ from service.cli.client.api import EventLines
 
 @dataclass(frozen=True)
 class Task:
-    """What one process is asked to do. `requests` are (number, prompt tokens, output tokens, seconds after start)."""
+    """Task of one process. `requests` are (number, prompt tokens, output tokens, seconds after start)."""
 
-    url: str  # of the service, without a path
+    url: str  # without a path
     api_key: str | None
     model: str
     vocab_size: int
@@ -36,29 +34,29 @@ class Task:
 
 @dataclass
 class Answer:
-    """What one request saw, in seconds after it was due."""
+    """Record of one request, in seconds after it was due."""
 
     sent_s: float = 0.0
-    chunks_s: list[float] = field(default_factory=list)  # of each event that carries text
+    chunks_s: list[float] = field(default_factory=list)  # of each event with text
     end_s: float = 0.0
-    num_tokens: int = 0  # as the service counts them
-    error: str | None = None  # None: all of it came
+    num_tokens: int = 0  # as the service counts
+    error: str | None = None  # None: complete
 
 
 def body_of(task: Task, number: int, num_prompt: int, num_output: int) -> bytes:
-    """The request, made of `number` alone, so that every run sends the same."""
+    """Return the request, made of `number` alone, so that every run sends the same."""
     prompt = random.Random(number).choices(range(task.vocab_size), k=num_prompt)
-    wishes = {"max_tokens": num_output, "temperature": 0, "ignore_eos": True, "stream": True}
+    params = {"max_tokens": num_output, "temperature": 0, "ignore_eos": True, "stream": True}
     usage = {"stream_options": {"include_usage": True}}
-    return json.dumps({"model": task.model, "prompt": prompt, **wishes, **usage}).encode()
+    return json.dumps({"model": task.model, "prompt": prompt, **params, **usage}).encode()
 
 
 async def ask(http: aiohttp.ClientSession, url: str, body: bytes, due_s: float, deadline_s: float) -> Answer:
-    """Send one request at `due_s` and follow its answer; both times are of `time.monotonic`."""
+    """Send one request at `due_s` and read its answer; times of `time.monotonic`."""
     answer = Answer()
     try:
         async with asyncio.timeout(max(0.0, deadline_s - time.monotonic())):
-            while (left_s := due_s - time.monotonic()) > 0:  # a timer may fire a fraction of a millisecond early
+            while (left_s := due_s - time.monotonic()) > 0:  # a timer may fire slightly early
                 await asyncio.sleep(left_s)
             answer.sent_s = time.monotonic() - due_s
             await _follow(http, url, body, due_s, answer)
@@ -88,7 +86,7 @@ async def _follow(http: aiohttp.ClientSession, url: str, body: bytes, due_s: flo
 
 
 def _note(event: bytes, now_s: float, answer: Answer) -> None:
-    """Only the few events that are no plain piece of text are parsed: the client must cost little."""
+    """Parse only the few events that are not plain text: the client must cost little."""
     if b'"usage":{' in event or b'"usage": {' in event or event.startswith(b'{"error"'):
         parsed = json.loads(event)
         if "error" in parsed:
@@ -101,7 +99,7 @@ def _note(event: bytes, now_s: float, answer: Answer) -> None:
 
 
 async def run(task: Task, wait_for_start) -> list[Answer]:
-    """All requests of the task; `wait_for_start` is called once they are prepared and gives the start."""
+    """Run the task; `wait_for_start` is called once requests are prepared and returns the start."""
     bodies = [body_of(task, *request[:3]) for request in task.requests]
     headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
     if task.api_key:
@@ -128,8 +126,8 @@ def main() -> None:
 
 
 def hand_over(line: bytes, descriptor: int) -> None:
-    """Write all of a line that may be megabytes. `print` on an unbuffered standard output would not: what a write that
-    was cut short (by a signal, by some kernels for no reason) leaves over, it forgets."""
+    """Write a line of megabytes completely. `print` on unbuffered stdout loses the rest of a write cut short by a
+    signal."""
     with open(descriptor, "wb", closefd=False) as whole:
         whole.write(line)
 

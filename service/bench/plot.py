@@ -1,6 +1,6 @@
-"""Draws one `report.Figure`, read as JSON from standard input, into the file that its argument names.
+"""Draw one `report.Figure`, JSON on standard input, into the file named by the argument.
 
-A script, run in a process of its own, so that matplotlib stays an extra that nothing else imports.
+A script with its own process, so that matplotlib stays an optional extra.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ PANEL_HEIGHT_IN = 4.4
 BAR_HEIGHT_IN = 0.24
 
 FEW_SERIES = 6
-"""Of more, the legend stands beside the curves: among them it would hide one."""
+"""Above this number the legend is next to the axes, not on them."""
 
 
 def draw(figure: dict, path: str) -> None:
-    """One panel beside the other."""
+    """Draw the panels side by side."""
     panels = figure["panels"]
     bars = [len(series["x"]) for panel in panels if panel["kind"] == "bars" for series in panel["series"]]
     size = (PANEL_WIDTH_IN * len(panels), max(PANEL_HEIGHT_IN, 1 + BAR_HEIGHT_IN * max(bars, default=0)))
@@ -35,7 +35,7 @@ def draw(figure: dict, path: str) -> None:
                 _add(axes, panel["kind"], series)
         if "y_max" in panel:
             axes.set_ylim(0, panel["y_max"])
-        if panel["kind"] == "stack":  # bars leave no room among them
+        if panel["kind"] == "stack":  # bars leave no room inside
             axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=len(panel["series"]), frameon=False)
         elif len(panel["series"]) > FEW_SERIES:
             axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
@@ -45,7 +45,7 @@ def draw(figure: dict, path: str) -> None:
 
 
 def _stack(axes, layers: list[dict]) -> None:
-    """Each layer begins where the ones before it end."""
+    """Stack the layers end to end."""
     ends = [0.0] * len(layers[0]["x"])
     for layer in layers:
         axes.barh(layer["x"], layer["y"], left=ends, label=layer["label"])

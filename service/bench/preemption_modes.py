@@ -1,4 +1,4 @@
-"""Swap, recompute and the choice between them, on requests of mixed lengths in a pool that is too small for them."""
+"""Swap, recompute and auto on requests of mixed lengths in a pool that is too small."""
 
 from __future__ import annotations
 
@@ -23,23 +23,22 @@ from service.engine.scheduling.swap_cost import SwapCostModel
 from service.errors import StartupError
 
 MEANS = ((150, 330), (150, 330), (20, 60), (60, 1200))
-"""Of prompts and answers: half of the requests are a chat's, a quarter short, a quarter of few words with long answers.
-"""
+"""Mean (prompt, answer) tokens: half chats, a quarter short, a quarter short prompts with long answers."""
 
 SIGMA = 0.8
 
 
 ROUNDS = 3
-"""Of all modes, each time in another order. The median counts."""
+"""Rounds of all modes, in rotated order; the median counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModeFigures:
-    """All requests to their ends under one --preemption-mode; the median round."""
+    """All requests under one --preemption-mode; the median round."""
 
     mode: str
     output_tokens_per_s: float
-    rounds: list[float]  # output tokens/s of each
+    rounds: list[float]  # output tokens/s per round
     ratio: float  # to the better of swap and recompute
     total_s: float
     num_preemptions: int
@@ -49,7 +48,7 @@ class ModeFigures:
 
 
 def mixed_lengths(count: int, seed: int = 0) -> list[tuple[int, int]]:
-    """(prompt, output), lognormal around MEANS."""
+    """Return (prompt, output) lengths, lognormal around MEANS."""
     rng, lengths = random.Random(seed), []
     for _ in range(count):
         prompt, output = rng.choice(MEANS)
@@ -58,15 +57,15 @@ def mixed_lengths(count: int, seed: int = 0) -> list[tuple[int, int]]:
 
 
 def num_blocks_needed(requests: Sequence[TracedRequest], limits: Limits, block_size: int) -> int:
-    """Blocks that these requests use at once where nobody has to wait for room or leave."""
+    """Return the peak of used blocks if no request had to wait or leave."""
     plenty = sum(-(-(each.num_prompt_tokens + each.num_output_tokens) // block_size) for each in requests)
     kv = KVManager(plenty, block_size)
     executor = SimulatedExecutor(SimulatedClock(), MACHINES["llama-3.1-8b-h200"].costs)
     engine, most = Engine(executor, kv, limits, frozenset()), 0
     for number, request in enumerate(requests):
-        wishes = SamplingParams(max_tokens=request.num_output_tokens, ignore_eos=True)
+        params = SamplingParams(max_tokens=request.num_output_tokens, ignore_eos=True)
         engine.add_request(
-            EngineRequest(request_id=str(number), prompt=(1,) * request.num_prompt_tokens, sampling=wishes)
+            EngineRequest(request_id=str(number), prompt=(1,) * request.num_prompt_tokens, sampling=params)
         )
     while engine.has_work:
         engine.step()
@@ -83,15 +82,15 @@ def measure_modes(
     prefix_caching: bool,
     bus_times: int = 1,
 ) -> tuple[int, list[ModeFigures]]:
-    """The blocks of the pool, and the figures of each mode, over a bus `bus_times` slower than there is. Raises
-    StartupError where there is nothing to choose."""
+    """Return the pool's blocks and each mode's figures, over a bus `bus_times` slower. Raises StartupError without a
+    choice to make."""
     memory, limits = built.memory, built.limits
     requests = fit_lengths([TracedRequest(*both, 0.0) for both in lengths], limits.max_model_len)
     num_blocks = int(pool_share * num_blocks_needed(requests, limits, memory.block_size))
     if built.executor.host is None:
-        raise StartupError("--preemption: there is no second tier: give it --swap-space")
+        raise StartupError("--preemption: --swap-space is missing or 0")
     if num_blocks > memory.num_blocks:
-        raise StartupError(f"--preemption: the pool has {memory.num_blocks} blocks, wanted are {num_blocks}")
+        raise StartupError(f"--preemption: {num_blocks} blocks do not fit (the pool has {memory.num_blocks})")
     host = built.executor.host
     built.executor.runner.host = _SlowerBus(host, bus_times) if bus_times > 1 else host
     rates = calibrate_swap_cost(built.executor, memory).rates
@@ -99,7 +98,7 @@ def measure_modes(
     for number in range(ROUNDS):
         for mode in (*MODES[number:], *MODES[:number]):
             kv = KVManager(num_blocks, memory.block_size, prefix_caching=prefix_caching, swapping=True)
-            costs = SwapCostModel(replace(rates), memory.block_size)  # it corrects the rates
+            costs = SwapCostModel(replace(rates), memory.block_size)  # a copy: the run corrects it
             preemption = Preemption(kv, FairShare(kv, limits.max_num_seqs), costs, mode)
             eos_token_ids = frozenset(built.config.eos_token_ids)
             engine = Engine(built.executor, kv, limits, eos_token_ids, preemption=preemption)
@@ -130,7 +129,7 @@ def _mode_figures(runs: dict[str, list[TraceFigures]]) -> list[ModeFigures]:
 
 
 class _SlowerBus:
-    """`HostBlocks` over a bus so many times slower: each block is copied so many times."""
+    """`HostBlocks` over a slower bus: each block is copied `times` times."""
 
     def __init__(self, host: HostBlocks, times: int):
         self._host = host

@@ -1,4 +1,4 @@
-"""`quire bench queue`: what one Redis, and each process beside it, carries of token events."""
+"""`quire bench queue`: token events through one Redis, with gateways and workers but no model."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from service.queue.embedded.redis import EmbeddedRedis
 
 
 def add_queue_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--jobs", metavar="N", default="1024", help="requests open at once (default: %(default)s)")
-    parser.add_argument("--tokens", metavar="N", default="200", help="tokens of each (default: %(default)s)")
-    parser.add_argument("--workers", metavar="N", default="1", help="processes that publish (default: %(default)s)")
-    parser.add_argument("--doors", metavar="N", default="1", help="processes that follow (default: %(default)s)")
-    parser.add_argument("--batch", metavar="N", default="256", help="requests in a step (default: %(default)s)")
-    parser.add_argument("--redis-url", metavar="URL", help="a Redis for this alone; without it one is started")
+    parser.add_argument("--jobs", metavar="N", default="1024", help="open jobs (default: %(default)s)")
+    parser.add_argument("--tokens", metavar="N", default="200", help="tokens per job (default: %(default)s)")
+    parser.add_argument("--workers", metavar="N", default="1", help="worker processes (default: %(default)s)")
+    parser.add_argument("--doors", metavar="N", default="1", help="gateway processes (default: %(default)s)")
+    parser.add_argument("--batch", metavar="N", default="256", help="jobs per step (default: %(default)s)")
+    parser.add_argument("--redis-url", metavar="URL", help="an unused Redis (default: start one)")
 
 
 @dataclass(frozen=True)
 class QueueWork:
-    """What is to be carried: each worker tells one token of each of its jobs in every step, as fast as it can."""
+    """Each worker publishes one token of each of its jobs per step, at full speed."""
 
     num_jobs: int
     num_tokens: int
@@ -47,7 +47,7 @@ class QueueWork:
 
 @dataclass(frozen=True)
 class QueueFigures:
-    """CPU seconds are of the processes' own clocks, so that a busy machine changes the rate and not the cost."""
+    """CPU seconds are by the processes' own clocks: a busy machine changes the rate, not the cost."""
 
     num_events: int
     wall_s: float
@@ -63,12 +63,12 @@ class QueueFigures:
         return 1e6 * cpu_s / self.num_events
 
     def per_core(self, cpu_s: float) -> float:
-        """Events a second that one core carries of this part."""
+        """Return events/s per core."""
         return self.num_events / cpu_s
 
 
 def run_queue_bench(settings: Settings, flags: argparse.Namespace) -> int:
-    """0; raises StartupError."""
+    """Return 0; raises StartupError."""
     names = ("jobs", "tokens", "workers", "doors", "batch")
     work = QueueWork(*(whole_number(f"--{name}", getattr(flags, name)) for name in names))
     with tempfile.TemporaryDirectory() as folder:
@@ -84,18 +84,18 @@ def run_queue_bench(settings: Settings, flags: argparse.Namespace) -> int:
 
 
 async def _measure(url: str, work: QueueWork) -> QueueFigures:
-    parts = [("door", number) for number in range(work.num_doors)]
-    parts += [("worker", number) for number in range(work.num_workers)]
+    roles = [("gateway", number) for number in range(work.num_doors)]
+    roles += [("worker", number) for number in range(work.num_workers)]
     redis = Redis.from_url(url)
-    processes = [_start(url, work, role, number) for role, number in parts]
+    processes = [_start(url, work, role, number) for role, number in roles]
     try:
         for process in processes:
-            _hear(process, "ready")
+            _read(process, "ready")
         before_s, started_s = await _redis_cpu_s(redis), time.monotonic()
         for process in processes:
             process.stdin.write("go\n")
             process.stdin.flush()
-        cpu_s = [await asyncio.to_thread(_hear, process, "cpu") for process in processes]
+        cpu_s = [await asyncio.to_thread(_read, process, "cpu") for process in processes]
         wall_s, redis_s = time.monotonic() - started_s, await _redis_cpu_s(redis) - before_s
     finally:
         for process in processes:
@@ -109,21 +109,21 @@ async def _measure(url: str, work: QueueWork) -> QueueFigures:
 def _start(url: str, work: QueueWork, role: str, number: int) -> subprocess.Popen[str]:
     words = (role, str(number), url, *(str(value) for value in asdict(work).values()))
     return subprocess.Popen(
-        python_script("queue_part", *words),
+        python_script("queue_process", *words),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env=script_environment(),
-        start_new_session=True,  # Ctrl-C is ours to hear
+        start_new_session=True,  # Ctrl-C is handled here
         preexec_fn=die_with_parent,
     )
 
 
-def _hear(process: subprocess.Popen[str], word: str) -> float:
-    """The number behind the word that the process says next. Raises StartupError if it says something else."""
-    said, _, value = process.stdout.readline().strip().partition(" ")
-    if said != word:
-        raise StartupError(f"queue: a part of the bench failed (exit status {process.poll()})")
+def _read(process: subprocess.Popen[str], word: str) -> float:
+    """Return the number after `word` in the process's next line. Raises StartupError for another line."""
+    found, _, value = process.stdout.readline().strip().partition(" ")
+    if found != word:
+        raise StartupError(f"queue: a process of the bench failed (exit status {process.poll()})")
     return float(value or 0)
 
 

@@ -1,4 +1,4 @@
-"""What a bench leaves: figures on the terminal, a JSON record, a drawing."""
+"""Output of a bench: table, JSON record, drawing."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from service.errors import StartupError
 ROOT = Path(__file__).resolve().parents[2]
 
 Figure = dict[str, Any]
-"""A drawing, as `plot.py` takes it: {"title", "panels": [{"kind", "title", "x", "y", "series": [{"label", "x", "y"}]}]}
-with kind "line", "steps", "bars" or "stack" (bars, one series behind the other); a panel may have a "y_max"."""
+"""Input of `plot.py`: {"title", "panels": [{"kind", "title", "x", "y", "series": [{"label", "x", "y"}]}]} with kind
+"line", "steps", "bars" or "stack"; a panel may have "y_max"."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Percentiles of something measured many times."""
+    """Percentiles."""
 
     p50: float
     p90: float
@@ -37,7 +37,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread | None:
-        """None of nothing."""
+        """Return None without values."""
         return cls(*map(float, np.percentile(values, (50, 90, 99)))) if len(values) else None
 
     def __str__(self) -> str:
@@ -45,15 +45,15 @@ class Spread:
 
 
 def add_report_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the figures there, as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw them there: .png, .svg or .pdf")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON file for the figures (default: none)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help=".png, .svg or .pdf drawing (default: none)")
 
 
 def check_report_flags(flags: argparse.Namespace) -> None:
-    """Before anything is measured. Raises StartupError for a file that could not be written."""
+    """Raises StartupError, before anything is measured, for a file that cannot be written."""
     for flag, path in (("--out", flags.out), ("--plot", flags.plot)):
         if path is not None and not path.absolute().parent.is_dir():
-            raise StartupError(f"{flag}: there is no folder {path.parent}")
+            raise StartupError(f"{flag}: {path.parent}: no such folder")
         if path is not None and path.is_dir():
             raise StartupError(f"{flag}: {path} is a folder")
         if path is not None and not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
@@ -61,14 +61,13 @@ def check_report_flags(flags: argparse.Namespace) -> None:
     if flags.plot is None:
         return
     if flags.plot.suffix not in (".png", ".svg", ".pdf"):
-        raise StartupError(f"--plot: {flags.plot} ends in none of .png, .svg, .pdf")
+        raise StartupError(f"--plot: {flags.plot} is not supported (.png, .svg, .pdf)")
     if importlib.util.find_spec("matplotlib") is None:
-        raise StartupError("--plot needs matplotlib: pip install 'quire[plot]'")
+        raise StartupError("--plot: matplotlib is missing (pip install 'quire[plot]')")
 
 
 def write_report(flags: argparse.Namespace, record: dict[str, Any], figure: Figure) -> None:
-    """The record with its date and commit to `--out`, the figure to `--plot`, where they are wanted. Raises
-    StartupError where that cannot be done after all."""
+    """Write the record with date and commit to `--out`, the figure to `--plot`, if given. Raises StartupError."""
     if flags.out:
         record = {"date": datetime.now(UTC).date().isoformat(), "commit": _commit(), **record}
         try:
@@ -83,7 +82,7 @@ def write_report(flags: argparse.Namespace, record: dict[str, Any], figure: Figu
 
 
 def run_script(main: Callable[[], None]) -> None:
-    """A bench that is a module of its own ends as `quire` does: on a wrong word with a line and status 2."""
+    """Run a bench that is its own module; it exits as `quire` does."""
     try:
         main()
     except KeyboardInterrupt:
@@ -94,12 +93,12 @@ def run_script(main: Callable[[], None]) -> None:
 
 
 def python_script(module: str, *arguments: str, package: str = "service.bench") -> list[str]:
-    """The command that runs a module in a process of its own: what it imports stays out of this one."""
+    """Return the command that runs a module in its own process."""
     return [sys.executable, "-P", "-m", f"{package}.{module}", *arguments]
 
 
 def script_environment() -> dict[str, str]:
-    """Ours first on the path, and the folder we were started in not at all."""
+    """Return the environment with this checkout first on the path; the working directory is not on it."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path}
 
@@ -108,6 +107,6 @@ def _commit() -> str | None:
     ask = ["git", "-C", str(ROOT), "-c", "safe.directory=*", "rev-parse", "--short", "HEAD"]
     try:
         answer = subprocess.run(ask, capture_output=True, text=True, check=False)
-    except OSError:  # a machine without git
+    except OSError:  # no git
         return None
     return answer.stdout.strip() or None

@@ -1,4 +1,4 @@
-"""`quire bench serve`: an open loop against a running service; requests come when the trace says, answered or not."""
+"""`quire bench serve`: open-loop load on a running service; requests are sent when the trace says."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from service.queue.embedded.die_with_parent import die_with_parent
 
 API_KEY_VARIABLE = "QUIRE_API_KEY"
 START_DELAY_S = 0.5
-"""Between the last client's being ready and the trace's start, so that every client hears of it in time."""
+"""Time from the last client's "ready" to the start, for every client to get it."""
 
 GRACE_S = 30.0
-"""What clients get on top of the run's longest time, to start and to hand over what they saw."""
+"""Time for clients to start and report, in addition to the run's maximum."""
 
 ANSWER_LINE_BYTES = 1 << 28
 CURVE_POINTS = 400
@@ -40,11 +40,11 @@ CURVE_POINTS = 400
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is asked of the service, checked."""
+    """Checked flags."""
 
     url: str
     api_key: str | None
-    rate: float  # requests a second
+    rate: float  # requests/s
     num_clients: int
     max_seconds: float
     slo_ttft_ms: float
@@ -55,49 +55,57 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeFigures:
-    """What the clients saw. Latencies count from when a request was due; a gap is between two chunks of one answer.
+    """Figures of all clients. Latencies count from when a request was due; a gap is between two chunks of one answer.
 
-    `goodput_per_s` counts requests that were answered whole, the first chunk within the TTFT objective and the others
-    within the gap objective on average.
+    `goodput_per_s` counts complete answers with the first chunk within the TTFT objective and the mean gap within the
+    gap objective.
     """
 
     rate: float
     num_requests: int
-    sample_s: float  # from the first request's being due to the last one's: what the percentiles are of
+    sample_s: float  # from the first due time to the last
     num_errors: int
-    total_s: float  # from the start to the last answer's end
+    total_s: float  # from the start to the last end
     output_tokens_per_s: float
     requests_per_s: float
     goodput_per_s: float
     good_share: float
     ttft_ms: Spread | None
     gap_ms: Spread | None
-    client_lag_ms: Spread | None  # how late the clients sent what was due; if it is not small, they are the limit
+    client_lag_ms: Spread | None  # how late requests were sent; if not small, the clients are the limit
     errors: dict[str, int]
 
 
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", metavar="URL", required=True, help="of the service, such as http://127.0.0.1:8000")
+    parser.add_argument("--url", metavar="URL", required=True, help="the service, such as http://127.0.0.1:8000")
     parser.add_argument("--trace", type=Path, metavar="FILE", required=True, help="lengths and arrivals of requests")
-    parser.add_argument("--rate", metavar="X", required=True, help="requests a second; arrivals are divided by it")
-    parser.add_argument("--num-requests", metavar="N", help="only the first N requests of the trace")
-    parser.add_argument("--max-seconds", metavar="X", default="600", help="what is open then has failed (default: 600)")
-    parser.add_argument("--clients", metavar="N", default="8", help="processes that send (default: 8)")
-    parser.add_argument("--model", dest="asked_model", metavar="NAME", help="name to ask for; else the first it lists")
-    parser.add_argument("--api-key", dest="shown_key", metavar="KEY", help=f"or {API_KEY_VARIABLE} in the environment")
-    parser.add_argument("--vocab-size", metavar="N", default="4096", help="prompts are ids below it (default: 4096)")
-    parser.add_argument("--slo-ttft-ms", metavar="X", default="1000", help="objective for goodput (default: 1000)")
-    parser.add_argument("--slo-gap-ms", metavar="X", default="50", help="objective for a mean gap (default: 50)")
+    parser.add_argument("--rate", metavar="X", required=True, help="requests/s; arrivals are divided by it")
+    parser.add_argument("--num-requests", metavar="N", help="first N requests of the trace (default: all)")
+    parser.add_argument(
+        "--max-seconds", metavar="X", default="600", help="seconds until open requests count as failed (default: 600)"
+    )
+    parser.add_argument("--clients", metavar="N", default="8", help="client processes (default: 8)")
+    parser.add_argument("--model", dest="asked_model", metavar="NAME", help="model name (default: the first listed)")
+    parser.add_argument("--api-key", dest="shown_key", metavar="KEY", help=f"API key (default: ${API_KEY_VARIABLE})")
+    parser.add_argument(
+        "--vocab-size", metavar="N", default="4096", help="upper bound of prompt token ids (default: 4096)"
+    )
+    parser.add_argument(
+        "--slo-ttft-ms", metavar="X", default="1000", help="TTFT objective of goodput, ms (default: 1000)"
+    )
+    parser.add_argument(
+        "--slo-gap-ms", metavar="X", default="50", help="mean gap objective of goodput, ms (default: 50)"
+    )
 
 
 def run_serve_bench(_: Settings, flags: argparse.Namespace) -> int:
-    """0, or 1 if a request failed; raises StartupError where there is nothing to measure."""
+    """Return 0, or 1 if a request failed; raises StartupError."""
     plan = read_plan(flags)
     answers = asyncio.run(drive(plan, flags.asked_model))
     figures = summarize(plan, answers)
     rows = [(name.replace("_", " "), _shown(value)) for name, value in vars(figures).items() if name != "errors"]
     print_table(rows)
-    if figures.errors:  # by themselves: what they say may be long
+    if figures.errors:  # apart: the texts may be long
         print_table([(f"error: {error}", f"{count:,}") for error, count in figures.errors.items()])
     record = {"bench": "serve", "url": plan.url, "trace": flags.trace.stem, "clients": plan.num_clients}
     record |= {"slo_ttft_ms": plan.slo_ttft_ms, "slo_gap_ms": plan.slo_gap_ms}
@@ -128,7 +136,7 @@ def read_plan(flags: argparse.Namespace) -> Plan:
 
 
 def summarize(plan: Plan, answers: Sequence[Answer]) -> ServeFigures:
-    """The figures of these answers, one for each request of the plan, in its order."""
+    """Return the figures of these answers, in the order of the plan's requests."""
     whole = [answer for answer in answers if answer.error is None]
     ends_s = [each.arrival / plan.rate + answer.end_s for each, answer in zip(plan.requests, answers, strict=True)]
     total_s = max(ends_s)
@@ -162,7 +170,7 @@ def _gaps_ms(answer: Answer) -> list[float]:
 
 
 async def drive(plan: Plan, model: str | None) -> list[Answer]:
-    """Every answer, in the order of the plan's requests."""
+    """Return every answer, in the order of the plan's requests."""
     model = model or await first_model(plan)
     clients: list[asyncio.subprocess.Process] = []
     try:
@@ -185,7 +193,7 @@ async def drive(plan: Plan, model: str | None) -> list[Answer]:
 
 
 async def _let_run(clients: Sequence[asyncio.subprocess.Process]) -> list[bytes]:
-    """Start them all at once when all are ready; the line that each ends with."""
+    """Start all clients at once when all are ready; return the last line of each."""
     await asyncio.gather(*(client.stdout.readuntil(b"ready\n") for client in clients))
     start = f"{time.monotonic() + START_DELAY_S!r}\n".encode()
     for client in clients:
@@ -211,7 +219,7 @@ async def first_model(plan: Plan) -> str:
 
 
 async def _start_client(plan: Plan, model: str, number: int) -> asyncio.subprocess.Process:
-    """A client for every request whose number leaves `number` when divided by how many clients there are."""
+    """Start client `number` with every request whose index modulo `num_clients` is `number`."""
     share = [
         (index, each.num_prompt_tokens, each.num_output_tokens, each.arrival / plan.rate)
         for index, each in enumerate(plan.requests)
@@ -224,7 +232,7 @@ async def _start_client(plan: Plan, model: str, number: int) -> asyncio.subproce
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=ANSWER_LINE_BYTES,
-        start_new_session=True,  # Ctrl-C is ours to hear
+        start_new_session=True,  # Ctrl-C is handled here
         preexec_fn=die_with_parent,
     )
     process.stdin.write(json.dumps(asdict(task)).encode() + b"\n")

@@ -1,6 +1,6 @@
-"""Times the same work in PyTorch: cases as JSON on standard input, their seconds (null: not possible) as JSON out.
+"""Time of the same work in PyTorch: cases as JSON on standard input, seconds (null: not possible) as JSON output.
 
-A script, run in a process of its own, so that nothing of Quire ever imports torch.
+A script with its own process, so that Quire never imports torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> None:
     for case in request["cases"]:
         try:
             seconds.append(_seconds_of(_launches(case, dtype)))
-        except RuntimeError as error:  # no cuDNN kernel for the shape, or no memory
+        except RuntimeError as error:  # no cuDNN kernel for the shape, or out of memory
             print(f"torch: {case}: {error}", file=sys.stderr)
             seconds.append(None)
         torch.cuda.empty_cache()
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def _launches(case: dict, dtype: torch.dtype) -> list[Callable[[], object]]:
-    """One for each set of inputs; the sets together are larger than any cache."""
+    """Return a launch per input set; together the sets exceed any cache."""
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=dtype, device="cuda")
@@ -67,7 +67,7 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: boo
 
 
 def _seconds_of(launches: list[Callable[[], object]]) -> float:
-    """The median of one launch on the device, replayed from a graph."""
+    """Return the median seconds of one launch, replayed from a graph."""
     for launch in launches:
         launch()
     torch.cuda.synchronize()

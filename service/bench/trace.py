@@ -1,4 +1,4 @@
-"""Traces: how long the prompts and the answers of a workload are, and when they come."""
+"""Traces: lengths and arrivals of a workload's requests."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MOST_TOKENS = 1 << 24
 
 @dataclass(frozen=True)
 class TracedRequest:
-    """One request of a trace. `arrival` counts in mean gaps between requests from the trace's start, so that dividing
-    it by a rate gives seconds."""
+    """One request of a trace. `arrival` is in mean gaps between requests from the start: divided by a rate it is
+    seconds."""
 
     num_prompt_tokens: int
     num_output_tokens: int
@@ -27,14 +27,14 @@ class TracedRequest:
 
 
 def read_trace(path: Path) -> list[TracedRequest]:
-    """Of JSON {"requests": [{"prompt_tokens", "output_tokens", "arrival"}, ...]}; a missing arrival is 0.
+    """Read JSON {"requests": [{"prompt_tokens", "output_tokens", "arrival"}, ...]}; a missing arrival is 0.
 
     Raises StartupError, one line that names the file and the request.
     """
     try:
         entries = json.loads(path.read_text())["requests"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StartupError(f"--trace: {path} is no trace: {error}") from None
+        raise StartupError(f"--trace: {path}: not a trace: {error}") from None
     if not isinstance(entries, list) or not entries:
         raise StartupError(f"--trace: {path} has no requests")
     requests = [_request(entry, f"--trace: {path}: request {number}") for number, entry in enumerate(entries)]
@@ -44,8 +44,7 @@ def read_trace(path: Path) -> list[TracedRequest]:
 
 
 def scaled(requests: Sequence[TracedRequest], mean_prompt: float, mean_output: float) -> list[TracedRequest]:
-    """The same requests, every prompt and every answer longer or shorter by one factor, so that their means are these
-    but for rounding; none is shorter than a token."""
+    """Scale prompts and answers, each by one factor, to these means, up to rounding; none is shorter than a token."""
     by_prompt = mean_prompt / fmean(request.num_prompt_tokens for request in requests)
     by_output = mean_output / fmean(request.num_output_tokens for request in requests)
     return [
@@ -60,7 +59,7 @@ def scaled(requests: Sequence[TracedRequest], mean_prompt: float, mean_output: f
 
 def _request(entry: Any, where: str) -> TracedRequest:
     if not isinstance(entry, dict):
-        raise StartupError(f"{where} is no object")
+        raise StartupError(f"{where}: not an object")
     lengths = [entry.get(name) for name in ("prompt_tokens", "output_tokens")]
     if not all(type(length) is int and 1 <= length <= MOST_TOKENS for length in lengths):
         raise StartupError(f"{where}: prompt_tokens and output_tokens are whole numbers in 1..{MOST_TOKENS}")

@@ -1,4 +1,4 @@
-"""`quire bench memory`: the PagedAttention paper's own comparison, on this engine and these kernels."""
+"""`quire bench memory`: the PagedAttention paper's comparison, on this engine and these kernels."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from service.config.settings import Settings
 from service.errors import StartupError
 
 SIMULATED_REQUESTS = 300
-"""Enough for a steady state, few enough for all policies to be done in seconds."""
+"""Default number of requests of a simulation: a steady state within seconds."""
 
 SHARES = ("tokens", "reserved", "internal", "external", "free")
 
 HEADROOM = 3.0
-"""How many latency limits the drawing shows: what lies higher is out of bounds anyway."""
+"""Latency limits on the drawing's axis."""
 
 
 def add_memory_flags(parser: argparse.ArgumentParser) -> None:
@@ -45,29 +45,29 @@ def add_memory_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-requests",
         metavar="N",
-        help=f"only the first N requests of the trace; without it all of them, in a simulation {SIMULATED_REQUESTS}",
+        help=f"first N requests of the trace (default: all; {SIMULATED_REQUESTS} with --simulate)",
     )
     parser.add_argument(
         "--simulate",
         choices=tuple(MACHINES),
-        help="this machine's clock, cost by cost, with no model and no GPU; without it the real engine",
+        help="simulate this machine's clock, without model or GPU (default: run the real engine)",
     )
     parser.add_argument(
         "--policies",
         metavar="P,...",
-        help=f"the others are held against the first (default: {DEFAULT_POLICIES}); oracle, reserve-pow2 and "
-        "reserve-max have the paper's buddy allocator unless :best-fit stands behind them",
+        help=f"policies, baseline first (default: {DEFAULT_POLICIES}); oracle, reserve-pow2 and reserve-max use "
+        "the paper's buddy allocator unless :best-fit is appended",
     )
     parser.add_argument(
         "--sharing",
         action="store_true",
-        help="instead: what parallel sampling and beam search save by sharing, at 2, 4 and 6 branches: 1 - blocks held "
-        "over blocks without sharing, the paper's measure",
+        help="instead measure the blocks that 2, 4 and 6 samples or beams save by sharing: 1 - blocks held over blocks "
+        "without sharing, as in the paper",
     )
     parser.add_argument(
         "--mean-lengths",
         metavar="P,O",
-        help="scale all prompts and all answers so that their means are P and O tokens; without it as traced",
+        help="scale prompts and answers to means of P and O tokens (default: as traced)",
     )
     _add_rate_flags(parser)
     parser.epilog = (
@@ -79,29 +79,26 @@ def add_memory_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_rate_flags(parser: argparse.ArgumentParser) -> None:
-    """At which rates the trace is run, and which of them count as kept up with."""
     parser.add_argument(
         "--rates",
         metavar="X,...",
-        help="requests a second, or 1.25x: so many times what a policy keeps up with when it is loaded; 20;oracle=9: "
-        "others for a policy; without it several around 1x; 0: only all at once",
+        help="requests/s, or 1.25x: multiples of the policy's loaded rate; 20;oracle=9: others for a policy; 0: "
+        "all at once only (default: several around 1x)",
     )
+    parser.add_argument("--seconds", metavar="X", help="requests of the first X seconds at each rate (default: all)")
     parser.add_argument(
-        "--seconds", metavar="X", help="at each rate only the requests that come within X seconds; without it all"
-    )
-    parser.add_argument(
-        "--only-rates", action="store_true", help="no runs with all requests at once; --rates are requests a second"
+        "--only-rates", action="store_true", help="skip the runs of all requests at once; --rates are then requests/s"
     )
     parser.add_argument(
         "--latency-limit",
         metavar="X",
-        help="seconds a token at which rates are compared, and at twice of which a run is given up; without it 5 times "
-        "the first policy's least, and none is given up",
+        help="seconds per token at which rates are compared; a run is given up at twice that (default: 5 times the "
+        "first policy's least; no run is given up)",
     )
 
 
 def run_memory_bench(settings: Settings, flags: argparse.Namespace) -> int:
-    """0; raises StartupError where the work is not named well or does not fit."""
+    """Return 0; raises StartupError for flags that do not fit together or work that does not fit."""
     _check(flags)
     policies = [] if flags.sharing else read_policies(DEFAULT_POLICIES if flags.policies is None else flags.policies)
     sweep = Sweep(
@@ -139,7 +136,7 @@ def run_memory_bench(settings: Settings, flags: argparse.Namespace) -> int:
 
 
 def _check(flags: argparse.Namespace) -> None:
-    """Raises StartupError for flags that do not go together."""
+    """Raises StartupError for flags that do not fit together."""
     for name in ("policies", "rates", "seconds", "only_rates", "latency_limit"):
         if flags.sharing and getattr(flags, name):
             raise StartupError(f"--{name.replace('_', '-')} does not go with --sharing")
@@ -225,7 +222,7 @@ def _print_sharing(rows: Sequence[SharingFigures]) -> None:
 
 
 def comparison_figure(comparison: Comparison, title: str) -> Figure:
-    """For `report.write_report`."""
+    """Return the paper's two drawings: use of the cache, and latency against rate."""
     loaded = {row.policy: row.loaded.use for row in comparison.policies if row.loaded is not None}
     bars = [
         {"label": share, "x": list(loaded), "y": [100 * getattr(use, share) for use in loaded.values()]}
@@ -251,7 +248,7 @@ def comparison_figure(comparison: Comparison, title: str) -> Figure:
 
 
 def sharing_figure(rows: Sequence[SharingFigures], title: str) -> Figure:
-    """For `report.write_report`."""
+    """Return a bar per method and width."""
     bars = {
         "label": "saved",
         "x": [f"{row.method}, {row.width}" for row in rows],

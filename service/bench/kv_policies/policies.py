@@ -1,9 +1,8 @@
-"""The ways to give out KV cache that `quire bench memory` compares: paging, and what the PagedAttention paper (Kwon et
-al., SOSP 2023, sections 3.1 and 6.1) puts beside it.
+"""The KV cache policies that `quire bench memory` compares: paging, and the baselines of the PagedAttention paper (Kwon
+et al., SOSP 2023, sections 3.1 and 6.1).
 
-Each is a KV manager, so that the same scheduler, engine and kernels run under all of them: a contiguous region is a
-block table of consecutive ids. The last two also say who may run with whom. Prefixes are not cached: the requests of a
-trace have nothing in common.
+Each is a KV manager, so that the same scheduler, engine and kernels run under all: a contiguous region is a block table
+of consecutive ids. The static policies also form batches. Prefixes are not cached: a trace's requests share none.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from service.errors import StartupError
 
 
 class Regions(ABC):
-    """Hands out ranges of block ids in 0..num_blocks, and counts as a `BlockPool` does."""
+    """Allocator of ranges of block ids in 0..num_blocks, with a `BlockPool`'s counts."""
 
     num_cached = num_shared = 0
 
@@ -31,8 +30,7 @@ class Regions(ABC):
 
     @property
     @abstractmethod
-    def num_free(self) -> int:
-        """Blocks in no region."""
+    def num_free(self) -> int: ...
 
     @property
     def num_available(self) -> int:
@@ -40,28 +38,28 @@ class Regions(ABC):
 
     @property
     def num_used(self) -> int:
-        """Blocks in regions, those that only rounding put there too."""
+        """Number of blocks in regions, rounding included."""
         return self.num_blocks - self.num_free
 
     @abstractmethod
     def fits(self, count: int) -> bool:
-        """Whether `take` would find room for `count` blocks."""
+        """Return whether `take(count)` would succeed."""
 
     @abstractmethod
     def take(self, count: int) -> range:
-        """A region of `count` blocks, or more where the allocator rounds up. Raises OutOfBlocks for want of a hole."""
+        """Allocate a region of at least `count` blocks. Raises OutOfBlocks without a hole."""
 
     @abstractmethod
     def give_back(self, region: range) -> None:
-        """The whole region, as it was taken."""
+        """Free a region, given exactly as it was taken."""
 
     @abstractmethod
     def check_invariants(self) -> None:
-        """Regions and holes make up the pool, none lies on another, and no two holes could be one."""
+        """Check that regions and holes partition the pool, and that no two holes could be merged."""
 
 
 class BestFit(Regions):
-    """Cuts a region from the smallest hole that is large enough, the first of those; neighbouring holes are one."""
+    """Best-fit allocator: cuts a region from the first smallest hole that is large enough; neighbouring holes merge."""
 
     def __init__(self, num_blocks: int):
         super().__init__(num_blocks)
@@ -104,8 +102,8 @@ class BestFit(Regions):
 
 
 class Buddy(Regions):
-    """Regions of a power of two, aligned to their size: a larger hole is halved until it fits, and two free halves
-    become one again. A pool of another size is a row of such holes, the largest first."""
+    """Buddy allocator: regions of a power of two, aligned to their size; a larger hole is halved until it fits, free
+    halves merge. A pool of another size is a row of such holes, the largest first."""
 
     def __init__(self, num_blocks: int):
         super().__init__(num_blocks)
@@ -177,17 +175,17 @@ ALLOCATORS: dict[str, Callable[[int], Regions]] = {"best-fit": BestFit, "buddy":
 
 
 class Holding(NamedTuple):
-    """What one sequence holds of the pool, in slots."""
+    """Slots that one sequence holds."""
 
-    given: int  # that its policy wanted for it
-    taken: int  # that the pool has less: an allocator may round up
+    given: int  # requested by its policy
+    taken: int  # allocated, rounding included
 
 
 class ContiguousKV(KVManager):
-    """Gives a sequence one region when it starts, and takes all of it back when it ends.
+    """KV manager with one region per sequence, from its start to its end.
 
-    `wanted_slots` says how large the region is. With `grows`, a region only keeps a place in the memory: a sequence is
-    given slots of it as it fills them.
+    `wanted_slots` returns a region's size. With `grows` a region only reserves memory: a sequence gets slots as it
+    fills them.
     """
 
     def __init__(
@@ -200,16 +198,17 @@ class ContiguousKV(KVManager):
         self._regions: dict[Sequence, range] = {}
 
     def num_blocks_for_match(self, sequence: Sequence, match: Match) -> int:
-        """What its region has; more than there are where no hole is large enough."""
+        """Return the blocks a sequence still needs: its region's, or more than the pool has if no hole is large
+        enough."""
         wanted = self._wanted_blocks(sequence)
         return wanted if self.pool.fits(wanted) else self.pool.num_blocks + 1
 
     def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
-        """A sequence that runs lacks nothing any more."""
+        """A running sequence needs no more blocks."""
         return 0 if sequence in self._regions else self._wanted_blocks(sequence)
 
     def extend(self, sequence: Sequence, num_tokens: int) -> None:
-        """The sequence has its region from now on. Raises OutOfBlocks and then changes nothing."""
+        """Allocate the sequence's region. Raises OutOfBlocks and then changes nothing."""
         if sequence not in self._regions:
             wanted = self._wanted_blocks(sequence)
             region = self._regions[sequence] = self.pool.take(wanted)
@@ -219,11 +218,11 @@ class ContiguousKV(KVManager):
         sequence.num_exclusive_tokens = len(sequence.block_table) * self.block_size
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
-        """There is no sharing between regions."""
+        """Regions cannot be shared."""
         raise AssertionError(f"{parent.request_id}: a contiguous region cannot be shared")
 
     def release(self, sequence: Sequence) -> None:
-        """The region is free, and nothing of the sequence is computed any more."""
+        """Free the region and reset the sequence."""
         region = self._regions.pop(sequence, None)
         if region is not None:
             self.pool.give_back(region)
@@ -231,19 +230,19 @@ class ContiguousKV(KVManager):
         sequence.num_computed_tokens = sequence.num_exclusive_tokens = 0
 
     def holding(self, sequence: Sequence, num_computed: int) -> Holding:
-        """Once `num_computed` of the sequence's tokens are."""
+        """Return what a sequence with `num_computed` computed tokens holds."""
         if self._grows:
             return Holding(num_computed, num_computed)
         return Holding(self._wanted_slots(sequence), len(self._regions[sequence]) * self.block_size)
 
     def num_slots(self, sequences: Iterable[Sequence]) -> tuple[int, int]:
-        """(held, filled) slots of these sequences."""
+        """Return (held, filled) slots of these sequences."""
         sequences = list(sequences)
         held = sum(self.holding(sequence, sequence.num_computed_tokens).taken for sequence in sequences)
         return held, sum(sequence.num_computed_tokens for sequence in sequences)
 
     def check_invariants(self, sequences: Iterable[Sequence]) -> None:
-        """Exactly these sequences have regions, and their tables lie in them."""
+        """Check that exactly these sequences have regions, which contain their tables."""
         self.pool.check_invariants()
         sequences = set(sequences)
         if sequences != set(self._regions):
@@ -259,10 +258,10 @@ class ContiguousKV(KVManager):
 
 
 class PagedKV(KVManager):
-    """The engine's own manager, which can also say what a sequence holds."""
+    """The engine's own manager, with `holding`."""
 
     def holding(self, sequence: Sequence, num_computed: int) -> Holding:
-        """As `ContiguousKV.holding`."""
+        """Return as `ContiguousKV.holding`."""
         held = len(sequence.block_table) * self.block_size
         return Holding(held, held)
 
@@ -272,7 +271,7 @@ ComparedKV = ContiguousKV | PagedKV
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
-    """What every policy has to do with."""
+    """The pool of a comparison."""
 
     num_blocks: int
     block_size: int
@@ -284,14 +283,14 @@ class Pool:
 
     @property
     def num_longest(self) -> int:
-        """How many sequences of the greatest length it holds. Such a region begins and ends with a block."""
+        """Return how many sequences of the greatest length fit. Such a region is whole blocks."""
         return self.num_blocks // -(-self.max_model_len // self.block_size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """`max_batch` is None where sequences come and go step by step; else it says how many run as one batch, which is
-    padded to its longest prompt and its longest answer, and done when all of it is."""
+    """One policy. `max_batch` is None for continuous batching; else sequences run in batches of at most that size,
+    padded to the longest prompt and answer, done when all are."""
 
     name: str
     make_kv: Callable[[Pool], ComparedKV]
@@ -299,12 +298,12 @@ class Policy:
 
 
 def power_of_two(count: int) -> int:
-    """The least one that is at least `count`."""
+    """Return the least power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()
 
 
 def _whole_life(sequence: Sequence) -> int:
-    return sequence.max_num_tokens - 1  # the last token is given and never cached
+    return sequence.max_num_tokens - 1  # the last token is never cached
 
 
 def _output_rounded_up(sequence: Sequence, max_model_len: int) -> int:
@@ -358,7 +357,7 @@ def _policies() -> dict[str, Policy]:
 POLICIES = _policies()
 
 PAPERS_ALLOCATOR = "buddy"
-"""The paper gives it to all three of its Orcas. Best fit is kinder to them: no server had it."""
+"""Allocator of all three Orcas in the paper. Best fit is kinder to them: no server had it."""
 
 DEFAULT_POLICIES = ",".join(
     ["paged", *WANTED, "static-ft", "static-hf", *(f"{name}:best-fit" for name in WANTED)],
@@ -366,7 +365,7 @@ DEFAULT_POLICIES = ",".join(
 
 
 def read_policies(text: str) -> list[Policy]:
-    """Of "paged,oracle:buddy": each once, in this order. Raises StartupError for a name that is none."""
+    """Parse "paged,oracle:buddy", without repeats. Raises StartupError for an unknown name."""
     chosen: dict[str, Policy] = {}
     for name in (part.strip() for part in text.split(",")):
         full_name = f"{name}:{PAPERS_ALLOCATOR}" if name in WANTED else name
@@ -377,7 +376,7 @@ def read_policies(text: str) -> list[Policy]:
 
 
 def check_room(policies: Iterable[Policy], pool: Pool) -> None:
-    """Raises StartupError for a policy under which the longest sequence could never run."""
+    """Raises StartupError for a policy under which the longest sequence can never run."""
     if pool.num_longest < 1:
         raise StartupError(f"memory: {pool.num_slots} slots hold no sequence of {pool.max_model_len} tokens")
     num_blocks = -(-pool.max_model_len // pool.block_size)

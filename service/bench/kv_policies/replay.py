@@ -1,7 +1,7 @@
-"""Replays a trace through an engine under one policy: on a wall's clock with a model, on a simulated one without.
+"""Replay of a trace through an engine under one policy, on a real or a simulated clock.
 
-Requests come when they are due, answered or not. A batched policy takes the earliest that wait, as many as it may, once
-the batch before is done; all of them are given its longest prompt and its longest answer, and hear of it at its end.
+Requests arrive when they are due, open loop. A static policy forms a batch of the earliest waiting requests once the
+previous batch is done; all get its longest prompt and answer, and finish with it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from service.errors import EndReason
 
 
 class Lengths(NamedTuple):
-    """Of a request as its sender knows it, without padding."""
+    """Lengths of a request, without padding."""
 
     num_prompt: int
     num_output: int
@@ -34,23 +34,23 @@ class Lengths(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SlotUse:
-    """Shares of the pool, over time; together 1."""
+    """Shares of the pool over time; they sum to 1."""
 
     tokens: float
     reserved: float
     internal: float
     external: float
-    free: float  # while nobody waits for it
+    free: float  # while no request waits for it
 
     @property
     def held_waste(self) -> float:
-        """Slots held and empty over slots held."""
+        """Empty slots of held ones."""
         held = self.tokens + self.reserved + self.internal
         return 1 - self.tokens / held if held else 0.0
 
 
 class Slots(NamedTuple):
-    """Of one sequence, or of all."""
+    """Slots of one sequence, or of all."""
 
     tokens: int
     reserved: int
@@ -59,8 +59,8 @@ class Slots(NamedTuple):
 
 
 def slots_of(sequence: Sequence, num_computed: int, holding: Holding, lengths: Lengths) -> Slots:
-    """How the slots that a sequence holds are used, of which `num_computed` are filled. What pads its prompt is never
-    used, and nothing is any more once it has all that its sender asked for and only its batch goes on."""
+    """Split the slots of a sequence with `num_computed` filled ones by use. Padding is never used, and no slot is once
+    the answer is complete and only the batch continues."""
     num_padding = sequence.num_prompt_tokens - lengths.num_prompt
     num_pads_held = min(num_padding, num_computed)
     is_needed = num_computed < sequence.num_prompt_tokens + lengths.num_output
@@ -76,8 +76,6 @@ def slots_of(sequence: Sequence, num_computed: int, holding: Holding, lengths: L
 
 
 class Look(NamedTuple):
-    """The pool at one moment."""
-
     num_running: int
     tokens: int
     reserved: int
@@ -87,7 +85,7 @@ class Look(NamedTuple):
 
 
 class SlotLedger:
-    """Adds up looks at the running sequences, each for the time that it stands for."""
+    """Time-weighted sum of looks at the running sequences."""
 
     def __init__(self) -> None:
         self._sums = [0.0] * len(Look._fields)
@@ -105,7 +103,7 @@ class SlotLedger:
         return self._sums[0] / self.seconds if self.seconds else 0.0
 
     def use(self) -> SlotUse:
-        """Nothing looked at is all free."""
+        """Without a look all is free."""
         parts = self._sums[1:] if any(self._sums[1:]) else [0, 0, 0, 0, 1]
         tokens, reserved, internal, external, free = (part / sum(parts) for part in parts)
         return SlotUse(tokens=tokens, reserved=reserved, internal=internal, external=external, free=free)
@@ -114,8 +112,8 @@ class SlotLedger:
 def look_at(
     running: Mapping[Sequence, int], kv: ComparedKV, num_slots: int, lengths: Mapping[str, Lengths], *, is_short: bool
 ) -> Look:
-    """Whose slots the pool's `num_slots` are. `running`: how many tokens of each sequence are computed; `is_short`: a
-    request waits for memory."""
+    """Split the pool's `num_slots` by use. `running`: computed tokens by sequence; `is_short`: a request waits for
+    memory."""
     tokens = reserved = internal = rounding = 0
     for sequence, num_computed in running.items():
         slots = slots_of(sequence, num_computed, kv.holding(sequence, num_computed), lengths[sequence.request_id])
@@ -129,23 +127,23 @@ def look_at(
 
 
 LOOK_EVERY = 4
-"""Steps between two looks at who holds what. They are taken as a step runs, before anybody ends."""
+"""Steps between two looks, taken while a step runs."""
 
 WARM_SHARE = 0.2
-"""Of the requests that have to be done before a run counts as loaded: until then those that run are all young."""
+"""Share of requests to finish before a run counts as loaded: before, all running ones are young."""
 
 
 class Clock(Protocol):
-    """Seconds since the run's start."""
+    """Return seconds since the start."""
 
     now_s: float
 
     def wait_until(self, due_s: float) -> None:
-        """Return at `due_s` or, if that is past, at once."""
+        """Return at `due_s`, or at once if that is past."""
 
 
 class WallClock:
-    """The host's."""
+    """The host's clock."""
 
     def __init__(self) -> None:
         self._start_s = time.perf_counter()
@@ -163,14 +161,13 @@ Watch = Callable[[StepPlan], None]
 
 
 class WatchedExecutor:
-    """An executor that shows each step before it launches it."""
+    """Executor that reports each step before it launches it."""
 
     def __init__(self, executor: Executor, on_launch: Watch):
         self._executor = executor
         self._on_launch = on_launch
 
     def launch(self, plan: StepPlan) -> Any:
-        """See service.engine.engine.Executor."""
         self._on_launch(plan)
         return self._executor.launch(plan)
 
@@ -180,8 +177,8 @@ class WatchedExecutor:
 
 @dataclass(frozen=True)
 class Bench:
-    """What a replay runs on. `make_engine` gives a new, idle engine over this KV manager that shows each
-    step before it launches it, and its clock at 0."""
+    """Environment of a replay. `make_engine` returns a new engine over a KV manager, which reports each step before it
+    launches it, and its clock at 0."""
 
     pool: Pool
     vocab_size: int
@@ -191,17 +188,17 @@ class Bench:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayFigures:
-    """One policy at one rate. It is loaded while requests wait for memory and the first ones are done; where it never
-    is, for the rate is low, what is said of the loaded time is of all of it."""
+    """One policy at one rate. A run is loaded while requests wait for memory and the first ones are done; if it never
+    is, the loaded figures are of the whole run."""
 
     policy: str
-    rate: float | None  # requests a second that came; None: all at once
+    rate: float | None  # requests/s; None: all at once
     num_requests: int
     total_s: float
     requests_per_s: float
     output_tokens_per_s: float
-    normalized_latency_s: float  # the mean over requests of the time from due to done over the tokens of the answer
-    is_given_up: bool  # before the last one's end: the latency is at least so much, the rest is of what ran until then
+    normalized_latency_s: float  # seconds from due to done per token of the answer, mean over requests
+    is_given_up: bool  # before the last end: the latency is a lower bound, the rest is of the time until then
     loaded_s: float
     loaded_tokens_per_s: float
     mean_running: float
@@ -211,7 +208,7 @@ class ReplayFigures:
 
 
 def fit_lengths(requests: Iterable[TracedRequest], max_model_len: int) -> list[TracedRequest]:
-    """The same requests, none longer than a sequence may be: a prompt keeps at most half of it, an answer the rest."""
+    """Cut requests to the longest sequence: a prompt keeps at most half of it, an answer the rest."""
     fitted = []
     for request in requests:
         num_prompt = min(request.num_prompt_tokens, max_model_len // 2)
@@ -221,7 +218,7 @@ def fit_lengths(requests: Iterable[TracedRequest], max_model_len: int) -> list[T
 
 
 class _Seen(NamedTuple):
-    """The last look, and whether others waited and the first were done then."""
+    """The last look, and whether the run was loaded then."""
 
     at_s: float
     look: Look
@@ -229,7 +226,7 @@ class _Seen(NamedTuple):
 
 
 class Replay:
-    """One run. `requests` are as `fit_lengths` gives them; `rate` is None for all at once."""
+    """One run. `requests` are as `fit_lengths` returns them; `rate` None: all at once."""
 
     def __init__(
         self,
@@ -239,7 +236,7 @@ class Replay:
         rate: float | None,
         give_up_s: float = math.inf,
     ):
-        """The run is given up once its normalised latency is `give_up_s` at least, whatever comes yet."""
+        """Run to the end, or until the normalised latency must reach `give_up_s`."""
         self._bench = bench
         self._policy = policy
         self._requests = requests
@@ -261,7 +258,7 @@ class Replay:
         self._seen: _Seen | None = None
 
     def run(self) -> ReplayFigures:
-        """To the last request's end."""
+        """Run to the last request's end."""
         while self._num_ended < len(self._requests) and not self._is_over():
             self._admit()
             if self._engine.has_work:
@@ -278,13 +275,12 @@ class Replay:
         return figures
 
     def _is_over(self) -> bool:
-        """Whether what is known by now is too much already."""
         if math.isinf(self._give_up_s) or self._num_steps % LOOK_EVERY:
             return False
         return self._latency_s() >= self._give_up_s
 
     def _latency_s(self) -> float:
-        """Normalised, the mean over all requests; of those that are not done what it is at least."""
+        """Return the mean normalised latency, with a lower bound for unfinished requests."""
         until_s = np.minimum(self._end_s, self._clock.now_s)
         return float(np.mean(np.maximum(0.0, until_s - self._due_s) / self._num_outputs))
 
@@ -300,7 +296,8 @@ class Replay:
             self._add_batch()
 
     def _add_batch(self) -> None:
-        """Of the earliest. A batch ends before one that would pad it beyond the longest sequence."""
+        """Form a batch of the earliest requests; it ends before a request that would pad it beyond the longest
+        sequence."""
         batch: list[int] = []
         longest_prompt = longest_output = 0
         while self._queue and len(batch) < min(self._max_batch, self._bench.max_num_seqs):
@@ -319,11 +316,11 @@ class Replay:
 
     def _add(self, number: int, num_prompt: int, num_output: int) -> None:
         prompt = tuple(self._random.integers(0, self._bench.vocab_size, num_prompt).tolist())
-        wishes = SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
-        self._engine.add_request(EngineRequest(request_id=str(number), prompt=prompt, sampling=wishes))
+        params = SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
+        self._engine.add_request(EngineRequest(request_id=str(number), prompt=prompt, sampling=params))
 
     def _hear(self) -> None:
-        """Note who has ended, and how many tokens came that somebody asked for."""
+        """Record ended requests and tokens within requested lengths."""
         now_s = self._clock.now_s
         for output in self._engine.drain_request_outputs():
             number = int(output.request_id)
@@ -334,7 +331,7 @@ class Replay:
                 self._num_ended += 1
 
     def _watch(self, plan: StepPlan) -> None:
-        """Look at what is held while this step runs, with what it writes."""
+        """Record what is held while this step runs, with what it writes."""
         self._num_steps += 1
         if self._num_steps % LOOK_EVERY:
             return
@@ -349,7 +346,7 @@ class Replay:
         self._seen = _Seen(self._clock.now_s, look, is_loaded)
 
     def _book(self) -> None:
-        """What was seen last was so until now."""
+        """Count the last look until now."""
         if self._seen is not None:
             seconds = self._clock.now_s - self._seen.at_s
             self._ledger.add(self._seen.look, seconds)

@@ -1,4 +1,5 @@
-"""What replays run on: the real engine, built once, or a simulated machine, a process for each core."""
+"""Runs of a comparison: on the real engine, built once, or on a simulated machine, a process per core; and the rates at
+which policies are compared."""
 
 from __future__ import annotations
 
@@ -29,25 +30,24 @@ from service.errors import StartupError
 from service.queue.embedded.die_with_parent import die_with_parent
 
 PAPER_MAX_LEN = 2048
-"""The longest sequence where none is named: the paper's, whose models end there."""
+"""Default length of the longest sequence: the paper's."""
 
 SIMULATED_BATCHED_TOKENS = 8192
 SIMULATED_PREFILL_CHUNK = 512
-"""As the engine has them on a GPU."""
+"""The engine's defaults on a GPU."""
 
 SIMULATED_VOCAB = 32768
 
 WARM_REQUESTS = 8
-"""Replayed before any that count: what is built at its first use is built by then."""
+"""Warm-up requests."""
 
 Widths = Sequence[tuple[str, int]]
-"""Methods of `memory_sharing` and how many branches they run."""
+"""Branch counts by method of `sharing`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A policy with all requests at once, or at a rate in requests a second with those that come within `seconds`;
-    given up once the normalised latency is so high."""
+    """A policy at a rate (None: all at once) with the requests of `seconds`, given up above a normalised latency."""
 
     policy: Policy
     rate: float | None = None
@@ -55,7 +55,7 @@ class Run:
     give_up_s: float = math.inf
 
     def of(self, requests: Sequence[TracedRequest]) -> list[TracedRequest]:
-        """Those that come in time, one at least."""
+        """Return the requests that arrive in time, at least one."""
         rate = math.inf if self.rate is None else self.rate
         return [each for number, each in enumerate(requests) if number == 0 or each.arrival <= self.seconds * rate]
 
@@ -65,8 +65,8 @@ Runs = Sequence[Run]
 
 @dataclass(frozen=True)
 class Ground:
-    """Both take requests that fit the pool. `replay` gives the figures of each run, in order; `share` those of a method
-    and a width, each with all requests."""
+    """Runner of replays. Requests must fit the pool. `replay` yields figures in order; `share` those of a method and
+    width, all requests at once."""
 
     description: dict[str, Any]
     pool: Pool
@@ -75,7 +75,7 @@ class Ground:
 
 
 def real_ground(settings: Settings) -> Ground:
-    """Every policy has its turn with one model and one cache. Raises StartupError."""
+    """Return a runner on the real engine, one model and cache for all policies. Raises StartupError."""
     if settings.num_gpu_blocks is None:
         settings = replace(settings, num_gpu_blocks=MACHINES["opt-13b-a100"].num_blocks)
     built = build_engine(replace(settings, max_model_len=settings.max_model_len or PAPER_MAX_LEN), progress=True)
@@ -119,7 +119,7 @@ def simulated_ground(settings: Settings, machine_name: str) -> Ground:
 
 @dataclass(frozen=True)
 class _Simulation:
-    """All that a process has to know of a simulated machine."""
+    """Description of a simulated machine for a child process."""
 
     machine: str
     pool: Pool
@@ -157,40 +157,41 @@ def _share_in_processes(
 
 
 def _in_processes(function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """One for each core: nothing in a simulation waits. They end with us, and Ctrl-C is ours to hear."""
+    """Open a pool of a process per core. They end with this process, which alone handles Ctrl-C."""
     num_processes = min(os.cpu_count() or 1, len(tasks))
     if num_processes < 2:
         return [function(*task) for task in tasks]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_processes, context, initializer=_end_with, initargs=(os.getpid(),)) as processes:
         try:
-            with _deaf_to_ctrl_c():
+            with _sigint_deferred():
                 futures = [processes.submit(function, *task) for task in tasks]
             return [future.result() for future in futures]
         except KeyboardInterrupt:
-            for process in multiprocessing.active_children():  # else the pool waits for what they are at
+            for process in multiprocessing.active_children():  # else the pool waits for running tasks
                 process.kill()
             raise
 
 
 def _end_with(parent: int) -> None:
     die_with_parent()
-    if os.getppid() != parent:  # it ended before we asked
+    if os.getppid() != parent:  # already ended
         os._exit(1)
 
 
 @contextmanager
-def _deaf_to_ctrl_c() -> Iterator[None]:
-    """Processes that are started inside never hear of it; this one does behind it."""
-    heard: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))  # by a thread that does not block it
+def _sigint_deferred() -> Iterator[None]:
+    """Block SIGINT in processes started inside; this one handles it afterwards."""
+    received: list[int] = []
+    # The signal is delivered to a thread that does not block it.
+    before = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         signal.signal(signal.SIGINT, before)
-    if heard:
+    if received:
         raise KeyboardInterrupt
 
 
@@ -212,7 +213,7 @@ def _replay_in_turn(bench: Bench, requests: Sequence[TracedRequest], runs: Runs)
 def _share_in_turn(
     built: BuiltEngine, prefix_caching: bool, is_dummy: bool, requests: Sequence[TracedRequest], widths: Widths
 ) -> list[SharingFigures]:
-    """Random weights write no prompts that tell more than random ones."""
+    """Random weights write prompts no better than random ones."""
     config, memory = built.config, built.memory
 
     def idle_engine() -> Engine:
@@ -232,33 +233,33 @@ def _share_in_turn(
 
 
 RATE_SHARES = (0.3, 0.6, 0.8, 0.9, 1.0, 1.1, 1.25)
-"""Of the rate that a policy keeps up with when it is loaded: where its latency bends."""
+"""Rates, as multiples of the loaded rate, near the bend of the latency."""
 
 LATENCY_FACTOR = 5.0
-"""What counts as the same latency where no limit is given: so many times that of the first policy, hardly loaded."""
+"""Default latency limit, as a multiple of the first policy's least."""
 
 PLAINLY_OVER = 2.0
-"""So many times a limit that is given a run need not be waited for."""
+"""Multiple of a given limit above which a run is given up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyFigures:
-    """One policy. Rates are in requests a second, latencies normalised: seconds a token of the answer."""
+    """One policy. Rates in requests/s, latencies normalised: seconds per token of the answer."""
 
     policy: str
-    loaded: ReplayFigures | None  # None: it had no run with all requests at once
+    loaded: ReplayFigures | None  # None without a run of all requests at once
     loaded_rate: float | None
     curve: list[ReplayFigures]  # by rate
-    rate_at_limit: float | None  # None: over the limit at every rate that was tried
-    is_limit_reached: bool  # False: the rate is the highest that was tried
-    running_ratio: float | None  # the first policy's over this one's: sequences at once,
-    loaded_ratio: float | None  # requests a second when loaded,
-    limit_ratio: float | None  # requests a second at the limit; None where this one's is not known
+    rate_at_limit: float | None  # None: over the limit at every rate
+    is_limit_reached: bool  # False: the highest rate tried
+    running_ratio: float | None  # the first policy's figure over this one's: sequences,
+    loaded_ratio: float | None  # loaded requests/s,
+    limit_ratio: float | None  # requests/s at the limit; None if unknown
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """All policies, the one that the others are held against first."""
+    """All policies; the first is the baseline."""
 
     latency_limit_s: float
     policies: list[PolicyFigures]
@@ -266,19 +267,19 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """Which runs a comparison is made of."""
+    """The runs of a comparison."""
 
     rates_of: Callable[[str, float | None], Sequence[float]]
-    """Of a policy, by its name, from the rate that it keeps up with when it is loaded, where it was."""
+    """Rates of a policy, by name and loaded rate."""
     latency_limit_s: float | None = None
     seconds: float = math.inf  # of arrivals, at each rate
-    is_loaded: bool = True  # whether each policy has all requests at once too
+    is_loaded: bool = True  # also run all requests at once
 
 
 def compare(
     replay: Callable[[Runs], list[ReplayFigures]], policies: Sequence[Policy], mean_output: float, sweep: Sweep
 ) -> Comparison:
-    """`replay` carries runs out, in order. Without a limit there is a usual one."""
+    """Compare policies by runs that `replay` executes in order."""
     nothing: list[None] = [None] * len(policies)
     loaded = replay([Run(policy=policy) for policy in policies]) if sweep.is_loaded else nothing
     loaded_rates = [figures and figures.loaded_tokens_per_s / mean_output for figures in loaded]
@@ -314,14 +315,14 @@ def compare(
 
 
 def _ratio(ours: float, theirs: float) -> float | None:
-    """None where nothing was running when somebody looked: all was done within one step."""
+    """None if everything was done within one step."""
     return ours / theirs if theirs else None
 
 
 def rate_at(curve: Sequence[ReplayFigures], latency_limit_s: float) -> float | None:
-    """The rate at which this curve crosses the limit, on a straight line between rates and logarithms of latencies; its
-    last rate where it never does; None where it begins above. That of a run which was given up counts as it was by
-    then, so that such a policy's rate is rather too high."""
+    """Return the rate at which the curve crosses the limit, linear between rates and logarithms of latencies; the last
+    rate if it never does; None if it begins above. A given-up run counts with its lower bound, so that the rate is
+    rather too high."""
     if not curve or curve[0].normalized_latency_s > latency_limit_s:
         return None
     for below, above in pairwise(curve):
@@ -334,9 +335,9 @@ def rate_at(curve: Sequence[ReplayFigures], latency_limit_s: float) -> float | N
 
 
 def read_rates(text: str | None, policies: Collection[str]) -> Callable[[str, float | None], list[float]]:
-    """`Sweep.rates_of` from "20,1.25x;oracle=9,10": what has no name before it is for the policies that are not named.
+    """Parse `Sweep.rates_of` from "20,1.25x;oracle=9,10": rates without a name are for all other policies.
 
-    Raises StartupError for what is no rate, or names none of `policies`.
+    Raises StartupError for a malformed rate or an unknown policy.
     """
     if text is None:
         return lambda policy, loaded_rate: [share * loaded_rate for share in RATE_SHARES]
@@ -356,6 +357,6 @@ def read_rates(text: str | None, policies: Collection[str]) -> Callable[[str, fl
 
 
 def _rate(text: str) -> tuple[float, bool]:
-    """(number, whether it is so many times what the policy keeps up with)."""
+    """Return (number, whether it is a multiple of the loaded rate)."""
     is_share = text.endswith("x") and text != "x"
     return positive_number("--rates", text.removesuffix("x") if is_share else text), is_share

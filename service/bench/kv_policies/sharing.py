@@ -1,8 +1,7 @@
-"""How much cache the branches of a request save by sharing blocks: parallel sampling and beam search.
+"""Cache saved by branches that share blocks: parallel sampling and beam search, as in the paper's figure 15.
 
-What the paper's figure 15 shows: blocks saved by sharing over the blocks that all branches would hold without it. Every
-branch gets the answer length that the trace names. Beams of a model of random weights, or of a prompt that no one would
-write, tell nothing of how long beams stay together: a real model first writes its own prompts.
+Saved is: blocks saved by sharing over the blocks without sharing. Every branch has the trace's answer length. Random
+weights or prompts say nothing about how long beams stay together: a real model first writes its own prompts.
 """
 
 from __future__ import annotations
@@ -20,40 +19,40 @@ from service.engine.request import EngineRequest
 from service.errors import StartupError
 
 WIDTHS = (2, 4, 6)
-"""The paper's."""
+"""As in the paper."""
 
 METHODS = ("parallel", "beam")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharingFigures:
-    """One method at one width: all requests at once, means over the run's steps."""
+    """One method at one width: all requests at once, means over steps."""
 
     method: str
     width: int
     saved: float  # share of the logical blocks
-    logical_blocks: float  # held by all tables, each for itself
+    logical_blocks: float  # in all tables, without sharing
     used_blocks: float
     running: float  # branches
-    num_copies: int  # of blocks, on writes
+    num_copies: int  # copy-on-write
     num_preemptions: int
 
 
-def wishes_for(method: str, width: int, num_output: int, seed: int) -> SamplingParams:
-    """Answers of exactly this length."""
-    wishes = SamplingParams(max_tokens=num_output, ignore_eos=True, seed=seed)
+def params_for(method: str, width: int, num_output: int, seed: int) -> SamplingParams:
+    """Return parameters for answers of exactly this length."""
+    params = SamplingParams(max_tokens=num_output, ignore_eos=True, seed=seed)
     if method == "beam":
-        return replace(wishes, beam=BeamSearch(width=width), n=width)
-    return replace(wishes, n=width, best_of=width)
+        return replace(params, beam=BeamSearch(width=width), n=width)
+    return replace(params, n=width, best_of=width)
 
 
 def measure_sharing(
     engine: Engine, prompts: Sequence[tuple[int, ...]], requests: Sequence[TracedRequest], method: str, width: int
 ) -> SharingFigures:
-    """Run these requests to their ends, all given at once. Raises StartupError where one cannot run."""
+    """Run all requests at once to their ends. Raises StartupError if one is refused."""
     for number, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
-        wishes = wishes_for(method, width, request.num_output_tokens, number)
-        engine.add_request(EngineRequest(request_id=str(number), prompt=prompt, sampling=wishes))
+        params = params_for(method, width, request.num_output_tokens, number)
+        engine.add_request(EngineRequest(request_id=str(number), prompt=prompt, sampling=params))
     looks, num_answers = [], 0
     while engine.has_work:
         engine.step()
@@ -76,12 +75,12 @@ def measure_sharing(
 
 
 def written_prompts(engine: Engine, lengths: Sequence[int], first_token: int) -> list[tuple[int, ...]]:
-    """Prompts of these lengths that the engine's model writes behind `first_token`."""
+    """Return prompts of these lengths, written by the engine's model after `first_token`."""
     prompts = [[first_token] for _ in lengths]
     for number, length in enumerate(lengths):
         if length > 1:
-            wishes = SamplingParams(max_tokens=length - 1, min_tokens=length - 1, seed=number)
-            engine.add_request(EngineRequest(request_id=str(number), prompt=(first_token,), sampling=wishes))
+            params = SamplingParams(max_tokens=length - 1, min_tokens=length - 1, seed=number)
+            engine.add_request(EngineRequest(request_id=str(number), prompt=(first_token,), sampling=params))
     while engine.has_work:
         engine.step()
         for output in engine.drain_request_outputs():
@@ -91,6 +90,6 @@ def written_prompts(engine: Engine, lengths: Sequence[int], first_token: int) ->
 
 
 def random_prompts(requests: Sequence[TracedRequest], vocab_size: int) -> list[tuple[int, ...]]:
-    """Of their lengths, with nothing in common."""
+    """Return random prompts of these lengths without a shared prefix."""
     random = np.random.default_rng(1)
     return [tuple(random.integers(0, vocab_size, request.num_prompt_tokens).tolist()) for request in requests]

@@ -21,7 +21,7 @@ from service.engine.step import SampledToken, StepPlan, StepResult, TokenLogprob
 
 @dataclass(frozen=True, kw_only=True)
 class StepCosts:
-    """Seconds."""
+    """Rates in units per second, times in seconds."""
 
     fixed_s: float
     weights_s: float
@@ -29,13 +29,14 @@ class StepCosts:
     cached_token_s: float
 
     def step_s(self, num_tokens: int, num_cached_tokens: int) -> float:
-        """Of a step that computes `num_tokens` and whose sequences hold `num_cached_tokens` after it, in all."""
+        """Return seconds of a step with `num_tokens` tokens, after which its sequences hold `num_cached_tokens` in
+        total."""
         return self.fixed_s + max(self.weights_s, num_tokens * self.token_s) + num_cached_tokens * self.cached_token_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A model on a card, and the pool that is compared where none is named."""
+    """A model on a card, and its default pool."""
 
     name: str
     costs: StepCosts
@@ -44,7 +45,7 @@ class Machine:
 
 
 def _derived(weight_bytes: float, bytes_per_token: int, bytes_per_s: float, flops_per_s: float) -> StepCosts:
-    """A multiplication and an addition for each weight of two bytes."""
+    """Return costs from a multiplication and an addition per weight of two bytes."""
     return StepCosts(
         fixed_s=0.16e-3,
         weights_s=weight_bytes / (0.86 * bytes_per_s),
@@ -60,24 +61,27 @@ MACHINES = {
         Machine(
             name="llama-3.1-8b-h200",
             costs=StepCosts(fixed_s=0.16e-3, weights_s=3.9e-3, token_s=22.6e-6, cached_token_s=32.8e-9),
-            num_blocks=3000,  # 48K slots: with all that an H200 has, 256 sequences of any policy fit
+            num_blocks=3000,  # 48K slots: with all of an H200, 256 sequences of any policy fit
         ),
     )
 }
 
 
 class SimulatedClock:
-    """Stands still unless it is told to go on."""
+    """Clock that moves only by `advance` and `wait_until`."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
+
+    def advance(self, seconds: float) -> None:
+        self.now_s += seconds
 
     def wait_until(self, due_s: float) -> None:
         self.now_s = max(self.now_s, due_s)
 
 
 class SimulatedExecutor:
-    """Carries plans out in no time but the clock's. Every token is 0."""
+    """Executor that only moves the clock. Every token is 0."""
 
     runs_ahead = False
 
@@ -86,27 +90,25 @@ class SimulatedExecutor:
         self._costs = costs
 
     def launch(self, plan: StepPlan) -> StepResult:
-        """See service.engine.engine.Executor."""
         num_tokens = num_cached_tokens = num_due = 0
         for _, start, length, samplers, _ in plan.chunks:
             num_tokens += length
             num_cached_tokens += start + length
             num_due += len(samplers)
-        self._clock.now_s += self._costs.step_s(num_tokens, num_cached_tokens)
+        self._clock.advance(self._costs.step_s(num_tokens, num_cached_tokens))
         return StepResult([0] * num_due)
 
     def sample(self, launched: StepResult) -> None:
-        """It knows all tokens when it launches."""
+        """Return whether tokens are known at launch: always."""
 
     def collect(self, launched: StepResult) -> StepResult:
-        """See service.engine.engine.Executor."""
         return launched
 
 
 class SimulatedSampler(SimulatedExecutor):
-    """Gives random tokens and, where log-probabilities are wanted, those of a model that is sure of most tokens and not
-    at all of some: the likeliest one has a share drawn from a beta distribution of mean 2/3, and each further one half
-    of what is left. How much beams share hardly depends on that share: means of 1/2 to 2/3 give it to within 4 %."""
+    """Random tokens with log-probabilities of a model that is sure of most tokens: the likeliest has a share from a
+    beta distribution of mean 2/3, each further one half of the rest. The sharing of beams hardly depends on that mean:
+    1/2 to 2/3 agree within 4 %."""
 
     def __init__(self, clock: SimulatedClock, costs: StepCosts, vocab_size: int):
         super().__init__(clock, costs)
@@ -114,7 +116,6 @@ class SimulatedSampler(SimulatedExecutor):
         self._random = np.random.default_rng(0)
 
     def launch(self, plan: StepPlan) -> StepResult:
-        """See service.engine.engine.Executor."""
         super().launch(plan)
         samplers = plan.samplers
         token_ids = self._random.integers(0, self._vocab_size, len(samplers)).tolist()

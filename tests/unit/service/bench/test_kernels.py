@@ -64,4 +64,4 @@ def test_one_operation_alone(capsys):
 
 def test_an_operation_that_does_not_exist_is_one_line(capsys):
     assert main(["bench", "kernels", "--device", "cpu", "--only", "divination"]) == 2
-    assert capsys.readouterr().err == "quire bench: --only: no operation has 'divination' in its name\n"
+    assert capsys.readouterr().err == "quire bench: --only: no operation's name contains 'divination'\n"

@@ -34,7 +34,7 @@ def test_a_missing_arrival_is_the_start(tmp_path):
     [
         ([], "has no requests"),
         ({"0": entry()}, "has no requests"),
-        ([3], "request 0 is no object"),
+        ([3], "request 0: not an object"),
         ([entry(), entry(0)], "request 1: prompt_tokens and output_tokens"),
         ([entry(2.5)], "whole numbers"),
         ([entry(True)], "whole numbers"),

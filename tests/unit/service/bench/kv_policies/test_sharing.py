@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from service.bench.kv_policies.sharing import measure_sharing, random_prompts, wishes_for, written_prompts
+from service.bench.kv_policies.sharing import measure_sharing, params_for, random_prompts, written_prompts
 from service.bench.kv_policies.simulation import SimulatedClock, SimulatedSampler, StepCosts
 from service.bench.trace import TracedRequest
 from service.cli.main import main
@@ -59,8 +59,8 @@ def test_what_does_not_fit_is_said():
 
 
 def test_wishes():
-    assert (wishes_for("parallel", 4, 9, 0).num_branches, wishes_for("beam", 4, 9, 0).num_branches) == (4, 4)
-    assert wishes_for("beam", 4, 9, 0).beam.width == wishes_for("beam", 4, 9, 0).n == 4
+    assert (params_for("parallel", 4, 9, 0).num_branches, params_for("beam", 4, 9, 0).num_branches) == (4, 4)
+    assert params_for("beam", 4, 9, 0).beam.width == params_for("beam", 4, 9, 0).n == 4
 
 
 def test_prompts_that_a_model_writes_have_their_lengths():

@@ -1,4 +1,4 @@
-"""One process of `quire bench queue`: a door that submits and follows, or a worker that tells tokens."""
+"""One process of `quire bench queue`: a gateway that submits and follows, or a worker that publishes tokens."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ PROMPT = pack_ids(range(147))
 USAGE = Usage(prompt_tokens=147, completion_tokens=1)
 
 
-async def door(queue: GatewayQueue, number: int, num_jobs: int, num_tokens: int) -> None:
-    """Submits its jobs and hears all of their events."""
+async def gateway(queue: GatewayQueue, number: int, num_jobs: int, num_tokens: int) -> None:
+    """Submit jobs and read all their events."""
     job_ids = [f"bench-{number}-{index}" for index in range(num_jobs)]
     followers = []
     for job_id in job_ids:
-        followers.append(queue.follow(job_id))  # as a door does: long before, it would be taken for another door's
+        followers.append(queue.follow(job_id))  # just before the submission: else it counts as another gateway's job
         job = Job(
             job_id=job_id,
             tenant="t",
@@ -38,26 +38,26 @@ async def door(queue: GatewayQueue, number: int, num_jobs: int, num_tokens: int)
     async def read(events) -> int:
         return sum([1 async for _ in events])
 
-    num_heard = sum(await asyncio.gather(*map(read, followers)))
-    if num_heard != num_jobs * num_tokens:
-        raise AssertionError(f"{num_heard} events were heard of {num_jobs * num_tokens}")
+    num_read = sum(await asyncio.gather(*map(read, followers)))
+    if num_read != num_jobs * num_tokens:
+        raise AssertionError(f"{num_read} events were read of {num_jobs * num_tokens}")
 
 
 async def worker(queue: WorkerQueue, num_jobs: int, num_tokens: int, num_in_step: int) -> None:
-    """Takes its share and tells one token of each job it has, step by step; jobs come and go as in a real batch."""
-    told: dict[str, int] = {}
+    """Claim jobs and publish one token of each per step; jobs come and go as in a real batch."""
+    published: dict[str, int] = {}
     num_left = num_jobs
     while num_left:
-        if len(told) < min(num_in_step, num_left):
-            for claim in await queue.fetch(min(num_in_step, num_left) - len(told), 0.2):
-                told[claim.job.job_id] = 0
-        events = [_event(job_id, number + 1, num_tokens) for job_id, number in told.items()]
+        if len(published) < min(num_in_step, num_left):
+            for claim in await queue.fetch(min(num_in_step, num_left) - len(published), 0.2):
+                published[claim.job.job_id] = 0
+        events = [_event(job_id, number + 1, num_tokens) for job_id, number in published.items()]
         if events:
             await queue.publish(events)
         for event in events:
-            told[event.job_id] = event.number
+            published[event.job_id] = event.number
             if event.end is not None:
-                del told[event.job_id]
+                del published[event.job_id]
                 num_left -= 1
 
 
@@ -75,8 +75,8 @@ async def main(role: str, number: int, url: str, *work: int) -> None:
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
     started_s = time.process_time()
-    if role == "door":
-        await door(queue, number, _share(num_jobs, num_doors, number), num_tokens)
+    if role == "gateway":
+        await gateway(queue, number, _share(num_jobs, num_doors, number), num_tokens)
     else:
         await worker(queue, _share(num_jobs, num_workers, number), num_tokens, num_in_step)
     print("cpu", time.process_time() - started_s, flush=True)
