@@ -5,21 +5,22 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from model.ops.host_blocks import HostBlocks, Transfer
 from model.sampling_params import SamplingParams
 from service.bench.engine_measures import TraceFigures, measure_trace
 from service.bench.kv_policies.replay import fit_lengths
 from service.bench.kv_policies.simulation import MACHINES, SimulatedClock, SimulatedExecutor
 from service.bench.trace import TracedRequest
 from service.engine.build import BuiltEngine, calibrate_swap_cost
-from service.engine.engine import Engine
+from service.engine.engine import Engine, Executor
 from service.engine.kv.kv_manager import KVManager
 from service.engine.request import EngineRequest
 from service.engine.scheduling.fair_share import FairShare
 from service.engine.scheduling.limits import Limits
 from service.engine.scheduling.preemption import AUTO, MODES, Preemption
 from service.engine.scheduling.swap_cost import SwapCostModel
+from service.engine.step import FinishedTransfer, StepPlan
 from service.errors import StartupError
 
 MEANS = ((150, 330), (150, 330), (20, 60), (60, 1200))
@@ -91,9 +92,11 @@ def measure_modes(
         raise StartupError("--preemption: --swap-space is missing or 0")
     if num_blocks > memory.num_blocks:
         raise StartupError(f"--preemption: {num_blocks} blocks do not fit (the pool has {memory.num_blocks})")
-    host = built.executor.host
-    built.executor.runner.host = _SlowerBus(host, bus_times) if bus_times > 1 else host
-    rates = calibrate_swap_cost(built.executor, memory).rates
+    executor: Any = _SlowerBusExecutor(built.executor, bus_times) if bus_times > 1 else built.executor
+    measured = calibrate_swap_cost(built.executor, memory)
+    assert measured is not None
+    rates = measured.rates
+    rates = replace(rates, block_out_s=bus_times * rates.block_out_s, block_in_s=bus_times * rates.block_in_s)
     runs: dict[str, list[TraceFigures]] = {mode: [] for mode in MODES}
     for number in range(ROUNDS):
         for mode in (*MODES[number:], *MODES[:number]):
@@ -101,11 +104,10 @@ def measure_modes(
             costs = SwapCostModel(replace(rates), memory.block_size)  # a copy: the run corrects it
             preemption = Preemption(kv, FairShare(kv, limits.max_num_seqs), costs, mode)
             eos_token_ids = frozenset(built.config.eos_token_ids)
-            engine = Engine(built.executor, kv, limits, eos_token_ids, preemption=preemption)
+            engine = Engine(executor, kv, limits, eos_token_ids, preemption=preemption)
             run, _ = measure_trace(replace(built, engine=engine), requests, engine_start_s=0.0)
             runs[mode].append(run)
             print(f"{mode}: {run.total_s:.1f} s, {run.output_tokens_per_s:.0f} tokens/s", flush=True)
-    built.executor.host = host
     return num_blocks, _mode_figures(runs)
 
 
@@ -128,22 +130,29 @@ def _mode_figures(runs: dict[str, list[TraceFigures]]) -> list[ModeFigures]:
     ]
 
 
-class _SlowerBus:
-    """`HostBlocks` over a slower bus: each block is copied `times` times."""
+class _SlowerBusExecutor:
+    """Executor over a slower bus: each block of a transfer is copied `times` times."""
 
-    def __init__(self, host: HostBlocks, times: int):
-        self._host = host
+    def __init__(self, executor: Executor, times: int) -> None:
+        self._executor = executor
         self._times = times
 
-    @property
-    def num_ready(self) -> int:
-        return self._host.num_ready
+    def launch(self, plan: StepPlan) -> Any:
+        return self._executor.launch(self._slowed(plan))
 
-    def copy_out(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> Transfer:
-        return self._host.copy_out(list(blocks) * self._times, list(host_blocks) * self._times)
+    def transfer(self, plan: StepPlan) -> None:
+        self._executor.transfer(self._slowed(plan))
 
-    def copy_in(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> Transfer:
-        return self._host.copy_in(list(host_blocks) * self._times, list(blocks) * self._times)
+    def finished_transfers(self) -> list[FinishedTransfer]:
+        return [
+            done._replace(num_blocks=done.num_blocks // self._times) for done in self._executor.finished_transfers()
+        ]
+
+    def _slowed(self, plan: StepPlan) -> StepPlan:
+        return replace(plan, swap_outs=plan.swap_outs * self._times, swap_ins=plan.swap_ins * self._times)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
 
 
 def _lognormal(rng: random.Random, mean: int) -> int:

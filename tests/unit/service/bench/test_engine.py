@@ -151,7 +151,7 @@ def test_branches(tmp_path):
         (["--batch", "1", "--copy-blocks", "3x3"], "--copy-blocks: not supported with"),
         (
             ["--batch", "1", "--context", "40", "--copies", "--copy-blocks", "70x1", "--swap-space", "0.01"],
-            "--copies: beside --batch, each direction needs 70 blocks",
+            "--copies: too few blocks left by --batch",
         ),
         (["--prefill", "1x1", "--pool-share", "0.5"], "--pool-share: not supported with"),
         (["--preemption", "4"], "--preemption: --swap-space is missing"),
