@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
 
 import uvloop
 
@@ -35,7 +37,7 @@ async def gateway(queue: GatewayQueue, number: int, num_jobs: int, num_tokens: i
         )
         await queue.submit(job)
 
-    async def read(events) -> int:
+    async def read(events: AsyncIterator[Event]) -> int:
         return sum([1 async for _ in events])
 
     num_read = sum(await asyncio.gather(*map(read, followers)))
@@ -69,18 +71,24 @@ def _event(job_id: str, number: int, num_tokens: int) -> Event:
 
 
 async def main(role: str, number: int, url: str, *work: int) -> None:
-    num_jobs, num_tokens, num_workers, num_doors, num_in_step = work
-    open_queue = open_gateway_queue if role == "door" else open_worker_queue
-    queue = await open_queue(url)
+    num_jobs, num_tokens, num_workers, num_gateways, num_in_step = work
+    if role == "gateway":
+        gateway_queue = await open_gateway_queue(url)
+        await _measure(gateway(gateway_queue, number, _share(num_jobs, num_gateways, number), num_tokens))
+        await gateway_queue.close()
+    else:
+        worker_queue = await open_worker_queue(url)
+        await _measure(worker(worker_queue, _share(num_jobs, num_workers, number), num_tokens, num_in_step))
+        await worker_queue.close()
+
+
+async def _measure(work: Coroutine[Any, Any, None]) -> None:
+    """Report ready, wait for the start, and print the CPU seconds of `work`."""
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
     started_s = time.process_time()
-    if role == "gateway":
-        await gateway(queue, number, _share(num_jobs, num_doors, number), num_tokens)
-    else:
-        await worker(queue, _share(num_jobs, num_workers, number), num_tokens, num_in_step)
+    await work
     print("cpu", time.process_time() - started_s, flush=True)
-    await queue.close()
 
 
 def _share(count: int, num_parts: int, number: int) -> int:
