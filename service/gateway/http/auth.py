@@ -1,7 +1,7 @@
-"""API keys: SHA-256 hashes from the settings and from a file that is reread when it changes.
+"""API keys: hashes from the settings and from a file that is reread when it changes.
 
-A line of the file is `name:sha256$<64 hex digits>`, then optionally `:tenant=NAME` and `:max_open=N`. A name may occur
-in several lines, so that a key can be replaced without a gap. Empty lines and lines with # are ignored. A plain hash is
+A line of the file is `name:sha256$<64 hex digits>`, then optionally `:tenant=NAME` and `:max_open=N`. Several lines may
+have one name, so that a key can be replaced without a gap. Empty lines and comments (#) are ignored. A plain hash is
 enough: `quire key` makes keys of 256 random bits.
 """
 
@@ -66,11 +66,10 @@ class KeyRing:
 
     @property
     def is_open(self) -> bool:
-        """Whether no key is needed."""
         return not self._fixed and self._path is None
 
     def client_of(self, authorization: Sequence[str]) -> Client:
-        """Return the owner of the key in the request's Authorization headers. Raises RequestError (401)."""
+        """Return the key's owner. Raises RequestError (401)."""
         if self.is_open:
             return Client(ANONYMOUS, ANONYMOUS)
         self._reload_changed_file()
@@ -83,7 +82,7 @@ class KeyRing:
         return found[0].client
 
     def _reload_changed_file(self) -> None:
-        """Reread a changed file. If it is unreadable or malformed, the old keys stay and the log says so once."""
+        """Reread a changed file; if it cannot be used, the old keys stay."""
         now_s = self._clock()
         if self._path is None or now_s - self._checked_at_s < RELOAD_INTERVAL_S:
             return
@@ -127,7 +126,6 @@ def read_keys(path: Path) -> Sequence[HashedKey]:
 
 
 def make_key() -> str:
-    """Return a new random key of 256 bits."""
     return KEY_PREFIX + secrets.token_urlsafe(32)
 
 
@@ -170,7 +168,7 @@ def _unnamed(key: str) -> HashedKey:
 
 
 def _key_in(authorization: str) -> bytes | None:
-    """Return the key of `Bearer KEY`, or of `Basic base64(name:KEY)`, which browsers send for a password."""
+    """Return the key of `Bearer KEY`, or of `Basic base64(name:KEY)`, which browsers send."""
     scheme, _, rest = authorization.partition(" ")
     credentials = rest.strip().encode("utf-8", "surrogateescape")
     if scheme.lower() == "bearer":

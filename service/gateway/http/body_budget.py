@@ -10,7 +10,7 @@ from service.errors import RequestError
 
 SMALL_BYTES = 64 << 10
 LARGE_SHARE = 0.75
-"""Of the budget, for larger bodies, so that uploads leave room for chats."""
+"""For larger bodies, so that uploads leave room for chats."""
 CLIENT_SHARE = 0.5
 WAIT_S = 2.0
 RETRY_AFTER_S = 2
@@ -35,7 +35,6 @@ class BodyBudget:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in memory now."""
         return self._held
 
     def open_reservation(self, client: str) -> BodyReservation:
@@ -101,8 +100,6 @@ class BodyBudget:
 
 
 class BodyReservation:
-    """The bytes that one request holds."""
-
     def __init__(self, budget: BodyBudget, client: str) -> None:
         self._budget = budget
         self._client = client
@@ -113,7 +110,7 @@ class BodyReservation:
         return self._small + self._large
 
     async def grow(self, num_bytes: int) -> None:
-        """Hold `num_bytes` more. Raises RequestError (429, 503)."""
+        """Raises RequestError (429, 503)."""
         is_large = self.num_bytes + num_bytes > SMALL_BYTES
         await self._budget.reserve(self._client, num_bytes, is_large=is_large)
         if is_large:

@@ -1,4 +1,4 @@
-"""One HTTP connection: limits on their number, buffers and headers, and refusals of malformed HTTP."""
+"""HTTP connections: their number, buffers and headers, and refusals of malformed HTTP."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger("quire.gateway")
 
 MAX_URL_BYTES = 8190
 MAX_HEADER_BYTES = 8192
-"""One header's name and value. Differs from the URL's limit, so that aiohttp's refusal identifies which it was."""
+"""A header's name and value. Differs from the URL's limit, so that aiohttp's refusal tells them apart."""
 MAX_HEADERS = 100
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 """An interim response, which may be repeated; HTTP/1.1 clients skip it."""
@@ -39,8 +39,6 @@ RESERVED_FILES = 64
 
 
 class Connections:
-    """Counts the open connections, in all and by address."""
-
     def __init__(self, max_open: int, max_per_client: int) -> None:
         self._max_open = min(max_open, max(1, raise_file_limit() - RESERVED_FILES))
         if self._max_open < max_open:
@@ -51,7 +49,7 @@ class Connections:
         self._lingering: dict[asyncio.Transport, asyncio.TimerHandle] = {}
 
     def admit(self, client: str) -> RequestError | None:
-        """Count a connection, or return why it is refused."""
+        """Count a connection, or return its refusal."""
         if self._num_open >= self._max_open:
             message = "The server has no connection left."
             return RequestError(503, message, "server_error", code="too_many_connections", retry_after_s=2)
@@ -86,7 +84,7 @@ class Connections:
 
 
 class Protocol(web.RequestHandler):
-    """aiohttp's protocol with counted connections, bounded buffers and OpenAI's errors for malformed HTTP.
+    """aiohttp's protocol with counted connections, bounded buffers and OpenAI's errors.
 
     A client that half-closes its connection after its request gets its answer.
     """
@@ -141,8 +139,7 @@ class Protocol(web.RequestHandler):
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio reads it; aiohttp declares None
         """Return whether the connection stays open for writing.
 
-        A FIN comes from a client that half-closes and from one that is gone; the second resets the connection when
-        written to.
+        A FIN means that the client has half-closed or is gone; if gone, it resets the connection when written to.
         """
         is_idle = self._waiter is not None and not self._messages
         # A refused or closing connection is not aiohttp's.
@@ -210,7 +207,7 @@ class Protocol(web.RequestHandler):
 
 
 def raise_file_limit() -> int:
-    """Raise the limit of open files to the maximum and return it: each connection is a file."""
+    """Raise the limit of open files, one per connection, to the maximum and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,4 +1,4 @@
-"""Checks Host and Origin headers: protects against DNS rebinding and cross-origin requests."""
+"""Checks Host and Origin headers, against DNS rebinding and cross-origin requests."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ OPAQUE_ORIGIN = "null"
 
 
 class HostCheck:
-    """Allows the names in `--allowed-hosts`. Without it: addresses, localhost, the listening and the machine's name;
-    any name if keys are required, since no foreign page knows one."""
+    """Allows the names in `--allowed-hosts`. Without it: addresses, localhost, the listening and the machine's name,
+    and with keys any name, since no foreign page knows a key."""
 
     def __init__(self, settings: Settings, *, keys_required: bool) -> None:
         self._is_listed = bool(settings.allowed_hosts)
@@ -42,8 +42,7 @@ class HostCheck:
             raise RequestError(400, "This host is not among --allowed-hosts.", code="unknown_host")
 
     def require_own_page(self, origins: Sequence[str], hosts: Sequence[str]) -> None:
-        """Check the Origin headers, which browsers send. Raises RequestError: 403 for another origin, 400 for a
-        malformed one."""
+        """Check the Origin headers. Raises RequestError: 403 for another origin, 400 for a malformed one."""
         for origin in origins:
             found = _ORIGIN.fullmatch(origin)
             is_malformed = found is None or (found[1] and not _is_host(found[1]))
@@ -61,7 +60,6 @@ class HostCheck:
 
 
 def _is_host(text: str) -> bool:
-    """Return whether it is a name or an address, with an optional port."""
     found = _HOST.fullmatch(text)
     if found is None or int((found[2] or ":0")[1:]) > MAX_PORT:
         return False
@@ -77,7 +75,6 @@ def _is_ipv6(text: str) -> bool:
 
 
 def _bare(host: str) -> str:
-    """Strip port, brackets, a last dot and capitals."""
     name = host.lower()
     if name.startswith("["):
         return name[1:].partition("]")[0]

@@ -1,4 +1,4 @@
-"""The middleware: checks hosts and keys, bounds bodies, and returns every error as OpenAI's JSON."""
+"""The middleware: hosts, keys, bodies, and OpenAI's error JSON."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TENANT: web.RequestKey[str] = web.RequestKey("tenant", str)
 ACCEPTED: web.RequestKey[str] = web.RequestKey("accepted", str)
 """Id of an accepted request, sent with every answer, errors included."""
 BODY_RESERVATION: web.RequestKey[BodyReservation] = web.RequestKey("reservation", BodyReservation)
-"""Memory for the body, reservation until the answer is sent."""
+"""Memory for the body, held until the answer is sent."""
 REQUEST_ID = "X-Request-Id"
 BEGUN_RESPONSE: web.RequestKey[web.StreamResponse] = web.RequestKey("begun", web.StreamResponse)
 """The response whose headers are written, or about to be."""
@@ -52,8 +52,6 @@ SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class AccessControl:
-    """Checks the host, the key and the number of open requests."""
-
     def __init__(self, settings: Settings) -> None:
         """Raises StartupError for an unusable key file."""
         self._keys = KeyRing(settings.api_key, settings.api_key_file)
@@ -69,7 +67,7 @@ class AccessControl:
 
     @contextmanager
     def admit(self, http: web.Request) -> Iterator[None]:
-        """Count the request as open and set TENANT and BODY_RESERVATION. Raises RequestError: 400, 401, 403, 429."""
+        """Count the request as open; set TENANT and BODY_RESERVATION. Raises RequestError: 400, 401, 403, 429."""
         hosts, keys = http.headers.getall("Host", []), http.headers.getall("Authorization", [])
         self._hosts.require_known(hosts)
         client = self._keys.client_of(keys)
@@ -147,7 +145,7 @@ def make_middleware(
 
 
 def with_openai_errors(handler: BaseHandler, write_timeout_s: float) -> BaseHandler:
-    """Wrap `handler` to return OpenAI's JSON for what aiohttp refuses before any middleware runs."""
+    """Wrap `handler` to answer with OpenAI's JSON what aiohttp refuses before any middleware runs."""
 
     async def answer(http: web.BaseRequest) -> web.StreamResponse:
         expectation = http.headers.get("Expect", "")
@@ -187,8 +185,7 @@ def _first_response(http: web.Request, response: web.StreamResponse) -> web.Stre
 
 
 async def _send(http: web.BaseRequest, response: web.StreamResponse, timeout_s: float) -> None:
-    """Write the response, or the rest of a stream; without a timeout aiohttp waits for ever for a client that does not
-    read."""
+    """Write the response or the rest of a stream; aiohttp alone would wait for ever for a client that does not read."""
     try:
         async with asyncio.timeout(timeout_s):
             await response.prepare(http)
@@ -201,7 +198,6 @@ async def _send(http: web.BaseRequest, response: web.StreamResponse, timeout_s: 
 
 
 def route_of(http: web.Request) -> str:
-    """Return the pattern of the matched route."""
     resource = http.match_info.route.resource
     return "unmatched" if resource is None else resource.canonical
 
@@ -254,7 +250,6 @@ def json_response(data: Any, status: int = 200, headers: dict[str, str] | None =
 
 
 def _openai_error(error: web.HTTPException) -> web.Response:
-    """Return aiohttp's own refusal of a route or method as OpenAI's JSON."""
     if error.status < 400 or error.status == 404:
         return error_response(RequestError(404, "There is no such route.", code="unknown_url"))
     response = error_response(RequestError(error.status, f"{HTTPStatus(error.status).phrase}."))

@@ -22,7 +22,6 @@ def bound_send_buffer(transport: asyncio.BaseTransport, timeout_s: float) -> Non
 
 
 def abort_connection(transport: asyncio.Transport | None) -> None:
-    """End the connection at once and drop what its client has not read."""
     if transport is None:
         return
     sock = transport.get_extra_info("socket")
@@ -34,8 +33,7 @@ def abort_connection(transport: asyncio.Transport | None) -> None:
 async def drain_writes(http: web.BaseRequest) -> None:
     """Wait until the kernel has taken all written bytes.
 
-    aiohttp counts bytes below the high-water mark as written; a closed transport would then wait for its client for
-    ever.
+    aiohttp counts bytes below the high-water mark as written, and a closed transport waits for its client for ever.
     """
     transport = http.transport
     if transport is None or not transport.get_write_buffer_size():

@@ -29,7 +29,7 @@ class ClientGone(ConnectionError):
 
 
 class SseStream:
-    """A response of events. It starts with the first event, so that an earlier failure has its own HTTP status."""
+    """A response of events. It starts with the first event: an earlier failure has its own HTTP status."""
 
     def __init__(
         self,
@@ -62,14 +62,14 @@ class SseStream:
         return self._response.prepared
 
     async def send(self, data: Json, kind: str | None = None) -> None:
-        """Send the next event with its number and, if given, its kind. Raises ClientGone."""
+        """Send an event with its number and, if given, its kind. Raises ClientGone."""
         self._number += 1
         if self._number > self._after:
             name = b"" if kind is None else b"event: %b\n" % kind.encode()
             await self._write(b"%bid: %d\ndata: %b\n\n" % (name, self._number, encode_json(data)))
 
     async def send_unnumbered(self, data: Json) -> None:
-        """Send an event that no client resumes after: an error, or one at no fixed position. Raises ClientGone."""
+        """Send an event after which no client resumes: an error, or one without a fixed position. Raises ClientGone."""
         await self._write(b"data: %b\n\n" % encode_json(data))
 
     async def done(self) -> None:
@@ -79,8 +79,7 @@ class SseStream:
 
     @asynccontextmanager
     async def kept_alive(self) -> AsyncIterator[None]:
-        """While inside, send a comment after `keep_alive_s` of silence, or to find out whether the client is still
-        there."""
+        """While inside, send a comment after `keep_alive_s` of silence, or to probe the client."""
         task = asyncio.create_task(self._keep_alive())
         try:
             with cast(Protocol, self._http.protocol).filler(self._send_filler):
