@@ -8,8 +8,7 @@ from typing import Any
 
 from model.errors import GrammarError
 from model.text.grammar import WHITESPACE, choice_grammar, json_grammar, lark_grammar, regex_grammar
-from model.text.tool_calls.formats import CallFormat, SpecialTokens, calls_grammar
-from model.text.tool_calls.reader import Function
+from model.text.tool_calls.formats import CallSpec, SpecialTokens, calls_grammar
 
 
 @dataclass(frozen=True)
@@ -20,16 +19,6 @@ class GrammarSpec:
     value: Any
     whitespace: str = WHITESPACE  # between the tokens of JSON
     lenient: bool = False  # ignore unknown keywords of a schema
-
-
-@dataclass(frozen=True, kw_only=True)
-class CallSpec:
-    format: CallFormat
-    functions: tuple[Function, ...]
-    arguments_key: str
-    max_calls: int
-    or_text: bool  # a reply may call nothing
-    or_spec: bool  # a reply without calls follows the task's `spec`
 
 
 @dataclass(frozen=True)
@@ -52,17 +41,8 @@ SPEC_KINDS = tuple(_WRITERS)
 def write_grammar(task: GrammarTask, tokens: SpecialTokens) -> str:
     """Return the grammar of `task`. A hostile one may take long. Raises GrammarError."""
     text = None if task.spec is None else _WRITERS[task.spec.kind](task.spec)
-    calls = task.calls
-    if calls is None:
-        if text is None:
-            raise GrammarError("The grammar asks for nothing.")
-        return text
-    return calls_grammar(
-        calls.format,
-        calls.functions,
-        calls.arguments_key,
-        tokens,
-        max_calls=calls.max_calls,
-        or_text=calls.or_text,
-        or_grammar=text if calls.or_spec else None,
-    )
+    if task.calls is not None:
+        return calls_grammar(task.calls, tokens, text if task.calls.or_spec else None)
+    if text is None:
+        raise GrammarError("The grammar asks for nothing.")
+    return text

@@ -18,9 +18,9 @@ from typing import Any
 
 from model.errors import GrammarError
 from model.text.grammar_compiler import TokenTable
-from model.text.grammar_task import CallSpec, GrammarSpec, GrammarTask
+from model.text.grammar_task import GrammarSpec, GrammarTask
 from model.text.tokenizer import Tokenizer
-from model.text.tool_calls.formats import CALL_FORMATS
+from model.text.tool_calls.formats import CALL_FORMATS, CallSpec
 from model.text.tool_calls.reader import Function
 from service.gateway.grammars.pool import CompileLimits, GrammarPool, PackedTask
 from tests.support.demo_engine import DEMO

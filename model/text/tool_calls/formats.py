@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -108,58 +108,52 @@ def detect_arguments_key(template: str) -> str:
     return "parameters" if '"parameters"' in template and '"arguments"' not in template else "arguments"
 
 
-def calls_grammar(
-    call_format: CallFormat,
-    functions: Sequence[Function],
-    arguments_key: str,
-    tokens: SpecialTokens,
-    *,
-    max_calls: int = MAX_FORCED_CALLS,
-    or_text: bool = False,
-    or_grammar: str | None = None,
-) -> str:
-    """Return the grammar of a reply of 1 to `max_calls` function calls and nothing else.
+@dataclass(frozen=True, kw_only=True)
+class CallSpec:
+    """The calls that a reply must or may have."""
 
-    `or_text` also allows text with valid calls in it, `or_grammar` a reply in another grammar. Raises GrammarError if a
-    schema cannot be enforced.
-    """
-    rules = _reply_rules(call_format, tokens, max_calls, or_text, or_grammar)
+    format: CallFormat
+    functions: tuple[Function, ...]
+    arguments_key: str
+    max_calls: int = MAX_FORCED_CALLS
+    or_text: bool = False  # a reply may call nothing
+    or_spec: bool = False  # a reply without calls follows the task's `spec`
+
+
+def calls_grammar(spec: CallSpec, tokens: SpecialTokens, or_grammar: str | None = None) -> str:
+    """Return the grammar of a reply of function calls, or of `or_grammar`. Raises GrammarError."""
+    call_format, functions = spec.format, spec.functions
+    rules = _reply_rules(spec, tokens, or_grammar)
     for kind in ("function", "rest"):
         rules.append(f"{kind}: " + " | ".join(f"{kind}_{i}" for i in range(len(functions))))
     for i, function in enumerate(functions):
         try:
-            rules += _call_rules(
-                i, function, call_format, arguments_key, enforce_schema=function.is_strict or not or_text
-            )
+            rules += _call_rules(i, function, spec)
         except GrammarError as error:
             raise GrammarError(f"Function '{function.name}': {error}") from None
-    if or_text and call_format.syntax.bare and not call_format.syntax.at_start_only:
+    if spec.or_text and call_format.syntax.bare and not call_format.syntax.at_start_only:
         rules.append("first: " + " | ".join(f"behind_{i} rest_{i}" for i in range(len(functions))))
-        heads = [
-            literal(call_format.begin + _call_start(function, call_format, arguments_key)) for function in functions
-        ]
+        heads = [literal(call_format.begin + _call_start(function, spec)) for function in functions]
         rules += [f"behind_{i}[lazy]: TEXT {head}" for i, head in enumerate(heads)]
     return HEADER + "\n".join(rules)
 
 
-def _reply_rules(
-    call_format: CallFormat, tokens: SpecialTokens, max_calls: int, or_text: bool, or_grammar: str | None
-) -> list[str]:
-    syntax = call_format.syntax
+def _reply_rules(spec: CallSpec, tokens: SpecialTokens, or_grammar: str | None) -> list[str]:
+    call_format, syntax = spec.format, spec.format.syntax
     opening, closing = (_marker(texts[0] if texts else "", tokens) for texts in (syntax.openings, syntax.closings))
     call = f"{_text(call_format.before)} function {_text(call_format.after)}"
     call += f" {closing}" if call_format.wraps_each else " "
     more = ""
-    if max_calls > 1:
+    if spec.max_calls > 1:
         next_opening = opening if call_format.wraps_each else ""
-        more = f"({_text(call_format.between)} {next_opening} {call}){{0,{max_calls - 1}}}"
+        more = f"({_text(call_format.between)} {next_opening} {call}){{0,{spec.max_calls - 1}}}"
     calls = f"{_text(call_format.begin)} {call} {more} {_text(call_format.end)}"
     first = opening if call_format.writes_opening else ""
     if or_grammar is not None:
         return [f"start: {first} {calls} | form", f"form: %lark {{\n{or_grammar.removeprefix(HEADER)}\n}}"]
-    if or_text and syntax.bare:
+    if spec.or_text and syntax.bare:
         return _bare_text_rules(syntax, tokens, calls, f"{more} {_text(call_format.end)}")
-    if or_text:
+    if spec.or_text:
         return _text_rules(syntax, opening, closing, calls)
     return [f"start: {first} {calls}"]
 
@@ -187,13 +181,12 @@ def _text_rules(syntax: CallSyntax, opening: str, closing: str, calls: str) -> l
     return [f"start: (head rest {tags})* TEXT", f"head[lazy]: TEXT {literal(BEGIN)}", "TEXT: /(?s:.*)/"]
 
 
-def _call_rules(
-    i: int, function: Function, call_format: CallFormat, arguments_key: str, *, enforce_schema: bool
-) -> list[str]:
-    if call_format.syntax.in_xml:
+def _call_rules(i: int, function: Function, spec: CallSpec) -> list[str]:
+    syntax, enforce_schema = spec.format.syntax, function.is_strict or not spec.or_text
+    if syntax.in_xml:
         return function_rules(i, function, enforce_schema=enforce_schema)
-    call = f"function_{i}: {literal(_call_start(function, call_format, arguments_key))} rest_{i}"
-    if call_format.syntax.in_python:
+    call = f"function_{i}: {literal(_call_start(function, spec))} rest_{i}"
+    if syntax.in_python:
         return [call, *argument_rules(i, function, enforce_schema=enforce_schema)]
     schema = function.parameters if enforce_schema else {"type": "object"}
     return [
@@ -203,12 +196,10 @@ def _call_rules(
     ]
 
 
-def _call_start(function: Function, call_format: CallFormat, arguments_key: str) -> str:
-    return (
-        f"{function.name}("
-        if call_format.syntax.in_python
-        else f'{{"name": {literal(function.name)}, "{arguments_key}": '
-    )
+def _call_start(function: Function, spec: CallSpec) -> str:
+    if spec.format.syntax.in_python:
+        return f"{function.name}("
+    return f'{{"name": {literal(function.name)}, "{spec.arguments_key}": '
 
 
 NOT_IN_TEXT = {"{": '"', "[": "A-Za-z_"}

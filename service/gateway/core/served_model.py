@@ -13,12 +13,13 @@ from model.config import ModelConfig, generation_defaults
 from model.errors import ModelError
 from model.text.chat_template import ChatTemplate, TemplateError
 from model.text.grammar_compiler import TokenTable
-from model.text.grammar_task import CallSpec, GrammarSpec, GrammarTask
+from model.text.grammar_task import GrammarSpec, GrammarTask
 from model.text.tokenizer import Tokenizer
 from model.text.tool_calls.formats import (
     CALL_FORMATS,
     MAX_FORCED_CALLS,
     CallFormat,
+    CallSpec,
     detect_arguments_key,
     detect_format,
 )

@@ -26,7 +26,7 @@ log = logging.getLogger("quire.gateway")
 
 MAX_URL_BYTES = 8190
 MAX_HEADER_BYTES = 8192
-"""A header's name and value. Differs from the URL's limit, so that aiohttp's refusal tells them apart."""
+"""A header's name and value. Differs from the URL's limit, so that aiohttp's refusal distinguishes them."""
 MAX_HEADERS = 100
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 """An interim response, which may be repeated; HTTP/1.1 clients skip it."""

@@ -15,6 +15,7 @@ from model.text.grammar_matcher import GrammarCompiler
 from model.text.tokenizer import Tokenizer
 from model.text.tool_calls.formats import HERMES, calls_grammar
 from model.text.tool_calls.reader import Function
+from tests.support.call_specs import spec_of
 from tests.support.random_schemas import random_rules, random_value
 from tests.support.schema_validator import is_valid
 
@@ -192,7 +193,7 @@ def test_each_keyword_of_a_function(tokenizer, compiler, accepts, case):
     if "references" in case and "sibling" not in case:
         return
     for is_strict in (False, True):
-        grammar = calls_grammar(HERMES, [Function("f", parameters, is_strict)], "arguments", tokenizer, max_calls=1)
+        grammar = calls_grammar(spec_of(HERMES, [Function("f", parameters, is_strict)], max_calls=1), tokenizer)
         matcher = compiler.compile(grammar)
         for values, is_right in ((allowed, True), (forbidden, False)):
             for value in values:
@@ -241,7 +242,7 @@ def test_what_cannot_be_enforced_is_refused_by_name(tokenizer, case, lenient):
         json_grammar(schema, lenient=lenient)
     assert named in str(caught.value)
     with pytest.raises(GrammarError, match="'f'"):
-        calls_grammar(HERMES, [Function("f", schema, not lenient)], "arguments", tokenizer, max_calls=1)
+        calls_grammar(spec_of(HERMES, [Function("f", schema, not lenient)], max_calls=1), tokenizer)
 
 
 def test_a_format_is_a_comment_only_where_it_is_not_known_and_not_strict():

@@ -31,6 +31,7 @@ from model.text.tool_calls.formats import (
 from model.text.tool_calls.reader import Function
 from model.text.tool_calls.stream import ArgumentsDelta, CallStart, TextDelta, ToolCallStream
 from tests.support import make_tokenizers
+from tests.support.call_specs import spec_of
 
 NAMES = ("get_weather", "stop")
 WEATHER = '{"city": "서울 \\"x\\" {]", "n": [1, {"a": "}"}]}'
@@ -202,7 +203,9 @@ def walk(tokenizer: Tokenizer, grammar: str, seed: int, start: str = "") -> str:
 @pytest.mark.parametrize("key", ["arguments", "parameters"])
 def test_forced_calls_are_read_back_and_fit(tokenizer, form, key):
     for seed, most in ((0, 1), (1, 8), (2, 8)):
-        text = walk(tokenizer, calls_grammar(CALL_FORMATS[form], FUNCTIONS, key, tokenizer, max_calls=most), seed)
+        text = walk(
+            tokenizer, calls_grammar(spec_of(CALL_FORMATS[form], FUNCTIONS, key, max_calls=most), tokenizer), seed
+        )
         said, calls = read(form, [text], {function.name: function.parameters for function in FUNCTIONS})
         assert said == ""
         assert 1 <= len(calls) <= most
@@ -213,7 +216,7 @@ def test_forced_calls_are_read_back_and_fit(tokenizer, form, key):
 
 @pytest.mark.parametrize("form", CALL_FORMATS)
 def test_where_text_may_stand_a_call_that_begins_is_right(tokenizer, form):
-    grammar = calls_grammar(CALL_FORMATS[form], FUNCTIONS[:1], "arguments", tokenizer, or_text=True)
+    grammar = calls_grammar(spec_of(CALL_FORMATS[form], FUNCTIONS[:1], or_text=True), tokenizer)
     own = CALL_FORMATS[form]
     opening = own.syntax.openings[0] if own.writes_opening else ""
     begin = "<function=get" if own.syntax.in_xml else "get_weather(" if own.syntax.in_python else '{"name": "get'
@@ -245,14 +248,14 @@ MALFORMED = [
 def test_a_malformed_schema_is_refused_or_taken_for_any(tokenizer, form, schema):
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, [tokenizer.vocab_size - 1])
     with contextlib.suppress(GrammarError):
-        compiler.compile(calls_grammar(CALL_FORMATS[form], [Function("f", schema)], "arguments", tokenizer))
+        compiler.compile(calls_grammar(spec_of(CALL_FORMATS[form], [Function("f", schema)]), tokenizer))
     xml = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
     assert read("qwen3_coder", [xml], {"f": schema})[1][0][0] == "f"
 
 
 def test_a_schema_that_cannot_be_had_is_refused(tokenizer):
     with pytest.raises(GrammarError):
-        calls_grammar(HERMES, [Function("f", {"pattern": "x" * 5000})], "arguments", tokenizer)
+        calls_grammar(spec_of(HERMES, [Function("f", {"pattern": "x" * 5000})]), tokenizer)
 
 
 FORMATS = (
@@ -269,7 +272,7 @@ FORMATS = (
 @pytest.mark.parametrize("wanted", FORMATS)
 def test_a_reply_calls_or_has_its_form(tokenizer, form, wanted):
     functions = [replace(function, is_strict=True) for function in FUNCTIONS]
-    grammar = calls_grammar(CALL_FORMATS[form], functions, "arguments", tokenizer, or_text=True, or_grammar=wanted)
+    grammar = calls_grammar(spec_of(CALL_FORMATS[form], functions, or_text=True), tokenizer, wanted)
     answer = '{"a": 1}' if wanted is FORMATS[0] else "yes"
     assert walk(tokenizer, grammar, 4, answer) == answer
     matcher = GrammarCompiler(tokenizer, tokenizer.vocab_size, [tokenizer.vocab_size - 1]).compile(grammar)
@@ -313,7 +316,7 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
 
 @pytest.mark.parametrize("form", CALL_FORMATS)
 def test_a_strict_call_is_held_wherever_text_may_stand(tokenizer, form):
-    grammar = calls_grammar(CALL_FORMATS[form], STRICT_ONE, "arguments", tokenizer, or_text=True)
+    grammar = calls_grammar(spec_of(CALL_FORMATS[form], STRICT_ONE, or_text=True), tokenizer)
     matcher = GrammarCompiler(tokenizer, tokenizer.vocab_size, [tokenizer.vocab_size - 1]).compile(grammar)
 
     def passes(text: str) -> bool:

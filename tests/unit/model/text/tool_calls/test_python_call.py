@@ -17,6 +17,7 @@ from model.text.tool_calls.formats import CALL_FORMATS, PYTHONIC, calls_grammar,
 from model.text.tool_calls.python_call import MAX_DEPTH
 from model.text.tool_calls.reader import Function
 from model.text.tool_calls.stream import ArgumentsDelta, CallStart, ToolCallStream
+from tests.support.call_specs import spec_of
 from tests.support.make_tokenizers import llama3_style
 from tests.unit.model.text.tool_calls.test_resync import SCHEMAS, check
 
@@ -151,9 +152,7 @@ MANY = {
 )
 def test_arguments_are_held_to_their_schema(tokenizer, text, is_right):
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, [tokenizer.vocab_size - 1])
-    matcher = compiler.compile(
-        calls_grammar(PYTHONIC, [Function("f", MANY, True)], "arguments", tokenizer, max_calls=2)
-    )
+    matcher = compiler.compile(calls_grammar(spec_of(PYTHONIC, [Function("f", MANY, True)], max_calls=2), tokenizer))
     assert (matcher.advance(tokenizer.encode(text, False)) and matcher.is_complete) == is_right
 
 
@@ -173,18 +172,18 @@ def test_arguments_are_held_to_their_schema(tokenizer, text, is_right):
 )
 def test_text_may_stand_beside_calls_and_hide_none(tokenizer, form, text, is_right):
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, [tokenizer.vocab_size - 1])
-    grammar = calls_grammar(CALL_FORMATS[form], [Function("f", {})], "arguments", tokenizer, or_text=True)
+    grammar = calls_grammar(spec_of(CALL_FORMATS[form], [Function("f", {})], or_text=True), tokenizer)
     assert compiler.compile(grammar).advance(tokenizer.encode(text, False)) == is_right
 
 
 def test_what_python_cannot_name_is_refused(tokenizer):
     schema = {"properties": {"a b": {"type": "string"}}, "required": ["a b"]}
     with pytest.raises(GrammarError):
-        calls_grammar(PYTHONIC, [Function("f", schema, True)], "arguments", tokenizer)
-    calls_grammar(PYTHONIC, [Function("f", {**schema, "required": []}, True)], "arguments", tokenizer)
+        calls_grammar(spec_of(PYTHONIC, [Function("f", schema, True)]), tokenizer)
+    calls_grammar(spec_of(PYTHONIC, [Function("f", {**schema, "required": []}, True)]), tokenizer)
     many = {"properties": {f"a{i}": {} for i in range(129)}}
     with pytest.raises(GrammarError):
-        calls_grammar(PYTHONIC, [Function("f", many, True)], "arguments", tokenizer)
+        calls_grammar(spec_of(PYTHONIC, [Function("f", many, True)]), tokenizer)
 
 
 def test_broken_lists_lose_no_valid_call():

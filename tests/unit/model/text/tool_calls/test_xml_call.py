@@ -13,6 +13,7 @@ from model.text.tokenizer import Tokenizer
 from model.text.tool_calls.formats import QWEN3_CODER, calls_grammar
 from model.text.tool_calls.reader import Function
 from model.text.tool_calls.stream import ArgumentsDelta, CallStart, ToolCallStream
+from tests.support.call_specs import spec_of
 from tests.support.make_tokenizers import qwen_style
 from tests.unit.model.text.tool_calls.test_formats import CALL, read
 
@@ -32,6 +33,7 @@ XML = (
     '<tool_call>\n<function=get_weather>\n<parameter=city>\n서울 "x"\n\\ </parameter\n</parameter>\n'
     '<parameter=n>\n[1, {"a": 2}]\n</parameter>\n</function>\n</tool_call>'
 )
+
 WEATHER = ("get_weather", '{"city": "서울 \\"x\\"\\n\\\\ </parameter", "n": [1, {"a": 2}]}')
 
 
@@ -130,14 +132,14 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
 )
 def test_parameters_are_held_to_their_schema(tokenizer, text, is_right):
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, [tokenizer.vocab_size - 1])
-    grammar = calls_grammar(QWEN3_CODER, [Function("f", MANY, True)], "arguments", tokenizer, max_calls=1)
+    grammar = calls_grammar(spec_of(QWEN3_CODER, [Function("f", MANY, True)], max_calls=1), tokenizer)
     matcher = compiler.compile(grammar)
     assert (matcher.advance(ids_of(tokenizer, text)) and matcher.is_complete) == is_right
 
 
 def test_a_function_that_is_not_strict_takes_any_parameters_where_it_need_not_be_called(tokenizer):
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, [tokenizer.vocab_size - 1])
-    grammar = calls_grammar(QWEN3_CODER, [Function("f", MANY)], "arguments", tokenizer, or_text=True)
+    grammar = calls_grammar(spec_of(QWEN3_CODER, [Function("f", MANY)], or_text=True), tokenizer)
     assert compiler.compile(grammar).advance(ids_of(tokenizer, "Yes. " + xml("f", more="1", other="<x>")))
     assert not compiler.compile(grammar).advance(ids_of(tokenizer, xml("g", more="1")))
 
@@ -159,7 +161,7 @@ ENFORCED = [
 def test_every_keyword_of_a_parameter_is_enforced(tokenizer, schema, right, wrong):
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, [tokenizer.vocab_size - 1])
     function = Function("f", {**ONE, "properties": {"a": schema}}, True)
-    grammar = calls_grammar(QWEN3_CODER, [function], "arguments", tokenizer, max_calls=1)
+    grammar = calls_grammar(spec_of(QWEN3_CODER, [function], max_calls=1), tokenizer)
     for text in (*right, *wrong):
         matcher = compiler.compile(grammar)
         fits = matcher.advance(ids_of(tokenizer, xml("f", a=text))) and matcher.is_complete
@@ -181,5 +183,5 @@ def test_every_keyword_of_a_parameter_is_enforced(tokenizer, schema, right, wron
 )
 def test_what_is_not_enforced_is_refused_by_name(tokenizer, schema, named):
     with pytest.raises(GrammarError) as caught:
-        calls_grammar(QWEN3_CODER, [Function("f", schema, True)], "arguments", tokenizer)
+        calls_grammar(spec_of(QWEN3_CODER, [Function("f", schema, True)]), tokenizer)
     assert named in str(caught.value)
