@@ -6,7 +6,7 @@ Redis, `tests/fakes/queue` in memory; one set of contract tests runs on both.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -310,6 +310,16 @@ class IngressQueue(Protocol):
         """Stop keeping the entry: unless settled, another gateway gets it INGRESS_LEFT_S after its last renewal."""
 
 
+class EventStream(Protocol):
+    """A job's events; may be closed before its end."""
+
+    def __aiter__(self) -> EventStream: ...
+
+    def __anext__(self) -> Awaitable[Event]: ...
+
+    async def aclose(self) -> None: ...
+
+
 class GatewayQueue(Protocol):
     """The queue as a gateway uses it."""
 
@@ -342,7 +352,7 @@ class GatewayQueue(Protocol):
     async def queue_position(self, job_id: str) -> int | None:
         """Return how many of its tenant's jobs precede a waiting one; None for one that does not wait."""
 
-    def follow(self, job_id: str, after: int = 0) -> AsyncIterator[Event]:
+    def follow(self, job_id: str, after: int = 0) -> EventStream:
         """Return an iterator over the job's events with numbers above `after`, in order, each once, up to the one with
         `end`. Events are live from this call on; calling it before `submit` is cheapest. Outages are waited out, and a
         job that the queue lost ends with LOST; iterating raises QueueUnavailable only for a log with a gap and when

@@ -1,4 +1,4 @@
-"""An admitted request: what its answer is made from. Built at admission, or again from its record."""
+"""An admitted request, built at admission or again from its record."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CROCKFORD = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 
 @dataclass(frozen=True, kw_only=True)
 class AcceptedRequest:
-    """An admitted request. It has one job per prompt."""
+    """An admitted request, with one job per prompt."""
 
     request: GenerationRequest
     request_id: str  # also the first job's id
@@ -25,11 +25,11 @@ class AcceptedRequest:
     timeout_s: float  # time left
     num_prompt_tokens: tuple[int, ...]  # by job
     prompt_texts: tuple[str, ...]  # by prompt, if the answer repeats them; else empty
-    first_ids: tuple[int, ...] = ()  # each prompt's first token, if the answer has prompt log-probabilities
+    first_ids: tuple[int, ...] = ()  # by prompt, if the answer has prompt log-probabilities
     jobs: tuple[Job, ...] = ()  # to submit; empty if that is done
-    record: RequestRecord | None = None  # to write with the first job; None: already written, or not wanted
+    record: RequestRecord | None = None  # to write with the first job
     idempotency: str | None = None  # digest of the client's key
-    came_before: bool = False  # under its key: the client may have events of it
+    came_before: bool = False  # under its key: the client may have its events
 
     def with_timeout(self, timeout_s: float) -> AcceptedRequest:
         return replace(self, timeout_s=timeout_s)
@@ -58,7 +58,7 @@ def record_of(accepted: AcceptedRequest) -> RequestRecord:
 
 
 def accepted_from(record: RequestRecord, now_s: float, read_outline: OutlineReader) -> AcceptedRequest:
-    """Rebuild the request, with the shortest possible prompts. `now_s`: queue time."""
+    """Rebuild the request, with the shortest prompts. `now_s`: queue time."""
     request = read_outline(record.endpoint, record.outline)
     return AcceptedRequest(
         request=replace(
@@ -77,17 +77,17 @@ def accepted_from(record: RequestRecord, now_s: float, read_outline: OutlineRead
 
 
 def new_request_id() -> str:
-    """Return 26 characters of Crockford's base 32: 128 random bits, so that no client guesses another's request."""
+    """Return 128 random bits in Crockford's base 32: no client guesses another's id."""
     return _in_base_32(secrets.randbits(128))
 
 
 def request_id_of(*names: str) -> str:
-    """Return the id that these names always give."""
+    """Return an id determined by `names`."""
     return _in_base_32(int.from_bytes(sha256("\0".join(names).encode()).digest()[:16]))
 
 
 def seed_of(request_id: str) -> int:
-    """Return the seed of a request without one, the same in every gateway."""
+    """Return the default seed, the same in every gateway."""
     return int.from_bytes(sha256(b"seed" + request_id.encode()).digest()[:8])
 
 

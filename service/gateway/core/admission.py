@@ -1,4 +1,4 @@
-"""Admission: a `GenerationRequest` becomes an `AcceptedRequest` with its jobs, or one error."""
+"""A `GenerationRequest` becomes an `AcceptedRequest` with its jobs, or one error."""
 
 from __future__ import annotations
 
@@ -62,8 +62,7 @@ class Admission:
     async def admit(self, request: GenerationRequest, tenant: str, request_id: str | None = None) -> AcceptedRequest:
         """Raises RequestError: 400, 404, or 429 or 503 with Retry-After while the queue is full or away.
 
-        `request_id`: given for a request that another gateway may have admitted before. Its default seed then follows
-        from the id; without an id both are random.
+        `request_id`: of a request that another gateway may have admitted; its default seed follows from the id.
         """
         self._model.require(request.model)
         request = replace(request, model=self._model.name)
@@ -161,7 +160,7 @@ class Admission:
         return prompt[-num_kept:]
 
     def _prompt_texts(self, request: GenerationRequest, prompts: Sequence[list[int]]) -> tuple[str, ...]:
-        """Return the prompts as the answer repeats them: as sent, or what truncation left."""
+        """Return the prompts that the answer repeats: as sent, or as truncated."""
         if not request.echo:
             return ()
         decode = self._model.tokenizer.decode
@@ -196,7 +195,7 @@ class Admission:
 
 
 def _is_quick_to_tokenize(request: GenerationRequest) -> bool:
-    """Return whether tokenizing takes less time than a trip to a thread, which is long while the loop is busy."""
+    """Return whether tokenizing is faster than a trip to a thread."""
     num_ids = sum(len(prompt) if isinstance(prompt, tuple) else MAX_IDS_AT_ONCE + 1 for prompt in request.prompts)
     is_plain = not request.echo and request.sampling.grammar is None and request.tools is None
     return num_ids <= MAX_IDS_AT_ONCE and is_plain
@@ -212,7 +211,7 @@ class SamplingResolver:
     def by_prompt(
         self, request: GenerationRequest, seed: int, lengths: Sequence[int], max_model_len: int
     ) -> list[SamplingParams]:
-        """`lengths`: of the prompts, in tokens. Raises RequestError (400) if one is too long or all cost too much."""
+        """`lengths`: the prompts' tokens. Raises RequestError (400)."""
         params, param = request.sampling, "messages" if request.is_chat else "prompt"
         budget = self._settings.max_request_tokens
         fair_share = (budget - sum(lengths)) // (params.num_branches * len(lengths))

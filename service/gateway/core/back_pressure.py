@@ -1,4 +1,4 @@
-"""Back pressure: refuses requests while the queue is full, and estimates when to retry."""
+"""Refuses requests while the queue is full, and estimates Retry-After."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from service.queue.interface import Bounds, QueueFull
 
 MAX_RETRY_AFTER_S = 60
 REMEMBERED_S = 0.25
-"""How long a full queue counts as full, so that a flood costs neither parsing nor Redis calls."""
+"""A full queue counts as full that long: a flood costs neither parsing nor Redis calls."""
 FORGOTTEN_AFTER_S = 5.0
 DRAINED_SHARE = 0.1
 """Retry-After is the time to work off this share of the queue."""
 RATE_OVER_S = 2.0
 ALL = ""
-"""The key of the whole queue, beside the tenants'."""
+"""The whole queue's key among the tenants'."""
 
 
 class NoRoom(RequestError):
-    """The queue is full; no part of the request was accepted."""
+    """The queue is full; no job was accepted."""
 
 
 class BackPressure:
@@ -41,8 +41,8 @@ class BackPressure:
         self._tokens_per_s = 0.0
 
     def check(self, tenant: str, num_jobs: int) -> None:
-        """Raises RequestError (429, 503) while the queue is known to be full. Once that is old, one request passes to
-        find out."""
+        """Raises RequestError (429, 503) while the queue is known to be full. After REMEMBERED_S one request passes to
+        probe it."""
         now_s = self._clock()
         for key in (tenant, ALL):
             if key not in self._full:
@@ -55,18 +55,17 @@ class BackPressure:
             raise self._refusal(QueueFull(of_tenant=False, num_jobs=num_jobs, num_tokens=0))
 
     def check_unread(self, tenant: str) -> None:
-        """Like `check`, for a request whose body is not parsed yet; lets no request pass to find out."""
+        """Check before the body is parsed, without a probe. Raises RequestError (429, 503)."""
         for key in (tenant, ALL):
             if key in self._full and self._full[key][0] > self._clock():
                 raise self._refusal(self._full[key][1])
 
     def accepted(self, tenant: str) -> None:
-        """Note that the queue took a job of this tenant."""
         for key in (tenant, ALL):
             self._full.pop(key, None)
 
     def refused(self, tenant: str, full: QueueFull) -> NoRoom:
-        """Note that the queue refused a job of this tenant. Return the error to send."""
+        """Remember a full queue. Return the error to send."""
         now_s = self._clock()
         self._full = {key: entry for key, entry in self._full.items() if entry[0] > now_s - FORGOTTEN_AFTER_S}
         self._full[tenant if full.of_tenant else ALL] = (now_s + REMEMBERED_S, full)

@@ -1,4 +1,4 @@
-"""Submits the jobs of accepted requests, follows their events, and cancels jobs that no request needs any more."""
+"""Submits accepted requests' jobs, follows their events, and cancels jobs that no request needs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def read_to_end(stream: ResponseStream) -> None:
 
 
 Reader = Callable[[ResponseStream], Coroutine[Any, Any, None]]
-"""Consumes the answer of a request that has no client."""
+"""Consumes an answer without a client."""
 
 
 class RequestDispatcher:
@@ -68,10 +68,10 @@ class RequestDispatcher:
 
     @asynccontextmanager
     async def open(self, accepted: AcceptedRequest, *, is_shared: bool = False) -> AsyncIterator[ResponseStream]:
-        """Submit the jobs; cancel them on leaving before their end.
+        """Submit the jobs; leaving before their end cancels them.
 
-        Jobs of an `is_shared` request go on if only this gateway leaves or loses the queue: a gateway will ask for them
-        again. Raises RequestError: 429 or 503 for a refused job or a closing gateway, 504 past the deadline.
+        Those of an `is_shared` request go on if only this gateway leaves or loses the queue. Raises RequestError: 429
+        or 503 for a refused job or a closing gateway, 504 past the deadline.
         """
         scope = _Scope(asyncio.timeout(accepted.timeout_s), owns_jobs=True, is_shared=is_shared)
         async with self._opened(accepted, scope) as stream:
@@ -79,10 +79,8 @@ class RequestDispatcher:
 
     @asynccontextmanager
     async def view(self, accepted: AcceptedRequest) -> AsyncIterator[ResponseStream]:
-        """Read a submitted request's answer from its beginning; leaving ends nothing.
-
-        Inside, a resumable request counts as watched. Raises RequestError like `open`.
-        """
+        """Read a submitted request's answer from its beginning; leaving ends nothing. A resumable request counts as
+        watched. Raises RequestError like `open`."""
         watching = asyncio.create_task(self._watch(accepted)) if accepted.request.resumable else None
         try:
             scope = _Scope(asyncio.timeout(accepted.timeout_s), owns_jobs=False)
@@ -94,10 +92,8 @@ class RequestDispatcher:
                 self._mark_last(accepted)
 
     async def keep(self, accepted: AcceptedRequest, read: Reader = read_to_end) -> None:
-        """Submit the jobs and follow them without a client: a background request to its end, any other until no client
-        has watched it for `resume_grace` seconds. `read` gets the response stream. Return once the jobs are queued.
-        Raises RequestError.
-        """
+        """Submit the jobs and follow them without a client: a background request to its end, any other until it was
+        unwatched for `resume_grace` seconds. Return once the jobs are queued. Raises RequestError."""
         submitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         submitted.add_done_callback(asyncio.Future.exception)  # the client may have left before it is read
         task = asyncio.create_task(self._keep(accepted, submitted, read))
@@ -128,8 +124,8 @@ class RequestDispatcher:
                 submitted.set_exception(unavailable())
 
     async def _end_unwatched(self, accepted: AcceptedRequest, scope: _Scope) -> None:
-        """End the scope after NUM_MISSING_MARKS looks without a mark: a single one may be lost, or expire early when
-        Redis' clock is set."""
+        """End the scope after NUM_MISSING_MARKS missing marks; one may be lost, or expire early when Redis' clock is
+        set."""
         num_missing = 0
         while num_missing < NUM_MISSING_MARKS:
             await asyncio.sleep(self._grace_s / LOOKS_PER_GRACE)
@@ -154,7 +150,6 @@ class RequestDispatcher:
         return True
 
     def _mark_last(self, accepted: AcceptedRequest) -> None:
-        """Restart the grace period as this gateway's last client leaves."""
         mark = lambda: self._queue.requests.mark_watched(accepted.request_id, self._grace_s)  # noqa: E731
         self.background.repeat(mark, "request not marked as watched", self._grace_s, request=accepted.request_id)
 
@@ -217,8 +212,8 @@ class RequestDispatcher:
             job_stream.note_accepted(self._metrics.track_request(len(job.prompt) // 4))
 
     async def _withdraw(self, accepted: AcceptedRequest, num_accepted: int) -> None:
-        """Forget a refused request, so that a flood leaves no records; then cancel its accepted jobs, in this order,
-        since a request that can be found may be asked for."""
+        """Forget a refused request, so that a flood leaves no records; then cancel its accepted jobs: while it can be
+        found, it may be asked for."""
         if num_accepted == 0 and accepted.idempotency is None:
             return  # no record was written
 
@@ -239,12 +234,11 @@ class RequestDispatcher:
         return JobStream(job_id, self._queue.follow(job_id), assembler, self._cancel, is_queued)
 
     def release_kept(self) -> None:
-        """Stop following requests that outlive their clients; another gateway can go on with them."""
+        """Leave requests that outlive their clients to other gateways."""
         for scope in [scope for scope in self._open if scope.is_kept]:
             scope.end(EndReason.SHUTDOWN)
 
     def end_all(self) -> None:
-        """End every open request with SHUTDOWN."""
         for scope in self._open:
             scope.end(EndReason.SHUTDOWN)
 
@@ -255,13 +249,13 @@ class RequestDispatcher:
         await self.background.close()
 
     def _cancel(self, cancel: Cancel) -> None:
-        # In a task of its own: the request's task may itself be cancelled because its client left.
+        # In a task of its own: the request's task may itself be cancelled.
         self.background.repeat(lambda: self._queue.cancel(cancel), "cancel not said", job=cancel.job_id)
 
 
 @dataclass(eq=False)
 class _Scope:
-    """An open request's deadline and what leaving it means for its jobs."""
+    """An open request's deadline, and the fate of its jobs."""
 
     timeout: asyncio.Timeout
     owns_jobs: bool  # leaving cancels them

@@ -1,4 +1,4 @@
-"""A cached view of the workers' cards and the queue, read from Redis at most four times a second."""
+"""A cached view of workers and queue, read at most four times a second."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_LATE_S = 2.0
 
 @dataclass(frozen=True)
 class FleetView:
-    """Fresh cards of the workers that serve this gateway's model, and the unclaimed jobs."""
+    """Cards of the workers that serve this gateway's model, and the unclaimed jobs."""
 
     cards: Sequence[WorkerCard]
     queue: QueueState
@@ -25,16 +25,16 @@ class FleetView:
 
     @property
     def num_ready(self) -> int:
-        """Workers whose card says ready and is recent: a stopped or hung worker's card expires only later."""
+        """Ready workers with a recent heartbeat; a dead worker's card expires later."""
         return sum(card.ready and self.seen_at_s - card.beat_at_s < CARD_LATE_S for card in self.cards)
 
     def oldest_wait_s(self, lane: str) -> float:
-        """Return how long the lane's first job has waited; 0 for an empty lane."""
+        """Return the age of the lane's first job; 0 if empty."""
         since_s = self.queue.lanes[lane].oldest_at_s
         return 0.0 if since_s is None else max(0.0, self.seen_at_s - since_s)
 
     def max_model_len(self, limit: int) -> int:
-        """Return the smallest of `limit` and every worker's maximum, since any worker may claim a job."""
+        """Return the smallest of `limit` and the workers' limits: any worker may claim a job."""
         return min([limit, *(card.max_model_len for card in self.cards)])
 
 
@@ -47,12 +47,12 @@ class Fleet:
         self._seen_at_s = 0.0
         self._reading: asyncio.Task[FleetView] | None = None
 
-    async def look(self) -> None:
-        """Ask the workers to put their block maps on their cards for a while. Raises QueueUnavailable."""
+    async def request_block_maps(self) -> None:
+        """Ask the workers for block maps on their cards. Raises QueueUnavailable."""
         await self._queue.request_block_maps()
 
     async def rough_view(self) -> FleetView:
-        """Return a view at most MAX_LATE_S old, so that admission seldom waits for one. Raises QueueUnavailable."""
+        """Return a view at most MAX_LATE_S old, usually without waiting. Raises QueueUnavailable."""
         age_s = self._clock() - self._seen_at_s
         if self._view is None or age_s > MAX_LATE_S:
             return await self.view()
@@ -61,8 +61,7 @@ class Fleet:
         return self._view
 
     async def view(self) -> FleetView:
-        """Return a view at most MAX_AGE_S old. Raises QueueUnavailable to all waiting callers at once, so that in an
-        outage none waits for the timeouts of the others."""
+        """Return a view at most MAX_AGE_S old. Callers share one read, and its timeout. Raises QueueUnavailable."""
         if self._view is not None and self._clock() - self._seen_at_s <= MAX_AGE_S:
             return self._view
         return await asyncio.shield(self._read_soon())
@@ -81,6 +80,6 @@ class Fleet:
 
 
 def _retrieve_exception(reading: asyncio.Task[FleetView]) -> None:
-    """Keep asyncio quiet about a failure that no caller is left to see."""
+    """Keep asyncio quiet if no caller is left."""
     if not reading.cancelled():
         reading.exception()

@@ -1,4 +1,4 @@
-"""Writes to the queue: retried through short outages, in the foreground or the background."""
+"""Writes to the queue, retried through short outages."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ WRITE_WITHIN_S, WRITE_RETRY_S = 6.0, 0.2
 
 
 async def write(attempt: Callable[[], Awaitable[Any]], within_s: float = WRITE_WITHIN_S) -> None:
-    """Run an idempotent write that a client waits for, again while the queue is away. Raises QueueUnavailable after
-    `within_s`."""
+    """Run an idempotent write, again while the queue is away. Raises QueueUnavailable after `within_s`."""
     loop = asyncio.get_running_loop()
     give_up_s = loop.time() + within_s
     while True:
@@ -68,13 +67,13 @@ class BackgroundWrites:
     def repeat(
         self, attempt: Callable[[], Awaitable[Any]], what: str, for_s: float = REPEAT_FOR_S, **about: Any
     ) -> None:
-        """Run an idempotent write in the background, again while the queue is away."""
+        """Run an idempotent write in the background, again while the queue is away, for `for_s`."""
         self.spawn(self.until_known(attempt, what, for_s, **about))
 
     async def until_known(
         self, attempt: Callable[[], Awaitable[Any]], what: str, for_s: float = REPEAT_FOR_S, **about: Any
     ) -> bool:
-        """Like `repeat`, but awaited. Return whether the queue answered; if not, log `what` and `about`."""
+        """Do and await what `repeat` does. Return whether the queue answered; if not, log `what`."""
         loop = asyncio.get_running_loop()
         give_up_s, num_tries = loop.time() + for_s, 0
         while True:

@@ -19,22 +19,20 @@ UNAVAILABLE = "unavailable"
 
 
 def refusal(param: str, why: str) -> RequestError:
-    """Return the 400 for a known field with a bad value."""
+    """Return the 400 for a bad value."""
     return RequestError(400, f"'{param}' {why}.", param=param)
 
 
 def missing(param: str) -> RequestError:
-    """Return the 400 for a missing required field."""
     return RequestError(400, f"'{param}' is required.", param=param, code="missing_required_parameter")
 
 
 def grammar_refusal(error: GrammarError, param: str) -> RequestError:
-    """Return the 400 for a grammar that does not compile."""
     return RequestError(400, f"'{param}': {error}", param=param, code="invalid_grammar")
 
 
 def too_long(max_model_len: int, param: str) -> RequestError:
-    """Return the 400 for a prompt that, with its max_tokens, exceeds the model's context."""
+    """Return the 400 for prompt + max_tokens above the model's context."""
     message = f"This model's context is {max_model_len} tokens; the prompt and the tokens asked for exceed it."
     return RequestError(400, message, param=param, code="context_length_exceeded")
 
@@ -46,13 +44,11 @@ def too_costly(max_tokens: int) -> RequestError:
 
 
 def draining() -> RequestError:
-    """Return the 503 of a gateway that is shutting down."""
     message = "The server is shutting down."
     return RequestError(503, message, "server_error", code="draining", retry_after_s=RETRY_AFTER_S)
 
 
 def unavailable() -> RequestError:
-    """Return the 503 for an unreachable queue."""
     message = "The queue is not available now."
     return RequestError(503, message, "server_error", code=UNAVAILABLE, retry_after_s=RETRY_AFTER_S)
 
@@ -79,7 +75,7 @@ def storage_refusal(full: StorageFull) -> RequestError:
 
 
 def incident(error: BaseException, where: str) -> RequestError:
-    """Log a bug's traceback under a random number and return a 500 that shows only the number."""
+    """Log a bug's traceback under a random number, and return a 500 with only the number."""
     number = secrets.token_hex(6)
     log.error("bug %s", fields(incident=number, where=where), exc_info=error)
     return RequestError(500, f"Internal error, incident {number}.", "server_error", code="internal_error")

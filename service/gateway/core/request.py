@@ -23,13 +23,10 @@ BATCH_ENDPOINTS = (*ENDPOINTS, RESPONSES, EMBEDDINGS)
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """The input of a chat template. A message maps `role`, `content` and optionally `name` to text, and `tool_calls` to
-    calls with parsed arguments."""
-
-    messages: tuple[dict[str, Any], ...]
+    messages: tuple[dict[str, Any], ...]  # role, content, name: text; tool_calls: with parsed arguments
     tools: tuple[dict[str, Any], ...] = ()  # OpenAI's objects, which templates expect
     add_generation_prompt: bool = True
-    continue_final_message: bool = False  # the answer extends the last message; excludes the generation prompt
+    continue_final_message: bool = False  # extends the last message, without a generation prompt
     template_options: Mapping[str, bool] = field(default_factory=dict)
 
 
@@ -38,16 +35,12 @@ Prompt = str | tuple[int, ...] | Conversation
 
 @dataclass(frozen=True)
 class RequestedGrammar:
-    """The required form of an answer."""
-
     spec: GrammarSpec  # not yet compiled
     param: str  # the request field that it came from
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolSpec:
-    """Functions that an answer may or must call."""
-
     tools: tuple[dict[str, Any], ...]  # for the chat template
     callable: tuple[Function, ...]
     must_call: bool = False
@@ -57,7 +50,7 @@ class ToolSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestedSampling:
-    """Sampling parameters in checked ranges. None: use the model's default."""
+    """Parameters in checked ranges. None: the model's default."""
 
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -71,7 +64,7 @@ class RequestedSampling:
     seed: int | None = None  # 0..2^64-1
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None  # K: of the sampled token and the K likeliest; None: off
+    logprobs: int | None = None  # K: of the sampled token and K likeliest; None: off
     prompt_logprobs: int | None = None  # likewise for the prompt's tokens
     logit_bias: tuple[tuple[int, float], ...] = ()
     grammar: RequestedGrammar | None = None
@@ -82,18 +75,17 @@ class RequestedSampling:
 
     @property
     def num_branches(self) -> int:
-        """Branches per prompt that run at the same time."""
         return self.beam.width if self.beam is not None else self.best_of
 
     @property
     def is_ranked(self) -> bool:
-        """Whether the returned branches are chosen only at the end."""
+        """True if the returned branches are chosen only at the end."""
         return self.beam is not None or self.best_of > self.n
 
 
 @dataclass(frozen=True)
 class Source:
-    """The body that a request was read from, kept to read it again."""
+    """A request's body, kept to read it again."""
 
     outline: bytes  # the body's JSON with the shortest possible prompts
     digest: bytes  # SHA-256 of endpoint and whole body
@@ -104,7 +96,7 @@ NO_SOURCE = Source(b"", b"")
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """One or more generations. Token ids and lengths are not yet checked against the model."""
+    """Token ids and lengths are not yet checked against the model."""
 
     endpoint: str  # one of BATCH_ENDPOINTS
     model: str | None  # None: the served one
@@ -114,8 +106,8 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    add_special_tokens: bool = True  # to a text prompt; a conversation follows its template
-    truncate_prompt_tokens: int | None = None  # keep the last N prompt tokens; -1: as many as fit
+    add_special_tokens: bool = True  # to a text prompt
+    truncate_prompt_tokens: int | None = None  # keep the last N; -1: as many as fit
     echo: bool = False
     only_echoes: bool = False  # generated text is dropped
     tokens_as_ids: bool = False  # in log-probabilities
@@ -124,31 +116,30 @@ class GenerationRequest:
     include_usage: bool = False
     usage_in_chunks: bool = False
     timeout_s: float | None = None
-    priority: int = 0  # among the tenant's own requests; lower runs first
+    priority: int = 0  # within the tenant; lower runs first
     is_batch: bool = False  # runs only while no other request waits
-    resumable: bool = False  # survives its client for `resume_grace` seconds
+    resumable: bool = False  # outlives its client by `resume_grace` seconds
     background: bool = False  # needs no client
     source: Source = NO_SOURCE
 
     @property
     def stays(self) -> bool:
-        """Whether it outlives its client."""
+        """True if it outlives its client."""
         return self.resumable or self.background
 
     @property
     def is_chat(self) -> bool:
-        """Whether its only prompt is a conversation."""
         return self.endpoint in (CHAT, RESPONSES)
 
     @property
     def begins_a_text(self) -> bool:
-        """Whether the answer is a new text, not the continuation of one."""
+        """True unless the answer continues a text."""
         prompt = self.prompts[0]
         return isinstance(prompt, Conversation) and not prompt.continue_final_message
 
     @property
     def hides_special_tokens(self) -> bool:
-        """Whether detokenizing drops special tokens. With tools it must not: one may open a call."""
+        """False with tools: a special token may open a call."""
         return self.skip_special_tokens and self.tools is None
 
     @property
@@ -157,4 +148,4 @@ class GenerationRequest:
 
 
 OutlineReader = Callable[[str, bytes], GenerationRequest]
-"""Parses (endpoint, Source.outline) back into the request, with the shortest possible prompts."""
+"""Parses (endpoint, Source.outline) into the request, with the shortest prompts."""

@@ -1,4 +1,4 @@
-"""Requests that can be found again under their id or idempotency key, by any gateway."""
+"""Requests that any gateway finds again by id or idempotency key."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from service.queue.messages import Cancel, RequestRecord
 from service.queue.records import StorageLimits
 
 SLACK_S = 5.0
-"""Reading time past the deadline, for a complete answer or a late last event."""
+"""Time to read a complete answer past its deadline."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestState:
-    """The progress of a request: at its end with `deltas` and `outcome`, or with `error`."""
+    """A request's progress; `deltas` and `outcome`, or `error`, at its end."""
 
     status: str  # queued | in_progress | completed | cancelled | failed
     queue_position: int | None = None  # the tenant's jobs queued before it
@@ -56,8 +56,8 @@ class RequestStore:
         self._read_outline = read_outline
 
     async def accept(self, request: GenerationRequest, tenant: str, idempotency_key: str | None) -> AcceptedRequest:
-        """Admit a request that can be found again once submitted; with a key, from now on. It has no jobs if an earlier
-        request had the same key and body. Raises RequestError like `admit`, and 409 for a key with another body."""
+        """Admit a request that can be found again: with a key from now on, else once submitted. Without jobs if an
+        earlier request had the key. Raises RequestError like `admit`, and 409 for a key with another body."""
         accepted = await self._admission.admit(request, tenant, new_request_id())
         if idempotency_key is None:
             return replace(accepted, record=record_of(accepted))
@@ -77,15 +77,13 @@ class RequestStore:
         earlier = replace(earlier, came_before=True)
         if all(events):
             return earlier
-        # Its gateway may have died before all jobs were queued. The queue accepts no job twice, and a resubmitted job
-        # generates the same: an unset seed follows from the request's id.
+        # Its gateway may have died before all jobs were queued. The queue accepts no job twice, and a missing one
+        # generates the same: a default seed follows from the request's id.
         again = await self._admission.admit(request, tenant, earlier.request_id)
         unsubmitted = tuple(job for job, event in zip(again.jobs, events, strict=True) if event is None)
         return replace(earlier, jobs=unsubmitted, idempotency=digest)
 
     async def _first_under(self, digest: str, accepted: AcceptedRequest) -> RequestRecord | None:
-        """Return the earlier request's record under this key, or None after recording this request as the first.
-        Raises RequestError (429, 503)."""
         while True:
             holder = await stored(self._queue.requests.put_request(record_of(accepted), digest, self._limits))
             if holder == accepted.request_id:
@@ -111,8 +109,7 @@ class RequestStore:
         return await self._rebuilt(record)
 
     async def state(self, accepted: AcceptedRequest, *, was_accepted: bool = False) -> RequestState:
-        """`was_accepted`: just now, so the request counts as queued if the queue does not answer; otherwise that raises
-        RequestError (503)."""
+        """`was_accepted` just now: if the queue is away it counts as queued. Else raises RequestError (503)."""
         try:
             events = await self._queue.last_events(accepted.job_ids)
             position = None if any(events) else await self._queue.queue_position(accepted.request_id)
@@ -133,7 +130,7 @@ class RequestStore:
         return RequestState(status="completed", queue_position=position, deltas=deltas, outcome=stream.outcome)
 
     async def cancel(self, accepted: AcceptedRequest) -> None:
-        """Cancel every job that has not ended. Raises RequestError (503)."""
+        """Raises RequestError (503)."""
         try:
             for job_id in accepted.job_ids:
                 await self._queue.cancel(Cancel(job_id=job_id, reason=EndReason.CANCELLED))

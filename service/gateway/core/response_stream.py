@@ -1,4 +1,4 @@
-"""The answer of an open request: its jobs' events in, `ChoiceDelta`s out. Equal events give equal deltas everywhere."""
+"""An open request's answer: events in, `ChoiceDelta`s out. Equal events give equal deltas in every gateway."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from service.errors import ENDINGS, EndReason
 from service.gateway.core.refusals import failure
@@ -15,16 +14,16 @@ from service.gateway.core.served_model import ServedModel
 from service.gateway.core.text_stream import TextStream, without_end_token
 from service.observability.metrics import RequestTimer
 from service.queue.codec import unpack_floats, unpack_ids
-from service.queue.interface import QueueUnavailable
+from service.queue.interface import EventStream, QueueUnavailable
 from service.queue.messages import Cancel, Event, Part
 
 MAX_AHEAD = 64
-"""Deltas that may wait to be read when a request has several prompts."""
+"""Unread deltas of a request with several prompts."""
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """An answer token and the likeliest tokens at its position."""
+    """A token and the likeliest tokens at its position."""
 
     token_id: int
     logprob: float
@@ -34,7 +33,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
-    """The next part of one choice. Text may lag behind the tokens of `logprobs`."""
+    """The next part of one choice. Text may come later than its tokens' `logprobs`."""
 
     index: int  # of the choice in the request
     text: str
@@ -46,7 +45,7 @@ class ChoiceDelta:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The token counts of a successful request, over all its jobs."""
+    """Token counts over all jobs."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -68,10 +67,10 @@ class ResponseAssembler:
         self._started: set[int] = set()  # choices whose first delta is out
         self._chosen: Sequence[int] = ()  # returned branches, best first; known at a good end
         self.num_tokens = 0
-        self.cached_tokens = 0  # from the first event: a stop string may end the job here before its last
+        self.cached_tokens = 0  # from the first event: a stop string may end the job before its last
         self.embedding = b""  # float32[H], known at the end
         self.reason: EndReason | None = None
-        """Why the job ended: from its last event, or STOP once stop strings have ended every choice."""
+        """The last event's, or STOP once stop strings ended every choice."""
 
     def push(self, event: Event) -> tuple[list[ChoiceDelta], list[int]]:
         """Return the event's deltas and the branches that it ended by a stop string."""
@@ -107,7 +106,7 @@ class ResponseAssembler:
     def _branch(self, number: int) -> _Branch:
         if number not in self._branches:
             request, tokenizer = self._request, self._model.tokenizer
-            # A reply starts a text; a completion continues its prompt, leading space included.
+            # A completion continues its prompt, leading space included.
             detokenizer = tokenizer.detokenizer(request.hides_special_tokens, at_start=request.begins_a_text)
             stop, include_stop = request.stop, request.include_stop_str_in_output
             text = TextStream(detokenizer, stop, include_stop, request.sampling.min_tokens)
@@ -125,7 +124,7 @@ class ResponseAssembler:
             self._branch(number).end(word)
 
     def _best(self, event: Event) -> Sequence[int]:
-        """Return the chosen branches. The worker's ranking counts tokens after a stop string; this one does not."""
+        """Rank without the tokens after a stop string, which the worker counts."""
         params, branches = self._request.sampling, self._branches
         if params.beam is None and self._is_ranked and self._request.stop:
             return sorted(branches, key=lambda number: (-branches[number].mean_logprob, number))[: params.n]
@@ -140,7 +139,7 @@ class ResponseAssembler:
         return deltas
 
     def _ranked_deltas(self) -> list[ChoiceDelta]:
-        """Return one delta per choice at the end, nothing before. Count the tokens of dropped branches too."""
+        """Return one delta per choice, at the end. Tokens of dropped branches count too."""
         chosen = self._chosen
         if not chosen:
             return []
@@ -154,8 +153,6 @@ class ResponseAssembler:
 
 
 class _Branch:
-    """One continuation, with the text and log-probabilities not yet in a delta."""
-
     def __init__(self, text: TextStream, wants_logprobs: bool) -> None:
         self._text = text
         self._wants_logprobs = wants_logprobs
@@ -166,7 +163,7 @@ class _Branch:
         self.finish_reason: str | None = None
 
     def push(self, part: Part, silent_ids: frozenset[int]) -> bool:
-        """Return whether a stop string ended the branch, which its worker cannot know."""
+        """Return whether a stop string ended the branch; its worker does not know."""
         ids = unpack_ids(part.tokens)
         visible = without_end_token(ids, silent_ids)
         decoded = self._text.push(visible)
@@ -190,12 +187,11 @@ class _Branch:
 
     @property
     def mean_logprob(self) -> float:
-        """Mean over the unsent tokens, which are all tokens of a ranked branch."""
+        """Mean over unsent tokens: all tokens of a ranked branch."""
         scores = [one.logprob for one in self._unsent_logprobs]
         return sum(scores) / max(1, len(scores))
 
     def delta(self, index: int) -> ChoiceDelta | None:
-        """Return what is unsent, if anything."""
         ends_now = self.finish_reason is not None and not self._is_finish_sent
         if not (self._unsent or self._unsent_logprobs or ends_now):
             return None
@@ -210,7 +206,6 @@ _STOP = ENDINGS[EndReason.STOP].finish_reason
 
 
 def _silent_ids(request: GenerationRequest, model: ServedModel) -> frozenset[int]:
-    """Return the tokens that end an answer without being part of its text."""
     if request.include_stop_str_in_output:
         return frozenset()
     eos = () if request.sampling.ignore_eos else model.eos_token_ids
@@ -230,14 +225,6 @@ def _logprobs(part: Part, ids: Sequence[int], num_visible: int | None = None) ->
         )
         for i, (token, logprob) in enumerate(zip(ids, chosen, strict=False))
     ]
-
-
-class EventStream(Protocol):
-    """A job's events; may be closed before its end."""
-
-    async def __anext__(self) -> Event: ...
-
-    async def aclose(self) -> None: ...
 
 
 class JobStream:
@@ -300,8 +287,8 @@ class JobStream:
         self._ready += deltas
 
     def leave(self, reason: EndReason, *, job_goes_on: bool) -> None:
-        """Stop reading. Cancel a running job unless it goes on without this reader; a job that a stop string ended is
-        cancelled in any case. `reason`: why the request ends, if not by itself."""
+        """Stop reading. Cancel a running job unless it goes on, and always after a stop string. `reason`: why the
+        request ends, if not by itself."""
         reason = self.assembler.reason or reason
         if self._is_queued and not self._ended_by_worker and (reason is EndReason.STOP or not job_goes_on):
             sent = reason if reason in (EndReason.STOP, EndReason.DEADLINE) else EndReason.CANCELLED
@@ -325,7 +312,7 @@ class ResponseStream:
         return self._deltas
 
     def leave(self, reason: EndReason, *, jobs_go_on: bool) -> None:
-        """Stop reading every job. `reason`: why, where the request does not end by itself."""
+        """Call `leave` on every job."""
         if isinstance(self._deltas, _MergedStream):
             self._deltas.close()
         for job in self._jobs:

@@ -1,4 +1,4 @@
-"""The text half of the served model: name, limits, tokenizer, chat template, tool-call format."""
+"""The served model's text half: limits, tokenizer, chat template, tool-call format."""
 
 from __future__ import annotations
 
@@ -31,15 +31,13 @@ from service.gateway.core.request import Conversation, GenerationRequest, Prompt
 LONG_TEXT_CHARS = 256 << 10
 CHUNK_CHARS = 64 << 10
 CHUNK_SLACK_TOKENS = 1024
-"""Encoding in chunks may give a few tokens more than the whole text."""
+"""Chunks may have a few tokens more than the whole text."""
 MAX_ESCAPE_BYTES = 6
 """JSON's longest escape of a one-byte character."""
 
 
 @dataclass(frozen=True)
 class CallOptions:
-    """The calls that an answer may hold, and the model's syntax for them."""
-
     format: CallFormat
     schemas: Mapping[str, Any]  # of the arguments, by function name
     only_one: bool
@@ -64,7 +62,7 @@ class ServedModel:
 
     @classmethod
     def read(cls, settings: Settings) -> ServedModel:
-        """Read the model in `settings.model`. Raises StartupError, one line that names the file."""
+        """Raises StartupError, one line that names the file."""
         directory = settings.model
         if directory is None:
             raise StartupError("no model folder is given (--model)")
@@ -97,10 +95,10 @@ class ServedModel:
             raise RequestError(404, message, param="model", code="model_not_found")
 
     def encode(self, prompt: Prompt, add_special_tokens: bool = True, *, keeps_end: bool = False) -> list[int]:
-        """Return a prompt's token ids: at least one, each inside the vocabulary. Raises RequestError (400).
+        """Return at least one token id, each inside the vocabulary. Raises RequestError (400).
 
-        Slow: call it off the event loop. A text with more bytes than the longest prompt is refused unread, a long one
-        as soon as it has too many tokens. With `keeps_end`, only the end of such a text is encoded.
+        Slow: call it off the event loop. A text with more bytes than the longest prompt is refused unread. One with too
+        many tokens is refused early, or with `keeps_end` only its end is encoded.
         """
         if isinstance(prompt, str):
             self._check_bytes(len(prompt.encode()), "prompt")
@@ -118,10 +116,8 @@ class ServedModel:
         return self._checked(self._encode_conversation(prompt), "messages")
 
     def _end_of(self, texts: Sequence[str]) -> str:
-        """Return the joined texts, or of a long one an end with more tokens than a prompt may have.
-
-        Encodes in chunks: a whole text takes 200 bytes of memory per byte and 1 to 2 seconds per megabyte.
-        """
+        """Return the joined texts, or of a long one an end with more tokens than a prompt may have. Works in chunks:
+        encoding takes 200 bytes of memory per byte and 1 to 2 s per MB."""
         if sum(map(len, texts)) <= LONG_TEXT_CHARS:
             return "".join(texts)
         end: list[str] = []
@@ -140,7 +136,7 @@ class ServedModel:
             raise refusal(param, "has a token id outside the vocabulary")
 
     def grammar_task(self, request: GenerationRequest) -> GrammarTask | None:
-        """Return the grammar to compile, if any. Raises RequestError (400) for tools that this model cannot call."""
+        """Raises RequestError (400) for tools that this model cannot call."""
         grammar, tools = request.sampling.grammar, request.tools
         spec = None if grammar is None else grammar.spec
         calls = None if tools is None else self._call_spec(tools, spec)
@@ -154,14 +150,13 @@ class ServedModel:
             self._format_of_calls()
 
     def call_options(self, tools: ToolSpec | None) -> CallOptions | None:
-        """Return how to read calls out of an answer; None: it has none."""
+        """Return how to find calls in an answer; None: it has none."""
         if tools is None or self.call_format is None:
             return None
         schemas = {function.name: function.parameters for function in tools.callable}
         return CallOptions(self.call_format, schemas, tools.only_one, tools.is_named)
 
     def _call_spec(self, tools: ToolSpec, spec: GrammarSpec | None) -> CallSpec | None:
-        """Return the calls that the grammar must force or check, where an answer without calls follows `spec`."""
         call_format, template = self._format_of_calls()
         if spec is not None and not tools.must_call and call_format.syntax.bare:
             raise refusal(

@@ -1,4 +1,4 @@
-"""The inference service that HTTP routes, the queue ingress and batches share: admission, dispatch, drain."""
+"""Admission, dispatch and drain, shared by HTTP routes, queue ingress and batches."""
 
 from __future__ import annotations
 
@@ -30,12 +30,10 @@ log = logging.getLogger("quire.gateway")
 
 DRAIN_POLL_S = 0.05
 COMPILE_DRAIN_S = 1.0
-"""The part of the drain time that grammars get to compile."""
+"""Drain time for compiling grammars."""
 
 
 class InferenceService:
-    """One per gateway."""
-
     def __init__(
         self,
         settings: Settings,
@@ -66,7 +64,7 @@ class InferenceService:
         )
 
     async def text_faults(self, within_s: float) -> list[str]:
-        """Return which of the text threads and grammar processes do not respond in time."""
+        """Return what is wrong with the text threads and grammar processes, one line each."""
         missing = [] if self.grammars.num_ready else ["no process that compiles grammars is ready"]
         if not await self.threads.responds(within_s):
             missing.append("the threads that read requests are busy")
@@ -79,7 +77,7 @@ class InferenceService:
         return accepted
 
     async def accept(self, request: GenerationRequest, tenant: str, idempotency_key: str | None) -> AcceptedRequest:
-        """Like `admit`, but the request can be found again. Without jobs if an earlier request had its key."""
+        """Admit a request that can be found again. Without jobs if an earlier request had its key."""
         with admission_span(self.tracing) as admitted:
             accepted = await self.request_store.accept(request, tenant, idempotency_key)
             admitted(accepted)

@@ -31,10 +31,8 @@ PROVIDER = "quire"
 def http_span(
     tracing: Tracing, *, method: str, route: str, scheme: str, traceparent: str | None
 ) -> Iterator[Callable[[int], None]]:
-    """Open the span of an HTTP request and yield a function to call with the response's status.
-
-    Spans and log lines inside belong to the trace of the client's `traceparent` header, or to a new one.
-    """
+    """Open an HTTP request's span; yield a function to call with the response's status. Spans and log lines inside
+    belong to the trace of `traceparent`, or to a new one."""
     attributes: Attributes = {}
     if tracing.is_on:
         attributes = {"http.request.method": method, "http.route": route, "url.scheme": scheme}
@@ -57,7 +55,7 @@ def http_span(
 
 @contextmanager
 def admission_span(tracing: Tracing) -> Iterator[Callable[[AcceptedRequest], None]]:
-    """Open the span of an admission and yield a function to call with the accepted request."""
+    """Open an admission's span; yield a function to call with the accepted request."""
     span = tracing.start_span("admission", current_traceparent(), {})
     failure: str | None = "cancelled"
 
@@ -89,7 +87,7 @@ def begin_generation(tracing: Tracing, accepted: AcceptedRequest) -> Span:
 
 
 def end_generation(span: Span, stream: ResponseStream, reason: EndReason, refused: str | None) -> None:
-    """`reason`: why the request ends, where its jobs do not say; `refused`: the code of the error that ended it."""
+    """`reason`: for jobs that have not ended; `refused`: code of the error that ended the request."""
     reasons = stream.reasons(reason)
     outcome = stream.outcome
     span.set_attributes(

@@ -1,4 +1,4 @@
-"""Incremental detokenizing with stop strings: emitted text is never taken back."""
+"""Incremental detokenizing up to a stop string; emitted text is final."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from model.text.detokenizer import Detokenizer
 
 
 class DecodedText(NamedTuple):
-    """The text that a push made final."""
-
     text: str
     num_tokens: int  # pushed tokens that belong to the answer
     stopped: bool = False  # a stop string is complete; push nothing more
 
 
 class TextStream:
-    """The text of one branch, up to its first stop string. `push` and `end` emit every character once, in order."""
+    """One branch's text. `push` and `end` emit every character once, in order."""
 
     def __init__(
         self, detokenizer: Detokenizer, stop: Sequence[str] = (), include_stop: bool = False, min_tokens: int = 0
@@ -26,11 +24,10 @@ class TextStream:
         self._detokenizer = detokenizer
         self._matchers = [_Matcher(string) for string in stop]
         self._include_stop = include_stop
-        self._num_unstoppable = min_tokens  # coming tokens that cannot stop the text
+        self._num_unstoppable = min_tokens  # tokens left
         self._held = ""
 
     def push(self, ids: Sequence[int]) -> DecodedText:
-        """Append the next tokens."""
         if not self._matchers:
             return DecodedText(self._detokenizer.push(ids), len(ids))
         decoded = ""
@@ -44,7 +41,6 @@ class TextStream:
         return DecodedText(decoded, len(ids))
 
     def end(self) -> DecodedText:
-        """Emit the held text after the last token."""
         text, stopped = self._match(self._detokenizer.flush())
         if stopped:
             return DecodedText(text, 0, stopped=True)
@@ -52,7 +48,7 @@ class TextStream:
         return DecodedText(text + held, 0)
 
     def _match(self, text: str) -> tuple[str, bool]:
-        """Return the held and new text that is final, and whether a stop string is complete."""
+        """Return the final part of held and new text, and whether a stop string is complete."""
         pending = self._held + text
         for index, char in enumerate(text, len(self._held) + 1):
             # A list, not a generator: every matcher must see the character.
@@ -76,7 +72,6 @@ class _Matcher:
         self._borders = _borders(string)
 
     def feed(self, char: str) -> bool:
-        """Return whether `char` completes the string."""
         matched = self.num_matched
         while matched and self._string[matched] != char:
             matched = self._borders[matched - 1]
@@ -88,7 +83,6 @@ class _Matcher:
 
 
 def _borders(string: str) -> list[int]:
-    """Return, for each prefix, the length of its longest proper border."""
     borders = [0] * len(string)
     matched = 0
     for index in range(1, len(string)):

@@ -1,4 +1,4 @@
-"""Threads for work that would block the event loop (parsing, validating, tokenizing), fair between tenants."""
+"""Threads for parsing, validating and tokenizing, fair between tenants."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 
 NUM_THREADS = 4
 SMALL_BYTES = 8 << 10
-"""Input that is read in at most a millisecond, less than a trip to a thread."""
+"""Read in at most a millisecond, less than a trip to a thread."""
 OWN = ""
 """The tenant of the gateway's own calls."""
 
@@ -29,8 +29,7 @@ class _Call:
 
 
 class TextThreads:
-    """A tenant has at most NUM_THREADS - 1 threads at a time; waiting tenants take turns. The threads are daemons: the
-    process ends without them."""
+    """A tenant has at most NUM_THREADS - 1 threads at a time; waiting tenants take turns."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -42,7 +41,7 @@ class TextThreads:
             threading.Thread(target=self._work, name=f"text_{number}", daemon=True).start()
 
     async def run(self, tenant: str, call: Callable[..., Result], *args: Any) -> Result:
-        """Return or raise what `call` does. Cancelling gives up its place in the queue."""
+        """Return or raise what `call` does. Cancelling dequeues it."""
         loop = asyncio.get_running_loop()
         entry = _Call(tenant, call, args, loop, loop.create_future())
         with self._changed:
@@ -56,12 +55,12 @@ class TextThreads:
                 self._remove(entry)
             raise
         finally:
-            # An error's traceback holds this frame, and `entry` the error and the arguments: that cycle would keep a
-            # whole body alive until the garbage collector runs.
+            # Breaks the cycle error -> traceback -> frame -> entry -> error, which would keep a body until garbage
+            # collection.
             del entry
 
     async def run_sized(self, num_bytes: int, tenant: str, call: Callable[..., Result], *args: Any) -> Result:
-        """Like `run`, but on the event loop if the input has at most SMALL_BYTES."""
+        """Run `call` on the event loop if its input has at most SMALL_BYTES, else on a thread."""
         return call(*args) if num_bytes <= SMALL_BYTES else await self.run(tenant, call, *args)
 
     async def responds(self, within_s: float) -> bool:
@@ -75,7 +74,7 @@ class TextThreads:
         return bool(done)
 
     def close(self) -> None:
-        """End the idle threads; running calls are not awaited."""
+        """End idle threads, without waiting for running calls."""
         if self._probe is not None:
             self._probe.cancel()
         with self._changed:

@@ -64,7 +64,7 @@ class QueueIngress:
                 task.cancel()
 
     async def _keep(self) -> None:
-        """Renew this gateway's hold on the open entries, and stop serving those that another gateway took."""
+        """Renew the hold on open entries; stop serving entries that another gateway took."""
         while True:
             await asyncio.sleep(INGRESS_KEEP_S)
             try:
@@ -90,7 +90,7 @@ class QueueIngress:
             task.add_done_callback(self._open.pop)
 
     def stop(self) -> None:
-        """Take no more entries. The open ones end, or stay unsettled for the next gateway."""
+        """Take no more entries. Open ones end, or stay for the next gateway."""
         self._stopping = True
 
     async def _serve(self, entry: IngressEntry) -> None:
@@ -202,7 +202,7 @@ class _Named(msgspec.Struct):
 
 
 def _reply_id(entry: IngressEntry) -> str:
-    """Return the producer's name for the job, which replies go to; for a broken message without one, the entry's id."""
+    """Return the producer's name for the job; for a broken message, the entry's id."""
     try:
         if len(entry.payload) <= LIMITS[IngressJob].max_bytes:
             name = msgspec.msgpack.decode(entry.payload, type=_Named).id

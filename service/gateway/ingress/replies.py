@@ -52,12 +52,12 @@ class ChoiceReply:
 
 
 class EntryTaken(Exception):
-    """Another gateway has the entry now and goes on with its replies."""
+    """Another gateway has the entry now."""
 
 
 class ReplyWriter:
-    """Writes the replies to one entry, numbered from 1. Each is written exactly once, also when Redis' answers are lost
-    or another gateway takes over."""
+    """Writes the replies to one entry, numbered from 1, each exactly once, also when Redis' answers are lost or another
+    gateway takes over."""
 
     def __init__(self, service: InferenceService, entry: IngressEntry, reply_id: str) -> None:
         self._service = service
@@ -84,8 +84,7 @@ class ReplyWriter:
         return found.standing is Standing.OURS and not self._has_ended(found.replies)
 
     def _has_ended(self, replies: Sequence[bytes]) -> bool:
-        """Return whether a former gateway sent all replies. Those it sent are not sent again: equal events give equal
-        text in every gateway."""
+        """Return whether a former gateway sent the last reply. Equal events give equal text, so its text is skipped."""
         for payload in replies:
             reply = decode(Reply, payload)
             self._count(reply)
@@ -107,8 +106,7 @@ class ReplyWriter:
             await self._send(Reply(id=self._id, number=self._num_sent + 1, index=index, text=part))
 
     async def finish(self, choices: Sequence[ChoiceReply], outcome: Outcome) -> None:
-        """Send each choice's last text, calls and finish reason, and the usage with the last. Raises RequestError (400)
-        if the calls are too long for a reply."""
+        """Send each choice's rest, and the usage with the last. Raises RequestError (400) for too long calls."""
         usage = Usage(
             prompt_tokens=outcome.prompt_tokens,
             completion_tokens=outcome.completion_tokens,

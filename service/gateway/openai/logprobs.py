@@ -43,7 +43,7 @@ class TokenWords:
 
 
 class Offsets:
-    """The text offsets of a choice's tokens. A token without text, or inside a character, repeats the next one's."""
+    """The text offsets of a choice's tokens."""
 
     def __init__(self, detokenizer: Detokenizer) -> None:
         self._detokenizer = detokenizer
@@ -66,7 +66,6 @@ def completion_logprobs(words: TokenWords, entries: Sequence[TokenLogprob | Firs
 
 
 def _alternatives(words: TokenWords, entry: TokenLogprob) -> dict[str, float]:
-    """Return the likeliest tokens and the sampled one; of equal names the likelier."""
     found: dict[str, float] = {}
     for token, logprob in (*entry.top, (entry.token_id, entry.logprob)):
         found.setdefault(words.name(token), finite(logprob))
@@ -78,8 +77,8 @@ def chat_logprobs(words: TokenWords, entries: Sequence[TokenLogprob], detokenize
 
 
 def chat_entries(words: TokenWords, entries: Sequence[TokenLogprob], detokenizer: Detokenizer) -> list[Json]:
-    """Return the entries of a choice's next tokens. All `bytes` together are the choice's content, so a dropped special
-    token or leading blank has none. `detokenizer`: has decoded the tokens before."""
+    """Return the entries of a choice's next tokens. All `bytes` together are its content: a dropped token has none.
+    `detokenizer`: has decoded the tokens before."""
     return [_chat_entry(words, entry, detokenizer) for entry in entries]
 
 
@@ -98,8 +97,8 @@ def _entry(words: TokenWords, token_id: int, logprob: float, data: bytes) -> Jso
 
 
 def prompt_logprobs(words: TokenWords, entries: Sequence[TokenLogprob]) -> list[Json | None]:
-    """Return per prompt token a map from token id to entry, for it and the likeliest; None for the first token. A token
-    outside the likeliest has no rank."""
+    """Return a map from token id to entry per prompt token, None for the first. A token outside the likeliest has no
+    rank."""
     return [None, *(_ranked(words, entry) for entry in entries)]
 
 

@@ -138,7 +138,6 @@ def _function_of(tool: Tool) -> Function:
 
 
 def _described(tool: Tool) -> Json:
-    """Return the tool for the chat template, without `strict`."""
     own = tool.function
     parameters = NO_PARAMETERS if own.parameters is None else own.parameters
     described = {} if own.description is None else {"description": own.description}

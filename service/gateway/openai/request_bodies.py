@@ -348,7 +348,6 @@ def present(value: Any, kind: type[msgspec.Struct]) -> Any:
 
 @cache
 def _inner_kinds(kind: type[msgspec.Struct]) -> Mapping[str, type[msgspec.Struct]]:
-    """Return the structs inside `kind`, by field."""
     found = {field.encode_name: _struct_in(field.type) for field in _fields(kind)}
     return {name: inner for name, inner in found.items() if inner is not None}
 

@@ -32,7 +32,6 @@ encode_json = msgspec.json.encode
 
 
 def error_json(error: RequestError) -> Json:
-    """Return an error body, of a response or a stream's last event."""
     return {"error": error_object(error)}
 
 
@@ -55,8 +54,6 @@ def _usage_of(outcome: Outcome) -> Json:
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseHeader:
-    """The fields that every object of one answer begins with."""
-
     request_id: str
     created_s: int
     model: str

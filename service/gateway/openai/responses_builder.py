@@ -203,7 +203,6 @@ class ResponsesBuilder:
         return events
 
     def _open(self, prefix: str, item: Json) -> list[Json]:
-        """Close the open item and open a new one."""
         events = self._close("completed")
         name = f"{prefix}_{self._header.request_id}_{len(self._items)}"
         self._items.append({"id": name, **item, "status": "in_progress"})

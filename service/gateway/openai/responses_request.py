@@ -327,7 +327,6 @@ def _check_names(item: Json, param: str) -> None:
 
 
 def _parts(message: Json, kind: str, param: str) -> list[Json]:
-    """Return a message's content in the form of an answer."""
     content = message["content"]
     if isinstance(content, str):
         content = [{"type": kind, "text": content}]
@@ -344,5 +343,4 @@ def _check_parts(parts: Sequence[Json], kinds: Collection[str], param: str) -> N
 
 
 def _texts_of(parts: Sequence[Json]) -> list[Json]:
-    """Return an item's parts as a chat message's."""
     return [{"type": "text", "text": part["text"]} for part in parts]

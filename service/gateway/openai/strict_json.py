@@ -1,5 +1,5 @@
-"""Strict JSON: no NaN, duplicate name, lone surrogate or deep nesting, and a bound on lists and objects, because a
-decoder holds the GIL until it is done."""
+"""Strict JSON: no NaN, duplicate name, lone surrogate or deep nesting; few lists and objects, since a decoder holds the
+GIL."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def decode_object(data: bytes) -> dict[str, Any]:
 
 
 def decode_value(text: str, param: str) -> Any:
-    """Return the JSON value of the text field `param`. Raises RequestError (400)."""
+    """Raises RequestError (400)."""
     try:
         return msgspec.json.decode(text)
     except (ValueError, RecursionError):
@@ -52,7 +52,6 @@ def decode_value(text: str, param: str) -> Any:
 
 
 def depth_exceeds(value: Any, max_depth: int) -> bool:
-    """Return whether lists and maps nest deeper than `max_depth`."""
     level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(max_depth):
         level = [child for node in level for child in _children(node)]
@@ -73,7 +72,6 @@ def _refuse_repeats(pairs: list[tuple[str, Any]]) -> None:
 
 
 def _num_brackets(data: bytes) -> int:
-    """Count opening brackets, in strings too."""
     return data.count(b"[") + data.count(b"{")
 
 

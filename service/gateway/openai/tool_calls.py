@@ -17,7 +17,7 @@ class ToolCallWriter:
     """Splits the text of one answer's choices into content and calls."""
 
     def __init__(self, request_id: str, options: CallOptions, *, is_streamed: bool = True) -> None:
-        """A malformed or cut-off call counts as text, unless the answer `is_streamed` and a part of the call is out."""
+        """A malformed or cut-off call counts as text, unless a stream has sent its beginning."""
         self._request_id = request_id
         self._options = options
         self._is_streamed = is_streamed
@@ -41,7 +41,7 @@ class ToolCallWriter:
         return {"content": content or None, "tool_calls": calls} if calls else {"content": content}
 
     def finish_reason(self, index: int, word: str | None) -> str | None:
-        """Return OpenAI's "tool_calls" for a stop after calls that the model chose itself."""
+        """Return "tool_calls" for a stop after calls that the model chose itself."""
         has_called = self._stream(index).num_calls > 0
         return "tool_calls" if word == "stop" and has_called and not self._options.is_named else word
 

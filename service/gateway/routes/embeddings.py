@@ -87,7 +87,6 @@ def _vectors_json(vectors: list[bytes], in_base64: bool) -> list[Json]:
 
 
 def _pooled(accepted: AcceptedRequest, answer: Json) -> Json:
-    """Return the answer in vLLM's form."""
     data = [{"index": one["index"], "object": "pooling", "data": one["embedding"]} for one in answer["data"]]
     usage = {**answer["usage"], "completion_tokens": 0, "prompt_tokens_details": None}
     head = {"id": f"pool-{accepted.request_id}", "created": int(accepted.created_s)}

@@ -1,4 +1,4 @@
-"""The steps that every generating route shares: headers, admission, a client or none, one object or a stream."""
+"""The steps that generating routes share: headers, admission, background, one object or a stream."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ OpenStream = AbstractAsyncContextManager[ResponseStream]
 
 
 class Generation(ABC):
-    """One accepted request on its way back to its client."""
+    """Answers one accepted request."""
 
     def __init__(self, service: InferenceService, accepted: AcceptedRequest) -> None:
         self.service = service
         self.accepted = accepted
 
     async def keep(self) -> None:
-        """Queue the jobs of a request that may outlive its client. Raises RequestError."""
+        """Queue the jobs of a request that outlives its client. Raises RequestError."""
         await self.service.keep(self.accepted)
 
     @abstractmethod
@@ -54,7 +54,7 @@ class Generation(ABC):
 async def accept(
     http: web.Request, service: InferenceService, request: GenerationRequest, key: str | None
 ) -> AcceptedRequest:
-    """Admit a request so that it can be found again; with an idempotency key it outlives its client."""
+    """Admit a request that can be found again; with a key it outlives its client."""
     if key is not None and not request.background:
         request = replace(request, resumable=True)
     accepted = await service.accept(request, http[TENANT], key)
@@ -63,7 +63,7 @@ async def accept(
 
 
 async def answer_new(http: web.Request, generation: Generation, after: int) -> web.StreamResponse:
-    """Answer a request that `accept` has just returned. `after`: number of the last event that its client has."""
+    """Answer a request from `accept`. `after`: number of the client's last event."""
     service, accepted = generation.service, generation.accepted
     if not accepted.request.stays:
         return await answer(http, generation, service.open(accepted), 0)
@@ -77,7 +77,7 @@ async def answer_new(http: web.Request, generation: Generation, after: int) -> w
 
 
 async def answer(http: web.Request, generation: Generation, opened: OpenStream, after: int) -> web.StreamResponse:
-    """Answer with the events after number `after` if the request streams, else with one object."""
+    """Answer with events if the request streams, else with one object."""
     if generation.accepted.request.stream:
         return await stream(http, generation, opened, after)
     return json_response(await generation.whole(opened), headers={REQUEST_ID: generation.accepted.request_id})
@@ -96,7 +96,7 @@ async def stream(http: web.Request, generation: Generation, opened: OpenStream, 
 
 
 def as_request_error(error: Exception) -> RequestError:
-    """Return the error to send in a stream that has begun."""
+    """Return the error to send in a begun stream."""
     return error if isinstance(error, RequestError) else incident(error, "stream")
 
 
@@ -109,7 +109,7 @@ def idempotency_key(http: web.Request) -> str | None:
 
 
 def refuse_idempotency_key(http: web.Request) -> None:
-    """Raises RequestError (400) for a key on a route whose requests cannot be found again."""
+    """Raises RequestError (400) for a key where requests cannot be found again."""
     if IDEMPOTENCY_KEY in http.headers:
         raise refusal(IDEMPOTENCY_KEY, "is for completions, chats and responses")
 
@@ -123,7 +123,7 @@ def wants_stream(http: web.Request) -> bool:
 
 
 def last_event_id(http: web.Request) -> int:
-    """Return the number of the last event that the client has; 0: none. Raises RequestError (400)."""
+    """Return the number of the client's last event; 0: none. Raises RequestError (400)."""
     text = http.headers.get(LAST_EVENT_ID, "0")
     if not re.fullmatch(r"[0-9]{1,9}", text):
         raise refusal(LAST_EVENT_ID, "must be the id of an event")

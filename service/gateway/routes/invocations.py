@@ -18,7 +18,7 @@ _ABSENT = msgspec.Raw()
 
 
 class _Fields(msgspec.Struct):
-    """The fields that tell the endpoint, undecoded."""
+    """The fields that decide the endpoint, undecoded."""
 
     messages: msgspec.Raw = _ABSENT
     prompt: msgspec.Raw = _ABSENT
@@ -40,7 +40,6 @@ class Invocations:
 
 
 def _endpoint_of(body: bytes) -> str:
-    """Raises RequestError (400) for a body of no endpoint."""
     try:
         fields = msgspec.json.decode(body, type=_Fields)
     except (ValueError, RecursionError):

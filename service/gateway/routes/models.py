@@ -54,7 +54,6 @@ class Models:
 
 
 def _permission(model: ServedModel) -> dict[str, object]:
-    """Return vLLM's object; every key has the same permissions."""
     return {
         "id": model.fingerprint.replace("fp_", "modelperm-"),
         "object": "model_permission",

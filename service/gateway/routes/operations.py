@@ -76,7 +76,7 @@ async def _state(service: InferenceService) -> dict[str, object]:
     """Latencies are cumulative counts by bucket; `num_queued` is null while the queue is away."""
     latency = service.metrics.latency_buckets()
     try:
-        await service.fleet.look()
+        await service.fleet.request_block_maps()
         view = await service.fleet.view()
         cards, num_queued = view.cards, view.queue.num_waiting
     except QueueUnavailable:

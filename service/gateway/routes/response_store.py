@@ -1,4 +1,4 @@
-"""Stored responses: conversations by id, and answers that their gateway could not store."""
+"""Stored responses, by id."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Json = dict[str, Any]
 
 MAX_CONVERSATION_BYTES = 4 << 20
 SETTLE_WITHIN_S = float(LOG_ENDED_TTL_S)
-"""The events of a response, which its answer can be rebuilt from, live that long."""
+"""Lifetime of the events that an answer can be rebuilt from."""
 
 
 class ResponseStore:
@@ -43,8 +43,8 @@ class ResponseStore:
             raise unavailable() from None
 
     async def settle(self, record: StoredResponse, answer: Json) -> None:
-        """Store the final answer. If the queue is away, retry in the background for SETTLE_WITHIN_S: the client gets
-        its answer in any case, and `current` can rebuild it."""
+        """Store the final answer; if the queue is away, in the background for SETTLE_WITHIN_S, as `current` can rebuild
+        it."""
         settled = replace(record, answer=answer)
         try:
             await self._queue.responses.settle_response(settled, self._retention_s)
@@ -74,8 +74,8 @@ class ResponseStore:
         return record
 
     async def conversation(self, response_id: str, tenant: str) -> list[Json]:
-        """Return all items up to the response's end. Raises RequestError: 400 for an unknown id, another tenant's, or a
-        response without a good end."""
+        """Return all items up to the response's end. Raises RequestError: 400 for an unknown id, another tenant's, or
+        a failed response."""
         param = "previous_response_id"
         record = await self._found(response_id, tenant)
         if record is None:
@@ -95,7 +95,7 @@ class ResponseStore:
             raise
 
     async def current(self, record: StoredResponse) -> Json:
-        """Return the response as it is now. If its gateway died before storing the answer, store it here."""
+        """Return the response as it is now; store an answer that its gateway did not."""
         if record.is_settled:
             return dict(record.answer)
         accepted = await self.accepted(record)

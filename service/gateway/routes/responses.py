@@ -120,7 +120,6 @@ class Responses:
         return json_response(answer)
 
     async def _final(self, accepted: AcceptedRequest) -> Json:
-        """Wait for the response's end."""
         builder = responses_builder_of(self._service.model, accepted)
         try:
             async with self._service.view(accepted) as deltas:
@@ -257,14 +256,13 @@ def _read_fields(data: bytes) -> tuple[Json, GenerationRequest, list[Json]]:
 def _read_with(
     fields: Mapping[str, Any], request: GenerationRequest, context: list[Json], items: list[Json]
 ) -> GenerationRequest:
-    """Read the request again behind the conversation that it continues."""
+    """Read the request again, after the conversation that it continues."""
     whole = read_request(RESPONSES, {**fields, "input": [*context, *items]})
     _check_items(fields, context, items)
     return replace(whole, source=request.source)
 
 
 def _check_items(fields: Mapping[str, Any], context: list[Json], items: list[Json]) -> None:
-    """Raises RequestError (400)."""
     check_answered_calls([*context, *items])
     if fields.get("store") is not False:
         check_size(context, items)

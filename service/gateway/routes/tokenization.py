@@ -55,7 +55,6 @@ CHAT_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_mes
 
 
 def _prompt(model: ServedModel, body: TokenizeBody, fields: dict[str, Any]) -> Prompt:
-    """Return the text, or the conversation that a chat makes of the same fields. Raises RequestError (400)."""
     if (body.prompt is None) == (body.messages is None):
         raise refusal("prompt", "or 'messages' must be given, one of them")
     if body.prompt is not None:

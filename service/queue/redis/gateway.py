@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from service.queue import keys
 from service.queue.codec import decode, encode
-from service.queue.interface import QUEUE_LANES, UNBOUNDED, Backlog, Bounds, Lane, QueueFull, QueueState
+from service.queue.interface import QUEUE_LANES, UNBOUNDED, Backlog, Bounds, EventStream, Lane, QueueFull, QueueState
 from service.queue.job_cost import LANES
 from service.queue.messages import Cancel, Event, Job, RequestRecord, WorkerCard
 from service.queue.records import UNLIMITED, StorageFull, StorageLimits
@@ -77,7 +77,7 @@ class RedisGatewayQueue:
         position: int | None = await self._link.script("place", [], [job_id])
         return position
 
-    def follow(self, job_id: str, after: int = 0) -> AsyncIterator[Event]:
+    def follow(self, job_id: str, after: int = 0) -> EventStream:
         return self._feeds.follow(job_id, after)
 
     async def cancel(self, cancel: Cancel) -> None:

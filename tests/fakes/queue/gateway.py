@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -112,7 +112,7 @@ class MemoryGatewayQueue:
     async def queue_position(self, job_id: str) -> int | None:
         return self.data.queue_position(job_id)
 
-    def follow(self, job_id: str, after: int = 0) -> AsyncIterator[Event]:
+    def follow(self, job_id: str, after: int = 0) -> AsyncGenerator[Event, None]:
         keys.events(job_id)
         return self._follow(job_id, after)
 
@@ -149,7 +149,7 @@ class MemoryGatewayQueue:
         """Return the replies to a job so far, as its producer reads them."""
         return self.data.replies_of(producer, producer_job_id)
 
-    async def _follow(self, job_id: str, after: int) -> AsyncIterator[Event]:
+    async def _follow(self, job_id: str, after: int) -> AsyncGenerator[Event, None]:
         number = after
         while True:
             log = self.data.logs.get(job_id)
