@@ -28,6 +28,8 @@ STATISTIC = re.compile(r"^STAT_|^_?STATS?$|^_gauge$|^_counter$")
 VARIABLE = re.compile(r"^QUIRE_[A-Z_]+$")
 LUA_KEY = re.compile(r"\{quire\}:[\w:.<>*{}-]*[\w>}]")
 METHODS = ("get", "post", "put", "patch", "delete")
+WEB_METHODS = tuple(f"web.{method}" for method in METHODS)
+STATISTIC_ROWS = ("_gauge", "_counter")
 
 
 def main() -> None:
@@ -70,13 +72,16 @@ def variables(tree: Path) -> Iterator[str]:
 
 
 def routes(tree: Path) -> Iterator[str]:
-    """Yield `METHOD path` of every call of aiohttp's `web.get` and its kin; paths are evaluated in their modules."""
+    """Yield `METHOD path` of each `Route(method, path, ...)`, in older trees of each aiohttp `web.get(path, ...)`."""
     for path in sources(tree, "service/gateway"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in METHODS:
-                if not isinstance(node.func.value, ast.Name) or node.func.value.id != "web" or not node.args:
-                    continue
-                yield f"route {node.func.attr.upper()} {_evaluated(path, node.args[0], tree)}"
+            if not isinstance(node, ast.Call):
+                continue
+            name, method = ast.unparse(node.func), ast.unparse(node.args[0]).strip("'") if node.args else ""
+            if name == "Route" and method.lower() in METHODS:
+                yield f"route {method} {_evaluated(path, node.args[1], tree)}"
+            elif name in WEB_METHODS and node.args:
+                yield f"route {name.removeprefix('web.').upper()} {_evaluated(path, node.args[0], tree)}"
 
 
 def _evaluated(path: Path, node: ast.expr, tree: Path) -> str:
