@@ -19,7 +19,7 @@ MAX_ID_CHARS = 512
 NOT_RUN_LINE_BYTES = 512
 """Longest line of a request that was not run, without its custom_id."""
 MAX_ANSWER_BYTES = 8 << 20
-"""Redis values are at most 16 MiB."""
+"""The queue accepts values of at most 16 MiB."""
 
 
 class BatchLine(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):

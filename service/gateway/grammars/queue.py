@@ -19,7 +19,7 @@ MAX_BYTES_PER_TENANT = 16 << 20
 MAX_BYTES = 64 << 20
 RETRY_AFTER_S = 2
 FREE_S = 0.05
-"""Not charged per grammar: ordinary ones make no tenant heavy."""
+"""Uncharged seconds of each grammar: ordinary ones make no tenant heavy."""
 HEAVY_S = 0.5
 HALF_LIFE_S = 15.0
 MAX_TENANTS_KNOWN = 4096
