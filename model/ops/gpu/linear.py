@@ -30,10 +30,9 @@ from model.ops.gpu.gemm_tuning import (
     read_tuning,
     write_tuning,
 )  # fmt: skip
-from model.ops.gpu.gemv_builds import GEMV_BUILDS, GemvBuild, gemv_build
 from model.ops.gpu.kernels import cache_folder
+from model.ops.gpu.linear_builds import GEMV_BUILDS, SMALL_M_SPLITS, GemvBuild, SmallMBuild, gemv_build, small_m_build
 from model.ops.gpu.norm import rms_norm
-from model.ops.gpu.small_m_builds import SMALL_M_SPLITS, SmallMBuild, small_m_build
 from model.ops.interface import Array
 
 MEASURED_S = 1e-3
