@@ -12,7 +12,7 @@ from model.json_files import read_json_object
 from model.ops.interface import NO_WINDOW
 
 CONFIG_BYTES = 1 << 20
-"""Size limit of config.json and generation_config.json; real ones have a few kilobytes."""
+"""Real config files have a few kilobytes."""
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -127,9 +127,9 @@ class ModelConfig:
 def generation_defaults(directory: Path) -> dict[str, float | int]:
     """Return the sampling that generation_config.json recommends for unset fields, {} without the file.
 
-    Only fields in the file are returned: temperature, top_p, top_k, min_p, repetition_penalty, in the ranges of
-    SamplingParams; neutral values (top_k 0 or -1) are left out. As in vLLM, `do_sample: false` means temperature 0 only
-    if no temperature is given: many files carry both by accident. Raises ModelError.
+    Keys are those of SamplingParams: temperature, top_p, top_k, min_p, repetition_penalty; neutral values are left out.
+    As in vLLM, `do_sample: false` means temperature 0 only if no temperature is given: many files carry both by
+    accident. Raises ModelError.
     """
     path = Path(directory) / "generation_config.json"
     if not path.exists():

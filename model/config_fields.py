@@ -1,4 +1,4 @@
-"""Typed reading of a parsed configuration file: each value has the wanted type and range, or is refused by name."""
+"""Typed reading of a parsed configuration file."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ REQUIRED = object()
 
 @dataclass(frozen=True)
 class Fields:
-    """The fields of the file `source`; null counts as absent."""
+    """The fields of the file `source`; null counts as absent.
+
+    Readers raise ModelError for a wrong type or range, and for an absent field without `default`.
+    """
 
     raw: dict[str, Any]
     source: str
 
     def error(self, name: str, problem: str) -> ModelError:
-        """Return the error for a field: file, name and problem, at most 500 characters."""
+        """Return the error for a field, at most 500 characters."""
         return ModelError(f"{self.source}: {name}: {problem}"[:500])
 
     def get(self, name: str) -> Any:
-        """Return the raw value, None if absent."""
         return self.raw.get(name)
 
     def integer(self, name: str, default: Any = REQUIRED, *, low: int = 1, high: int) -> Any:
-        """Return an int in low..high. Raises ModelError for another value, or if absent without `default`."""
+        """Return an int in low..high."""
         value = self._value(name, default)
         if value is default:
             return default
@@ -44,7 +46,7 @@ class Fields:
     def number(
         self, name: str, default: Any = REQUIRED, *, low: float = 0, high: float, above: float = -math.inf
     ) -> Any:
-        """Return a finite float in low..high and greater than `above`. Raises ModelError."""
+        """Return a finite float in low..high and greater than `above`."""
         value = self._value(name, default)
         if value is default:
             return default
@@ -55,21 +57,19 @@ class Fields:
         return float(value)
 
     def boolean(self, name: str, default: Any = REQUIRED) -> Any:
-        """Return a bool. Raises ModelError."""
         value = self._value(name, default)
         if value is not default and type(value) is not bool:
             raise self.error(name, f"{value!r} is not true or false")
         return value
 
     def text(self, name: str, default: Any = REQUIRED) -> Any:
-        """Return a str. Raises ModelError."""
         value = self._value(name, default)
         if value is not default and type(value) is not str:
             raise self.error(name, f"{value!r} is not a string")
         return value
 
     def token_ids(self, name: str) -> tuple[int, ...]:
-        """Return one id or a list of ids; () if absent. Raises ModelError."""
+        """Return one id or a list of ids; () if absent."""
         value = self.get(name)
         ids = [] if value is None else value if isinstance(value, list) else [value]
         if any(type(token_id) is not int or not 0 <= token_id <= MAX_TOKEN_ID for token_id in ids):
@@ -77,7 +77,7 @@ class Fields:
         return tuple(ids)
 
     def section(self, name: str) -> Fields | None:
-        """Return the object under `name`, None if absent. Raises ModelError."""
+        """Return the object under `name`, None if absent."""
         value = self.get(name)
         if value is None:
             return None

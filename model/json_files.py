@@ -12,13 +12,12 @@ from model.errors import ModelError
 
 
 def read_json_object(path: Path, max_bytes: int) -> dict[str, Any]:
-    """Return the object in `path`. Raises ModelError if it is missing, larger than `max_bytes` or invalid."""
+    """Return the object in `path`. Raises ModelError if it is missing, too large or invalid."""
     return parse_json_object(read_bytes(path, max_bytes), str(path))
 
 
 def read_bytes(path: Path, max_bytes: int) -> bytes:
-    """Return the content of a regular file. Raises ModelError if it is missing, larger than `max_bytes`, or not
-    regular."""
+    """Return the content of a regular file. Raises ModelError."""
     try:
         with open(open_regular(path), "rb") as file:
             data = file.read(max_bytes + 1)
@@ -30,7 +29,7 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
 
 
 def open_regular(path: Path) -> int:
-    """Open a regular file for reading, without blocking on a pipe. Raises ModelError, OSError."""
+    """Open a regular file, without blocking on a pipe. Raises ModelError, OSError."""
     if not stat.S_ISREG(os.stat(path).st_mode):  # opening a device may have effects
         raise ModelError(f"{path}: not a regular file")
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -1,7 +1,7 @@
 """Grammars of structured output in llguidance's Lark, with every input bounded.
 
 llguidance recurses as deep as a grammar nests, references followed, and takes time quadratic in a regular expression's
-length. So both are bounded before it sees a client's grammar.
+length.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class SpecialTokenEscaper:
         return {i for i in range(first, end) if text[i:end] in self._starts}
 
     def _continuation_start(self, text: str) -> set[int]:
-        """Return the first character after blanks if it may continue a special token that a literal began."""
+        """Return the first non-blank character if it may continue a special token that a literal began."""
         start = len(text) - len(text.lstrip())
         body = text[start:]
         continues = body and any(body.startswith(rest) or rest.startswith(body) for rest in self._rests)

@@ -203,7 +203,7 @@ def _call_start(function: Function, spec: CallSpec) -> str:
 
 
 NOT_IN_TEXT = {"{": '"', "[": "A-Za-z_"}
-"""These, or a blank, must not follow in text the character that begins a bare run."""
+"""In text, neither these nor a blank may follow the first character of a bare run."""
 
 SPACED = " ?"
 """Between the tokens of arguments, as models write them on one line."""

@@ -32,7 +32,7 @@ MAX_FILES = 1000
 MAX_FORM_BYTES = 64 << 10
 """Size of a form without its file."""
 WINDOW_BYTES = 1 << 20
-"""Memory reserved for an upload or download: a few pieces, whatever the file's size."""
+"""Memory reserved for an upload or download: a few pieces, for any size of file."""
 CHUNK_BYTES = 64 << 10
 SLOWEST_UPLOAD_BYTES_PER_S = 1 << 20
 MAX_NAME_CHARS = 255

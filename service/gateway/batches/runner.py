@@ -1,4 +1,4 @@
-"""Runs batches. Each gateway looks for open ones and holds a lease on those that it works on.
+"""Runs batches. Each gateway looks for open ones and holds a lease on each batch it runs.
 
 State is in the queue: an answered line is never asked again, and another gateway finds a dead gateway's request by its
 Idempotency-Key. In memory are only a few batches: the offsets of their lines, a byte per finished line, and the lines
