@@ -1,4 +1,4 @@
-# The doors: HTTP and queue. No CUDA in it, no GPU needed.
+# A gateway: HTTP and queue producers. No CUDA, no GPU.
 #   docker build -f deploy/docker/gateway.Dockerfile -t quire-gateway .
 FROM python:3.12-slim-bookworm AS build
 WORKDIR /src
@@ -19,7 +19,7 @@ ENV PATH=/opt/quire/bin:$PATH \
     QUIRE_HOST=0.0.0.0
 USER 10001
 EXPOSE 8000
-# Alive is all that a container's health should mean: an orchestrator asks /readyz before it sends requests.
+# A container's health is liveness only: an orchestrator asks /readyz before it routes requests.
 HEALTHCHECK --interval=5s --timeout=3s --start-period=20s CMD \
     ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/livez', timeout=2)"]
 ENTRYPOINT ["quire", "gateway"]

@@ -23,6 +23,6 @@ ENV PATH=/opt/quire/bin:$PATH \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 10001
 VOLUME /var/cache/quire
-# It listens nowhere: its health is its card on Redis, which the gateway's /readyz reads.
+# No listening port: its health is its worker card on Redis, which the gateway's /readyz reads.
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["quire", "worker"]
