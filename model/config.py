@@ -8,6 +8,8 @@ from typing import Any
 
 from model.config_fields import MAX_TOKEN_ID, Fields
 from model.dtypes import NUMPY_DTYPES
+from model.gguf_config import gguf_config
+from model.gguf_file import find_gguf, read_gguf
 from model.json_files import read_json_object
 from model.ops.interface import NO_WINDOW
 
@@ -32,9 +34,9 @@ class RopeConfig:
     kind: str  # "default" | "linear" | "dynamic" | "llama3" | "yarn"
     theta: float
     factor: float = 1.0
-    original_max_position: int = 0  # dynamic, llama3, yarn
-    low_freq_factor: float = 0.0  # llama3
-    high_freq_factor: float = 0.0  # llama3
+    original_max_position: int | None = None  # dynamic, llama3, yarn
+    low_freq_factor: float | None = None  # llama3
+    high_freq_factor: float | None = None  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     attention_factor: float | None = None  # yarn
@@ -83,7 +85,11 @@ class ModelConfig:
         Raises ModelError, one line that names the file and the field.
         """
         path = Path(directory) / "config.json"
-        config = ModelConfig.from_dict(read_json_object(path, CONFIG_BYTES), str(path))
+        gguf = None if path.exists() else find_gguf(Path(directory))
+        if gguf is None:
+            config = ModelConfig.from_dict(read_json_object(path, CONFIG_BYTES), str(path))
+        else:
+            config = ModelConfig.from_dict(gguf_config(read_gguf(gguf)), str(gguf))
         generation = Path(directory) / "generation_config.json"
         if not generation.exists():
             return config

@@ -12,8 +12,10 @@ import numpy as np
 from model.config import ModelConfig
 from model.dtypes import all_finite
 from model.errors import ModelError
+from model.gguf_file import find_gguf
 from model.json_files import read_json_object
 from model.ops.weight import WeightFormat
+from model.weights.formats.gguf import read_gguf_weights
 from model.weights.formats.quantisation import Quantisation
 from model.weights.formats.registry import read_quantisation
 from model.weights.formats.stored_matrix import FLOATS, ModuleTensors, StoredMatrix
@@ -66,8 +68,10 @@ class Checkpoint:
             tensors = read_safetensors(directory / SINGLE_FILE)
         elif (directory / INDEX_FILE).exists():
             tensors = _read_shards(directory)
+        elif (path := find_gguf(directory)) is not None:
+            return _open_gguf(directory, path, config)
         else:
-            raise ModelError(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
+            raise ModelError(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} nor a .gguf file is there")
         tensors = {name: tensor for name, tensor in tensors.items() if not IGNORED.search(name)}
         if config.tied_embeddings:
             tensors.pop(LM_HEAD, None)
@@ -115,10 +119,26 @@ class Checkpoint:
     def nonfinite(self, name: str, dtype: np.dtype) -> ModelError:
         """The error for a tensor that holds NaN or infinity once it is read in `dtype`."""
         if name in self._matrices:
-            return ModelError(f"{self._matrices[name].name}: dequantised values are too large for {dtype.name}")
+            return ModelError(
+                f"{self._matrices[name].name}: dequantises to NaN, infinity or more than {dtype.name} holds"
+            )
         tensor = self._tensors[name]
         problem = f"values too large for {dtype.name}" if all_finite(tensor.values()) else "NaN or infinity"
         return tensor.error(f"holds {problem}")
+
+
+def _open_gguf(directory: Path, path: Path, config: ModelConfig) -> Checkpoint:
+    weights, shapes = read_gguf_weights(path, config), expected_shapes(config)
+    vectors, matrices = weights.vectors, weights.matrices
+    if config.tied_embeddings:
+        matrices.pop(LM_HEAD, None)
+    for name, matrix in matrices.items():
+        if matrix.shape != shapes.get(name):
+            raise ModelError(
+                f"{path}: {name}: shape is {list(matrix.shape)}, but the config makes it {shapes.get(name)}"
+            )
+    _check_names(directory, {name: shape for name, shape in shapes.items() if name not in matrices}, vectors)
+    return Checkpoint(vectors, matrices, weights.label)
 
 
 def _read_matrices(

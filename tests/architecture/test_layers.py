@@ -47,7 +47,8 @@ NO_API = ("aiohttp", "msgspec", f"{GATEWAY}.openai")
 TEXT = ("text",)
 ARRAYS = ("weights", "families", "ops", "cuda_graphs", "rope", "kv_cache", "batch", "sampler", "step_inputs")
 COMMON = (
-    "config", "config_fields", "presets", "sampling_params", "dtypes", "json_files", "errors",
+    "config", "config_fields", "gguf_config", "gguf_file",
+    "presets", "sampling_params", "dtypes", "json_files", "errors",
     "ops.host_blocks", "ops.interface", "ops.packing", "ops.weight",
 )  # fmt: skip
 TRAINING = "demo"

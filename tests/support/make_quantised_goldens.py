@@ -434,7 +434,111 @@ def rounded(x: torch.Tensor, kind: str) -> torch.Tensor:
     return (x / scale).round().clamp(-128, 127) * scale
 
 
+# GGUF
+
+
+GGUF_SHAPE = {**SMALL, **ONE_LAYER, **heads(4, 1, 64), "hidden_size": 256, "intermediate_size": 256}
+GGUF_CASES = {
+    "gguf_q8_0": {**SMALL},
+    "gguf_k_quants": GGUF_SHAPE,
+}
+K_QUANTS = {"q_proj": "Q4_K", "k_proj": "Q5_K", "v_proj": "Q6_K"}
+"""Types by module; others are Q4_K."""
+
+
+def random_k_blocks(kind: str, shape: tuple[int, int], rng: np.random.Generator) -> np.ndarray:
+    """Rows of blocks of random bytes, with scales that make weights of the usual size and a mean near 0."""
+    num_outputs, num_inputs = shape
+    size = {"Q4_K": 144, "Q5_K": 176, "Q6_K": 210}[kind]
+    blocks = rng.integers(0, 256, (num_outputs * num_inputs // 256, size), np.uint8)
+    scale = num_inputs**-0.5 / {"Q4_K": 170, "Q5_K": 340, "Q6_K": 740}[kind]
+    if kind == "Q6_K":
+        blocks[:, 192:208] = rng.integers(20, 60, (len(blocks), 16))
+        blocks[:, 208:] = np.full((len(blocks), 1), scale, np.float16).view(np.uint8)
+    else:
+        blocks[:, :2] = np.full((len(blocks), 1), scale, np.float16).view(np.uint8)
+        blocks[:, 2:4] = np.full((len(blocks), 1), scale * {"Q4_K": 7.5, "Q5_K": 15.5}[kind], np.float16).view(np.uint8)
+        fields = rng.integers(0, 64, (len(blocks), 8), np.uint8)  # the minima are the scales, so that codes centre
+        low, high = fields[:, :4], fields[:, 4:]
+        blocks[:, 4:8] = blocks[:, 8:12] = low | (high >> 4) << 6
+        blocks[:, 12:16] = (high & 15) | (high & 15) << 4
+    return blocks.reshape(num_outputs, -1)
+
+
+def make_gguf(name: str, raw: dict[str, Any]) -> None:
+    """Write one .gguf without a config.json, by the gguf package; it quantises Q8_0 and only reads K-quants."""
+    import gguf
+
+    folder = GOLDENS / name
+    folder.mkdir(parents=True, exist_ok=True)
+    case = Case(raw, {}, lambda weight, module: ({}, weight))
+    for seed in range(300):
+        (folder / "config.json").write_text(json.dumps(raw))
+        weights = {key: value.numpy() for key, value in random_weights(folder, torch.float32, seed).items()}
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+        (folder / "config.json").unlink()
+        rng = np.random.default_rng(seed)
+        stored, dequantised = {}, {}
+        for key, value in weights.items():
+            module = key.split(".")[-2]
+            kind = gguf.GGMLQuantizationType.F32
+            if module.endswith("_proj") and name == "gguf_k_quants":
+                kind = gguf.GGMLQuantizationType[K_QUANTS.get(module, "Q4_K")]
+                data = random_k_blocks(kind.name, value.shape, rng)
+            elif value.ndim == 2:
+                kind = gguf.GGMLQuantizationType.Q8_0
+                data = gguf.quants.quantize(interleaved(value, module, raw), kind)
+            else:
+                data = value
+            stored[key] = (data, kind)
+            widened = data if value.ndim == 1 else gguf.quants.dequantize(data, kind)
+            dequantised[key] = torch.from_numpy(np.ascontiguousarray(in_halves(widened, module, raw)))
+        model.load_state_dict(dequantised)
+        if write_golden(folder, model, case, seed):
+            break
+    else:
+        raise SystemExit(f"{name}: no seed gives a clear greedy continuation")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, raw["num_hidden_layers"])
+    writer = gguf.GGUFWriter(folder / "model.gguf", "llama")
+    writer.add_context_length(raw["max_position_embeddings"])
+    writer.add_embedding_length(raw["hidden_size"])
+    writer.add_block_count(raw["num_hidden_layers"])
+    writer.add_feed_forward_length(raw["intermediate_size"])
+    writer.add_head_count(raw["num_attention_heads"])
+    writer.add_head_count_kv(raw["num_key_value_heads"])
+    writer.add_key_length(raw["head_dim"])
+    writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
+    writer.add_rope_freq_base(raw["rope_theta"])
+    writer.add_token_list([f"token {index}" for index in range(1100)])  # longer than a reader keeps
+    writer.add_eos_token_id(raw["eos_token_id"])
+    writer.add_bos_token_id(raw["bos_token_id"])
+    for key, (data, kind) in stored.items():
+        writer.add_tensor(names.get_name(key, try_suffixes=(".weight",)), data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    print(f"{name}: seed {seed}, {sum(path.stat().st_size for path in folder.iterdir())} bytes")
+
+
+def interleaved(value: np.ndarray, module: str, raw: dict[str, Any]) -> np.ndarray:
+    """The order of rows that llama.cpp's converter makes."""
+    if module not in ("q_proj", "k_proj"):
+        return value
+    halves = value.reshape(-1, 2, raw["head_dim"] // 2, value.shape[1])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(value.shape))
+
+
+def in_halves(value: np.ndarray, module: str, raw: dict[str, Any]) -> np.ndarray:
+    if module not in ("q_proj", "k_proj"):
+        return value
+    return value.reshape(-1, raw["head_dim"] // 2, 2, value.shape[1]).swapaxes(1, 2).reshape(value.shape)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for case_name in sys.argv[1:] or CASES:
-        make_case(case_name, CASES[case_name])
+    for case_name in sys.argv[1:] or [*CASES, *GGUF_CASES]:
+        if case_name in GGUF_CASES:
+            make_gguf(case_name, GGUF_CASES[case_name])
+        else:
+            make_case(case_name, CASES[case_name])

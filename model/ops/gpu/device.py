@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import cupy
 import ml_dtypes
@@ -68,7 +67,7 @@ class CudaDevice:
         self._arena = Arena(self._allocate, ARENA_CHUNK_BYTES)
         self._launch_overlapped = OverlappedLaunch(self.stream) if int(device.compute_capability) >= 90 else None
         self._is_capturing = False
-        self._most_clusters: dict[tuple[Any, ...], int] = {}
+        self._most_clusters: dict[tuple, int] = {}
         self._transfers = Transfers(self.stream, self.launch)
 
     def upload(self, host: np.ndarray) -> Array:
@@ -108,8 +107,7 @@ class CudaDevice:
         return lambda: graph.launch(self.stream)
 
     def download(self, array: Array) -> np.ndarray:
-        host: np.ndarray = array.get(stream=self.stream)
-        return host
+        return array.get(stream=self.stream)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         with self.stream:
@@ -141,13 +139,13 @@ class CudaDevice:
 
     def elapsed_s(self, begin: cupy.cuda.Event, end: cupy.cuda.Event) -> float:
         end.synchronize()
-        return float(cupy.cuda.get_elapsed_time(begin, end)) / 1e3
+        return cupy.cuda.get_elapsed_time(begin, end) / 1e3
 
     def launch(
         self,
         name: str,
         grid: tuple[int, ...],
-        args: tuple[Any, ...],
+        args: tuple,
         *,
         threads: int = THREADS,
         shared_bytes: int = 0,

@@ -1,6 +1,7 @@
-"""Each format against transformers on the dequantised weights (see make_quantised_goldens.py, which names the packers).
+"""Each format against transformers on the dequantised weights (make_quantised_goldens.py names the packers).
 
-`quant_method: fp8` and ModelOpt's files are written by their specification, all others by their own tools.
+`quant_method: fp8`, ModelOpt's files and the blocks of GGUF's K-quants are written by their specification, all others
+by their own tools.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ FORMS = {
     "awq": WeightFormat.INT4,
     "nf4": WeightFormat.DENSE,
     "nf4_nested": WeightFormat.DENSE,
+    "gguf_q8_0": WeightFormat.DENSE,
+    "gguf_k_quants": WeightFormat.DENSE,
 }
 """The form of the last layer's `down`."""
 

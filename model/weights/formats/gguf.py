@@ -1,0 +1,205 @@
+"""GGUF: tensors in llama.cpp's block formats, dequantised while they are read."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from model.config import ModelConfig
+from model.dtypes import NUMPY_DTYPES
+from model.errors import ModelError
+from model.gguf_file import GgufHeader, GgufTensor, read_gguf
+from model.weights.formats.stored_matrix import FLOAT32, UINT8, StoredMatrix, dense_matrix
+from model.weights.safetensors_file import StoredFile, StoredTensor
+
+FILE_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+IGNORED = "rope_freqs.weight"
+INTERLEAVED = ("llama",)
+"""Architectures whose rows of q and k are in pairs for interleaved rotation."""
+
+_LAYER = re.compile(r"blk\.([0-9]{1,4})\.([a-z_]+)\.(weight|bias)")
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """`size` elements in `num_bytes`; `widen` makes uint8[n, num_bytes] into float32[n, size]."""
+
+    name: str
+    size: int
+    num_bytes: int
+    widen: Callable[[np.ndarray], np.ndarray]
+
+
+def _halves(blocks: np.ndarray, begin: int) -> np.ndarray:
+    """The fp16 number at byte `begin` of each block, float32[n, 1]."""
+    return np.ascontiguousarray(blocks[:, begin : begin + 2]).view("<f2").astype(FLOAT32)
+
+
+def _q8_0(blocks: np.ndarray) -> np.ndarray:
+    values = blocks[:, 2:].view(np.int8).astype(FLOAT32)
+    values *= _halves(blocks, 0)
+    return values
+
+
+def _q4_0(blocks: np.ndarray) -> np.ndarray:
+    codes = np.concatenate([blocks[:, 2:] & 15, blocks[:, 2:] >> 4], axis=1).astype(FLOAT32)
+    codes -= np.float32(8)
+    codes *= _halves(blocks, 0)
+    return codes
+
+
+def _six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """uint8[n, 12] -> eight scales and eight minima, float32[n, 8] each."""
+    low, middle, high = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = np.concatenate([low & 63, (high & 15) | (low >> 6) << 4], axis=1)
+    minima = np.concatenate([middle & 63, (high >> 4) | (middle >> 6) << 4], axis=1)
+    return scales.astype(FLOAT32), minima.astype(FLOAT32)
+
+
+def _k_blocks(blocks: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    """codes uint8[n, 8, 32] with the scales and minima of Q4_K and Q5_K."""
+    scales, minima = _six_bits(blocks[:, 4:16])
+    values = codes.astype(FLOAT32) * (scales * _halves(blocks, 0))[:, :, None]
+    values -= (minima * _halves(blocks, 2))[:, :, None]
+    return values.reshape(len(blocks), 256)
+
+
+def _nibbles(packed: np.ndarray) -> np.ndarray:
+    """uint8[n, 128] -> uint8[n, 8, 32]: 32 bytes hold 32 low, then 32 high halves."""
+    parts = packed.reshape(len(packed), 4, 1, 32)
+    return np.concatenate([parts & 15, parts >> 4], axis=2).reshape(len(packed), 8, 32)
+
+
+def _q4_k(blocks: np.ndarray) -> np.ndarray:
+    return _k_blocks(blocks, _nibbles(blocks[:, 16:]))
+
+
+def _q5_k(blocks: np.ndarray) -> np.ndarray:
+    fifth = (blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]) & 1
+    return _k_blocks(blocks, _nibbles(blocks[:, 48:]) | fifth << 4)
+
+
+def _q6_k(blocks: np.ndarray) -> np.ndarray:
+    low, high = blocks[:, :128].reshape(-1, 2, 1, 64), blocks[:, 128:192].reshape(-1, 2, 1, 32)
+    low = np.concatenate([low & 15, low >> 4], axis=2).reshape(-1, 2, 4, 32)
+    high = (high >> np.array([0, 2, 4, 6], np.uint8)[:, None]) & 3
+    codes = (low | high << 4).reshape(-1, 16, 16).astype(FLOAT32) - np.float32(32)
+    scales = blocks[:, 192:208].view(np.int8).astype(FLOAT32) * _halves(blocks, 208)
+    values: np.ndarray = codes * scales[:, :, None]
+    return values.reshape(len(blocks), 256)
+
+
+BLOCK_FORMATS = {
+    2: BlockFormat("Q4_0", 32, 18, _q4_0),
+    8: BlockFormat("Q8_0", 32, 34, _q8_0),
+    12: BlockFormat("Q4_K", 256, 144, _q4_k),
+    13: BlockFormat("Q5_K", 256, 176, _q5_k),
+    14: BlockFormat("Q6_K", 256, 210, _q6_k),
+}
+PLAIN_TYPES = {0: NUMPY_DTYPES["float32"], 1: NUMPY_DTYPES["float16"], 30: NUMPY_DTYPES["bfloat16"]}
+
+
+@dataclass(frozen=True)
+class GgufWeights:
+    """Tensors by the names of safetensors files: vectors as they are, matrices dequantised."""
+
+    vectors: dict[str, StoredTensor]
+    matrices: dict[str, StoredMatrix]
+    label: str
+
+
+def read_gguf_weights(path: Path, config: ModelConfig) -> GgufWeights:
+    """Read the file's header. Raises ModelError, one line with the tensor at fault."""
+    header, file = read_gguf(path), _opened(path)
+    vectors: dict[str, StoredTensor] = {}
+    matrices: dict[str, StoredMatrix] = {}
+    names: set[str] = set()
+    for tensor in header.tensors.values():
+        if tensor.name == IGNORED:
+            continue
+        name, stored = _model_name(header, tensor), _stored(header, file, tensor)
+        if len(tensor.shape) == 1:
+            if config.family in INTERLEAVED and name.endswith(("q_proj.bias", "k_proj.bias")):
+                raise stored.error("biases of interleaved rows are not supported")
+            vectors[name] = stored
+            continue
+        if tensor.kind in BLOCK_FORMATS:
+            names.add(BLOCK_FORMATS[tensor.kind].name)
+        matrices[name] = _matrix(name, tensor, stored, config)
+    return GgufWeights(vectors, matrices, "GGUF " + (", ".join(sorted(names)) or "16 bits"))
+
+
+def _opened(path: Path) -> StoredFile:
+    try:
+        return StoredFile(path)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _model_name(header: GgufHeader, tensor: GgufTensor) -> str:
+    stem, _, kind = tensor.name.rpartition(".")
+    if stem in FILE_NAMES and kind == "weight":
+        return f"{FILE_NAMES[stem]}.weight"
+    found = _LAYER.fullmatch(tensor.name)
+    if found is None or found[2] not in LAYER_NAMES:
+        raise ModelError(f"{header.path}: tensor {tensor.name[:200]!r}: no part of this model")
+    return f"model.layers.{int(found[1])}.{LAYER_NAMES[found[2]]}.{found[3]}"
+
+
+def _stored(header: GgufHeader, file: StoredFile, tensor: GgufTensor) -> StoredTensor:
+    """The tensor as stored: plain numbers, or rows of bytes. It lies within the file."""
+    where = f"{header.path}: tensor {tensor.name[:200]!r}"
+    if tensor.kind in PLAIN_TYPES:
+        dtype, shape = PLAIN_TYPES[tensor.kind], tensor.shape
+    elif (block := BLOCK_FORMATS.get(tensor.kind)) is not None:
+        if len(tensor.shape) < 2 or tensor.shape[-1] % block.size:
+            raise ModelError(f"{where}: shape {list(tensor.shape)} is not rows of blocks of {block.size}")
+        dtype, shape = UINT8[0], (*tensor.shape[:-1], tensor.shape[-1] // block.size * block.num_bytes)
+    else:
+        known = ", ".join(["F32", "F16", "BF16", *(each.name for each in BLOCK_FORMATS.values())])
+        raise ModelError(f"{where}: type {tensor.kind} is not supported ({known})")
+    if len(shape) > 2 or tensor.offset + math.prod(shape) * dtype.itemsize > header.num_bytes:
+        raise ModelError(f"{where}: ends beyond the file, or has more than 2 dimensions")
+    return StoredTensor(tensor.name, file, dtype, shape, tensor.offset)
+
+
+def _matrix(name: str, tensor: GgufTensor, stored: StoredTensor, config: ModelConfig) -> StoredMatrix:
+    block = BLOCK_FORMATS.get(tensor.kind)
+    num_rows, num_columns = tensor.shape
+
+    def in_order(first: int, last: int) -> np.ndarray:
+        rows = stored.rows(first, last)
+        if block is None:
+            return rows.astype(FLOAT32)
+        with np.errstate(invalid="ignore", over="ignore"):
+            return block.widen(rows.reshape(-1, block.num_bytes)).reshape(last - first, num_columns)
+
+    head = config.head_dim
+    if config.family not in INTERLEAVED or not name.endswith(("q_proj.weight", "k_proj.weight")) or num_rows % head:
+        return dense_matrix(name.removesuffix(".weight"), (num_rows, num_columns), in_order)
+
+    def in_halves(first: int, last: int) -> np.ndarray:
+        """Row p * D / 2 + i of a head is row 2 i + p in the file."""
+        begin, end = first // head * head, -(-last // head) * head
+        pairs = in_order(begin, end).reshape(-1, head // 2, 2, num_columns)
+        return pairs.swapaxes(1, 2).reshape(end - begin, num_columns)[first - begin : last - begin]
+
+    return dense_matrix(name.removesuffix(".weight"), (num_rows, num_columns), in_halves)
