@@ -9,10 +9,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from service.config.settings import Settings
 from service.errors import EndReason, RequestError
 from service.gateway.core.accepted_request import AcceptedRequest
 from service.gateway.core.back_pressure import BackPressure, NoRoom
-from service.gateway.core.queue_writes import BackgroundWrites
+from service.gateway.core.queue_writes import BackgroundWrites, storage_limits
 from service.gateway.core.refusals import failure, storage_refusal, unavailable
 from service.gateway.core.response_stream import JobStream, ResponseAssembler, ResponseStream
 from service.gateway.core.served_model import ServedModel
@@ -22,7 +23,7 @@ from service.observability.metrics import GatewayMetrics
 from service.observability.tracing import NO_TRACING, Tracing
 from service.queue.interface import GatewayQueue, QueueFull, QueueUnavailable
 from service.queue.messages import Cancel
-from service.queue.records import UNLIMITED, StorageFull, StorageLimits
+from service.queue.records import StorageFull
 
 log = logging.getLogger("quire.gateway")
 
@@ -46,19 +47,17 @@ class RequestDispatcher:
         queue: GatewayQueue,
         pressure: BackPressure,
         metrics: GatewayMetrics,
-        grace_s: float,
+        settings: Settings,
         tracing: Tracing = NO_TRACING,
-        limits: StorageLimits = UNLIMITED,
     ) -> None:
-        """`grace_s`: how long a resumable request goes on without a client."""
         self._model = model
         self._queue = queue
         self._pressure = pressure
         self._metrics = metrics
         self._tracing = tracing
         self._open: set[_Scope] = set()
-        self._grace_s = grace_s
-        self._limits = limits
+        self._grace_s = settings.resume_grace  # how long a resumable request goes on without a client
+        self._limits = storage_limits(settings)
         self._keepers: set[asyncio.Task[None]] = set()
         self.background = BackgroundWrites()
 

@@ -56,9 +56,7 @@ class InferenceService:
         self.pressure = BackPressure(settings, asyncio.get_running_loop().time)
         self.admission = Admission(model, queue, self.fleet, self.pressure, settings, feed, self.threads, self.grammars)
         self.storage = storage_limits(settings)
-        self.dispatcher = RequestDispatcher(
-            model, queue, self.pressure, self.metrics, settings.resume_grace, tracing, self.storage
-        )
+        self.dispatcher = RequestDispatcher(model, queue, self.pressure, self.metrics, settings, tracing)
         self.request_store = RequestStore(
             queue, self.admission, self.dispatcher, self.threads, self.storage, read_outline
         )

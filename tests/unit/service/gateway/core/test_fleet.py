@@ -1,4 +1,4 @@
-"""Who asks roughly does not wait for the queue, and who asks for now does."""
+"""A rough view does not wait for the queue; a current one does."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SlowQueue(MemoryGatewayQueue):
 
 
 async def seen(queue: SlowQueue) -> None:
-    """Until everybody who waits for the answer has it."""
+    """Wait until every caller has the view."""
     queue.may_answer.set()
     for _ in range(20):
         await asyncio.sleep(0)
@@ -71,7 +71,7 @@ async def test_a_rough_view_gets_no_older_than_that():
         late.result()
 
 
-async def test_who_waits_for_the_same_view_hears_of_the_same_failure():
+async def test_callers_that_wait_for_the_same_view_get_the_same_failure():
     """And not one after the other, each after the timeouts of those before."""
     queue = SlowQueue()
     queue.is_away = True

@@ -18,7 +18,7 @@ MEBIBYTE = 1 << 20
 
 @pytest.fixture(scope="module")
 def model() -> ServedModel:
-    """As if its context were so long that no number of bytes is too many."""
+    """The demo model with a context too long for its byte bound."""
     return replace(ServedModel.read(Settings(model=DEMO)), max_model_len=100_000)
 
 

@@ -1,4 +1,4 @@
-"""Stop strings and hold-back: whatever the tokens are, the same text comes out, and never too early."""
+"""Stop strings and hold-back: any split into tokens gives the same text, never too early."""
 
 import pytest
 from hypothesis import given
@@ -14,8 +14,8 @@ def stream(stop=(), include_stop=False, min_tokens=0):
     return TextStream(ByteDetokenizer(PIECES, 0), stop, include_stop, min_tokens)
 
 
-def told(ids, stop=(), include_stop=False):
-    """Text and number of tokens that a stream tells, pushed one by one."""
+def decoded(ids, stop=(), include_stop=False):
+    """Return the text and number of tokens of a stream pushed token by token."""
     text_stream, text, count = stream(stop, include_stop), "", 0
     for token in ids:
         part = text_stream.push([token])
@@ -36,9 +36,9 @@ def cut(text, stop, include_stop):
 
 
 def test_across_tokens():
-    assert told(b"hello STOP more", ["STOP"]) == ("hello ", 10, True)
-    assert told(b"hello STOP more", ["STOP"], include_stop=True) == ("hello STOP", 10, True)
-    assert told(b"hello STO", ["STOP"]) == ("hello STO", 9, False)
+    assert decoded(b"hello STOP more", ["STOP"]) == ("hello ", 10, True)
+    assert decoded(b"hello STOP more", ["STOP"], include_stop=True) == ("hello STOP", 10, True)
+    assert decoded(b"hello STO", ["STOP"]) == ("hello STO", 9, False)
 
 
 def test_holds_back_only_what_may_become_a_stop_string():
@@ -65,8 +65,8 @@ def test_what_completed_a_stop_string_too_early_is_not_held_back():
     assert [text_stream.push([token]).text for token in b"abc"] == ["", "ab", "c"]
 
 
-def test_token_that_completes_the_stop_string_is_counted_and_its_rest_is_not_told():
-    assert told([*b"xy", 258], ["ab"]) == ("xy", 3, True)  # "abc" in one token
+def test_token_that_completes_the_stop_string_is_counted_and_its_rest_is_dropped():
+    assert decoded([*b"xy", 258], ["ab"]) == ("xy", 3, True)  # "abc" in one token
     text_stream = stream(["b"])
     part = text_stream.push([97, 98, 99, 100])
     assert (part.text, part.num_tokens, part.stopped) == ("a", 2, True)
@@ -80,17 +80,17 @@ def test_character_split_over_tokens():
 
 
 def test_stop_string_of_split_characters():
-    assert told("a€b".encode(), ["€"]) == ("a", 4, True)
+    assert decoded("a€b".encode(), ["€"]) == ("a", 4, True)
 
 
 def test_stop_string_that_only_the_flush_completes():
-    assert told([97, 0xE2], ["\ufffd"]) == ("a", 2, True)
+    assert decoded([97, 0xE2], ["\ufffd"]) == ("a", 2, True)
 
 
 def test_overlapping_stop_strings_take_the_one_complete_first_and_the_longest_of_those():
-    assert told(b"xabcd", ["bcd", "abc"]) == ("x", 4, True)
-    assert told(b"xabcd", ["bc", "abc"]) == ("x", 4, True)
-    assert told(b"aabaac", ["aac"]) == ("aab", 6, True)
+    assert decoded(b"xabcd", ["bcd", "abc"]) == ("x", 4, True)
+    assert decoded(b"xabcd", ["bc", "abc"]) == ("x", 4, True)
+    assert decoded(b"aabaac", ["aac"]) == ("aab", 6, True)
 
 
 @given(
@@ -99,10 +99,10 @@ def test_overlapping_stop_strings_take_the_one_complete_first_and_the_longest_of
     st.booleans(),
     st.lists(st.integers(0, 4), max_size=40),
 )
-def test_any_grouping_of_tokens_tells_the_specification(ids, stop, include_stop, sizes):
+def test_any_grouping_of_tokens_gives_the_specification(ids, stop, include_stop, sizes):
     whole = b"".join(PIECES[i] for i in ids).decode("utf-8", "replace")
     expected = cut(whole, stop, include_stop)
-    text, _, stopped = told(ids, stop, include_stop)
+    text, _, stopped = decoded(ids, stop, include_stop)
     assert (text, stopped) == expected
 
     grouped, text, left, stopped = stream(stop, include_stop), "", list(ids), False

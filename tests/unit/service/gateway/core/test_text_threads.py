@@ -1,4 +1,4 @@
-"""Threads for text: turns between tenants, places given up, and an end that waits for nobody."""
+"""Text threads: turns between tenants, cancelled calls, and an end without waiting."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ NESTED = {
 
 
 def with_nulls(value, name=""):
-    """`value` with a null in each object but those that are the client's own."""
+    """Add a null to each object except the client's own."""
     if isinstance(value, list):
         return [with_nulls(item, name) for item in value]
     if not isinstance(value, dict) or name in ("parameters", "schema"):
@@ -248,7 +248,7 @@ def with_nulls(value, name=""):
 
 
 @pytest.mark.parametrize("endpoint", NESTED)
-def test_a_null_counts_as_absent_wherever_it_stands(endpoint):
+def test_a_null_counts_as_absent_at_any_depth(endpoint):
     assert read_request(endpoint, with_nulls(NESTED[endpoint])) == read_request(endpoint, NESTED[endpoint])
     assert refused(CHAT, {"model": "m", "messages": [{"role": "user", "content": [{"text": None}]}]}).param.endswith(
         "type"

@@ -1,4 +1,4 @@
-"""What a body comes to: every field that works, what holds where it is silent, and fields that contradict others."""
+"""Bodies as requests: fields that work, defaults, and fields that contradict others."""
 
 import math
 

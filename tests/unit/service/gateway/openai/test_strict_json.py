@@ -1,4 +1,4 @@
-"""What is one JSON object, and what is refused."""
+"""JSON objects that are accepted, and input that is refused."""
 
 import pytest
 

@@ -37,7 +37,7 @@ def text_of(choice):
     return choice["delta"].get("content", "") if "delta" in choice else choice["text"]
 
 
-def told(events):
+def texts_of(events):
     """Text and finish reason by index, from a stream that ended well."""
     assert events[-1] == "[DONE]"
     found = {}
@@ -60,7 +60,7 @@ async def test_each_branch_is_a_choice(gateway, path, body):
     assert answer["usage"]["completion_tokens"] == lengths(gateway, *TEXTS)
     assert answer["usage"]["prompt_tokens"] == len(gateway.worker.jobs[0].prompt) // 4
     events = await gateway.events(path, {**body, "n": 3})
-    assert told(events) == {index: (text, "stop") for index, text in enumerate(TEXTS)}
+    assert texts_of(events) == {index: (text, "stop") for index, text in enumerate(TEXTS)}
     indexes = [json.loads(event)["choices"][0]["index"] for event in events[:-1]]
     assert indexes[:3] != [0, 0, 0], "choices are told side by side"
     assert [job.sampling.n for job in gateway.worker.jobs] == [3, 3]
@@ -105,7 +105,7 @@ async def test_a_stop_string_ends_its_branch_alone(gateway, stream):
     gateway.worker.script = saying(gateway, "one END of it", "two goes on to its end", step_s=0.002)
     body = {**PROMPT, "n": 2, "stop": "END"}
     if stream:
-        choices = told(await gateway.events(COMPLETIONS, body))
+        choices = texts_of(await gateway.events(COMPLETIONS, body))
     else:
         _, answer = await gateway.post(COMPLETIONS, body)
         choices = {c["index"]: (c["text"], c["finish_reason"]) for c in answer["choices"]}
@@ -133,8 +133,8 @@ async def test_the_best_of_more(gateway):
     _, answer = await gateway.post(COMPLETIONS, body)
     assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == [(0, TEXTS[2]), (1, TEXTS[0])]
     assert answer["usage"]["completion_tokens"] == lengths(gateway, *TEXTS), "all that was sampled has its price"
-    # Which ones they are is known at the end, so a stream tells them then.
-    assert told(await gateway.events(COMPLETIONS, body)) == {0: (TEXTS[2], "stop"), 1: (TEXTS[0], "stop")}
+    # The best are known only at the end of a stream.
+    assert texts_of(await gateway.events(COMPLETIONS, body)) == {0: (TEXTS[2], "stop"), 1: (TEXTS[0], "stop")}
     assert gateway.worker.jobs[0].sampling.best_of == 3
 
 
@@ -145,13 +145,13 @@ async def test_a_stop_string_among_the_best(gateway):
     assert gateway.worker.cancels[0].branch == 0
 
 
-async def test_the_best_are_told_from_what_comes_before_a_stop_string(gateway):
-    # Its worker has ranked what lies behind END too, and how far it came there is chance.
+async def test_the_best_are_ranked_without_the_text_after_a_stop_string(gateway):
+    # Its worker ranked the tokens after END too, whose number is random.
     gateway.worker.script = saying(gateway, "one END of it", "two", "three", scores=(-0.5, -0.6, -0.4), choices=(1, 0))
     body = {**PROMPT, "n": 2, "best_of": 3, "stop": "END"}
     _, answer = await gateway.post(COMPLETIONS, body)
     assert [choice["text"] for choice in answer["choices"]] == ["three", "one "]
-    assert told(await gateway.events(COMPLETIONS, body)) == {0: ("three", "stop"), 1: ("one ", "stop")}
+    assert texts_of(await gateway.events(COMPLETIONS, body)) == {0: ("three", "stop"), 1: ("one ", "stop")}
 
 
 async def test_beams(gateway):
@@ -162,19 +162,19 @@ async def test_beams(gateway):
     sampling = gateway.worker.jobs[0].sampling
     assert (sampling.n, sampling.best_of, sampling.beam) == (2, 1, BeamSearch(width=3, length_penalty=0.5))
     assert (sampling.temperature, sampling.top_k) == (0.0, None), "the makers' advice on sampling is not for beams"
-    assert told(await gateway.events(CHAT, {**MESSAGES, **{k: v for k, v in body.items() if k != "prompt"}})) == {
+    assert texts_of(await gateway.events(CHAT, {**MESSAGES, **{k: v for k, v in body.items() if k != "prompt"}})) == {
         0: (TEXTS[1], "stop"), 1: (TEXTS[2], "stop"),
     }  # fmt: skip
 
 
 async def test_fewer_beams_end_than_were_asked_for(gateway):
-    """As where a grammar allows no more than these."""
+    """A grammar may allow no more."""
     gateway.worker.script = saying(gateway, TEXTS[0], choices=(0,))
     beams = {"n": 2, "use_beam_search": True, "beam_width": 3}
     _, answer = await gateway.post(CHAT, {**MESSAGES, **beams})
     (choice,) = answer["choices"]
     assert (choice["index"], text_of(choice), choice["finish_reason"]) == (0, TEXTS[0], "stop")
-    assert told(await gateway.events(CHAT, {**MESSAGES, **beams})) == {0: (TEXTS[0], "stop")}
+    assert texts_of(await gateway.events(CHAT, {**MESSAGES, **beams})) == {0: (TEXTS[0], "stop")}
     (reply,) = await replies_of(gateway, "beams", **beams)
     assert (reply.index, reply.text, reply.finish_reason, reply.done) == (0, TEXTS[0], "stop", True)
 
@@ -203,7 +203,7 @@ async def test_choices_of_several_prompts_stand_prompt_by_prompt(gateway, prompt
     assert answer["usage"]["prompt_tokens"] == sum(sizes)
     assert answer["usage"]["completion_tokens"] == lengths(gateway, *wanted)
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
-    assert told(await gateway.events(COMPLETIONS, body)) == {i: (text, "stop") for i, text in enumerate(wanted)}
+    assert texts_of(await gateway.events(COMPLETIONS, body)) == {i: (text, "stop") for i, text in enumerate(wanted)}
     ids = [job.job_id for job in gateway.worker.jobs[:2]]
     assert ids == [ids[0], f"{ids[0]}.1"]
     assert answer["id"] == f"cmpl-{ids[0]}"
@@ -249,7 +249,7 @@ async def test_echo(gateway):
     _, answer = await gateway.post(COMPLETIONS, body)
     wanted = ["theHello world."] * 2 + ["andHello world."] * 2
     assert [choice["text"] for choice in answer["choices"]] == wanted
-    assert told(await gateway.events(COMPLETIONS, body)) == {i: (text, "stop") for i, text in enumerate(wanted)}
+    assert texts_of(await gateway.events(COMPLETIONS, body)) == {i: (text, "stop") for i, text in enumerate(wanted)}
     ids = gateway.model.tokenizer.encode("the and")
     _, answer = await gateway.post(COMPLETIONS, {**PROMPT, "prompt": ids, "echo": True})
     assert answer["choices"][0]["text"] == "the andHello world."

@@ -1,4 +1,4 @@
-"""What clients get over HTTP: whole answers and streams, in OpenAI's shapes, and how they end."""
+"""Completions and chats over HTTP: whole answers and streams in OpenAI's form, and their ends."""
 
 import json
 
@@ -123,7 +123,7 @@ async def test_stop_string(gateway):
     assert "".join(texts(events)) == "Hello world. END"
 
 
-async def test_held_text_is_told_at_the_end(gateway):
+async def test_held_text_is_sent_at_the_end(gateway):
     gateway.worker.script = lambda job: speech(gateway.model, "Hello EN")
     assert "".join(texts(await gateway.events(COMPLETIONS, {**PROMPT, "stop": "END"}))) == "Hello EN"
 
@@ -158,7 +158,7 @@ async def test_logprobs_of_completions(gateway):
 
 
 @pytest.mark.parametrize("spelt_out", [False, True])
-async def test_an_offset_is_where_the_token_stands_in_the_text(gateway, spelt_out):
+async def test_an_offset_is_the_tokens_position_in_the_text(gateway, spelt_out):
     end = gateway.model.eos_token_ids[0]
     gateway.worker.script = lambda job: Script(
         [[*gateway.model.tokenizer.encode("é🙂"), end, *gateway.model.tokenizer.encode("ab")]]
@@ -203,7 +203,7 @@ async def test_keep_alive_comments_while_waiting(model_folder, monkeypatch):
         assert text.endswith("data: [DONE]\n\n")
 
 
-async def test_echo_tells_how_likely_the_prompt_was(gateway):
+async def test_echo_has_the_prompts_log_probabilities(gateway):
     body = {**PROMPT, "prompt": "the and", "echo": True, "logprobs": 1, "n": 2}
     ids = gateway.model.tokenizer.encode("the and")
     status, answer = await gateway.post(COMPLETIONS, body)

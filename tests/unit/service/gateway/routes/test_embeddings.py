@@ -15,7 +15,7 @@ EMBEDDINGS = "/v1/embeddings"
 
 
 def vector_of(job) -> Script:
-    """As many tokens as the prompt had, and its first."""
+    """Return a vector of the prompt's length and first token."""
     ids = unpack_ids(job.prompt)
     return Script([[5]], EndReason.LENGTH, embedding=(float(len(ids)), float(ids[0]), 0.25))
 
@@ -75,7 +75,7 @@ async def test_it_is_refused_unless_it_is_enabled(gateway):
             await client.embeddings.create(model=MODEL, input="Hi")
 
 
-async def test_a_worker_that_tells_no_vector_is_a_fault(served):
+async def test_a_worker_without_a_vector_is_a_fault(served):
     gateway, _ = served
     gateway.worker.script = lambda job: Script([[5]], EndReason.LENGTH)
     status, _ = await gateway.post(EMBEDDINGS, {"model": MODEL, "input": "Hi"})

@@ -47,7 +47,7 @@ def with_form(schema, **more) -> dict:
 
 
 def flat(strict: bool, choice) -> dict:
-    """As the responses API writes a function."""
+    """Return a function in the form of the responses API."""
     return {"tools": [{"type": "function", "name": "f", "parameters": FREE, "strict": strict}], "tool_choice": choice}
 
 
@@ -129,7 +129,7 @@ async def test_a_job_holds_what_a_grammar_can(served):
 
 
 def large_schema(num_bytes: int) -> dict:
-    """As those of Kubernetes are: many definitions, most of them words."""
+    """Return a schema like those of Kubernetes: many definitions, mostly prose."""
     size = 900
     definitions = {
         f"d{i}": {

@@ -34,7 +34,7 @@ async def test_jobs_that_fail(gateway, end):
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT, MESSAGES), ("/v1/responses", {"model": MODEL, "input": "hi"})])
 async def test_what_fails_once_accepted_is_known_by_its_id(gateway, path, body):
-    """As a client tells its user, and as the logs tell of it."""
+    """Clients report this id, and logs have it."""
     gateway.worker.script = lambda job: Script([], EndReason.NUMERICAL_ERROR)
     async with openai.AsyncOpenAI(base_url=gateway.url + "/v1", api_key="-", max_retries=0) as client:
         with pytest.raises(openai.InternalServerError) as failed:

@@ -55,13 +55,13 @@ async def test_of_each_choice_of_a_chat(styled, how):
 
 
 async def test_of_each_choice_of_a_stream(styled):
-    said, told = {}, {}
+    texts, entries_by_index = {}, {}
     for event in await styled.events(CHAT, body(n=3, stream=True)):
         for choice in json.loads(event)["choices"] if event != "[DONE]" else ():
             index = choice["index"]
-            said[index] = said.get(index, "") + choice["delta"].get("content", "")
-            told.setdefault(index, []).extend((choice["logprobs"] or {"content": []})["content"])
-    assert {index: joined(entries) for index, entries in told.items()} == said
+            texts[index] = texts.get(index, "") + choice["delta"].get("content", "")
+            entries_by_index.setdefault(index, []).extend((choice["logprobs"] or {"content": []})["content"])
+    assert {index: joined(entries) for index, entries in entries_by_index.items()} == texts
 
 
 async def test_of_a_response(styled):

@@ -12,7 +12,7 @@ from service.gateway.core.accepted_request import seed_of
 from service.queue.interface import OutcomeUnknown, QueueUnavailable
 from tests.support.gateway import MODEL, QuickQueue, beside, open_gateway, speech
 from tests.support.raw_http import RawClient
-from tests.unit.service.gateway.ingress.test_door import payload
+from tests.unit.service.gateway.ingress.test_ingress import payload
 
 TEXT = "Hello world."
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
@@ -25,7 +25,7 @@ KEY = {"Idempotency-Key": "order-66"}
 
 
 class LostAnswers(QuickQueue):
-    """Does what it is asked; of `lost` nobody hears. What is `away` does not happen either."""
+    """Loses the answers of calls in `lost`; calls in `away` do not happen either."""
 
     def __init__(self):
         super().__init__()
@@ -113,7 +113,7 @@ async def test_a_background_request_is_not_cancelled(gateway):
 
 
 async def test_a_request_without_a_key_is_cancelled(gateway):
-    """Nobody can ask for it again."""
+    """No client can ask for it again."""
     gateway.worker.script = lambda job: speech(gateway.model, TEXT, step_s=0.5)
     gateway.queue.lost = {"submit"}
     assert (await gateway.post(CHAT, BODIES[CHAT]))[0] == 503
@@ -144,7 +144,7 @@ async def _value(value):
     return value
 
 
-async def test_a_producer_hears_the_job_whose_submit_was_lost(gateway):
+async def test_a_producer_gets_replies_of_the_job_whose_submit_was_lost(gateway):
     gateway.queue.lost = {"submit"}
     await gateway.queue.produce("default", payload())
     await soon(lambda: _value(gateway.worker.jobs))
@@ -160,7 +160,7 @@ async def test_an_accepted_background_request_is_answered_though_its_state_canno
     assert (status, state["status"]) == (202, "queued")
 
 
-async def test_an_outage_is_not_told_as_the_end_of_a_request(gateway):
+async def test_an_outage_is_not_reported_as_the_end_of_a_request(gateway):
     """Nor stored as such."""
     _, answer = await gateway.post(RESPONSES, BODIES[RESPONSES])
     follow = gateway.queue.follow
@@ -171,8 +171,8 @@ async def test_an_outage_is_not_told_as_the_end_of_a_request(gateway):
 
     gateway.queue.follow = broken
     request_id = answer["id"].removeprefix("resp_")
-    status, told = await gateway.get(f"/v1/requests/{request_id}")
-    assert (status, told["error"]["code"]) == (503, "unavailable")
+    status, received = await gateway.get(f"/v1/requests/{request_id}")
+    assert (status, received["error"]["code"]) == (503, "unavailable")
     gateway.queue.follow = follow
     assert (await gateway.get(f"/v1/requests/{request_id}"))[1]["status"] == "completed"
 
@@ -187,13 +187,13 @@ async def test_a_response_that_cannot_be_stored_is_given_and_stored_later(gatewa
     head = f"POST {RESPONSES} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
     await client.send(f"{head}{lines}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     async with asyncio.timeout(10):
-        told = await client._reader.read(-1)
+        received = await client._reader.read(-1)
     await client.close()
-    assert told.startswith(b"HTTP/1.1 200")
-    assert told.count(b"HTTP/1.1") == 1
-    assert told.count(b"event: response.completed") == len(more)
-    assert b"error" not in told.replace(b'"error":null', b"")
-    response_id = "resp_" + told.split(b'"id":"resp_')[1].split(b'"')[0].decode()
+    assert received.startswith(b"HTTP/1.1 200")
+    assert received.count(b"HTTP/1.1") == 1
+    assert received.count(b"event: response.completed") == len(more)
+    assert b"error" not in received.replace(b'"error":null', b"")
+    response_id = "resp_" + received.split(b'"id":"resp_')[1].split(b'"')[0].decode()
     status, answer = await gateway.get(f"{RESPONSES}/{response_id}")
     assert (status, answer["status"], text_of(answer)) == (200, "completed", TEXT)
     gateway.queue.away = set()
@@ -205,7 +205,7 @@ async def test_a_response_that_cannot_be_stored_is_given_and_stored_later(gatewa
 
 
 async def test_no_second_answer_is_written_into_one_that_has_begun(gateway, monkeypatch):
-    """Whatever a handler does: here it fails behind the end of its stream."""
+    """A handler may fail even after the end of its stream."""
 
     async def broken(self, stream, *args):
         await stream.send({"one": 1})
@@ -217,12 +217,12 @@ async def test_no_second_answer_is_written_into_one_that_has_begun(gateway, monk
     await client.post(RESPONSES, {**BODIES[RESPONSES], "stream": True})
     async with asyncio.timeout(5):
         try:
-            told = await client._reader.read(-1)
+            received = await client._reader.read(-1)
         except ConnectionError:
-            told = b""
+            received = b""
     await client.close()
-    assert told.count(b"HTTP/1.1") <= 1
-    assert not told.endswith(b"0\r\n\r\n")  # it is cut off, not ended as if it were whole
+    assert received.count(b"HTTP/1.1") <= 1
+    assert not received.endswith(b"0\r\n\r\n")  # it is cut off, not ended as if it were whole
 
 
 async def test_another_gateway_streams_a_job_that_it_finds(model_folder, gateway):
@@ -237,7 +237,7 @@ async def test_another_gateway_streams_a_job_that_it_finds(model_folder, gateway
 
 
 async def test_a_stream_goes_on_behind_events_that_came_before_those_of_its_job(gateway):
-    """A response has begun when its job is queued; nothing of it is told again where that is asked for once more."""
+    """A response begins when its job is queued, and sends no event twice when the job is submitted again."""
     gateway.worker.script = lambda job: speech(gateway.model, TEXT, step_s=0.2)
     body = {**BODIES[RESPONSES], "stream": True}
     numbers = []

@@ -25,7 +25,7 @@ from tests.support.responses import WEATHER, write_tool_model
 REFUSED = "refused"
 NO_EFFECT = "no effect"
 Check = Callable[[Any], bool] | str
-"""What the job must be like, or one of the two words above."""
+"""A condition on the job, or one of the two words above."""
 Options = Mapping[str, tuple[Any, Check]]
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -121,7 +121,7 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {
     "parallel_tool_calls": {"tools": None},
     "top_logprobs": {"logprobs": True, "include": ["message.output_text.logprobs"]},
 }
-"""Options that mean something only beside others."""
+"""Options that need others."""
 
 
 @pytest.mark.parametrize(

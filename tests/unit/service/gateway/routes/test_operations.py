@@ -18,7 +18,7 @@ def folder(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-async def test_the_state_tells_workers_latencies_and_blocks(folder):
+async def test_the_state_has_workers_latencies_and_blocks(folder):
     async with open_gateway(folder) as gateway:
         gateway.worker.stats = {"num_running": 2.0, "num_blocks_used": 3.0}
         await gateway.worker.announce()
@@ -59,12 +59,12 @@ async def test_the_page_needs_nothing_from_elsewhere(folder):
     assert {item.name for item in (files("service.gateway") / "ui").iterdir()} == {"index.html", *ASSETS}
 
 
-def test_the_page_asks_for_stats_that_workers_tell():
+def test_the_page_asks_for_stats_that_workers_report():
     script = (files("service.gateway") / "ui" / "ui.js").read_text()
     asked = set(re.findall(r'(?:sum\(\w+, "|rate\("|stats\.)(\w+)', script))
-    told = {metric.stat for metric in WORKER_METRICS}
+    reported = {metric.stat for metric in WORKER_METRICS}
     assert len(asked) > 8
-    assert asked - told == set()
+    assert asked - reported == set()
 
 
 async def test_a_browser_may_show_the_key_as_a_password(folder):

@@ -1,4 +1,4 @@
-"""The probe port: it answers while the event loop is busy, tells busy from dead, and cannot be held up."""
+"""The probe port: it answers while the event loop is busy, distinguishes busy from dead, and cannot be blocked."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ async def test_a_loop_that_never_turns_again_is_dead(model_folder, monkeypatch):
         assert (await asyncio.to_thread(ask, port))[1]["status"] == "dead"
 
 
-async def test_ready_only_with_a_ready_worker_that_is_heard(model_folder, monkeypatch):
+async def test_ready_only_with_a_ready_worker_of_recent_heartbeat(model_folder, monkeypatch):
     async with open_probes(model_folder, with_worker=False) as (port, worker):
         await until(port, "/readyz", 503)
         assert "no ready worker" in (await asyncio.to_thread(ask, port, "/readyz"))[1]["missing"][0]

@@ -13,7 +13,7 @@ PROMPT = {"model": MODEL, "prompt": "the and"}
 MESSAGES = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 
 
-async def test_prompt_logprobs_as_vllm_tells_them(gateway):
+async def test_prompt_logprobs_in_vllms_form(gateway):
     body = {**PROMPT, "prompt": "the and", "prompt_logprobs": 1, "n": 2}
     status, answer = await gateway.post(COMPLETIONS, body)
     assert status == 200
@@ -22,10 +22,10 @@ async def test_prompt_logprobs_as_vllm_tells_them(gateway):
         first, *scored = choice["prompt_logprobs"]
         assert first is None
         assert len(scored) == len(ids) - 1
-        for token, told in zip(ids[1:], scored, strict=True):
-            assert str(token) in told
-            assert {told[name]["rank"] for name in told} - {1} <= {None}
-            assert all(set(entry) == {"logprob", "rank", "decoded_token"} for entry in told.values())
+        for token, ranked in zip(ids[1:], scored, strict=True):
+            assert str(token) in ranked
+            assert {ranked[name]["rank"] for name in ranked} - {1} <= {None}
+            assert all(set(entry) == {"logprob", "rank", "decoded_token"} for entry in ranked.values())
         assert choice["logprobs"] is None
     msgspec.convert(answer, openapi_answers.Completion, strict=True)
     status, answer = await gateway.post(CHAT, {**MESSAGES, "prompt_logprobs": 0})
@@ -41,7 +41,7 @@ async def test_prompt_logprobs_as_vllm_tells_them(gateway):
     "fields", [{"prompt_logprobs": 21}, {"prompt_logprobs": -1}, {"prompt_logprobs": 1, "stream": True},
                {"prompt_logprobs": 1, "echo": True, "logprobs": 1}]
 )  # fmt: skip
-def test_what_cannot_be_told_is_refused(fields):
+def test_unsupported_combinations_are_refused(fields):
     with pytest.raises(RequestError) as caught:
         read_request(COMPLETIONS, {**PROMPT, **fields})
     assert (caught.value.status, caught.value.param) == (400, "prompt_logprobs")

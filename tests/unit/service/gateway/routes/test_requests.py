@@ -92,22 +92,22 @@ async def test_a_stream_is_dropped_and_taken_up_while_it_runs(pair):
     for _ in range(5):
         body = {**PROMPT, "stream": True, "resumable": True}
         response = await one.http.post(one.url + COMPLETIONS, json=body)
-        request_id, told = response.headers["X-Request-Id"], b""
+        request_id, received = response.headers["X-Request-Id"], b""
         gateways = [other, one]
-        while not told.endswith(b"data: [DONE]\n\n"):
-            limit = len(told) + chance.randrange(1, 3000)
+        while not received.endswith(b"data: [DONE]\n\n"):
+            limit = len(received) + chance.randrange(1, 3000)
             async for data in response.content.iter_any():
-                told += data
-                if len(told) > limit:
+                received += data
+                if len(received) > limit:
                     break
             response.close()
-            after, end = last_id(told)
-            if told.endswith(b"data: [DONE]\n\n"):
+            after, end = last_id(received)
+            if received.endswith(b"data: [DONE]\n\n"):
                 break
-            told, gateways = told[:end], gateways[::-1]
+            received, gateways = received[:end], gateways[::-1]
             url = f"{gateways[0].url}/v1/requests/{request_id}"
             response = await one.http.get(url, headers={"Last-Event-ID": str(after)})
-        assert told == await resumed(other, request_id, 0)
+        assert received == await resumed(other, request_id, 0)
     assert one.worker.cancels == []
 
 
@@ -119,7 +119,7 @@ async def test_a_resumable_request_waits_for_its_client_and_then_ends(model_fold
         await client.read_until(b'"content":"H"')
         await client.reset()
         request_id = gateway.worker.jobs[0].job_id
-        # Somebody is there again, for longer than the grace.
+        # A client watches again, for longer than the grace.
         async with gateway.http.get(f"{gateway.url}/v1/requests/{request_id}?stream=true") as response:
             await response.content.readuntil(b'"content":"H"')
             await asyncio.sleep(1.2)
@@ -354,7 +354,7 @@ async def test_the_numbers_of_kept_requests(gateway):
 
 @pytest.mark.parametrize("route", ["/v1/requests/{id}?stream=true", "/v1/responses/resp_{id}?stream=true"])
 async def test_the_head_of_a_stream_has_no_body(gateway, route):
-    """Whatever followed it would be taken for the answer to the next request on the connection."""
+    """A body would be taken for the next response on the connection."""
     path, body = (CHAT, MESSAGES) if "requests" in route else ("/v1/responses", {"model": MODEL, "input": "hi"})
     async with gateway.http.post(gateway.url + path, json=body) as response:
         request_id = response.headers["X-Request-Id"]

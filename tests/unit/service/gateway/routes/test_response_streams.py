@@ -40,7 +40,7 @@ async def events_of(stream) -> list:
 
 
 def kinds_of(events) -> list[str]:
-    """In order, the deltas of one item as one."""
+    """Return the kinds in order, an item's deltas as one."""
     kinds = []
     for event in events:
         if not (event.type.endswith(".delta") and kinds[-1] == event.type):
@@ -49,7 +49,7 @@ def kinds_of(events) -> list[str]:
 
 
 async def frames(gateway, path: str, **how) -> list[tuple[str, int, dict]]:
-    """Of each event its name, its id and its data, as they stand in the stream."""
+    """Return each event's name, id and data."""
     method = "POST" if "json" in how else "GET"
     async with gateway.http.request(method, gateway.url + path, **how) as response:
         assert response.status == 200, await response.text()
@@ -114,9 +114,9 @@ async def test_logprobs_stand_with_the_text_they_are_of(served):
             model=MODEL, input="Hi", include=["message.output_text.logprobs"], top_logprobs=1, stream=True
         )
     )
-    told = [one for event in events if event.type == "response.output_text.delta" for one in event.logprobs]
+    logprobs = [one for event in events if event.type == "response.output_text.delta" for one in event.logprobs]
     final = events[-1].response
-    assert len(told) == final.usage.output_tokens == len(final.output[0].content[0].logprobs)
+    assert len(logprobs) == final.usage.output_tokens == len(final.output[0].content[0].logprobs)
 
 
 async def test_an_answer_of_nothing_is_an_empty_message(served):
@@ -170,9 +170,9 @@ async def test_a_client_that_leaves_ends_it(served):
 
 async def test_every_event_has_its_name_and_number(served):
     gateway, _ = served
-    told = await frames(gateway, RESPONSES, json={"model": MODEL, "input": "Hi", "stream": True})
-    assert all(name == data["type"] for name, _, data in told)
-    assert all(number == data["sequence_number"] + 1 for _, number, data in told)
+    frames_sent = await frames(gateway, RESPONSES, json={"model": MODEL, "input": "Hi", "stream": True})
+    assert all(name == data["type"] for name, _, data in frames_sent)
+    assert all(number == data["sequence_number"] + 1 for _, number, data in frames_sent)
 
 
 async def test_a_stream_is_taken_up_again_at_any_gateway(served, folder):
@@ -185,8 +185,10 @@ async def test_a_stream_is_taken_up_again_at_any_gateway(served, folder):
         for after in (0, 3, len(events) - 2):
             again = await events_of(await other.responses.retrieve(name, stream=True, starting_after=after))
             assert again == events[after + 1 :]
-        told = await frames(second, f"{RESPONSES}/{name}", params={"stream": "true"}, headers={"Last-Event-ID": "4"})
-        assert [number for _, number, _ in told] == list(range(5, len(events) + 1))
+        frames_sent = await frames(
+            second, f"{RESPONSES}/{name}", params={"stream": "true"}, headers={"Last-Event-ID": "4"}
+        )
+        assert [number for _, number, _ in frames_sent] == list(range(5, len(events) + 1))
     assert (await client.responses.retrieve(name)).status == "completed"
 
 

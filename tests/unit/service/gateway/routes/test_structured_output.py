@@ -79,7 +79,7 @@ async def test_a_grammar_that_does_not_compile_is_refused_before_it_is_a_job(mod
         assert gateway.worker.jobs == []
 
 
-async def test_only_a_strict_schema_is_refused_for_what_nobody_knows(model_folder):
+async def test_only_a_strict_schema_is_refused_for_unknown_keywords(model_folder):
     schema = {"type": "string", "format": "no-such-format"}
     async with open_gateway(model_folder) as gateway:
         body = {"model": MODEL, "messages": MESSAGES}

@@ -44,14 +44,14 @@ async def test_the_ids_are_those_of_the_chat(knowing):
     prompts = set()
     for values in itertools.product(*CHOICES.values()):
         fields = dict(zip(CHOICES, values, strict=True))
-        status, told = await knowing.post("/tokenize", fields)
+        status, tokens = await knowing.post("/tokenize", fields)
         chat_status, answer = await knowing.post(CHAT, {"model": MODEL, "max_tokens": 1, **fields})
         assert status == chat_status
         if status == 200:
-            assert tuple(told["tokens"]) == tuple(unpack_ids(knowing.worker.jobs[-1].prompt))
-            prompts.add(tuple(told["tokens"]))
+            assert tuple(tokens["tokens"]) == tuple(unpack_ids(knowing.worker.jobs[-1].prompt))
+            prompts.add(tuple(tokens["tokens"]))
         else:
-            assert told == answer
+            assert tokens == answer
     assert len(prompts) > 15
 
 

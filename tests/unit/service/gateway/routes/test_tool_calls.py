@@ -1,4 +1,4 @@
-"""Tool calls at the door, by the official client: asked for, enforced, told whole and in deltas, and sent back."""
+"""Tool calls through the official client: asked for, enforced, whole and in deltas, and sent back."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ async def test_an_answer_calls_or_has_the_form_that_is_asked_for(served, tool_fo
         assert status == 200
 
 
-async def test_none_calls_nothing_and_tells_the_model_of_nothing(served):
+async def test_none_calls_nothing_and_shows_the_model_nothing(served):
     gateway, client = served
     choice = (await ask(client, tool_choice="none")).choices[0]
     assert choice.message.content == TWO
@@ -298,7 +298,7 @@ async def test_a_bad_call_is_text_and_those_behind_it_are_calls(served, n):
         assert choice.finish_reason == "tool_calls"
 
 
-async def test_a_stream_of_them_has_the_same_calls_but_what_it_told_of_the_bad_one(served):
+async def test_a_stream_of_them_has_the_same_calls_but_the_sent_part_of_the_bad_one(served):
     gateway, client = served
     gateway.worker.script = lambda job: speech(gateway.model, MIXED)
     text, calls = "", {}
@@ -306,8 +306,8 @@ async def test_a_stream_of_them_has_the_same_calls_but_what_it_told_of_the_bad_o
         delta = chunk.choices[0].delta
         text += delta.content or ""
         for call in delta.tool_calls or []:
-            told = calls.setdefault(call.index, [call.function.name, ""])
-            told[1] += call.function.arguments
+            streamed = calls.setdefault(call.index, [call.function.name, ""])
+            streamed[1] += call.function.arguments
     assert list(calls.values()) == [["weather", '{"city": '], *WANTED]
     assert text.replace("\n", "") == 'Oslo}}</tool_call>and <tool_call>{"name": "rm"}</tool_call>'
 

@@ -1,4 +1,4 @@
-"""What clients of vLLM and SageMaker find: routes, fields that may be left out, and the shapes of answers."""
+"""Routes, optional fields and answers for clients of vLLM and SageMaker."""
 
 from __future__ import annotations
 
@@ -88,11 +88,11 @@ async def test_usage_of_a_stream(gateway, path, options, in_chunks, at_end):
     body = {"model": MODEL, **BODIES[path], "stream": True, "stream_options": options}
     chunks = [json.loads(event) for event in (await gateway.events(path, body))[:-1]]
     ends = [chunk for chunk in chunks if not chunk["choices"]]
-    told = [chunk.get("usage") for chunk in chunks if chunk["choices"]]
+    usages = [chunk.get("usage") for chunk in chunks if chunk["choices"]]
     assert len(ends) == at_end
-    assert all((usage is not None) == in_chunks for usage in told)
+    assert all((usage is not None) == in_chunks for usage in usages)
     if in_chunks:
-        counts = [usage["completion_tokens"] for usage in told]
+        counts = [usage["completion_tokens"] for usage in usages]
         assert counts == sorted(counts)
         assert counts[-1] == ends[0]["usage"]["completion_tokens"]
         if path == CHAT:

@@ -1,4 +1,4 @@
-"""Probes, metrics, models, tokens: for whoever watches over the server."""
+"""Probes, metrics, models and tokens."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""The queue door: the same requests, written by foreign producers, answered on their reply streams."""
+"""Queue ingress: requests that foreign producers write, answered on their reply streams."""
 
 import asyncio
 from dataclasses import replace
@@ -47,7 +47,7 @@ class Ledger(QuickIngress):
 
 
 @pytest.fixture
-async def door(model_folder):
+async def ingress_gateway(model_folder):
     async with open_gateway(model_folder, QuickQueue(ingress=Ledger)) as opened:
         yield opened
 
@@ -70,30 +70,30 @@ async def answer(gateway, data, name="job", within_s=5.0, was_left=False):
 
 
 @pytest.mark.parametrize("endpoint", BODIES)
-async def test_one_final_reply(door, endpoint):
-    (reply,) = await answer(door, payload(endpoint=endpoint))
+async def test_one_final_reply(ingress_gateway, endpoint):
+    (reply,) = await answer(ingress_gateway, payload(endpoint=endpoint))
     assert (reply.id, reply.text, reply.finish_reason, reply.error) == ("job", "Hello world.", "stop", None)
     assert reply.usage.completion_tokens == 8
-    assert door.worker.jobs[0].tenant == "default"
+    assert ingress_gateway.worker.jobs[0].tenant == "default"
 
 
 @pytest.mark.parametrize("endpoint", BODIES)
-async def test_text_deltas_where_a_stream_is_asked_for(door, endpoint):
-    replies = await answer(door, payload(endpoint=endpoint, stream=True))
+async def test_text_deltas_where_a_stream_is_asked_for(ingress_gateway, endpoint):
+    replies = await answer(ingress_gateway, payload(endpoint=endpoint, stream=True))
     assert len(replies) > 2
     assert "".join(reply.text for reply in replies) == "Hello world."
     assert replies[-1].finish_reason == "stop"
     assert all(reply.usage is None for reply in replies[:-1])
 
 
-async def test_packed_prompt(door):
+async def test_packed_prompt(ingress_gateway):
     data = payload(endpoint=COMPLETIONS, prompt=b"\x01\0\0\0\x02\0\0\0")
-    assert (await answer(door, data))[0].usage.prompt_tokens == 2
+    assert (await answer(ingress_gateway, data))[0].usage.prompt_tokens == 2
 
 
-async def test_long_text_comes_in_several_replies(door, monkeypatch):
+async def test_long_text_comes_in_several_replies(ingress_gateway, monkeypatch):
     monkeypatch.setattr("service.gateway.ingress.replies.MAX_REPLY_CHARS", 5)
-    replies = await answer(door, payload())
+    replies = await answer(ingress_gateway, payload())
     assert [reply.text for reply in replies] == ["Hello", " worl", "d."]
 
 
@@ -130,14 +130,14 @@ async def test_long_text_comes_in_several_replies(door, monkeypatch):
         (b"a" * (2 << 20), None, "invalid_message", None),
     ],
 )
-async def test_bad_entries_get_one_error_and_are_settled(door, data, name, code, param):
+async def test_bad_entries_get_one_error_and_are_settled(ingress_gateway, data, name, code, param):
     # An entry that names no job of its own is answered under the entry's id, which its producer got from XADD.
-    (reply,) = await answer(door, data, name or "1-0")
+    (reply,) = await answer(ingress_gateway, data, name or "1-0")
     assert set(reply.error) <= {"message", "type", "param", "code"}
     assert (reply.error.get("code"), reply.error.get("param")) == (code, param)
     assert reply.usage is None
-    assert door.worker.jobs == []
-    assert (await answer(door, payload("next"), "next"))[0].text == "Hello world."
+    assert ingress_gateway.worker.jobs == []
+    assert (await answer(ingress_gateway, payload("next"), "next"))[0].text == "Hello world."
 
 
 @pytest.mark.parametrize(
@@ -147,60 +147,60 @@ async def test_bad_entries_get_one_error_and_are_settled(door, data, name, code,
         (b"\x91" * 2000 + b"\xc0", "not msgpack within the limits: nested too deeply"),
     ],
 )
-async def test_a_broken_entry_is_told_why(door, data, why):
-    (reply,) = await answer(door, data, "1-0")
+async def test_a_broken_entry_gets_the_reason(ingress_gateway, data, why):
+    (reply,) = await answer(ingress_gateway, data, "1-0")
     assert reply.error["message"] == f"The entry is not a valid job message: {why}."
 
 
-async def test_an_entry_that_is_no_job_is_told_why_and_logged(door, caplog):
+async def test_an_entry_that_is_no_job_gets_the_reason_and_is_logged(ingress_gateway, caplog):
     caplog.set_level("INFO", "quire.gateway")
-    (reply,) = await answer(door, msgpack.packb({"v": 9, "id": "x\x1b[31m"}), "1-0")
+    (reply,) = await answer(ingress_gateway, msgpack.packb({"v": 9, "id": "x\x1b[31m"}), "1-0")
     assert reply.error["message"] == "The entry is not a valid job message: field v: this side speaks version 1."
-    (told,) = [record.getMessage() for record in caplog.records if "ingress entry refused" in record.getMessage()]
-    assert told == "ingress entry refused: field v: this side speaks version 1"
+    (message,) = [record.getMessage() for record in caplog.records if "ingress entry refused" in record.getMessage()]
+    assert message == "ingress entry refused: field v: this side speaks version 1"
 
 
 @pytest.mark.parametrize("end", [EndReason.INTERNAL, EndReason.TOO_LARGE, EndReason.NUMERICAL_ERROR])
-async def test_jobs_that_fail(door, end):
-    door.worker.script = lambda job: speech(door.model, "He", end=end)
-    replies = await answer(door, payload(stream=True))
+async def test_jobs_that_fail(ingress_gateway, end):
+    ingress_gateway.worker.script = lambda job: speech(ingress_gateway.model, "He", end=end)
+    replies = await answer(ingress_gateway, payload(stream=True))
     assert replies[-1].error["code"] == end.value
     assert "".join(reply.text for reply in replies) == "He"
 
 
-async def test_deadline(door):
-    door.worker.script = lambda job: Script([], None)
-    assert (await answer(door, payload(timeout=0.05)))[0].error["code"] == "deadline"
-    assert (await door.worker.cancelled()).reason is EndReason.DEADLINE
+async def test_deadline(ingress_gateway):
+    ingress_gateway.worker.script = lambda job: Script([], None)
+    assert (await answer(ingress_gateway, payload(timeout=0.05)))[0].error["code"] == "deadline"
+    assert (await ingress_gateway.worker.cancelled()).reason is EndReason.DEADLINE
 
 
-async def test_many_at_once(door):
-    door.worker.script = lambda job: speech(door.model, "Hello world.", step_s=0.005)
+async def test_many_at_once(ingress_gateway):
+    ingress_gateway.worker.script = lambda job: speech(ingress_gateway.model, "Hello world.", step_s=0.005)
     for number in range(50):
-        await door.queue.produce(PRODUCER, payload(f"job{number}"))
+        await ingress_gateway.queue.produce(PRODUCER, payload(f"job{number}"))
     async with asyncio.timeout(5):
-        while len(door.queue.ingress.settled) < 50:
+        while len(ingress_gateway.queue.ingress.settled) < 50:
             await asyncio.sleep(0.01)
     for number in range(50):
-        (reply,) = (decode(Reply, data) for data in door.queue.replies(PRODUCER, f"job{number}"))
+        (reply,) = (decode(Reply, data) for data in ingress_gateway.queue.replies(PRODUCER, f"job{number}"))
         assert reply.text == "Hello world."
 
 
 async def test_bounded_concurrency(model_folder, monkeypatch):
     monkeypatch.setattr("service.gateway.ingress.ingress.MAX_OPEN_JOBS", 3)
-    async with open_gateway(model_folder, QuickQueue(ingress=Ledger)) as door:
-        door.worker.script = lambda job: Script([], None)
+    async with open_gateway(model_folder, QuickQueue(ingress=Ledger)) as ingress_gateway:
+        ingress_gateway.worker.script = lambda job: Script([], None)
         for number in range(10):
-            await door.queue.produce(PRODUCER, payload(f"job{number}", timeout=0.1))
-        while len(door.worker.jobs) < 3:
+            await ingress_gateway.queue.produce(PRODUCER, payload(f"job{number}", timeout=0.1))
+        while len(ingress_gateway.worker.jobs) < 3:
             await asyncio.sleep(0.005)
         await asyncio.sleep(0.03)
-        assert len(door.worker.jobs) == 3
+        assert len(ingress_gateway.worker.jobs) == 3
 
 
-async def test_a_full_queue_is_waited_for(door, monkeypatch):
+async def test_a_full_queue_is_waited_for(ingress_gateway, monkeypatch):
     monkeypatch.setattr("service.gateway.core.back_pressure.RETRY_AFTER_S", 0.02)
-    submit, num_refused = door.queue.submit, 0
+    submit, num_refused = ingress_gateway.queue.submit, 0
 
     async def full_at_first(job, *bounds):
         nonlocal num_refused
@@ -209,69 +209,69 @@ async def test_a_full_queue_is_waited_for(door, monkeypatch):
             raise QueueFull(of_tenant=False, num_jobs=9, num_tokens=0)
         await submit(job, *bounds)
 
-    monkeypatch.setattr(door.queue, "submit", full_at_first)
-    assert (await answer(door, payload()))[0].text == "Hello world."
+    monkeypatch.setattr(ingress_gateway.queue, "submit", full_at_first)
+    assert (await answer(ingress_gateway, payload()))[0].text == "Hello world."
     assert num_refused == 3
 
 
-async def test_settling_is_tried_again(door, monkeypatch):
+async def test_settling_is_tried_again(ingress_gateway, monkeypatch):
     monkeypatch.setattr("service.gateway.ingress.replies.RETRY_S", 0.01)
-    door.queue.ingress.settle_failures = 3
-    (reply,) = await answer(door, payload())
+    ingress_gateway.queue.ingress.settle_failures = 3
+    (reply,) = await answer(ingress_gateway, payload())
     assert reply.text == "Hello world."
 
 
 async def test_what_could_not_be_settled_is_fetched_again(model_folder, monkeypatch):
     monkeypatch.setattr(keys, "INGRESS_LEFT_S", 0.05)
     too_short_for_a_retry = {"request_timeout": 0.9}
-    async with open_gateway(model_folder, QuickQueue(ingress=Ledger), **too_short_for_a_retry) as door:
-        door.queue.ingress.settle_failures = 1
-        (reply,) = await answer(door, payload())
+    async with open_gateway(model_folder, QuickQueue(ingress=Ledger), **too_short_for_a_retry) as ingress_gateway:
+        ingress_gateway.queue.ingress.settle_failures = 1
+        (reply,) = await answer(ingress_gateway, payload())
         assert reply.text == "Hello world."
-        assert [entry.was_left for entry in door.queue.ingress.produced] == [False, True]
+        assert [entry.was_left for entry in ingress_gateway.queue.ingress.produced] == [False, True]
 
 
 async def test_what_a_drain_cuts_short_stays_unsettled_and_unanswered(model_folder):
     queue = QuickQueue(ingress=Ledger)
-    async with open_gateway(model_folder, queue, drain_timeout=0.05) as door:
-        door.worker.script = lambda job: Script([], None)
+    async with open_gateway(model_folder, queue, drain_timeout=0.05) as ingress_gateway:
+        ingress_gateway.worker.script = lambda job: Script([], None)
         await queue.produce(PRODUCER, payload())
-        while not door.worker.jobs:
+        while not ingress_gateway.worker.jobs:
             await asyncio.sleep(0.005)
     assert queue.ingress.settled == []
     assert queue.replies(PRODUCER, "job") == ()
 
 
-async def test_a_bug_costs_one_job_only(door, monkeypatch, caplog):
+async def test_a_bug_costs_one_job_only(ingress_gateway, monkeypatch, caplog):
     with monkeypatch.context() as patch:
         patch.setattr("service.gateway.core.served_model.ServedModel.encode", lambda *_, **__: 1 / 0)
-        (reply,) = await answer(door, payload())
+        (reply,) = await answer(ingress_gateway, payload())
     assert reply.error["code"] == "internal_error"
     assert "ZeroDivisionError" in caplog.text
-    assert (await answer(door, payload("next"), "next"))[0].text == "Hello world."
+    assert (await answer(ingress_gateway, payload("next"), "next"))[0].text == "Hello world."
 
 
-async def test_what_a_dead_gateway_had_not_begun_is_answered(door):
-    (reply,) = await answer(door, payload(), was_left=True)
+async def test_what_a_dead_gateway_had_not_begun_is_answered(ingress_gateway):
+    (reply,) = await answer(ingress_gateway, payload(), was_left=True)
     assert (reply.error, reply.done) == (None, True)
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_what_a_dead_gateway_had_begun_goes_on_behind_its_last_reply(door, stream):
+async def test_what_a_dead_gateway_had_begun_goes_on_behind_its_last_reply(ingress_gateway, stream):
     begun = encode(Reply(id="job", number=1, text="Hello w"))
-    door.queue.data.write_reply((PRODUCER, "job"), 1, begun)
-    first, *more = await answer(door, payload(stream=stream), was_left=True)
+    ingress_gateway.queue.data.write_reply((PRODUCER, "job"), 1, begun)
+    first, *more = await answer(ingress_gateway, payload(stream=stream), was_left=True)
     assert first.text == "Hello w"
     assert "".join(reply.text for reply in more) == "orld."
     assert (more[-1].finish_reason, more[-1].usage.completion_tokens) == ("stop", 8)
 
 
-async def test_an_end_that_a_dead_gateway_has_told_of_a_choice_is_not_told_again(door):
+async def test_an_end_that_a_dead_gateway_sent_is_not_sent_again(ingress_gateway):
     for number, text in ((1, "Hello "), (2, "world.")):
         end = "stop" if number == 2 else None
         reply = Reply(id="job", number=number, index=0, text=text, finish_reason=end)
-        door.queue.data.write_reply((PRODUCER, "job"), number, encode(reply))
-    *_, last = replies = await answer(door, payload(n=2), was_left=True)
+        ingress_gateway.queue.data.write_reply((PRODUCER, "job"), number, encode(reply))
+    *_, last = replies = await answer(ingress_gateway, payload(n=2), was_left=True)
     assert [(reply.index, reply.text) for reply in replies[2:]] == [(1, "Hello world.")]
     assert (last.finish_reason, last.done) == ("stop", True)
 
@@ -303,10 +303,10 @@ async def test_the_next_gateway_goes_on_with_the_job_of_one_that_died(model_fold
         forever.set()
 
 
-async def test_what_a_dead_gateway_had_ended_is_settled_only(door):
-    door.queue.data.write_reply((PRODUCER, "job"), 1, encode(Reply(id="job", number=1, done=True)))
-    assert len(await answer(door, payload(), was_left=True)) == 1
-    assert door.worker.jobs == []
+async def test_what_a_dead_gateway_had_ended_is_settled_only(ingress_gateway):
+    ingress_gateway.queue.data.write_reply((PRODUCER, "job"), 1, encode(Reply(id="job", number=1, done=True)))
+    assert len(await answer(ingress_gateway, payload(), was_left=True)) == 1
+    assert ingress_gateway.worker.jobs == []
 
 
 async def test_what_another_gateway_has_taken_is_let_go_of(model_folder, monkeypatch, caplog):
@@ -335,9 +335,9 @@ TOOL = {"type": "function", "function": {key: WEATHER[key] for key in ("name", "
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_calls_come_whole_with_the_last_reply_of_their_choice(tmp_path, stream):
-    async with open_gateway(write_tool_model(tmp_path / "model"), QuickQueue(ingress=Ledger)) as door:
-        door.worker.script = lambda job: speech(door.model, CALL)
-        replies = await answer(door, payload(tools=[TOOL], stream=stream))
+    async with open_gateway(write_tool_model(tmp_path / "model"), QuickQueue(ingress=Ledger)) as ingress_gateway:
+        ingress_gateway.worker.script = lambda job: speech(ingress_gateway.model, CALL)
+        replies = await answer(ingress_gateway, payload(tools=[TOOL], stream=stream))
         assert "".join(reply.text for reply in replies) == "I look."
         assert (len(replies) > 1) == stream
         assert [reply.tool_calls for reply in replies[:-1]] == [None] * (len(replies) - 1)
@@ -345,22 +345,22 @@ async def test_calls_come_whole_with_the_last_reply_of_their_choice(tmp_path, st
         assert call["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
         assert call["id"].startswith("call_")
         assert replies[-1].finish_reason == "tool_calls"
-        (plain,) = await answer(door, payload("other", tools=[TOOL], tool_choice="none"), "other")
+        (plain,) = await answer(ingress_gateway, payload("other", tools=[TOOL], tool_choice="none"), "other")
         assert (plain.tool_calls, plain.finish_reason) == (None, "stop")
 
 
 async def test_calls_that_no_reply_could_hold_are_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr("service.gateway.ingress.replies.MAX_REPLY_CHARS", 8)
-    async with open_gateway(write_tool_model(tmp_path / "model"), QuickQueue(ingress=Ledger)) as door:
-        door.worker.script = lambda job: speech(door.model, CALL)
-        (reply,) = await answer(door, payload(tools=[TOOL]))
+    async with open_gateway(write_tool_model(tmp_path / "model"), QuickQueue(ingress=Ledger)) as ingress_gateway:
+        ingress_gateway.worker.script = lambda job: speech(ingress_gateway.model, CALL)
+        (reply,) = await answer(ingress_gateway, payload(tools=[TOOL]))
         assert reply.error["code"] == "reply_too_large"
 
 
-async def test_calls_go_on_behind_what_a_dead_gateway_had_told(tmp_path):
-    async with open_gateway(write_tool_model(tmp_path / "model"), QuickQueue(ingress=Ledger)) as door:
-        door.worker.script = lambda job: speech(door.model, CALL)
-        door.queue.data.write_reply((PRODUCER, "job"), 1, encode(Reply(id="job", number=1, text="I l")))
-        first, *more = await answer(door, payload(tools=[TOOL], stream=True), was_left=True)
+async def test_calls_go_on_after_what_a_dead_gateway_sent(tmp_path):
+    async with open_gateway(write_tool_model(tmp_path / "model"), QuickQueue(ingress=Ledger)) as ingress_gateway:
+        ingress_gateway.worker.script = lambda job: speech(ingress_gateway.model, CALL)
+        ingress_gateway.queue.data.write_reply((PRODUCER, "job"), 1, encode(Reply(id="job", number=1, text="I l")))
+        first, *more = await answer(ingress_gateway, payload(tools=[TOOL], stream=True), was_left=True)
         assert first.text + "".join(reply.text for reply in more) == "I look."
         assert [call["function"]["name"] for call in more[-1].tool_calls] == ["weather"]
