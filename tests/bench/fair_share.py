@@ -1,17 +1,12 @@
-"""A flood against twenty small tenants, and ten times as much as can be worked off: what each of them gets.
+"""A flood against twenty small tenants, and ten times the possible load.
 
-`python -m tests.bench.fair_share flood` compares the time to first token of twenty tenants that ask now and then, alone
-and beside one that keeps hundreds of requests waiting. `python -m tests.bench.fair_share overload` offers ten times the
-peak and tells how fast the refusals are and what share of the peak is still worked off. One Redis, one `quire gateway`
-in a process of its own, and a worker as it is, job loop and engine, above a device that computes nothing: a step takes
-`--step-ms`.
+`python -m tests.bench.fair_share flood` compares the TTFT of twenty tenants alone and next to one that keeps hundreds
+of requests waiting; the flood starts `--head-start-s` earlier, on an empty machine. `overload` offers ten times the
+peak and reports the time of refusals and the computed share of the peak. One Redis, one `quire gateway` process, and a
+real job loop and engine on a device that only takes `--step-ms` per step.
 
-The flood comes first, `--head-start-s` before the small ones, and finds the machine empty: when they come, it has all
-of it.
-
-`python -m tests.bench.fair_share simulate` is the first of these in virtual time: the same queue, the real engine, no
-processes, so the same figures on any machine; and beside it what they would be if jobs were claimed, and sequences
-begun, in the order of their coming.
+`simulate` is the first in virtual time: the same queue and engine, no processes, so the same figures on any machine;
+also in order of arrival.
 """
 
 from __future__ import annotations
@@ -54,11 +49,11 @@ FLOODED_SHARE = 0.8
 
 
 class WatchedQueue:
-    """A queue that notes how long jobs waited to be claimed."""
+    """Queue that records how long jobs waited for their claim."""
 
     def __init__(self, queue: QueuePair):
         self._queue = queue
-        self.waited_ms: dict[str, list[float]] = {}  # tenant -> from acceptance to claim, of each job
+        self.waited_ms: dict[str, list[float]] = {}  # by tenant, seconds from acceptance to claim
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._queue, name)
@@ -74,8 +69,7 @@ class WatchedQueue:
 
 
 class IdleWorker:
-    """A worker above a device that computes nothing and takes `step_s` for it. A token each in every step for
-    `num_slots` sequences at once."""
+    """Worker on a device that computes nothing in `step_s`: one token per step for `num_slots` sequences."""
 
     def __init__(self, queue: QueuePair, num_slots: int, step_s: float):
         self.queue, self.num_slots, self.step_s = WatchedQueue(queue), num_slots, step_s
@@ -120,7 +114,7 @@ class IdleWorker:
 
 @dataclass(frozen=True)
 class Asked:
-    """What became of one request."""
+    """Result of one request."""
 
     status: int
     first_ms: float  # until the first event, or the refusal
@@ -139,7 +133,7 @@ class Clients:
         loop = asyncio.get_running_loop()
         start_s = loop.time()
         headers = {"Authorization": f"Bearer {key}"}
-        # Answers end at different times, as those of a model do; else all slots would become free together.
+        # Lengths differ, as a model's do; else all slots would become free together.
         max_tokens = self._chance.randrange(self._max_tokens // 2, 3 * self._max_tokens // 2 + 1)
         body = {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": max_tokens, "stream": True}
         async with self._http.post(self._url, json=body, headers=headers) as response:
@@ -149,7 +143,7 @@ class Clients:
             return Asked(response.status, first_ms, "Retry-After" in response.headers)
 
     async def now_and_then(self, keys, rate: float, for_s: float, chance: random.Random) -> list[Asked]:
-        """Each key asks `rate` times a second, at random moments, answered or not."""
+        """Send `rate` requests/s per key at random times, open loop."""
         loop = asyncio.get_running_loop()
         end_s, asking = loop.time() + for_s, []
         due_s = loop.time()
@@ -169,7 +163,7 @@ async def flood(clients: Clients, worker: IdleWorker, args: argparse.Namespace) 
     small = KEYS[1:]
     alone = await clients.now_and_then(small, args.rate, args.seconds, chance)
     waited_alone = worker.queue.waited_ms
-    # A process of its own: the small ones' times are not to be those of a client that reads two hundred streams beside.
+    # Its own process: the small tenants' client must not also read two hundred streams.
     words = [f"--port={clients.port}", f"--flood={args.flood}", f"--tokens={args.flood_tokens or args.tokens}"]
     flooding = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.bench.fair_share", "flooder", *words)
     while worker.num_running < worker.num_slots * FLOODED_SHARE:
@@ -243,7 +237,7 @@ async def overload(clients: Clients, worker: IdleWorker, args: argparse.Namespac
 
 
 async def keep_flooding(args: argparse.Namespace) -> None:
-    """What the flooder's process does until it is killed."""
+    """Run the flooding client until it is killed."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
         clients = Clients(http, args.port, args.tokens)
         await asyncio.gather(*(clients.without_end("flooder") for _ in range(args.flood)))
@@ -264,7 +258,7 @@ async def measure(args: argparse.Namespace, folder: Path, redis_url: str) -> dic
             await asyncio.gather(*(clients.ask(key) for key in KEYS))
             measuring = asyncio.create_task((flood if args.scenario == "flood" else overload)(clients, worker, args))
             done, _ = await asyncio.wait({measuring, working}, return_when=asyncio.FIRST_COMPLETED)
-            found = done.pop().result()  # a worker ends by failing only
+            found = done.pop().result()  # a worker ends only by failing
         return {**found, "step_ms": args.step_ms, "slots": args.slots, "load_average": round(os.getloadavg()[0], 1)}
     finally:
         working.cancel()

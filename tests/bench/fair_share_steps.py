@@ -1,5 +1,5 @@
-"""The flood of `fair_share` in virtual time: the queue, a worker's places and the engine as they are, above a device
-that computes nothing. A step takes `--step-ms`, whatever is in it, so the figures are the same on any machine."""
+"""The flood of `fair_share` in virtual time: real queue, slots and engine on a device that computes nothing. A step
+takes `--step-ms` whatever it contains, so the figures are the same on any machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_PREFILL_CHUNK = 512
 
 
 class VirtualWorker:
-    """A queue, and a worker on it, step by step."""
+    """A queue and a worker, step by step."""
 
     def __init__(self, args: argparse.Namespace, by_turns: bool):
         self._args = args
@@ -50,7 +50,7 @@ class VirtualWorker:
         self.num_waiting = {"flooder": 0}
 
     def submit(self, tenant: str, num_prompt_tokens: int, num_tokens: int) -> str:
-        """The job's id. Where turns are not kept, all are of one tenant, and go by their age."""
+        """Submit a job and return its id. Without fairness all jobs are of one tenant, in order of arrival."""
         self._number += 1
         job_id = f"{self._number:08}"
         self._tenants[job_id] = tenant
@@ -62,7 +62,7 @@ class VirtualWorker:
         return job_id
 
     def step(self, now_s: float) -> Iterator[str]:
-        """Claim what there is room for, compute a step, settle; yields the jobs that got their first token."""
+        """Claim jobs for free slots and run a step; yield the jobs that got their first token."""
         max_branches, budget = self._slots.claim_budget(self.engine.num_free_tokens, now_s)
         for claim in self._queue.claim("worker", max_branches, budget):
             job = claim.job
@@ -116,9 +116,9 @@ def simulate(args: argparse.Namespace, num_small: int) -> dict[str, object]:
 def _first_tokens(
     args: argparse.Namespace, num_small: int, by_turns: bool, with_flooder: bool
 ) -> tuple[list[float], VirtualWorker]:
-    """Times to first token of the small tenants, in ms, from their first request on."""
+    """Return the small tenants' TTFTs in ms, from their first request on."""
     chance, worker = random.Random(7), VirtualWorker(args, by_turns)
-    flood_chance = random.Random(8)  # of its own: the small ones ask the same with it and without
+    flood_chance = random.Random(8)  # separate, so that the small tenants ask the same with and without a flood
     asked_ms: dict[str, float] = {}
     first_ms: list[float] = []
     now_ms, next_ms = 0.0, 1000 * args.head_start_s
@@ -132,9 +132,9 @@ def _first_tokens(
             worker.submit("flooder", args.flood_prompt or args.prompt, length)
         now_ms += args.step_ms
         first_ms += [now_ms - asked_ms.pop(job_id) for job_id in worker.step(now_ms / 1000) if job_id in asked_ms]
-    return first_ms + [now_ms - at_ms for at_ms in asked_ms.values()], worker  # who still waits, waits so long at least
+    return first_ms + [now_ms - at_ms for at_ms in asked_ms.values()], worker  # waiting: a lower bound
 
 
 def around(chance: random.Random, num_tokens: int) -> int:
-    """Answers end at different times, as those of a model do; else all slots would become free together."""
+    """Lengths differ, as a model's do; else all slots would become free together."""
     return chance.randrange(num_tokens // 2, 3 * num_tokens // 2 + 1)

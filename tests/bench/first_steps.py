@@ -1,8 +1,8 @@
-"""Does a server's first minute hold its steps up? Each call of a matrix product that keeps the host for over 3 ms is
-named, in a first and a second pass over the same requests, paced as a trace says.
+"""Slow steps of a server's first minute: products that hold the host for over 3 ms, in a first and a second pass over
+the same requests, paced by a trace.
 
 `python -m tests.bench.first_steps --trace chat.json --rate 60 --num-requests 900` (a GPU; Llama-3.1-8B's shape, random
-weights). In the second pass nothing is met for the first time.
+weights). In the second pass no size is new.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ SLOW_STEP_S = 0.035
 
 
 class SlowProducts:
-    """Notes products that hold the host up, by replacing `ops.linear`."""
+    """Recorder of products that hold the host, in place of `ops.linear`."""
 
     def __init__(self, ops):
         self._linear = ops.linear
-        self.calls: list[tuple[float, tuple, tuple]] = []  # milliseconds, shapes of x and of the weight
+        self.calls: list[tuple[float, tuple, tuple]] = []  # milliseconds, shapes of x and weight
         ops.linear = self
 
     def __call__(self, x, weight, *args, **options):
@@ -44,7 +44,7 @@ class SlowProducts:
 
 
 def run_pass(engine: Engine, requests: Sequence[TracedRequest], rate: float, number: int) -> dict:
-    """Run all requests, each added when it is due; times to first tokens and slow steps, in milliseconds."""
+    """Run all requests, each added when due. Return TTFTs and slow steps, in milliseconds."""
     rng = np.random.default_rng(number)
     due_s = [request.arrival / rate for request in requests]
     first_s: dict[str, float] = {}

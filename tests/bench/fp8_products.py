@@ -1,8 +1,8 @@
-"""How long the four products of a Llama-3.1-8B layer take with weights in e4m3, by rows, and what quantising adds.
+"""Time of the four products of a Llama-3.1-8B layer with e4m3 weights, by rows, and of quantising their inputs.
 
-`python -m tests.bench.fp8_products --out FILE` on a GPU. A graph goes through the weights of eight layers in turn, so
-that they come from memory. Columns, in us a layer: the products in e4m3; the same with the kernels that quantise their
-inputs; up to 16 rows the products with x in bf16; the products in bf16.
+`python -m tests.bench.fp8_products --out FILE` on a GPU. A graph alternates the weights of eight layers, so that they
+come from memory. Columns, in us a layer: products in e4m3; with the kernels that quantise; up to 16 rows with x in
+bf16; products in bf16.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ WEIGHT_BYTES = sum(n * k for n, k in SHAPES.values())
 NUM_LAYERS = 8
 ROWS = (1, 4, 8, 16, 17, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 ROUNDS = 9
-TILE = 8_388_593  # random numbers that matrices repeat: a prime, so that no two rows are alike
+TILE = 8_388_593  # period of random numbers: a prime, so that no two rows are equal
 
 Launch = Callable[[], object]
 
 
 class Bench:
-    """Matrices of eight layers on a GPU, and the times of what is done with them."""
+    """Matrices of eight layers on a GPU, and timings."""
 
     def __init__(self, ops: Ops):
         self._ops = ops
@@ -66,7 +66,7 @@ class Bench:
         return array
 
     def seconds(self, launches: Sequence[Launch]) -> float:
-        """The median time of all of them, recorded as one graph."""
+        """Return the median seconds of all launches, captured as one graph."""
         ops = self._ops
 
         def work() -> None:
@@ -82,12 +82,12 @@ class Bench:
         return statistics.median(times[2:])
 
     def layer_us(self, product: Callable[[str, int], object]) -> float:
-        """What `product(name, layer)` takes for the four of a layer."""
+        """Time `product(name, layer)` for the four products of a layer."""
         calls = [(name, layer) for layer in range(NUM_LAYERS) for name in SHAPES]
         return 1e6 / NUM_LAYERS * self.seconds([lambda call=call: product(*call) for call in calls])
 
     def of_rows(self, m: int) -> dict[str, float]:
-        """By rows of x; us a layer."""
+        """Times by rows of x, us a layer."""
         ops = self._ops
         outs = {name: ops.empty((m, n), BFLOAT16) for name, (n, _) in SHAPES.items()}
         quantised = {name: self.rows(m, k) for name, (_, k) in SHAPES.items()}
@@ -118,7 +118,7 @@ class Bench:
         return found | {"bf16": self.layer_us(in_bf16)}
 
     def copy_bytes_per_s(self) -> float:
-        """Read and written."""
+        """Return the copy rate, read and written."""
         source, target = (self._ops.empty((1 << 30,), np.uint8) for _ in range(2))
         source.data.memset_async(1, source.nbytes, self._ops.stream)
         times = []
@@ -129,7 +129,7 @@ class Bench:
         return 2 * source.nbytes / statistics.median(times[2:])
 
     def row_kernels(self, num_rows: int = 8192) -> dict[str, float]:
-        """GB/s of the kernels that quantise."""
+        """Return GB/s of the kernels that quantise."""
         ops, sets = self._ops, range(3)
         weight = self.matrix(1, HIDDEN)[0]
         x, residual = ([self.matrix(num_rows, HIDDEN) for _ in sets] for _ in range(2))
@@ -151,7 +151,7 @@ class Bench:
 
 
 def main() -> None:
-    """Prints a table; needs a GPU."""
+    """Print a table; needs a GPU."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)

@@ -1,9 +1,9 @@
-"""What the host does for a step, with the device left out: plan, build, settle and tell, in microseconds.
+"""Microseconds of the host's part of a step, without a device: plan, build, collect and output.
 
     python -m tests.bench.host_steps [--batch 512] [--context 1000] [--steps 200] [--out FILE]
 
-The scheduler, the memory of sequences, the engine and the executor are the real ones; the device is one that takes no
-time and samples zeros. What handing work to a GPU costs on top (copies, launches) is not in these figures.
+Scheduler, KV manager, engine and executor are real; the device takes no time and samples zeros. Copies and launches on
+a GPU are not in these figures.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ BLOCK_SIZE = 16
 VOCAB_SIZE = 4096
 WARM_STEPS = 8
 ARRIVING_PROMPT = 256
-"""Tokens of the prompt that comes with each mixed step; its answer is as short as keeps the batch as it is."""
+"""Prompt tokens that join each mixed step; the short answer keeps the batch constant."""
 
 
 class IdleOps(NumpyOps):
-    """A device that runs ahead, replays graphs and does nothing."""
+    """Device that runs ahead, replays graphs and does nothing."""
 
     name = "cuda"
 
@@ -62,14 +62,14 @@ class IdleOps(NumpyOps):
 
 @dataclass(frozen=True, kw_only=True)
 class HostFigures:
-    """Medians over steps, in microseconds of this thread: what else runs on the machine does not count."""
+    """Medians over steps, in microseconds of this thread's CPU time."""
 
     case: str
     schedule_us: float
-    launch_us: float  # the step's arrays, those of sampling, and their way into one piece
-    settle_us: float  # collect, books, tokens, outputs
-    step_us: float  # all of it
-    tell_us: float  # outputs to encoded events, on the thread that talks to the queue
+    launch_us: float  # arrays of forward pass and sampling, packed
+    settle_us: float  # collect, update sequences, outputs
+    step_us: float  # sum
+    tell_us: float  # outputs to encoded events, on the I/O thread
 
 
 def main() -> None:
@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def measure(batch: int, context: int, num_steps: int, *, prefix_caching: bool, mixed: bool) -> HostFigures:
-    """Steps of `batch` decodes, and with `mixed` of a short prompt beside them."""
+    """Time steps of `batch` decodes, with `mixed` also of a short prompt."""
     engine, executor = make_engine(batch, context + num_steps + WARM_STEPS, prefix_caching=prefix_caching)
     numbers = random.Random(0)
     wishes = SamplingParams(max_tokens=num_steps + 2 * WARM_STEPS, temperature=0.7, ignore_eos=True)
@@ -135,7 +135,7 @@ def measure(batch: int, context: int, num_steps: int, *, prefix_caching: bool, m
 
 
 def make_engine(batch: int, longest: int, *, prefix_caching: bool) -> tuple[Engine, ModelExecutor]:
-    """An engine over an idle device, with room for all."""
+    """Return an engine on an idle device with room for all."""
     ops = IdleOps(np.dtype(np.float32))
     max_num_seqs, max_blocks = batch + 16, -(-(longest + ARRIVING_PROMPT) // BLOCK_SIZE) + 1
     config = replace(PRESETS["llama-3.1-8b"], vocab_size=VOCAB_SIZE)
@@ -160,7 +160,7 @@ def _forward(batch, kv: Array, out: Array | None = None) -> Array:
 
 @contextmanager
 def _timed(engine: Engine, executor: ModelExecutor) -> Iterator[dict[str, float]]:
-    """Seconds that planning and launching take, added up under their names."""
+    """Add up the seconds of planning and launching by name."""
     spent_s: dict[str, float] = {}
 
     def watch(owner: object, method: str) -> None:

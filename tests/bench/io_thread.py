@@ -1,8 +1,8 @@
-"""What telling tokens costs the engine: the thread that talks to the queue shares the interpreter with the engine's.
+"""Cost of publishing tokens for the engine: the I/O thread shares the interpreter with the engine thread.
 
-`python -m tests.bench.io_thread --batch 200 --step-ms 9` runs the real engine on its own thread, the real job loop and
-queue, and a Redis, above a device that computes nothing and takes its time for it. In each round every token is
-published, and then, with new jobs, none but the last of each. Steps of all `--batch` sequences are counted.
+`python -m tests.bench.io_thread --batch 200 --step-ms 9` runs the real engine thread, job loop, queue and a Redis, on a
+device that computes nothing. In each round every token is published, then, with new jobs, only the last of each. Steps
+of all `--batch` sequences count.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PATIENCE_S = 300.0
 
 
 class PacedDevice:
-    """Makes an executor's steps take as long as they would: one behind the other, each `step_s`."""
+    """Executor whose steps take `step_s` each, one after another."""
 
     def __init__(self, executor, step_s: float):
         self._launch, self._collect = executor.launch, executor.collect
@@ -56,11 +56,11 @@ class PacedDevice:
 
 
 class Steps:
-    """Notes when each step of the whole batch began, and what of its news goes on."""
+    """Recorder of the start of each full-batch step; filters the published outputs."""
 
     def __init__(self, engine, batch: int):
         self._step, self._engine, self._batch = engine.step, engine, batch
-        self._began_s: list[float | None] = []  # None: not of the whole batch
+        self._began_s: list[float | None] = []  # None: not a full batch
         engine.step = self.step
         self.are_told = True
 

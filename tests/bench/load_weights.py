@@ -1,10 +1,9 @@
-"""How fast a model's weights get to where it computes, beside how fast the same files are read and thrown away.
+"""Speed of loading weights to the device, and of only reading the same files.
 
     python -m tests.bench.load_weights --model-config llama-3.1-8b --folder /dev/shm/weights [--cold] [--out FILE]
 
-Random weights are written to the folder first, unless they are there. What lies in memory (`/dev/shm`, or a file that
-was just written) shows the way from the page cache; with `--cold` the file leaves the page cache before each round, and
-its disk's own speed shows.
+Random weights are written to the folder first, unless they exist. A folder in memory shows the way from the page cache;
+`--cold` evicts the file before each round, and shows the disk.
 """
 
 from __future__ import annotations
@@ -43,20 +42,20 @@ ROUNDS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class LoadFigures:
-    """The better of some rounds of each."""
+    """The best of some rounds each."""
 
     num_bytes: int
-    num_threads: int  # that read, in all
-    is_cold: bool  # whether it comes from the disk
-    read_s: float  # the file, into memory that is used again and again
-    uncached_read_s: float | None  # the same past the page cache, where it comes from a disk that offers it
-    hand_over_s: float  # as many bytes to where the model computes that nobody has read: the bus, and memory for it
-    load_s: float  # the file, to where the model computes: checked, every tensor in its place
-    read_gb_per_s: float  # of the quicker way to read
+    num_threads: int  # reading threads
+    is_cold: bool  # from disk
+    read_s: float  # the file, into reused memory
+    uncached_read_s: float | None  # with O_DIRECT, if the disk supports it
+    hand_over_s: float  # unread bytes to the device: bus and pinned memory
+    load_s: float  # the file to the device, checked, every tensor placed
+    read_gb_per_s: float  # of the faster reading
     hand_over_gb_per_s: float
     load_gb_per_s: float
-    load_share: float  # of the reading's speed
-    possible_share: float  # of the slower of reading and handing over, which no loading is quicker than
+    load_share: float  # of the reading speed
+    possible_share: float  # of the slower of reading and copying, a bound for any loading
 
 
 def main() -> None:
@@ -82,7 +81,7 @@ def main() -> None:
 
 
 def measure(folder: Path, config: ModelConfig, ops: Ops, *, is_cold: bool = False) -> LoadFigures:
-    """Raises ModelError where the folder's weights are not such a model's."""
+    """Raises ModelError if the folder's weights do not match the model."""
     path = folder / SINGLE_FILE
     num_bytes = path.stat().st_size
     before = partial(_drop, path) if is_cold else lambda: None
@@ -109,8 +108,7 @@ def measure(folder: Path, config: ModelConfig, ops: Ops, *, is_cold: bool = Fals
 
 
 def write_weights(folder: Path, config: ModelConfig, dtype: np.dtype) -> None:
-    """Random ones, as one safetensors file, which is there once it is whole. Raises StartupError where there is no room
-    for it."""
+    """Write random weights as one safetensors file, atomically. Raises StartupError if the disk is full."""
     header, end, shapes = {}, 0, expected_shapes(config)
     for name, shape in shapes.items():
         begin, end = end, end + math.prod(shape) * dtype.itemsize
@@ -157,7 +155,7 @@ def _read_all(path: Path, how: int = 0) -> None:
     num_bytes, num_threads = path.stat().st_size, _num_threads()
 
     def read(first: int) -> None:
-        with mmap.mmap(-1, PIECE_BYTES) as piece:  # begins with a page, as O_DIRECT wants it
+        with mmap.mmap(-1, PIECE_BYTES) as piece:  # page-aligned for O_DIRECT
             descriptor = os.open(path, os.O_RDONLY | how)
             try:
                 for place in range(first * PIECE_BYTES, num_bytes, num_threads * PIECE_BYTES):
@@ -170,7 +168,7 @@ def _read_all(path: Path, how: int = 0) -> None:
 
 
 def _drop(path: Path) -> None:
-    """From the page cache, once the disk has it."""
+    """Read once, so that the page cache has it."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,9 +1,9 @@
-"""Measures every matrix product of a model's steps and writes down which way is quickest: makes model/ops/measured/.
+"""Measure every matrix product of a model's steps and record the quickest algorithm: makes model/ops/gpu/measured/.
 
     python -m tests.bench.measure_products --model-config llama-3.1-8b --max-num-seqs 1024 --out FOLDER
 
-For the sizes that steps are captured with up to so many sequences, and for whole chunks up to the largest step. A start
-measures only a few of these by itself: all of them take about half a minute.
+Covers captured sizes up to that number of sequences, and whole chunks up to the largest step, in about half a minute. A
+start measures only a few of these itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder that gets the file")
     flags = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["QUIRE_CACHE_DIR"] = folder  # an empty one: nothing is known but what came with the package
+        os.environ["QUIRE_CACHE_DIR"] = folder  # empty: only the shipped measurements are known
         _measure(flags.model_config, flags.max_num_seqs)
         flags.out.mkdir(parents=True, exist_ok=True)
         for found in Path(folder).glob("*/linear-*.json"):

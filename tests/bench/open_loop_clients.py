@@ -61,7 +61,7 @@ LLAMA31_8B = {
 
 
 def write_folder(folder: Path) -> None:
-    """A model folder without weights: every token id is a word of its own."""
+    """Write a model folder without weights; every token id is its own word."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {letter: number for number, letter in enumerate(letters)}
     vocab |= {f"w{number:x}": number for number in range(len(vocab), VOCAB_SIZE)}
@@ -73,7 +73,7 @@ def write_folder(folder: Path) -> None:
 
 
 class Server:
-    """A fresh `quire serve` of the folder."""
+    """Start a fresh `quire serve` of the folder."""
 
     def __init__(self, folder: Path, data_dir: Path, flags: list[str]):
         command = [sys.executable, "-m", "service.cli.main", "serve", "--port", "0", "--model", str(folder)]
@@ -95,7 +95,7 @@ class Server:
         raise SystemExit(f"quire serve did not become ready:\n{log.read_text(encoding='utf-8')}")
 
     def stop(self) -> list[str]:
-        """The slow steps that it logged, if `--log-level debug` is among its flags."""
+        """Return the slow steps logged with `--log-level debug`."""
         self._process.terminate()
         self._process.wait(60)
         self._log.seek(0)
@@ -104,7 +104,7 @@ class Server:
 
 
 async def run_plain(plan: bench_serve.Plan, model: str, first_number: int) -> list[Answer]:
-    """Every request from this process: lines as they come, every chunk through `json.loads`."""
+    """Send every request from this process and parse every chunk with `json.loads`."""
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=plan.max_seconds)
     task = Task(plan.url, None, model, plan.vocab_size, plan.max_seconds, [])
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
@@ -138,7 +138,7 @@ async def _ask_plainly(http, url, task, number, request, due_s) -> Answer:
 
 
 def run_client(kind: str, plan: bench_serve.Plan, model: str, number: int) -> tuple[list[Answer], float]:
-    """The answers, and the seconds of processor time that the clients used."""
+    """Return the answers, and the clients' CPU seconds."""
     whose = resource.RUSAGE_SELF if kind == "plain" else resource.RUSAGE_CHILDREN
     before = resource.getrusage(whose)
     first_number = (number + 1) * 1_000_000
@@ -149,7 +149,7 @@ def run_client(kind: str, plan: bench_serve.Plan, model: str, number: int) -> tu
 
 
 async def counters(url: str) -> dict[str, float]:
-    """The sums of COUNTERS over their labels at `/metrics`."""
+    """Return COUNTERS from `/metrics`, summed over labels."""
     async with aiohttp.ClientSession() as http, http.get(f"{url}/metrics") as response:
         found = COUNTERS.findall(await response.text())
     sums: dict[str, float] = {}
@@ -159,12 +159,12 @@ async def counters(url: str) -> dict[str, float]:
 
 
 def percentiles(values: list[float]) -> list[float]:
-    """p50, p90, p99."""
+    """Return p50, p90, p99."""
     return [round(float(value), 1) for value in np.percentile(values, (50, 90, 99))] if values else []
 
 
 def figures(plan: bench_serve.Plan, answers: list[Answer], cpu_s: float, num_clients: int) -> dict:
-    """What one run saw, in milliseconds, and how long its sample is."""
+    """Figures of one run, in milliseconds, and the length of its sample."""
     total_s = max(each.arrival / plan.rate + answer.end_s for each, answer in zip(plan.requests, answers, strict=True))
     half = len(answers) // 2
     parts = {"all": answers, "first_half": answers[:half], "second_half": answers[half:]}

@@ -1,10 +1,8 @@
-"""How many streams a gateway process keeps open: what it adds to each token's way, what each costs in memory, and what
-a token costs where `--gateways` of them share one Redis.
+"""Open streams of a gateway: added latency, memory per stream, and CPU per token with `--gateways` on one Redis.
 
-`python -m tests.bench.open_streams --streams 5000` starts a Redis, a `quire gateway`, a stub in an engine's place and a
-client that does nothing but read. The stub gives each stream `--rate` tokens a second, in steps of `--step-ms`, as an
-engine does. A token's latency runs from the moment before the stub publishes its step to its arrival at the client,
-both by this machine's clock: it holds Redis' share and the client's own, which share the cores with the gateway.
+`python -m tests.bench.open_streams --streams 5000` starts a Redis, a `quire gateway`, a stub engine and a client that
+only reads. The stub gives each stream `--rate` tokens/s, in steps of `--step-ms`. Latency runs from just before the
+stub publishes its step to arrival at the client, on one clock: it includes Redis and the client, which share the cores.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ REQUEST_ID = re.compile(rb"X-Request-Id: ([0-9A-Z]+)")
 
 
 class StubEngine:
-    """Claims every job and publishes tokens for all of them, some in each step."""
+    """Claim every job and publish tokens for all of them, some in each step."""
 
     def __init__(self, queue, token: int):
         self._queue = queue
@@ -66,7 +64,7 @@ class StubEngine:
             await asyncio.sleep(1.0)
 
     async def speak(self, rate: float, step_s: float, for_s: float) -> None:
-        """Steps at even times; one that is late is not made up for."""
+        """Yield steps at even times; a late one is not made up for."""
         loop, position = asyncio.get_running_loop(), 0
         num_a_step = max(1, round(len(self.job_ids) * rate * step_s))
         due_s = loop.time()
@@ -99,7 +97,7 @@ class StubEngine:
 
 
 def read_streams(port: int, num_streams: int, out: Path) -> None:
-    """The client: opens streams, says `open`, notes when which event of which stream came, until all have ended."""
+    """Run the client: open streams, print `open`, record every event's arrival until all end."""
     body = json.dumps({"model": MODEL, "prompt": [1, 2, 3], "max_tokens": 400, "stream": True}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
@@ -135,7 +133,7 @@ def rss_kb(pid: int) -> int:
 
 
 class Door:
-    """A gateway in a process of its own, and a client that reads its share of the streams."""
+    """A gateway process, and a client that reads its share of the streams."""
 
     def __init__(self, folder: Path, number: int, num_streams: int):
         self._folder = folder / f"door{number}"
@@ -171,7 +169,7 @@ async def measure(args: argparse.Namespace, folder: Path, redis_url: str) -> dic
             started.append(door)
         for door in doors:
             door.read()
-        # A stream answers with its first token: the stub gives one to each job as it comes.
+        # A response starts with its first token: the stub sends one for each new job.
         await _speak_first(stub, asyncio.create_task(stub.claim(num_streams)))
         for door in doors:
             await asyncio.to_thread(door.client.stdout.readline)
@@ -209,7 +207,7 @@ async def measure(args: argparse.Namespace, folder: Path, redis_url: str) -> dic
 
 
 def _cpu_of_all(doors: list[Door], redis: Redis) -> tuple[float, float]:
-    """Seconds that all gateways, and Redis, have computed."""
+    """Return CPU seconds of all gateways, and of Redis."""
     used = redis.info("cpu")
     return sum(_cpu_s(door.gateway.pid) for door in doors), used["used_cpu_user"] + used["used_cpu_sys"]
 

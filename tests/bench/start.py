@@ -1,8 +1,8 @@
-"""How long an engine takes from the start of its process to its first tokens, and where that goes.
+"""Time from the start of an engine's process to its first tokens, part by part.
 
     python -m tests.bench.start --model-config llama-3.1-8b [--max-num-seqs 512] [--rounds 2] [--out FILE]
 
-Random weights. Each start is a process of its own: the first one finds no compiled kernel, the others what it has left.
+Random weights. Each start is its own process: the first finds no compiled kernels, the others its cache.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ PARTS = {
     "bus, prompts": (build, "calibrate_swap_cost"),
     "first tokens": (build, "_check_generation"),
 }
-"""Name -> where the function is called from."""
+"""Name to the module that calls the function."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """One process, in seconds."""
+    """One start, in seconds."""
 
-    imports_s: float  # from the process's beginning until all is imported
+    imports_s: float  # from the process's start to the end of imports
     parts_s: dict[str, float]
-    all_s: float  # from the process's beginning until the engine has generated
+    all_s: float  # from the process's start to the first generated tokens
     device: str
 
 
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def measure(model_config: str, device: str, num_seqs: int, num_rounds: int) -> list[Start]:
-    """One start with an empty cache of kernels, then `num_rounds` with what it has left. Raises StartupError."""
+    """Start once with an empty kernel cache, then `num_rounds` times with its content. Raises StartupError."""
     flags = ("--here", "--model-config", model_config, "--device", device, "--max-num-seqs", str(num_seqs))
     starts = []
     with tempfile.TemporaryDirectory() as cache:
@@ -98,7 +98,7 @@ def measure(model_config: str, device: str, num_seqs: int, num_rounds: int) -> l
 
 
 def start_here(settings: Settings) -> Start:
-    """In this process, which should have done nothing else."""
+    """Start in this process, which must be fresh."""
     imports_s, parts_s = _process_age_s(), dict.fromkeys(PARTS, 0.0)
     for name, (owner, function) in PARTS.items():
         setattr(owner, function, _timed(getattr(owner, function), name, parts_s))
@@ -119,14 +119,14 @@ def _timed(function, name: str, parts_s: dict[str, float]):
 
 
 def _process_age_s() -> float:
-    """By the kernel's account, to a hundredth of a second."""
+    """Return the process's age, by the kernel, to a hundredth of a second."""
     with open("/proc/self/stat", encoding="ascii") as stat:
         begin_ticks = int(stat.read().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - begin_ticks / os.sysconf("SC_CLK_TCK")
 
 
 def tell(names: Sequence[str], starts: Sequence[Start]) -> None:
-    """A row a start on the terminal, in seconds."""
+    """Print a row per start, in seconds."""
     rows = []
     for name, start in zip(names, starts, strict=True):
         rows.append((name, *(f"{seconds:.2f}" for seconds in (start.imports_s, *start.parts_s.values(), start.all_s))))

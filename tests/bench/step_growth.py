@@ -1,4 +1,4 @@
-"""What grows from a decode step to one of twice the batch or twice the context, beside the bytes and FLOPs of it."""
+"""Growth of a decode step with twice the batch or context, against its bytes and FLOPs."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from service.cli.table import print_grid
 from tests.bench.step_table import ATTENTION, StepTable, work_of
 
 MAX_OFF = 0.05
-"""Of a ratio that counts as once or twice: the steps of a measurement make contexts longer."""
+"""Tolerance of a ratio that counts as once or twice: contexts grow during a measurement."""
 
 TERMS = ("attention", "products", "all else")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Growth:
-    """From one step to another: how often its time, bytes and FLOPs are those of before."""
+    """Ratios of time, bytes and FLOPs from one step to another."""
 
     from_batch: int
     from_context: float
     to_batch: int
     to_context: float
-    term: str  # of TERMS, or "step"
+    term: str  # one of TERMS, or "step"
     from_us: float
     to_us: float
     time_ratio: float
     bytes_ratio: float
-    flops_ratio: float | None  # None where there are next to none
+    flops_ratio: float | None  # None for next to none
 
 
 def growth_of(tables: Sequence[StepTable], config: ModelConfig, item: int) -> list[Growth]:
-    """Of all pairs of which one has twice the batch or twice the context; `item` bytes an element."""
+    """Return the growth of all pairs with twice the batch or context; `item` bytes an element."""
     found = []
     for before, after in permutations(tables, 2):
         batches, contexts = after.batch / before.batch, after.mean_context / before.mean_context
@@ -68,7 +68,7 @@ def _pair(before: StepTable, after: StepTable, config: ModelConfig, item: int) -
 
 
 def _terms(table: StepTable, config: ModelConfig, item: int) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
-    """Term -> microseconds of a step, and term -> bytes and FLOPs."""
+    """Return microseconds by term, and bytes and FLOPs by term."""
     times_us, work = dict.fromkeys(TERMS, 0.0), dict.fromkeys((*TERMS, "step"), (0.0, 0.0))
     for row in table.rows:
         times_us[_term(row.op)] += row.time_us
@@ -83,7 +83,6 @@ def _term(op: str) -> str:
 
 
 def tell_growth(rows: Sequence[Growth]) -> None:
-    """As a table on the terminal."""
     if not rows:
         return
     print()

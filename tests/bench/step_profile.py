@@ -48,9 +48,9 @@ def main() -> None:
     flags = parser.parse_args()
     check_report_flags(flags)
     batches, contexts = whole_numbers("--batch", flags.batch), whole_numbers("--context", flags.context)
-    torch.cuda.init()  # before the cache takes what memory there is
+    torch.cuda.init()  # before the cache takes the memory
     named = replace(Settings(), model_config=flags.model_config, load_format="dummy", device="cuda")
-    # no swap space: what one batch leaves in the prefix cache must not leave for the host beside the next
+    # no swap space: one batch's prefix cache must not be evicted to the host during the next
     settings = replace(named, max_num_seqs=max(batches), max_prefill_chunk=WHOLE_STEPS, swap_space=0.0)
     built = build_engine(settings, progress=True)
     freeze_heap()
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def profile_decode(built: BuiltEngine, batch: int, context: int, ceilings: Ceilings) -> StepTable:
-    """Steps of `batch` sequences that hold about `context` tokens each."""
+    """Profile steps of `batch` sequences with about `context` tokens each."""
     engine, config = built.engine, built.config
     with steady_decode(built, batch, context, PROFILED_STEPS + TIMED_STEPS, computes_prompts=False):
         timed_s, host_s = _timed(built)
@@ -90,7 +90,7 @@ def profile_decode(built: BuiltEngine, batch: int, context: int, ceilings: Ceili
 
 
 def _timed(built: BuiltEngine) -> tuple[float, float]:
-    """Seconds of a step, and of these the host's, without those in which it waits for the device."""
+    """Return seconds of a step, and of its host part without waits for the device."""
     collect, waited_s = built.executor.collect, 0.0
 
     def wait_first(launched):
@@ -106,7 +106,7 @@ def _timed(built: BuiltEngine) -> tuple[float, float]:
         begin_s = time.perf_counter()
         for _ in range(TIMED_STEPS):
             built.engine.step()
-            built.engine.drain_outputs()  # what becomes of it is another thread's to say
+            built.engine.drain_outputs()  # another thread handles the outputs
         total_s = time.perf_counter() - begin_s
     finally:
         del built.executor.collect
@@ -114,7 +114,7 @@ def _timed(built: BuiltEngine) -> tuple[float, float]:
 
 
 def _events(work: Callable[[], object], built: BuiltEngine) -> list[KernelEvent]:
-    """The device's, of `work` and nothing before it."""
+    """Return the device's kernels of `work` only."""
     built.ops.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         work()
@@ -132,7 +132,7 @@ def _events(work: Callable[[], object], built: BuiltEngine) -> list[KernelEvent]
 
 
 def tell(table: StepTable) -> None:
-    """A table of one batch on the terminal."""
+    """Print the table of one batch."""
     idle_share, timed_us = table.idle_us / table.step_us, table.timed_us
     print(
         f"\nbatch {table.batch}, context {table.mean_context:.0f}: {table.step_us:,.0f} us a step, {timed_us:,.0f} "

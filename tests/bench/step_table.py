@@ -1,7 +1,7 @@
-"""From the kernels of some steps, as a profiler saw them, to what each operation adds to a step and what it could take.
+"""What each operation adds to a step, from the kernels that a profiler saw.
 
-Kernels may begin while the one ahead still runs, and then they wait: what one adds is the time from the end of the last
-one before it, or from its own beginning if that is later, to its own end.
+A kernel may start while the previous one runs, and then waits: it adds the time from the previous end, or its own start
+if later, to its own end.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from model.config import ModelConfig
 from service.bench.kernels import Ceilings
 
 PRODUCTS = ("qkv", "output", "gate_up", "down")
-"""Of a layer, in the order in which they are launched; after all layers comes that of the head."""
+"""Operations of a layer, in launch order; the head's follow after all layers."""
 
 HEAD = "lm_head"
 COPIES = "copies"
@@ -22,7 +22,7 @@ ATTENTION = "paged_decode"
 
 @dataclass(frozen=True, slots=True)
 class KernelEvent:
-    """One kernel or copy of the device. Times are in microseconds of one clock."""
+    """One kernel or copy. Times in microseconds of one clock."""
 
     name: str
     begin_us: float
@@ -31,33 +31,33 @@ class KernelEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class OperationRow:
-    """What an operation adds to a step."""
+    """Figures of one operation."""
 
     op: str
-    launches: float  # a step
+    launches: float  # per step
     time_us: float
     step_share: float
-    ceiling_share: float | None  # the least time its bytes and FLOPs take at the ceilings, over its time
+    ceiling_share: float | None  # least time of its bytes and FLOPs over its time
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTable:
-    """Of one batch; the mean of the profiled steps."""
+    """Figures of one batch; means of the profiled steps."""
 
     batch: int
     mean_context: float
-    step_us: float  # from the first kernel to the last one's end
-    timed_us: float  # the same steps without the profiler, by the host's clock
-    idle_us: float  # of these, with nothing on the device
-    host_ms: float  # schedule, build and settle: what a step takes besides waiting for the device
+    step_us: float  # from the first kernel to the last end
+    timed_us: float  # without the profiler, by the host's clock
+    idle_us: float  # idle device
+    host_ms: float  # scheduling, building and output, without waits for the device
     rows: list[OperationRow]
 
 
 def op_names(events: Sequence[KernelEvent], num_layers: int) -> list[str]:
-    """The operation of each of some whole steps' events, in the order of their beginnings.
+    """Return the operation of each event of whole steps, in order of start.
 
-    Kernels of cuBLASLt are told by not being ours; a step has four of them or of our own a layer, and one for
-    the head. What cuBLASLt launches besides (reductions of split products, memsets) belongs to the one before.
+    A product is a kernel not of ours, or our own; a step has four per layer and one for the head. Further launches of
+    cuBLASLt (reductions, memsets) belong to the previous one.
     """
     names, num_products, product = [], 0, PRODUCTS[0]
     for event in events:
@@ -82,7 +82,7 @@ def _kind(kernel: str) -> str:
 
 
 def added_us(events: Iterable[KernelEvent]) -> tuple[list[float], float]:
-    """What each event adds, and what lies between them. In the order of their beginnings."""
+    """Return the time that each event adds, and the gaps, in order of start."""
     added, idle, end = [], 0.0, None
     for event in events:
         end = event.begin_us if end is None else end
@@ -93,7 +93,7 @@ def added_us(events: Iterable[KernelEvent]) -> tuple[list[float], float]:
 
 
 def work_of(config: ModelConfig, batch: int, mean_context: float, item: int) -> dict[str, tuple[float, float]]:
-    """Operation -> bytes and FLOPs of a step's worth of it, the least there can be; `item` bytes an element."""
+    """Return least bytes and FLOPs per step by operation; `item` bytes an element."""
     layers, hidden, inner = config.num_layers, config.hidden_size, config.intermediate_size
     q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes = {
@@ -118,7 +118,7 @@ def work_of(config: ModelConfig, batch: int, mean_context: float, item: int) -> 
 
 
 def least_us(work: Mapping[str, tuple[float, float]], ceilings: Ceilings) -> dict[str, float]:
-    """Operation -> the least time that its bytes and FLOPs take at the ceilings."""
+    """Return the least time by operation at the ceilings."""
     return {
         name: 1e6 * max(num_bytes / ceilings.copy_bytes_per_s, num_flops / ceilings.gemm_flops_per_s)
         for name, (num_bytes, num_flops) in work.items()
@@ -129,7 +129,7 @@ def table_of(
     events: Sequence[KernelEvent], num_steps: int, batch: int, mean_context: float, timed_us: float, host_ms: float,
     config: ModelConfig, item: int, ceilings: Ceilings,
 ) -> StepTable:  # fmt: skip
-    """Of `num_steps` whole steps' events; what takes longest first."""
+    """Return the table of `num_steps` whole steps; the longest operation first."""
     events = sorted(events, key=lambda event: (event.begin_us, event.end_us))
     added, idle_us = added_us(events)
     times, launches = {}, {}

@@ -77,7 +77,7 @@ class ChatMaker:
         return {"messages": messages(self.system(rng), turns)}
 
     def system(self, rng: Random) -> str | None:
-        """Mostly none, often one line, now and then a long one full of things that do not matter."""
+        """Return a system prompt: mostly none, often one line, sometimes a long irrelevant one."""
         length = rng.random()
         if length < 0.6:
             return None
@@ -129,7 +129,7 @@ class ChatMaker:
         return roughen(ask, rng), self.grammar.text(f"{subject}.say", context, rng)
 
     def fact(self, rng: Random) -> list[Turn]:
-        """A question from a table, and sometimes "And a cow?" after it."""
+        """Return a question from a table, sometimes followed by "And a cow?"."""
         name = rng.choice(TABLES)
         rows = self.grammar.table(f"table.{name}")
         key, value = rng.choice(rows)[:2]
@@ -152,7 +152,7 @@ class ChatMaker:
         return [(roughen(ask, rng), say)]
 
     def own_name(self, rng: Random) -> list[Turn]:
-        """The user says a name, talks of something else perhaps, and asks for it; or asks without having said it."""
+        """Return a chat in which the user gives a name and asks for it later, or asks without having given one."""
         if rng.random() < 0.15:
             ask = self.grammar.expand("name.again.ask", {}, rng)
             return [(roughen(ask, rng), self.grammar.lines["name.unknown.say"][0])]
@@ -272,7 +272,7 @@ def roughen(ask: str, rng: Random) -> str:
 
 
 def with_typo(text: str, rng: Random) -> str:
-    """One letter dropped, doubled, swapped with its neighbour, or replaced."""
+    """Drop, double, swap or replace one letter."""
     if len(text) < 4:
         return text
     at = rng.randrange(1, len(text) - 1)

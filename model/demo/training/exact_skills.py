@@ -1,4 +1,4 @@
-"""Talk whose answer is computed: sums, counting, lists, reading, JSON and tool calls."""
+"""Chats with computed answers: sums, counting, lists, reading, JSON and tool calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stories, poems and small texts: a cast is chosen, a plot is expanded, and what was wished for is made sure of."""
+"""Stories, poems and small texts: choose a cast, expand a plot, ensure what was requested."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ELDERS = (
     ("Aunt {name}", "she"),
     ("Uncle {name}", "he"),
 )
-# Answers that hold for one episode only; a second adventure chooses them anew.
+# Answers within one episode; a second adventure chooses new ones.
 EPISODE_NAMES = ("s1", "s2", "s3", "c1", "food", "food2", "food3", "noise", "skill", "place2")
 # Without a wish some choices are likelier than others, and differ from role to role: so the likeliest story of all, the
 # one told at temperature 0, has two friends of different names.
@@ -63,7 +63,7 @@ class StoryMaker:
         return self.grammar.expand("made.word", {}, rng)
 
     def pick(self, section: str, rng: Random) -> str:
-        """A word of a section, and now and then one that nobody has heard before."""
+        """Return a word of a section, sometimes an invented one."""
         if section in ("kind", "thing") and rng.random() < SHARE_OF_MADE_UP_WORDS:
             return self.made_up_word(rng)
         return self.grammar.expand(section, {}, rng)
@@ -143,7 +143,7 @@ class StoryMaker:
         }
 
     def story(self, wish: Wish, rng: Random, num_more_adventures: int = 0) -> Story:
-        """A story in which everything that the wish fixes does appear. Raises ValueError if none comes out."""
+        """Return a story that contains everything requested. Raises ValueError if none comes out."""
         for _ in range(MAX_TRIES):
             context = self.cast(wish.fixed, rng)
             plot = "plot." + rng.choice(wish.plots or self.plots)
@@ -173,7 +173,7 @@ class StoryMaker:
 
 
 def _grants(wish: Wish, text: str) -> bool:
-    """Whether the text speaks of all that was wished for, and often enough to be about it."""
+    """Return whether the text mentions everything requested, often enough to be about it."""
     mentions = {name: len(re.findall(rf"\b{re.escape(value)}", text)) for name, value in wish.fixed.items()}
     return all(mentions[name] >= WANTED_MENTIONS.get(name, 1) for name in mentions)
 

@@ -1,4 +1,4 @@
-"""What a story can be asked for: a random wish, in the words of somebody who asks."""
+"""Requests for stories: a random one, in a user's words."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def train_tokenizer(path: Path, pool: Pool) -> None:
 
 
 def _plain_parts(seed: int) -> list[str]:
-    """What stands between the control tokens, in the documents of one seed."""
+    """Return the texts between control tokens, of one seed."""
     control = re.compile("|".join(map(re.escape, SPECIAL_TOKENS)))
     documents = rendered_documents(seed, DOCUMENTS_PER_TOKENIZER_SEED)
     return [part for document in documents for part in control.split(document) if part]
@@ -108,7 +108,7 @@ def encode(job: tuple[str, int, int]) -> np.ndarray:
 
 
 def encode_training_documents(tokenizer_path: Path, num_documents: int, pool: Pool) -> np.ndarray:
-    """The documents of as many training seeds as that takes, on all cores, in the order of the seeds."""
+    """Return documents of as many training seeds as needed, on all cores, in order of seed."""
     num_seeds = math.ceil(num_documents / DOCUMENTS_PER_SEED)
     seeds = range(FIRST_TRAINING_SEED, FIRST_TRAINING_SEED + num_seeds)
     return np.concatenate(pool.map(encode, [(str(tokenizer_path), seed, DOCUMENTS_PER_SEED) for seed in seeds], 1))
