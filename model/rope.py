@@ -36,7 +36,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, max_model_len: int) -> 
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """What cos and sin are multiplied with; other than 1 for yarn alone."""
+    """Factor of cos and sin; other than 1 only for yarn."""
     if rope.kind != "yarn":
         return 1.0
     if rope.attention_factor is not None:
@@ -47,7 +47,7 @@ def attention_factor(rope: RopeConfig) -> float:
 
 
 def _plain(theta: float, head_dim: int) -> np.ndarray:
-    return theta ** -(np.arange(0, head_dim, 2) / head_dim)
+    return np.asarray(theta ** -(np.arange(0, head_dim, 2) / head_dim))
 
 
 def _dynamic(rope: RopeConfig, head_dim: int, max_model_len: int) -> np.ndarray:
@@ -75,7 +75,7 @@ def _yarn(rope: RopeConfig, head_dim: int) -> np.ndarray:
     first, last = max(first, 0), min(last, head_dim - 1)
     width = last - first or 0.001  # the published code's guard: a ramp of no width is a step
     stretched = np.clip((np.arange(head_dim // 2) - first) / width, 0, 1)
-    return plain * (1 - stretched) + plain / rope.factor * stretched
+    return np.asarray(plain * (1 - stretched) + plain / rope.factor * stretched)
 
 
 def _dimension_of_turns(rope: RopeConfig, head_dim: int, num_turns: float) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
 
@@ -111,9 +111,16 @@ def sampling_arrays(
     parts = (columns, penalties, bias, mask)
     sent = iter(upload_all([array for part in parts for array in part]))
     columns, penalties, bias, mask = (list(islice(sent, len(part))) for part in parts)
+    temperature, top_k, top_p, min_p, seed, position, branch = columns
     num_logprobs = int(records["num_logprobs"].max(initial=0))
     return SamplingArrays(
-        *columns,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        position=position,
+        branch=branch,
         penalties=Penalties(*penalties) if penalties else None,
         bias=Bias(*bias) if bias else None,
         mask=TokenMask(*mask) if mask else None,
@@ -182,5 +189,5 @@ def _without(words: np.ndarray, token_ids: Iterable[int]) -> np.ndarray:
     return left
 
 
-def _indptr(ragged: Sequence) -> np.ndarray:
+def _indptr(ragged: Sequence[Sized]) -> np.ndarray:
     return np.cumsum([0, *map(len, ragged)], dtype=np.int32)

@@ -25,4 +25,5 @@ def quantise(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def widen(data: np.ndarray) -> np.ndarray:
     """uint8[...], bits of e4m3 -> float32, exactly."""
-    return data.view(E4M3).astype(np.float32)
+    values: np.ndarray = data.view(E4M3).astype(np.float32)
+    return values

@@ -33,7 +33,7 @@ class Packing:
         for offset, array in zip(self.offsets, arrays, strict=True):
             piece[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
-    def views(self, piece, arrays: Sequence[np.ndarray]) -> list:
+    def views(self, piece: Any, arrays: Sequence[np.ndarray]) -> list[Any]:
         """Arrays of the same dtypes and shapes as `arrays`, in `piece`, which may be a backend's."""
         return [
             piece[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)

@@ -32,7 +32,7 @@ def launch(open_hopper_ops):
     linear = pytest.importorskip("model.ops.gpu.fp8", reason=reason, exc_type=ImportError).Fp8Linear
 
     def launch_(ops, x, weight, bias, out):
-        linear(ops).launch_small_m(
+        linear(ops, ops._linear).launch_small_m(
             small_m_fp8_build(*out.shape, ops.num_sms, ops.max_shared_bytes), x, weight, bias, out
         )
 

@@ -121,7 +121,7 @@ class NumpyOps(NumpyDevice):
             out[rows] = _attention(q[rows, None], batch, rows)[:, 0]
 
     def paged_prefill_attention(self, q: Array, batch: AttentionBatch, out: Array) -> None:
-        starts = batch.query_start
+        starts: Array = batch.query_start
         for s in np.flatnonzero(np.diff(starts)):
             rows = slice(starts[s], starts[s + 1])
             out[rows] = _attention(q[None, rows], batch, np.array([s]))[0]

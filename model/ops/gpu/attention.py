@@ -1,11 +1,8 @@
-"""Launches the paged attention kernels: tile sizes by shape, grids by what the host knows, workspace from the arena.
+"""Launches the paged attention kernels: tile sizes and grids by shape, workspace from the arena.
 
-Nothing here looks at device data, so both launches can be captured in a graph. Tile sizes are chosen here alone; the
-kernels check at compile time that they agree on the shared memory that follows from them. No choice but Hopper's own
-needs more than the 99 KiB a block that sm_86, sm_89 and sm_120 have.
-
-`ops` is the `CudaOps` in hand; of it, `launch`, `tensor_maps`, `temporary`, `num_sms`, `arch` and `dtype_code` are
-used.
+Nothing here reads device data, so that launches can be captured. Tile sizes are chosen here alone; the kernels check at
+compile time that they agree on the shared memory. Only Hopper's own kernels need more than the 99 KiB a block of sm_86,
+sm_89 and sm_120.
 """
 
 from __future__ import annotations
@@ -15,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from model.ops.gpu.launcher import KernelLauncher
 from model.ops.interface import Array, AttentionBatch
 
 _FP32 = 0
@@ -70,16 +68,16 @@ class _Split(NamedTuple):
     num_rows: int  # of the workspace; 0 if every sequence is one split
 
 
-def plan_decode_attention(ops, num_heads: int, batch: AttentionBatch) -> Array:
+def plan_decode_attention(device: KernelLauncher, num_heads: int, batch: AttentionBatch) -> Array:
     """`Ops.plan_decode_attention`: int32[num_slots + what the members of groups take, 8], rows as `KvSplit` of
     kv_split.cuh, followed by `PrefixGroupMember`s."""
     kv, tables = batch.kv, batch.block_tables
-    split = split_decode(ops, num_heads, batch)
-    tiles = _decode_tiles(ops.dtype_code, kv.shape[5], num_heads // kv.shape[3])
+    split = split_decode(device, num_heads, batch)
+    tiles = _decode_tiles(device.dtype_code, kv.shape[5], num_heads // kv.shape[3])
     num_member_rows = math.ceil(split.num_groups * tiles["MEMBERS"] * _MEMBER_INTS / _SPLIT_INTS)
-    plan = ops.temporary((split.num_slots + num_member_rows, _SPLIT_INTS), np.int32)
+    plan = device.temporary((split.num_slots + num_member_rows, _SPLIT_INTS), np.int32)
     sizes = (split.num_slots, split.target_splits, split.num_groups, tables.shape[1], batch.window)
-    ops.launch(
+    device.launch(
         "plan_decode",
         (1,),
         (plan, batch.context_lens, tables, np.int32(len(tables)), *map(np.int32, sizes)),
@@ -94,21 +92,21 @@ def plan_decode_attention(ops, num_heads: int, batch: AttentionBatch) -> Array:
     return plan
 
 
-def decode_attention(ops, q: Array, batch: AttentionBatch, out: Array) -> None:
+def decode_attention(device: KernelLauncher, q: Array, batch: AttentionBatch, out: Array) -> None:
     """`Ops.paged_decode_attention`. Decode launches of one device must not overlap: they share counters."""
     kv, tables = batch.kv, batch.block_tables
     num_sequences, num_heads, head_dim = q.shape
     num_blocks, num_layers, _, num_kv_heads, block_size, _ = kv.shape
     if num_sequences == 0:
         return
-    plan = plan_decode_attention(ops, num_heads, batch) if batch.plan is None else batch.plan
-    split = split_decode(ops, num_heads, batch)
+    plan = plan_decode_attention(device, num_heads, batch) if batch.plan is None else batch.plan
+    split = split_decode(device, num_heads, batch)
     num_partials = split.num_rows * num_heads
-    partial_sums = ops.temporary((num_partials, head_dim), np.float32)
-    partial_stats = ops.temporary((num_partials, 2), np.float32)
-    tiles = _decode_tiles(ops.dtype_code, head_dim, num_heads // num_kv_heads)
+    partial_sums = device.temporary((num_partials, head_dim), np.float32)
+    partial_stats = device.temporary((num_partials, 2), np.float32)
+    tiles = _decode_tiles(device.dtype_code, head_dim, num_heads // num_kv_heads)
     sizes = map(np.int32, (num_sequences, num_blocks, num_layers, batch.layer, tables.shape[1]))
-    ops.launch(
+    device.launch(
         "paged_decode",
         (split.num_ctas, split.num_slots),
         (out, q, kv, tables, plan, partial_sums, partial_stats, *sizes, _scale_log2(batch.scale)),
@@ -122,7 +120,7 @@ def decode_attention(ops, q: Array, batch: AttentionBatch, out: Array) -> None:
     )
 
 
-def prefill_attention(ops, q: Array, batch: AttentionBatch, out: Array) -> None:
+def prefill_attention(device: KernelLauncher, q: Array, batch: AttentionBatch, out: Array) -> None:
     """`Ops.paged_prefill_attention`."""
     kv, tables, lens = batch.kv, batch.block_tables, batch.context_lens
     num_tokens, num_heads, head_dim = q.shape
@@ -131,15 +129,15 @@ def prefill_attention(ops, q: Array, batch: AttentionBatch, out: Array) -> None:
     max_rows = batch.max_query_len * group
     if num_tokens == 0 or max_rows == 0:
         return
-    if _suits_hopper(ops, head_dim, max_rows):
+    if _suits_hopper(device, head_dim, max_rows):
         most_tiles = math.ceil(num_tokens * group / _SHORT_ROWS) * num_kv_heads
-        prefill = _prefill_short_on_hopper if most_tiles <= ops.num_sms // _SHORT_SHARE else _prefill_on_hopper
-        prefill(ops, q, batch, out)
+        prefill = _prefill_short_on_hopper if most_tiles <= device.num_sms // _SHORT_SHARE else _prefill_on_hopper
+        prefill(device, q, batch, out)
         return
-    tiles = _prefill_tiles(ops.dtype_code, head_dim, max_rows)
+    tiles = _prefill_tiles(device.dtype_code, head_dim, max_rows)
     num_tiles = math.ceil(max_rows / _prefill_rows(tiles))
     sizes = map(np.int32, (num_blocks, num_layers, batch.layer, tables.shape[1]))
-    ops.launch(
+    device.launch(
         "paged_prefill",
         (num_kv_heads, len(lens), num_tiles),
         (out, q, kv, tables, lens, batch.query_start, *sizes, _scale_log2(batch.scale), np.int32(batch.window)),
@@ -152,25 +150,25 @@ def prefill_attention(ops, q: Array, batch: AttentionBatch, out: Array) -> None:
     )
 
 
-def _suits_hopper(ops, head_dim: int, max_rows: int) -> bool:
+def _suits_hopper(device: KernelLauncher, head_dim: int, max_rows: int) -> bool:
     """Whether wgmma can do it, and has rows enough to pay."""
-    return ops.arch == "90a" and ops.dtype_code != _FP32 and head_dim in (64, 128) and max_rows > 64
+    return device.arch == "90a" and device.dtype_code != _FP32 and head_dim in (64, 128) and max_rows > 64
 
 
-def _prefill_on_hopper(ops, q: Array, batch: AttentionBatch, out: Array) -> None:
+def _prefill_on_hopper(device: KernelLauncher, q: Array, batch: AttentionBatch, out: Array) -> None:
     kv, tables, lens = batch.kv, batch.block_tables, batch.context_lens
     _, num_heads, head_dim = q.shape
     num_blocks, num_layers, _, num_kv_heads, block_size, _ = kv.shape
     group = num_heads // num_kv_heads
     tokens = _HOPPER_ROWS // group  # of a query tile
-    query_map = ops.tensor_maps.get(q, q.shape[::-1], (64, group, tokens))
-    cache_map = ops.tensor_maps.get(kv, (head_dim, math.prod(kv.shape[:-1])), (64, min(_HOPPER_KEYS, block_size)))
+    query_map = device.tensor_maps.get(q, q.shape[::-1], (64, group, tokens))
+    cache_map = device.tensor_maps.get(kv, (head_dim, math.prod(kv.shape[:-1])), (64, min(_HOPPER_KEYS, block_size)))
     shared_bytes = 2 * head_dim * (_HOPPER_ROWS + 4 * _HOPPER_KEYS) + 256  # queries, two stages of keys and values
     sizes = (len(lens), num_kv_heads, num_blocks, num_layers, batch.layer, tables.shape[1])
-    num_ctas = min(ops.num_sms, _HOPPER_MOST_CTAS)
-    workspace = (ops.temporary((num_ctas, _HOPPER_ROWS, n), np.float32) for n in (head_dim, 2))
+    num_ctas = min(device.num_sms, _HOPPER_MOST_CTAS)
+    workspace = (device.temporary((num_ctas, _HOPPER_ROWS, n), np.float32) for n in (head_dim, 2))
     args = (out, query_map, cache_map, tables, lens, batch.query_start, *workspace, *map(np.int32, sizes))
-    ops.launch(
+    device.launch(
         "paged_prefill_sm90",
         (num_ctas,),
         (*args, _scale_log2(batch.scale), np.int32(batch.window)),
@@ -186,18 +184,18 @@ def _prefill_on_hopper(ops, q: Array, batch: AttentionBatch, out: Array) -> None
     )
 
 
-def _prefill_short_on_hopper(ops, q: Array, batch: AttentionBatch, out: Array) -> None:
+def _prefill_short_on_hopper(device: KernelLauncher, q: Array, batch: AttentionBatch, out: Array) -> None:
     kv, tables, lens = batch.kv, batch.block_tables, batch.context_lens
     num_tokens, num_heads, head_dim = q.shape
     num_blocks, num_layers, _, num_kv_heads, block_size, _ = kv.shape
     group = num_heads // num_kv_heads
-    query_map = ops.tensor_maps.get(q, q.shape[::-1], (64, group, _SHORT_ROWS // group))
-    cache_map = ops.tensor_maps.get(kv, (head_dim, math.prod(kv.shape[:-1])), (64, min(_SHORT_KEYS, block_size)))
+    query_map = device.tensor_maps.get(q, q.shape[::-1], (64, group, _SHORT_ROWS // group))
+    cache_map = device.tensor_maps.get(kv, (head_dim, math.prod(kv.shape[:-1])), (64, min(_SHORT_KEYS, block_size)))
     build = _short_build(head_dim, block_size, group)
-    cluster, num_clusters = _clusters(ops, build, math.ceil(num_tokens * group / _SHORT_ROWS) * num_kv_heads)
+    cluster, num_clusters = _clusters(device, build, math.ceil(num_tokens * group / _SHORT_ROWS) * num_kv_heads)
     sizes = (len(lens), num_kv_heads, num_blocks, num_layers, batch.layer, tables.shape[1], cluster)
     args = (out, query_map, cache_map, tables, lens, batch.query_start, *map(np.int32, sizes))
-    ops.launch(
+    device.launch(
         "paged_prefill_short_sm90",
         (cluster * num_clusters,),
         (*args, _scale_log2(batch.scale), np.int32(batch.window)),
@@ -207,17 +205,17 @@ def _prefill_short_on_hopper(ops, q: Array, batch: AttentionBatch, out: Array) -
     )
 
 
-def _clusters(ops, build: dict[str, int], num_query_tiles: int) -> tuple[int, int]:
+def _clusters(device: KernelLauncher, build: dict[str, int], num_query_tiles: int) -> tuple[int, int]:
     """(blocks of a cluster, clusters): the largest of which the device has one for each query tile."""
     for size in range(_MAX_CLUSTER_SPLITS, 1, -1):
-        num_clusters = ops.most_clusters("paged_prefill_short_sm90", size, **build)
+        num_clusters = device.most_clusters("paged_prefill_short_sm90", size, **build)
         if num_clusters >= num_query_tiles:
             return size, num_clusters
-    return 1, ops.num_sms
+    return 1, device.num_sms
 
 
 def _short_build(head_dim: int, block_size: int, group: int) -> dict[str, int]:
-    """Queries, stages of keys and of values, barriers."""
+    """Shared memory: queries, stages of keys and of values, barriers."""
     shared_bytes = 1024 + 2 * head_dim * (_SHORT_ROWS + 2 * _SHORT_STAGES * _SHORT_KEYS) + 8 * (3 + 4 * _SHORT_STAGES)
     return {
         "threads": _SHORT_THREADS,
@@ -259,21 +257,21 @@ def _prefill_rows(tiles: dict[str, int]) -> int:
     return 16 * tiles["WARPS"] * tiles["ROW_TILES"]
 
 
-def split_decode(ops, num_heads: int, batch: AttentionBatch) -> _Split:
+def split_decode(device: KernelLauncher, num_heads: int, batch: AttentionBatch) -> _Split:
     """Aim at splits of equal size that fill the device once."""
     kv, window, (num_sequences, max_blocks) = batch.kv, batch.window, batch.block_tables.shape
     num_kv_heads, block_size = kv.shape[3], kv.shape[4]
     group = num_heads // num_kv_heads
-    rows = 1 if ops.dtype_code == _FP32 else min(group, 16)
+    rows = 1 if device.dtype_code == _FP32 else min(group, 16)
     num_ctas = num_kv_heads * math.ceil(group / rows)
     is_cut = num_sequences * num_ctas <= _MAX_PAIRS
-    target_splits = max(1, _DECODE_CTAS_PER_SM * ops.num_sms // num_ctas) if is_cut else 0
+    target_splits = max(1, _DECODE_CTAS_PER_SM * device.num_sms // num_ctas) if is_cut else 0
     num_tokens = max_blocks * block_size
     most_splits = math.ceil(min(num_tokens, window + _DECODE_TILE_TOKENS) / _MIN_SPLIT_TOKENS)
     num_slots = min(num_sequences + 2 * target_splits, num_sequences * most_splits)
     if num_slots == num_sequences:
         return _Split(num_ctas, 0, num_slots, 0, 0)
-    members = _decode_tiles(ops.dtype_code, kv.shape[5], group)["MEMBERS"]
+    members = _decode_tiles(device.dtype_code, kv.shape[5], group)["MEMBERS"]
     may_share = members > 1 and target_splits > 1 and _MIN_COMMON_TOKENS < num_tokens <= window
     if not may_share or not 1 < num_sequences <= _PLAN_THREADS:
         return _Split(num_ctas, target_splits, num_slots, 0, num_slots)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import cupy
 import ml_dtypes
@@ -67,7 +68,7 @@ class CudaDevice:
         self._arena = Arena(self._allocate, ARENA_CHUNK_BYTES)
         self._launch_overlapped = OverlappedLaunch(self.stream) if int(device.compute_capability) >= 90 else None
         self._is_capturing = False
-        self._most_clusters: dict[tuple, int] = {}
+        self._most_clusters: dict[tuple[Any, ...], int] = {}
         self._transfers = Transfers(self.stream, self.launch)
 
     def upload(self, host: np.ndarray) -> Array:
@@ -107,7 +108,8 @@ class CudaDevice:
         return lambda: graph.launch(self.stream)
 
     def download(self, array: Array) -> np.ndarray:
-        return array.get(stream=self.stream)
+        host: np.ndarray = array.get(stream=self.stream)
+        return host
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         with self.stream:
@@ -139,13 +141,13 @@ class CudaDevice:
 
     def elapsed_s(self, begin: cupy.cuda.Event, end: cupy.cuda.Event) -> float:
         end.synchronize()
-        return cupy.cuda.get_elapsed_time(begin, end) / 1e3
+        return float(cupy.cuda.get_elapsed_time(begin, end)) / 1e3
 
     def launch(
         self,
         name: str,
         grid: tuple[int, ...],
-        args: tuple,
+        args: tuple[Any, ...],
         *,
         threads: int = THREADS,
         shared_bytes: int = 0,

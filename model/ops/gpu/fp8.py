@@ -1,21 +1,22 @@
-"""Launches the kernels of e4m3 matrices: rows quantised and widened, and their products.
-
-`ops` is the `CudaOps` in hand; of it, `stream`, `launch`, `temporary`, `linear`, `tensor_maps`, `num_sms`,
-`max_shared_bytes`, `arch` and `dtype` are used.
-"""
+"""Launches the kernels of e4m3 matrices: rows quantised and dequantised, and their products."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
-from model.ops.gpu.device import THREADS, expect
+from model.ops.gpu.device import THREADS, CudaDevice, expect
 from model.ops.gpu.fp8_builds import GemvFp8Build, SmallMFp8Build, gemv_fp8_build, small_m_fp8_build
 from model.ops.gpu.gemm import GemmError
 from model.ops.gpu.gemm_fp8 import MULTIPLE, Fp8Gemm
+from model.ops.gpu.launcher import KernelLauncher
 from model.ops.interface import Array, Fp8Rows
 from model.ops.weight import Weight
+
+DenseProduct = Callable[[Array, Array, Array | None, Array], None]
+"""x [M, K], weight [N, K], bias [N] or None, out [M, N]."""
 
 _UINT8 = np.dtype(np.uint8)
 _FLOAT32 = np.dtype(np.float32)
@@ -30,70 +31,80 @@ def expect_fp8(name: str, rows: Fp8Rows | Weight, width: int | None = None) -> N
     expect(f"{name}.scale", rows.scale, _FLOAT32, len(rows.data))
 
 
-def quantised_by(ops, kernel: str, args: tuple, rows: int, width: int, *numbers, out: Fp8Rows | None = None) -> Fp8Rows:
+def quantised_by(
+    device: KernelLauncher,
+    kernel: str,
+    args: tuple[Array, ...],
+    rows: int,
+    width: int,
+    *numbers: np.float32,
+    out: Fp8Rows | None = None,
+) -> Fp8Rows:
     """Launch a kernel that writes [rows, width] in e4m3, and return them; in `out` if given."""
     if out is None:
-        out = Fp8Rows(ops.temporary((rows, width), _UINT8), ops.temporary((rows,), _FLOAT32))
+        out = Fp8Rows(device.temporary((rows, width), _UINT8), device.temporary((rows,), _FLOAT32))
     expect_fp8("out", out, width)
     expect("out.scale", out.scale, _FLOAT32, rows)
     args = (*args, out.data, out.scale, np.int32(width), *numbers)
-    ops.launch(kernel, (rows,), args, threads=_row_threads(ops, rows, width), overlaps=True)
+    device.launch(kernel, (rows,), args, threads=_row_threads(device, rows, width), overlaps=True)
     return out
 
 
-def dequantise_rows(ops, x: Fp8Rows | Weight) -> Array:
+def dequantise_rows(device: KernelLauncher, x: Fp8Rows | Weight) -> Array:
     """`Ops.dequantise_rows`."""
-    out = ops.temporary(x.data.shape, ops.dtype)
+    out = device.temporary(x.data.shape, device.dtype)
     rows, width = x.data.shape
     grid = (rows, math.ceil(width / (THREADS * _DEQUANTISED)))
-    ops.launch("dequantise_rows", grid, (x.data, x.scale, out, np.int32(width)), overlaps=True)
+    device.launch("dequantise_rows", grid, (x.data, x.scale, out, np.int32(width)), overlaps=True)
     return out
 
 
-def _row_threads(ops, rows: int, width: int) -> int:
+def _row_threads(device: KernelLauncher, rows: int, width: int) -> int:
     """A vector a thread where few rows leave the device empty, else as many as a thread holds: more loads at once."""
-    vecs = math.ceil(width * ops.dtype.itemsize / _VEC_BYTES)
-    each = 1 if rows <= 2 * ops.num_sms else _HELD_VECS
+    vecs = math.ceil(width * device.dtype.itemsize / _VEC_BYTES)
+    each = 1 if rows <= 2 * device.num_sms else _HELD_VECS
     each = max(each, math.ceil(vecs / 1024))
     return min(1024, math.ceil(vecs / each / 32) * 32)
 
 
 class Fp8Linear:
-    """Products with weights in e4m3, of one backend."""
+    """Products with weights in e4m3 on one device."""
 
-    def __init__(self, ops):
-        self._ops = ops
-        self._gemm: Fp8Gemm | None = None  # made when it is first needed: it has a workspace
+    def __init__(self, device: CudaDevice, dense: DenseProduct):
+        """`dense` multiplies matrices that had to be dequantised."""
+        self._device = device
+        self._dense = dense
+        self._gemm: Fp8Gemm | None = None  # created on first use: it has a workspace
 
     def __call__(self, x: Array | Fp8Rows, weight: Weight, bias: Array | None, out: Array) -> None:
         """out [M, N] = x [M, K] @ weight [N, K].T + bias [N], all C-contiguous; M, N, K of at least 1."""
-        ops, (m, n) = self._ops, out.shape
+        device, (m, n) = self._device, out.shape
         k = weight.data.shape[1]
         x_data = x.data if isinstance(x, Fp8Rows) else x
         together = x_data.data.ptr | weight.data.data.ptr | out.data.ptr
-        is_aligned = k % MULTIPLE == 0 and together % MULTIPLE == 0 and ops.dtype != _FLOAT32
-        if is_aligned and ops.arch == "90a" and isinstance(x, Fp8Rows):
-            build = small_m_fp8_build(m, n, ops.num_sms, ops.max_shared_bytes)
-            if build is not None:
-                self.launch_small_m(build, x, weight, bias, out)
+        is_aligned = k % MULTIPLE == 0 and together % MULTIPLE == 0 and device.dtype != _FLOAT32
+        if is_aligned and device.arch == "90a" and isinstance(x, Fp8Rows):
+            small_m = small_m_fp8_build(m, n, device.num_sms, device.max_shared_bytes)
+            if small_m is not None:
+                self.launch_small_m(small_m, x, weight, bias, out)
                 return
             if n % MULTIPLE == 0 and self._by_cublaslt(x, weight, bias, out):
                 return
-        build = gemv_fp8_build(m, ops.max_shared_bytes) if is_aligned else None
+        build = gemv_fp8_build(m, device.max_shared_bytes) if is_aligned else None
         if build is not None:
             self.launch_gemv(build, x, weight, bias, out)
             return
-        widened = dequantise_rows(ops, x) if isinstance(x, Fp8Rows) else x
-        ops.linear(widened, Weight(dequantise_rows(ops, weight)), bias, out=out)
+        widened = dequantise_rows(device, x) if isinstance(x, Fp8Rows) else x
+        self._dense(widened, dequantise_rows(device, weight), bias, out)
 
     def launch_gemv(
         self, build: GemvFp8Build, x: Array | Fp8Rows, weight: Weight, bias: Array | None, out: Array
     ) -> None:
-        ops, (n, k) = self._ops, weight.data.shape
+        device, (n, k) = self._device, weight.data.shape
         x_args = (x.data, x.scale) if isinstance(x, Fp8Rows) else (x, None)
-        ops.launch(
+        device.launch(
             "gemv_fp8",
-            (build.num_blocks(n, ops.num_sms),),
+            (build.num_blocks(n, device.num_sms),),
             (*x_args, weight.data, weight.scale, bias, out, np.int32(len(out)), np.int32(n), np.int32(k)),
             threads=32 * build.warps,
             shared_bytes=build.shared_bytes,
@@ -104,13 +115,13 @@ class Fp8Linear:
         )
 
     def launch_small_m(self, build: SmallMFp8Build, x: Fp8Rows, weight: Weight, bias: Array | None, out: Array) -> None:
-        ops, (n, k) = self._ops, weight.data.shape
-        x_map = ops.tensor_maps.get(x.data, (k // 2, len(out)), (64, build.cols))
-        weight_map = ops.tensor_maps.get(weight.data, (k // 2, n), (64, build.rows))
+        device, (n, k) = self._device, weight.data.shape
+        x_map = device.tensor_maps.get(x.data, (k // 2, len(out)), (64, build.cols))
+        weight_map = device.tensor_maps.get(weight.data, (k // 2, n), (64, build.rows))
         sizes = map(np.int32, (len(out), n, k))
-        ops.launch(
+        device.launch(
             "small_m_fp8_sm90",
-            (build.num_blocks(n, ops.num_sms),),
+            (build.num_blocks(n, device.num_sms),),
             (x_map, weight_map, x.scale, weight.scale, bias, out, *sizes),
             threads=build.threads,
             shared_bytes=build.shared_bytes,
@@ -120,15 +131,15 @@ class Fp8Linear:
         )
 
     def _by_cublaslt(self, x: Fp8Rows, weight: Weight, bias: Array | None, out: Array) -> bool:
-        """Whether cuBLASLt has computed it."""
+        """Compute it through cuBLASLt, if that has an algorithm; return whether it had."""
         if self._gemm is None:
-            self._gemm = Fp8Gemm(self._ops.stream)
+            self._gemm = Fp8Gemm(self._device.stream)
         try:
-            self._gemm(x, weight, out)
+            self._gemm(x, Fp8Rows(weight.data, weight.scale), out)
         except GemmError:
             return False
         if bias is not None:
             grid = (len(out), math.ceil(out.shape[1] / THREADS))
             args = (out, bias, np.int32(out.shape[1]))
-            self._ops.launch("add_bias", grid, args, overlaps=True, OUT_FLOAT=int(out.dtype == _FLOAT32))
+            self._device.launch("add_bias", grid, args, overlaps=True, OUT_FLOAT=int(out.dtype == _FLOAT32))
         return True

@@ -17,7 +17,7 @@ MAX_SMALL_M_ROWS = _COLS[-1]
 """Rows of x that small_m_fp8_sm90 is built for."""
 
 AHEAD_BYTES = 32 << 10
-"""Of weights that an SM fetches before the previous kernel has ended, as in `small_m_builds`."""
+"""Of weights that an SM fetches before the previous kernel has ended, as in `linear_builds`."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from typing import Any
 
 import cupy
 import ml_dtypes
@@ -18,6 +19,7 @@ from nvmath.bindings import cublasLt as lt
 from nvmath.bindings.cublas import ComputeType, Operation
 
 from model.ops.gpu.product_sizes import planned_rows
+from model.ops.weight import Array
 
 WORKSPACE_BYTES = 32 << 20
 """What cuBLASLt asks for on Hopper; less on smaller devices costs little."""
@@ -68,7 +70,7 @@ class Gemm:
         self._zero = self._one + self._scalars.itemsize
         self._bias_address = np.zeros(1, np.int64)
         self._bias_address_at = self._bias_address.ctypes.data
-        self._plans: dict[tuple, _Plan] = {}
+        self._plans: dict[tuple[Any, ...], _Plan] = {}
 
     def __call__(
         self,
@@ -100,7 +102,9 @@ class Gemm:
         """How many algorithms there are to choose from. Raises GemmError."""
         return len(self._planned(x, weight, bias, out, is_exact=True)[1].algorithms)
 
-    def _planned(self, x, weight, bias, out, *, is_exact: bool) -> tuple[tuple[int, ...], _Plan]:
+    def _planned(
+        self, x: Array, weight: Array, bias: Array | None, out: Array, *, is_exact: bool
+    ) -> tuple[tuple[int, ...], _Plan]:
         """The addresses of weight, x, out and bias, and the plan of their shapes: with the algorithms of a few rows
         more (`planned_rows`), unless they are to be exactly these rows'."""
         pointers = weight.data.ptr, x.data.ptr, out.data.ptr, 0 if bias is None else bias.data.ptr
@@ -116,7 +120,7 @@ class Gemm:
             plan = self._plans[key] = like if rows == len(x) else self._plan_like(like, x, weight, bias, out, alignment)
         return pointers, plan
 
-    def _plan_like(self, like: _Plan, x, weight, bias, out, alignment: int) -> _Plan:
+    def _plan_like(self, like: _Plan, x: Array, weight: Array, bias: Array | None, out: Array, alignment: int) -> _Plan:
         """With the algorithms of `like`, whose rows are other ones, if they can do it."""
         layouts = _layouts(len(x), x, weight, out)
         checked = np.zeros(1, lt.matmul_heuristic_result_dtype)
@@ -136,7 +140,9 @@ class Gemm:
         attribute = lt.MatmulDescAttribute.BIAS_POINTER
         lt.matmul_desc_set_attribute(operation, attribute, self._bias_address_at, self._bias_address.nbytes)
 
-    def _plan_with_bias(self, rows: int, x, weight, bias, out, alignment: int) -> _Plan:
+    def _plan_with_bias(
+        self, rows: int, x: Array, weight: Array, bias: Array | None, out: Array, alignment: int
+    ) -> _Plan:
         if bias is not None and out.dtype == x.dtype:
             try:
                 return self._plan(rows, x, weight, bias, out, alignment)
@@ -144,7 +150,7 @@ class Gemm:
                 _log.info("the bias gets a launch of its own: %s", error)
         return self._plan(rows, x, weight, None, out, alignment)
 
-    def _plan(self, rows: int, x, weight, bias, out, alignment: int) -> _Plan:
+    def _plan(self, rows: int, x: Array, weight: Array, bias: Array | None, out: Array, alignment: int) -> _Plan:
         n, k = weight.shape
         operation = _operation(adds_bias=bias is not None)
         if bias is not None:
@@ -187,8 +193,8 @@ def _layouts(rows: int, x: cupy.ndarray, weight: cupy.ndarray, out: cupy.ndarray
 
 
 def _operation(adds_bias: bool) -> int:
-    operation = lt.matmul_desc_create(ComputeType.COMPUTE_32F, CudaDataType.CUDA_R_32F)
-    attributes = {lt.MatmulDescAttribute.TRANSA: np.int32(Operation.T)}
+    operation: int = lt.matmul_desc_create(ComputeType.COMPUTE_32F, CudaDataType.CUDA_R_32F)
+    attributes: dict[Any, np.generic] = {lt.MatmulDescAttribute.TRANSA: np.int32(Operation.T)}
     if adds_bias:
         attributes[lt.MatmulDescAttribute.EPILOGUE] = np.uint32(lt.Epilogue.BIAS)
     for attribute, value in attributes.items():
@@ -198,7 +204,7 @@ def _operation(adds_bias: bool) -> int:
 
 
 def _preference(alignment: int) -> int:
-    preference = lt.matmul_preference_create()
+    preference: int = lt.matmul_preference_create()
     kind = lt.MatmulPreferenceAttribute
     attributes = {
         kind.MAX_WORKSPACE_BYTES: np.uint64(WORKSPACE_BYTES),

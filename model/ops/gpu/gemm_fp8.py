@@ -6,6 +6,7 @@ What a shape needs is looked up once and kept, as in `gemm`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cupy
 import ml_dtypes
@@ -17,7 +18,6 @@ from nvmath.bindings.cublas import ComputeType, Operation
 from model.ops.gpu.gemm import BEST_ALIGNMENT_BYTES, WORKSPACE_BYTES, GemmError
 from model.ops.gpu.product_sizes import planned_rows
 from model.ops.interface import Fp8Rows
-from model.ops.weight import Weight
 
 MULTIPLE = 16
 """What N and K have to be multiples of, and addresses too."""
@@ -54,14 +54,15 @@ class Fp8Gemm:
         self._zero = self._one + self._scalars.itemsize
         self._operation = _operation()
         self._scale_address = np.zeros(1, np.int64)
-        self._plans: dict[tuple, _Plan] = {}
+        self._plans: dict[tuple[Any, ...], _Plan] = {}
 
-    def __call__(self, x: Fp8Rows, weight: Weight, out: cupy.ndarray) -> None:
+    def __call__(self, x: Fp8Rows, weight: Fp8Rows, out: cupy.ndarray) -> None:
         """out [M, N] = x [M, K] @ weight [N, K].T, N and K multiples of 16. Raises GemmError."""
+        n, k = weight.data.shape
         kind = lt.MatmulDescAttribute
         self._set(kind.A_SCALE_POINTER, weight.scale.data.ptr)
         self._set(kind.B_SCALE_POINTER, x.scale.data.ptr)
-        plan = self._planned(len(x.data), *weight.data.shape, out.dtype, out.data.ptr)
+        plan = self._planned(len(x.data), n, k, out.dtype, out.data.ptr)
         weight_layout, x_layout, out_layout = plan.layouts
         lt.matmul(
             self._handle, self._operation, self._one, weight.data.data.ptr, weight_layout, x.data.data.ptr, x_layout,
@@ -126,7 +127,7 @@ def _layouts(m: int, n: int, k: int, dtype: np.dtype) -> tuple[int, int, int]:
 
 def _operation() -> int:
     """One scale a row of weight and one a row of x; sums as `small_m_fp8_sm90` takes them."""
-    operation = lt.matmul_desc_create(ComputeType.COMPUTE_32F, CudaDataType.CUDA_R_32F)
+    operation: int = lt.matmul_desc_create(ComputeType.COMPUTE_32F, CudaDataType.CUDA_R_32F)
     kind = lt.MatmulDescAttribute
     attributes = {
         kind.TRANSA: np.int32(Operation.T),
@@ -141,7 +142,7 @@ def _operation() -> int:
 
 
 def _preference(alignment: int) -> int:
-    preference = lt.matmul_preference_create()
+    preference: int = lt.matmul_preference_create()
     kind = lt.MatmulPreferenceAttribute
     attributes = {
         kind.MAX_WORKSPACE_BYTES: np.uint64(WORKSPACE_BYTES),

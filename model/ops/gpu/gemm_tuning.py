@@ -15,9 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from model.ops.gpu.gemv_builds import GEMV_BUILDS
 from model.ops.gpu.kernels import source_path
-from model.ops.gpu.small_m_builds import AHEAD_BYTES, MAX_SMALL_M_ROWS, SMALL_M_SPLITS
+from model.ops.gpu.linear_builds import AHEAD_BYTES, GEMV_BUILDS, MAX_SMALL_M_ROWS, SMALL_M_SPLITS
 
 CUBLASLT, GEMV, SMALL_M = "cublasLt", "gemv", "small_m_sm90"
 

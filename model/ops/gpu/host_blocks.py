@@ -31,13 +31,13 @@ class CudaTransfer:
         self._end = end
 
     def is_done(self) -> bool:
-        return self._end.done
+        return bool(self._end.done)
 
     def wait(self) -> None:
         self._end.synchronize()
 
     def seconds(self) -> float:
-        return cupy.cuda.get_elapsed_time(self._begin, self._end) / 1e3
+        return float(cupy.cuda.get_elapsed_time(self._begin, self._end)) / 1e3
 
 
 class CudaHostBlocks:
@@ -115,6 +115,6 @@ def _release(pinned: list[int], memory: mmap.mmap, *streams: cupy.cuda.Stream) -
         _check(cudart.cudaHostUnregister(pinned.pop()))
 
 
-def _check(result: tuple) -> None:
+def _check(result: tuple[cudart.cudaError_t]) -> None:
     if result[0] != cudart.cudaError_t.cudaSuccess:
         raise RuntimeError(f"host memory cannot be pinned or let go: {result[0].name}")

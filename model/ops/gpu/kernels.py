@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from cuda.pathfinder import find_nvidia_header_directory
 from cupy.cuda.function import Function, Module
@@ -24,6 +25,8 @@ from cupy_backends.cuda.libs import nvrtc
 
 _MAGIC = b"quire cubin 1\n"
 _DIGEST_BYTES = hashlib.sha256().digest_size
+
+_Key = tuple[Any, ...]
 
 _log = logging.getLogger(__name__)
 _loading = Lock()
@@ -40,23 +43,23 @@ class Kernels:
         """`arch` as `arch_of` gives it; `cache` is a folder, by default `cache_folder()`."""
         self.arch = arch
         self._cache = cache if cache is not None else cache_folder()
-        self._modules: dict[tuple, Module] = {}
-        self._functions: dict[tuple, Function] = {}
+        self._modules: dict[_Key, Module] = {}
+        self._functions: dict[_Key, Function] = {}
         self._compilers: ThreadPoolExecutor | None = None
-        self._compiling: dict[tuple, Future] = {}
+        self._compiling: dict[_Key, Future[bytes]] = {}
 
-    def get(self, name: str, *, entry: str | None = None, shared_bytes: int = 0, **defines: int) -> Function:
-        """The function `entry` (by default `name`) of cuda/<folder>/<name>.cu, built with -D<define>=<value>.
+    def get(self, name: str, *, shared_bytes: int = 0, **defines: int) -> Function:
+        """Return the function `name` of cuda/<folder>/<name>.cu, built with -D<define>=<value>.
 
-        It is called as `function(grid, block, args, shared_mem, stream)`. `shared_bytes` is the most dynamic shared
-        memory it will be launched with; above 48 KiB the driver wants to know beforehand.
+        It is called as `function(grid, block, args, shared_mem, stream)`, with at most `shared_bytes` of dynamic shared
+        memory: the driver must know above 48 KiB.
         """
-        if self._compilers is not None and self._is_compiling(name, defines):
+        if self._compilers is not None and self._is_compiling(self._compilers, name, defines):
             return _launch_nothing
-        key = (name, entry, shared_bytes, *defines.items())
+        key = (name, shared_bytes, *defines.items())
         function = self._functions.get(key)
         if function is None:
-            function = self._module(name, defines).get_function(entry or name)
+            function = self._module(name, defines).get_function(name)
             if shared_bytes > 48 << 10:
                 attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 driver.funcSetAttribute(function.ptr, attribute, shared_bytes)
@@ -80,12 +83,12 @@ class Kernels:
         if compiling:
             work()
 
-    def _is_compiling(self, name: str, defines: Mapping[str, int]) -> bool:
-        """Whether this kernel or one asked for before it is not there yet."""
+    def _is_compiling(self, compilers: ThreadPoolExecutor, name: str, defines: Mapping[str, int]) -> bool:
+        """Whether this kernel, or one requested before it, is still being compiled."""
         key = (name, *sorted(defines.items()))
         is_known = key in self._modules or key in self._compiling
         if not is_known and not os.path.exists(_cubin_path(name, self.arch, defines, self._cache)):
-            self._compiling[key] = self._compilers.submit(cached_cubin, name, self.arch, defines, self._cache)
+            self._compiling[key] = compilers.submit(cached_cubin, name, self.arch, defines, self._cache)
         return bool(self._compiling)
 
     def _module(self, name: str, defines: Mapping[str, int]) -> Module:
@@ -102,12 +105,14 @@ def _loaded(cubin: bytes) -> Module:
     return module
 
 
-def _launch_nothing(grid: tuple, block: tuple, args: tuple, shared_bytes: int, stream) -> None:
-    """Stands for a kernel that is still being compiled."""
+def _launch_nothing(
+    grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], shared_bytes: int, stream: Any
+) -> None:
+    """Take the place of a kernel that is being compiled."""
 
 
-def is_there(kernel: Callable) -> bool:
-    """Whether what `Kernels.get` gave is compiled."""
+def is_there(kernel: Callable[..., None]) -> bool:
+    """Whether a kernel of `Kernels.get` is compiled."""
     return kernel is not _launch_nothing
 
 
@@ -168,7 +173,7 @@ def compile_cubin(name: str, arch: str, defines: Mapping[str, int]) -> bytes:
     program = nvrtc.createProgram(source.read_text(encoding="utf-8"), str(source), (), ())
     try:
         nvrtc.compileProgram(program, options)
-        return nvrtc.getCUBIN(program)
+        return bytes(nvrtc.getCUBIN(program))
     except nvrtc.NVRTCError as error:
         raise KernelError(f"{name} for sm_{arch}, {dict(defines)}: {error}\n{nvrtc.getProgramLog(program)}") from error
     finally:

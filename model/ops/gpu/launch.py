@@ -7,6 +7,7 @@ itself: `wait_for_previous_kernel` in cuda/common/types.cuh.
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import numpy as np
 from cupy.cuda import Stream
@@ -76,7 +77,7 @@ class OverlappedLaunch:
         kernel: Function,
         grid: tuple[int, ...],
         threads: int,
-        args: tuple,
+        args: tuple[Any, ...],
         shared_bytes: int,
         *,
         overlaps: bool = True,
@@ -111,7 +112,7 @@ class OverlappedLaunch:
         config.attributes = self._from[0 if overlaps else 1]
         config.num_attributes = overlaps + (cluster > 1)
 
-    def _write(self, args: tuple) -> list[int]:
+    def _write(self, args: tuple[Any, ...]) -> list[int]:
         """Where the driver will look for them; the places of those that lie elsewhere."""
         values, maps = self._values, []
         for index, arg in enumerate(args):

@@ -1,11 +1,8 @@
 """Matrix products: by one of cuBLASLt's algorithms, by `gemv` for few rows, or on Hopper by `small_m_sm90`.
 
-`tune` measures which is quickest for given shapes and keeps the choice on disk beside the compiled kernels
-(`gemm_tuning`), so that the next process makes the same one. Other shapes get cuBLASLt's own first choice. The package
+`tune` measures which is fastest for given shapes and keeps the choice on disk beside the compiled kernels
+(`gemm_tuning`), so that the next process makes the same one. Other shapes take cuBLASLt's first choice. The package
 ships measurements: tests/bench/measure_products.py makes them.
-
-`ops` is the `CudaOps` in hand; of it, `stream`, `launch`, `capture`, `scratch`, `empty`, `rms_norm`, `mark`,
-`elapsed_s`, `tensor_maps`, `num_sms`, `max_shared_bytes`, `arch`, `dtype` and `device_name` are used.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 from nvmath.bindings import cublasLt as lt
 
+from model.ops.gpu.device import CudaDevice
 from model.ops.gpu.gemm import BEST_ALIGNMENT_BYTES, Gemm, GemmError
 from model.ops.gpu.gemm_tuning import (
     CUBLASLT,
@@ -32,9 +30,9 @@ from model.ops.gpu.gemm_tuning import (
     read_tuning,
     write_tuning,
 )  # fmt: skip
-from model.ops.gpu.gemv_builds import GEMV_BUILDS, GemvBuild, gemv_build
 from model.ops.gpu.kernels import cache_folder
-from model.ops.gpu.small_m_builds import SMALL_M_SPLITS, SmallMBuild, small_m_build
+from model.ops.gpu.linear_builds import GEMV_BUILDS, SMALL_M_SPLITS, GemvBuild, SmallMBuild, gemv_build, small_m_build
+from model.ops.gpu.norm import rms_norm
 from model.ops.interface import Array
 
 MEASURED_S = 1e-3
@@ -53,10 +51,10 @@ FIRST_CHOICE = GemmAlgorithm(CUBLASLT, 0)
 class Linear:
     """The products of one backend, with the algorithm measured for each shape."""
 
-    def __init__(self, ops):
-        self._ops = ops
-        self._gemm = Gemm(ops.stream)
-        self._path = cache_folder() / file_name(ops.device_name, lt.get_version())
+    def __init__(self, device: CudaDevice):
+        self._device = device
+        self._gemm = Gemm(device.stream)
+        self._path = cache_folder() / file_name(device.device_name, lt.get_version())
         self._tuning = {**read_tuning(SHIPPED_TUNING / self._path.name), **read_tuning(self._path)}
 
     def __call__(self, x: Array, weight: Array, bias: Array | None, out: Array) -> None:
@@ -72,13 +70,16 @@ class Linear:
         `weights` are used in turn: together they should be far larger than the L2, as a model's layers are. Shapes
         that are known, from the disk or from before, cost nothing; others about 30 ms each. Not while capturing.
         """
-        ops, (n, k), found = self._ops, weights[0].shape, {}
-        shapes = [GemmShape(m, n, k, ops.dtype.name, out_dtype.name, bias is not None) for m in num_rows]
+        device, (n, k), found = self._device, weights[0].shape, {}
+        shapes = [GemmShape(m, n, k, device.dtype.name, out_dtype.name, bias is not None) for m in num_rows]
         shapes = [shape for shape in shapes if shape not in self._tuning]
         if not shapes:
             return
         most = max(shape.m for shape in shapes)
-        x, out = ops.empty((most, k), ops.dtype), ops.empty((most, n), out_dtype)  # one for all: the pool keeps them
+        x, out = (
+            device.empty((most, k), device.dtype),
+            device.empty((most, n), out_dtype),
+        )  # one for all: the pool keeps them
         self._fill(x, weights[0])
         for shape in shapes:
             found[shape] = self._autotune(shape, x[: shape.m], weights, bias, out[: shape.m])
@@ -90,18 +91,22 @@ class Linear:
             self._launch_gemv(GEMV_BUILDS[algorithm.index], x, weight, bias, out)
         elif algorithm.kind == SMALL_M:
             build = self._small_m_build(algorithm.index, len(x), len(weight))
+            if build is None:
+                raise GemmError(f"{SMALL_M}: [{len(x)}] x [{len(weight)}] is not supported on this device")
             self._launch_small_m(build, x, weight, bias, out)
         elif not self._gemm(x, weight, bias, out, algorithm.index) and bias is not None:
             grid = (len(out), math.ceil(len(weight) / _THREADS))
             out_float = int(out.dtype == _FLOAT32)
-            self._ops.launch("add_bias", grid, (out, bias, np.int32(len(weight))), overlaps=True, OUT_FLOAT=out_float)
+            self._device.launch(
+                "add_bias", grid, (out, bias, np.int32(len(weight))), overlaps=True, OUT_FLOAT=out_float
+            )
 
     def _launch_gemv(self, build: GemvBuild, x: Array, weight: Array, bias: Array | None, out: Array) -> None:
-        ops, (n, k) = self._ops, weight.shape
+        device, (n, k) = self._device, weight.shape
         tiles = math.ceil(n / (16 * build.row_tiles))
-        ops.launch(
+        device.launch(
             "gemv",
-            (min(tiles, build.blocks_per_sm * ops.num_sms),),
+            (min(tiles, build.blocks_per_sm * device.num_sms),),
             (x, weight, bias, out, np.int32(len(x)), np.int32(n), np.int32(k)),
             threads=32 * build.warps,
             shared_bytes=build.shared_bytes,
@@ -111,15 +116,15 @@ class Linear:
         )
 
     def _small_m_build(self, index: int, m: int, n: int) -> SmallMBuild | None:
-        return small_m_build(SMALL_M_SPLITS[index], m, n, self._ops.num_sms, self._ops.max_shared_bytes)
+        return small_m_build(SMALL_M_SPLITS[index], m, n, self._device.num_sms, self._device.max_shared_bytes)
 
     def _launch_small_m(self, build: SmallMBuild, x: Array, weight: Array, bias: Array | None, out: Array) -> None:
-        ops, (n, k) = self._ops, weight.shape
-        x_map = ops.tensor_maps.get(x, x.shape[::-1], (64, build.cols))
-        weight_map = ops.tensor_maps.get(weight, (k, n), (64, build.rows))
-        ops.launch(
+        device, (n, k) = self._device, weight.shape
+        x_map = device.tensor_maps.get(x, x.shape[::-1], (64, build.cols))
+        weight_map = device.tensor_maps.get(weight, (k, n), (64, build.rows))
+        device.launch(
             "small_m_sm90",
-            (build.num_blocks(n, ops.num_sms),),
+            (build.num_blocks(n, device.num_sms),),
             (x_map, weight_map, bias, out, np.int32(len(x)), np.int32(n), np.int32(k)),
             threads=build.threads,
             shared_bytes=build.shared_bytes,
@@ -130,8 +135,8 @@ class Linear:
 
     def _fill(self, x: Array, weight: Array) -> None:
         """Numbers of the size that a model has: a product of zeros runs quicker than one of data."""
-        x.data.memset_async(0, x.nbytes, self._ops.stream)
-        x.data.copy_from_device_async(weight.data, min(x.nbytes, weight.nbytes), self._ops.stream)
+        x.data.memset_async(0, x.nbytes, self._device.stream)
+        x.data.copy_from_device_async(weight.data, min(x.nbytes, weight.nbytes), self._device.stream)
 
     def _autotune(
         self, shape: GemmShape, x: Array, weights: Sequence[Array], bias: Array | None, out: Array
@@ -144,7 +149,7 @@ class Linear:
                 seconds[algorithm] = self._seconds(algorithm, x, weights, bias, out)
             except (GemmError, lt.cuBLASLtError) as error:
                 _log.warning("%s cannot be computed by %s: %s", shape, algorithm, error)
-        best = min(seconds, key=seconds.get)
+        best = min(seconds, key=lambda algorithm: seconds[algorithm])
         first = seconds.get(FIRST_CHOICE, math.inf)
         if seconds[best] > (1 - MIN_GAIN) * first:
             best = FIRST_CHOICE
@@ -153,10 +158,10 @@ class Linear:
 
     def _own_algorithms(self, shape: GemmShape) -> list[GemmAlgorithm]:
         """The algorithms by our own kernels."""
-        build = gemv_build(shape.m, self._ops.max_shared_bytes) if fits_gemv(shape) else None
+        build = gemv_build(shape.m, self._device.max_shared_bytes) if fits_gemv(shape) else None
         if build is not None:
             return [GemmAlgorithm(GEMV, build)]
-        if self._ops.arch != "90a" or not fits_small_m(shape):
+        if self._device.arch != "90a" or not fits_small_m(shape):
             return []
         builds = [self._small_m_build(index, shape.m, shape.n) for index in range(len(SMALL_M_SPLITS))]
         return [GemmAlgorithm(SMALL_M, index) for index, build in enumerate(builds) if build is not None]
@@ -167,28 +172,33 @@ class Linear:
         """The least time of one product in a graph. It follows a small kernel, as products do in a step, so that an
         algorithm's early start counts.
         """
-        ops = self._ops
+        device = self._device
 
         def launch(weight: Array) -> None:
-            with ops.scratch():
-                self._carry_out(algorithm, ops.rms_norm(x, weight[0], 1e-5), weight, bias, out)
+            with device.scratch():
+                self._carry_out(algorithm, rms_norm(device, x, weight[0], 1e-5), weight, bias, out)
 
         launch(weights[-1])  # loads the kernel
-        begin = ops.record_event()
+        begin = device.record_event()
         launch(weights[0])
-        num_launches = min(32, max(4, round(MEASURED_S / ops.elapsed_s(begin, ops.record_event()))))
+        num_launches = min(32, max(4, round(MEASURED_S / device.elapsed_s(begin, device.record_event()))))
         rotated = [weights[index % len(weights)] for index in range(num_launches)]
-        replay = ops.capture(lambda: [launch(weight) for weight in rotated])
-        times = []
+
+        def work() -> None:
+            for weight in rotated:
+                launch(weight)
+
+        replay = device.capture(work)
+        times: list[float] = []
         for _ in range(4):
-            begin = ops.record_event()
+            begin = device.record_event()
             replay()
-            times.append(ops.elapsed_s(begin, ops.record_event()) / num_launches)
+            times.append(device.elapsed_s(begin, device.record_event()) / num_launches)
         return min(times[1:])
 
 
 def _shape_of(x: Array, weight: Array, bias: Array | None, out: Array) -> GemmShape:
-    return GemmShape(len(x), *weight.shape, _name(x.dtype), _name(out.dtype), bias is not None)
+    return GemmShape(len(x), len(weight), weight.shape[1], _name(x.dtype), _name(out.dtype), bias is not None)
 
 
 @functools.cache

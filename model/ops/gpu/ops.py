@@ -11,6 +11,7 @@ from model.ops.gpu.attention import decode_attention, plan_decode_attention, pre
 from model.ops.gpu.device import DTYPE_CODES, THREADS, CudaDevice, expect
 from model.ops.gpu.fp8 import Fp8Linear, dequantise_rows, expect_fp8, quantised_by
 from model.ops.gpu.linear import Linear
+from model.ops.gpu.norm import add_rms_norm, rms_norm
 from model.ops.gpu.product_sizes import all_planned_rows
 from model.ops.gpu.sampling import sample, top_logprobs
 from model.ops.interface import Array, AttentionBatch, Fp8Rows, HeadRotation, Sampled, SamplingArrays
@@ -31,7 +32,7 @@ class CudaOps(CudaDevice):
         """Raises ValueError for dtypes without kernels, and CuPy's RuntimeErrors without a GPU."""
         super().__init__(dtype, kv_dtype)
         self._linear = Linear(self)
-        self._linear_fp8 = Fp8Linear(self)
+        self._linear_fp8 = Fp8Linear(self, self._linear)
 
     def find_nonfinite(self, x: Array, found: Array) -> None:
         expect("x", x, self.dtype, *x.shape)
@@ -60,10 +61,7 @@ class CudaOps(CudaDevice):
         rows, width = x.shape
         expect("x", x, self.dtype, rows, width)
         expect("weight", weight, self.dtype, width)
-        out = self.temporary(x.shape, self.dtype)
-        args = (x, weight, out, np.int32(width), np.float32(eps))
-        self.launch("rms_norm", (rows,), args, threads=self._norm_threads(rows, width), overlaps=True)
-        return out
+        return rms_norm(self, x, weight, eps)
 
     def add_rms_norm(self, x: Array, residual: Array, weight: Array, eps: float, out: Array | None = None) -> Array:
         rows, width = x.shape
@@ -73,8 +71,7 @@ class CudaOps(CudaDevice):
         if out is None:
             out = self.temporary(x.shape, self.dtype)
         expect("out", out, self.dtype, rows, width)
-        args = (x, residual, weight, out, np.int32(width), np.float32(eps))
-        self.launch("add_rms_norm", (rows,), args, threads=self._norm_threads(rows, width), overlaps=True)
+        add_rms_norm(self, x, residual, weight, eps, out)
         return out
 
     def linear(
@@ -95,9 +92,11 @@ class CudaOps(CudaDevice):
         expect("out", out, out.dtype, rows, n)
         if out.dtype not in (self.dtype, _FLOAT32) or k == 0:
             raise ValueError(f"linear: [{rows}, {k}] {self.dtype} by [{n}, {k}] to {out.dtype} is not supported")
-        if out.size and weight.format is WeightFormat.FP8:
+        if out.size == 0:
+            return out
+        if weight.format is WeightFormat.FP8:
             self._linear_fp8(x, weight, bias, out)
-        elif out.size:
+        else:
             self._linear(x, weight.data, bias, out)
         return out
 
@@ -232,12 +231,6 @@ class CudaOps(CudaDevice):
         expect("logits", logits, _FLOAT32, None, None)
         expect("token_ids", token_ids, _INT32, len(logits))
         return top_logprobs(self, logits, token_ids, num_best)
-
-    def _norm_threads(self, rows: int, width: int) -> int:
-        """A vector a thread where few rows leave the device empty, else two, so that more loads are under way."""
-        vecs = math.ceil(width * self.dtype.itemsize / _VEC_BYTES)
-        threads = vecs if rows <= 2 * self.num_sms else math.ceil(vecs / 2)
-        return min(1024, math.ceil(threads / 32) * 32)
 
     def _expect_operands(self, x: Array | Fp8Rows, weight: Weight) -> int:
         """Return the number of rows of x. Raises ValueError for operands that `linear` does not take."""

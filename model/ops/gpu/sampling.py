@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from model.ops.gpu.launcher import KernelLauncher
 from model.ops.interface import Array, Sampled, SamplingArrays
 
 _THREADS = 1024  # LOGITS_THREADS of logits.cuh
@@ -18,53 +19,53 @@ _FP32 = 0
 """QUIRE_DTYPE of all kernels here: logits are float32 whatever the model's dtype is."""
 
 
-def sample(ops, logits: Array, how: SamplingArrays, out: Array | None) -> Sampled:
-    """`Ops.sample`; `ops` is the `CudaOps` in hand."""
+def sample(device: KernelLauncher, logits: Array, how: SamplingArrays, out: Array | None) -> Sampled:
+    """`Ops.sample`."""
     rows, vocab = logits.shape
     if not 0 < vocab <= _MAX_VOCAB:
-        raise ValueError(f"no sampling from {vocab} tokens: 1 to {_MAX_VOCAB} are possible")
-    token_ids = ops.temporary((rows,), np.int32) if out is None else out
-    is_nan = ops.temporary((rows,), np.bool_)
+        raise ValueError(f"sample: a vocabulary of {vocab} is not supported (1 to {_MAX_VOCAB})")
+    token_ids = device.temporary((rows,), np.int32) if out is None else out
+    is_nan = device.temporary((rows,), np.bool_)
     columns = (how.temperature, how.top_k, how.top_p, how.min_p, how.seed, how.position, how.branch)
     if how.adjusts_logprobs:
-        logits = _log_softmax(ops, logits)
-    adjusted = _masked(ops, logits, _adjusted(ops, logits, how), how)
+        logits = _log_softmax(device, logits)
+    adjusted = _masked(device, logits, _adjusted(device, logits, how), how)
     args = (adjusted, *columns, token_ids, is_nan, np.int32(vocab))
-    ops.launch("sample_tokens", (rows,), args, threads=_THREADS, QUIRE_DTYPE=_FP32)
+    device.launch("sample_tokens", (rows,), args, threads=_THREADS, QUIRE_DTYPE=_FP32)
     if not how.with_logprobs:
         return Sampled(token_ids, is_nan, None, None, None)
 
     scores = adjusted if how.adjusts_logprobs else logits
-    logprobs = top_logprobs(ops, scores, token_ids, how.num_logprobs, are_logprobs=how.adjusts_logprobs)
+    logprobs = top_logprobs(device, scores, token_ids, how.num_logprobs, are_logprobs=how.adjusts_logprobs)
     return Sampled(token_ids, is_nan, *logprobs)
 
 
 def top_logprobs(
-    ops, logits: Array, token_ids: Array, num_best: int, *, are_logprobs: bool = False
+    device: KernelLauncher, logits: Array, token_ids: Array, num_best: int, *, are_logprobs: bool = False
 ) -> tuple[Array, Array, Array]:
     """`Ops.top_logprobs`; `are_logprobs`: `logits` are log-probabilities, returned as they are."""
     rows, vocab = logits.shape
     num_best = min(num_best, vocab)
-    chosen = ops.temporary((rows,), np.float32)
-    top_ids, top = ops.temporary((rows, num_best), np.int32), ops.temporary((rows, num_best), np.float32)
+    chosen = device.temporary((rows,), np.float32)
+    top_ids, top = device.temporary((rows, num_best), np.int32), device.temporary((rows, num_best), np.float32)
     args = (logits, token_ids, chosen, top_ids, top, np.int32(vocab), np.int32(num_best), np.int32(are_logprobs))
-    ops.launch("top_logprobs", (rows,), args, threads=_THREADS, QUIRE_DTYPE=_FP32)
+    device.launch("top_logprobs", (rows,), args, threads=_THREADS, QUIRE_DTYPE=_FP32)
     return chosen, top_ids, top
 
 
-def _log_softmax(ops, logits: Array) -> Array:
-    logprobs = ops.temporary(logits.shape, np.float32)
+def _log_softmax(device: KernelLauncher, logits: Array) -> Array:
+    logprobs = device.temporary(logits.shape, np.float32)
     args = (logits, logprobs, np.int32(logits.shape[1]))
-    ops.launch("log_softmax", (len(logits),), args, threads=_THREADS, QUIRE_DTYPE=_FP32)
+    device.launch("log_softmax", (len(logits),), args, threads=_THREADS, QUIRE_DTYPE=_FP32)
     return logprobs
 
 
-def _adjusted(ops, logits: Array, how: SamplingArrays) -> Array:
+def _adjusted(device: KernelLauncher, logits: Array, how: SamplingArrays) -> Array:
     """The logits with bias and penalties in; the logits themselves where a step has neither."""
     bias, seen = how.bias, how.penalties
     if bias is None and seen is None:
         return logits
-    adjusted = ops.temporary(logits.shape, np.float32)
+    adjusted = device.temporary(logits.shape, np.float32)
     args = (
         logits,
         adjusted,
@@ -73,20 +74,20 @@ def _adjusted(ops, logits: Array, how: SamplingArrays) -> Array:
         *((None, None, None) if seen is None else (seen.repetition, seen.presence, seen.frequency)),
         np.int32(logits.shape[1]),
     )
-    ops.launch("apply_penalties", (len(logits),), args, threads=_THREADS, QUIRE_DTYPE=_FP32)
+    device.launch("apply_penalties", (len(logits),), args, threads=_THREADS, QUIRE_DTYPE=_FP32)
     return adjusted
 
 
-def _masked(ops, logits: Array, adjusted: Array, how: SamplingArrays) -> Array:
+def _masked(device: KernelLauncher, logits: Array, adjusted: Array, how: SamplingArrays) -> Array:
     """The adjusted logits with -inf where a mask forbids; `logits` are left as they were."""
     mask = how.mask
     if mask is None:
         return adjusted
     rows, vocab = logits.shape
-    masked = ops.temporary(logits.shape, np.float32) if adjusted is logits else adjusted
+    masked = device.temporary(logits.shape, np.float32) if adjusted is logits else adjusted
     num_masks, num_words = mask.words.shape
     sizes = map(np.int32, (num_masks, num_words, vocab))
     grid = (rows, math.ceil(vocab / _MASKED_PER_BLOCK))
     args = (adjusted, masked, mask.rows, mask.words, *sizes)
-    ops.launch("apply_token_mask", grid, args, threads=_MASK_THREADS, QUIRE_DTYPE=_FP32)
+    device.launch("apply_token_mask", grid, args, threads=_MASK_THREADS, QUIRE_DTYPE=_FP32)
     return masked

@@ -17,7 +17,7 @@ _REMEMBERED = 2048
 class TensorMaps:
     """Makes them for one process. A map is a matter of address and sizes alone, so the latest are remembered."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._encode = lru_cache(_REMEMBERED)(_encode)
 
     def get(self, array: Array, sizes: tuple[int, ...], box: tuple[int, ...]) -> np.ndarray:

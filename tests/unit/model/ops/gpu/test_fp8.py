@@ -44,13 +44,13 @@ class FakeOps:
     def temporary(self, shape, dtype):
         return FakeArray(shape, dtype)
 
-    def linear(self, x, weight, bias, out):
+    def dense(self, x, weight, bias, out):
         self.launched.append("linear")
 
 
 def launched_for(m, n=4096, k=4096, *, in_e4m3=True, address=ADDRESS, cublaslt=True, **device):
     ops = FakeOps(**device)
-    linear = cuda_fp8.Fp8Linear(ops)
+    linear = cuda_fp8.Fp8Linear(ops, ops.dense)
     linear._by_cublaslt = lambda *_: ops.launched.append("cublasLt") or cublaslt
     x = rows_of(m, k, address) if in_e4m3 else FakeArray((m, k), ops.dtype, address)
     linear(x, rows_of(n, k), None, FakeArray((m, n), ops.dtype))

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from model.ops.gpu.gemv_builds import GEMV_BUILDS, gemv_build
-from model.ops.gpu.small_m_builds import small_m_build
+from model.ops.gpu.linear_builds import GEMV_BUILDS, gemv_build, small_m_build
 
 tuning = pytest.importorskip(
     "model.ops.gpu.gemm_tuning", reason="no compiler: needs the packages of the compile extra", exc_type=ImportError

@@ -9,8 +9,7 @@ import pytest
 
 from model.ops.gpu.attention import decode_attention, prefill_attention
 from model.ops.gpu.fp8_builds import GEMV_FP8_BUILDS, small_m_fp8_build
-from model.ops.gpu.gemv_builds import GEMV_BUILDS
-from model.ops.gpu.small_m_builds import SMALL_M_SPLITS, small_m_build
+from model.ops.gpu.linear_builds import GEMV_BUILDS, SMALL_M_SPLITS, small_m_build
 from model.ops.interface import NO_WINDOW, AttentionBatch
 from tests.support.source_tree import ROOT
 

@@ -1,0 +1,35 @@
+"""Launches the kernels that normalise rows."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from model.ops.gpu.launcher import KernelLauncher
+from model.ops.interface import Array
+
+_VEC_BYTES = 16
+
+
+def rms_norm(device: KernelLauncher, x: Array, weight: Array, eps: float) -> Array:
+    """`Ops.rms_norm`."""
+    rows, width = x.shape
+    out = device.temporary(x.shape, device.dtype)
+    args = (x, weight, out, np.int32(width), np.float32(eps))
+    device.launch("rms_norm", (rows,), args, threads=norm_threads(device, rows, width), overlaps=True)
+    return out
+
+
+def add_rms_norm(device: KernelLauncher, x: Array, residual: Array, weight: Array, eps: float, out: Array) -> None:
+    """`Ops.add_rms_norm`."""
+    rows, width = x.shape
+    args = (x, residual, weight, out, np.int32(width), np.float32(eps))
+    device.launch("add_rms_norm", (rows,), args, threads=norm_threads(device, rows, width), overlaps=True)
+
+
+def norm_threads(device: KernelLauncher, rows: int, width: int) -> int:
+    """Threads of a block: a vector each if few rows leave the device empty, else two, to have more loads in flight."""
+    vecs = math.ceil(width * device.dtype.itemsize / _VEC_BYTES)
+    threads = vecs if rows <= 2 * device.num_sms else math.ceil(vecs / 2)
+    return min(1024, math.ceil(threads / 32) * 32)
