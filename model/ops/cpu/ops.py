@@ -1,6 +1,6 @@
 """The specification: every op in plain NumPy, float32 inside, any of the three dtypes outside.
 
-It runs anywhere, serves the demo model on a machine without a GPU, and is the reference of each CUDA kernel.
+It is the reference of each CUDA kernel, and serves small models without a GPU.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from model.ops.interface import Array, AttentionBatch, Fp8Rows, HeadRotation, Sa
 from model.ops.weight import Weight, WeightFormat
 
 DECODE_GROUP = 16
-"""Sequences whose decode attention is computed at once: enough to hide NumPy's cost of a call, few enough to pad little
-and to stay in the cache."""
+"""Sequences whose decode attention is computed at once: hides NumPy's call overhead, pads little, fits the cache."""
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -164,12 +163,14 @@ class NumpyOps(NumpyDevice):
 
 
 def _f32(array: Array) -> np.ndarray:
-    return array.astype(np.float32, copy=False)
+    floats: np.ndarray = array.astype(np.float32, copy=False)
+    return floats
 
 
 def _normalised(x: np.ndarray, weight: Array, eps: float) -> np.ndarray:
     mean_square = np.vecdot(x, x)[..., None] / np.float32(x.shape[-1])
-    return x / np.sqrt(mean_square + np.float32(eps)) * _f32(weight)
+    normed: np.ndarray = x / np.sqrt(mean_square + np.float32(eps)) * _f32(weight)
+    return normed
 
 
 def _rotated(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
@@ -214,15 +215,15 @@ def _attention(q: Array, batch: AttentionBatch, sequences: np.ndarray) -> np.nda
 
 
 def _weighed(values: np.ndarray, weights: np.ndarray, visible: np.ndarray) -> np.ndarray:
-    """values [S, Hkv, keys, D] by weights [S, Hkv, Hq / Hkv, n, keys], which are 0 but where `visible` [S, n, keys] ->
+    """values [S, Hkv, keys, D], weights [S, Hkv, Hq / Hkv, n, keys], 0 unless `visible` [S, n, keys] ->
     [S, Hkv, Hq / Hkv, n, D].
 
-    The value of a key reaches the queries that see it and no other: one that is no finite number, and that some of the
-    queries do not see, has no part in the product, where 0 times it would not be 0.
+    A value that is not finite reaches only the queries that see its key: it is left out of the product, where 0 times
+    it would not be 0, and added to their rows.
     """
     flat = (*weights.shape[:2], -1, weights.shape[-1])
     shape = (*weights.shape[:-1], values.shape[-1])
-    weighed = (weights.reshape(flat) @ values).reshape(shape)
+    weighed: np.ndarray = (weights.reshape(flat) @ values).reshape(shape)
     if shape[3] == 1 or np.isfinite(weighed).all():
         return weighed
     broken = np.flatnonzero(~np.isfinite(values).all(axis=(0, 1, 3)))

@@ -41,4 +41,5 @@ def gumbel_noise(token_ids: np.ndarray, seeds: np.ndarray, positions: np.ndarray
     is_new[1:] = (np.diff(counters[:, :3], axis=0) != 0).any(axis=1) | (np.diff(seeds) != 0)
     words = philox_words(counters[is_new], seeds[is_new])[np.cumsum(is_new) - 1, token_ids % 4]
     uniform = ((words >> 9).astype(np.float64) + 0.5) * 2.0**-23
-    return (-np.log(-np.log(uniform))).astype(np.float32)
+    noise: np.ndarray = -np.log(-np.log(uniform))
+    return noise.astype(np.float32)

@@ -77,7 +77,7 @@ def forbid(logits: np.ndarray, mask: TokenMask) -> None:
 def _perturbed(logits: np.ndarray, how: SamplingArrays, rows: np.ndarray) -> np.ndarray:
     """logits [N, V] of the rows `rows` of `how` -> logits / temperature + noise, -inf where a token is left out."""
     with np.errstate(over="ignore"):  # far below the best
-        scaled = logits / how.temperature[rows, None]
+        scaled: np.ndarray = logits / how.temperature[rows, None]
     cut = (how.top_k[rows] < logits.shape[1]) | (how.top_p[rows] < 1) | (how.min_p[rows] > 0)
     if cut.any():
         thresholds = _thresholds(scaled[cut], how.top_k[rows[cut]], how.top_p[rows[cut]], how.min_p[rows[cut]])
@@ -98,11 +98,13 @@ def _thresholds(scaled: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p:
     nucleus = np.where(top_p < 1, np.argmax(mass >= top_p[:, None] * mass[:, -1:], axis=1) + 1, scaled.shape[1])
     likely = np.count_nonzero(weights >= min_p[:, None], axis=1)
     last = np.minimum(nucleus, likely)[:, None] - 1
-    return np.maximum(kth, np.take_along_axis(descending, last, axis=1))[:, 0]
+    thresholds: np.ndarray = np.maximum(kth, np.take_along_axis(descending, last, axis=1))
+    return thresholds[:, 0]
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
     """logits float32[R, V] -> log-probabilities float32[R, V]; NaNs for a row with a NaN or without a finite logit."""
     with np.errstate(invalid="ignore"):
-        shifted = logits - logits.max(axis=1, keepdims=True)
-        return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+        shifted: np.ndarray = logits - logits.max(axis=1, keepdims=True)
+        logprobs: np.ndarray = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+        return logprobs

@@ -16,13 +16,13 @@ from model.ops.gpu.launcher import KernelLauncher
 from model.ops.interface import Array, AttentionBatch
 
 _FP32 = 0
-"""`dtype_code` of the kernels that run on the CUDA cores and take a query row a warp or block."""
+"""`dtype_code` of float32, whose kernels run on the CUDA cores."""
 
 _DECODE_CTAS_PER_SM = 2
-"""How many decode blocks an SM of an H100 holds at once (96 KiB of tiles each): splits aim at one full wave."""
+"""Decode blocks that an SM of an H100 holds (96 KiB of tiles each): splits aim at one full wave."""
 
 _MIN_SPLIT_TOKENS = 128
-"""A shorter split costs more in the reduction than it saves."""
+"""Least tokens of a split: the reduction of shorter ones costs more than they save."""
 
 _DECODE_TILE_TOKENS = 16
 """TILE of kv_split.cuh: a window is read from the start of its first tile."""
@@ -33,11 +33,11 @@ _SPLIT_INTS, _MEMBER_INTS, _PLAN_THREADS = 8, 4, 1024
 """Of KvSplit and PrefixGroupMember in kv_split.cuh; THREADS of plan_decode.cu."""
 
 _MIN_COMMON_TOKENS = 256
-"""Sequences that have fewer in common read them each for itself."""
+"""Least tokens of a prefix that is read once for several sequences."""
 
 _MAX_MEMBERS, _MAX_GROUP_ROWS = 8, 32
-"""Of a group of sequences that read together, and query rows of a block then: what the registers of two blocks on an SM
-hold at a head_dim of 128. At 256 it is half as many, and at 64, where more blocks than two have room, too."""
+"""Most members of a prefix group, and query rows of its block: what the registers of two blocks an SM hold at a
+head_dim of 128; half as many at 64 and 256."""
 
 _MAX_PAIRS = 1 << 14
 """MAX_PAIRS of paged_decode.cu."""
@@ -52,19 +52,19 @@ _MAX_CLUSTER_SPLITS = 8
 """MAX_CLUSTER_SPLITS of paged_prefill_short_sm90.cu."""
 
 _SHORT_SHARE = 3
-"""Least splits for each query tile: with fewer, the kernel for larger tiles is as fast."""
+"""Least splits for each query tile: with fewer, the kernel of larger tiles is as fast."""
 
 _HOPPER_MOST_CTAS = 1024
 """MAX_SPLITS of paged_prefill_sm90.cu."""
 
 
 class _Split(NamedTuple):
-    """How a batch is cut: kernel `plan_decode` fills `num_slots` splits from it."""
+    """Sizes of a plan: kernel `plan_decode` fills its `num_slots` splits."""
 
     num_ctas: int  # of a split
-    target_splits: int  # of equal size that would fill the device once; 0 where no sequence may be cut
+    target_splits: int  # of equal size that fill the device once; 0 if no sequence may be cut
     num_slots: int
-    num_groups: int  # of sequences that begin alike, at most
+    num_groups: int  # most prefix groups
     num_rows: int  # of the workspace; 0 if every sequence is one split
 
 
@@ -143,6 +143,8 @@ def prefill_attention(device: KernelLauncher, q: Array, batch: AttentionBatch, o
         (out, q, kv, tables, lens, batch.query_start, *sizes, _scale_log2(batch.scale), np.int32(batch.window)),
         threads=32 * tiles["WARPS"],
         shared_bytes=tiles["SHARED_BYTES"],
+        overlaps=False,
+        cluster=1,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         GROUP=group,
@@ -151,7 +153,7 @@ def prefill_attention(device: KernelLauncher, q: Array, batch: AttentionBatch, o
 
 
 def _suits_hopper(device: KernelLauncher, head_dim: int, max_rows: int) -> bool:
-    """Whether wgmma can do it, and has rows enough to pay."""
+    """Whether a wgmma kernel exists and has enough rows to pay."""
     return device.arch == "90a" and device.dtype_code != _FP32 and head_dim in (64, 128) and max_rows > 64
 
 
@@ -206,7 +208,7 @@ def _prefill_short_on_hopper(device: KernelLauncher, q: Array, batch: AttentionB
 
 
 def _clusters(device: KernelLauncher, build: dict[str, int], num_query_tiles: int) -> tuple[int, int]:
-    """(blocks of a cluster, clusters): the largest of which the device has one for each query tile."""
+    """(blocks of a cluster, clusters): the largest clusters of which each query tile gets one at once."""
     for size in range(_MAX_CLUSTER_SPLITS, 1, -1):
         num_clusters = device.most_clusters("paged_prefill_short_sm90", size, **build)
         if num_clusters >= num_query_tiles:
@@ -231,7 +233,7 @@ def _short_build(head_dim: int, block_size: int, group: int) -> dict[str, int]:
 
 
 def _decode_tiles(dtype_code: int, head_dim: int, group: int) -> dict[str, int]:
-    """Each warp streams tiles of 16 keys and values through `STAGES` of its own."""
+    """Macros of paged_decode.cu: each warp streams tiles of 16 keys and values through `STAGES` of its own."""
     warps, stages = 4 if head_dim <= 128 else 2, 3
     most_rows = _MAX_GROUP_ROWS if 64 < head_dim <= 128 else _MAX_GROUP_ROWS // 2
     shared_bytes = 8 << 10 if dtype_code == _FP32 else warps * stages * 2 * 16 * _shared_row_bytes(head_dim)
@@ -245,7 +247,7 @@ def _decode_tiles(dtype_code: int, head_dim: int, group: int) -> dict[str, int]:
 
 
 def _prefill_tiles(dtype_code: int, head_dim: int, max_rows: int) -> dict[str, int]:
-    """Query rows, then two stages of `KEYS` keys and values, then their block ids."""
+    """Macros of paged_prefill.cu. Shared memory: query rows, two stages of `KEYS` keys and values, block ids."""
     keys = 64 if head_dim <= 128 else 32
     tiles = {"WARPS": 4, "ROW_TILES": 2 if head_dim <= 128 and max_rows > 64 else 1, "KEYS": keys}
     num_rows = _prefill_rows(tiles) + 4 * keys
@@ -258,7 +260,7 @@ def _prefill_rows(tiles: dict[str, int]) -> int:
 
 
 def split_decode(device: KernelLauncher, num_heads: int, batch: AttentionBatch) -> _Split:
-    """Aim at splits of equal size that fill the device once."""
+    """Return sizes for splits of equal length that fill the device once."""
     kv, window, (num_sequences, max_blocks) = batch.kv, batch.window, batch.block_tables.shape
     num_kv_heads, block_size = kv.shape[3], kv.shape[4]
     group = num_heads // num_kv_heads
@@ -288,5 +290,5 @@ def _shared_row_bytes(head_dim: int) -> int:
 
 
 def _scale_log2(scale: float) -> np.float32:
-    """Scores are kept in units of log2, so that a weight is one exp2."""
+    """The scale in units of log2, so that a weight is one exp2."""
     return np.float32(scale * math.log2(math.e))

@@ -1,4 +1,4 @@
-"""One CUDA device: its memory, what goes there and comes back, graphs, and the launch of one kernel."""
+"""One CUDA device: memory, transfers, graphs, events, and the launch of one kernel."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from model.ops.interface import Array
 from model.ops.packing import TableRows
 
 ARENA_CHUNK_BYTES = 256 << 20
-"""One chunk holds the temporaries of a layer at usual sizes; a larger request gets a chunk of its own."""
+"""A chunk holds the temporaries of a layer at usual sizes; a larger request gets its own."""
 
 DTYPE_CODES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dtypes.bfloat16): 2}
-"""What the kernels know as QUIRE_DTYPE."""
+"""QUIRE_DTYPE of the kernels."""
 
 THREADS = 256
-"""Of a block, where a kernel asks for nothing else."""
+"""Default threads of a block."""
 
 FIRST_WITH_FP8 = 89
 """Compute capability of the first tensor cores that multiply e4m3."""
@@ -36,11 +36,7 @@ _INT32 = np.dtype(np.int32)
 
 
 class CudaDevice:
-    """The half of `Ops` that computes nothing, on the current device, for one thread at a time.
-
-    `kernels`, `tensor_maps`, `stream`, `num_sms`, `max_shared_bytes`, `arch` and `dtype_code` serve the modules that
-    launch for this one.
-    """
+    """`Device` and `KernelLauncher` of the current CUDA device, for one thread at a time."""
 
     name = "cuda"
 
@@ -156,29 +152,29 @@ class CudaDevice:
         stream: cupy.cuda.Stream | None = None,
         **defines: int,
     ) -> None:
-        """One kernel of `cuda/`, built for `self.dtype` unless the defines say otherwise. An empty grid is no work.
-        On `self.stream` unless another is named, which a kernel in clusters, of so many blocks each, is not.
+        """Launch one kernel of `cuda/`, built for `self.dtype` unless `defines` name another; an empty grid is no work.
 
-        `overlaps` says that the kernel calls `wait_for_previous_kernel` (common/types.cuh): in a captured graph it may
-        begin before the kernel ahead of it has ended. Outside of graphs the host is too slow for that to gain.
+        `overlaps`: the kernel calls `wait_for_previous_kernel` (common/types.cuh), so in a captured graph it may start
+        before its predecessor ends; elsewhere the host is too slow for a gain. `stream` defaults to `self.stream`, the
+        only one for clusters.
         """
         if 0 in grid:
             return
         kernel = self.kernels.get(name, shared_bytes=shared_bytes, **{"QUIRE_DTYPE": self.dtype_code, **defines})
-        begins_early = overlaps and self._is_capturing and self._launch_overlapped is not None
         if not is_there(kernel):
             return
-        if begins_early or cluster > 1:
+        begins_early = overlaps and self._is_capturing
+        if self._launch_overlapped is not None and (begins_early or cluster > 1):
             self._launch_overlapped(kernel, grid, threads, args, shared_bytes, overlaps=begins_early, cluster=cluster)
         else:
             kernel(grid, (threads,), args, shared_bytes, stream or self.stream)
 
     def most_clusters(self, name: str, cluster: int, *, threads: int, shared_bytes: int, **defines: int) -> int:
-        """How many clusters of so many blocks of a kernel the device runs at once; 0 while it is being compiled."""
+        """Return how many clusters of `cluster` blocks the device runs at once; 0 while the kernel is compiled."""
         key = (name, cluster, shared_bytes, *defines.values())
         if key not in self._most_clusters:
             kernel = self.kernels.get(name, shared_bytes=shared_bytes, **{"QUIRE_DTYPE": self.dtype_code, **defines})
-            if not is_there(kernel):
+            if self._launch_overlapped is None or not is_there(kernel):
                 return 0
             self._most_clusters[key] = self._launch_overlapped.most_clusters(kernel, cluster, threads, shared_bytes)
         return self._most_clusters[key]
@@ -198,7 +194,7 @@ def _expect_rows(host: np.ndarray, places: np.ndarray, table: Array) -> None:
 
 
 def expect(name: str, array: Array, dtype: np.dtype, *shape: int | None) -> None:
-    """Raises ValueError unless `array` is C-contiguous and has the dtype and shape; None stands for any size."""
+    """Raise ValueError unless `array` is C-contiguous, of this dtype and shape (None: any size)."""
     sizes = array.shape
     fits = sizes == shape or (len(sizes) == len(shape) and None in shape and _fits(sizes, shape))
     if not fits or array.dtype != dtype or not array.flags.c_contiguous:

@@ -1,8 +1,7 @@
-"""Matrix products through cuBLASLt's own interface, which unlike CuPy's cuBLAS works while a graph is captured.
+"""Matrix products through cuBLASLt, which unlike CuPy's cuBLAS works while a graph is captured.
 
-What a shape needs (descriptor, layouts, algorithm) is looked up once and kept: later calls of the shape, captured ones
-among them, only launch. Sums are in float32 throughout: fp32 inputs never go through TF32, and a product split along K
-is put together in float32.
+Descriptor, layouts and algorithms of a shape are kept: later calls, captured ones among them, only launch. Sums are in
+float32 throughout, split-K included; fp32 inputs never go through TF32.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from model.ops.gpu.product_sizes import planned_rows
 from model.ops.weight import Array
 
 WORKSPACE_BYTES = 32 << 20
-"""What cuBLASLt asks for on Hopper; less on smaller devices costs little."""
+"""cuBLASLt's recommendation for Hopper."""
 
 BEST_ALIGNMENT_BYTES = 256
-"""cuBLASLt takes all pointers to be aligned to this unless told otherwise."""
+"""Alignment of all pointers that cuBLASLt assumes by default."""
 
 MAX_ALGORITHMS = 8
-"""How many of cuBLASLt's algorithms are looked at for one shape, the one it expects to be quickest first."""
+"""Algorithms of the heuristic that are considered for a shape, fastest estimate first."""
 
 _TYPES = {
     np.dtype(np.float32): CudaDataType.CUDA_R_32F,
@@ -46,7 +45,7 @@ class GemmError(Exception):
 
 @dataclass(frozen=True)
 class _Plan:
-    """How one shape is computed, in cuBLASLt's column-major terms: out.T [N, M] = weight.T.T [N, K] @ x.T [K, M]."""
+    """One shape in cuBLASLt's column-major terms: out.T [N, M] = weight.T.T [N, K] @ x.T [K, M]."""
 
     operation: int
     weight: int
@@ -83,8 +82,8 @@ class Gemm:
         """out [M, N] = x [M, K] @ weight [N, K].T + bias [N], all C-contiguous; M, N, K of at least 1.
 
         x, weight and bias have one dtype, out has that one or float32. `algorithm` is below `num_algorithms` of the
-        same arrays. Returns whether the bias is in: where cuBLASLt cannot add it in the same launch the caller has to.
-        Raises GemmError, and cuBLASLt's own error where an algorithm fails.
+        same arrays. Return whether the bias was added: if cuBLASLt cannot, the caller must. Raises GemmError, and
+        cuBLASLt's error if the algorithm fails.
         """
         pointers, plan = self._planned(x, weight, bias, out, is_exact=algorithm > 0)
         if plan.adds_bias:
@@ -99,14 +98,14 @@ class Gemm:
     def num_algorithms(
         self, x: cupy.ndarray, weight: cupy.ndarray, bias: cupy.ndarray | None, out: cupy.ndarray
     ) -> int:
-        """How many algorithms there are to choose from. Raises GemmError."""
+        """Return the number of algorithms. Raises GemmError."""
         return len(self._planned(x, weight, bias, out, is_exact=True)[1].algorithms)
 
     def _planned(
         self, x: Array, weight: Array, bias: Array | None, out: Array, *, is_exact: bool
     ) -> tuple[tuple[int, ...], _Plan]:
-        """The addresses of weight, x, out and bias, and the plan of their shapes: with the algorithms of a few rows
-        more (`planned_rows`), unless they are to be exactly these rows'."""
+        """Return the addresses of weight, x, out and bias, and the plan of their shapes: with the algorithms of
+        `planned_rows` rows unless `is_exact`."""
         pointers = weight.data.ptr, x.data.ptr, out.data.ptr, 0 if bias is None else bias.data.ptr
         together = pointers[0] | pointers[1] | pointers[2] | pointers[3] | BEST_ALIGNMENT_BYTES
         alignment = together & -together
@@ -121,7 +120,7 @@ class Gemm:
         return pointers, plan
 
     def _plan_like(self, like: _Plan, x: Array, weight: Array, bias: Array | None, out: Array, alignment: int) -> _Plan:
-        """With the algorithms of `like`, whose rows are other ones, if they can do it."""
+        """Return a plan with the algorithms of `like`, which has more rows, if they support these."""
         layouts = _layouts(len(x), x, weight, out)
         checked = np.zeros(1, lt.matmul_heuristic_result_dtype)
         weight_layout, x_layout, out_layout = layouts
@@ -162,9 +161,10 @@ class Gemm:
         return _Plan(operation, *layouts, algorithms, addresses, bias is not None)
 
     def _algorithms(self, operation: int, layouts: tuple[int, int, int], alignment: int, shapes: str) -> np.ndarray:
-        """Those that cuBLASLt expects to be the quickest, best first."""
+        """Return the heuristic's algorithms, fastest estimate first. Raises GemmError."""
         weight, x, out = layouts
-        found, count = np.zeros(MAX_ALGORITHMS, lt.matmul_heuristic_result_dtype), np.zeros(1, np.int32)
+        found: np.ndarray = np.zeros(MAX_ALGORITHMS, lt.matmul_heuristic_result_dtype)
+        count = np.zeros(1, np.int32)
         preference = _preference(alignment)
         try:
             lt.matmul_algo_get_heuristic(
@@ -183,7 +183,7 @@ class Gemm:
 
 
 def _layouts(rows: int, x: cupy.ndarray, weight: cupy.ndarray, out: cupy.ndarray) -> tuple[int, int, int]:
-    """Of weight, x and out, with so many rows of x and out."""
+    """Layouts of weight, x and out, the last two with `rows` rows."""
     n, k = weight.shape
     return (
         lt.matrix_layout_create(_TYPES[weight.dtype], k, n, k),

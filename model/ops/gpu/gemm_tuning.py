@@ -42,7 +42,7 @@ class GemmAlgorithm(NamedTuple):
     """The code that computes a product."""
 
     kind: str  # CUBLASLT, GEMV or SMALL_M
-    index: int  # of cuBLASLt's algorithms, best first by its own estimate, of GEMV_BUILDS or of SMALL_M_SPLITS
+    choice: int  # of cuBLASLt's algorithms, best first by its own estimate, of GEMV_BUILDS or of SMALL_M_SPLITS
 
 
 def fits_gemv(shape: GemmShape) -> bool:
@@ -77,7 +77,7 @@ def read_tuning(path: Path) -> dict[GemmShape, GemmAlgorithm]:
         rows = json.loads(path.read_text(encoding="utf-8"))
         tuning = {GemmShape(*shape): GemmAlgorithm(*algorithm) for shape, algorithm in rows}
         kinds = (CUBLASLT, GEMV, SMALL_M)
-        if not all(algorithm.kind in kinds and algorithm.index >= 0 for algorithm in tuning.values()):
+        if not all(algorithm.kind in kinds and algorithm.choice >= 0 for algorithm in tuning.values()):
             raise ValueError("an unknown algorithm")
         return tuning
     except FileNotFoundError:

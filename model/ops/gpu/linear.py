@@ -36,7 +36,7 @@ from model.ops.gpu.norm import rms_norm
 from model.ops.interface import Array
 
 MEASURED_S = 1e-3
-"""About how long one algorithm is measured for one shape, three times."""
+"""Duration of one of the three measurements of an algorithm and a shape."""
 
 MIN_GAIN = 0.02
 """The share of time that another algorithm must save over cuBLASLt's first choice; less is noise."""
@@ -49,7 +49,7 @@ FIRST_CHOICE = GemmAlgorithm(CUBLASLT, 0)
 
 
 class Linear:
-    """The products of one backend, with the algorithm measured for each shape."""
+    """Dense products on one device, with the algorithm measured for each shape."""
 
     def __init__(self, device: CudaDevice):
         self._device = device
@@ -65,10 +65,10 @@ class Linear:
         self._carry_out(algorithm, x, weight, bias, out)
 
     def tune(self, weights: Sequence[Array], bias: Array | None, num_rows: Sequence[int], out_dtype: np.dtype) -> None:
-        """Find the quickest algorithm for products of `num_rows` rows each with matrices of this one shape [N, K].
+        """Measure the fastest algorithm for each of `num_rows`, with `weights` of one shape [N, K] in turn.
 
-        `weights` are used in turn: together they should be far larger than the L2, as a model's layers are. Shapes
-        that are known, from the disk or from before, cost nothing; others about 30 ms each. Not while capturing.
+        Together they should be far larger than the L2. Known shapes cost nothing, others about 30 ms. Not while
+        capturing.
         """
         device, (n, k), found = self._device, weights[0].shape, {}
         shapes = [GemmShape(m, n, k, device.dtype.name, out_dtype.name, bias is not None) for m in num_rows]
@@ -88,13 +88,13 @@ class Linear:
 
     def _carry_out(self, algorithm: GemmAlgorithm, x: Array, weight: Array, bias: Array | None, out: Array) -> None:
         if algorithm.kind == GEMV:
-            self._launch_gemv(GEMV_BUILDS[algorithm.index], x, weight, bias, out)
+            self._launch_gemv(GEMV_BUILDS[algorithm.choice], x, weight, bias, out)
         elif algorithm.kind == SMALL_M:
-            build = self._small_m_build(algorithm.index, len(x), len(weight))
+            build = self._small_m_build(algorithm.choice, len(x), len(weight))
             if build is None:
                 raise GemmError(f"{SMALL_M}: [{len(x)}] x [{len(weight)}] is not supported on this device")
             self._launch_small_m(build, x, weight, bias, out)
-        elif not self._gemm(x, weight, bias, out, algorithm.index) and bias is not None:
+        elif not self._gemm(x, weight, bias, out, algorithm.choice) and bias is not None:
             grid = (len(out), math.ceil(len(weight) / _THREADS))
             out_float = int(out.dtype == _FLOAT32)
             self._device.launch(
@@ -134,7 +134,7 @@ class Linear:
         )
 
     def _fill(self, x: Array, weight: Array) -> None:
-        """Numbers of the size that a model has: a product of zeros runs quicker than one of data."""
+        """Fill x with numbers like a model's: a product of zeros is faster than one of data."""
         x.data.memset_async(0, x.nbytes, self._device.stream)
         x.data.copy_from_device_async(weight.data, min(x.nbytes, weight.nbytes), self._device.stream)
 
@@ -169,9 +169,7 @@ class Linear:
     def _seconds(
         self, algorithm: GemmAlgorithm, x: Array, weights: Sequence[Array], bias: Array | None, out: Array
     ) -> float:
-        """The least time of one product in a graph. It follows a small kernel, as products do in a step, so that an
-        algorithm's early start counts.
-        """
+        """Return the least time of one product in a graph, after a small kernel as in a step: an early start counts."""
         device = self._device
 
         def launch(weight: Array) -> None:

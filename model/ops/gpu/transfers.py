@@ -97,11 +97,11 @@ class Transfers:
         def work(pieces: Iterator[Piece]) -> None:
             device.use()
             stream = cupy.cuda.Stream(non_blocking=True)
-            stagings: list[_Piece] = []
+            stagings: list[_Staging] = []
             try:
                 for turn, piece in enumerate(pieces):
                     if turn < 2:
-                        stagings.append(_Piece(PIECE_BYTES))
+                        stagings.append(_Staging(PIECE_BYTES))
                     staging, target = stagings[turn % 2], targets[piece.target]
                     staging.event.synchronize()
                     num_bytes = (piece.stop - piece.start) * target.itemsize
@@ -143,7 +143,7 @@ class Transfers:
         array.data.copy_to_host_async(host.ctypes.data, array.nbytes, self._stream)
         return host
 
-    def _bring(self, piece: _Piece, num_bytes: int) -> None:
+    def _bring(self, piece: _Buffer, num_bytes: int) -> None:
         """Let `piece.device` have what `piece.host` has, before anything that the stream is asked for from now on."""
         self._carry(piece.host.ctypes.data, piece.device.data.ptr, num_bytes, stream=self._up)
         piece.arrival.record(self._up)
@@ -171,39 +171,42 @@ class Transfers:
 
 
 class _Ring:
-    """Pieces that transfers of one direction use in turn; their memory is of `stream`, so that nobody else had it."""
+    """Buffers that transfers of one direction use in turn, in memory of `stream` alone."""
 
     def __init__(self, stream: cupy.cuda.Stream):
         self._stream = stream
-        self._pieces = [_Piece() for _ in range(NUM_PIECES)]
+        self._buffers = [self._buffer(USUAL_BYTES) for _ in range(NUM_PIECES)]
         self._next = 0
-        for piece in self._pieces:
-            self._grow(piece, USUAL_BYTES)
 
-    def take(self, num_bytes: int) -> _Piece:
-        """The next piece, at least so large. It is filled again only when its last transfer is done."""
-        piece = self._pieces[self._next]
-        self._next = (self._next + 1) % NUM_PIECES
-        piece.event.synchronize()
-        if num_bytes > len(piece.host):
-            self._grow(piece, 1 << (num_bytes - 1).bit_length())
-        return piece
+    def take(self, num_bytes: int) -> _Buffer:
+        """Return the next buffer, of at least `num_bytes`, once its last transfer is done."""
+        index, self._next = self._next, (self._next + 1) % NUM_PIECES
+        self._buffers[index].event.synchronize()
+        if num_bytes > len(self._buffers[index].host):
+            self._buffers[index] = self._buffer(1 << (num_bytes - 1).bit_length())
+        return self._buffers[index]
 
-    def _grow(self, piece: _Piece, num_bytes: int) -> None:
-        piece.host = _pinned((num_bytes,), np.dtype(np.uint8))
+    def _buffer(self, num_bytes: int) -> _Buffer:
         with self._stream:
-            piece.device = cupy.empty(num_bytes, np.uint8)
+            return _Buffer(_Staging(num_bytes), cupy.empty(num_bytes, np.uint8))
 
 
-class _Piece:
-    """`host` uint8[N] is pinned memory, `device` as much beside it in a ring; `event` follows the transfer that last
-    used them, `arrival` the way over the bus."""
+class _Staging:
+    """Pinned memory; `event` follows the transfer that last used it."""
 
-    def __init__(self, num_bytes: int = 0):
+    def __init__(self, num_bytes: int):
         self.event = cupy.cuda.Event(disable_timing=True)
-        self.arrival = cupy.cuda.Event(disable_timing=True)
         self.host = _pinned((num_bytes,), np.dtype(np.uint8))
-        self.device: cupy.ndarray | None = None
+
+
+class _Buffer:
+    """Pinned memory and as much on the device; `arrival` follows the way over the bus, `event` the whole transfer."""
+
+    def __init__(self, staging: _Staging, device: cupy.ndarray):
+        self.host = staging.host
+        self.event = staging.event
+        self.arrival = cupy.cuda.Event(disable_timing=True)
+        self.device = device
 
 
 def _pinned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
