@@ -34,9 +34,9 @@ class RopeConfig:
     kind: str  # "default" | "linear" | "dynamic" | "llama3" | "yarn"
     theta: float
     factor: float = 1.0
-    original_max_position: int | None = None  # dynamic, llama3, yarn
-    low_freq_factor: float | None = None  # llama3
-    high_freq_factor: float | None = None  # llama3
+    original_max_position: int = 0  # dynamic, llama3, yarn
+    low_freq_factor: float = 0.0  # llama3
+    high_freq_factor: float = 0.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     attention_factor: float | None = None  # yarn
