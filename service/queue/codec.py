@@ -1,7 +1,7 @@
-"""Messages to bytes and back. Everything that comes in is bounded before it is built and typed strictly after.
+"""Messages to msgpack and back.
 
-Limits come first (size, lengths, number of containers), then types: a field that is unknown, missing, of another type
-or of another version refuses the whole message. Whatever is wrong with a payload, the error is WireError.
+Input is checked against limits (size, lengths, number of containers) before it is built, then against types: an unknown
+or missing field, another type or version refuses the message. Every error is a WireError.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Message = TypeVar("Message", Job, Event, Cancel, WorkerCard, RequestRecord, Dead
 
 
 class WireError(ValueError):
-    """A payload that is not what was asked for. Its text names no value of the payload."""
+    """An invalid payload. The text contains no value of it."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a payload may make us build. Containers are lists and maps: an empty one costs 1 byte there, 60 here."""
+    """Limits of a payload. Containers are lists and maps: an empty one takes 1 byte there, 60 here."""
 
     max_bytes: int
     max_array_len: int
@@ -59,17 +59,17 @@ LIMITS: dict[type, Limits] = {
     Reply: Limits(max_bytes=1 << 20, max_array_len=1024, max_map_len=64, max_containers=1024),
 }
 MAX_BATCH_BYTES = 64 << 20
-"""A door's feed entry: all events of one step of one worker."""
+"""Limit of a feed entry: all events of a worker's step for one gateway."""
 MAX_PLAIN_BYTES = 1 << 20
-"""What is longer is never built in one piece before it is counted."""
+"""A longer payload is never built before its containers are counted."""
 MAX_BODY_DEPTH = 64
-"""Lists and maps inside each other in the body of an ingress job."""
+"""Nesting of lists and maps in the body of an ingress job."""
 INGRESS_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 def encode(message: Message) -> bytes:
-    """A msgpack map with the version `v`; fields that are None or () are left out. Raises WireError for what msgpack
-    cannot carry (integers beyond 64 bits, broken text) and for a message above its kind's size."""
+    """Return a msgpack map with the version `v`, without fields that are None or (). Raises WireError for values that
+    msgpack cannot carry and for a message above its kind's limit."""
     try:
         plain = message if isinstance(message, msgspec.Struct) else {"v": VERSION, **_present(message)}
         payload = _ENCODER.encode(plain)
@@ -86,7 +86,6 @@ _EVENTS = msgspec.msgpack.Decoder(list[Event])
 
 
 def _present(message: Any) -> dict[str, Any]:
-    """The message's fields less those that are None or (), also of messages that stand in a tuple."""
     present = {name: value for name, value in vars(message).items() if value is not None and value != ()}
     for name, value in present.items():
         if type(value) is tuple and dataclasses.is_dataclass(value[0]):
@@ -95,7 +94,7 @@ def _present(message: Any) -> dict[str, Any]:
 
 
 def decode(kind: type[Message], payload: bytes) -> Message:
-    """The message in `payload`. Raises WireError, and nothing else."""
+    """Return the message in `payload`. Raises WireError only."""
     limits = LIMITS[kind]
     if len(payload) > limits.max_bytes:
         raise WireError(f"the message takes {len(payload)} bytes, {limits.max_bytes} are allowed")
@@ -106,8 +105,7 @@ def decode(kind: type[Message], payload: bytes) -> Message:
 
 
 def decode_events(batch: bytes, wanted: Collection[str]) -> Iterator[Event]:
-    """The events of the jobs in `wanted`, from a feed entry: a list of events. Raises WireError where the batch breaks;
-    the events before it have been given."""
+    """Yield the events of the jobs in `wanted` from a feed entry. Raises WireError at the first broken event."""
     if len(batch) > MAX_BATCH_BYTES:
         raise WireError(f"the batch takes {len(batch)} bytes, {MAX_BATCH_BYTES} are allowed")
     events = _as_written(_EVENTS, batch)
@@ -119,8 +117,7 @@ def decode_events(batch: bytes, wanted: Collection[str]) -> Iterator[Event]:
 
 
 def _as_written(decoder: msgspec.msgpack.Decoder[Any], payload: bytes) -> Any:
-    """What `encode` wrote, in a fraction of the time. None for all else, be it right or wrong: it does not come out the
-    same when it is encoded again, so nobody has to look for repeated fields and the like."""
+    """Decode what `encode` wrote, fast; None for all else, which does not encode to the same bytes again."""
     if len(payload) > MAX_PLAIN_BYTES:
         return None
     try:
@@ -131,22 +128,22 @@ def _as_written(decoder: msgspec.msgpack.Decoder[Any], payload: bytes) -> Any:
 
 
 def pack_ids(token_ids: Sequence[int]) -> bytes:
-    """Token ids as little-endian uint32. Raises WireError if one is outside 0..2^32-1."""
+    """Return token ids as little-endian uint32. Raises WireError for one outside 0..2^32-1."""
     return _pack("I", token_ids)
 
 
 def unpack_ids(packed: bytes) -> list[int]:
-    """The token ids in `packed`. Raises WireError if its length is no multiple of 4."""
+    """Return the token ids. Raises WireError for a length that is no multiple of 4."""
     return _unpack("I", packed)
 
 
 def pack_floats(values: Sequence[float]) -> bytes:
-    """Numbers as little-endian float32; those beyond its range become infinite."""
+    """Return numbers as little-endian float32, infinite beyond its range."""
     return _pack("f", values)
 
 
 def unpack_floats(packed: bytes) -> list[float]:
-    """The numbers in `packed`. Raises WireError if its length is no multiple of 4."""
+    """Return the numbers. Raises WireError for a length that is no multiple of 4."""
     return _unpack("f", packed)
 
 
@@ -186,14 +183,14 @@ def _typed(kind: type[Message], raw: Any) -> Message:
 
 
 def _bounded_text(error: Exception) -> str:
-    """msgspec names the wrong enum value it met; what stands between quotes after `Invalid enum value` may be long."""
+    """Return msgspec's text without a wrong enum value, which may be long."""
     text = str(error)
     return "an unknown enum value" if text.startswith("Invalid enum value") else text[:200]
 
 
 @dataclass(frozen=True)
 class _Fields:
-    """The names a message may use, and the messages inside it."""
+    """Field names of a message and of the messages in it."""
 
     names: frozenset[str]
     inner: dict[str, _Fields]
@@ -212,7 +209,7 @@ _KNOWN = {kind: _Fields.of(kind) for kind in LIMITS}
 
 
 def _refuse_unknown(known: _Fields, raw: dict[str, Any]) -> None:
-    """msgspec passes over unknown keys of a dataclass; here they are an error."""
+    """Raises WireError for unknown fields, which msgspec ignores in dataclasses."""
     if not raw.keys() <= known.names:
         raise WireError("an unknown field")
     for name, fields in known.inner.items():
@@ -235,7 +232,7 @@ def _checked_ingress(job: IngressJob) -> IngressJob:
 
 
 def _refuse_non_json(value: Any) -> None:
-    """A body means what its JSON would mean, so it holds nothing that JSON has no word for."""
+    """Raises WireError for a value that JSON does not have."""
     stack = [(value, 1)]
     while stack:
         item, depth = stack.pop()
@@ -252,7 +249,7 @@ def _refuse_non_json(value: Any) -> None:
 
 
 def unpack(payload: bytes, limits: Limits) -> Any:
-    """The one value in `payload`, whose size its caller has checked. Raises WireError."""
+    """Return the value in `payload`, whose size was checked. Raises WireError."""
     try:
         return msgpack.unpackb(payload, **_Guard(limits).options(len(payload)))
     except WireError:
@@ -262,7 +259,7 @@ def unpack(payload: bytes, limits: Limits) -> Any:
 
 
 def unpack_each(batch: bytes, limits: Limits) -> Iterator[Any]:
-    """The values of the list in `batch`, each within `limits`. Raises WireError where the batch breaks."""
+    """Yield the values of a list, each within `limits`. Raises WireError at the first broken one."""
     guard = _Guard(limits)
     unpacker = msgpack.Unpacker(max_buffer_size=max(1, len(batch)), **guard.options(len(batch)))
     unpacker.feed(batch)
@@ -279,7 +276,7 @@ def unpack_each(batch: bytes, limits: Limits) -> Iterator[Any]:
 
 
 class _Guard:
-    """Counts containers while they are built and refuses what no message holds: extensions, repeated keys."""
+    """Counts containers while they are built; refuses extensions and repeated keys."""
 
     def __init__(self, limits: Limits):
         self._limits = limits
@@ -321,7 +318,7 @@ def _refuse_extension(code: int, data: bytes) -> None:
 
 
 def _cause(error: Exception) -> str:
-    """msgpack's own words hold no values but for text that is not UTF-8, whose bytes they would show."""
+    """Return msgpack's text, which contains no value except for broken UTF-8."""
     if isinstance(error, UnicodeError):
         return "text that is not UTF-8"
     if isinstance(error, msgpack.StackError):

@@ -1,4 +1,4 @@
-"""What a job costs, and the lanes and times by which `fair.lua` orders waiting jobs."""
+"""The cost of a job, and the lanes and times of `fair.lua`."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ NORMAL, BATCH = LANES = ("normal", "batch")
 AGE_S = 10.0
 BATCH_AGE_S = 60.0
 RECLAIM_AFTER_S = 0.025
-"""So long a new job waits for a free place, where there are several workers, before one takes back what it has lent."""
+"""How long a new job waits for a free slot of another worker before an over share is reclaimed for it."""
 EXPECTED_OUTPUT_TOKENS = 1024
-"""A branch counts for no more before it has run: most end long before what they are allowed."""
+"""Upper bound of a branch's estimated output: most end long before `max_tokens`."""
 
 
 def cost_of(job: Job) -> int:
-    """Tokens that a job counts for, where tenants share the fleet and the queue is bounded."""
+    """Return the job's estimated tokens, for fair shares and queue limits."""
     return len(job.prompt) // 4 + branches_of(job) * min(job.sampling.max_tokens, EXPECTED_OUTPUT_TOKENS)
 
 
 def branches_of(job: Job) -> int:
-    """How many of the sequences that an engine runs at once the job takes."""
+    """Return the number of sequences that the job runs."""
     beam = job.sampling.beam
     return beam.width if beam is not None else job.sampling.best_of
 

@@ -24,12 +24,12 @@ class StorageLimits:
 
     @property
     def max_record_bytes(self) -> int | None:
-        """Limit of a tenant's records of requests that outlive their clients or have an idempotency key."""
+        """Limit of records of requests that outlive their clients or have an idempotency key."""
         return None if self.max_bytes_per_tenant is None else self.max_bytes_per_tenant // 2
 
     @property
     def max_plain_record_bytes(self) -> int | None:
-        """Limit of a tenant's records of all other requests, which do not fail without a record."""
+        """Limit of records of other requests, which do not fail without one."""
         return None if self.max_bytes_per_tenant is None else self.max_bytes_per_tenant // 4
 
 
@@ -56,7 +56,7 @@ class StoredFile:
 
 
 class BatchStatus(StrEnum):
-    """OpenAI's names of a batch's status. A batch is open up to CANCELLING: a gateway has work left on it."""
+    """OpenAI's status of a batch; up to CANCELLING it is open."""
 
     VALIDATING = "validating"
     IN_PROGRESS = "in_progress"
@@ -105,8 +105,7 @@ class Batch:
 
 
 PIECE_BYTES = 256 << 10
-"""Size of the pieces that a file is written and read in, so that no command blocks Redis for long. In an uploaded file
-every piece but the last has this size, so that any offset can be found."""
+"""Size of a file's pieces, so that no command blocks Redis for long; all but the last of an uploaded file have it."""
 LINE_OVERHEAD_BYTES = 128
 """Charged for an answer on top of its text until its batch ends."""
 ANSWERED_WELL, ANSWERED_BADLY = b"+", b"-"

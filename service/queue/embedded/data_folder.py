@@ -1,4 +1,4 @@
-"""The folder of the embedded Redis: one Quire at a time, private files, and a note of the server that wrote it."""
+"""The folder of the embedded Redis: locked, private, with a note of the server that wrote it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ MAX_NOTE_BYTES = 200
 
 LOCK, LOG, WRITER, SOCKETS = "lock", "redis.log", "written-by", "socket"
 DATA = ("appendonlydir", "appendonlydir/*", "*.aof", "*.rdb")
-"""What the server writes: a folder since Redis 7.0, one file before; temporary files lie beside them."""
+"""The server's files: a folder since Redis 7.0, one file before, and temporary files."""
 
 
 class DataFolder:
-    """Keep its files readable by their owner only, whatever the mode of the folder itself."""
+    """A folder whose files only their owner can read."""
 
     def __init__(self, path: Path) -> None:
-        """Make the folder if it is not there, and its files private. Raises StartupError."""
+        """Create the folder and make its files private. Raises StartupError."""
         self.path = path.absolute()
         self.log_path = self.path / LOG
         try:
@@ -38,7 +38,7 @@ class DataFolder:
             raise StartupError(f"cannot make the folder of the embedded Redis: {error}") from error
 
     def lock(self) -> int:
-        """An exclusive lock that the server inherits, so that the folder is free only when both of us have left."""
+        """Return an exclusive lock, which the server inherits: the folder is free once both have ended."""
         try:
             lock = self._open(LOCK, os.O_RDWR)
         except OSError as error:
@@ -56,7 +56,7 @@ class DataFolder:
             time.sleep(0.05)
 
     def open_log(self) -> int:
-        """A new log. Raises OSError."""
+        """Return the descriptor of a new log. Raises OSError."""
         return self._open(LOG, os.O_WRONLY | os.O_TRUNC)
 
     @property
@@ -64,7 +64,7 @@ class DataFolder:
         return any(True for pattern in DATA for _ in self.path.glob(pattern))
 
     def writer(self) -> str | None:
-        """Name and version of the server that last wrote here; None where there is no such note."""
+        """Return name and version of the server that last wrote here, None if unknown."""
         try:
             note = os.open(self.path / WRITER, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             with open(note, "rb") as file:
@@ -84,7 +84,7 @@ class DataFolder:
             raise StartupError(f"cannot write to the folder of the embedded Redis: {error}") from error
 
     def socket_folder(self) -> Path:
-        """One that only we can enter. Raises StartupError."""
+        """Return a private folder for sockets. Raises StartupError."""
         path = self.path / SOCKETS
         try:
             path.mkdir(mode=0o700, exist_ok=True)
@@ -97,7 +97,7 @@ class DataFolder:
         return os.open(self.path / name, flags | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
 
     def _make_private(self) -> None:
-        """An earlier server, or an earlier Quire, may have left files that others can read."""
+        """Restrict files that an earlier server left readable."""
         num_open = sum(_restrict(path) for path in self._own_files())
         if num_open:
             log.warning("others could read files of --data-dir %s", fields(data=self.path, made_private=num_open))
@@ -110,10 +110,10 @@ class DataFolder:
 
 
 def _restrict(path: Path) -> bool:
-    """Take the rights of all but its owner; whether anybody else had any. Raises StartupError for another user's."""
+    """Remove the rights of group and others; return whether they had any. Raises StartupError for another user's."""
     try:
         found = os.stat(path)
-    except FileNotFoundError:  # a temporary file that has become another
+    except FileNotFoundError:  # a temporary file that was renamed
         return False
     if os.geteuid() not in (0, found.st_uid):
         raise StartupError(f"--data-dir: {path} belongs to another user: end their Quire, or name another folder")

@@ -1,4 +1,4 @@
-"""Lets a child process end with the process that started it. Run as a script, it becomes the command it is given:
+"""Ends a child process with its parent. As a script it becomes the given command:
 python -I -S die_with_parent.py <parent's pid> <program> <argument>...
 """
 
@@ -13,7 +13,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(number: int = signal.SIGTERM) -> None:
-    """Ask Linux to send this process a signal when the thread that forked it ends; elsewhere, nothing."""
+    """Have Linux send this process a signal when the thread that forked it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
@@ -21,7 +21,7 @@ def die_with_parent(number: int = signal.SIGTERM) -> None:
 def main() -> None:
     parent, program = int(sys.argv[1]), sys.argv[2]
     die_with_parent()
-    if os.getppid() != parent:  # it ended before we asked
+    if os.getppid() != parent:  # it has ended already
         sys.exit(1)
     os.execv(program, sys.argv[2:])
 

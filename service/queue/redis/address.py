@@ -1,4 +1,4 @@
-"""Where Redis is: the URL as it is written, and the Sentinels or nodes of a Cluster that know who the primary is."""
+"""The address of Redis: its URL, and the Sentinels or Cluster nodes that know the primary."""
 
 from __future__ import annotations
 
@@ -36,10 +36,8 @@ CLUSTER_PORT = 6379
 MAX_NODES = 64
 MAX_PASSWORD_BYTES = 4096
 PLAIN = {"protocol": 2, "driver_info": None, "socket_timeout": None, "retry": Retry(NoBackoff(), 0)}
-"""Of every client. No command is retried here: the queue knows which may be repeated. With driver_info it would tell
-its name, with a command that no role needs and Redis 7.0 does not know. With socket_timeout it writes each command in a
-task of its own, and before Python 3.12 a cancel that meets the end of that task is lost: our timeouts stand around
-commands."""
+"""Options of every client. No retries: the queue knows which commands may be repeated. No driver_info: Redis 7.0 does
+not know its command. No socket_timeout: redis-py then writes in a task whose cancel Python before 3.12 may lose."""
 URL_OPTIONS = {
     "db",
     "ssl_ca_certs",
@@ -52,15 +50,14 @@ URL_OPTIONS = {
 }
 SENTINEL_OPTIONS = {"sentinel_username": "username", "sentinel_password": "password"}
 ASKED_IN_TIME = 4
-"""So many that do not answer may be asked within the time of one command."""
+"""Number of unreachable nodes that one command's timeout covers."""
 
 Asked = TypeVar("Asked")
 HostAndPort = tuple[str, int]
 
 
 class _Search(Generic[Asked]):
-    """Asks one after the other who the primary is. Who gives no answer in its part of `timeout_s`, or one that was of
-    no use, goes to the end of `asked`, so that the next search begins with others."""
+    """Asks for the primary, one node after the other. A node without a useful answer goes to the end of `asked`."""
 
     def __init__(self, asked: list[Asked], ask: Callable[[Asked], Awaitable[HostAndPort]], timeout_s: float):
         self._asked = asked
@@ -69,8 +66,8 @@ class _Search(Generic[Asked]):
         self._believed: Asked | None = None
 
     async def __call__(self) -> HostAndPort:
-        """Host and port. Raises RedisError or OSError, as the last one did who was asked."""
-        error: Exception = RedisConnectionError("there is nobody to ask")
+        """Return host and port. Raises the last node's RedisError or OSError."""
+        error: Exception = RedisConnectionError("there is no node to ask")
         for one in list(self._asked):
             try:
                 async with asyncio.timeout(self._timeout_s / ASKED_IN_TIME):
@@ -84,7 +81,7 @@ class _Search(Generic[Asked]):
         raise error
 
     def doubt(self) -> None:
-        """The last answer was of no use."""
+        """Note that the last answer was wrong."""
         if self._believed is not None:
             self._ask_last(self._believed)
             self._believed = None
@@ -95,7 +92,7 @@ class _Search(Generic[Asked]):
 
 
 class Address:
-    """A parsed URL. `options` are for a pool of redis-py; `search`, if others than the URL know the primary."""
+    """A parsed URL: `options` of a redis-py pool, and the `search` for the primary."""
 
     def __init__(
         self,
@@ -112,19 +109,18 @@ class Address:
         self._sentinels = sentinels
 
     def doubt(self) -> None:
-        """Whoever told who the primary is was wrong: others are asked first."""
+        """Note that the primary was wrong: other nodes are asked first."""
         if self._search is not None:
             self._search.doubt()
 
     async def close(self) -> None:
-        """Let go of the Sentinels."""
         for sentinel in self._sentinels:
             for client in sentinel.sentinels:
                 await client.aclose()
 
 
 def read_address(url: str, timeout_s: float) -> Address:
-    """Raises StartupError for a URL that is none, or of a kind that is not served."""
+    """Parse a URL. Raises StartupError for an invalid or unsupported one."""
     try:
         parts = urlsplit(url)
         if parts.scheme in ("redis+cluster", "rediss+cluster"):
@@ -143,7 +139,7 @@ def read_address(url: str, timeout_s: float) -> Address:
 
 
 class _ToPrimary(AbstractConnection):
-    """Asks where the primary is each time it connects, and whether this is it: a replica answers reads for ever."""
+    """Looks up the primary for each connection, and checks that it is one: a replica answers reads for ever."""
 
     def __init__(self, *, find_primary: Callable[[], Awaitable[HostAndPort]] | None, **options: Any):
         super().__init__(**options)
@@ -155,7 +151,7 @@ class _ToPrimary(AbstractConnection):
         await super()._connect()  # type: ignore[no-untyped-call, safe-super]  # a subclass comes between
 
     async def connect(self) -> None:
-        """What fails here was not sent: see `was_sent`."""
+        """Connect; a failure is marked for `was_sent`."""
         try:
             await super().connect()  # type: ignore[no-untyped-call]  # redis-py
         except (RedisError, OSError) as error:
@@ -169,13 +165,13 @@ class _ToPrimary(AbstractConnection):
             raise ReadOnlyError("this is a replica")
 
     async def disconnect(self, nowait: bool = False, *args: Any, **why: Any) -> None:
-        """Never waits for the other side: one that is gone says nothing, TLS would wait for it half a minute, and
-        redis-py lends a connection out while it waits, and takes the new one for closed afterwards."""
+        """Disconnect without waiting for the other side: TLS waits 30 s for a dead one, while redis-py lends out the
+        connection and then takes the new one for closed."""
         await super().disconnect(True, *args, **why)
 
 
 def was_sent(error: Exception) -> bool:
-    """Whether the command that failed with this may have reached Redis."""
+    """Return whether the failed command may have reached Redis."""
     return not getattr(error, "quire_unsent", False)
 
 
@@ -218,14 +214,14 @@ def _by_sentinels(url: str, timeout_s: float) -> Address:
 
 
 class _Cluster:
-    """Of its nodes one has the slot of all our keys: it is the only one that we speak to."""
+    """A Cluster, used through the one node that has the slot of all our keys."""
 
     def __init__(self, nodes: list[HostAndPort], options: dict[str, Any]):
         self.nodes = nodes
         self._options = options
 
     async def ask(self, node: HostAndPort) -> HostAndPort:
-        """Who has our slot, as this node knows it. Raises RedisError or OSError."""
+        """Return the owner of our slot. Raises RedisError or OSError."""
         slot, (host, port) = key_slot(JOBS.encode()), node
         async with Redis(host=host, port=port, **self._options) as redis:
             ranges = await redis.execute_command("CLUSTER SLOTS")  # type: ignore[no-untyped-call]  # redis-py
@@ -236,14 +232,13 @@ class _Cluster:
         return _text(owner[0]) or host, owner[1]
 
     def _learn(self, host: str, ranges: list[Any]) -> None:
-        """Nodes that the URL does not name may be asked too, once those it names are gone. `ranges`: as CLUSTER SLOTS
-        tells them, first and last slot, primary, replicas."""
+        """Add the nodes of CLUSTER SLOTS: first and last slot, primary, replicas."""
         found = [(_text(node[0]) or host, node[1]) for _, _, *nodes in ranges for node in nodes]
         self.nodes[:] = list(dict.fromkeys([*self.nodes, *found]))[:MAX_NODES]
 
 
 def _text(host: bytes | str | None) -> str:
-    """Empty where a node does not know its own name."""
+    """Return the host, '' if a node does not know its own name."""
     found = host.decode() if isinstance(host, bytes) else host or ""
     return "" if found == "?" else found
 
@@ -271,7 +266,7 @@ def _host(text: str, port: int) -> tuple[str, int]:
 
 
 def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What redis-py makes of the URL, less what would change how answers look."""
+    """Return redis-py's options of the URL. Raises StartupError for those that change the form of answers."""
     odd = sorted(set(options) - URL_OPTIONS - {"host", "port", "path", "username", "password", "connection_class"})
     if odd:
         raise StartupError(f"the Redis URL has an option that is not supported: {odd[0]}")

@@ -1,4 +1,4 @@
-"""How a door follows its jobs: one reader of its feeds for all of them, one reader of logs for jobs of other doors."""
+"""A gateway's followers: one reader of its feeds for all its jobs, one reader of logs for other gateways' jobs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAGE_ENTRIES = 64
 FEED_BLOCK_S = 1.0
 WATCH_BLOCK_S = 0.1
 ADOPT_AFTER_S = 0.1
-"""A job that is not submitted here by then belongs to another door."""
+"""A job not submitted here by then is another gateway's."""
 IDLE_CHECK_S = 5.0
 SWEEP_S = 1.0
 RESTART_S = 1.0
@@ -30,29 +30,29 @@ MAX_OWN_JOBS = 1 << 16
 
 
 class FeedReader:
-    """Hands the events of its feeds, and of the logs it watches, to whoever follows their jobs."""
+    """Passes the events of its feeds, and of watched logs, to their followers."""
 
     def __init__(self, link: RedisLink, submit: Callable[[Job], Awaitable[None]]):
-        """`submit` writes a job again that Redis has lost before anybody took it."""
+        """`submit` repeats a job that Redis lost before it was claimed."""
         self._link = link
         self._logs = JobLogs(link, submit)
         self._loop = asyncio.get_running_loop()
         self._followers: dict[str, tuple[ref[Follower], ...]] = {}
-        self._positions: dict[str, str] = {}  # of each feed: the id of the last entry read
+        self._positions: dict[str, str] = {}  # feed -> last entry read
         self._has_feeds = asyncio.Event()
         self._own: OrderedDict[str, Job] = OrderedDict()
-        self._accepted: set[str] = set()  # of our own
-        self._watched: dict[str, int] = {}  # job of another door -> number of the last event read
+        self._accepted: set[str] = set()  # own jobs
+        self._watched: dict[str, int] = {}  # another gateway's job -> last event read
         self._has_watched = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     def follow(self, job_id: str, after: int) -> Follower:
-        """Live from now on. Raises ValueError for a job id that is none."""
+        """Return a follower, live from now on. Raises ValueError for an invalid job id."""
         keys.events(job_id)
         follower = Follower(job_id, after, self._logs, lambda: self._accepted_job(job_id))
         is_own = job_id in self._own
-        if is_own or after > 0:  # its next events may have passed already
-            follower.look()
+        if is_own or after > 0:  # it may have missed events
+            follower.catch_up()
         if not is_own:
             self._loop.call_later(ADOPT_AFTER_S, self._adopt, job_id, after)
         self._followers[job_id] = tuple(map(ref, (*self._followers_of(job_id), follower)))
@@ -60,7 +60,7 @@ class FeedReader:
         return follower
 
     def submitting(self, job: Job) -> None:
-        """A job is about to be written whose events come through its feed."""
+        """Note a job before it is written: its events come through its feed."""
         self._positions.setdefault(keys.feed(job.feed), STREAM_START)
         self._has_feeds.set()
         self._own[job.job_id] = job
@@ -73,12 +73,12 @@ class FeedReader:
             self._accepted.add(job_id)
 
     def found(self, job_id: str) -> None:
-        """It was there before: its events come through another gateway's feed, or are all in its log."""
+        """Note that another gateway had submitted it: its events come through that feed, or are in its log."""
         self._disown(job_id)
         self._adopt(job_id, 0)
 
     def refused(self, job_id: str) -> None:
-        """The queue took it not: nothing will be heard of it."""
+        """Note that the queue refused the job."""
         self._disown(job_id)
 
     async def close(self) -> None:
@@ -86,7 +86,7 @@ class FeedReader:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._look_all()
+        self._catch_up_all()
 
     def _start(self) -> None:
         if not self._tasks and not self._logs.is_closed:
@@ -107,10 +107,10 @@ class FeedReader:
             await self._has_feeds.wait()
             try:
                 if (outage.is_on or is_silent) and await self._rewind_feeds():
-                    self._look_all()
+                    self._catch_up_all()
                 entries = await self._read(self._positions, FEED_BLOCK_S)
-                if await self._came_too_late(entries):
-                    self._look_all()
+                if await self._missed_entries(entries):
+                    self._catch_up_all()
             except QueueUnavailable as error:
                 await asyncio.sleep(outage.failed(error))
                 continue
@@ -118,19 +118,19 @@ class FeedReader:
             for key, of_feed in entries:
                 for entry_id, batch in of_feed:
                     self._positions[key] = entry_id
-                    self._hear(decode_events(batch, self._followers))
+                    self._dispatch(decode_events(batch, self._followers))
             if outage.over():
-                self._look_all()
+                self._catch_up_all()
 
-    async def _came_too_late(self, read: list[tuple[str, list[tuple[str, bytes]]]]) -> bool:
-        """Whether a feed may have been cut short behind our position before this was read of it. That takes more than a
-        page. Of a job that ended there no later number tells that something is missing."""
+    async def _missed_entries(self, read: list[tuple[str, list[tuple[str, bytes]]]]) -> bool:
+        """Return whether a feed may have been trimmed past our position, which takes more than a page. If a job ended
+        there, no later number shows the gap."""
         full = [key for key, entries in read if len(entries) == PAGE_ENTRIES and self._positions[key] != STREAM_START]
         return any([await self._link.begins_after(key, self._positions[key]) for key in full])
 
     async def _rewind_feeds(self) -> bool:
-        """Whether one had to be: a Redis that lost its data, or another that is the primary now, may have fewer
-        entries than we have read, and an earlier clock to name new ones by."""
+        """Rewind feeds that end before our position and return whether any does: a Redis that lost data, or a new
+        primary, may have fewer entries and smaller ids."""
         behind = [key for key, position in self._positions.items() if await self._link.is_past_end(key, position)]
         self._positions |= dict.fromkeys(behind, STREAM_START)
         return bool(behind)
@@ -146,15 +146,15 @@ class FeedReader:
                     for entry_id, payload in entries:
                         if jobs[key] in self._watched:
                             self._watched[jobs[key]] = order(entry_id)[0]
-                        self._hear(_of_log(payload))
+                        self._dispatch(_of_log(payload))
             except QueueUnavailable as error:
                 await asyncio.sleep(outage.failed(error))
                 continue
             if outage.over():
-                self._look_all()
+                self._catch_up_all()
 
     async def _read(self, positions: dict[str, str], wait_s: float) -> list[tuple[str, list[tuple[str, bytes]]]]:
-        """Key -> entries behind the given positions, each with its payload."""
+        """Return (key, entries after its position), each with its payload."""
         at = dict(positions)
         answer = await self._link.block(lambda redis, block_ms: redis.xread(at, PAGE_ENTRIES, block_ms), wait_s)
         return [
@@ -162,12 +162,12 @@ class FeedReader:
             for key, entries in answer
         ]
 
-    def _hear(self, events: Iterable[Event]) -> None:
+    def _dispatch(self, events: Iterable[Event]) -> None:
         try:
             for event in events:
                 for reference in self._followers.get(event.job_id, ()):
                     if (follower := reference()) is not None:
-                        follower.hear(event)
+                        follower.on_event(event)
                 if event.end is not None:
                     self._disown(event.job_id)
                     self._unwatch(event.job_id)
@@ -180,7 +180,7 @@ class FeedReader:
             self._watched[job_id] = min(after, self._watched.get(job_id, after))
             self._has_watched.set()
             for follower in followers:
-                follower.look()
+                follower.catch_up()
 
     def _accepted_job(self, job_id: str) -> Job | None:
         return self._own.get(job_id) if job_id in self._accepted else None
@@ -202,23 +202,23 @@ class FeedReader:
                 followers = self._followers_of(job_id)
                 for follower in followers:
                     if follower.heard_at_s < quiet_since_s:
-                        follower.look()
+                        follower.catch_up()
                 if not followers:
                     del self._followers[job_id]
                     self._disown(job_id)
                     self._unwatch(job_id)
 
-    def _look_all(self) -> None:
+    def _catch_up_all(self) -> None:
         for job_id in self._followers:
             for follower in self._followers_of(job_id):
-                follower.look()
+                follower.catch_up()
 
     def _followers_of(self, job_id: str) -> list[Follower]:
-        """Those that somebody still holds."""
+        """Return the followers still in use."""
         references = self._followers.get(job_id, ())
         return [follower for reference in references if (follower := reference()) is not None]
 
 
 def _of_log(payload: bytes) -> Iterator[Event]:
-    """A log's entry is one event, where a feed's is a list."""
+    """Yield the one event of a log entry."""
     yield decode(Event, payload)

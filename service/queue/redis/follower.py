@@ -1,7 +1,7 @@
-"""One job's events in order, each once: from the feed as long as they come in order, else from the job's log.
+"""One job's events in order, each once: from the feed while it is in order, else from the job's log.
 
-A follower expects one number after the other. Anything else than the expected one (a gap, a full buffer, silence for a
-while, an outage) makes it read the log from there, so nothing needs to be remembered for a slow one.
+A gap, a full buffer, a silence or an outage makes a follower read the log from the expected number on, so that a slow
+one needs no memory.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ log = logging.getLogger("quire.redis")
 BUFFER_EVENTS = 256
 LOG_PAGE_EVENTS = 256
 MAX_READS = 8
-"""Logs read at once: thousands of followers may look for news together, and others want connections too."""
+"""Logs read at once: thousands of followers may read together, and others need connections too."""
 LOST_AFTER_S = 15.0
-"""How long a job may be nowhere before nobody is expected to bring it back: a worker's lease and a half."""
+"""How long a missing job may be restored by its worker: a lease and a half."""
 
 Answer = TypeVar("Answer")
 
 
 class JobLogs:
-    """The event logs of all jobs. Waits for Redis as long as it takes, until `close`."""
+    """The event logs of all jobs. Outages are waited out, until `is_closed`."""
 
     def __init__(self, link: RedisLink, submit: Callable[[Job], Awaitable[None]]):
         self._link = link
@@ -42,7 +42,7 @@ class JobLogs:
         self.is_closed = False
 
     async def read(self, job_id: str, start: int) -> Sequence[Event]:
-        """At most LOG_PAGE_EVENTS events from number `start` on. Raises QueueUnavailable for a log that is broken, or
+        """Return at most LOG_PAGE_EVENTS events from number `start` on. Raises QueueUnavailable for a broken log or
         when closed."""
 
         async def read() -> list[bytes]:
@@ -56,7 +56,7 @@ class JobLogs:
             raise QueueUnavailable(f"the log of job {job_id} cannot be read: {error}") from error
 
     async def is_lost(self, job_id: str) -> bool:
-        """Whether nothing is left of a job, as after a FLUSHALL."""
+        """Return whether nothing is left of a job."""
 
         async def look() -> bool:
             async with self._link.commands() as redis, redis.pipeline(transaction=True) as pipeline:
@@ -68,7 +68,6 @@ class JobLogs:
         return await self._persist(look)
 
     async def submit_again(self, job: Job) -> None:
-        """Nothing happens where it is there after all."""
         log.warning("a lost job is submitted again %s", fields(job=job.job_id))
         await self._persist(lambda: self._submit(job))
 
@@ -85,7 +84,7 @@ class JobLogs:
 
 
 class Follower:
-    """An iterator over one job's events. Whoever holds it is its only holder: let go of it and it is gone."""
+    """An iterator over one job's events; dropping it ends it."""
 
     def __init__(self, job_id: str, after: int, logs: JobLogs, accepted: Callable[[], Job | None]):
         self.job_id = job_id
@@ -98,7 +97,7 @@ class Follower:
         self._is_behind = False
         self._has_ended = False
         self._loop = asyncio.get_running_loop()
-        self._waiting: asyncio.Future[None] | None = None  # whoever iterates, for news
+        self._waiting: asyncio.Future[None] | None = None  # the iteration, for events
 
     def __aiter__(self) -> Follower:
         return self
@@ -117,13 +116,12 @@ class Follower:
         return self._buffer.popleft()
 
     async def aclose(self) -> None:
-        """Let go before the end."""
         self._has_ended = True
         self._buffer.clear()
         self._wake()
 
-    def hear(self, event: Event) -> None:
-        """An event from a feed; it may come twice, or too early."""
+    def on_event(self, event: Event) -> None:
+        """Take an event of a feed; it may come twice or early."""
         if self._has_ended or event.number < self._expected:
             return
         if event.number == self._expected and len(self._buffer) < BUFFER_EVENTS and not self._is_behind:
@@ -132,8 +130,8 @@ class Follower:
             self._is_behind = True
         self._wake()
 
-    def look(self) -> None:
-        """Something may have passed the feed by: read the log."""
+    def catch_up(self) -> None:
+        """Read the log, as the feed may have missed events."""
         self._is_behind = True
         self._wake()
 
@@ -150,10 +148,10 @@ class Follower:
     async def _read_log(self) -> None:
         self._is_behind = False
         self.heard_at_s = _time_s()
-        # The event before comes along: if the job ended with it, nothing will follow.
+        # The preceding event is read too: if it ended the job, nothing follows.
         events = await self._logs.read(self.job_id, max(1, self._expected - 1))
         for event in events:
-            if self._has_ended:  # the feed was quicker, or we were closed
+            if self._has_ended:  # by the feed, or closed
                 return
             if event.number == self._expected:
                 self._append(event)
@@ -166,11 +164,11 @@ class Follower:
         if events:
             self._lost_since_s = None
         elif (self._expected > 1 or self._accepted()) and await self._logs.is_lost(self.job_id):
-            await self._bear_loss()
+            await self._handle_loss()
 
-    async def _bear_loss(self) -> None:
-        """Redis has lost the job. Its worker brings it back, if it has one that lives; a job of which nothing was told
-        can be submitted again; else it ends here."""
+    async def _handle_loss(self) -> None:
+        """Handle a job that Redis lost: its live worker restores it; one without events is submitted again; else it
+        ends here."""
         if self._lost_since_s is None:
             self._lost_since_s = _time_s()
         job = self._accepted()

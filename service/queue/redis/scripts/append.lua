@@ -1,9 +1,8 @@
--- Appends to a file that is being written.
+-- Append a piece to a file that is being written.
 --
--- KEYS[10] ledger  KEYS[11] sizes  (see ledger.lua)   KEYS[12] list, the file's contents
--- ARGV[9] its name in the ledger   ARGV[10] bytes, 0 where they are reserved   ARGV[11] life (ms)   ARGV[12] quota or ''   ARGV[13] queue's share or ''
--- ARGV[14] what is appended
--- Returns {pieces of the file}; or, where there is no room, what `charge_tenant` says.
+-- KEYS[10] ledger  KEYS[11] sizes  KEYS[12] list: the file's pieces
+-- ARGV[9..13] charge (ledger.lua); bytes 0 if reserved  ARGV[14] piece
+-- Returns {number of pieces}, or the refusal of charge_tenant.
 
 local ledger, sizes, contents = unpack(KEYS, 10, 12)
 local name, bytes, life_ms, quota, queue_share, data = unpack(ARGV, 9, 14)

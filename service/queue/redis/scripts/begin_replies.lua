@@ -1,11 +1,11 @@
--- A gateway begins to answer a producer's entry, or goes on with one that another has left: the reply stream is the entry's.
+-- Begin or continue the replies to a producer's entry.
 --
 -- KEYS[10] {quire}:ingress:<producer>        stream, group `doors`
--- KEYS[11] {quire}:reply:<producer>:<id>     stream, the replies
--- KEYS[12] {quire}:reply:<producer>:<id>:of  hash, which entry the replies answer: entry, digest of its message, done
--- ARGV[9] gateway's name in the group   ARGV[10] entry   ARGV[11] digest   ARGV[12] life of the hash (s)
--- Returns {1, replies so far}; {0} where another gateway has the entry; {-1} where the stream answers an earlier entry
--- with the same message, {-2} one with another message that goes on. What was answered before is dropped.
+-- KEYS[11] {quire}:reply:<producer>:<id>     stream: replies
+-- KEYS[12] {quire}:reply:<producer>:<id>:of  hash: entry, digest of its message, done
+-- ARGV[9] consumer  ARGV[10] entry  ARGV[11] digest  ARGV[12] TTL of the hash (s)
+-- Returns {1, number of replies}; {0} another gateway has the entry; the stream is an earlier entry's: {-1} with the
+-- same message, {-2} with another one and no last reply. A finished stream is replaced.
 
 local ingress, replies, of = unpack(KEYS, 10, 12)
 local consumer, entry, digest, life = unpack(ARGV, 9, 12)

@@ -1,12 +1,11 @@
--- Somebody no longer wants a job, or one branch of it. One that waits ends here; the worker of one that runs is told,
--- and whoever may take it over; for one that is still to come it is remembered.
+-- Cancel a job or one branch: end a waiting job, send the cancel of a running one, keep one that comes before its job.
 --
--- KEYS[10] {quire}:{<job>}:cancel  string, its tombstone: why it is not wanted
--- KEYS[11] {quire}:{<job>}:events  stream, its event log
+-- KEYS[10] {quire}:{<job>}:cancel  string: tombstone, the reason
+-- KEYS[11] {quire}:{<job>}:events  stream: event log
 -- KEYS[12] {quire}:cancels         stream, read by every worker
--- ARGV[9] job   ARGV[10] reason   ARGV[11] branch or ''   ARGV[12] tombstone's life (s)
--- ARGV[13] longest {quire}:cancels (entries)   ARGV[14] message
--- Returns 1, or 0 where the job has ended already.
+-- ARGV[9] job  ARGV[10] reason  ARGV[11] branch or ''  ARGV[12] tombstone TTL (s)
+-- ARGV[13] max entries of {quire}:cancels  ARGV[14] message
+-- Returns 1, or 0 if the job has ended.
 
 local job, reason, branch = ARGV[9], ARGV[10], ARGV[11]
 local state = read_state(job)

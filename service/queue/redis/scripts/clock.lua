@@ -1,3 +1,3 @@
--- Tells the queue time, Unix seconds, as text.
+-- Returns queue time, Unix seconds, as text.
 
 return string.format('%.6f', now_s())

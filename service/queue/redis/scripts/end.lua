@@ -1,8 +1,8 @@
--- A worker ends a job that no engine can go on with; one that kills engines is kept for whoever wants to see why.
+-- End a claimed job that no engine can continue.
 --
--- KEYS[10] {quire}:dead  stream, dead letters; only with a letter
--- ARGV[9] job   ARGV[10] fence   ARGV[11] reason   ARGV[12] longest {quire}:dead (entries)   ARGV[13] dead letter
--- Returns 1, or 0 where the job is no longer ours.
+-- KEYS[10] {quire}:dead  stream; only with a dead letter
+-- ARGV[9] job  ARGV[10] fence  ARGV[11] reason  ARGV[12] max entries of {quire}:dead  ARGV[13] dead letter
+-- Returns 1, or 0 if the job is not ours.
 
 local job = ARGV[9]
 if redis.call('HGET', CLAIMS, job) ~= ARGV[10] then return 0 end

@@ -1,9 +1,9 @@
--- Takes the record of a request away.
+-- Drop the record of a request that was not accepted.
 --
--- KEYS[10] ledger  KEYS[11] sizes  (see ledger.lua)   KEYS[12] {quire}:{<id>}:request   string, the record
--- KEYS[13] {quire}:idempotency:<hash>   string, taken away too if it stands for this request; only with a key
--- ARGV[9] the request's id   ARGV[10] one of its jobs: nothing happens where it was accepted; or ''   ARGV[11] its log or ''
--- Returns 1, or 0 where nothing happened.
+-- KEYS[10] ledger  KEYS[11] sizes  KEYS[12] {quire}:{<id>}:request
+-- KEYS[13] {quire}:idempotency:<hash>  dropped too if it names this request; optional
+-- ARGV[9] request id  ARGV[10] job, keep the record if it was accepted, or ''  ARGV[11] its log or ''
+-- Returns 1, or 0 if the record is kept.
 
 local id, job, log = unpack(ARGV, 9, 11)
 if job ~= '' and (redis.call('HEXISTS', JOBS, job) == 1 or redis.call('EXISTS', log) == 1) then return 0 end

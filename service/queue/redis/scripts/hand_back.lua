@@ -1,11 +1,9 @@
--- A worker gives jobs back, with what it has told of them; another goes on at once.
+-- Return claimed jobs to the queue.
 --
--- KEYS[10] {quire}:deaths  hash, how many engines have died, and when the last one did; only with a cause
--- ARGV[9] cause, for jobs that were in flight when the engine died; '' where they are given back in peace
--- ARGV[10] msgpack list: job, fence, job, fence, ...
--- ARGV[11] how shortly before a death (s) another speaks for the jobs that were in flight at it
--- ARGV[12] name of the death: told a second time, it is not counted again
--- Returns how many were ours to give.
+-- KEYS[10] {quire}:deaths  hash; only with a cause
+-- ARGV[9] cause of the engine's death, or ''  ARGV[10] msgpack list: job, fence, ...
+-- ARGV[11] NEAR_DEATHS_S  ARGV[12] name of the death, counted once
+-- Returns the number of jobs that were ours.
 
 local held, num_back = cmsgpack.unpack(ARGV[10]), 0
 local cause = ARGV[9] ~= '' and ARGV[9] or nil

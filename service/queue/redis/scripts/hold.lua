@@ -1,15 +1,15 @@
--- A door that is alive says which entries of producers it still works on, so that no other takes them for left behind.
+-- Renew the entries of producers that a gateway works on.
 --
 -- KEYS[10..] {quire}:ingress:<producer>  streams, group `doors`
--- ARGV[9] door's name in the group   ARGV[10] msgpack list: stream (10..), entry, stream, entry, ...
--- Returns which of the entries (1..) are another door's now.
+-- ARGV[9] consumer  ARGV[10] msgpack list: stream (10..), entry, ...
+-- Returns the entries (1..) that other gateways have.
 
-local held, lost = cmsgpack.unpack(ARGV[10]), {}
-for i = 1, #held, 2 do
-  local stream, entry = KEYS[held[i]], held[i + 1]
+local entries, lost = cmsgpack.unpack(ARGV[10]), {}
+for i = 1, #entries, 2 do
+  local stream, entry = KEYS[entries[i]], entries[i + 1]
   local pending = redis.pcall('XPENDING', stream, 'doors', entry, entry, '1', ARGV[9])
   if pending.err then
-    -- A stream that was lost with its group: nobody else has the entry, and the others are to be held all the same.
+    -- The stream was lost with its group: no gateway has the entry.
     if not string.find(pending.err, 'NOGROUP', 1, true) then return pending end
   elseif #pending > 0 then
     redis.call('XCLAIM', stream, 'doors', ARGV[9], '0', entry, 'JUSTID')

@@ -1,8 +1,9 @@
--- Bytes that are stored for a tenant, by what they are stored for. Stands before every script, behind common.lua.
+-- Stored bytes of a tenant by name. Part of every script, after common.lua.
 --
--- ledger  sorted set, name -> when it expires (queue time, Unix seconds)
--- sizes   hash, name -> bytes; '' -> of all names together
--- A name leaves both with the first charge after it has expired, so expired bytes never count.
+-- ledger  sorted set: name by expiry (queue time, Unix seconds)
+-- sizes   hash: name -> bytes; '' -> total
+-- charge  ARGV[9] name  ARGV[10] bytes  ARGV[11] TTL (ms)  ARGV[12] quota or ''  ARGV[13] queue's share or ''
+-- The first charge after a name expires drops it from both, so expired bytes never count.
 
 local TRIM_AT_ONCE, TRIM_ROUNDS = 256, 16
 
@@ -23,7 +24,7 @@ local function bytes_of(sizes, name)
   return tonumber(redis.call('HGET', sizes, name) or '0')
 end
 
--- {-2, bytes in use, bound} where so many more would take of the queue's own share of the memory.
+-- Return {-2, bytes in use, limit} if `more` bytes would enter the queue's share of the memory, else nil.
 local function no_memory(more, queue_share)
   local told = redis.call('INFO', 'memory')
   local function field(name) return tonumber(string.match(told, '\n' .. name .. ':(%d+)') or '0') end
@@ -33,9 +34,8 @@ local function no_memory(more, queue_share)
   return used + more > bound and {-2, used, bound} or nil
 end
 
--- `name` takes `change` bytes more from now on, for `life_ms` from now.
--- Returns nil; or {-1, bytes, bound} past `quota`, {-2, bytes, bound} past what `queue_share` leaves, and then nothing is
--- changed. An empty bound is none; what takes no more than before is never refused.
+-- Charge `change` more bytes for `name`, for `life_ms`. Returns nil, or changes nothing and returns {-1, bytes, limit}
+-- beyond `quota`, {-2, bytes, limit} beyond `queue_share`; '' is no limit. A smaller size is never refused.
 local function charge_tenant(ledger, sizes, name, change, life_ms, quota, queue_share)
   trim_ledger(ledger, sizes)
   change = math.max(change, -bytes_of(sizes, name))

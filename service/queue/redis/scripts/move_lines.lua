@@ -1,12 +1,12 @@
--- Moves answers of a batch, in the order of its lines, to the files that it ends with. Once: a second time nothing happens.
+-- Move a batch's answers, in the order of its lines, to its files; once.
 --
--- KEYS[10] ledger  KEYS[11] sizes  (see ledger.lua)   KEYS[12] hash, answers by line
--- KEYS[13] hash; moved: the first line that is not in the files yet; output, error: bytes of the two files
--- KEYS[14] list, contents of the output file   KEYS[15] list, contents of the error file
--- ARGV[9] the answers' name in the ledger   ARGV[10] that of the output file   ARGV[11] of the error file
--- ARGV[12] life (ms)   ARGV[13] first line   ARGV[14] line behind the last   ARGV[15] bytes that the answers took
--- ARGV[16] what the output file gets   ARGV[17] what the error file gets
--- Returns the first line that is not in the files yet.
+-- KEYS[10] ledger  KEYS[11] sizes  KEYS[12] hash: line -> answer
+-- KEYS[13] hash: moved (first line not moved), output, error (bytes of the files)
+-- KEYS[14] list: output file  KEYS[15] list: error file
+-- ARGV[9..11] ledger names of answers, output file, error file  ARGV[12] TTL (ms)
+-- ARGV[13] first line  ARGV[14] line after the last  ARGV[15] bytes charged for the answers
+-- ARGV[16] appended to the output file  ARGV[17] appended to the error file
+-- Returns the first line not moved.
 
 local ledger, sizes, lines, progress = unpack(KEYS, 10, 13)
 local life_ms, first, past = ARGV[12], tonumber(ARGV[13]), tonumber(ARGV[14])

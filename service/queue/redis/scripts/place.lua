@@ -1,7 +1,5 @@
--- Tells how many of its tenant's own jobs go before a waiting one.
---
 -- ARGV[9] job
--- Returns the number, or nil for one that does not wait.
+-- Returns how many of its tenant's jobs precede a waiting one, else nil.
 
 local job = ARGV[9]
 local state = read_state(job)

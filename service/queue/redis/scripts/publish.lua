@@ -1,14 +1,14 @@
--- Appends the events of one step, tells the doors, settles the jobs that ended: one round trip, one atomic act.
--- An event counts only from the worker and attempt that hold its job: whoever lost it can write nothing more.
+-- Append the events of a step, send them to the gateways, settle ended jobs: one round trip, one atomic act. An event
+-- counts only under its job's current fence.
 --
--- KEYS[10..9+F]        {quire}:feed:<door>       stream: the step's events for one door, in one entry
--- then for each event  {quire}:{<job>}:events    stream, its job's event log: entry <number>-0
--- ARGV[9] epoch   ARGV[10] number of feeds F
--- ARGV[11] msgpack list (one argument, since clients pack many slowly), for each event six items:
---         feed (1..F), job, fence, number, message, reason of the end or ''
--- ARGV[12] msgpack list, for each event that ends its job: the event (1..), the tokens that the job cost
--- Returns the events (1..) that were refused by the fence. A number already in the log is not written again, and where the
--- same event has ended its job before, that is no refusal.
+-- KEYS[10..9+F] {quire}:feed:<gateway>   stream: the step's events for one gateway, one entry
+-- then per event {quire}:{<job>}:events  stream: event log, entry <number>-0
+-- ARGV[9] epoch  ARGV[10] number of feeds F
+-- ARGV[11] msgpack list, six items per event: feed (1..F), job, fence, number, message, end reason or ''
+--          (one argument, as clients pack many slowly)
+-- ARGV[12] msgpack list: event (1..) that ends its job, its tokens, ...
+-- Returns the events (1..) that the fence refused. A number in the log is not written again; repeating the event that
+-- ended its job is no refusal.
 
 if redis.call('GET', EPOCH) ~= ARGV[9] then return redis.error_reply('EPOCH Redis has lost what it knew') end
 local num_feeds = tonumber(ARGV[10])
@@ -30,7 +30,7 @@ for event = 1, num_events do
   local feed, job, fence, number, message, reason = unpack(items, event * 6 - 5, event * 6)
   local log = KEYS[9 + num_feeds + event]
   if fences[event] ~= fence then
-    -- Of a job that has ended: the same was said before, and its answer was lost.
+    -- The job may have ended by this same event, whose answer was lost.
     local there = not fences[event] and redis.call('XRANGE', log, number .. '-0', number .. '-0')[1]
     if not there or there[2][2] ~= message then refused[#refused + 1] = event end
   else
@@ -45,7 +45,7 @@ for event = 1, num_events do
     if not failed then
       local batch = batches[feed]
       batch[#batch + 1] = message
-      -- Number 1 makes the log; every 64th keeps the life of a long one, or of one that was lost, in order.
+      -- Number 1 creates the log; every 64th event renews its TTL.
       if reason == '' and number % 64 == 1 then redis.call('EXPIRE', log, RUNNING_LIFE_S) end
     end
     if reason ~= '' then
@@ -58,7 +58,7 @@ for event = 1, num_events do
 end
 
 for feed = 1, num_feeds do
-  if #batches[feed] > 0 then tell(KEYS[9 + feed], batches[feed]) end
+  if #batches[feed] > 0 then send(KEYS[9 + feed], batches[feed]) end
 end
-for _, job in ipairs(ended) do forget(job) end
+for _, job in ipairs(ended) do drop_job(job) end
 return refused

@@ -1,11 +1,10 @@
--- Stores the answer to a line of a batch; the first one stays.
+-- Store the answer to a line of a batch; the first one stays.
 --
--- KEYS[10] ledger  KEYS[11] sizes  (see ledger.lua)   KEYS[12] hash, answers by line
--- KEYS[13] string, a byte for each line: '+' answered well, '-' otherwise, 0 not yet
--- KEYS[14] hash, moved: the first line that is not in the batch's files yet
--- ARGV[9] name in the ledger   ARGV[10] bytes   ARGV[11] life (ms)   ARGV[12] quota or ''   ARGV[13] queue's share or ''
--- ARGV[14] line   ARGV[15] answer   ARGV[16] its byte
--- Returns {1}; {0} for a line that is answered; or, where there is no room, what `charge_tenant` says.
+-- KEYS[10] ledger  KEYS[11] sizes  KEYS[12] hash: line -> answer
+-- KEYS[13] string: a byte per line, '+' answered well, '-' badly, 0 not yet
+-- KEYS[14] hash: moved (first line not in the batch's files)
+-- ARGV[9..13] charge (ledger.lua)  ARGV[14] line  ARGV[15] answer  ARGV[16] its byte
+-- Returns {1}; {0} if it is answered; or the refusal of charge_tenant.
 
 local ledger, sizes, lines, marks, progress = unpack(KEYS, 10, 14)
 local name, bytes, life_ms, quota, queue_share, number, answer, mark = unpack(ARGV, 9, 16)

@@ -1,11 +1,10 @@
--- Keeps the record of a request, unless another one holds its idempotency key.
+-- Store the record of a request, unless another request has its idempotency key.
 --
--- KEYS[10] ledger  KEYS[11] sizes  (see ledger.lua)   KEYS[12] {quire}:{<id>}:request   string, the record
--- KEYS[13] {quire}:idempotency:<hash>   string, the id of the request that came first under a client's key; only with one
--- ARGV[9] the request's id   ARGV[10] bytes   ARGV[11] life (ms)   ARGV[12] quota or ''   ARGV[13] queue's share or ''
--- ARGV[14] the record   ARGV[15], ARGV[16] what stands before and behind an id in the key of its record
--- Returns {1, id of the request that holds the key}: this one's where no other does, or where the other's record is gone;
--- or, where there is no room, what `charge_tenant` says.
+-- KEYS[10] ledger  KEYS[11] sizes  KEYS[12] {quire}:{<id>}:request
+-- KEYS[13] {quire}:idempotency:<hash>  string: request id; optional
+-- ARGV[9..13] charge (ledger.lua), the name is the id  ARGV[14] record
+-- ARGV[15], ARGV[16] prefix and suffix of a record's key
+-- Returns {1, id of the request that has the key and a record}, or the refusal of charge_tenant.
 
 local ledger, sizes = KEYS[10], KEYS[11]
 local id, bytes, life_ms, quota, queue_share, record, before, behind = unpack(ARGV, 9, 16)

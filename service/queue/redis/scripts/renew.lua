@@ -1,9 +1,8 @@
--- The heartbeat of a worker whose engine makes progress: prolongs its lease, says which of its jobs it has lost, and
--- whether it is the one to run suspects alone now.
+-- Renew a worker's lease.
 --
--- KEYS[10] {quire}:alone  string, the worker that runs suspects; lives as long as a lease
--- ARGV[9] epoch   ARGV[10] worker   ARGV[11] length of a lease (s)   ARGV[12] msgpack list: job, fence, job, fence, ...
--- Returns {1 where it is to run suspects, else 0; jobs that are lost ...}.
+-- KEYS[10] {quire}:alone  string: the worker that runs suspects; TTL of a lease
+-- ARGV[9] epoch  ARGV[10] worker  ARGV[11] lease (s)  ARGV[12] msgpack list: job, fence, ...
+-- Returns {1 if it runs suspects else 0, lost jobs...}.
 
 if redis.call('GET', EPOCH) ~= ARGV[9] then return redis.error_reply('EPOCH Redis has lost what it knew') end
 local owner, held = ARGV[10], cmsgpack.unpack(ARGV[12])
@@ -14,7 +13,7 @@ for i = 1, #held, 2 do
 end
 if redis.call('XLEN', SUSPECTS) > 0 then
   local other = redis.call('GET', KEYS[10])
-  -- Its own life goes by Redis' clock, which may have been set back.
+  -- Its TTL follows Redis' clock, which may have been set back.
   if other and not redis.call('ZRANK', LEASES, other) then redis.call('DEL', KEYS[10]) end
   redis.call('SET', KEYS[10], owner, 'NX')
   if redis.call('GET', KEYS[10]) == owner then

@@ -1,12 +1,11 @@
--- Appends a reply under the id `<number>-0`, once: a second write of the same number changes nothing. Only the gateway that
--- has the entry may add to its replies, and no gateway may once the last of them is there.
+-- Append a reply as entry `<number>-0`, once; nothing follows the last one.
 --
 -- KEYS[10] {quire}:ingress:<producer>        stream, group `doors`
--- KEYS[11] {quire}:reply:<producer>:<id>     stream, the replies
--- KEYS[12] {quire}:reply:<producer>:<id>:of  hash, which entry they answer (see begin_replies.lua)
--- ARGV[9] gateway's name in the group   ARGV[10] entry   ARGV[11] number   ARGV[12] message   ARGV[13] '1': the last one
--- ARGV[14] life of the stream (s)   ARGV[15] life of the hash until the last reply is there (s)
--- Returns 1; 0 where the entry is another gateway's, or the stream another entry's.
+-- KEYS[11] {quire}:reply:<producer>:<id>     stream: replies
+-- KEYS[12] {quire}:reply:<producer>:<id>:of  hash (begin_replies.lua)
+-- ARGV[9] consumer  ARGV[10] entry  ARGV[11] number  ARGV[12] message  ARGV[13] '1': last
+-- ARGV[14] TTL of the stream (s)  ARGV[15] TTL of the hash before the last reply (s)
+-- Returns 1; 0 if another gateway has the entry, or the stream is another entry's.
 
 local ingress, replies, of = unpack(KEYS, 10, 12)
 local consumer, entry, number, message, is_last, life, running_life = unpack(ARGV, 9, 15)
@@ -15,7 +14,7 @@ if known[1] and known[1] ~= entry then return 0 end
 if not known[2] then
   local pending = redis.pcall('XPENDING', ingress, 'doors', entry, entry, '1')
   if pending.err then
-    -- Redis has lost the entry with its group: no other gateway holds it.
+    -- The stream was lost with its group: no gateway has the entry.
     if not string.find(pending.err, 'NOGROUP', 1, true) then return pending end
   elseif #pending > 0 and pending[1][2] ~= consumer then
     return 0

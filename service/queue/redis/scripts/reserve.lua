@@ -1,8 +1,7 @@
--- A name takes at least so many bytes from now on.
+-- Charge at least ARGV[10] bytes for a name.
 --
--- KEYS[10] ledger  KEYS[11] sizes  (see ledger.lua)
--- ARGV[9] the name   ARGV[10] bytes   ARGV[11] life (ms)   ARGV[12] quota or ''   ARGV[13] queue's share or ''
--- Returns {1}; or, where there is no room, what `charge_tenant` says.
+-- KEYS[10] ledger  KEYS[11] sizes  ARGV[9..13] charge (ledger.lua)
+-- Returns {1}, or the refusal of charge_tenant.
 
 local name, bytes, life_ms, quota, queue_share = unpack(ARGV, 9, 13)
 trim_ledger(KEYS[10], KEYS[11])

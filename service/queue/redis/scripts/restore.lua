@@ -1,10 +1,9 @@
--- After an outage: a worker says which jobs it holds. Redis may have lost its last second, or everything.
+-- Assert a worker's claims after an outage, in which Redis may have lost its last second or everything.
 --
--- ARGV[9] epoch that the worker knew   ARGV[10] a new one, if there is none   ARGV[11] worker
--- ARGV[12] length of a lease (s)
--- ARGV[13] msgpack list, for each job five items: job, attempt, message, state, deadline or ''
--- Returns {epoch, jobs that are not ours any more ...}. A claim that was lost is ours again where the job has had no
--- later one. A job of which nothing is left is made again only if everything was lost: else it has simply ended.
+-- ARGV[9] known epoch  ARGV[10] new epoch, if there is none  ARGV[11] worker  ARGV[12] lease (s)
+-- ARGV[13] msgpack list, five items per job: job, attempt, message, state, deadline or ''
+-- Returns {epoch, lost jobs...}. A lost claim is restored unless a later attempt exists. A missing job is restored only
+-- if everything was lost; else it has ended.
 
 redis.call('SET', EPOCH, ARGV[10], 'NX')
 local epoch = redis.call('GET', EPOCH)

@@ -1,10 +1,8 @@
--- Stores a record, in the place of the one before.
+-- Store or replace a record.
 --
--- KEYS[10] ledger  KEYS[11] sizes  (see ledger.lua)
--- KEYS[12] string, the record      KEYS[13..] keys that live as long as it
--- ARGV[9] its name in the ledger   ARGV[10] bytes   ARGV[11] life (ms)   ARGV[12] quota or ''   ARGV[13] queue's share or ''
--- ARGV[14] the record              ARGV[15] '1': only in the place of another
--- Returns {1}; {0} where there is no other; or, where there is no room, what `charge_tenant` says.
+-- KEYS[10] ledger  KEYS[11] sizes  KEYS[12] string: the record  KEYS[13..] keys with the same TTL
+-- ARGV[9..13] charge (ledger.lua)  ARGV[14] record  ARGV[15] '1': only replace
+-- Returns {1}; {0} if there is none to replace; or the refusal of charge_tenant.
 
 local ledger, sizes, record = unpack(KEYS, 10, 12)
 local name, bytes, life_ms, quota, queue_share, payload, replaces = unpack(ARGV, 9, 15)

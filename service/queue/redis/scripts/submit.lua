@@ -1,22 +1,20 @@
--- Accepts a job, once: a second time nothing happens. One that was cancelled before it came ends here.
+-- Accept a job, once. A job that was cancelled before ends here.
 --
--- KEYS[10] {quire}:{<job>}:cancel  string, its tombstone
--- KEYS[11] {quire}:{<id>}:request  string, the record of the request that it is of; only with a record, as what follows
--- KEYS[12] ledger of its tenant's records   KEYS[13] its sizes (see ledger.lua)
--- ARGV[9] epoch, if there is none   ARGV[10] job   ARGV[11] message   ARGV[12] state   ARGV[13] deadline or ''
--- ARGV[14] most jobs that may wait   ARGV[15] most tokens of all   ARGV[16] most tokens of one tenant; '' for no bound
--- ARGV[17] the record   ARGV[18] its life (ms)   ARGV[19] its bytes   ARGV[20] quota of the ledger or ''
--- ARGV[21] the record's id   ARGV[22] '1': the job is not accepted without it
--- Returns {1}; {0, feed} for one that is there already, with the feed that gets its events, '' if it has ended; or, for
--- one that finds no room, {-1, jobs, tokens} where the queue is full, {-2, jobs, tokens} where its tenant has its share:
--- what waits of all, or of the tenant; {-3, bytes, bound} where there is no room for its record.
+-- KEYS[10] {quire}:{<job>}:cancel  string: tombstone
+-- KEYS[11] {quire}:{<id>}:request  string: record of its request; optional, with KEYS[12], KEYS[13] and ARGV[17..22]
+-- KEYS[12] ledger of the tenant's records  KEYS[13] its sizes
+-- ARGV[9] epoch, if there is none  ARGV[10] job  ARGV[11] message  ARGV[12] state  ARGV[13] deadline or ''
+-- ARGV[14] max waiting jobs  ARGV[15] max tokens  ARGV[16] max tokens of a tenant; '': no limit
+-- ARGV[17] record  ARGV[18] TTL (ms)  ARGV[19] bytes  ARGV[20] quota or ''  ARGV[21] id  ARGV[22] '1': it is required
+-- Returns {1}; {0, feed, '' if it ended} for a known job; or a refusal: {-1, jobs, tokens} queue full, {-2, jobs,
+-- tokens} tenant's share full, {-3, bytes, limit} no space for the record.
 
 redis.call('SET', EPOCH, ARGV[9], 'NX')
 local job, state = ARGV[10], cmsgpack.unpack(ARGV[12])
 local known = read_state(job)
 if known or redis.call('EXISTS', state.log) == 1 then return {0, known and known.feed or ''} end
--- A request that ends with its client does without its record where there is no room for it: it is never resumed.
-local function remember()
+-- A request that ends with its client runs without a record beyond the quota: it is never resumed.
+local function store_record()
   if not KEYS[11] then return end
   local life_ms, bytes, quota, id, is_needed = unpack(ARGV, 18, 22)
   trim_ledger(KEYS[12], KEYS[13])
@@ -26,15 +24,15 @@ local function remember()
 end
 local unwanted = redis.call('GET', KEYS[10])
 if unwanted then
-  local no_record = remember()
+  local no_record = store_record()
   if no_record then return no_record end
   redis.call('DEL', KEYS[10])
   end_job(job, state, unwanted)
   return {1}
 end
 local max_jobs, max_tokens, max_own = unpack(ARGV, 14, 16)
-local full = no_room(state, max_jobs, max_tokens, max_own)
-full = full or remember()
+local full = over_limit(state, max_jobs, max_tokens, max_own)
+full = full or store_record()
 if full then return full end
 redis.call('HSET', JOBS, job, ARGV[11])
 enqueue(job, state, is_suspect(state) and SUSPECTS or WAITING)

@@ -1,10 +1,9 @@
--- Puts the jobs of dead workers back, and ends those that waited past their deadline.
+-- Put back the jobs of dead workers; end waiting jobs past their deadline.
 --
--- KEYS[10] {quire}:deaths  hash, how many engines have died, and when the last one did
--- ARGV[9] '1': workers whose lease has run out are dead; '0': this is not to be judged now
--- ARGV[10] the worker that asks, which is alive   ARGV[11] '1': one of its name was here before, and is dead
--- ARGV[12] how shortly before a death (s) another speaks for the jobs that were in flight at it
--- Returns how many jobs were put back.
+-- KEYS[10] {quire}:deaths  hash: num, last_s
+-- ARGV[9] '1': an expired lease means death  ARGV[10] asking worker, alive
+-- ARGV[11] '1': its predecessor of the same name is dead  ARGV[12] NEAR_DEATHS_S
+-- Returns the number of jobs put back.
 
 local now, dead, num_back = now_s(), {}, 0
 if ARGV[9] == '1' then
@@ -12,7 +11,7 @@ if ARGV[9] == '1' then
 end
 dead[ARGV[10]] = ARGV[11] == '1' or nil
 if next(dead) then
-  local deaths = {} -- by owner, which of all engine deaths was its own; of a predecessor, only if it left anything
+  local deaths = {} -- owner -> death; a predecessor's counts only if it left jobs
   local function death_of(owner)
     deaths[owner] = deaths[owner] or count_death(KEYS[10], tonumber(ARGV[12]))
     return deaths[owner]
