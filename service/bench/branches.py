@@ -69,7 +69,8 @@ def _round(built: BuiltEngine, work: BranchWork, seed: int) -> BranchFigures:
     if refused:
         raise StartupError(f"--prompts: the engine refuses requests of {work.num_branches}: {refused[0].end}")
     start_s = time.perf_counter()
-    firsts_s, num_tokens, blocks = {}, 0, [(0, 0)]
+    firsts_s: dict[str, float] = {}
+    num_tokens, blocks = 0, [(0, 0)]
     while engine.has_work:
         engine.step()
         now_s = time.perf_counter()

@@ -109,7 +109,8 @@ def measure_copies(
 
 
 def _num_blocks_each(built: BuiltEngine, paces: Sequence[Pace]) -> int:
-    least = max((blocks for pace in paces for blocks in (pace.num_out, pace.num_in)), default=1)
+    least = max((blocks or 0 for pace in paces for blocks in (pace.num_out, pace.num_in)), default=1)
+    assert built.executor.host is not None
     room = min(built.executor.host.num_ready // 2, built.engine.pool.num_available // 2)
     if room < least:
         raise StartupError(f"--copies: too few blocks left by --batch: {room} per direction and tier (needed: {least})")
@@ -148,7 +149,8 @@ class _Copied:
         self.num_in += other.num_in
 
     def gb_per_s(self, block_bytes: int) -> tuple[float, float]:
-        return tuple(count * block_bytes / 1e9 / self.seconds for count in (self.num_out, self.num_in))
+        gb_per_block_s = block_bytes / 1e9 / self.seconds
+        return self.num_out * gb_per_block_s, self.num_in * gb_per_block_s
 
 
 class _OneWayCopies:
@@ -180,8 +182,9 @@ class _OneWayCopies:
 class _Copies:
     """Transfers of both directions, with half of `blocks` for each."""
 
-    def __init__(self, built: BuiltEngine, blocks: Sequence[int], pace: Pace):
+    def __init__(self, built: BuiltEngine, blocks: Sequence[int], pace: Pace) -> None:
         host = built.executor.host
+        assert host is not None
         most = len(blocks) // 2
         out, back, to, source = blocks[:most], blocks[most:], list(range(most)), list(range(most, 2 * most))
         self._out = _OneWayCopies(lambda count: host.copy_out(out[:count], to[:count]), pace.num_out, most)

@@ -121,7 +121,7 @@ def _run_decode(settings: Settings, flags: argparse.Namespace) -> int:
     rows = [measure_decode(built, batch, context, num_steps) for batch in batches]
     _print_rows(rows)
     record = {**_describe(settings, built), "engine_start_s": start_s, "decode": [asdict(row) for row in rows]}
-    panel = {"kind": "line", "title": "a decode step", "x": "sequences", "y": "ms", "series": []}
+    panel: dict[str, Any] = {"kind": "line", "title": "a decode step", "x": "sequences", "y": "ms", "series": []}
     for label in ("step_p50_ms", "step_p99_ms"):
         curve = {"x": list(batches), "y": [asdict(row)[label] for row in rows]}
         panel["series"].append({"label": label.replace("_", " "), **curve})

@@ -156,7 +156,8 @@ def steady_decode(
     num_output = math.ceil(batch * num_prompt / budget) + 2 * WARM_STEPS + num_steps
     _expect_room(built, batch, num_prompt + num_output)
     _add(built, [(num_prompt, num_output)] * batch)
-    engine, started = built.engine, set()
+    engine = built.engine
+    started: set[str] = set()
     with nullcontext() if computes_prompts else _no_prompts(built):
         while len(started) < batch:
             engine.step()

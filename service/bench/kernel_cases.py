@@ -270,7 +270,9 @@ class KernelCases:
 
         return make
 
-    def _sampler(self, rows: int, temperature: float = 1.0, top_p: float = 1.0, best: int = 0):
+    def _sampler(
+        self, rows: int, temperature: float = 1.0, top_p: float = 1.0, best: int = 0
+    ) -> Callable[[int], Launch]:
         upload, vocab = self._ops.upload, self._config.vocab_size
         how = SamplingArrays(
             temperature=upload(np.full(rows, temperature, np.float32)),
@@ -305,7 +307,9 @@ class KernelCases:
         heads = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
         return {"what": what, "sequences": sequences, "length": length, **heads}
 
-    def _keep(self, name: tuple[str | int, ...], shape: tuple[int, ...], scale: float, dtype=None) -> Array:
+    def _keep(
+        self, name: tuple[str | int, ...], shape: tuple[int, ...], scale: float, dtype: np.dtype[Any] | None = None
+    ) -> Array:
         """Return shared random numbers: making large ones takes longer than measuring."""
         if name not in self._kept:
             self._kept[name] = self._random(shape, scale, dtype)

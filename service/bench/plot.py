@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import matplotlib.figure
 
@@ -18,7 +19,7 @@ FEW_SERIES = 6
 """Above this number the legend is next to the axes, not on them."""
 
 
-def draw(figure: dict, path: str) -> None:
+def draw(figure: dict[str, Any], path: str) -> None:
     """Draw the panels side by side."""
     panels = figure["panels"]
     bars = [len(series["x"]) for panel in panels if panel["kind"] == "bars" for series in panel["series"]]
@@ -44,7 +45,7 @@ def draw(figure: dict, path: str) -> None:
     canvas.savefig(path, dpi=130)
 
 
-def _stack(axes, layers: list[dict]) -> None:
+def _stack(axes: Any, layers: list[dict[str, Any]]) -> None:
     """Stack the layers end to end."""
     ends = [0.0] * len(layers[0]["x"])
     for layer in layers:
@@ -53,7 +54,7 @@ def _stack(axes, layers: list[dict]) -> None:
     axes.invert_yaxis()
 
 
-def _add(axes, kind: str, series: dict) -> None:
+def _add(axes: Any, kind: str, series: dict[str, Any]) -> None:
     if kind == "bars":
         axes.barh(series["x"], series["y"])
         axes.margins(y=0.01)

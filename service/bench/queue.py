@@ -74,7 +74,8 @@ def run_queue_bench(settings: Settings, flags: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         server = None if flags.redis_url else EmbeddedRedis.start(Path(folder))
         try:
-            figures = asyncio.run(_measure(flags.redis_url or server.url, work))
+            url = server.url if server is not None else flags.redis_url
+            figures = asyncio.run(_measure(url, work))
         finally:
             if server is not None:
                 server.stop()
@@ -93,6 +94,7 @@ async def _measure(url: str, work: QueueWork) -> QueueFigures:
             _read(process, "ready")
         before_s, started_s = await _redis_cpu_s(redis), time.monotonic()
         for process in processes:
+            assert process.stdin is not None
             process.stdin.write("go\n")
             process.stdin.flush()
         cpu_s = [await asyncio.to_thread(_read, process, "cpu") for process in processes]
@@ -121,6 +123,7 @@ def _start(url: str, work: QueueWork, role: str, number: int) -> subprocess.Pope
 
 def _read(process: subprocess.Popen[str], word: str) -> float:
     """Return the number after `word` in the process's next line. Raises StartupError for another line."""
+    assert process.stdout is not None
     found, _, value = process.stdout.readline().strip().partition(" ")
     if found != word:
         raise StartupError(f"queue: a process of the bench failed (exit status {process.poll()})")
@@ -129,7 +132,7 @@ def _read(process: subprocess.Popen[str], word: str) -> float:
 
 async def _redis_cpu_s(redis: Redis) -> float:
     used = await redis.info("cpu")
-    return used["used_cpu_user"] + used["used_cpu_sys"]
+    return float(used["used_cpu_user"] + used["used_cpu_sys"])
 
 
 def _print(figures: QueueFigures) -> None:

@@ -194,11 +194,13 @@ async def drive(plan: Plan, model: str | None) -> list[Answer]:
 
 async def _let_run(clients: Sequence[asyncio.subprocess.Process]) -> list[bytes]:
     """Start all clients at once when all are ready; return the last line of each."""
-    await asyncio.gather(*(client.stdout.readuntil(b"ready\n") for client in clients))
+    outputs = [client.stdout for client in clients if client.stdout is not None]
+    await asyncio.gather(*(output.readuntil(b"ready\n") for output in outputs))
     start = f"{time.monotonic() + START_DELAY_S!r}\n".encode()
     for client in clients:
+        assert client.stdin is not None
         client.stdin.write(start)
-    return await asyncio.gather(*(client.stdout.readline() for client in clients))
+    return await asyncio.gather(*(output.readline() for output in outputs))
 
 
 async def first_model(plan: Plan) -> str:
@@ -235,6 +237,7 @@ async def _start_client(plan: Plan, model: str, number: int) -> asyncio.subproce
         start_new_session=True,  # Ctrl-C is handled here
         preexec_fn=die_with_parent,
     )
+    assert process.stdin is not None
     process.stdin.write(json.dumps(asdict(task)).encode() + b"\n")
     return process
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -21,7 +22,7 @@ ROUNDS = 7
 def main() -> None:
     request = json.load(sys.stdin)
     dtype = getattr(torch, request["dtype"])
-    seconds = []
+    seconds: list[float | None] = []
     for case in request["cases"]:
         try:
             seconds.append(_seconds_of(_launches(case, dtype)))
@@ -32,7 +33,7 @@ def main() -> None:
     json.dump(seconds, sys.stdout)
 
 
-def _launches(case: dict, dtype: torch.dtype) -> list[Callable[[], object]]:
+def _launches(case: dict[str, Any], dtype: torch.dtype) -> list[Callable[[], object]]:
     """Return a launch per input set; together the sets exceed any cache."""
 
     def random(*shape: int) -> torch.Tensor:
@@ -44,13 +45,14 @@ def _launches(case: dict, dtype: torch.dtype) -> list[Callable[[], object]]:
     sequences, length = case["sequences"], case["length"]
     queries = 1 if case["what"] == "decode" else length
     kv_shape = (sequences, case["num_kv_heads"], length, case["head_dim"])
-    shapes = ((sequences, case["num_heads"], queries, case["head_dim"]), kv_shape, kv_shape)
+    q_shape = (sequences, case["num_heads"], queries, case["head_dim"])
     is_causal = case["what"] == "prefill"
-    return [_attention(*(random(*shape) for shape in shapes), is_causal) for _ in range(_num_sets(shapes, dtype))]
+    num_sets = _num_sets((q_shape, kv_shape, kv_shape), dtype)
+    return [_attention(random(*q_shape), random(*kv_shape), random(*kv_shape), is_causal) for _ in range(num_sets)]
 
 
-def _num_sets(shapes: tuple, dtype: torch.dtype) -> int:
-    num_bytes = sum(torch.Size(shape).numel() for shape in shapes) * dtype.itemsize
+def _num_sets(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> int:
+    num_bytes: int = sum(torch.Size(shape).numel() for shape in shapes) * dtype.itemsize
     return min(64, -(-ROTATED_BYTES // num_bytes))
 
 
@@ -75,7 +77,7 @@ def _seconds_of(launches: list[Callable[[], object]]) -> float:
     with torch.cuda.graph(graph):
         for launch in launches:
             launch()
-    times = []
+    times: list[float] = []
     for _ in range(ROUNDS):
         graph.replay()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

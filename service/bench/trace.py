@@ -60,10 +60,10 @@ def scaled(requests: Sequence[TracedRequest], mean_prompt: float, mean_output: f
 def _request(entry: Any, where: str) -> TracedRequest:
     if not isinstance(entry, dict):
         raise StartupError(f"{where}: not an object")
-    lengths = [entry.get(name) for name in ("prompt_tokens", "output_tokens")]
-    if not all(type(length) is int and 1 <= length <= MOST_TOKENS for length in lengths):
+    prompt, output = entry.get("prompt_tokens"), entry.get("output_tokens")
+    if not all(type(length) is int and 1 <= length <= MOST_TOKENS for length in (prompt, output)):
         raise StartupError(f"{where}: prompt_tokens and output_tokens are whole numbers in 1..{MOST_TOKENS}")
     arrival = entry.get("arrival", 0.0)
     if type(arrival) not in (int, float) or not (math.isfinite(arrival) and arrival >= 0):
         raise StartupError(f"{where}: arrival is a number, 0 or more")
-    return TracedRequest(*lengths, float(arrival))
+    return TracedRequest(prompt, output, float(arrival))

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from service.bench.flag_values import positive_number, whole_number
 from service.bench.kv_policies.policies import DEFAULT_POLICIES, TEXTS, check_room, read_policies
@@ -184,7 +185,9 @@ def _print(comparison: Comparison) -> None:
 
 
 def _loaded_cells(row: PolicyFigures) -> list[str]:
-    loaded, use = row.loaded, row.loaded.use
+    loaded = row.loaded
+    assert loaded is not None
+    use = loaded.use
     shares = (use.tokens, use.reserved, use.internal, use.external, use.held_waste)
     counts = (loaded.mean_running, loaded.peak_running)
     rates = (row.loaded_rate, loaded.loaded_tokens_per_s)
@@ -229,7 +232,7 @@ def comparison_figure(comparison: Comparison, title: str) -> Figure:
         for share in SHARES
         if any(getattr(use, share) for use in loaded.values())
     ]
-    panels = []
+    panels: list[dict[str, Any]] = []
     if bars:
         panels.append({"kind": "stack", "title": "KV cache, loaded", "x": "% of the pool", "y": "", "series": bars})
     curves = [
@@ -242,7 +245,7 @@ def comparison_figure(comparison: Comparison, title: str) -> Figure:
         if row.curve
     ]
     if curves:
-        axes = {"x": "requests/s", "y": "s/token", "y_max": HEADROOM * comparison.latency_limit_s}
+        axes: dict[str, Any] = {"x": "requests/s", "y": "s/token", "y_max": HEADROOM * comparison.latency_limit_s}
         panels.append({"kind": "line", "title": "normalised latency", **axes, "series": curves})
     return {"title": title, "panels": panels}
 

@@ -310,7 +310,9 @@ def _output_rounded_up(sequence: Sequence, max_model_len: int) -> int:
     return min(sequence.num_prompt_tokens + power_of_two(sequence.sampling.max_tokens), max_model_len)
 
 
-def _contiguous(allocator: str, wanted: Callable[[Sequence, int], int], *, grows: bool = False):
+def _contiguous(
+    allocator: str, wanted: Callable[[Sequence, int], int], *, grows: bool = False
+) -> Callable[[Pool], ContiguousKV]:
     def make_kv(pool: Pool) -> ContiguousKV:
         regions = ALLOCATORS[allocator](pool.num_blocks)
         return ContiguousKV(
