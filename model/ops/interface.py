@@ -24,7 +24,7 @@ import numpy as np
 from model.ops.host_blocks import HostBlocks
 from model.ops.packing import TableRows
 from model.ops.weight import Array as Array
-from model.ops.weight import Weight
+from model.ops.weight import Weight, WeightFormat
 
 NO_WINDOW = 1 << 30
 """Sliding-window width of a layer that attends to all preceding tokens."""
@@ -202,6 +202,7 @@ class Ops(Device, Protocol):
 
     dtype: np.dtype  # of activations and dense weights
     kv_dtype: np.dtype  # of the KV cache
+    weight_formats: frozenset[WeightFormat]  # of `linear`
     has_fp8: bool  # products of inputs in e4m3; without them weights in FP8 are dequantised in the product
 
     def find_nonfinite(self, x: Array, found: Array) -> None:

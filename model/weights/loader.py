@@ -253,6 +253,9 @@ class _Plan:
         """Stack matrices in one form: each row keeps its own scales, so nothing is quantised again."""
         check_stackable(parts)
         form, order = parts[0].form, parts[0].input_order
+        if form.format not in self._ops.weight_formats:
+            known = ", ".join(sorted(self._ops.weight_formats))
+            raise ModelError(f"{parts[0].name}: {form.format} is not supported on {self._ops.device_name} ({known})")
         num_inputs = parts[0].shape[1]
         total = form.arrays(sum(part.shape[0] for part in parts), num_inputs)
         arrays = {name: self._ops.empty(shape, dtype) for name, (shape, dtype) in total.items()}

@@ -26,6 +26,7 @@ FLOAT32 = np.dtype(np.float32)
 class NumpyOps(NumpyDevice):
     """`Ops` on the CPU. Matrix products go to the BLAS that NumPy ships with."""
 
+    weight_formats = frozenset(WeightFormat)
     has_fp8 = True
 
     def __init__(self, dtype: np.dtype = FLOAT32, kv_dtype: np.dtype | None = None):

@@ -28,6 +28,8 @@ _FLOAT32 = np.dtype(np.float32)
 class CudaOps(CudaDevice):
     """`Ops` on the current CUDA device, for one thread at a time. Arrays are CuPy's, C-contiguous."""
 
+    weight_formats = frozenset({WeightFormat.DENSE, WeightFormat.FP8})
+
     def __init__(self, dtype: np.dtype, kv_dtype: np.dtype | None = None):
         """Raises ValueError for dtypes without kernels, and CuPy's RuntimeErrors without a GPU."""
         super().__init__(dtype, kv_dtype)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from model.config import ModelConfig
+from model.errors import ModelError
 from model.families.llama import Layer, Llama
 from model.ops.cpu.ops import NumpyOps
 from model.ops.weight import Weight, WeightFormat
@@ -96,3 +97,16 @@ def test_logits_and_greedy_tokens_with_rounded_inputs(name: str):
     model = load(golden, quantised_input=True)
     assert relative_error(golden.in_chunks(model, [104], 16), golden.logits) < ROUNDED_ERROR
     assert golden.greedy(model, 16) == golden.token_ids[golden.num_prompt :].tolist()
+
+
+class DenseOps(NumpyOps):
+    """A backend without products of quantised weights."""
+
+    weight_formats = frozenset({WeightFormat.DENSE})
+
+
+@pytest.mark.parametrize("name", ["fp8_dynamic", "int4_packed"])
+def test_a_format_that_the_backend_lacks_is_refused_at_load(name: str):
+    config = ModelConfig.read(FOLDER / name)
+    with pytest.raises(ModelError, match=rf"proj.*: {FORMS[name]} is not supported on CPU \(dense\)"):
+        load_model(FOLDER / name, config, DenseOps(), 16)
