@@ -1,7 +1,7 @@
-"""Memory for the temporaries of a step: handed out by moving a mark, taken back by moving it back.
+"""A bump allocator for the temporaries of a step.
 
-The same sequence of requests gets the same addresses every time, which a captured CUDA graph relies on. All work that
-touches the arena runs on one stream, so memory can be handed out again before the work that used it has run.
+The same sequence of requests gets the same addresses, which captured graphs rely on. All work on the arena runs on one
+stream, so memory is reused before the work that used it has run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class _Mark(NamedTuple):
 
 
 class Arena:
-    """Grows chunk by chunk; a chunk never moves and is never given back."""
+    """Memory that grows by chunks, which are never moved or freed."""
 
     def __init__(self, allocate: Callable[[int], Any], chunk_bytes: int):
         """`allocate(num_bytes)` returns a pointer that can be added to, aligned to at least ALIGNMENT_BYTES."""
@@ -31,12 +31,12 @@ class Arena:
 
     @property
     def is_open(self) -> bool:
-        """Whether a scope is open: outside of one nothing says when memory may be taken back."""
+        """Whether a scope is open; without one, nothing frees the memory."""
         return self._depth > 0
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Takes back at its end everything handed out within it. Scopes nest."""
+        """Free at its end all memory allocated within it. Scopes nest."""
         mark = self._next
         self._depth += 1
         try:
@@ -46,7 +46,7 @@ class Arena:
             self._next = mark
 
     def take(self, num_bytes: int) -> Any:
-        """A pointer to `num_bytes` of undefined contents, good until the innermost open scope ends."""
+        """Return a pointer to `num_bytes` of undefined contents, valid until the innermost scope ends."""
         size = -(-max(num_bytes, 1) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         chunk, offset = self._next
         while chunk < len(self._chunks) and offset + size > self._chunks[chunk][1]:

@@ -14,15 +14,15 @@ _EIGHT = 8  # rows that a swizzle goes over
 _COLS = (16, 32, 64, 96, 128, 192, 256)  # rows of x that there are products of a warpgroup for
 
 MAX_SMALL_M_ROWS = _COLS[-1]
-"""Rows of x that small_m_fp8_sm90 is built for."""
+"""Most rows of x of small_m_fp8_sm90."""
 
 AHEAD_BYTES = 32 << 10
-"""Of weights that an SM fetches before the previous kernel has ended, as in `linear_builds`."""
+"""As in `linear_builds`."""
 
 
 @dataclass(frozen=True)
 class GemvFp8Build:
-    """The sizes that gemv_fp8.cu is built with, and how many of its blocks an SM holds."""
+    """The macros of gemv_fp8.cu, and the blocks that an SM holds."""
 
     warps: int
     row_tiles: int
@@ -33,18 +33,18 @@ class GemvFp8Build:
 
     @property
     def defines(self) -> dict[str, int]:
-        """The kernel's macros, by name."""
+        """The kernel's macros."""
         sizes = {"WARPS": self.warps, "ROW_TILES": self.row_tiles, "COL_TILES": self.col_tiles}
         return sizes | {"SPAN": self.span, "STAGES": self.stages}
 
     @property
     def shared_bytes(self) -> int:
-        """SHARED_BYTES of the kernel: the ring of each warp, and two sets of sums."""
+        """SHARED_BYTES: the ring of each warp, and two sets of sums."""
         rows = 16 * self.row_tiles
         return self.warps * rows * (self.stages * self.span + 2 * 8 * self.col_tiles * 4)
 
     def num_blocks(self, n: int, num_sms: int) -> int:
-        """Of a launch for N weight rows."""
+        """Return the blocks of a launch for `n` weight rows."""
         return min(math.ceil(n / (16 * self.row_tiles)), self.blocks_per_sm * num_sms)
 
 
@@ -55,7 +55,7 @@ GEMV_FP8_BUILDS = tuple(
 
 
 def gemv_fp8_build(num_rows: int, max_shared_bytes: int) -> GemvFp8Build | None:
-    """The build for products of `num_rows` rows on a device with this much shared memory a block."""
+    """Return the build for products of `num_rows` rows, or None."""
     for build in GEMV_FP8_BUILDS:
         if num_rows <= 8 * build.col_tiles and build.shared_bytes <= max_shared_bytes:
             return build
@@ -64,7 +64,7 @@ def gemv_fp8_build(num_rows: int, max_shared_bytes: int) -> GemvFp8Build | None:
 
 @dataclass(frozen=True)
 class SmallMFp8Build:
-    """The sizes that small_m_fp8_sm90.cu is built with, by its own names; for one block an SM."""
+    """The macros of small_m_fp8_sm90.cu, for one block an SM."""
 
     rows: int
     cols: int
@@ -83,7 +83,7 @@ class SmallMFp8Build:
 
     @functools.cached_property
     def shared_bytes(self) -> int:
-        """The ring, what one block sends to the other, barriers, scales, and the rows that are read past the ring."""
+        """Bytes of the ring, of what one block sends to the other, of barriers, scales, and rows read past the ring."""
         sent = 128 * self._warpgroups * self.cols if self.split == 2 else 0
         past = max(0, 64 * self._warpgroups - self.rows - self.cols) * _SPAN_BYTES
         ring = self.stages * (self.rows + self.cols) * _SPAN_BYTES
@@ -94,7 +94,7 @@ class SmallMFp8Build:
         return math.ceil(self.rows / 64)
 
     def num_blocks(self, n: int, num_sms: int) -> int:
-        """Of a launch for N weight rows: as many as there are tiles for all to have equally many."""
+        """Return the blocks of a launch for `n` weight rows: all get equally many tiles."""
         tiles = math.ceil(n / self.rows)
         if self.split == 2:
             return 2 * tiles
@@ -103,11 +103,10 @@ class SmallMFp8Build:
 
 @functools.cache
 def small_m_fp8_build(m: int, n: int, num_sms: int, max_shared_bytes: int) -> SmallMFp8Build | None:
-    """For `m` rows of x and `n` of weights; None where there is none.
+    """Return the build for `m` rows of x and `n` of weights, or None.
 
-    Tiles are as small as it takes for all SMs to have one, or equally many. Where these would waste much of a product
-    of a warpgroup, which has 64 rows, two blocks share out K: by `n` alone, for so does the order of an element's sum
-    depend on it.
+    Tiles are small enough for all SMs to get equally many. If they would waste much of a warpgroup's 64 rows, two
+    blocks split K: by `n` alone, so that the order of a sum does not depend on `m`.
     """
     if m > MAX_SMALL_M_ROWS:
         return None

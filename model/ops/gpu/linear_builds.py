@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 SMALL_M_SPLITS = (1, 2)
-"""Among how many blocks K is shared out: two ways to compute a product."""
+"""Numbers of blocks that K is split over."""
 
 MAX_SMALL_M_ROWS = 128
-"""Rows of x that there are builds for."""
+"""Most rows of x."""
 
 AHEAD_BYTES = 32 << 10
-"""Of weights that an SM fetches before the previous kernel has ended. On an H200 twice as many, in the way of x, cost
-up to 1.7 us a product; half as many 0.3 us."""
+"""Bytes of weights that an SM fetches before the previous kernel ends. On an H200 twice as many cost up to 1.7 us a
+product, half as many 0.3 us."""
 
 _SPAN_BYTES = 128  # of a row in a stage
 _TILE_ROWS = 128  # at most
@@ -24,7 +24,7 @@ _EIGHT = 8  # rows that a swizzle goes over
 
 
 class GemvBuild(NamedTuple):
-    """The sizes that gemv.cu is built with, and how many of its blocks an SM holds."""
+    """The macros of gemv.cu, and the blocks that an SM holds."""
 
     warps: int
     row_tiles: int
@@ -35,18 +35,18 @@ class GemvBuild(NamedTuple):
 
     @property
     def max_rows(self) -> int:
-        """Rows of x that it takes."""
+        """Most rows of x."""
         return 8 * self.col_tiles
 
     @property
     def defines(self) -> dict[str, int]:
-        """The kernel's macros, by name."""
+        """The kernel's macros."""
         sizes = {"WARPS": self.warps, "ROW_TILES": self.row_tiles, "COL_TILES": self.col_tiles}
         return sizes | {"SPAN": self.span, "STAGES": self.stages}
 
     @property
     def shared_bytes(self) -> int:
-        """SHARED_BYTES of the kernel: the ring of each warp, and two sets of sums."""
+        """SHARED_BYTES: the ring of each warp, and two sets of sums."""
         rows = 16 * self.row_tiles
         return self.warps * self.stages * rows * self.span * 2 + 2 * self.warps * self.max_rows * rows * 4
 
@@ -56,16 +56,15 @@ GEMV_BUILDS = (
     GemvBuild(4, 1, 128, 3, 4),
     GemvBuild(8, 2, 128, 2, 1, col_tiles=2),
 )
-"""In the order of preference. The second is for devices with less shared memory, where no two kernels overlap."""
+"""In the order of preference; the second is for devices with less shared memory."""
 
 
 def gemv_build(num_rows: int, max_shared_bytes: int) -> int | None:
-    """Which of GEMV_BUILDS all products of so many rows take on a device with this much shared memory a block; None
-    where no build takes so many.
+    """Return the index in GEMV_BUILDS for all products of `num_rows` rows; None if no build takes them.
 
-    One for all: blocks of neighbouring kernels share an SM while one gives way to the other, and builds that differ
-    get in each other's way (on an H200 up to 6 us a layer, which measuring one product by itself does not show). The
-    first was the best of eleven for the matrices of a layer of Llama-3.1-8B, in turn and between their small kernels.
+    One for all: blocks of neighbouring kernels share an SM, and different builds slow each other down (on an H200 up to
+    6 us a layer, which measuring single products does not show). The first was the best of eleven for a layer of
+    Llama-3.1-8B.
     """
     for index, build in enumerate(GEMV_BUILDS):
         if num_rows <= build.max_rows and build.shared_bytes <= max_shared_bytes:
@@ -75,7 +74,7 @@ def gemv_build(num_rows: int, max_shared_bytes: int) -> int | None:
 
 @dataclass(frozen=True, order=True)
 class SmallMBuild:
-    """The sizes that small_m_sm90.cu is built with, by its own names; for one block an SM."""
+    """The macros of small_m_sm90.cu, for one block an SM."""
 
     rows: int
     cols: int
@@ -94,7 +93,7 @@ class SmallMBuild:
 
     @functools.cached_property
     def shared_bytes(self) -> int:
-        """The ring, what one block sends to the other, barriers, and the rows that are read past the ring."""
+        """Bytes of the ring, of what one block sends to the other, of barriers, and of rows read past the ring."""
         sent = 128 * self._warpgroups * self.cols if self.split == 2 else 0
         past = max(0, 64 * self._warpgroups - self.rows - self.cols) * _SPAN_BYTES
         ring = self.stages * (self.rows + self.cols) * _SPAN_BYTES
@@ -105,7 +104,7 @@ class SmallMBuild:
         return math.ceil(self.rows / 64)
 
     def num_blocks(self, n: int, num_sms: int) -> int:
-        """Of a launch for N weight rows: as many as there are tiles for all to have equally many."""
+        """Return the blocks of a launch for `n` weight rows: all get equally many tiles."""
         tiles = math.ceil(n / self.rows)
         if self.split == 2:
             return 2 * tiles
@@ -114,10 +113,10 @@ class SmallMBuild:
 
 @functools.cache
 def small_m_build(split: int, m: int, n: int, num_sms: int, max_shared_bytes: int) -> SmallMBuild | None:
-    """For `m` rows of x and `n` of weights; None where there is none.
+    """Return the build for `m` rows of x and `n` of weights, or None.
 
-    Tiles are as small as it takes for all SMs to have one, or equally many: 112 blocks of 132 fetched gate_up of
-    Llama-3.1-8B at 0.92 of the speed of 128.
+    Tiles are small enough for all SMs to get equally many: 112 blocks on 132 SMs read gate_up of Llama-3.1-8B at 0.92
+    of the speed of 128.
     """
     places = num_sms // split
     rounds = math.ceil(n / (places * _TILE_ROWS))

@@ -1,8 +1,7 @@
-"""Arrays between host and device, through pinned memory, so that small transfers make nobody wait.
+"""Arrays between host and device, through pinned memory, so that small transfers do not block the host.
 
-Small ones are carried by a kernel: the copy engines may be busy with blocks of the cache. It runs on a stream of its
-own for each direction, beside the work of before, and the work itself waits only for a copy within the device: the way
-over the bus is long while blocks are on it too.
+A kernel copies small ones, because the copy engines may be busy with blocks of the cache. It runs on its own stream for
+each direction, concurrently with earlier work; later work waits only for a copy within the device.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from model.ops.load_parallel import PIECE_BYTES, Piece, load_in_threads
 from model.ops.packing import Packing, TableRows
 
 STAGED_BYTES = 1 << 20
-"""Up to this size an upload is copied to pinned memory and does not wait; a larger one waits instead."""
+"""Largest upload that is copied to pinned memory and does not wait."""
 
 USUAL_BYTES = 64 << 10
-"""Of a staged transfer: memory for more is made when it is wanted, and that holds up what is under way."""
+"""Initial size of a buffer; a larger one is allocated on demand, which delays transfers in flight."""
 
 NUM_PIECES = 8
-"""Staged transfers of a direction under way before one has to be waited for: more than a step makes."""
+"""Buffers of a direction: more than the transfers of a step."""
 
 
 MAX_CARRIERS = 256
-"""Blocks of threads that carry one small transfer."""
+"""Most thread blocks of one small transfer."""
 
 _FIRST = -5
-"""The highest priority of a stream: what is carried waits for no more than a block of the kernels that run."""
+"""The highest stream priority: a transfer waits for a thread block at most."""
 
 _THREADS = 256
 _WORD_BYTES = 4
@@ -49,10 +48,10 @@ _TOGETHER = _Places(0, 1, 0)
 
 
 class Transfers:
-    """Of the work on one stream, for one thread at a time."""
+    """Transfers for the work on one stream, for one thread at a time."""
 
     def __init__(self, stream: cupy.cuda.Stream, launch: Callable[..., None]):
-        """`launch` is `CudaOps.launch`."""
+        """`launch` is `CudaDevice.launch`."""
         self._stream = stream
         self._launch = launch
         self._up, self._down = (cupy.cuda.Stream(non_blocking=True, priority=_FIRST) for _ in range(2))
