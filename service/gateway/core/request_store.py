@@ -57,7 +57,7 @@ class RequestStore:
 
     async def accept(self, request: GenerationRequest, tenant: str, idempotency_key: str | None) -> AcceptedRequest:
         """Admit a request that can be found again: with a key from now on, else once submitted. Without jobs if an
-        earlier request had the key. Raises RequestError like `admit`, and 409 for a key with another body."""
+        earlier request had the key. Raises RequestError like `admit`; 409 for a key with another body."""
         accepted = await self._admission.admit(request, tenant, new_request_id())
         if idempotency_key is None:
             return replace(accepted, record=record_of(accepted))

@@ -75,7 +75,7 @@ class InferenceService:
         return accepted
 
     async def accept(self, request: GenerationRequest, tenant: str, idempotency_key: str | None) -> AcceptedRequest:
-        """Admit a request that can be found again. Without jobs if an earlier request had its key."""
+        """Call `RequestStore.accept` in a span."""
         with admission_span(self.tracing) as admitted:
             accepted = await self.request_store.accept(request, tenant, idempotency_key)
             admitted(accepted)

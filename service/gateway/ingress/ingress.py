@@ -1,7 +1,7 @@
 """Queue ingress: serves the jobs that foreign producers write to their ingress streams.
 
-A job passes the same validation and admission as an HTTP request. A full queue is waited for, a drain leaves the entry
-to the next gateway; any other outcome is replied once, and the entry is settled.
+A job passes the validation and admission of an HTTP request. While the queue is full it waits; a draining gateway
+leaves its entry to the next one; any other outcome settles the entry.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 MAX_OPEN_JOBS = 256
 MAX_OPEN_BYTES = 32 << 20
 FETCH_AT_ONCE = 8
-"""An entry may be as long as Redis allows (`proto-max-bulk-len`), and is read whole before it is refused."""
+"""An entry, of any length that Redis allows, is read whole before it is refused."""
 FETCH_WAIT_S = 0.5
 
 

@@ -35,7 +35,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def plain_messages(value: Any) -> Any:
-    """Return a list of messages without their idle fields; leave any other value to the type check."""
+    """Drop the idle fields of messages; a value of another type is left to the type check."""
     if not isinstance(value, list):
         return value
     if len(value) > MAX_MESSAGES:

@@ -1,7 +1,6 @@
-"""OpenAI's and vLLM's request bodies as types. A field that does not fit is refused by its name, never by its value.
+"""OpenAI's and vLLM's request bodies as types. Errors name a field, never its value.
 
-A field here either works or is idle: accepted with the values that change nothing (the IDLE tables), refused with any
-other. All further fields are unknown and refused.
+A field works, or is idle (accepted only with values that change nothing, the IDLE tables), or is unknown and refused.
 """
 
 from __future__ import annotations
@@ -334,8 +333,7 @@ def convert(fields: Mapping[str, Any], kind: type[Body]) -> Body:
 
 
 def present(value: Any, kind: type[msgspec.Struct]) -> Any:
-    """Return `value`, a future `kind` or list of them, without null fields. In a client's own objects (a schema, call
-    arguments) null is a value."""
+    """Drop null fields, but not those of a client's own objects (a schema, call arguments)."""
     if isinstance(value, list):
         return [present(item, kind) for item in value]
     if not isinstance(value, Mapping):
@@ -392,10 +390,8 @@ def _showable(name: Any) -> str:
 
 
 def without_idle_fields(fields: Mapping[str, Any], idle: Idle, prefix: str = "") -> dict[str, Any]:
-    """Return `fields` without null and idle ones. `prefix` precedes their names in errors.
-
-    Raises RequestError (400) for an idle field with a value that asks for something.
-    """
+    """Return `fields` without null and idle ones. Raises RequestError (400) for an idle field with any other value;
+    `prefix` precedes its name."""
     left = {}
     for name, value in fields.items():
         if value is None:

@@ -1,4 +1,4 @@
-"""Request bodies to `GenerationRequest`s, for HTTP, the queue ingress and batches. Every field works or is refused."""
+"""Request bodies to `GenerationRequest`s. Every field works or is refused."""
 
 from __future__ import annotations
 
@@ -179,7 +179,6 @@ _SHORTEST: Mapping[str, Callable[[int], dict[str, Any]]] = {
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[str | tuple[int, ...], ...]:
-    """Accept OpenAI's four forms: a text, token ids, a list of texts, a list of token ids."""
     is_one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
     entries: Sequence[Any] = [prompt] if is_one else prompt
     if len(entries) > MAX_PROMPTS:
@@ -234,7 +233,7 @@ _SAMPLING_IN_BEAMS = {"temperature": (0, 1), "top_p": (1,), "top_k": (-1, 0), "m
 
 
 def _choices(body: GenerationBody) -> tuple[int, BeamSearch | None]:
-    """Return `best_of` and the beam search, if any. Raises RequestError (400) for fields that contradict each other."""
+    """Return `best_of` and the beam search, if any. Raises RequestError (400)."""
     if body.use_beam_search:
         return _beams(body)
     for name, neutral in (("beam_width", None), ("length_penalty", 1.0), ("early_stopping", False)):
@@ -314,8 +313,7 @@ def _request(
 
 
 def _includes_usage(body: GenerationBody) -> bool:
-    """Return whether a stream ends with its usage: also if each chunk has it, as in vLLM, unless `include_usage` is
-    false, which means no usage at all."""
+    """Return whether a stream ends with its usage. As in vLLM, usage in every chunk implies it unless refused."""
     options = body.stream_options
     if options != StreamOptions() and not body.stream:
         raise refusal("stream_options", "needs 'stream' to be true")

@@ -20,7 +20,7 @@ _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 def decode_object(data: bytes) -> dict[str, Any]:
     """Raises RequestError (400) unless `data` is one well-formed JSON object.
 
-    msgspec defines what is JSON; a second pass looks for duplicate names, of which decoders silently drop one.
+    A second pass looks for duplicate names, of which decoders silently drop one.
     """
     if _num_brackets(data) > MAX_CONTAINERS and _num_brackets(_STRING.sub(b"", data)) > MAX_CONTAINERS:
         raise _invalid(f"it holds more than {MAX_CONTAINERS} lists and objects")

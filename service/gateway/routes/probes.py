@@ -1,6 +1,6 @@
 """Liveness and readiness, also on `--probe-port` by a thread that answers while the event loop is busy.
 
-Its `/livez` is 200 until the loop has not turned for DEAD_AFTER_S: a busy loop is not a dead one.
+Its `/livez` is 503 once the loop has not turned for DEAD_AFTER_S.
 """
 
 from __future__ import annotations
