@@ -1,17 +1,14 @@
-"""Beam search: which continuations are followed, which are finished hypotheses, and when the search is over.
+"""Beam search, with the rules of Hugging Face's `generate`.
 
-At each step every beam proposes its most likely next tokens. All candidates of a request are ranked by the sum of their
-tokens' log-probabilities; ties by the rank of the beam, then by token id. A candidate that ends (with a stop id or EOS,
-where its grammar allows nothing more, or at the maximum length) becomes a hypothesis if it ranks among the first
-`width`; the best `width` of the others are the next beams. The score of a hypothesis is its sum divided by its length,
-including the ending token, to the power of `length_penalty`; the best `width` are kept.
+1. Every beam proposes its most likely next tokens. Candidates rank by the sum of their log-probabilities, ties by the
+   rank of the beam, then by token id.
+2. A candidate that ends (stop id, EOS, complete grammar, maximum length) becomes a hypothesis if it is among the first
+   `width`; the best `width` of the others are the next beams.
+3. A hypothesis scores its sum divided by its length to the power of `length_penalty`; the best `width` are kept.
+4. With `width` hypotheses the search is over at once if `early_stopping` is True, else when the best beam cannot beat
+   the worst one: by its present score, or by its score at full length if "never" and the penalty favours length.
 
-With `width` hypotheses the search is over at once if `early_stopping` is True, else as soon as the best beam cannot
-beat the worst hypothesis: by its present score if it is False, by its score at full length if it is "never" and the
-penalty favours length. Hugging Face's `generate` does the same.
-
-logit_bias, penalties, the grammar's mask and min_tokens (which forbids stop ids) apply to the log-probabilities, after
-the softmax, as Hugging Face's logits processors do in a beam search. Temperature, top_k, top_p, min_p and the seed are
+logit_bias, penalties, masks and min_tokens apply to log-probabilities. Temperature, top_k, top_p, min_p and seed are
 ignored.
 """
 
@@ -30,20 +27,20 @@ from service.engine.step import TokenLogprob
 from service.errors import EndReason
 
 MAX_PIECE_TOKENS = 1024
-"""Tokens of an answer in one output."""
+"""Most tokens in one output."""
 
 
 class AnswerPiece(NamedTuple):
-    """A part of an answer; the last one has its end."""
+    """A part of an answer."""
 
     branch: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
-    end: EndReason | None
+    end: EndReason | None  # of the last part
 
 
 class LogprobChain(NamedTuple):
-    """The log-probabilities of a beam's tokens, last one first: beams share their common prefix."""
+    """A beam's log-probabilities, last one first: beams share prefixes."""
 
     last: TokenLogprob
     before: LogprobChain | None
@@ -51,7 +48,7 @@ class LogprobChain(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """A sequence that goes on; `sum_logprob` is the sum of its tokens' natural log-probabilities."""
+    """A sequence that goes on, and its summed log-probability."""
 
     sequence: Sequence
     sum_logprob: float = 0.0
@@ -59,9 +56,9 @@ class Beam:
 
 
 class Candidate(NamedTuple):
-    """A next token of a beam. Candidates sort best first."""
+    """A next token of a beam; sorts best first."""
 
-    cost: float  # negated sum of log-probabilities; lower is better
+    cost: float  # negated sum of log-probabilities
     rank: int  # of its beam
     token_id: int
     logprob: float
@@ -69,31 +66,29 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BeamHypothesis:
-    """A finished sequence; a higher `score` is better."""
-
     score: float
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...]  # one a token if wanted, else none
+    logprobs: tuple[TokenLogprob, ...]  # empty unless requested
     end: EndReason
 
 
 class BeamSearch:
-    """The search of one request; `beams` go on, best first, `hypotheses` are finished."""
+    """The search of one request; `beams` and `hypotheses` best first."""
 
     def __init__(self, params: SamplingParams, stop_ids: frozenset[int]):
-        """`stop_ids`: token ids that end an answer."""
-        self._params = params
+        if params.beam is None:
+            raise ValueError("BeamSearch: the request has no beam parameters")
+        self._params, self._beam_params = params, params.beam
         self._width = params.beam.width
         self._stop_ids = stop_ids
         self.num_alternatives = max(self._width + len(stop_ids), params.logprobs or 0)
-        """Best tokens of each beam to look at: no other can become a beam or hypothesis, unless more than `width` of
-        them complete a grammar; then the next beams are chosen among these."""
+        """Best tokens of each beam to rank: others cannot become beams, unless more than `width` complete a grammar."""
         self.beams: list[Beam] = []
         self.hypotheses: list[BeamHypothesis] = []
 
     def rank(self, rows: Seq[TokenLogprob]) -> list[Candidate]:
-        """Return at most `width` candidates to follow, best first, from the beams' last logits `rows`. Those that end
-        become hypotheses. Empty once the search is over."""
+        """Return at most `width` candidates to follow, best first; empty once the search is over. `rows`: the beams'
+        last logits."""
         candidates = sorted(
             Candidate(-beam.sum_logprob - logprob, rank, token_id, logprob)
             for rank, (beam, row) in enumerate(zip(self.beams, rows, strict=True))
@@ -118,11 +113,11 @@ class BeamSearch:
         return [] if self._is_over(following, num_tokens) else following
 
     def follow(self, candidate: Candidate, row: TokenLogprob, sequence: Sequence) -> Beam:
-        """Return the beam that continues with the candidate, in this sequence."""
+        """Return the beam of a candidate that continues in `sequence`."""
         return Beam(sequence, -candidate.cost, self._chain(candidate, row))
 
     def _completes(self, candidate: Candidate) -> bool:
-        """Whether the grammar of the candidate's beam allows nothing after the token, or may end before it."""
+        """Whether the candidate completes the grammar of its beam."""
         matcher = self.beams[candidate.rank].sequence.matcher
         if matcher is None:
             return False
@@ -151,14 +146,14 @@ class BeamSearch:
         return LogprobChain(token_logprob, self.beams[candidate.rank].chain)
 
     def _score(self, sum_logprob: float, num_tokens: int) -> float:
-        return sum_logprob / num_tokens**self._params.beam.length_penalty
+        return sum_logprob / float(num_tokens**self._beam_params.length_penalty)
 
     def _is_over(self, following: Seq[Candidate], num_tokens: int) -> bool:
         if not following:
             return True
         if len(self.hypotheses) < self._width:
             return False
-        beam_params = self._params.beam
+        beam_params = self._beam_params
         if beam_params.early_stopping is True:
             return True
         if beam_params.early_stopping == "never" and beam_params.length_penalty > 0:
@@ -167,7 +162,7 @@ class BeamSearch:
 
 
 class BeamGroup(SequenceGroup):
-    """A request with beam search: each branch holds a beam, `width` of them."""
+    """A request with beam search: `width` branches, each with a beam."""
 
     def __init__(self, request: EngineRequest, eos_token_ids: frozenset[int]):
         self._search = BeamSearch(request.sampling, stop_ids(request.sampling, eos_token_ids))
@@ -176,11 +171,11 @@ class BeamGroup(SequenceGroup):
 
     @property
     def hypotheses(self) -> list[BeamHypothesis]:
-        """The `n` best hypotheses, best first: the branches of the answer."""
+        """The `n` best hypotheses, best first."""
         return self._search.hypotheses[: self.request.sampling.n]
 
     def unsent(self) -> list[AnswerPiece]:
-        """Return the answers in pieces, less what an earlier engine emitted: it found the same."""
+        """Return the answers in pieces, less what an earlier engine emitted."""
         pieces = []
         for branch, answer in enumerate(self.hypotheses):
             history = self.request.history[branch] if branch < len(self.request.history) else BranchHistory()
@@ -204,11 +199,8 @@ class BeamGroup(SequenceGroup):
         self._search.beams = []
 
     def advance(self, sequence: Sequence, row: TokenLogprob, kv: KVManager) -> EndReason | None:
-        """Record `row`, the last logits of one beam. Once all beams have theirs, advance: beams with several
-        continuations fork, those with none free their branch.
-
-        Return why the search is over, GRAMMAR if nothing can be followed; None if it goes on.
-        """
+        """Record the last logits of one beam; once all beams have theirs, advance. Return why the search is over,
+        GRAMMAR if nothing follows; None if it goes on."""
         if sequence.matcher is not None and sequence.matcher.has_failed:
             return EndReason.GRAMMAR  # `row` was not masked
         self._rows[sequence] = row
@@ -234,8 +226,7 @@ class BeamGroup(SequenceGroup):
         return None
 
     def _assign_branches(self, parents: list[Sequence], kv: KVManager) -> list[Sequence]:
-        """Return the branch of each continuation, given its parent. A parent keeps its branch; further continuations
-        fork into branches that no beam continues."""
+        """Return the branch of each continuation, given its parent: the parent's branch first, then unused ones."""
         free = [branch for branch in self.live if branch not in parents]
         for branch in free:
             kv.release(branch)
@@ -252,8 +243,7 @@ class BeamGroup(SequenceGroup):
         return branches
 
     def _wait_behind(self, best: Sequence, unused: Sequence) -> None:
-        """A grammar that allows few tokens leaves fewer beams than branches, and later there may be more again: until
-        then the branch waits as a copy of the best beam."""
+        """A branch without a beam waits as a copy of the best one: a grammar may leave fewer beams than branches."""
         unused.token_ids = best.token_ids[:]
         unused.num_inherited_tokens = unused.num_tokens
         unused.is_waiting_for_leader = unused.status is SequenceStatus.RUNNING
@@ -262,4 +252,4 @@ class BeamGroup(SequenceGroup):
         return self._search.num_alternatives
 
     def _history(self) -> tuple[BranchHistory, ...]:
-        return ()  # beams are emitted at their end: an earlier engine's progress is unknown
+        return ()  # beams are emitted at their end

@@ -1,4 +1,4 @@
-"""Builds an engine from settings (model, memory, scheduler), and returns it only after it has generated a token."""
+"""Builds an engine from settings; it has generated tokens when it is returned."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ log = logging.getLogger("quire.engine")
 DEFAULT_BATCHED_TOKENS = {"cuda": 8192, "numpy": 512}
 DEFAULT_SWAP_GIB = {"cuda": 4, "numpy": 0}
 SWAP_MEMORY_DIVISOR = 8
-"""Without --swap-space, swap takes at most this fraction (1/8) of the host's memory."""
+"""Without --swap-space, swap takes at most 1/8 of the host's memory."""
 
 MAX_HOST_RATIO = 8
-"""Host blocks for each GPU block: more would hold blocks that are never swapped in."""
+"""Most host blocks for each GPU block."""
 
 DEFAULT_PREFILL_CHUNK = {"cuda": 512, "numpy": 128}
 """On a GPU, enough for GEMMs to run at their best rate in a captured step."""
@@ -47,7 +47,7 @@ DEFAULT_PREFILL_CHUNK = {"cuda": 512, "numpy": 128}
 
 @dataclass(frozen=True)
 class BuiltEngine:
-    """An engine that has generated, and what its worker publishes about it."""
+    """An engine and what its worker publishes about it."""
 
     engine: Engine
     executor: ModelExecutor
@@ -59,7 +59,7 @@ class BuiltEngine:
 
 @dataclass(frozen=True)
 class SizedModel:
-    """A loaded model, the workspace of its largest steps, and the pool that fits beside them."""
+    """A loaded model, and the pool that fits."""
 
     executor: ModelExecutor
     memory: MemoryPlan
@@ -71,7 +71,7 @@ def read_model_config(settings: Settings) -> ModelConfig:
     """Read the model folder's config, or the preset of `--model-config`. Raises StartupError."""
     if settings.model_config is None:
         try:
-            return ModelConfig.read(Path(settings.model))
+            return ModelConfig.read(Path(settings.model or ""))
         except ModelError as error:
             raise StartupError(str(error)) from None
     if settings.model_config not in PRESETS:
@@ -172,7 +172,7 @@ def grammar_compiler(settings: Settings, config: ModelConfig) -> GrammarCompiler
     if settings.model_config is not None:
         raise GrammarError("A shape alone has no tokens.")
     try:
-        tokenizer = Tokenizer.read(Path(settings.model))
+        tokenizer = Tokenizer.read(Path(settings.model or ""))
     except ModelError as error:
         raise GrammarError("The model has no tokenizer.") from error
     return GrammarCompiler(tokenizer, config.vocab_size, config.eos_token_ids)

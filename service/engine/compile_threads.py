@@ -1,4 +1,4 @@
-"""Threads that compile grammars, and do not keep the process from ending."""
+"""Daemon threads that compile grammars."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from service.observability.logs import fields
 log = logging.getLogger("quire.engine")
 
 MAX_LOST_THREADS = 8
-"""Threads that are given up: each may still compute, so there is no end of replacing them."""
+"""Each may still compute: replacements are limited."""
 
 
 class CompileCall:
@@ -44,7 +44,7 @@ class CompileThreads:
         return submitted
 
     def give_up(self, call: CompileCall) -> None:
-        """Another thread takes the place of the one that runs this call."""
+        """Replace the thread that runs this call."""
         self._num_lost += 1
         log.error("a grammar is given up %s", fields(seconds=round(call.runs_for_s(), 1), num_given_up=self._num_lost))
         if self._num_lost <= MAX_LOST_THREADS:
@@ -62,5 +62,5 @@ class CompileThreads:
         submitted.began_at_s = time.monotonic()
         try:
             submitted.future.set_result(submitted.call(*submitted.args))
-        except BaseException as error:  # raised to the caller that reads the result
+        except BaseException as error:  # raised where the result is read
             submitted.future.set_exception(error)

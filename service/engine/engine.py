@@ -1,4 +1,4 @@
-"""The engine: requests in, tokens out, one step at a time. Plain Python; arrays stay behind the executor."""
+"""The engine: requests in, tokens out, one step at a time."""
 
 from __future__ import annotations
 
@@ -29,32 +29,34 @@ log = logging.getLogger("quire.engine")
 SLOW_STEP_S = 0.05
 """Longer steps are logged at `--log-level debug`."""
 COMPILE_WAIT_S = 0.01
-"""Longest wait of a step that has nothing to compute until a grammar is compiled; commands are read in between."""
+"""Longest wait for a grammar; commands are read in between."""
 
 
 class Executor(Protocol):
     """Executes plans in the order given."""
 
-    num_host_blocks: int
-    """Host blocks ready for use; may grow."""
-    runs_ahead: bool
-    """Whether a step may be launched before the previous one is collected: its pending tokens stay on the device."""
+    @property
+    def num_host_blocks(self) -> int:
+        """Host blocks that are ready; may grow."""
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step may be launched before the previous one is collected."""
 
     def launch(self, plan: StepPlan) -> Any:
-        """Start the plan's forward pass and sampling; return a handle for `sample` and `collect`."""
+        """Start the plan; return a handle for `sample` and `collect`."""
 
     def transfer(self, plan: StepPlan) -> None:
-        """Start the copies and transfers of a plan without chunks."""
+        """Start a plan without chunks."""
 
     def sample(self, launched: Any) -> None:
-        """Sample for sequences that need the tokens of previous steps (Sequence.needs_previous_tokens). Called once for
-        each launched step, before the next launch."""
+        """Sample for sequences that need previous tokens. Called once a step, before the next launch."""
 
     def collect(self, launched: Any) -> StepResult:
-        """Wait for a launched and sampled step. Called once for each step, in launch order."""
+        """Wait for a sampled step. Called once a step, in launch order."""
 
     def finished_transfers(self) -> list[FinishedTransfer]:
-        """Return transfers that finished since the last call, in order for each direction."""
+        """Return the transfers finished since the last call, in order for each direction."""
 
     def wait_for_transfer(self) -> None:
         """Wait until one transfer in flight is done."""
@@ -62,8 +64,6 @@ class Executor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A launched step that is not collected yet."""
-
     plan: StepPlan
     launched: Any
     launched_at_s: float
@@ -71,7 +71,7 @@ class InFlightStep:
 
 
 class Engine:
-    """Owns the scheduler, the KV cache and the executor. Not thread-safe: one thread owns it."""
+    """Owns scheduler, KV cache and executor; used by one thread."""
 
     def __init__(
         self,
@@ -83,8 +83,7 @@ class Engine:
         preemption: Preemption | None = None,
         drafter: Drafter | None = None,
     ):
-        """Without `grammars`, requests with a grammar end with GRAMMAR; without `drafter`, a decode computes one
-        token."""
+        """Without `grammars`, requests with a grammar end with GRAMMAR."""
         self._grammars = grammars
         self._executor = executor
         self._kv = kv
@@ -98,22 +97,22 @@ class Engine:
 
     @property
     def num_free_tokens(self) -> int:
-        """Tokens that the available blocks can hold. May be read from other threads."""
+        """Tokens that the available blocks can hold. Callable from any thread."""
         return self._kv.pool.num_available * self._kv.block_size
 
     @property
     def running(self) -> tuple[Sequence, ...]:
-        """Sequences that hold blocks, oldest first; read-only, between steps."""
+        """Running sequences, oldest first."""
         return tuple(self._scheduler.running)
 
     @property
     def pool(self) -> BlockPool:
-        """The GPU's block pool; read-only, between steps."""
+        """The GPU's block pool; read-only."""
         return self._kv.pool
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything: requests are open, or steps or transfers are in flight."""
+        """Whether requests are open, or steps or transfers in flight."""
         return bool(self._output_processor.open_groups or self._in_flight or self._num_transfers)
 
     @property
@@ -121,8 +120,7 @@ class Engine:
         return 0 if self._kv.host is None else self._kv.host.num_transfers_in_flight
 
     def add_request(self, request: EngineRequest) -> None:
-        """Queue a request. One that can never fit ends at once with TOO_LARGE; one whose history is already complete
-        (EngineRequest.history) ends at once with its own reason."""
+        """Queue a request. It ends at once if it can never fit (TOO_LARGE) or if its history is complete."""
         outputs = self._output_processor
         if request.request_id in outputs.open_groups:
             raise ValueError(f"request {request.request_id} is already here")
@@ -143,12 +141,11 @@ class Engine:
                 reason = sequence.end_after(sequence.token_ids[-1])
                 if reason is not None:
                     outputs.end_branch(sequence, (), (), reason)
-        if request.sampling.grammar is not None and group.live:
+        if request.sampling.grammar is not None and self._grammars is not None and group.live:
             self._grammars.start_compiling(group)
 
     def cancel(self, request_id: str, reason: EndReason, branch: int | None = None) -> None:
-        """End a request, or one of its branches, now; its blocks are free before the next step. Unknown and ended
-        requests are ignored, and so are single beams: a beam has no number before its end."""
+        """End a request or one of its branches now. Unknown requests are ignored, and so are single beams."""
         group = self._output_processor.open_groups.get(request_id)
         if group is None:
             return
@@ -160,15 +157,14 @@ class Engine:
                     self._output_processor.end_branch(sequence, (), (), reason)
 
     def cancel_all(self, reason: EndReason) -> None:
-        """End every open request now."""
         for request_id in list(self._output_processor.open_groups):
             self.cancel(request_id, reason)
 
     def step(self) -> None:
-        """Schedule and launch a step, then process the previous one: the host works while the device computes.
+        """Schedule and launch a step, then process the previous one while the device computes.
 
-        Outputs wait for `drain_outputs`. A sequence that ends frees its blocks even while a later step still computes
-        it: their next owner writes in a still later step, and the device runs steps in order.
+        A sequence that ends frees its blocks even while a later step still computes it: the next owner writes in a
+        still later step.
         """
         start_s = time.perf_counter()
         self._collect_transfers()
@@ -220,15 +216,14 @@ class Engine:
         )
 
     def drain_outputs(self) -> list[EngineOutput]:
-        """Return all outputs since the last call, in order."""
+        """Return the outputs since the last call, in order."""
         return self._output_processor.drain_outputs()
 
     def drain_request_outputs(self) -> list[RequestOutput]:
-        """Like `drain_outputs`, one RequestOutput for each token."""
+        """Like `drain_outputs`, one output for each token."""
         return list(iter_request_outputs(self.drain_outputs()))
 
     def stats(self) -> EngineStats:
-        """Return gauges as of now, and totals since the start."""
         return collect_stats(
             self._kv,
             self._scheduler,
@@ -239,11 +234,11 @@ class Engine:
         )
 
     def render_blocks(self) -> bytes:
-        """Return the GPU's block pool as an image, one byte a block (service.engine.kv.block_pool.render_blocks)."""
+        """Return the GPU's blocks as an image, see block_pool.render_blocks."""
         return render_blocks(self._kv.pool, [(one.request_id, one.block_table) for one in self._scheduler.running])
 
     def render_host_blocks(self) -> bytes:
-        """Return the host's block pool as an image; empty without one."""
+        """Return the host's blocks as an image; empty without any."""
         host = self._kv.host
         if host is None:
             return b""
@@ -252,18 +247,18 @@ class Engine:
         )
 
     def check_invariants(self) -> None:
-        """Raise AssertionError if any bookkeeping disagrees, or if an engine without work holds blocks."""
+        """Raise AssertionError if bookkeeping disagrees or an idle engine holds blocks."""
         self._scheduler.check_invariants()
         if not self.has_work:
             self.check_idle()
 
     def check_idle(self) -> None:
-        """Raise AssertionError if the engine has work or holds blocks of either tier; costs nothing."""
+        """Raise AssertionError if the engine has work or holds blocks; cheap."""
         if self.has_work or self._kv.pool.num_used or (self._kv.host is not None and self._kv.host.pool.num_used):
             raise AssertionError("idle, and blocks are held")
 
     def _wait_for_work(self) -> None:
-        """Wait for a transfer or a grammar, unless a step is in flight."""
+        """Wait for a transfer or a grammar unless a step is in flight."""
         if self._in_flight:
             return
         if self._num_transfers:
@@ -281,7 +276,6 @@ class Engine:
             self._scheduler.preemption.on_transfer(done)
 
     def _can_hold(self, group: SequenceGroup) -> bool:
-        """Whether the group could run to its end alone."""
         longest = group.num_prompt_tokens + group.request.sampling.max_tokens
         return (
             group.num_prompt_tokens > 0
@@ -291,12 +285,12 @@ class Engine:
         )
 
     def _admit_compiled(self, grammars: Grammars) -> None:
-        """Let groups whose grammar is compiled run, or end those whose grammar failed or is already complete."""
+        """Admit groups with compiled grammars; end those whose grammar failed or is complete."""
         for group, is_good in grammars.drain_ready():
             if not is_good and group.live:
                 self._output_processor.end_group(group, EndReason.GRAMMAR)
             for sequence in group.live:
-                if sequence.matcher.is_finished:
+                if sequence.matcher is not None and sequence.matcher.is_finished:
                     self._output_processor.end_branch(sequence, (), (), EndReason.STOP)
 
     def _collect_steps(self, num_left: int) -> None:

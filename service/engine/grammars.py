@@ -1,4 +1,4 @@
-"""Grammars of requests: compiled beside the engine's steps, advanced token by token, given to the sampler as masks."""
+"""Grammars of requests: compiled during steps, advanced by tokens, given to the sampler as masks."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ from service.engine.sequence import Sequence, SequenceGroup, SequenceStatus
 
 NUM_COMPILING_THREADS = 2
 MAX_COMPILE_S = 30.0
-"""The gateway compiled the grammar before, in 2 s of CPU time: one that takes longer here fails its own request."""
+"""The gateway compiled it in 2 s of CPU time: a grammar that takes longer here fails its request."""
 MAX_FILLING_THREADS = 8
 MASKS_PER_THREAD = 4
 """Filling fewer masks takes less time than waking a thread."""
 
 
 class Grammars:
-    """Compiles on its own threads: the engine goes on meanwhile, and a bad grammar fails only its own request."""
+    """Compiles on its own threads; a bad grammar fails only its request."""
 
     def __init__(self, make_compiler: Callable[[], GrammarCompiler]):
-        """`make_compiler` is called once, on one of the threads; it raises GrammarError for a model without a
-        tokenizer."""
+        """`make_compiler` is called once, on a thread; it may raise GrammarError."""
         self._threads = CompileThreads(NUM_COMPILING_THREADS)
         self._compiler: Future[GrammarCompiler] = self._threads.submit(make_compiler).future
         self._ready_at_s = time.monotonic()
@@ -36,8 +35,7 @@ class Grammars:
         self._compiling: dict[SequenceGroup, CompileCall] = {}
 
     def start_compiling(self, group: SequenceGroup) -> None:
-        """Compile the group's grammar, and advance a matcher for each live branch over its tokens. An ended branch may
-        have ended with a token that does not match."""
+        """Compile the grammar, and advance a matcher for each live branch over its tokens."""
         group.is_ready = False
         outputs = [
             [] if sequence.status is SequenceStatus.ENDED else sequence.token_ids[sequence.num_prompt_tokens :].tolist()
@@ -46,8 +44,7 @@ class Grammars:
         self._compiling[group] = self._threads.submit(self._matchers, group.request.sampling.grammar, outputs)
 
     def drain_ready(self) -> list[tuple[SequenceGroup, bool]]:
-        """Return the groups whose compilation finished since the last call, and whether it succeeded: then they have
-        matchers."""
+        """Return the groups compiled since the last call, and whether each succeeded and has matchers."""
         ready = []
         for group, call in list(self._compiling.items()):
             is_done = call.future.done()
@@ -63,7 +60,6 @@ class Grammars:
         return ready
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until a compilation finishes, if any is running."""
         if self._compiling:
             wait([call.future for call in self._compiling.values()], timeout_s, FIRST_COMPLETED)
 
@@ -79,12 +75,12 @@ class Grammars:
         matchers = [first.copy() for _ in outputs[1:]] + [first]
         for matcher, output in zip(matchers, outputs, strict=True):
             if output and not matcher.is_finished and not matcher.advance(output):
-                raise GrammarError("What was told before does not fit the grammar.")
+                raise GrammarError("history: its tokens do not match the grammar.")
         return matchers
 
 
 class MaskBuilder:
-    """Fills masks on several threads: filling releases the GIL."""
+    """Fills masks on several threads, without the GIL."""
 
     def __init__(self, vocab_size: int):
         self._num_words = num_mask_words(vocab_size)
@@ -92,21 +88,22 @@ class MaskBuilder:
         self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="masks")
 
     def build(self, samplers: Iterable[Sequence]) -> TokenMask | None:
-        """Return the host masks of the tokens that the sequences' grammars allow next; None if no sequence has a
-        grammar."""
-        rows, masked = [], []
+        """Return the host masks of the tokens allowed next; None without grammars."""
+        rows: list[int] = []
+        masked: list[tuple[Matcher, frozenset[int]]] = []
         for sequence in samplers:
-            has_mask = sequence.matcher is not None and sequence.status is not SequenceStatus.ENDED
-            rows.append(len(masked) if has_mask else -1)
-            if has_mask:
-                masked.append(sequence)
+            matcher = None if sequence.status is SequenceStatus.ENDED else sequence.matcher
+            rows.append(-1 if matcher is None else len(masked))
+            if matcher is not None:
+                masked.append((matcher, sequence.group.stop_ids))
         if not masked:
             return None
         words = np.empty((len(masked), self._num_words), np.uint32)
 
         def fill(part: range) -> None:
             for row in part:
-                masked[row].matcher.fill_mask(words[row], masked[row].group.stop_ids)
+                matcher, stop_ids = masked[row]
+                matcher.fill_mask(words[row], stop_ids)
 
         num_parts = min(self._num_threads, -(-len(masked) // MASKS_PER_THREAD))
         parts = [range(first, len(masked), num_parts) for first in range(num_parts)]
@@ -118,7 +115,6 @@ class MaskBuilder:
 
 
 def _result(future: Future[list[Matcher]]) -> list[Matcher]:
-    """Return the matchers; empty if the grammar failed."""
     try:
         return future.result()
     except GrammarError:

@@ -1,4 +1,4 @@
-"""Turns step results into outputs: new tokens, log-probabilities and ends. A request leaves the engine with its end."""
+"""Turns step results into outputs: new tokens, log-probabilities and ends."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ class BranchOutput(NamedTuple):
 
     branch: int
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...]  # one a token if the request wants or ranks by them, else none
+    logprobs: tuple[TokenLogprob, ...]  # one a token if needed, else none
     end: EndReason | None  # STOP or LENGTH: the branch is complete
-    is_prompt: bool = False  # the next prompt tokens, common to all branches
+    is_prompt: bool = False  # prompt tokens of all branches
 
 
 class RequestOutput(NamedTuple):
-    """New outputs of a request's branches, or its end, or both."""
+    """New outputs of a request, or its end, or both."""
 
     request_id: str
     parts: tuple[BranchOutput, ...]
-    end: EndReason | None  # of the request: once, in its last output
-    choices: tuple[int, ...]  # with a successful end: the n branches to answer with, best first
+    end: EndReason | None  # of the request, in its last output
+    choices: tuple[int, ...]  # with a successful end: n branches, best first
     num_prompt_tokens: int
     num_output_tokens: int  # of all branches
-    num_cached_tokens: int  # prompt tokens found in the prefix cache
-    embedding: bytes = b""  # float32[H], with a successful end, if the request wants it
+    num_cached_tokens: int  # found in the prefix cache
+    embedding: bytes = b""  # float32[H], with a successful end
 
 
 def request_output(
@@ -46,7 +46,7 @@ def request_output(
     *,
     num_output: int | None = None,
 ) -> RequestOutput:
-    """Build a RequestOutput; `num_output` defaults to the group's present count."""
+    """Build an output; `num_output` defaults to the present count."""
     if num_output is None:
         num_output = group.num_output_tokens
     num_cached = group.num_cached_tokens or 0
@@ -57,14 +57,14 @@ def request_output(
 
 
 class NewTokens(NamedTuple):
-    """A new token for each of these branches and nothing else: most of a step's outputs."""
+    """Plain tokens, one for each branch: most of a step's outputs."""
 
     branches: list[Sequence]
     token_ids: list[int]
-    nums_output_tokens: list[int]  # the request's tokens so far
+    nums_output_tokens: list[int]  # of the request so far
 
     def outputs(self) -> list[RequestOutput]:
-        """Return the same as one RequestOutput for each token."""
+        """Return one RequestOutput for each token."""
         return [
             request_output(branch.group, (BranchOutput(branch.branch, (token_id,), (), None),), num_output=num_output)
             for branch, token_id, num_output in zip(*self, strict=True)
@@ -75,9 +75,9 @@ EngineOutput = RequestOutput | NewTokens
 
 
 def iter_request_outputs(outputs: Iterable[EngineOutput]) -> Iterator[RequestOutput]:
-    """Yield the same in the same order, one RequestOutput for each token."""
+    """Yield one RequestOutput for each token, in order."""
     for each in outputs:
-        if type(each) is RequestOutput:
+        if isinstance(each, RequestOutput):
             yield each
         else:
             yield from each.outputs()
@@ -94,12 +94,12 @@ class OutputProcessor:
         self._outputs: list[EngineOutput] = []
 
     def drain_outputs(self) -> list[EngineOutput]:
-        """Return all outputs since the last call, in order."""
+        """Return the outputs since the last call, in order."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def process_step(self, samplers: list[Sequence], result: StepResult) -> None:
-        """Append the tokens of a finished step to these sequences."""
+        """Process a finished step of these samplers."""
         for scored in result.prompt_logprobs:
             self._emit_prompt_logprobs(scored)
         for pooled in result.pooled:
@@ -116,7 +116,6 @@ class OutputProcessor:
         end: EndReason | None = None,
         choices: tuple[int, ...] = (),
     ) -> None:
-        """Queue an output of a request."""
         self._outputs.append(request_output(group, parts, end, choices))
 
     def end_branch(
@@ -137,7 +136,7 @@ class OutputProcessor:
                 self.emit(group, parts)
             return
         choices = group.choices()
-        end = group.branches[choices[0]].end if choices else reason
+        end = (group.branches[choices[0]].end if choices else None) or reason
         self._emit_end(group, parts, end, choices)
 
     def end_group(self, group: SequenceGroup, reason: EndReason) -> None:
@@ -153,7 +152,7 @@ class OutputProcessor:
             self._emit_end(group, tuple(reversed(parts)), reason, group.choices())
 
     def _append_tokens(self, samplers: list[Sequence], result: StepResult) -> None:
-        """Give each sampler its token. Plain tokens are emitted together, before all other outputs of the step."""
+        """Append one token each. Plain tokens are emitted together, before the step's other outputs."""
         branches, token_ids, nums_output_tokens = new_tokens = NewTokens([], [], [])
         first_index = len(self._outputs)
         for index, (sequence, token_id) in enumerate(zip(samplers, result.token_ids, strict=True)):
@@ -183,8 +182,7 @@ class OutputProcessor:
             self.num_output_tokens += len(branches)
 
     def _append_runs(self, samplers: list[Sequence], result: StepResult, indptr: Seq[int]) -> None:
-        """Give each sampler its tokens: drafts that were accepted, and the token after them. What follows the end of a
-        branch is dropped."""
+        """Append accepted drafts and the token after them; tokens after the end of a branch are dropped."""
         for index, sequence in enumerate(samplers):
             sequence.num_pending_tokens -= 1
             if sequence.status is SequenceStatus.ENDED:
@@ -202,7 +200,7 @@ class OutputProcessor:
                     self._kv.accept_draft(sequence)
                 logprob = None if result.logprobs is None else result.logprobs[position]
                 self._append_token(sequence, result.token_ids[position], logprob)
-                if sequence.status is SequenceStatus.ENDED:
+                if sequence.end is not None:
                     break
 
     def _mark_sampled(self, group: SequenceGroup) -> None:
@@ -221,6 +219,8 @@ class OutputProcessor:
     def _append_token(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> None:
         group = sequence.group
         if isinstance(group, BeamGroup):
+            if logprob is None:
+                raise AssertionError(f"{group.request_id}: a beam got no log-probabilities")
             self._advance_beams(group, sequence, logprob)
             return
         self.num_output_tokens += 1
@@ -234,7 +234,7 @@ class OutputProcessor:
             self.end_branch(sequence, (token_id,), logprobs, reason)
 
     def _advance_beams(self, group: BeamGroup, sequence: Sequence, row: TokenLogprob) -> None:
-        """Advance a beam search; emit its answers once it is over."""
+        """Advance the search; emit the answers once it is over."""
         reason = group.advance(sequence, row, self._kv)
         if reason is None:
             return
@@ -245,10 +245,10 @@ class OutputProcessor:
             self._scheduler.remove_sequence(branch)
         group.num_output_tokens = sum(len(answer.token_ids) for answer in group.hypotheses)
         self.num_output_tokens += group.num_output_tokens
-        *pieces, last = [(BranchOutput(*piece),) for piece in group.unsent()] or [()]
-        for piece in pieces:
-            self.emit(group, piece)
-        self._emit_end(group, last, group.hypotheses[0].end, tuple(range(len(group.hypotheses))))
+        parts = [BranchOutput(*piece) for piece in group.unsent()]
+        for part in parts[:-1]:
+            self.emit(group, (part,))
+        self._emit_end(group, tuple(parts[-1:]), group.hypotheses[0].end, tuple(range(len(group.hypotheses))))
 
     def _emit_end(
         self, group: SequenceGroup, parts: tuple[BranchOutput, ...], end: EndReason, choices: tuple[int, ...] = ()

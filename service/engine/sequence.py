@@ -1,5 +1,4 @@
-"""A request while it runs: one sequence, or several branches with a common prefix; their tokens, how many are computed,
-and their blocks."""
+"""A running request: a group of sequences, its branches, with a common prompt."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from service.errors import ENDINGS, EndReason
 
 
 class SequenceStatus(Enum):
-    """WAITING sequences hold no blocks, RUNNING ones do, ENDED ones are final."""
+    """RUNNING sequences hold blocks; ENDED is final."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -29,16 +28,14 @@ TRANSITIONS: dict[SequenceStatus, frozenset[SequenceStatus]] = {
 
 
 class Sequence:
-    """Runs until `num_computed_tokens` reaches `num_tokens`; prefill, chunk, decode and recovery are only distances.
+    """Runs until `num_computed_tokens` reaches `num_tokens`; prefill, decode and recovery are only distances.
 
-    `num_pending_tokens` of its tokens were sampled by steps in flight: they count, but their ids are not known yet. The
-    common prefix of a request's branches is computed by one of them, the leader; a follower holds no blocks
-    (`is_waiting_for_leader`) until the leader reaches the position where they diverge.
+    `num_pending_tokens` were sampled by steps in flight: counted, ids unknown. One branch, the leader, computes the
+    common prefix; a follower holds no blocks (`is_waiting_for_leader`) until they diverge.
     """
 
     def __init__(self, group: SequenceGroup, branch: int, num_alternatives: int | None):
-        """`num_alternatives`: alternatives whose log-probabilities are returned with each token; None: not even the
-        token's own."""
+        """`num_alternatives`: returned with each token's log-probability; None: no log-probabilities."""
         request, params = group.request, group.request.sampling
         self.group = group
         self.request = request
@@ -48,38 +45,35 @@ class Sequence:
         self.num_alternatives = num_alternatives
         self.sampling_record = sampling_record(params, branch, num_alternatives)
         self.cannot_run_ahead = params.beam is not None
-        """Its next step needs the ids of the last one: a beam."""
+        """A beam: its next step needs the last ids."""
         self.needs_previous_tokens = params.has_penalties or params.grammar is not None
-        """A step may compute it ahead, but samples only once the previous tokens are known."""
+        """Sampled only once the previous tokens are known."""
         self.has_logit_processors = is_shaped(params)
         self.has_adjusted_logprobs = params.beam is not None and (
             self.has_logit_processors or params.grammar is not None
         )
-        """Penalties, biases and mask apply to its log-probabilities, not to its logits."""
+        """Penalties, biases and mask apply to log-probabilities, not to logits."""
         self.emits_only_tokens = params.beam is None and params.grammar is None and num_alternatives is None
-        """Its outputs are token ids only; the last id and their number say whether it ends."""
-        self.matcher: Matcher | None = None  # grammar state after its last known token, if it has a grammar
+        """Only the last id and the length decide whether it ends."""
+        self.matcher: Matcher | None = None  # after the last known token
         self._seen: SeenTokens | None = None
         self.token_ids = array("I", request.prompt)
-        """An array, not a list: the garbage collector would walk every token of a list, for tens of milliseconds in
-        some step."""
+        """An array: the garbage collector would walk a list, for tens of milliseconds."""
         self.num_prompt_tokens = len(request.prompt)
         self.max_num_tokens = len(request.prompt) + params.max_tokens
         self.num_computed_tokens = 0
-        self.num_tokens_before_preemption = 0  # computed tokens lost by the preemption, unless found in the cache
+        self.num_tokens_before_preemption = 0  # computed before a preemption
         self.num_pending_tokens = 0
         self.num_exclusive_tokens = 0
-        """The blocks of its table from the first uncomputed token up to here are its own to write: no allocation
-        needed. 0 if unknown, or if the table changed since the last plan."""
+        """Up to here uncomputed tokens need no allocation: their blocks are exclusive. 0 if unknown."""
         self.block_table = array("i")
         self.end: EndReason | None = None
         self.samplers: tuple[Sequence, ...] = (self,)
-        """Sequences that get a token from its last logits: itself, and followers that diverge there."""
+        """Itself, and followers that diverge after its last token."""
         self.prefix_followers: list[Sequence] = []
         self.is_waiting_for_leader = False
-        self.num_inherited_tokens = 0  # while waiting for the leader: tokens taken over from it
+        self.num_inherited_tokens = 0  # taken over from the leader
         self.status = SequenceStatus.WAITING
-        """Read-only; `set_status` changes it."""
 
     @property
     def num_tokens(self) -> int:
@@ -94,10 +88,10 @@ class Sequence:
         return len(self.token_ids) + self.num_pending_tokens - self.num_computed_tokens
 
     def seen_tokens(self) -> SeenTokens | None:
-        """Token counts for its penalties; None without penalties."""
+        """Return the token counts; None without penalties."""
         if not self.sampling.has_penalties:
             return None
-        if self._seen is None or self._seen.of is not self.token_ids:  # a beam took over another's tokens
+        if self._seen is None or self._seen.of is not self.token_ids:  # a beam forked
             self._seen = SeenTokens(self.token_ids, self.num_prompt_tokens)
         return self._seen
 
@@ -108,7 +102,7 @@ class Sequence:
         self.status = status
 
     def share_prefix_with(self, others: list[Sequence]) -> None:
-        """Make these branches, which hold no blocks, wait until this one has computed their common prefix."""
+        """Make these branches, which hold no blocks, wait for their common prefix."""
         for other in others:
             other.is_waiting_for_leader = True
             other.num_inherited_tokens = _num_inherited_tokens(self, other)
@@ -116,7 +110,7 @@ class Sequence:
         self.samplers, self.prefix_followers = (self, *with_it), others
 
     def end_after(self, token_id: int) -> EndReason | None:
-        """Return why the sequence ends with `token_id` as its last token; None if it goes on."""
+        """Return why `token_id`, the last token, ends the sequence; None if it does not."""
         num_tokens = len(self.token_ids)
         if token_id in self.group.stop_ids and num_tokens - self.num_prompt_tokens >= self.sampling.min_tokens:
             return EndReason.STOP
@@ -136,13 +130,13 @@ class SequenceGroup:
         count = self._num_alternatives()
         self.branches = [Sequence(self, branch, count) for branch in range(params.num_branches)]
         self.num_output_tokens = 0
-        self.num_cached_tokens: int | None = None  # prompt tokens found in the cache at the first run
-        self.has_sampled = False  # in this engine
-        self.num_scored_tokens = request.num_scored_tokens  # prompt tokens, including the first
-        self.num_pooled_tokens = 0  # prompt tokens pooled or being pooled
-        self.embedding = b""  # float32[H] once complete; usually not wanted
+        self.num_cached_tokens: int | None = None  # at the first run
+        self.has_sampled = False
+        self.num_scored_tokens = request.num_scored_tokens
+        self.num_pooled_tokens = 0
+        self.embedding = b""  # float32[H] once complete
         self.is_ready = True  # its grammar, if any, is compiled
-        self.arrival = 0  # sequence number in the scheduler
+        self.arrival = 0
         self._sums_logprob = [0.0] * len(self.branches)
         for sequence, history in zip(self.branches, self._history(), strict=False):
             sequence.token_ids.extend(history.token_ids)
@@ -152,18 +146,18 @@ class SequenceGroup:
 
     @property
     def live(self) -> list[Sequence]:
-        """Branches that have not ended; the first one is the leader."""
+        """Branches that have not ended, the leader first."""
         return [sequence for sequence in self.branches if sequence.status is not SequenceStatus.ENDED]
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether prompt log-probabilities are wanted that no step has computed or is computing."""
+        """Whether no step has planned all requested prompt log-probabilities."""
         wanted = self.request.sampling.prompt_logprobs is not None
         return wanted and max(1, self.num_scored_tokens) < self.num_prompt_tokens
 
     @property
     def wants_pooling(self) -> bool:
-        """Whether pooling is wanted of prompt tokens that no step has computed or is computing."""
+        """Whether no step has planned all requested pooling."""
         return self.request.sampling.pooling is not None and self.num_pooled_tokens < self.num_prompt_tokens
 
     @property
@@ -171,14 +165,13 @@ class SequenceGroup:
         return any(sequence.num_pending_tokens for sequence in self.branches)
 
     def max_num_blocks(self, block_size: int) -> int:
-        """Most blocks the group ever holds: all branches at full length, sharing only the prompt."""
+        """Blocks of all branches at full length, sharing only the prompt."""
         whole = -(-(self.num_prompt_tokens + self.request.sampling.max_tokens) // block_size)
         shared = (self.num_prompt_tokens - 1) // block_size
         return whole + (len(self.branches) - 1) * (whole - shared)
 
     def append(self, sequence: Sequence, token_id: int, logprob: float) -> EndReason | None:
-        """Append the branch's next token, and its log-probability if branches are ranked. Return why the branch ends,
-        if it does."""
+        """Append a token; return why the branch ends, if it does. `logprob` ranks branches."""
         sequence.token_ids.append(token_id)
         self.num_output_tokens += 1
         self._sums_logprob[sequence.branch] += logprob
@@ -189,34 +182,32 @@ class SequenceGroup:
             return EndReason.GRAMMAR  # sampled without a mask; may be EOS
         if reason is EndReason.STOP:
             return reason
-        # Before min_tokens a stop id is sampled only if the grammar allows nothing else (see model.sampler).
+        # Before min_tokens a stop id is sampled only if the grammar allows nothing else.
         may_end = token_id in self.stop_ids and sequence.matcher.is_complete
         if not sequence.matcher.advance((token_id,)):
             return EndReason.STOP if may_end else EndReason.GRAMMAR
         return EndReason.STOP if sequence.matcher.is_finished else reason
 
     def choices(self) -> tuple[int, ...]:
-        """Branches to answer with once all have ended, best first."""
+        """Return the branches to answer with, best first; all have ended."""
         good = [one for one in self.branches if one.end is not None and ENDINGS[one.end].finish_reason is not None]
         if self.request.sampling.ranks_branches:
             good.sort(key=lambda one: -self._sums_logprob[one.branch] / max(1, one.num_output_tokens))
         return tuple(one.branch for one in good[: self.request.sampling.n])
 
     def wait_for_leader(self) -> None:
-        """Called before the group runs: all live branches but the first wait until that one has computed their common
-        prefix."""
+        """Before the group runs: its leader computes the common prefix."""
         leader, *others = self.live
         leader.share_prefix_with(others)
 
     def stop_sharing(self) -> None:
-        """The group holds no blocks any more: no branch waits for another."""
+        """The group holds no blocks any more."""
         for sequence in self.live:
             sequence.is_waiting_for_leader = False
             sequence.share_prefix_with([])
 
     def clear_references(self) -> None:
-        """Break reference cycles at the end of the group. Otherwise its memory stays until the collector runs, and a
-        fresh page from the system costs as much as a hundred calls."""
+        """Break reference cycles, so that memory is freed without the collector."""
         for sequence in self.branches:
             sequence.samplers, sequence.prefix_followers = (), []
         self.branches = []
@@ -226,18 +217,16 @@ class SequenceGroup:
         return 0 if params.logprobs is None and params.ranks_branches else params.logprobs
 
     def _history(self) -> tuple[BranchHistory, ...]:
-        """What this engine need not generate again."""
         return self.request.history
 
 
 def stop_ids(params: SamplingParams, eos_token_ids: frozenset[int]) -> frozenset[int]:
-    """Token ids that end an answer."""
+    """Return the token ids that end an answer."""
     return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
 
 
 def _num_inherited_tokens(leader: Sequence, other: Sequence) -> int:
-    """Tokens that `other` takes over from the leader: their common prefix, and its own last token only if both sample
-    from it."""
+    # The common prefix; with the last token of `other` only if both sample from it.
     ours, theirs = leader.token_ids, other.token_ids
     count, end = other.num_prompt_tokens, min(len(ours), len(theirs))
     while count < end and ours[count] == theirs[count]:

@@ -10,7 +10,7 @@ from service.engine.scheduling.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """The engine between two steps; counters run since its start."""
+    """Gauges between two steps; counters since the start."""
 
     num_running: int  # requests
     num_sequences_running: int
@@ -22,28 +22,28 @@ class EngineStats:
     num_blocks_cached: int
     num_blocks_used: int
     num_blocks_shared: int  # used blocks with several holders
-    num_blocks_logical: int  # blocks that would be used without sharing
+    num_blocks_logical: int  # without sharing
     num_block_copies: int  # copies on write
     num_host_blocks_free: int
     num_host_blocks_cached: int
-    num_host_blocks_used: int  # pinned by a waiting sequence or a transfer
-    num_blocks_out: int  # copied to the host
-    num_blocks_in: int  # copied from the host
-    num_slots_held: int  # a shared slot counts once a holder
+    num_host_blocks_used: int  # pinned or in a transfer
+    num_blocks_out: int
+    num_blocks_in: int
+    num_slots_held: int
     num_slots_filled: int
     num_steps: int
     last_step_s: float
     num_prompt_tokens: int
     num_output_tokens: int
-    num_query_tokens: int  # prompt tokens looked up in the prefix cache
+    num_query_tokens: int  # prompt tokens looked up
     num_hit_tokens: int  # of these, tokens found
-    num_swapped: int  # groups preempted by swapping
-    num_recomputed: int  # groups preempted for recomputation
-    num_reclaimed: int  # preempted groups of tenants over their share
-    num_recomputed_tokens: int  # computed again after a preemption
-    recompute_s: float  # device time of these tokens
-    swap_out_s: float  # device time of copies to the host
-    swap_in_s: float  # device time of copies from the host
+    num_swapped: int  # groups
+    num_recomputed: int  # groups
+    num_reclaimed: int  # groups over share
+    num_recomputed_tokens: int
+    recompute_s: float
+    swap_out_s: float
+    swap_in_s: float
 
     @property
     def num_preemptions(self) -> int:
@@ -51,12 +51,10 @@ class EngineStats:
 
     @property
     def num_blocks_exclusive(self) -> int:
-        """Blocks with one holder."""
         return self.num_blocks_used - self.num_blocks_shared
 
     @property
     def kv_usage(self) -> float:
-        """Share of the blocks that are used, 0..1."""
         return self.num_blocks_used / self.num_blocks
 
     @property
@@ -73,7 +71,7 @@ class EngineStats:
 
     @property
     def waste_ratio(self) -> float:
-        """Empty slots over held slots, each counted once."""
+        """Share of empty slots, 0..1."""
         num_held = self.num_blocks_used * self.block_size
         return min(1.0, (self.num_slots_held - self.num_slots_filled) / num_held) if num_held else 0.0
 

@@ -1,4 +1,4 @@
-"""What one step does (StepPlan) and what it returned (StepResult). The scheduler decides; execution decides nothing."""
+"""What one step does (StepPlan) and what it returns (StepResult)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from service.engine.sequence import Sequence, SequenceGroup
 
 
 class Chunk(NamedTuple):
-    """`length` tokens of a sequence from position `start`; their blocks are already in its table.
+    """`length` tokens of a sequence from position `start`, whose blocks are in its table.
 
-    `samplers` each get tokens from the logits of the chunk's last token: none if the chunk ends before the sequence
-    does, else the sequence and the branches that fork from it there. The last of its tokens may be `drafts`, guesses of
-    the sequence's next ones: then its only sampler gets a token from the logits of the token preceding each draft as
-    well, for as long as the drafts are right.
+    `samplers` sample from the last token's logits: the sequence and branches that fork there; none before the end of
+    the sequence. The last tokens may be `drafts`, guesses of the next ones: then the only sampler gets a token for each
+    right draft, and another one.
     """
 
     sequence: Sequence
@@ -33,7 +32,7 @@ class Chunk(NamedTuple):
 
 
 class LogprobSpan(NamedTuple):
-    """Prompt positions `start` to `stop` (exclusive) of a chunk whose logits score the prompt's next tokens."""
+    """Prompt positions `start` to `stop` (exclusive) whose logits score the next tokens."""
 
     chunk: Chunk
     start: int
@@ -41,7 +40,7 @@ class LogprobSpan(NamedTuple):
 
 
 class PoolSpan(NamedTuple):
-    """Prompt positions `start` to `stop` (exclusive) of a chunk whose hidden states are pooled."""
+    """Prompt positions `start` to `stop` (exclusive) whose hidden states are pooled."""
 
     chunk: Chunk
     start: int
@@ -49,17 +48,14 @@ class PoolSpan(NamedTuple):
 
 
 class BlockCopy(NamedTuple):
-    """Copy block `source` to block `target`."""
-
     source: int
     target: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The work of one step. One-token chunks come first (see model.batch.Batch). `copies` run in order, before anything
-    is written. Then `swap_outs` (GPU to host) and `swap_ins` (host to GPU) start, one transfer each, and run while the
-    chunks are computed."""
+    """The work of one step; one-token chunks come first. `copies` run in order before any write. Then `swap_outs`
+    (GPU to host) and `swap_ins` start, and run while the chunks are computed."""
 
     chunks: tuple[Chunk, ...]
     copies: tuple[BlockCopy, ...] = ()
@@ -68,17 +64,15 @@ class StepPlan:
     logprob_spans: tuple[LogprobSpan, ...] = ()
     pool_spans: tuple[PoolSpan, ...] = ()
     changed_tables: tuple[Chunk, ...] = ()
-    """One-token chunks whose block table may differ from the previous plan's; a sequence that was not a one-token chunk
-    of that plan may be left out."""
+    """One-token chunks whose table changed since the previous plan, where the sequence was a one-token chunk too."""
     samplers: list[Sequence] = field(init=False)
-    """All sequences that get a token, in the order of StepResult."""
+    """In the order of StepResult."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "samplers", [sampler for chunk in self.chunks for sampler in chunk[3]])
 
     @property
     def num_decodes(self) -> int:
-        """Number of one-token chunks."""
         count = len(self.chunks)
         while count and self.chunks[count - 1].length > 1:
             count -= 1
@@ -90,8 +84,6 @@ class StepPlan:
 
 
 class FinishedTransfer(NamedTuple):
-    """A plan's `swap_outs` or `swap_ins`, all done."""
-
     is_out: bool
     num_blocks: int
     seconds: float  # of the device
@@ -99,7 +91,7 @@ class FinishedTransfer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability of a token and of its best alternatives, best first."""
+    """Log-probabilities of a token and of its alternatives, best first."""
 
     logprob: float
     top_ids: tuple[int, ...]
@@ -107,7 +99,7 @@ class TokenLogprob:
 
 
 class SampledToken(NamedTuple):
-    """The next token of a sequence. If `is_nan`, the model returned NaN and the id means nothing."""
+    """A sequence's next token; undefined if `is_nan`: the logits were NaN."""
 
     token_id: int
     is_nan: bool
@@ -115,28 +107,20 @@ class SampledToken(NamedTuple):
 
 
 class PromptLogprobs(NamedTuple):
-    """Log-probabilities of consecutive prompt tokens."""
-
     span: LogprobSpan
     first: int  # position
     logprobs: tuple[TokenLogprob, ...]
 
 
 class PooledPrompt(NamedTuple):
-    """The embedding of a completely computed prompt."""
-
     group: SequenceGroup
     vector: bytes  # float32[H], of length 1
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Tokens for each of the plan's samplers, in order; prompt log-probabilities, in parts; embeddings of the prompts
-    that are complete.
-
-    Sampler i gets `token_ids[indptr[i] : indptr[i + 1]]`: its accepted drafts and the token after them. Without tokens
-    it computes its last token again. `indptr` None: exactly one token each.
-    """
+    """Tokens of the plan's samplers, in order: sampler i gets `token_ids[indptr[i] : indptr[i + 1]]`, its accepted
+    drafts and the token after them; with none it recomputes its last token. `indptr` None: one token each."""
 
     token_ids: Seq[int]
     logprobs: Seq[TokenLogprob | None] | None = None  # one a token; None: none requested
@@ -147,14 +131,14 @@ class StepResult:
 
     @classmethod
     def of(cls, sampled: Iterable[SampledToken]) -> StepResult:
-        """Build a result from one SampledToken for each sampler."""
+        """Build a result of one token for each sampler."""
         sampled = list(sampled)
         failed = frozenset(index for index, token in enumerate(sampled) if token.is_nan)
         return cls([token.token_id for token in sampled], [token.logprob for token in sampled], failed)
 
     @classmethod
     def of_runs(cls, runs: Iterable[Seq[SampledToken]]) -> StepResult:
-        """Build a result from any number of SampledTokens for each sampler."""
+        """Build a result of any number of tokens for each sampler."""
         runs = list(runs)
         sampled = [token for run in runs for token in run]
         return cls(
@@ -165,7 +149,7 @@ class StepResult:
         )
 
     def sampled_tokens(self) -> Iterator[SampledToken]:
-        """Yield the tokens one by one, as `of` takes them."""
+        """Yield what `of` takes."""
         for index, token_id in enumerate(self.token_ids):
             logprob = None if self.logprobs is None else self.logprobs[index]
             yield SampledToken(token_id, index in self.failed, logprob)

@@ -1,4 +1,4 @@
-"""A step's host arrays. A decoding sequence keeps its row from step to step; only what changed is written."""
+"""A step's host arrays. A decoding sequence keeps its row; only changes are written."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class BatchLayout:
         return (*(planned[index] for index in order), *self.prefills)
 
     def first_rows(self) -> dict[int, int]:
-        """Return the first row of the hidden states of each longer chunk and of each decode, by the chunk's id()."""
+        """Return each chunk's first row of the hidden states, by the chunk's id()."""
         planned, num_decodes = self.plan.chunks, len(self.decodes)
         rows = dict(zip(map(id, planned), self.row_of_decode.tolist(), strict=False))
         starts = accumulate((chunk.length for chunk in self.prefills), initial=num_decodes)
@@ -56,8 +56,8 @@ class _PrefillArrays(NamedTuple):
 
 
 class DecodeBatch:
-    """One row for each sequence that decodes in the last plan. A new sequence takes a vacated row or the next one; if
-    more leave than enter, the last rows move into the gaps."""
+    """One row for each decode of the last plan. A new sequence takes a vacated row or the next one; the last rows move
+    into gaps."""
 
     def __init__(self, max_rows: int, max_blocks: int, block_size: int):
         self.dirty_tables = np.zeros(max_rows, np.bool_)
@@ -77,10 +77,8 @@ class DecodeBatch:
         self._order = np.zeros(0, np.int64)
 
     def lay_out(self, plan: StepPlan, sampled_rows: Mapping[Sequence, int]) -> BatchLayout:
-        """Return the arrays of this plan, valid until the next call.
-
-        `sampled_rows`: where the previous step sampled for sequences whose token is not in their own row.
-        """
+        """Return the plan's arrays, valid until the next call. `sampled_rows`: rows of pending tokens outside
+        their sequence's own row."""
         num_decodes = plan.num_decodes
         decodes, prefills = plan.chunks[:num_decodes], plan.chunks[num_decodes:]
         tails = [self._prefill_arrays(chunk, sampled_rows) for chunk in prefills]
@@ -128,7 +126,7 @@ class DecodeBatch:
             for column in (self._positions, self._slots, self._context_lens, self._pending_token_row, self._tables):
                 column[targets] = column[moved]
             self.dirty_tables[targets] = True
-        self._sequences, self._planned = held[:num_rows], sequences
+        self._sequences, self._planned = [one for one in held[:num_rows] if one is not None], sequences
         self._row_of = {sequence: row for row, sequence in enumerate(self._sequences)}
         self._order = np.array([self._row_of[sequence] for sequence in sequences], np.int64)
 
@@ -156,7 +154,9 @@ class DecodeBatch:
 
     def _prefill_arrays(self, chunk: Chunk, sampled_rows: Mapping[Sequence, int]) -> _PrefillArrays:
         """Called while rows are still those of the previous step: the chunk's last token may be pending."""
-        sequence, start, length, _, _ = chunk
+        sequence, start, length, _, drafts = chunk
+        if drafts:
+            raise ValueError("decode_batch: a chunk has drafts, which no model runner verifies yet")
         known = sequence.token_ids[start : start + length]
         pending_token_row = np.full(length, self._no_pending_row, np.int32)
         if len(known) < length:
@@ -165,10 +165,9 @@ class DecodeBatch:
         positions = np.arange(start, start + length, dtype=np.int32)
         blocks, offsets = np.divmod(positions, self._block_size)
         table = np.array(sequence.block_table, np.int32)
-        known = np.frombuffer(known, np.uint32).view(np.int32)
-        return _PrefillArrays(
-            known, pending_token_row, positions, table[blocks].astype(np.int64) * self._block_size + offsets, table
-        )
+        slots = table[blocks].astype(np.int64) * self._block_size + offsets
+        token_ids = np.frombuffer(known, np.uint32).view(np.int32)
+        return _PrefillArrays(token_ids, pending_token_row, positions, slots, table)
 
     def _inputs(
         self, num_decodes: int, logit_rows: np.ndarray, prefills: tuple[Chunk, ...], tails: list[_PrefillArrays]

@@ -1,6 +1,6 @@
-"""Executes plans: builds each step's arrays, hands them to the model runner, and reads its arrays as a result.
+"""Executes plans: builds StepInputs, hands them to the model runner, and reads the arrays that it returns.
 
-Everything in this folder but model_runner reads plans and sequences; the runner takes StepInputs only.
+The runner sees arrays only; plans and sequences stay on this side.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from service.engine.step import BlockCopy, FinishedTransfer, PoolSpan, StepPlan,
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A launched step; it has sample calls once it is sampled."""
+    """A launched step; `calls` is empty until it is sampled."""
 
     running: RunningStep
     batch: SampleBatch
@@ -33,8 +33,8 @@ class LaunchedStep:
 
 
 class ModelExecutor:
-    """Runs plans of at most `max_num_seqs` sequences of at most `max_blocks` blocks. On a GPU it runs ahead: sampled
-    ids stay on the device for the next step. `attach` adds the cache once the remaining memory is known."""
+    """Runs plans of at most `max_num_seqs` sequences of at most `max_blocks` blocks, ahead on a GPU. `attach` adds the
+    cache once the remaining memory is known."""
 
     def __init__(self, model: Llama, eos_token_ids: frozenset[int], max_num_seqs: int, max_blocks: int):
         self.model = model

@@ -1,4 +1,4 @@
-"""Runs the steps of one rank: StepInputs in, sampled arrays out. Knows no sequence and no plan."""
+"""Runs the steps of one rank: StepInputs in, sampled arrays out."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -46,12 +47,13 @@ class RunningStep:
 
 
 class ModelRunner:
-    """Owns a model's buffers for steps of at most `max_rows` sequences of at most `max_blocks` blocks. Sampled ids stay
-    on the device in `sampled` for the next step. `attach` adds the cache once the remaining memory is known."""
+    """Owns a model's buffers for steps of at most `max_rows` sequences of at most `max_blocks` blocks. `sampled` keeps
+    the ids on the device for the next step. `attach` adds the cache."""
 
     def __init__(self, model: Llama, max_rows: int, max_blocks: int):
         self.model = model
         self.kv: Array | None = None
+        self._block_size = 0
         self.host: HostBlocks | None = None
         self.sampled = model.ops.empty((max_rows,), np.dtype(np.int32))
         self._ops: Ops = model.ops
@@ -63,12 +65,12 @@ class ModelRunner:
 
     @property
     def replays_graphs(self) -> bool:
-        """Whether steps of decodes alone run as captured graphs, and may keep their sampling parameters."""
+        """Whether steps of decodes run as captured graphs and keep their sampling parameters."""
         return self._graphs is not None
 
     def attach(self, kv: Array, *, num_host_blocks: int = 0, progress: bool = False) -> None:
         """Use this cache [num_blocks, L, 2, Hkv, B, D], and `num_host_blocks` blocks on the host."""
-        self.kv = kv
+        self.kv, self._block_size = kv, kv.shape[4]
         if self._graphs is not None:
             self._graphs.capture(kv, progress=progress)
         if num_host_blocks:  # last: pinning would slow down the rest of the start
@@ -79,7 +81,7 @@ class ModelRunner:
         return num_tokens if self._graphs is None else self._graphs.fit(num_decodes, num_tokens)
 
     def launch(self, inputs: StepInputs) -> RunningStep:
-        """Start the step: copies, swaps, forward pass, and sampling if it is sent already."""
+        """Start the step; `sample` follows if its sampling is not sent yet."""
         scratch = ExitStack()
         scratch.enter_context(self._ops.scratch())
         self.transfer(inputs)
@@ -98,9 +100,9 @@ class ModelRunner:
         """Start the step's copies and swaps."""
         if len(inputs.copies):
             self._copy(inputs.copies)
-        if len(inputs.swap_outs):
+        if self.host is not None and len(inputs.swap_outs):
             self._swap_outs.append((len(inputs.swap_outs), self.host.copy_out(*inputs.swap_outs.T.tolist())))
-        if len(inputs.swap_ins):
+        if self.host is not None and len(inputs.swap_ins):
             self._swap_ins.append((len(inputs.swap_ins), self.host.copy_in(*inputs.swap_ins.T.tolist())))
 
     def sample(self, step: RunningStep, samples: Sequence[SampleInputs]) -> None:
@@ -138,8 +140,7 @@ class ModelRunner:
         step.logits = self.model.forward(self._batch(inputs), self.kv)[: len(inputs.logit_rows)]
 
     def _forward_with_hidden(self, inputs: StepInputs, forward: ForwardInputs, step: RunningStep) -> None:
-        """Like `_forward`, with prompt log-probabilities and pooling. Never a captured graph, which keeps only
-        logits."""
+        """Like `_forward`, but never a captured graph, which keeps no hidden states."""
         batch = self._batch(forward)
         hidden = self.model.hidden(batch, self.kv)
         step.prompt_logprobs = [self._score(hidden, part) for part in inputs.prompt_logprobs]
@@ -159,7 +160,9 @@ class ModelRunner:
         if call.rows is not None:
             logits = self._ops.gather_rows(logits, self._ops.upload(call.rows))
         how = self._kept_params if call.params is None else self._upload(call.params)
-        if call.keeps_params:
+        if how is None:
+            raise ValueError("sample: no call has kept its parameters (send them)")
+        if call.keeps_params and step.context_lens is not None:
             self._kept_params = replace(how, position=step.context_lens.view(np.uint32))
         out = None if how.adjusts_logprobs else self.sampled[: call.num_rows]
         sampled = self._ops.sample(logits, how, out=out)
@@ -171,24 +174,22 @@ class ModelRunner:
     def _upload(self, params: SamplingArrays) -> SamplingArrays:
         """Upload all arrays in one piece."""
         columns = [getattr(params, name) for name in _COLUMNS]
-        ragged = [part for part in (params.penalties, params.bias, params.mask) if part is not None]
-        hosts = [array for part in ragged for array in vars(part).values()]
-        sent = iter(self._ops.upload_all([*columns, *hosts]))
-        columns = [next(sent) for _ in columns]
-        on_device = {type(part): type(part)(*(next(sent) for _ in vars(part))) for part in ragged}
-        return SamplingArrays(
-            *columns,
-            penalties=on_device.get(Penalties),
-            bias=on_device.get(Bias),
-            mask=on_device.get(TokenMask),
-            num_logprobs=params.num_logprobs,
-            with_logprobs=params.with_logprobs,
-            adjusts_logprobs=params.adjusts_logprobs,
+        ragged = [
+            [] if part is None else list(vars(part).values()) for part in (params.penalties, params.bias, params.mask)
+        ]
+        sent = iter(self._ops.upload_all([array for part in (columns, *ragged) for array in part]))
+        columns, penalties, bias, mask = (list(islice(sent, len(part))) for part in (columns, *ragged))
+        return replace(
+            params,
+            **dict(zip(_COLUMNS, columns, strict=True)),
+            penalties=Penalties(*penalties) if penalties else None,
+            bias=Bias(*bias) if bias else None,
+            mask=TokenMask(*mask) if mask else None,
         )
 
     def _batch(self, inputs: ForwardInputs) -> Batch:
         """Upload the step and insert pending tokens; logit rows are padded."""
-        tables = inputs.block_tables(np.arange(inputs.num_decodes), self.kv.shape[4])
+        tables = inputs.block_tables(np.arange(inputs.num_decodes), self._block_size)
         hosts = (
             inputs.token_ids,
             inputs.pending_token_row,
@@ -218,12 +219,13 @@ class ModelRunner:
         )
 
 
-def padded_rows(rows: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
-    """Pad rows int32[R] with zeros to the next of `sizes`, ascending; unchanged if empty or longer than all.
+def _arrays_of(part: Penalties | Bias | TokenMask | None) -> list[Array]:
+    return [] if part is None else list(vars(part).values())
 
-    The LM head runs only in sizes that were run at start. For another size cuBLASLt may have to load a kernel, which
-    waits for the device: 15 to 70 ms under load.
-    """
+
+def padded_rows(rows: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+    """Pad rows int32[R] with zeros to the next of `sizes`; unchanged if empty or longer than all. The LM head runs in
+    these sizes only: for others cuBLASLt may load a kernel, 15 to 70 ms under load."""
     index = bisect_left(sizes, len(rows))
     if not len(rows) or index == len(sizes):
         return rows
@@ -231,8 +233,8 @@ def padded_rows(rows: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
 
 
 def independent_copies(copies: np.ndarray) -> list[list[list[int]]]:
-    """Split copies int32[n, 2] (from, to), in order, into runs in which no target is a source or occurs twice. Nearly
-    always one run: only blocks of a sequence preempted during planning occur twice."""
+    """Split copies int32[n, 2] (from, to) into runs in which no target is a source or occurs twice. Mostly one run:
+    only blocks of sequences preempted during planning occur twice."""
     runs: list[list[list[int]]] = [[]]
     seen_sources: set[int] = set()
     seen_targets: set[int] = set()

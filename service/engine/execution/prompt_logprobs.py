@@ -48,7 +48,7 @@ def _planned(span: LogprobSpan, first_row: int, start: int, stop: int) -> Planne
     sequence = span.chunk.sequence
     rows = np.arange(start, stop, dtype=np.int32) + np.int32(first_row - span.chunk.start)
     targets = np.array(sequence.token_ids[start + 1 : stop + 1], np.int32)
-    return PlannedLogprobs(span, start + 1, LogprobRows(rows, targets, sequence.sampling.prompt_logprobs))
+    return PlannedLogprobs(span, start + 1, LogprobRows(rows, targets, sequence.sampling.prompt_logprobs or 0))
 
 
 def _token_logprobs(arrays: list[np.ndarray]) -> tuple[TokenLogprob, ...]:

@@ -21,7 +21,7 @@ from service.engine.step import PooledPrompt, PromptLogprobs, StepResult, TokenL
 
 @dataclass(slots=True, eq=False)
 class SampleBatch:
-    """The sequences that get a token from a step's logits, in row order."""
+    """The sequences that sample from a step's logits, in row order."""
 
     samplers: list[Sequence]
     rows: list[int]  # row of the logits of each sampler
@@ -33,7 +33,7 @@ class SampleBatch:
     has_adjusted_logprobs: bool = False  # of any sampler: see Sequence.has_adjusted_logprobs
     is_kept: bool = False  # the runner keeps its parameters for the next step
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.needs_previous_tokens = any(map(attrgetter("needs_previous_tokens"), self.samplers))
         self.has_logit_processors = any(map(attrgetter("has_logit_processors"), self.samplers))
         self.has_adjusted_logprobs = any(map(attrgetter("has_adjusted_logprobs"), self.samplers))
@@ -52,8 +52,8 @@ class SampleCall(NamedTuple):
 
 
 class StepSampler:
-    """Plans the sampling of step after step. Sampled ids stay on the device for the next step, which reads each
-    sequence's id from its row: its own row for most decodes, else the one in `other_rows`."""
+    """Plans the sampling of steps. The next step reads each pending id on the device from its row: its own for most
+    decodes, else the one in `other_rows`."""
 
     def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], *, keeps_params: bool):
         """`keeps_params`: the runner can keep the parameters of a step of decodes alone."""
@@ -65,7 +65,7 @@ class StepSampler:
         self._last: SampleBatch | None = None  # of the last step of decodes only
 
     def batch_for(self, layout: BatchLayout) -> SampleBatch:
-        """Return which sequences to sample. The same object while the same sequences decode and nothing else runs."""
+        """Return the sequences to sample; the same object while the same ones decode alone."""
         if not layout.is_one_token_each:
             return _batch_of_chunks(layout)
         if layout.prefills or layout.plan.logprob_spans or layout.plan.pool_spans:
@@ -76,11 +76,8 @@ class StepSampler:
         return self._last
 
     def calls(self, batch: SampleBatch, *, masked: bool) -> list[SampleCall]:
-        """Return the calls that sample this batch.
-
-        Beams with adjusted log-probabilities are a second call, after the one whose tokens the next step may need
-        before the host knows them.
-        """
+        """Return the calls that sample this batch. Beams with adjusted log-probabilities are a second call: the next
+        step does not need their tokens on the device."""
         if batch.has_one_sampler_per_row and not batch.has_adjusted_logprobs:
             calls = [self._call(batch, masked)]
         else:
@@ -136,8 +133,7 @@ def read_result(
     prompt_logprobs: tuple[PromptLogprobs, ...],
     pooled: tuple[PooledPrompt, ...],
 ) -> StepResult:
-    """Return the tokens in the order of the plan's samplers; `arrays`: each call's token ids, NaN flags and, if any
-    sequence wants them, log-probabilities."""
+    """Return the tokens in the order of the plan's samplers; `arrays`: of each call, see RunningStep."""
     if len(calls) == 1:
         result = _result(batch.samplers, arrays[0], batch.indices)
     else:
@@ -184,7 +180,7 @@ def _batch_of_chunks(layout: BatchLayout) -> SampleBatch:
 
 
 def _result(samplers: list[Sequence], arrays: list[np.ndarray], indices: np.ndarray) -> StepResult:
-    """Build the result of one call's rows: token ids, NaN flags, and log-probabilities if any sequence wants them."""
+    """Return the result of one call."""
     if not samplers:
         return StepResult(())
     token_ids, is_nan, *logprobs = (array[indices] for array in arrays)
@@ -194,7 +190,9 @@ def _result(samplers: list[Sequence], arrays: list[np.ndarray], indices: np.ndar
     return StepResult(token_ids.tolist(), token_logprobs, frozenset(np.flatnonzero(is_nan).tolist()))
 
 
-def _logprobs(samplers: list[Sequence], chosen: list, top_ids: list, top: list) -> list[TokenLogprob | None]:
+def _logprobs(
+    samplers: list[Sequence], chosen: list[float], top_ids: list[list[int]], top: list[list[float]]
+) -> list[TokenLogprob | None]:
     wanted = [sequence.num_alternatives for sequence in samplers]
     return [
         None if count is None else TokenLogprob(chosen[row], tuple(top_ids[row][:count]), tuple(top[row][:count]))

@@ -1,4 +1,4 @@
-"""Block ids and their reference counts: which blocks of a memory are free, used or cached."""
+"""Block ids and their reference counts."""
 
 from __future__ import annotations
 
@@ -8,23 +8,22 @@ from itertools import chain
 from zlib import crc32
 
 _PLAIN, _RETAINED, _SAVED = range(3)
-"""What a block's contents are worth: nothing, retained, or retained and saved in the other tier."""
+"""Retention: none, retained, retained and saved in the other tier."""
 
 
 class OutOfBlocks(Exception):
-    """Fewer blocks are available than requested; nothing was allocated."""
+    """Too few blocks are available; nothing was allocated."""
 
 
 class BlockPool:
-    """Manages ids only; the executor owns the memory. One pool per memory.
+    """Block ids of one memory: *used* blocks have a holder, *cached* ones retained contents, others are *free*.
 
-    A block is *used* while it has a holder. Without one it is *cached* if its contents are retained, else *free*. When
-    no free blocks are left, cached ones are evicted: first those saved in the other tier, and among equals the least
-    recently held. Tables are released from their ends, so the end of a prefix is evicted before its beginning.
+    Cached blocks are evicted when no free ones are left: saved ones first, then the least recently held. Tables are
+    released from their ends, so the end of a prefix is evicted first.
     """
 
     def __init__(self, num_blocks: int, on_evict: Callable[[int], None] | None = None):
-        """`on_evict` is called with each evicted block; it may discard others in turn."""
+        """`on_evict` gets each evicted block; it may discard others."""
         self.num_blocks = num_blocks
         self.num_shared = 0  # blocks with several holders
         self._on_evict = on_evict
@@ -43,12 +42,11 @@ class BlockPool:
 
     @property
     def num_saved(self) -> int:
-        """Cached blocks whose contents are saved in the other tier too."""
         return len(self._cached[_SAVED])
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` can return: free and cached."""
+        """Free and cached blocks."""
         return len(self._free) + self.num_cached
 
     @property
@@ -56,27 +54,24 @@ class BlockPool:
         return self.num_blocks - len(self._free) - self.num_cached
 
     def is_shared(self, block: int) -> bool:
-        """Whether the block must not be written to: it has several holders, or its contents are retained."""
+        """Whether the block is read-only: retained, or held by several."""
         return self._references[block] > 1 or self._retention[block] != _PLAIN
 
     def is_held_by_several(self, block: int) -> bool:
-        """Whether the block has more than one holder."""
         return self._references[block] > 1
 
     def num_holders(self, block: int) -> int:
         return self._references[block]
 
     def is_cached(self, block: int) -> bool:
-        """Whether the block is retained and has no holder."""
         return self._references[block] == 0 and self._retention[block] != _PLAIN
 
     def num_unreferenced(self, blocks: Iterable[int]) -> int:
-        """Number of these blocks without a holder."""
         references = self._references
         return [references[block] for block in blocks].count(0)
 
     def allocate(self, count: int) -> list[int]:
-        """Return `count` blocks with one reference each: free ones, then cached ones. Raises OutOfBlocks."""
+        """Return `count` blocks with one reference each, free ones first. Raises OutOfBlocks."""
         if count > self.num_available:
             raise OutOfBlocks(f"{count} blocks requested, {self.num_available} available")
         while len(self._free) < count:
@@ -84,19 +79,20 @@ class BlockPool:
             block, _ = cached.popitem(last=False)
             self._retention[block] = _PLAIN
             self._free.append(block)
-            self._on_evict(block)
+            if self._on_evict is not None:
+                self._on_evict(block)
         taken = [self._free.pop() for _ in range(count)]
         for block in taken:
             self._references[block] = 1
         return taken
 
     def num_freed(self, tables: Iterable[Sequence[int]]) -> int:
-        """Blocks that become available once all of these tables are released."""
+        """Count the blocks that only these tables hold."""
         held = Counter(chain.from_iterable(tables))
         return sum(self._references[block] == count for block, count in held.items())
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add a holder to each of these blocks, which are used or cached."""
+        """Add a holder to used or cached blocks."""
         for block in blocks:
             count = self._references[block]
             if count == 0:
@@ -116,8 +112,7 @@ class BlockPool:
         self.num_blocks += len(more)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Remove one holder from each block of a table, given in table order. A block without holders is cached or
-        free; the free block released last is allocated first."""
+        """Remove a holder from each block of a table; the free block released last is allocated first."""
         for block in reversed(blocks):
             count = self._references[block] - 1
             if count < 0:
@@ -133,7 +128,7 @@ class BlockPool:
                     self._cached[retention][block] = None
 
     def retain(self, block: int, *, is_saved: bool = False) -> None:
-        """Cache this block's contents once it has no holder; `is_saved`: the other tier has them too."""
+        """Cache the contents once the block has no holder; `is_saved`: the other tier has them too."""
         if self._references[block] == 0:
             if self._retention[block] == _PLAIN:
                 raise AssertionError(f"block {block} is free and cannot be retained")
@@ -142,23 +137,20 @@ class BlockPool:
         self._retention[block] = _SAVED if is_saved else _RETAINED
 
     def discard(self, block: int) -> None:
-        """Stop retaining the block's contents."""
         if self.is_cached(block):
             del self._cached[self._retention[block]][block]
             self._free.append(block)
         self._retention[block] = _PLAIN
 
     def cached_blocks(self) -> Iterable[int]:
-        """Retained blocks without a holder."""
         return chain(self._cached[_SAVED], self._cached[_RETAINED])
 
     def oldest_unsaved(self) -> Iterable[int]:
-        """Cached blocks that the other tier does not have, in the order of eviction."""
+        """Cached blocks that the other tier lacks, in the order of eviction."""
         return iter(self._cached[_RETAINED])
 
     def check_invariants(self, holders: Iterable[Sequence[int]]) -> None:
-        """Raise AssertionError unless free, used and cached blocks add up and every count equals the number of
-        holders."""
+        """Raise AssertionError unless counts equal holders and the lists add up."""
         held = Counter(block for table in holders for block in table)
         for block, count in enumerate(self._references):
             if held[block] != count:
@@ -174,16 +166,13 @@ class BlockPool:
 
 
 FREE, CACHED, SHARED, MOVING, FIRST_OWNER = 0, 1, 2, 3, 16
-"""Byte values of an image: free, cached, several holders, being written by a copy, or from here on the colour of one
-request."""
+"""Bytes of an image; from FIRST_OWNER on the colour of one request."""
 MAX_CELLS = 8192
 
 
 def render_blocks(pool: BlockPool, held: Iterable[tuple[str, Iterable[int]]], moving: Iterable[int] = ()) -> bytes:
-    """Return one byte for each block of the pool, or for every k-th, at most MAX_CELLS.
-
-    `held`: (request id, blocks it holds); `moving`: blocks that copies in flight are writing.
-    """
+    """Return a byte for each block, or for every k-th, at most MAX_CELLS. `held`: (request id, its blocks); `moving`:
+    blocks that copies in flight write."""
     picture = bytearray(pool.num_blocks)
     for block in moving:
         picture[block] = MOVING

@@ -1,18 +1,19 @@
-"""The second tier: which host blocks hold which contents, which sequences pin them, and which copies are in flight.
+"""The second tier: host blocks, the sequences that pin them, and copies in flight.
 
-Like the first tier it moves no data: copies are recorded for the step's plan. A plan starts at most one transfer in
-each direction, and transfers of a direction finish in order. A transfer holds its blocks in both tiers until it is
-done.
+It moves no data: copies are recorded for the plan, at most one transfer in each direction. Transfers of a direction
+finish in order, and hold their blocks in both tiers until then.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from service.engine.kv.block_pool import BlockPool
 from service.engine.kv.prefix_tree import PrefixNode
+from service.engine.sequence import Sequence
 from service.engine.step import BlockCopy
 
 
@@ -23,9 +24,8 @@ class _SwapOut(NamedTuple):
 
 
 class HostCache:
-    """Bookkeeping of host memory for blocks of `gpu`, empty at first. `drop_subtree` removes a node without contents.
-    Contents are found through the tree's nodes, as on the GPU. Blocks that waiting sequences count on are pinned;
-    others are evicted, least recently used first."""
+    """Host blocks for contents of `gpu`, found through the tree's nodes. Waiting sequences pin theirs; others are
+    evicted, least recently used first. `drop_subtree` removes a node without contents."""
 
     def __init__(self, gpu: BlockPool, drop_subtree: Callable[[PrefixNode], None]):
         self.pool = BlockPool(0, self._on_evict)
@@ -33,7 +33,7 @@ class HostCache:
         self._gpu = gpu
         self._drop_subtree = drop_subtree
         self._node_of: dict[int, PrefixNode] = {}
-        self._pins: dict[Hashable, list[int]] = {}
+        self._pins: dict[Sequence, list[int]] = {}
         self._swapping_out: dict[PrefixNode, int] = {}
         self._swapping_in: dict[int, int] = {}  # GPU block -> number of its transfer
         self._planned_outs: list[_SwapOut] = []
@@ -44,48 +44,45 @@ class HostCache:
 
     @property
     def num_transfers_in_flight(self) -> int:
-        """Transfers in flight, or recorded and not in a plan yet."""
+        """Transfers in flight or recorded."""
         return len(self._outs_in_flight) + len(self._ins_in_flight) + bool(self._planned_outs) + bool(self._planned_ins)
 
     @property
     def num_swapping_out(self) -> int:
-        """Blocks whose copies to the host are planned or in flight."""
         return len(self._swapping_out)
 
     @property
     def num_swapping_in(self) -> int:
-        """Blocks whose copies from the host are planned or in flight."""
         return len(self._swapping_in)
 
     def num_exclusive_swapping_out(self) -> int:
-        """Blocks being copied to the host that have no other holder."""
-        return sum(not self._gpu.is_held_by_several(node.gpu) for node in self._swapping_out)
+        """Count the blocks being copied out that have no other holder."""
+        return sum(not self._gpu.is_held_by_several(node.gpu_block()) for node in self._swapping_out)
 
     def holds(self, node: PrefixNode) -> bool:
-        """Whether the host has the node's contents, or is about to."""
+        """Whether the host has the contents, or is about to."""
         return node.host is not None or node in self._swapping_out
 
     def num_transfers(self, node: PrefixNode) -> int:
-        """Number of transfers that hold the node's GPU block."""
+        """Count the transfers that hold the node's GPU block."""
         return (node in self._swapping_out) + (node.gpu in self._swapping_in)
 
     def copy_out(self, nodes: Iterable[PrefixNode]) -> None:
-        """Copy these nodes' GPU blocks to the host, the first ones if room is short. Their contents must be written
-        before the step being planned; parents come before children."""
+        """Copy nodes to the host, the first ones if space is short: parents first, written by earlier steps."""
         wanted = [node for node in nodes if not self.holds(node)]
         blocks = self.pool.allocate(min(len(wanted), self.pool.num_available))
         for node in wanted:
             if not blocks:
                 break
             if node.in_tree:  # eviction may have removed it
-                swap = _SwapOut(node, node.gpu, blocks.pop())
+                swap = _SwapOut(node, node.gpu_block(), blocks.pop())
                 self._swapping_out[node] = swap.host
-                self._gpu.share((node.gpu,))
+                self._gpu.share((swap.gpu,))
                 self._planned_outs.append(swap)
         self.pool.release(blocks)
 
-    def pin(self, holder: Hashable, nodes: Iterable[PrefixNode]) -> None:
-        """Pin the host blocks of these nodes for the holder, up to the first node that the host lacks."""
+    def pin(self, holder: Sequence, nodes: Iterable[PrefixNode]) -> None:
+        """Pin the nodes' host blocks for the holder, up to the first that is missing."""
         pinned = self._pins.setdefault(holder, [])
         for node in nodes:
             block = node.host if node.host is not None else self._swapping_out.get(node)
@@ -94,33 +91,31 @@ class HostCache:
             self.pool.share((block,))
             pinned.append(block)
 
-    def unpin(self, holder: Hashable) -> None:
-        """Unpin all blocks of the holder."""
+    def unpin(self, holder: Sequence) -> None:
         self.pool.release(self._pins.pop(holder, ()))
 
-    def swap_in(self, nodes: Sequence[PrefixNode], blocks: Sequence[int]) -> None:
-        """Copy nodes that only the host has to these GPU blocks, which the caller allocated."""
+    def swap_in(self, nodes: Seq[PrefixNode], blocks: Seq[int]) -> None:
+        """Copy host-only nodes to these GPU blocks."""
         for node, block in zip(nodes, blocks, strict=True):
-            self.pool.share((node.host,))
+            source = node.host_block()
+            self.pool.share((source,))
             self._gpu.share((block,))
-            self._planned_ins.append(BlockCopy(node.host, block))
+            self._planned_ins.append(BlockCopy(source, block))
             self._swapping_in[block] = self._num_swap_ins_planned + 1
             node.gpu = block
 
     def is_swapping_in(self, block: int) -> bool:
-        """Whether a copy from the host still writes this GPU block."""
         return block in self._swapping_in
 
     def last_swap_in(self, blocks: Iterable[int]) -> int:
-        """Return the number of the transfer that completes these blocks; 0 if they are complete."""
+        """Return the number of the transfer that completes these GPU blocks; 0 if complete."""
         return max((self._swapping_in.get(block, 0) for block in blocks), default=0)
 
     def is_swap_in_done(self, number: int) -> bool:
-        """Whether the transfer of this number is done."""
         return number <= self._num_swap_ins_done
 
     def drain_swaps(self) -> tuple[tuple[BlockCopy, ...], tuple[BlockCopy, ...]]:
-        """Return the copies to and from the host recorded since the last call."""
+        """Return the recorded copies to and from the host."""
         outs, ins = self._planned_outs, self._planned_ins
         if outs:
             self._outs_in_flight.append(outs)
@@ -134,15 +129,15 @@ class HostCache:
         return tuple(BlockCopy(swap.gpu, swap.host) for swap in outs), tuple(ins)
 
     def complete_swap_out(self) -> None:
-        """The oldest transfer to the host is done: its nodes are on the host too."""
+        """The oldest transfer to the host is done."""
         done = self._outs_in_flight.popleft()
-        for node, _, host in done:
+        for node, gpu, host in done:
             del self._swapping_out[node]
             if node.in_tree:
                 node.host = host
                 self._node_of[host] = node
                 self.pool.retain(host)
-                self._gpu.retain(node.gpu, is_saved=True)
+                self._gpu.retain(gpu, is_saved=True)
         self.pool.release([swap.host for swap in done])
         self._gpu.release([swap.gpu for swap in done])
 
@@ -156,7 +151,6 @@ class HostCache:
         self._gpu.release([copy.target for copy in done])
 
     def drop_node(self, node: PrefixNode) -> None:
-        """The node has left the tree."""
         if node.host is not None:
             del self._node_of[node.host]
             self.pool.discard(node.host)
@@ -171,22 +165,21 @@ class HostCache:
             self._gpu.retain(node.gpu)
 
     @property
-    def pinned(self) -> dict[Hashable, list[int]]:
-        """Pinned host blocks by holder; read-only."""
+    def pinned(self) -> dict[Sequence, list[int]]:
+        """By holder; read-only."""
         return self._pins
 
     @property
     def blocks_being_filled(self) -> Iterable[int]:
-        """Host blocks that copies are writing; read-only."""
         return self._swapping_out.values()
 
     def gpu_holders(self) -> list[list[int]]:
-        """GPU blocks that transfers hold."""
+        """Return the GPU blocks that transfers hold."""
         outs = [[swap.gpu for swap in flight] for flight in (*self._outs_in_flight, self._planned_outs)]
         return outs + [[copy.target for copy in flight] for flight in (*self._ins_in_flight, self._planned_ins)]
 
     def check_invariants(self, nodes: Iterable[PrefixNode]) -> None:
-        """Raise AssertionError unless the host's blocks match the tree, pins and transfers."""
+        """Raise AssertionError unless blocks match tree, pins and transfers."""
         outs = [[swap.host for swap in flight] for flight in (*self._outs_in_flight, self._planned_outs)]
         ins = [[copy.source for copy in flight] for flight in (*self._ins_in_flight, self._planned_ins)]
         self.pool.check_invariants([*self._pins.values(), *outs, *ins])

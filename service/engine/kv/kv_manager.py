@@ -1,13 +1,11 @@
-"""Block tables of sequences: attach, grow, fork, swap and release.
-
-It decides about blocks and moves no data: copies are recorded for the step's plan.
-"""
+"""Block tables of sequences: attach, grow, fork, swap and release. Copies are recorded for the plan."""
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Sequence as Seq
 from itertools import chain
 from typing import NamedTuple
 
@@ -19,32 +17,31 @@ from service.engine.sequence import Sequence, SequenceStatus
 from service.engine.step import BlockCopy, Chunk, FinishedTransfer
 
 MAX_SAVED_PER_STEP = 256
-"""Blocks a step copies to the host ahead of need: about 10 ms of the bus."""
+"""About 10 ms of the bus."""
 
 
 SwapInRule = Callable[[int, int], bool]
-"""(num_tokens, num_blocks): whether `num_blocks` blocks on the host are worth swapping in after `num_tokens` tokens."""
+"""(num_tokens, num_blocks): see PrefixCache.match."""
 
 
 def always(num_tokens: int, num_blocks: int) -> bool:
-    """The rule that swaps in all that the host has."""
+    """Swap in every host block."""
     return True
 
 
 class SwapFootprint(NamedTuple):
-    """Cached blocks of sequences to be preempted; a block they share counts once."""
+    """Cached blocks of sequences to be preempted, shared ones once."""
 
     num_cached: int
     num_to_save: int  # not on the host yet
-    num_exclusive: int  # without other holders: would be lost
+    num_exclusive: int  # without other holders
 
 
 class KVManager:
-    """Block tables over the device's pool, with an optional second tier on the host.
+    """Block tables over the device's pool, with an optional host tier.
 
-    Every full block of known tokens is cached. A new sequence starts from its longest cached prefix: with
-    `prefix_caching` from any sequence of the same salt, else only from its own blocks before a preemption. The cached
-    part of a table is a path of the prefix tree: a sequence that holds a block holds the blocks preceding it.
+    Full blocks of known tokens are cached. A sequence starts from its longest cached prefix: with `prefix_caching` of
+    any sequence of its salt, else its own from before a preemption. The cached part of a table is a path of the tree.
     """
 
     def __init__(
@@ -56,7 +53,6 @@ class KVManager:
         prefix_caching: bool = False,
         swapping: bool = False,
     ):
-        """`block_bytes`: memory of a block, for statistics."""
         self.block_size = block_size
         self.block_bytes = block_bytes
         self.num_copies = 0
@@ -67,23 +63,22 @@ class KVManager:
         self._cache = cache if prefix_caching or swapping else None
         self.pool: BlockPool = cache.pool
         self.host: HostCache | None = cache.host
-        self._tails: dict[Sequence, PrefixNode] = {}  # tree node of the last cached block of each sequence
-        self._swap_in_ids: dict[Sequence, int] = {}  # the transfer that completes its blocks
+        self._tails: dict[Sequence, PrefixNode] = {}  # last cached block
+        self._swap_in_ids: dict[Sequence, int] = {}  # transfer that completes the blocks
 
     def start_step(self) -> None:
-        """Begin a new plan."""
         if self._cache is not None:
             self._cache.start_step()
 
     def match(self, sequence: Sequence, should_swap_in: SwapInRule = always) -> Match:
-        """Return the cached prefix of a sequence that holds no blocks; its last token is always left to compute."""
+        """Return the cached prefix of a sequence without blocks, less its last token."""
         if self._cache is None:
             return NO_MATCH
         token_ids = sequence.token_ids[: sequence.num_tokens - 1]
         return self._cache.match(self._salt(sequence), token_ids, should_swap_in)
 
     def num_blocks_for_match(self, sequence: Sequence, match: Match) -> int:
-        """Available blocks that `attach`, and then `extend` to all tokens, would take."""
+        """Return the blocks that `attach`, and then `extend` to all tokens, would take."""
         shared = match.on_gpu
         missing = -(-sequence.num_tokens // self.block_size) - len(shared) + (match.partial is not None)
         return missing + self.pool.num_unreferenced(shared)
@@ -97,15 +92,12 @@ class KVManager:
         return Match.of(match.nodes, None, len(match.nodes) * self.block_size)
 
     def can_attach(self, match: Match) -> bool:
-        """Whether the pool has room for what `attach` swaps in and holds."""
+        """Whether enough blocks are available for `attach`."""
         return len(match.on_host) + self.pool.num_unreferenced(match.on_gpu) <= self.pool.num_available
 
     def attach(self, sequence: Sequence, match: Match) -> None:
-        """Give a sequence without blocks the prefix that `match` just returned. Raises OutOfBlocks and then changes
-        nothing.
-
-        The sequence cannot be computed while it is in `swapping_in`.
-        """
+        """Give a sequence without blocks the prefix that `match` just returned; not computable while it is in
+        `swapping_in`. Raises OutOfBlocks and then changes nothing."""
         if self._cache is None:
             return
         shared, absent = match.on_gpu, match.on_host
@@ -116,7 +108,7 @@ class KVManager:
             self._cache.swap_in(absent)
         self.unpin_host(sequence)
         path = [*match.nodes, match.partial] if match.partial else match.nodes
-        sequence.block_table.extend([node.gpu for node in path] if absent else shared)
+        sequence.block_table.extend([node.gpu_block() for node in path] if absent else shared)
         sequence.num_computed_tokens, sequence.num_exclusive_tokens = match.num_tokens, 0
         self._tails[sequence] = match.nodes[-1] if match.nodes else self._cache.root(self._salt(sequence))
         self._record_swap_in(sequence)
@@ -125,14 +117,20 @@ class KVManager:
             self.num_query_tokens += sequence.num_prompt_tokens
             self.num_hit_tokens += num_hits
 
+    @property
+    def _host_cache(self) -> HostCache:
+        if self.host is None:
+            raise AssertionError("there is no host cache")
+        return self.host
+
     def swapping_in(self) -> Set[Sequence]:
-        """Sequences that wait for blocks from the host; they cannot be computed yet."""
-        for sequence in [one for one, number in self._swap_in_ids.items() if self.host.is_swap_in_done(number)]:
+        """Return the sequences that wait for blocks from the host."""
+        for sequence in [one for one, number in self._swap_in_ids.items() if self._host_cache.is_swap_in_done(number)]:
             del self._swap_in_ids[sequence]
         return self._swap_in_ids.keys()
 
     def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
-        """Blocks the sequence lacks to write from its first uncomputed token up to `num_tokens`."""
+        """Return the blocks that `extend` would allocate."""
         table, size = sequence.block_table, self.block_size
         first, end = sequence.num_computed_tokens // size, -(-num_tokens // size)
         if end == first + 1 <= len(table):  # the common case
@@ -140,11 +138,8 @@ class KVManager:
         return max(0, end - len(table)) + sum(map(self.pool.is_shared, table[first:end]))
 
     def extend(self, sequence: Sequence, num_tokens: int) -> None:
-        """Allocate blocks so that the sequence can write from its first uncomputed token up to `num_tokens`.
-
-        Copy on write: a shared block in that range is replaced by a copy; its last holder writes in place. Raises
-        OutOfBlocks and then changes nothing.
-        """
+        """Allocate blocks to write from the first uncomputed token up to `num_tokens`; shared ones are copied. Raises
+        OutOfBlocks and then changes nothing."""
         missing, size = self.num_missing_blocks(sequence, num_tokens), self.block_size
         end = -(-num_tokens // size)
         if missing:
@@ -160,7 +155,7 @@ class KVManager:
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Start the child, which holds no blocks, from the parent's first `num_tokens` computed tokens. All blocks are
-        shared, including a partial last one; the first to write into it copies it."""
+        shared, a partial last one too."""
         child.block_table.extend(parent.block_table[: -(-num_tokens // self.block_size)])
         self.pool.share(child.block_table)
         child.num_computed_tokens = num_tokens
@@ -171,20 +166,19 @@ class KVManager:
             self.unpin_host(child)
 
     def drain_copies(self) -> tuple[BlockCopy, ...]:
-        """Return the copies that `extend` recorded since the last call; they run before anything is written."""
+        """Return the recorded copies; they run before any write."""
         copies, self._copies = tuple(self._copies), []
         return copies
 
     def cache_blocks(self, sequence: Sequence, num_tokens: int) -> None:
-        """Make the full blocks among the first `num_tokens` tokens, which the plan being made writes, findable for
-        others."""
+        """Make the full blocks of the first `num_tokens` tokens, written by this plan, findable."""
         tail = self._tails.get(sequence)
         if tail is not None:
             self._tails[sequence] = self._extend_tail(sequence, tail, num_tokens, may_replace=False)
 
     def commit_step(self, chunks: Iterable[Chunk], failed: Set[Sequence]) -> None:
-        """A step is done: cache the blocks it filled. For sequences in `failed`, whose logits were NaN, drop the blocks
-        written since their last valid logits."""
+        """Cache the blocks that a finished step filled. For `failed` sequences, whose logits were NaN, drop the blocks
+        since their last valid logits."""
         if self._cache is None:
             return
         size = self.block_size
@@ -202,19 +196,18 @@ class KVManager:
                 self._cache.mark_valid(tail)
 
     def accept_draft(self, sequence: Sequence) -> None:
-        """The first uncomputed token of the sequence was a draft of the finished step: it is computed. Nothing changes
-        for a sequence that was preempted since."""
+        """The finished step computed the next token as a draft. No effect after a preemption."""
         if sequence.status is not SequenceStatus.RUNNING:
             return
         sequence.num_computed_tokens += 1
         tail = self._tails.get(sequence)
-        if tail is not None and sequence.num_computed_tokens % self.block_size == 0:
+        if tail is not None and self._cache is not None and sequence.num_computed_tokens % self.block_size == 0:
             tail = self._extend_tail(sequence, tail, sequence.num_computed_tokens, may_replace=True)
             self._tails[sequence] = tail
             self._cache.mark_valid(tail)
 
     def retract_token(self, sequence: Sequence) -> None:
-        """A finished step returned no token for the sequence: its last token is computed again."""
+        """A finished step returned no token: the last one is computed again."""
         if sequence.status is SequenceStatus.RUNNING:
             num_computed = sequence.num_computed_tokens = min(sequence.num_computed_tokens, sequence.num_tokens - 1)
             sequence.num_exclusive_tokens = 0
@@ -222,83 +215,81 @@ class KVManager:
                 self._tails[sequence] = _ancestor(self._tails[sequence], num_computed // self.block_size)
 
     def swap_out(self, sequence: Sequence) -> None:
-        """Release the sequence, but keep its cached blocks on the host, as far as there is room, until it is attached
-        again or ends. Blocks still being copied become available when the copy is done."""
+        """Release the sequence, and keep its cached blocks on the host, as far as they fit, until it is attached or
+        ends."""
         path = self._tails[sequence].path() if sequence in self._tails else []
         self.release(sequence)
-        self.host.pin(sequence, path)
-        self.host.copy_out(path)
-        self.host.unpin(sequence)
-        self.host.pin(sequence, path)
+        host = self._host_cache
+        host.pin(sequence, path)
+        host.copy_out(path)
+        host.unpin(sequence)
+        host.pin(sequence, path)
 
     def swap_footprint(self, sequences: Iterable[Sequence]) -> SwapFootprint:
-        """Count the cached blocks of sequences that would be preempted together, and what would be lost. What other
-        sequences keep is always a prefix."""
+        """Count the cached blocks of sequences that would be preempted together."""
+        host = self._host_cache
         paths = chain.from_iterable(self._tails[one].path() for one in sequences if one in self._tails)
         holders = Counter(node for node in paths if node.in_tree)
         return SwapFootprint(
             num_cached=len(holders),
-            num_to_save=sum(not self.host.holds(node) for node in holders),
+            num_to_save=sum(not host.holds(node) for node in holders),
             num_exclusive=sum(
-                self.pool.num_holders(node.gpu) == count + self.host.num_transfers(node)
+                self.pool.num_holders(node.gpu_block()) == count + host.num_transfers(node)
                 for node, count in holders.items()
             ),
         )
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether sequences start from prefixes that other sequences computed."""
         return self._prefix_caching
 
     def num_missing_for_all(self, sequence: Sequence) -> int:
-        """Blocks the sequence lacks to hold all its tokens, not counting those it shares with its leader for good."""
+        """Return the blocks that the sequence lacks for all its tokens, without those of its leader."""
         if sequence.is_waiting_for_leader:
             return -(-sequence.num_tokens // self.block_size) - sequence.num_inherited_tokens // self.block_size
         return self.num_missing_blocks(sequence, sequence.num_tokens)
 
     def num_freed_blocks(self, sequences: Iterable[Sequence]) -> int:
-        """Blocks that only these sequences hold."""
         return self.pool.num_freed(one.block_table for one in sequences)
 
     def num_returning_blocks(self) -> int:
-        """Blocks that become available once their copies to the host are done."""
+        """Return the blocks that are available once copied to the host."""
         return 0 if self.host is None else self.host.num_exclusive_swapping_out()
 
     def save_to_host(self, sequence: Sequence) -> None:
-        """Copy the cached blocks of a running sequence to the host: it may be preempted soon."""
+        """Copy cached blocks of a running sequence to the host."""
         tail = self._tails.get(sequence)
-        if tail is not None:
-            unsaved = [node for node in tail.path() if not self.host.holds(node) and self._cache.is_written(node)]
-            self.host.copy_out(unsaved[:MAX_SAVED_PER_STEP])
+        if tail is not None and self._cache is not None:
+            host, cache = self._host_cache, self._cache
+            unsaved = [node for node in tail.path() if not host.holds(node) and cache.is_written(node)]
+            host.copy_out(unsaved[:MAX_SAVED_PER_STEP])
 
     def save_cached(self, count: int) -> None:
-        """Copy up to `count` cached blocks to the host that it lacks, in the order of eviction."""
-        self.host.copy_out(self._cache.oldest_unsaved(min(count, MAX_SAVED_PER_STEP)))
+        """Copy up to `count` cached blocks to the host, in the order of eviction."""
+        if self._cache is not None:
+            self._host_cache.copy_out(self._cache.oldest_unsaved(min(count, MAX_SAVED_PER_STEP)))
 
     def complete_transfer(self, done: FinishedTransfer) -> None:
-        """Account for the oldest transfer of its direction, which is done."""
         if done.is_out:
-            self.host.complete_swap_out()
+            self._host_cache.complete_swap_out()
         else:
-            self.host.complete_swap_in()
+            self._host_cache.complete_swap_in()
 
     def drain_swaps(self) -> tuple[tuple[BlockCopy, ...], tuple[BlockCopy, ...]]:
-        """Return the copies to and from the host recorded since the last call."""
+        """Return the recorded copies to and from the host."""
         return ((), ()) if self.host is None else self.host.drain_swaps()
 
     def unpin_host(self, sequence: Sequence) -> None:
-        """Unpin the host blocks of the sequence."""
         if self.host is not None:
             self.host.unpin(sequence)
 
     def drop_request(self, sequence: Sequence) -> None:
-        """The sequence's request has ended: without prefix caching, drop its cached blocks."""
+        """The request has ended: without prefix caching, drop its blocks."""
         if self._cache is not None and not self._prefix_caching:
             self._cache.drop_salt(self._salt(sequence))
 
     def release(self, sequence: Sequence) -> None:
-        """Release all blocks; the sequence has nothing computed any more, though the cache may still have its
-        prefix."""
+        """Release all blocks; the cache may still have the prefix."""
         self._tails.pop(sequence, None)
         self._swap_in_ids.pop(sequence, None)
         self.unpin_host(sequence)
@@ -307,9 +298,9 @@ class KVManager:
         sequence.num_computed_tokens = sequence.num_exclusive_tokens = 0
 
     def num_slots(self, sequences: Iterable[Sequence]) -> tuple[int, int]:
-        """Return (held, filled) slots of the blocks that these sequences use; paging wastes the difference. Shared
-        blocks count once."""
-        size, empty = self.block_size, {}
+        """Return the (held, filled) token slots of these sequences' blocks, shared ones once."""
+        size = self.block_size
+        empty: dict[int, int] = {}
         for sequence in sequences:
             table, num_computed = sequence.block_table, sequence.num_computed_tokens
             for index in range(num_computed // size, len(table)):
@@ -322,6 +313,8 @@ class KVManager:
         return sequence.request.cache_salt if self._prefix_caching else sequence.request_id
 
     def _extend_tail(self, sequence: Sequence, tail: PrefixNode, num_tokens: int, *, may_replace: bool) -> PrefixNode:
+        if self._cache is None:
+            return tail
         end = min(num_tokens, len(sequence.token_ids)) // self.block_size
         table, first = sequence.block_table, tail.depth
         before = table[first:end]
@@ -336,10 +329,9 @@ class KVManager:
             self._swap_in_ids[sequence] = number
 
     def check_invariants(self, sequences: Iterable[Sequence]) -> None:
-        """Raise AssertionError unless counts equal holders, computed tokens have blocks, exclusive blocks are
-        exclusive, and cache and tables agree."""
+        """Raise AssertionError unless counts, tables and cache agree."""
         sequences = list(sequences)
-        holders: list = [sequence.block_table for sequence in sequences]
+        holders: list[Seq[int]] = [sequence.block_table for sequence in sequences]
         if self.host is not None:
             holders += self.host.gpu_holders()
         self.pool.check_invariants(holders)
@@ -350,13 +342,13 @@ class KVManager:
 
 
 def _ancestor(node: PrefixNode, max_depth: int) -> PrefixNode:
-    while node.depth > max_depth:
+    while node.depth > max_depth and node.parent is not None:
         node = node.parent
     return node
 
 
 def check_tables(sequences: Iterable[Sequence], pool: BlockPool, block_size: int) -> None:
-    """Raise AssertionError if a sequence has computed more than its blocks hold, or two may write to one block."""
+    """Raise AssertionError if computed tokens lack a block, or two sequences may write to one."""
     for sequence in sequences:
         if sequence.num_computed_tokens > len(sequence.block_table) * block_size:
             raise AssertionError(f"{sequence.request_id}: computed tokens without a block")
@@ -366,15 +358,15 @@ def check_tables(sequences: Iterable[Sequence], pool: BlockPool, block_size: int
 
 
 def check_tails(tails: Mapping[Sequence, PrefixNode], sequences: Iterable[Sequence], block_size: int) -> None:
-    """Raise AssertionError unless each sequence's cached path equals its table, and only holders have a path."""
+    """Raise AssertionError unless each cached path equals the table of its sequence."""
     if not tails.keys() <= set(sequences):
         raise AssertionError("a sequence without blocks has a path in the tree")
     for sequence, tail in tails.items():
         check_path(sequence.request_id, tail, sequence.token_ids[: tail.depth * block_size], sequence.block_table)
 
 
-def check_path(name: str, tail: PrefixNode, token_ids: Iterable[int], table: array) -> None:
-    """Raise AssertionError unless the path matches the sequence's tokens and its blocks."""
+def check_path(name: str, tail: PrefixNode, token_ids: Iterable[int], table: array[int]) -> None:
+    """Raise AssertionError unless the path matches tokens and blocks."""
     path = tail.path()
     if b"".join(node.tokens for node in path) != pack_tokens(token_ids):
         raise AssertionError(f"{name}: its path in the tree is not that of its tokens")

@@ -21,7 +21,7 @@ from service.config.settings import Settings
 from service.errors import StartupError
 
 CPU_CACHE_BYTES = 2 << 30
-"""Most the cache takes of a CPU's memory, which others use too."""
+"""Limit of the cache on a CPU."""
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 """A number of bytes, or "max"."""
@@ -30,13 +30,11 @@ RESERVED_GPU_BYTES = 256 << 20
 """Left free on a GPU for the driver, cuBLAS and fragmentation."""
 
 SMALL_BATCHES = (16, 32, 64, 96, 128, 192, 256)
-"""Decode batch sizes with kernels of their own on some devices; `warm_up` compiles them all."""
+"""Decode batches with kernels of their own on some devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """The block pool and the longest sequence it can hold."""
-
     num_blocks: int
     block_size: int
     block_bytes: int
@@ -76,7 +74,7 @@ def _gib(num_bytes: int) -> str:
 
 
 def host_memory_bytes() -> int:
-    """Host memory this process may use: all of it, or its control group's limit."""
+    """Return the host's memory or the control group's limit."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         limit = CGROUP_LIMIT.read_text().strip()
@@ -86,7 +84,7 @@ def host_memory_bytes() -> int:
 
 
 def _affordable_bytes(settings: Settings, ops: Ops, reserved_bytes: int) -> int:
-    """Bytes the KV cache may take now, if `reserved_bytes` are still to be allocated."""
+    """Return what the KV cache may take; `reserved_bytes` are still to be allocated."""
     free, total = ops.memory_bytes()
     free -= reserved_bytes
     if ops.name == "cuda":
@@ -95,12 +93,8 @@ def _affordable_bytes(settings: Settings, ops: Ops, reserved_bytes: int) -> int:
 
 
 def warm_up(model: Llama, block_size: int, num_tokens: int, num_sequences: int, max_model_len: int) -> None:
-    """Run the two largest possible steps, so that their workspace is allocated before the pool is sized.
-
-    A prefill of `num_tokens` and a decode of `num_sequences`, sampled with every option, on one shared block: the
-    results mean nothing; kernels, workspace and GEMM plans stay. Also a prefill of two tokens and decodes of 16 to 256
-    sequences, because small batches have kernels of their own.
-    """
+    """Run the largest prefill and decode with every sampling option, on one shared block, so that workspace is
+    allocated before the pool is sized. Also small batches, which have kernels of their own."""
     ops, vocab_size = model.ops, model.config.vocab_size
     kv = allocate(ops, model.config, 1, block_size)
     params = SamplingParams(max_tokens=1, top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS)
@@ -125,9 +119,8 @@ def warm_up(model: Llama, block_size: int, num_tokens: int, num_sequences: int, 
 
 
 def warm_up_sizes(model: Llama, block_size: int, num_tokens: int, num_sequences: int, max_model_len: int) -> None:
-    """Run the GEMMs of every other step size once, in one layer: loading a kernel later would delay the step that needs
-    it by 5 to 70 ms. Smaller steps are captured, and loaded there. The LM head runs only in padded sizes
-    (`padded_rows`), so the fastest measured algorithm for a size is what runs."""
+    """Run the GEMMs of every other step size once, in one layer: loading a kernel later delays its step by 5 to 70 ms.
+    Smaller steps are loaded at capture. The LM head runs in padded sizes only (`padded_rows`)."""
     ops = model.ops
     kv, first_layer = allocate(ops, model.config, 1, block_size), model.first_layer()
     for size in ops.linear_sizes(num_tokens):

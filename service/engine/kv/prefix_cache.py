@@ -18,26 +18,22 @@ from service.engine.kv.prefix_tree import PrefixNode, PrefixTree, pack_tokens
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The cached prefix of a sequence: whole blocks, and possibly a block of which only the first tokens match.
-
-    Nodes in `on_host` must be swapped in before use.
-    """
+    """The cached prefix of a sequence: whole blocks, and a block of which the first tokens match, if any."""
 
     nodes: list[PrefixNode]
     partial: PrefixNode | None
     num_tokens: int
-    on_gpu: list[int]  # blocks to share as they are, the partial one last
-    on_host: list[PrefixNode]  # nodes that only the host has
+    on_gpu: list[int]  # blocks to share, the partial one last
+    on_host: list[PrefixNode]  # to be swapped in
 
     @classmethod
     def of(cls, nodes: list[PrefixNode], partial: PrefixNode | None, num_tokens: int) -> Match:
-        """Build a match with the nodes' present blocks. `nodes` from the root down; `num_tokens` includes the matching
-        tokens of `partial`."""
+        """Build a match with the nodes' present blocks; `nodes` from the root down."""
         blocks = [node.gpu for node in nodes]
         on_host = [node for node in nodes if node.gpu is None] if None in blocks else []
-        on_gpu = [block for block in blocks if block is not None] if on_host else blocks
+        on_gpu = [block for block in blocks if block is not None]
         if partial is not None:
-            on_gpu.append(partial.gpu)
+            on_gpu.append(partial.gpu_block())
         return cls(nodes, partial, num_tokens, on_gpu, on_host)
 
 
@@ -45,9 +41,8 @@ NO_MATCH = Match.of([], None, 0)
 
 
 class PrefixCache:
-    """Knows which contents are where; the pools count the holders. A block is known from the moment a plan has it
-    written: the device runs plans in order, so even the same plan may read it. A copy of a block needs it written by an
-    earlier plan."""
+    """Maps contents to blocks. A block is findable once a plan writes it: the device runs plans in order, so the same
+    plan may read it. A copy needs it written by an earlier plan."""
 
     def __init__(self, num_blocks: int, block_size: int, *, with_host: bool):
         self.pool = BlockPool(num_blocks, self._on_evict)
@@ -58,19 +53,15 @@ class PrefixCache:
         self._step = 0
 
     def start_step(self) -> None:
-        """Begin a new plan; blocks written by the previous one may be copied."""
+        """Begin a new plan."""
         self._step += 1
 
     def root(self, salt: str) -> PrefixNode:
-        """Return the root of this salt's prefixes."""
         return self._tree.root(salt)
 
     def match(self, salt: str, token_ids: Sequence[int], should_swap_in: Callable[[int, int], bool]) -> Match:
-        """Return the longest cached prefix of these tokens.
-
-        `should_swap_in(num_tokens, num_blocks)`: whether `num_blocks` blocks on the host are worth swapping in after
-        `num_tokens` tokens on the GPU.
-        """
+        """Return the longest cached prefix. `should_swap_in(num_tokens, num_blocks)`: whether `num_blocks` host blocks
+        are worth swapping in after `num_tokens` tokens on the GPU."""
         found, closest = self._tree.find(salt, pack_tokens(token_ids))
         nodes = self._worth_swapping_in(found, should_swap_in)
         if len(nodes) < len(found) or closest is None or not self.is_written(closest[0]):
@@ -79,19 +70,16 @@ class PrefixCache:
         return Match.of(nodes, partial, len(nodes) * self._block_size + num_common)
 
     def is_written(self, node: PrefixNode) -> bool:
-        """Whether the GPU has the contents before the step being planned."""
+        """Whether the GPU has the contents before the planned step."""
         if node.gpu is None or node.written_by >= self._step:
             return False
         return self.host is None or not self.host.is_swapping_in(node.gpu)
 
     def insert(
-        self, tail: PrefixNode, token_ids: Sequence[int], table: array, end: int, *, may_replace: bool
+        self, tail: PrefixNode, token_ids: Sequence[int], table: array[int], end: int, *, may_replace: bool
     ) -> PrefixNode:
-        """Follow the full blocks of `table` up to block `end` from `tail`, adding unknown ones; return the last node.
-
-        A block whose contents another block already has is replaced by that one. Without `may_replace`, because it is
-        still being written, the path ends there.
-        """
+        """Follow the full blocks of `table` from `tail` to block `end`, adding unknown ones; return the last node. A
+        block that duplicates another is replaced by it, or ends the path without `may_replace`: still being written."""
         size = self._block_size
         while tail.depth < end and tail.in_tree:
             index = tail.depth
@@ -111,26 +99,27 @@ class PrefixCache:
         return tail
 
     def swap_in(self, nodes: Sequence[PrefixNode]) -> None:
-        """Copy nodes that only the host has to new GPU blocks, which the caller holds. Raises OutOfBlocks."""
+        """Copy host-only nodes to new GPU blocks, which the caller holds. Raises OutOfBlocks."""
         blocks = self.pool.allocate(len(nodes))
+        if self.host is None:
+            raise AssertionError("nothing can be swapped in without a host cache")
         self.host.swap_in(nodes, blocks)
         for node, block in zip(nodes, blocks, strict=True):
             self._assign_block(node, block)
 
     def oldest_unsaved(self, count: int) -> list[PrefixNode]:
-        """Return the nodes of up to `count` cached blocks that the host lacks, in the order of eviction; parents
-        first."""
-        nodes = [self._node_of[block] for block in islice(self.pool.oldest_unsaved(), count)]
+        """Return the `count` nodes to be evicted next that the host lacks, parents first."""
+        nodes = [self._known_node(block) for block in islice(self.pool.oldest_unsaved(), count)]
         return [node for node in reversed(nodes) if self.is_written(node)]
 
     def mark_valid(self, tail: PrefixNode) -> None:
-        """The model returned finite logits for a token that attends to all blocks up to `tail`."""
+        """A token that attends to all blocks up to `tail` had finite logits."""
         while not tail.is_valid and tail.parent is not None:
             tail.is_valid = True
             tail = tail.parent
 
     def invalidate_unproven(self, tail: PrefixNode) -> None:
-        """Drop the blocks on the path to `tail` that were written since the last valid one, and their descendants."""
+        """Drop the blocks on the path to `tail` after the last valid one, with their descendants."""
         suspect = None
         while tail.parent is not None and not tail.is_valid:
             suspect, tail = tail, tail.parent
@@ -138,7 +127,6 @@ class PrefixCache:
             self._remove_subtree(suspect)
 
     def drop_salt(self, salt: str) -> None:
-        """Drop all prefixes of this salt."""
         for node in self._tree.remove_root(salt):
             self._release_node(node)
 
@@ -156,9 +144,14 @@ class PrefixCache:
         self._node_of[block] = node
         self.pool.retain(block, is_saved=node.host is not None)
 
-    def _on_evict(self, block: int) -> None:
-        """The pool evicted a cached block."""
+    def _known_node(self, block: int) -> PrefixNode:
         node = self._node_of[block]
+        if node is None:
+            raise AssertionError(f"block {block} is cached and not in the tree")
+        return node
+
+    def _on_evict(self, block: int) -> None:
+        node = self._known_node(block)
         node.gpu = self._node_of[block] = None
         if node.host is None:
             self._remove_subtree(node)
@@ -175,7 +168,7 @@ class PrefixCache:
             self.host.drop_node(node)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError unless tree, pools and host cache agree."""
+        """Raise AssertionError unless tree and pools agree."""
         self._tree.check_invariants()
         nodes = list(self._tree.nodes())
         known = {node.gpu: node for node in nodes if node.gpu is not None}

@@ -1,9 +1,7 @@
-"""The prefix tree: full blocks of tokens whose contents are cached on the GPU, on the host or on both.
+"""The prefix tree: full blocks of tokens that are cached on the GPU, on the host or on both.
 
-A node is one block of tokens after those of its ancestors, so a path from a root is a prefix. Lookup compares the
-tokens themselves along the path: unlike hashes they cannot collide. Each salt has a root of its own; roots share
-nothing. Children are sorted by their tokens, so the child with the longest common prefix is next to the insertion
-point.
+A path from a root is a prefix; each salt has a root. Lookup compares tokens: unlike hashes they cannot collide.
+Children are sorted, so the one with the longest common prefix is next to the insertion point.
 """
 
 from __future__ import annotations
@@ -20,12 +18,8 @@ ROOTS_BETWEEN_SWEEPS = 1024
 
 
 class PrefixNode:
-    """One block of tokens at its position.
-
-    `gpu` and `host` are the blocks that hold its keys and values; a node with neither leaves the tree. `written_by` is
-    the number of the step that writes the GPU block. `is_valid`: the model returned finite logits for a token that
-    attends to it.
-    """
+    """One block of tokens; without `gpu` and `host` block it leaves the tree. Step `written_by` writes the GPU block.
+    `is_valid`: a token that attends to it had finite logits."""
 
     __slots__ = ("children", "depth", "gpu", "host", "in_tree", "is_valid", "keys", "parent", "tokens", "written_by")
 
@@ -42,20 +36,31 @@ class PrefixNode:
         self.children: list[PrefixNode] = []
 
     def child(self, tokens: bytes) -> PrefixNode | None:
-        """Return the child with exactly these tokens."""
         index = bisect_left(self.keys, tokens)
         return self.children[index] if index < len(self.keys) and self.keys[index] == tokens else None
 
+    def gpu_block(self) -> int:
+        """Return `gpu`; raise AssertionError without one."""
+        if self.gpu is None:
+            raise AssertionError(f"a node at depth {self.depth} has no GPU block")
+        return self.gpu
+
+    def host_block(self) -> int:
+        """Return `host`; raise AssertionError without one."""
+        if self.host is None:
+            raise AssertionError(f"a node at depth {self.depth} has no host block")
+        return self.host
+
     def path(self) -> list[PrefixNode]:
-        """Return the nodes from the root's child to this one."""
-        nodes, node = [], self
+        """Return the nodes from the root, exclusive, to this one."""
+        nodes: list[PrefixNode] = []
+        node = self
         while node.parent is not None:
             nodes.append(node)
             node = node.parent
         return nodes[::-1]
 
     def subtree(self) -> Iterator[PrefixNode]:
-        """Yield this node and all its descendants."""
         open_nodes = [self]
         while open_nodes:
             node = open_nodes.pop()
@@ -64,7 +69,7 @@ class PrefixNode:
 
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
-    """Pack token ids as nodes store them; fast for an array("I")."""
+    """Pack token ids as nodes store them."""
     packed = array("I", token_ids)
     if sys.byteorder == "little":
         packed.byteswap()
@@ -72,14 +77,13 @@ def pack_tokens(token_ids: Iterable[int]) -> bytes:
 
 
 class PrefixTree:
-    """Manages nodes only; the pools decide which blocks are held and evicted."""
+    """Roots by salt, and their nodes."""
 
     def __init__(self, block_size: int):
         self._block_bytes = block_size * TOKEN_BYTES
         self._roots: dict[str, PrefixNode] = {}
 
     def root(self, salt: str) -> PrefixNode:
-        """Return the root of this salt's prefixes."""
         if salt not in self._roots:
             if len(self._roots) % ROOTS_BETWEEN_SWEEPS == ROOTS_BETWEEN_SWEEPS - 1:
                 self._drop_empty_roots()
@@ -87,8 +91,8 @@ class PrefixTree:
         return self._roots[salt]
 
     def find(self, salt: str, packed: bytes) -> tuple[list[PrefixNode], tuple[PrefixNode, int] | None]:
-        """Return the nodes of the longest prefix of `packed` in whole blocks, and the child of the last one that shares
-        most of the following tokens, with their number (None if none does)."""
+        """Return the longest prefix of `packed` in whole blocks, and the child that shares most of the next tokens,
+        with their number."""
         node = self._roots.get(salt)
         if node is None:
             return [], None
@@ -104,7 +108,7 @@ class PrefixTree:
         return nodes, None
 
     def add(self, parent: PrefixNode, tokens: bytes) -> PrefixNode:
-        """Add a child; the parent has none with these tokens yet."""
+        """Add a child with new tokens."""
         node = PrefixNode(parent, tokens)
         index = bisect_left(parent.keys, tokens)
         parent.keys.insert(index, tokens)
@@ -112,11 +116,12 @@ class PrefixTree:
         return node
 
     def remove(self, node: PrefixNode) -> list[PrefixNode]:
-        """Remove a node and its descendants; return them."""
+        """Remove and return a node and its descendants."""
         removed = list(node.subtree())
         parent = node.parent
-        index = bisect_left(parent.keys, node.tokens)
-        del parent.keys[index], parent.children[index]
+        if parent is not None:
+            index = bisect_left(parent.keys, node.tokens)
+            del parent.keys[index], parent.children[index]
         for one in removed:
             one.in_tree = False
         return removed
@@ -130,21 +135,23 @@ class PrefixTree:
         return removed[1:]
 
     def nodes(self) -> Iterator[PrefixNode]:
-        """Yield all nodes but the roots."""
         return (node for root in self._roots.values() for node in root.subtree() if node.parent is not None)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError unless every node has a block, is found by its tokens and knows its depth."""
+        """Raise AssertionError if a node has no block or is misplaced."""
         for node in self.nodes():
             if node.gpu is None and node.host is None:
                 raise AssertionError(f"a node at depth {node.depth} has no contents")
-            if not node.in_tree or node.parent.child(node.tokens) is not node or node.depth != node.parent.depth + 1:
+            parent = node.parent
+            if parent is None or parent.child(node.tokens) is not node or node.depth != parent.depth + 1:
+                raise AssertionError(f"a node at depth {node.depth} is in the wrong position")
+            if not node.in_tree:
                 raise AssertionError(f"a node at depth {node.depth} is in the wrong position")
             if len(node.tokens) != self._block_bytes or node.keys != sorted({child.tokens for child in node.children}):
                 raise AssertionError(f"the children of a node at depth {node.depth} are out of order")
 
     def _drop_empty_roots(self) -> None:
-        """Sequences that run below a dropped root are not cached any more."""
+        # Sequences that run below a dropped root are not cached any more.
         for salt in [salt for salt, root in self._roots.items() if not root.children]:
             self._roots.pop(salt).in_tree = False
 
@@ -157,7 +164,7 @@ def _closest_child(node: PrefixNode, tokens: bytes) -> tuple[PrefixNode, int] | 
 
 
 def num_common_tokens(left: bytes, right: bytes) -> int:
-    """Number of whole tokens at the start that both have in common."""
+    """Count the whole tokens at the start that both share."""
     size = min(len(left), len(right))
     differing = int.from_bytes(left[:size]) ^ int.from_bytes(right[:size])
     return (size - (differing.bit_length() + 7) // 8) // TOKEN_BYTES

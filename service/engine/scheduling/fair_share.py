@@ -1,7 +1,7 @@
 """Shares the engine among tenants: which waiting group starts next, and which running group is preempted for it.
 
-Each tenant with open requests has a share (service/fair_share.py) of the running sequences and of the blocks. What a
-tenant holds over its share is reclaimed as soon as another tenant can start within its own.
+Each tenant has a share (service/fair_share.py) of the running sequences and of the blocks. Holdings over a share are
+reclaimed once another tenant can start within its own.
 """
 
 from __future__ import annotations
@@ -17,31 +17,30 @@ from service.fair_share import fair_share
 RECLAIM_DIVISOR = 16
 """At most `max_num_seqs` / 16 groups are reclaimed in a step."""
 COUNT_EVERY_STEPS = 8
-"""Counting the blocks of each tenant takes up to 1 ms; a sequence allocates one in 16 steps."""
+"""Counting blocks takes up to 1 ms; a sequence allocates one in 16 steps."""
 
 
 class Shares:
-    """Shares of one resource at one moment: what each tenant holds, and its share."""
+    """Each tenant's holdings and share of one resource."""
 
     def __init__(self, num_in_all: int, held: Counter[str], wanted: Counter[str]):
-        """`wanted` includes what is held."""
+        """`wanted` includes `held`."""
         self.held = held
         self.share = fair_share(num_in_all, wanted.values())
         self._equal_part = max(1, num_in_all // max(1, len(wanted)))
 
     def fits(self, tenant: str, count: int) -> bool:
-        """Whether the tenant stays within its share with `count` more. A tenant that holds none may exceed it with one
-        item."""
+        """Whether the tenant stays within its share with `count` more, or holds none."""
         held = self.held[tenant]
         return held == 0 or held + count <= self.share
 
     def stays_over_share(self, tenant: str, count: int, least: int) -> bool:
-        """Whether the tenant keeps an equal part, and `least`, without `count` of what it holds."""
+        """Whether the tenant keeps an equal part, and `least`, without `count` of its holdings."""
         return self.held[tenant] - count >= max(self._equal_part, least)
 
 
 class FairShare:
-    """Shares of all tenants of an engine. A single tenant may use everything."""
+    """Shares of all tenants; a single one may use everything."""
 
     def __init__(self, kv: KVManager, max_num_seqs: int):
         self.kv = kv
@@ -58,14 +57,13 @@ class FairShare:
         self._num_groups[group.tenant] += 1
 
     def remove_group(self, group: SequenceGroup) -> None:
-        """The group has ended."""
         self._num_groups[group.tenant] -= 1
         if not self._num_groups[group.tenant]:
             del self._num_groups[group.tenant]
 
     def next_group(self, waiting: Iterable[SequenceGroup], num_running: Mapping[str, int]) -> SequenceGroup | None:
-        """Return the waiting group that starts next: the oldest ready one, of the tenant that runs least; None if none
-        is ready. `num_running`: sequences by tenant; empty with a single tenant."""
+        """Return the oldest ready group of the tenant that runs least, if any. `num_running`: sequences by tenant,
+        empty with a single one."""
         ready = (group for group in waiting if group.is_ready)
         if not self.has_several_tenants:
             return next(ready, None)
@@ -75,7 +73,6 @@ class FairShare:
         return min(first.values(), key=lambda one: (num_running.get(one.tenant, 0), one.arrival), default=None)
 
     def num_running(self, running: Iterable[Sequence]) -> Counter[str]:
-        """Return the running sequences of each tenant."""
         return Counter(sequence.group.tenant for sequence in running)
 
     def sequence_shares(self, waiting: Iterable[SequenceGroup], running: Iterable[Sequence]) -> Shares:
@@ -86,7 +83,7 @@ class FairShare:
         return Shares(self.max_num_seqs, held, wanted)
 
     def block_shares(self, waiting: Iterable[SequenceGroup], running: list[Sequence]) -> Shares:
-        """Return the shares of blocks; the blocks held are up to some steps old."""
+        """Return the shares of blocks; holdings may be some steps old."""
         num_changed = abs(len(running) - self._num_counted)
         if self._num_steps_since >= COUNT_EVERY_STEPS or num_changed * COUNT_EVERY_STEPS > len(running):
             self._count_blocks(running)
@@ -97,11 +94,9 @@ class FairShare:
         return Shares(self.kv.pool.num_blocks, held, wanted)
 
     def start_step(self) -> None:
-        """Begin a new plan."""
         self._num_steps_since += 1
 
     def on_preempted(self, group: SequenceGroup) -> None:
-        """The running group is about to be preempted."""
         self._num_blocks[group.tenant] -= num_blocks_of(group)
 
     def _count_blocks(self, running: list[Sequence]) -> None:
@@ -112,11 +107,13 @@ class FairShare:
         self._num_steps_since, self._num_counted = 0, len(running)
 
     def block_holders_over_share(self, groups: list[SequenceGroup], running: list[Sequence]) -> list[SequenceGroup]:
-        """Return those of the groups whose tenant holds the most blocks and keeps an equal part without the group."""
+        """Return the groups of the tenant with the most blocks that keeps an equal part without the group."""
         if not self.has_several_tenants:
             return []
         shares = self.block_shares((), running)
         tenant = max(shares.held, key=shares.held.__getitem__, default=None)
+        if tenant is None:
+            return []
         own = [group for group in groups if group.tenant == tenant]
         return [group for group in own if shares.stays_over_share(tenant, num_blocks_of(group), 0)]
 
@@ -127,18 +124,20 @@ class FairShare:
         num_free_blocks: int,
         is_preemptible: Callable[[SequenceGroup], bool],
     ) -> list[SequenceGroup]:
-        """Return groups to preempt so that waiting groups start within their tenants' shares.
+        """Return groups to preempt so that waiting groups start within their tenants' shares: a few, or as many as one
+        waiting group needs to start.
 
-        The youngest are taken first, from the tenant furthest over its share; groups that are not `is_preemptible`
-        last; a tenant's oldest never. No group is preempted for one that could not start even so. A step reclaims a few
-        groups, or as many as one waiting group needs: more could not be prefilled.
+        The youngest come first, of the tenant furthest over its share; those not `is_preemptible` last; a tenant's
+        oldest never.
         """
         reclaimed = _Reclaim(self, waiting, running, num_free_blocks, is_preemptible)
         most = max(1, self.max_num_seqs // RECLAIM_DIVISOR)
         left, found = list(waiting), []
         for _ in range(most):
             group = self.next_group(left, reclaimed.sequences.held)
-            groups_over_share = None if group is None or group.has_pending_tokens else reclaimed.groups_for(group)
+            if group is None or group.has_pending_tokens:
+                break
+            groups_over_share = reclaimed.groups_for(group)
             if groups_over_share is None:
                 break
             found += groups_over_share
@@ -148,7 +147,7 @@ class FairShare:
         return found
 
     def num_uncached_blocks(self, group: SequenceGroup) -> int:
-        """Blocks a waiting group needs if nothing of it is cached."""
+        """Return the blocks that a waiting group needs without the cache."""
         leader, *others = group.live
         if not others:
             return -(-leader.num_tokens // self.kv.block_size)
@@ -159,8 +158,6 @@ class FairShare:
 
 
 class _Reclaim:
-    """The groups reclaimed in one step."""
-
     def __init__(
         self,
         fair_share: FairShare,
@@ -179,7 +176,7 @@ class _Reclaim:
 
     @cached_property
     def _groups(self) -> list[SequenceGroup]:
-        """Groups that may be preempted, youngest first."""
+        """Preemptible groups, youngest first."""
         groups = list(dict.fromkeys(sequence.group for sequence in reversed(self._running)))
         oldest = {group.tenant: group for group in groups}
         return [group for group in groups if group is not oldest[group.tenant]]
@@ -189,8 +186,7 @@ class _Reclaim:
         return self._fair_share.block_shares(self._waiting, self._running)
 
     def groups_for(self, newcomer: SequenceGroup) -> list[SequenceGroup] | None:
-        """Return the groups to preempt for this one, perhaps none; None if that would not help, or if it exceeds its
-        tenant's share."""
+        """Return the groups to preempt for this one; None if it cannot start within its share."""
         num_seqs, num_blocks = num_sequences_of(newcomer), self._fair_share.num_uncached_blocks(newcomer)
         if not self.sequences.fits(newcomer.tenant, num_seqs):
             return None
@@ -231,6 +227,6 @@ def num_sequences_of(group: SequenceGroup) -> int:
 
 
 def num_blocks_of(group: SequenceGroup) -> int:
-    """Blocks that the group holds, those of several branches once."""
+    """Return the blocks that the group holds, shared ones once."""
     first, *others = group.live
     return len(set(first.block_table).union(*(one.block_table for one in others))) if others else len(first.block_table)

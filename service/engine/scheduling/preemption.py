@@ -1,8 +1,7 @@
 """Decides which group gives up its blocks when they run out, and how it is restored.
 
-A victim is a whole group: its branches are preempted together and return to their position in the queue. It is restored
-by swapping its blocks in or by recomputing them, whichever is cheaper at that moment, unless the cache still has them.
-With a second tier, blocks are copied ahead of need, so that a victim's blocks are available at once.
+A victim is a whole group, and returns to its position in the queue. It is restored by swapping its blocks in or by
+recomputing them, whichever is cheaper then. Blocks are copied to the host ahead of need.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from service.engine.step import FinishedTransfer, StepPlan
 AUTO, SWAP, RECOMPUTE = MODES = ("auto", "swap", "recompute")
 
 PROTECTED_STEPS = 64
-"""For this many steps a resumed group is preempted only if no other can be."""
+"""A resumed group is preempted last for this many steps."""
 
 
 class Preemption:
-    """The youngest group is preempted first, recently resumed ones last, the oldest never, so it finishes. With several
-    tenants, groups of tenants over their share of blocks come first."""
+    """Preempts the youngest group first, recently resumed ones last, the oldest never; but first groups of tenants over
+    their share of blocks."""
 
     def __init__(
         self, kv: KVManager, fair_share: FairShare, costs: SwapCostModel | None = None, mode: str = AUTO
     ) -> None:
-        """Without `costs`, swapping counts as cheaper for every group."""
+        """Without `costs`, swapping counts as cheaper."""
         self._kv = kv
         self.fair_share = fair_share
         self.costs = costs
@@ -51,19 +50,17 @@ class Preemption:
         return self.num_swapped + self.num_recomputed
 
     def start_step(self, num_running: int) -> None:
-        """Begin a new plan; `num_running` sequences hold blocks."""
         self._step += 1
         self._num_promised = 0
         self._num_running = max(1, num_running)
 
     def mark_resumed(self, group: SequenceGroup) -> None:
-        """The group runs again, or for the first time."""
         if group in self._resumed_at_step:
             self._resumed_at_step[group] = self._step
 
     def make_room(self, num_blocks: int, claimant: Sequence, running: list[Sequence]) -> list[SequenceGroup]:
-        """Preempt until `num_blocks` are available, or will be once copies in flight are done, or the claimant itself
-        is preempted. Return the victims; their sequences are WAITING and removed from `running`."""
+        """Preempt until `num_blocks` are available, or will be after copies in flight, or the claimant is preempted.
+        Return the victims: WAITING, and removed from `running`."""
         victims: list[SequenceGroup] = []
         while claimant.group not in victims and self.num_available_soon() < num_blocks:
             group = self._next_victim(running)
@@ -80,11 +77,10 @@ class Preemption:
             self.num_reclaimed += 1
 
     def is_preemptible(self, group: SequenceGroup) -> bool:
-        """Whether the group was not resumed recently."""
         return self._step - self._resumed_at_step.get(group, -math.inf) > PROTECTED_STEPS
 
     def save_ahead(self, running: list[Sequence]) -> None:
-        """Copy blocks that will be preempted soon to the host, while no copies to it are in flight."""
+        """Copy blocks likely to be preempted to the host, while none are in flight."""
         kv = self._kv
         if kv.host is None or kv.host.num_swapping_out or not running:
             return
@@ -98,7 +94,6 @@ class Preemption:
                     kv.save_to_host(sequence)
 
     def on_transfer(self, done: FinishedTransfer) -> None:
-        """Account for a finished transfer."""
         if done.is_out:
             self.swap_out_s += done.seconds
         else:
@@ -107,8 +102,7 @@ class Preemption:
             self.costs.on_transfer(done.num_blocks, done.seconds, out=done.is_out)
 
     def on_step(self, plan: StepPlan, seconds: float, num_recomputed_tokens: int = 0) -> None:
-        """Account for a step that kept the device busy for `seconds`; `num_recomputed_tokens` of its tokens had been
-        computed before."""
+        """Account for a step that kept the device busy for `seconds`."""
         if num_recomputed_tokens:
             self.num_recomputed_tokens += num_recomputed_tokens
             self.recompute_s += seconds * num_recomputed_tokens / plan.num_tokens
@@ -123,7 +117,7 @@ class Preemption:
             self.costs.on_decode_step(seconds)
 
     def num_available_soon(self) -> int:
-        """Blocks that are available or will be once copies are done, less those already promised."""
+        """Return the blocks available now or after copies, less promised ones."""
         return self._kv.pool.num_available + self._kv.num_returning_blocks() - self._num_promised
 
     def _next_victim(self, running: list[Sequence]) -> SequenceGroup:
@@ -151,7 +145,6 @@ class Preemption:
         self.num_recomputed += not swaps
 
     def _prefers_swap(self, group: SequenceGroup) -> bool:
-        """Whether swapping the whole group is cheaper than recomputing it."""
         host = self._kv.host
         if host is None or self._mode == RECOMPUTE:
             return False
@@ -165,7 +158,7 @@ class Preemption:
         return self.costs.swap_s(lost.num_to_save, lost.num_exclusive, self._load) < self.costs.recompute_s(first, end)
 
     def should_swap_in(self, num_tokens: int, num_blocks: int) -> bool:
-        """Whether `num_blocks` blocks on the host are worth swapping in after `num_tokens` tokens on the GPU."""
+        """Whether swapping in is cheaper, see PrefixCache.match."""
         if self.costs is None or self._mode == SWAP:
             return True
         end = num_tokens + num_blocks * self._kv.block_size
@@ -174,6 +167,8 @@ class Preemption:
     @property
     def _load(self) -> EngineLoad:
         host = self._kv.host
+        if host is None:
+            return EngineLoad(num_running=self._num_running)
         return EngineLoad(
             num_running=self._num_running, num_swapping_out=host.num_swapping_out, num_swapping_in=host.num_swapping_in
         )

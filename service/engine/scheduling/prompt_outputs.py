@@ -1,4 +1,4 @@
-"""Plans which prompt log-probabilities and pooled hidden states a step returns besides its last logits."""
+"""Plans a step's prompt log-probabilities and pooled hidden states."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from service.engine.step import Chunk, LogprobSpan, PoolSpan
 
 
 class PromptOutputs:
-    """Groups that want outputs for their prompt. Each prompt position is returned once."""
+    """Groups with prompt outputs; each position is returned once."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._awaiting_logprobs: set[SequenceGroup] = set()
         self._awaiting_pooling: set[SequenceGroup] = set()
 
     def add_group(self, group: SequenceGroup) -> None:
-        """Register a new group, if it wants prompt outputs."""
         if group.wants_prompt_logprobs:
             self._awaiting_logprobs.add(group)
         if group.wants_pooling:
             self._awaiting_pooling.add(group)
 
     def plan(self, chunks: Seq[Chunk]) -> tuple[tuple[LogprobSpan, ...], tuple[PoolSpan, ...]]:
-        """Return what a step of these chunks can compute."""
+        """Return what these chunks can compute."""
         scores = self._scores(chunks) if self._awaiting_logprobs else ()
         pools = self._pools(chunks) if self._awaiting_pooling else ()
         return scores, pools

@@ -1,16 +1,13 @@
-"""Plans the next step: which sequences compute how many tokens.
+"""Plans the next step: which sequences compute how many tokens, `max_num_batched_tokens` at most, in this order:
 
-There is no prefill phase. A step has a budget of `max_num_batched_tokens`, and is planned in this order:
-
-1. Over-share groups are preempted, if tenants wait that are below their share.
-2. Running sequences that lack one token (decodes) get it, oldest first. If blocks run out, the youngest groups are
-   preempted.
-3. With decodes in the step, the rest of the budget shrinks to `Limits.prompt_budget`: every decode waits for the whole
-   step. The budget grows with the queue.
-4. Running sequences that lack more (prefills) get chunks, oldest first.
-5. If 2 and 4 preempted nothing, waiting groups are admitted while blocks last, first come first served, or from the
-   tenant that runs least. Each starts from its cached prefix.
-6. Blocks likely to be preempted soon are copied to the host ahead of need.
+1. Groups over their tenant's share are preempted for tenants below theirs.
+2. Running sequences that lack one token (decodes) get it, oldest first, with drafts if there is a drafter. If blocks
+   run out, the youngest groups are preempted.
+3. With decodes, the budget shrinks to `Limits.prompt_budget`: every decode waits for the whole step.
+4. Running sequences that lack more tokens (prefills) get chunks, oldest first.
+5. If nothing was preempted, waiting groups are admitted while blocks last: first come first served, or from the tenant
+   that runs least. Each starts from its cached prefix.
+6. Blocks likely to be preempted are copied to the host.
 """
 
 from __future__ import annotations
@@ -34,8 +31,7 @@ from service.engine.step import Chunk, StepPlan
 
 
 class Scheduler:
-    """Owns the two queues, both in order of arrival, oldest first. In `running`, the branches of a group are
-    adjacent."""
+    """Owns the queues `waiting` and `running`, oldest first; branches of a group are adjacent."""
 
     def __init__(
         self, kv: KVManager, limits: Limits, preemption: Preemption | None = None, drafter: Drafter | None = None
@@ -59,7 +55,7 @@ class Scheduler:
         self._prompt_outputs.add_group(group)
 
     def remove_sequence(self, sequence: Sequence) -> None:
-        """The sequence has ended: free its blocks at once."""
+        """End the sequence and free its blocks."""
         group, status = sequence.group, sequence.status
         sequence.set_status(SequenceStatus.ENDED)
         if status is SequenceStatus.RUNNING:
@@ -78,7 +74,7 @@ class Scheduler:
             self._kv.drop_request(sequence)
 
     def fork_followers(self, leader: Sequence) -> None:
-        """Fork the followers that diverge within what the leader has computed."""
+        """Fork the followers that diverge within the leader's computed tokens."""
         forking = [one for one in leader.prefix_followers if one.num_inherited_tokens <= leader.num_computed_tokens]
         for follower in forking:
             match = self._match_follower(follower) if follower.num_output_tokens else NO_MATCH
@@ -90,8 +86,7 @@ class Scheduler:
         leader.share_prefix_with([one for one in leader.prefix_followers if one.is_waiting_for_leader])
 
     def schedule(self) -> StepPlan:
-        """Return the plan of the next step; every chunk in it has its blocks. Empty if nothing can be computed before
-        more tokens are known."""
+        """Return the plan of the next step, whose chunks have their blocks; empty while all wait for tokens."""
         self._kv.start_step()
         self.preemption.start_step(len(self.running))
         self._fair_share.start_step()
@@ -123,12 +118,12 @@ class Scheduler:
         return StepPlan(tuple(chunks), self._kv.drain_copies(), *self._kv.drain_swaps(), scores, pools, changed)
 
     def _runnable(self, arriving: Set[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-        """Return the running sequences that lack one token, and those that lack more and can be computed."""
+        """Return the computable sequences that lack one token, and sequences that lack more."""
         decodes, prefills, waits_for_tokens = [], [], self._speculation is not None
         for sequence in self.running:
             num_pending = sequence.num_pending_tokens
             num_tokens = len(sequence.token_ids) + num_pending
-            # Nothing to compute while its last token, or one that others depend on, is pending.
+            # A pending token is its last one, or needed by the next step.
             if num_pending and (waits_for_tokens or sequence.cannot_run_ahead or num_tokens >= sequence.max_num_tokens):
                 continue
             if sequence.is_waiting_for_leader or (arriving and sequence in arriving):
@@ -141,13 +136,13 @@ class Scheduler:
         return decodes, prefills
 
     def _prompt_lengths(self, prefills: list[Sequence]) -> Iterator[int]:
-        """Yield the uncomputed tokens of each open prompt, and of each waiting one that could run."""
+        """Yield the uncomputed tokens of open prompts, and of waiting ones that could run."""
         num_slots = max(0, self._limits.max_num_seqs - len(self.running))
         waiting = (group.live[0] for group in islice(self.waiting, num_slots))
         return (sequence.num_uncomputed_tokens for sequence in chain(prefills, waiting))
 
     def _plan_decodes(self, sequences: list[Sequence]) -> list[Chunk]:
-        """Plan one token for each of these, oldest first, as far as blocks last."""
+        """Plan one token each, oldest first, while blocks last."""
         for sequence in [one for one in sequences if one.num_computed_tokens >= one.num_exclusive_tokens]:
             if sequence.status is SequenceStatus.RUNNING:
                 self._allocate(sequence, sequence.num_computed_tokens + 1)
@@ -162,7 +157,7 @@ class Scheduler:
         return self._speculation.add_drafts(chunks, self._limits.max_num_batched_tokens - len(chunks))
 
     def _allocate(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Extend the sequence to `num_tokens`, preempting others if needed; return whether it has the blocks."""
+        """Extend the sequence, preempting others if needed; return whether it has the blocks."""
         missing = self._kv.num_missing_blocks(sequence, num_tokens)
         if missing > self._kv.pool.num_available:
             self._requeue(self.preemption.make_room(missing, sequence, self.running))
@@ -173,7 +168,7 @@ class Scheduler:
         return True
 
     def _plan_prefills(self, chunks: list[Chunk], sequences: list[Sequence], budget: int) -> tuple[list[Chunk], int]:
-        """Add chunks of these running sequences, oldest first; return all chunks and the remaining budget."""
+        """Add chunks, oldest first; return all chunks and the remaining budget."""
         for sequence in sequences:
             if budget == 0:
                 break
@@ -211,7 +206,6 @@ class Scheduler:
             leader, *others = group.live
             num_behind = sum(map(self._kv.num_missing_for_all, others))
             room = spare - self._num_reserve_blocks - num_behind
-            # A prompt that needs more than its last logits is computed whole, cached or not.
             needs_whole_prompt = group.wants_prompt_logprobs or group.wants_pooling
             match = NO_MATCH if needs_whole_prompt else self._match_within(leader, room)
             wanted = self._kv.num_blocks_for_match(leader, match)
@@ -233,7 +227,7 @@ class Scheduler:
         return chunks
 
     def _reclaim_over_share(self) -> None:
-        """Preempt over-share groups, so that waiting groups within their tenants' shares start at once."""
+        """Preempt groups over their share for waiting ones within theirs."""
         num_free_blocks = self.preemption.num_available_soon() - self._num_missing_blocks() - self._num_reserve_blocks
         over_share = self._fair_share.groups_over_share(
             list(self.waiting), self.running, num_free_blocks, self.preemption.is_preemptible
@@ -242,7 +236,7 @@ class Scheduler:
         self._requeue(over_share)
 
     def _match_follower(self, follower: Sequence) -> Match:
-        """Return the follower's cached prefix from before a preemption, if room remains for what all others lack."""
+        """Return the follower's cached prefix from before a preemption, if blocks remain for the others."""
         others = self._num_missing_blocks() - self._kv.num_missing_for_all(follower)
         return self._match_within(follower, self._kv.pool.num_available - others)
 
@@ -267,16 +261,16 @@ class Scheduler:
 
     @property
     def _num_reserve_blocks(self) -> int:
-        """Blocks an admission leaves free, so that the new group is not the next victim."""
+        """Blocks that an admission leaves free: else the new group is the next victim."""
         return self._kv.pool.num_blocks // 100 if self.running else 0
 
     def _num_missing_blocks(self) -> int:
-        """Blocks that running sequences still lack to hold their tokens."""
+        """Return the blocks that running sequences lack for their tokens."""
         growing = [one for one in self.running if one.num_tokens > one.num_exclusive_tokens]
         return sum(map(self._kv.num_missing_for_all, growing))
 
     def _promote_follower(self, leader: Sequence) -> None:
-        """The leader is removed: its first follower takes over its computed prefix and leads the others."""
+        """The first follower takes over the removed leader's prefix and leads the others."""
         successor, *others = leader.prefix_followers
         self._kv.fork(leader, successor, min(leader.num_computed_tokens, successor.num_inherited_tokens))
         successor.is_waiting_for_leader = False
@@ -295,8 +289,7 @@ class Scheduler:
         return Chunk(sequence, start, lacking, sequence.samplers)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError unless queues are disjoint, groups are whole, waiting sequences hold no blocks, and the
-        pool's counts are right."""
+        """Raise AssertionError unless queues, groups and blocks agree."""
         for group in self.waiting:
             for sequence in group.live:
                 if (

@@ -1,4 +1,4 @@
-"""Speculation: decodes that carry draft tokens, which the step verifies."""
+"""Decodes that carry draft tokens, which the step verifies."""
 
 from __future__ import annotations
 
@@ -10,22 +10,19 @@ from service.engine.step import Chunk
 
 
 class Drafter(Protocol):
-    """Guesses the next tokens of sequences."""
-
     def draft(self, sequence: Sequence, max_tokens: int) -> tuple[int, ...]:
-        """Return at most `max_tokens` token ids that may follow the sequence's tokens, all of which are known."""
+        """Return at most `max_tokens` likely next tokens; all of the sequence's ids are known."""
 
 
 class Speculation:
-    """Adds drafts to decodes. With a drafter no sequence runs ahead: its next draft starts from known tokens."""
+    """With a drafter no sequence runs ahead: drafts follow known tokens."""
 
     def __init__(self, kv: KVManager, drafter: Drafter):
         self._kv = kv
         self._drafter = drafter
 
     def add_drafts(self, chunks: list[Chunk], max_tokens: int) -> list[Chunk]:
-        """Return these decodes with at most `max_tokens` drafts in all. Drafts take available blocks only: no sequence
-        is preempted for them."""
+        """Return these decodes with at most `max_tokens` drafts, as far as blocks are available."""
         drafted = []
         for chunk in chunks:
             sequence = chunk.sequence

@@ -1,9 +1,8 @@
 """The cost of restoring a preempted sequence by swapping its blocks or by recomputing its tokens.
 
-Rates are measured at start and corrected by observation. Recomputing grows faster than the length, and a transfer has a
-fixed cost: short sequences are recomputed, long ones swapped. Recomputing delays every running sequence; copies run
-beside the steps and slow them slightly, but delay the sequences that wait for them. So the more sequences run, the more
-is swapped, until the bus is the bottleneck.
+Rates are measured at start and corrected by observation. Short sequences are recomputed, long ones swapped. Recomputing
+delays every running sequence, copies only sequences that wait for them: the more run, the more is swapped, until the
+bus is the bottleneck.
 """
 
 from __future__ import annotations
@@ -12,12 +11,13 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from model.config import ModelConfig
 from model.families.llama import Llama
-from model.ops.host_blocks import HostBlocks
+from model.ops.host_blocks import HostBlocks, Transfer
 from model.ops.interface import Array
 from service.engine.kv.memory_profile import shared_block_batch
 
@@ -25,13 +25,13 @@ EWMA_WEIGHT = 0.1
 """Weight of a new observation."""
 
 COPY_SLOWDOWN = 0.03
-"""Slowdown of steps beside copies, which share the memory bandwidth: measured with the bus full in both directions."""
+"""Slowdown of steps during copies, measured with the bus full in both directions."""
 
 MIN_BLOCKS = 8
-"""Smaller transfers say little about bandwidth."""
+"""Smaller transfers are ignored."""
 
 MIN_TOKENS = 256
-"""Steps with fewer prompt tokens say little about the cost of a token."""
+"""Steps with fewer prompt tokens are ignored."""
 
 
 @dataclass(kw_only=True)
@@ -47,7 +47,7 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLoad:
-    """What runs while a choice is made. Default: one sequence alone."""
+    """The load at a choice; default: one sequence alone."""
 
     num_running: int = 1  # sequences
     num_swapping_out: int = 0  # blocks being copied to the host, or planned
@@ -55,31 +55,26 @@ class EngineLoad:
 
 
 class SwapCostModel:
-    """Compares both ways for one sequence, in seconds of all running sequences."""
+    """Costs of one sequence, in seconds of all running sequences."""
 
     def __init__(self, rates: Rates, block_size: int):
         self.rates = rates
         self._block_size = block_size
-        self._decode_s: float | None = None  # recent step without prompts
+        self._decode_s: float | None = None  # of a recent step without prompts
 
     def recompute_s(self, start: int, end: int) -> float:
-        """Seconds to compute the tokens from `start` to `end`."""
+        """Return the seconds to compute tokens `start` to `end`."""
         return (end - start) * self.rates.token_s + (end**2 - start**2) / 2 * self.rates.pair_s
 
     def copy_in_s(self, num_blocks: int) -> float:
-        """Seconds to copy blocks from the host."""
         return self.rates.transfer_s + num_blocks * self.rates.block_in_s if num_blocks else 0.0
 
     def copy_out_s(self, num_blocks: int) -> float:
-        """Seconds to copy blocks to the host."""
         return self.rates.transfer_s + num_blocks * self.rates.block_out_s if num_blocks else 0.0
 
     def swap_s(self, num_out: int, num_in: int, load: EngineLoad) -> float:
-        """Seconds lost by copying `num_out` blocks to the host and `num_in` from it later, after what is in flight.
-
-        One sequence waits for the copies out at first. Each of the others needs a block every `block_size` steps: the
-        longer it takes, the more of them wait.
-        """
+        """Return the seconds lost by copying `num_out` blocks to the host, and later `num_in` from it, after those in
+        flight. One sequence waits for the copies out; every `block_size` steps another needs a block."""
         swap_out_s, swap_in_s = self.copy_out_s(num_out), self.copy_in_s(num_in)
         share = 1 / load.num_running
         loss_s = COPY_SLOWDOWN * (swap_out_s + swap_in_s)
@@ -92,15 +87,14 @@ class SwapCostModel:
         return loss_s
 
     def crossover_tokens(self, longest: int) -> int | None:
-        """Return the shortest length, in whole blocks, from which swapping is cheaper for a sequence that runs alone;
-        None if no length up to `longest`. With more sequences it is shorter."""
+        """Return the shortest length for which swapping is cheaper for a sequence alone; None up to `longest`."""
         for num_blocks in range(1, longest // self._block_size + 1):
             if self.swap_s(num_blocks, num_blocks, EngineLoad()) < self.recompute_s(0, num_blocks * self._block_size):
                 return num_blocks * self._block_size
         return None
 
     def on_transfer(self, num_blocks: int, seconds: float, *, out: bool) -> None:
-        """Learn from a transfer to the host (`out`) or from it."""
+        """Learn from a transfer, to the host if `out`."""
         if num_blocks < MIN_BLOCKS:
             return
         if out:
@@ -109,14 +103,13 @@ class SwapCostModel:
             self.rates.block_in_s = _ewma(self.rates.block_in_s, seconds / num_blocks)
 
     def on_decode_step(self, seconds: float) -> None:
-        """Learn from a step without prompts."""
         self._decode_s = seconds if self._decode_s is None else _ewma(self._decode_s, seconds)
 
     def on_prefill_step(self, spans: list[tuple[int, int]], seconds: float, *, with_decodes: bool) -> None:
-        """Learn from a step that computed these spans (start, end) of prompts."""
+        """Learn from a step with these spans (start, end) of prompts."""
         if sum(end - start for start, end in spans) < MIN_TOKENS or (with_decodes and self._decode_s is None):
             return
-        seen_s = seconds - (self._decode_s if with_decodes else 0.0)
+        seen_s = seconds - ((self._decode_s or 0.0) if with_decodes else 0.0)
         if seen_s <= 0:  # the decode estimate is outdated
             return
         expected_s = sum(self.recompute_s(start, end) for start, end in spans)
@@ -130,21 +123,20 @@ def _ewma(value: float, seen: float) -> float:
 
 
 CALIBRATION_BLOCKS = 16
-"""Blocks of a transfer long enough to measure bandwidth."""
 
 PINNING_WAIT_S = 1.0
-"""Host memory is pinned in the background; engine start waits this long at most for the first part."""
+"""Longest wait for the first host memory, which is pinned in the background."""
 
 GUESSED_BYTES_PER_S = 25e9
 GUESSED_TRANSFER_S = 1e-4
-"""Used if no host memory was ready in time; the first transfers correct it."""
+"""Used if no host memory is ready in time."""
 
 CALIBRATION_TOKENS = 2048
-"""Prompt tokens timed together: enough to hide launch time and the fixed cost of a step."""
+"""Prompt tokens timed together: enough to hide a step's fixed cost."""
 
 
 def measure_rates(model: Llama, kv: Array, host: HostBlocks, longest: int) -> Rates:
-    """Time copies in both directions, and prompts of at most `longest` tokens, on an empty cache."""
+    """Time copies, and prompts of at most `longest` tokens, on an empty cache."""
     token_s, pair_s = _prompt_rates(model, kv, longest)
     count = _wait_for_blocks(host, min(CALIBRATION_BLOCKS, len(kv)))
     if count == 0:
@@ -153,9 +145,7 @@ def measure_rates(model: Llama, kv: Array, host: HostBlocks, longest: int) -> Ra
             token_s=token_s, pair_s=pair_s, block_out_s=block_s, block_in_s=block_s, transfer_s=GUESSED_TRANSFER_S
         )
     blocks = list(range(count))
-    swap_out_s, swap_in_s = (
-        _best_s(lambda copy=copy: copy(blocks, blocks).wait()) for copy in (host.copy_out, host.copy_in)
-    )
+    swap_out_s, swap_in_s = (_best_s(partial(_copy_and_wait, copy, blocks)) for copy in (host.copy_out, host.copy_in))
     transfer_s = _best_s(lambda: host.copy_out([0], [0]).wait())
     return Rates(
         token_s=token_s,
@@ -166,9 +156,12 @@ def measure_rates(model: Llama, kv: Array, host: HostBlocks, longest: int) -> Ra
     )
 
 
+def _copy_and_wait(copy: Callable[[list[int], list[int]], Transfer], blocks: list[int]) -> None:
+    copy(blocks, blocks).wait()
+
+
 def _prompt_rates(model: Llama, kv: Array, longest: int) -> tuple[float, float]:
-    """Return seconds for one prompt token, and for one preceding token that it attends to. The second is derived from
-    the first: attention at half the rate of the GEMMs."""
+    """Return seconds for a prompt token, and for a token that it attends to: at half the rate of the GEMMs."""
     length = min(CALIBRATION_TOKENS, longest)
     count = CALIBRATION_TOKENS // length
     pairs_in_tokens = _attention_flops_per_pair(model.config) / _flops_per_token(model.config) * 2
@@ -200,11 +193,10 @@ def _wait_for_blocks(host: HostBlocks, count: int) -> int:
 
 
 def _flops_per_token(config: ModelConfig) -> int:
-    """Operations of the weight matrices for one token without logits."""
+    """Return the operations of a token's GEMMs without logits."""
     embeddings = config.vocab_size * config.hidden_size * (1 if config.tied_embeddings else 2)
     return 2 * (config.num_parameters - embeddings)
 
 
 def _attention_flops_per_pair(config: ModelConfig) -> int:
-    """Operations of attention for one token and one preceding token."""
     return 4 * config.num_layers * config.num_heads * config.head_dim
