@@ -117,7 +117,6 @@ class BeamSearch:
         return Beam(sequence, -candidate.cost, self._chain(candidate, row))
 
     def _completes(self, candidate: Candidate) -> bool:
-        """Whether the candidate completes the grammar of its beam."""
         matcher = self.beams[candidate.rank].sequence.matcher
         if matcher is None:
             return False

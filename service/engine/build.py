@@ -216,7 +216,6 @@ def wanted_model_len(settings: Settings, config: ModelConfig) -> int:
 
 
 def _check_generation(engine: Engine, max_model_len: int) -> None:
-    """Generate two tokens; raise StartupError if that fails."""
     prompt = (0, 1)[: max_model_len - 1]
     params = SamplingParams(max_tokens=min(2, max_model_len - len(prompt)), temperature=0.0, ignore_eos=True)
     engine.add_request(EngineRequest(request_id="canary", prompt=prompt, sampling=params))

@@ -258,7 +258,6 @@ class Engine:
             raise AssertionError("idle, and blocks are held")
 
     def _wait_for_work(self) -> None:
-        """Wait for a transfer or a grammar unless a step is in flight."""
         if self._in_flight:
             return
         if self._num_transfers:

@@ -234,7 +234,6 @@ class OutputProcessor:
             self.end_branch(sequence, (token_id,), logprobs, reason)
 
     def _advance_beams(self, group: BeamGroup, sequence: Sequence, row: TokenLogprob) -> None:
-        """Advance the search; emit the answers once it is over."""
         reason = group.advance(sequence, row, self._kv)
         if reason is None:
             return

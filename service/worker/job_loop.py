@@ -254,7 +254,6 @@ class JobLoop:
                     self._close(job_id)
 
     def _events(self, outputs: list[EngineOutput]) -> tuple[list[Event], list[str]]:
-        """Return the events of these outputs, and the jobs that ended here and go on elsewhere."""
         events: list[Event] = []
         leaving: list[str] = []
         for job_id, job_outputs in outputs_by_job(iter_request_outputs(outputs), self._open).items():

@@ -66,7 +66,6 @@ class Watchdog:
 
 
 def _place_of(thread: int | None) -> str:
-    """Return the innermost lines of a thread's stack."""
     frame = None if thread is None else sys._current_frames().get(thread)
     lines = traceback.extract_stack(frame)[-3:] if frame is not None else []
     return " < ".join(f"{line.name}:{line.lineno}" for line in reversed(lines)) or "unknown"

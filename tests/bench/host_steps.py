@@ -102,10 +102,10 @@ def measure(batch: int, context: int, num_steps: int, *, prefix_caching: bool, m
     """Time steps of `batch` decodes, with `mixed` also of a short prompt."""
     engine, executor = make_engine(batch, context + num_steps + WARM_STEPS, prefix_caching=prefix_caching)
     numbers = random.Random(0)
-    wishes = SamplingParams(max_tokens=num_steps + 2 * WARM_STEPS, temperature=0.7, ignore_eos=True)
+    params = SamplingParams(max_tokens=num_steps + 2 * WARM_STEPS, temperature=0.7, ignore_eos=True)
     for number in range(batch):
         prompt = tuple(numbers.choices(range(VOCAB_SIZE), k=context))
-        engine.add_request(EngineRequest(request_id=f"{number:032x}/1", prompt=prompt, sampling=wishes))
+        engine.add_request(EngineRequest(request_id=f"{number:032x}/1", prompt=prompt, sampling=params))
     for _ in range(WARM_STEPS):
         engine.step()
         engine.drain_request_outputs()
@@ -115,7 +115,7 @@ def measure(batch: int, context: int, num_steps: int, *, prefix_caching: bool, m
         for number in range(num_steps):
             if mixed:
                 prompt = tuple(numbers.choices(range(VOCAB_SIZE), k=ARRIVING_PROMPT))
-                short = replace(wishes, max_tokens=1)
+                short = replace(params, max_tokens=1)
                 engine.add_request(EngineRequest(request_id=f"{number + batch:032x}/1", prompt=prompt, sampling=short))
             spent_s.update(schedule=0.0, launch=0.0)
             begin_s = time.thread_time()

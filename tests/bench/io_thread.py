@@ -120,13 +120,13 @@ async def measure(args: argparse.Namespace, redis_url: str) -> dict[str, object]
 
 
 async def run_jobs(door, job_loop: JobLoop, args: argparse.Namespace, number: int) -> None:
-    wishes = SamplingParams(max_tokens=args.steps, temperature=0.7, ignore_eos=True)
+    params = SamplingParams(max_tokens=args.steps, temperature=0.7, ignore_eos=True)
     for place in range(args.batch):
         job = Job(
             job_id=f"{number:013}{place:013}",
             tenant="t",
             prompt=pack_ids(range(NUM_PROMPT_TOKENS)),
-            sampling=wishes,
+            sampling=params,
             submitted_at_s=time.time(),
             feed="bench",
         )

@@ -29,23 +29,23 @@ class PlainModel:
             self._known[key] = pages.forward([(0, np.array(token_ids))])[0][-1]
         return self._known[key]
 
-    def logprobs(self, token_ids: list[int], wishes: SamplingParams, num_prompt: int) -> np.ndarray:
+    def logprobs(self, token_ids: list[int], params: SamplingParams, num_prompt: int) -> np.ndarray:
         """float32[V]: log-probabilities, with penalties, logit_bias and min_tokens applied to them."""
         logits = self.logits(token_ids)
         shifted = logits - logits.max()
-        return self._shaped(shifted - np.log(np.exp(shifted).sum()), token_ids, wishes, num_prompt)
+        return self._shaped(shifted - np.log(np.exp(shifted).sum()), token_ids, params, num_prompt)
 
-    def sample(self, prompt: list[int], wishes: SamplingParams, branch: int) -> list[int]:
+    def sample(self, prompt: list[int], params: SamplingParams, branch: int) -> list[int]:
         """What a branch says, token by token."""
-        token_ids, stops = list(prompt), self._stops(wishes)
-        while len(token_ids) - len(prompt) < wishes.max_tokens:
-            logits = self._shaped(self.logits(token_ids), token_ids, wishes, len(prompt))
+        token_ids, stops = list(prompt), self._stops(params)
+        while len(token_ids) - len(prompt) < params.max_tokens:
+            logits = self._shaped(self.logits(token_ids), token_ids, params, len(prompt))
             how = SamplingArrays(
-                temperature=np.array([wishes.temperature], np.float32),
-                top_k=np.array([wishes.top_k or len(logits)], np.int32),
-                top_p=np.array([wishes.top_p], np.float32),
-                min_p=np.array([wishes.min_p], np.float32),
-                seed=np.array([wishes.seed], np.uint64),
+                temperature=np.array([params.temperature], np.float32),
+                top_k=np.array([params.top_k or len(logits)], np.int32),
+                top_p=np.array([params.top_p], np.float32),
+                min_p=np.array([params.min_p], np.float32),
+                seed=np.array([params.seed], np.uint64),
                 position=np.array([len(token_ids)], np.uint32),
                 branch=np.array([branch], np.uint32),
                 penalties=None,
@@ -54,21 +54,21 @@ class PlainModel:
                 with_logprobs=False,
             )
             token_ids.append(int(NumpyOps().sample(logits[None], how).token_ids[0]))
-            if token_ids[-1] in stops and len(token_ids) - len(prompt) >= wishes.min_tokens:
+            if token_ids[-1] in stops and len(token_ids) - len(prompt) >= params.min_tokens:
                 break
         return token_ids[len(prompt) :]
 
-    def _stops(self, wishes: SamplingParams) -> set[int]:
-        return set(wishes.stop_token_ids) | (set() if wishes.ignore_eos else self.eos_token_ids)
+    def _stops(self, params: SamplingParams) -> set[int]:
+        return set(params.stop_token_ids) | (set() if params.ignore_eos else self.eos_token_ids)
 
-    def _shaped(self, scores: np.ndarray, token_ids: list[int], wishes: SamplingParams, num_prompt: int) -> np.ndarray:
+    def _shaped(self, scores: np.ndarray, token_ids: list[int], params: SamplingParams, num_prompt: int) -> np.ndarray:
         logits, output = np.array(scores), token_ids[num_prompt:]
-        for token, value in wishes.logit_bias:
+        for token, value in params.logit_bias:
             logits[token] += value
-        if len(output) < wishes.min_tokens:
-            logits[list(self._stops(wishes))] = -np.inf
+        if len(output) < params.min_tokens:
+            logits[list(self._stops(params))] = -np.inf
         for token in set(token_ids):
-            logits[token] *= 1 / wishes.repetition_penalty if logits[token] > 0 else wishes.repetition_penalty
+            logits[token] *= 1 / params.repetition_penalty if logits[token] > 0 else params.repetition_penalty
             count = output.count(token)
-            logits[token] -= wishes.frequency_penalty * count + wishes.presence_penalty * (count > 0)
+            logits[token] -= params.frequency_penalty * count + params.presence_penalty * (count > 0)
         return logits

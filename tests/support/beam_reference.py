@@ -16,14 +16,14 @@ Answer = tuple[list[int], float, bool]
 
 def search(
     prompt: Sequence[int],
-    wishes: SamplingParams,
+    params: SamplingParams,
     stop_ids: frozenset[int],
     logprobs_after: Callable[[list[int]], Sequence[float]],
     is_complete: Callable[[list[int]], bool] = lambda output: False,
 ) -> list[Answer]:
     """All answers, the best first; `logprobs_after` gives the log-probability of each token after these ones, and
     nothing may follow an output that `is_complete`."""
-    beam, longest = wishes.beam, wishes.max_tokens
+    beam, longest = params.beam, params.max_tokens
     beams: list[tuple[float, list[int]]] = [(0.0, [])]
     answers: list[Answer] = []
     for length in range(1, longest + 1):

@@ -94,9 +94,9 @@ class DemoEngines:
         return told
 
 
-def tell_all(engine: Engine, wishes=WISHES) -> Told:
+def tell_all(engine: Engine, params=WISHES) -> Told:
     """Give all requests at once and run them to their ends."""
-    for number, wish in enumerate(wishes):
+    for number, wish in enumerate(params):
         engine.add_request(_request(number, wish))
     return run(engine)
 

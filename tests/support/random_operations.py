@@ -100,11 +100,11 @@ class Operations:
     def open_names(self) -> list[str]:
         return sorted(self._asked)
 
-    def add(self, prompt: list[int], wishes: dict, tenant: str) -> None:
+    def add(self, prompt: list[int], params: dict, tenant: str) -> None:
         """Ask for answers to a prompt; the names of requests are their numbers."""
         name = str(self._count)
         self._count += 1
-        sampling = SamplingParams(**wishes)
+        sampling = SamplingParams(**params)
         request = EngineRequest(
             request_id=name, prompt=tuple(prompt), sampling=sampling, tenant=tenant, cache_salt=tenant
         )
@@ -143,17 +143,17 @@ class Operations:
         """The engine is lost; another takes up what was not told yet."""
         self._engine, self._preemption = self._world.engine()
         for name, asked in self._asked.items():
-            wishes, past = asked.request.sampling, ()
-            if wishes.beam is None:
+            params, past = asked.request.sampling, ()
+            if params.beam is None:
                 past = tuple(
                     BranchHistory(token_ids=tuple(asked.told.get(branch, ())), end=asked.ends.get(branch))
-                    for branch in range(wishes.num_branches)
+                    for branch in range(params.num_branches)
                 )
             self._engine.add_request(
                 EngineRequest(
                     request_id=name,
                     prompt=asked.request.prompt,
-                    sampling=wishes,
+                    sampling=params,
                     tenant=asked.request.tenant,
                     cache_salt=asked.request.cache_salt,
                     history=past,
@@ -213,13 +213,13 @@ class Operations:
                 self.num_ended += 1
 
     def _compare(self, asked: _Asked) -> None:
-        wishes, prompt = asked.request.sampling, asked.request.prompt
-        if wishes.beam is not None:
+        params, prompt = asked.request.sampling, asked.request.prompt
+        if params.beam is not None:
             if asked.end is not EndReason.CANCELLED:
-                assert list(asked.told.values()) == _beams(prompt, wishes), "wrong beams"
+                assert list(asked.told.values()) == _beams(prompt, params), "wrong beams"
             return
         for branch, tokens in asked.told.items():
-            wanted, end = alone(prompt, branch, wishes.max_tokens)
+            wanted, end = alone(prompt, branch, params.max_tokens)
             if asked.end is EndReason.CANCELLED and branch not in asked.ends:
                 assert tokens == wanted[: len(tokens)], "wrong tokens before a cancel"
             elif asked.ends.get(branch) is not EndReason.CANCELLED:
@@ -239,11 +239,11 @@ def alone(prompt: tuple[int, ...], branch: int, max_tokens: int) -> tuple[list[i
 
 
 @lru_cache(256)
-def _beams(prompt: tuple[int, ...], wishes: SamplingParams) -> list[list[int]]:
-    return [tokens for tokens, _, _ in search(prompt, wishes, frozenset({EOS}), logprobs_after)[: wishes.n]]
+def _beams(prompt: tuple[int, ...], params: SamplingParams) -> list[list[int]]:
+    return [tokens for tokens, _, _ in search(prompt, params, frozenset({EOS}), logprobs_after)[: params.n]]
 
 
-def drawn_wishes(rng: random.Random) -> dict:
+def random_params(rng: random.Random) -> dict:
     kind = rng.random()
     if kind < 0.02:
         return {"beam": BeamSearch(width=rng.choice((2, 3))), "n": 1, "max_tokens": rng.randrange(1, 6)}
@@ -254,7 +254,7 @@ def drawn_wishes(rng: random.Random) -> dict:
     return {"max_tokens": rng.randrange(1, 26), "presence_penalty": penalty}
 
 
-def drawn_prompt(rng: random.Random) -> list[int]:
+def random_prompt(rng: random.Random) -> list[int]:
     """Most begin alike, so that there is something to share."""
     common = rng.choice(([], [1, 2, 3, 4, 5, 6, 7, 8, 9], [1] * 17))
     return [*common[: rng.randrange(18)], *(rng.randrange(2) for _ in range(rng.randrange(1, 13)))]
@@ -272,7 +272,7 @@ def run_randomly(num_operations: int, seed: int, *, world_every: int = 4000, che
             _carry_out(operations, name, rng)
             if number % check_every == 0:
                 operations.check()
-        begin = drawn_prompt(rng)
+        begin = random_prompt(rng)
         longest = [*begin, *range(8, 8 + MAX_LEN - 2 - len(begin))]  # at once it needs the whole of the smallest pool
         operations.add(longest, {"max_tokens": 2}, rng.choice(TENANTS))
         operations.finish()
@@ -284,7 +284,7 @@ def _carry_out(operations: Operations, name: str, rng: random.Random) -> None:
     match name:
         case "add":
             if len(operations.open_names) < 12:
-                operations.add(drawn_prompt(rng), drawn_wishes(rng), rng.choice(TENANTS))
+                operations.add(random_prompt(rng), random_params(rng), rng.choice(TENANTS))
         case "step":
             operations.step()
         case "cancel":

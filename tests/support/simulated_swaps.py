@@ -116,9 +116,9 @@ def replay(
     preemption = Preemption(kv, FairShare(kv, limits.max_num_seqs), SimulatedCosts(rates, 16, executor), mode)
     engine = Engine(executor, kv, limits, frozenset(), preemption=preemption)
     for number, (num_prompt, num_output) in enumerate(lengths):
-        wishes = SamplingParams(max_tokens=num_output, ignore_eos=True)
+        params = SamplingParams(max_tokens=num_output, ignore_eos=True)
         engine.add_request(
-            EngineRequest(request_id=str(number), prompt=(number, *[1] * (num_prompt - 1)), sampling=wishes)
+            EngineRequest(request_id=str(number), prompt=(number, *[1] * (num_prompt - 1)), sampling=params)
         )
     most_blocks = 0
     while engine.has_work:

@@ -46,8 +46,6 @@ class BatchLayout:
 
 
 class _PrefillArrays(NamedTuple):
-    """Arrays of one longer chunk."""
-
     token_ids: np.ndarray
     pending_token_row: np.ndarray
     positions: np.ndarray
@@ -110,7 +108,6 @@ class DecodeBatch:
         self._pending_token_row[rows] = self._own_row[rows]
 
     def _reassign_rows(self, sequences: list[Sequence]) -> None:
-        """Assign rows to exactly these sequences."""
         staying, num_rows = set(sequences), len(sequences)
         held: list[Sequence | None] = [one if one in staying else None for one in self._sequences]
         held += [None] * (num_rows - len(held))
@@ -146,7 +143,6 @@ class DecodeBatch:
         self.dirty_tables[rows] = True
 
     def _write_known(self, chunks: list[Chunk]) -> None:
-        """Write the token ids of decodes whose token the host knows."""
         if chunks:
             rows = [self._row_of[chunk.sequence] for chunk in chunks]
             self._token_ids[rows] = [chunk.sequence.token_ids[chunk.start] for chunk in chunks]

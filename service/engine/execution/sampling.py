@@ -100,7 +100,6 @@ class StepSampler:
         return calls
 
     def _call(self, batch: SampleBatch, masked: bool) -> SampleCall:
-        """Return the call that samples every row."""
         samplers = batch.samplers
         if not samplers:
             return SampleCall(samplers, SampleInputs(0, None, None))
@@ -180,7 +179,6 @@ def _batch_of_chunks(layout: BatchLayout) -> SampleBatch:
 
 
 def _result(samplers: list[Sequence], arrays: list[np.ndarray], indices: np.ndarray) -> StepResult:
-    """Return the result of one call."""
     if not samplers:
         return StepResult(())
     token_ids, is_nan, *logprobs = (array[indices] for array in arrays)

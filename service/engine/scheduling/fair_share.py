@@ -176,7 +176,6 @@ class _Reclaim:
 
     @cached_property
     def _groups(self) -> list[SequenceGroup]:
-        """Preemptible groups, youngest first."""
         groups = list(dict.fromkeys(sequence.group for sequence in reversed(self._running)))
         oldest = {group.tenant: group for group in groups}
         return [group for group in groups if group is not oldest[group.tenant]]

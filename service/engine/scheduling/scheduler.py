@@ -142,7 +142,6 @@ class Scheduler:
         return (sequence.num_uncomputed_tokens for sequence in chain(prefills, waiting))
 
     def _plan_decodes(self, sequences: list[Sequence]) -> list[Chunk]:
-        """Plan one token each, oldest first, while blocks last."""
         for sequence in [one for one in sequences if one.num_computed_tokens >= one.num_exclusive_tokens]:
             if sequence.status is SequenceStatus.RUNNING:
                 self._allocate(sequence, sequence.num_computed_tokens + 1)
@@ -168,7 +167,6 @@ class Scheduler:
         return True
 
     def _plan_prefills(self, chunks: list[Chunk], sequences: list[Sequence], budget: int) -> tuple[list[Chunk], int]:
-        """Add chunks, oldest first; return all chunks and the remaining budget."""
         for sequence in sequences:
             if budget == 0:
                 break
@@ -186,12 +184,10 @@ class Scheduler:
         return chunks, budget
 
     def _plan_admissions(self, budget: int) -> list[Chunk]:
-        """Admit waiting groups that are ready, first come first served or from the tenant that runs least, while the
-        pool can hold all their tokens.
+        """Admit ready groups while the pool can hold all their tokens, what running sequences lack, and a reserve.
 
-        Each starts from its cached prefix, perhaps written by this very step: admission comes after all preemptions, so
-        nothing it relies on is evicted. A group that swaps blocks in is computed once they arrive. Admission leaves
-        room for what running sequences still lack, and a small reserve, so that the new group is not the next victim.
+        Prefixes may be written by this very step: admission follows all preemptions, so none of them is evicted. A
+        group that swaps blocks in is computed once they arrive.
         """
         chunks = []
         spare = self._kv.pool.num_available - self._num_missing_blocks()
@@ -265,7 +261,6 @@ class Scheduler:
         return self._kv.pool.num_blocks // 100 if self.running else 0
 
     def _num_missing_blocks(self) -> int:
-        """Return the blocks that running sequences lack for their tokens."""
         growing = [one for one in self.running if one.num_tokens > one.num_exclusive_tokens]
         return sum(map(self._kv.num_missing_for_all, growing))
 

@@ -10,8 +10,8 @@ from tests.support.wire import make_job
 PLENTY = 1 << 30
 
 
-def job(number, tenant="a", num_tokens=3, **wishes):
-    sampling = SamplingParams(**{"max_tokens": 8} | wishes)
+def job(number, tenant="a", num_tokens=3, **params):
+    sampling = SamplingParams(**{"max_tokens": 8} | params)
     return make_job(f"J{number}", tenant=tenant, prompt=pack_ids([1] * num_tokens), sampling=sampling)
 
 

@@ -30,8 +30,8 @@ class Harness:
         self.thread.start()
 
     def add(self, name, max_tokens):
-        wishes = SamplingParams(max_tokens=max_tokens)
-        self.thread.send(Add(EngineRequest(request_id=name, prompt=(1, 2), sampling=wishes)))
+        params = SamplingParams(max_tokens=max_tokens)
+        self.thread.send(Add(EngineRequest(request_id=name, prompt=(1, 2), sampling=params)))
 
     def until_end(self, name):
         tokens = []
