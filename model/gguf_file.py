@@ -37,7 +37,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What a file says about its model. A long array is replaced by its length."""
+    """Metadata and tensors of a file. A long array is replaced by its length."""
 
     path: Path
     metadata: dict[str, Any]

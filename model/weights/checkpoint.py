@@ -48,6 +48,12 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def stores_quantised(directory: Path) -> bool:
+    """Return whether a folder says that its weights are quantised, or is GGUF. Raises ModelError."""
+    has_safetensors = any((directory / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
+    return read_quantisation(directory) is not None or (not has_safetensors and find_gguf(directory) is not None)
+
+
 class Checkpoint:
     """The tensors of a folder, all but their values checked."""
 
@@ -82,6 +88,11 @@ class Checkpoint:
         matrices = _read_matrices(directory, shapes, tensors, quantisation)
         _check_names(directory, {name: shape for name, shape in shapes.items() if name not in matrices}, tensors)
         return Checkpoint(tensors, matrices, quantisation.label)
+
+    @property
+    def keeps_formats(self) -> bool:
+        """True if a matrix stays quantised in memory."""
+        return any(self.matrix(name) is not None for name in self._matrices)
 
     def num_bytes(self, config: ModelConfig, dtype: np.dtype) -> int:
         """Bytes of all weights on a device whose activations are in `dtype`."""
@@ -173,7 +184,7 @@ def _read_matrices(
 
 
 def is_projection(name: str) -> bool:
-    """Whether tensor `name` is the matrix of a layer's linear module."""
+    """Return whether tensor `name` is the matrix of a layer's linear module."""
     return name.endswith("_proj.weight")
 
 

@@ -19,8 +19,7 @@ from model.families.llama import Layer, Llama, LlamaWeights
 from model.ops.interface import Array, Ops
 from model.ops.weight import Weight, WeightFormat
 from model.rope import rope_tables
-from model.weights.checkpoint import LM_HEAD, Checkpoint, expected_shapes
-from model.weights.formats.registry import read_quantisation
+from model.weights.checkpoint import LM_HEAD, Checkpoint, expected_shapes, stores_quantised
 from model.weights.formats.stored_matrix import StoredMatrix, check_stackable
 from model.weights.online_fp8 import OnlineFp8, is_layer_matrix, loaded_bytes
 
@@ -33,7 +32,7 @@ BYTE_STDS = {WeightFormat.FP8: 97.0, WeightFormat.FP8_BLOCK: 97.0, WeightFormat.
 
 
 class TensorSource(Protocol):
-    """Where tensors come from, by their names in the files."""
+    """A source of tensors, by their names in the files."""
 
     def read_into(self, name: str, start: int, out: np.ndarray) -> None:
         """Fill `out` [n] with the tensor's elements from `start` on, in the dtype of `out`. Raises ModelError."""
@@ -111,11 +110,20 @@ def plan_weights(
     directory: Path | None, config: ModelConfig, dtype: np.dtype, quantization: str = "auto"
 ) -> PlannedWeights:
     """Measure the weights of a folder, or of a shape alone, for activations in `dtype`. Raises ModelError."""
-    if directory is None or read_quantisation(directory) is None:
-        label = "fp8, rounded while loading" if quantization == "fp8" else ""
-        return PlannedWeights(loaded_bytes(config, dtype, quantization), label)
-    checkpoint = Checkpoint.open(directory, config)
-    return PlannedWeights(checkpoint.num_bytes(config, dtype), checkpoint.label)
+    checkpoint = _open_quantised(directory, config)
+    label = "" if checkpoint is None else checkpoint.label
+    if checkpoint is not None and checkpoint.keeps_formats:
+        return PlannedWeights(checkpoint.num_bytes(config, dtype), label)
+    if quantization == "fp8":
+        label = ", ".join(filter(None, [label, "rounded to fp8 while loading"]))
+    return PlannedWeights(loaded_bytes(config, dtype, quantization), label)
+
+
+def _open_quantised(directory: Path | None, config: ModelConfig) -> Checkpoint | None:
+    """Open a folder if it is quantised: others need no files for dummy weights and plans."""
+    if directory is None or not stores_quantised(directory):
+        return None
+    return Checkpoint.open(directory, config)
 
 
 def load_model(
@@ -135,10 +143,7 @@ def load_model(
     ModelError.
     """
     if load_format == "dummy":
-        formats = None
-        if directory is not None and read_quantisation(directory) is not None:
-            formats = Checkpoint.open(directory, config)
-        source: TensorSource = DummyWeights(config, ops.dtype, formats)
+        source: TensorSource = DummyWeights(config, ops.dtype, _open_quantised(directory, config))
     elif directory is None:
         raise ModelError("weights cannot be loaded without a model folder")
     else:

@@ -139,7 +139,7 @@ def _opened(path: Path) -> StoredFile:
 
 
 def _read_header(path: Path) -> tuple[int, int, bytes]:
-    """(where the header ends, bytes behind it, its JSON)."""
+    """(where the header ends, bytes after it, its JSON)."""
     try:
         with open(open_regular(path), "rb") as file:
             num_bytes = os.fstat(file.fileno()).st_size

@@ -49,7 +49,7 @@ class OutputTensor:
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """How projections are stored."""
+    """A format of projections."""
 
     name: str
     group_size: int  # 0: FP8

@@ -15,7 +15,7 @@ from model.weights.safetensors_file import StoredTensor
 
 PER_WORD = 8
 SHIFTS = np.array([0, 16, 4, 20, 8, 24, 12, 28], np.int32)
-"""Where output n of a word's eight lies: at nibble 0, 4, 1, 5, 2, 6, 3, 7."""
+"""Bit of each of a word's eight outputs: they lie at nibbles 0, 4, 1, 5, 2, 6, 3, 7."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ MAX_GROUPS = 64
 
 @dataclass(frozen=True)
 class Arguments:
-    """How one side, weights or input activations, is quantised."""
+    """Quantisation of one side: weights or input activations."""
 
     num_bits: int
     kind: str  # "int" | "float"

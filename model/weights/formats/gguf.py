@@ -77,7 +77,8 @@ def _six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _k_blocks(blocks: np.ndarray, codes: np.ndarray) -> np.ndarray:
     """codes uint8[n, 8, 32] with the scales and minima of Q4_K and Q5_K."""
     scales, minima = _six_bits(blocks[:, 4:16])
-    values = codes.astype(FLOAT32) * (scales * _halves(blocks, 0))[:, :, None]
+    values = codes.astype(FLOAT32)
+    values *= (scales * _halves(blocks, 0))[:, :, None]
     values -= (minima * _halves(blocks, 2))[:, :, None]
     return values.reshape(len(blocks), 256)
 

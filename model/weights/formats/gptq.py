@@ -27,7 +27,7 @@ from model.weights.safetensors_file import StoredTensor
 log = logging.getLogger("quire.weights")
 
 ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}
-"""What to add to a stored zero point. v1 wraps: a stored 15 means 0, as AutoGPTQ reads it."""
+"""Added to a stored zero point. v1 wraps: a stored 15 is 0, as AutoGPTQ reads it."""
 
 MAX_OVERRIDES = 1000
 

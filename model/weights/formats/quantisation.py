@@ -1,4 +1,4 @@
-"""What a config says about the modules of a checkpoint."""
+"""The quantised modules of a checkpoint, by its config."""
 
 from __future__ import annotations
 

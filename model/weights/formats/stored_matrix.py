@@ -32,7 +32,7 @@ ReadRows = Callable[[int, int], np.ndarray]
 
 @dataclass(frozen=True)
 class WeightForm:
-    """What the parts of a stacked `Weight` must have in common."""
+    """The properties that parts of a stacked `Weight` share."""
 
     format: WeightFormat = WeightFormat.DENSE
     group_size: int = 0
@@ -108,7 +108,7 @@ class StoredMatrix:
 
 
 def check_stackable(parts: Sequence[StoredMatrix]) -> None:
-    """Raises ModelError unless matrices with one input can share a `Weight`.
+    """Raise ModelError unless matrices with one input can share a `Weight`.
 
     Matrices quantised from one input have one order of inputs (GPTQ sorts by its Hessian), so that others are refused.
     """
@@ -128,7 +128,7 @@ def check_stackable(parts: Sequence[StoredMatrix]) -> None:
 
 
 class Scheme(Protocol):
-    """How the tensors of one module make a matrix."""
+    """A format of one module's tensors."""
 
     def read(self, tensors: ModuleTensors, shape: tuple[int, int]) -> StoredMatrix:
         """Check names, dtypes and shapes of the tensors, not their values. Raises ModelError."""
@@ -170,13 +170,13 @@ class ModuleTensors:
         return np.float32(values[0])
 
     def finish(self) -> None:
-        """Raises ModelError for a tensor that the format does not have."""
+        """Raise ModelError for a tensor that the format does not have."""
         for suffix, tensor in sorted(self._tensors.items()):
             raise tensor.error(f"{suffix} is no part of this format")
 
 
 def check_scales(tensor: StoredTensor, values: np.ndarray, *, zero_allowed: bool = False) -> None:
-    """Raises ModelError unless all `values` are finite and positive (or zero, if allowed)."""
+    """Raise ModelError unless all `values` are finite and positive (or zero, if allowed)."""
     if not np.isfinite(values).all():
         raise tensor.error("holds NaN or infinity")
     if values.size and not (values.min() >= 0 if zero_allowed else values.min() > 0):
@@ -184,7 +184,7 @@ def check_scales(tensor: StoredTensor, values: np.ndarray, *, zero_allowed: bool
 
 
 def check_e4m3(tensor: StoredTensor, bits: np.ndarray) -> None:
-    """Raises ModelError for NaN, whose bytes 0x7F and 0xFF are the largest of either sign. bits uint8[n]."""
+    """Raise ModelError for NaN, whose bytes 0x7F and 0xFF are the largest of either sign. bits uint8[n]."""
     if bits.size and (bits.max() == 0xFF or bits.view(np.int8).max() == 0x7F):
         raise tensor.error("holds NaN")
 

@@ -17,8 +17,9 @@ from model.errors import ModelError
 from model.families.llama import Layer, Llama
 from model.ops.cpu.ops import NumpyOps
 from model.ops.weight import Weight, WeightFormat
-from model.weights.loader import load_model
+from model.weights.loader import load_model, plan_weights
 from tests.support.goldens import Golden, relative_error
+from tests.support.paged import PagedSequences
 
 FOLDER = Path(__file__).parent / "goldens"
 NAMES = sorted(path.parent.name for path in FOLDER.glob("*/golden.npz"))
@@ -110,3 +111,31 @@ def test_a_format_that_the_backend_lacks_is_refused_at_load(name: str):
     config = ModelConfig.read(FOLDER / name)
     with pytest.raises(ModelError, match=rf"proj.*: {FORMS[name]} is not supported on CPU \(dense\)"):
         load_model(FOLDER / name, config, DenseOps(), 16)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_planned_bytes_are_what_is_loaded(name: str):
+    folder, float32 = FOLDER / name, np.dtype(np.float32)
+    config = ModelConfig.read(folder)
+    weights = load_model(folder, config, NumpyOps(), 16).weights
+    tables = weights.cos.nbytes + weights.sin.nbytes
+    planned = plan_weights(folder, config, float32)
+    assert planned.num_bytes == weights.num_bytes - tables - sum(order_bytes(layer) for layer in weights.layers)
+    assert planned.label
+
+
+def order_bytes(layer: Layer) -> int:
+    """Bytes of the orders of inputs, which a plan leaves out: four for each input."""
+    matrices = [value for value in vars(layer).values() if isinstance(value, Weight)]
+    return sum(weight.input_order.nbytes for weight in matrices if weight.input_order is not None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dummy_weights_have_the_folder_s_formats(name: str):
+    folder = FOLDER / name
+    config = ModelConfig.read(folder)
+    model = load_model(folder, config, NumpyOps(), 32, load_format="dummy")
+    assert model.weights.layers[-1].down.format is FORMS[name]
+    logits = PagedSequences(model, 1, 32, 16).forward([(0, np.arange(20))])[0]
+    assert np.isfinite(logits).all()
+    assert 0.05 < logits.std() < 50
