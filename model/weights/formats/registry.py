@@ -39,7 +39,7 @@ MODELOPT_FILE = "hf_quant_config.json"
 
 
 def read_quantisation(directory: Path) -> Quantisation | None:
-    """Return what config.json, or an older file in the folder, says; None for 16- or 32-bit weights. Raises ModelError."""
+    """Return what config.json or an older file says; None for 16- or 32-bit weights. Raises ModelError."""
     path = directory / "config.json"
     if not path.exists():
         return None
