@@ -60,7 +60,7 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimBudget:
-    """What a worker can start now. Jobs are claimed while any budget is left, so that the last one may exceed it and no
+    """The work that a worker can start now. Jobs are claimed while any budget is left, so that the last one may exceed it and no
     job is too large for ever. With none left, tenants within their shares (service/fair_share.py) still reclaim slots
     from those beyond."""
 
@@ -144,7 +144,7 @@ class Backlog:
 
 RETURNED, SUSPECT = "returned", "suspect"
 QUEUE_LANES = (*LANES, RETURNED, SUSPECT)
-"""Where jobs wait: never claimed, by lane; claimed before; suspects."""
+"""The queues of waiting jobs: never claimed, by lane; claimed before; suspects."""
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,7 @@ class IngressQueue(Protocol):
         """Return new entries, each to one gateway."""
 
     async def renew_entries(self) -> Sequence[IngressEntry]:
-        """Renew the fetched entries; return those that another gateway has."""
+        """Renew the fetched entries; return the ones that another gateway has."""
 
     async def begin_replies(self, entry: IngressEntry, reply_id: str) -> ReplyStream:
         """Take the producer's reply stream `reply_id` for an entry fetched here."""

@@ -8,7 +8,7 @@ NORMAL, BATCH = LANES = ("normal", "batch")
 AGE_S = 10.0
 BATCH_AGE_S = 60.0
 RECLAIM_AFTER_S = 0.025
-"""How long a new job waits for a free slot of another worker before an over share is reclaimed for it."""
+"""Wait of a new job for another worker's free slot before an over share is reclaimed for it."""
 EXPECTED_OUTPUT_TOKENS = 1024
 """Upper bound of a branch's estimated output: most end long before `max_tokens`."""
 

@@ -92,7 +92,7 @@ class Cancel:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestRecord:
-    """What a gateway needs to answer or end an accepted request. Its jobs, one per prompt, are `request_id`,
+    """Data that a gateway needs to answer or end an accepted request. Its jobs, one per prompt, are `request_id`,
     `<request_id>.1`, ..."""
 
     request_id: str

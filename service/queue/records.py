@@ -1,4 +1,4 @@
-"""What the queue stores for tenants: files, batches, responses; and how much of it each tenant may store."""
+"""Stored records of tenants: files, batches, responses; and their limits."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class OpenBatch:
 
 @dataclass(frozen=True)
 class MovedLines:
-    """How much of a batch's answers is in its output files."""
+    """Progress of a batch's answers into its output files."""
 
     num_lines: int = 0  # from the first line on
     output_bytes: int = 0

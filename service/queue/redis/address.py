@@ -266,7 +266,7 @@ def _host(text: str, port: int) -> tuple[str, int]:
 
 
 def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return redis-py's options of the URL. Raises StartupError for those that change the form of answers."""
+    """Return redis-py's options of the URL. Raises StartupError for one that changes the form of answers."""
     odd = sorted(set(options) - URL_OPTIONS - {"host", "port", "path", "username", "password", "connection_class"})
     if odd:
         raise StartupError(f"the Redis URL has an option that is not supported: {odd[0]}")

@@ -27,7 +27,7 @@ from service.queue.redis.script_args import deadline_arg, new_state
 log = logging.getLogger("quire.redis")
 
 SETTLED_KEPT_S = 3.0
-"""How long an ended job is kept: longer than what `appendfsync everysec` may lose."""
+"""Life of an ended job here: longer than what `appendfsync everysec` may lose."""
 REPLAY_EVENTS = 512
 MAX_CALL_BYTES = 4 << 20
 """Messages for one call of a script; a longer message goes alone. Redis takes 16 MB in an argument

@@ -27,7 +27,7 @@ LOG_PAGE_EVENTS = 256
 MAX_READS = 8
 """Logs read at once: thousands of followers may read together, and others need connections too."""
 LOST_AFTER_S = 15.0
-"""How long a missing job may be restored by its worker: a lease and a half."""
+"""Time for a missing job to be restored by its worker: a lease and a half."""
 
 Answer = TypeVar("Answer")
 

@@ -117,7 +117,7 @@ class GroupReader:
         self._held.discard((stream, entry_id))
 
     async def renew(self) -> list[tuple[str, str]]:
-        """Keep the held entries; return (stream, entry id) of those that others hold by now."""
+        """Keep the held entries; return (stream, entry id) of entries that others hold."""
         held = sorted(self._held)
         if not held:
             return []

@@ -45,7 +45,7 @@ log = logging.getLogger("quire.redis")
 MAX_CONNECTIONS = 32
 MAX_BLOCKING_CONNECTIONS = 16
 BLOCK_MARGIN_S = 3.0
-"""How late a blocking read may answer before its connection counts as dead."""
+"""Lateness at which a blocking read's connection counts as dead."""
 Client = Any
 """redis.asyncio.Redis, whose types give every reply as a union over protocols and encodings."""
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)

@@ -1,4 +1,4 @@
-"""What is left of a worker's budget during a claim: the reference of `claim.lua`."""
+"""The rest of a worker's budget during a claim: the reference of `claim.lua`."""
 
 from __future__ import annotations
 
