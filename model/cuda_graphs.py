@@ -1,4 +1,4 @@
-"""The forward pass on buffers that never move, captured once for each of some sizes.
+"""The forward pass on static buffers, captured once for each of a list of sizes.
 
 A size is so many single-token rows (decodes) and so many rows more. Longer chunks follow the decodes of a step at once,
 so that they use what the decodes leave of theirs. A step runs on the smallest captured size that holds it; what the
@@ -23,20 +23,19 @@ from model.ops.packing import Packing, TableRows
 from model.step_inputs import ForwardInputs
 
 ROWS_BESIDE = tuple(range(64, 513, 64))
-"""Captured sizes of what longer chunks need besides the decodes' rows. Above, the device is busy for longer than
-launching takes."""
+"""Captured sizes of the rows that chunks need in addition to the decodes'. Larger steps hide their launches."""
 
 ROWS_BESIDE_FEW = (16, 48, *ROWS_BESIDE)
-"""The same beside the fewest decodes: the last words of a prompt that is known wait for nothing but such a step."""
+"""The same for the fewest decodes: the uncached end of a cached prompt waits only for such a step."""
 
 ROWS_ALONE = (32, 48, 64, 128)
-"""Captured sizes of chunks without decodes, which are spared a launch a layer."""
+"""Captured sizes of chunks without decodes, which need a launch less a layer."""
 
 MAX_CHUNKS = 32
-"""Longer chunks in a captured step."""
+"""Most chunks of a captured step."""
 
 MIN_GAIN = 1.05
-"""By how much the rows a second have to rise for tokens to be left to the next step."""
+"""Rise of rows/s for which tokens are left to the next step."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,8 @@ class _Buffers:
 
 
 class StepGraphs:
-    """Owns the buffers of `max_rows` decodes and one replay per size. `sampled` int32[max_rows] is the caller's: the
-    tokens that the step before has sampled."""
+    """The buffers of `max_rows` decodes and one replay per size. `sampled` int32[max_rows], the caller's, holds the
+    tokens that the previous step sampled."""
 
     def __init__(self, model: Llama, sampled: Array, max_rows: int, max_blocks: int):
         ops = model.ops
@@ -77,9 +76,9 @@ class StepGraphs:
         self._seconds: dict[tuple[int, int], float] = {}  # of those with chunks, on padding alone
 
     def capture(self, kv: Array, *, progress: bool = False) -> None:
-        """Record the pass on this cache, the largest size first, so that the smaller ones find its memory.
+        """Record the pass on this cache, the largest size first, so that the smaller ones reuse its memory.
 
-        Products are tuned for batches of a power of two: each more costs a start with an empty cache about 0.2 s.
+        Products are tuned for batches of a power of two: another size would take a cold start about 0.2 s.
         """
         self._block_size = kv.shape[4]
         self._num_slots = kv.shape[0] * self._block_size
@@ -97,9 +96,9 @@ class StepGraphs:
         self._seconds = self._measured([size for size in sizes if size[1]])
 
     def forward(self, inputs: ForwardInputs) -> Array | None:
-        """Logits float32[R, V], good until the next call; None where the step fits no captured size.
+        """Return logits float32[R, V], valid until the next call; None if the step fits no captured size.
 
-        Of the tables only the stale ones are sent: afterwards none is.
+        Only dirty tables are sent; afterwards none is dirty.
         """
         size = self._size_of(inputs)
         if size is None:
@@ -110,14 +109,14 @@ class StepGraphs:
         return self._logits[: len(inputs.logit_rows)]
 
     def context_lens(self, num_decodes: int) -> Array:
-        """Those of the last step's decodes, int32[num_decodes], in memory that stays."""
+        """Return those of the last step's decodes, int32[num_decodes], in static memory."""
         return self._buffers.context_lens[:num_decodes]
 
     def fit(self, num_decodes: int, num_tokens: int) -> int:
-        """How many of `num_tokens` tokens of chunks a step should take beside its decodes, if the rest can wait.
+        """Return how many of `num_tokens` chunk tokens a step should take with its decodes, if the rest can wait.
 
-        The device takes rows in waves of tiles: one row too many can cost a third of a step. All of them, unless a
-        smaller captured size does clearly more rows a second.
+        All of them, unless a smaller captured size computes MIN_GAIN times the rows/s: rows run in waves of tiles, and
+        one row too many can cost a third of a step.
         """
         decodes = _at_least(self._decodes_beside_chunks, num_decodes)
         room = decodes - num_decodes
@@ -133,7 +132,7 @@ class StepGraphs:
         return best
 
     def _changed_tables(self, inputs: ForwardInputs, decodes: int) -> TableRows | None:
-        """What the device's tables lack; those of longer chunks are behind the decodes of the size."""
+        """Return the tables to send; those of chunks follow the decodes of the size."""
         rows = np.flatnonzero(inputs.dirty_tables)
         if len(rows) == len(inputs.chunk_lens) == 0:
             return None
@@ -149,8 +148,8 @@ class StepGraphs:
         return [(0, more) for more in ROWS_ALONE] + beside
 
     def _measured(self, sizes: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
-        """What each size takes on padding alone. One replay for all that have as many rows, however many of these are
-        decodes': what is not in the rows (the head's product) is less than 2 % of it."""
+        """Time each size on padding alone, once for all sizes of as many rows: the rest (the head's product) is less
+        than 2 %."""
         ops, by_rows = self._model.ops, {sum(size): size for size in sizes}
         marks = {}
         self._replays[sizes[-1]]()  # what is timed follows work
@@ -174,7 +173,7 @@ class StepGraphs:
         return decodes, _at_least(self._rows_beside(decodes), num_more)
 
     def num_rows(self) -> tuple[list[int], list[int]]:
-        """Of the products in what is captured: of the layers, of the head."""
+        """Return the rows of captured products: of the layers, of the head."""
         beside = self._decodes_beside_chunks
         in_layers = {sum(size) for size in self._sizes_with_chunks()}
         in_head = {decodes + MAX_CHUNKS for decodes in (0, *beside)}
@@ -188,7 +187,7 @@ class StepGraphs:
             model.forward(batch, kv, out=self._logits[:num_logits])
 
     def _batch(self, decodes: int, more: int) -> Batch:
-        """The beginnings of the buffers: `decodes` rows, and `more` if there are up to MAX_CHUNKS longer chunks."""
+        """Return the first rows of the buffers: `decodes`, and `more` for up to MAX_CHUNKS chunks."""
         buffers, total = self._buffers, decodes + more
         num_sequences = decodes + (MAX_CHUNKS if more else 0)
         return Batch(
@@ -206,7 +205,7 @@ class StepGraphs:
         )
 
     def _padding(self) -> list[np.ndarray]:
-        """In the order of _Buffers' fields: a step of padding alone. A slot outside the cache is not written."""
+        """Return a step of padding, in the order of _Buffers' fields. A slot outside the cache is not written."""
         num_tokens, num_sequences = self._max_rows + ROWS_BESIDE[-1], self._max_rows + MAX_CHUNKS
         return [
             np.zeros(num_tokens, np.int32),
@@ -219,8 +218,8 @@ class StepGraphs:
         ]
 
     def _fill(self, inputs: ForwardInputs, decodes: int, more: int) -> None:
-        """The columns for a step at this size. Padding stands behind the tokens; of the sequences it stands between the
-        decodes and the longer chunks, and behind these."""
+        """Fill the columns for a step at this size. Padding follows the tokens; of the sequences it follows the decodes
+        and the chunks."""
         columns, num_tokens = self._columns, len(inputs.token_ids)
         padded = slice(num_tokens, self._num_tokens)
         for column, known, padding in (
@@ -251,7 +250,7 @@ def decode_sizes(max_rows: int) -> list[int]:
 
 
 def _decodes_beside_chunks(max_rows: int) -> list[int]:
-    """Coarse: the chunks use the rows that the decodes leave, only attention sees that there are more."""
+    """Return coarse sizes: chunks use the rows that decodes leave."""
     return [size for size in (16, 64, *range(128, max_rows, 128)) if size < max_rows] + [max_rows]
 
 

@@ -36,7 +36,7 @@ struct QueryTile {
     __device__ __forceinline__ int num_key_tiles() const { return max(0, ceil_div(end_key, KEYS) - first_key_tile()); }
 };
 
-// The split of its query tile's keys that a tile index stands for; nothing to do if it does not exist.
+// The split of a query tile's keys with this tile index; empty if it does not exist.
 struct KvSplit {
     int index, count;
     int tile_index, num_query_tiles;

@@ -82,8 +82,8 @@ __device__ __forceinline__ Value warp_max(Value value) {
     return value;
 }
 
-// Reductions over a one-dimensional block: every thread calls, every thread gets the same result, whatever the order
-// in which warps arrive. blockDim.x is a multiple of 32, at most 1024.
+// Reductions over a one-dimensional block: every thread calls, every thread gets the same result, in any order of
+// the warps. blockDim.x is a multiple of 32, at most 1024.
 template <typename Value>
 __device__ __forceinline__ Value block_sum(Value value) {
     __shared__ Value partial[WARP_SIZE];

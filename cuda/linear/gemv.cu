@@ -69,7 +69,7 @@ __device__ __forceinline__ void start_copies(u32 stage, const T* weight, WeightP
 
 __device__ __forceinline__ uint4 load_shared(const char* from) { return *reinterpret_cast<const uint4*>(from); }
 
-// An mma sums over 16 elements of K in whatever order they come: where weight and x agree, a lane's fragments can be
+// An mma sums over 16 elements of K in any order: where weight and x agree, a lane's fragments can be
 // the 16 bytes that lie together in memory.
 __device__ __forceinline__ void multiply(float (&sum)[4], uint4 low, uint4 high, uint4 x) {
     const u32 first[4] = {low.x, high.x, low.y, high.y};

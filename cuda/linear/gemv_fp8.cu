@@ -124,7 +124,7 @@ __device__ __forceinline__ void widen(Pairs& to, const uint4 (&from)[X_VECS]) {
 #endif
 }
 
-// An mma sums over 16 elements of K in whatever order they come: where weight and x agree, a lane's fragments can be
+// An mma sums over 16 elements of K in any order: where weight and x agree, a lane's fragments can be
 // the 16 elements that lie together in memory.
 __device__ __forceinline__ void multiply(float (&sum)[4], const Pairs& low, const Pairs& high, const Pairs& x) {
 #pragma unroll

@@ -12,7 +12,7 @@
 //   needs: x, weight and out aligned to 16 bytes, K a multiple of 8, 16-bit elements
 //   roofline: N K elements moved; 0.9 of copy bandwidth from 100 MB of weights
 //
-// A tile of out, transposed, is ROWS weight rows times COLS rows of x, by wgmma: 64 weight rows a warpgroup. One more
+// A tile of out, transposed, is ROWS weight rows times COLS rows of x, by wgmma: 64 weight rows a warpgroup. Another
 // warp fetches both, 64 elements of K a stage. Only AHEAD stages of weights are fetched early, since x would wait for
 // more. With SPLIT 2 each block sends half of its sums to the other, in a fixed order: results are deterministic.
 #include "common/wgmma.cuh"

@@ -32,7 +32,7 @@ __device__ __forceinline__ float kept_distance(Histogram& histogram, const Dista
 // The token with the greatest logit / temperature + noise among those kept.
 __device__ __forceinline__ int noisy_argmax(const Distances& distances, float limit, u64 seed, u32 position,
                                             u32 branch) {
-    // A token farther than `limit` below the best loses whatever the noise. The exact noise is computed only near this
+    // A token farther than `limit` below the best loses with any noise. The exact noise is computed only near this
     // thread's best score. The slack covers the rounding of sums, which grows with the logits.
     const float slack = 1e-5f * fmaxf(1.0f, fabsf(distances.best));
     limit = fminf(limit, GUMBEL_HIGHEST - GUMBEL_LOWEST + slack);
