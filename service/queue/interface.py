@@ -60,9 +60,9 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimBudget:
-    """The work that a worker can start now. Jobs are claimed while any budget is left, so that the last one may exceed it and no
-    job is too large for ever. With none left, tenants within their shares (service/fair_share.py) still reclaim slots
-    from those beyond."""
+    """The work that a worker can start now. Jobs are claimed while any budget is left, so that the last one may exceed
+    it and no job is too large for ever. With none left, tenants within their shares (service/fair_share.py) still
+    reclaim slots from those beyond."""
 
     num_tokens: int | None = None  # of prompts and histories; None: no limit
     num_reserved: int = 0  # branches for tenants within their shares

@@ -68,7 +68,7 @@ class VirtualWorker:
             job = claim.job
             self._attempts[job.job_id] = claim.attempt
             self.num_waiting[self._tenants[job.job_id]] -= 1
-            self._slots.take(job, 0, now_s)
+            self._slots.add_job(job, 0, now_s)
             prompt = tuple(np.frombuffer(job.prompt, np.uint32).tolist())
             self.engine.add_request(
                 EngineRequest(request_id=job.job_id, prompt=prompt, sampling=job.sampling, tenant=job.tenant)
@@ -79,13 +79,13 @@ class VirtualWorker:
             job_id = output.request_id
             if job_id not in self._told:
                 self._told.add(job_id)
-                self._slots.begin(job_id)
+                self._slots.mark_started(job_id)
                 yield job_id
             if output.end is not None:
                 usage = Usage(prompt_tokens=output.num_prompt_tokens, completion_tokens=output.num_output_tokens)
                 last = Event(job_id=job_id, number=1, end=output.end, usage=usage)
                 self._queue.write(last, "worker", self._attempts.pop(job_id))
-                self._slots.give_back(job_id, now_s)
+                self._slots.remove_job(job_id, now_s)
 
 
 def simulate(args: argparse.Namespace, num_small: int) -> dict[str, object]:
