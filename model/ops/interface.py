@@ -202,7 +202,7 @@ class Ops(Device, Protocol):
 
     dtype: np.dtype  # of activations and dense weights
     kv_dtype: np.dtype  # of the KV cache
-    weight_formats: frozenset[WeightFormat]  # of `linear`
+    weight_formats: frozenset[WeightFormat]  # that `prepare_weight` takes
     has_fp8: bool  # products of inputs in e4m3; without them weights in FP8 are dequantised in the product
 
     def find_nonfinite(self, x: Array, found: Array) -> None:
@@ -234,6 +234,12 @@ class Ops(Device, Protocol):
 
         x is in `self.dtype`, or in e4m3 for weights in FP8, which hold no NaN. A row of x in e4m3 with a scale that is
         not finite gives a row that is not finite.
+        """
+
+    def prepare_weight(self, weight: Weight) -> Weight:
+        """Return a loaded weight in the form that `linear` reads; its memory may be reused. Call it once a weight.
+
+        A format that the backend has no product for is dequantised to DENSE.
         """
 
     def tune_linear(

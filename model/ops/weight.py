@@ -19,6 +19,8 @@ class WeightFormat(StrEnum):
     INT8 = "int8"  # data int8[N, K]; scale float32[N]
     INT4 = "int4"  # data uint8[N, K / 2], element k in the low (even k) or high half of byte k // 2; 0..15
     #                scale 16-bit float[N, K / G], zero_point uint8[N, K / G] or None (8): (data - zero_point) * scale
+    INT4_TILED = "int4-tiled"  # INT4 in the order of cuda/common/int4.cuh: data uint8[K / 128, N / 16, 1024], scale and
+    #                            zero_point [K / G, N / 16, 16]; made by `Ops.prepare_weight`, in no file
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Weight:
     format: WeightFormat = WeightFormat.DENSE
     scale: Array | None = None
     zero_point: Array | None = None
-    group_size: int = 0  # INT4: G, inputs that share a scale
+    group_size: int = 0  # INT4, INT4_TILED: G, inputs that share a scale
     quantised_input: bool = False  # FP8, INT8: the checkpoint rounds x to the same format, a scale for each row of x
     input_order: Array | None = None  # int32[K]: column k multiplies x[:, input_order[k]] (GPTQ's desc_act); None: k
 
@@ -41,6 +43,8 @@ class Weight:
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K)."""
+        if self.format is WeightFormat.INT4_TILED:
+            return self.data.shape[1] * 16, self.data.shape[0] * 128
         num_outputs, width = self.data.shape
         return num_outputs, width * 2 if self.format is WeightFormat.INT4 else width
 

@@ -157,12 +157,13 @@ def load_model(
     lm_head = Weight(embedding) if config.tied_embeddings else plan.matrix([LM_HEAD])
     plan.fill(progress)
     plan.check()
+    layers = tuple(_prepared(layer, ops) for layer in layers)
     cos, sin = rope_tables(config.rope, config.head_dim, max_model_len)
     weights = LlamaWeights(
         embedding=embedding,
         layers=layers,
         final_norm=final_norm,
-        lm_head=lm_head,
+        lm_head=ops.prepare_weight(lm_head),
         cos=ops.upload(cos),
         sin=ops.upload(sin),
     )
@@ -277,6 +278,11 @@ class _Plan:
             quantised_input=form.quantised_input,
             input_order=None if order is None else self._ops.upload(order),
         )
+
+
+def _prepared(layer: Layer, ops: Ops) -> Layer:
+    matrices = {name: ops.prepare_weight(getattr(layer, name)) for name in ("qkv", "output", "gate_up", "down")}
+    return replace(layer, **matrices)
 
 
 def _plan_layer(plan: _Plan, prefix: str) -> Layer:

@@ -77,6 +77,9 @@ class NumpyOps(NumpyDevice):
         out[...] = product
         return out
 
+    def prepare_weight(self, weight: Weight) -> Weight:
+        return weight
+
     def tune_linear(
         self, weights: Sequence[Weight], bias: Array | None, num_rows: Sequence[int], *, dtype: np.dtype | None = None
     ) -> None:

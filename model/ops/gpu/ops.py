@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from model.ops.cpu.quantised import dequantise
 from model.ops.gpu.attention import decode_attention, plan_decode_attention, prefill_attention
 from model.ops.gpu.device import DTYPE_CODES, THREADS, CudaDevice, expect
 from model.ops.gpu.fp8 import Fp8Linear, dequantise_rows, expect_fp8, quantised_by
+from model.ops.gpu.int4.linear import MAX_FUSED_ROWS, Int4Linear, expect_int4
 from model.ops.gpu.linear import Linear
 from model.ops.gpu.norm import add_rms_norm, rms_norm
 from model.ops.gpu.product_sizes import all_planned_rows
 from model.ops.gpu.sampling import sample, top_logprobs
+from model.ops.int4 import can_tile
 from model.ops.interface import Array, AttentionBatch, Fp8Rows, HeadRotation, Sampled, SamplingArrays
 from model.ops.weight import Weight, WeightFormat
 
@@ -23,18 +28,21 @@ _COPY_VECS_PER_THREAD = 4  # VECS_PER_THREAD of copy_blocks.cu
 _INT32 = np.dtype(np.int32)
 _INT64 = np.dtype(np.int64)
 _FLOAT32 = np.dtype(np.float32)
+_MULTIPLIED = (WeightFormat.DENSE, WeightFormat.FP8, WeightFormat.INT4_TILED)
+_log = logging.getLogger(__name__)
 
 
 class CudaOps(CudaDevice):
     """`Ops` on the current CUDA device, for one thread at a time. Arrays are CuPy's, C-contiguous."""
 
-    weight_formats = frozenset({WeightFormat.DENSE, WeightFormat.FP8})
+    weight_formats = frozenset(WeightFormat)  # `prepare_weight` dequantises what has no product
 
     def __init__(self, dtype: np.dtype, kv_dtype: np.dtype | None = None):
         """Raises ValueError for dtypes without kernels, and CuPy's RuntimeErrors without a GPU."""
         super().__init__(dtype, kv_dtype)
         self._linear = Linear(self)
         self._linear_fp8 = Fp8Linear(self, self._linear)
+        self._linear_int4 = Int4Linear(self, self._linear)
 
     def find_nonfinite(self, x: Array, found: Array) -> None:
         expect("x", x, self.dtype, *x.shape)
@@ -98,9 +106,26 @@ class CudaOps(CudaDevice):
             return out
         if weight.format is WeightFormat.FP8:
             self._linear_fp8(x, weight, bias, out)
+        elif weight.format is WeightFormat.INT4_TILED:
+            self._linear_int4(x, weight, bias, out)
         else:
             self._linear(x, weight.data, bias, out)
         return out
+
+    def prepare_weight(self, weight: Weight) -> Weight:
+        if weight.format in _MULTIPLIED:
+            return weight
+        if weight.format is WeightFormat.INT4 and can_tile(weight):
+            return self._linear_int4.pack(weight)
+        _log.info("weights [%d, %d] in %s: no kernel, dequantised to %s", *weight.shape, weight.format, self.dtype.name)
+        on_host = replace(
+            weight,
+            data=self.download(weight.data),
+            scale=self._downloaded(weight.scale),
+            zero_point=self._downloaded(weight.zero_point),
+            input_order=self._downloaded(weight.input_order),
+        )
+        return Weight(self.upload(dequantise(on_host).astype(self.dtype)))
 
     def tune_linear(
         self,
@@ -113,8 +138,13 @@ class CudaOps(CudaDevice):
         """Measure, about 30 ms for each number of rows; results are kept on disk, by device and version of cuBLASLt.
 
         A product that was not measured takes cuBLASLt's first choice. Weights in FP8 are not measured: rows alone
-        decide on their kernel.
+        decide on their kernel. Nor are those in INT4_TILED, but for the rows that multiply by unpacked weights.
         """
+        if weights[0].format is WeightFormat.INT4_TILED:
+            many = [rows for rows in num_rows if rows > MAX_FUSED_ROWS]
+            with self.scratch():
+                self.tune_linear([Weight(self._linear_int4.unpack(weights[0]))], bias, many, dtype=dtype)
+            return
         dense = [weight.data for weight in weights if weight.format is WeightFormat.DENSE]
         for weight in dense:
             expect("weight", weight, self.dtype, *weights[0].shape)
@@ -234,6 +264,9 @@ class CudaOps(CudaDevice):
         expect("token_ids", token_ids, _INT32, len(logits))
         return top_logprobs(self, logits, token_ids, num_best)
 
+    def _downloaded(self, array: Array | None) -> np.ndarray | None:
+        return None if array is None else self.download(array)
+
     def _expect_operands(self, x: Array | Fp8Rows, weight: Weight) -> int:
         """Return the number of rows of x. Raises ValueError for operands that `linear` does not take."""
         n, k = weight.shape
@@ -241,8 +274,10 @@ class CudaOps(CudaDevice):
             expect_fp8("weight", weight)
         elif weight.format is WeightFormat.DENSE:
             expect("weight", weight.data, self.dtype, n, k)
+        elif weight.format is WeightFormat.INT4_TILED:
+            expect_int4(weight)
         else:
-            raise ValueError(f"linear: weights in {weight.format} are not supported on a GPU (dense, fp8)")
+            raise ValueError(f"linear: weights in {weight.format} are not supported on a GPU (dense, fp8, int4-tiled)")
         if not isinstance(x, Fp8Rows):
             expect("x", x, self.dtype, None, k)
             return len(x)

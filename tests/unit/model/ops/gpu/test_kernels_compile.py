@@ -9,6 +9,7 @@ import pytest
 
 from model.ops.gpu.attention import decode_attention, prefill_attention
 from model.ops.gpu.fp8_builds import GEMV_FP8_BUILDS, small_m_fp8_build
+from model.ops.gpu.int4.builds import GEMV_W4_BUILDS, Int4Layout, small_m_w4_build
 from model.ops.gpu.linear_builds import GEMV_BUILDS, SMALL_M_SPLITS, small_m_build
 from model.ops.interface import NO_WINDOW, AttentionBatch
 from tests.support.source_tree import ROOT
@@ -23,6 +24,7 @@ ALSO = {
     "add_bias": ({"OUT_FLOAT": 0}, {"OUT_FLOAT": 1}),
     "rope_kv_write": tuple({"HEAD_DIM": head_dim} for head_dim in (64, 80, 96, 128, 256)),
 }
+LAYOUTS = (Int4Layout(1, False, True), Int4Layout(4, True, False))
 NAMES = sorted(path.stem for path in (ROOT / "cuda").glob("*/*.cu"))
 
 
@@ -36,6 +38,12 @@ def builds_of(name: str, dtype_code: int, architecture: str) -> list[dict[str, i
         return gemv_fp8_builds(dtype_code)
     if name == "small_m_fp8_sm90":
         return small_m_fp8_builds(dtype_code, architecture)
+    if name == "gemv_w4a16":
+        return gemv_w4_builds(dtype_code)
+    if name == "small_m_w4a16_sm90":
+        return small_m_w4_builds(dtype_code, architecture)
+    if name == "unpack_int4":
+        return [{"QUIRE_DTYPE": dtype_code, **layout.defines} for layout in LAYOUTS]
     if not name.startswith(("plan_decode", "paged_decode", "paged_prefill")):
         return [{"QUIRE_DTYPE": dtype_code, **SHAPE, **more} for more in ALSO.get(name, ({},))]
     builds = []
@@ -109,6 +117,26 @@ def small_m_fp8_builds(dtype_code: int, architecture: str) -> list[dict[str, int
         return []
     asked = [(m, n) for m in (16, 32, 64, 96, 128, 192, 256) for n in (4096, 6144, 28672)]
     found = {small_m_fp8_build(m, n, 132, 227 << 10) for m, n in asked}
+    return [{"QUIRE_DTYPE": dtype_code, "OUT_FLOAT": int(build.cols == 64), **build.defines} for build in found]
+
+
+def gemv_w4_builds(dtype_code: int) -> list[dict[str, int]]:
+    """Every build, for two kinds of weights; there is none for float32."""
+    return [
+        {"QUIRE_DTYPE": dtype_code, "OUT_FLOAT": out_float, **build.defines(layout)}
+        for build in GEMV_W4_BUILDS
+        for out_float, layout in enumerate(LAYOUTS)
+        if dtype_code != DTYPE_CODES["float32"]
+    ]
+
+
+def small_m_w4_builds(dtype_code: int, architecture: str) -> list[dict[str, int]]:
+    """The builds of Llama-3.1-8B on an H200; other architectures have none, nor has float32."""
+    if architecture != "90a" or dtype_code == DTYPE_CODES["float32"]:
+        return []
+    asked = [(m, *shape) for m in (32, 64, 96, 128, 192, 256) for shape in ((6144, 4096), (28672, 4096), (4096, 14336))]
+    found = {small_m_w4_build(*sizes, LAYOUTS[0], 132, 227 << 10) for sizes in asked}
+    found.add(small_m_w4_build(64, 4096, 4096, LAYOUTS[1], 132, 227 << 10))
     return [{"QUIRE_DTYPE": dtype_code, "OUT_FLOAT": int(build.cols == 64), **build.defines} for build in found]
 
 

@@ -1,0 +1,177 @@
+"""The builds of `gemv_w4a16.cu` and `small_m_w4a16_sm90.cu`: which suits a product and a device."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+
+BLOCK_ROWS = 16
+"""Weight rows of a tile: N is a multiple of it."""
+
+SPAN = 128
+"""Columns of a stage: K is a multiple of it."""
+
+MAX_SMALL_M_ROWS = 256
+"""Rows of x that small_m_w4a16_sm90 is built for."""
+
+AHEAD_BYTES = 32 << 10
+"""Weights that an SM fetches before the previous kernel has ended, as in `small_m_builds`."""
+
+_SPAN_BYTES = 1024  # of 16 rows of a span
+_MIN_STAGES = 3
+_COLS = (32, 64, 96, 128, 192, 256)  # rows of x that small_m_w4a16_sm90 has products for
+_MAX_BLOCKS = {32: 16, 64: 16, 96: 12, 128: 12, 192: 8, 256: 8}  # sixteens of weight rows that registers allow
+_MIN_BLOCKS = 4
+_CLUSTER_SMS = 8  # GPCs hold at least 16 SMs: clusters of 4 fill a multiple of 8
+_SPLITS = (1, 2)
+_SPLIT_COLS = 64  # the number of rows that SPLIT is chosen for
+
+# Rates of an H200's SM a clock, and what a cluster's reduction costs, for choosing sizes.
+_MEMORY_BYTES = 18.0
+_INGRESS_BYTES = 40.0
+_REDUCTION_CLOCKS = 2500
+_START_CLOCKS = 1500
+
+
+@dataclass(frozen=True)
+class Int4Layout:
+    """What kernels are built with for one kind of weight."""
+
+    groups: int  # groups of inputs in a span of 128: 1 (larger groups too), 2 or 4
+    has_zeros: bool
+    is_bf16: bool  # the scales
+
+    @property
+    def defines(self) -> dict[str, int]:
+        """The macros of int4.cuh, by name."""
+        return {"GROUPS": self.groups, "ZEROS": int(self.has_zeros), "SCALE_BF16": int(self.is_bf16)}
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of the scales and zero points of 16 rows of a span."""
+        return self.groups * BLOCK_ROWS * (3 if self.has_zeros else 2)
+
+
+@dataclass(frozen=True)
+class GemvW4Build:
+    """The sizes that gemv_w4a16.cu is built with, and how many of its blocks an SM is given."""
+
+    warps: int
+    row_tiles: int
+    x_rows: int
+    stages: int
+    blocks_per_sm: int
+    max_blocks_per_sm: int  # that its registers leave room for: two, so that the next kernel's can begin early
+
+    def defines(self, layout: Int4Layout) -> dict[str, int]:
+        """The kernel's macros, by name."""
+        sizes = {"WARPS": self.warps, "ROW_TILES": self.row_tiles, "X_ROWS": self.x_rows, "STAGES": self.stages}
+        return sizes | {"BLOCKS_PER_SM": self.max_blocks_per_sm} | layout.defines
+
+    def shared_bytes(self, k: int) -> int:
+        """Bytes of x and of two sets of sums."""
+        return self.x_rows * (2 * k + 2 * self.warps * BLOCK_ROWS * self.row_tiles * 4)
+
+    def num_blocks(self, n: int, num_sms: int) -> int:
+        """Return the blocks of a launch for N weight rows."""
+        return min(math.ceil(n / (BLOCK_ROWS * self.row_tiles)), self.blocks_per_sm * num_sms)
+
+
+GEMV_W4_BUILDS = (
+    GemvW4Build(16, 2, 1, 3, 1, 1),
+    GemvW4Build(16, 2, 4, 3, 1, 1),
+    GemvW4Build(16, 2, 8, 2, 1, 1),
+    GemvW4Build(8, 2, 16, 3, 1, 1),
+)
+"""By rows of x."""
+
+_MAX_LAUNCHES = 4  # of gemv_w4a16 for one product: more take longer than unpacking the weights
+
+
+def gemv_w4_build(num_rows: int, k: int, max_shared_bytes: int) -> GemvW4Build | None:
+    """Return the build for products of `num_rows` rows on a device with this much shared memory a block, or None.
+
+    A build with fewer rows than these is launched several times.
+    """
+    if num_rows > GEMV_W4_BUILDS[-1].x_rows:
+        return None
+    fitting = [build for build in GEMV_W4_BUILDS if build.shared_bytes(k) <= max_shared_bytes]
+    for build in fitting:
+        if num_rows <= build.x_rows:
+            return build
+    return fitting[-1] if fitting and num_rows <= _MAX_LAUNCHES * fitting[-1].x_rows else None
+
+
+@dataclass(frozen=True)
+class SmallMW4Build:
+    """The sizes that small_m_w4a16_sm90.cu is built with, by its own names; for one block an SM."""
+
+    blocks: int
+    cols: int
+    split: int
+    stages: int
+    layout: Int4Layout
+
+    @functools.cached_property
+    def threads(self) -> int:
+        return 128 * (math.ceil(self.blocks / 4) + 1)
+
+    @functools.cached_property
+    def defines(self) -> dict[str, int]:
+        """The kernel's macros, by name."""
+        ahead = min(self.stages, max(1, AHEAD_BYTES // (self.blocks * _SPAN_BYTES)))
+        sizes = {"BLOCKS": self.blocks, "COLS": self.cols, "SPLIT": self.split, "STAGES": self.stages}
+        return sizes | {"AHEAD": ahead, "SHARED_BYTES": self.shared_bytes} | self.layout.defines
+
+    @functools.cached_property
+    def shared_bytes(self) -> int:
+        """Bytes of the ring with its scales, and of the barriers."""
+        stage = self.cols * SPAN * 2 + self.blocks * (_SPAN_BYTES + self.layout.parameter_bytes)
+        return 1024 + self.stages * (stage + 16) + 16
+
+    def num_blocks(self, n: int, num_sms: int) -> int:
+        """Return the blocks of a launch for N weight rows: as many as have equally many tiles."""
+        tiles = math.ceil(n / (BLOCK_ROWS * self.blocks))
+        if self.split > 1:
+            return self.split * tiles
+        return math.ceil(tiles / math.ceil(tiles / num_sms))
+
+
+@functools.cache
+def small_m_w4_build(
+    m: int, n: int, k: int, layout: Int4Layout, num_sms: int, max_shared_bytes: int
+) -> SmallMW4Build | None:
+    """Return the build for `m` rows of x and weights [n, k], or None.
+
+    SPLIT depends on n and k alone, as does the order of an element's sum: a row of x gives the same bits in any batch.
+    Tiles have the size for which the estimated time is least.
+    """
+    if m > MAX_SMALL_M_ROWS:
+        return None
+    cols = next(cols for cols in _COLS if cols >= m)
+    spans, sixteens = k // SPAN, n // BLOCK_ROWS
+    splits = [split for split in _SPLITS if split <= spans]
+    split = min(splits, key=lambda split: _best_blocks(_SPLIT_COLS, split, sixteens, spans, num_sms)[0])
+    blocks = _best_blocks(cols, split, sixteens, spans, num_sms)[1]
+    one, two = (SmallMW4Build(blocks, cols, split, stages, layout) for stages in (1, 2))
+    stages = 1 + (max_shared_bytes - one.shared_bytes) // (two.shared_bytes - one.shared_bytes)
+    return replace(one, stages=stages) if stages >= _MIN_STAGES else None
+
+
+def _best_blocks(cols: int, split: int, sixteens: int, spans: int, num_sms: int) -> tuple[float, int]:
+    """Return the least estimated clocks, and the sixteens of weight rows of a tile that take them."""
+    sizes = range(_MIN_BLOCKS, _MAX_BLOCKS[cols] + 1)
+    clocks = {blocks: _clocks(blocks, cols, split, sixteens, spans, num_sms) for blocks in sizes}
+    best = min(sizes, key=lambda blocks: (clocks[blocks], -blocks))
+    return clocks[best], best
+
+
+def _clocks(blocks: int, cols: int, split: int, sixteens: int, spans: int, num_sms: int) -> float:
+    tiles = math.ceil(sixteens / blocks)
+    places = num_sms if split == 1 else num_sms // _CLUSTER_SMS * _CLUSTER_SMS // split
+    rounds = math.ceil(tiles / places)
+    weights, x = blocks * _SPAN_BYTES, cols * SPAN * 2
+    of_span = max(weights / _MEMORY_BYTES, (weights + x) / _INGRESS_BYTES, math.ceil(blocks / 4) * 4 * cols)
+    reduction = _REDUCTION_CLOCKS * (1 + (cols - _SPLIT_COLS) / 256) if split > 1 else 0
+    return rounds * (spans / split * of_span + reduction + _START_CLOCKS)

@@ -1,0 +1,178 @@
+"""Launches the kernels of 4-bit weights: tiled at load, multiplied, and unpacked to 16 bits for products of many rows.
+
+`ops` is the `CudaOps` in hand; of it, `stream`, `launch`, `scratch`, `temporary`, `tensor_maps`, `num_sms`,
+`max_shared_bytes`, `arch` and `dtype` are used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from model.ops.gpu.device import THREADS, expect
+from model.ops.gpu.int4.builds import (
+    MAX_SMALL_M_ROWS,
+    GemvW4Build,
+    Int4Layout,
+    SmallMW4Build,
+    gemv_w4_build,
+    small_m_w4_build,
+)
+from model.ops.int4 import SPAN, SPAN_BYTES, TILE_ROWS
+from model.ops.interface import Array
+from model.ops.weight import Weight, WeightFormat
+
+DenseLinear = Callable[[Array, Array, "Array | None", Array], None]
+"""x, weight [N, K], bias or None, out."""
+
+MAX_GEMV_ROWS = 8
+"""Rows of x up to which gemv_w4a16 is quicker than small_m_w4a16_sm90: on an H200 6.5 us to 9.1 for 8 rows and weights
+[4096, 4096], 11.4 to 9.0 for 16."""
+
+MAX_FUSED_ROWS = 1024
+"""Rows of x up to which unpacking weights in registers, 256 rows a launch, is quicker than unpacking them to memory for
+a product in 16 bits: on an H200 367 us to 440 for 512 rows and a layer of Llama-3.1-8B; for 2,048 they are level."""
+
+_FLOAT32 = np.dtype(np.float32)
+_UINT8 = np.dtype(np.uint8)
+_INT32 = np.dtype(np.int32)
+_UNPACK_WARPS = 8  # WARPS of unpack_int4.cu
+_ALIGNMENT = 16
+_TILE_COLUMNS = 64
+
+
+def layout_of(weight: Weight) -> Int4Layout:
+    """Return what kernels are built with for this weight."""
+    groups, scale = max(1, SPAN // weight.group_size), _scale(weight)
+    return Int4Layout(groups, weight.zero_point is not None, scale.dtype != np.float16)
+
+
+def expect_int4(weight: Weight) -> None:
+    """Raises ValueError for arrays that do not make an INT4_TILED weight."""
+    (n, k), scale = weight.shape, _scale(weight)
+    expect("weight.data", weight.data, _UINT8, k // SPAN, n // TILE_ROWS, SPAN_BYTES)
+    expect("weight.scale", scale, scale.dtype, k // weight.group_size, n // TILE_ROWS, TILE_ROWS)
+    if weight.zero_point is not None:
+        expect("weight.zero_point", weight.zero_point, _UINT8, *scale.shape)
+    if weight.input_order is not None:
+        expect("weight.input_order", weight.input_order, _INT32, k)
+
+
+class Int4Linear:
+    """Products with 4-bit weights, of one backend."""
+
+    def __init__(self, ops: Any, dense: DenseLinear):
+        """`dense` multiplies by a matrix in the dtype of `ops`."""
+        self._ops = ops
+        self._dense = dense
+
+    def __call__(self, x: Array, weight: Weight, bias: Array | None, out: Array) -> None:
+        """out [M, N] = x [M, K] @ weight [N, K].T + bias [N], all C-contiguous; M, N, K of at least 1."""
+        ops, m = self._ops, len(out)
+        if weight.input_order is not None:
+            x = self._gather_columns(x, weight.input_order)
+        is_fast = ops.dtype != _FLOAT32 and (x.data.ptr | out.data.ptr) % _ALIGNMENT == 0
+        gemv = gemv_w4_build(m, weight.shape[1], ops.max_shared_bytes) if is_fast else None
+        small_m = self.small_m_build(min(m, MAX_SMALL_M_ROWS), weight) if is_fast and ops.arch == "90a" else None
+        if gemv is not None and (small_m is None or m <= min(gemv.x_rows, MAX_GEMV_ROWS)):
+            for rows in _pieces(m, gemv.x_rows):
+                self.launch_gemv(gemv, x[rows], weight, bias, out[rows])
+        elif small_m is not None and m <= MAX_FUSED_ROWS:
+            for rows in _pieces(m, MAX_SMALL_M_ROWS):
+                self.launch_small_m(small_m, x[rows], weight, bias, out[rows])
+        else:
+            self._dense(x, self.unpack(weight), bias, out)
+
+    def pack(self, weight: Weight) -> Weight:
+        """Return an INT4 weight that `can_tile` as INT4_TILED, in the same memory: `weight` is of no use afterwards."""
+        ops, (n, k) = self._ops, weight.shape
+        groups = (k // weight.group_size, n // TILE_ROWS, TILE_ROWS)
+        data = weight.data.reshape(k // SPAN, n // TILE_ROWS, SPAN_BYTES)
+        scale = _scale(weight).reshape(groups)
+        zero = None if weight.zero_point is None else weight.zero_point.reshape(groups)
+        num_tasks = data.nbytes // 4 + scale.size
+        with ops.scratch():
+            sources = map(self._copied, (weight.data, weight.scale, weight.zero_point))
+            args = (*sources, data, scale, zero, *map(np.int32, (n, k, groups[0])))
+            ops.launch("pack_int4", (math.ceil(num_tasks / THREADS),), args)
+        return replace(weight, data=data, format=WeightFormat.INT4_TILED, scale=scale, zero_point=zero)
+
+    def unpack(self, weight: Weight) -> Array:
+        """Return the matrix [N, K] in the dtype of `ops`, its columns in the weight's own order."""
+        ops, (n, k) = self._ops, weight.shape
+        out = ops.temporary((n, k), ops.dtype)
+        tiles = n // TILE_ROWS * (k // _TILE_COLUMNS)
+        ops.launch(
+            "unpack_int4",
+            (math.ceil(tiles / _UNPACK_WARPS),),
+            (weight.data, weight.scale, weight.zero_point, out, *map(np.int32, (n, k, weight.group_size))),
+            threads=32 * _UNPACK_WARPS,
+            overlaps=True,
+            **layout_of(weight).defines,
+        )
+        return out
+
+    def small_m_build(self, m: int, weight: Weight) -> SmallMW4Build | None:
+        ops = self._ops
+        return small_m_w4_build(m, *weight.shape, layout_of(weight), ops.num_sms, ops.max_shared_bytes)
+
+    def launch_gemv(self, build: GemvW4Build, x: Array, weight: Weight, bias: Array | None, out: Array) -> None:
+        ops = self._ops
+        ops.launch(
+            "gemv_w4a16",
+            (build.num_blocks(weight.shape[0], ops.num_sms),),
+            (x, weight.data, weight.scale, weight.zero_point, bias, out, *_sizes(out, weight)),
+            threads=32 * build.warps,
+            shared_bytes=build.shared_bytes(weight.shape[1]),
+            overlaps=True,
+            OUT_FLOAT=int(out.dtype == _FLOAT32),
+            **build.defines(layout_of(weight)),
+        )
+
+    def launch_small_m(self, build: SmallMW4Build, x: Array, weight: Weight, bias: Array | None, out: Array) -> None:
+        ops = self._ops
+        x_map = ops.tensor_maps.get(x, x.shape[::-1], (_TILE_COLUMNS, build.cols))
+        ops.launch(
+            "small_m_w4a16_sm90",
+            (build.num_blocks(weight.shape[0], ops.num_sms),),
+            (x_map, weight.data, weight.scale, weight.zero_point, bias, out, *_sizes(out, weight)),
+            threads=build.threads,
+            shared_bytes=build.shared_bytes,
+            overlaps=True,
+            OUT_FLOAT=int(out.dtype == _FLOAT32),
+            **build.defines,
+        )
+
+    def _copied(self, array: Array | None) -> Array | None:
+        if array is None:
+            return None
+        copied = self._ops.temporary(array.shape, array.dtype)
+        copied.data.copy_from_device_async(array.data, array.nbytes, self._ops.stream)
+        return copied
+
+    def _gather_columns(self, x: Array, order: Array) -> Array:
+        ops, (m, k) = self._ops, x.shape
+        out = ops.temporary(x.shape, x.dtype)
+        grid = (m, math.ceil(k / THREADS))
+        ops.launch("gather_columns", grid, (x, order, out, np.int32(k)), overlaps=True)
+        return out
+
+
+def _scale(weight: Weight) -> Array:
+    """Return the scales, which every INT4 weight has."""
+    return weight.scale
+
+
+def _pieces(num_rows: int, size: int) -> list[slice]:
+    return [slice(first, min(first + size, num_rows)) for first in range(0, num_rows, size)]
+
+
+def _sizes(out: Array, weight: Weight) -> tuple[np.int32, ...]:
+    """num_rows, n_size, k_size, group_spans."""
+    n, k = weight.shape
+    spans = max(1, weight.group_size // SPAN)
+    return tuple(map(np.int32, (len(out), n, k, spans)))

@@ -1,0 +1,31 @@
+"""Which builds products with 4-bit weights take."""
+
+import pytest
+
+from model.ops.gpu.int4.builds import Int4Layout, gemv_w4_build, small_m_w4_build
+
+H200 = (132, 227 << 10)
+SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (16, 128), (128256, 4096)]
+LAYOUTS = [Int4Layout(1, False, True), Int4Layout(4, True, False)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_every_number_of_rows_fits_in_shared_memory_and_in_one_split(n, k, layout):
+    builds = [small_m_w4_build(m, n, k, layout, *H200) for m in range(1, 257)]
+    assert all(build.cols >= m for m, build in enumerate(builds, 1))
+    assert all(build.shared_bytes <= H200[1] for build in builds)
+    assert len({build.split for build in builds}) == 1
+
+
+def test_there_is_no_build_for_more_rows_or_too_little_memory():
+    assert small_m_w4_build(257, 4096, 4096, LAYOUTS[0], *H200) is None
+    assert small_m_w4_build(256, 4096, 4096, LAYOUTS[0], 132, 99 << 10) is None
+
+
+def test_few_rows_are_multiplied_at_once_or_in_a_few_launches():
+    assert gemv_w4_build(1, 14336, H200[1]).x_rows == 1
+    assert gemv_w4_build(8, 4096, H200[1]).x_rows == 8
+    assert gemv_w4_build(8, 14336, H200[1]).x_rows == 4
+    assert gemv_w4_build(16, 14336, 99 << 10) is None
+    assert gemv_w4_build(17, 4096, H200[1]) is None
