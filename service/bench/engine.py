@@ -237,7 +237,7 @@ def _describe(settings: Settings, built: BuiltEngine) -> dict[str, Any]:
     return {
         "bench": "engine",
         "device": built.ops.device_name,
-        "model": settings.model_config or settings.model.name,
+        "model": settings.model_config or (settings.model and settings.model.name),
         "dtype": str(built.ops.dtype),
         "quantization": settings.quantization,
         "weight_bytes": built.executor.model.weights.num_bytes,

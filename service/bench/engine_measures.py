@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from model.batch import Batch
+from model.ops.interface import Array
 from model.sampling_params import SamplingParams
 from service.bench.attention_probe import AttentionProbe
 from service.bench.trace import TracedRequest
@@ -176,22 +178,28 @@ def _no_prompts(built: BuiltEngine) -> Iterator[None]:
     """Replace prefill steps by ones that compute nothing and prefer no token."""
     model, ops = built.executor.model, built.ops
     even = ops.upload(np.zeros((built.limits.max_num_seqs, model.config.vocab_size), np.float32))
-    model.forward = lambda batch, kv: even[: batch.num_sequences if batch.logit_rows is None else len(batch.logit_rows)]
+
+    def no_forward(batch: Batch, kv: Array, out: Array | None = None) -> Array:
+        return even[: batch.num_sequences if batch.logit_rows is None else len(batch.logit_rows)]
+
+    vars(model)["forward"] = no_forward
     try:
         yield
         ops.synchronize()
     finally:
-        del model.forward
+        del vars(model)["forward"]
 
 
 def randomize_cache(built: BuiltEngine) -> None:
     """Fill the cache with random numbers."""
-    ops, flat = built.ops, built.executor.kv.reshape(-1)
+    ops, kv = built.ops, built.executor.kv
+    assert kv is not None
+    stream, flat = getattr(ops, "stream", None), kv.reshape(-1)
     tile = np.random.default_rng(0).standard_normal(1_000_003, np.float32).astype(ops.dtype)
     tile = ops.upload(np.resize(tile, min(flat.size, 1 << 27)))
     for start in range(0, flat.size, tile.size):
         part = flat[start : start + tile.size]
-        part.data.copy_from_device_async(tile.data, part.nbytes, ops.stream)
+        part.data.copy_from_device_async(tile.data, part.nbytes, stream)
     ops.synchronize()
 
 

@@ -253,7 +253,11 @@ class KernelCases:
 
     def _sampling(self) -> Iterator[Case]:
         vocab = self._config.vocab_size
-        ways = {"greedy": {"temperature": 0.0}, "top-p": {"temperature": 0.7, "top_p": 0.9}, "5 logprobs": {"best": 5}}
+        ways: dict[str, dict[str, Any]] = {
+            "greedy": {"temperature": 0.0},
+            "top-p": {"temperature": 0.7, "top_p": 0.9},
+            "5 logprobs": {"best": 5},
+        }
         for rows in self.sizes.sampled:
             for name, way in ways.items():
                 make = self._sampler(rows, **way)

@@ -86,10 +86,11 @@ def measure_ceilings(ops: Ops) -> Ceilings:
     """Measure the copy and product rates of the device."""
     copied_bytes, size = (1 << 30, 8192) if ops.name == "cuda" else (64 << 20, 1024)
     source, target = (ops.upload(np.ones(copied_bytes, np.uint8)) for _ in range(2))
+    stream = getattr(ops, "stream", None)  # CuPy's; the CPU backend has none
 
     def copy() -> None:
         if ops.name == "cuda":
-            target.data.copy_from_device_async(source.data, copied_bytes, ops.stream)
+            target.data.copy_from_device_async(source.data, copied_bytes, stream)
         else:
             np.copyto(target, source)
 

@@ -12,7 +12,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 import aiohttp
@@ -99,7 +99,7 @@ def _note(event: bytes, now_s: float, answer: Answer) -> None:
     answer.chunks_s.append(now_s)
 
 
-async def run(task: Task, wait_for_start: Callable[[], Awaitable[float]]) -> list[Answer]:
+async def run(task: Task, wait_for_start: Callable[[], float]) -> list[Answer]:
     """Run the task; `wait_for_start` is called once requests are prepared and returns the start."""
     bodies = [body_of(task, *request[:3]) for request in task.requests]
     headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}

@@ -60,7 +60,7 @@ def scaled(requests: Sequence[TracedRequest], mean_prompt: float, mean_output: f
 def _request(entry: Any, where: str) -> TracedRequest:
     if not isinstance(entry, dict):
         raise StartupError(f"{where}: not an object")
-    prompt, output = entry.get("prompt_tokens"), entry.get("output_tokens")
+    prompt, output = (entry.get(field, 0) for field in ("prompt_tokens", "output_tokens"))
     if not all(type(length) is int and 1 <= length <= MOST_TOKENS for length in (prompt, output)):
         raise StartupError(f"{where}: prompt_tokens and output_tokens are whole numbers in 1..{MOST_TOKENS}")
     arrival = entry.get("arrival", 0.0)

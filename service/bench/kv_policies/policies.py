@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from service.engine.kv.block_pool import OutOfBlocks
-from service.engine.kv.kv_manager import KVManager, Match
+from service.engine.kv.kv_manager import KVManager
+from service.engine.kv.prefix_cache import Match
 from service.engine.sequence import Sequence
 from service.errors import StartupError
 
@@ -192,7 +193,8 @@ class ContiguousKV(KVManager):
         self, block_size: int, regions: Regions, wanted_slots: Callable[[Sequence], int], *, grows: bool = False
     ):
         super().__init__(0, block_size)
-        self.pool = regions
+        self.pool = regions  # type: ignore[assignment]  # counts like a BlockPool; its ids are taken by region
+        self.regions = regions
         self._wanted_slots = wanted_slots
         self._grows = grows
         self._regions: dict[Sequence, range] = {}
@@ -201,7 +203,7 @@ class ContiguousKV(KVManager):
         """Return the blocks a sequence still needs: its region's, or more than the pool has if no hole is large
         enough."""
         wanted = self._wanted_blocks(sequence)
-        return wanted if self.pool.fits(wanted) else self.pool.num_blocks + 1
+        return wanted if self.regions.fits(wanted) else self.regions.num_blocks + 1
 
     def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
         """A running sequence needs no more blocks."""
@@ -211,7 +213,7 @@ class ContiguousKV(KVManager):
         """Allocate the sequence's region. Raises OutOfBlocks and then changes nothing."""
         if sequence not in self._regions:
             wanted = self._wanted_blocks(sequence)
-            region = self._regions[sequence] = self.pool.take(wanted)
+            region = self._regions[sequence] = self.regions.take(wanted)
             sequence.block_table.extend(region[:wanted])
         if num_tokens > len(sequence.block_table) * self.block_size:
             raise AssertionError(f"{sequence.request_id}: {num_tokens} tokens are more than its region holds")
@@ -225,7 +227,7 @@ class ContiguousKV(KVManager):
         """Free the region and reset the sequence."""
         region = self._regions.pop(sequence, None)
         if region is not None:
-            self.pool.give_back(region)
+            self.regions.give_back(region)
         del sequence.block_table[:]
         sequence.num_computed_tokens = sequence.num_exclusive_tokens = 0
 
@@ -243,7 +245,7 @@ class ContiguousKV(KVManager):
 
     def check_invariants(self, sequences: Iterable[Sequence]) -> None:
         """Check that exactly these sequences have regions, which contain their tables."""
-        self.pool.check_invariants()
+        self.regions.check_invariants()
         sequences = set(sequences)
         if sequences != set(self._regions):
             raise AssertionError("those that run and those that have regions are not the same")
@@ -384,5 +386,5 @@ def check_room(policies: Iterable[Policy], pool: Pool) -> None:
     num_blocks = -(-pool.max_model_len // pool.block_size)
     for policy in policies:
         kv = policy.make_kv(pool)
-        if isinstance(kv, ContiguousKV) and not kv.pool.fits(num_blocks):
+        if isinstance(kv, ContiguousKV) and not kv.regions.fits(num_blocks):
             raise StartupError(f"memory: {policy.name} finds no region for {pool.max_model_len} tokens in this pool")

@@ -134,9 +134,10 @@ WARM_SHARE = 0.2
 
 
 class Clock(Protocol):
-    """Return seconds since the start."""
+    """Seconds since the start."""
 
-    now_s: float
+    @property
+    def now_s(self) -> float: ...
 
     def wait_until(self, due_s: float) -> None:
         """Return at `due_s`, or at once if that is past."""
@@ -293,14 +294,14 @@ class Replay:
                 number = self._queue.popleft()
                 self._add(number, *self._wanted_of(number))
         elif self._queue and not self._engine.has_work:
-            self._add_batch()
+            self._add_batch(self._max_batch)
 
-    def _add_batch(self) -> None:
+    def _add_batch(self, max_batch: int) -> None:
         """Form a batch of the earliest requests; it ends before a request that would pad it beyond the longest
         sequence."""
         batch: list[int] = []
         longest_prompt = longest_output = 0
-        while self._queue and len(batch) < min(self._max_batch, self._bench.max_num_seqs):
+        while self._queue and len(batch) < min(max_batch, self._bench.max_num_seqs):
             num_prompt, num_output = self._wanted_of(self._queue[0])
             padded = max(longest_prompt, num_prompt), max(longest_output, num_output)
             if sum(padded) > self._bench.pool.max_model_len:

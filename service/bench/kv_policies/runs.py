@@ -90,7 +90,7 @@ def real_ground(settings: Settings) -> Ground:
     description = {
         "device": built.ops.device_name,
         "is_simulated": False,
-        "model": settings.model_config or settings.model.name,
+        "model": settings.model_config or (settings.model and settings.model.name),
         "dtype": str(built.ops.dtype),
     }
     share = partial(_share_in_turn, built, settings.enable_prefix_caching, settings.load_format == "dummy")
@@ -130,7 +130,7 @@ class _Simulation:
         self, requests: Sequence[TracedRequest], policy: str, rate: float | None, give_up_s: float
     ) -> ReplayFigures:
         bench = Bench(self.pool, SIMULATED_VOCAB, self.limits.max_num_seqs, self._engine)
-        return Replay(bench, POLICIES[policy], requests, rate, give_up_s).run()
+        return Replay(bench, POLICIES[policy], list(requests), rate, give_up_s).run()
 
     def _engine(self, kv: ComparedKV, on_launch: Watch) -> tuple[Engine, Clock]:
         clock = SimulatedClock()
@@ -281,8 +281,10 @@ def compare(
 ) -> Comparison:
     """Compare policies by runs that `replay` executes in order."""
     nothing: list[None] = [None] * len(policies)
-    loaded = replay([Run(policy=policy) for policy in policies]) if sweep.is_loaded else nothing
-    loaded_rates = [figures and figures.loaded_tokens_per_s / mean_output for figures in loaded]
+    loaded: Sequence[ReplayFigures | None] = (
+        replay([Run(policy=policy) for policy in policies]) if sweep.is_loaded else nothing
+    )
+    loaded_rates = [None if each is None else each.loaded_tokens_per_s / mean_output for each in loaded]
     limit_s = sweep.latency_limit_s
     give_up_s = math.inf if limit_s is None else PLAINLY_OVER * limit_s
     runs = replay(
@@ -294,8 +296,9 @@ def compare(
     )
     curves = [[run for run in runs if run.policy == policy.name] for policy in policies]
     if limit_s is None:
-        limit_s = LATENCY_FACTOR * min(run.normalized_latency_s for run in curves[0] or loaded[:1])
+        limit_s = LATENCY_FACTOR * min(run.normalized_latency_s for run in curves[0] or loaded[:1] if run is not None)
     limits = [rate_at(curve, limit_s) for curve in curves]
+    running = [None if each is None else each.mean_running for each in loaded]
     is_reached = [any(run.normalized_latency_s > limit_s for run in curve) for curve in curves]
     figures = [
         PolicyFigures(
@@ -305,18 +308,18 @@ def compare(
             curve=curves[i],
             rate_at_limit=limits[i],
             is_limit_reached=is_reached[i],
-            running_ratio=loaded[i] and _ratio(loaded[0].mean_running, loaded[i].mean_running),
-            loaded_ratio=loaded[i] and loaded_rates[0] / loaded_rates[i],
-            limit_ratio=limits[0] / limits[i] if limits[0] and limits[i] and (is_reached[i] or i == 0) else None,
+            running_ratio=_ratio(running[0], running[i]),
+            loaded_ratio=_ratio(loaded_rates[0], loaded_rates[i]),
+            limit_ratio=_ratio(limits[0], limits[i]) if is_reached[i] or i == 0 else None,
         )
         for i, policy in enumerate(policies)
     ]
     return Comparison(latency_limit_s=limit_s, policies=figures)
 
 
-def _ratio(ours: float, theirs: float) -> float | None:
-    """None if everything was done within one step."""
-    return ours / theirs if theirs else None
+def _ratio(ours: float | None, theirs: float | None) -> float | None:
+    """Return ours / theirs; None if one is unknown or all was done within one step."""
+    return None if ours is None or not theirs else ours / theirs
 
 
 def rate_at(curve: Sequence[ReplayFigures], latency_limit_s: float) -> float | None:
@@ -330,7 +333,8 @@ def rate_at(curve: Sequence[ReplayFigures], latency_limit_s: float) -> float | N
             low, high, limit = (
                 math.log(each) for each in (below.normalized_latency_s, above.normalized_latency_s, latency_limit_s)
             )
-            return below.rate + (above.rate - below.rate) * (limit - low) / (high - low)
+            low_rate, high_rate = below.rate or 0.0, above.rate or 0.0
+            return low_rate + (high_rate - low_rate) * (limit - low) / (high - low)
     return curve[-1].rate
 
 
@@ -340,7 +344,7 @@ def read_rates(text: str | None, policies: Collection[str]) -> Callable[[str, fl
     Raises StartupError for a malformed rate or an unknown policy.
     """
     if text is None:
-        return lambda policy, loaded_rate: [share * loaded_rate for share in RATE_SHARES]
+        return lambda policy, loaded_rate: [_share_of(loaded_rate, share) for share in RATE_SHARES]
     if text.strip() == "0":
         return lambda policy, loaded_rate: []
     rates: dict[str, list[tuple[float, bool]]] = {}
@@ -352,8 +356,14 @@ def read_rates(text: str | None, policies: Collection[str]) -> Callable[[str, fl
         parsed = [_rate(value.strip()) for value in values.split(",")]
         rates |= {policy: parsed for policy in found if name or policy not in rates}
     return lambda policy, loaded_rate: sorted(
-        rate * loaded_rate if is_share else rate for rate, is_share in rates.get(policy, ())
+        _share_of(loaded_rate, rate) if is_share else rate for rate, is_share in rates.get(policy, ())
     )
+
+
+def _share_of(loaded_rate: float | None, share: float) -> float:
+    if loaded_rate is None:
+        raise AssertionError("a share of the loaded rate needs a loaded run")
+    return share * loaded_rate
 
 
 def _rate(text: str) -> tuple[float, bool]:

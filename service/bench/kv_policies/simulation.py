@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from service.engine.sequence import Sequence
-from service.engine.step import SampledToken, StepPlan, StepResult, TokenLogprob
+from service.engine.step import FinishedTransfer, SampledToken, StepPlan, StepResult, TokenLogprob
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +84,20 @@ class SimulatedExecutor:
     """Executor that only moves the clock. Every token is 0."""
 
     runs_ahead = False
+    num_host_blocks = 0
 
     def __init__(self, clock: SimulatedClock, costs: StepCosts):
         self._clock = clock
         self._costs = costs
+
+    def transfer(self, plan: StepPlan) -> None:
+        raise AssertionError("there is no host memory to swap to")
+
+    def finished_transfers(self) -> list[FinishedTransfer]:
+        return []
+
+    def wait_for_transfer(self) -> None:
+        raise AssertionError("no transfer is in flight")
 
     def launch(self, plan: StepPlan) -> StepResult:
         num_tokens = num_cached_tokens = num_due = 0
