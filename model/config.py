@@ -1,4 +1,4 @@
-"""The shape of a model, read from `config.json`; what this code cannot serve is refused by name."""
+"""The shape of a model, read from `config.json`; unsupported fields are refused by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from model.json_files import read_json_object
 from model.ops.interface import NO_WINDOW
 
 CONFIG_BYTES = 1 << 20
-"""Real config files have a few kilobytes."""
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -47,7 +46,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of a Llama-family model. Sizes are counts of elements."""
+    """Shape of a Llama-family model. Sizes are counts of elements."""
 
     family: str  # model_type: "llama" | "mistral" | "qwen2" | "qwen3"
     vocab_size: int
@@ -72,7 +71,7 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Matrix elements; norms and biases are not counted."""
+        """Number of matrix elements, without norms and biases."""
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         mlp = 3 * self.hidden_size * self.intermediate_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
@@ -80,10 +79,7 @@ class ModelConfig:
 
     @staticmethod
     def read(directory: Path) -> ModelConfig:
-        """Read a Hugging Face folder; generation_config.json may add EOS ids.
-
-        Raises ModelError, one line that names the file and the field.
-        """
+        """Read a Hugging Face folder; generation_config.json may add EOS ids. Raises ModelError."""
         path = Path(directory) / "config.json"
         gguf = None if path.exists() else find_gguf(Path(directory))
         if gguf is None:
@@ -131,11 +127,10 @@ class ModelConfig:
 
 
 def generation_defaults(directory: Path) -> dict[str, float | int]:
-    """Return the sampling that generation_config.json recommends for unset fields, {} without the file.
+    """Return generation_config.json's sampling defaults, {} without the file. Raises ModelError.
 
-    Keys are those of SamplingParams: temperature, top_p, top_k, min_p, repetition_penalty; neutral values are left out.
-    As in vLLM, `do_sample: false` means temperature 0 only if no temperature is given: many files carry both by
-    accident. Raises ModelError.
+    Keys: temperature, top_p, top_k, min_p, repetition_penalty; neutral values are left out. `do_sample: false` means
+    temperature 0 only without a temperature, as in vLLM: many files carry both by accident.
     """
     path = Path(directory) / "generation_config.json"
     if not path.exists():
@@ -188,7 +183,7 @@ def _heads(fields: Fields, family: str) -> tuple[int, int, int]:
 
 
 def _windows(fields: Fields, family: str, num_layers: int) -> tuple[int, ...]:
-    """Return the windows: Mistral's on every layer, Qwen's by layer_types, else from max_window_layers on."""
+    """Read windows: Mistral's on every layer, Qwen's by layer_types, else from max_window_layers on."""
     layer_types = fields.get("layer_types")
     if layer_types is not None and (
         not isinstance(layer_types, list)
@@ -219,10 +214,10 @@ def _dtype(fields: Fields) -> str:
 
 
 def _rope(fields: Fields) -> tuple[RopeConfig, int]:
-    """Return the embedding of a config.json, in the spelling of transformers 4 or 5, and its longest sequence.
+    """Return the rotary embedding and the longest sequence. Raises ModelError.
 
     Linear and dynamic scaling multiply max_position_embeddings by their factor, yarn its original length; llama3's
-    max_position_embeddings is already scaled. Raises ModelError.
+    max_position_embeddings is already scaled.
     """
     max_position = fields.integer("max_position_embeddings", high=MAX_POSITION)
     scaling = fields.section("rope_parameters") or fields.section("rope_scaling") or Fields({}, fields.source)

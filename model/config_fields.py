@@ -12,21 +12,19 @@ MAX_TOKEN_ID = (1 << 31) - 1
 """Token ids travel as int32."""
 
 REQUIRED = object()
-"""Default of a required field."""
 
 
 @dataclass(frozen=True)
 class Fields:
-    """The fields of the file `source`; null counts as absent.
+    """Fields of the file `source`; null counts as absent.
 
-    Readers raise ModelError for a wrong type or range, and for an absent field without `default`.
+    Readers raise ModelError for a wrong type or range, or an absent field without `default`.
     """
 
     raw: dict[str, Any]
     source: str
 
     def error(self, name: str, problem: str) -> ModelError:
-        """Return the error for a field, at most 500 characters."""
         return ModelError(f"{self.source}: {name}: {problem}"[:500])
 
     def get(self, name: str) -> Any:

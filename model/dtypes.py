@@ -1,4 +1,4 @@
-"""The element types of weights, activations and the KV cache, by their names in settings and configs."""
+"""Element types by their names in settings and configs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ NUMPY_DTYPES: dict[str, np.dtype] = {
 
 
 def all_finite(array: np.ndarray) -> bool:
-    """Return whether no element of a contiguous float32, float16 or bfloat16 array is NaN or infinite.
+    """Return whether a contiguous float32, float16 or bfloat16 array has no NaN or infinity.
 
-    Compares bits, in pieces that fit the cache: with an exponent of all ones, integers of either sign are largest.
+    Compares bits: an exponent of all ones is the largest integer of either sign.
     """
     bits = array.reshape(-1).view(f"i{array.dtype.itemsize}")
     return all(_no_exponent_of_ones(bits[start : start + _PIECE], array.dtype) for start in range(0, bits.size, _PIECE))
@@ -28,4 +28,4 @@ def _no_exponent_of_ones(bits: np.ndarray, dtype: np.dtype) -> bool:
 
 
 _EXPONENT_BITS = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}
-_PIECE = 1 << 20
+_PIECE = 1 << 20  # fits the cache

@@ -17,7 +17,7 @@ def read_json_object(path: Path, max_bytes: int) -> dict[str, Any]:
 
 
 def read_bytes(path: Path, max_bytes: int) -> bytes:
-    """Return the content of a regular file. Raises ModelError."""
+    """Return a regular file's content. Raises ModelError."""
     try:
         with open(open_regular(path), "rb") as file:
             data = file.read(max_bytes + 1)

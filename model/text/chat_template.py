@@ -22,7 +22,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 OWN_VARIABLES = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
 MAX_REFUSAL_CHARS = 300
 MAX_SOURCE_CHARS = 256 << 10
-"""All templates of a folder; published ones have at most a tenth."""
+"""Sum over a folder's templates; published ones have at most a tenth."""
 
 Json = Mapping[str, Any]
 
@@ -36,10 +36,9 @@ class ChatTemplate:
 
     @classmethod
     def read(cls, directory: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
-        """Return the folder's template, None if it has none. Raises ModelError if it is malformed.
+        """Return the folder's template, None if it has none. Raises ModelError if malformed.
 
-        `chat_template.jinja` overrides `tokenizer_config.json`, where "tool_use" is used for requests with tools, else
-        "default".
+        `chat_template.jinja` overrides `tokenizer_config.json`, whose "tool_use" template serves requests with tools.
         """
         sources = _read_sources(directory)
         if not sources:
@@ -54,7 +53,7 @@ class ChatTemplate:
         except (RecursionError, MemoryError) as error:
             raise ModelError(f"the chat template of {directory} is nested too deeply") from error
         except (SyntaxError, ValueError, OverflowError) as error:
-            # Jinja's generated code: too many nested blocks or brackets, too long a number
+            # Jinja's generated code: too many nested blocks, too long a number
             raise ModelError(f"the chat template of {directory} cannot be compiled: {_first_line(error)}") from error
 
     def __init__(
@@ -64,7 +63,7 @@ class ChatTemplate:
         limits: RenderLimits | None = None,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """`sources` are Jinja texts by name, with a "default". Raises jinja2.TemplateSyntaxError."""
+        """Compile Jinja texts by name, with a "default". Raises jinja2.TemplateSyntaxError."""
         self._tokenizer = tokenizer
         self._sandbox = TemplateSandbox(limits or RenderLimits(), now)
         self._templates = {name: self._sandbox.from_string(source) for name, source in sources.items()}
@@ -80,7 +79,7 @@ class ChatTemplate:
         tools: Sequence[Json] | None = None,
         extra: Json | None = None,
     ) -> str:
-        """Return the prompt as text; the template's and a user's special tokens look alike. Raises TemplateError."""
+        """Return the prompt as text, special tokens unescaped. Raises TemplateError."""
         return self._render(_variables(messages, add_generation_prompt, tools, extra))
 
     def encode(
@@ -92,9 +91,9 @@ class ChatTemplate:
         tools: Sequence[Json] | None = None,
         extra: Json | None = None,
     ) -> list[int]:
-        """Return the prompt's token ids; special tokens spelt in messages, tools or `extra` are plain text.
+        """Return the prompt's token ids; special tokens in messages, tools or `extra` are plain text.
 
-        With `continue_final_message` the prompt ends after the last message's content. Raises TemplateError.
+        `continue_final_message` ends the prompt after the last message's content. Raises TemplateError.
         """
         variables = _variables(messages, add_generation_prompt, tools, extra)
         try:
@@ -160,7 +159,7 @@ def _variables(
 
 
 def _cut_after(rendered: str, content: str) -> str:
-    """Return `rendered` up to the end of its last `content`, whose outer blanks the template may have dropped."""
+    """Cut `rendered` after its last `content`, whose outer blanks the template may have dropped."""
     core = content.strip()
     start = rendered.rfind(core)
     if not core or start < 0:

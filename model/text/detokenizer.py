@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Sequence
 from itertools import takewhile
 
-CONTEXT_TOKENS = 4  # reach of a token's effect on later text, in decoders of whole sequences
-MAX_HELD_TOKENS = 8  # a character has at most 4 bytes: after 8 tokens a U+FFFD is final
+CONTEXT_TOKENS = 4  # reach of a token's effect on later text
+MAX_HELD_TOKENS = 8  # a character has at most 4 bytes: then a U+FFFD is final
 
 
 class Detokenizer(ABC):
@@ -24,18 +24,18 @@ class Detokenizer(ABC):
 
     @abstractmethod
     def push_bytes(self, token_id: int) -> bytes:
-        """Like `push` of one token, in bytes; all together are the text in UTF-8."""
+        """Add one token and return its bytes; all together are the text in UTF-8."""
 
     @abstractmethod
     def peek_bytes(self, token_id: int) -> bytes | None:
-        """Return the bytes that `push_bytes` would; None if only pushing decides them."""
+        """Return what `push_bytes` would; None if only pushing decides it."""
 
 
 class ByteDetokenizer(Detokenizer):
     """Decodes vocabularies of fixed bytes per token; holds back only an incomplete UTF-8 tail."""
 
     def __init__(self, pieces: Sequence[bytes], num_spaces_to_strip: int) -> None:
-        """`pieces[id]` are a token's bytes; `num_spaces_to_strip` bounds the leading spaces dropped from the text."""
+        """Take each id's bytes as `pieces`; up to `num_spaces_to_strip` leading spaces are dropped from the text."""
         self._pieces = pieces
         self._num_spaces_to_strip = num_spaces_to_strip
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
@@ -71,10 +71,10 @@ class ByteDetokenizer(Detokenizer):
 
 
 class WindowDetokenizer(Detokenizer):
-    """Decodes the last few tokens again with each new one and emits the difference, for any other decoder."""
+    """Decodes the last few tokens again with each new one and emits the difference; fits any decoder."""
 
     def __init__(self, decode: Callable[[list[int]], str], context: Sequence[int], text_ids: Container[int]) -> None:
-        """Only `text_ids` have text; it continues that of `context`."""
+        """Continue the text of `context`; only `text_ids` have text."""
         self._decode = decode
         self._text_ids = text_ids
         self._window = list(context)

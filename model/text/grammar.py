@@ -1,7 +1,6 @@
 """Grammars of structured output in llguidance's Lark, with every input bounded.
 
-llguidance recurses as deep as a grammar nests, references followed, and takes time quadratic in a regular expression's
-length.
+llguidance recurses as deep as a grammar nests and takes time quadratic in a regular expression's length.
 """
 
 from __future__ import annotations
@@ -21,34 +20,30 @@ from model.text.json_schema.limits import MAX_REGEX_CHARS, check_intersections, 
 MAX_CHOICES_BYTES = 64 << 10
 MAX_LARK_BYTES = 16 << 10
 MAX_LARK_DEPTH = 400
-"""Rules and opening brackets: bounds how deep any of them nest."""
+"""Rules and opening brackets, which bound the nesting."""
 MAX_CHOICES = 1024
 MAX_WHITESPACE_CHARS = 64
 
 WHITESPACE = r"( |\n {0,24})"
-"""At most one blank, or a line break with its indent, between JSON tokens. More could go on for ever."""
+"""Between JSON tokens: at most one blank, or a line break with its indent. More could go on for ever."""
 COMPACT = ""
 
 ESCAPES = 'nrbtf\\"'
-r"""After a backslash in JSON. With \uXXXX the model could respell a declared property and be held to the schema of
-undeclared ones."""
+r"""JSON escapes without \uXXXX, which could respell a declared property to evade its schema."""
 
 CONVERTED = "%llguidance {}\n"
 
 HEADER = '%llguidance {"no_forcing": true}\n'
-"""Forced text is sampled too, in the tokens that the model prefers."""
+"""Sample forced text too, in the tokens that the model prefers."""
 
 
 def json_grammar(schema: Any, *, whitespace: str = WHITESPACE, lenient: bool = False) -> str:
-    """Return the grammar of JSON that matches `schema`; True allows any JSON.
-
-    `lenient` ignores unknown keywords. Raises GrammarError.
-    """
+    """Return the grammar of JSON that matches `schema`; `lenient` ignores unknown keywords. Raises GrammarError."""
     return f"{HEADER}start: {json_rule(schema, whitespace=whitespace, lenient=lenient)}"
 
 
 def json_rule(schema: Any, *, whitespace: str = WHITESPACE, lenient: bool = False) -> str:
-    """Like `json_grammar`, as an expression for a rule. Raises GrammarError."""
+    """Return `json_grammar` as an expression for a rule. Raises GrammarError."""
     check_schema(schema)
     return enforced_rule(enforceable(schema, lenient=lenient), whitespace)
 

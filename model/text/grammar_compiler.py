@@ -14,7 +14,7 @@ MAX_GRAMMAR_BYTES = 2 << 20
 MAX_ERROR_CHARS = 160
 MAX_LEXER_STATES = 20_000  # about 2 KB each
 SPECIAL = b"\xff"
-"""Prefix of a special token's bytes: no text contains it, so none is read as a special token."""
+"""Prefix of a special token's bytes, which no text contains."""
 
 
 class Tokens(Protocol):
@@ -64,7 +64,7 @@ class TextCompiler:
     """Compiles the grammars of `model.text.grammar`. Thread-safe."""
 
     def __init__(self, tokens: Tokens, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """`vocab_size` is the width of the logits; ids without a token are never allowed."""
+        """Take the width of the logits as `vocab_size`; ids without a token are never allowed."""
         vocabulary = _Vocabulary(tokens, vocab_size, eos_token_ids)
         self.pieces: Sequence[bytes] = vocabulary.tokens
         self._tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=vocab_size, eos_token=list(eos_token_ids))
@@ -73,8 +73,8 @@ class TextCompiler:
     def compile(self, grammar: str) -> LLMatcher:
         """Compile a grammar, usually within milliseconds. Raises GrammarError.
 
-        llguidance bounds neither time nor memory where patterns intersect: compile a client's grammar in a process that
-        can be killed.
+        llguidance bounds neither time nor memory for intersecting patterns: compile a client's grammar in a process
+        that can be killed.
         """
         if len(grammar.encode("utf-8", "replace")) > MAX_GRAMMAR_BYTES:
             raise GrammarError(f"The grammar takes more than {MAX_GRAMMAR_BYTES} bytes.")
@@ -96,7 +96,7 @@ class _Vocabulary:
         ]
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Called only where a grammar forces text; ours never do."""
+        """Never run: our grammars force no text."""
         raise NotImplementedError
 
 

@@ -13,19 +13,19 @@ from model.text.grammar_compiler import TextCompiler, Tokens
 
 MAX_CACHED_GRAMMARS = 64
 MAX_CACHED_CHARS = 1 << 20
-"""Text of all cached grammars; compiled ones take about a hundred times as much."""
+"""Compiled grammars take about a hundred times as much."""
 JSON = "%json"
 """Occurs in every grammar of JSON."""
 ALL = np.uint32(0xFFFFFFFF)
 MAX_DIGITS = 32
-"""Consecutive digits where JSON allows something else. A model that repeats a digit has no reason to stop."""
+"""Consecutive digits where JSON allows something else: a model that repeats a digit may never stop."""
 
 
 class GrammarCompiler:
-    """Makes matchers over one model's tokens. Thread-safe."""
+    """Cache of compiled grammars over one model's tokens. Thread-safe."""
 
     def __init__(self, tokenizer: Tokens, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """`vocab_size` is the width of the logits; ids without a token are never allowed."""
+        """Take the width of the logits as `vocab_size`; ids without a token are never allowed."""
         self.num_words = num_mask_words(vocab_size)
         self._eos_token_ids = [token for token in eos_token_ids if token < vocab_size]
         self._compiler = TextCompiler(tokenizer, vocab_size, self._eos_token_ids)
@@ -35,7 +35,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def compile(self, grammar: str) -> Matcher:
-        """Return a matcher at the start of `grammar`, within a second, mostly without the GIL. Raises GrammarError."""
+        """Return a new matcher, within a second, mostly without the GIL. Raises GrammarError."""
         with self._lock:
             found = self._cache.get(grammar)
             if found is not None:
@@ -63,7 +63,7 @@ class Matcher:
     def __init__(
         self, inner: LLMatcher, eos_token_ids: Sequence[int], digits: _DigitRuns | None, num_digits: int = 0
     ) -> None:
-        """`digits` bounds runs of digits, if set; `num_digits` is the current run."""
+        """Bound runs of digits by `digits`, if set; `num_digits` is the current run."""
         self._inner = inner
         self._eos_token_ids = eos_token_ids
         self._digits = digits
@@ -72,21 +72,21 @@ class Matcher:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it exceeded its limits or its text does not match: it then constrains nothing."""
+        """True if it exceeded its limits or its text does not match; it then constrains nothing."""
         return self._is_stuck or self._inner.is_error()
 
     @property
     def is_complete(self) -> bool:
-        """Whether the text may end here."""
+        """True if the text may end here."""
         return self._inner.is_accepting()
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing may follow."""
+        """True if nothing may follow."""
         return self._inner.is_stopped()
 
     def advance(self, token_ids: Sequence[int]) -> bool:
-        """Consume tokens. Returns False if they do not match; the matcher has then failed."""
+        """Consume tokens. Return False if they do not match; the matcher has then failed."""
         if self._is_stuck:
             return False
         if self._digits is not None:
@@ -97,8 +97,8 @@ class Matcher:
     def fill_mask(self, words: np.ndarray, end_token_ids: Iterable[int]) -> bool:
         """Set words uint32[num_words] to the allowed tokens: token i is bit i % 32 of word i // 32.
 
-        `end_token_ids` are allowed where the text may end, EOS only if among them. Releases the GIL. Returns False, and
-        allows everything, if the matcher has failed.
+        `end_token_ids` are allowed where the text may end, EOS only if among them. Releases the GIL. Returns False and
+        allows everything if the matcher has failed.
         """
         self._inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self._inner.is_error():
@@ -110,7 +110,7 @@ class Matcher:
             for token in end_token_ids:
                 words[token // 32] |= _bit(token)
         if not words.any():
-            # Only EOS fits: a grammar may name it like any token, but no text contains it.
+            # Only EOS fits: a grammar may name it, but no text contains it.
             self._is_stuck = True
             words[:] = ALL
             return False
@@ -133,8 +133,6 @@ def _bit(token: int) -> np.uint32:
 
 
 class _DigitRuns:
-    """The digits that tokens begin and end with."""
-
     def __init__(self, tokens: Sequence[bytes], num_words: int) -> None:
         self.starts_with_digit = np.zeros(num_words, np.uint32)
         self._num_at_end: dict[int, int] = {}  # only tokens that end with a digit

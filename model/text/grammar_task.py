@@ -1,4 +1,4 @@
-"""The wanted form of an answer as plain values, which another process turns into a grammar."""
+"""Output constraints as plain values, which another process turns into a grammar."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from model.text.tool_calls.formats import CallSpec, SpecialTokens, calls_grammar
 
 @dataclass(frozen=True)
 class GrammarSpec:
-    """A form of text: a JSON schema, a regular expression, a list of texts or a grammar, by `kind`."""
-
     kind: str  # json | regex | choice | grammar
     value: Any
     whitespace: str = WHITESPACE  # between the tokens of JSON
@@ -23,8 +21,6 @@ class GrammarSpec:
 
 @dataclass(frozen=True)
 class GrammarTask:
-    """Text as in `spec`, or function calls, or either of them."""
-
     spec: GrammarSpec | None
     calls: CallSpec | None = None
 
@@ -39,7 +35,7 @@ SPEC_KINDS = tuple(_WRITERS)
 
 
 def write_grammar(task: GrammarTask, tokens: SpecialTokens) -> str:
-    """Return the grammar of `task`. A hostile one may take long. Raises GrammarError."""
+    """Return the grammar of `task`; a hostile one may take long. Raises GrammarError."""
     text = None if task.spec is None else _WRITERS[task.spec.kind](task.spec)
     if task.calls is not None:
         return calls_grammar(task.calls, tokens, text if task.calls.or_spec else None)

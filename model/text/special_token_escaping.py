@@ -1,7 +1,7 @@
 """Keeps user text from spelling control tokens in a rendered chat template.
 
-In user text, the first character of every spelling is replaced by a placeholder before rendering, so that control
-tokens in the rendered text are the template's. Placeholders are replaced back after special tokens are recognised.
+Before rendering, the first character of every spelling in user text becomes a placeholder; it is restored after special
+tokens are recognised.
 """
 
 from __future__ import annotations
@@ -14,16 +14,12 @@ PLACEHOLDERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # noncharacters, m
 
 
 class SpecialTokenEscaper:
-    """Finds where user text could spell a special token, alone or joined to the template's text.
-
-    A spelling that begins in user text is whole, or cut off at the end of the string. One that begins in the template
-    can only begin at the end of one of its literals.
-    """
+    """Finds where user text could spell a special token, alone or joined to the template's literals."""
 
     def __init__(self, specials: Iterable[str], literals: Iterable[str], words: Iterable[str]) -> None:
-        """`literals` are the texts that the template writes, `words` the strings that it compares with or looks up.
+        """Take the template's output texts as `literals`, and as `words` the strings it compares or looks up.
 
-        A string in `words` is escaped only if it holds a whole special token: the template must still recognise it.
+        A string in `words` is escaped only if it holds a whole special token: the template must recognise it.
         """
         specials = list(specials)
         literals = [literal for literal in literals if literal]
@@ -36,9 +32,9 @@ class SpecialTokenEscaper:
         self._reserved = frozenset("".join(literals)) & frozenset(PLACEHOLDERS)
 
     def escape(self, variables: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, str]]:
-        """Return `variables` (JSON values by name) with placeholders, and each placeholder's original character.
+        """Return `variables` (JSON values) escaped, and the character of each placeholder.
 
-        Raises ValueError if the conversation uses all noncharacters itself.
+        Raises ValueError if the conversation uses all noncharacters.
         """
         hidden: set[str] = set()
         used: set[str] = set(self._reserved)
@@ -87,7 +83,7 @@ class SpecialTokenEscaper:
         return {i for i in range(first, end) if text[i:end] in self._starts}
 
     def _continuation_start(self, text: str) -> set[int]:
-        """Return the first non-blank character if it may continue a special token that a literal began."""
+        """Return the index of the first non-blank character if it may continue a literal's special token."""
         start = len(text) - len(text.lstrip())
         body = text[start:]
         continues = body and any(body.startswith(rest) or rest.startswith(body) for rest in self._rests)

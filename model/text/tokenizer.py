@@ -19,7 +19,6 @@ from model.text.vocabulary import Vocabulary
 TOKENIZER_FILE = "tokenizer.json"
 MAX_TOKENIZER_BYTES = 256 * 2**20
 MAX_NORMALIZED_BYTES = 256 << 20
-"""Worst-case size of a normalized text."""
 MAX_REASON_CHARS = 300
 UNKNOWN_CHARACTER = "\U0010ffff"  # a noncharacter, in no vocabulary
 NO_PLACEHOLDERS: Mapping[str, str] = MappingProxyType({})
@@ -45,7 +44,7 @@ class Tokenizer:
         return cls(backend, TokenizerConfig.read(directory), growth)
 
     def __init__(self, backend: tokenizers.Tokenizer, config: TokenizerConfig, growth: float = 1.0) -> None:
-        """Take over and modify `backend`. `growth` bounds the length ratio of normalized to original text."""
+        """Modify `backend`. `growth` bounds the length ratio of normalized to original text."""
         backend.no_truncation()
         backend.no_padding()
         specials = _mark_specials(backend, config)
@@ -69,7 +68,7 @@ class Tokenizer:
         return self._vocabulary.size
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return a prompt's ids, with BOS and other framing. Special tokens spelt in `text` are plain text.
+        """Return a prompt's ids, with BOS and other framing; special tokens in `text` are plain text.
 
         Raises ValueError for a lone surrogate.
         """
@@ -82,10 +81,9 @@ class Tokenizer:
         return [*before, *ids, *after]
 
     def encode_template(self, rendered: str, placeholders: Mapping[str, str] = NO_PLACEHOLDERS) -> list[int]:
-        """Return the ids of a rendered chat template: special tokens are recognised, no framing is added.
+        """Return the ids of a rendered chat template, special tokens recognised, without framing.
 
-        `placeholders` maps each placeholder in `rendered` to the user's character. Raises ValueError for a lone
-        surrogate.
+        `placeholders` maps placeholders to the user's characters. Raises ValueError for a lone surrogate.
         """
         respelt = self._special_pattern.sub(lambda match: self._secret_spellings[match[0]], rendered)
         if placeholders:
@@ -93,7 +91,7 @@ class Tokenizer:
             respelt = respelt.translate(str.maketrans(originals))
         encoding = self._encode(respelt, add_special_tokens=False)
         ids: list[int] = []
-        # By text: where the file's ids have gaps, the library reuses ids of other tokens for spellings.
+        # Compare texts: where the file's ids have gaps, the library reuses other tokens' ids.
         for token, token_id in zip(encoding.tokens, encoding.ids, strict=True):
             special = self._special_by_secret.get(token.strip())
             ids += self._spellings.get(token_id, [token_id]) if special is None else [special]
@@ -107,7 +105,6 @@ class Tokenizer:
         return self._vocabulary.pieces[token_id] if 0 <= token_id < self.vocab_size else b""
 
     def token_text(self, token_id: int) -> str:
-        """Return the token's text; invalid UTF-8 becomes U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True, at_start: bool = True) -> str:
@@ -115,10 +112,7 @@ class Tokenizer:
         return detokenizer.push(ids) + detokenizer.flush()
 
     def detokenizer(self, skip_special_tokens: bool = True, at_start: bool = False) -> Detokenizer:
-        """Return a new stream of ids to text.
-
-        `at_start` drops the space before the first word, as many tokenizers do; otherwise the text continues another.
-        """
+        """Return a new stream of ids to text; `at_start` drops the tokenizer's space before the first word."""
         return self._vocabulary.detokenizer(skip_special_tokens, at_start)
 
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
@@ -139,16 +133,15 @@ def _first_line(error: BaseException) -> str:
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern for the longest of `texts`; without texts it never matches."""
+    """Return a pattern for the longest of `texts`; it never matches without texts."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 def _mark_specials(backend: tokenizers.Tokenizer, config: TokenizerConfig) -> dict[str, int]:
-    """Return all special ids by text, after marking those in `backend` that only the configuration names.
+    """Mark the configuration's special tokens in `backend`; return all special ids by text.
 
-    Of these, ordinary model tokens (a pad token "!") other than BOS and EOS stay ordinary, or they would vanish from
-    answers.
+    Ordinary tokens (a pad token "!") except BOS and EOS stay ordinary, or they would vanish from answers.
     """
     added = backend.get_added_tokens_decoder()
     own = {token.content for token in added.values()}
@@ -161,7 +154,7 @@ def _mark_specials(backend: tokenizers.Tokenizer, config: TokenizerConfig) -> di
 
 
 def _spell_out(backend: tokenizers.Tokenizer, specials: Mapping[str, int]) -> dict[int, list[int]]:
-    """Return ids that spell each special token that the model itself can produce from plain text (Unigram).
+    """Return ids that spell each special token that a model (Unigram) can produce from plain text.
 
     The unknown token is left out: it controls nothing.
     """
@@ -184,7 +177,7 @@ def _model_ids(backend: tokenizers.Tokenizer, text: str) -> list[int]:
 
 
 def _read_frame(backend: tokenizers.Tokenizer, config: TokenizerConfig) -> tuple[list[int], list[int]] | None:
-    """Return the framing ids, if the configuration overrides the post-processor of `backend`."""
+    """Return the framing ids if the configuration overrides the post-processor."""
     if config.framing is None:
         return None
     ends = [config.named_tokens.get(name) for name in ("bos_token", "eos_token")]
@@ -194,10 +187,7 @@ def _read_frame(backend: tokenizers.Tokenizer, config: TokenizerConfig) -> tuple
 
 
 def _add_secret_spellings(backend: tokenizers.Tokenizer, specials: Mapping[str, int]) -> dict[str, str]:
-    """Give each special token a second, secret spelling that is read even where special tokens are not.
-
-    A template's special tokens are respelt with it. Each process draws its own, so no user can write it.
-    """
+    """Add a secret spelling of each special token for templates: random per process, so no user can write it."""
     secret = secrets.token_hex(16)
     spellings = {text: f"<{secret}:{token_id}>" for text, token_id in specials.items()}
     flags = backend.get_added_tokens_decoder()

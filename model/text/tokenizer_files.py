@@ -1,7 +1,7 @@
-"""The files of a tokenizer: size limits, special tokens, and bounds on how much longer it makes a text.
+"""The files of a tokenizer: size limits, special tokens, and bounds on a text's growth.
 
-A normalizer of thirty replacements of "a" by "aa" makes a gigabyte of one character. So each step has a growth factor,
-in bytes of UTF-8; factors of consecutive steps are multiplied.
+Thirty replacements of "a" by "aa" make a gigabyte of one character, so the growth factors of consecutive steps (UTF-8
+bytes) are multiplied and bounded.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 MAX_CONFIG_BYTES = 16 * 2**20
 MAX_GROWTH = 256
-"""Product of one kind of steps; SentencePiece's own, the largest in use, is about 130."""
+"""Product over one kind of steps; SentencePiece's, the largest in use, is about 130."""
 MAX_STEPS = 64
 MAX_LITERAL_BYTES = 1024
 MAX_ADDED_BYTES = 64 << 20
-"""All added tokens together, normalized."""
+"""Sum over added tokens, normalized."""
 MAX_FRAMING_TOKENS = 64
 """Special tokens around a text, and ids of each."""
 
@@ -56,13 +56,13 @@ class TokenizerConfig:
     @classmethod
     def read(cls, directory: Path) -> TokenizerConfig:
         values = read_json_if_any(directory / TOKENIZER_CONFIG)
-        if "added_tokens_decoder" not in values:  # as in Hugging Face, only older folders need the second file
+        if "added_tokens_decoder" not in values:  # only older folders need the second file, as in Hugging Face
             values |= read_json_if_any(directory / SPECIAL_TOKENS_MAP)
         return cls(values)
 
     @property
     def named_tokens(self) -> dict[str, str]:
-        """Tokens by name, such as "bos_token"; chat templates see them as variables."""
+        """Tokens by name ("bos_token"); variables of chat templates."""
         extra = self.values.get("extra_special_tokens")
         named = {name: value for name, value in self.values.items() if name.endswith("_token")}
         named |= extra if isinstance(extra, dict) else {}
@@ -90,7 +90,6 @@ class TokenizerConfig:
 
 
 def _content(token: Any) -> str | None:
-    """Return the text of a token, a string or a serialised AddedToken."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 

@@ -13,16 +13,16 @@ import tokenizers
 from model.errors import ModelError
 from model.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 
-MAX_VOCAB_SIZE = 2**22  # the file chooses added tokens' ids, and tables are as long as the largest
+MAX_VOCAB_SIZE = 2**22  # the file chooses ids, and tables are as long as the largest
 METASPACE = "▁"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Vocabulary:
-    """Bytes by token id. Immutable. Ids are 0..size - 1; a few may have no token."""
+    """Bytes by token id, 0..size - 1; a few ids may have no token. Immutable."""
 
     def __init__(self, backend: tokenizers.Tokenizer, special_ids: frozenset[int]) -> None:
-        """Read `backend`, which may change later. Raises ModelError if ids are out of range."""
+        """Copy `backend`, which may change later. Raises ModelError if ids are out of range."""
         tokens = _read_tokens(backend)
         ids = frozenset(i for i, token in enumerate(tokens) if token is not None)
         self._decoding = TokenDecoding.of(backend)
@@ -60,7 +60,7 @@ class Vocabulary:
 
 
 def _read_tokens(backend: tokenizers.Tokenizer) -> list[str | None]:
-    """Return every id's text in the file, added tokens included; None for an id without a token."""
+    """Return each id's text, added tokens included; None without a token."""
     id_by_token = backend.get_vocab(with_added_tokens=True)
     added = backend.get_added_tokens_decoder()
     size = max([*id_by_token.values(), *added], default=-1) + 1
@@ -75,7 +75,7 @@ def _read_tokens(backend: tokenizers.Tokenizer) -> list[str | None]:
 
 
 def _ids_outside_model(backend: tokenizers.Tokenizer) -> set[int]:
-    """Return the added tokens that the model lacks: they are plain text, not in its alphabet."""
+    """Return added tokens that the model lacks: plain text, not in its alphabet."""
     own = backend.get_vocab(with_added_tokens=False)
     return {token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.content not in own}
 
@@ -84,13 +84,13 @@ def _ids_outside_model(backend: tokenizers.Tokenizer) -> set[int]:
 class TokenDecoding:
     """A decoder that maps every token to fixed bytes."""
 
-    byte_level: bool = False  # GPT-2's alphabet: one printable character for each byte
+    byte_level: bool = False  # GPT-2's alphabet
     byte_fallback: bool = False  # tokens named <0xXX> are single bytes
     num_spaces_to_strip: int = 0  # at the start of a text
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> TokenDecoding | None:
-        """Return what the decoder of `backend` does; None if tokens cannot be read one by one."""
+        """Return the decoding of `backend`; None if tokens cannot be read one by one."""
         if backend.decoder is None:
             return None
         steps = _steps(json.loads(backend.decoder.__getstate__()))
@@ -119,11 +119,11 @@ class TokenDecoding:
         return cls(byte_fallback=True, num_spaces_to_strip=sum(strip["start"] for strip in strips))
 
     def token_bytes(self, token: str, alphabet: Mapping[str, int]) -> bytes:
-        """Return the bytes of a token of the model's own vocabulary; `alphabet` is `byte_alphabet()`."""
+        """Return the bytes of a model token; `alphabet` is `byte_alphabet()`."""
         if self.byte_level:
             try:
                 return bytes(map(alphabet.__getitem__, token))
-            except KeyError:  # outside the alphabet, the token is its own text
+            except KeyError:  # not in the alphabet: plain text
                 return token.encode()
         byte = _BYTE_TOKEN.fullmatch(token) if self.byte_fallback else None
         return bytes([int(byte[1], 16)]) if byte else token.replace(METASPACE, " ").encode()

@@ -1,4 +1,4 @@
-"""The weights of a model folder: the tensors it must have, where they lie, and what is wrong with one."""
+"""The weights of a model folder, checked against its config."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from model.weights.safetensors_file import DTYPE_WORDS, FLOAT_DTYPES, StoredTens
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 INDEX_BYTES = 64 << 20
-"""Largest index that is read; a model of 400 billion parameters has a tenth of a megabyte."""
+"""Limit of the index; 400 billion parameters have a tenth of a megabyte."""
 
 LM_HEAD = "lm_head.weight"
 HEAD = "lm_head"
@@ -33,11 +33,11 @@ IGNORED = re.compile(
     r"|\.self_attn\.(attn\.)?(q|k|v|kv|prob)_scale$"
     r"|\.self_attn\.[qkv]_proj\.([kv]_scale|output_scale)$"
 )
-"""Rotary frequencies, which follow from the config, and scales of a KV cache in 8 bits."""
+"""Rotary frequencies, which follow from the config, and scales of an 8-bit KV cache."""
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of the model, by its name in the files, none of them quantised."""
+    """Return the shape of every tensor, unquantised, by its name in the files."""
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for layer in range(config.num_layers):
@@ -49,26 +49,23 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def stores_quantised(directory: Path) -> bool:
-    """Return whether a folder says that its weights are quantised, or is GGUF. Raises ModelError."""
+    """Return whether the config says quantised, or the folder is GGUF. Raises ModelError."""
     has_safetensors = any((directory / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
     return read_quantisation(directory) is not None or (not has_safetensors and find_gguf(directory) is not None)
 
 
 class Checkpoint:
-    """The tensors of a folder, all but their values checked."""
+    """Tensors of a folder, checked except for their values."""
 
     def __init__(self, tensors: dict[str, StoredTensor], matrices: dict[str, StoredMatrix], label: str):
-        """`matrices` are the quantised ones, by the names of their plain tensors; `label` names the format."""
+        """Take quantised `matrices` by the names of their plain tensors; `label` names the format."""
         self.label = label
         self._tensors = tensors
         self._matrices = matrices
 
     @staticmethod
     def open(directory: Path, config: ModelConfig) -> Checkpoint:
-        """Read the headers of the folder's files (one, or shards with an index) and check them against `config`.
-
-        Raises ModelError, one line with the file and the tensor at fault.
-        """
+        """Read the files' headers and check them against `config`. Raises ModelError with the file and the tensor."""
         directory = Path(directory)
         if (directory / SINGLE_FILE).exists():
             tensors = read_safetensors(directory / SINGLE_FILE)
@@ -95,25 +92,25 @@ class Checkpoint:
         return any(self.matrix(name) is not None for name in self._matrices)
 
     def num_bytes(self, config: ModelConfig, dtype: np.dtype) -> int:
-        """Bytes of all weights on a device whose activations are in `dtype`."""
+        """Return the bytes of all weights for activations in `dtype`."""
         shapes = expected_shapes(config)
         quantised = [matrix for name in shapes if (matrix := self.matrix(name)) is not None]
         dense = sum(math.prod(shape) for name, shape in shapes.items() if self.matrix(name) is None)
         return dense * np.dtype(dtype).itemsize + sum(matrix.form.num_bytes(*matrix.shape) for matrix in quantised)
 
     def matrix(self, name: str) -> StoredMatrix | None:
-        """The quantised matrix of tensor `name`; None if it is read in the dtype of activations."""
+        """Return the quantised matrix; None if it is read in the dtype of activations."""
         matrix = self._matrices.get(name)
         return None if matrix is None or matrix.form.format is WeightFormat.DENSE else matrix
 
     def dtype(self, name: str) -> np.dtype:
-        """The dtype of a dense tensor, as stored."""
+        """Return the stored dtype of a dense tensor."""
         return self._tensors[name].dtype
 
     def read_into(self, name: str, start: int, out: np.ndarray) -> None:
-        """Fill contiguous `out` with the tensor's elements from `start` on, in the dtype of `out`.
+        """Fill contiguous `out`, in its dtype, from element `start` on. Thread-safe. Raises ModelError.
 
-        Thread-safe. If the dtypes differ, the elements as stored take memory too. Raises ModelError.
+        If the dtypes differ, the stored elements take memory too.
         """
         if name in self._matrices:
             self._matrices[name].arrays["data"].read_into(start, out)
@@ -128,7 +125,7 @@ class Checkpoint:
             out[...] = values
 
     def nonfinite(self, name: str, dtype: np.dtype) -> ModelError:
-        """The error for a tensor that holds NaN or infinity once it is read in `dtype`."""
+        """Return the error for a tensor that holds NaN or infinity in `dtype`."""
         if name in self._matrices:
             return ModelError(
                 f"{self._matrices[name].name}: dequantises to NaN, infinity or more than {dtype.name} holds"
@@ -155,7 +152,7 @@ def _open_gguf(directory: Path, path: Path, config: ModelConfig) -> Checkpoint:
 def _read_matrices(
     directory: Path, shapes: dict[str, tuple[int, ...]], tensors: dict[str, StoredTensor], quantisation: Quantisation
 ) -> dict[str, StoredMatrix]:
-    """Take the quantised matrices out of `tensors`. Their tensors decide which these are; the config must agree."""
+    """Take the quantised matrices out of `tensors`, by their tensors; the config must agree."""
     by_module: dict[str, dict[str, StoredTensor]] = {
         name.removesuffix(".weight"): {} for name in shapes if name == LM_HEAD or is_projection(name)
     }
@@ -184,12 +181,11 @@ def _read_matrices(
 
 
 def is_projection(name: str) -> bool:
-    """Return whether tensor `name` is the matrix of a layer's linear module."""
     return name.endswith("_proj.weight")
 
 
 def _module_of(name: str, modules: Container[str]) -> tuple[str | None, str]:
-    """(module, rest of the name) of a tensor that belongs to one of `modules`."""
+    """Return (module, rest of the name) of a tensor of one of `modules`."""
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
         if (module := ".".join(parts[:end])) in modules:
@@ -221,7 +217,7 @@ def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _read_shards(directory: Path) -> dict[str, StoredTensor]:
-    """The tensors of all files the index names, each from the file the index says."""
+    """Return the tensors of all files in the index; each must be in the file that the index names."""
     index = directory / INDEX_FILE
     file_of = read_json_object(index, INDEX_BYTES).get("weight_map")
     if not isinstance(file_of, dict) or not file_of:

@@ -1,4 +1,4 @@
-"""Builds a model on its device: allocates the stacked weights, then fills all of them at once."""
+"""Builds a model on its device: allocates the stacked weights, then fills all at once."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from model.weights.formats.stored_matrix import StoredMatrix, check_stackable
 from model.weights.online_fp8 import OnlineFp8, is_layer_matrix, loaded_bytes
 
 RANDOM_TILE = 1_000_003
-"""Random numbers that dummy weights repeat. A prime, so that no two rows of a matrix are alike."""
+"""Random numbers that dummy weights repeat; a prime, so that rows differ."""
 
 
 BYTE_STDS = {WeightFormat.FP8: 97.0, WeightFormat.FP8_BLOCK: 97.0, WeightFormat.INT8: 74.0, WeightFormat.INT4: 4.6}
-"""Standard deviation of the numbers that random bytes are."""
+"""Standard deviation of random bytes' values."""
 
 
 class TensorSource(Protocol):
-    """A source of tensors, by their names in the files."""
+    """Source of tensors, by their names in the files."""
 
     def read_into(self, name: str, start: int, out: np.ndarray) -> None:
-        """Fill `out` [n] with the tensor's elements from `start` on, in the dtype of `out`. Raises ModelError."""
+        """Fill `out` [n], in its dtype, from element `start` on. Raises ModelError."""
 
     def matrix(self, name: str) -> StoredMatrix | None:
-        """The quantised matrix of that name; None if the tensor is dense. Raises ModelError."""
+        """Return the quantised matrix; None if the tensor is dense. Raises ModelError."""
 
     def nonfinite(self, name: str, dtype: np.dtype) -> ModelError:
-        """The error for a tensor that holds NaN or infinity in `dtype`."""
+        """Return the error for a tensor that holds NaN or infinity in `dtype`."""
 
 
 class DummyWeights:
-    """Random weights: every matrix repeats the same numbers, every norm is 1."""
+    """Random weights; every norm is 1."""
 
     def __init__(self, config: ModelConfig, dtype: np.dtype, checkpoint: Checkpoint | None = None):
-        """`checkpoint` gives the matrices that are quantised, and how."""
+        """Copy the forms of `checkpoint`'s quantised matrices."""
         random = np.random.default_rng(0)
         self._std = config.hidden_size**-0.5
         self._tile = (random.standard_normal(RANDOM_TILE, np.float32) * np.float32(self._std)).astype(dtype)
@@ -78,8 +78,6 @@ class DummyWeights:
 
 @dataclass(frozen=True)
 class _TiledRows:
-    """Rows that repeat `tile`."""
-
     tile: np.ndarray
 
     def read_into(self, start: int, out: np.ndarray) -> None:
@@ -100,8 +98,6 @@ def _repeat(tile: np.ndarray, start: int, out: np.ndarray) -> None:
 
 @dataclass(frozen=True)
 class PlannedWeights:
-    """The weights that `load_model` would load."""
-
     num_bytes: int
     label: str  # of the quantised format; "" for 16 and 32 bits
 
@@ -109,7 +105,7 @@ class PlannedWeights:
 def plan_weights(
     directory: Path | None, config: ModelConfig, dtype: np.dtype, quantization: str = "auto"
 ) -> PlannedWeights:
-    """Measure the weights of a folder, or of a shape alone, for activations in `dtype`. Raises ModelError."""
+    """Measure the weights that `load_model` would load, for activations in `dtype`. Raises ModelError."""
     checkpoint = _open_quantised(directory, config)
     label = "" if checkpoint is None else checkpoint.label
     if checkpoint is not None and checkpoint.keeps_formats:
@@ -120,7 +116,7 @@ def plan_weights(
 
 
 def _open_quantised(directory: Path | None, config: ModelConfig) -> Checkpoint | None:
-    """Open a folder if it is quantised: others need no files for dummy weights and plans."""
+    """Open a folder if it is quantised: dummy weights and plans need no other files."""
     if directory is None or not stores_quantised(directory):
         return None
     return Checkpoint.open(directory, config)
@@ -136,11 +132,10 @@ def load_model(
     quantization: str = "auto",
     progress: bool = False,
 ) -> Llama:
-    """Load the model of `directory` in the memory and dtype of `ops`, for sequences of at most `max_model_len` tokens.
+    """Load a model in the memory and dtype of `ops`, for sequences of at most `max_model_len` tokens.
 
     load_format "dummy" makes random weights, in the formats of `directory` if it is quantised. quantization "fp8"
-    rounds the layers' matrices to e4m3 on the device. `progress` draws a bar on stderr if that is a terminal. Raises
-    ModelError.
+    rounds the layers' matrices to e4m3. `progress` shows a bar if stderr is a terminal. Raises ModelError.
     """
     if load_format == "dummy":
         source: TensorSource = DummyWeights(config, ops.dtype, _open_quantised(directory, config))
@@ -172,17 +167,15 @@ def load_model(
 
 @dataclass(frozen=True)
 class _Target:
-    """Memory of one tensor, or of one array of a quantised matrix."""
+    """Tensor, or one array of a quantised matrix, to fill."""
 
     name: str
     array: Array
     read_into: Callable[[int, np.ndarray], None]
-    is_dense: bool  # to be checked for NaN and infinity once it is filled
+    is_dense: bool  # check for NaN and infinity
 
 
 class _Plan:
-    """Memory of weights, by the names of their tensors."""
-
     def __init__(self, config: ModelConfig, ops: Ops, source: TensorSource, online: OnlineFp8 | None):
         self._online = online
         self._shapes = expected_shapes(config)
@@ -194,7 +187,7 @@ class _Plan:
         return self.stacked([name])
 
     def stacked(self, names: Sequence[str]) -> Array:
-        """Return one array for tensors of a layer, stacked along the first axis."""
+        """Allocate one array for tensors stacked along the first axis."""
         ends = np.cumsum([self._shapes[name][0] for name in names]).tolist()
         array = self._ops.empty((ends[-1], *self._shapes[names[0]][1:]), self._ops.dtype)
         for name, (begin, end) in zip(names, pairwise([0, *ends]), strict=True):
@@ -203,10 +196,7 @@ class _Plan:
         return array
 
     def matrix(self, names: Sequence[str]) -> Weight:
-        """Return the matrices of a layer that share an input as one `Weight`, in e4m3 if they are quantised online.
-
-        Raises ModelError.
-        """
+        """Return matrices that share an input as one `Weight`, in e4m3 if quantised online. Raises ModelError."""
         parts = [self._source.matrix(name) for name in names]
         quantised = [part for part in parts if part is not None]
         shapes = [self._shapes[name] for name in names]
@@ -220,7 +210,7 @@ class _Plan:
         return self._quantised(quantised)
 
     def optional(self, names: Sequence[str]) -> Array | None:
-        """`stacked`, or None if the model has no such tensors."""
+        """Return `stacked`, or None if the model has no such tensors."""
         return self.stacked(names) if names[0] in self._shapes else None
 
     def fill(self, progress: bool) -> None:
@@ -247,7 +237,7 @@ class _Plan:
                 self._online.fill(read_named, self._source.nonfinite)
 
     def check(self) -> None:
-        """Check dense weights where they are: on a GPU, reading them again costs a fraction of what loading does."""
+        """Check dense weights on the device, where reading them again is cheap."""
         dense = [target for target in self._targets if target.is_dense]
         found = self._ops.upload(np.zeros(len(dense), np.int32))
         for place, target in enumerate(dense):
@@ -256,7 +246,7 @@ class _Plan:
             raise self._source.nonfinite(dense[index].name, self._ops.dtype)
 
     def _quantised(self, parts: list[StoredMatrix]) -> Weight:
-        """Stack matrices in one form: each row keeps its own scales, so nothing is quantised again."""
+        """Stack matrices in one form; each row keeps its scales."""
         check_stackable(parts)
         form, order = parts[0].form, parts[0].input_order
         if form.format not in self._ops.weight_formats:

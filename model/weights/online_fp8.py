@@ -1,4 +1,4 @@
-"""16-bit matrices rounded to e4m3 on their device while they are loaded, some at a time: `--quantization fp8`."""
+"""`--quantization fp8`: 16-bit matrices are rounded to e4m3 on the device during loading."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from model.ops.weight import Weight
 from model.weights.checkpoint import expected_shapes
 
 STAGING_BYTES = 1 << 30
-"""Memory of the device for matrices as they are stored, or one matrix if that is larger."""
+"""Device memory for unrounded matrices; one larger matrix may exceed it."""
 
 ReadInto = Callable[[str, int, np.ndarray], None]
-"""Fill an array with a tensor's elements from a place on: `TensorSource.read_into`."""
+"""Type of `TensorSource.read_into`."""
 
 
 def loaded_bytes(config: ModelConfig, dtype: np.dtype, quantization: str) -> int:
-    """Bytes of all weights in `dtype`, the layers' matrices in e4m3 with a scale a row if `quantization` is "fp8"."""
+    """Return the bytes of all weights in `dtype`; "fp8" stores layers' matrices in e4m3 with row scales."""
     total = 0
     for name, shape in expected_shapes(config).items():
         if quantization == "fp8" and is_layer_matrix(name, shape):
@@ -34,14 +34,12 @@ def loaded_bytes(config: ModelConfig, dtype: np.dtype, quantization: str) -> int
 
 
 def is_layer_matrix(name: str, shape: Sequence[int]) -> bool:
-    """Whether a tensor is quantised online: embedding and lm_head stay as stored."""
+    """Return whether a tensor is quantised online: embedding and lm_head are not."""
     return name.startswith("model.layers.") and len(shape) == 2
 
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A matrix to fill, and the tensors that are its rows."""
-
     weight: Weight
     names: Sequence[str]
     ends: Sequence[int]  # rows where each tensor ends
@@ -52,7 +50,7 @@ class _Matrix:
 
 
 class OnlineFp8:
-    """The matrices of a model that are quantised while they are loaded."""
+    """Matrices quantised during loading."""
 
     def __init__(self, ops: Ops):
         self._ops = ops
@@ -60,7 +58,6 @@ class OnlineFp8:
 
     @property
     def num_source_bytes(self) -> int:
-        """Bytes that `fill` reads."""
         return sum(matrix.size for matrix in self._matrices) * self._ops.dtype.itemsize
 
     def matrix(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> Weight:
@@ -109,7 +106,7 @@ class OnlineFp8:
 
 
 def _groups(matrices: Sequence[_Matrix], max_size: int) -> Iterator[list[_Matrix]]:
-    """Consecutive matrices of at most `max_size` elements together, or one larger one."""
+    """Yield consecutive matrices of at most `max_size` elements in total, or one larger matrix."""
     group: list[_Matrix] = []
     for matrix in matrices:
         if group and sum(each.size for each in group) + matrix.size > max_size:

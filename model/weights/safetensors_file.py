@@ -1,7 +1,4 @@
-"""One safetensors file: its header is checked before any of it is used.
-
-Read by position, not mapped: a file cut short while it is read is an error here, where a map would end the process.
-"""
+"""One safetensors file, read by position: a file cut short raises an error, where a map would end the process."""
 
 from __future__ import annotations
 
@@ -41,14 +38,12 @@ MAX_DIMENSION = 1 << 40
 
 
 class StoredFile:
-    """A file that stays open for as long as anyone may read from it."""
-
     def __init__(self, path: Path):
-        """Raises OSError, and ModelError for what is no regular file."""
+        """Open a regular file. Raises OSError, ModelError."""
         self.path = path
         self.descriptor = open_regular(path)
         weakref.finalize(self, os.close, self.descriptor)
-        if hasattr(os, "posix_fadvise"):  # readers of neighbouring pieces: what one reads ahead is another's
+        if hasattr(os, "posix_fadvise"):  # threads read neighbouring pieces: read-ahead would repeat them
             os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
     def __str__(self) -> str:
@@ -57,8 +52,6 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor where it lies in its file, from byte `offset` on."""
-
     name: str
     file: StoredFile
     dtype: np.dtype
@@ -66,9 +59,9 @@ class StoredTensor:
     offset: int
 
     def read_into(self, start: int, out: np.ndarray) -> None:
-        """Fill contiguous `out`, of the tensor's dtype, with its elements from `start` on, unchecked.
+        """Fill contiguous `out`, of the tensor's dtype, from element `start` on, unchecked.
 
-        For any number of threads at once. Raises ModelError where the file does not give them any more.
+        Thread-safe. Raises ModelError if the file is cut short or unreadable.
         """
         rest = out.reshape(-1).view(np.uint8).data
         position = self.offset + start * self.dtype.itemsize
@@ -82,19 +75,19 @@ class StoredTensor:
             raise ModelError(f"{self._named()}: cannot be read: {error.strerror}") from None
 
     def values(self) -> np.ndarray:
-        """All elements, in the tensor's shape and dtype. Raises ModelError."""
+        """Return the whole tensor. Raises ModelError."""
         out = np.empty(self.shape, self.dtype)
         self.read_into(0, out)
         return out
 
     def rows(self, start: int, stop: int) -> np.ndarray:
-        """Rows start..stop - 1 of a matrix. Raises ModelError."""
+        """Return rows start..stop - 1. Raises ModelError."""
         out = np.empty((stop - start, *self.shape[1:]), self.dtype)
         self.read_into(start * math.prod(self.shape[1:]), out)
         return out
 
     def columns(self, start: int, stop: int) -> np.ndarray:
-        """Columns start..stop - 1 of a matrix [R, C] -> [R, stop - start]. Raises ModelError."""
+        """Return columns start..stop - 1 of a matrix, [R, stop - start]. Raises ModelError."""
         num_rows, width = self.shape
         if 2 * (stop - start) >= width:
             return np.ascontiguousarray(self.values()[:, start:stop])
@@ -113,8 +106,7 @@ class StoredTensor:
 def read_safetensors(path: Path) -> dict[str, StoredTensor]:
     """Return every tensor of the file by name. Raises ModelError with the file and the tensor.
 
-    Checked: the header's size and JSON, each dtype, that shape and byte range agree, and that the ranges fill the file
-    without overlap, gap or rest.
+    Checks the header's size and JSON, dtypes, shapes, and that the byte ranges fill the file without overlap or gap.
     """
     header_end, num_data_bytes, text = _read_header(path)
     file = _opened(path)
@@ -139,7 +131,7 @@ def _opened(path: Path) -> StoredFile:
 
 
 def _read_header(path: Path) -> tuple[int, int, bytes]:
-    """(where the header ends, bytes after it, its JSON)."""
+    """Return (end of the header, bytes after it, its JSON)."""
     try:
         with open(open_regular(path), "rb") as file:
             num_bytes = os.fstat(file.fileno()).st_size
@@ -154,7 +146,7 @@ def _read_header(path: Path) -> tuple[int, int, bytes]:
 
 
 def _checked_entry(what: str, entry: Any) -> tuple[tuple[int, ...], np.dtype, int, int]:
-    """(shape, dtype, first byte, byte after the last) of a header's entry."""
+    """Return (shape, dtype, first byte, byte after the last) of a header's entry."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ModelError(f"{what}: not described by dtype, shape and data_offsets")
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in STORED_DTYPES:

@@ -36,8 +36,6 @@ INT4_HALF_RANGE = np.float32(7.5)
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """A tensor of the new file."""
-
     name: str
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -49,13 +47,11 @@ class OutputTensor:
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """A format of projections."""
-
     name: str
     group_size: int  # 0: FP8
 
     def config(self) -> dict[str, Any]:
-        """The quantization_config of compressed-tensors."""
+        """Return the quantization_config of compressed-tensors."""
         common = {"symmetric": True, "dynamic": False, "actorder": None, "block_structure": None, "observer": "minmax"}
         if self.group_size:
             weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": self.group_size, **common}
@@ -76,7 +72,7 @@ class OutputFormat:
         }
 
     def tensors(self, module: str, shape: tuple[int, ...]) -> list[OutputTensor]:
-        """The tensors of a projection [N, K]. Raises ModelError if K is no multiple of the group."""
+        """Return a projection's [N, K] tensors. Raises ModelError if K is no multiple of the group."""
         num_outputs, num_inputs = shape
         if not self.group_size:
             return [
@@ -92,18 +88,18 @@ class OutputFormat:
         ]
 
     def quantise(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """float32[n, K] -> (data, scale) of those rows."""
+        """Round float32[n, K] to (data, scale)."""
         return quantise_int4(rows, self.group_size) if self.group_size else quantise_fp8(rows)
 
 
 def quantise_fp8(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """float32[n, K] -> (e4m3[n, K], bfloat16[n, 1])."""
+    """Round float32[n, K] to (e4m3[n, K], bfloat16[n, 1])."""
     scale = _scales(np.abs(rows).max(axis=1, keepdims=True), E4M3_MAX)
     return np.clip(rows / scale.astype(np.float32), -E4M3_MAX, E4M3_MAX).astype(E4M3), scale
 
 
 def quantise_int4(rows: np.ndarray, group_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """float32[n, K] -> (int32[n, K / 8], bfloat16[n, K / group_size])."""
+    """Round float32[n, K] to (int32[n, K / 8], bfloat16[n, K / group_size])."""
     groups = rows.reshape(len(rows), -1, group_size)
     scale = _scales(np.abs(groups).max(axis=2), INT4_HALF_RANGE)
     codes = np.clip(np.rint(groups / scale.astype(np.float32)[:, :, None]), -8, 7).astype(np.int8) + 8
@@ -112,17 +108,16 @@ def quantise_int4(rows: np.ndarray, group_size: int) -> tuple[np.ndarray, np.nda
 
 
 def output_format(name: str) -> OutputFormat:
-    """Raises ModelError for a name other than FORMAT_NAMES."""
+    """Parse one of FORMAT_NAMES. Raises ModelError."""
     if name not in FORMAT_NAMES:
         raise ModelError(f"--format: {name!r} is not supported ({', '.join(FORMAT_NAMES)})")
     return OutputFormat(name, int(name.removeprefix("int4-g")) if name.startswith("int4-g") else 0)
 
 
 def write_quantised(directory: Path, out: Path, format_name: str, on_bytes: Callable[[int], None]) -> int:
-    """Write the model of `directory` into the empty or new folder `out`; return the bytes of its weights.
+    """Write the model into the empty or new folder `out`; return the bytes of its weights. Raises ModelError, OSError.
 
-    config.json is written last: a folder without it was not finished. `on_bytes` gets the bytes written so far.
-    Raises ModelError, OSError.
+    config.json is written last: a folder without it is unfinished. `on_bytes` gets the bytes written so far.
     """
     config = ModelConfig.read(directory)
     raw = read_json_object(directory / "config.json", CONFIG_BYTES)
@@ -182,7 +177,6 @@ def _write_file(path: Path, checkpoint: Checkpoint, plan: _Plan, on_bytes: Calla
 
 
 def _write_tensor(file: BinaryIO, checkpoint: Checkpoint, plan: _Plan, name: str, positions: list[int]) -> None:
-    """Write what tensor `name` becomes, a piece at a time."""
     shape, outputs = plan.shapes[name], plan.outputs[name]
     is_copied = not is_projection(name)
     for rows in _pieces(checkpoint, name, shape, outputs[0].dtype if is_copied else np.dtype(np.float32)):
@@ -208,7 +202,7 @@ def _pieces(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dtype: np
 
 
 def _scales(largest: np.ndarray, half_range: np.float32) -> np.ndarray:
-    """bfloat16 scales; 1 for zeros."""
+    """Return bfloat16 scales; 1 for zeros."""
     scale = (largest / half_range).astype(SCALE_DTYPE)
     scale[scale == 0] = 1
     return scale

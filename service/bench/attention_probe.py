@@ -1,7 +1,7 @@
-"""Speed of decode attention on the cache of a running engine.
+"""Speed of decode attention on a running engine's cache.
 
-A captured step is one unit to the clock, so attention runs once more on the run's own cache, block tables and lengths,
-over all layers, planned once as in a step. Its result is discarded.
+A captured step cannot be timed in parts, so attention over all layers runs again on the same cache, block tables and
+lengths, planned once as in a step. Its result is discarded.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from service.engine.build import BuiltEngine
 
 
 class AttentionProbe:
-    """Sum of the passes that `look` timed."""
-
     def __init__(self, built: BuiltEngine):
         self._built = built
         self._num_bytes = 0

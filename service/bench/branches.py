@@ -19,7 +19,7 @@ ROUNDS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class BranchWork:
-    """`num_prompts` simultaneous requests of `num_prompt` tokens and `num_branches` answers of `num_output` tokens."""
+    """Simultaneous requests of `num_prompt` tokens with answers of `num_output` tokens."""
 
     method: str  # "sampled" | "beams"
     num_branches: int
@@ -29,7 +29,7 @@ class BranchWork:
 
     @property
     def params(self) -> SamplingParams:
-        """Sampling parameters: a single branch is greedy, several must differ."""
+        """Sampling parameters; a single branch is greedy."""
         count, length = self.num_branches, self.num_output
         if self.method == "beams":
             return SamplingParams(max_tokens=length, ignore_eos=True, beam=BeamSearch(width=count), n=count)
@@ -39,7 +39,7 @@ class BranchWork:
 
 @dataclass(frozen=True, kw_only=True)
 class BranchFigures:
-    """The median of ROUNDS rounds with different prompts, by the host's clock around whole steps."""
+    """Median of ROUNDS rounds, by the host's clock around whole steps."""
 
     method: str
     num_branches: int
@@ -48,7 +48,7 @@ class BranchFigures:
     output_tokens: int  # per branch
     total_s: float
     output_tokens_per_s: float  # over all branches
-    ttft_ms: float | None  # mean over requests; None for beams, which are sent at their end
+    ttft_ms: float | None  # mean over requests; None for beams
     step_mean_ms: float  # from the first step to the last
     most_blocks: int  # in use at once
     most_blocks_logical: int  # in use at once if branches shared none
@@ -56,7 +56,7 @@ class BranchFigures:
 
 
 def measure_branches(built: BuiltEngine, work: BranchWork) -> BranchFigures:
-    """Raises StartupError if the engine refuses such requests."""
+    """Measure one workload. Raises StartupError if the engine refuses its requests."""
     rounds = [_round(built, work, seed) for seed in range(1 + ROUNDS)][1:]  # the first round warms up
     return sorted(rounds, key=lambda figures: figures.total_s)[ROUNDS // 2]
 

@@ -13,11 +13,11 @@ from service.engine.build import BuiltEngine
 from service.errors import StartupError
 
 COPIED_AT_ONCE, MAX_IN_FLIGHT = 128, 6
-"""Blocks per transfer at full speed, and most transfers per direction in flight. A transfer begins after the step that
-requested it, so together they must last longer than two steps."""
+"""Blocks per transfer at full speed, and most transfers in flight per direction: together they must outlast two steps,
+because a transfer begins after the step that requested it."""
 
 ROUNDS = 8
-"""Rounds of each pace; an even number."""
+"""Rounds of each pace; even."""
 
 IDLE_S = 0.3
 """Duration of copies without steps."""
@@ -36,8 +36,6 @@ ALONE, OUT, IN, BOTH = Pace(0, 0), Pace(None, 0), Pace(0, None), Pace(None, None
 
 @dataclass(frozen=True, kw_only=True)
 class PacedFigures:
-    """Steps during copies of one pace."""
-
     num_out: int | None  # blocks per step; None: full speed
     num_in: int | None
     step_ms: float  # mean of the rounds' medians
@@ -51,8 +49,6 @@ class PacedFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class CopyFigures:
-    """Steps of a full batch alone, and during full-speed copies in both directions and in one."""
-
     batch: int
     num_steps: int
     step_alone_ms: float  # mean of the rounds' medians
@@ -70,7 +66,7 @@ class CopyFigures:
 def measure_copies(
     built: BuiltEngine, batch: int, context: int, num_steps: int, paces: Sequence[Pace] = ()
 ) -> CopyFigures:
-    """Raises StartupError without a host cache, or if batch and copies do not fit."""
+    """Measure steps alone and during copies. Raises StartupError without a host cache, or if they do not fit."""
     host, pool = built.executor.host, built.engine.pool
     if host is None:
         raise StartupError("--copies: --swap-space is missing or 0")
@@ -79,7 +75,7 @@ def measure_copies(
     copied = {phase: _Copied() for phase in phases}
     with steady_decode(built, batch, context, len(phases) * num_steps):
         blocks = pool.allocate(2 * _num_blocks_each(built, paces))
-        for number in range(ROUNDS):  # contexts grow: alternate the order, so that no phase has the longer ones
+        for number in range(ROUNDS):  # alternate the order: contexts grow
             for phase in phases if number % 2 == 0 else reversed(phases):
                 copies = _Copies(built, blocks, phase)
                 steps_s[phase].append(statistics.median(_steps(built, max(1, num_steps // ROUNDS), copies)))
@@ -137,8 +133,6 @@ def _paced(
 
 @dataclass
 class _Copied:
-    """Copied blocks and the time it took."""
-
     seconds: float = 0.0
     num_out: int = 0
     num_in: int = 0
@@ -180,7 +174,7 @@ class _OneWayCopies:
 
 
 class _Copies:
-    """Transfers of both directions, with half of `blocks` for each."""
+    """Transfers of both directions, each with half of `blocks`."""
 
     def __init__(self, built: BuiltEngine, blocks: Sequence[int], pace: Pace) -> None:
         host = built.executor.host
@@ -201,7 +195,7 @@ class _Copies:
         self._in.poll()
 
     def stop(self) -> _Copied:
-        """Return what was copied until now, then wait for transfers in flight."""
+        """Return the copies finished by now, then wait for transfers in flight."""
         for copies in (self._out, self._in):
             copies.count_done()
         copied = _Copied(self.seconds, self._out.num_done, self._in.num_done)

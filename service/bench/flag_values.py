@@ -1,4 +1,4 @@
-"""Parsers of a bench's flags, strict; errors name the flag."""
+"""Strict parsers of a bench's flags; errors name the flag."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 from service.errors import StartupError
 
 MOST = 1 << 20
-"""Default upper bound of counts."""
 
 
 def whole_number(flag: str, text: str, low: int = 1, high: int = MOST) -> int:

@@ -1,7 +1,4 @@
-"""Draw one `report.Figure`, JSON on standard input, into the file named by the argument.
-
-A script with its own process, so that matplotlib stays an optional extra.
-"""
+"""Draw one `report.Figure`, JSON on stdin, into a file. Runs as a process, so that matplotlib stays optional."""
 
 from __future__ import annotations
 
@@ -16,11 +13,10 @@ PANEL_HEIGHT_IN = 4.4
 BAR_HEIGHT_IN = 0.24
 
 FEW_SERIES = 6
-"""Above this number the legend is next to the axes, not on them."""
+"""Most series with a legend inside the axes."""
 
 
 def draw(figure: dict[str, Any], path: str) -> None:
-    """Draw the panels side by side."""
     panels = figure["panels"]
     bars = [len(series["x"]) for panel in panels if panel["kind"] == "bars" for series in panel["series"]]
     size = (PANEL_WIDTH_IN * len(panels), max(PANEL_HEIGHT_IN, 1 + BAR_HEIGHT_IN * max(bars, default=0)))
@@ -46,7 +42,6 @@ def draw(figure: dict[str, Any], path: str) -> None:
 
 
 def _stack(axes: Any, layers: list[dict[str, Any]]) -> None:
-    """Stack the layers end to end."""
     ends = [0.0] * len(layers[0]["x"])
     for layer in layers:
         axes.barh(layer["x"], layer["y"], left=ends, label=layer["label"])

@@ -24,18 +24,18 @@ from service.engine.step import FinishedTransfer, StepPlan
 from service.errors import StartupError
 
 MEANS = ((150, 330), (150, 330), (20, 60), (60, 1200))
-"""Mean (prompt, answer) tokens: half chats, a quarter short, a quarter short prompts with long answers."""
+"""Mean (prompt, answer) tokens, equally likely."""
 
 SIGMA = 0.8
 
 
 ROUNDS = 3
-"""Rounds of all modes, in rotated order; the median counts."""
+"""Rounds of all modes, in rotated order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModeFigures:
-    """All requests under one --preemption-mode; the median round."""
+    """One --preemption-mode; the median round."""
 
     mode: str
     output_tokens_per_s: float
@@ -58,7 +58,7 @@ def mixed_lengths(count: int, seed: int = 0) -> list[tuple[int, int]]:
 
 
 def num_blocks_needed(requests: Sequence[TracedRequest], limits: Limits, block_size: int) -> int:
-    """Return the peak of used blocks if no request had to wait or leave."""
+    """Return the peak of used blocks without waiting or preemption."""
     plenty = sum(-(-(each.num_prompt_tokens + each.num_output_tokens) // block_size) for each in requests)
     kv = KVManager(plenty, block_size)
     executor = SimulatedExecutor(SimulatedClock(), MACHINES["llama-3.1-8b-h200"].costs)
@@ -84,7 +84,7 @@ def measure_modes(
     bus_times: int = 1,
 ) -> tuple[int, list[ModeFigures]]:
     """Return the pool's blocks and each mode's figures, over a bus `bus_times` slower. Raises StartupError without a
-    choice to make."""
+    host cache, or if the pool does not fit."""
     memory, limits = built.memory, built.limits
     requests = fit_lengths([TracedRequest(*both, 0.0) for both in lengths], limits.max_model_len)
     num_blocks = int(pool_share * num_blocks_needed(requests, limits, memory.block_size))

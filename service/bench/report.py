@@ -23,14 +23,12 @@ from service.errors import StartupError
 ROOT = Path(__file__).resolve().parents[2]
 
 Figure = dict[str, Any]
-"""Input of `plot.py`: {"title", "panels": [{"kind", "title", "x", "y", "series": [{"label", "x", "y"}]}]} with kind
+"""Input of `plot.py`: {"title", "panels": [{"kind", "title", "x", "y", "series": [{"label", "x", "y"}]}]}; kind is
 "line", "steps", "bars" or "stack"; a panel may have "y_max"."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Percentiles."""
-
     p50: float
     p90: float
     p99: float
@@ -50,7 +48,7 @@ def add_report_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check_report_flags(flags: argparse.Namespace) -> None:
-    """Raises StartupError, before anything is measured, for a file that cannot be written."""
+    """Raise StartupError for a file that cannot be written, before anything is measured."""
     for flag, path in (("--out", flags.out), ("--plot", flags.plot)):
         if path is not None and not path.absolute().parent.is_dir():
             raise StartupError(f"{flag}: {path.parent}: no such folder")
@@ -67,7 +65,7 @@ def check_report_flags(flags: argparse.Namespace) -> None:
 
 
 def write_report(flags: argparse.Namespace, record: dict[str, Any], figure: Figure) -> None:
-    """Write the record with date and commit to `--out`, the figure to `--plot`, if given. Raises StartupError."""
+    """Write the record to `--out` and the figure to `--plot`, if given. Raises StartupError."""
     if flags.out:
         record = {"date": datetime.now(UTC).date().isoformat(), "commit": _commit(), **record}
         try:
@@ -82,7 +80,7 @@ def write_report(flags: argparse.Namespace, record: dict[str, Any], figure: Figu
 
 
 def run_script(main: Callable[[], None]) -> None:
-    """Run a bench that is its own module; it exits as `quire` does."""
+    """Run a bench that is its own module, with `quire`'s exit statuses."""
     try:
         main()
     except KeyboardInterrupt:
@@ -93,12 +91,11 @@ def run_script(main: Callable[[], None]) -> None:
 
 
 def python_script(module: str, *arguments: str, package: str = "service.bench") -> list[str]:
-    """Return the command that runs a module in its own process."""
     return [sys.executable, "-P", "-m", f"{package}.{module}", *arguments]
 
 
 def script_environment() -> dict[str, str]:
-    """Return the environment with this checkout first on the path; the working directory is not on it."""
+    """Return the environment with this checkout first on the Python path."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path}
 

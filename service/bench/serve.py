@@ -1,4 +1,4 @@
-"""`quire bench serve`: open-loop load on a running service; requests are sent when the trace says."""
+"""`quire bench serve`: open-loop load on a running service."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from service.queue.embedded.die_with_parent import die_with_parent
 
 API_KEY_VARIABLE = "QUIRE_API_KEY"
 START_DELAY_S = 0.5
-"""Time from the last client's "ready" to the start, for every client to get it."""
+"""Time from the last client's "ready" to the start."""
 
 GRACE_S = 30.0
-"""Time for clients to start and report, in addition to the run's maximum."""
+"""Time for clients to start and report."""
 
 ANSWER_LINE_BYTES = 1 << 28
 CURVE_POINTS = 400
@@ -40,8 +40,6 @@ CURVE_POINTS = 400
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Checked flags."""
-
     url: str
     api_key: str | None
     rate: float  # requests/s
@@ -55,10 +53,9 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeFigures:
-    """Figures of all clients. Latencies count from when a request was due; a gap is between two chunks of one answer.
+    """Figures of all clients. Latencies count from a request's due time; a gap is between two chunks of one answer.
 
-    `goodput_per_s` counts complete answers with the first chunk within the TTFT objective and the mean gap within the
-    gap objective.
+    `goodput_per_s` counts complete answers within the TTFT objective and, by mean gap, the gap objective.
     """
 
     rate: float
@@ -72,7 +69,7 @@ class ServeFigures:
     good_share: float
     ttft_ms: Spread | None
     gap_ms: Spread | None
-    client_lag_ms: Spread | None  # how late requests were sent; if not small, the clients are the limit
+    client_lag_ms: Spread | None  # delay of sending; if not small, the clients are the limit
     errors: dict[str, int]
 
 
@@ -99,7 +96,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_serve_bench(_: Settings, flags: argparse.Namespace) -> int:
-    """Return 0, or 1 if a request failed; raises StartupError."""
+    """Return the exit status, 1 if a request failed. Raises StartupError."""
     plan = read_plan(flags)
     answers = asyncio.run(drive(plan, flags.asked_model))
     figures = summarize(plan, answers)
@@ -114,7 +111,7 @@ def run_serve_bench(_: Settings, flags: argparse.Namespace) -> int:
 
 
 def read_plan(flags: argparse.Namespace) -> Plan:
-    """Raises StartupError, one line that names the flag."""
+    """Check the flags. Raises StartupError with the flag."""
     parts = urlsplit(flags.url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.path not in ("", "/"):
         raise StartupError(f"--url: {flags.url!r} is not of the form http://host:port")
@@ -136,7 +133,7 @@ def read_plan(flags: argparse.Namespace) -> Plan:
 
 
 def summarize(plan: Plan, answers: Sequence[Answer]) -> ServeFigures:
-    """Return the figures of these answers, in the order of the plan's requests."""
+    """Return the figures of `answers`, which are in the order of the plan's requests."""
     whole = [answer for answer in answers if answer.error is None]
     ends_s = [each.arrival / plan.rate + answer.end_s for each, answer in zip(plan.requests, answers, strict=True)]
     total_s = max(ends_s)
@@ -170,7 +167,7 @@ def _gaps_ms(answer: Answer) -> list[float]:
 
 
 async def drive(plan: Plan, model: str | None) -> list[Answer]:
-    """Return every answer, in the order of the plan's requests."""
+    """Return every answer, in the plan's order."""
     model = model or await first_model(plan)
     clients: list[asyncio.subprocess.Process] = []
     try:
@@ -193,7 +190,7 @@ async def drive(plan: Plan, model: str | None) -> list[Answer]:
 
 
 async def _let_run(clients: Sequence[asyncio.subprocess.Process]) -> list[bytes]:
-    """Start all clients at once when all are ready; return the last line of each."""
+    """Start all clients at once; return the last line of each."""
     outputs = [client.stdout for client in clients if client.stdout is not None]
     await asyncio.gather(*(output.readuntil(b"ready\n") for output in outputs))
     start = f"{time.monotonic() + START_DELAY_S!r}\n".encode()
@@ -221,7 +218,7 @@ async def first_model(plan: Plan) -> str:
 
 
 async def _start_client(plan: Plan, model: str, number: int) -> asyncio.subprocess.Process:
-    """Start client `number` with every request whose index modulo `num_clients` is `number`."""
+    """Start a client for the requests with index % num_clients == number."""
     share = [
         (index, each.num_prompt_tokens, each.num_output_tokens, each.arrival / plan.rate)
         for index, each in enumerate(plan.requests)

@@ -1,6 +1,6 @@
-"""Time of the same work in PyTorch: cases as JSON on standard input, seconds (null: not possible) as JSON output.
+"""Time of the same work in PyTorch: JSON cases on stdin, JSON seconds (null: not possible) on stdout.
 
-A script with its own process, so that Quire never imports torch.
+Runs as a process, so that Quire never imports torch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def _launches(case: dict[str, Any], dtype: torch.dtype) -> list[Callable[[], object]]:
-    """Return a launch per input set; together the sets exceed any cache."""
+    """Return a launch per input set; the sets exceed any cache."""
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=dtype, device="cuda")

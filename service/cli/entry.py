@@ -1,5 +1,4 @@
-"""Entry point of the `quire` command. During its imports (half a second) Ctrl-C ends the process at once: a
-KeyboardInterrupt there is a traceback, or is swallowed and the service starts anyway."""
+"""Entry point of `quire`. During its imports Ctrl-C ends the process: a KeyboardInterrupt could be swallowed."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from service.cli.main import main  # noqa: E402
 
 def run() -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal's encoding may lack characters of a model's text
+        sys.stdout.reconfigure(errors="replace")  # the terminal may lack characters
     if HANDLES_CTRL_C:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return main()

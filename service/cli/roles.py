@@ -30,11 +30,11 @@ log = logging.getLogger("quire.cli")
 QueueT = TypeVar("QueueT", GatewayQueue, WorkerQueue)
 
 READY = "ready"
-"""First word of the line that a gateway or worker prints once it serves; `quire serve` waits for it."""
+"""First word of a serving role's line, which `quire serve` awaits."""
 
 
 def gateway_command(settings: Settings, _: argparse.Namespace) -> int:
-    """Run a gateway. Return the exit status; raises StartupError."""
+    """Run a gateway; return the exit status. Raises StartupError."""
 
     supervisor = Supervisor(os.environ)
 
@@ -54,7 +54,7 @@ def gateway_command(settings: Settings, _: argparse.Namespace) -> int:
 
 
 def worker_command(settings: Settings, _: argparse.Namespace) -> int:
-    """Run a worker. Return the exit status, 1 if the engine died; raises StartupError."""
+    """Run a worker; return the exit status, 1 if the engine died. Raises StartupError."""
 
     supervisor = Supervisor(os.environ)
 
@@ -81,8 +81,7 @@ def worker_command(settings: Settings, _: argparse.Namespace) -> int:
 
 @asynccontextmanager
 async def supervised(supervisor: Supervisor, stop: asyncio.Event, *, by_loop: bool) -> AsyncIterator[None]:
-    """Notify the supervisor when `stop` is set and, `by_loop`, of the event loop's progress. A worker's engine reports
-    its own progress instead."""
+    """Notify the supervisor when `stop` is set and, `by_loop`, of the event loop's progress."""
     tasks = [asyncio.create_task(_notify_stop(supervisor, stop))]
     if by_loop and supervisor.feed_every_s is not None:
         tasks.append(asyncio.create_task(_feed(supervisor, supervisor.feed_every_s)))
@@ -130,7 +129,7 @@ async def _tracing(role: str) -> AsyncIterator[Tracing]:
 
 
 def run_until_signalled(run: Callable[[asyncio.Event], Awaitable[int | None]]) -> int:
-    """Run a coroutine; SIGTERM and SIGINT set its event, after which it must end soon."""
+    """Run a coroutine; SIGTERM and SIGINT set its event."""
 
     async def main() -> int:
         stop, loop = asyncio.Event(), asyncio.get_running_loop()

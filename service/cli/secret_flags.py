@@ -1,6 +1,6 @@
 """Removal of secret flags from the process list, where every user of the host can read them.
 
-They are visible until this runs, about a second after the start; a file or a variable is never visible.
+They are visible for about a second after the start; a file or variable never is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ SECRET_FLAGS = {
     "shown_key": "QUIRE_API_KEY",
     "redis_url": "--redis-password-file or QUIRE_REDIS_URL",
 }
-"""Flag to its safer alternative."""
+"""Safer alternative of each flag."""
 
 ARG_START, ARG_END = 45, 46
 """Fields 48 and 49 of /proc/self/stat, counted after the command's name."""

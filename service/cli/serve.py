@@ -1,6 +1,6 @@
-"""`quire serve`: an embedded Redis unless --redis-url is given, one gateway, one worker; all end together.
+"""`quire serve`: an embedded Redis (unless --redis-url is given), a gateway and a worker.
 
-Redis and the worker are restarted when they end by themselves; requests wait and continue.
+Redis and the worker are restarted when they crash; requests wait and continue.
 """
 
 from __future__ import annotations
@@ -31,28 +31,25 @@ from service.queue.redis.connect import own_name
 log = logging.getLogger("quire.serve")
 
 EXIT_GRACE_S = 10.0
-"""Time in addition to the drain time before a child is killed."""
+"""Time after the drain time before a child is killed."""
 
 ONLY_WORKER = "serve"
-"""Worker name on the embedded Redis: a restarted worker resumes its predecessor's jobs at once."""
+"""Worker name: a restarted worker resumes its predecessor's jobs at once."""
 
 RESTART_S = 0.2
-"""Delay before the embedded Redis is restarted."""
+"""Delay of Redis's restart."""
 
 WORKER_RESTARTS_S = (0.2, 1.0, 3.0, 10.0, 30.0)
-"""Delays before the worker's restarts; after the last one the service ends. A request that kills engines is
-dead-lettered after its third."""
+"""Delays of the worker's restarts; then the service ends. A request is dead-lettered after killing 3 engines."""
 
 WORKER_WELL_S = 60.0
-"""A worker that was ready for this time starts again at the first delay."""
+"""Ready time after which the delays begin again."""
 
 BLAS_THREADS = {"OPENBLAS_NUM_THREADS": str(max(1, (os.cpu_count() or 1) - 1))}
-"""One core stays free of spinning BLAS threads, for the gateway and Redis."""
+"""Spinning BLAS threads leave one core to the gateway and Redis."""
 
 
 class ChildProcess:
-    """Child process that runs one verb."""
-
     def __init__(self, verb: str, process: asyncio.subprocess.Process, grace_s: float) -> None:
         self.verb = verb
         self._process = process
@@ -109,7 +106,7 @@ class ChildProcess:
 
 
 class RestartingWorker:
-    """Worker that is restarted when it ends by itself, under the same name, so that it resumes its jobs at once."""
+    """Worker that is restarted under the same name, so that it resumes its jobs at once."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -119,7 +116,7 @@ class RestartingWorker:
         self._child = await ChildProcess.start(WORKER, self._settings)
 
     async def wait_ready(self) -> None:
-        """Raises StartupError."""
+        """Wait for the first start. Raises StartupError."""
         await self._started_child().wait_ready()
 
     async def keep_running(self) -> None:
@@ -185,7 +182,7 @@ async def _serve(settings: Settings, stop: asyncio.Event) -> int:
             supervisor.ready(f"serving at {started.result()}")
             done, _ = await asyncio.wait({stopped, *ends}, return_when=asyncio.FIRST_COMPLETED)
         started.cancel()
-        await asyncio.gather(started, return_exceptions=True)  # the same Ctrl-C may have ended a child at its start
+        await asyncio.gather(started, return_exceptions=True)  # Ctrl-C may have ended a child too
         dead = [name for task, name in ends.items() if task in done]
         if dead and not stop.is_set():
             log.critical("a process ended by itself %s", fields(process=dead[0]))
@@ -195,7 +192,7 @@ async def _serve(settings: Settings, stop: asyncio.Event) -> int:
 
 
 async def _keep_running(redis: EmbeddedRedis) -> None:
-    """Restart Redis, at the same address, whenever it ends by itself. Return if a restart fails."""
+    """Restart Redis at the same address. Return if a restart fails."""
     while True:
         await asyncio.to_thread(redis.wait)
         log.error("embedded redis ended by itself; restarting")
@@ -213,7 +210,7 @@ async def _all_ready(gateway: ChildProcess, worker: RestartingWorker) -> str:
 
 
 def _module_path() -> str:
-    """Return a PYTHONPATH with this checkout first; the working directory may hold another `model`."""
+    """Return a PYTHONPATH with this checkout first: the working directory may hold another `model`."""
     ours = str(Path(__file__).resolve().parents[2])
     return os.pathsep.join(filter(None, (ours, os.environ.get("PYTHONPATH"))))
 

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 
 
 def print_table(rows: Sequence[tuple[str, str]]) -> None:
-    """Print names and values in two aligned columns."""
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"{name:<{width}}  {value}")
 
 
 def print_grid(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print columns under a header; columns whose cells start with a digit or are "-" are right-aligned."""
+    """Print columns under a header, numbers and "-" right-aligned."""
     columns = list(zip(header, *rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     signs = [">" if all(_is_number(cell) for cell in column[1:]) else "<" for column in columns]

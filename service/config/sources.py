@@ -1,4 +1,4 @@
-"""Reading of settings from flags, the environment, a file and defaults; and back to flags, for child processes."""
+"""Settings from flags, the environment, a file and defaults; and back to flags, for child processes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _SECRETS = ("api_key", "redis_url")
 """A Redis URL may hold a password."""
 
 _GUARDS = ("api_key", "api_key_file")
-"""An empty variable of these is an error, not unset: it would let every client in."""
+"""Settings whose empty variable is an error: unset, it would let every client in."""
 
 
 def add_flags(parser: argparse.ArgumentParser, verb: str) -> None:
-    """Add the flags of `verb`. They default to None, so that `read_settings` knows which were given."""
+    """Add the flags of `verb`, None by default, so that `read_settings` knows which were given."""
     parser.add_argument(
         _flag(CONFIG), metavar="FILE", help="TOML file of settings, named as the flags but with '_' (default: none)"
     )
@@ -71,7 +71,7 @@ def read_settings(verb: str, flags: argparse.Namespace, environ: Mapping[str, st
 
 
 def _file_lines(path: str) -> dict[str, str]:
-    """Return the settings of a file as texts, those of other verbs included."""
+    """Return a file's settings as texts, including other verbs'."""
     try:
         with open(path, "rb") as file:
             lines = tomllib.load(file)
@@ -96,14 +96,13 @@ def _file_value(name: str, value: Any, path: str) -> str:
 
 
 def to_flags(settings: Settings, verb: str) -> list[str]:
-    """Return flags that make `verb` read these settings. Defaults are spelled out: a child inherits the environment,
-    and a flag that chose the default must still win over it."""
+    """Return flags that make `verb` read these settings. Defaults are spelled out, to override the environment."""
     values = {field.name: getattr(settings, field.name) for field in _fields(verb) if field.name not in _SECRETS}
     return [f"{_flag(name)}={_as_text(value)}" for name, value in values.items() if value is not None]
 
 
 def to_secret_environ(settings: Settings) -> dict[str, str]:
-    """Return the environment that holds the settings `to_flags` leaves out: other users can read a command line."""
+    """Return the secret settings as an environment: other users can read a command line."""
     values = {name: _as_text(getattr(settings, name) or "") for name in _SECRETS}
     return {_variable(name): text for name, text in values.items() if text or name not in _GUARDS}
 

@@ -20,10 +20,10 @@ from model.text.json_schema.core import (
 )
 
 WINDOW = 8
-"""The items that `contains` asks for must be among the first WINDOW."""
+"""Items that `contains` requires must be among the first WINDOW."""
 MAX_COMBINATIONS = 64
 MAX_ORDERS = 400
-"""Permutations that `uniqueItems` writes out."""
+"""Permutations written out for `uniqueItems`."""
 MAX_TUPLE = 16
 
 
@@ -32,9 +32,9 @@ def unless_array(kinds: Kinds, core: Core) -> Core:
 
 
 def containing(item: Core, other: Core, least: int, most: int | None, longest: int | None) -> Core | None:
-    """Return arrays with `least` to `most` items that `item` allows; None if no grammar can express it.
+    """Return arrays with `least` to `most` items that `item` allows; `other` constrains the rest if `most` is set.
 
-    `other` constrains the rest if `most` is set.
+    None if no grammar can express it.
     """
     window = max(least, min(WINDOW, WINDOW if longest is None else longest))
     while window > least and _num_combinations(window, least, most) > MAX_COMBINATIONS:
@@ -79,7 +79,7 @@ def without_repeats(core: dict[str, Any], known: ProofContext) -> Core | None:
 
 
 def writes_items(core: dict[str, Any], known: ProofContext) -> bool:
-    """Return whether `without_repeats` writes the items out, with what `items` says of them."""
+    """Return whether `without_repeats` writes the items out."""
     items = core.get("items", True)
     for _ in range(MAX_DEPTH):
         if isinstance(items, bool) or "$ref" not in items:

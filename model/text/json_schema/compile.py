@@ -1,7 +1,7 @@
 """Rewrites a JSON schema so that llguidance enforces every keyword.
 
-llguidance ignores unknown keywords, and some known ones in combination. So it is given schemas of a few keywords in one
-order. The result never allows more than its source.
+llguidance ignores unknown keywords and some combinations, so it gets schemas of a few keywords in one order. The result
+never allows more than its source.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from model.text.json_schema.limits import depth_of
 from model.text.json_schema.rewriter import Rewriter
 
 MAX_DEPTH = 256
-"""Nested lists and maps: bounds the stack of llguidance, which recurses."""
+"""Bounds the stack of llguidance, which recurses."""
 
 
 def enforceable(schema: Any, *, lenient: bool = False, place: Place | None = None) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def _schema_with_definitions(root: Core, bodies: Mapping[str, Core]) -> dict[str
     own = _plain(root)
     if not written:
         return {"allOf": [own]} if isinstance(own, bool) else own
-    # llguidance reads a definition at its first reference: in this order none is read deep inside others.
+    # llguidance reads a definition at its first reference: this order keeps the recursion shallow.
     order = _innermost_first(own, written)
     _check_depth(order, own, written)
     early = {"anyOf": [True, *({"$ref": f"#/$defs/{key}"} for key in order)]}
@@ -69,7 +69,7 @@ def _plain(core: Core) -> Any:
 
 
 def _references(value: Any) -> list[str]:
-    """Return the keys that a written schema refers to, in reading order."""
+    """Return the keys of a schema's references, in reading order."""
     found, stack = [], [value]
     while stack:
         item = stack.pop()
@@ -98,7 +98,7 @@ def _innermost_first(root: Any, written: Mapping[str, Any]) -> list[str]:
 
 
 def _check_depth(order: Sequence[str], own: Any, written: Mapping[str, Any]) -> None:
-    """Check the depth in llguidance's reading order: each definition at its first reference."""
+    """Check the depth at which llguidance reads each definition, at its first reference."""
     seen: set[str] = set()
     for first in order:
         stack: list[tuple[str, int]] = [(first, 0)]

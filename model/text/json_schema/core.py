@@ -1,7 +1,7 @@
-"""Core schemas: the few keywords that grammars are written from, and proofs about them.
+"""Core schemas: the few keywords that grammars use, and proofs about them.
 
-A core schema is True, False, {"$ref": key}, {"allOf": [...]}, {"anyOf": [...]}, or has assertions only: llguidance's
-keywords, with `enum` for `const`, `prefixItems` for a list in `items`, and `notEnum` for excluded strings.
+A core schema is True, False, {"$ref": key}, {"allOf": [...]}, {"anyOf": [...]}, or assertions: llguidance's keywords,
+with `enum` for `const`, `prefixItems` for a list in `items`, and `notEnum` for excluded strings.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_ALTERNATIVES = 256
 
 
 class ProofContext(Protocol):
-    """What proofs ask while schemas are rewritten."""
+    """Questions of proofs while schemas are rewritten."""
 
     def lookup(self, key: str) -> Core:
         """Return the body of a reference; True if not known yet."""
@@ -47,7 +47,7 @@ NO_CONTEXT: ProofContext = _NoContext()
 
 
 def all_of(parts: Iterable[Core], known: ProofContext = NO_CONTEXT) -> Core:
-    """Return the conjunction of `parts`, in order, without alternatives that exclude each other."""
+    """Return the conjunction of `parts`, in order, without contradictory alternatives."""
     flat: list[dict[str, Any]] = []
     for part in parts:
         if part is False:
@@ -81,7 +81,7 @@ def of_kinds(kinds: Collection[str]) -> Core:
 
 
 def type_assertion(kinds: Collection[str]) -> dict[str, Any]:
-    """Like `of_kinds`, as an assertion; {} for all kinds."""
+    """Return `of_kinds` as an assertion; {} for all kinds."""
     core = of_kinds(kinds)
     return core if isinstance(core, dict) else {}
 
@@ -99,7 +99,7 @@ def kind_of(value: Any) -> str:
 
 
 def canonical_key(value: Any) -> str:
-    """Return a key that is equal for equal JSON values: for 1 and 1.0, not for 1 and true."""
+    """Return a key that is equal for equal JSON values: 1 and 1.0, not 1 and true."""
     if isinstance(value, float) and value.is_integer() and math.isfinite(value):
         return json.dumps(int(value))
     if isinstance(value, list):
@@ -182,7 +182,7 @@ class Exclusions:
     """Caches which parts of a conjunction exclude each other."""
 
     def __init__(self, parts: Iterable[Core], known: ProofContext) -> None:
-        """Properties that a plain part requires count as required everywhere."""
+        """Count properties that a plain part requires as required everywhere."""
         own = (part.get("required", ()) for part in parts if isinstance(part, dict))
         self._names = list(dict.fromkeys(name for names in own for name in names))
         self._known = known

@@ -1,8 +1,8 @@
 """Limits on a JSON schema's size, numbers and patterns.
 
-llguidance intersects patterns where schemas meet: in `allOf`, through `$ref`, next to `anyOf` and `oneOf`, and so in
-shared properties and items. The states of an intersection multiply, so few may meet. The count is never too high; where
-choices multiply it may be too low, and the limits of the compiling process remain.
+llguidance intersects patterns where schemas meet: in `allOf`, `$ref`, next to `anyOf` and `oneOf`, and in shared
+properties and items. The states multiply, so few patterns may meet. The count is never too high; it may be too low
+where choices multiply, and the limits of the compiling process remain.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from model.errors import GrammarError
 
 MAX_SCHEMA_BYTES = 1 << 20
 MAX_SCHEMA_DEPTH = 128
-"""Nested lists and maps."""
 MAX_REGEX_CHARS = 4096
 MAX_PATTERN_CHARS = 16 << 10
-"""All regular expressions of one schema."""
+"""Sum over a schema's regular expressions."""
 MAX_MULTIPLE = 100_000
-"""Least common multiple, and sum, of all `multipleOf`: an automaton has a state for each remainder."""
+"""Bound of the least common multiple and the sum of all `multipleOf`: an automaton has a state per remainder."""
 MAX_PLACES = 5
 MAX_INTERSECTING_PATTERNS = 12
 MAX_PATTERN_KEYS = 64
-"""Of schemas that meet: each pair is compared."""
+"""Keys of schemas that meet: each pair is compared."""
 MAX_VISITS = 20_000
-"""Places visited; a larger schema is left to the compiling process's limits."""
+"""Places visited; the compiling process bounds larger schemas."""
 
 Schema = Mapping[str, Any]
 
@@ -61,7 +60,7 @@ def check_intersections(schema: Mapping[str, Any]) -> None:
 
 
 def _check_multiples(values: Sequence[Any]) -> None:
-    """Bound the decimals scaled to integers together, as llguidance does where they meet."""
+    """Bound the decimals scaled to integers together, as llguidance scales them."""
     numbers = [
         value for value in values if isinstance(value, int | float) and not isinstance(value, bool) and value > 0
     ]
@@ -104,7 +103,7 @@ def depth_of(value: Any) -> int:
 
 
 def intersecting_patterns(root: Any) -> tuple[int, int]:
-    """Return the most values of `pattern`, and keys of `patternProperties`, that meet in one place."""
+    """Return the most `pattern` values and `patternProperties` keys that meet in one place."""
     return _Places(root).most()
 
 
@@ -133,7 +132,7 @@ class _Places:
         return self._most
 
     def _alternatives(self, place: Sequence[Any]) -> Iterator[list[Schema]]:
-        """Yield the schemas that apply to one text, for each choice that any offers."""
+        """Yield the schemas that apply to one text, for each choice."""
         common, choices = self._flat(place)
         if not choices:
             yield common
@@ -145,7 +144,7 @@ class _Places:
             yield [*common, *(one for one in own if id(one) not in known)]
 
     def _flat(self, schemas: Sequence[Any]) -> tuple[list[Schema], list[Any]]:
-        """Return all schemas that apply wherever `schemas` do, and their choices."""
+        """Return all schemas that apply with `schemas`, and their choices."""
         flat, choices, stack, seen = [], [], list(schemas), set()
         while stack and self._num_left > 0:
             schema = stack.pop()

@@ -9,11 +9,10 @@ from typing import Any
 from model.text.json_schema.core import OBJECT, Core, Kinds, ProofContext, all_of, any_of, of_kinds, values_of
 
 MAX_COMBINATIONS = 64
-"""Sets of properties that a rule about their number writes out."""
 
 
 def with_properties(names: Sequence[str]) -> Core:
-    """Return objects with these properties, in this order unless another schema has an order."""
+    """Return objects with these properties, in this order unless another schema orders them."""
     return {"type": "object", "properties": dict.fromkeys(names, True), "required": list(dict.fromkeys(names))}
 
 
@@ -26,7 +25,7 @@ def unless_object(kinds: Kinds, core: Core) -> Core:
 
 
 def sized(core: dict[str, Any], least: int, most: int | None) -> Core | None:
-    """Return `core`, an assertion on objects, with `least` to `most` properties. None if no grammar can express it."""
+    """Return the object assertion `core` with `least` to `most` properties; None if no grammar can express it."""
     required = core.get("required", [])
     is_open = core.get("additionalProperties", True) is not False or bool(core.get("patternProperties"))
     optional = [
@@ -55,7 +54,7 @@ def sized(core: dict[str, Any], least: int, most: int | None) -> Core | None:
 
 
 def named(core: Core, known: ProofContext, depth: int = 0) -> Core | None:
-    """Return objects whose property names all match `core`. None if no grammar can express it."""
+    """Return objects whose property names match `core`; None if no grammar can express it."""
     if isinstance(core, bool):
         return core or {"type": "object", "maxProperties": 0}
     if "$ref" in core:
@@ -73,7 +72,7 @@ def named(core: Core, known: ProofContext, depth: int = 0) -> Core | None:
 
 
 def _sized_by_others(core: dict[str, Any], least: int, most: int | None, is_open: bool) -> Core | None:
-    """As `sized` if all named properties are required: other names make up the rest, and could repeat one."""
+    """Return `sized` if all named properties are required: other names make up the rest, and could repeat one."""
     num_required = len(core.get("required", []))
     if most is not None and most < num_required:
         return False
@@ -98,7 +97,7 @@ def _choices(num: int, least: int, most: int | None) -> list[tuple[int, ...]] | 
 
 
 def _names_language(core: Core, known: ProofContext) -> tuple[list[str], list[str]] | None:
-    """Return names and name patterns that equal what a schema allows of strings."""
+    """Return names and name patterns equal to the strings that a schema allows."""
     values = values_of(core, known)
     if values is not None and _is_only_values(core):
         return [value for value in values if isinstance(value, str)], []

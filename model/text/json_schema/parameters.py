@@ -47,7 +47,7 @@ def parameters(schema: Any, *, lenient: bool = False) -> list[Parameter]:
 
 
 def json_parameters(schema: Any, *, lenient: bool = False) -> list[Parameter]:
-    """Like `parameters`, but each is written as JSON. Raises GrammarError."""
+    """Return the parameters, each written as JSON. Raises GrammarError."""
     rewriter = Rewriter(Document(schema), lenient=lenient)
     found = []
     for name, place, is_required in _properties(rewriter):

@@ -1,4 +1,4 @@
-"""The formats in which model families write function calls: detection from a template, and grammars."""
+"""Function call formats of model families: detection from a template, and grammars."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from model.text.tool_calls.stream import CallSyntax
 from model.text.tool_calls.xml_call import BEGIN, CALL_END, function_rules
 
 MAX_FORCED_CALLS = 8
-"""Enforced in one reply: a model that never stops calling must stop."""
+"""Bound on enforced calls, for a model that never stops calling."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallFormat:
-    """One family's format: `syntax` is what the stream reads, the rest what a grammar enforces."""
+    """One family's format: the stream reads `syntax`, a grammar enforces the rest."""
 
     syntax: CallSyntax
     before: str = ""  # text preceding a call
@@ -84,10 +84,10 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
     "pythonic_anywhere": PYTHONIC_ANYWHERE,
     "qwen3_coder": QWEN3_CODER,
 }
-"""By their names in vLLM's --tool-call-parser; `_anywhere`: calls without an opening may follow prose."""
+"""Formats by vLLM's --tool-call-parser names; `_anywhere`: bare calls may follow prose."""
 
 SHOWN_PYTHONIC = re.compile(r"\[\s*\w+\(\w+\s*=|<function_calls>|<\|tool_call_start\|>")
-"""In the template of a model that writes calls as Python."""
+"""Pattern in the template of a model that writes calls as Python."""
 
 
 class SpecialTokens(Protocol):
@@ -95,7 +95,7 @@ class SpecialTokens(Protocol):
 
 
 def detect_format(template: str) -> CallFormat:
-    """Return the format that a chat template shows: models are trained on what it renders."""
+    """Return the format that a chat template renders."""
     if BEGIN in template:
         return QWEN3_CODER
     for call_format in (MISTRAL, HERMES):
@@ -110,8 +110,6 @@ def detect_arguments_key(template: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class CallSpec:
-    """The calls that a reply must or may have."""
-
     format: CallFormat
     functions: tuple[Function, ...]
     arguments_key: str
@@ -121,7 +119,7 @@ class CallSpec:
 
 
 def calls_grammar(spec: CallSpec, tokens: SpecialTokens, or_grammar: str | None = None) -> str:
-    """Return the grammar of a reply of function calls, or of `or_grammar`. Raises GrammarError."""
+    """Return the grammar of function calls or of `or_grammar`. Raises GrammarError."""
     call_format, functions = spec.format, spec.functions
     rules = _reply_rules(spec, tokens, or_grammar)
     for kind in ("function", "rest"):
@@ -159,7 +157,7 @@ def _reply_rules(spec: CallSpec, tokens: SpecialTokens, or_grammar: str | None) 
 
 
 def _bare_text_rules(syntax: CallSyntax, tokens: SpecialTokens, calls: str, rest: str) -> list[str]:
-    """Text, or calls without an opening: text may contain nothing that can be read as a call."""
+    """Return rules of text or bare calls: text may contain nothing that can be read as a call."""
     bare = re.escape(syntax.bare)
     spelt = [re.escape(text) for text in syntax.openings if tokens.special_id(text) is None]
     if syntax.at_start_only:
@@ -171,12 +169,12 @@ def _bare_text_rules(syntax: CallSyntax, tokens: SpecialTokens, calls: str, rest
 
 
 def _text_rules(syntax: CallSyntax, opening: str, closing: str, calls: str) -> list[str]:
-    """Text with calls anywhere, each after an opening, which text may not contain."""
+    """Return rules of text with calls anywhere, each after an opening, which text may not contain."""
     is_token = opening.startswith("<[")
     if not syntax.in_xml:
         head = f"head: TEXT {opening}" if is_token else f"head[lazy]: TEXT {opening}"
         return [f"start: (head {calls})* TEXT", head, "TEXT: /(?s:.*)/"]
-    # `<function=` begins a call even without an opening. If the tags are special tokens, text cannot spell them.
+    # `<function=` begins a call even without an opening. Text cannot spell tags that are special tokens.
     tags = f"| TEXT {opening} | TEXT {closing}" if is_token else ""
     return [f"start: (head rest {tags})* TEXT", f"head[lazy]: TEXT {literal(BEGIN)}", "TEXT: /(?s:.*)/"]
 
@@ -203,14 +201,14 @@ def _call_start(function: Function, spec: CallSpec) -> str:
 
 
 NOT_IN_TEXT = {"{": '"', "[": "A-Za-z_"}
-"""In text, neither these nor a blank may follow the first character of a bare run."""
+"""Characters that, like blanks, may not follow the first character of a bare run in text."""
 
 SPACED = " ?"
-"""Between the tokens of arguments, as models write them on one line."""
+"""Whitespace between the tokens of arguments, as models write them."""
 
 
 def _marker(text: str, tokens: SpecialTokens) -> str:
-    """Return a marker as a Lark literal, or by the id of a special token, which text cannot spell."""
+    """Return a marker in Lark: a literal, or the id of a special token, which text cannot spell."""
     if not text:
         return ""
     token_id = tokens.special_id(text)

@@ -1,4 +1,4 @@
-"""A callable function, and the base of the readers of one call, which turn characters into arguments as JSON."""
+"""Base of the readers of one function call, which turn characters into arguments as JSON."""
 
 from __future__ import annotations
 
@@ -17,23 +17,19 @@ class Function:
 
 
 class CallReader:
-    """A subclass sets `_state` to the method for the next character.
-
-    `is_done` without `is_call`: well-formed, but not a call of a known function. `is_bad`: malformed.
-    """
+    """State machine: `_state` reads the next character. `is_done` without `is_call`: no call of a known function."""
 
     def __init__(self, name: str | None, state: Callable[[str], None]) -> None:
         self.name = name  # None until a known function's is read
         self.has_opened = False  # the parenthesis of a Python call was read
         self.is_done = False
-        self.is_bad = False
+        self.is_bad = False  # malformed
         self._state = state
         self._arguments: list[str] = []  # JSON not yet returned
         self._has_arguments = False
 
     @property
     def is_call(self) -> bool:
-        """Whether the name is known, and the arguments have begun or the call is done."""
         return self.name is not None and not self.is_bad and (self._has_arguments or self.is_done)
 
     def feed(self, char: str) -> None:
@@ -44,7 +40,7 @@ class CallReader:
             del self._arguments[num_before:]
 
     def take_arguments(self) -> str:
-        """Return the new part of the arguments. All parts together are valid JSON only once `is_done`."""
+        """Return the new part of the arguments; all parts are valid JSON once `is_done`."""
         new = "".join(self._arguments)
         self._arguments.clear()
         return new

@@ -1,7 +1,7 @@
 """Separates a streamed reply into text and function calls.
 
-An apparent call that is malformed, cut off or of an unknown function is text; the search for the next opening resumes
-within it if it is malformed, otherwise after it.
+A malformed, cut off or unknown call is text. The search for the next opening resumes within a malformed call, otherwise
+after it.
 """
 
 from __future__ import annotations
@@ -19,47 +19,43 @@ from model.text.tool_calls.xml_call import BEGIN, XmlCallReader
 BARE_NAME = re.compile(r"([A-Za-z0-9_.-]+)\s{0,8}(?:\[CALL_ID\]\w{1,40})?(?:\[ARGS\])?\s{0,8}(?=\{)")
 MAX_BARE_NAME_CHARS = 160
 MAX_UNPROVEN_CHARS = 64 << 10
-"""Characters held back from an opening to a call's name and the beginning of its arguments."""
+"""Most characters held back before a call's name and first arguments are read."""
 MAX_HELD_BLANKS = 256
 LOOKBACK_CHARS = 256
 RESYNC_CHARS = 4 << 10
-"""How far back from its end a malformed, partly emitted call is searched for the next opening."""
+"""Part of a malformed, partly emitted call, from its end, that is searched for an opening."""
 MAX_RESCANS = 4
-"""Characters of malformed text that are reread, in multiples of the reply's length."""
+"""Most characters of malformed text reread, in multiples of the reply's length."""
 
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """How a model writes calls: as JSON objects, as names before arguments, as XML-like elements, or in Python."""
+    """Format of a model's calls: JSON, `name{...}`, XML-like elements or Python."""
 
     openings: tuple[str, ...]  # each begins a run of calls; grammars enforce the first
     closings: tuple[str, ...] = ()  # each ends a run
     fillers: str = BLANKS  # characters allowed around calls
     bare: str = ""  # first character of a run of calls without an opening, if allowed
-    at_start_only: bool = False  # a bare run begins the reply, or is text
-    bare_names: bool = False  # `name[ARGS]{...}` and `name{...}` after the opening are calls too
+    at_start_only: bool = False  # a bare run must begin the reply
+    bare_names: bool = False  # `name[ARGS]{...}` and `name{...}` are calls too
     in_xml: bool = False  # a call is `<function=name>...`, not JSON
     in_python: bool = False  # a call is `name(key=value)`
 
 
 @dataclass(frozen=True)
 class TextDelta:
-    """Text outside of calls."""
-
     text: str
 
 
 @dataclass(frozen=True)
 class CallStart:
-    """A call begins; its arguments follow."""
-
     number: int  # index in the reply
     name: str
 
 
 @dataclass(frozen=True)
 class ArgumentsDelta:
-    """A part of a call's arguments; together they are JSON, unless the call was cut off or malformed."""
+    """Part of a call's arguments; all are JSON together, unless the call is cut off or malformed."""
 
     number: int
     text: str
@@ -70,10 +66,10 @@ Reader = JsonCallReader | XmlCallReader | PythonCallReader
 
 
 class ToolCallStream:
-    """Parses one reply. `push` and `flush` emit each character once, as text or as part of a call, except syntax and
-    adjacent blanks; how the text is split does not change the result.
+    """Parser of one reply, in linear time. The split of the input does not change the result.
 
-    Takes time linear in the text. Holds back at most MAX_UNPROVEN_CHARS, unless `holds_calls`.
+    Emits each character once, except syntax and adjacent blanks. Holds back at most MAX_UNPROVEN_CHARS, unless
+    `holds_calls`.
     """
 
     def __init__(
@@ -84,10 +80,9 @@ class ToolCallStream:
         *,
         holds_calls: bool = False,
     ) -> None:
-        """`schemas` maps each known function to the JSON schema of its arguments. Calls after `max_calls` are dropped.
+        """Take the JSON schema of each known function. Calls after `max_calls` are dropped.
 
-        `holds_calls` emits only whole calls, so that a malformed or cut off one becomes text instead of invalid
-        arguments.
+        `holds_calls` emits only whole calls: a malformed one becomes text, not invalid arguments.
         """
         self._syntax = syntax
         self._schemas = schemas
@@ -100,7 +95,7 @@ class ToolCallStream:
         self._waiting: list[str] = []  # to be appended to the buffer
         self._num_waiting = 0
         self._num_dropped = 0  # characters dropped before the buffer
-        self._pos = 0  # next character to read
+        self._pos = 0  # next to read
         self._emitted = 0  # the buffer is emitted up to here
         self._is_ended = False
         self._reader: Reader | None = None
@@ -108,20 +103,20 @@ class ToolCallStream:
         self._resume = 0  # where to continue if it is not a call
         self._is_started = False
         self._follows_call = False  # only syntax separates it from the previous call
-        self._run_has_calls = False  # the last thing read was a call
+        self._run_has_calls = False
         self._is_closed = False  # the last call's run has ended
-        self._has_bare_run = False  # a bare run has begun
-        self._rescan_until = 0  # position in the reply; what precedes it was read as part of a non-call
+        self._has_bare_run = False
+        self._rescan_until = 0  # position in the reply; preceding text was read as part of a non-call
         self._num_rescanned = 0
         self.num_calls = 0
 
     def push(self, text: str) -> list[ToolCallEvent]:
-        """Add `text` and return the events that are now certain."""
+        """Return the events that are now certain."""
         self._waiting.append(text)
         self._num_waiting += len(text)
         is_held = self._holds_calls and self._mode == self._in_call and not self._is_ended
         if is_held and self._num_waiting < len(self._buffer) // 4:
-            return []  # copied with later text: a long call is not copied for each of its parts
+            return []  # copy a long call rarely, not for each part
         self._buffer += "".join(self._waiting)
         self._waiting, self._num_waiting = [], 0
         events: list[ToolCallEvent] = []
@@ -139,7 +134,7 @@ class ToolCallStream:
         is_syntax = self.num_calls > 0 and not rest.strip(BLANKS)
         return events if is_syntax or not rest else [*events, TextDelta(rest)]
 
-    # Modes. Each returns whether to continue; False if more text is needed.
+    # Modes. Each returns False if more text is needed.
 
     def _at_start(self, events: list[ToolCallEvent]) -> bool:
         start = self._skip_chars(self._pos, BLANKS)
@@ -216,7 +211,7 @@ class ToolCallStream:
             if reader.is_bad:
                 break
             pos += 1
-            # at every character, so that how the text is split does not matter
+            # check each character, so that the split of the text does not matter
             if not is_called and not reader.is_done:
                 is_called = reader.is_call
                 if is_called and not self._holds_calls:
@@ -253,7 +248,6 @@ class ToolCallStream:
         return JsonCallReader(self._schemas, name)
 
     def _bare_name(self, pos: int) -> str | None:
-        """Return the known function whose name is at `pos`, preceding its arguments."""
         found = BARE_NAME.match(self._buffer, pos, pos + MAX_BARE_NAME_CHARS)
         return found[1] if found and found[1] in self._schemas else None
 
@@ -268,7 +262,6 @@ class ToolCallStream:
         return not rest
 
     def _may_complete_marker(self, pos: int, markers: tuple[str, ...]) -> bool:
-        """Return whether one of the markers may be at `pos`, still incomplete."""
         rest = self._buffer[pos : pos + max(map(len, markers))]
         return not self._is_ended and any(len(rest) < len(m) and m.startswith(rest) for m in markers)
 
@@ -285,7 +278,6 @@ class ToolCallStream:
         return None
 
     def _next_call_at(self, pos: int) -> bool:
-        """Return whether another call of the run begins at `pos`."""
         syntax = self._syntax
         if self._is_closed or syntax.in_xml:
             return False
@@ -315,7 +307,6 @@ class ToolCallStream:
             events.append(ArgumentsDelta(self.num_calls, text))
 
     def _end_call(self, reader: Reader, events: list[ToolCallEvent]) -> None:
-        """End a well-formed call, or a non-call, which is text."""
         is_call = reader.is_call
         if is_call:
             if not self._is_started:
@@ -327,7 +318,7 @@ class ToolCallStream:
         self._run_has_calls, self._is_closed = is_call, False
 
     def _reject_call(self) -> None:
-        """Search for an opening within the rejected call, unless it was reread too often."""
+        """Search for an opening within the rejected call, up to MAX_RESCANS."""
         if self._is_started:
             self.num_calls += 1
             self._resume = max(self._resume, self._pos - RESYNC_CHARS)
@@ -361,11 +352,8 @@ class ToolCallStream:
         return None
 
     def _may_begin_run(self, pos: int) -> bool:
-        """Return whether a bare run, or a call in one, may begin at `pos`.
-
-        Where runs are allowed anywhere, that is any position in text read for the first time; otherwise only one
-        separated from what precedes it.
-        """
+        """Return whether a bare run, or a call in one, may begin at `pos`: in text read for the first time if runs are
+        allowed anywhere, else only separated from the preceding text."""
         char, is_new = self._buffer[pos], self._num_dropped + pos >= self._rescan_until
         if char == self._syntax.bare and is_new and not self._syntax.at_start_only:
             return True
@@ -390,7 +378,7 @@ class ToolCallStream:
             self._emitted = to
 
     def _emit_text_but_blanks(self, to: int, events: list[ToolCallEvent]) -> None:
-        """Emit text up to `to` except its last blanks, which are dropped if an opening follows."""
+        """Hold back the last blanks, which are dropped if an opening follows."""
         text = self._buffer[self._emitted : to]
         num_blanks = len(text) - len(text.rstrip(BLANKS))
         self._emit_text(to - min(num_blanks, MAX_HELD_BLANKS), events)
@@ -417,7 +405,7 @@ def _markers(syntax: CallSyntax) -> tuple[str, ...]:
 
 
 def _overlap(text: str, start: int, markers: tuple[str, ...]) -> int:
-    """Return the length of the end of `text[start:]` that may begin one of the markers."""
+    """Return the length of the longest end of `text[start:]` that begins a marker."""
     longest = min(len(text) - start, max(map(len, markers)) - 1)
     tails = (text[len(text) - n :] for n in range(longest, 0, -1))
     return next((len(tail) for tail in tails if any(marker.startswith(tail) for marker in markers)), 0)

@@ -1,4 +1,4 @@
-"""AWQ: 4-bit codes and zero points in words along the outputs, interleaved."""
+"""AWQ: 4-bit codes and zero points, interleaved in words along the outputs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from model.weights.safetensors_file import StoredTensor
 
 PER_WORD = 8
 SHIFTS = np.array([0, 16, 4, 20, 8, 24, 12, 28], np.int32)
-"""Bit of each of a word's eight outputs: they lie at nibbles 0, 4, 1, 5, 2, 6, 3, 7."""
+"""Bit of each of a word's eight outputs: nibbles 0, 4, 1, 5, 2, 6, 3, 7."""
 
 
 @dataclass(frozen=True)
 class AwqScheme:
-    """`version: "gemm"`. The scaling of activations is folded into other weights already."""
+    """`version: "gemm"`; the scaling of activations is folded into other weights."""
 
     group_size: int  # 0: the whole row
     has_zero_point: bool
@@ -77,7 +77,7 @@ def read_awq(fields: Fields) -> Quantisation:
 
 
 def _outputs(tensor: StoredTensor, first: int, last: int) -> np.ndarray:
-    """Return the codes of outputs first..last - 1 of words [R, N / 8] as uint8[R, last - first]."""
+    """Return codes of outputs first..last - 1 of words [R, N / 8], uint8[R, last - first]."""
     begin = first // PER_WORD
     words = tensor.columns(begin, -(-last // PER_WORD))
     codes = ((words[:, :, None] >> SHIFTS) & 15).astype(np.uint8).reshape(len(words), -1)

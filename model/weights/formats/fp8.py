@@ -1,4 +1,4 @@
-"""FP8: e4m3 weights with a scale for each matrix, row or 128 x 128 block, and `quant_method: "fp8"`."""
+"""FP8: e4m3 weights with a scale for each matrix, row or 128 x 128 block."""
 
 from __future__ import annotations
 
@@ -35,10 +35,7 @@ INPUT_SCALE_NAMES = ("input_scale", "activation_scale", "act_scale")
 
 @dataclass(frozen=True)
 class Fp8Scheme:
-    """One scale for the matrix or for each row.
-
-    Static input scales are checked and not used: each row of x gets its own scale, which is at least as exact.
-    """
+    """One scale for the matrix or each row. Static input scales are unused: each row of x gets its own scale."""
 
     quantised_input: bool
 
@@ -58,7 +55,7 @@ class Fp8Scheme:
 
 @dataclass(frozen=True)
 class Fp8BlockScheme:
-    """A scale for each 128 x 128 block. The input is not rounded: no reference here has scales of 128 inputs."""
+    """One scale for each 128 x 128 block; the input is not rounded: no reference here has scales of 128 inputs."""
 
     def read(self, tensors: ModuleTensors, shape: tuple[int, int]) -> StoredMatrix:
         weight = tensors.take("weight", FP8, shape)

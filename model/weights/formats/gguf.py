@@ -49,7 +49,7 @@ class BlockFormat:
 
 
 def _halves(blocks: np.ndarray, begin: int) -> np.ndarray:
-    """The fp16 number at byte `begin` of each block, float32[n, 1]."""
+    """Return the fp16 at byte `begin` of each block, float32[n, 1]."""
     return np.ascontiguousarray(blocks[:, begin : begin + 2]).view("<f2").astype(FLOAT32)
 
 
@@ -67,7 +67,7 @@ def _q4_0(blocks: np.ndarray) -> np.ndarray:
 
 
 def _six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """uint8[n, 12] -> eight scales and eight minima, float32[n, 8] each."""
+    """Unpack uint8[n, 12] to eight scales and eight minima, float32[n, 8] each."""
     low, middle, high = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = np.concatenate([low & 63, (high & 15) | (low >> 6) << 4], axis=1)
     minima = np.concatenate([middle & 63, (high >> 4) | (middle >> 6) << 4], axis=1)
@@ -75,7 +75,7 @@ def _six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _k_blocks(blocks: np.ndarray, codes: np.ndarray) -> np.ndarray:
-    """codes uint8[n, 8, 32] with the scales and minima of Q4_K and Q5_K."""
+    """Apply the scales and minima of Q4_K and Q5_K to codes uint8[n, 8, 32]."""
     scales, minima = _six_bits(blocks[:, 4:16])
     values = codes.astype(FLOAT32)
     values *= (scales * _halves(blocks, 0))[:, :, None]
@@ -84,7 +84,7 @@ def _k_blocks(blocks: np.ndarray, codes: np.ndarray) -> np.ndarray:
 
 
 def _nibbles(packed: np.ndarray) -> np.ndarray:
-    """uint8[n, 128] -> uint8[n, 8, 32]: 32 bytes hold 32 low, then 32 high halves."""
+    """Unpack uint8[n, 128] to uint8[n, 8, 32]: 32 bytes hold 32 low, then 32 high halves."""
     parts = packed.reshape(len(packed), 4, 1, 32)
     return np.concatenate([parts & 15, parts >> 4], axis=2).reshape(len(packed), 8, 32)
 
@@ -120,7 +120,7 @@ PLAIN_TYPES = {0: NUMPY_DTYPES["float32"], 1: NUMPY_DTYPES["float16"], 30: NUMPY
 
 @dataclass(frozen=True)
 class GgufWeights:
-    """Tensors by the names of safetensors files: vectors as they are, matrices dequantised."""
+    """Tensors by their names in safetensors: vectors as stored, matrices dequantised."""
 
     vectors: dict[str, StoredTensor]
     matrices: dict[str, StoredMatrix]
@@ -128,7 +128,7 @@ class GgufWeights:
 
 
 def read_gguf_weights(path: Path, config: ModelConfig) -> GgufWeights:
-    """Read the file's header. Raises ModelError, one line with the tensor at fault."""
+    """Read the file's header. Raises ModelError with the tensor."""
     header, file = read_gguf(path), _opened(path)
     vectors: dict[str, StoredTensor] = {}
     matrices: dict[str, StoredMatrix] = {}
@@ -166,7 +166,7 @@ def _model_name(header: GgufHeader, tensor: GgufTensor) -> str:
 
 
 def _stored(header: GgufHeader, file: StoredFile, tensor: GgufTensor) -> StoredTensor:
-    """The tensor as stored: plain numbers, or rows of bytes. It lies within the file."""
+    """Return the tensor as stored: plain numbers, or rows of bytes."""
     where = f"{header.path}: tensor {tensor.name[:200]!r}"
     if tensor.kind in PLAIN_TYPES:
         dtype, shape = PLAIN_TYPES[tensor.kind], tensor.shape

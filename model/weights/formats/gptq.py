@@ -88,7 +88,7 @@ class GptqScheme:
         return lambda first, last: by_output[first:last]
 
     def _groups(self, tensor: StoredTensor, group_size: int) -> np.ndarray | None:
-        """The group of each input; None if that is its place divided by the group's size."""
+        """Return each input's group; None if that is its index divided by the group size."""
         groups = tensor.values()
         expected = np.arange(len(groups), dtype=np.int32) // group_size
         if (groups == expected).all():

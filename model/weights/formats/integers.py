@@ -1,4 +1,4 @@
-"""Unsigned 4- and 8-bit codes with group scales, in any packing, as INT4, INT8 or, where neither is exact, DENSE."""
+"""4- and 8-bit codes with group scales as INT4, INT8 or, if neither is exact, DENSE."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ from model.weights.formats.stored_matrix import (
 
 
 def pack_nibbles(codes: np.ndarray) -> np.ndarray:
-    """uint8[n, K], 0..15 -> uint8[n, K / 2], even elements in the low half."""
+    """Pack uint8[n, K], 0..15, as uint8[n, K / 2], even elements in the low half."""
     packed: np.ndarray = codes[:, 0::2] | codes[:, 1::2] << 4
     return packed
 
 
 def unpack_nibbles(packed: np.ndarray) -> np.ndarray:
-    """uint8[n, K / 2] -> uint8[n, K], 0..15."""
+    """Unpack uint8[n, K / 2] to uint8[n, K], 0..15."""
     codes = np.empty((len(packed), 2 * packed.shape[1]), np.uint8)
     codes[:, 0::2], codes[:, 1::2] = packed & 15, packed >> 4
     return codes
 
 
 def word_codes(words: np.ndarray, bits: int) -> np.ndarray:
-    """int32[n, w] -> uint8[n, w * 32 / bits], low bits first, for 4 or 8 bits."""
+    """Unpack int32[n, w] to uint8[n, w * 32 / bits], low bits first; 4 or 8 bits."""
     packed = np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
     return packed if bits == 8 else unpack_nibbles(packed)
 
 
 @dataclass(frozen=True)
 class GroupedIntegers:
-    """A matrix (codes - zeros) * scales; scales and zeros are one for each row and `group_size` inputs."""
+    """Matrix (codes - zeros) * scales, with a scale and zero for each row and `group_size` inputs."""
 
     module: str
     shape: tuple[int, int]
     bits: int
     group_size: int  # 1..K
     scale_dtype: np.dtype
-    codes: ReadRows  # -> uint8[n, K], in the order of the inputs
+    codes: ReadRows  # -> uint8[n, K], in input order
     scales: ReadRows  # -> `scale_dtype` [n, ceil(K / group_size)], checked
     zeros: ReadRows | None  # -> uint8, the same shape; None: 2^(bits - 1)
-    packed: ReadRows | None = None  # -> uint8[n, K / 2], a shorter way to 4-bit codes
-    group_of: np.ndarray | None = None  # int32[K], the group of each input; None: k // group_size
+    packed: ReadRows | None = None  # -> uint8[n, K / 2], faster for 4 bits
+    group_of: np.ndarray | None = None  # int32[K], each input's group; None: k // group_size
 
     def stored_matrix(self) -> StoredMatrix:
-        """4 bits in equal groups become INT4, symmetric 8 bits with row scales INT8; others are dequantised."""
+        """Return INT4 for equal groups of 4 bits, INT8 for symmetric 8 bits with row scales, else DENSE."""
         num_inputs = self.shape[1]
         if self.bits == 4 and num_inputs % 8 == 0 and num_inputs % self.group_size == 0 and self.group_size % 2 == 0:
             return self._int4()

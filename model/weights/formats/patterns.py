@@ -1,4 +1,4 @@
-"""Module names as quantisation configs list them: exact, by regular expression, by wildcard, by part."""
+"""Module name patterns of quantisation configs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Matches = Callable[[str], bool]
 MAX_ENTRIES = 20_000
 MAX_ENTRY_LENGTH = 500
 MAX_REPEATS = 4
-"""Repeats of one pattern. With none of a group, matching a name takes at most its length to this power."""
+"""Repeats of one pattern: without repeated groups, matching takes at most len(name) ** MAX_REPEATS steps."""
 
 _ESCAPED = re.compile(r"\\.|\[[^\]]*\]")
 _REPEATED_GROUP = re.compile(r"\)[*+?{]")
@@ -44,14 +44,14 @@ def compile_regex(fields: Fields, name: str, pattern: str) -> re.Pattern[str]:
 
 
 def exact_or_regex(fields: Fields, name: str, values: list[str]) -> Matches:
-    """Match names of compressed-tensors: whole, or "re:" and an expression matched from the name's begin."""
+    """Match compressed-tensors' names: whole, or "re:" and an expression matched from the start."""
     names = {value for value in values if not value.startswith("re:")}
     patterns = [compile_regex(fields, name, value[3:]) for value in values if value.startswith("re:")]
     return lambda module: module in names or any(pattern.match(module) for pattern in patterns)
 
 
 def wildcards(values: list[str]) -> Matches:
-    """Match names of ModelOpt: whole or with `*`, of the module or of a parent."""
+    """Match ModelOpt's names: whole or with `*`; a whole name also matches its submodules."""
     plain = {value for value in values if not set(value) & set("*?[")}
     patterns = [value for value in values if value not in plain]
     return lambda module: (
@@ -60,7 +60,7 @@ def wildcards(values: list[str]) -> Matches:
 
 
 def name_parts(values: list[str]) -> Matches:
-    """Match names that hold one of `values` as a run of whole dotted parts ("lm_head", "layers.0.mlp", "v_proj")."""
+    """Match names that hold a value as whole dotted parts ("layers.0.mlp", "v_proj")."""
     return lambda module: any(f".{value}." in f".{module}." for value in values)
 
 

@@ -1,4 +1,4 @@
-"""The quantised modules of a checkpoint, by its config."""
+"""A checkpoint's quantised modules, by its config."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from model.weights.formats.stored_matrix import Scheme
 
 @dataclass(frozen=True)
 class Quantisation:
-    """The scheme of each module, by its name in the files."""
-
-    label: str  # for logs and `quire check`: "compressed-tensors float-quantized"
-    source: str  # file and field that say so
-    skip_field: str  # field that lists modules left in 16 bits
+    label: str  # "compressed-tensors float-quantized"
+    source: str  # file and field
+    skip_field: str  # lists modules left in 16 bits
     scheme_of: Callable[[str], Scheme | None]  # None: not quantised
-    head_may_be_dense: bool = False  # the method leaves lm_head as it is without saying so
+    head_may_be_dense: bool = False  # lm_head may be dense although not listed

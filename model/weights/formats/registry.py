@@ -1,4 +1,4 @@
-"""Finds out how the weights of a folder are quantised, if they are."""
+"""Finds the quantisation of a folder's weights."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ OLDER_FILES: dict[str, Callable[[Fields], Quantisation]] = {
     "quantize_config.json": read_gptq,
     "quant_config.json": read_awq,
 }
-"""Files that say it where config.json does not."""
+"""Config files of older checkpoints."""
 
 MODELOPT_FILE = "hf_quant_config.json"
 
 
 def read_quantisation(directory: Path) -> Quantisation | None:
-    """Return what config.json or an older file says; None for 16- or 32-bit weights. Raises ModelError."""
+    """Read config.json or an older file; None for 16- or 32-bit weights. Raises ModelError."""
     path = directory / "config.json"
     if not path.exists():
         return None

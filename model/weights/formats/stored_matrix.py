@@ -1,4 +1,4 @@
-"""A matrix as a checkpoint stores it, read row by row in one of the forms of `Weight`."""
+"""A stored matrix, read row by row in one of the forms of `Weight`."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ E8M0 = (np.dtype(ml_dtypes.float8_e8m0fnu),)
 SCALAR_SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1))
 
 BLOCK = 128
-"""Rows and columns of a block of WeightFormat.FP8_BLOCK."""
+"""Rows and columns of a WeightFormat.FP8_BLOCK block."""
 
 ReadRows = Callable[[int, int], np.ndarray]
-"""Rows first..last - 1 of an array."""
+"""Reader of rows first..last - 1."""
 
 
 @dataclass(frozen=True)
 class WeightForm:
-    """The properties that parts of a stacked `Weight` share."""
+    """Properties that parts of a stacked `Weight` share."""
 
     format: WeightFormat = WeightFormat.DENSE
     group_size: int = 0
@@ -42,7 +42,7 @@ class WeightForm:
     has_input_order: bool = False
 
     def arrays(self, num_outputs: int, num_inputs: int) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-        """(shape, dtype) of each array of a `Weight` [N, K] in a form other than DENSE."""
+        """Return (shape, dtype) of each array of a `Weight` [N, K]; not for DENSE."""
         if self.format is WeightFormat.INT4:
             groups = (num_outputs, num_inputs // self.group_size)
             arrays = {
@@ -56,13 +56,13 @@ class WeightForm:
         return {"data": data, "scale": ((num_outputs,), FLOAT32)}
 
     def num_bytes(self, num_outputs: int, num_inputs: int) -> int:
-        """Bytes of a `Weight` [N, K] in this form, other than DENSE."""
+        """Return the bytes of a `Weight` [N, K]; not for DENSE."""
         arrays = self.arrays(num_outputs, num_inputs).values()
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in arrays)
 
 
 class Rows(Protocol):
-    """The rows of one array of a `Weight`."""
+    """Rows of one array of a `Weight`."""
 
     def read_into(self, start: int, out: np.ndarray) -> None:
         """Fill contiguous `out` with the flattened array from element `start` on. Thread-safe. Raises ModelError."""
@@ -70,7 +70,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class CopiedRows:
-    """Elements used as stored, whose dtype has the size of the array's."""
+    """Elements used as stored; the dtypes have one size."""
 
     tensor: StoredTensor
     check: Callable[[StoredTensor, np.ndarray], None] | None = None
@@ -83,8 +83,6 @@ class CopiedRows:
 
 @dataclass(frozen=True)
 class ConvertedRows:
-    """Rows of `width` elements that `convert` makes from what is stored."""
-
     width: int
     convert: ReadRows
 
@@ -98,7 +96,7 @@ class ConvertedRows:
 
 @dataclass(frozen=True)
 class StoredMatrix:
-    """A projection [N, K] of a checkpoint. `arrays` holds data, and scale and zero_point if the form has them."""
+    """Projection [N, K]; `arrays` holds data, and scale and zero_point if the form has them."""
 
     name: str  # of the module, as in the files
     shape: tuple[int, int]
@@ -110,7 +108,7 @@ class StoredMatrix:
 def check_stackable(parts: Sequence[StoredMatrix]) -> None:
     """Raise ModelError unless matrices with one input can share a `Weight`.
 
-    Matrices quantised from one input have one order of inputs (GPTQ sorts by its Hessian), so that others are refused.
+    GPTQ orders inputs by their Hessian, so matrices quantised from one input share one order.
     """
     first = parts[0]
     for part in parts[1:]:
@@ -128,14 +126,12 @@ def check_stackable(parts: Sequence[StoredMatrix]) -> None:
 
 
 class Scheme(Protocol):
-    """A format of one module's tensors."""
-
     def read(self, tensors: ModuleTensors, shape: tuple[int, int]) -> StoredMatrix:
-        """Check names, dtypes and shapes of the tensors, not their values. Raises ModelError."""
+        """Check the tensors' names, dtypes and shapes, not their values. Raises ModelError."""
 
 
 class ModuleTensors:
-    """The tensors of one module by suffix, each handed out once, checked."""
+    """One module's tensors by suffix, each returned once, checked."""
 
     def __init__(self, module: str, where: str, tensors: dict[str, StoredTensor]):
         self.module = module
@@ -146,7 +142,7 @@ class ModuleTensors:
         return suffix in self._tensors
 
     def shape(self, suffix: str) -> tuple[int, ...] | None:
-        """The shape of a tensor not taken yet; None if there is none."""
+        """Return the shape of a tensor not yet taken, if any."""
         tensor = self._tensors.get(suffix)
         return None if tensor is None else tensor.shape
 
@@ -163,20 +159,20 @@ class ModuleTensors:
         return tensor
 
     def take_scalar(self, suffix: str) -> np.float32:
-        """Return a scale of the whole matrix, finite and positive. Raises ModelError."""
+        """Return the matrix's scale, finite and positive. Raises ModelError."""
         tensor = self.take(suffix, FLOATS, *SCALAR_SHAPES)
         values = tensor.values().reshape(-1).astype(FLOAT32)
         check_scales(tensor, values)
         return np.float32(values[0])
 
     def finish(self) -> None:
-        """Raise ModelError for a tensor that the format does not have."""
+        """Raise ModelError for a tensor that is left."""
         for suffix, tensor in sorted(self._tensors.items()):
             raise tensor.error(f"{suffix} is no part of this format")
 
 
 def check_scales(tensor: StoredTensor, values: np.ndarray, *, zero_allowed: bool = False) -> None:
-    """Raise ModelError unless all `values` are finite and positive (or zero, if allowed)."""
+    """Raise ModelError unless all are finite and positive (or zero, if allowed)."""
     if not np.isfinite(values).all():
         raise tensor.error("holds NaN or infinity")
     if values.size and not (values.min() >= 0 if zero_allowed else values.min() > 0):
@@ -184,13 +180,13 @@ def check_scales(tensor: StoredTensor, values: np.ndarray, *, zero_allowed: bool
 
 
 def check_e4m3(tensor: StoredTensor, bits: np.ndarray) -> None:
-    """Raise ModelError for NaN, whose bytes 0x7F and 0xFF are the largest of either sign. bits uint8[n]."""
+    """Raise ModelError for NaN: the bytes 0x7F and 0xFF, largest of either sign. bits uint8[n]."""
     if bits.size and (bits.max() == 0xFF or bits.view(np.int8).max() == 0x7F):
         raise tensor.error("holds NaN")
 
 
 def read_scales(tensor: StoredTensor, first: int, last: int) -> np.ndarray:
-    """Return rows of a scale tensor as float32, checked."""
+    """Return rows as float32, checked."""
     values = tensor.rows(first, last).astype(FLOAT32)
     check_scales(tensor, values)
     return values
@@ -202,10 +198,10 @@ def row_scales(tensor: StoredTensor) -> ConvertedRows:
 
 
 def constant_scale(value: np.float32) -> ConvertedRows:
-    """Repeat the scale of a whole matrix for each row, so that stacked matrices need no requantising."""
+    """Repeat a matrix's scale for each row, so that stacking needs no requantising."""
     return ConvertedRows(1, lambda first, last: np.full(last - first, value, FLOAT32))
 
 
 def dense_matrix(module: str, shape: tuple[int, int], convert: ReadRows) -> StoredMatrix:
-    """A matrix dequantised while it is read; `convert` returns float32 rows [n, K]."""
+    """Dequantise a matrix during reading; `convert` returns float32 rows [n, K]."""
     return StoredMatrix(module, shape, WeightForm(), {"data": ConvertedRows(shape[1], convert)})

@@ -1,7 +1,7 @@
-"""Cache saved by branches that share blocks: parallel sampling and beam search, as in the paper's figure 15.
+"""Cache saved by block sharing in parallel sampling and beam search, as in the paper's figure 15.
 
-Saved is: blocks saved by sharing over the blocks without sharing. Every branch has the trace's answer length. Random
-weights or prompts say nothing about how long beams stay together: a real model first writes its own prompts.
+The saving is a share of the blocks without sharing. Every branch has the trace's answer length. Random weights or
+prompts do not show how long beams share, so a real model writes its own prompts.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from service.engine.request import EngineRequest
 from service.errors import StartupError
 
 WIDTHS = (2, 4, 6)
-"""As in the paper."""
+"""Widths of the paper."""
 
 METHODS = ("parallel", "beam")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharingFigures:
-    """One method at one width: all requests at once, means over steps."""
+    """One method at one width; means over steps."""
 
     method: str
     width: int
@@ -39,7 +39,6 @@ class SharingFigures:
 
 
 def params_for(method: str, width: int, num_output: int, seed: int) -> SamplingParams:
-    """Return parameters for answers of exactly this length."""
     params = SamplingParams(max_tokens=num_output, ignore_eos=True, seed=seed)
     if method == "beam":
         return replace(params, beam=BeamSearch(width=width), n=width)
@@ -75,7 +74,7 @@ def measure_sharing(
 
 
 def written_prompts(engine: Engine, lengths: Sequence[int], first_token: int) -> list[tuple[int, ...]]:
-    """Return prompts of these lengths, written by the engine's model after `first_token`."""
+    """Return prompts that the engine's model writes after `first_token`."""
     prompts = [[first_token] for _ in lengths]
     for number, length in enumerate(lengths):
         if length > 1:
@@ -90,6 +89,5 @@ def written_prompts(engine: Engine, lengths: Sequence[int], first_token: int) ->
 
 
 def random_prompts(requests: Sequence[TracedRequest], vocab_size: int) -> list[tuple[int, ...]]:
-    """Return random prompts of these lengths without a shared prefix."""
     random = np.random.default_rng(1)
     return [tuple(random.integers(0, vocab_size, request.num_prompt_tokens).tolist()) for request in requests]

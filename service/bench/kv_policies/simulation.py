@@ -1,12 +1,11 @@
-"""A GPU that is not there: a clock that steps move on, by what they would have cost.
+"""Simulated GPU: each step advances a clock by its cost.
 
-A step costs `fixed_s`, then the longer of reading the weights and computing its tokens, then reading the keys and
-values of every sequence in it. `llama-3.1-8b-h200` is fitted to what this engine measured on an H200 at commit 99e3829,
-to within 7 %: decode steps of 4.06, 6.83, 15.6 and 29.0 ms for 1, 64, 256 and 512 sequences of 1.1k tokens, and 64
-prompts of 1,024 in 1.487 s.
-`opt-13b-a100` is the paper's first machine (table 1: 26 GB of weights, 12 GB of cache, 800 KiB a token, so 15.7K
-slots). Its rates are those of the A100-40GB's data sheet (1,555 GB/s, 312 TFLOP/s) times the shares of the sheet that
-the H200 was measured to reach: 0.86 of its bandwidth reading weights, 0.83 reading the cache, 0.72 of its bf16 rate.
+A step costs `fixed_s`, the longer of reading the weights and computing its tokens, and reading its keys and values.
+`llama-3.1-8b-h200` fits measurements on an H200 at commit 99e3829 within 7 %: decode steps of 4.06, 6.83, 15.6 and
+29.0 ms for 1, 64, 256 and 512 sequences of 1.1k tokens, and 64 prompts of 1,024 in 1.487 s.
+`opt-13b-a100` is the paper's first machine (table 1: 26 GB of weights, 12 GB of cache, 800 KiB a token, 15.7K slots):
+the A100-40GB's data sheet (1,555 GB/s, 312 TFLOP/s) times the shares that the H200 reached of its own: 0.86 of the
+bandwidth reading weights, 0.83 reading the cache, 0.72 of the bf16 rate.
 """
 
 from __future__ import annotations
@@ -29,14 +28,13 @@ class StepCosts:
     cached_token_s: float
 
     def step_s(self, num_tokens: int, num_cached_tokens: int) -> float:
-        """Return seconds of a step with `num_tokens` tokens, after which its sequences hold `num_cached_tokens` in
-        total."""
+        """Return the seconds of a step; `num_cached_tokens` includes its tokens."""
         return self.fixed_s + max(self.weights_s, num_tokens * self.token_s) + num_cached_tokens * self.cached_token_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A model on a card, and its default pool."""
+    """Model on a card, and its default pool."""
 
     name: str
     costs: StepCosts
@@ -45,7 +43,7 @@ class Machine:
 
 
 def _derived(weight_bytes: float, bytes_per_token: int, bytes_per_s: float, flops_per_s: float) -> StepCosts:
-    """Return costs from a multiplication and an addition per weight of two bytes."""
+    """Return costs from a multiply-add per weight of two bytes."""
     return StepCosts(
         fixed_s=0.16e-3,
         weights_s=weight_bytes / (0.86 * bytes_per_s),
@@ -61,15 +59,13 @@ MACHINES = {
         Machine(
             name="llama-3.1-8b-h200",
             costs=StepCosts(fixed_s=0.16e-3, weights_s=3.9e-3, token_s=22.6e-6, cached_token_s=32.8e-9),
-            num_blocks=3000,  # 48K slots: with all of an H200, 256 sequences of any policy fit
+            num_blocks=3000,  # 48K slots; in a whole H200, 256 sequences of any policy fit
         ),
     )
 }
 
 
 class SimulatedClock:
-    """Clock that moves only by `advance` and `wait_until`."""
-
     def __init__(self) -> None:
         self.now_s = 0.0
 
@@ -81,7 +77,7 @@ class SimulatedClock:
 
 
 class SimulatedExecutor:
-    """Executor that only moves the clock. Every token is 0."""
+    """Executor that only advances the clock. Every token is 0."""
 
     runs_ahead = False
     num_host_blocks = 0
@@ -109,16 +105,15 @@ class SimulatedExecutor:
         return StepResult([0] * num_due)
 
     def sample(self, launched: StepResult) -> None:
-        """Return whether tokens are known at launch: always."""
+        """Do nothing: tokens are known at launch."""
 
     def collect(self, launched: StepResult) -> StepResult:
         return launched
 
 
 class SimulatedSampler(SimulatedExecutor):
-    """Random tokens with log-probabilities of a model that is sure of most tokens: the likeliest has a share from a
-    beta distribution of mean 2/3, each further one half of the rest. The sharing of beams hardly depends on that mean:
-    1/2 to 2/3 agree within 4 %."""
+    """Random tokens: the likeliest has a share from a beta distribution of mean 2/3, each further one half of the rest.
+    The sharing of beams hardly depends on the mean: 1/2 to 2/3 agree within 4 %."""
 
     def __init__(self, clock: SimulatedClock, costs: StepCosts, vocab_size: int):
         super().__init__(clock, costs)

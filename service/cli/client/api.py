@@ -20,7 +20,7 @@ MAX_EVENT_BYTES = 1 << 20
 
 
 class ServiceError(Exception):
-    """Error for the person at the terminal, one line."""
+    """Error for the terminal, one line."""
 
 
 def add_client_flags(parser: argparse.ArgumentParser) -> None:
@@ -33,13 +33,13 @@ def add_client_flags(parser: argparse.ArgumentParser) -> None:
 
 
 class EventLines:
-    """Cutter of a stream of server-sent events into the data of each."""
+    """Parser of server-sent events."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the data of the events that are now complete. Raises ValueError above MAX_EVENT_BYTES."""
+        """Return the data of complete events. Raises ValueError above MAX_EVENT_BYTES."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > MAX_EVENT_BYTES:
             raise ValueError("an event without end")
@@ -96,19 +96,18 @@ class ServiceClient:
 
 @asynccontextmanager
 async def connected(flags: argparse.Namespace) -> AsyncIterator[ServiceClient]:
-    """Open a client of the service that the flags name. Sends nothing yet."""
+    """Open a client without sending anything."""
     key = flags.api_key or os.environ.get(KEY, "").partition(",")[0].strip()
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-    # The loop blocks while the user types: a kept connection might be closed by the next line.
+    # The loop blocks while the user types: a kept connection may be closed meanwhile.
     connector = aiohttp.TCPConnector(force_close=True)
     async with aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector) as http:
         yield ServiceClient(http, flags.url)
 
 
 def unreachable(error: aiohttp.ClientConnectorError) -> str:
-    """Return the system's reason, without asyncio's repetition of the address. Errors of name look-up have numbers
-    below 0, TLS errors their own."""
+    """Return the system's reason. Errors of name look-up have numbers below 0, TLS errors their own."""
     cause = error.os_error
     if isinstance(cause, ssl.SSLCertVerificationError):
         return f"{cause.verify_message} (SSL_CERT_FILE names the certificates to trust)"
