@@ -1,9 +1,8 @@
-"""The forward pass on static buffers, captured once for each of a list of sizes.
+"""The forward pass on static buffers, captured once per size.
 
-A size is so many single-token rows (decodes) and so many rows more. Longer chunks follow the decodes of a step at once,
-so that they use what the decodes leave of theirs. A step runs on the smallest captured size that holds it; what the
-size has more is padding: it has no context, writes no key, and nobody reads its logits. A step that fits no size is
-the caller's to run by itself.
+A size is a number of decodes (single-token rows) and of further rows. Longer chunks follow a step's decodes directly,
+so they use rows that decodes leave. A step runs on the smallest size that holds it; the rest is padding, which has no
+context, writes no key, and whose logits are not read. A step that fits no size runs uncaptured.
 """
 
 from __future__ import annotations
@@ -23,24 +22,23 @@ from model.ops.packing import Packing, TableRows
 from model.step_inputs import ForwardInputs
 
 ROWS_BESIDE = tuple(range(64, 513, 64))
-"""Captured sizes of the rows that chunks need in addition to the decodes'. Larger steps hide their launches."""
+"""Captured rows for chunks in addition to decodes. Larger steps hide their launches."""
 
 ROWS_BESIDE_FEW = (16, 48, *ROWS_BESIDE)
-"""The same for the fewest decodes: the uncached end of a cached prompt waits only for such a step."""
+"""The same for the fewest decodes: the uncached end of a cached prompt waits for such a step alone."""
 
 ROWS_ALONE = (32, 48, 64, 128)
-"""Captured sizes of chunks without decodes, which need a launch less a layer."""
+"""Captured sizes of chunks without decodes: one launch less a layer."""
 
 MAX_CHUNKS = 32
-"""Most chunks of a captured step."""
 
 MIN_GAIN = 1.05
-"""Rise of rows/s for which tokens are left to the next step."""
+"""Gain in rows/s for which tokens wait for the next step."""
 
 
 @dataclass(frozen=True)
 class _Buffers:
-    """Arrays of the largest step; a smaller one uses their beginnings."""
+    """Arrays of the largest step; smaller ones use their beginnings."""
 
     token_ids: Array
     source: Array
@@ -52,8 +50,10 @@ class _Buffers:
 
 
 class StepGraphs:
-    """The buffers of `max_rows` decodes and one replay per size. `sampled` int32[max_rows], the caller's, holds the
-    tokens that the previous step sampled."""
+    """Buffers of `max_rows` decodes and one replay per size.
+
+    The caller's `sampled` int32[max_rows] holds the tokens of the previous step.
+    """
 
     def __init__(self, model: Llama, sampled: Array, max_rows: int, max_blocks: int):
         ops = model.ops
@@ -67,18 +67,18 @@ class StepGraphs:
         packing = Packing.of(padding)
         self._packed = ops.empty((packing.num_bytes,), np.dtype(np.uint8))
         self._buffers = _Buffers(*packing.views(self._packed, padding))
-        self._host = np.zeros(packing.num_bytes, np.uint8)  # what goes there in one piece
+        self._host = np.zeros(packing.num_bytes, np.uint8)  # copied there at once
         self._columns = _Buffers(*packing.views(self._host, padding))
-        self._num_tokens = len(padding[0])  # in the columns; behind them is padding
+        self._num_tokens = len(padding[0])  # tokens in the columns, before padding
         self._decodes_only = decode_sizes(max_rows)
         self._decodes_beside_chunks = _decodes_beside_chunks(max_rows)
         self._replays: dict[tuple[int, int], Callable[[], None]] = {}
-        self._seconds: dict[tuple[int, int], float] = {}  # of those with chunks, on padding alone
+        self._seconds: dict[tuple[int, int], float] = {}  # of sizes with chunks, on padding alone
 
     def capture(self, kv: Array, *, progress: bool = False) -> None:
-        """Record the pass on this cache, the largest size first, so that the smaller ones reuse its memory.
+        """Record the pass on this cache, the largest size first, so that smaller ones reuse its memory.
 
-        Products are tuned for batches of a power of two: another size would take a cold start about 0.2 s.
+        Products are tuned for powers of two alone: each other size costs about 0.2 s at a cold start.
         """
         self._block_size = kv.shape[4]
         self._num_slots = kv.shape[0] * self._block_size
@@ -98,7 +98,7 @@ class StepGraphs:
     def forward(self, inputs: ForwardInputs) -> Array | None:
         """Return logits float32[R, V], valid until the next call; None if the step fits no captured size.
 
-        Only dirty tables are sent; afterwards none is dirty.
+        Sends only dirty tables, and marks them clean.
         """
         size = self._size_of(inputs)
         if size is None:
@@ -109,14 +109,14 @@ class StepGraphs:
         return self._logits[: len(inputs.logit_rows)]
 
     def context_lens(self, num_decodes: int) -> Array:
-        """Return those of the last step's decodes, int32[num_decodes], in static memory."""
+        """Return the last step's int32[num_decodes], in static memory."""
         return self._buffers.context_lens[:num_decodes]
 
     def fit(self, num_decodes: int, num_tokens: int) -> int:
-        """Return how many of `num_tokens` chunk tokens a step should take with its decodes, if the rest can wait.
+        """Return how many of `num_tokens` chunk tokens a step should take with its decodes.
 
-        All of them, unless a smaller captured size computes MIN_GAIN times the rows/s: rows run in waves of tiles, and
-        one row too many can cost a third of a step.
+        All, unless a smaller captured size computes MIN_GAIN times the rows/s: rows run in waves of tiles, and one row
+        beyond a wave can cost a third of a step.
         """
         decodes = _at_least(self._decodes_beside_chunks, num_decodes)
         room = decodes - num_decodes
@@ -132,7 +132,7 @@ class StepGraphs:
         return best
 
     def _changed_tables(self, inputs: ForwardInputs, decodes: int) -> TableRows | None:
-        """Return the tables to send; those of chunks follow the decodes of the size."""
+        """Return tables to send; those of chunks follow the size's decodes."""
         rows = np.flatnonzero(inputs.dirty_tables)
         if len(rows) == len(inputs.chunk_lens) == 0:
             return None
@@ -148,11 +148,10 @@ class StepGraphs:
         return [(0, more) for more in ROWS_ALONE] + beside
 
     def _measured(self, sizes: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
-        """Time each size on padding alone, once for all sizes of as many rows: the rest (the head's product) is less
-        than 2 %."""
+        """Time sizes on padding, once for equal totals of rows: the rest (the head's product) is less than 2 %."""
         ops, by_rows = self._model.ops, {sum(size): size for size in sizes}
         marks = {}
-        self._replays[sizes[-1]]()  # what is timed follows work
+        self._replays[sizes[-1]]()  # measure after work
         for rows, size in by_rows.items():
             begin = ops.record_event()
             self._replays[size]()
@@ -173,7 +172,7 @@ class StepGraphs:
         return decodes, _at_least(self._rows_beside(decodes), num_more)
 
     def num_rows(self) -> tuple[list[int], list[int]]:
-        """Return the rows of captured products: of the layers, of the head."""
+        """Return the rows of captured products in layers and in the head."""
         beside = self._decodes_beside_chunks
         in_layers = {sum(size) for size in self._sizes_with_chunks()}
         in_head = {decodes + MAX_CHUNKS for decodes in (0, *beside)}
@@ -187,7 +186,7 @@ class StepGraphs:
             model.forward(batch, kv, out=self._logits[:num_logits])
 
     def _batch(self, decodes: int, more: int) -> Batch:
-        """Return the first rows of the buffers: `decodes`, and `more` for up to MAX_CHUNKS chunks."""
+        """Return the buffers' first rows: `decodes`, and `more` for up to MAX_CHUNKS chunks."""
         buffers, total = self._buffers, decodes + more
         num_sequences = decodes + (MAX_CHUNKS if more else 0)
         return Batch(
@@ -205,7 +204,7 @@ class StepGraphs:
         )
 
     def _padding(self) -> list[np.ndarray]:
-        """Return a step of padding, in the order of _Buffers' fields. A slot outside the cache is not written."""
+        """Return a padded step in the order of _Buffers. A slot outside the cache is not written."""
         num_tokens, num_sequences = self._max_rows + ROWS_BESIDE[-1], self._max_rows + MAX_CHUNKS
         return [
             np.zeros(num_tokens, np.int32),
@@ -218,8 +217,7 @@ class StepGraphs:
         ]
 
     def _fill(self, inputs: ForwardInputs, decodes: int, more: int) -> None:
-        """Fill the columns for a step at this size. Padding follows the tokens; of the sequences it follows the decodes
-        and the chunks."""
+        """Fill the columns for a step of this size, padding after its tokens, decodes and chunks."""
         columns, num_tokens = self._columns, len(inputs.token_ids)
         padded = slice(num_tokens, self._num_tokens)
         for column, known, padding in (
@@ -240,7 +238,7 @@ class StepGraphs:
 
 
 def decode_sizes(max_rows: int) -> list[int]:
-    """1, 2, 4, 8, 12, then steps of an eighth of the next power of two and of 8 at least: padding costs little."""
+    """Return 1, 2, 4, 8, 12, then steps of an eighth of the next power of two, at least 8."""
     sizes = [size for size in (1, 2, 4, 8, 12) if size < max_rows]
     size = 16
     while size < max_rows:
@@ -250,7 +248,6 @@ def decode_sizes(max_rows: int) -> list[int]:
 
 
 def _decodes_beside_chunks(max_rows: int) -> list[int]:
-    """Return coarse sizes: chunks use the rows that decodes leave."""
     return [size for size in (16, 64, *range(128, max_rows, 128)) if size < max_rows] + [max_rows]
 
 

@@ -1,4 +1,4 @@
-"""A config.json made from the metadata of a GGUF file."""
+"""Makes a config.json from GGUF metadata."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FIELDS = {
     "rope_theta": "rope.freq_base",
     "max_position_embeddings": "context_length",
 }
-"""Fields of config.json by metadata, after the architecture's name."""
+"""Fields of config.json -> metadata keys after the architecture's name."""
 
 
 def gguf_config(header: GgufHeader) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Reads the header of a GGUF file: metadata, and where each tensor lies. Nothing in it is used unchecked."""
+"""Reads and checks the header of a GGUF file: metadata and tensor locations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 256 << 20
 MAX_ENTRIES = 1 << 17
 MAX_KEPT_ELEMENTS = 1024
-"""Longer arrays, such as a vocabulary, are skipped: their length is kept."""
+"""Longer arrays, such as a vocabulary, are replaced by their length."""
 
 MAX_DIMENSIONS = 4
 MAX_DIMENSION = 1 << 40
@@ -27,7 +27,7 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor of type `kind`, rows [N, K] or [K], from byte `offset` of the file on."""
+    """A tensor of type `kind`, rows [N, K] or [K], at byte `offset` of the file."""
 
     name: str
     kind: int
@@ -37,7 +37,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """Metadata and tensors of a file. A long array is replaced by its length."""
+    """Metadata and tensors of a file; long arrays are replaced by their length."""
 
     path: Path
     metadata: dict[str, Any]
@@ -46,7 +46,7 @@ class GgufHeader:
 
 
 def find_gguf(directory: Path) -> Path | None:
-    """Return the only .gguf file of a folder; None without one. Raises ModelError for several."""
+    """Return a folder's .gguf file or None. Raises ModelError for several."""
     found = sorted(path for path in directory.glob("*.gguf"))
     if len(found) > 1:
         raise ModelError(f"{directory}: {len(found)} .gguf files are there (1)")

@@ -1,4 +1,4 @@
-"""The paged KV cache: one array, a block one contiguous piece of it over all layers."""
+"""The paged KV cache: one array; a block is contiguous over all layers."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from model.ops.interface import Array, Ops
 
 
 def block_shape(config: ModelConfig, block_size: int) -> tuple[int, ...]:
-    """[L, 2 (keys, values), Hkv, B, D]."""
+    """Return [L, 2 (keys, values), Hkv, B, D]."""
     return config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: np.dtype) -> int:
-    """What one block of `block_size` tokens takes in `dtype`."""
     return int(np.prod(block_shape(config, block_size))) * np.dtype(dtype).itemsize
 
 
 def allocate(ops: Ops, config: ModelConfig, num_blocks: int, block_size: int) -> Array:
-    """The cache [num_blocks, L, 2, Hkv, B, D] in `ops.kv_dtype`; contents are undefined."""
+    """Return an undefined cache [num_blocks, L, 2, Hkv, B, D] in `ops.kv_dtype`."""
     return ops.empty((num_blocks, *block_shape(config, block_size)), ops.kv_dtype)

@@ -1,4 +1,4 @@
-"""Tables of the rotary position embedding (Su et al., RoFormer), plain or stretched to longer contexts."""
+"""Rotary position embedding tables (Su et al., RoFormer), plain or stretched."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from model.config import RopeConfig
 
 
 def rope_tables(rope: RopeConfig, head_dim: int, max_model_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin, float32[max_model_len, head_dim / 2] each; yarn's attention factor is multiplied in.
+    """Return cos and sin, float32[max_model_len, head_dim / 2]; yarn's attention factor is multiplied in.
 
-    A "dynamic" rope has one table for all sequences, that of `max_model_len` tokens where this is above the original
-    length and the plain one elsewhere: keys that lie rotated in the cache cannot follow a sequence as it grows.
+    A "dynamic" rope has one table, stretched for `max_model_len`: cached rotated keys cannot follow a sequence as it
+    grows.
     """
     frequencies = inverse_frequencies(rope, head_dim, max_model_len).astype(np.float32)
-    # Angles are rounded to float32 as in training: far out, more precise ones would be other ones.
+    # rounded to float32 as in training
     angles = np.outer(np.arange(max_model_len, dtype=np.float32), frequencies)
     factor = np.float32(attention_factor(rope))
     return np.cos(angles) * factor, np.sin(angles) * factor
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, max_model_len: int) -> np.ndarray:
-    """Radians a position, float64[head_dim / 2], fastest first."""
+    """Return radians per position, float64[head_dim / 2], fastest first."""
     if rope.kind == "linear":
         return _plain(rope.theta, head_dim) / rope.factor
     if rope.kind == "dynamic":
@@ -36,7 +36,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, max_model_len: int) -> 
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """Factor of cos and sin; other than 1 only for yarn."""
+    """Return the factor of cos and sin; 1 except for yarn."""
     if rope.kind != "yarn":
         return 1.0
     if rope.attention_factor is not None:
@@ -51,13 +51,13 @@ def _plain(theta: float, head_dim: int) -> np.ndarray:
 
 
 def _dynamic(rope: RopeConfig, head_dim: int, max_model_len: int) -> np.ndarray:
-    """NTK-aware: a larger base, so that the slowest frequency is stretched by the whole factor, the fastest by none."""
+    """NTK-aware: a larger base stretches the slowest frequency by the whole factor, the fastest by none."""
     stretch = rope.factor * max(max_model_len / rope.original_max_position, 1.0) - (rope.factor - 1)
     return _plain(rope.theta * stretch ** (head_dim / (head_dim - 2)), head_dim)
 
 
 def _llama3(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Long waves are stretched by the factor, short ones kept, those between interpolated."""
+    """Stretch long waves by the factor, keep short ones, interpolate between."""
     plain = _plain(rope.theta, head_dim)
     waves_in_original = rope.original_max_position * plain / (2 * math.pi)
     kept = (waves_in_original - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -66,20 +66,20 @@ def _llama3(rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 
 def _yarn(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Peng et al., YaRN: stretched below beta_slow turns in the original length, kept above beta_fast, else a ramp."""
+    """Peng et al., YaRN: stretch below beta_slow turns in the original length, keep above beta_fast, else a ramp."""
     plain = _plain(rope.theta, head_dim)
     first = _dimension_of_turns(rope, head_dim, rope.beta_fast)
     last = _dimension_of_turns(rope, head_dim, rope.beta_slow)
     if rope.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, head_dim - 1)
-    width = last - first or 0.001  # the published code's guard: a ramp of no width is a step
+    width = last - first or 0.001  # as in the published code: a ramp of no width is a step
     stretched = np.clip((np.arange(head_dim // 2) - first) / width, 0, 1)
     return np.asarray(plain * (1 - stretched) + plain / rope.factor * stretched)
 
 
 def _dimension_of_turns(rope: RopeConfig, head_dim: int, num_turns: float) -> float:
-    """The (fractional) index of the frequency that turns `num_turns` times in the original length."""
+    """Return the fractional index of the frequency with `num_turns` turns in the original length."""
     turns_ratio = rope.original_max_position / (num_turns * 2 * math.pi)
     return head_dim * math.log(turns_ratio) / (2 * math.log(rope.theta))
 

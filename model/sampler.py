@@ -1,4 +1,4 @@
-"""From what requests ask of sampling to the arrays that `Ops.sample` takes: one row a sequence that gets a token."""
+"""Builds the arrays of `Ops.sample`: one row per sequence that gets a token."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ RECORD = np.dtype(
         ("top_p", np.float32),
         ("min_p", np.float32),
         ("branch", np.uint32),
-        ("num_logprobs", np.int32),  # 0: none, else one more than the alternatives wanted
-        ("is_shaped", np.int32),  # 1: penalties, biases or a minimum length have a say
+        ("num_logprobs", np.int32),  # 0: none, else alternatives + 1
+        ("is_shaped", np.int32),  # 1: has penalties, biases or a minimum length
     ]
 )
-"""What sampling needs to know of a sequence and does not change while it runs."""
+"""Sampling parameters of a sequence that do not change while it runs."""
 
 NO_TOP_K = np.iinfo(np.int32).max
 
 
 def sampling_record(wish: SamplingParams, branch: int, num_alternatives: int | None) -> bytes:
-    """One RECORD, packed once so that a step only joins those of its rows. `num_alternatives`: how many tokens are
-    wanted with their log-probabilities beside the chosen one; None: not even that one.
+    """Return a RECORD, packed once so that a step only joins its rows' records.
 
-    A beam wants its best tokens alone: nothing is drawn, and what shapes a draw has no say.
+    `num_alternatives` is the number of log-probabilities in addition to the chosen token's; None: no log-probabilities.
+    A beam needs its best tokens alone: its row is greedy.
     """
     num_logprobs = 0 if num_alternatives is None else num_alternatives + 1
     draw = (wish.seed, 0.0, NO_TOP_K, 1.0, 0.0)
@@ -44,25 +44,22 @@ def sampling_record(wish: SamplingParams, branch: int, num_alternatives: int | N
 
 
 def is_shaped(wish: SamplingParams) -> bool:
-    """Whether penalties, biases or a minimum length have a say."""
     return wish.has_penalties or bool(wish.logit_bias) or wish.min_tokens > 0
 
 
 class SeenTokens:
-    """Which tokens a sequence holds, and how often its output does. A step counts what was appended since the one
-    before: a long sequence costs it no more than a short one."""
+    """Counts a sequence's tokens and its output's, incrementally: a step's cost does not grow with length."""
 
     def __init__(self, of: Sequence[int], num_prompt_tokens: int):
-        """`of`: all tokens of the sequence, the very object, to which others append."""
+        """Take all tokens of the sequence as `of`, the shared list that grows."""
         prompt = dict.fromkeys(of[:num_prompt_tokens])
         self.of = of
-        self.token_ids = array("i", prompt)  # int32, each once
-        self.output_counts = array("i", bytes(4 * len(prompt)))  # int32, for each of them
+        self.token_ids = array("i", prompt)  # int32, unique
+        self.output_counts = array("i", bytes(4 * len(prompt)))  # int32
         self._place_of = dict(zip(prompt, range(len(prompt)), strict=True))
         self._num_counted = num_prompt_tokens
 
     def catch_up(self) -> None:
-        """Count up to the last token."""
         for token in self.of[self._num_counted :]:
             place = self._place_of.setdefault(token, len(self.token_ids))
             if place == len(self.token_ids):
@@ -74,13 +71,13 @@ class SeenTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class SampledRows:
-    """R sequences about to get their next tokens, which will stand at `positions`."""
+    """R sequences whose next tokens have these `positions`."""
 
     records: list[bytes]
     positions: np.ndarray  # uint32[R]
-    # The following three may be empty where no record is shaped:
+    # Empty if no record is shaped:
     sampling: list[SamplingParams]
-    seen: list[SeenTokens | None]  # None where the sampling has no penalties
+    seen: list[SeenTokens | None]  # None: no penalties
     num_prompt_tokens: list[int]
     mask: TokenMask | None = None  # on the host
 
@@ -93,7 +90,7 @@ def sampling_arrays(
     *,
     adjusts_logprobs: bool = False,
 ) -> SamplingArrays:
-    """Arrays for R rows, sent by `upload_all` to where the logits are, in one go."""
+    """Return arrays for R rows, sent by one `upload_all`."""
     records = np.frombuffer(b"".join(rows.records), RECORD)
     columns = [
         records["temperature"],
@@ -131,7 +128,7 @@ def sampling_arrays(
 
 
 def _penalties(rows: SampledRows) -> list[np.ndarray]:
-    """In the order of Penalties' fields; empty where no row has any."""
+    """Return Penalties' fields in order; empty if no row has any."""
     penalised = [seen for seen in rows.seen if seen is not None]
     if not penalised:
         return []
@@ -147,7 +144,7 @@ def _penalties(rows: SampledRows) -> list[np.ndarray]:
 
 
 def _bias(rows: SampledRows, eos_token_ids: frozenset[int]) -> list[np.ndarray]:
-    """In the order of Bias' fields; empty where no row has any."""
+    """Return Bias' fields in order; empty if no row has any."""
     num_outputs = rows.positions.astype(np.int64) - np.array(rows.num_prompt_tokens)
     biases = [
         _row_bias(wish, num_output, eos_token_ids, _allowed(rows.mask, row))
@@ -163,15 +160,15 @@ def _bias(rows: SampledRows, eos_token_ids: frozenset[int]) -> list[np.ndarray]:
 
 
 def _allowed(mask: TokenMask | None, row: int) -> np.ndarray | None:
-    """Of a row its mask's words; None: every token."""
+    """Return a row's mask words; None: every token."""
     return None if mask is None or mask.rows[row] < 0 else mask.words[mask.rows[row]]
 
 
 def _row_bias(
     wish: SamplingParams, num_output: int, eos_token_ids: frozenset[int], allowed: np.ndarray | None
 ) -> list[tuple[int, float]]:
-    """Within min_tokens the ids that end an answer are forbidden, unless a grammar allows nothing else: then one of
-    them is a token like any other, and ends nothing."""
+    """Return a row's biases; tokens that end a response are forbidden within min_tokens, unless a grammar allows
+    nothing else."""
     if num_output >= wish.min_tokens:
         return list(wish.logit_bias)
     forbidden = set(wish.stop_token_ids) | (frozenset() if wish.ignore_eos else eos_token_ids)
@@ -181,7 +178,7 @@ def _row_bias(
 
 
 def _without(words: np.ndarray, token_ids: Iterable[int]) -> np.ndarray:
-    """The words of a mask with the bits of these tokens cleared."""
+    """Return mask words with the bits of these tokens cleared."""
     left = words.copy()
     for token in token_ids:
         if token // 32 < len(left):

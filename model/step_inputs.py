@@ -1,4 +1,4 @@
-"""What one step computes, as plain arrays: all that crosses from the engine to the ranks that run the model."""
+"""Inputs of one step as plain arrays: all that the engine sends to the ranks that run the model."""
 
 from __future__ import annotations
 
@@ -12,34 +12,35 @@ from model.ops.interface import SamplingArrays
 
 
 def no_blocks() -> np.ndarray:
-    """int32[0, 2]"""
     return np.zeros((0, 2), np.int32)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardInputs:
-    """The forward pass over T tokens of S sequences; see model.batch.Batch. Sequences of one token come first, in rows
-    that mostly stay the same from step to step; the others are C longer chunks."""
+    """The forward pass over T tokens of S sequences; see model.batch.Batch.
+
+    Decodes come first, in rows that mostly persist between steps; C longer chunks follow.
+    """
 
     token_ids: np.ndarray  # int32[T]
-    pending_token_row: np.ndarray  # int32[T], row of the previous step's sampled token; out of range: token_ids holds
+    pending_token_row: np.ndarray  # int32[T], row of the previous step's sampled token; out of range: token_ids applies
     positions: np.ndarray  # int32[T]
     slots: np.ndarray  # int64[T]
     context_lens: np.ndarray  # int32[S]
     logit_rows: np.ndarray  # int32[R]
     num_decodes: int
     tables: np.ndarray  # int32[num_decodes, max_blocks]; undefined beyond a row's blocks
-    dirty_tables: np.ndarray  # bool[num_decodes], rows of `tables` that changed since they were sent
+    dirty_tables: np.ndarray  # bool[num_decodes], rows of `tables` changed since sent
     chunk_lens: np.ndarray  # int32[C]
     chunk_tables: Sequence[np.ndarray]  # C of int32[any]
 
     @property
     def query_start(self) -> np.ndarray:
-        """int32[C + 1], see model.batch.Batch"""
+        """Return int32[C + 1]; see model.batch.Batch."""
         return np.cumsum([self.num_decodes, *self.chunk_lens], dtype=np.int32)
 
     def block_tables(self, rows: np.ndarray, block_size: int) -> np.ndarray:
-        """int32[N + C, w] of N rows of `tables` and of the longer chunks, as wide as their contexts."""
+        """Return int32[N + C, w], N `rows` of `tables` and the chunks', as wide as their contexts."""
         widths = [-(-int(self.context_lens[rows].max(initial=0)) // block_size), *map(len, self.chunk_tables)]
         padded = np.zeros((len(rows) + len(self.chunk_tables), max(widths)), np.int32)
         padded[: len(rows)] = self.tables[rows, : padded.shape[1]]
@@ -50,35 +51,34 @@ class ForwardInputs:
 
 @dataclass(frozen=True, slots=True)
 class SampleInputs:
-    """One call of `Ops.sample` for R rows of the step's logits."""
+    """One call of `Ops.sample` for R rows of logits."""
 
     num_rows: int
-    rows: np.ndarray | None  # int32[R], rows of the logits; None: all of them
-    params: SamplingArrays | None  # host arrays; None: those of the last call with `keeps_params`, one position further
-    keeps_params: bool = False  # a later call may use them again
+    rows: np.ndarray | None  # int32[R], rows of the logits; None: all
+    params: SamplingArrays | None  # on the host; None: the last ones with `keeps_params`, one position further
+    keeps_params: bool = False  # a later call may reuse them
 
 
 class LogprobRows(NamedTuple):
-    """Rows of hidden states whose logits score the next prompt token."""
+    """Hidden states whose logits score the next prompt token."""
 
     rows: np.ndarray  # int32[n]
     token_ids: np.ndarray  # int32[n], the tokens to score
-    num_alternatives: int  # most likely tokens to return with each
+    num_alternatives: int  # most likely tokens to return
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """One step. `copies` run in order, before anything is written; `swap_outs` and `swap_ins` start then."""
+    """One step. `copies` run in order, before any write; then `swap_outs` and `swap_ins` start."""
 
-    forward: ForwardInputs | None  # None: no sequence is computed
-    samples: Sequence[SampleInputs] | None = None  # None: sent later, once the previous step's tokens are known
+    forward: ForwardInputs | None  # None: no sequence runs
+    samples: Sequence[SampleInputs] | None = None  # None: sent once the previous step's tokens are known
     copies: np.ndarray = field(default_factory=no_blocks)  # int32[n, 2], from block, to block
     swap_outs: np.ndarray = field(default_factory=no_blocks)  # int32[n, 2], from block, to host block
     swap_ins: np.ndarray = field(default_factory=no_blocks)  # int32[n, 2], from host block, to block
     prompt_logprobs: Sequence[LogprobRows] = ()
-    pool_rows: Sequence[tuple[int, int]] = ()  # rows of hidden states to return, from and to (exclusive)
+    pool_rows: Sequence[tuple[int, int]] = ()  # hidden states to return, from and to (exclusive)
 
     @property
     def needs_hidden(self) -> bool:
-        """Whether hidden states are needed besides the logits."""
         return bool(self.prompt_logprobs) or bool(self.pool_rows)

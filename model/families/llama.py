@@ -1,6 +1,6 @@
 """The forward pass of the Llama family (Llama, Mistral, Qwen2, Qwen3), from token ids to logits.
 
-It speaks only `Ops`, waits for nothing and takes every size from host integers, so a backend can capture it in a graph.
+It uses only `Ops`, waits for nothing and sizes everything by host integers, so it can be captured in a graph.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from model.ops.weight import Weight, WeightFormat
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """The weights of one layer; a bias or norm that the config lacks is None."""
+    """Weights of one layer; None: a bias or norm the config lacks."""
 
     attention_norm: Array  # [H]
     qkv: Weight  # [(Hq + 2 Hkv) * D, H]
@@ -36,7 +36,7 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaWeights:
-    """All weights of a model. Tied embeddings share one array."""
+    """All weights; tied embeddings share one array."""
 
     embedding: Array  # [V, H]
     layers: tuple[Layer, ...]
@@ -47,7 +47,6 @@ class LlamaWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the device."""
         arrays = [self.embedding, self.final_norm, self.cos, self.sin]
         if self.lm_head.data is not self.embedding:
             arrays.append(self.lm_head)
@@ -56,7 +55,7 @@ class LlamaWeights:
 
 
 class Llama:
-    """A model of the family, its weights in the memory of `ops`."""
+    """A model with weights in the memory of `ops`."""
 
     def __init__(self, config: ModelConfig, ops: Ops, weights: LlamaWeights):
         self.config = config
@@ -64,10 +63,9 @@ class Llama:
         self.weights = weights
 
     def forward(self, batch: Batch, kv: Array, out: Array | None = None) -> Array:
-        """Logits float32[R, V] of the rows `batch.logit_rows`; keys and values of all rows are written to `kv`.
+        """Return logits float32[R, V] of `batch.logit_rows`; write keys and values of all rows to `kv`.
 
-        kv [num_blocks, L, 2, Hkv, B, D]. The logits are in `out` if given, else they live until the caller's scratch
-        ends.
+        kv [num_blocks, L, 2, Hkv, B, D]. The logits are in `out` if given, else live until the caller's scratch ends.
         """
         return self.logits(self.hidden(batch, kv), batch.logit_rows, out)
 
@@ -79,7 +77,7 @@ class Llama:
         return self.ops.linear(self._input(hidden, head), head, dtype=np.dtype(np.float32), out=out)
 
     def hidden(self, batch: Batch, kv: Array) -> Array:
-        """Return the final norm of all rows [T, H], the input of `logits`; keys and values are written to `kv`."""
+        """Return the final norm [T, H], the input of `logits`; write keys and values to `kv`."""
         ops, layers, eps = self.ops, self.weights.layers, self.config.rms_norm_eps
         plans = self._decode_plans(batch, kv)
         residual = ops.gather_rows(self.weights.embedding, batch.token_ids)
@@ -96,13 +94,13 @@ class Llama:
         return normed
 
     def first_layer(self) -> Llama:
-        """Return a model of one layer of each kind: it needs the kernels, products and scratch of the whole."""
+        """Return a model of one layer of each kind: it needs the whole model's kernels, products and scratch."""
         kinds = {tuple(weight.format for weight in _matrices(layer)): layer for layer in reversed(self.weights.layers)}
         layers = tuple(reversed(kinds.values()))
         return Llama(self.config, self.ops, replace(self.weights, layers=layers))
 
     def tune(self, num_rows: Sequence[int], num_logit_rows: Sequence[int]) -> None:
-        """Tune the products of passes over `num_rows` rows and of `num_logit_rows` with logits: `Ops.tune_linear`."""
+        """Tune passes over `num_rows` rows, and heads of `num_logit_rows`: `Ops.tune_linear`."""
         ops, layers = self.ops, self.weights.layers
         for name in ("qkv", "output", "gate_up", "down"):
             bias = getattr(layers[0], f"{name}_bias")
@@ -110,7 +108,7 @@ class Llama:
         ops.tune_linear([self.weights.lm_head], None, num_logit_rows, dtype=np.dtype(np.float32))
 
     def _decode_plans(self, batch: Batch, kv: Array) -> dict[int, Array | None]:
-        """Window -> the plan of its layers' decodes, made once for all of them."""
+        """Return the decode plan of each window, shared by its layers."""
         n = batch.num_decodes
         if n == 0:
             return {}
@@ -125,7 +123,7 @@ class Llama:
     def _attention(
         self, index: int, x: Array | Fp8Rows, batch: Batch, kv: Array, plans: Mapping[int, Array | None]
     ) -> Array:
-        """x [T, H] -> [T, H]: grouped-query attention of each row to its sequence's cache, its own key included."""
+        """x [T, H] -> [T, H]: grouped-query attention to the cache, which includes each row's own key."""
         ops, weights, layer = self.ops, self.weights, self.weights.layers[index]
         qkv = ops.linear(x, layer.qkv, layer.qkv_bias)
         rotation = HeadRotation(weights.cos, weights.sin, layer.q_norm, layer.k_norm, self.config.rms_norm_eps)
@@ -151,7 +149,7 @@ class Llama:
         return ops.linear(activation(gate_up), layer.down, layer.down_bias)
 
     def _takes_fp8(self, weight: Weight) -> bool:
-        """Whether the inputs of `weight` are rounded to e4m3."""
+        """Return whether `weight` takes e4m3 inputs."""
         return weight.format is WeightFormat.FP8 and weight.quantised_input and self.ops.has_fp8
 
     def _input(self, x: Array, weight: Weight) -> Array | Fp8Rows:
@@ -160,12 +158,13 @@ class Llama:
     def _add_norm(
         self, x: Array, residual: Array, norm: Array, is_fp8: bool, out: Array | Fp8Rows | None = None
     ) -> Array | Fp8Rows:
-        """residual += x; return its norm, in e4m3 if asked for, in `out` if given."""
+        """Add x to residual; return its norm, in e4m3 if `is_fp8`, in `out` if given."""
         add_norm = self.ops.add_rms_norm_quantised if is_fp8 else self.ops.add_rms_norm
         return add_norm(x, residual, norm, self.config.rms_norm_eps, out)
 
     def _norm_outputs(self, first: Array | Fp8Rows, shape: tuple[int, int]) -> dict[bool, Array | Fp8Rows]:
-        """Memory that outlives a layer's scratch, in e4m3 (True) and in the activations' dtype: `first` is one."""
+        """Return memory that outlives a layer's scratch, in e4m3 (True) and the activations' dtype (False): `first` is
+        one."""
         ops, is_fp8 = self.ops, isinstance(first, Fp8Rows)
         if is_fp8:
             return {True: first, False: ops.temporary(shape, ops.dtype)}

@@ -1,4 +1,4 @@
-"""The contract of the cache's second tier: blocks in host memory, and copies in both directions."""
+"""Contract of the cache's second tier: blocks in host memory, copied both ways."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ class Transfer(Protocol):
     """A copy of blocks between a cache and the host."""
 
     def is_done(self) -> bool:
-        """Whether it is done; does not wait."""
+        """Return whether the copy is done, without waiting."""
 
     def wait(self) -> None:
-        """Wait until it is done."""
+        """Wait for the copy."""
 
     def seconds(self) -> float:
-        """Device time of the copy; it must be done."""
+        """Return the device time of a finished copy."""
 
 
 class HostBlocks(Protocol):
-    """Host memory for blocks of one cache, and the copies between the two.
+    """Host memory for blocks of one cache.
 
     A transfer begins once all work submitted before it is done. Transfers of one direction run in order; the two
-    directions and later work run concurrently. The caller must not use the blocks until their transfer is done.
+    directions and later work run concurrently. Blocks must not be used until their transfer is done.
     """
 
-    num_ready: int  # blocks 0..num_ready - 1 may be used; grows in the background
-    failure: Exception | None  # why it stopped growing early
+    num_ready: int  # blocks 0..num_ready - 1 are usable; grows in the background
+    failure: Exception | None  # why it stopped growing
 
     def copy_out(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> Transfer:
-        """Copy blocks of the cache to as many host blocks."""
+        """Copy cache blocks to as many host blocks."""
 
     def copy_in(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> Transfer:
-        """Copy host blocks to as many blocks of the cache."""
+        """Copy host blocks to as many cache blocks."""
 
     def close(self) -> None:
         """Free the memory once all transfers are done."""

@@ -1,4 +1,4 @@
-"""The tiled layout of 4-bit weights, which the GPU's kernels read: that of cuda/common/int4.cuh."""
+"""The tiled layout of 4-bit weights on the GPU, as in cuda/common/int4.cuh."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from model.ops.weight import Weight, WeightFormat
 
 TILE_ROWS = 16
 SPAN_BYTES = 1024
-"""Bytes of TILE_ROWS rows of a span."""
+"""Bytes of a tile: TILE_ROWS rows of a span."""
 
 SPAN = 128
-"""Columns that the kernels read at once: K is a multiple of it."""
+"""Columns read at once: K is a multiple."""
 
 DEFAULT_ZERO = 8
-"""Every zero point of a weight without zero points."""
+"""Zero point of a weight without zero points."""
 
 
 def can_tile(weight: Weight) -> bool:
@@ -28,9 +28,9 @@ def can_tile(weight: Weight) -> bool:
 
 
 def tile(weight: Weight) -> Weight:
-    """Return an INT4 weight as INT4_TILED. The reference of cuda/linear/pack_int4.cu; NumPy arrays."""
+    """Return an INT4 weight as INT4_TILED, in NumPy: the reference of cuda/linear/pack_int4.cu."""
     num_rows, num_columns = weight.shape
-    # [N / 16, rows g and g + 8, g, K / 128, half of a span, step, chunk of 8 columns, t]
+    # [N / 16, row g or g + 8, g, K / 128, half of a span, step, chunk of 8 columns, t]
     data = weight.data.reshape(num_rows // TILE_ROWS, 2, 8, num_columns // SPAN, 2, 4, 2, 4)
     pairs = data.transpose(3, 0, 4, 2, 7, 5, 6, 1).astype(np.uint32).reshape(-1, 4)  # a word's four bytes
     shifts = np.arange(4, dtype=np.uint32) * 4
@@ -42,7 +42,7 @@ def tile(weight: Weight) -> Weight:
 
 
 def _tile_groups(values: np.ndarray) -> np.ndarray:
-    """[N, K / G] -> [K / G, N / 16, 16], rows g and g + 8 side by side."""
+    """[N, K / G] -> [K / G, N / 16, 16], rows g and g + 8 adjacent."""
     num_rows, num_groups = values.shape
     halves = values.reshape(num_rows // TILE_ROWS, 2, 8, num_groups)
     return np.ascontiguousarray(halves.transpose(3, 0, 2, 1)).reshape(num_groups, num_rows // TILE_ROWS, TILE_ROWS)

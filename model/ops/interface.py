@@ -1,15 +1,14 @@
-"""The contract between the model and the machine: `Device` (memory, transfers, graphs, events) and `Ops` (operations).
+"""Contracts between the model and the machine: `Device` (memory, transfers, graphs, events) and `Ops` (operations).
 
-Two backends implement it: `cpu` is the specification and runs anywhere, `gpu` launches the kernels of `cuda/`. Both
-take and return their own arrays; only transfers cross between host and device. Names of dimensions:
+`cpu` is the specification, `gpu` launches the kernels of `cuda/`; each takes and returns its own arrays. Dimensions:
 
-    T  tokens of this step, over all sequences      H  hidden size             V  vocabulary (width of the logits)
-    S  sequences of this step                       D  head_dim                I  intermediate size of the MLP
-    Hq, Hkv  query and key/value heads              B  block_size              R  rows that are sampled
+    T  tokens of this step       H  hidden size   V  vocabulary (width of the logits)
+    S  sequences of this step    D  head_dim      I  intermediate size of the MLP
+    Hq, Hkv  query and kv heads  B  block_size    R  rows that are sampled
+    L  layers
 
-Activations are in `Ops.dtype` (float32, float16 or bfloat16), the cache in `Ops.kv_dtype`, weights in their
-`Weight.format`; accumulation is always in float32. Arrays that an op returns live until the surrounding `scratch()`
-ends.
+Activations are in `Ops.dtype` (float32, float16, bfloat16), the cache in `Ops.kv_dtype`; accumulation is in float32.
+Arrays that an op returns live until the surrounding `scratch()` ends.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from model.ops.weight import Array as Array
 from model.ops.weight import Weight, WeightFormat
 
 NO_WINDOW = 1 << 30
-"""Sliding-window width of a layer that attends to all preceding tokens."""
+"""Window of a layer that attends to all preceding tokens."""
 
 
 @dataclass(frozen=True)
 class SamplingArrays:
-    """How each of R rows of logits becomes a token; arrays of the device.
+    """Sampling parameters of R rows of logits, on the device.
 
-    `Penalties` and `Bias` are ragged rows in CSR form: entries of row r are `indptr[r]:indptr[r + 1]`. None: no row
-    needs it. Token ids outside 0..V-1 are ignored.
+    `Penalties` and `Bias` are in CSR form: row r has entries `indptr[r]:indptr[r + 1]`; None if no row needs them.
+    Token ids outside 0..V-1 are ignored.
     """
 
     temperature: Array  # float32[R], 0 = greedy
@@ -43,19 +42,19 @@ class SamplingArrays:
     top_p: Array  # float32[R], 1 = off
     min_p: Array  # float32[R], 0 = off
     seed: Array  # uint64[R]
-    position: Array  # uint32[R], index of the sampled token in its sequence (the counter of the RNG)
+    position: Array  # uint32[R], of the sampled token in its sequence
     branch: Array  # uint32[R]
     penalties: Penalties | None
     bias: Bias | None
-    num_logprobs: int  # K: most alternatives that a row asks for; 0 = chosen token only
-    with_logprobs: bool  # False: no log-probabilities at all
+    num_logprobs: int  # K, most alternatives of a row; 0 = chosen token only
+    with_logprobs: bool  # False: none at all
     mask: TokenMask | None = None
-    adjusts_logprobs: bool = False  # apply bias, penalties and mask to the log-probabilities returned, too
+    adjusts_logprobs: bool = False  # include bias, penalties and mask
 
 
 @dataclass(frozen=True)
 class Penalties:
-    """Tokens of each row. Repetition counts prompt and output, presence and frequency the output alone."""
+    """Tokens of each row. Repetition counts prompt and output, presence and frequency only the output."""
 
     repetition: Array  # float32[R], 1 = off
     presence: Array  # float32[R]
@@ -78,17 +77,17 @@ class Bias:
 class TokenMask:
     """Tokens that a grammar allows: bit i % 32 of word i // 32 is token i's; tokens beyond the words are forbidden."""
 
-    rows: Array  # int32[R], the row of `words` for a row of logits; outside 0..M-1: all tokens are allowed
+    rows: Array  # int32[R], row of `words`; outside 0..M-1: all tokens are allowed
     words: Array  # uint32[M, W]
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """The sampled tokens. Log-probabilities are of the raw logits, before bias, penalties, mask and temperature; with
-    `SamplingArrays.adjusts_logprobs`, bias, penalties and mask are then applied to them."""
+    """The sampled tokens. Log-probabilities are of the raw logits; with `SamplingArrays.adjusts_logprobs`, bias,
+    penalties and mask are then applied to them."""
 
     token_ids: Array  # int32[R]
-    is_nan: Array  # bool[R], the adjusted row has no finite maximum: its token id is a meaningless 0
+    is_nan: Array  # bool[R], no finite maximum: the token id is a meaningless 0
     logprobs: Array | None  # float32[R], of the chosen token
     top_ids: Array | None  # int32[R, K], best first, ties by lower id
     top_logprobs: Array | None  # float32[R, K]
@@ -96,34 +95,34 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Fp8Rows:
-    """A matrix in e4m3 with a scale for each row: data * scale[:, None]."""
+    """A matrix in e4m3, scaled by row: data * scale[:, None]."""
 
-    data: Array  # uint8[rows, K], the bits of float8_e4m3fn
+    data: Array  # uint8[rows, K], bits of float8_e4m3fn
     scale: Array  # float32[rows]
 
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """The S sequences of one attention call in one layer: the cache, what each of them sees of it, and the scale."""
+    """S sequences of one attention call in one layer."""
 
     kv: Array  # [num_blocks, L, 2, Hkv, B, D]
     layer: int
     block_tables: Array  # int32[S, max_blocks]
-    context_lens: Array  # int32[S], tokens in the cache, those of this step included
-    scale: float = 1.0  # of the scores
-    window: int = NO_WINDOW  # a query at position p sees keys from p - window + 1 on
-    query_start: Array | None = None  # int32[S + 1], prefill: rows query_start[s]:query_start[s + 1] are sequence s's
+    context_lens: Array  # int32[S], tokens in the cache, including this step's
+    scale: float = 1.0
+    window: int = NO_WINDOW  # position p sees keys from p - window + 1 on
+    query_start: Array | None = None  # int32[S + 1], prefill: sequence s has rows query_start[s]:query_start[s + 1]
     max_query_len: int = 1  # prefill: at least the longest chunk
-    plan: Array | None = None  # decode: of `plan_decode_attention`; None: the op makes its own
+    plan: Array | None = None  # decode, from `plan_decode_attention`; None: the op plans
 
 
 @dataclass(frozen=True)
 class HeadRotation:
-    """How the heads of q and k are normalised and rotated."""
+    """Norms and rotation of the heads of q and k."""
 
     cos: Array  # float32[max_len, D / 2]
     sin: Array  # float32[max_len, D / 2]
-    q_norm: Array | None = None  # [D]; None: not normalised
+    q_norm: Array | None = None  # [D]; None: no norm
     k_norm: Array | None = None  # [D]
     eps: float = 0.0
 
@@ -135,91 +134,92 @@ class Device(Protocol):
     device_name: str  # "NVIDIA H200", "CPU"
 
     def upload(self, host: np.ndarray) -> Array:
-        """Return a copy of `host` on the device, same shape and dtype; it lives until nothing refers to it."""
+        """Return a device copy of the same shape and dtype, freed with its last reference."""
 
     def upload_all(
         self, hosts: Sequence[np.ndarray], into: Array | None = None, rows: TableRows | None = None
     ) -> list[Array]:
         """Copy small host arrays, and rows of a table, in one transfer without waiting for it.
 
-        The host arrays may change at once. The copies lie in `into` uint8[N] if given (at the same offsets for the same
-        shapes), else they live as `upload`'s do.
+        The hosts may change at once. The copies lie in `into` uint8[N] if given (equal shapes have equal offsets), else
+        they live as `upload`'s do.
         """
 
     def load_parallel(self, targets: Sequence[Array], read: Callable[[int, int, np.ndarray], None]) -> None:
-        """Fill large contiguous arrays from the host, in several threads; return when they are full.
+        """Fill large contiguous arrays in several threads; return when they are full.
 
-        read(i, start, out) writes the elements of targets[i], flattened, from `start` on into `out` [n], of its dtype.
-        An exception of `read` is raised here.
+        read(i, start, out) writes elements of the flattened targets[i] from `start` on to `out` [n], of its dtype. Its
+        exceptions are raised here.
         """
 
     def download(self, array: Array) -> np.ndarray:
-        """Return a host copy of `array`; waits for the work that makes it."""
+        """Return a host copy; waits for the work that makes it."""
 
     def download_async(self, arrays: Sequence[Array]) -> Callable[[], list[np.ndarray]]:
-        """Start to copy `arrays` as they are after all work submitted so far; a call of the result waits for them."""
+        """Start to copy `arrays` as they are after all work submitted so far; calling the result waits for the
+        copies."""
 
     def warm_up(self, work: Callable[[], None]) -> None:
-        """Run `work`, whose results are not used, so that its kernels are compiled.
+        """Run `work` so that its kernels are compiled; its results are not used.
 
-        It may run twice, the first time with ops that write nothing: its control flow must not depend on results.
+        It may run twice, first with ops that write nothing: its control flow must not depend on results.
         """
 
     def capture(self, work: Callable[[], None], warm_up_run: Callable[[], None] | None = None) -> Callable[[], None]:
-        """Record `work` if the backend can, and return a function that runs it again on the same arrays.
+        """Record `work` if the backend can; return a function that replays it on the same arrays.
 
-        `work` uses ops of this backend alone, on memory that stays allocated. It runs once before it is recorded;
-        `warm_up_run`, which must need the same kernels, product shapes and scratch, runs in its place if given.
+        `work` uses only this backend's ops, on memory that stays allocated. It runs once first; `warm_up_run` runs
+        instead if given, and must need the same kernels, product shapes and scratch.
         """
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        """Allocate memory that outlives every scratch (weights, KV cache); contents are undefined."""
+        """Allocate undefined memory that outlives every scratch (weights, KV cache)."""
 
     def temporary(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        """Allocate memory that lives until the surrounding scratch ends; contents are undefined."""
+        """Allocate undefined memory that lives until the surrounding scratch ends."""
 
     def scratch(self) -> AbstractContextManager[None]:
-        """Free at its end every array that ops returned within it. Scratches nest."""
+        """Free on exit the arrays that ops returned within it. Scratches nest."""
 
     def host_blocks(self, kv: Array, num_blocks: int) -> HostBlocks:
-        """Allocate host memory for `num_blocks` blocks of the cache `kv` [N, L, 2, Hkv, B, D], in the background."""
+        """Allocate host memory for `num_blocks` blocks of `kv` [N, L, 2, Hkv, B, D], in the background."""
 
     def memory_bytes(self) -> tuple[int, int]:
-        """(free, total) bytes of the memory that `empty` draws from."""
+        """Return (free, total) bytes of the memory that `empty` uses."""
 
     def synchronize(self) -> None:
-        """Wait until all work submitted so far is done."""
+        """Wait for all work submitted so far."""
 
     def record_event(self) -> Any:
-        """Record a point in the work submitted so far, for `elapsed_s`."""
+        """Record a point in the submitted work, for `elapsed_s`."""
 
     def elapsed_s(self, begin: Any, end: Any) -> float:
-        """Seconds of the device between two events; waits for the later one."""
+        """Return the device seconds between two events; waits for `end`."""
 
 
 class Ops(Device, Protocol):
-    """The operations of a model on its device."""
+    """Operations of a model on its device."""
 
     dtype: np.dtype  # of activations and dense weights
-    kv_dtype: np.dtype  # of the KV cache
+    kv_dtype: np.dtype
     weight_formats: frozenset[WeightFormat]  # that `prepare_weight` takes
-    has_fp8: bool  # products of inputs in e4m3; without them weights in FP8 are dequantised in the product
+    has_fp8: bool  # products of e4m3 inputs; without them FP8 weights are dequantised in the product
 
     def find_nonfinite(self, x: Array, found: Array) -> None:
         """Set found[0] = 1 if x, of `self.dtype` and any shape, holds NaN or infinity; found int32[1]."""
 
     def gather_rows(self, table: Array, ids: Array) -> Array:
-        """table [N, H] of activations or float32, ids int32[T] -> [T, H]; a row of zeros for an id outside 0..N-1."""
+        """table [N, H] of activations or float32, ids int32[T] -> [T, H]; zeros for an id outside 0..N-1."""
 
     def pick_tokens(self, token_ids: Array, previous: Array, source: Array) -> None:
-        """Set token_ids[i] = previous[source[i]] wherever 0 <= source[i] < P; token_ids, source int32[T], previous
-        int32[P]: tokens that the previous step sampled and the host has not read yet."""
+        """Set token_ids[i] = previous[source[i]] if 0 <= source[i] < P; token_ids, source int32[T], previous int32[P],
+        sampled in the previous step."""
 
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
         """x [T, H] / sqrt(mean(x^2) + eps) * weight [H]; mean in float32."""
 
     def add_rms_norm(self, x: Array, residual: Array, weight: Array, eps: float, out: Array | None = None) -> Array:
-        """residual [T, H] += x in place, rounded to its dtype, then return rms_norm(residual), in `out` if given."""
+        """residual [T, H] += x in place, in its dtype; return rms_norm(residual), in `out` if given."""
 
     def linear(
         self,
@@ -232,100 +232,95 @@ class Ops(Device, Protocol):
     ) -> Array:
         """Return x [T, K] @ weight [N, K].T + bias [N] as [T, N] in `dtype` (default: `self.dtype`), in `out` if given.
 
-        x is in `self.dtype`, or in e4m3 for weights in FP8, which hold no NaN. A row of x in e4m3 with a scale that is
-        not finite gives a row that is not finite.
+        x is in `self.dtype`, or in e4m3 for FP8 weights, which hold no NaN. A non-finite scale of x gives a non-finite
+        row.
         """
 
     def prepare_weight(self, weight: Weight) -> Weight:
-        """Return a loaded weight in the form that `linear` reads; its memory may be reused. Call it once a weight.
+        """Return a loaded weight, once, in the form that `linear` reads; its memory may be reused.
 
-        A format that the backend has no product for is dequantised to DENSE.
+        A format without a product is dequantised to DENSE.
         """
 
     def tune_linear(
         self, weights: Sequence[Weight], bias: Array | None, num_rows: Sequence[int], *, dtype: np.dtype | None = None
     ) -> None:
-        """Measure the fastest algorithm of `linear` for each of `num_rows` and these weights, all of one shape [N, K].
+        """Measure the fastest algorithm of `linear` for each of `num_rows`; affects speed alone. Not within `capture`.
 
-        Affects speed alone. The weights are used in turn, so that they come from memory as in a step. Not within
-        `capture`.
+        The weights, all of one shape [N, K], are used in turn, to come from memory as in a step.
         """
 
     def linear_sizes(self, most: int) -> list[int]:
-        """Numbers of rows to run `linear` with, so that no number up to `most` loads or plans anything; the last may
-        exceed it."""
+        """Return numbers of rows to run `linear` with: no number up to `most` then loads or plans anything. The last
+        may exceed it."""
 
     def rope_kv_write(
         self, qkv: Array, rotation: HeadRotation, positions: Array, slots: Array, kv: Array, layer: int
     ) -> Array:
         """Normalise and rotate q and k per head, write k and v to the cache, return q [T, Hq, D].
 
-        qkv [T, (Hq + 2 Hkv) * D]; positions int32[T]; slots int64[T] (block id * B + offset); kv
-        [num_blocks, L, 2, Hkv, B, D]. Rotation pairs element i with i + D/2 (Hugging Face's layout). Rows whose slot is
-        outside the cache are not written; rows whose position is outside the table get q of zeros.
+        qkv [T, (Hq + 2 Hkv) * D]; positions int32[T]; slots int64[T] (block id * B + offset); kv [num_blocks, L, 2,
+        Hkv, B, D]. Element i is paired with i + D/2 (Hugging Face's layout). A slot outside the cache is not written; a
+        position outside the table is not written and gives q of zeros.
         """
 
     def plan_decode_attention(self, num_heads: int, batch: AttentionBatch) -> Array | None:
-        """Plan the splits of a decode for every layer of this window; None if the backend plans nothing.
+        """Plan a decode's splits for every layer of this window; None if the backend plans nothing.
 
-        For `paged_decode_attention` of arrays of the same shapes and `num_heads` query heads. Tables that name one
-        block at one place, within what both see, must name the same blocks before it: a prefix shared by several
-        sequences may be read once for all of them.
+        The plan serves arrays of the same shapes and `num_heads` query heads. Tables that have a visible block in
+        common, at one index, must agree on all blocks before it: a shared prefix may be read once.
         """
 
     def paged_decode_attention(self, q: Array, batch: AttentionBatch, out: Array) -> None:
-        """Attend with one query row a sequence, at position context_lens[s] - 1, to its cached keys and values.
+        """Attend with one query per sequence, at position context_lens[s] - 1.
 
-        q, out [S, Hq, D]. Query head h reads kv head h // (Hq / Hkv). A row with context_lens[s] = 0 is padding and
-        gives zeros.
+        q, out [S, Hq, D]. Query head h reads kv head h // (Hq / Hkv). context_lens[s] = 0 is padding and gives zeros.
         """
 
     def paged_prefill_attention(self, q: Array, batch: AttentionBatch, out: Array) -> None:
-        """Attend causally with chunks of several sequences to the cache, which already holds the chunks' own keys.
+        """Attend causally with chunks of several sequences, whose keys are already in the cache.
 
-        q, out [T, Hq, D]; the rows of sequence s are its last positions: row i has position
-        context_lens[s] - (query_start[s + 1] - i). A sequence may have no row; rows before the first sequence's and
-        after the last's are not written. A value in the cache that is NaN or infinite reaches the rows that see its
-        key; in fp16 and bf16 on a GPU also rows that share a tile with one of these.
+        q, out [T, Hq, D]; row i of sequence s has position context_lens[s] - (query_start[s + 1] - i). A sequence may
+        have no row; rows of no sequence are not written. A non-finite value reaches the rows that see its key; in fp16
+        and bf16 on a GPU also rows that share a tile with these.
         """
 
     def silu_mul(self, gate_up: Array) -> Array:
         """gate_up [T, 2 I] -> silu(gate_up[:, :I]) * gate_up[:, I:]."""
 
     def quantise_rows(self, x: Array, out: Fp8Rows | None = None) -> Fp8Rows:
-        """Round the rows of x [T, K] to e4m3 with scale = max(|row|) / 448, at least 1e-12; in `out` if given.
+        """Round x [T, K] to e4m3 with scale = max(|row|) / 448, at least 1e-12; in `out` if given.
 
-        A row with NaN or infinity gets a scale that is not finite.
+        A row with NaN or infinity gets a non-finite scale.
         """
 
     def dequantise_rows(self, x: Fp8Rows) -> Array:
         """Return data * scale of x [T, K] in `self.dtype`."""
 
     def rms_norm_quantised(self, x: Array, weight: Array, eps: float) -> Fp8Rows:
-        """`quantise_rows` of `rms_norm`'s result, which is rounded to `self.dtype` before."""
+        """`quantise_rows` of `rms_norm`, after rounding to `self.dtype`."""
 
     def add_rms_norm_quantised(
         self, x: Array, residual: Array, weight: Array, eps: float, out: Fp8Rows | None = None
     ) -> Fp8Rows:
-        """`quantise_rows` of `add_rms_norm`'s result, in `out` if given; residual [T, H] += x in place as there."""
+        """`quantise_rows` of `add_rms_norm`, in `out` if given; residual [T, H] += x in place."""
 
     def silu_mul_quantised(self, gate_up: Array) -> Fp8Rows:
-        """`quantise_rows` of `silu_mul`'s result."""
+        """`quantise_rows` of `silu_mul`."""
 
     def copy_blocks(self, kv: Array, sources: Array, targets: Array) -> None:
-        """Set kv[targets[i]] = kv[sources[i]] over all layers; int32[N] each; no target is a source or occurs twice.
-        A pair with an id outside the pool is ignored."""
+        """Set kv[targets[i]] = kv[sources[i]] in all layers; int32[N] each. No target is a source or repeats. Ids
+        outside the pool are ignored."""
 
     def top_logprobs(self, logits: Array, token_ids: Array, num_best: int) -> tuple[Array, Array, Array]:
-        """logits float32[R, V], token_ids int32[R] -> (those tokens' log-probabilities float32[R], the K = num_best
-        best ids int32[R, K], theirs float32[R, K]), best first, ties by lower id; K at most V."""
+        """logits float32[R, V], token_ids int32[R] -> their log-probabilities float32[R], the K = num_best <= V best
+        ids int32[R, K], theirs float32[R, K]; best first, ties by lower id."""
 
     def sample(self, logits: Array, how: SamplingArrays, out: Array | None = None) -> Sampled:
-        """Sample one token a row of logits float32[R, V], which do not change; the ids go to `out` int32[R] if given.
+        """Sample one token per row of logits float32[R, V], which do not change; the ids go to `out` int32[R] if given.
 
-        Order: bias, penalties, mask, temperature, top-k, top-p (of what top-k left), min-p. A value that ties with the
-        threshold stays. The token is argmax(logit / temperature + Gumbel noise) over the rest, independent of the order
-        of summation; ties go to the lower id. The noise of token v comes from word v % 4 of Philox4x32-10 with key
-        (seed low, seed high) and counter (v // 4, position, branch, 0): u = ((word >> 9) + 0.5) * 2^-23,
-        noise = -log(-log(u)).
+        Order: bias, penalties, mask, temperature, top-k, top-p (of what top-k left), min-p; ties with a threshold stay.
+        The token is argmax(logit / temperature + Gumbel noise), ties to the lower id. The noise of token v comes from
+        word v % 4 of Philox4x32-10 with key (seed low, seed high) and counter (v // 4, position, branch, 0): u = ((word
+        >> 9) + 0.5) * 2^-23, noise = -log(-log(u)).
         """

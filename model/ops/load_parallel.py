@@ -1,4 +1,4 @@
-"""Large arrays filled from the host in pieces, by several threads."""
+"""Fills large arrays from the host in pieces, in several threads."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from model.ops.interface import Array
 
 PIECE_BYTES = 4 << 20
-"""Smaller pieces wait for the interpreter lock, larger ones fall out of the CPU's cache: 12 threads copy 52 GB/s; 8
-threads 32 GB/s with 2 MiB, 38 with 8 MiB."""
+"""Smaller pieces wait for the interpreter lock, larger ones exceed the CPU's cache: 8 threads copy 32 GB/s with 2 MiB,
+38 with 8 MiB; 12 threads 52 with 4 MiB."""
 
 MAX_THREADS = 12
-"""Enough to saturate the bus of an H200: 8 threads read 48 GB/s, 12 read 68, and the bus carries 52."""
+"""Saturates an H200's bus of 52 GB/s: 8 threads read 48 GB/s, 12 read 68."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements `start` to `stop` of the flattened array `target`."""
+    """Elements `start` to `stop` of a flattened target."""
 
     target: int
     start: int
@@ -28,7 +28,7 @@ class Piece:
 
 
 def load_in_threads(targets: Sequence[Array], work: Callable[[Iterator[Piece]], None]) -> None:
-    """Run `work` in one thread a core, on iterators that together yield each piece of `targets` once.
+    """Run `work` in one thread per core, on iterators that together yield each piece once.
 
     If one raises, the others get no more pieces, and the exception is raised here.
     """
@@ -61,6 +61,6 @@ def _taken(pieces: deque[Piece]) -> Iterator[Piece]:
     while True:
         try:
             piece = pieces.popleft()
-        except IndexError:  # asking for the length first would race with the other threads
+        except IndexError:  # checking the length first would race
             return
         yield piece

@@ -1,4 +1,4 @@
-"""Several small arrays in one piece of memory, so that one copy carries all a step needs to the device."""
+"""Packs small arrays into one, so that one copy carries all a step needs to the device."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 ALIGNMENT_BYTES = 16
-"""Every array starts at a multiple of this, so that kernels may read it in vectors."""
+"""Alignment of each array, for vector loads."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Where each array lies in the piece."""
+    """Offsets of arrays in one buffer."""
 
     offsets: tuple[int, ...]
     num_bytes: int
 
     @classmethod
     def of(cls, arrays: Sequence[np.ndarray]) -> Packing:
-        """One after the other, in order."""
         offsets, end = [], 0
         for array in arrays:
             offsets.append(end)
@@ -29,12 +28,12 @@ class Packing:
         return cls(tuple(offsets), end)
 
     def fill(self, piece: np.ndarray, arrays: Sequence[np.ndarray]) -> None:
-        """Copy the arrays into `piece` uint8[num_bytes or more]."""
+        """Copy the arrays into `piece` uint8[>= num_bytes]."""
         for offset, array in zip(self.offsets, arrays, strict=True):
             piece[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
     def views(self, piece: Any, arrays: Sequence[np.ndarray]) -> list[Any]:
-        """Arrays of the same dtypes and shapes as `arrays`, in `piece`, which may be a backend's."""
+        """Return views of `piece`, on any backend, with the dtypes and shapes of `arrays`."""
         return [
             piece[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)
             for offset, array in zip(self.offsets, arrays, strict=True)
@@ -42,8 +41,8 @@ class Packing:
 
 
 class TableRows(NamedTuple):
-    """What goes into some rows of a table of the device: table[places, :w] = host."""
+    """Rows to write to a device table: table[places, :w] = host."""
 
     host: np.ndarray  # int32[n, w]
-    places: np.ndarray  # int32[n], none twice
+    places: np.ndarray  # int32[n], unique
     table: Any  # int32[any, at least w]

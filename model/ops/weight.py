@@ -1,4 +1,4 @@
-"""A matrix of weights: numbers, scales and the format that joins them."""
+"""Weight matrices and their formats."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ Array = Any
 
 
 class WeightFormat(StrEnum):
-    """How `Weight.data` and `Weight.scale` make the matrix [N, K]."""
+    """Encoding of the matrix [N, K] in `Weight.data` and `Weight.scale`."""
 
-    DENSE = "dense"  # data [N, K] in the dtype of the activations; no scale
-    FP8 = "fp8"  # data uint8[N, K], bits of e4m3; scale float32[N], one for each row
-    FP8_BLOCK = "fp8-block"  # data as FP8; scale float32[ceil(N / 128), ceil(K / 128)], one for each 128 x 128 block
+    DENSE = "dense"  # data [N, K] in the activations' dtype; no scale
+    FP8 = "fp8"  # data uint8[N, K], bits of e4m3; scale float32[N]
+    FP8_BLOCK = "fp8-block"  # data as FP8; scale float32[ceil(N / 128), ceil(K / 128)] of 128 x 128 blocks
     INT8 = "int8"  # data int8[N, K]; scale float32[N]
-    INT4 = "int4"  # data uint8[N, K / 2], element k in the low (even k) or high half of byte k // 2; 0..15
-    #                scale 16-bit float[N, K / G], zero_point uint8[N, K / G] or None (8): (data - zero_point) * scale
-    INT4_TILED = "int4-tiled"  # INT4 in the order of cuda/common/int4.cuh: data uint8[K / 128, N / 16, 1024], scale and
-    #                            zero_point [K / G, N / 16, 16]; made by `Ops.prepare_weight`, in no file
+    INT4 = "int4"  # data uint8[N, K / 2]: element k is the low (even k) or high half of byte k // 2;
+    # scale 16-bit float[N, K / G], zero_point uint8[N, K / G] or None (8): (data - zero_point) * scale
+    INT4_TILED = "int4-tiled"  # cuda/common/int4.cuh: data uint8[K / 128, N / 16, 1024], scale and
+    # zero_point [K / G, N / 16, 16]; made by `Ops.prepare_weight` only
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Weight:
     format: WeightFormat = WeightFormat.DENSE
     scale: Array | None = None
     zero_point: Array | None = None
-    group_size: int = 0  # INT4, INT4_TILED: G, inputs that share a scale
-    quantised_input: bool = False  # FP8, INT8: the checkpoint rounds x to the same format, a scale for each row of x
+    group_size: int = 0  # G of INT4 and INT4_TILED, inputs that share a scale
+    quantised_input: bool = False  # FP8, INT8: rows of x are rounded to the same format
     input_order: Array | None = None  # int32[K]: column k multiplies x[:, input_order[k]] (GPTQ's desc_act); None: k
 
     @classmethod
     def fp8(cls, data: Array, scale: Array) -> Weight:
-        """Return a matrix in FP8 whose inputs are rounded to e4m3 as well."""
+        """Return an FP8 matrix with inputs rounded to e4m3."""
         return cls(data, WeightFormat.FP8, scale, quantised_input=True)
 
     @property
@@ -50,6 +50,5 @@ class Weight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays."""
         arrays = (self.data, self.scale, self.zero_point, self.input_order)
         return sum(array.nbytes for array in arrays if array is not None)

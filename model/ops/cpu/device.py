@@ -1,4 +1,4 @@
-"""The host as a `Device`: memory is NumPy's, all work is done when its call returns."""
+"""The host as a `Device`: NumPy's memory, work that is done when its call returns."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from model.ops.packing import Packing, TableRows
 
 
 class NumpyDevice:
-    """`Device` on the CPU."""
-
     name = "numpy"
     device_name = "CPU"
 
@@ -83,7 +81,7 @@ class NumpyDevice:
 
 
 def _available_bytes() -> int:
-    """Available memory as Linux estimates it, page cache included; 0 if it does not say."""
+    """Return Linux's estimate, page cache included; 0 if unknown."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Blocks of the cache in other memory of the same host: what the second tier is where the first one is NumPy's."""
+"""The cache's second tier in other memory of the same host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from model.ops.interface import Array
 
 
 class NumpyTransfer:
-    """`Transfer`: over as soon as it was asked for."""
+    """`Transfer`, done at once."""
 
     def __init__(self, seconds: float):
         self._seconds = seconds
@@ -27,7 +27,7 @@ class NumpyTransfer:
 
 
 class NumpyHostBlocks:
-    """`HostBlocks` where the cache itself is in the host's memory."""
+    """`HostBlocks` of a NumPy cache."""
 
     def __init__(self, kv: Array, num_blocks: int):
         self.num_ready = num_blocks

@@ -1,4 +1,4 @@
-"""The specification: every op in plain NumPy, float32 inside, any of the three dtypes outside.
+"""The specification: every op in NumPy, in float32 inside.
 
 It is the reference of each CUDA kernel, and serves small models without a GPU.
 """
@@ -18,19 +18,18 @@ from model.ops.interface import Array, AttentionBatch, Fp8Rows, HeadRotation, Sa
 from model.ops.weight import Weight, WeightFormat
 
 DECODE_GROUP = 16
-"""Sequences whose decode attention is computed at once: hides NumPy's call overhead, pads little, fits the cache."""
+"""Sequences per decode attention: hides NumPy's call overhead, pads little, fits the CPU's cache."""
 
 FLOAT32 = np.dtype(np.float32)
 
 
 class NumpyOps(NumpyDevice):
-    """`Ops` on the CPU. Matrix products go to the BLAS that NumPy ships with."""
+    """`Ops` on the CPU, with NumPy's BLAS."""
 
     weight_formats = frozenset(WeightFormat)
     has_fp8 = True
 
     def __init__(self, dtype: np.dtype = FLOAT32, kv_dtype: np.dtype | None = None):
-        """`kv_dtype` is the cache's (default: `dtype`)."""
         self.dtype = np.dtype(dtype)
         self.kv_dtype = np.dtype(dtype if kv_dtype is None else kv_dtype)
 
@@ -183,11 +182,11 @@ def _rotated(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
 
 
-@np.errstate(invalid="ignore")  # the sampler reports a number that is not finite
+@np.errstate(invalid="ignore")  # the sampler reports non-finite numbers
 def _attention(q: Array, batch: AttentionBatch, sequences: np.ndarray) -> np.ndarray:
-    """Attend with q [S, n, Hq, D], the last n positions of S `sequences` of the batch -> [S, n, Hq, D].
+    """Attend with q [S, n, Hq, D], the last n positions of S `sequences` -> [S, n, Hq, D].
 
-    Sequences are padded to the longest of the S; what a query does not see may be anything, NaN included.
+    Sequences are padded to the longest; keys that a query does not see may be anything, NaN included.
     """
     kv, layer, window = batch.kv, batch.layer, batch.window
     block_tables, context_lens = batch.block_tables[sequences], batch.context_lens[sequences]
@@ -205,9 +204,9 @@ def _attention(q: Array, batch: AttentionBatch, sequences: np.ndarray) -> np.nda
     key_at = (columns[:, :, None] * block_size + np.arange(block_size)).reshape(num_sequences, 1, -1)
     query_at = (context_lens[:, None] - num_queries + np.arange(num_queries))[:, :, None]
     visible = (key_at <= query_at) & (key_at > query_at - window)  # [S, n, keys]
-    values.swapaxes(1, 2)[~visible.any(axis=1)] = 0  # a weight of 0 would not silence a NaN: see _weighed
+    values.swapaxes(1, 2)[~visible.any(axis=1)] = 0  # 0 * NaN is NaN: see _weighed
 
-    # [S, Hkv, D, (Hq / Hkv) * n]: keys @ queries is the order of the two that BLAS is quick at for few queries
+    # [S, Hkv, D, (Hq / Hkv) * n]: BLAS is fast at keys @ queries for few queries
     by_head = _f32(q).reshape(num_sequences, num_queries, num_kv_heads, -1, head_dim)
     queries = by_head.transpose(0, 2, 4, 3, 1).reshape(num_sequences, num_kv_heads, head_dim, -1)
     scores = np.ascontiguousarray((keys @ queries).swapaxes(-1, -2)) * np.float32(batch.scale)
@@ -219,11 +218,11 @@ def _attention(q: Array, batch: AttentionBatch, sequences: np.ndarray) -> np.nda
 
 
 def _weighed(values: np.ndarray, weights: np.ndarray, visible: np.ndarray) -> np.ndarray:
-    """values [S, Hkv, keys, D], weights [S, Hkv, Hq / Hkv, n, keys], 0 unless `visible` [S, n, keys] ->
-    [S, Hkv, Hq / Hkv, n, D].
+    """values [S, Hkv, keys, D], weights [S, Hkv, Hq / Hkv, n, keys], 0 unless `visible` [S, n, keys] -> [S, Hkv, Hq /
+    Hkv, n, D].
 
-    A value that is not finite reaches only the queries that see its key: it is left out of the product, where 0 times
-    it would not be 0, and added to their rows.
+    A non-finite value reaches only the queries that see its key: it is left out of the product, where 0 times it is
+    NaN, and added to their rows.
     """
     flat = (*weights.shape[:2], -1, weights.shape[-1])
     shape = (*weights.shape[:-1], values.shape[-1])

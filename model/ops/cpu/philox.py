@@ -1,7 +1,7 @@
-"""The counter-based random numbers behind sampling: Philox4x32-10 (Salmon et al., SC 2011).
+"""Counter-based random numbers of sampling: Philox4x32-10 (Salmon et al., SC 2011).
 
-A number depends on (seed, branch, position, token id) alone: a request that moves to another worker, joins another
-batch or is computed again draws the same noise.
+A number depends on (seed, branch, position, token id) alone: a request gets the same ones on any worker, in any batch,
+and when recomputed.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def philox_words(counters: np.ndarray, seeds: np.ndarray) -> np.ndarray:
 
 
 def gumbel_noise(token_ids: np.ndarray, seeds: np.ndarray, positions: np.ndarray, branches: np.ndarray) -> np.ndarray:
-    """Standard Gumbel noise float32[N] as `Ops.sample` defines it, of tokens [N] with seeds uint64[N] and so on.
+    """Return Gumbel noise float32[N] as `Ops.sample` defines it; arrays are [N], seeds uint64.
 
-    Neighbours that share their four words (in order of token id, within one row) share one computation of them.
+    Neighbours in a row with the same four words compute them once.
     """
     counters = np.zeros((len(token_ids), 4), np.uint32)
     counters[:, 0], counters[:, 1], counters[:, 2] = token_ids // 4, positions, branches

@@ -1,4 +1,4 @@
-"""The specification of products with quantised weights: exact arithmetic on the dequantised weights, in float32."""
+"""The specification of products with quantised weights: dequantised, in float32."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from model.ops.weight import Weight, WeightFormat
 
 FLOAT32 = np.dtype(np.float32)
 BLOCK = 128
-"""Rows and columns of a block of WeightFormat.FP8_BLOCK."""
+"""Side of a block of WeightFormat.FP8_BLOCK."""
 
 INT8_MAX = np.float32(127)
 PIECE_ELEMENTS = 4 << 20
@@ -22,7 +22,7 @@ _E4M3_VALUES: np.ndarray = np.arange(256, dtype=np.uint8).view(E4M3).astype(FLOA
 def linear_quantised(x: Array | Fp8Rows, weight: Weight) -> np.ndarray:
     """Return x [T, K] @ weight [N, K].T as float32[T, N].
 
-    x in e4m3 is used as it was rounded. For INT8 with `quantised_input`, each row of x is rounded to int8 first.
+    INT8 with `quantised_input` rounds each row of x to int8.
     """
     num_outputs, num_inputs = weight.shape
     if isinstance(x, Fp8Rows):
@@ -46,7 +46,7 @@ def linear_quantised(x: Array | Fp8Rows, weight: Weight) -> np.ndarray:
 
 
 def dequantise(weight: Weight) -> np.ndarray:
-    """Return the matrix as float32[N, K], columns in the order of the inputs."""
+    """Return the matrix float32[N, K], columns in the inputs' order."""
     values = _codes(weight, 0, weight.shape[0])
     if weight.format in (WeightFormat.FP8, WeightFormat.INT8):
         values *= np.asarray(weight.scale)[:, None]
@@ -64,7 +64,7 @@ def quantise_int8(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _codes(weight: Weight, first: int, last: int) -> np.ndarray:
-    """Rows first..last - 1 as float32, without the row scales of FP8 and INT8. `first` is a multiple of BLOCK."""
+    """Return rows first..last - 1 in float32, without row scales; `first` is a multiple of BLOCK."""
     data: np.ndarray = weight.data[first:last]
     if weight.format in (WeightFormat.DENSE, WeightFormat.INT8):
         return data.astype(FLOAT32)

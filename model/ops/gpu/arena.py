@@ -1,7 +1,7 @@
 """A bump allocator for the temporaries of a step.
 
-The same sequence of requests gets the same addresses, which captured graphs rely on. All work on the arena runs on one
-stream, so memory is reused before the work that used it has run.
+Equal requests get equal addresses, which captured graphs rely on. All work runs on one stream, so memory may be reused
+before the work that used it has run.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class _Mark(NamedTuple):
 
 
 class Arena:
-    """Memory that grows by chunks, which are never moved or freed."""
+    """Chunks of memory, never moved or freed."""
 
     def __init__(self, allocate: Callable[[int], Any], chunk_bytes: int):
-        """`allocate(num_bytes)` returns a pointer that can be added to, aligned to at least ALIGNMENT_BYTES."""
+        """Take `allocate(num_bytes)`, which returns a pointer aligned to ALIGNMENT_BYTES."""
         self._allocate = allocate
         self._chunk_bytes = chunk_bytes
         self._chunks: list[tuple[Any, int]] = []  # pointer, size in bytes
@@ -31,12 +31,12 @@ class Arena:
 
     @property
     def is_open(self) -> bool:
-        """Whether a scope is open; without one, nothing frees the memory."""
+        """Return whether a scope is open, which will free the memory."""
         return self._depth > 0
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Free at its end all memory allocated within it. Scopes nest."""
+        """Free on exit the memory allocated within it. Scopes nest."""
         mark = self._next
         self._depth += 1
         try:
@@ -46,7 +46,7 @@ class Arena:
             self._next = mark
 
     def take(self, num_bytes: int) -> Any:
-        """Return a pointer to `num_bytes` of undefined contents, valid until the innermost scope ends."""
+        """Return a pointer to `num_bytes`, undefined, valid until the innermost scope ends."""
         size = -(-max(num_bytes, 1) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         chunk, offset = self._next
         while chunk < len(self._chunks) and offset + size > self._chunks[chunk][1]:

@@ -1,8 +1,7 @@
 """Launches the paged attention kernels: tile sizes and grids by shape, workspace from the arena.
 
-Nothing here reads device data, so that launches can be captured. Tile sizes are chosen here alone; the kernels check at
-compile time that they agree on the shared memory. Only Hopper's own kernels need more than the 99 KiB a block of sm_86,
-sm_89 and sm_120.
+Nothing here reads device data, so launches can be captured. The kernels check the shared memory size at compile time.
+Only Hopper's kernels need more than the 99 KiB a block of sm_86, sm_89 and sm_120.
 """
 
 from __future__ import annotations
@@ -16,28 +15,28 @@ from model.ops.gpu.launcher import KernelLauncher
 from model.ops.interface import Array, AttentionBatch
 
 _FP32 = 0
-"""`dtype_code` of float32, whose kernels run on the CUDA cores."""
+"""`dtype_code` of float32, which runs on CUDA cores."""
 
 _DECODE_CTAS_PER_SM = 2
-"""Decode blocks that an SM of an H100 holds (96 KiB of tiles each): splits aim at one full wave."""
+"""Decode blocks of an H100's SM (96 KiB of tiles each): splits aim at one full wave."""
 
 _MIN_SPLIT_TOKENS = 128
-"""Least tokens of a split: the reduction of shorter ones costs more than they save."""
+"""Least tokens of a split; shorter ones cost more in the reduction than they save."""
 
 _DECODE_TILE_TOKENS = 16
-"""TILE of kv_split.cuh: a window is read from the start of its first tile."""
+"""TILE of kv_split.cuh: a window is read from its first tile."""
 
 _MAX_SPLITS = 256
 
 _SPLIT_INTS, _MEMBER_INTS, _PLAN_THREADS = 8, 4, 1024
-"""Of KvSplit and PrefixGroupMember in kv_split.cuh; THREADS of plan_decode.cu."""
+"""Int32s of KvSplit and PrefixGroupMember (kv_split.cuh); THREADS of plan_decode.cu."""
 
 _MIN_COMMON_TOKENS = 256
 """Least tokens of a prefix that is read once for several sequences."""
 
 _MAX_MEMBERS, _MAX_GROUP_ROWS = 8, 32
-"""Most members of a prefix group, and query rows of its block: what the registers of two blocks an SM hold at a
-head_dim of 128; half as many at 64 and 256."""
+"""Most members of a prefix group, and query rows of its block: limited by the registers of two blocks an SM at head_dim
+128; half at 64 and 256."""
 
 _MAX_PAIRS = 1 << 14
 """MAX_PAIRS of paged_decode.cu."""
@@ -52,25 +51,25 @@ _MAX_CLUSTER_SPLITS = 8
 """MAX_CLUSTER_SPLITS of paged_prefill_short_sm90.cu."""
 
 _SHORT_SHARE = 3
-"""Least splits for each query tile: with fewer, the kernel of larger tiles is as fast."""
+"""Least splits for each query tile: with fewer, larger tiles are as fast."""
 
 _HOPPER_MOST_CTAS = 1024
 """MAX_SPLITS of paged_prefill_sm90.cu."""
 
 
 class _Split(NamedTuple):
-    """Sizes of a plan: kernel `plan_decode` fills its `num_slots` splits."""
+    """Sizes of a plan of `num_slots` splits."""
 
     num_ctas: int  # of a split
-    target_splits: int  # of equal size that fill the device once; 0 if no sequence may be cut
+    target_splits: int  # that fill the device once; 0 if no sequence may be cut
     num_slots: int
     num_groups: int  # most prefix groups
     num_rows: int  # of the workspace; 0 if every sequence is one split
 
 
 def plan_decode_attention(device: KernelLauncher, num_heads: int, batch: AttentionBatch) -> Array:
-    """`Ops.plan_decode_attention`: int32[num_slots + what the members of groups take, 8], rows as `KvSplit` of
-    kv_split.cuh, followed by `PrefixGroupMember`s."""
+    """`Ops.plan_decode_attention`: int32[num_slots + rows for members, 8], `KvSplit`s of kv_split.cuh, then
+    `PrefixGroupMember`s."""
     kv, tables = batch.kv, batch.block_tables
     split = split_decode(device, num_heads, batch)
     tiles = _decode_tiles(device.dtype_code, kv.shape[5], num_heads // kv.shape[3])
@@ -93,7 +92,7 @@ def plan_decode_attention(device: KernelLauncher, num_heads: int, batch: Attenti
 
 
 def decode_attention(device: KernelLauncher, q: Array, batch: AttentionBatch, out: Array) -> None:
-    """`Ops.paged_decode_attention`. Decode launches of one device must not overlap: they share counters."""
+    """`Ops.paged_decode_attention`. Launches must not overlap: they share counters."""
     kv, tables = batch.kv, batch.block_tables
     num_sequences, num_heads, head_dim = q.shape
     num_blocks, num_layers, _, num_kv_heads, block_size, _ = kv.shape
@@ -121,7 +120,6 @@ def decode_attention(device: KernelLauncher, q: Array, batch: AttentionBatch, ou
 
 
 def prefill_attention(device: KernelLauncher, q: Array, batch: AttentionBatch, out: Array) -> None:
-    """`Ops.paged_prefill_attention`."""
     kv, tables, lens = batch.kv, batch.block_tables, batch.context_lens
     num_tokens, num_heads, head_dim = q.shape
     num_blocks, num_layers, _, num_kv_heads, block_size, _ = kv.shape
@@ -153,7 +151,6 @@ def prefill_attention(device: KernelLauncher, q: Array, batch: AttentionBatch, o
 
 
 def _suits_hopper(device: KernelLauncher, head_dim: int, max_rows: int) -> bool:
-    """Whether a wgmma kernel exists and has enough rows to pay."""
     return device.arch == "90a" and device.dtype_code != _FP32 and head_dim in (64, 128) and max_rows > 64
 
 
@@ -208,7 +205,7 @@ def _prefill_short_on_hopper(device: KernelLauncher, q: Array, batch: AttentionB
 
 
 def _clusters(device: KernelLauncher, build: dict[str, int], num_query_tiles: int) -> tuple[int, int]:
-    """(blocks of a cluster, clusters): the largest clusters of which each query tile gets one at once."""
+    """Return (blocks of a cluster, clusters): the largest that run one for each query tile at once."""
     for size in range(_MAX_CLUSTER_SPLITS, 1, -1):
         num_clusters = device.most_clusters("paged_prefill_short_sm90", size, **build)
         if num_clusters >= num_query_tiles:
@@ -217,7 +214,7 @@ def _clusters(device: KernelLauncher, build: dict[str, int], num_query_tiles: in
 
 
 def _short_build(head_dim: int, block_size: int, group: int) -> dict[str, int]:
-    """Shared memory: queries, stages of keys and of values, barriers."""
+    """Return macros and sizes. Shared memory: queries, stages of keys and values, barriers."""
     shared_bytes = 1024 + 2 * head_dim * (_SHORT_ROWS + 2 * _SHORT_STAGES * _SHORT_KEYS) + 8 * (3 + 4 * _SHORT_STAGES)
     return {
         "threads": _SHORT_THREADS,
@@ -233,7 +230,7 @@ def _short_build(head_dim: int, block_size: int, group: int) -> dict[str, int]:
 
 
 def _decode_tiles(dtype_code: int, head_dim: int, group: int) -> dict[str, int]:
-    """Macros of paged_decode.cu: each warp streams tiles of 16 keys and values through `STAGES` of its own."""
+    """Return macros of paged_decode.cu: each warp streams tiles of 16 keys and values through its own `STAGES`."""
     warps, stages = 4 if head_dim <= 128 else 2, 3
     most_rows = _MAX_GROUP_ROWS if 64 < head_dim <= 128 else _MAX_GROUP_ROWS // 2
     shared_bytes = 8 << 10 if dtype_code == _FP32 else warps * stages * 2 * 16 * _shared_row_bytes(head_dim)
@@ -247,7 +244,7 @@ def _decode_tiles(dtype_code: int, head_dim: int, group: int) -> dict[str, int]:
 
 
 def _prefill_tiles(dtype_code: int, head_dim: int, max_rows: int) -> dict[str, int]:
-    """Macros of paged_prefill.cu. Shared memory: query rows, two stages of `KEYS` keys and values, block ids."""
+    """Return macros of paged_prefill.cu. Shared memory: query rows, two stages of `KEYS` keys and values, block ids."""
     keys = 64 if head_dim <= 128 else 32
     tiles = {"WARPS": 4, "ROW_TILES": 2 if head_dim <= 128 and max_rows > 64 else 1, "KEYS": keys}
     num_rows = _prefill_rows(tiles) + 4 * keys
@@ -255,12 +252,11 @@ def _prefill_tiles(dtype_code: int, head_dim: int, max_rows: int) -> dict[str, i
 
 
 def _prefill_rows(tiles: dict[str, int]) -> int:
-    """Query rows of a block."""
     return 16 * tiles["WARPS"] * tiles["ROW_TILES"]
 
 
 def split_decode(device: KernelLauncher, num_heads: int, batch: AttentionBatch) -> _Split:
-    """Return sizes for splits of equal length that fill the device once."""
+    """Return sizes for equal splits that fill the device once."""
     kv, window, (num_sequences, max_blocks) = batch.kv, batch.window, batch.block_tables.shape
     num_kv_heads, block_size = kv.shape[3], kv.shape[4]
     group = num_heads // num_kv_heads
@@ -283,12 +279,12 @@ def split_decode(device: KernelLauncher, num_heads: int, batch: AttentionBatch) 
 
 
 def _shared_row_bytes(head_dim: int) -> int:
-    """Bytes between rows of 16-bit elements in shared memory, as `SharedTile` of paged_kv.cuh lays them."""
+    """Return the row stride in bytes of `SharedTile` (paged_kv.cuh)."""
     chunks = head_dim // 8
     is_swizzled = chunks >= 8 and chunks & (chunks - 1) == 0
     return 16 * (chunks if is_swizzled else chunks | 1)
 
 
 def _scale_log2(scale: float) -> np.float32:
-    """The scale in units of log2, so that a weight is one exp2."""
+    """Return the scale in units of log2: a weight is one exp2."""
     return np.float32(scale * math.log2(math.e))

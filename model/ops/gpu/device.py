@@ -1,4 +1,4 @@
-"""One CUDA device: memory, transfers, graphs, events, and the launch of one kernel."""
+"""One CUDA device: memory, transfers, graphs, events, kernel launches."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ from model.ops.interface import Array
 from model.ops.packing import TableRows
 
 ARENA_CHUNK_BYTES = 256 << 20
-"""A chunk holds the temporaries of a layer at usual sizes; a larger request gets its own."""
+"""Temporaries of a layer at usual sizes; larger requests get their own chunk."""
 
 DTYPE_CODES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dtypes.bfloat16): 2}
 """QUIRE_DTYPE of the kernels."""
 
 THREADS = 256
-"""Default threads of a block."""
 
 FIRST_WITH_FP8 = 89
-"""Compute capability of the first tensor cores that multiply e4m3."""
+"""Compute capability of the first tensor cores for e4m3."""
 
 _INT32 = np.dtype(np.int32)
 
@@ -41,9 +40,9 @@ class CudaDevice:
     name = "cuda"
 
     def __init__(self, dtype: np.dtype, kv_dtype: np.dtype | None = None):
-        """Open the device. `kv_dtype` is the cache's (default: `dtype`).
+        """Open the device.
 
-        Raises ValueError for dtypes without kernels, and CuPy's RuntimeErrors without a GPU.
+        Raises ValueError for dtypes without kernels, CuPy's RuntimeErrors without a GPU.
         """
         self.dtype = np.dtype(dtype)
         self.kv_dtype = self.dtype if kv_dtype is None else np.dtype(kv_dtype)
@@ -90,7 +89,7 @@ class CudaDevice:
         self.kernels.compile_together(work)
 
     def capture(self, work: Callable[[], None], warm_up_run: Callable[[], None] | None = None) -> Callable[[], None]:
-        (warm_up_run or work)()  # kernels are loaded, products planned, the arena grown before anything is recorded
+        (warm_up_run or work)()  # load kernels, plan products, grow the arena before recording
         self.stream.synchronize()
         with self.stream:
             self.stream.begin_capture()
@@ -100,7 +99,7 @@ class CudaDevice:
             finally:
                 self._is_capturing = False
                 graph = self.stream.end_capture()
-        graph.upload(self.stream)  # or the first replay would
+        graph.upload(self.stream)  # else the first replay uploads
         return lambda: graph.launch(self.stream)
 
     def download(self, array: Array) -> np.ndarray:
@@ -152,11 +151,10 @@ class CudaDevice:
         stream: cupy.cuda.Stream | None = None,
         **defines: int,
     ) -> None:
-        """Launch one kernel of `cuda/`, built for `self.dtype` unless `defines` name another; an empty grid is no work.
+        """Launch a kernel of `cuda/`, built for `self.dtype` unless `defines` name another; an empty grid does nothing.
 
         `overlaps`: the kernel calls `wait_for_previous_kernel` (common/types.cuh), so in a captured graph it may start
-        before its predecessor ends; elsewhere the host is too slow for a gain. `stream` defaults to `self.stream`, the
-        only one for clusters.
+        before its predecessor ends; elsewhere the host is too slow for a gain. Clusters run on `self.stream` only.
         """
         if 0 in grid:
             return
@@ -170,7 +168,7 @@ class CudaDevice:
             kernel(grid, (threads,), args, shared_bytes, stream or self.stream)
 
     def most_clusters(self, name: str, cluster: int, *, threads: int, shared_bytes: int, **defines: int) -> int:
-        """Return how many clusters of `cluster` blocks the device runs at once; 0 while the kernel is compiled."""
+        """Return the clusters of `cluster` blocks that run at once; 0 while the kernel is compiled."""
         key = (name, cluster, shared_bytes, *defines.values())
         if key not in self._most_clusters:
             kernel = self.kernels.get(name, shared_bytes=shared_bytes, **{"QUIRE_DTYPE": self.dtype_code, **defines})

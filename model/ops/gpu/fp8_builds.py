@@ -1,4 +1,4 @@
-"""The builds of `gemv_fp8.cu` and `small_m_fp8_sm90.cu`: which suits a product and a device."""
+"""Builds of `gemv_fp8.cu` and `small_m_fp8_sm90.cu` by product and device."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass, replace
 
 _SPAN_BYTES = 128  # of a row in a stage of small_m_fp8_sm90
 _MIN_TILE_ROWS, _FEW_TILE_ROWS, _MAX_TILE_ROWS = 32, 48, 128
-_MAX_READING_ROWS = 128  # of x: with more, products take longer than reading the weights
+_MAX_READING_ROWS = 128  # of x: more rows take longer than reading the weights
 _MIN_STAGES = 3
-_EIGHT = 8  # rows that a swizzle goes over
-_COLS = (16, 32, 64, 96, 128, 192, 256)  # rows of x that there are products of a warpgroup for
+_EIGHT = 8  # rows of a swizzle
+_COLS = (16, 32, 64, 96, 128, 192, 256)  # widths of a warpgroup's products
 
 MAX_SMALL_M_ROWS = _COLS[-1]
 """Most rows of x of small_m_fp8_sm90."""
 
 AHEAD_BYTES = 32 << 10
-"""As in `linear_builds`."""
+"""Bytes fetched early, as in `linear_builds`."""
 
 
 @dataclass(frozen=True)
 class GemvFp8Build:
-    """The macros of gemv_fp8.cu, and the blocks that an SM holds."""
+    """Macros of gemv_fp8.cu, and its blocks per SM."""
 
     warps: int
     row_tiles: int
@@ -33,29 +33,27 @@ class GemvFp8Build:
 
     @property
     def defines(self) -> dict[str, int]:
-        """The kernel's macros."""
         sizes = {"WARPS": self.warps, "ROW_TILES": self.row_tiles, "COL_TILES": self.col_tiles}
         return sizes | {"SPAN": self.span, "STAGES": self.stages}
 
     @property
     def shared_bytes(self) -> int:
-        """SHARED_BYTES: the ring of each warp, and two sets of sums."""
+        """Bytes of each warp's ring, and two sets of sums."""
         rows = 16 * self.row_tiles
         return self.warps * rows * (self.stages * self.span + 2 * 8 * self.col_tiles * 4)
 
     def num_blocks(self, n: int, num_sms: int) -> int:
-        """Return the blocks of a launch for `n` weight rows."""
         return min(math.ceil(n / (16 * self.row_tiles)), self.blocks_per_sm * num_sms)
 
 
 GEMV_FP8_BUILDS = tuple(
     GemvFp8Build(16, row_tiles, 128, 2, 1, col_tiles) for row_tiles in (2, 1) for col_tiles in (1, 2)
 )
-"""In the order of preference. The last two are for devices with less shared memory."""
+"""Preferred builds first; the last two need less shared memory."""
 
 
 def gemv_fp8_build(num_rows: int, max_shared_bytes: int) -> GemvFp8Build | None:
-    """Return the build for products of `num_rows` rows, or None."""
+    """Return the build for `num_rows` rows of x, or None."""
     for build in GEMV_FP8_BUILDS:
         if num_rows <= 8 * build.col_tiles and build.shared_bytes <= max_shared_bytes:
             return build
@@ -64,7 +62,7 @@ def gemv_fp8_build(num_rows: int, max_shared_bytes: int) -> GemvFp8Build | None:
 
 @dataclass(frozen=True)
 class SmallMFp8Build:
-    """The macros of small_m_fp8_sm90.cu, for one block an SM."""
+    """Macros of small_m_fp8_sm90.cu, for one block an SM."""
 
     rows: int
     cols: int
@@ -83,7 +81,7 @@ class SmallMFp8Build:
 
     @functools.cached_property
     def shared_bytes(self) -> int:
-        """Bytes of the ring, of what one block sends to the other, of barriers, scales, and rows read past the ring."""
+        """Bytes of the ring, a partner's sums, barriers, scales, and rows read past the ring."""
         sent = 128 * self._warpgroups * self.cols if self.split == 2 else 0
         past = max(0, 64 * self._warpgroups - self.rows - self.cols) * _SPAN_BYTES
         ring = self.stages * (self.rows + self.cols) * _SPAN_BYTES
@@ -94,7 +92,7 @@ class SmallMFp8Build:
         return math.ceil(self.rows / 64)
 
     def num_blocks(self, n: int, num_sms: int) -> int:
-        """Return the blocks of a launch for `n` weight rows: all get equally many tiles."""
+        """Return the blocks of a launch that get equally many tiles."""
         tiles = math.ceil(n / self.rows)
         if self.split == 2:
             return 2 * tiles
@@ -105,8 +103,8 @@ class SmallMFp8Build:
 def small_m_fp8_build(m: int, n: int, num_sms: int, max_shared_bytes: int) -> SmallMFp8Build | None:
     """Return the build for `m` rows of x and `n` of weights, or None.
 
-    Tiles are small enough for all SMs to get equally many. If they would waste much of a warpgroup's 64 rows, two
-    blocks split K: by `n` alone, so that the order of a sum does not depend on `m`.
+    All SMs get equally many tiles. If tiles would waste much of a warpgroup's 64 rows, two blocks split K: by `n`
+    alone, so that the order of a sum does not depend on `m`.
     """
     if m > MAX_SMALL_M_ROWS:
         return None

@@ -1,7 +1,7 @@
-"""Matrix products through cuBLASLt, which unlike CuPy's cuBLAS works while a graph is captured.
+"""Matrix products through cuBLASLt, which unlike CuPy's cuBLAS can be captured.
 
-Descriptor, layouts and algorithms of a shape are kept: later calls, captured ones among them, only launch. Sums are in
-float32 throughout, split-K included; fp32 inputs never go through TF32.
+A shape's descriptor, layouts and algorithms are kept: later calls, also captured ones, only launch. Sums are in
+float32, split-K included; fp32 inputs never use TF32.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ WORKSPACE_BYTES = 32 << 20
 """cuBLASLt's recommendation for Hopper."""
 
 BEST_ALIGNMENT_BYTES = 256
-"""Alignment of all pointers that cuBLASLt assumes by default."""
+"""Pointer alignment that cuBLASLt assumes by default."""
 
 MAX_ALGORITHMS = 8
-"""Algorithms of the heuristic that are considered for a shape, fastest estimate first."""
+"""Algorithms considered for a shape."""
 
 _TYPES = {
     np.dtype(np.float32): CudaDataType.CUDA_R_32F,
@@ -45,19 +45,19 @@ class GemmError(Exception):
 
 @dataclass(frozen=True)
 class _Plan:
-    """One shape in cuBLASLt's column-major terms: out.T [N, M] = weight.T.T [N, K] @ x.T [K, M]."""
+    """A shape in cuBLASLt's column-major terms: out.T [N, M] = weight.T.T [N, K] @ x.T [K, M]."""
 
     operation: int
     weight: int
     x: int
     out: int
-    algorithms: np.ndarray  # the heuristic's results, best first by its own estimate; kept alive for their addresses
+    algorithms: np.ndarray  # heuristic results, best estimate first; kept alive for their addresses
     algorithms_at: tuple[int, ...]
     adds_bias: bool
 
 
 class Gemm:
-    """Products of one device on one stream. Not for several threads: the workspace is shared."""
+    """Products on one stream, for one thread: the workspace is shared."""
 
     def __init__(self, stream: cupy.cuda.Stream):
         self._stream = stream
@@ -79,11 +79,11 @@ class Gemm:
         out: cupy.ndarray,
         algorithm: int = 0,
     ) -> bool:
-        """out [M, N] = x [M, K] @ weight [N, K].T + bias [N], all C-contiguous; M, N, K of at least 1.
+        """out [M, N] = x [M, K] @ weight [N, K].T + bias [N], all C-contiguous; M, N, K >= 1.
 
-        x, weight and bias have one dtype, out has that one or float32. `algorithm` is below `num_algorithms` of the
-        same arrays. Return whether the bias was added: if cuBLASLt cannot, the caller must. Raises GemmError, and
-        cuBLASLt's error if the algorithm fails.
+        x, weight and bias have one dtype, out has it or float32; `algorithm` < `num_algorithms`. Return whether the
+        bias was added: if cuBLASLt cannot, the caller must. Raises GemmError, and cuBLASLt's error if the algorithm
+        fails.
         """
         pointers, plan = self._planned(x, weight, bias, out, is_exact=algorithm > 0)
         if plan.adds_bias:
@@ -104,8 +104,7 @@ class Gemm:
     def _planned(
         self, x: Array, weight: Array, bias: Array | None, out: Array, *, is_exact: bool
     ) -> tuple[tuple[int, ...], _Plan]:
-        """Return the addresses of weight, x, out and bias, and the plan of their shapes: with the algorithms of
-        `planned_rows` rows unless `is_exact`."""
+        """Return the addresses of weight, x, out and bias, and the plan: of `planned_rows` rows unless `is_exact`."""
         pointers = weight.data.ptr, x.data.ptr, out.data.ptr, 0 if bias is None else bias.data.ptr
         together = pointers[0] | pointers[1] | pointers[2] | pointers[3] | BEST_ALIGNMENT_BYTES
         alignment = together & -together
@@ -161,7 +160,7 @@ class Gemm:
         return _Plan(operation, *layouts, algorithms, addresses, bias is not None)
 
     def _algorithms(self, operation: int, layouts: tuple[int, int, int], alignment: int, shapes: str) -> np.ndarray:
-        """Return the heuristic's algorithms, fastest estimate first. Raises GemmError."""
+        """Return algorithms, best estimate first. Raises GemmError."""
         weight, x, out = layouts
         found: np.ndarray = np.zeros(MAX_ALGORITHMS, lt.matmul_heuristic_result_dtype)
         count = np.zeros(1, np.int32)
@@ -183,7 +182,6 @@ class Gemm:
 
 
 def _layouts(rows: int, x: cupy.ndarray, weight: cupy.ndarray, out: cupy.ndarray) -> tuple[int, int, int]:
-    """Layouts of weight, x and out, the last two with `rows` rows."""
     n, k = weight.shape
     return (
         lt.matrix_layout_create(_TYPES[weight.dtype], k, n, k),

@@ -1,7 +1,4 @@
-"""Products of e4m3 matrices with a scale for each row of both, through cuBLASLt: on Hopper it takes such scales itself.
-
-What a shape needs is looked up once and kept, as in `gemm`.
-"""
+"""Products of e4m3 matrices, both scaled by row, through cuBLASLt on Hopper; plans are kept as in `gemm`."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from model.ops.gpu.product_sizes import planned_rows
 from model.ops.interface import Fp8Rows
 
 MULTIPLE = 16
-"""What N and K have to be multiples of, and addresses too."""
+"""Divisor of N, K and addresses."""
 
 _OUT_TYPES = {
     np.dtype(np.float32): CudaDataType.CUDA_R_32F,
@@ -31,10 +28,10 @@ _OUT_TYPES = {
 
 @dataclass(frozen=True)
 class _Plan:
-    """How one shape is computed, in cuBLASLt's column-major terms: out.T [N, M] = weight.T.T [N, K] @ x.T [K, M]."""
+    """A shape in cuBLASLt's column-major terms: out.T [N, M] = weight.T.T [N, K] @ x.T [K, M]."""
 
     layouts: tuple[int, int, int]  # of weight, x, out
-    algorithm: np.ndarray  # the heuristic's first result; kept alive for its address
+    algorithm: np.ndarray  # first heuristic result; kept alive for its address
 
     @property
     def algorithm_at(self) -> int:
@@ -42,7 +39,7 @@ class _Plan:
 
 
 class Fp8Gemm:
-    """Products of one device on one stream. Not for several threads: the workspace and the operation are shared."""
+    """Products on one stream, for one thread: workspace and operation are shared."""
 
     def __init__(self, stream: cupy.cuda.Stream):
         self._stream = stream
@@ -76,7 +73,7 @@ class Fp8Gemm:
         lt.matmul_desc_set_attribute(self._operation, attribute, at, num_bytes)
 
     def _planned(self, m: int, n: int, k: int, dtype: np.dtype, address: int) -> _Plan:
-        """With the algorithm of a few rows more (`planned_rows`), if it can do it."""
+        """Return a plan with the algorithm of `planned_rows` rows, if it supports `m`."""
         alignment = BEST_ALIGNMENT_BYTES if address % BEST_ALIGNMENT_BYTES == 0 else MULTIPLE
         rows = planned_rows(m)
         plan = self._plans.get((m, n, k, dtype, alignment))
@@ -117,7 +114,6 @@ class Fp8Gemm:
 
 
 def _layouts(m: int, n: int, k: int, dtype: np.dtype) -> tuple[int, int, int]:
-    """Of weight, x and out."""
     return (
         lt.matrix_layout_create(CudaDataType.CUDA_R_8F_E4M3, k, n, k),
         lt.matrix_layout_create(CudaDataType.CUDA_R_8F_E4M3, k, m, k),
@@ -126,7 +122,7 @@ def _layouts(m: int, n: int, k: int, dtype: np.dtype) -> tuple[int, int, int]:
 
 
 def _operation() -> int:
-    """One scale a row of weight and one a row of x; sums as `small_m_fp8_sm90` takes them."""
+    """Return an operation with row scales of both operands and the sums of `small_m_fp8_sm90`."""
     operation: int = lt.matmul_desc_create(ComputeType.COMPUTE_32F, CudaDataType.CUDA_R_32F)
     kind = lt.MatmulDescAttribute
     attributes = {

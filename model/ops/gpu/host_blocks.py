@@ -1,7 +1,7 @@
-"""Blocks of the cache in pinned memory of the host: one plain copy a block, on a stream of its own for each direction.
+"""Cache blocks in pinned host memory: one copy a block, on a stream per direction.
 
-Pinning gigabytes takes seconds, so a thread does it in pieces while the engine runs already. A piece is touched first,
-which needs no driver, and then registered, for which the driver's lock is held only shortly.
+Pinning gigabytes takes seconds, so a thread does it in pieces while the engine runs. A piece is touched before it is
+registered, so that the driver's lock is held shortly.
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ from cupy.cuda import runtime
 _log = logging.getLogger(__name__)
 
 PIECE_BYTES = 64 << 20
-"""Registered at once. A block never lies across two pieces: no copy may."""
+"""Size of a registered piece. No block lies across two: no copy may."""
 
 
 class CudaTransfer:
-    """`Transfer`: the events before and behind its copies."""
-
     def __init__(self, begin: cupy.cuda.Event, end: cupy.cuda.Event):
         self._begin = begin
         self._end = end
@@ -41,11 +39,11 @@ class CudaTransfer:
 
 
 class CudaHostBlocks:
-    """`HostBlocks` beside the work of `stream`; transfers are asked for by one thread at a time."""
+    """`HostBlocks` for the work of `stream`, for one thread at a time."""
 
     def __init__(self, kv: cupy.ndarray, num_blocks: int, stream: cupy.cuda.Stream):
         self.num_ready = 0
-        self._kv = kv  # keeps its memory
+        self._kv = kv
         self._block_bytes = kv.nbytes // len(kv)
         self._compute = stream
         self._out = cupy.cuda.Stream(non_blocking=True)
@@ -55,9 +53,9 @@ class CudaHostBlocks:
         self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = np.frombuffer(self._memory, np.uint8)
         self._address = self._bytes.ctypes.data
-        self._pinned: list[int] = []  # addresses of the registered pieces
+        self._pinned: list[int] = []
         self._release = weakref.finalize(self, _release, self._pinned, self._memory, self._out, self._in)
-        self._release.atexit = False  # the end of the process lets go by itself
+        self._release.atexit = False  # process exit frees it anyway
         self._is_closing = False
         self.failure: Exception | None = None
         self._pinning = threading.Thread(target=self._pin, args=(num_blocks,), name="pinning", daemon=True)
@@ -88,7 +86,7 @@ class CudaHostBlocks:
         return CudaTransfer(begin, end)
 
     def _pin(self, num_blocks: int) -> None:
-        """On the thread: make the memory usable from its beginning on."""
+        """Make the memory usable from its start on."""
         piece_blocks = max(1, PIECE_BYTES // self._block_bytes)
         try:
             self._kv.device.use()
@@ -101,14 +99,13 @@ class CudaHostBlocks:
                 _check(cudart.cudaHostRegister(piece.ctypes.data, piece.nbytes, cudart.cudaHostRegisterPortable))
                 self._pinned.append(piece.ctypes.data)
                 self.num_ready = last
-        except Exception as error:  # what is pinned by now stays in use
+        except Exception as error:  # pinned pieces stay in use
             self.failure = error
             _log.warning("only %d of %d blocks of the host could be pinned: %s", self.num_ready, num_blocks, error)
 
 
 def _release(pinned: list[int], memory: mmap.mmap, *streams: cupy.cuda.Stream) -> None:
-    """What is unmapped must not stay registered: the next mapping may get the same addresses. `memory` is unmapped when
-    nothing holds it any more."""
+    """Unregister before unmapping: the next mapping may get the same addresses."""
     for stream in streams:
         stream.synchronize()
     while pinned:

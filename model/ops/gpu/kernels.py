@@ -1,7 +1,7 @@
 """Compiles, caches and loads the kernels of `cuda/`.
 
-CuPy's own compiler targets plain sm_90, asks for a device and leaves included headers out of its cache key, so the
-compile step is ours: NVRTC to a cubin for one architecture, kept on disk under a name made of everything that goes in.
+CuPy's compiler targets plain sm_90, needs a device and ignores included headers in its cache key, so NVRTC is called
+here: a cubin for one architecture, cached on disk by a digest of all inputs.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _loading = Lock()
 
 
 class KernelError(Exception):
-    """A kernel could not be found or compiled; the message carries the compiler's log, with file and line."""
+    """A kernel is missing or does not compile; carries the compiler's log, with file and line."""
 
 
 class Kernels:
-    """The kernels of one device, each compiled at most once per source and loaded at most once per process."""
+    """The kernels of one device, each compiled once per source and loaded once per process."""
 
     def __init__(self, arch: str, cache: Path | None = None):
-        """`arch` as `arch_of` gives it; `cache` is a folder, by default `cache_folder()`."""
+        """Open the kernels for `arch` of `arch_of`; `cache` is a folder (default: `cache_folder()`)."""
         self.arch = arch
         self._cache = cache if cache is not None else cache_folder()
         self._modules: dict[_Key, Module] = {}
@@ -51,8 +51,8 @@ class Kernels:
     def get(self, name: str, *, shared_bytes: int = 0, **defines: int) -> Function:
         """Return the function `name` of cuda/<folder>/<name>.cu, built with -D<define>=<value>.
 
-        It is called as `function(grid, block, args, shared_mem, stream)`, with at most `shared_bytes` of dynamic shared
-        memory: the driver must know above 48 KiB.
+        Call it as `function(grid, block, args, shared_mem, stream)`, with at most `shared_bytes` of dynamic shared
+        memory, which the driver must know above 48 KiB.
         """
         if self._compilers is not None and self._is_compiling(self._compilers, name, defines):
             return _launch_nothing
@@ -67,10 +67,10 @@ class Kernels:
         return function
 
     def compile_together(self, work: Callable[[], None]) -> None:
-        """Run `work`, which launches kernels. Those that the cache lacks are compiled at once instead of one by one.
+        """Run `work`, which launches kernels, after compiling those not in the cache in parallel.
 
-        For that `work` is run twice, the first time launching nothing from the first such kernel on: no kernel runs on
-        what another should have written. `work` itself must not depend on what they write.
+        If any is missing, `work` runs twice, at first launching nothing from that kernel on: none reads what was not
+        written. `work` itself must not depend on results.
         """
         with ThreadPoolExecutor(thread_name_prefix="compile") as self._compilers:
             try:
@@ -84,7 +84,7 @@ class Kernels:
             work()
 
     def _is_compiling(self, compilers: ThreadPoolExecutor, name: str, defines: Mapping[str, int]) -> bool:
-        """Whether this kernel, or one requested before it, is still being compiled."""
+        """Return whether this kernel or an earlier one is still being compiled."""
         key = (name, *sorted(defines.items()))
         is_known = key in self._modules or key in self._compiling
         if not is_known and not os.path.exists(_cubin_path(name, self.arch, defines, self._cache)):
@@ -108,21 +108,21 @@ def _loaded(cubin: bytes) -> Module:
 def _launch_nothing(
     grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], shared_bytes: int, stream: Any
 ) -> None:
-    """Take the place of a kernel that is being compiled."""
+    """Replace a kernel that is being compiled."""
 
 
 def is_there(kernel: Callable[..., None]) -> bool:
-    """Whether a kernel of `Kernels.get` is compiled."""
+    """Return whether a kernel of `Kernels.get` is compiled."""
     return kernel is not _launch_nothing
 
 
 def arch_of(compute_capability: str) -> str:
-    """CuPy's "90" -> NVRTC's "90a": wgmma and setmaxnreg exist in Hopper's own target alone."""
+    """Map CuPy's "90" to NVRTC's "90a": wgmma and setmaxnreg exist in Hopper's own target alone."""
     return "90a" if compute_capability == "90" else compute_capability
 
 
 def source_folder() -> Path:
-    """`cuda/` beside `model/` in a checkout, else the data files of an installed package."""
+    """Return `cuda/` of a checkout, else of an installed package. Raises KernelError."""
     checkout = Path(__file__).resolve().parents[3] / "cuda"
     installed = Path(sys.prefix) / "share" / "quire" / "cuda"
     for folder in (checkout, installed):
@@ -132,21 +132,21 @@ def source_folder() -> Path:
 
 
 def source_path(name: str) -> Path:
-    """The file of a kernel: cuda/<folder>/<name>.cu; names are unique across folders. Raises KernelError."""
+    """Return cuda/<folder>/<name>.cu; names are unique across folders. Raises KernelError."""
     for path in source_folder().glob(f"*/{name}.cu"):
         return path
     raise KernelError(f"there is no kernel {source_folder()}/*/{name}.cu")
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept: $QUIRE_CACHE_DIR, else $XDG_CACHE_HOME/quire, else ~/.cache/quire."""
+    """Return the folder of compiled kernels below $QUIRE_CACHE_DIR, else $XDG_CACHE_HOME/quire, else ~/.cache/quire."""
     own = os.environ.get("QUIRE_CACHE_DIR")
     root = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
     return root / "kernels"
 
 
 def cached_cubin(name: str, arch: str, defines: Mapping[str, int], cache: Path) -> bytes:
-    """`compile_cubin`, through `cache`. A file that is torn, foreign or unreadable is compiled anew and replaced."""
+    """Run `compile_cubin` through `cache`; a damaged or unreadable file is replaced."""
     path = _cubin_path(name, arch, defines, cache)
     cubin = _read(path)
     if cubin is None:
@@ -160,8 +160,8 @@ def _cubin_path(name: str, arch: str, defines: Mapping[str, int], cache: Path) -
 
 
 def compile_cubin(name: str, arch: str, defines: Mapping[str, int]) -> bytes:
-    """Compile cuda/<folder>/<name>.cu for sm_<arch>. Sources include headers by their path below `cuda/`. Needs no GPU.
-    Raises KernelError."""
+    """Compile cuda/<folder>/<name>.cu for sm_<arch>; headers are included by path below `cuda/`. Needs no GPU. Raises
+    KernelError."""
     folder = source_folder()
     source = source_path(name)
     headers = find_nvidia_header_directory("cudart")
@@ -182,8 +182,7 @@ def compile_cubin(name: str, arch: str, defines: Mapping[str, int]) -> bytes:
 
 @functools.cache
 def _load_compiler() -> None:
-    """Compile nothing. NVRTC loads its builtins with a process's first program, and where threads begin together, one
-    often does not find what the other is loading."""
+    """Load NVRTC's builtins, which its first program does, unsafely if several threads begin together."""
     program = nvrtc.createProgram("", "nothing.cu", (), ())
     nvrtc.compileProgram(program, ())
     nvrtc.destroyProgram(program)
@@ -195,7 +194,7 @@ def _options(arch: str, defines: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def _fingerprint(name: str, arch: str, defines: Mapping[str, int]) -> str:
-    """A digest of the source, every header in every folder, the options and the compiler's version."""
+    """Digest the source, all headers, the options and the compiler's version."""
     folder = source_folder()
     parts = [source_path(name).read_text(encoding="utf-8"), repr(_options(arch, defines)), repr(nvrtc.getVersion())]
     for header in sorted(folder.rglob("*.cuh")):
@@ -219,7 +218,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, cubin: bytes) -> None:
-    """Whole or not at all, however many processes write at once. A cache that cannot be written is only slow."""
+    """Replace the file atomically; only warn if the cache cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:

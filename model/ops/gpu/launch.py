@@ -1,7 +1,7 @@
-"""Launches a kernel so that it may begin before the one ahead of it has ended, or in clusters: CuPy has no such call.
+"""Launches a kernel in clusters, or so that it may begin before its predecessor ends; CuPy cannot.
 
-The driver calls the first programmatic dependent launch, from sm_90 on. The kernel has to wait for the one ahead by
-itself: `wait_for_previous_kernel` in cuda/common/types.cuh.
+The latter is programmatic dependent launch, from sm_90 on; the kernel must call `wait_for_previous_kernel`
+(cuda/common/types.cuh).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class LaunchError(Exception):
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute; of the 64 bytes of its value the first twelve are used."""
+    """CUlaunchAttribute; its value has 64 bytes."""
 
     _fields_ = (
         ("id", ctypes.c_int),
@@ -48,11 +48,10 @@ class _Config(ctypes.Structure):
 
 
 class OverlappedLaunch:
-    """The driver's launch call with attributes: that a kernel may begin early, and how many of its blocks are a
-    cluster, which run at once and reach each other's shared memory.
+    """The driver's launch call with attributes, for one thread.
 
-    The driver has copied all it is given when it answers, so every launch writes to the same memory: a step has some
-    three hundred of them, and making what they are described with anew took longer than all else. For one thread.
+    Every launch reuses one memory: the driver copies it within the call, and a step has some 300 launches, for which
+    new descriptions took longer than all else.
     """
 
     def __init__(self, stream: Stream, driver: ctypes.CDLL | None = None):
@@ -60,7 +59,7 @@ class OverlappedLaunch:
         self._driver = driver = driver or ctypes.CDLL("libcuda.so.1")
         self._launch = driver.cuLaunchKernelEx
         self._launch.argtypes = (ctypes.c_void_p,) * 4
-        self._values = (ctypes.c_uint64 * _MAX_ARGS)()  # a number of four bytes is the first half of one
+        self._values = (ctypes.c_uint64 * _MAX_ARGS)()  # numbers of four bytes use the low half
         first = ctypes.addressof(self._values)
         self._places = [first + _WORD_BYTES * index for index in range(_MAX_ARGS)]
         self._addresses = (ctypes.c_void_p * _MAX_ARGS)(*self._places)
@@ -83,7 +82,7 @@ class OverlappedLaunch:
         overlaps: bool = True,
         cluster: int = 1,
     ) -> None:
-        """`args` are CuPy arrays, None for a null pointer, NumPy scalars, tensor maps. Raises LaunchError."""
+        """Launch with `args`: CuPy arrays, None for null, NumPy scalars, tensor maps. Raises LaunchError."""
         maps = self._write(args)
         self._describe(grid, threads, shared_bytes, overlaps, cluster)
         status = self._launch(self._config_at, kernel.ptr, self._addresses_at, None)
@@ -93,7 +92,7 @@ class OverlappedLaunch:
             raise LaunchError(f"cuLaunchKernelEx answered {status} to {grid} blocks of {threads} threads")
 
     def most_clusters(self, kernel: Function, cluster: int, threads: int, shared_bytes: int) -> int:
-        """How many clusters of so many blocks the device runs at once. Raises LaunchError."""
+        """Return how many clusters of `cluster` blocks run at once. Raises LaunchError."""
         found = ctypes.c_int()
         self._describe((cluster,), threads, shared_bytes, False, cluster)
         status = self._driver.cuOccupancyMaxActiveClusters(
@@ -113,7 +112,7 @@ class OverlappedLaunch:
         config.num_attributes = overlaps + (cluster > 1)
 
     def _write(self, args: tuple[Any, ...]) -> list[int]:
-        """Where the driver will look for them; the places of those that lie elsewhere."""
+        """Write `args` for the driver; return the indexes of tensor maps."""
         values, maps = self._values, []
         for index, arg in enumerate(args):
             kind = type(arg)
@@ -123,7 +122,7 @@ class OverlappedLaunch:
                 values[index] = arg.view(np.uint32).item()
             elif arg is None:
                 values[index] = 0
-            elif kind is np.ndarray:  # a tensor map, which goes by value
+            elif kind is np.ndarray:  # a tensor map, passed by value
                 self._addresses[index] = arg.ctypes.data
                 maps.append(index)
             else:

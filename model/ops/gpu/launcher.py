@@ -1,4 +1,4 @@
-"""The part of `CudaDevice` that the modules which launch kernels use; a test without a GPU implements it."""
+"""The part of `CudaDevice` that kernel-launching modules use, which tests implement without a GPU."""
 
 from __future__ import annotations
 
@@ -45,4 +45,4 @@ class KernelLauncher(Protocol):
         """Launch one kernel; see `CudaDevice.launch`."""
 
     def most_clusters(self, name: str, cluster: int, *, threads: int, shared_bytes: int, **defines: int) -> int:
-        """How many clusters of `cluster` blocks of a kernel the device runs at once; 0 while it is compiled."""
+        """Return the clusters of `cluster` blocks that run at once; 0 while the kernel is compiled."""

@@ -1,8 +1,7 @@
-"""Matrix products: by one of cuBLASLt's algorithms, by `gemv` for few rows, or on Hopper by `small_m_sm90`.
+"""Matrix products by a cuBLASLt algorithm, by `gemv` for few rows, or on Hopper by `small_m_sm90`.
 
-`tune` measures which is fastest for given shapes and keeps the choice on disk beside the compiled kernels
-(`gemm_tuning`), so that the next process makes the same one. Other shapes take cuBLASLt's first choice. The package
-ships measurements: tests/bench/measure_products.py makes them.
+`tune` measures the fastest for each shape and caches it on disk (`gemm_tuning`); other shapes take cuBLASLt's first
+choice. tests/bench/measure_products.py makes the measurements that the package ships.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ from model.ops.gpu.norm import rms_norm
 from model.ops.interface import Array
 
 MEASURED_S = 1e-3
-"""Duration of one of the three measurements of an algorithm and a shape."""
+"""Duration of each of the three measurements of an algorithm."""
 
 MIN_GAIN = 0.02
-"""The share of time that another algorithm must save over cuBLASLt's first choice; less is noise."""
+"""Share of time to save over cuBLASLt's first choice; less is noise."""
 
 _THREADS = 256
 _FLOAT32 = np.dtype(np.float32)
@@ -49,7 +48,7 @@ FIRST_CHOICE = GemmAlgorithm(CUBLASLT, 0)
 
 
 class Linear:
-    """Dense products on one device, with the algorithm measured for each shape."""
+    """Dense products, with the algorithm measured for each shape."""
 
     def __init__(self, device: CudaDevice):
         self._device = device
@@ -58,7 +57,7 @@ class Linear:
         self._tuning = {**read_tuning(SHIPPED_TUNING / self._path.name), **read_tuning(self._path)}
 
     def __call__(self, x: Array, weight: Array, bias: Array | None, out: Array) -> None:
-        """out [M, N] = x [M, K] @ weight [N, K].T + bias [N], all C-contiguous; M, N, K of at least 1."""
+        """out [M, N] = x [M, K] @ weight [N, K].T + bias [N], C-contiguous; M, N, K >= 1."""
         algorithm = self._tuning.get(_shape_of(x, weight, bias, out), FIRST_CHOICE) if self._tuning else FIRST_CHOICE
         if algorithm != FIRST_CHOICE and (x.data.ptr | weight.data.ptr | out.data.ptr) % BEST_ALIGNMENT_BYTES:
             algorithm = FIRST_CHOICE
@@ -67,8 +66,7 @@ class Linear:
     def tune(self, weights: Sequence[Array], bias: Array | None, num_rows: Sequence[int], out_dtype: np.dtype) -> None:
         """Measure the fastest algorithm for each of `num_rows`, with `weights` of one shape [N, K] in turn.
 
-        Together they should be far larger than the L2. Known shapes cost nothing, others about 30 ms. Not while
-        capturing.
+        Together they should far exceed the L2. New shapes take about 30 ms, known ones nothing. Not while capturing.
         """
         device, (n, k), found = self._device, weights[0].shape, {}
         shapes = [GemmShape(m, n, k, device.dtype.name, out_dtype.name, bias is not None) for m in num_rows]
@@ -79,7 +77,7 @@ class Linear:
         x, out = (
             device.empty((most, k), device.dtype),
             device.empty((most, n), out_dtype),
-        )  # one for all: the pool keeps them
+        )  # shared by all shapes
         self._fill(x, weights[0])
         for shape in shapes:
             found[shape] = self._autotune(shape, x[: shape.m], weights, bias, out[: shape.m])
@@ -134,7 +132,7 @@ class Linear:
         )
 
     def _fill(self, x: Array, weight: Array) -> None:
-        """Fill x with numbers like a model's: a product of zeros is faster than one of data."""
+        """Fill x with weights: a product of zeros is faster than one of data."""
         x.data.memset_async(0, x.nbytes, self._device.stream)
         x.data.copy_from_device_async(weight.data, min(x.nbytes, weight.nbytes), self._device.stream)
 
@@ -157,7 +155,6 @@ class Linear:
         return best
 
     def _own_algorithms(self, shape: GemmShape) -> list[GemmAlgorithm]:
-        """The algorithms by our own kernels."""
         build = gemv_build(shape.m, self._device.max_shared_bytes) if fits_gemv(shape) else None
         if build is not None:
             return [GemmAlgorithm(GEMV, build)]
@@ -169,14 +166,14 @@ class Linear:
     def _seconds(
         self, algorithm: GemmAlgorithm, x: Array, weights: Sequence[Array], bias: Array | None, out: Array
     ) -> float:
-        """Return the least time of one product in a graph, after a small kernel as in a step: an early start counts."""
+        """Return the least time of a product in a graph, after a small kernel as in a step: an early start counts."""
         device = self._device
 
         def launch(weight: Array) -> None:
             with device.scratch():
                 self._carry_out(algorithm, rms_norm(device, x, weight[0], 1e-5), weight, bias, out)
 
-        launch(weights[-1])  # loads the kernel
+        launch(weights[-1])
         begin = device.record_event()
         launch(weights[0])
         num_launches = min(32, max(4, round(MEASURED_S / device.elapsed_s(begin, device.record_event()))))

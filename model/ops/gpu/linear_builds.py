@@ -1,4 +1,4 @@
-"""The builds of `gemv.cu` and `small_m_sm90.cu`: which suits a product and a device."""
+"""Builds of `gemv.cu` and `small_m_sm90.cu` by product and device."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 SMALL_M_SPLITS = (1, 2)
-"""Numbers of blocks that K is split over."""
+"""Blocks that K is split over."""
 
 MAX_SMALL_M_ROWS = 128
 """Most rows of x."""
 
 AHEAD_BYTES = 32 << 10
-"""Bytes of weights that an SM fetches before the previous kernel ends. On an H200 twice as many cost up to 1.7 us a
-product, half as many 0.3 us."""
+"""Bytes of weights that an SM fetches before the previous kernel ends. On an H200 twice costs up to 1.7 us a product,
+half 0.3 us."""
 
 _SPAN_BYTES = 128  # of a row in a stage
 _TILE_ROWS = 128  # at most
 _MIN_TILE_ROWS = 32
-_EIGHT = 8  # rows that a swizzle goes over
+_EIGHT = 8  # rows of a swizzle
 
 
 class GemvBuild(NamedTuple):
-    """The macros of gemv.cu, and the blocks that an SM holds."""
+    """Macros of gemv.cu, and its blocks per SM."""
 
     warps: int
     row_tiles: int
@@ -40,13 +40,12 @@ class GemvBuild(NamedTuple):
 
     @property
     def defines(self) -> dict[str, int]:
-        """The kernel's macros."""
         sizes = {"WARPS": self.warps, "ROW_TILES": self.row_tiles, "COL_TILES": self.col_tiles}
         return sizes | {"SPAN": self.span, "STAGES": self.stages}
 
     @property
     def shared_bytes(self) -> int:
-        """SHARED_BYTES: the ring of each warp, and two sets of sums."""
+        """Bytes of each warp's ring, and two sets of sums."""
         rows = 16 * self.row_tiles
         return self.warps * self.stages * rows * self.span * 2 + 2 * self.warps * self.max_rows * rows * 4
 
@@ -56,15 +55,14 @@ GEMV_BUILDS = (
     GemvBuild(4, 1, 128, 3, 4),
     GemvBuild(8, 2, 128, 2, 1, col_tiles=2),
 )
-"""In the order of preference; the second is for devices with less shared memory."""
+"""Preferred builds first; the second needs less shared memory."""
 
 
 def gemv_build(num_rows: int, max_shared_bytes: int) -> int | None:
-    """Return the index in GEMV_BUILDS for all products of `num_rows` rows; None if no build takes them.
+    """Return the index in GEMV_BUILDS for all products of `num_rows` rows; None if none fits.
 
-    One for all: blocks of neighbouring kernels share an SM, and different builds slow each other down (on an H200 up to
-    6 us a layer, which measuring single products does not show). The first was the best of eleven for a layer of
-    Llama-3.1-8B.
+    Neighbouring kernels share SMs, and mixed builds slow each other (on an H200 up to 6 us a layer, unseen in single
+    products). The first was the best of eleven for a layer of Llama-3.1-8B.
     """
     for index, build in enumerate(GEMV_BUILDS):
         if num_rows <= build.max_rows and build.shared_bytes <= max_shared_bytes:
@@ -74,7 +72,7 @@ def gemv_build(num_rows: int, max_shared_bytes: int) -> int | None:
 
 @dataclass(frozen=True, order=True)
 class SmallMBuild:
-    """The macros of small_m_sm90.cu, for one block an SM."""
+    """Macros of small_m_sm90.cu, for one block an SM."""
 
     rows: int
     cols: int
@@ -93,7 +91,7 @@ class SmallMBuild:
 
     @functools.cached_property
     def shared_bytes(self) -> int:
-        """Bytes of the ring, of what one block sends to the other, of barriers, and of rows read past the ring."""
+        """Bytes of the ring, a partner's sums, barriers, and rows read past the ring."""
         sent = 128 * self._warpgroups * self.cols if self.split == 2 else 0
         past = max(0, 64 * self._warpgroups - self.rows - self.cols) * _SPAN_BYTES
         ring = self.stages * (self.rows + self.cols) * _SPAN_BYTES
@@ -104,7 +102,7 @@ class SmallMBuild:
         return math.ceil(self.rows / 64)
 
     def num_blocks(self, n: int, num_sms: int) -> int:
-        """Return the blocks of a launch for `n` weight rows: all get equally many tiles."""
+        """Return the blocks of a launch that get equally many tiles."""
         tiles = math.ceil(n / self.rows)
         if self.split == 2:
             return 2 * tiles
@@ -115,8 +113,7 @@ class SmallMBuild:
 def small_m_build(split: int, m: int, n: int, num_sms: int, max_shared_bytes: int) -> SmallMBuild | None:
     """Return the build for `m` rows of x and `n` of weights, or None.
 
-    Tiles are small enough for all SMs to get equally many: 112 blocks on 132 SMs read gate_up of Llama-3.1-8B at 0.92
-    of the speed of 128.
+    All SMs get equally many tiles: 112 blocks on 132 SMs read gate_up of Llama-3.1-8B at 0.92 of the speed of 128.
     """
     places = num_sms // split
     rounds = math.ceil(n / (places * _TILE_ROWS))

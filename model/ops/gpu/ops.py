@@ -1,4 +1,4 @@
-"""The GPU backend's operations: checks what they are given, chooses grids, launches the kernels of `cuda/`."""
+"""GPU operations: check arguments, choose grids, launch the kernels of `cuda/`."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _log = logging.getLogger(__name__)
 class CudaOps(CudaDevice):
     """`Ops` on the current CUDA device, for one thread at a time. Arrays are CuPy's, C-contiguous."""
 
-    weight_formats = frozenset(WeightFormat)  # `prepare_weight` dequantises what has no product
+    weight_formats = frozenset(WeightFormat)
 
     def __init__(self, dtype: np.dtype, kv_dtype: np.dtype | None = None):
-        """Raises ValueError for dtypes without kernels, and CuPy's RuntimeErrors without a GPU."""
+        """Raise ValueError for dtypes without kernels, CuPy's RuntimeErrors without a GPU."""
         super().__init__(dtype, kv_dtype)
         self._linear = Linear(self)
         self._linear_fp8 = Fp8Linear(self, self._linear)
@@ -135,10 +135,10 @@ class CudaOps(CudaDevice):
         *,
         dtype: np.dtype | None = None,
     ) -> None:
-        """Measure, about 30 ms for each number of rows; results are kept on disk, by device and version of cuBLASLt.
+        """Measure about 30 ms per number of rows, and keep results on disk by device and cuBLASLt version.
 
-        A product that was not measured takes cuBLASLt's first choice. Weights in FP8 are not measured: rows alone
-        decide on their kernel. Nor are those in INT4_TILED, but for the rows that multiply by unpacked weights.
+        Unmeasured products take cuBLASLt's first choice. FP8 is not measured: rows alone choose its kernel. INT4_TILED
+        is measured only for rows that multiply by unpacked weights.
         """
         if weights[0].format is WeightFormat.INT4_TILED:
             many = [rows for rows in num_rows if rows > MAX_FUSED_ROWS]
@@ -268,7 +268,7 @@ class CudaOps(CudaDevice):
         return None if array is None else self.download(array)
 
     def _expect_operands(self, x: Array | Fp8Rows, weight: Weight) -> int:
-        """Return the number of rows of x. Raises ValueError for operands that `linear` does not take."""
+        """Return the rows of x. Raises ValueError for operands that `linear` does not take."""
         n, k = weight.shape
         if weight.format is WeightFormat.FP8:
             expect_fp8("weight", weight)

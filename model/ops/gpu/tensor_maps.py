@@ -1,4 +1,4 @@
-"""Tensor maps: how Hopper's copy engine is told the shape of an array and of the box that one copy brings."""
+"""Tensor maps: array shapes and copy boxes for Hopper's copy engine."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _REMEMBERED = 2048
 
 
 class TensorMaps:
-    """Makes them for one process. A map is a matter of address and sizes alone, so the latest are remembered."""
+    """Makes tensor maps and caches the latest by address and sizes."""
 
     def __init__(self) -> None:
         self._encode = lru_cache(_REMEMBERED)(_encode)
 
     def get(self, array: Array, sizes: tuple[int, ...], box: tuple[int, ...]) -> np.ndarray:
-        """A contiguous array of 16-bit elements, seen with these `sizes`, in boxes; the fastest dimension comes first.
+        """Return a map of contiguous 16-bit elements of these `sizes`, in boxes; the fastest dimension first.
 
-        Boxes arrive in the 128-byte swizzle: `box[0]` is 64. What of a box lies outside arrives as zeros. The result
-        goes to a kernel by value, as a `__grid_constant__` parameter. Raises ValueError for what the driver refuses.
+        Boxes arrive in the 128-byte swizzle (`box[0]` is 64), zeros outside the array. The map is passed to a kernel by
+        value, as a `__grid_constant__`. Raises ValueError for what the driver refuses.
         """
         return self._encode(array.data.ptr, sizes, box)
 

@@ -1,7 +1,7 @@
-"""Arrays between host and device, through pinned memory, so that small transfers do not block the host.
+"""Copies arrays between host and device through pinned memory; small copies do not block the host.
 
-A kernel copies small ones, because the copy engines may be busy with blocks of the cache. It runs on its own stream for
-each direction, concurrently with earlier work; later work waits only for a copy within the device.
+A kernel makes the small ones, because the copy engines may be busy with cache blocks. It runs on a stream per
+direction, concurrently with earlier work; later work waits only for a copy within the device.
 """
 
 from __future__ import annotations
@@ -17,29 +17,28 @@ from model.ops.load_parallel import PIECE_BYTES, Piece, load_in_threads
 from model.ops.packing import Packing, TableRows
 
 STAGED_BYTES = 1 << 20
-"""Largest upload that is copied to pinned memory and does not wait."""
+"""Largest upload that is staged in pinned memory without a wait."""
 
 USUAL_BYTES = 64 << 10
-"""Initial size of a buffer; a larger one is allocated on demand, which delays transfers in flight."""
+"""Initial buffer size; growing one delays transfers in flight."""
 
 NUM_PIECES = 8
-"""Buffers of a direction: more than the transfers of a step."""
+"""Buffers per direction: more than a step's transfers."""
 
 
 MAX_CARRIERS = 256
-"""Most thread blocks of one small transfer."""
 
 _FIRST = -5
-"""The highest stream priority: a transfer waits for a thread block at most."""
+"""Highest stream priority: a transfer waits for a thread block at most."""
 
 _THREADS = 256
 _WORD_BYTES = 4
 
 
 class _Places(NamedTuple):
-    """Where rows of words go in a table."""
+    """Destination rows in a table."""
 
-    address: int  # of the numbers of the table's rows, int32; 0: one after the other
+    address: int  # of int32 row numbers; 0: contiguous
     num_rows: int
     stride_words: int
 
@@ -48,7 +47,7 @@ _TOGETHER = _Places(0, 1, 0)
 
 
 class Transfers:
-    """Transfers for the work on one stream, for one thread at a time."""
+    """Transfers for one stream, for one thread at a time."""
 
     def __init__(self, stream: cupy.cuda.Stream, launch: Callable[..., None]):
         """`launch` is `CudaDevice.launch`."""
@@ -61,14 +60,13 @@ class Transfers:
         """Fill `array`, of the shape and dtype of `host`."""
         if host.nbytes > STAGED_BYTES:
             array.data.copy_from_host_async(host.ctypes.data, array.nbytes, self._stream)
-            self._stream.synchronize()  # the caller may change or free `host` now
+            self._stream.synchronize()  # the caller may now free `host`
         elif host.nbytes:
             self.upload_all([host], array.reshape(-1).view(np.uint8))
 
     def upload_all(
         self, hosts: Sequence[np.ndarray], into: cupy.ndarray | None, rows: TableRows | None = None
     ) -> list[cupy.ndarray]:
-        """See `Device.upload_all`."""
         packing = Packing.of(hosts)
         sent = hosts if rows is None else [*hosts, rows.host, rows.places]
         way = packing if rows is None else Packing.of(sent)
@@ -88,10 +86,13 @@ class Transfers:
         return packing.views(into, hosts)
 
     def load_parallel(self, targets: Sequence[cupy.ndarray], read: Callable[[int, int, np.ndarray], None]) -> None:
-        """See `Device.load_parallel`. Each thread reads into one pinned buffer while its other one is copied, and pins
-        them when it needs them: 0.4 ms a MiB, one thread at a time, while the others read."""
+        """Implement `Device.load_parallel`.
+
+        Each thread has two pinned buffers and reads into one while the other is copied. Pinning takes 0.4 ms a MiB, one
+        thread at a time: it is done on demand, while others read.
+        """
         device = cupy.cuda.Device()
-        self._stream.synchronize()  # the targets' memory may still be in use by what had it before
+        self._stream.synchronize()  # the targets' memory may still be in use
 
         def work(pieces: Iterator[Piece]) -> None:
             device.use()
@@ -115,7 +116,6 @@ class Transfers:
         cupy.get_default_pinned_memory_pool().free_all_blocks()
 
     def download_async(self, arrays: Sequence[cupy.ndarray]) -> Callable[[], list[np.ndarray]]:
-        """See `Device.download_async`."""
         is_small = [array.nbytes <= STAGED_BYTES and array.data.ptr % _WORD_BYTES == 0 for array in arrays]
         small = [array for array, fits in zip(arrays, is_small, strict=True) if fits]
         packing = Packing.of(small)
@@ -137,13 +137,12 @@ class Transfers:
         return wait
 
     def _leave(self, array: cupy.ndarray) -> np.ndarray:
-        """Where a large array will be once the stream is done."""
         host = _pinned(array.shape, array.dtype)
         array.data.copy_to_host_async(host.ctypes.data, array.nbytes, self._stream)
         return host
 
     def _bring(self, piece: _Buffer, num_bytes: int) -> None:
-        """Let `piece.device` have what `piece.host` has, before anything that the stream is asked for from now on."""
+        """Copy `piece.host` to `piece.device` before the stream's next work."""
         self._carry(piece.host.ctypes.data, piece.device.data.ptr, num_bytes, stream=self._up)
         piece.arrival.record(self._up)
         self._stream.wait_event(piece.arrival)
@@ -157,8 +156,7 @@ class Transfers:
         *,
         stream: cupy.cuda.Stream | None = None,
     ) -> None:
-        """Copy bytes from one address to another, on the device or in pinned memory; to rows of a table, if places of
-        rows are given."""
+        """Copy bytes between device or pinned addresses, to table rows if `places` has some."""
         num_words = -(-num_bytes // _WORD_BYTES)
         sizes = (
             np.int32(places.num_rows),
@@ -170,7 +168,7 @@ class Transfers:
 
 
 class _Ring:
-    """Buffers that transfers of one direction use in turn, in memory of `stream` alone."""
+    """Buffers of one direction, used in turn."""
 
     def __init__(self, stream: cupy.cuda.Stream):
         self._stream = stream
@@ -178,7 +176,7 @@ class _Ring:
         self._next = 0
 
     def take(self, num_bytes: int) -> _Buffer:
-        """Return the next buffer, of at least `num_bytes`, once its last transfer is done."""
+        """Return the next buffer, of at least `num_bytes`, after its last transfer."""
         index, self._next = self._next, (self._next + 1) % NUM_PIECES
         self._buffers[index].event.synchronize()
         if num_bytes > len(self._buffers[index].host):
@@ -191,7 +189,7 @@ class _Ring:
 
 
 class _Staging:
-    """Pinned memory; `event` follows the transfer that last used it."""
+    """Pinned memory; `event` follows its last transfer."""
 
     def __init__(self, num_bytes: int):
         self.event = cupy.cuda.Event(disable_timing=True)
@@ -199,7 +197,7 @@ class _Staging:
 
 
 class _Buffer:
-    """Pinned memory and as much on the device; `arrival` follows the way over the bus, `event` the whole transfer."""
+    """Pinned memory and as much on the device; `arrival` follows the bus copy, `event` the transfer."""
 
     def __init__(self, staging: _Staging, device: cupy.ndarray):
         self.host = staging.host
@@ -209,7 +207,7 @@ class _Buffer:
 
 
 def _pinned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Host memory that the device reads and writes by itself; contents undefined."""
+    """Return undefined pinned memory."""
     count = math.prod(shape)
     memory = cupy.cuda.alloc_pinned_memory(max(1, count * dtype.itemsize))
     return np.frombuffer(memory, dtype, count).reshape(shape)

@@ -1,4 +1,4 @@
-"""The builds of `gemv_w4a16.cu` and `small_m_w4a16_sm90.cu`: which suits a product and a device."""
+"""Builds of `gemv_w4a16.cu` and `small_m_w4a16_sm90.cu` by product and device."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ import math
 from dataclasses import dataclass, replace
 
 BLOCK_ROWS = 16
-"""Weight rows of a tile: N is a multiple of it."""
+"""Weight rows of a tile: N is a multiple."""
 
 SPAN = 128
-"""Columns of a stage: K is a multiple of it."""
+"""Columns of a stage: K is a multiple."""
 
 MAX_SMALL_M_ROWS = 256
-"""Rows of x that small_m_w4a16_sm90 is built for."""
+"""Most rows of x of small_m_w4a16_sm90."""
 
 AHEAD_BYTES = 32 << 10
-"""Weights that an SM fetches before the previous kernel has ended, as in `small_m_builds`."""
+"""Bytes of weights that an SM fetches before the previous kernel ends, as in `linear_builds`."""
 
 _SPAN_BYTES = 1024  # of 16 rows of a span
 _MIN_STAGES = 3
-_COLS = (32, 64, 96, 128, 192, 256)  # rows of x that small_m_w4a16_sm90 has products for
+_COLS = (32, 64, 96, 128, 192, 256)  # widths of small_m_w4a16_sm90's products
 _MAX_BLOCKS = {32: 16, 64: 16, 96: 12, 128: 12, 192: 8, 256: 8}  # sixteens of weight rows that registers allow
 _MIN_BLOCKS = 4
 _CLUSTER_SMS = 8  # GPCs hold at least 16 SMs: clusters of 4 fill a multiple of 8
 _SPLITS = (1, 2)
-_SPLIT_COLS = 64  # the number of rows that SPLIT is chosen for
+_SPLIT_COLS = 64  # rows that SPLIT is chosen for
 
-# Rates of an H200's SM a clock, and what a cluster's reduction costs, for choosing sizes.
+# H200: bytes per SM clock, and clocks
 _MEMORY_BYTES = 18.0
 _INGRESS_BYTES = 40.0
 _REDUCTION_CLOCKS = 2500
@@ -36,45 +36,42 @@ _START_CLOCKS = 1500
 
 @dataclass(frozen=True)
 class Int4Layout:
-    """What kernels are built with for one kind of weight."""
+    """Kernel parameters of one kind of weight."""
 
-    groups: int  # groups of inputs in a span of 128: 1 (larger groups too), 2 or 4
+    groups: int  # input groups in a span of 128: 1 (larger groups too), 2 or 4
     has_zeros: bool
     is_bf16: bool  # the scales
 
     @property
     def defines(self) -> dict[str, int]:
-        """The macros of int4.cuh, by name."""
         return {"GROUPS": self.groups, "ZEROS": int(self.has_zeros), "SCALE_BF16": int(self.is_bf16)}
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of the scales and zero points of 16 rows of a span."""
+        """Bytes of scales and zero points of 16 rows of a span."""
         return self.groups * BLOCK_ROWS * (3 if self.has_zeros else 2)
 
 
 @dataclass(frozen=True)
 class GemvW4Build:
-    """The sizes that gemv_w4a16.cu is built with, and how many of its blocks an SM is given."""
+    """Macros of gemv_w4a16.cu, and its blocks per SM."""
 
     warps: int
     row_tiles: int
     x_rows: int
     stages: int
     blocks_per_sm: int
-    max_blocks_per_sm: int  # that its registers leave room for: two, so that the next kernel's can begin early
+    max_blocks_per_sm: int  # limited by registers: two let the next kernel begin early
 
     def defines(self, layout: Int4Layout) -> dict[str, int]:
-        """The kernel's macros, by name."""
         sizes = {"WARPS": self.warps, "ROW_TILES": self.row_tiles, "X_ROWS": self.x_rows, "STAGES": self.stages}
         return sizes | {"BLOCKS_PER_SM": self.max_blocks_per_sm} | layout.defines
 
     def shared_bytes(self, k: int) -> int:
-        """Bytes of x and of two sets of sums."""
+        """Bytes of x and two sets of sums."""
         return self.x_rows * (2 * k + 2 * self.warps * BLOCK_ROWS * self.row_tiles * 4)
 
     def num_blocks(self, n: int, num_sms: int) -> int:
-        """Return the blocks of a launch for N weight rows."""
         return min(math.ceil(n / (BLOCK_ROWS * self.row_tiles)), self.blocks_per_sm * num_sms)
 
 
@@ -84,16 +81,13 @@ GEMV_W4_BUILDS = (
     GemvW4Build(16, 2, 8, 2, 1, 1),
     GemvW4Build(8, 2, 16, 3, 1, 1),
 )
-"""By rows of x."""
+"""Sorted by x_rows."""
 
-_MAX_LAUNCHES = 4  # of gemv_w4a16 for one product: more take longer than unpacking the weights
+_MAX_LAUNCHES = 4  # per product: more take longer than unpacking the weights
 
 
 def gemv_w4_build(num_rows: int, k: int, max_shared_bytes: int) -> GemvW4Build | None:
-    """Return the build for products of `num_rows` rows on a device with this much shared memory a block, or None.
-
-    A build with fewer rows than these is launched several times.
-    """
+    """Return the build for `num_rows` rows of x, or None; one with fewer rows is launched several times."""
     if num_rows > GEMV_W4_BUILDS[-1].x_rows:
         return None
     fitting = [build for build in GEMV_W4_BUILDS if build.shared_bytes(k) <= max_shared_bytes]
@@ -105,7 +99,7 @@ def gemv_w4_build(num_rows: int, k: int, max_shared_bytes: int) -> GemvW4Build |
 
 @dataclass(frozen=True)
 class SmallMW4Build:
-    """The sizes that small_m_w4a16_sm90.cu is built with, by its own names; for one block an SM."""
+    """Macros of small_m_w4a16_sm90.cu, for one block an SM."""
 
     blocks: int
     cols: int
@@ -119,19 +113,18 @@ class SmallMW4Build:
 
     @functools.cached_property
     def defines(self) -> dict[str, int]:
-        """The kernel's macros, by name."""
         ahead = min(self.stages, max(1, AHEAD_BYTES // (self.blocks * _SPAN_BYTES)))
         sizes = {"BLOCKS": self.blocks, "COLS": self.cols, "SPLIT": self.split, "STAGES": self.stages}
         return sizes | {"AHEAD": ahead, "SHARED_BYTES": self.shared_bytes} | self.layout.defines
 
     @functools.cached_property
     def shared_bytes(self) -> int:
-        """Bytes of the ring with its scales, and of the barriers."""
+        """Bytes of the ring with its scales, and barriers."""
         stage = self.cols * SPAN * 2 + self.blocks * (_SPAN_BYTES + self.layout.parameter_bytes)
         return 1024 + self.stages * (stage + 16) + 16
 
     def num_blocks(self, n: int, num_sms: int) -> int:
-        """Return the blocks of a launch for N weight rows: as many as have equally many tiles."""
+        """Return the blocks of a launch that get equally many tiles."""
         tiles = math.ceil(n / (BLOCK_ROWS * self.blocks))
         if self.split > 1:
             return self.split * tiles
@@ -142,10 +135,9 @@ class SmallMW4Build:
 def small_m_w4_build(
     m: int, n: int, k: int, layout: Int4Layout, num_sms: int, max_shared_bytes: int
 ) -> SmallMW4Build | None:
-    """Return the build for `m` rows of x and weights [n, k], or None.
+    """Return the build for `m` rows of x and weights [n, k] of least estimated time, or None.
 
-    SPLIT depends on n and k alone, as does the order of an element's sum: a row of x gives the same bits in any batch.
-    Tiles have the size for which the estimated time is least.
+    SPLIT, and so the order of a sum, depends on n and k alone: a row of x gives the same bits in any batch.
     """
     if m > MAX_SMALL_M_ROWS:
         return None
@@ -160,7 +152,7 @@ def small_m_w4_build(
 
 
 def _best_blocks(cols: int, split: int, sixteens: int, spans: int, num_sms: int) -> tuple[float, int]:
-    """Return the least estimated clocks, and the sixteens of weight rows of a tile that take them."""
+    """Return the least estimated clocks, and the tile's sixteens of weight rows."""
     sizes = range(_MIN_BLOCKS, _MAX_BLOCKS[cols] + 1)
     clocks = {blocks: _clocks(blocks, cols, split, sixteens, spans, num_sms) for blocks in sizes}
     best = min(sizes, key=lambda blocks: (clocks[blocks], -blocks))

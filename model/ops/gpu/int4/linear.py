@@ -1,7 +1,6 @@
-"""Launches the kernels of 4-bit weights: tiled at load, multiplied, and unpacked to 16 bits for products of many rows.
+"""Launches the kernels of 4-bit weights: tile, multiply, unpack to 16 bits for many rows.
 
-`ops` is the `CudaOps` in hand; of it, `stream`, `launch`, `scratch`, `temporary`, `tensor_maps`, `num_sms`,
-`max_shared_bytes`, `arch` and `dtype` are used.
+`ops` is the `CudaOps` in use.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from model.ops.interface import Array
 from model.ops.weight import Weight, WeightFormat
 
 DenseLinear = Callable[[Array, Array, "Array | None", Array], None]
-"""x, weight [N, K], bias or None, out."""
+"""Takes x, weight [N, K], bias or None, out."""
 
 MAX_GEMV_ROWS = 8
-"""Rows of x up to which gemv_w4a16 is quicker than small_m_w4a16_sm90: on an H200 6.5 us to 9.1 for 8 rows and weights
-[4096, 4096], 11.4 to 9.0 for 16."""
+"""Rows of x up to which gemv_w4a16 beats small_m_w4a16_sm90: on an H200 6.5 us to 9.1 for 8 rows and weights [4096,
+4096], 11.4 to 9.0 for 16."""
 
 MAX_FUSED_ROWS = 1024
-"""Rows of x up to which unpacking weights in registers, 256 rows a launch, is quicker than unpacking them to memory for
-a product in 16 bits: on an H200 367 us to 440 for 512 rows and a layer of Llama-3.1-8B; for 2,048 they are level."""
+"""Rows of x up to which unpacking in registers, 256 rows a launch, beats a 16-bit product of unpacked weights: on an
+H200 367 us to 440 for 512 rows and a layer of Llama-3.1-8B; at 2,048 they are equal."""
 
 _FLOAT32 = np.dtype(np.float32)
 _UINT8 = np.dtype(np.uint8)
@@ -46,13 +45,12 @@ _TILE_COLUMNS = 64
 
 
 def layout_of(weight: Weight) -> Int4Layout:
-    """Return what kernels are built with for this weight."""
     groups, scale = max(1, SPAN // weight.group_size), _scale(weight)
     return Int4Layout(groups, weight.zero_point is not None, scale.dtype != np.float16)
 
 
 def expect_int4(weight: Weight) -> None:
-    """Raises ValueError for arrays that do not make an INT4_TILED weight."""
+    """Raise ValueError unless the arrays make an INT4_TILED weight."""
     (n, k), scale = weight.shape, _scale(weight)
     expect("weight.data", weight.data, _UINT8, k // SPAN, n // TILE_ROWS, SPAN_BYTES)
     expect("weight.scale", scale, scale.dtype, k // weight.group_size, n // TILE_ROWS, TILE_ROWS)
@@ -63,15 +61,15 @@ def expect_int4(weight: Weight) -> None:
 
 
 class Int4Linear:
-    """Products with 4-bit weights, of one backend."""
+    """Products with 4-bit weights."""
 
     def __init__(self, ops: Any, dense: DenseLinear):
-        """`dense` multiplies by a matrix in the dtype of `ops`."""
+        """Take `dense` for products in the dtype of `ops`."""
         self._ops = ops
         self._dense = dense
 
     def __call__(self, x: Array, weight: Weight, bias: Array | None, out: Array) -> None:
-        """out [M, N] = x [M, K] @ weight [N, K].T + bias [N], all C-contiguous; M, N, K of at least 1."""
+        """out [M, N] = x [M, K] @ weight [N, K].T + bias [N], C-contiguous; M, N, K >= 1."""
         ops, m = self._ops, len(out)
         if weight.input_order is not None:
             x = self._gather_columns(x, weight.input_order)
@@ -88,7 +86,7 @@ class Int4Linear:
             self._dense(x, self.unpack(weight), bias, out)
 
     def pack(self, weight: Weight) -> Weight:
-        """Return an INT4 weight that `can_tile` as INT4_TILED, in the same memory: `weight` is of no use afterwards."""
+        """Return an INT4 weight that `can_tile` as INT4_TILED, in its own memory: `weight` is invalid afterwards."""
         ops, (n, k) = self._ops, weight.shape
         groups = (k // weight.group_size, n // TILE_ROWS, TILE_ROWS)
         data = weight.data.reshape(k // SPAN, n // TILE_ROWS, SPAN_BYTES)
@@ -102,7 +100,7 @@ class Int4Linear:
         return replace(weight, data=data, format=WeightFormat.INT4_TILED, scale=scale, zero_point=zero)
 
     def unpack(self, weight: Weight) -> Array:
-        """Return the matrix [N, K] in the dtype of `ops`, its columns in the weight's own order."""
+        """Return the matrix [N, K] in the dtype of `ops`, columns in the weight's order."""
         ops, (n, k) = self._ops, weight.shape
         out = ops.temporary((n, k), ops.dtype)
         tiles = n // TILE_ROWS * (k // _TILE_COLUMNS)
@@ -163,7 +161,6 @@ class Int4Linear:
 
 
 def _scale(weight: Weight) -> Array:
-    """Return the scales, which every INT4 weight has."""
     return weight.scale
 
 
@@ -172,7 +169,7 @@ def _pieces(num_rows: int, size: int) -> list[slice]:
 
 
 def _sizes(out: Array, weight: Weight) -> tuple[np.int32, ...]:
-    """num_rows, n_size, k_size, group_spans."""
+    """Return num_rows, n_size, k_size, group_spans."""
     n, k = weight.shape
     spans = max(1, weight.group_size // SPAN)
     return tuple(map(np.int32, (len(out), n, k, spans)))
