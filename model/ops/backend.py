@@ -1,4 +1,4 @@
-"""Opens a model's device; imports the GPU backend only if it is used."""
+"""Opens a model's device; the GPU backend is imported on demand."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ log = logging.getLogger("quire.model")
 def open_ops(device: str, dtype: str, model_dtype: str, kv_dtype: str = "auto") -> Ops:
     """Open `device` "auto" | "cpu" | "cuda" for activations in `dtype` "auto" | "float32" | "float16" | "bfloat16".
 
-    Device auto is a usable GPU if CuPy is present, else the CPU. Dtype auto is `model_dtype` on a GPU, float32 on a
-    CPU; `kv_dtype` auto is the activations'. Raises ModelError if a device asked for by name is missing or does not
-    support a dtype.
+    Device auto is a usable GPU, else the CPU. Dtype auto is `model_dtype` on a GPU, float32 on a CPU; `kv_dtype` auto
+    is the activations'. Raises ModelError for a missing device or an unsupported dtype.
     """
     if device == "cpu":
         return _open_cpu(dtype, kv_dtype)
@@ -50,5 +49,5 @@ def _open_cuda(dtype: str, kv_dtype: str) -> Ops:
         return CudaOps(NUMPY_DTYPES[dtype], _cache_dtype(kv_dtype))
     except ValueError as error:
         raise ModelError(f"device cuda: {error}") from error
-    except RuntimeError as error:  # CuPy's driver and runtime errors
+    except RuntimeError as error:  # CuPy's errors
         raise ModelError(f"device cuda: no usable GPU: {error}") from error

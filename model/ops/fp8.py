@@ -1,4 +1,4 @@
-"""e4m3 without infinities ("fn"): NaN is 0x7f and 0xff, the largest number 448."""
+"""e4m3 without infinities: NaN is 0x7f and 0xff, the maximum 448."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 E4M3_MAX = np.float32(448)
 
 MIN_SCALE = np.float32(1e-12)
-"""Scale of a row of zeros; MIN_SCALE of cuda/common/fp8.cuh."""
+"""MIN_SCALE of cuda/common/fp8.cuh."""
 
 
 @np.errstate(invalid="ignore")
 def quantise(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """float32[T, K] -> (e4m3 as uint8[T, K], scale float32[T]) with x about data * scale.
 
-    A row's largest magnitude becomes 448. A row with NaN or infinity has a non-finite scale.
+    A row with NaN or infinity has a non-finite scale.
     """
     largest = np.abs(x).max(axis=1, initial=0)
     scale = np.maximum(largest / E4M3_MAX, MIN_SCALE)
@@ -24,6 +24,6 @@ def quantise(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def widen(data: np.ndarray) -> np.ndarray:
-    """uint8[...], bits of e4m3 -> float32, exactly."""
+    """uint8[...], e4m3 bits -> float32, exactly."""
     values: np.ndarray = data.view(E4M3).astype(np.float32)
     return values

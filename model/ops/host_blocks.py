@@ -1,4 +1,4 @@
-"""Contract of the cache's second tier: blocks in host memory, copied both ways."""
+"""Contract of the cache's second tier in host memory."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Protocol
 
 
 class Transfer(Protocol):
-    """A copy of blocks between a cache and the host."""
+    """A copy of blocks to or from the host."""
 
     def is_done(self) -> bool:
-        """Return whether the copy is done, without waiting."""
+        """Return whether it is done, without waiting."""
 
     def wait(self) -> None:
         """Wait for the copy."""
 
     def seconds(self) -> float:
-        """Return the device time of a finished copy."""
+        """Return a finished copy's device time."""
 
 
 class HostBlocks(Protocol):
     """Host memory for blocks of one cache.
 
-    A transfer begins once all work submitted before it is done. Transfers of one direction run in order; the two
-    directions and later work run concurrently. Blocks must not be used until their transfer is done.
+    A transfer begins after all work submitted before it. Transfers of one direction run in order; the two directions
+    and later work run concurrently. Blocks must not be used until their transfer is done.
     """
 
     num_ready: int  # blocks 0..num_ready - 1 are usable; grows in the background

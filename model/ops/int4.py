@@ -1,4 +1,4 @@
-"""The tiled layout of 4-bit weights on the GPU, as in cuda/common/int4.cuh."""
+"""The GPU's tiled layout of 4-bit weights (cuda/common/int4.cuh)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from model.ops.weight import Weight, WeightFormat
 
 TILE_ROWS = 16
 SPAN_BYTES = 1024
-"""Bytes of a tile: TILE_ROWS rows of a span."""
+"""Bytes of TILE_ROWS rows of a span."""
 
 SPAN = 128
 """Columns read at once: K is a multiple."""
 
 DEFAULT_ZERO = 8
-"""Zero point of a weight without zero points."""
 
 
 def can_tile(weight: Weight) -> bool:
@@ -28,7 +27,7 @@ def can_tile(weight: Weight) -> bool:
 
 
 def tile(weight: Weight) -> Weight:
-    """Return an INT4 weight as INT4_TILED, in NumPy: the reference of cuda/linear/pack_int4.cu."""
+    """Return an INT4 weight as INT4_TILED: the reference of cuda/linear/pack_int4.cu."""
     num_rows, num_columns = weight.shape
     # [N / 16, row g or g + 8, g, K / 128, half of a span, step, chunk of 8 columns, t]
     data = weight.data.reshape(num_rows // TILE_ROWS, 2, 8, num_columns // SPAN, 2, 4, 2, 4)

@@ -1,4 +1,4 @@
-"""Fills large arrays from the host in pieces, in several threads."""
+"""Fills large arrays from the host in several threads."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from model.ops.interface import Array
 
 PIECE_BYTES = 4 << 20
 """Smaller pieces wait for the interpreter lock, larger ones exceed the CPU's cache: 8 threads copy 32 GB/s with 2 MiB,
-38 with 8 MiB; 12 threads 52 with 4 MiB."""
+38 with 8 MiB."""
 
 MAX_THREADS = 12
-"""Saturates an H200's bus of 52 GB/s: 8 threads read 48 GB/s, 12 read 68."""
+"""Saturates an H200's bus of 52 GB/s: 8 threads read 48, 12 read 68."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Piece:
 def load_in_threads(targets: Sequence[Array], work: Callable[[Iterator[Piece]], None]) -> None:
     """Run `work` in one thread per core, on iterators that together yield each piece once.
 
-    If one raises, the others get no more pieces, and the exception is raised here.
+    If one raises, the others stop, and the exception is raised here.
     """
     pieces = deque(_pieces_of(targets))
 

@@ -1,4 +1,4 @@
-"""Packs small arrays into one, so that one copy carries all a step needs to the device."""
+"""Packs small arrays into one, for one copy per step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 ALIGNMENT_BYTES = 16
-"""Alignment of each array, for vector loads."""
+"""Alignment for vector loads."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Packing:
         return cls(tuple(offsets), end)
 
     def fill(self, piece: np.ndarray, arrays: Sequence[np.ndarray]) -> None:
-        """Copy the arrays into `piece` uint8[>= num_bytes]."""
+        """Copy arrays into `piece` uint8[>= num_bytes]."""
         for offset, array in zip(self.offsets, arrays, strict=True):
             piece[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
     def views(self, piece: Any, arrays: Sequence[np.ndarray]) -> list[Any]:
-        """Return views of `piece`, on any backend, with the dtypes and shapes of `arrays`."""
+        """Return views of `piece`, with the dtypes and shapes of `arrays`."""
         return [
             piece[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)
             for offset, array in zip(self.offsets, arrays, strict=True)
@@ -41,7 +41,7 @@ class Packing:
 
 
 class TableRows(NamedTuple):
-    """Rows to write to a device table: table[places, :w] = host."""
+    """Rows of a device table to set: table[places, :w] = host."""
 
     host: np.ndarray  # int32[n, w]
     places: np.ndarray  # int32[n], unique

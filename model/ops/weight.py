@@ -31,7 +31,7 @@ class Weight:
     format: WeightFormat = WeightFormat.DENSE
     scale: Array | None = None
     zero_point: Array | None = None
-    group_size: int = 0  # G of INT4 and INT4_TILED, inputs that share a scale
+    group_size: int = 0  # G: inputs that share a scale
     quantised_input: bool = False  # FP8, INT8: rows of x are rounded to the same format
     input_order: Array | None = None  # int32[K]: column k multiplies x[:, input_order[k]] (GPTQ's desc_act); None: k
 

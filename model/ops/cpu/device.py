@@ -1,4 +1,4 @@
-"""The host as a `Device`: NumPy's memory, work that is done when its call returns."""
+"""The host as a `Device`: all work is done when its call returns."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class NumpyDevice:
 
 
 def _available_bytes() -> int:
-    """Return Linux's estimate, page cache included; 0 if unknown."""
+    """Return Linux's estimate with page cache; 0 if unknown."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:

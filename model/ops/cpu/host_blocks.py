@@ -1,4 +1,4 @@
-"""The cache's second tier in other memory of the same host."""
+"""The cache's second tier in memory of the same host."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from model.ops.interface import Array
 
 
 class NumpyTransfer:
-    """`Transfer`, done at once."""
-
     def __init__(self, seconds: float):
         self._seconds = seconds
 
@@ -27,8 +25,6 @@ class NumpyTransfer:
 
 
 class NumpyHostBlocks:
-    """`HostBlocks` of a NumPy cache."""
-
     def __init__(self, kv: Array, num_blocks: int):
         self.num_ready = num_blocks
         self.failure: Exception | None = None

@@ -1,7 +1,4 @@
-"""The specification: every op in NumPy, in float32 inside.
-
-It is the reference of each CUDA kernel, and serves small models without a GPU.
-"""
+"""The specification of every op, and the reference of each CUDA kernel, in float32 inside."""
 
 from __future__ import annotations
 
@@ -18,14 +15,12 @@ from model.ops.interface import Array, AttentionBatch, Fp8Rows, HeadRotation, Sa
 from model.ops.weight import Weight, WeightFormat
 
 DECODE_GROUP = 16
-"""Sequences per decode attention: hides NumPy's call overhead, pads little, fits the CPU's cache."""
+"""Sequences per decode attention: hides NumPy's call overhead, pads little, fits the cache."""
 
 FLOAT32 = np.dtype(np.float32)
 
 
 class NumpyOps(NumpyDevice):
-    """`Ops` on the CPU, with NumPy's BLAS."""
-
     weight_formats = frozenset(WeightFormat)
     has_fp8 = True
 
@@ -182,11 +177,11 @@ def _rotated(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
 
 
-@np.errstate(invalid="ignore")  # the sampler reports non-finite numbers
+@np.errstate(invalid="ignore")
 def _attention(q: Array, batch: AttentionBatch, sequences: np.ndarray) -> np.ndarray:
     """Attend with q [S, n, Hq, D], the last n positions of S `sequences` -> [S, n, Hq, D].
 
-    Sequences are padded to the longest; keys that a query does not see may be anything, NaN included.
+    Sequences are padded to the longest; hidden keys may be anything, NaN included.
     """
     kv, layer, window = batch.kv, batch.layer, batch.window
     block_tables, context_lens = batch.block_tables[sequences], batch.context_lens[sequences]
@@ -206,7 +201,7 @@ def _attention(q: Array, batch: AttentionBatch, sequences: np.ndarray) -> np.nda
     visible = (key_at <= query_at) & (key_at > query_at - window)  # [S, n, keys]
     values.swapaxes(1, 2)[~visible.any(axis=1)] = 0  # 0 * NaN is NaN: see _weighed
 
-    # [S, Hkv, D, (Hq / Hkv) * n]: BLAS is fast at keys @ queries for few queries
+    # [S, Hkv, D, (Hq / Hkv) * n]: BLAS is faster at keys @ queries
     by_head = _f32(q).reshape(num_sequences, num_queries, num_kv_heads, -1, head_dim)
     queries = by_head.transpose(0, 2, 4, 3, 1).reshape(num_sequences, num_kv_heads, head_dim, -1)
     scores = np.ascontiguousarray((keys @ queries).swapaxes(-1, -2)) * np.float32(batch.scale)
@@ -218,11 +213,10 @@ def _attention(q: Array, batch: AttentionBatch, sequences: np.ndarray) -> np.nda
 
 
 def _weighed(values: np.ndarray, weights: np.ndarray, visible: np.ndarray) -> np.ndarray:
-    """values [S, Hkv, keys, D], weights [S, Hkv, Hq / Hkv, n, keys], 0 unless `visible` [S, n, keys] -> [S, Hkv, Hq /
-    Hkv, n, D].
+    """values [S, Hkv, keys, D], weights [S, Hkv, Hq / Hkv, n, keys], `visible` [S, n, keys] -> [S, Hkv, Hq / Hkv, n,
+    D].
 
-    A non-finite value reaches only the queries that see its key: it is left out of the product, where 0 times it is
-    NaN, and added to their rows.
+    A non-finite value is left out of the product, where 0 times it is NaN, and added to the queries that see it.
     """
     flat = (*weights.shape[:2], -1, weights.shape[-1])
     shape = (*weights.shape[:-1], values.shape[-1])

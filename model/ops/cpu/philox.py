@@ -1,7 +1,6 @@
-"""Counter-based random numbers of sampling: Philox4x32-10 (Salmon et al., SC 2011).
+"""Counter-based random numbers: Philox4x32-10 (Salmon et al., SC 2011).
 
-A number depends on (seed, branch, position, token id) alone: a request gets the same ones on any worker, in any batch,
-and when recomputed.
+A number depends on (seed, branch, position, token id) alone, not on worker, batch or preemption.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ _HALF = np.uint64(32)
 
 
 def philox_words(counters: np.ndarray, seeds: np.ndarray) -> np.ndarray:
-    """counters uint32[N, 4], 64-bit seeds uint64[N] -> uint32[N, 4] random words."""
+    """counters uint32[N, 4], seeds uint64[N] -> words uint32[N, 4]."""
     words = [counters[:, i].astype(np.uint64) for i in range(4)]
     keys = [seeds & _LOW, seeds >> _HALF]
     for _ in range(10):
@@ -31,10 +30,7 @@ def philox_words(counters: np.ndarray, seeds: np.ndarray) -> np.ndarray:
 
 
 def gumbel_noise(token_ids: np.ndarray, seeds: np.ndarray, positions: np.ndarray, branches: np.ndarray) -> np.ndarray:
-    """Return Gumbel noise float32[N] as `Ops.sample` defines it; arrays are [N], seeds uint64.
-
-    Neighbours in a row with the same four words compute them once.
-    """
+    """Return Gumbel noise float32[N] of `Ops.sample`; arrays are [N], seeds uint64. Neighbours share words."""
     counters = np.zeros((len(token_ids), 4), np.uint32)
     counters[:, 0], counters[:, 1], counters[:, 2] = token_ids // 4, positions, branches
     is_new = np.ones(len(token_ids), bool)

@@ -1,4 +1,4 @@
-"""The specification of products with quantised weights: dequantised, in float32."""
+"""The specification of products with quantised weights, in float32."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from model.ops.weight import Weight, WeightFormat
 
 FLOAT32 = np.dtype(np.float32)
 BLOCK = 128
-"""Side of a block of WeightFormat.FP8_BLOCK."""
+"""Side of an FP8_BLOCK block."""
+
 
 INT8_MAX = np.float32(127)
 PIECE_ELEMENTS = 4 << 20
-"""Weights dequantised at once."""
 
 _E4M3_VALUES: np.ndarray = np.arange(256, dtype=np.uint8).view(E4M3).astype(FLOAT32)
 
@@ -46,7 +46,7 @@ def linear_quantised(x: Array | Fp8Rows, weight: Weight) -> np.ndarray:
 
 
 def dequantise(weight: Weight) -> np.ndarray:
-    """Return the matrix float32[N, K], columns in the inputs' order."""
+    """Return float32[N, K], columns in the inputs' order."""
     values = _codes(weight, 0, weight.shape[0])
     if weight.format in (WeightFormat.FP8, WeightFormat.INT8):
         values *= np.asarray(weight.scale)[:, None]
@@ -58,13 +58,13 @@ def dequantise(weight: Weight) -> np.ndarray:
 
 
 def quantise_int8(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """float32[T, K] -> (whole numbers -127..127 as float32[T, K], scale float32[T, 1])."""
+    """float32[T, K] -> (integers as float32[T, K], scale float32[T, 1])."""
     scale = np.maximum(np.abs(x).max(axis=1, initial=0) / INT8_MAX, MIN_SCALE)[:, None]
     return np.rint(x / scale), scale
 
 
 def _codes(weight: Weight, first: int, last: int) -> np.ndarray:
-    """Return rows first..last - 1 in float32, without row scales; `first` is a multiple of BLOCK."""
+    """Return rows first..last - 1 without row scales; `first` is a multiple of BLOCK."""
     data: np.ndarray = weight.data[first:last]
     if weight.format in (WeightFormat.DENSE, WeightFormat.INT8):
         return data.astype(FLOAT32)

@@ -21,7 +21,7 @@ def sample(logits: Array, how: SamplingArrays, out: Array | None) -> Sampled:
     is_nan = ~np.isfinite(best)
     scores = adjusted.copy() if how.adjusts_logprobs else None
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-        # At temperature 0, or if the quotient overflows, the best token is certain.
+        # A quotient that overflows leaves only the best token.
         drawn = np.flatnonzero(np.isfinite(best / how.temperature))
     if drawn.size:
         adjusted[drawn] = _perturbed(adjusted[drawn], how, drawn)
@@ -50,14 +50,14 @@ def _row_of(indptr: np.ndarray) -> np.ndarray:
 
 
 def add_bias(logits: np.ndarray, bias: Bias) -> None:
-    """Add `bias` to logits float32[R, V] in place."""
+    """Change logits float32[R, V] in place."""
     known = (bias.token_ids >= 0) & (bias.token_ids < logits.shape[1])
     rows = _row_of(bias.indptr)[known]
     np.add.at(logits, (rows, bias.token_ids[known]), bias.values[known])
 
 
 def penalise(logits: np.ndarray, seen: Penalties) -> None:
-    """Apply penalties to logits float32[R, V] in place, repetition first."""
+    """Change logits float32[R, V] in place, repetition first."""
     known = (seen.token_ids >= 0) & (seen.token_ids < logits.shape[1])
     rows, ids, counts = _row_of(seen.indptr)[known], seen.token_ids[known], seen.output_counts[known]
     values, factor = logits[rows, ids], seen.repetition[rows]
@@ -67,7 +67,7 @@ def penalise(logits: np.ndarray, seen: Penalties) -> None:
 
 
 def forbid(logits: np.ndarray, mask: TokenMask) -> None:
-    """Set logits float32[R, V] outside `mask` to -inf in place."""
+    """Set masked logits float32[R, V] to -inf in place."""
     masked = np.flatnonzero((mask.rows >= 0) & (mask.rows < len(mask.words)))
     words = mask.words[mask.rows[masked]].astype("<u4")
     bits = np.unpackbits(words.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
@@ -76,7 +76,7 @@ def forbid(logits: np.ndarray, mask: TokenMask) -> None:
 
 def _perturbed(logits: np.ndarray, how: SamplingArrays, rows: np.ndarray) -> np.ndarray:
     """logits [N, V] of `rows` of `how` -> logits / temperature + noise; -inf: left out."""
-    with np.errstate(over="ignore"):  # far below the best
+    with np.errstate(over="ignore"):
         scaled: np.ndarray = logits / how.temperature[rows, None]
     cut = (how.top_k[rows] < logits.shape[1]) | (how.top_p[rows] < 1) | (how.min_p[rows] > 0)
     if cut.any():
@@ -89,10 +89,10 @@ def _perturbed(logits: np.ndarray, how: SamplingArrays, rows: np.ndarray) -> np.
 
 
 def _thresholds(scaled: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray) -> np.ndarray:
-    """Return the least value float32[N] that top-k, then top-p, then min-p leave in rows of scaled [N, V]."""
+    """Return the least values float32[N] that top-k, top-p and min-p leave of scaled [N, V]."""
     descending = -np.sort(-scaled, axis=1)
     kth = np.take_along_axis(descending, np.clip(top_k, 1, scaled.shape[1])[:, None] - 1, axis=1)
-    weights = np.exp((descending - descending[:, :1]).astype(np.float64))  # the best has weight 1
+    weights = np.exp((descending - descending[:, :1]).astype(np.float64))
     weights[descending < kth] = 0
     mass = np.cumsum(weights, axis=1)
     nucleus = np.where(top_p < 1, np.argmax(mass >= top_p[:, None] * mass[:, -1:], axis=1) + 1, scaled.shape[1])
@@ -103,7 +103,7 @@ def _thresholds(scaled: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p:
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """logits float32[R, V] -> log-probabilities float32[R, V]; NaN in rows with a NaN or no finite logit."""
+    """Return float32[R, V]; NaN in rows with a NaN or no finite logit."""
     with np.errstate(invalid="ignore"):
         shifted: np.ndarray = logits - logits.max(axis=1, keepdims=True)
         logprobs: np.ndarray = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))

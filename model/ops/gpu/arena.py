@@ -1,7 +1,7 @@
 """A bump allocator for the temporaries of a step.
 
-Equal requests get equal addresses, which captured graphs rely on. All work runs on one stream, so memory may be reused
-before the work that used it has run.
+Equal requests get equal addresses, for captured graphs. Work runs on one stream, so memory may be reused before its
+last user has run.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ class Arena:
 
     @property
     def is_open(self) -> bool:
-        """Return whether a scope is open, which will free the memory."""
         return self._depth > 0
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Free on exit the memory allocated within it. Scopes nest."""
+        """Free memory on exit. Scopes nest."""
         mark = self._next
         self._depth += 1
         try:
@@ -46,7 +45,7 @@ class Arena:
             self._next = mark
 
     def take(self, num_bytes: int) -> Any:
-        """Return a pointer to `num_bytes`, undefined, valid until the innermost scope ends."""
+        """Return a pointer to undefined memory, valid until the innermost scope ends."""
         size = -(-max(num_bytes, 1) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         chunk, offset = self._next
         while chunk < len(self._chunks) and offset + size > self._chunks[chunk][1]:

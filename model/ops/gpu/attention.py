@@ -1,6 +1,5 @@
-"""Launches the paged attention kernels: tile sizes and grids by shape, workspace from the arena.
+"""Launches the paged attention kernels; tile sizes and grids depend on shapes alone, so launches can be captured.
 
-Nothing here reads device data, so launches can be captured. The kernels check the shared memory size at compile time.
 Only Hopper's kernels need more than the 99 KiB a block of sm_86, sm_89 and sm_120.
 """
 
@@ -15,16 +14,15 @@ from model.ops.gpu.launcher import KernelLauncher
 from model.ops.interface import Array, AttentionBatch
 
 _FP32 = 0
-"""`dtype_code` of float32, which runs on CUDA cores."""
 
 _DECODE_CTAS_PER_SM = 2
-"""Decode blocks of an H100's SM (96 KiB of tiles each): splits aim at one full wave."""
+"""Decode blocks of an H100's SM (96 KiB each): splits aim at one full wave."""
 
 _MIN_SPLIT_TOKENS = 128
-"""Least tokens of a split; shorter ones cost more in the reduction than they save."""
+"""Least tokens of a split; shorter ones cost more than they save."""
 
 _DECODE_TILE_TOKENS = 16
-"""TILE of kv_split.cuh: a window is read from its first tile."""
+"""TILE of kv_split.cuh: a window starts at its first tile."""
 
 _MAX_SPLITS = 256
 
@@ -35,8 +33,8 @@ _MIN_COMMON_TOKENS = 256
 """Least tokens of a prefix that is read once for several sequences."""
 
 _MAX_MEMBERS, _MAX_GROUP_ROWS = 8, 32
-"""Most members of a prefix group, and query rows of its block: limited by the registers of two blocks an SM at head_dim
-128; half at 64 and 256."""
+"""Most members of a prefix group, and query rows of its block: register limits of two blocks an SM at head_dim 128;
+half at 64 and 256."""
 
 _MAX_PAIRS = 1 << 14
 """MAX_PAIRS of paged_decode.cu."""
@@ -51,25 +49,22 @@ _MAX_CLUSTER_SPLITS = 8
 """MAX_CLUSTER_SPLITS of paged_prefill_short_sm90.cu."""
 
 _SHORT_SHARE = 3
-"""Least splits for each query tile: with fewer, larger tiles are as fast."""
+"""Least splits per query tile: with fewer, larger tiles are as fast."""
 
 _HOPPER_MOST_CTAS = 1024
 """MAX_SPLITS of paged_prefill_sm90.cu."""
 
 
 class _Split(NamedTuple):
-    """Sizes of a plan of `num_slots` splits."""
-
     num_ctas: int  # of a split
-    target_splits: int  # that fill the device once; 0 if no sequence may be cut
+    target_splits: int  # that fill the device; 0 if no sequence may be cut
     num_slots: int
-    num_groups: int  # most prefix groups
-    num_rows: int  # of the workspace; 0 if every sequence is one split
+    num_groups: int
+    num_rows: int  # of the workspace; 0 if nothing is cut
 
 
 def plan_decode_attention(device: KernelLauncher, num_heads: int, batch: AttentionBatch) -> Array:
-    """`Ops.plan_decode_attention`: int32[num_slots + rows for members, 8], `KvSplit`s of kv_split.cuh, then
-    `PrefixGroupMember`s."""
+    """Return int32[num_slots + rows of members, 8]: `KvSplit`s of kv_split.cuh, then `PrefixGroupMember`s."""
     kv, tables = batch.kv, batch.block_tables
     split = split_decode(device, num_heads, batch)
     tiles = _decode_tiles(device.dtype_code, kv.shape[5], num_heads // kv.shape[3])
@@ -92,7 +87,7 @@ def plan_decode_attention(device: KernelLauncher, num_heads: int, batch: Attenti
 
 
 def decode_attention(device: KernelLauncher, q: Array, batch: AttentionBatch, out: Array) -> None:
-    """`Ops.paged_decode_attention`. Launches must not overlap: they share counters."""
+    """Launch a decode; launches must not overlap, as they share counters."""
     kv, tables = batch.kv, batch.block_tables
     num_sequences, num_heads, head_dim = q.shape
     num_blocks, num_layers, _, num_kv_heads, block_size, _ = kv.shape
@@ -162,7 +157,7 @@ def _prefill_on_hopper(device: KernelLauncher, q: Array, batch: AttentionBatch, 
     tokens = _HOPPER_ROWS // group  # of a query tile
     query_map = device.tensor_maps.get(q, q.shape[::-1], (64, group, tokens))
     cache_map = device.tensor_maps.get(kv, (head_dim, math.prod(kv.shape[:-1])), (64, min(_HOPPER_KEYS, block_size)))
-    shared_bytes = 2 * head_dim * (_HOPPER_ROWS + 4 * _HOPPER_KEYS) + 256  # queries, two stages of keys and values
+    shared_bytes = 2 * head_dim * (_HOPPER_ROWS + 4 * _HOPPER_KEYS) + 256  # queries, two stages of KV
     sizes = (len(lens), num_kv_heads, num_blocks, num_layers, batch.layer, tables.shape[1])
     num_ctas = min(device.num_sms, _HOPPER_MOST_CTAS)
     workspace = (device.temporary((num_ctas, _HOPPER_ROWS, n), np.float32) for n in (head_dim, 2))
@@ -205,7 +200,7 @@ def _prefill_short_on_hopper(device: KernelLauncher, q: Array, batch: AttentionB
 
 
 def _clusters(device: KernelLauncher, build: dict[str, int], num_query_tiles: int) -> tuple[int, int]:
-    """Return (blocks of a cluster, clusters): the largest that run one for each query tile at once."""
+    """Return (blocks, clusters): the largest clusters that run one per query tile at once."""
     for size in range(_MAX_CLUSTER_SPLITS, 1, -1):
         num_clusters = device.most_clusters("paged_prefill_short_sm90", size, **build)
         if num_clusters >= num_query_tiles:
@@ -214,7 +209,7 @@ def _clusters(device: KernelLauncher, build: dict[str, int], num_query_tiles: in
 
 
 def _short_build(head_dim: int, block_size: int, group: int) -> dict[str, int]:
-    """Return macros and sizes. Shared memory: queries, stages of keys and values, barriers."""
+    """Return sizes. Shared memory: queries, stages of keys and values, barriers."""
     shared_bytes = 1024 + 2 * head_dim * (_SHORT_ROWS + 2 * _SHORT_STAGES * _SHORT_KEYS) + 8 * (3 + 4 * _SHORT_STAGES)
     return {
         "threads": _SHORT_THREADS,
@@ -230,7 +225,7 @@ def _short_build(head_dim: int, block_size: int, group: int) -> dict[str, int]:
 
 
 def _decode_tiles(dtype_code: int, head_dim: int, group: int) -> dict[str, int]:
-    """Return macros of paged_decode.cu: each warp streams tiles of 16 keys and values through its own `STAGES`."""
+    """Return macros of paged_decode.cu: each warp streams tiles of 16 keys and values."""
     warps, stages = 4 if head_dim <= 128 else 2, 3
     most_rows = _MAX_GROUP_ROWS if 64 < head_dim <= 128 else _MAX_GROUP_ROWS // 2
     shared_bytes = 8 << 10 if dtype_code == _FP32 else warps * stages * 2 * 16 * _shared_row_bytes(head_dim)
@@ -244,7 +239,7 @@ def _decode_tiles(dtype_code: int, head_dim: int, group: int) -> dict[str, int]:
 
 
 def _prefill_tiles(dtype_code: int, head_dim: int, max_rows: int) -> dict[str, int]:
-    """Return macros of paged_prefill.cu. Shared memory: query rows, two stages of `KEYS` keys and values, block ids."""
+    """Return macros of paged_prefill.cu. Shared memory: queries, two stages of keys and values, block ids."""
     keys = 64 if head_dim <= 128 else 32
     tiles = {"WARPS": 4, "ROW_TILES": 2 if head_dim <= 128 and max_rows > 64 else 1, "KEYS": keys}
     num_rows = _prefill_rows(tiles) + 4 * keys
@@ -279,12 +274,12 @@ def split_decode(device: KernelLauncher, num_heads: int, batch: AttentionBatch) 
 
 
 def _shared_row_bytes(head_dim: int) -> int:
-    """Return the row stride in bytes of `SharedTile` (paged_kv.cuh)."""
+    """Return the row stride of `SharedTile` (paged_kv.cuh)."""
     chunks = head_dim // 8
     is_swizzled = chunks >= 8 and chunks & (chunks - 1) == 0
     return 16 * (chunks if is_swizzled else chunks | 1)
 
 
 def _scale_log2(scale: float) -> np.float32:
-    """Return the scale in units of log2: a weight is one exp2."""
+    """Return the scale for exp2."""
     return np.float32(scale * math.log2(math.e))

@@ -1,4 +1,4 @@
-"""One CUDA device: memory, transfers, graphs, events, kernel launches."""
+"""One CUDA device: memory, transfers, graphs, events, launches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from model.ops.interface import Array
 from model.ops.packing import TableRows
 
 ARENA_CHUNK_BYTES = 256 << 20
-"""Temporaries of a layer at usual sizes; larger requests get their own chunk."""
+"""Usual temporaries of a layer; larger requests get their own chunk."""
 
 DTYPE_CODES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dtypes.bfloat16): 2}
 """QUIRE_DTYPE of the kernels."""
@@ -29,21 +29,18 @@ DTYPE_CODES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dty
 THREADS = 256
 
 FIRST_WITH_FP8 = 89
-"""Compute capability of the first tensor cores for e4m3."""
+"""Compute capability of the first e4m3 tensor cores."""
 
 _INT32 = np.dtype(np.int32)
 
 
 class CudaDevice:
-    """`Device` and `KernelLauncher` of the current CUDA device, for one thread at a time."""
+    """`Device` and `KernelLauncher` of the current CUDA device, for one thread."""
 
     name = "cuda"
 
     def __init__(self, dtype: np.dtype, kv_dtype: np.dtype | None = None):
-        """Open the device.
-
-        Raises ValueError for dtypes without kernels, CuPy's RuntimeErrors without a GPU.
-        """
+        """Raise ValueError for dtypes without kernels, CuPy's RuntimeErrors without a GPU."""
         self.dtype = np.dtype(dtype)
         self.kv_dtype = self.dtype if kv_dtype is None else np.dtype(kv_dtype)
         if self.dtype not in DTYPE_CODES:
@@ -89,7 +86,7 @@ class CudaDevice:
         self.kernels.compile_together(work)
 
     def capture(self, work: Callable[[], None], warm_up_run: Callable[[], None] | None = None) -> Callable[[], None]:
-        (warm_up_run or work)()  # load kernels, plan products, grow the arena before recording
+        (warm_up_run or work)()  # load kernels, plan products, grow the arena
         self.stream.synchronize()
         with self.stream:
             self.stream.begin_capture()
@@ -151,7 +148,7 @@ class CudaDevice:
         stream: cupy.cuda.Stream | None = None,
         **defines: int,
     ) -> None:
-        """Launch a kernel of `cuda/`, built for `self.dtype` unless `defines` name another; an empty grid does nothing.
+        """Launch a kernel of `cuda/`, by default for `self.dtype`; an empty grid does nothing.
 
         `overlaps`: the kernel calls `wait_for_previous_kernel` (common/types.cuh), so in a captured graph it may start
         before its predecessor ends; elsewhere the host is too slow for a gain. Clusters run on `self.stream` only.
@@ -168,7 +165,7 @@ class CudaDevice:
             kernel(grid, (threads,), args, shared_bytes, stream or self.stream)
 
     def most_clusters(self, name: str, cluster: int, *, threads: int, shared_bytes: int, **defines: int) -> int:
-        """Return the clusters of `cluster` blocks that run at once; 0 while the kernel is compiled."""
+        """Return how many clusters run at once; 0 while the kernel is compiled."""
         key = (name, cluster, shared_bytes, *defines.values())
         if key not in self._most_clusters:
             kernel = self.kernels.get(name, shared_bytes=shared_bytes, **{"QUIRE_DTYPE": self.dtype_code, **defines})

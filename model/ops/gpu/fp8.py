@@ -1,4 +1,4 @@
-"""Launches the kernels of e4m3 matrices: quantise, dequantise, multiply."""
+"""Launches the kernels of e4m3 matrices."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _UINT8 = np.dtype(np.uint8)
 _FLOAT32 = np.dtype(np.float32)
 _VEC_BYTES = 16
 _HELD_VECS = 4  # HELD_VECS of fp8.cuh
-_DEQUANTISED = 16  # elements of a thread of dequantise_rows.cu
+_DEQUANTISED = 16  # elements per thread of dequantise_rows.cu
 
 
 def expect_fp8(name: str, rows: Fp8Rows | Weight, width: int | None = None) -> None:
-    """Raise ValueError unless `rows` has `width` columns of e4m3 and a scale per row."""
+    """Raise ValueError unless `rows` has `width` e4m3 columns and row scales."""
     expect(f"{name}.data", rows.data, _UINT8, None, width)
     expect(f"{name}.scale", rows.scale, _FLOAT32, len(rows.data))
 
@@ -40,7 +40,7 @@ def quantised_by(
     *numbers: np.float32,
     out: Fp8Rows | None = None,
 ) -> Fp8Rows:
-    """Launch a kernel that writes [rows, width] in e4m3; return them, in `out` if given."""
+    """Return [rows, width] in e4m3, in `out` if given."""
     if out is None:
         out = Fp8Rows(device.temporary((rows, width), _UINT8), device.temporary((rows,), _FLOAT32))
     expect_fp8("out", out, width)
@@ -60,7 +60,7 @@ def dequantise_rows(device: KernelLauncher, x: Fp8Rows | Weight) -> Array:
 
 
 def _row_threads(device: KernelLauncher, rows: int, width: int) -> int:
-    """Return one vector per thread if few rows leave the device empty, else more, for more loads at once."""
+    """Return threads per block: a vector each if few rows leave the device empty, else more loads each."""
     vecs = math.ceil(width * device.dtype.itemsize / _VEC_BYTES)
     each = 1 if rows <= 2 * device.num_sms else _HELD_VECS
     each = max(each, math.ceil(vecs / 1024))
@@ -74,10 +74,10 @@ class Fp8Linear:
         """Take `dense` for dequantised matrices."""
         self._device = device
         self._dense = dense
-        self._gemm: Fp8Gemm | None = None  # created on first use: it has a workspace
+        self._gemm: Fp8Gemm | None = None  # has a workspace
 
     def __call__(self, x: Array | Fp8Rows, weight: Weight, bias: Array | None, out: Array) -> None:
-        """out [M, N] = x [M, K] @ weight [N, K].T + bias [N], C-contiguous; M, N, K >= 1."""
+        """out [M, N] = x [M, K] @ weight [N, K].T + bias [N], C-contiguous, not empty."""
         device, (m, n) = self._device, out.shape
         k = weight.data.shape[1]
         x_data = x.data if isinstance(x, Fp8Rows) else x
@@ -131,7 +131,7 @@ class Fp8Linear:
         )
 
     def _by_cublaslt(self, x: Fp8Rows, weight: Weight, bias: Array | None, out: Array) -> bool:
-        """Return whether cuBLASLt had an algorithm and computed it."""
+        """Return whether cuBLASLt computed it."""
         if self._gemm is None:
             self._gemm = Fp8Gemm(self._device.stream)
         try:

@@ -1,4 +1,4 @@
-"""Builds of `gemv_fp8.cu` and `small_m_fp8_sm90.cu` by product and device."""
+"""Builds of `gemv_fp8.cu` and `small_m_fp8_sm90.cu`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import functools
 import math
 from dataclasses import dataclass, replace
 
-_SPAN_BYTES = 128  # of a row in a stage of small_m_fp8_sm90
+_SPAN_BYTES = 128  # of a row and stage
 _MIN_TILE_ROWS, _FEW_TILE_ROWS, _MAX_TILE_ROWS = 32, 48, 128
-_MAX_READING_ROWS = 128  # of x: more rows take longer than reading the weights
+_MAX_READING_ROWS = 128  # of x: more take longer than reading the weights
 _MIN_STAGES = 3
 _EIGHT = 8  # rows of a swizzle
 _COLS = (16, 32, 64, 96, 128, 192, 256)  # widths of a warpgroup's products
@@ -38,7 +38,7 @@ class GemvFp8Build:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of each warp's ring, and two sets of sums."""
+        """Bytes of each warp's ring and two sets of sums."""
         rows = 16 * self.row_tiles
         return self.warps * rows * (self.stages * self.span + 2 * 8 * self.col_tiles * 4)
 
@@ -53,7 +53,7 @@ GEMV_FP8_BUILDS = tuple(
 
 
 def gemv_fp8_build(num_rows: int, max_shared_bytes: int) -> GemvFp8Build | None:
-    """Return the build for `num_rows` rows of x, or None."""
+    """Return a build for `num_rows` rows of x, or None."""
     for build in GEMV_FP8_BUILDS:
         if num_rows <= 8 * build.col_tiles and build.shared_bytes <= max_shared_bytes:
             return build
@@ -62,7 +62,7 @@ def gemv_fp8_build(num_rows: int, max_shared_bytes: int) -> GemvFp8Build | None:
 
 @dataclass(frozen=True)
 class SmallMFp8Build:
-    """Macros of small_m_fp8_sm90.cu, for one block an SM."""
+    """Macros of small_m_fp8_sm90.cu, one block an SM."""
 
     rows: int
     cols: int
@@ -81,7 +81,7 @@ class SmallMFp8Build:
 
     @functools.cached_property
     def shared_bytes(self) -> int:
-        """Bytes of the ring, a partner's sums, barriers, scales, and rows read past the ring."""
+        """Bytes of the ring, a partner's sums, barriers, scales, and rows past the ring."""
         sent = 128 * self._warpgroups * self.cols if self.split == 2 else 0
         past = max(0, 64 * self._warpgroups - self.rows - self.cols) * _SPAN_BYTES
         ring = self.stages * (self.rows + self.cols) * _SPAN_BYTES
@@ -92,7 +92,6 @@ class SmallMFp8Build:
         return math.ceil(self.rows / 64)
 
     def num_blocks(self, n: int, num_sms: int) -> int:
-        """Return the blocks of a launch that get equally many tiles."""
         tiles = math.ceil(n / self.rows)
         if self.split == 2:
             return 2 * tiles
@@ -103,8 +102,8 @@ class SmallMFp8Build:
 def small_m_fp8_build(m: int, n: int, num_sms: int, max_shared_bytes: int) -> SmallMFp8Build | None:
     """Return the build for `m` rows of x and `n` of weights, or None.
 
-    All SMs get equally many tiles. If tiles would waste much of a warpgroup's 64 rows, two blocks split K: by `n`
-    alone, so that the order of a sum does not depend on `m`.
+    All SMs get equally many tiles. If tiles waste much of a warpgroup's 64 rows, two blocks split K: by `n` alone, so
+    that the order of a sum does not depend on `m`.
     """
     if m > MAX_SMALL_M_ROWS:
         return None

@@ -1,7 +1,6 @@
-"""Matrix products through cuBLASLt, which unlike CuPy's cuBLAS can be captured.
+"""Products through cuBLASLt, which unlike CuPy's cuBLAS can be captured.
 
-A shape's descriptor, layouts and algorithms are kept: later calls, also captured ones, only launch. Sums are in
-float32, split-K included; fp32 inputs never use TF32.
+Plans are kept: later calls only launch. Sums are in float32, split-K included; fp32 inputs never use TF32.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ BEST_ALIGNMENT_BYTES = 256
 """Pointer alignment that cuBLASLt assumes by default."""
 
 MAX_ALGORITHMS = 8
-"""Algorithms considered for a shape."""
 
 _TYPES = {
     np.dtype(np.float32): CudaDataType.CUDA_R_32F,
@@ -45,13 +43,13 @@ class GemmError(Exception):
 
 @dataclass(frozen=True)
 class _Plan:
-    """A shape in cuBLASLt's column-major terms: out.T [N, M] = weight.T.T [N, K] @ x.T [K, M]."""
+    """out.T [N, M] = weight.T.T [N, K] @ x.T [K, M], in cuBLASLt's column-major terms."""
 
     operation: int
     weight: int
     x: int
     out: int
-    algorithms: np.ndarray  # heuristic results, best estimate first; kept alive for their addresses
+    algorithms: np.ndarray  # best estimate first; kept alive for their addresses
     algorithms_at: tuple[int, ...]
     adds_bias: bool
 
@@ -79,11 +77,10 @@ class Gemm:
         out: cupy.ndarray,
         algorithm: int = 0,
     ) -> bool:
-        """out [M, N] = x [M, K] @ weight [N, K].T + bias [N], all C-contiguous; M, N, K >= 1.
+        """out [M, N] = x [M, K] @ weight [N, K].T + bias [N], C-contiguous, not empty, of one dtype; out also float32.
 
-        x, weight and bias have one dtype, out has it or float32; `algorithm` < `num_algorithms`. Return whether the
-        bias was added: if cuBLASLt cannot, the caller must. Raises GemmError, and cuBLASLt's error if the algorithm
-        fails.
+        Return whether the bias was added: if cuBLASLt cannot, the caller must. Raises GemmError, and cuBLASLt's error
+        if the algorithm fails.
         """
         pointers, plan = self._planned(x, weight, bias, out, is_exact=algorithm > 0)
         if plan.adds_bias:
@@ -98,13 +95,13 @@ class Gemm:
     def num_algorithms(
         self, x: cupy.ndarray, weight: cupy.ndarray, bias: cupy.ndarray | None, out: cupy.ndarray
     ) -> int:
-        """Return the number of algorithms. Raises GemmError."""
+        """Return how many algorithms there are. Raises GemmError."""
         return len(self._planned(x, weight, bias, out, is_exact=True)[1].algorithms)
 
     def _planned(
         self, x: Array, weight: Array, bias: Array | None, out: Array, *, is_exact: bool
     ) -> tuple[tuple[int, ...], _Plan]:
-        """Return the addresses of weight, x, out and bias, and the plan: of `planned_rows` rows unless `is_exact`."""
+        """Return the addresses of weight, x, out and bias, and the plan: of `planned_rows` unless `is_exact`."""
         pointers = weight.data.ptr, x.data.ptr, out.data.ptr, 0 if bias is None else bias.data.ptr
         together = pointers[0] | pointers[1] | pointers[2] | pointers[3] | BEST_ALIGNMENT_BYTES
         alignment = together & -together

@@ -1,4 +1,4 @@
-"""Products of e4m3 matrices, both scaled by row, through cuBLASLt on Hopper; plans are kept as in `gemm`."""
+"""Products of e4m3 matrices with row scales, through cuBLASLt on Hopper; see `gemm`."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _OUT_TYPES = {
 
 @dataclass(frozen=True)
 class _Plan:
-    """A shape in cuBLASLt's column-major terms: out.T [N, M] = weight.T.T [N, K] @ x.T [K, M]."""
+    """out.T [N, M] = weight.T.T [N, K] @ x.T [K, M], in cuBLASLt's column-major terms."""
 
     layouts: tuple[int, int, int]  # of weight, x, out
-    algorithm: np.ndarray  # first heuristic result; kept alive for its address
+    algorithm: np.ndarray  # kept alive for its address
 
     @property
     def algorithm_at(self) -> int:
@@ -73,7 +73,7 @@ class Fp8Gemm:
         lt.matmul_desc_set_attribute(self._operation, attribute, at, num_bytes)
 
     def _planned(self, m: int, n: int, k: int, dtype: np.dtype, address: int) -> _Plan:
-        """Return a plan with the algorithm of `planned_rows` rows, if it supports `m`."""
+        """Return a plan of `planned_rows` rows, if it supports `m`."""
         alignment = BEST_ALIGNMENT_BYTES if address % BEST_ALIGNMENT_BYTES == 0 else MULTIPLE
         rows = planned_rows(m)
         plan = self._plans.get((m, n, k, dtype, alignment))
@@ -122,7 +122,7 @@ def _layouts(m: int, n: int, k: int, dtype: np.dtype) -> tuple[int, int, int]:
 
 
 def _operation() -> int:
-    """Return an operation with row scales of both operands and the sums of `small_m_fp8_sm90`."""
+    """Return an operation with row scales and the sums of `small_m_fp8_sm90`."""
     operation: int = lt.matmul_desc_create(ComputeType.COMPUTE_32F, CudaDataType.CUDA_R_32F)
     kind = lt.MatmulDescAttribute
     attributes = {

@@ -1,7 +1,7 @@
-"""The measured GEMM algorithm of each shape, in files: shipped with the package, cached on each machine.
+"""Files of measured GEMM algorithms, shipped with the package or cached.
 
-A file is named by a digest of the device, cuBLASLt's version, and our kernels' code without comments and spaces, so
-rewording a comment keeps the measurements.
+Each is named by a digest of the device, cuBLASLt's version, and our kernels without comments and spaces, so rewording a
+comment keeps it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class GemmShape(NamedTuple):
-    """The shape of out [m, n] = x [m, k] @ weight [n, k].T (+ bias)."""
+    """out [m, n] = x [m, k] @ weight [n, k].T (+ bias)."""
 
     m: int
     n: int
@@ -38,10 +38,8 @@ class GemmShape(NamedTuple):
 
 
 class GemmAlgorithm(NamedTuple):
-    """An algorithm of a product."""
-
     kind: str  # CUBLASLT, GEMV or SMALL_M
-    choice: int  # index of cuBLASLt's algorithms, best estimate first, of GEMV_BUILDS or of SMALL_M_SPLITS
+    choice: int  # index in cuBLASLt's estimates, GEMV_BUILDS or SMALL_M_SPLITS
 
 
 def fits_gemv(shape: GemmShape) -> bool:
@@ -51,7 +49,6 @@ def fits_gemv(shape: GemmShape) -> bool:
 
 
 def fits_small_m(shape: GemmShape) -> bool:
-    """Return whether small_m_sm90.cu computes it."""
     return shape.m <= MAX_SMALL_M_ROWS and shape.k % 8 == 0 and shape.dtype != "float32"
 
 
@@ -70,7 +67,7 @@ def code_of(source: str) -> str:
 
 
 def read_tuning(path: Path) -> dict[GemmShape, GemmAlgorithm]:
-    """Return the content of a file; empty if it is missing or damaged."""
+    """Return a file's content; empty if missing or damaged."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
         tuning = {GemmShape(*shape): GemmAlgorithm(*algorithm) for shape, algorithm in rows}
@@ -86,7 +83,7 @@ def read_tuning(path: Path) -> dict[GemmShape, GemmAlgorithm]:
 
 
 def write_tuning(path: Path, tuning: dict[GemmShape, GemmAlgorithm]) -> None:
-    """Replace the file atomically; only warn if it cannot be written."""
+    """Replace the file atomically; only warn on failure."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:

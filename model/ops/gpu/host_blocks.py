@@ -1,7 +1,7 @@
-"""Cache blocks in pinned host memory: one copy a block, on a stream per direction.
+"""Cache blocks in pinned host memory: one copy a block, a stream per direction.
 
-Pinning gigabytes takes seconds, so a thread does it in pieces while the engine runs. A piece is touched before it is
-registered, so that the driver's lock is held shortly.
+Pinning gigabytes takes seconds, so a thread does it in pieces. Each is touched first, so that the driver's lock is held
+shortly.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cupy.cuda import runtime
 _log = logging.getLogger(__name__)
 
 PIECE_BYTES = 64 << 20
-"""Size of a registered piece. No block lies across two: no copy may."""
+"""Bytes registered at once. No block lies across two pieces: no copy may."""
 
 
 class CudaTransfer:
@@ -39,7 +39,7 @@ class CudaTransfer:
 
 
 class CudaHostBlocks:
-    """`HostBlocks` for the work of `stream`, for one thread at a time."""
+    """`HostBlocks` for the work of `stream`, for one thread."""
 
     def __init__(self, kv: cupy.ndarray, num_blocks: int, stream: cupy.cuda.Stream):
         self.num_ready = 0
@@ -55,7 +55,7 @@ class CudaHostBlocks:
         self._address = self._bytes.ctypes.data
         self._pinned: list[int] = []
         self._release = weakref.finalize(self, _release, self._pinned, self._memory, self._out, self._in)
-        self._release.atexit = False  # process exit frees it anyway
+        self._release.atexit = False  # process exit frees it
         self._is_closing = False
         self.failure: Exception | None = None
         self._pinning = threading.Thread(target=self._pin, args=(num_blocks,), name="pinning", daemon=True)
@@ -86,7 +86,6 @@ class CudaHostBlocks:
         return CudaTransfer(begin, end)
 
     def _pin(self, num_blocks: int) -> None:
-        """Make the memory usable from its start on."""
         piece_blocks = max(1, PIECE_BYTES // self._block_bytes)
         try:
             self._kv.device.use()
@@ -99,13 +98,13 @@ class CudaHostBlocks:
                 _check(cudart.cudaHostRegister(piece.ctypes.data, piece.nbytes, cudart.cudaHostRegisterPortable))
                 self._pinned.append(piece.ctypes.data)
                 self.num_ready = last
-        except Exception as error:  # pinned pieces stay in use
+        except Exception as error:
             self.failure = error
             _log.warning("only %d of %d blocks of the host could be pinned: %s", self.num_ready, num_blocks, error)
 
 
 def _release(pinned: list[int], memory: mmap.mmap, *streams: cupy.cuda.Stream) -> None:
-    """Unregister before unmapping: the next mapping may get the same addresses."""
+    """Unregister before unmapping: the addresses may be mapped again."""
     for stream in streams:
         stream.synchronize()
     while pinned:

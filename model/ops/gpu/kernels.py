@@ -1,7 +1,7 @@
 """Compiles, caches and loads the kernels of `cuda/`.
 
-CuPy's compiler targets plain sm_90, needs a device and ignores included headers in its cache key, so NVRTC is called
-here: a cubin for one architecture, cached on disk by a digest of all inputs.
+CuPy's compiler targets plain sm_90, needs a device and ignores included headers in its cache key; so NVRTC is called
+here, with a cubin per architecture and digest of all inputs.
 """
 
 from __future__ import annotations
@@ -33,14 +33,13 @@ _loading = Lock()
 
 
 class KernelError(Exception):
-    """A kernel is missing or does not compile; carries the compiler's log, with file and line."""
+    """Missing or uncompilable kernel, with the compiler's log."""
 
 
 class Kernels:
-    """The kernels of one device, each compiled once per source and loaded once per process."""
+    """Kernels of one device, compiled once per source and loaded once per process."""
 
     def __init__(self, arch: str, cache: Path | None = None):
-        """Open the kernels for `arch` of `arch_of`; `cache` is a folder (default: `cache_folder()`)."""
         self.arch = arch
         self._cache = cache if cache is not None else cache_folder()
         self._modules: dict[_Key, Module] = {}
@@ -51,8 +50,7 @@ class Kernels:
     def get(self, name: str, *, shared_bytes: int = 0, **defines: int) -> Function:
         """Return the function `name` of cuda/<folder>/<name>.cu, built with -D<define>=<value>.
 
-        Call it as `function(grid, block, args, shared_mem, stream)`, with at most `shared_bytes` of dynamic shared
-        memory, which the driver must know above 48 KiB.
+        Call it as `function(grid, block, args, shared_mem, stream)`, shared_mem <= `shared_bytes`.
         """
         if self._compilers is not None and self._is_compiling(self._compilers, name, defines):
             return _launch_nothing
@@ -67,10 +65,10 @@ class Kernels:
         return function
 
     def compile_together(self, work: Callable[[], None]) -> None:
-        """Run `work`, which launches kernels, after compiling those not in the cache in parallel.
+        """Run `work` after compiling its missing kernels in parallel.
 
-        If any is missing, `work` runs twice, at first launching nothing from that kernel on: none reads what was not
-        written. `work` itself must not depend on results.
+        For that it runs twice, at first launching nothing from a missing kernel on: none reads what was not written.
+        `work` must not depend on results.
         """
         with ThreadPoolExecutor(thread_name_prefix="compile") as self._compilers:
             try:
@@ -84,7 +82,7 @@ class Kernels:
             work()
 
     def _is_compiling(self, compilers: ThreadPoolExecutor, name: str, defines: Mapping[str, int]) -> bool:
-        """Return whether this kernel or an earlier one is still being compiled."""
+        """Return whether this kernel or an earlier one is being compiled."""
         key = (name, *sorted(defines.items()))
         is_known = key in self._modules or key in self._compiling
         if not is_known and not os.path.exists(_cubin_path(name, self.arch, defines, self._cache)):
@@ -112,17 +110,16 @@ def _launch_nothing(
 
 
 def is_there(kernel: Callable[..., None]) -> bool:
-    """Return whether a kernel of `Kernels.get` is compiled."""
     return kernel is not _launch_nothing
 
 
 def arch_of(compute_capability: str) -> str:
-    """Map CuPy's "90" to NVRTC's "90a": wgmma and setmaxnreg exist in Hopper's own target alone."""
+    """Map CuPy's "90" to "90a", which has wgmma and setmaxnreg."""
     return "90a" if compute_capability == "90" else compute_capability
 
 
 def source_folder() -> Path:
-    """Return `cuda/` of a checkout, else of an installed package. Raises KernelError."""
+    """Return `cuda/` of a checkout or an installed package. Raises KernelError."""
     checkout = Path(__file__).resolve().parents[3] / "cuda"
     installed = Path(sys.prefix) / "share" / "quire" / "cuda"
     for folder in (checkout, installed):
@@ -132,21 +129,21 @@ def source_folder() -> Path:
 
 
 def source_path(name: str) -> Path:
-    """Return cuda/<folder>/<name>.cu; names are unique across folders. Raises KernelError."""
+    """Return cuda/*/<name>.cu; names are unique. Raises KernelError."""
     for path in source_folder().glob(f"*/{name}.cu"):
         return path
     raise KernelError(f"there is no kernel {source_folder()}/*/{name}.cu")
 
 
 def cache_folder() -> Path:
-    """Return the folder of compiled kernels below $QUIRE_CACHE_DIR, else $XDG_CACHE_HOME/quire, else ~/.cache/quire."""
+    """Return $QUIRE_CACHE_DIR, else $XDG_CACHE_HOME/quire, else ~/.cache/quire, with `kernels`."""
     own = os.environ.get("QUIRE_CACHE_DIR")
     root = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
     return root / "kernels"
 
 
 def cached_cubin(name: str, arch: str, defines: Mapping[str, int], cache: Path) -> bytes:
-    """Run `compile_cubin` through `cache`; a damaged or unreadable file is replaced."""
+    """Run `compile_cubin` through `cache`; a damaged file is replaced."""
     path = _cubin_path(name, arch, defines, cache)
     cubin = _read(path)
     if cubin is None:
@@ -160,8 +157,7 @@ def _cubin_path(name: str, arch: str, defines: Mapping[str, int], cache: Path) -
 
 
 def compile_cubin(name: str, arch: str, defines: Mapping[str, int]) -> bytes:
-    """Compile cuda/<folder>/<name>.cu for sm_<arch>; headers are included by path below `cuda/`. Needs no GPU. Raises
-    KernelError."""
+    """Compile cuda/<folder>/<name>.cu for sm_<arch>, without a GPU. Raises KernelError."""
     folder = source_folder()
     source = source_path(name)
     headers = find_nvidia_header_directory("cudart")
@@ -182,7 +178,7 @@ def compile_cubin(name: str, arch: str, defines: Mapping[str, int]) -> bytes:
 
 @functools.cache
 def _load_compiler() -> None:
-    """Load NVRTC's builtins, which its first program does, unsafely if several threads begin together."""
+    """Load NVRTC's builtins, which concurrent first programs would race for."""
     program = nvrtc.createProgram("", "nothing.cu", (), ())
     nvrtc.compileProgram(program, ())
     nvrtc.destroyProgram(program)
@@ -194,7 +190,7 @@ def _options(arch: str, defines: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def _fingerprint(name: str, arch: str, defines: Mapping[str, int]) -> str:
-    """Digest the source, all headers, the options and the compiler's version."""
+    """Digest the source, headers, options and compiler version."""
     folder = source_folder()
     parts = [source_path(name).read_text(encoding="utf-8"), repr(_options(arch, defines)), repr(nvrtc.getVersion())]
     for header in sorted(folder.rglob("*.cuh")):
@@ -218,7 +214,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, cubin: bytes) -> None:
-    """Replace the file atomically; only warn if the cache cannot be written."""
+    """Replace the file atomically; only warn on failure."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:

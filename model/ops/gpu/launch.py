@@ -1,6 +1,6 @@
-"""Launches a kernel in clusters, or so that it may begin before its predecessor ends; CuPy cannot.
+"""Launches a kernel in clusters, or before its predecessor ends; CuPy cannot.
 
-The latter is programmatic dependent launch, from sm_90 on; the kernel must call `wait_for_previous_kernel`
+The latter is programmatic dependent launch, from sm_90 on; the kernel calls `wait_for_previous_kernel`
 (cuda/common/types.cuh).
 """
 
@@ -50,8 +50,8 @@ class _Config(ctypes.Structure):
 class OverlappedLaunch:
     """The driver's launch call with attributes, for one thread.
 
-    Every launch reuses one memory: the driver copies it within the call, and a step has some 300 launches, for which
-    new descriptions took longer than all else.
+    Launches reuse one memory, which the driver copies within the call: describing a step's 300 launches anew took
+    longer than all else.
     """
 
     def __init__(self, stream: Stream, driver: ctypes.CDLL | None = None):
@@ -59,7 +59,7 @@ class OverlappedLaunch:
         self._driver = driver = driver or ctypes.CDLL("libcuda.so.1")
         self._launch = driver.cuLaunchKernelEx
         self._launch.argtypes = (ctypes.c_void_p,) * 4
-        self._values = (ctypes.c_uint64 * _MAX_ARGS)()  # numbers of four bytes use the low half
+        self._values = (ctypes.c_uint64 * _MAX_ARGS)()  # 4-byte numbers use the low half
         first = ctypes.addressof(self._values)
         self._places = [first + _WORD_BYTES * index for index in range(_MAX_ARGS)]
         self._addresses = (ctypes.c_void_p * _MAX_ARGS)(*self._places)
@@ -82,7 +82,7 @@ class OverlappedLaunch:
         overlaps: bool = True,
         cluster: int = 1,
     ) -> None:
-        """Launch with `args`: CuPy arrays, None for null, NumPy scalars, tensor maps. Raises LaunchError."""
+        """Launch with CuPy arrays, None for null, NumPy scalars, tensor maps. Raises LaunchError."""
         maps = self._write(args)
         self._describe(grid, threads, shared_bytes, overlaps, cluster)
         status = self._launch(self._config_at, kernel.ptr, self._addresses_at, None)
@@ -92,7 +92,7 @@ class OverlappedLaunch:
             raise LaunchError(f"cuLaunchKernelEx answered {status} to {grid} blocks of {threads} threads")
 
     def most_clusters(self, kernel: Function, cluster: int, threads: int, shared_bytes: int) -> int:
-        """Return how many clusters of `cluster` blocks run at once. Raises LaunchError."""
+        """Return how many clusters run at once. Raises LaunchError."""
         found = ctypes.c_int()
         self._describe((cluster,), threads, shared_bytes, False, cluster)
         status = self._driver.cuOccupancyMaxActiveClusters(
@@ -112,7 +112,7 @@ class OverlappedLaunch:
         config.num_attributes = overlaps + (cluster > 1)
 
     def _write(self, args: tuple[Any, ...]) -> list[int]:
-        """Write `args` for the driver; return the indexes of tensor maps."""
+        """Write arguments; return indexes of tensor maps."""
         values, maps = self._values, []
         for index, arg in enumerate(args):
             kind = type(arg)
@@ -122,7 +122,7 @@ class OverlappedLaunch:
                 values[index] = arg.view(np.uint32).item()
             elif arg is None:
                 values[index] = 0
-            elif kind is np.ndarray:  # a tensor map, passed by value
+            elif kind is np.ndarray:  # a tensor map, by value
                 self._addresses[index] = arg.ctypes.data
                 maps.append(index)
             else:

@@ -1,4 +1,4 @@
-"""The part of `CudaDevice` that kernel-launching modules use, which tests implement without a GPU."""
+"""The interface of `CudaDevice` to kernel-launching modules; tests implement it without a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class KernelLauncher(Protocol):
     dtype_code: int  # QUIRE_DTYPE of the kernels
     arch: str  # "80", "90a"
     num_sms: int
-    max_shared_bytes: int  # of a block
+    max_shared_bytes: int
 
     @property
     def tensor_maps(self) -> TensorMapSource: ...
@@ -45,4 +45,4 @@ class KernelLauncher(Protocol):
         """Launch one kernel; see `CudaDevice.launch`."""
 
     def most_clusters(self, name: str, cluster: int, *, threads: int, shared_bytes: int, **defines: int) -> int:
-        """Return the clusters of `cluster` blocks that run at once; 0 while the kernel is compiled."""
+        """Return how many clusters run at once; 0 while the kernel is compiled."""

@@ -1,7 +1,7 @@
-"""Matrix products by a cuBLASLt algorithm, by `gemv` for few rows, or on Hopper by `small_m_sm90`.
+"""Products by cuBLASLt's algorithms, `gemv` for few rows, or Hopper's `small_m_sm90`.
 
-`tune` measures the fastest for each shape and caches it on disk (`gemm_tuning`); other shapes take cuBLASLt's first
-choice. tests/bench/measure_products.py makes the measurements that the package ships.
+`tune` measures the fastest per shape and caches it (`gemm_tuning`); other shapes take cuBLASLt's first choice.
+tests/bench/measure_products.py makes the shipped measurements.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from model.ops.gpu.norm import rms_norm
 from model.ops.interface import Array
 
 MEASURED_S = 1e-3
-"""Duration of each of the three measurements of an algorithm."""
+"""Duration of each of an algorithm's three measurements."""
 
 MIN_GAIN = 0.02
 """Share of time to save over cuBLASLt's first choice; less is noise."""
@@ -48,8 +48,6 @@ FIRST_CHOICE = GemmAlgorithm(CUBLASLT, 0)
 
 
 class Linear:
-    """Dense products, with the algorithm measured for each shape."""
-
     def __init__(self, device: CudaDevice):
         self._device = device
         self._gemm = Gemm(device.stream)
@@ -57,16 +55,16 @@ class Linear:
         self._tuning = {**read_tuning(SHIPPED_TUNING / self._path.name), **read_tuning(self._path)}
 
     def __call__(self, x: Array, weight: Array, bias: Array | None, out: Array) -> None:
-        """out [M, N] = x [M, K] @ weight [N, K].T + bias [N], C-contiguous; M, N, K >= 1."""
+        """out [M, N] = x [M, K] @ weight [N, K].T + bias [N], C-contiguous, not empty."""
         algorithm = self._tuning.get(_shape_of(x, weight, bias, out), FIRST_CHOICE) if self._tuning else FIRST_CHOICE
         if algorithm != FIRST_CHOICE and (x.data.ptr | weight.data.ptr | out.data.ptr) % BEST_ALIGNMENT_BYTES:
             algorithm = FIRST_CHOICE
         self._carry_out(algorithm, x, weight, bias, out)
 
     def tune(self, weights: Sequence[Array], bias: Array | None, num_rows: Sequence[int], out_dtype: np.dtype) -> None:
-        """Measure the fastest algorithm for each of `num_rows`, with `weights` of one shape [N, K] in turn.
+        """Measure the fastest algorithm for each of `num_rows`, about 30 ms per new shape. Not while capturing.
 
-        Together they should far exceed the L2. New shapes take about 30 ms, known ones nothing. Not while capturing.
+        The `weights` of one shape [N, K] are used in turn, and should far exceed the L2.
         """
         device, (n, k), found = self._device, weights[0].shape, {}
         shapes = [GemmShape(m, n, k, device.dtype.name, out_dtype.name, bias is not None) for m in num_rows]
@@ -77,7 +75,7 @@ class Linear:
         x, out = (
             device.empty((most, k), device.dtype),
             device.empty((most, n), out_dtype),
-        )  # shared by all shapes
+        )
         self._fill(x, weights[0])
         for shape in shapes:
             found[shape] = self._autotune(shape, x[: shape.m], weights, bias, out[: shape.m])
@@ -132,7 +130,7 @@ class Linear:
         )
 
     def _fill(self, x: Array, weight: Array) -> None:
-        """Fill x with weights: a product of zeros is faster than one of data."""
+        """Fill x with weights: products of zeros are faster."""
         x.data.memset_async(0, x.nbytes, self._device.stream)
         x.data.copy_from_device_async(weight.data, min(x.nbytes, weight.nbytes), self._device.stream)
 
@@ -166,7 +164,7 @@ class Linear:
     def _seconds(
         self, algorithm: GemmAlgorithm, x: Array, weights: Sequence[Array], bias: Array | None, out: Array
     ) -> float:
-        """Return the least time of a product in a graph, after a small kernel as in a step: an early start counts."""
+        """Return the least time in a graph, after a small kernel as in a step: an early start counts."""
         device = self._device
 
         def launch(weight: Array) -> None:

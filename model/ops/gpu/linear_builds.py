@@ -1,4 +1,4 @@
-"""Builds of `gemv.cu` and `small_m_sm90.cu` by product and device."""
+"""Builds of `gemv.cu` and `small_m_sm90.cu`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ MAX_SMALL_M_ROWS = 128
 """Most rows of x."""
 
 AHEAD_BYTES = 32 << 10
-"""Bytes of weights that an SM fetches before the previous kernel ends. On an H200 twice costs up to 1.7 us a product,
-half 0.3 us."""
+"""Bytes of weights that an SM fetches before the previous kernel ends. H200: twice costs up to 1.7 us a product, half
+0.3."""
 
 _SPAN_BYTES = 128  # of a row in a stage
 _TILE_ROWS = 128  # at most
@@ -45,7 +45,7 @@ class GemvBuild(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of each warp's ring, and two sets of sums."""
+        """Bytes of each warp's ring and two sets of sums."""
         rows = 16 * self.row_tiles
         return self.warps * self.stages * rows * self.span * 2 + 2 * self.warps * self.max_rows * rows * 4
 
@@ -59,10 +59,10 @@ GEMV_BUILDS = (
 
 
 def gemv_build(num_rows: int, max_shared_bytes: int) -> int | None:
-    """Return the index in GEMV_BUILDS for all products of `num_rows` rows; None if none fits.
+    """Return the index in GEMV_BUILDS for `num_rows` rows of x; None if none fits.
 
-    Neighbouring kernels share SMs, and mixed builds slow each other (on an H200 up to 6 us a layer, unseen in single
-    products). The first was the best of eleven for a layer of Llama-3.1-8B.
+    Neighbouring kernels share SMs, and mixed builds slow each other (H200: up to 6 us a layer). The first was the best
+    of eleven for a layer of Llama-3.1-8B.
     """
     for index, build in enumerate(GEMV_BUILDS):
         if num_rows <= build.max_rows and build.shared_bytes <= max_shared_bytes:
@@ -72,7 +72,7 @@ def gemv_build(num_rows: int, max_shared_bytes: int) -> int | None:
 
 @dataclass(frozen=True, order=True)
 class SmallMBuild:
-    """Macros of small_m_sm90.cu, for one block an SM."""
+    """Macros of small_m_sm90.cu, one block an SM."""
 
     rows: int
     cols: int
@@ -91,7 +91,7 @@ class SmallMBuild:
 
     @functools.cached_property
     def shared_bytes(self) -> int:
-        """Bytes of the ring, a partner's sums, barriers, and rows read past the ring."""
+        """Bytes of the ring, a partner's sums, barriers, and rows past the ring."""
         sent = 128 * self._warpgroups * self.cols if self.split == 2 else 0
         past = max(0, 64 * self._warpgroups - self.rows - self.cols) * _SPAN_BYTES
         ring = self.stages * (self.rows + self.cols) * _SPAN_BYTES
@@ -102,7 +102,6 @@ class SmallMBuild:
         return math.ceil(self.rows / 64)
 
     def num_blocks(self, n: int, num_sms: int) -> int:
-        """Return the blocks of a launch that get equally many tiles."""
         tiles = math.ceil(n / self.rows)
         if self.split == 2:
             return 2 * tiles

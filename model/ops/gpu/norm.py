@@ -1,4 +1,4 @@
-"""Launches the kernels that normalise rows."""
+"""Launches the norm kernels."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ def add_rms_norm(device: KernelLauncher, x: Array, residual: Array, weight: Arra
 
 
 def norm_threads(device: KernelLauncher, rows: int, width: int) -> int:
-    """Return threads per block: one vector each if few rows leave the device empty, else two, for more loads in
-    flight."""
+    """Return threads per block: a vector each if few rows leave the device empty, else two."""
     vecs = math.ceil(width * device.dtype.itemsize / _VEC_BYTES)
     threads = vecs if rows <= 2 * device.num_sms else math.ceil(vecs / 2)
     return min(1024, math.ceil(threads / 32) * 32)

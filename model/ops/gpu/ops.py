@@ -1,4 +1,4 @@
-"""GPU operations: check arguments, choose grids, launch the kernels of `cuda/`."""
+"""GPU operations: check arguments and launch kernels."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class CudaOps(CudaDevice):
-    """`Ops` on the current CUDA device, for one thread at a time. Arrays are CuPy's, C-contiguous."""
+    """`Ops` on the current CUDA device, for one thread. Arrays are CuPy's, C-contiguous."""
 
     weight_formats = frozenset(WeightFormat)
 
@@ -135,10 +135,10 @@ class CudaOps(CudaDevice):
         *,
         dtype: np.dtype | None = None,
     ) -> None:
-        """Measure about 30 ms per number of rows, and keep results on disk by device and cuBLASLt version.
+        """Measure about 30 ms per number of rows; results are kept on disk.
 
-        Unmeasured products take cuBLASLt's first choice. FP8 is not measured: rows alone choose its kernel. INT4_TILED
-        is measured only for rows that multiply by unpacked weights.
+        Unmeasured products take cuBLASLt's first choice. FP8 needs none: rows choose its kernel. INT4_TILED is measured
+        for rows that multiply by unpacked weights.
         """
         if weights[0].format is WeightFormat.INT4_TILED:
             many = [rows for rows in num_rows if rows > MAX_FUSED_ROWS]
@@ -268,7 +268,7 @@ class CudaOps(CudaDevice):
         return None if array is None else self.download(array)
 
     def _expect_operands(self, x: Array | Fp8Rows, weight: Weight) -> int:
-        """Return the rows of x. Raises ValueError for operands that `linear` does not take."""
+        """Return the rows of x. Raises ValueError for unsupported operands."""
         n, k = weight.shape
         if weight.format is WeightFormat.FP8:
             expect_fp8("weight", weight)

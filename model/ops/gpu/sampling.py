@@ -11,12 +11,12 @@ from model.ops.interface import Array, Sampled, SamplingArrays
 
 _THREADS = 1024  # LOGITS_THREADS of logits.cuh
 _MASK_THREADS = 256
-_MASKED_PER_BLOCK = 4096  # four a group, GROUPS_PER_THREAD groups of apply_token_mask.cu
+_MASKED_PER_BLOCK = 4096  # GROUPS_PER_THREAD groups of four of apply_token_mask.cu
 _MAX_VOCAB = 1 << 19
 """Most tokens in a bin of threshold.cuh's histograms."""
 
 _FP32 = 0
-"""QUIRE_DTYPE of all kernels here: logits are float32."""
+"""QUIRE_DTYPE: logits are float32."""
 
 
 def sample(device: KernelLauncher, logits: Array, how: SamplingArrays, out: Array | None) -> Sampled:
@@ -43,7 +43,7 @@ def sample(device: KernelLauncher, logits: Array, how: SamplingArrays, out: Arra
 def top_logprobs(
     device: KernelLauncher, logits: Array, token_ids: Array, num_best: int, *, are_logprobs: bool = False
 ) -> tuple[Array, Array, Array]:
-    """`Ops.top_logprobs`; `are_logprobs`: `logits` are log-probabilities already."""
+    """`Ops.top_logprobs`; `are_logprobs`: of `logits`."""
     rows, vocab = logits.shape
     num_best = min(num_best, vocab)
     chosen = device.temporary((rows,), np.float32)
@@ -61,7 +61,7 @@ def _log_softmax(device: KernelLauncher, logits: Array) -> Array:
 
 
 def _adjusted(device: KernelLauncher, logits: Array, how: SamplingArrays) -> Array:
-    """Return the logits with bias and penalties; without either, the logits themselves."""
+    """Return logits with bias and penalties; without either, the same array."""
     bias, seen = how.bias, how.penalties
     if bias is None and seen is None:
         return logits
@@ -79,7 +79,7 @@ def _adjusted(device: KernelLauncher, logits: Array, how: SamplingArrays) -> Arr
 
 
 def _masked(device: KernelLauncher, logits: Array, adjusted: Array, how: SamplingArrays) -> Array:
-    """Return the adjusted logits, -inf where forbidden; `logits` do not change."""
+    """Return masked logits; `logits` do not change."""
     mask = how.mask
     if mask is None:
         return adjusted

@@ -1,4 +1,4 @@
-"""Tensor maps: array shapes and copy boxes for Hopper's copy engine."""
+"""Tensor maps of Hopper's copy engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REMEMBERED = 2048
 
 
 class TensorMaps:
-    """Makes tensor maps and caches the latest by address and sizes."""
+    """Makes tensor maps and caches the latest."""
 
     def __init__(self) -> None:
         self._encode = lru_cache(_REMEMBERED)(_encode)
@@ -23,8 +23,8 @@ class TensorMaps:
     def get(self, array: Array, sizes: tuple[int, ...], box: tuple[int, ...]) -> np.ndarray:
         """Return a map of contiguous 16-bit elements of these `sizes`, in boxes; the fastest dimension first.
 
-        Boxes arrive in the 128-byte swizzle (`box[0]` is 64), zeros outside the array. The map is passed to a kernel by
-        value, as a `__grid_constant__`. Raises ValueError for what the driver refuses.
+        Boxes arrive in the 128-byte swizzle (`box[0]` is 64), zeros outside the array. A kernel takes the map by value,
+        as a `__grid_constant__`. Raises ValueError if the driver refuses.
         """
         return self._encode(array.data.ptr, sizes, box)
 

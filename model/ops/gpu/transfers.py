@@ -1,7 +1,7 @@
 """Copies arrays between host and device through pinned memory; small copies do not block the host.
 
-A kernel makes the small ones, because the copy engines may be busy with cache blocks. It runs on a stream per
-direction, concurrently with earlier work; later work waits only for a copy within the device.
+A kernel makes the small ones, as copy engines may be busy with cache blocks. It runs on a stream per direction,
+concurrently with earlier work; later work waits only for a copy within the device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from model.ops.load_parallel import PIECE_BYTES, Piece, load_in_threads
 from model.ops.packing import Packing, TableRows
 
 STAGED_BYTES = 1 << 20
-"""Largest upload that is staged in pinned memory without a wait."""
+"""Largest staged upload, without a wait."""
 
 USUAL_BYTES = 64 << 10
 """Initial buffer size; growing one delays transfers in flight."""
@@ -27,17 +27,16 @@ NUM_PIECES = 8
 
 
 MAX_CARRIERS = 256
+"""Most thread blocks of a small transfer."""
 
 _FIRST = -5
-"""Highest stream priority: a transfer waits for a thread block at most."""
+"""Highest stream priority."""
 
 _THREADS = 256
 _WORD_BYTES = 4
 
 
 class _Places(NamedTuple):
-    """Destination rows in a table."""
-
     address: int  # of int32 row numbers; 0: contiguous
     num_rows: int
     stride_words: int
@@ -47,7 +46,7 @@ _TOGETHER = _Places(0, 1, 0)
 
 
 class Transfers:
-    """Transfers for one stream, for one thread at a time."""
+    """Transfers for one stream, one thread at a time."""
 
     def __init__(self, stream: cupy.cuda.Stream, launch: Callable[..., None]):
         """`launch` is `CudaDevice.launch`."""
@@ -60,7 +59,7 @@ class Transfers:
         """Fill `array`, of the shape and dtype of `host`."""
         if host.nbytes > STAGED_BYTES:
             array.data.copy_from_host_async(host.ctypes.data, array.nbytes, self._stream)
-            self._stream.synchronize()  # the caller may now free `host`
+            self._stream.synchronize()  # the caller may free `host`
         elif host.nbytes:
             self.upload_all([host], array.reshape(-1).view(np.uint8))
 
@@ -88,11 +87,11 @@ class Transfers:
     def load_parallel(self, targets: Sequence[cupy.ndarray], read: Callable[[int, int, np.ndarray], None]) -> None:
         """Implement `Device.load_parallel`.
 
-        Each thread has two pinned buffers and reads into one while the other is copied. Pinning takes 0.4 ms a MiB, one
-        thread at a time: it is done on demand, while others read.
+        Each thread reads into one pinned buffer while its other is copied. They are pinned on demand: 0.4 ms a MiB, one
+        thread at a time.
         """
         device = cupy.cuda.Device()
-        self._stream.synchronize()  # the targets' memory may still be in use
+        self._stream.synchronize()  # their memory may be in use
 
         def work(pieces: Iterator[Piece]) -> None:
             device.use()
@@ -142,7 +141,7 @@ class Transfers:
         return host
 
     def _bring(self, piece: _Buffer, num_bytes: int) -> None:
-        """Copy `piece.host` to `piece.device` before the stream's next work."""
+        """Copy `piece.host` to the device before the stream's next work."""
         self._carry(piece.host.ctypes.data, piece.device.data.ptr, num_bytes, stream=self._up)
         piece.arrival.record(self._up)
         self._stream.wait_event(piece.arrival)
@@ -156,7 +155,7 @@ class Transfers:
         *,
         stream: cupy.cuda.Stream | None = None,
     ) -> None:
-        """Copy bytes between device or pinned addresses, to table rows if `places` has some."""
+        """Copy bytes between addresses, to table rows if `places` has some."""
         num_words = -(-num_bytes // _WORD_BYTES)
         sizes = (
             np.int32(places.num_rows),
@@ -197,7 +196,7 @@ class _Staging:
 
 
 class _Buffer:
-    """Pinned memory and as much on the device; `arrival` follows the bus copy, `event` the transfer."""
+    """Pinned memory and its device copy; `arrival` follows the bus copy, `event` the transfer."""
 
     def __init__(self, staging: _Staging, device: cupy.ndarray):
         self.host = staging.host
@@ -207,7 +206,6 @@ class _Buffer:
 
 
 def _pinned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return undefined pinned memory."""
     count = math.prod(shape)
     memory = cupy.cuda.alloc_pinned_memory(max(1, count * dtype.itemsize))
     return np.frombuffer(memory, dtype, count).reshape(shape)

@@ -1,4 +1,4 @@
-"""Builds of `gemv_w4a16.cu` and `small_m_w4a16_sm90.cu` by product and device."""
+"""Builds of `gemv_w4a16.cu` and `small_m_w4a16_sm90.cu`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_SMALL_M_ROWS = 256
 """Most rows of x of small_m_w4a16_sm90."""
 
 AHEAD_BYTES = 32 << 10
-"""Bytes of weights that an SM fetches before the previous kernel ends, as in `linear_builds`."""
+"""Bytes of weights fetched early, as in `linear_builds`."""
 
 _SPAN_BYTES = 1024  # of 16 rows of a span
 _MIN_STAGES = 3
@@ -36,9 +36,7 @@ _START_CLOCKS = 1500
 
 @dataclass(frozen=True)
 class Int4Layout:
-    """Kernel parameters of one kind of weight."""
-
-    groups: int  # input groups in a span of 128: 1 (larger groups too), 2 or 4
+    groups: int  # input groups in a span: 1 (larger groups too), 2 or 4
     has_zeros: bool
     is_bf16: bool  # the scales
 
@@ -48,7 +46,7 @@ class Int4Layout:
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of scales and zero points of 16 rows of a span."""
+        """Bytes per 16 rows of a span."""
         return self.groups * BLOCK_ROWS * (3 if self.has_zeros else 2)
 
 

@@ -1,7 +1,4 @@
-"""Launches the kernels of 4-bit weights: tile, multiply, unpack to 16 bits for many rows.
-
-`ops` is the `CudaOps` in use.
-"""
+"""Launches the kernels of 4-bit weights. `ops` is the `CudaOps` in use."""
 
 from __future__ import annotations
 
@@ -29,12 +26,12 @@ DenseLinear = Callable[[Array, Array, "Array | None", Array], None]
 """Takes x, weight [N, K], bias or None, out."""
 
 MAX_GEMV_ROWS = 8
-"""Rows of x up to which gemv_w4a16 beats small_m_w4a16_sm90: on an H200 6.5 us to 9.1 for 8 rows and weights [4096,
-4096], 11.4 to 9.0 for 16."""
+"""Rows of x up to which gemv_w4a16 beats small_m_w4a16_sm90: H200, weights [4096, 4096]: 6.5 us to 9.1 for 8 rows, 11.4
+to 9.0 for 16."""
 
 MAX_FUSED_ROWS = 1024
-"""Rows of x up to which unpacking in registers, 256 rows a launch, beats a 16-bit product of unpacked weights: on an
-H200 367 us to 440 for 512 rows and a layer of Llama-3.1-8B; at 2,048 they are equal."""
+"""Rows of x up to which unpacking in registers beats a 16-bit product of unpacked weights: H200, a layer of
+Llama-3.1-8B: 367 us to 440 for 512 rows, equal for 2,048."""
 
 _FLOAT32 = np.dtype(np.float32)
 _UINT8 = np.dtype(np.uint8)
@@ -61,15 +58,13 @@ def expect_int4(weight: Weight) -> None:
 
 
 class Int4Linear:
-    """Products with 4-bit weights."""
-
     def __init__(self, ops: Any, dense: DenseLinear):
         """Take `dense` for products in the dtype of `ops`."""
         self._ops = ops
         self._dense = dense
 
     def __call__(self, x: Array, weight: Weight, bias: Array | None, out: Array) -> None:
-        """out [M, N] = x [M, K] @ weight [N, K].T + bias [N], C-contiguous; M, N, K >= 1."""
+        """out [M, N] = x [M, K] @ weight [N, K].T + bias [N], C-contiguous, not empty."""
         ops, m = self._ops, len(out)
         if weight.input_order is not None:
             x = self._gather_columns(x, weight.input_order)
@@ -86,7 +81,7 @@ class Int4Linear:
             self._dense(x, self.unpack(weight), bias, out)
 
     def pack(self, weight: Weight) -> Weight:
-        """Return an INT4 weight that `can_tile` as INT4_TILED, in its own memory: `weight` is invalid afterwards."""
+        """Return an INT4 weight that `can_tile` as INT4_TILED, in its memory: `weight` becomes invalid."""
         ops, (n, k) = self._ops, weight.shape
         groups = (k // weight.group_size, n // TILE_ROWS, TILE_ROWS)
         data = weight.data.reshape(k // SPAN, n // TILE_ROWS, SPAN_BYTES)
@@ -100,7 +95,7 @@ class Int4Linear:
         return replace(weight, data=data, format=WeightFormat.INT4_TILED, scale=scale, zero_point=zero)
 
     def unpack(self, weight: Weight) -> Array:
-        """Return the matrix [N, K] in the dtype of `ops`, columns in the weight's order."""
+        """Return [N, K] in the dtype of `ops`, in the weight's column order."""
         ops, (n, k) = self._ops, weight.shape
         out = ops.temporary((n, k), ops.dtype)
         tiles = n // TILE_ROWS * (k // _TILE_COLUMNS)
@@ -169,7 +164,6 @@ def _pieces(num_rows: int, size: int) -> list[slice]:
 
 
 def _sizes(out: Array, weight: Weight) -> tuple[np.int32, ...]:
-    """Return num_rows, n_size, k_size, group_spans."""
     n, k = weight.shape
     spans = max(1, weight.group_size // SPAN)
     return tuple(map(np.int32, (len(out), n, k, spans)))
